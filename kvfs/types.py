@@ -1,0 +1,180 @@
+"""Small types that every room shares: numbers that must not be confused, and the inode record.
+
+The inode record's bytes are `struct kvfs_inode_record` of native/include/kvfs_format.h; docs/format.md describes them.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, IntFlag
+from typing import NewType
+
+from kvfs.errors import FormatError
+
+InodeNumber = NewType("InodeNumber", int)
+SegmentIndex = NewType("SegmentIndex", int)
+DeviceIndex = NewType("DeviceIndex", int)
+
+PAGE_SIZE = 4096
+NAME_MAX = 255
+ROOT_INODE = InodeNumber(1)
+# Mount epoch in the high bits, a counter in the low ones: numbers never go back, whatever a crash forgot.
+COUNTER_BITS = 36
+
+
+class Kind(IntEnum):
+    FILE = 1
+    DIRECTORY = 2
+    SYMLINK = 3
+
+
+class InodeFlags(IntFlag):
+    NONE = 0
+    SEALED = 1
+    PINNED = 2
+    REWRITTEN = 4
+    NAMELESS = 8
+    ASK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """page_count pages of `segment` from `page` on hold a file's pages from file_page on."""
+
+    generation: int
+    segment: SegmentIndex
+    page: int
+    page_count: int
+    file_page: int
+
+
+_RECORD = struct.Struct("<IBBHQQQQQIIIIqqqIIIIIIQQ")
+_EXTENT = struct.Struct("<QIIII")
+RECORD_SIZE = _RECORD.size
+assert RECORD_SIZE == 128 and _EXTENT.size == 24
+
+
+def _round_up(size: int, unit: int) -> int:
+    return (size + unit - 1) // unit * unit
+
+
+@dataclass(slots=True)
+class Inode:
+    """One inode: attributes, name and place. Mutable; whoever changes one puts it back into the index."""
+
+    inode: InodeNumber
+    parent: InodeNumber
+    name: bytes
+    kind: Kind
+    mode: int
+    uid: int = 0
+    gid: int = 0
+    nlink: int = 1
+    flags: InodeFlags = InodeFlags.NONE
+    version: int = 0
+    size: int = 0
+    generation: int = 0
+    segment: SegmentIndex = SegmentIndex(0)
+    page: int = 0
+    header_pages: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    atime_ns: int = 0
+    extents: tuple[Extent, ...] = ()
+    xattrs: dict[bytes, bytes] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        """The inode record: RECORD_SIZE bytes, name, extents, xattrs, each part 8-byte aligned."""
+        name = self.name.ljust(_round_up(len(self.name), 8), b"\0")
+        extents = b"".join(
+            _EXTENT.pack(e.generation, e.segment, e.page, e.page_count, e.file_page) for e in self.extents
+        )
+        xattrs = b"".join(
+            struct.pack("<HI", len(key), len(value)) + key + value for key, value in self.xattrs.items()
+        )
+        size = RECORD_SIZE + len(name) + len(extents) + _round_up(len(xattrs), 8)
+        head = _RECORD.pack(
+            size,
+            self.kind,
+            self.flags,
+            len(self.name),
+            self.inode,
+            self.parent,
+            self.version,
+            self.size,
+            self.generation,
+            self.segment,
+            self.page,
+            self.header_pages,
+            len(self.extents),
+            self.mtime_ns,
+            self.ctime_ns,
+            self.atime_ns,
+            self.mode,
+            self.uid,
+            self.gid,
+            self.nlink,
+            len(xattrs),
+            0,
+            0,
+            0,
+        )
+        return (head + name + extents + xattrs).ljust(size, b"\0")
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview, offset: int = 0) -> Inode:
+        """Read the record at `offset`. Raises FormatError on anything a writer of this format cannot have written."""
+        if len(data) - offset < RECORD_SIZE:
+            raise FormatError(f"inode record at {offset}: {len(data) - offset} bytes left, {RECORD_SIZE} needed")
+        (
+            record_size, kind, flags, name_size, inode, parent, version, size, generation, segment, page, header_pages,
+            extent_count, mtime_ns, ctime_ns, atime_ns, mode, uid, gid, nlink, xattr_size, _, _, _,
+        ) = _RECORD.unpack_from(data, offset)  # fmt: skip
+        name_at = offset + RECORD_SIZE
+        extents_at = name_at + _round_up(name_size, 8)
+        xattrs_at = extents_at + extent_count * _EXTENT.size
+        end = xattrs_at + _round_up(xattr_size, 8)
+        if record_size != end - offset or end > len(data) or name_size > NAME_MAX or kind not in (1, 2, 3):
+            raise FormatError(
+                f"inode record at {offset}: record_size {record_size}, name_size {name_size}, extents {extent_count}, "
+                f"xattr_size {xattr_size}, kind {kind} do not fit together in {len(data)} bytes"
+            )
+        extents = tuple(
+            Extent(g, SegmentIndex(s), p, c, f)
+            for g, s, p, c, f in _EXTENT.iter_unpack(data[extents_at:xattrs_at])
+        )
+        xattrs: dict[bytes, bytes] = {}
+        at, xattrs_end = xattrs_at, xattrs_at + xattr_size
+        while at < xattrs_end:
+            if at + 6 > xattrs_end:
+                raise FormatError(f"inode {inode}: xattr at {at - offset} is cut off")
+            key_size, value_size = struct.unpack_from("<HI", data, at)
+            at += 6
+            if at + key_size + value_size > xattrs_end:
+                raise FormatError(f"inode {inode}: xattr at {at - offset} of {key_size} + {value_size} bytes is cut off")
+            xattrs[bytes(data[at : at + key_size])] = bytes(data[at + key_size : at + key_size + value_size])
+            at += key_size + value_size
+        return cls(
+            inode=InodeNumber(inode), parent=InodeNumber(parent), name=bytes(data[name_at : name_at + name_size]),
+            kind=Kind(kind), mode=mode, uid=uid, gid=gid, nlink=nlink, flags=InodeFlags(flags), version=version,
+            size=size, generation=generation, segment=SegmentIndex(segment), page=page, header_pages=header_pages,
+            mtime_ns=mtime_ns, ctime_ns=ctime_ns, atime_ns=atime_ns, extents=extents, xattrs=xattrs,
+        )  # fmt: skip
+
+    @property
+    def sealed(self) -> bool:
+        return InodeFlags.SEALED in self.flags
+
+    @property
+    def data_pages(self) -> int:
+        return (self.size + PAGE_SIZE - 1) // PAGE_SIZE
+
+    def all_extents(self) -> tuple[Extent, ...]:
+        """The data's extents, the implied one included. Empty for an empty file."""
+        if self.extents or not self.sealed or self.size == 0:
+            return self.extents
+        return (Extent(self.generation, self.segment, self.page + self.header_pages, self.data_pages, 0),)
+
+    def copy(self) -> Inode:
+        return replace(self, xattrs=dict(self.xattrs))

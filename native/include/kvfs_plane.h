@@ -1,0 +1,197 @@
+/* The data plane, as the control plane sees it. Python decides, C moves bytes.
+ *
+ * Every function returns 0 (or a count) or -errno, takes no callbacks, and may be called from any thread unless it says otherwise.
+ * Nothing here blocks longer than a mutex, except where "blocks" is said. Payload never crosses this interface: only places,
+ * records, headers and summaries do.
+ */
+#ifndef KVFS_PLANE_H
+#define KVFS_PLANE_H
+
+#include <stdint.h>
+#include "kvfs_format.h"
+#include "kvfs_table.h"
+
+struct kvfs_plane;
+
+struct kvfs_member { uint32_t device; uint32_t zone; };
+
+struct kvfs_plane_config {
+    uint64_t secret;
+    uint64_t mount_epoch;
+    uint64_t zone_size;          /* multiple of stripe_unit */
+    uint64_t stripe_unit;        /* multiple of 4096 */
+    uint64_t staging_size;       /* bytes of payload memory for writes */
+    uint64_t read_memory_size;   /* bytes of payload memory for reads */
+    uint64_t records_max;        /* of the block table */
+    uint32_t stripe_width;
+    uint32_t segment_count;
+    uint32_t device_count;
+    uint32_t io_timeout_ms;      /* one device I/O */
+    uint32_t request_timeout_ms; /* one request forwarded to Python */
+    uint32_t server_threads;     /* 0: one a core, at most 8 */
+    uint32_t store_threads;      /* 0: 8 */
+    uint32_t max_read;           /* bytes; 0: 1 MiB */
+    uint32_t max_write;          /* bytes; 0: 1 MiB; at most 1 MiB */
+    uint32_t verify;             /* 1; 0 only in benchmarks: leaves are not checked */
+    uint32_t spin_us;            /* a server thread polls this long before it sleeps, while traffic lasts; 0: never */
+    uint32_t reserved;
+};
+
+/* device_fds stay the caller's and must outlive the plane; zones_offset[device] is where its zone 0 begins;
+ * members is segment_count * stripe_width long. */
+int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset,
+                      const struct kvfs_member *members, struct kvfs_plane **out);
+/* Blocks until every device I/O has been reaped or io_timeout_ms is over, twice. Aborts transports that are still there. */
+void kvfs_plane_destroy(struct kvfs_plane *plane);
+/* The block table; the plane's. Table writes go through the kvfs_name_ and kvfs_inode_ functions below. */
+struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane);
+/* What went wrong in the last failing create on this thread, as a sentence. */
+const char *kvfs_plane_error(void);
+
+/* ---- events and completions: one eventfd, readable while either queue holds something ---- */
+
+enum kvfs_event_type {
+    KVFS_EVENT_SPILL = 1,       /* inode holds more than its share of staging: spill it */
+    KVFS_EVENT_RESEAL = 2,      /* the last writer is gone and left unsealed bytes: seal it */
+    KVFS_EVENT_IDLE = 3,        /* a nameless inode lost its last handle: delete it */
+    KVFS_EVENT_BAD_BLOCK = 4,   /* a block failed verification, value = segment: drop it */
+    KVFS_EVENT_IO_ERROR = 5,    /* value = device << 32 | errno */
+    KVFS_EVENT_TRANSPORTS_GONE = 6, /* the last transport ended; the session socket is closed */
+    KVFS_EVENT_WRITERS_GONE = 7 /* the last writer of a sealed, clean inode is gone */
+};
+struct kvfs_event { uint32_t type; uint32_t reserved; uint64_t inode; uint64_t value; };
+struct kvfs_completion { uint64_t cookie; int64_t result; };
+
+int kvfs_event_fd(struct kvfs_plane *plane);
+int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t count);
+int kvfs_take_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count);
+/* Blocks until a completion is there or timeout_ms is over; for tools without an event loop. Returns the count taken. */
+int kvfs_wait_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count, uint32_t timeout_ms);
+
+/* ---- transports and the session ---- */
+
+/* Makes the socketpair and returns the end for pyfuse3 ("/dev/fd/N"), the caller's to close. INIT towards the session is sent at once. */
+int kvfs_session_open(struct kvfs_plane *plane);
+/* Serve this mounted /dev/fuse descriptor (taken over). */
+int kvfs_fuse_add(struct kvfs_plane *plane, int fd);
+int kvfs_transport_count(struct kvfs_plane *plane);
+/* Make every cached name of every host mount be looked up again (FUSE_NOTIFY_INC_EPOCH where there is one). Queued to the notifier thread. */
+void kvfs_notify_epoch(struct kvfs_plane *plane);
+/* Drop cached attributes and pages of one inode. Queued. */
+void kvfs_notify_inode(struct kvfs_plane *plane, uint64_t inode);
+void kvfs_notify_entry(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size);
+
+/* ---- names (all from the one control-plane thread) ---- */
+
+/* kvfs_table_put; when the name led to another inode (replaced), that one is kept nameless if it is open. Returns 1 if kept, else 0. */
+int kvfs_name_put(struct kvfs_plane *plane, const void *inode_record, uint64_t replaced);
+/* Attributes or place changed, name unchanged. */
+int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);
+/* Unlink: returns 1 if the inode is open and was kept nameless (KVFS_EVENT_IDLE follows), 0 if it is gone. */
+int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
+/* For each inode: if open, busy[i] = 1 and nothing changes; else its record is removed and busy[i] = 0. Returns the busy count. */
+int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);
+/* Hits (opens and reads at offset 0, saturating at 255) since the last call with clear. */
+int kvfs_inode_hits(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *hits, int clear);
+/* 0 not open, 1 open, 2 being written. */
+int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
+
+/* ---- files being written ---- */
+
+/* A new, empty, dirty file; its record is in the table already (not SEALED). Call before the reply to CREATE. */
+int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode);
+/* A sealed file opened for writing (or truncated): from the completion on all its handles read through staging. keep_content 0: it is empty
+ * then. Completion: 0 (also when it is being written already: then it is truncated if keep_content is 0), -ENOENT, -EBADMSG, or -errno of
+ * reading the header. */
+int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int keep_content);
+int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
+int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns);
+/* Forget the staged bytes of an inode that nobody will seal (unlinked and closed). */
+int kvfs_file_discard(struct kvfs_plane *plane, uint64_t inode);
+
+struct kvfs_seal_info {
+    uint64_t size;              /* bytes */
+    int64_t mtime_ns;
+    uint32_t data_pages;        /* pages to be written */
+    uint32_t ranges;            /* contiguous file ranges they form */
+    uint32_t kept_extents;      /* extents that stay where they are */
+    uint32_t dirty;             /* 0: nothing to seal (then seal_begin changed nothing) */
+};
+/* A place to write to. In the first run of a seal, header_pages come first; in every other run one extent header page. */
+struct kvfs_run { uint64_t generation; uint32_t segment; uint32_t page; uint32_t page_count; uint32_t reserved; };
+
+/* Freeze the file: writes to it wait until kvfs_seal_end. -ENOENT: not being written. -EBUSY: a seal or spill is under way. */
+int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_info *out);
+/* Write data and block header. record: the inode record without extents (extent_count 0), its place fields already those of runs[0].
+ * All runs together must hold exactly header_pages + (run_count - 1) + data_pages pages. Completion: 0 or -errno. */
+int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count,
+                    uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size);
+/* The record as the header has it, extents included; to be put into the index and the table. Returns its size; -ERANGE if capacity is less. */
+int kvfs_seal_record(struct kvfs_plane *plane, uint64_t inode, void *out, uint32_t capacity);
+/* ok: the index has it, the file is clean and sealed (call after kvfs_inode_update / kvfs_name_put). Not ok: still dirty. */
+int kvfs_seal_end(struct kvfs_plane *plane, uint64_t inode, int ok);
+/* The header pages that a seal needs for these numbers (extents: an upper bound). */
+uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancestors_size, uint32_t extents);
+
+/* Move full staged chunks to the devices before the seal. begin says how many pages; write's completion ends it. */
+int kvfs_spill_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_info *out);
+int kvfs_spill_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count);
+int kvfs_spill_cancel(struct kvfs_plane *plane, uint64_t inode);
+/* Extents of a file being written that are on the devices already: the segments they lie in must not be freed. Returns the count;
+ * with more than capacity, only capacity are written. */
+int kvfs_file_extents(struct kvfs_plane *plane, uint64_t inode, struct kvfs_extent *out, uint32_t capacity);
+/* Bytes that writers may still stage; beyond it WRITE is ENOSPC. */
+void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes);
+
+/* ---- the store: jobs, each with a completion ---- */
+
+/* data is copied before return; size a multiple of 4096. */
+int kvfs_store_write(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint32_t page, const void *data, uint64_t size);
+/* out is the caller's and must live until the completion; size a multiple of 4096. Completion: size or -errno. */
+int kvfs_store_read(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint32_t page, void *out, uint64_t size);
+/* First pages of many segments: out is count * 4096 bytes; a page that could not be read is all 0xff. Completion: 0. */
+int kvfs_store_read_headers(struct kvfs_plane *plane, uint64_t cookie, const uint32_t *segments, uint32_t count, void *out);
+struct kvfs_scan_result {
+    uint64_t size;              /* bytes of inode records written to out */
+    uint32_t next_page;         /* where the scan stopped: no valid header there, end_page, or out is full */
+    uint32_t entry_count;
+    uint32_t full;              /* 1: out was too small for the next entry; scan again from next_page */
+    uint32_t reserved;
+};
+/* Walk block headers from first_page on; for each valid one of this generation write its inode record, then its ancestors' records.
+ * result and out are the caller's until the completion (0 or -errno). */
+int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint64_t generation, uint32_t first_page,
+                    uint32_t end_page, void *out, uint64_t capacity, struct kvfs_scan_result *result);
+/* Check the block of this inode record: header, and with verify_data every leaf. Completion: 0, -EBADMSG, or -errno of a read. */
+int kvfs_store_verify(struct kvfs_plane *plane, uint64_t cookie, const void *record, uint32_t record_size, int verify_data);
+/* Copy a sealed block to new runs with a new header (carry-over). old_record as in the index; record, runs, header_pages as in seal_write
+ * (all data pages in runs). Leaves are verified on the way. out_record (capacity) receives the final record and is the caller's until the
+ * completion: its size, or -EBADMSG, or -errno. */
+int kvfs_store_copy(struct kvfs_plane *plane, uint64_t cookie, const void *old_record, uint32_t old_size, const struct kvfs_run *runs,
+                    uint32_t run_count, uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors,
+                    uint32_t ancestors_size, void *out_record, uint32_t capacity);
+/* Device I/Os in flight on a segment (also those that were given up on): it may be written again only at 0. */
+uint32_t kvfs_segment_busy(struct kvfs_plane *plane, uint32_t segment);
+
+/* ---- statistics ---- */
+
+struct kvfs_latency { uint64_t count; uint64_t total_ns; uint64_t buckets[40]; }; /* bucket i: below 2^i ns... of a request, arrival to reply */
+struct kvfs_device_statistics { uint64_t reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns; };
+struct kvfs_statistics {
+    uint64_t requests, forwarded, forward_timeouts, forwarded_in_flight;
+    uint64_t lookups, lookup_misses, opens, stale_opens, reads, read_bytes, writes, write_bytes;
+    uint64_t checksum_errors, read_errors, staged_bytes, staging_size, staged_files, open_handles, parked;
+    uint64_t spins, sleeps, wakeups, blocks_written, blocks_copied, written_bytes, jobs_in_flight, zombies;
+};
+void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out);
+int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out);
+/* operation: 0 lookup, 1 open, 2 read, 3 write, 4 forwarded. */
+int kvfs_latency_get(struct kvfs_plane *plane, uint32_t operation, struct kvfs_latency *out);
+
+/* ---- fault injection, for tests only ---- */
+
+enum kvfs_fault { KVFS_FAULT_NONE = 0, KVFS_FAULT_ERROR = 1, KVFS_FAULT_DELAY = 2, KVFS_FAULT_SHORT = 3, KVFS_FAULT_FLIP = 4, KVFS_FAULT_LOST_WRITE = 5 };
+/* From now on every `every`-th I/O (reads: 1, writes: 2, both: 3) of a device suffers the fault. value: errno, delay in ms. */
+int kvfs_fault_set(struct kvfs_plane *plane, uint32_t device, uint32_t fault, uint32_t direction, uint32_t every, uint32_t value);
+
+#endif

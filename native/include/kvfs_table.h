@@ -1,0 +1,73 @@
+/* The block table: every name of the pool and every sealed block's place, in shared memory.
+ *
+ * One writer (the daemon's Python, in its one thread); any number of readers in any process, which take no lock, register nowhere
+ * and write nothing. A memfd sealed against future writable mappings, created at its largest size, sparse. A projection of the index.
+ */
+#ifndef KVFS_TABLE_H
+#define KVFS_TABLE_H
+
+#include <stdint.h>
+#include "kvfs_format.h"
+
+/* What a lookup returns: a consistent copy. */
+struct kvfs_record {
+    uint64_t inode;
+    uint64_t parent;
+    uint64_t version;
+    uint64_t size;
+    uint64_t generation;
+    uint32_t segment;
+    uint32_t page;
+    uint32_t header_pages;
+    uint32_t extent_count;
+    int64_t mtime_ns;
+    int64_t ctime_ns;
+    uint32_t mode;
+    uint32_t uid;
+    uint32_t gid;
+    uint32_t nlink;
+    uint8_t kind;           /* enum kvfs_kind */
+    uint8_t flags;          /* enum kvfs_inode_flags */
+    uint16_t reserved0;
+    uint32_t slot;          /* index of the record in the table: stable while the record lives; for private side arrays */
+};
+
+struct kvfs_table_statistics {
+    uint64_t records;       /* live */
+    uint64_t records_max;
+    uint64_t bytes;         /* shared memory in use (bucket pages, record slots up to the high-water mark) */
+    uint64_t buckets;
+    uint64_t overflow_buckets;
+    uint64_t ambiguous;     /* names whose 128-bit key met another name's */
+};
+
+struct kvfs_table;
+
+/* Writer side: one thread. 0 or -errno. */
+int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoch, struct kvfs_table **out);
+void kvfs_table_destroy(struct kvfs_table *table);
+int kvfs_table_fd(const struct kvfs_table *table);                     /* owned by the table; safe to pass read-only */
+
+/* Insert or change: afterwards `name` in record->parent leads to record->inode and nothing else does. If the inode had another name (rename),
+ * that name is gone; if the name led to another inode, that inode's record is freed, or, with keep_replaced, stays findable by its number
+ * with KVFS_INODE_NAMELESS set. At no moment does a concurrent find of `name` miss if it was there before. -ENOSPC when full. */
+int kvfs_table_put(struct kvfs_table *table, const struct kvfs_record *record, const char *name, uint32_t name_size, int keep_replaced);
+/* Change attributes or place of an inode that is there; its name stays. -ENOENT. */
+int kvfs_table_update(struct kvfs_table *table, const struct kvfs_record *record);
+/* Remove name and record, or with keep only the name (NAMELESS is set). -ENOENT. */
+int kvfs_table_remove(struct kvfs_table *table, uint64_t inode, int keep);
+/* Put every inode record of a buffer of concatenated `struct kvfs_inode_record`s (validated: -EBADMSG names no offset but nothing behind
+ * the bad record is loaded). Returns how many were put, or -errno. */
+int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t size);
+/* While incomplete (at a rebuild), a missing name is -EAGAIN for readers, not -ENOENT. A new table is incomplete. */
+void kvfs_table_set_complete(struct kvfs_table *table, int complete);
+
+/* Reader side: any thread, any process. 0, -ENOENT, or -EAGAIN: ask the daemon (a bounded number of retries was not enough, the table is
+ * incomplete, or two names share a key). */
+int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out); /* maps read-only; checks magic, version, sizes: -EBADMSG */
+int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
+int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out);
+uint64_t kvfs_table_mount_epoch(const struct kvfs_table *table);
+void kvfs_table_statistics(const struct kvfs_table *table, struct kvfs_table_statistics *out);
+
+#endif

@@ -1,0 +1,114 @@
+/* Page-aligned payload memory in fixed slots, reused last in first out so that an idle pool stays small. */
+#include "internal.h"
+
+#include <sys/mman.h>
+
+int arena_init(struct arena *arena, uint64_t slot_size, uint32_t slot_count) {
+    memset(arena, 0, sizeof(*arena));
+    pthread_mutex_init(&arena->lock, NULL);
+    uint64_t size = slot_size * slot_count;
+    /* Aligned to 2 MiB, so that huge pages back it where the kernel grants them: fewer pages to pin for each I/O. */
+    uint64_t align = (uint64_t)2 << 20;
+    uint8_t *memory = mmap(NULL, size + align, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        return -ENOMEM;
+    uint8_t *start = (uint8_t *)round_up((uint64_t)(uintptr_t)memory, align);
+    if (start > memory)
+        munmap(memory, (size_t)(start - memory));
+    uint64_t tail = align - (uint64_t)(start - memory);
+    if (tail)
+        munmap(start + size, tail);
+    madvise(start, size, MADV_HUGEPAGE);
+    arena->memory = start;
+    arena->slot_size = slot_size;
+    arena->slot_count = slot_count;
+    arena->slots = calloc(slot_count, sizeof(struct slot));
+    if (!arena->slots) {
+        munmap(start, size);
+        arena->memory = NULL;
+        return -ENOMEM;
+    }
+    for (uint32_t i = slot_count; i-- > 0;) {
+        struct slot *slot = &arena->slots[i];
+        slot->data = start + (uint64_t)i * slot_size;
+        slot->size = slot_size;
+        slot->arena = arena;
+        slot->next = arena->free;
+        arena->free = slot;
+    }
+    arena->free_count = slot_count;
+    return 0;
+}
+
+void arena_free(struct arena *arena) {
+    if (!arena->memory)
+        return;
+    munmap(arena->memory, arena->slot_size * arena->slot_count);
+    free(arena->slots);
+    pthread_mutex_destroy(&arena->lock);
+    arena->memory = NULL;
+}
+
+struct slot *slot_get(struct arena *arena) {
+    pthread_mutex_lock(&arena->lock);
+    struct slot *slot = arena->free;
+    if (slot) {
+        arena->free = slot->next;
+        arena->free_count--;
+        uint32_t index = (uint32_t)(slot - arena->slots);
+        if (index >= arena->touched)
+            arena->touched = index + 1;
+        atomic_store_explicit(&slot->refs, 1, memory_order_relaxed);
+    }
+    pthread_mutex_unlock(&arena->lock);
+    return slot;
+}
+
+struct slot *slot_get_extra(struct arena *arena) {
+    struct slot *slot = slot_get(arena);
+    if (slot)
+        return slot;
+    slot = calloc(1, sizeof(*slot));
+    if (!slot)
+        return NULL;
+    void *data = NULL;
+    if (posix_memalign(&data, KVFS_PAGE_SIZE, arena->slot_size)) {
+        free(slot);
+        return NULL;
+    }
+    slot->data = data;
+    slot->size = arena->slot_size;
+    atomic_store(&slot->refs, 1);
+    return slot;
+}
+
+void slot_ref(struct slot *slot) { atomic_fetch_add_explicit(&slot->refs, 1, memory_order_relaxed); }
+
+void slot_put(struct slot *slot) {
+    if (!slot || atomic_fetch_sub_explicit(&slot->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    struct arena *arena = slot->arena;
+    if (!arena) {
+        free(slot->data);
+        free(slot);
+        return;
+    }
+    pthread_mutex_lock(&arena->lock);
+    slot->next = arena->free;
+    arena->free = slot;
+    arena->free_count++;
+    pthread_mutex_unlock(&arena->lock);
+}
+
+void arena_trim(struct arena *arena) {
+    pthread_mutex_lock(&arena->lock);
+    uint32_t kept = 0; /* a few stay, for the next request */
+    for (struct slot *slot = arena->free; slot; slot = slot->next) {
+        uint32_t index = (uint32_t)(slot - arena->slots);
+        if (index >= arena->touched)
+            continue;
+        if (kept++ >= 4)
+            madvise(slot->data, slot->size, MADV_DONTNEED);
+    }
+    pthread_mutex_unlock(&arena->lock);
+}

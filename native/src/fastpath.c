@@ -1,0 +1,572 @@
+/* What the data plane answers by itself, and what it passes on. One function a group of opcodes; fuse_kernel.h is linux/fuse.h. */
+#include "internal.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#ifndef FUSE_HANDLE_KILLPRIV_V2
+#define FUSE_HANDLE_KILLPRIV_V2 (1 << 28)
+#endif
+#define FLAG2_DIRECT_IO_ALLOW_MMAP (1u << (36 - 32))
+#define FLAG_INIT_EXT (1u << 30)
+#define OPEN_KEEP_CACHE (1u << 1)
+#define OPEN_NOFLUSH (1u << 5)
+#define OPEN_PARALLEL_DIRECT_WRITES (1u << 6)
+#define LONG_SECONDS 3600u
+
+void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr) {
+    (void)plane;
+    memset(attr, 0, sizeof(*attr));
+    attr->ino = record->inode;
+    attr->size = record->size;
+    attr->blocks = (record->size + 511) / 512;
+    attr->atime = attr->mtime = (uint64_t)(record->mtime_ns / 1000000000);
+    attr->atimensec = attr->mtimensec = (uint32_t)(record->mtime_ns % 1000000000);
+    attr->ctime = (uint64_t)(record->ctime_ns / 1000000000);
+    attr->ctimensec = (uint32_t)(record->ctime_ns % 1000000000);
+    attr->mode = record->mode;
+    attr->nlink = record->flags & KVFS_INODE_NAMELESS ? 0 : record->nlink;
+    attr->uid = record->uid;
+    attr->gid = record->gid;
+    attr->blksize = KVFS_PAGE_SIZE;
+}
+
+bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr) {
+    if (!atomic_load_explicit(&plane->count.staged_files, memory_order_relaxed))
+        return false;
+    struct node *node = node_get(plane, inode, false);
+    if (!node)
+        return false;
+    bool staged = false;
+    pthread_mutex_lock(&node->lock);
+    if (node->file) {
+        staged = true;
+        attr->size = node->file->size;
+        attr->blocks = (attr->size + 511) / 512;
+        attr->mtime = (uint64_t)(node->file->mtime_ns / 1000000000);
+        attr->mtimensec = (uint32_t)(node->file->mtime_ns % 1000000000);
+    }
+    pthread_mutex_unlock(&node->lock);
+    node_put(plane, node);
+    return staged;
+}
+
+/* Blocks are immutable: where the kernel can be told of an eviction (INC_EPOCH) it may keep names and attributes for long. */
+void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry) {
+    entry->entry_valid_nsec = entry->attr_valid_nsec = 0;
+    entry->entry_valid = transport->inc_epoch && !staged ? LONG_SECONDS : 0;
+    if (S_ISDIR(attr->mode)) {
+        entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : 1;
+        entry->attr_valid = 1;
+    } else {
+        entry->attr_valid = transport->inc_epoch && !staged ? LONG_SECONDS : 0;
+    }
+}
+
+static void do_init(struct server *server, const struct fuse_in_header *in, const uint8_t *body, size_t size) {
+    struct kvfs_plane *plane = server->plane;
+    struct transport *transport = server->transport;
+    struct fuse_init_in init;
+    memset(&init, 0, sizeof(init));
+    memcpy(&init, body, size < sizeof(init) ? size : sizeof(init));
+    struct fuse_init_out out;
+    memset(&out, 0, sizeof(out));
+    out.major = FUSE_KERNEL_VERSION;
+    if (init.major != FUSE_KERNEL_VERSION) {
+        reply_data(server, in->unique, &out, sizeof(out)); /* the kernel comes again with ours */
+        return;
+    }
+    if (init.minor < 28) { /* MAX_PAGES: Linux 4.20 */
+        reply_error(server, in->unique, -EPROTO);
+        return;
+    }
+    uint64_t offered = init.flags | (init.flags & FLAG_INIT_EXT ? (uint64_t)init.flags2 << 32 : 0);
+    uint64_t wanted = FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_ASYNC_DIO | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES |
+                      FUSE_EXPLICIT_INVAL_DATA | FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT |
+                      (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
+    uint64_t flags = offered & wanted;
+    out.minor = init.minor < 45 ? init.minor : 45;
+    transport->minor = out.minor;
+    /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). */
+    transport->inc_epoch = init.minor >= 44;
+    out.max_readahead = init.max_readahead;
+    out.flags = (uint32_t)flags;
+    out.flags2 = (uint32_t)(flags >> 32);
+    out.max_background = 1024;
+    out.congestion_threshold = 768;
+    out.max_write = plane->config.max_write;
+    out.time_gran = 1;
+    uint32_t pages = transport->max_read / KVFS_PAGE_SIZE;
+    out.max_pages = (uint16_t)(pages > 65535 ? 65535 : pages);
+    atomic_store(&transport->initialized, true);
+    reply_data(server, in->unique, &out, sizeof(out));
+}
+
+static void do_lookup(struct server *server, uint8_t *head, size_t size, uint64_t arrived) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    const char *name = (const char *)(in + 1);
+    size_t name_size = strnlen(name, size - sizeof(*in));
+    COUNT(plane, lookups, 1);
+    if (name_size > KVFS_NAME_MAX) {
+        reply_error(server, in->unique, -ENAMETOOLONG);
+        return;
+    }
+    struct kvfs_record record;
+    int r = kvfs_table_find_name(plane->table, in->nodeid, name, (uint32_t)name_size, &record);
+    if (r == -EAGAIN || (r == 0 && record.flags & KVFS_INODE_ASK)) {
+        mux_forward(server, head, (uint32_t)size, 0, 0);
+        return;
+    }
+    if (r < 0) {
+        COUNT(plane, lookup_misses, 1);
+        reply_error(server, in->unique, -ENOENT);
+    } else {
+        struct fuse_entry_out entry;
+        memset(&entry, 0, sizeof(entry));
+        entry.nodeid = record.inode;
+        fill_attr(plane, &record, &entry.attr);
+        bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &entry.attr);
+        entry_timeouts(server->transport, &entry.attr, staged || !(record.flags & KVFS_INODE_SEALED), &entry);
+        reply_data(server, in->unique, &entry, sizeof(entry));
+    }
+    latency_add(plane, LATENCY_LOOKUP, arrived);
+}
+
+static void do_getattr(struct server *server, uint8_t *head, size_t size) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct kvfs_record record;
+    int r = kvfs_table_find_inode(plane->table, in->nodeid, &record);
+    if (r == -EAGAIN || (r == 0 && record.flags & KVFS_INODE_ASK)) {
+        struct fuse_getattr_in *get = (struct fuse_getattr_in *)(void *)(in + 1);
+        get->getattr_flags = 0;
+        mux_forward(server, head, (uint32_t)size, 0, 0);
+        return;
+    }
+    if (r < 0) {
+        reply_error(server, in->unique, -ESTALE);
+        return;
+    }
+    struct fuse_attr_out out;
+    memset(&out, 0, sizeof(out));
+    fill_attr(plane, &record, &out.attr);
+    bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &out.attr);
+    if (S_ISDIR(record.mode))
+        out.attr_valid = 1;
+    else if (!staged && record.flags & KVFS_INODE_SEALED && server->transport->inc_epoch)
+        out.attr_valid = LONG_SECONDS;
+    reply_data(server, in->unique, &out, sizeof(out));
+}
+
+static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t arrived) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct fuse_open_in open;
+    memcpy(&open, in + 1, sizeof(open));
+    if ((open.flags & O_ACCMODE) != O_RDONLY || open.flags & O_TRUNC) {
+        mux_forward(server, head, (uint32_t)size, open.flags, 0);
+        return;
+    }
+    struct kvfs_record record;
+    struct node *node;
+    int r = node_open(plane, in->nodeid, false, &record, &node);
+    if (r == -EAGAIN) {
+        mux_forward(server, head, (uint32_t)size, open.flags, 0);
+        return;
+    }
+    struct fuse_open_out out;
+    memset(&out, 0, sizeof(out));
+    if (r == 0) {
+        r = handle_open(plane, server->transport, node, open.flags, false, &out.fh);
+        if (r < 0) {
+            struct shard *shard = shard_of(plane, in->nodeid);
+            pthread_mutex_lock(&shard->lock);
+            node->handles--;
+            pthread_mutex_unlock(&shard->lock);
+            node_put(plane, node);
+        }
+    }
+    if (r < 0) {
+        COUNT(plane, stale_opens, r == -ESTALE);
+        reply_error(server, in->unique, r);
+        return;
+    }
+    pthread_mutex_lock(&node->lock);
+    bool written = node->file != NULL;
+    pthread_mutex_unlock(&node->lock);
+    out.open_flags = OPEN_NOFLUSH;
+    if (!written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
+        out.open_flags |= OPEN_KEEP_CACHE;
+    COUNT(plane, opens, 1);
+    reply_data(server, in->unique, &out, sizeof(out));
+    latency_add(plane, LATENCY_OPEN, arrived);
+}
+
+static struct request *request_new(struct server *server, const struct fuse_in_header *in, struct node *node, uint64_t arrived) {
+    struct request *request = request_get(server->plane);
+    if (!request)
+        return NULL;
+    request->server = server;
+    request->transport = server->transport;
+    request->unique = in->unique;
+    request->opcode = in->opcode;
+    request->node = node;
+    request->arrived_ns = arrived;
+    return request;
+}
+
+/* A read of a file that is being written: from memory here, else by a worker. */
+static void read_staged(struct server *server, struct request *request) {
+    struct kvfs_plane *plane = server->plane;
+    struct node *node = request->node;
+    uint64_t size = 0;
+    int r = -EINPROGRESS;
+    if (request->size <= CHUNK_SIZE) {
+        struct slot *slot = slot_get_extra(request->size <= SMALL_SIZE ? &plane->reading_small : &plane->reading);
+        pthread_mutex_lock(&node->lock);
+        if (slot && node->file) {
+            request->slots[0] = slot;
+            request->slot_count = 1;
+            slot = NULL;
+            if (request->offset < node->file->size)
+                size = min_u64(request->size, node->file->size - request->offset);
+            r = file_copy_out(node->file, request->offset, (uint32_t)size, request->slots[0]->data);
+        }
+        pthread_mutex_unlock(&node->lock);
+        slot_put(slot);
+    }
+    if (r == 0) {
+        request_reply_read(plane, request, (uint32_t)size);
+        request_put(plane, request);
+        return;
+    }
+    while (request->slot_count)
+        slot_put(request->slots[--request->slot_count]);
+    if (worker_request_add(plane, request) < 0) {
+        reply_error(server, request->unique, -ENOMEM);
+        request_put(plane, request);
+    }
+}
+
+static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct fuse_read_in read;
+    memcpy(&read, in + 1, sizeof(read));
+    struct handle *handle = handle_find(plane, server->transport, read.fh);
+    if (!handle || handle->node->inode != in->nodeid || read.size > server->transport->max_read) {
+        if (handle)
+            node_put(plane, handle->node);
+        reply_error(server, in->unique, handle ? -EINVAL : -EBADF);
+        return;
+    }
+    struct request *request = request_new(server, in, handle->node, arrived);
+    if (!request) {
+        node_put(plane, handle->node);
+        reply_error(server, in->unique, -ENOMEM);
+        return;
+    }
+    request->offset = read.offset;
+    request->size = read.size;
+    struct node *node = request->node;
+    pthread_mutex_lock(&node->lock);
+    bool staged = node->file != NULL;
+    if (!staged && node->desc) {
+        request->desc = node->desc;
+        atomic_fetch_add(&request->desc->refs, 1);
+    }
+    pthread_mutex_unlock(&node->lock);
+    if (staged)
+        read_staged(server, request);
+    else
+        read_submit(request);
+}
+
+static void reply_write(struct kvfs_plane *plane, struct request *request, int r) {
+    if (r < 0) {
+        reply_error(request->server, request->unique, r);
+    } else {
+        struct fuse_write_out out = {.size = request->size};
+        COUNT(plane, writes, 1);
+        COUNT(plane, write_bytes, request->size);
+        reply_data(request->server, request->unique, &out, sizeof(out));
+        latency_add(plane, LATENCY_WRITE, request->arrived_ns);
+    }
+    request_put(plane, request);
+}
+
+static void do_write(struct server *server, uint8_t *head, size_t size, struct slot **landing, uint64_t arrived) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct fuse_write_in write;
+    memcpy(&write, in + 1, sizeof(write));
+    struct handle *handle = handle_find(plane, server->transport, write.fh);
+    bool good = handle && handle->writer && handle->node->inode == in->nodeid && write.size == size - REQUEST_HEAD && write.size <= CHUNK_SIZE;
+    struct request *request = good ? request_new(server, in, handle->node, arrived) : NULL;
+    if (!request) {
+        if (handle)
+            node_put(plane, handle->node);
+        reply_error(server, in->unique, !handle ? -EBADF : good ? -ENOMEM : -EINVAL);
+        return;
+    }
+    request->offset = write.offset;
+    request->size = write.size;
+    request->slots[0] = *landing;
+    request->slot_count = 1;
+    request->payload = (*landing)->data;
+    *landing = NULL;
+    struct node *node = request->node;
+    pthread_mutex_lock(&node->lock);
+    int r = node->file ? file_write(plane, node, request) : -EINPROGRESS;
+    pthread_mutex_unlock(&node->lock);
+    if (r == -EAGAIN)
+        return; /* parked */
+    if (r == -EINPROGRESS) {
+        r = worker_request_add(plane, request);
+        if (r == 0)
+            return;
+    }
+    if (request->slot_count) { /* copied: the landing memory is free again */
+        *landing = request->slots[0];
+        request->slot_count = 0;
+    }
+    reply_write(plane, request, r);
+}
+
+/* The slow half of READ and WRITE, on a worker that may wait for devices. */
+void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
+    struct node *node = request->node;
+    int r = 0;
+    if (request->opcode == FUSE_WRITE) {
+        for (int attempt = 0; attempt < 64; attempt++) {
+            pthread_mutex_lock(&node->lock);
+            r = node->file ? file_write(plane, node, request) : -ENOENT;
+            pthread_mutex_unlock(&node->lock);
+            if (r == -EAGAIN)
+                return;
+            if (r == -ENOENT) {
+                r = file_reopen(plane, ring, node);
+            } else if (r == -EINPROGRESS) {
+                r = 0;
+                for (uint64_t i = request->offset / CHUNK_SIZE; i <= (request->offset + request->size - 1) / CHUNK_SIZE && r == 0; i++)
+                    r = file_load_chunk(plane, ring, node, (uint32_t)i, false);
+            } else {
+                break;
+            }
+            if (r < 0)
+                break;
+        }
+        reply_write(plane, request, r == -EBADMSG || r == -ETIMEDOUT ? -EIO : r);
+        return;
+    }
+    uint64_t size = 0;
+    pthread_mutex_lock(&node->lock);
+    bool staged = node->file != NULL;
+    if (staged && request->offset < node->file->size)
+        size = min_u64(request->size, node->file->size - request->offset);
+    pthread_mutex_unlock(&node->lock);
+    for (uint64_t done = 0; staged && done < size && r == 0; done += CHUNK_SIZE) {
+        struct slot *slot = slot_get_extra(&plane->reading);
+        if (!slot) {
+            r = -ENOMEM;
+            break;
+        }
+        request->slots[request->slot_count++] = slot;
+        r = file_read_slow(plane, ring, node, request->offset + done, (uint32_t)min_u64(CHUNK_SIZE, size - done), slot->data);
+    }
+    if (!staged || r == -ESTALE) { /* sealed meanwhile: read the block, blocking */
+        while (request->slot_count)
+            slot_put(request->slots[--request->slot_count]);
+        r = file_reopen(plane, ring, node);
+        if (r == 0 && request->retries++ < 8) {
+            worker_request(plane, ring, request);
+            node_released(plane, node, true);
+            return;
+        }
+    }
+    if (r < 0) {
+        COUNT(plane, read_errors, 1);
+        reply_error(request->server, request->unique, -EIO);
+    } else {
+        request_reply_read(plane, request, (uint32_t)size);
+    }
+    request_put(plane, request);
+}
+
+static void do_fallocate(struct server *server, uint8_t *head) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct fuse_fallocate_in fallocate;
+    memcpy(&fallocate, in + 1, sizeof(fallocate));
+    struct handle *handle = handle_find(plane, server->transport, fallocate.fh);
+    int r = !handle || !handle->writer ? -EBADF : 0;
+    uint64_t end = fallocate.offset + fallocate.length;
+    if (r == 0 && (fallocate.mode & ~(uint32_t)FALLOC_FL_KEEP_SIZE))
+        r = -EOPNOTSUPP;
+    if (r == 0 && (end < fallocate.offset || end > INT64_MAX))
+        r = -EFBIG;
+    if (r == 0 && !(fallocate.mode & FALLOC_FL_KEEP_SIZE)) {
+        pthread_mutex_lock(&handle->node->lock);
+        struct file *file = handle->node->file;
+        if (!file)
+            r = -EOPNOTSUPP;
+        else if (end > file->size && end - file->size > atomic_load(&plane->space))
+            r = -ENOSPC;
+        else if (end > file->size)
+            r = file->sealing ? -EBUSY : file_truncate(plane, handle->node, end);
+        pthread_mutex_unlock(&handle->node->lock);
+    }
+    if (handle)
+        node_put(plane, handle->node);
+    reply_error(server, in->unique, r);
+}
+
+/* FLUSH comes on every close of a writer: Python seals if anything is unsealed. */
+static void do_flush(struct server *server, uint8_t *head, size_t size) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct fuse_flush_in *flush = (struct fuse_flush_in *)(void *)(in + 1);
+    struct handle *handle = handle_find(plane, server->transport, flush->fh);
+    bool dirty = false;
+    if (handle) {
+        pthread_mutex_lock(&handle->node->lock);
+        dirty = handle->writer && handle->node->file && (handle->node->file->dirty || handle->node->file->sealing);
+        pthread_mutex_unlock(&handle->node->lock);
+        node_put(plane, handle->node);
+    }
+    if (!handle || !dirty) {
+        reply_error(server, in->unique, handle ? 0 : -EBADF);
+        return;
+    }
+    flush->fh = in->nodeid;
+    mux_forward(server, head, (uint32_t)size, 0, 0);
+}
+
+static void do_release(struct server *server, uint8_t *head) {
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct fuse_release_in release;
+    memcpy(&release, in + 1, sizeof(release));
+    bool was_writer = false;
+    struct node *node = handle_close(server->plane, server->transport, release.fh, &was_writer);
+    reply_error(server, in->unique, 0);
+    if (node) {
+        node_released(server->plane, node, was_writer);
+        node_put(server->plane, node);
+    }
+}
+
+static size_t body_minimum(uint32_t opcode) {
+    switch (opcode) {
+    case FUSE_INIT: return 16;
+    case FUSE_LOOKUP: return 1;
+    case FUSE_GETATTR: return sizeof(struct fuse_getattr_in);
+    case FUSE_SETATTR: return sizeof(struct fuse_setattr_in);
+    case FUSE_OPEN: return sizeof(struct fuse_open_in);
+    case FUSE_CREATE: return sizeof(struct fuse_create_in) + 1;
+    case FUSE_READ:
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS: return sizeof(struct fuse_read_in);
+    case FUSE_WRITE: return sizeof(struct fuse_write_in);
+    case FUSE_FLUSH: return sizeof(struct fuse_flush_in);
+    case FUSE_RELEASE: return sizeof(struct fuse_release_in);
+    case FUSE_FSYNC: return sizeof(struct fuse_fsync_in);
+    case FUSE_FALLOCATE: return sizeof(struct fuse_fallocate_in);
+    case FUSE_GETXATTR: return sizeof(struct fuse_getxattr_in) + 1;
+    default: return 0;
+    }
+}
+
+void fastpath_request(struct server *server, size_t size, struct slot **landing) {
+    struct kvfs_plane *plane = server->plane;
+    uint8_t *head = server->head;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    uint64_t arrived = now_ns();
+    COUNT(plane, requests, 1);
+    if (size < sizeof(*in) || in->len != size || size < sizeof(*in) + body_minimum(in->opcode)) {
+        if (size >= sizeof(*in))
+            reply_error(server, in->unique, -EINVAL);
+        return;
+    }
+    if (in->opcode == FUSE_WRITE) {
+        do_write(server, head, size, landing, arrived);
+        return;
+    }
+    /* The landing memory holds what did not fit into the head: bring it behind it. */
+    if (size > REQUEST_HEAD) {
+        if (size > REQUEST_SMALL) {
+            reply_error(server, in->unique, -E2BIG);
+            return;
+        }
+        memcpy(head + REQUEST_HEAD, (*landing)->data, size - REQUEST_HEAD);
+    }
+    head[size] = 0;
+    switch (in->opcode) {
+    case FUSE_INIT: do_init(server, in, (uint8_t *)(in + 1), size - sizeof(*in)); return;
+    case FUSE_LOOKUP: do_lookup(server, head, size, arrived); return;
+    case FUSE_GETATTR: do_getattr(server, head, size); return;
+    case FUSE_OPEN: do_open(server, head, size, arrived); return;
+    case FUSE_READ: do_read(server, head, arrived); return;
+    case FUSE_FLUSH: do_flush(server, head, size); return;
+    case FUSE_RELEASE: do_release(server, head); return;
+    case FUSE_FALLOCATE: do_fallocate(server, head); return;
+    case FUSE_FORGET:
+    case FUSE_BATCH_FORGET:
+    case FUSE_INTERRUPT: return; /* no reply; nobody counts lookups; a forwarded request has its deadline */
+    case FUSE_DESTROY:
+    case FUSE_SYNCFS: reply_error(server, in->unique, 0); return;
+    case FUSE_LINK: reply_error(server, in->unique, -EPERM); return; /* no hard links: one name per inode */
+    case FUSE_IOCTL: reply_error(server, in->unique, -ENOTTY); return;
+    case FUSE_GETXATTR: {
+        const char *name = (const char *)(in + 1) + sizeof(struct fuse_getxattr_in);
+        if (strncmp(name, "security.", 9) == 0) { /* asked on every buffered write */
+            reply_error(server, in->unique, -ENODATA);
+            return;
+        }
+        mux_forward(server, head, (uint32_t)size, 0, 0);
+        return;
+    }
+    case FUSE_SETATTR: {
+        struct fuse_setattr_in *set = (struct fuse_setattr_in *)(void *)(in + 1);
+        if (set->valid & FATTR_FH)
+            set->fh = in->nodeid;
+        mux_forward(server, head, (uint32_t)size, 0, 0);
+        return;
+    }
+    case FUSE_FSYNC: {
+        struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
+        sync->fh = in->nodeid;
+        mux_forward(server, head, (uint32_t)size, 0, 0);
+        return;
+    }
+    case FUSE_CREATE: {
+        struct fuse_create_in create;
+        memcpy(&create, in + 1, sizeof(create));
+        mux_forward(server, head, (uint32_t)size, create.flags, 0);
+        return;
+    }
+    case FUSE_READDIR: {
+        struct fuse_read_in read;
+        memcpy(&read, in + 1, sizeof(read));
+        mux_forward(server, head, (uint32_t)size, 0, read.offset);
+        return;
+    }
+    case FUSE_READLINK:
+    case FUSE_SYMLINK:
+    case FUSE_MKNOD:
+    case FUSE_MKDIR:
+    case FUSE_UNLINK:
+    case FUSE_RMDIR:
+    case FUSE_RENAME:
+    case FUSE_RENAME2:
+    case FUSE_STATFS:
+    case FUSE_SETXATTR:
+    case FUSE_LISTXATTR:
+    case FUSE_REMOVEXATTR:
+    case FUSE_OPENDIR:
+    case FUSE_RELEASEDIR:
+    case FUSE_FSYNCDIR:
+    case FUSE_ACCESS: mux_forward(server, head, (uint32_t)size, 0, 0); return;
+    default: reply_error(server, in->unique, -ENOSYS); return;
+    }
+}

@@ -1,0 +1,441 @@
+/* Inside the data plane: the parts and how they hold together. Not installed.
+ *
+ * Threads: server threads (one /dev/fuse clone each, one of them the leader, who also reads the session's replies), workers (store jobs from
+ * Python; requests that must wait for a device in the middle), one notifier. Locks are taken in this order: shard, node, then any one leaf lock
+ * (arena, queues, pending). No lock is held across a device wait.
+ */
+#ifndef KVFS_INTERNAL_H
+#define KVFS_INTERNAL_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <errno.h>
+#include <liburing.h>
+#include <linux/fuse.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include "kvfs_checksum.h"
+#include "kvfs_plane.h"
+
+#define PAGE ((uint64_t)KVFS_PAGE_SIZE)
+#define CHUNK_SIZE ((uint64_t)1 << 20)
+#define CHUNK_PAGES 256u
+#define SMALL_SIZE ((uint64_t)64 << 10)
+#define SERVERS_MAX 8
+#define TRANSPORTS_MAX 16
+#define SHARDS 64
+#define GROUP_IOVS 320
+#define GROUP_BYTES ((uint64_t)2 << 20)
+#define READ_SLOTS 5            /* 4 MiB and an unaligned page */
+#define READ_GROUPS 12
+#define PENDING_MAX 16384
+#define REQUEST_HEAD 80         /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
+#define REQUEST_SMALL (REQUEST_HEAD + 132 * 1024)
+
+static inline uint64_t now_ns(void) {
+    struct timespec ts;
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+static inline uint64_t round_up(uint64_t size, uint64_t unit) { return (size + unit - 1) / unit * unit; }
+static inline uint64_t pages_of(uint64_t size) { return (size + PAGE - 1) / PAGE; }
+static inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* ---- arena.c: page-aligned payload memory ---- */
+
+struct arena;
+struct slot {
+    uint8_t *data;
+    uint64_t size;
+    atomic_uint refs;          /* the holder, and every device I/O under way */
+    struct arena *arena;       /* NULL: allocated beyond the arena */
+    struct slot *next;
+};
+struct arena {
+    pthread_mutex_t lock;
+    uint8_t *memory;
+    uint64_t slot_size;
+    uint32_t slot_count, free_count, touched;
+    struct slot *slots;
+    struct slot *free;
+    atomic_ullong extra;       /* bytes allocated beyond */
+};
+int arena_init(struct arena *arena, uint64_t slot_size, uint32_t slot_count);
+void arena_free(struct arena *arena);
+struct slot *slot_get(struct arena *arena);            /* NULL when empty */
+struct slot *slot_get_extra(struct arena *arena);      /* beyond the arena when it is empty; NULL: no memory */
+void slot_ref(struct slot *slot);
+void slot_put(struct slot *slot);
+void arena_trim(struct arena *arena);                  /* give the pages of free slots back */
+
+/* ---- ring.c: device I/O ---- */
+
+struct ring;
+struct io_group;
+/* Called twice for a group that missed its deadline: with expired (answer now, the memory is still the device's), then with reaped. */
+typedef void (*io_callback)(struct io_group *group, bool reaped);
+
+struct io_part {
+    struct io_group *group;
+    uint64_t device_offset;
+    uint64_t started_ns;
+    uint32_t size;
+    uint32_t device;
+    uint16_t iov_first, iov_count;
+    uint8_t fault;
+    bool done;
+};
+struct io_group {
+    struct io_group *next, *previous;   /* in flight, oldest first */
+    struct ring *ring;
+    io_callback callback;
+    void *owner;
+    uint64_t deadline_ns;
+    uint32_t segment;
+    int result;                          /* 0 or the first -errno */
+    uint16_t part_count, parts_left, iov_count;
+    bool write, expired;
+    struct slot *slots[8];
+    uint32_t slot_count;
+    struct io_part parts[KVFS_STRIPE_WIDTH_MAX];
+    struct iovec iovs[GROUP_IOVS];
+};
+struct ring {
+    struct io_uring uring;
+    struct kvfs_plane *plane;
+    struct io_group *oldest, *newest;
+    struct io_group *free;
+    uint32_t in_flight;                  /* parts */
+    uint32_t queued;                     /* SQEs not yet submitted */
+    struct { uint64_t due_ns; struct io_part *part; int result; } *delayed;  /* fault injection */
+    uint32_t delayed_count;
+    uint32_t armed;                      /* bit per poll tag: a poll is under way */
+};
+int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries);
+void ring_free(struct ring *ring);
+/* Read or write pages [page, page + sum of iovs) of a segment. -ENOMEM, -E2BIG (more than a group holds). Nothing is submitted yet. */
+int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
+            struct slot *const *slots, uint32_t slot_count, io_callback callback, void *owner);
+void ring_submit(struct ring *ring);
+/* Runs callbacks of what has completed or expired. Returns how many CQEs were seen. */
+uint32_t ring_reap(struct ring *ring);
+/* Submits and sleeps until a completion or timeout; then the caller reaps. */
+void ring_wait(struct ring *ring, uint64_t timeout_ns);
+/* Let readability of fd end the next ring_wait; one-shot, armed once a tag (0 to 7). */
+void ring_poll(struct ring *ring, int fd, uint32_t tag);
+/* The ring's memory is in use by a device that gave no answer: it can not be freed. */
+bool ring_idle(const struct ring *ring);
+
+/* ---- node.c: open inodes and handles ---- */
+
+/* A verified block header, shared by all reads of a block. */
+struct desc {
+    atomic_uint refs;
+    uint64_t inode, version, size, generation;
+    uint32_t segment, page, header_pages, leaf_count, extent_count;
+    const uint32_t *leaves;
+    struct kvfs_extent *extents;        /* at least one unless the file is empty; sorted by file_page */
+    struct kvfs_extent inline_extent;
+    uint8_t *header;                    /* header_pages * 4096, page aligned */
+};
+struct file;
+struct node {
+    struct node *next;
+    uint64_t inode;
+    atomic_uint refs;                   /* handles, requests under way, and the file */
+    uint32_t handles, writers;          /* under the shard's lock */
+    pthread_mutex_t lock;               /* desc, file */
+    struct desc *desc;
+    struct file *file;
+};
+struct shard { pthread_mutex_t lock; struct node *nodes[1024]; };
+
+struct transport;
+struct handle {
+    struct node *node;
+    struct transport *transport;
+    uint32_t index, salt;
+    uint32_t flags;                     /* O_ flags of the open */
+    bool writer;
+};
+struct handle_table {
+    pthread_mutex_t lock;
+    struct handle **chunks[4096];       /* 1024 handles each */
+    uint32_t *free;
+    uint32_t free_count, free_capacity, count;
+};
+
+struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
+void node_put(struct kvfs_plane *plane, struct node *node);
+/* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
+int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out);
+struct desc *desc_new(uint32_t header_pages);
+void desc_put(struct desc *desc);
+/* Check a header that was read into desc->header against what the table (or index) said; fills the rest. 0 or -EBADMSG. */
+int desc_verify(struct kvfs_plane *plane, struct desc *desc, const struct kvfs_record *record);
+/* Magic, version, layout and every checksum of `pages` pages of header; copies out the fixed parts. 0 or -EBADMSG. */
+int header_check(struct kvfs_plane *plane, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record);
+void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to);
+int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, uint32_t flags, bool writer, uint64_t *fh);
+struct handle *handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh);
+/* Returns the node, whose handle count it has lowered; the caller calls node_released, then node_put. */
+struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer);
+void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
+void handles_drop(struct kvfs_plane *plane, struct transport *transport);
+
+/* ---- file.c: files being written ---- */
+
+enum chunk_state { CHUNK_HOLE = 0, CHUNK_STAGED = 1, CHUNK_PLACED = 2 };
+struct chunk {
+    struct slot *slot;                  /* STAGED */
+    uint32_t filled;                    /* bytes from the chunk's start that are real (in the slot, or on the devices); the rest reads as zeros */
+    uint8_t state;
+    bool spilling;
+    bool reload;                        /* PLACED, but cut or grown inside a page: must be staged and written again at the seal */
+};
+struct request;
+struct file {
+    uint64_t size;
+    int64_t mtime_ns;
+    struct chunk *chunks;
+    uint32_t chunk_count;
+    struct kvfs_extent *placed;         /* where PLACED chunks lie; sorted by file_page */
+    uint32_t placed_count;
+    uint32_t *leaves;                   /* of PLACED pages */
+    uint32_t leaf_capacity;
+    uint32_t short_page, short_size;    /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
+    uint64_t staged_bytes;              /* of slots */
+    bool dirty, sealing, spilling, spill_asked, discarded;
+    struct desc *sealed;                /* header just written, until seal_end */
+    struct request *parked, *parked_last;
+};
+/* All of these take node->lock held, unless they block. */
+struct file *file_new(void);
+int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc);
+/* 0; -EAGAIN: parked, not the caller's any more; -EINPROGRESS: a worker must load chunks first; -ENOSPC, -EFBIG, -ENOMEM. */
+int file_write(struct kvfs_plane *plane, struct node *node, struct request *request);
+/* Copy [offset, offset + size) out; -EINPROGRESS: part of it lies on the devices. */
+int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8_t *out);
+int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size);
+int file_grow_chunks(struct file *file, uint32_t count);
+int file_grow_leaves(struct file *file, uint32_t count);
+void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index);
+uint32_t file_kept_extents(const struct file *file, struct kvfs_extent *out, uint32_t capacity);
+void file_free(struct kvfs_plane *plane, struct node *node);     /* drops the file's reference count too: the caller calls node_put after */
+void file_unpark(struct kvfs_plane *plane, struct file *file);
+void memory_unpark(struct kvfs_plane *plane);                    /* staging has room again; no lock held */
+/* Blocking, on a worker, without node->lock: */
+int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint32_t index, bool for_seal);
+int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint64_t offset, uint32_t size, uint8_t *out);
+int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node); /* a writer writes to a sealed inode */
+int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_record *record, struct desc **out);
+struct placed { const struct kvfs_extent *extents; uint32_t extent_count; const uint32_t *leaves; uint32_t short_page, short_size; };
+/* Read whole pages and verify every leaf; what no extent covers is zeros. data is page aligned. */
+int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data);
+/* One blocking I/O of any size. */
+int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
+                struct slot *const *slots, uint32_t slot_count);
+
+/* ---- requests ---- */
+
+struct server;
+struct request {
+    struct request *next;
+    struct server *server;
+    struct transport *transport;
+    struct node *node;
+    struct desc *desc;
+    uint64_t unique, arrived_ns, fh, offset;
+    uint32_t opcode, size, flags;
+    uint8_t *payload;                   /* WRITE: inside slots[0] */
+    struct slot *slots[READ_SLOTS];
+    uint32_t slot_count;
+    uint32_t skip;                      /* bytes before the first byte asked for */
+    uint32_t groups_left;               /* not reported yet */
+    uint32_t groups_held;               /* not reaped yet */
+    uint32_t retries;
+    int result;
+    bool load_header;                   /* desc is being read, not yet verified */
+    struct kvfs_record record;
+};
+struct request *request_get(struct kvfs_plane *plane);
+void request_put(struct kvfs_plane *plane, struct request *request);
+void reply_iov(struct kvfs_plane *plane, struct transport *transport, int fd, uint64_t unique, int error, struct iovec *iovs, uint32_t count);
+void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
+void reply_error(struct server *server, uint64_t unique, int error);
+void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size); /* from its slots */
+enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
+void latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
+
+/* ---- transports (fuse_dev.c) ---- */
+
+struct server {
+    struct kvfs_plane *plane;
+    struct transport *transport;
+    pthread_t thread;
+    int fd;
+    int wake_fd;
+    uint32_t index;
+    bool started;
+    atomic_bool active;                 /* followers: reading requests now */
+    struct ring ring;
+    uint8_t *head;                      /* REQUEST_SMALL bytes */
+    struct slot *landing;
+    uint64_t last_work_ns;
+    struct request *waiting_reads;      /* for read memory; oldest first */
+    struct request *waiting_last;
+};
+struct transport {
+    struct kvfs_plane *plane;
+    struct server servers[SERVERS_MAX];
+    uint32_t server_count;
+    atomic_uint servers_running;
+    atomic_bool ended;
+    atomic_bool initialized;
+    bool inc_epoch;
+    uint32_t minor;
+    uint32_t max_read;
+};
+int transport_start(struct kvfs_plane *plane, int fd);
+void transport_stop(struct transport *transport);      /* ends its threads, closes its descriptors; blocks */
+void leader_wake(struct kvfs_plane *plane);
+
+/* ---- fastpath.c: what C answers ---- */
+
+void fastpath_request(struct server *server, size_t size, struct slot **landing);
+void fastpath_retry_reads(struct server *server);
+void read_submit(struct request *request);
+void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request);  /* the slow half, on a worker */
+void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
+bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
+void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
+
+/* ---- mux.c: the session ---- */
+
+struct pending {
+    struct transport *transport;
+    struct server *server;
+    uint64_t unique, node, deadline_ns, arrived_ns, offset;
+    uint32_t opcode, flags, salt, index, size;
+    bool live, timed_out;
+    struct pending *next, *previous;     /* by deadline; or free list */
+};
+struct message { struct message *next; size_t size; uint8_t data[]; };
+struct mux {
+    pthread_mutex_t lock;
+    int fd;                              /* our end of the socketpair; -1 */
+    struct pending *entries;
+    struct pending *free, *oldest, *newest;
+    struct message *queue, *queue_last;
+    uint32_t queue_count;
+    uint32_t live_count;
+    uint8_t *reply;                      /* leader only */
+    uint8_t *strip;
+};
+int mux_init(struct kvfs_plane *plane);
+void mux_free(struct kvfs_plane *plane);
+/* Pass a request on to Python: `head` holds all of it. offset, flags: kept for the reply. */
+void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset);
+bool mux_receive(struct kvfs_plane *plane);         /* one reply; false when there is none */
+void mux_expire(struct kvfs_plane *plane, uint64_t now);
+void mux_flush(struct kvfs_plane *plane);
+bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under way */
+void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
+void mux_close(struct kvfs_plane *plane);
+
+/* ---- notify.c ---- */
+
+struct notification { struct notification *next; uint32_t code; uint64_t inode; uint32_t name_size; char name[256]; };
+int notifier_start(struct kvfs_plane *plane);
+void notifier_stop(struct kvfs_plane *plane);
+
+/* ---- workers (worker.c) and store jobs (store.c) ---- */
+
+struct job {
+    struct job *next;
+    void (*run)(struct kvfs_plane *plane, struct ring *ring, struct job *job);   /* frees or completes the job */
+    uint64_t cookie;
+    struct request *request;
+};
+struct worker { struct kvfs_plane *plane; struct worker_pool *pool; pthread_t thread; struct ring ring; bool started; };
+struct worker_pool {
+    pthread_mutex_t lock;
+    pthread_cond_t more;
+    struct job *first, *last;
+    struct worker *workers;
+    uint32_t count;
+    bool stopping;
+};
+int pool_start(struct kvfs_plane *plane, struct worker_pool *pool, uint32_t count);
+void pool_stop(struct worker_pool *pool);
+void pool_add(struct worker_pool *pool, struct job *job);
+int worker_request_add(struct kvfs_plane *plane, struct request *request);
+void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result);
+void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value);
+
+/* ---- the plane ---- */
+
+struct fault_rule { atomic_uint fault, direction, every, value, counter; };
+struct device {
+    int fd;
+    uint64_t zones_offset;
+    atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
+    struct fault_rule faults;
+};
+struct counters {
+    atomic_ullong requests, forwarded, forward_timeouts, lookups, lookup_misses, opens, stale_opens, reads, read_bytes, writes, write_bytes,
+        checksum_errors, read_errors, staged_files, open_handles, parked, spins, sleeps, wakeups, blocks_written, blocks_copied,
+        written_bytes, jobs_in_flight, zombies;
+};
+struct kvfs_plane {
+    struct kvfs_plane_config config;
+    struct device *devices;
+    struct kvfs_member *members;
+    uint64_t segment_size;
+    uint32_t segment_pages;
+    struct kvfs_table *table;
+    struct arena staging, staging_small, reading, reading_small;
+    atomic_ullong staged_bytes, space;
+    struct shard shards[SHARDS];
+    struct handle_table handles;
+    atomic_uint *segment_busy;
+    atomic_uchar *hits;                  /* by table slot */
+    struct mux mux;
+    struct worker_pool store, slow;
+    struct transport *transports[TRANSPORTS_MAX];
+    pthread_mutex_t transports_lock;
+    atomic_uint transport_count;
+    atomic_bool had_transport, stopping, spinning, faults;
+    struct counters count;
+    struct { atomic_ullong count, total_ns, buckets[40]; } latency[5];
+    int event_fd;
+    pthread_mutex_t queue_lock;
+    pthread_cond_t queue_more;
+    struct kvfs_event *events;
+    struct kvfs_completion *completions;
+    uint32_t event_count, event_capacity, completion_count, completion_capacity;
+    pthread_mutex_t request_lock;
+    struct request *requests_free;
+    struct request *memory_parked, *memory_parked_last;     /* WRITEs that wait for staging; under request_lock */
+    pthread_mutex_t notify_lock;
+    pthread_cond_t notify_more;
+    struct notification *notify_first, *notify_last;
+    pthread_t notifier;
+    bool notifier_started, notify_epoch, notifier_stopping;
+};
+#define COUNT(plane, field, n) atomic_fetch_add_explicit(&(plane)->count.field, (n), memory_order_relaxed)
+
+static inline struct shard *shard_of(struct kvfs_plane *plane, uint64_t inode) {
+    return &plane->shards[(inode ^ (inode >> 20)) % SHARDS];
+}
+
+#endif

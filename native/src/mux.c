@@ -1,0 +1,427 @@
+/* The session behind the transports: requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a deadline.
+ *
+ * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that the
+ * kernel sees are ours.
+ */
+#include "internal.h"
+
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define INIT_UNIQUE UINT64_MAX
+#define RELEASEDIR_UNIQUE (UINT64_MAX - 1)
+#define QUEUE_MAX 4096u
+#define REPLY_MAX (256u * 1024)
+#define READDIR_MAX (128u * 1024)
+
+int mux_init(struct kvfs_plane *plane) {
+    struct mux *mux = &plane->mux;
+    pthread_mutex_init(&mux->lock, NULL);
+    mux->fd = -1;
+    mux->entries = calloc(PENDING_MAX, sizeof(*mux->entries));
+    mux->reply = malloc(REPLY_MAX);
+    mux->strip = malloc(REPLY_MAX);
+    if (!mux->entries || !mux->reply || !mux->strip)
+        return -ENOMEM;
+    for (uint32_t i = PENDING_MAX; i-- > 0;) {
+        mux->entries[i].index = i;
+        mux->entries[i].next = mux->free;
+        mux->free = &mux->entries[i];
+    }
+    return 0;
+}
+
+void mux_free(struct kvfs_plane *plane) {
+    struct mux *mux = &plane->mux;
+    mux_close(plane);
+    while (mux->queue) {
+        struct message *next = mux->queue->next;
+        free(mux->queue);
+        mux->queue = next;
+    }
+    free(mux->entries);
+    free(mux->reply);
+    free(mux->strip);
+}
+
+void mux_close(struct kvfs_plane *plane) {
+    pthread_mutex_lock(&plane->mux.lock);
+    if (plane->mux.fd >= 0)
+        shutdown(plane->mux.fd, SHUT_RDWR), close(plane->mux.fd);
+    plane->mux.fd = -1;
+    pthread_mutex_unlock(&plane->mux.lock);
+}
+
+/* With the lock held. */
+static int message_send(struct mux *mux, const void *data, size_t size) {
+    if (mux->fd < 0)
+        return -ENOTCONN;
+    if (!mux->queue) {
+        if (send(mux->fd, data, size, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)size)
+            return 0;
+        if (errno != EAGAIN && errno != ENOBUFS)
+            return -errno;
+    }
+    if (mux->queue_count >= QUEUE_MAX)
+        return -EBUSY;
+    struct message *message = malloc(sizeof(*message) + size);
+    if (!message)
+        return -ENOMEM;
+    message->next = NULL;
+    message->size = size;
+    memcpy(message->data, data, size);
+    if (mux->queue_last)
+        mux->queue_last->next = message;
+    else
+        mux->queue = message;
+    mux->queue_last = message;
+    mux->queue_count++;
+    return 0;
+}
+
+void mux_flush(struct kvfs_plane *plane) {
+    struct mux *mux = &plane->mux;
+    pthread_mutex_lock(&mux->lock);
+    while (mux->queue && mux->fd >= 0) {
+        struct message *message = mux->queue;
+        if (send(mux->fd, message->data, message->size, MSG_DONTWAIT | MSG_NOSIGNAL) < 0)
+            break;
+        mux->queue = message->next;
+        if (!mux->queue)
+            mux->queue_last = NULL;
+        mux->queue_count--;
+        free(message);
+    }
+    pthread_mutex_unlock(&mux->lock);
+}
+
+int kvfs_session_open(struct kvfs_plane *plane) {
+    struct mux *mux = &plane->mux;
+    int fds[2];
+    if (mux->fd >= 0)
+        return -EBUSY;
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) < 0)
+        return -errno;
+    int size = 4 << 20;
+    for (int i = 0; i < 2; i++) {
+        if (setsockopt(fds[i], SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof(size)) < 0)
+            setsockopt(fds[i], SOL_SOCKET, SO_SNDBUF, &size, sizeof(size));
+    }
+    struct {
+        struct fuse_in_header head;
+        struct fuse_init_in init;
+    } message;
+    memset(&message, 0, sizeof(message));
+    message.head.len = sizeof(message);
+    message.head.opcode = FUSE_INIT;
+    message.head.unique = INIT_UNIQUE;
+    message.init.major = FUSE_KERNEL_VERSION;
+    message.init.minor = 31; /* constant: what libfuse 3.10 and later speak */
+    message.init.max_readahead = READDIR_MAX;
+    message.init.flags = FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_DO_READDIRPLUS | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES;
+    pthread_mutex_lock(&mux->lock);
+    mux->fd = fds[0];
+    int r = message_send(mux, &message, sizeof(message));
+    pthread_mutex_unlock(&mux->lock);
+    if (r < 0) {
+        mux_close(plane);
+        close(fds[1]);
+        return r;
+    }
+    return fds[1];
+}
+
+/* ---- towards Python ---- */
+
+static void pending_unlink(struct mux *mux, struct pending *p) {
+    if (p->previous)
+        p->previous->next = p->next;
+    else
+        mux->oldest = p->next;
+    if (p->next)
+        p->next->previous = p->previous;
+    else
+        mux->newest = p->previous;
+}
+
+static void pending_release(struct mux *mux, struct pending *p) {
+    p->live = false;
+    p->next = mux->free;
+    mux->free = p;
+    mux->live_count--;
+}
+
+void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset) {
+    struct kvfs_plane *plane = server->plane;
+    struct mux *mux = &plane->mux;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    uint64_t unique = in->unique, now = now_ns();
+    COUNT(plane, forwarded, 1);
+    pthread_mutex_lock(&mux->lock);
+    struct pending *p = mux->free;
+    int r = p ? 0 : -EBUSY;
+    if (p) {
+        mux->free = p->next;
+        mux->live_count++;
+        uint32_t index = p->index, salt = p->salt + 1;
+        *p = (struct pending){.transport = server->transport, .server = server, .unique = unique, .node = in->nodeid, .arrived_ns = now,
+                              .deadline_ns = now + plane->config.request_timeout_ms * 1000000ull, .offset = offset, .opcode = in->opcode,
+                              .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .previous = mux->newest};
+        if (in->opcode == FUSE_READDIR) {
+            struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
+            p->size = read->size;
+            in->opcode = FUSE_READDIRPLUS;
+            read->size = (uint32_t)min_u64(READDIR_MAX, read->size * 2ull);
+            read->offset = read->offset > 2 ? read->offset - 2 : 0; /* "." and ".." are ours */
+        }
+        if (mux->newest)
+            mux->newest->next = p;
+        else
+            mux->oldest = p;
+        mux->newest = p;
+        in->unique = (uint64_t)p->salt << 32 | (index + 1);
+        in->len = size;
+        r = message_send(mux, head, size);
+        if (r < 0) {
+            pending_unlink(mux, p);
+            pending_release(mux, p);
+        }
+    }
+    pthread_mutex_unlock(&mux->lock);
+    if (r < 0)
+        reply_error(server, unique, -EIO);
+    else if (server->index)
+        leader_wake(plane); /* the leader waits for the reply */
+}
+
+bool mux_waiting(struct kvfs_plane *plane) { return plane->mux.live_count || plane->mux.queue; }
+
+void mux_expire(struct kvfs_plane *plane, uint64_t now) {
+    struct mux *mux = &plane->mux;
+    for (;;) {
+        pthread_mutex_lock(&mux->lock);
+        struct pending *p = mux->oldest;
+        if (!p || p->deadline_ns > now) {
+            pthread_mutex_unlock(&mux->lock);
+            return;
+        }
+        pending_unlink(mux, p);
+        p->timed_out = true;
+        struct server *server = p->server;
+        uint64_t unique = p->unique;
+        bool answer = !atomic_load(&server->transport->ended);
+        pthread_mutex_unlock(&mux->lock);
+        COUNT(plane, forward_timeouts, 1);
+        if (answer)
+            reply_error(server, unique, -EIO);
+    }
+}
+
+void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport) {
+    struct mux *mux = &plane->mux;
+    pthread_mutex_lock(&mux->lock);
+    for (uint32_t i = 0; i < PENDING_MAX; i++) {
+        struct pending *p = &mux->entries[i];
+        if (p->live && !p->timed_out && p->transport == transport) {
+            pending_unlink(mux, p);
+            p->timed_out = true;
+        }
+    }
+    pthread_mutex_unlock(&mux->lock);
+}
+
+/* ---- from Python ---- */
+
+/* Open an inode for a reply. The kernel's handle is ours. */
+static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inode, bool writer, struct fuse_open_out *out) {
+    struct kvfs_record record;
+    struct node *node;
+    int r = node_open(plane, inode, writer, &record, &node);
+    if (r < 0)
+        return r;
+    if (p->timed_out) { /* nobody will release it: do so now */
+        struct shard *shard = shard_of(plane, inode);
+        pthread_mutex_lock(&shard->lock);
+        node->handles--;
+        node->writers -= writer;
+        pthread_mutex_unlock(&shard->lock);
+        node_released(plane, node, writer);
+        node_put(plane, node);
+        return -EINTR;
+    }
+    uint64_t fh;
+    r = handle_open(plane, p->transport, node, p->flags, writer, &fh);
+    if (r < 0) {
+        struct shard *shard = shard_of(plane, inode);
+        pthread_mutex_lock(&shard->lock);
+        node->handles--;
+        node->writers -= writer;
+        pthread_mutex_unlock(&shard->lock);
+        node_released(plane, node, writer);
+        node_put(plane, node);
+        return r;
+    }
+    out->fh = fh;
+    out->open_flags = writer ? 1u << 6 /* FOPEN_PARALLEL_DIRECT_WRITES */ : 0;
+    return 0;
+}
+
+static void attr_patch(struct kvfs_plane *plane, struct fuse_attr_out *out) {
+    out->attr_valid = 0;
+    out->attr_valid_nsec = 0;
+    if (!overlay_attr(plane, out->attr.ino, &out->attr) && (out->attr.mode & 0170000) == 0040000)
+        out->attr_valid = 1;
+}
+
+static void entry_patch(struct kvfs_plane *plane, struct transport *transport, struct fuse_entry_out *out) {
+    bool staged = overlay_attr(plane, out->nodeid, &out->attr);
+    out->generation = 0;
+    entry_timeouts(transport, &out->attr, staged, out);
+}
+
+/* READDIRPLUS becomes READDIR: a listing of a million entries makes no million inodes. Adds "." and "..". */
+static uint32_t strip_readdirplus(struct kvfs_plane *plane, const struct pending *p, const uint8_t *data, uint32_t size, uint8_t *out) {
+    uint32_t used = 0;
+    uint32_t room = p->size < REPLY_MAX - 4096 ? p->size : REPLY_MAX - 4096;
+    for (uint64_t dot = p->offset; dot < 2; dot++) {
+        struct kvfs_record record;
+        uint64_t inode = p->node;
+        if (dot == 1 && kvfs_table_find_inode(plane->table, p->node, &record) == 0 && record.parent)
+            inode = record.parent;
+        struct fuse_dirent entry = {.ino = inode, .off = dot + 1, .namelen = (uint32_t)dot + 1, .type = 4};
+        if (used + 32 > room)
+            return used;
+        memset(out + used, 0, 32);
+        memcpy(out + used, &entry, sizeof(entry));
+        memcpy(out + used + offsetof(struct fuse_dirent, name), "..", dot + 1);
+        used += 32;
+    }
+    for (uint32_t at = 0; at + sizeof(struct fuse_direntplus) <= size;) {
+        struct fuse_direntplus plus;
+        memcpy(&plus, data + at, sizeof(plus));
+        uint64_t length = offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name) + plus.dirent.namelen;
+        uint32_t step = (uint32_t)round_up(length, 8);
+        uint32_t need = (uint32_t)round_up(offsetof(struct fuse_dirent, name) + plus.dirent.namelen, 8);
+        if (plus.dirent.namelen > KVFS_NAME_MAX || at + length > size || used + need > room)
+            break;
+        plus.dirent.off += 2;
+        memset(out + used, 0, need);
+        memcpy(out + used, &plus.dirent, offsetof(struct fuse_dirent, name));
+        memcpy(out + used + offsetof(struct fuse_dirent, name),
+               data + at + offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name), plus.dirent.namelen);
+        used += need;
+        at += step;
+    }
+    return used;
+}
+
+static void release_late_directory(struct kvfs_plane *plane, uint64_t node, uint64_t fh) {
+    struct {
+        struct fuse_in_header head;
+        struct fuse_release_in release;
+    } message;
+    memset(&message, 0, sizeof(message));
+    message.head = (struct fuse_in_header){.len = sizeof(message), .opcode = FUSE_RELEASEDIR, .unique = RELEASEDIR_UNIQUE, .nodeid = node};
+    message.release.fh = fh;
+    pthread_mutex_lock(&plane->mux.lock);
+    message_send(&plane->mux, &message, sizeof(message));
+    pthread_mutex_unlock(&plane->mux.lock);
+}
+
+static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, uint32_t size, int error) {
+    uint8_t *body = data + sizeof(struct fuse_out_header);
+    uint32_t length = size - (uint32_t)sizeof(struct fuse_out_header);
+    int r = error;
+    if (r == 0) {
+        switch (p->opcode) {
+        case FUSE_LOOKUP:
+        case FUSE_MKNOD:
+        case FUSE_MKDIR:
+        case FUSE_SYMLINK:
+            if (length >= sizeof(struct fuse_entry_out))
+                entry_patch(plane, p->transport, (struct fuse_entry_out *)(void *)body);
+            else
+                r = -EIO;
+            break;
+        case FUSE_CREATE:
+            if (length >= sizeof(struct fuse_entry_out) + sizeof(struct fuse_open_out)) {
+                struct fuse_entry_out *entry = (struct fuse_entry_out *)(void *)body;
+                entry_patch(plane, p->transport, entry);
+                r = open_reply(plane, p, entry->nodeid, true, (struct fuse_open_out *)(void *)(entry + 1));
+            } else {
+                r = -EIO;
+            }
+            break;
+        case FUSE_OPEN:
+            if (length >= sizeof(struct fuse_open_out))
+                r = open_reply(plane, p, p->node, (p->flags & O_ACCMODE) != O_RDONLY, (struct fuse_open_out *)(void *)body);
+            else
+                r = -EIO;
+            break;
+        case FUSE_GETATTR:
+        case FUSE_SETATTR:
+            if (length >= sizeof(struct fuse_attr_out))
+                attr_patch(plane, (struct fuse_attr_out *)(void *)body);
+            else
+                r = -EIO;
+            break;
+        case FUSE_OPENDIR:
+            if (length >= sizeof(struct fuse_open_out)) {
+                struct fuse_open_out *open = (struct fuse_open_out *)(void *)body;
+                if (p->timed_out)
+                    release_late_directory(plane, p->node, open->fh);
+                open->open_flags = 0;
+            } else {
+                r = -EIO;
+            }
+            break;
+        case FUSE_READDIR:
+            length = strip_readdirplus(plane, p, body, length, plane->mux.strip);
+            body = plane->mux.strip;
+            break;
+        default: break;
+        }
+    }
+    latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
+    if (p->timed_out)
+        return; /* answered long ago, or its transport is gone */
+    struct iovec iov = {body, length};
+    reply_iov(plane, p->transport, p->server->fd, p->unique, r, &iov, r == 0 && length ? 1 : 0);
+}
+
+bool mux_receive(struct kvfs_plane *plane) {
+    struct mux *mux = &plane->mux;
+    int fd = mux->fd;
+    if (fd < 0)
+        return false;
+    ssize_t n = recv(fd, mux->reply, REPLY_MAX, MSG_DONTWAIT);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) {
+        mux_close(plane); /* the session has ended: what it owed is answered at the deadline, what comes is refused at once */
+        return false;
+    }
+    if (n < (ssize_t)sizeof(struct fuse_out_header))
+        return false;
+    struct fuse_out_header head;
+    memcpy(&head, mux->reply, sizeof(head));
+    if (head.unique == INIT_UNIQUE || head.unique == RELEASEDIR_UNIQUE || head.unique == 0 || head.len != (uint32_t)n)
+        return true;
+    uint32_t index = (uint32_t)head.unique - 1;
+    if (index >= PENDING_MAX)
+        return true;
+    pthread_mutex_lock(&mux->lock);
+    struct pending *p = &mux->entries[index];
+    bool known = p->live && p->salt == (uint32_t)(head.unique >> 32);
+    struct pending copy;
+    if (known) {
+        if (!p->timed_out)
+            pending_unlink(mux, p);
+        copy = *p;
+        pending_release(mux, p);
+    }
+    pthread_mutex_unlock(&mux->lock);
+    if (known)
+        answer(plane, &copy, mux->reply, (uint32_t)n, head.error);
+    return true;
+}

@@ -1,0 +1,288 @@
+/* What the control plane tells the data plane about names and files: block table changes that must agree with who has what open. */
+#include "internal.h"
+
+static const char *record_name(const void *record) { return (const char *)record + sizeof(struct kvfs_inode_record); }
+
+/* With the shard's lock held. 0 not open, 1 open, 2 being written. */
+static int open_state(struct shard *shard, uint64_t inode) {
+    struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
+    while (node && node->inode != inode)
+        node = node->next;
+    if (!node)
+        return 0;
+    pthread_mutex_lock(&node->lock);
+    bool file = node->file && !node->file->discarded;
+    pthread_mutex_unlock(&node->lock);
+    return file ? 2 : node->handles ? 1 : 0;
+}
+
+int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode) {
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    int state = open_state(shard, inode);
+    pthread_mutex_unlock(&shard->lock);
+    return state;
+}
+
+/* An inode that lost its name: it lives on only for open handles. Nobody will seal what is staged. */
+static int nameless(struct kvfs_plane *plane, uint64_t inode, int (*change)(struct kvfs_plane *, uint64_t, int keep, const void *), const void *argument) {
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
+    while (node && node->inode != inode)
+        node = node->next;
+    int keep = node && node->handles > 0;
+    int r = change(plane, inode, keep, argument);
+    pthread_mutex_unlock(&shard->lock);
+    if (r < 0)
+        return r;
+    if (!keep)
+        kvfs_file_discard(plane, inode);
+    return keep;
+}
+
+static int change_remove(struct kvfs_plane *plane, uint64_t inode, int keep, const void *argument) {
+    (void)argument;
+    return kvfs_table_remove(plane->table, inode, keep);
+}
+
+static int change_put(struct kvfs_plane *plane, uint64_t inode, int keep, const void *record) {
+    (void)inode;
+    struct kvfs_inode_record r;
+    struct kvfs_record to;
+    memcpy(&r, record, sizeof(r));
+    record_from_inode(&r, &to);
+    return kvfs_table_put(plane->table, &to, record_name(record), r.name_size, keep);
+}
+
+int kvfs_name_put(struct kvfs_plane *plane, const void *record, uint64_t replaced) {
+    if (replaced)
+        return nameless(plane, replaced, change_put, record);
+    return change_put(plane, 0, 0, record);
+}
+
+int kvfs_inode_update(struct kvfs_plane *plane, const void *record) {
+    struct kvfs_inode_record r;
+    struct kvfs_record to;
+    memcpy(&r, record, sizeof(r));
+    record_from_inode(&r, &to);
+    return kvfs_table_update(plane->table, &to);
+}
+
+int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) { return nameless(plane, inode, change_remove, NULL); }
+
+int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy) {
+    int total = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        struct shard *shard = shard_of(plane, inodes[i]);
+        pthread_mutex_lock(&shard->lock);
+        busy[i] = open_state(shard, inodes[i]) != 0;
+        if (!busy[i])
+            kvfs_table_remove(plane->table, inodes[i], 0);
+        pthread_mutex_unlock(&shard->lock);
+        total += busy[i];
+    }
+    return total;
+}
+
+int kvfs_inode_hits(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *hits, int clear) {
+    for (uint32_t i = 0; i < count; i++) {
+        struct kvfs_record record;
+        hits[i] = 0;
+        if (kvfs_table_find_inode(plane->table, inodes[i], &record) < 0)
+            continue;
+        hits[i] = atomic_load_explicit(&plane->hits[record.slot], memory_order_relaxed);
+        if (clear)
+            atomic_store_explicit(&plane->hits[record.slot], 0, memory_order_relaxed);
+    }
+    return 0;
+}
+
+/* ---- files ---- */
+
+/* Give the node a file, unless it has one. The node's reference is the file's from then on. */
+static int file_install(struct kvfs_plane *plane, struct node *node) {
+    node->file = file_new();
+    if (!node->file)
+        return -ENOMEM;
+    atomic_fetch_add(&node->refs, 1);
+    COUNT(plane, staged_files, 1);
+    return 0;
+}
+
+int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode) {
+    struct node *node = node_get(plane, inode, true);
+    if (!node)
+        return -ENOMEM;
+    pthread_mutex_lock(&node->lock);
+    int r = node->file ? -EEXIST : file_install(plane, node);
+    if (r == 0)
+        node->file->dirty = true;
+    pthread_mutex_unlock(&node->lock);
+    node_put(plane, node);
+    return r;
+}
+
+struct rewrite_job { struct job job; struct node *node; };
+
+static int rewrite(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
+    struct kvfs_record record;
+    struct desc *desc = NULL;
+    int r = -EBADMSG;
+    for (int attempt = 0; attempt < 3 && r == -EBADMSG; attempt++) {
+        r = kvfs_table_find_inode(plane->table, node->inode, &record);
+        if (r == 0 && !(record.flags & KVFS_INODE_SEALED))
+            r = -ENOENT;
+        if (r == 0)
+            r = desc_load(plane, ring, &record, &desc);
+    }
+    if (r == -EBADMSG) {
+        COUNT(plane, checksum_errors, 1);
+        event_add(plane, KVFS_EVENT_BAD_BLOCK, node->inode, record.segment);
+    }
+    if (r < 0)
+        return r;
+    struct shard *shard = shard_of(plane, node->inode);
+    pthread_mutex_lock(&shard->lock);
+    struct kvfs_record now;
+    r = kvfs_table_find_inode(plane->table, node->inode, &now);
+    if (r == 0 && (now.generation != record.generation || now.segment != record.segment || now.page != record.page))
+        r = -EAGAIN; /* carried over meanwhile */
+    if (r == 0) {
+        pthread_mutex_lock(&node->lock);
+        if (!node->file) {
+            r = file_install(plane, node);
+            if (r == 0 && (r = file_from_desc(plane, node, desc)) < 0) {
+                file_free(plane, node);
+                atomic_fetch_sub(&node->refs, 1); /* never the last: the job holds one */
+            }
+            if (r == 0)
+                node->file->mtime_ns = record.mtime_ns;
+        }
+        pthread_mutex_unlock(&node->lock);
+    }
+    pthread_mutex_unlock(&shard->lock);
+    desc_put(desc);
+    return r;
+}
+
+int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
+    int r = -EAGAIN;
+    for (int attempt = 0; attempt < 5 && r == -EAGAIN; attempt++)
+        r = rewrite(plane, ring, node);
+    return r == -EAGAIN ? -EIO : r;
+}
+
+static void rewrite_job_run(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
+    struct rewrite_job *job = (struct rewrite_job *)base;
+    int r = file_reopen(plane, ring, job->node);
+    uint64_t cookie = job->job.cookie;
+    node_put(plane, job->node);
+    free(job);
+    complete(plane, cookie, r);
+}
+
+int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int keep_content) {
+    struct node *node = node_get(plane, inode, true);
+    if (!node)
+        return -ENOMEM;
+    int r = 0;
+    bool done = true;
+    pthread_mutex_lock(&node->lock);
+    if (node->file) {
+        if (!keep_content)
+            r = file_truncate(plane, node, 0);
+    } else if (!keep_content) {
+        r = file_install(plane, node);
+        if (r == 0)
+            node->file->dirty = true;
+    } else {
+        done = false;
+    }
+    pthread_mutex_unlock(&node->lock);
+    COUNT(plane, jobs_in_flight, 1);
+    if (done) {
+        node_put(plane, node);
+        complete(plane, cookie, r);
+        return 0;
+    }
+    struct rewrite_job *job = calloc(1, sizeof(*job));
+    if (!job) {
+        atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
+        node_put(plane, node);
+        return -ENOMEM;
+    }
+    job->job.run = rewrite_job_run;
+    job->job.cookie = cookie;
+    job->node = node;
+    pool_add(&plane->store, &job->job);
+    return 0;
+}
+
+static int with_file(struct kvfs_plane *plane, uint64_t inode, int (*change)(struct kvfs_plane *, struct node *, int64_t), int64_t value) {
+    struct node *node = node_get(plane, inode, false);
+    if (!node)
+        return -ENOENT;
+    pthread_mutex_lock(&node->lock);
+    int r = node->file ? change(plane, node, value) : -ENOENT;
+    pthread_mutex_unlock(&node->lock);
+    node_put(plane, node);
+    return r;
+}
+
+static int change_size(struct kvfs_plane *plane, struct node *node, int64_t size) {
+    if (node->file->sealing || node->file->spilling)
+        return -EBUSY;
+    return file_truncate(plane, node, (uint64_t)size);
+}
+
+static int change_mtime(struct kvfs_plane *plane, struct node *node, int64_t mtime_ns) {
+    (void)plane;
+    node->file->mtime_ns = mtime_ns;
+    return 0;
+}
+
+int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size) {
+    return size > INT64_MAX ? -EFBIG : with_file(plane, inode, change_size, (int64_t)size);
+}
+
+int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns) { return with_file(plane, inode, change_mtime, mtime_ns); }
+
+int kvfs_file_discard(struct kvfs_plane *plane, uint64_t inode) {
+    struct node *node = node_get(plane, inode, false);
+    if (!node)
+        return -ENOENT;
+    bool freed = false;
+    pthread_mutex_lock(&node->lock);
+    if (node->file) {
+        node->file->discarded = true;
+        if (!node->file->sealing && !node->file->spilling) {
+            file_free(plane, node);
+            freed = true;
+        }
+    }
+    pthread_mutex_unlock(&node->lock);
+    if (freed) {
+        node_put(plane, node);
+        memory_unpark(plane);
+    }
+    node_put(plane, node);
+    return 0;
+}
+
+int kvfs_file_extents(struct kvfs_plane *plane, uint64_t inode, struct kvfs_extent *out, uint32_t capacity) {
+    struct node *node = node_get(plane, inode, false);
+    if (!node)
+        return -ENOENT;
+    pthread_mutex_lock(&node->lock);
+    int r = -ENOENT;
+    if (node->file) {
+        r = (int)node->file->placed_count;
+        memcpy(out, node->file->placed, min_u64(capacity, node->file->placed_count) * sizeof(*out));
+    }
+    pthread_mutex_unlock(&node->lock);
+    node_put(plane, node);
+    return r;
+}
+
+void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes) { atomic_store(&plane->space, bytes); }

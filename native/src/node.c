@@ -1,0 +1,332 @@
+/* Open inodes, their handles, and the verified block headers (descriptors) that reads share.
+ *
+ * Node id = inode number, never reused, so nobody counts lookups; a node exists only while something holds the inode open or writes it.
+ */
+#include "internal.h"
+
+static struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create) {
+    struct node **bucket = &shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
+    struct node *node = *bucket;
+    while (node && node->inode != inode)
+        node = node->next;
+    if (!node && create) {
+        node = calloc(1, sizeof(*node));
+        if (node) {
+            node->inode = inode;
+            pthread_mutex_init(&node->lock, NULL);
+            node->next = *bucket;
+            *bucket = node;
+        }
+    }
+    if (node)
+        atomic_fetch_add(&node->refs, 1);
+    return node;
+}
+
+struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create) {
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    struct node *node = node_get_locked(shard, inode, create);
+    pthread_mutex_unlock(&shard->lock);
+    return node;
+}
+
+int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out) {
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    int r = kvfs_table_find_inode(plane->table, inode, record);
+    struct node *node = r == 0 ? node_get_locked(shard, inode, true) : NULL;
+    if (node) {
+        node->handles++;
+        node->writers += writer;
+    }
+    pthread_mutex_unlock(&shard->lock);
+    *out = node;
+    return r == -ENOENT ? -ESTALE : r < 0 ? r : node ? 0 : -ENOMEM;
+}
+
+void node_put(struct kvfs_plane *plane, struct node *node) {
+    if (!node)
+        return;
+    struct shard *shard = shard_of(plane, node->inode);
+    pthread_mutex_lock(&shard->lock);
+    if (atomic_fetch_sub(&node->refs, 1) == 1) {
+        struct node **link = &shard->nodes[(node->inode * 0x9e3779b97f4a7c15ull) >> 54];
+        while (*link != node)
+            link = &(*link)->next;
+        *link = node->next;
+    } else {
+        node = NULL;
+    }
+    pthread_mutex_unlock(&shard->lock);
+    if (node) {
+        if (node->desc)
+            desc_put(node->desc);
+        assert(!node->file);
+        pthread_mutex_destroy(&node->lock);
+        free(node);
+    }
+}
+
+/* ---- descriptors ---- */
+
+struct desc *desc_new(uint32_t header_pages) {
+    struct desc *desc = calloc(1, sizeof(*desc));
+    void *header = NULL;
+    if (!desc || posix_memalign(&header, KVFS_PAGE_SIZE, header_pages * PAGE)) {
+        free(desc);
+        return NULL;
+    }
+    desc->header = header;
+    desc->header_pages = header_pages;
+    atomic_store(&desc->refs, 1);
+    return desc;
+}
+
+void desc_put(struct desc *desc) {
+    if (!desc || atomic_fetch_sub(&desc->refs, 1) != 1)
+        return;
+    free(desc->header);
+    free(desc);
+}
+
+static bool extents_valid(const struct kvfs_plane *plane, const struct kvfs_extent *extents, uint32_t count, uint64_t pages) {
+    uint64_t before = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const struct kvfs_extent *e = &extents[i];
+        if (e->segment >= plane->config.segment_count || e->page_count == 0 || e->page == 0 ||
+            (uint64_t)e->page + e->page_count > plane->segment_pages || e->file_page < before ||
+            (uint64_t)e->file_page + e->page_count > pages)
+            return false;
+        before = (uint64_t)e->file_page + e->page_count;
+    }
+    return true;
+}
+
+int header_check(struct kvfs_plane *plane, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record) {
+    uint64_t size = pages * PAGE;
+    struct kvfs_block_header h;
+    struct kvfs_inode_record r;
+    memcpy(&h, header, sizeof(h));
+    if (h.magic != KVFS_MAGIC_BLOCK || h.version != KVFS_FORMAT_VERSION || h.header_pages != pages || pages == 0 ||
+        h.sums_offset != sizeof(h) || h.sums_offset + 8ull * (pages - 1) > h.record_offset || h.record_offset % 8 ||
+        (uint64_t)h.record_offset + sizeof(r) > size || h.leaves_offset % 8 || h.leaves_offset + 4ull * h.leaf_count > size ||
+        h.ancestors_offset % 8 || (uint64_t)h.ancestors_offset + h.ancestors_size > size)
+        return -EBADMSG;
+    uint8_t first[KVFS_PAGE_SIZE];
+    memcpy(first, header, PAGE);
+    memset(first + offsetof(struct kvfs_block_header, checksum), 0, 8);
+    if (kvfs_checksum(first, PAGE, plane->config.secret) != h.checksum)
+        return -EBADMSG;
+    for (uint32_t i = 1; i < pages; i++) {
+        uint64_t sum;
+        memcpy(&sum, header + h.sums_offset + 8ull * (i - 1), 8); /* in a page before page i */
+        if (kvfs_checksum(header + i * PAGE, PAGE, plane->config.secret) != sum)
+            return -EBADMSG;
+    }
+    memcpy(&r, header + h.record_offset, sizeof(r));
+    uint64_t extents_at = h.record_offset + sizeof(r) + round_up(r.name_size, 8);
+    if (r.name_size > KVFS_NAME_MAX || extents_at + (uint64_t)r.extent_count * sizeof(struct kvfs_extent) > size ||
+        h.leaf_count != pages_of(r.size) || r.header_pages != pages || (uint64_t)h.record_offset + r.record_size > h.ancestors_offset)
+        return -EBADMSG;
+    *out = h;
+    *record = r;
+    return 0;
+}
+
+void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to) {
+    memset(to, 0, sizeof(*to));
+    to->inode = from->inode;
+    to->parent = from->parent;
+    to->version = from->version;
+    to->size = from->size;
+    to->generation = from->generation;
+    to->segment = from->segment;
+    to->page = from->page;
+    to->header_pages = from->header_pages;
+    to->extent_count = from->extent_count;
+    to->mtime_ns = from->mtime_ns;
+    to->ctime_ns = from->ctime_ns;
+    to->mode = from->mode;
+    to->uid = from->uid;
+    to->gid = from->gid;
+    to->nlink = from->nlink;
+    to->kind = from->kind;
+    to->flags = from->flags;
+}
+
+int desc_verify(struct kvfs_plane *plane, struct desc *desc, const struct kvfs_record *want) {
+    struct kvfs_block_header h;
+    struct kvfs_inode_record r;
+    if (header_check(plane, desc->header, desc->header_pages, &h, &r) < 0)
+        return -EBADMSG;
+    /* The version is of the name too: a rename raises the table's, never the header's. */
+    if (r.inode != want->inode || r.generation != want->generation || r.version > want->version || r.size != want->size ||
+        r.segment != want->segment || r.page != want->page)
+        return -EBADMSG;
+    uint64_t extents_at = h.record_offset + sizeof(r) + round_up(r.name_size, 8);
+    desc->inode = r.inode;
+    desc->version = r.version;
+    desc->size = r.size;
+    desc->generation = r.generation;
+    desc->segment = r.segment;
+    desc->page = r.page;
+    desc->leaf_count = h.leaf_count;
+    desc->leaves = (const uint32_t *)(const void *)(desc->header + h.leaves_offset);
+    if (r.extent_count == 0 && h.leaf_count) {
+        desc->inline_extent = (struct kvfs_extent){r.generation, r.segment, r.page + r.header_pages, h.leaf_count, 0};
+        desc->extents = &desc->inline_extent;
+        desc->extent_count = 1;
+    } else {
+        desc->extents = (struct kvfs_extent *)(void *)(desc->header + extents_at);
+        desc->extent_count = r.extent_count;
+    }
+    return extents_valid(plane, desc->extents, desc->extent_count, h.leaf_count) ? 0 : -EBADMSG;
+}
+
+/* ---- handles ---- */
+
+static struct handle **handle_place(struct handle_table *table, uint32_t index) {
+    return &table->chunks[index / 1024][index % 1024];
+}
+
+int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, uint32_t flags, bool writer, uint64_t *fh) {
+    struct handle_table *table = &plane->handles;
+    struct handle *handle = calloc(1, sizeof(*handle));
+    if (!handle)
+        return -ENOMEM;
+    static atomic_uint salts;
+    handle->node = node;
+    handle->transport = transport;
+    handle->flags = flags;
+    handle->writer = writer;
+    handle->salt = atomic_fetch_add(&salts, 1) + 1;
+    int r = 0;
+    pthread_mutex_lock(&table->lock);
+    if (table->free_count) {
+        handle->index = table->free[--table->free_count];
+    } else if (table->count < 4096u * 1024u) {
+        handle->index = table->count;
+        struct handle ***chunk = &table->chunks[handle->index / 1024];
+        if (!*chunk && !(*chunk = calloc(1024, sizeof(struct handle *))))
+            r = -ENOMEM;
+        else
+            table->count++;
+    } else {
+        r = -ENFILE;
+    }
+    if (r == 0)
+        *handle_place(table, handle->index) = handle;
+    pthread_mutex_unlock(&table->lock);
+    if (r < 0) {
+        free(handle);
+        return r;
+    }
+    COUNT(plane, open_handles, 1);
+    *fh = (uint64_t)handle->salt << 32 | handle->index;
+    return 0;
+}
+
+static struct handle *handle_look(struct handle_table *table, struct transport *transport, uint64_t fh) {
+    uint32_t index = (uint32_t)fh;
+    if (index >= table->count)
+        return NULL;
+    struct handle *handle = *handle_place(table, index);
+    return handle && handle->salt == (uint32_t)(fh >> 32) && handle->transport == transport ? handle : NULL;
+}
+
+/* The kernel never uses a handle after its RELEASE and sends no RELEASE while requests on it are under way, so the pointer stays good for the
+ * request that looked it up; a transport that does otherwise finds the slot empty or another salt. */
+struct handle *handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh) {
+    pthread_mutex_lock(&plane->handles.lock);
+    struct handle *handle = handle_look(&plane->handles, transport, fh);
+    if (handle)
+        atomic_fetch_add(&handle->node->refs, 1);
+    pthread_mutex_unlock(&plane->handles.lock);
+    return handle;
+}
+
+static void handle_free_index(struct handle_table *table, uint32_t index) {
+    if (table->free_count == table->free_capacity) {
+        uint32_t capacity = table->free_capacity ? table->free_capacity * 2 : 1024;
+        uint32_t *grown = realloc(table->free, capacity * sizeof(uint32_t));
+        if (!grown)
+            return; /* the index is not used again: 8 bytes lost */
+        table->free = grown;
+        table->free_capacity = capacity;
+    }
+    table->free[table->free_count++] = index;
+}
+
+struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer) {
+    struct handle_table *table = &plane->handles;
+    pthread_mutex_lock(&table->lock);
+    struct handle *handle = handle_look(table, transport, fh);
+    if (handle) {
+        *handle_place(table, handle->index) = NULL;
+        handle_free_index(table, handle->index);
+    }
+    pthread_mutex_unlock(&table->lock);
+    if (!handle)
+        return NULL;
+    struct node *node = handle->node;
+    *was_writer = handle->writer;
+    struct shard *shard = shard_of(plane, node->inode);
+    pthread_mutex_lock(&shard->lock);
+    node->handles--;
+    if (handle->writer)
+        node->writers--;
+    pthread_mutex_unlock(&shard->lock);
+    atomic_fetch_sub(&plane->count.open_handles, 1);
+    free(handle);
+    return node;
+}
+
+/* After a handle has gone: tell Python what it has to do, and return a file that is sealed and has no writer to the fast path. */
+void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer) {
+    struct shard *shard = shard_of(plane, node->inode);
+    pthread_mutex_lock(&shard->lock);
+    bool last = node->handles == 0, last_writer = was_writer && node->writers == 0;
+    pthread_mutex_unlock(&shard->lock);
+    if (last_writer) {
+        bool file_gone = false;
+        pthread_mutex_lock(&node->lock);
+        if (node->file && node->file->dirty && !node->file->discarded)
+            event_add(plane, KVFS_EVENT_RESEAL, node->inode, 0);
+        else if (node->file && !node->file->sealing && !node->file->spilling) {
+            file_free(plane, node);
+            file_gone = true;
+        }
+        pthread_mutex_unlock(&node->lock);
+        if (file_gone) {
+            event_add(plane, KVFS_EVENT_WRITERS_GONE, node->inode, 0);
+            node_put(plane, node);
+        }
+    }
+    if (last) {
+        struct kvfs_record record;
+        if (kvfs_table_find_inode(plane->table, node->inode, &record) == 0 && record.flags & KVFS_INODE_NAMELESS)
+            event_add(plane, KVFS_EVENT_IDLE, node->inode, 0);
+    }
+}
+
+void handles_drop(struct kvfs_plane *plane, struct transport *transport) {
+    struct handle_table *table = &plane->handles;
+    for (uint32_t index = 0;; index++) {
+        pthread_mutex_lock(&table->lock);
+        bool end = index >= table->count;
+        struct handle *handle = end ? NULL : *handle_place(table, index);
+        uint64_t fh = handle && handle->transport == transport ? (uint64_t)handle->salt << 32 | handle->index : 0;
+        pthread_mutex_unlock(&table->lock);
+        if (end)
+            return;
+        if (!fh)
+            continue;
+        bool was_writer = false;
+        struct node *node = handle_close(plane, transport, fh, &was_writer);
+        if (node) {
+            node_released(plane, node, was_writer);
+            node_put(plane, node);
+        }
+    }
+}

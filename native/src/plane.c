@@ -1,0 +1,349 @@
+/* The plane: builds and takes down the parts, carries events and completions to Python, counts. */
+#include "internal.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+static _Thread_local char last_error[256];
+
+const char *kvfs_plane_error(void) { return last_error; }
+
+static int fail(int error, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(last_error, sizeof(last_error), format, arguments);
+    va_end(arguments);
+    return error;
+}
+
+/* ---- events and completions ---- */
+
+static void queue_signal(struct kvfs_plane *plane) {
+    uint64_t one = 1;
+    ssize_t n = write(plane->event_fd, &one, sizeof(one));
+    (void)n;
+}
+
+void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value) {
+    pthread_mutex_lock(&plane->queue_lock);
+    /* A failing device makes the same event many times a second: once in the queue is enough. */
+    for (uint32_t i = plane->event_count; i-- > 0 && plane->event_count - i < 64;) {
+        struct kvfs_event *e = &plane->events[i];
+        if (e->type == type && e->inode == inode && e->value == value) {
+            pthread_mutex_unlock(&plane->queue_lock);
+            return;
+        }
+    }
+    if (plane->event_count == plane->event_capacity) {
+        uint32_t capacity = plane->event_capacity * 2;
+        struct kvfs_event *grown = realloc(plane->events, capacity * sizeof(*grown));
+        if (grown) {
+            plane->events = grown;
+            plane->event_capacity = capacity;
+        }
+    }
+    if (plane->event_count < plane->event_capacity)
+        plane->events[plane->event_count++] = (struct kvfs_event){.type = type, .inode = inode, .value = value};
+    pthread_mutex_unlock(&plane->queue_lock);
+    queue_signal(plane);
+}
+
+void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result) {
+    pthread_mutex_lock(&plane->queue_lock);
+    while (plane->completion_count == plane->completion_capacity) {
+        uint32_t capacity = plane->completion_capacity * 2;
+        struct kvfs_completion *grown = realloc(plane->completions, capacity * sizeof(*grown));
+        if (!grown) { /* a completion must not be lost: wait for memory */
+            pthread_mutex_unlock(&plane->queue_lock);
+            usleep(10000);
+            pthread_mutex_lock(&plane->queue_lock);
+            continue;
+        }
+        plane->completions = grown;
+        plane->completion_capacity = capacity;
+    }
+    plane->completions[plane->completion_count++] = (struct kvfs_completion){cookie, result};
+    pthread_cond_signal(&plane->queue_more);
+    pthread_mutex_unlock(&plane->queue_lock);
+    atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
+    queue_signal(plane);
+}
+
+int kvfs_event_fd(struct kvfs_plane *plane) { return plane->event_fd; }
+
+static void queue_drained(struct kvfs_plane *plane) {
+    uint64_t count;
+    if (plane->event_count == 0 && plane->completion_count == 0) {
+        ssize_t n = read(plane->event_fd, &count, sizeof(count));
+        (void)n;
+    }
+}
+
+int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t count) {
+    pthread_mutex_lock(&plane->queue_lock);
+    uint32_t n = (uint32_t)min_u64(count, plane->event_count);
+    memcpy(out, plane->events, n * sizeof(*out));
+    memmove(plane->events, plane->events + n, (plane->event_count - n) * sizeof(*out));
+    plane->event_count -= n;
+    queue_drained(plane);
+    pthread_mutex_unlock(&plane->queue_lock);
+    return (int)n;
+}
+
+static int take_completions_locked(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count) {
+    uint32_t n = (uint32_t)min_u64(count, plane->completion_count);
+    memcpy(out, plane->completions, n * sizeof(*out));
+    memmove(plane->completions, plane->completions + n, (plane->completion_count - n) * sizeof(*out));
+    plane->completion_count -= n;
+    queue_drained(plane);
+    return (int)n;
+}
+
+int kvfs_take_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count) {
+    pthread_mutex_lock(&plane->queue_lock);
+    int n = take_completions_locked(plane, out, count);
+    pthread_mutex_unlock(&plane->queue_lock);
+    return n;
+}
+
+int kvfs_wait_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count, uint32_t timeout_ms) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += timeout_ms / 1000;
+    until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
+    if (until.tv_nsec >= 1000000000)
+        until.tv_sec++, until.tv_nsec -= 1000000000;
+    pthread_mutex_lock(&plane->queue_lock);
+    while (plane->completion_count == 0)
+        if (pthread_cond_timedwait(&plane->queue_more, &plane->queue_lock, &until) != 0)
+            break;
+    int n = take_completions_locked(plane, out, count);
+    pthread_mutex_unlock(&plane->queue_lock);
+    return n;
+}
+
+/* ---- create and destroy ---- */
+
+static int config_check(const struct kvfs_plane_config *c, const struct kvfs_member *members) {
+    if (c->device_count == 0 || c->device_count > KVFS_DEVICES_MAX)
+        return fail(-EINVAL, "%u devices: 1 to %u are possible", c->device_count, KVFS_DEVICES_MAX);
+    if (c->stripe_width == 0 || c->stripe_width > KVFS_STRIPE_WIDTH_MAX || c->stripe_width > c->device_count)
+        return fail(-EINVAL, "stripe width %u with %u devices", c->stripe_width, c->device_count);
+    if (c->stripe_unit < 16384 || c->stripe_unit % KVFS_PAGE_SIZE || c->zone_size % c->stripe_unit || c->zone_size == 0)
+        return fail(-EINVAL, "stripe unit %llu, zone size %llu", (unsigned long long)c->stripe_unit, (unsigned long long)c->zone_size);
+    if (c->segment_count == 0 || c->zone_size * c->stripe_width / PAGE > UINT32_MAX)
+        return fail(-EINVAL, "%u segments of %llu bytes", c->segment_count, (unsigned long long)(c->zone_size * c->stripe_width));
+    for (uint64_t i = 0; i < (uint64_t)c->segment_count * c->stripe_width; i++)
+        if (members[i].device >= c->device_count)
+            return fail(-EINVAL, "segment %llu lies on device %u of %u", (unsigned long long)(i / c->stripe_width), members[i].device, c->device_count);
+    return 0;
+}
+
+static int plane_build(struct kvfs_plane *plane, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members) {
+    struct kvfs_plane_config *c = &plane->config;
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    if (!c->server_threads)
+        c->server_threads = cores < 1 ? 1 : (uint32_t)cores;
+    if (c->server_threads > SERVERS_MAX)
+        c->server_threads = SERVERS_MAX;
+    if (!c->store_threads)
+        c->store_threads = 8;
+    if (!c->max_read)
+        c->max_read = 1 << 20;
+    if (c->max_read > 4u << 20)
+        c->max_read = 4u << 20;
+    if (!c->max_write || c->max_write > CHUNK_SIZE)
+        c->max_write = (uint32_t)CHUNK_SIZE;
+    if (!c->io_timeout_ms)
+        c->io_timeout_ms = 5000;
+    if (!c->request_timeout_ms)
+        c->request_timeout_ms = 30000;
+    if (c->staging_size < 16 * CHUNK_SIZE)
+        c->staging_size = 16 * CHUNK_SIZE;
+    if (c->read_memory_size < 16 * CHUNK_SIZE)
+        c->read_memory_size = 16 * CHUNK_SIZE;
+    plane->segment_size = c->zone_size * c->stripe_width;
+    plane->segment_pages = (uint32_t)(plane->segment_size / PAGE);
+    plane->devices = calloc(c->device_count, sizeof(*plane->devices));
+    plane->members = malloc((uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
+    plane->segment_busy = calloc(c->segment_count, sizeof(*plane->segment_busy));
+    plane->hits = calloc(c->records_max + 1, 1); /* untouched pages cost nothing */
+    plane->event_capacity = plane->completion_capacity = 1024;
+    plane->events = malloc(plane->event_capacity * sizeof(*plane->events));
+    plane->completions = malloc(plane->completion_capacity * sizeof(*plane->completions));
+    if (!plane->devices || !plane->members || !plane->segment_busy || !plane->hits || !plane->events || !plane->completions)
+        return fail(-ENOMEM, "no memory for %u segments", c->segment_count);
+    memcpy(plane->members, members, (uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
+    for (uint32_t i = 0; i < c->device_count; i++) {
+        plane->devices[i].fd = device_fds[i];
+        plane->devices[i].zones_offset = zones_offset[i];
+    }
+    for (uint32_t i = 0; i < SHARDS; i++)
+        pthread_mutex_init(&plane->shards[i].lock, NULL);
+    pthread_mutex_init(&plane->handles.lock, NULL);
+    pthread_mutex_init(&plane->transports_lock, NULL);
+    pthread_mutex_init(&plane->queue_lock, NULL);
+    pthread_cond_init(&plane->queue_more, NULL);
+    pthread_mutex_init(&plane->request_lock, NULL);
+    pthread_mutex_init(&plane->notify_lock, NULL);
+    pthread_cond_init(&plane->notify_more, NULL);
+    atomic_store(&plane->space, UINT64_MAX);
+    plane->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (plane->event_fd < 0)
+        return fail(-errno, "eventfd: %s", strerror(errno));
+    int r = mux_init(plane);
+    if (r == 0)
+        r = arena_init(&plane->staging, CHUNK_SIZE, (uint32_t)(c->staging_size / CHUNK_SIZE / 4 * 3));
+    if (r == 0)
+        r = arena_init(&plane->staging_small, SMALL_SIZE, (uint32_t)(c->staging_size / SMALL_SIZE / 4));
+    if (r == 0)
+        r = arena_init(&plane->reading, CHUNK_SIZE, (uint32_t)(c->read_memory_size / CHUNK_SIZE / 4 * 3));
+    if (r == 0)
+        r = arena_init(&plane->reading_small, SMALL_SIZE, (uint32_t)(c->read_memory_size / SMALL_SIZE / 4));
+    if (r < 0)
+        return fail(r, "no memory for staging of %llu bytes", (unsigned long long)c->staging_size);
+    r = kvfs_table_create(c->records_max, c->secret, c->mount_epoch, &plane->table);
+    if (r < 0)
+        return fail(r, "block table of %llu records: %s", (unsigned long long)c->records_max, strerror(-r));
+    r = pool_start(plane, &plane->store, c->store_threads);
+    if (r == 0)
+        r = pool_start(plane, &plane->slow, 4);
+    if (r == 0)
+        r = notifier_start(plane);
+    if (r == -ENOMEM)
+        return fail(r, "io_uring: no memory to lock; raise the memlock limit (ulimit -l)");
+    if (r < 0)
+        return fail(r, "io_uring: %s%s", strerror(-r), r == -EPERM ? "; see /proc/sys/kernel/io_uring_disabled" : "");
+    return 0;
+}
+
+int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset,
+                      const struct kvfs_member *members, struct kvfs_plane **out) {
+    int r = config_check(config, members);
+    if (r < 0)
+        return r;
+    struct kvfs_plane *plane = calloc(1, sizeof(*plane));
+    if (!plane)
+        return fail(-ENOMEM, "no memory");
+    plane->config = *config;
+    plane->event_fd = -1;
+    r = plane_build(plane, device_fds, zones_offset, members);
+    if (r < 0) {
+        kvfs_plane_destroy(plane);
+        return r;
+    }
+    *out = plane;
+    return 0;
+}
+
+static void nodes_free(struct kvfs_plane *plane) {
+    for (uint32_t s = 0; s < SHARDS; s++)
+        for (uint32_t b = 0; b < 1024; b++)
+            while (plane->shards[s].nodes[b]) {
+                struct node *node = plane->shards[s].nodes[b];
+                plane->shards[s].nodes[b] = node->next;
+                if (node->file) {
+                    node->file->parked = NULL;
+                    file_free(plane, node);
+                }
+                desc_put(node->desc);
+                free(node);
+            }
+}
+
+void kvfs_plane_destroy(struct kvfs_plane *plane) {
+    atomic_store(&plane->stopping, true);
+    for (uint32_t i = 0; i < TRANSPORTS_MAX; i++)
+        if (plane->transports[i]) {
+            struct transport *transport = plane->transports[i];
+            transport_stop(transport);
+            plane->transports[i] = NULL;
+        }
+    notifier_stop(plane);
+    pool_stop(&plane->slow);
+    pool_stop(&plane->store);
+    if (plane->mux.entries)
+        mux_free(plane);
+    if (plane->segment_busy)
+        nodes_free(plane);
+    for (uint32_t i = 0; i < plane->handles.count; i++)
+        free(plane->handles.chunks[i / 1024][i % 1024]);
+    for (uint32_t i = 0; i < 4096; i++)
+        free(plane->handles.chunks[i]);
+    free(plane->handles.free);
+    while (plane->requests_free) {
+        struct request *next = plane->requests_free->next;
+        free(plane->requests_free);
+        plane->requests_free = next;
+    }
+    if (plane->table)
+        kvfs_table_destroy(plane->table);
+    arena_free(&plane->staging);
+    arena_free(&plane->staging_small);
+    arena_free(&plane->reading);
+    arena_free(&plane->reading_small);
+    if (plane->event_fd >= 0)
+        close(plane->event_fd);
+    free(plane->events);
+    free(plane->completions);
+    free(plane->hits);
+    free(plane->segment_busy);
+    free(plane->members);
+    free(plane->devices);
+    free(plane);
+}
+
+struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane) { return plane->table; }
+
+int kvfs_fuse_add(struct kvfs_plane *plane, int fd) { return transport_start(plane, fd); }
+
+int kvfs_transport_count(struct kvfs_plane *plane) { return (int)atomic_load(&plane->transport_count); }
+
+/* ---- statistics and faults ---- */
+
+void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) {
+    memset(out, 0, sizeof(*out));
+#define TAKE(field) out->field = atomic_load_explicit(&plane->count.field, memory_order_relaxed)
+    TAKE(requests); TAKE(forwarded); TAKE(forward_timeouts); TAKE(lookups); TAKE(lookup_misses); TAKE(opens); TAKE(stale_opens);
+    TAKE(reads); TAKE(read_bytes); TAKE(writes); TAKE(write_bytes); TAKE(checksum_errors); TAKE(read_errors); TAKE(staged_files);
+    TAKE(open_handles); TAKE(parked); TAKE(spins); TAKE(sleeps); TAKE(wakeups); TAKE(blocks_written); TAKE(blocks_copied);
+    TAKE(written_bytes); TAKE(jobs_in_flight); TAKE(zombies);
+#undef TAKE
+    out->forwarded_in_flight = plane->mux.live_count;
+    out->staged_bytes = atomic_load(&plane->staged_bytes);
+    out->staging_size = plane->config.staging_size;
+}
+
+int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out) {
+    if (device >= plane->config.device_count)
+        return -ERANGE;
+    struct device *d = &plane->devices[device];
+    *out = (struct kvfs_device_statistics){atomic_load(&d->reads), atomic_load(&d->read_bytes), atomic_load(&d->writes), atomic_load(&d->write_bytes),
+                                           atomic_load(&d->errors), atomic_load(&d->timeouts), atomic_load(&d->read_ns), atomic_load(&d->write_ns)};
+    return 0;
+}
+
+int kvfs_latency_get(struct kvfs_plane *plane, uint32_t operation, struct kvfs_latency *out) {
+    if (operation >= 5)
+        return -ERANGE;
+    out->count = atomic_load(&plane->latency[operation].count);
+    out->total_ns = atomic_load(&plane->latency[operation].total_ns);
+    for (uint32_t i = 0; i < 40; i++)
+        out->buckets[i] = atomic_load(&plane->latency[operation].buckets[i]);
+    return 0;
+}
+
+int kvfs_fault_set(struct kvfs_plane *plane, uint32_t device, uint32_t fault, uint32_t direction, uint32_t every, uint32_t value) {
+    if (device >= plane->config.device_count || fault > KVFS_FAULT_LOST_WRITE)
+        return -ERANGE;
+    struct fault_rule *rule = &plane->devices[device].faults;
+    atomic_store(&rule->fault, fault);
+    atomic_store(&rule->direction, direction);
+    atomic_store(&rule->value, value);
+    atomic_store(&rule->counter, 0);
+    atomic_store(&rule->every, fault == KVFS_FAULT_NONE ? 0 : every);
+    atomic_store(&plane->faults, true);
+    return 0;
+}

@@ -1,0 +1,254 @@
+/* Reads of sealed blocks: table, device, checksum, reply. Nothing here enters Python, nothing is copied on the way. */
+#include "internal.h"
+
+static void read_part_done(struct io_group *group, bool reaped);
+
+/* Memory for pages [skip rounded .. size) of a read. */
+static bool read_slots(struct kvfs_plane *plane, struct request *request, uint64_t bytes) {
+    if (bytes <= SMALL_SIZE) {
+        struct slot *slot = slot_get(&plane->reading_small);
+        if (slot) {
+            request->slots[0] = slot;
+            request->slot_count = 1;
+            return true;
+        }
+    }
+    for (uint64_t got = 0; got < bytes; got += CHUNK_SIZE) {
+        struct slot *slot = slot_get(&plane->reading);
+        if (!slot) {
+            while (request->slot_count)
+                slot_put(request->slots[--request->slot_count]);
+            return false;
+        }
+        request->slots[request->slot_count++] = slot;
+    }
+    return true;
+}
+
+static void read_finish(struct request *request, int error) {
+    struct kvfs_plane *plane = request->server->plane;
+    if (error < 0) {
+        COUNT(plane, read_errors, 1);
+        reply_error(request->server, request->unique, error);
+    }
+    /* A device that gave no answer may still write into these slots and this header: the groups hold the slots, we hold the header. */
+    if (request->groups_held == 0)
+        request_put(plane, request);
+    else
+        request->result = -ETIMEDOUT;
+}
+
+static void read_wait_memory(struct request *request) {
+    struct server *server = request->server;
+    request->next = NULL;
+    if (server->waiting_last)
+        server->waiting_last->next = request;
+    else
+        server->waiting_reads = request;
+    server->waiting_last = request;
+}
+
+void fastpath_retry_reads(struct server *server) {
+    struct request *request = server->waiting_reads;
+    server->waiting_reads = server->waiting_last = NULL;
+    while (request) {
+        struct request *next = request->next;
+        read_submit(request);
+        request = next;
+    }
+}
+
+static int read_io(struct request *request, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t count) {
+    int r = ring_io(&request->server->ring, false, segment, page, iovs, count, request->slots, request->slot_count, read_part_done, request);
+    if (r == 0) {
+        request->groups_left++;
+        request->groups_held++;
+    }
+    return r;
+}
+
+/* The memory of file pages [from, to) of a read that begins at page `first`. */
+static uint32_t read_memory(const struct request *request, uint32_t first, uint32_t from, uint32_t to, struct iovec *iovs) {
+    uint32_t count = 0;
+    uint64_t at = (uint64_t)(from - first) * PAGE, end = (uint64_t)(to - first) * PAGE;
+    while (at < end) {
+        struct slot *slot = request->slots[at / request->slots[0]->size];
+        uint64_t inside = at % slot->size, length = min_u64(slot->size - inside, end - at);
+        if (count && (uint8_t *)iovs[count - 1].iov_base + iovs[count - 1].iov_len == slot->data + inside)
+            iovs[count - 1].iov_len += length;
+        else
+            iovs[count++] = (struct iovec){slot->data + inside, length};
+        at += length;
+    }
+    return count;
+}
+
+/* Start (or start again) a read: request->node, offset, size are set; desc is known or not. */
+void read_submit(struct request *request) {
+    struct kvfs_plane *plane = request->server->plane;
+    struct iovec iovs[READ_SLOTS + 1];
+    int r;
+    if (!request->desc) {
+        r = kvfs_table_find_inode(plane->table, request->node->inode, &request->record);
+        if (r < 0 || !(request->record.flags & KVFS_INODE_SEALED) || request->record.header_pages == 0) {
+            read_finish(request, -EIO);
+            return;
+        }
+    }
+    uint64_t file_size = request->desc ? request->desc->size : request->record.size;
+    if (request->offset >= file_size) {
+        request_reply_read(plane, request, 0);
+        request_put(plane, request);
+        return;
+    }
+    uint64_t end = min_u64(request->offset + request->size, file_size);
+    uint32_t first = (uint32_t)(request->offset / PAGE), last = (uint32_t)pages_of(end);
+    request->skip = (uint32_t)(request->offset % PAGE);
+    if (request->slot_count == 0 && !read_slots(plane, request, (last - first) * PAGE)) {
+        read_wait_memory(request);
+        return;
+    }
+    request->groups_left = 1; /* ours, until all is queued */
+    request->groups_held = 0;
+    request->result = 0;
+    if (!request->desc) {
+        const struct kvfs_record *record = &request->record;
+        request->desc = desc_new(record->header_pages);
+        request->load_header = true;
+        r = request->desc ? 0 : -ENOMEM;
+        iovs[0] = (struct iovec){request->desc ? request->desc->header : NULL, record->header_pages * PAGE};
+        if (r == 0 && record->extent_count == 0 && first == 0 && record->header_pages < 64) { /* header and data lie together: one I/O */
+            uint32_t count = 1 + read_memory(request, first, first, last, iovs + 1);
+            r = read_io(request, record->segment, record->page, iovs, count);
+        } else if (r == 0) {
+            r = read_io(request, record->segment, record->page, iovs, 1);
+            if (r == 0 && record->extent_count == 0) {
+                uint32_t count = read_memory(request, first, first, last, iovs);
+                r = read_io(request, record->segment, record->page + record->header_pages + first, iovs, count);
+            }
+        }
+    } else {
+        const struct desc *desc = request->desc;
+        r = 0;
+        uint32_t at = first;
+        for (uint32_t i = 0; i < desc->extent_count && at < last && r == 0; i++) {
+            const struct kvfs_extent *e = &desc->extents[i];
+            uint32_t e_end = e->file_page + e->page_count;
+            if (e_end <= at)
+                continue;
+            uint32_t from = e->file_page > at ? e->file_page : at, to = (uint32_t)min_u64(last, e_end);
+            if (from > at && at < last) /* a hole */
+                for (uint32_t hole = at; hole < from && hole < last; hole++) {
+                    read_memory(request, first, hole, hole + 1, iovs);
+                    memset(iovs[0].iov_base, 0, PAGE);
+                }
+            if (from < to) {
+                uint32_t count = read_memory(request, first, from, to, iovs);
+                r = read_io(request, e->segment, e->page + (from - e->file_page), iovs, count);
+            }
+            at = to > at ? to : at;
+        }
+        for (; at < last; at++) {
+            read_memory(request, first, at, at + 1, iovs);
+            memset(iovs[0].iov_base, 0, PAGE);
+        }
+    }
+    if (r < 0)
+        request->result = r;
+    if (--request->groups_left == 0) {
+        request->groups_left = 1;
+        struct io_group none = {.owner = request, .result = 0};
+        request->groups_held++;
+        read_part_done(&none, false);
+    }
+}
+
+static bool same_place(const struct kvfs_record *record, const struct desc *desc) {
+    return record->generation == desc->generation && record->segment == desc->segment && record->page == desc->page;
+}
+
+/* Everything is in memory: prove it, then reply. */
+static void read_complete(struct request *request) {
+    struct kvfs_plane *plane = request->server->plane;
+    struct desc *desc = request->desc;
+    int error = request->result;
+    bool header_only = false;
+    if (error == 0 && request->load_header) {
+        error = desc_verify(plane, desc, &request->record);
+        if (error == 0) {
+            request->load_header = false;
+            header_only = request->record.extent_count > 0;
+        }
+    }
+    if (error == 0 && header_only) {
+        read_submit(request); /* now the extents are known */
+        return;
+    }
+    uint64_t end = 0;
+    if (error == 0) {
+        end = min_u64(request->offset + request->size, desc->size);
+        if (plane->config.verify) {
+            uint32_t page = (uint32_t)(request->offset / PAGE), last = (uint32_t)pages_of(end);
+            uint64_t left = min_u64((uint64_t)last * PAGE, desc->size) - (uint64_t)page * PAGE;
+            for (uint32_t i = 0; i < request->slot_count && left; i++) {
+                uint64_t length = min_u64(left, request->slots[i]->size);
+                if (kvfs_leaf_verify(request->slots[i]->data, length, plane->config.secret, desc->leaves + page)) {
+                    error = -EBADMSG;
+                    break;
+                }
+                page += (uint32_t)(length / PAGE);
+                left -= length;
+            }
+        }
+    }
+    /* The bytes are those of this place; is the place still this inode's? A segment is reused only after its blocks have left the table. */
+    struct kvfs_record record = {0};
+    int found = kvfs_table_find_inode(plane->table, request->node->inode, &record);
+    bool moved = found == 0 && desc && !(request->load_header ? record.generation == request->record.generation && record.segment == request->record.segment &&
+                                                                    record.page == request->record.page
+                                                              : same_place(&record, desc));
+    if (moved && request->retries < 4 && request->groups_held == 0) {
+        request->retries++;
+        desc_put(request->desc);
+        request->desc = NULL;
+        read_submit(request);
+        return;
+    }
+    if (error == 0 && (moved || found < 0))
+        error = -EIO;
+    if (error == -EBADMSG) {
+        COUNT(plane, checksum_errors, 1);
+        event_add(plane, KVFS_EVENT_BAD_BLOCK, request->node->inode, record.segment);
+    }
+    if (error < 0) {
+        read_finish(request, -EIO);
+        return;
+    }
+    struct node *node = request->node;
+    pthread_mutex_lock(&node->lock);
+    if (node->desc != desc && !node->file) {
+        desc_put(node->desc);
+        atomic_fetch_add(&desc->refs, 1);
+        node->desc = desc;
+    }
+    pthread_mutex_unlock(&node->lock);
+    if (request->offset == 0 && atomic_load_explicit(&plane->hits[record.slot], memory_order_relaxed) < 255)
+        atomic_fetch_add_explicit(&plane->hits[record.slot], 1, memory_order_relaxed);
+    request_reply_read(plane, request, (uint32_t)(end - request->offset));
+    request_put(plane, request);
+}
+
+static void read_part_done(struct io_group *group, bool reaped) {
+    struct request *request = group->owner;
+    if (reaped) {
+        if (--request->groups_held == 0 && request->groups_left == 0)
+            request_put(request->server->plane, request);
+        return;
+    }
+    if (!group->expired)
+        request->groups_held--;
+    if (group->result && !request->result)
+        request->result = group->result;
+    if (--request->groups_left == 0)
+        read_complete(request);
+}
