@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
+import shutil
 from pathlib import Path
 
 from cffi import FFI
@@ -57,8 +57,15 @@ def main() -> None:
     parser.add_argument("--sanitize", action="store_true")
     parser.add_argument("--output", type=Path, default=NATIVE.parent, help="directory that holds the kvfs package")
     arguments = parser.parse_args()
-    built = builder(arguments.sanitize).compile(tmpdir=str(arguments.output), verbose="-v" in sys.argv)
-    print(built)
+    work = NATIVE.parent / "build" / ("native-sanitized" if arguments.sanitize else "native")
+    work.mkdir(parents=True, exist_ok=True)
+    built = Path(builder(arguments.sanitize).compile(tmpdir=str(work)))
+    target = arguments.output / "kvfs" / built.name
+    # A new file, not new content: a daemon that runs keeps the old one mapped.
+    staged = target.with_suffix(".new")
+    shutil.copy2(built, staged)
+    staged.rename(target)
+    print(target)
 
 
 if __name__ == "__main__":

@@ -59,11 +59,11 @@ int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct des
     struct kvfs_extent *placed = malloc(desc->extent_count * sizeof(*placed) + 1);
     if (!placed)
         return -ENOMEM;
-    memcpy(placed, desc->extents, desc->extent_count * sizeof(*placed));
+    copy_bytes(placed, desc->extents, desc->extent_count * sizeof(*placed));
     free(file->placed);
     file->placed = placed;
     file->placed_count = desc->extent_count;
-    memcpy(file->leaves, desc->leaves, desc->leaf_count * sizeof(uint32_t));
+    copy_bytes(file->leaves, desc->leaves, desc->leaf_count * sizeof(uint32_t));
     for (uint32_t i = 0; i < file->chunk_count; i++) {
         struct chunk *chunk = &file->chunks[i];
         assert(chunk->state != CHUNK_STAGED);
@@ -458,8 +458,8 @@ static struct placed *placed_snapshot(const struct file *file, uint32_t first_pa
         return NULL;
     struct kvfs_extent *extents = (struct kvfs_extent *)(copy + 1);
     uint32_t *sums = (uint32_t *)(extents + file->placed_count);
-    memcpy(extents, file->placed, file->placed_count * sizeof(*extents));
-    memcpy(sums, file->leaves + first_page, leaves * sizeof(*sums));
+    copy_bytes(extents, file->placed, file->placed_count * sizeof(*extents));
+    copy_bytes(sums, file->leaves + first_page, leaves * sizeof(*sums));
     *copy = (struct placed){extents, file->placed_count, sums, file->short_page, file->short_size};
     return copy;
 }

@@ -47,6 +47,11 @@ static inline uint64_t now_ns(void) {
     return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 static inline uint64_t round_up(uint64_t size, uint64_t unit) { return (size + unit - 1) / unit * unit; }
+/* memcpy that takes NULL with a size of 0. */
+static inline void copy_bytes(void *to, const void *from, uint64_t size) {
+    if (size)
+        memcpy(to, from, size);
+}
 static inline uint64_t pages_of(uint64_t size) { return (size + PAGE - 1) / PAGE; }
 static inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 

@@ -278,7 +278,7 @@ int kvfs_file_extents(struct kvfs_plane *plane, uint64_t inode, struct kvfs_exte
     int r = -ENOENT;
     if (node->file) {
         r = (int)node->file->placed_count;
-        memcpy(out, node->file->placed, min_u64(capacity, node->file->placed_count) * sizeof(*out));
+        copy_bytes(out, node->file->placed, min_u64(capacity, node->file->placed_count) * sizeof(*out));
     }
     pthread_mutex_unlock(&node->lock);
     node_put(plane, node);

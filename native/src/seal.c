@@ -113,10 +113,10 @@ static int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8
     kvfs_name_key(r.parent, (const char *)record + sizeof(r), r.name_size, plane->config.secret, &h.key_low, &h.key_high);
     memcpy(out + at, &r, sizeof(r));
     memcpy(out + at + sizeof(r), record + sizeof(r), name_end - sizeof(r));
-    memcpy(out + at + name_end, extents, 24ull * extent_count);
-    memcpy(out + at + name_end + 24ull * extent_count, record + name_end, record_size - name_end);
-    memcpy(out + h.ancestors_offset, ancestors, ancestors_size);
-    memcpy(out + h.leaves_offset, leaves, 4ull * leaf_count);
+    copy_bytes(out + at + name_end, extents, 24ull * extent_count);
+    copy_bytes(out + at + name_end + 24ull * extent_count, record + name_end, record_size - name_end);
+    copy_bytes(out + h.ancestors_offset, ancestors, ancestors_size);
+    copy_bytes(out + h.leaves_offset, leaves, 4ull * leaf_count);
     /* From the last page on: each sum lies in an earlier page, which is summed after it. */
     for (uint32_t i = pages; i-- > 1;) {
         uint64_t sum = kvfs_checksum(out + i * PAGE, PAGE, plane->config.secret);
@@ -286,7 +286,7 @@ static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
     if (r < 0)
         goto out;
     kept = file_kept_extents(file, extents, kept);
-    memcpy(extents + kept, written, new_count * sizeof(*extents));
+    copy_bytes(extents + kept, written, new_count * sizeof(*extents));
     uint32_t extent_count = extents_join(extents, kept + new_count);
     /* Leaves: of holes first, then of what is covered. */
     static const uint8_t zeros[KVFS_PAGE_SIZE];
@@ -380,7 +380,7 @@ static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_j
     }
     if (r == 0) {
         kept = file_kept_extents(file, placed, kept);
-        memcpy(placed + kept, written, new_count * sizeof(*placed));
+        copy_bytes(placed + kept, written, new_count * sizeof(*placed));
         free(file->placed);
         file->placed = placed;
         file->placed_count = extents_join(placed, kept + new_count);

@@ -1,0 +1,559 @@
+"""The command line: arguments in, one function a verb, text or JSON out.
+
+Data goes to stdout, messages to stderr. Exit status 0: done; 1: failed, with one line that names the object; 2: asked
+for in a way that makes no sense, also one line. What a verb does to a pool is in the rooms below; they are imported
+when the verb runs, so that `kvfs doctor` and `kvfs --help` work where the data plane does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, cast
+
+from kvfs.errors import KvfsError, UsageError
+
+JSON_VERSION = 1
+# Anything that takes longer than this says how far it is.
+PROGRESS_AFTER_S = 2.0
+UMOUNT_TIMEOUT_S = 120.0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (try {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    if sys.flags.optimize:
+        print("kvfs: python -O: kvfs keeps its assertions and refuses to run without them", file=sys.stderr)
+        return 1
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:
+        return _guarded(lambda: _bench(arguments[1:]))
+    args = parser().parse_args(arguments)
+    return _guarded(lambda: cast(int, args.function(args)))
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    """Turn every failure into one line and a status. KVFS_DEBUG=1 shows the traceback."""
+    debug = os.environ.get("KVFS_DEBUG") == "1"
+    try:
+        return command()
+    except UsageError as error:
+        return _fail(error, debug, 2)
+    except KvfsError as error:
+        return _fail(error, debug, 1)
+    except KeyboardInterrupt:
+        print("kvfs: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; without this the interpreter complains at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error, debug, 1)
+    except Exception as error:  # our bug, but the user gets one line
+        return _fail(f"internal error: {type(error).__name__}: {error} (KVFS_DEBUG=1 shows where)", debug, 1)
+
+
+def _fail(error: object, debug: bool, status: int) -> int:
+    if debug and sys.exc_info()[0] is not None:
+        import traceback
+
+        traceback.print_exc()
+    message = " ".join(str(error).split("\n"))
+    print(f"kvfs: {message}", file=sys.stderr)
+    return status
+
+
+# ---- arguments ----
+
+
+def _size(text: str) -> int:
+    from kvfs.config import parse_size
+
+    try:
+        return parse_size(text, what="SIZE")
+    except (KvfsError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: not a positive number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.05 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r}: not a number of seconds from 0.05 to 86400")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; `kvfs completion` is made from it as well."""
+    top = _Parser(prog="kvfs", description="A striped cache of KV blocks, mounted as a filesystem.", allow_abbrev=False)
+    top.add_argument("--version", action="version", version=_version())
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
+
+    def verb(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how to print the result")
+        sub.set_defaults(function=function)
+        return sub
+
+    sub = verb("format", _format, "make a pool")
+    sub.add_argument("pool", metavar="POOL", help="directory to make")
+    sub.add_argument(
+        "--device", action="append", default=[], metavar="PATH", help="a block device or file; once for each"
+    )
+    sub.add_argument("--files", type=_count, metavar="N", help="make N files in the pool's own directory the devices")
+    sub.add_argument("--size", type=_size, metavar="SIZE", help="of each of the files (64M, 4G)")
+    sub.add_argument(
+        "--stripe-width", type=_count, metavar="W", help="devices in one segment (default: all, at most 4)"
+    )
+    sub.add_argument(
+        "--stripe-unit", type=_size, metavar="SIZE", help="bytes on one device before the next begins (default 128K)"
+    )
+    sub.add_argument(
+        "--segment-size", type=_size, metavar="SIZE", help="unit of eviction (default: by the pool's size)"
+    )
+    sub.add_argument("--force", action="store_true", help="overwrite labels and filesystems on the devices")
+
+    sub = verb("mount", _mount, "mount a pool; returns once the mount answers")
+    sub.add_argument("pool", metavar="POOL")
+    sub.add_argument("mountpoint", metavar="MOUNTPOINT")
+    sub.add_argument("--foreground", action="store_true", help="stay, and log to stderr")
+    sub.add_argument("--allow-other", action="store_true", help="let other users in")
+    sub.add_argument(
+        "--options", default="", metavar="LIST", help="mount(8) options, comma separated: ro, noexec, suid, dev, ..."
+    )
+    sub.add_argument("--staging", type=_size, metavar="SIZE", help="memory for blocks being written")
+    sub.add_argument("--read-memory", type=_size, metavar="SIZE", help="memory for reads under way")
+    sub.add_argument("--threads", type=_count, metavar="N", help="server threads (default: one a core, at most 8)")
+    sub.add_argument(
+        "--timeout", type=_seconds, default=120.0, metavar="S", help="give up starting after this long without progress"
+    )
+
+    sub = verb("umount", _umount, "unmount, and wait until the pool is clean")
+    sub.add_argument("mountpoint", metavar="MOUNTPOINT")
+    sub.add_argument("--lazy", action="store_true", help="also with files open: the rest follows when they are closed")
+    sub.add_argument("--force", action="store_true", help="abort what is under way")
+
+    sub = verb("status", _status, "devices, segments, use, counters, errors and advice")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT", nargs="?", help="default: every mounted pool")
+
+    sub = verb("stats", _stats, "rates and latencies, once or at an interval")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT")
+    sub.add_argument("--interval", type=_seconds, metavar="S", help="a line every S seconds")
+    sub.add_argument("--count", type=_count, metavar="N", help="stop after N lines")
+    sub.add_argument("--prometheus", action="store_true", help="Prometheus text format")
+
+    sub = verb("fsck", _fsck, "check an unmounted pool; reports, and acts only with --repair")
+    sub.add_argument("pool", metavar="POOL")
+    sub.add_argument("--repair", action="store_true", help="repair what can be, drop what cannot")
+    sub.add_argument("--verify-data", action="store_true", help="read every block and check it")
+
+    for name, text in (
+        ("pin", "keep files, or all below directories, from being evicted"),
+        ("unpin", "let them be evicted again"),
+    ):
+        sub = verb(name, _pin, text)
+        sub.add_argument("paths", metavar="PATH", nargs="+", help="in a mount")
+
+    sub = verb("evict", _evict, "free space now")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT")
+    amount = sub.add_mutually_exclusive_group(required=True)
+    amount.add_argument("--size", type=_size, metavar="SIZE", help="free at least this much")
+    amount.add_argument("--all", action="store_true", help="evict every block that is neither pinned nor open")
+
+    verb("doctor", _doctor, "what this machine has of what kvfs needs, and what to do")
+
+    sub = verb("import", _import, "write a lost pool.toml again, from the labels of its devices")
+    sub.add_argument("pool", metavar="POOL")
+    sub.add_argument(
+        "--device", action="append", default=[], metavar="PATH", required=True, help="once for each device of the pool"
+    )
+
+    sub = verbs.add_parser("completion", help="shell completion: source <(kvfs completion)")
+    sub.add_argument("shell", nargs="?", choices=("bash",), default="bash")
+    sub.set_defaults(function=_completion)
+    verbs.add_parser("bench", help="measure kvfs against its peers (kvfs bench --help)", add_help=False)
+    return top
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"kvfs {version('kvfs')}"
+    except PackageNotFoundError:
+        return "kvfs (not installed)"
+
+
+def _print_json(document: Mapping[str, object]) -> None:
+    print(json.dumps({"version": JSON_VERSION, **document}, indent=2))
+
+
+class ProgressPrinter:
+    """Says on stderr how far a long step is: nothing in the first two seconds, then at most a line a second."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + PROGRESS_AFTER_S
+        self._open_line = False
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now < self._next and not (self._open_line and done >= total > 0):
+            return
+        self._next = now + 1.0
+        share = f"{done} of {total} ({done * 100 // total}%)" if total else str(done)
+        if sys.stderr.isatty():
+            print(f"\r\x1b[Kkvfs: {step}: {share}", end="", file=sys.stderr, flush=True)
+            self._open_line = True
+        else:
+            print(f"kvfs: {step}: {share}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._open_line:
+            print(file=sys.stderr)
+            self._open_line = False
+
+
+# ---- verbs ----
+
+
+def _format(args: argparse.Namespace) -> int:
+    from kvfs.config import format_size
+    from kvfs.store.devices import FormatRequest, format_devices
+
+    if args.device and args.files:
+        raise UsageError("--files: not together with --device")
+    if not args.device and not args.files:
+        raise UsageError("format: give --device PATH (once for each device) or --files N --size SIZE")
+    if args.files and args.size is None:
+        raise UsageError("--files: needs --size SIZE")
+    if args.device and args.size is not None:
+        raise UsageError("--size: only with --files; a device is used whole")
+    result = format_devices(
+        FormatRequest(
+            pool=Path(args.pool),
+            devices=tuple(Path(path) for path in args.device),
+            files=args.files or 0,
+            file_size=args.size or 0,
+            stripe_width=args.stripe_width,
+            stripe_unit=args.stripe_unit,
+            segment_size=args.segment_size,
+            force=args.force,
+        )
+    )
+    config = result.config
+    geometry = config.geometry
+    if args.output == "json":
+        _print_json(
+            {
+                "pool": os.path.abspath(args.pool),
+                "uuid": str(config.uuid),
+                "segment_count": config.segment_count,
+                "segment_size": geometry.segment_size,
+                "stripe_width": geometry.stripe_width,
+                "stripe_unit": geometry.stripe_unit,
+                "devices": [{"index": d.index, "path": d.path, "size": d.size} for d in config.devices],
+                "notes": list(result.notes),
+            }
+        )
+        return 0
+    for note in result.notes:
+        print(f"kvfs: {note}", file=sys.stderr)
+    print(
+        f"pool {args.pool}: {len(config.devices)} devices, {config.segment_count} segments of "
+        f"{format_size(geometry.segment_size)}, stripe width {geometry.stripe_width}, unit {format_size(geometry.stripe_unit)}"
+    )
+    return 0
+
+
+def _mount(args: argparse.Namespace) -> int:
+    from kvfs.daemon import MountOptions, mount
+
+    options = MountOptions(
+        pool=Path(os.path.abspath(args.pool)),
+        mountpoint=Path(os.path.abspath(args.mountpoint)),
+        foreground=args.foreground,
+        allow_other=args.allow_other,
+        options=tuple(option for option in args.options.split(",") if option),
+        staging_size=args.staging,
+        read_memory_size=args.read_memory,
+        server_threads=args.threads,
+        start_timeout_s=args.timeout,
+    )
+    result = mount(options)
+    if args.output == "json":
+        _print_json({"pool": os.path.abspath(args.pool), "mountpoint": os.path.abspath(args.mountpoint), "pid": result})
+    return 0
+
+
+def _umount(args: argparse.Namespace) -> int:
+    from kvfs.frontend import mount
+
+    present = mount.find_mount(args.mountpoint)
+    if present is None:
+        raise mount.MountError(f"{args.mountpoint}: not mounted")
+    if not present.is_kvfs:
+        raise mount.MountError(f"{args.mountpoint}: not a kvfs mount ({present.type})")
+    watch = _watch_daemon(Path(present.source))
+    mount.unmount(present.mountpoint, lazy=args.lazy, force=args.force)
+    clean = True
+    if watch is not None and not args.lazy:
+        clean = _wait_for_end(watch, args.mountpoint)
+    if args.output == "json":
+        _print_json({"mountpoint": present.mountpoint, "pool": present.source, "clean": clean})
+    return 0
+
+
+def _watch_daemon(pool: Path) -> object:
+    """The daemon of a pool, held by a pidfd from before the unmount; None if there is none."""
+    from kvfs.frontend.mount import ProcessWatch
+
+    try:
+        return ProcessWatch(int((pool / "kvfs.pid").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _wait_for_end(watch: object, mountpoint: str) -> bool:
+    from kvfs.errors import DeadlineError
+    from kvfs.frontend.mount import ProcessWatch
+
+    assert isinstance(watch, ProcessWatch)
+    progress, started = ProgressPrinter(), time.monotonic()
+    while not watch.wait(0.5):
+        waited = time.monotonic() - started
+        progress("writing what is not on the devices yet: seconds", int(waited), 0)
+        if waited > UMOUNT_TIMEOUT_S:
+            raise DeadlineError(
+                f"{mountpoint}: unmounted, but the daemon (pid {watch.pid}) has not ended after {waited:.0f} s"
+            )
+    progress.close()
+    return True
+
+
+def _pool_of(target: str) -> Path:
+    """The pool that a mount point or a pool's own path means."""
+    from kvfs.frontend import mount
+
+    present = mount.find_mount(target)
+    if present is not None and present.is_kvfs:
+        return Path(present.source)
+    if present is None and not os.path.lexists(target):
+        raise KvfsError(f"{target}: no such pool or mount point")
+    return Path(target)
+
+
+def _status_of(pool: Path) -> Mapping[str, object]:
+    from kvfs.frontend.control import ControlClient, NotRunningError
+    from kvfs.frontend.mount import mounts_of
+    from kvfs.frontend.status import offline_status
+
+    try:
+        with ControlClient(pool) as client:
+            return cast(Mapping[str, object], client.call("status"))
+    except NotRunningError:
+        document = offline_status(pool)
+        dead = [present.mountpoint for present in mounts_of(pool)]
+        notes = [f"{mountpoint}: its daemon is gone; kvfs mount or kvfs umount clears it" for mountpoint in dead]
+        return {**document, "advice": [*notes, *cast(list[str], document["advice"])]}
+
+
+def _status(args: argparse.Namespace) -> int:
+    from kvfs import stats
+    from kvfs.frontend import mount
+
+    if args.target is not None:
+        pools = [_pool_of(args.target)]
+    else:
+        pools = sorted({Path(present.source) for present in mount.mounts() if present.is_kvfs})
+    documents = [_status_of(pool) for pool in pools]
+    if args.output == "json":
+        _print_json(documents[0] if args.target is not None else {"pools": documents})
+    elif documents:
+        print("\n\n".join(stats.render_status(document) for document in documents))
+    else:
+        print("no pool is mounted", file=sys.stderr)
+    return 0
+
+
+def _stats(args: argparse.Namespace) -> int:
+    from kvfs import stats
+    from kvfs.frontend.control import ControlClient
+
+    with ControlClient(_pool_of(args.target)) as client:
+        now = cast(stats.Json, client.call("status"))
+        if args.prometheus:
+            print(stats.render_prometheus(now), end="")
+            return 0
+        if args.interval is None:
+            change = stats.difference(now, None)
+            if args.output == "json":
+                _print_json(change)
+            else:
+                print(stats.render_stats(change))
+            return 0
+        line = 0
+        while args.count is None or line < args.count:
+            before = now
+            time.sleep(args.interval)
+            now = cast(stats.Json, client.call("status"))
+            change = stats.difference(now, before)
+            if args.output == "json":
+                print(json.dumps({"version": JSON_VERSION, **change}), flush=True)
+            else:
+                if line % 20 == 0:
+                    print(stats.render_stats_header())
+                print(stats.render_stats_line(change), flush=True)
+            line += 1
+    return 0
+
+
+def _fsck(args: argparse.Namespace) -> int:
+    raise KvfsError("fsck")
+
+
+def _pin(args: argparse.Namespace) -> int:
+    from kvfs.frontend import mount
+
+    wanted = b"1" if args.verb == "pin" else b"0"
+    for path in args.paths:
+        if not os.path.lexists(path):
+            raise KvfsError(f"{path}: no such file or directory")
+        if not _in_a_mount(path, mount.mounts()):
+            raise KvfsError(f"{path}: not in a kvfs mount")
+    for path in args.paths:
+        try:
+            os.setxattr(path, "user.kvfs.pin", wanted)
+        except OSError as error:
+            raise KvfsError(f"{path}: {error.strerror}") from error
+    if args.output == "json":
+        _print_json({"paths": args.paths, "pinned": args.verb == "pin"})
+    return 0
+
+
+def _in_a_mount(path: str, mounts: Sequence[object]) -> bool:
+    from kvfs.frontend.mount import Mount
+
+    real = os.path.realpath(path)
+    best: Mount | None = None
+    for mount in mounts:
+        assert isinstance(mount, Mount)
+        inside = real == mount.mountpoint or real.startswith(mount.mountpoint.rstrip("/") + "/")
+        if inside and (best is None or len(mount.mountpoint) >= len(best.mountpoint)):
+            best = mount
+    return best is not None and best.is_kvfs
+
+
+def _evict(args: argparse.Namespace) -> int:
+    from kvfs.frontend.control import ControlClient
+
+    printer = ProgressPrinter()
+
+    def progress(document: Mapping[str, object]) -> None:
+        printer("evicting, bytes", int(cast(int, document.get("freed", 0))), int(cast(int, document.get("wanted", 0))))
+
+    with ControlClient(_pool_of(args.target), timeout_s=120.0) as client:
+        result = client.call("evict", progress, size=args.size, all=args.all)
+    printer.close()
+    document = cast(Mapping[str, object], result)
+    if args.output == "json":
+        _print_json(document)
+    else:
+        from kvfs.stats import number, size_text
+
+        print(f"freed {size_text(number(document, 'freed'))} in {number(document, 'segments'):.0f} segments, "
+              f"{number(document, 'blocks'):.0f} blocks evicted")  # fmt: skip
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from kvfs import doctor
+
+    checks = doctor.examine()
+    status = 1 if any(check.fatal for check in checks) else 0
+    if args.output == "json":
+        _print_json({"checks": [asdict(check) for check in checks], "mount_can_work": status == 0})
+    else:
+        print(doctor.render(checks))
+    return status
+
+
+def _import(args: argparse.Namespace) -> int:
+    from kvfs.store.devices import import_pool
+
+    config = import_pool(Path(args.pool), [Path(path) for path in args.device])
+    if args.output == "json":
+        _print_json({"pool": os.path.abspath(args.pool), "uuid": str(config.uuid), "devices": len(config.devices)})
+    else:
+        print(f"pool {args.pool}: pool.toml written, {len(config.devices)} devices, uuid {config.uuid}")
+    return 0
+
+
+def _completion(args: argparse.Namespace) -> int:
+    print(bash_completion(parser()))
+    return 0
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    import importlib
+
+    try:
+        bench = importlib.import_module("kvfs.bench")
+    except ModuleNotFoundError as error:
+        if error.name != "kvfs.bench":
+            raise
+        raise KvfsError("bench: not part of this installation") from error
+    return cast(int, bench.main(list(arguments)) or 0)
+
+
+def bash_completion(top: argparse.ArgumentParser) -> str:
+    """A completion function for bash: verbs, their options, files."""
+    verbs: dict[str, argparse.ArgumentParser] = {}
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            verbs = dict(action.choices)
+    cases = []
+    for name, sub in verbs.items():
+        options = sorted({text for action in sub._actions for text in action.option_strings if text.startswith("--")})
+        cases.append(f"        {name}) options='{' '.join(options)}' ;;")
+    lines = [
+        "# bash completion for kvfs; use it with: source <(kvfs completion)",
+        "_kvfs() {",
+        '    local word="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}" options=""',
+        "    if ((COMP_CWORD == 1)); then",
+        f'        COMPREPLY=($(compgen -W "{" ".join(sorted(verbs))}" -- "$word"))',
+        "        return",
+        "    fi",
+        '    case "$previous" in',
+        '        -o|--output) COMPREPLY=($(compgen -W "text json" -- "$word")); return ;;',
+        "    esac",
+        '    case "${COMP_WORDS[1]}" in',
+        *cases,
+        "    esac",
+        '    if [[ $word == -* ]]; then COMPREPLY=($(compgen -W "$options" -- "$word")); return; fi',
+        '    COMPREPLY=($(compgen -f -- "$word"))',
+        "}",
+        "complete -o filenames -F _kvfs kvfs",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,407 @@
+"""pool.toml: what a pool is made of. Reading, writing and checking it, sizes as people write them, and the geometry that follows.
+
+Knows nothing of devices themselves. docs/format.md describes the file; its text is also part of every label.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import secrets
+import tomllib
+import uuid as uuids
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfs.errors import PoolError, UsageError
+from kvfs.types import PAGE_SIZE
+
+CONFIG_NAME = "pool.toml"
+CONFIG_VERSION = 1
+LABEL_SIZE = 65536
+LABEL_TEXT_OFFSET = 4096
+DEVICES_MAX = 256
+STRIPE_WIDTH_MAX = 32
+ZONES_OFFSET = 1 << 20
+STRIPE_UNIT = 128 << 10
+# The data plane's least: smaller stripes make more I/Os than a group holds.
+STRIPE_UNIT_MIN = 16 << 10
+SEGMENT_MIN = 1 << 20
+SEGMENT_CAP = 512 << 20
+SEGMENTS_WANTED = 256
+SEGMENTS_BEFORE_GROWTH = 16384
+SEGMENTS_MAX = 32768
+SEGMENTS_MIN = 8
+SUMMARY_SHARE = 64
+SUMMARY_PAGES_MIN = 2
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
+_SIZE = re.compile(r"([0-9]+)(?:\.([0-9]{1,6}))?\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE)
+
+
+def parse_size(text: str, *, what: str = "size") -> int:
+    """Bytes of "4096", "64K", "4M", "1G", "1.5T"; units are powers of 1024. UsageError names `what`."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{what}: {text!r} is not a size; write 4096, 64K, 4M, 1G")
+    whole, fraction, unit = match.groups()
+    scale = _UNITS[unit.upper()]
+    size = int(whole) * scale
+    if fraction:
+        size += int(fraction) * scale // 10 ** len(fraction)
+    if size >= 1 << 63:
+        raise UsageError(f"{what}: {text!r} is too large")
+    return size
+
+
+def format_size(size: int) -> str:
+    """The shortest exact form: 4M, 1G, 4097."""
+    for unit in ("P", "T", "G", "M", "K"):
+        if size and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit}"
+    return str(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    stripe_width: int
+    stripe_unit: int
+    zone_size: int
+
+    @property
+    def segment_size(self) -> int:
+        return self.stripe_width * self.zone_size
+
+    @property
+    def segment_pages(self) -> int:
+        return self.segment_size // PAGE_SIZE
+
+    @property
+    def summary_pages(self) -> int:
+        return max(SUMMARY_PAGES_MIN, self.segment_pages // SUMMARY_SHARE)
+
+    @property
+    def end_page(self) -> int:
+        """Runs lie in [1, end_page); behind it the two summary slots."""
+        return self.segment_pages - 2 * self.summary_pages
+
+    def summary_page(self, slot: int) -> int:
+        return self.end_page + slot * self.summary_pages
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    index: int
+    uuid: uuids.UUID
+    path: str
+    size: int
+    zone_count: int
+    zones_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    uuid: uuids.UUID
+    secret: int
+    created: str
+    geometry: Geometry
+    devices: tuple[DeviceConfig, ...]
+
+    @property
+    def segment_count(self) -> int:
+        return len(layout([device.zone_count for device in self.devices], self.geometry.stripe_width))
+
+    def dump(self) -> str:
+        """pool.toml's text."""
+        lines = [
+            "# A kvfs pool. Made by `kvfs format`; every device's label holds a copy.",
+            f"version = {CONFIG_VERSION}",
+            f'uuid = "{self.uuid}"',
+            f'secret = "{self.secret:016x}"',
+            f'created = "{self.created}"',
+            "",
+            "[geometry]",
+            f"stripe_width = {self.geometry.stripe_width}",
+            f"stripe_unit = {self.geometry.stripe_unit}",
+            f"zone_size = {self.geometry.zone_size}",
+        ]
+        for device in self.devices:
+            lines += [
+                "",
+                "[[device]]",
+                f"index = {device.index}",
+                f'uuid = "{device.uuid}"',
+                f"path = {_quoted(device.path)}",
+                f"size = {device.size}",
+                f"zone_count = {device.zone_count}",
+                f"zones_offset = {device.zones_offset}",
+            ]
+        return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+
+
+def parse(text: str, origin: str) -> PoolConfig:
+    """The configuration in pool.toml's text. PoolError names `origin` and the key."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PoolError(f"{origin}: not valid TOML: {error}") from error
+    reader = _Reader(origin, "", document)
+    version = reader.integer("version", 1, 1 << 31)
+    if version > CONFIG_VERSION:
+        raise PoolError(f"{origin}: version is {version}; this kvfs knows up to {CONFIG_VERSION}, a newer one made it")
+    geometry_reader = reader.table("geometry")
+    geometry = Geometry(
+        stripe_width=geometry_reader.integer("stripe_width", 1, STRIPE_WIDTH_MAX),
+        stripe_unit=geometry_reader.integer("stripe_unit", STRIPE_UNIT_MIN, 1 << 40),
+        zone_size=geometry_reader.integer("zone_size", STRIPE_UNIT_MIN, 1 << 50),
+    )
+    geometry_reader.finish()
+    devices = []
+    for index, device in enumerate(reader.tables("device")):
+        devices.append(
+            DeviceConfig(
+                index=device.integer("index", index, index),
+                uuid=device.uuid("uuid"),
+                path=device.text("path"),
+                size=device.integer("size", PAGE_SIZE, 1 << 62),
+                zone_count=device.integer("zone_count", 1, 1 << 31),
+                zones_offset=device.integer("zones_offset", LABEL_SIZE, 1 << 40),
+            )
+        )
+        device.finish()
+    config = PoolConfig(reader.uuid("uuid"), reader.hexadecimal("secret"), reader.text("created"), geometry, tuple(devices))
+    reader.finish()
+    _check(config, origin)
+    return config
+
+
+def _check(config: PoolConfig, origin: str) -> None:
+    geometry = config.geometry
+    check_geometry(geometry, origin)
+    if not 1 <= len(config.devices) <= DEVICES_MAX:
+        raise PoolError(f"{origin}: device: {len(config.devices)} of them; 1 to {DEVICES_MAX} are possible")
+    if geometry.stripe_width > len(config.devices):
+        raise PoolError(
+            f"{origin}: geometry.stripe_width is {geometry.stripe_width}, but there are {len(config.devices)} devices"
+        )
+    for device in config.devices:
+        end = device.zones_offset + device.zone_count * geometry.zone_size
+        if device.zones_offset % PAGE_SIZE or device.size % PAGE_SIZE or end > device.size - LABEL_SIZE:
+            raise PoolError(
+                f"{origin}: device.zone_count: {device.zone_count} zones of {geometry.zone_size} bytes from "
+                f"{device.zones_offset} on do not fit before the label at {device.size - LABEL_SIZE}"
+            )
+    if len({device.uuid for device in config.devices}) != len(config.devices):
+        raise PoolError(f"{origin}: device.uuid: two devices have the same")
+
+
+def check_geometry(geometry: Geometry, origin: str) -> None:
+    """Raise PoolError unless segments of this shape are possible."""
+    unit, zone = geometry.stripe_unit, geometry.zone_size
+    if unit % PAGE_SIZE or unit < STRIPE_UNIT_MIN:
+        raise PoolError(f"{origin}: stripe_unit is {unit}; it must be a multiple of {PAGE_SIZE}, at least {STRIPE_UNIT_MIN}")
+    if zone & (zone - 1) or zone % unit:
+        raise PoolError(f"{origin}: zone_size is {zone}; it must be a power of two and a multiple of stripe_unit ({unit})")
+    if geometry.end_page < 8 or geometry.segment_pages >= 1 << 32:
+        raise PoolError(f"{origin}: zone_size is {zone}: segments of {geometry.segment_size} bytes are not possible")
+
+
+class _Reader:
+    """One TOML table; every error names the file and the key."""
+
+    def __init__(self, origin: str, prefix: str, table: dict[str, object]) -> None:
+        self._origin, self._prefix, self._table = origin, prefix, dict(table)
+
+    def _take(self, key: str, kind: type, what: str) -> object:
+        if key not in self._table:
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is missing")
+        value = self._table.pop(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; {what} is needed")
+        return value
+
+    def integer(self, key: str, least: int, most: int) -> int:
+        value = self._take(key, int, "a whole number")
+        assert isinstance(value, int)
+        if not least <= value <= most:
+            wanted = str(least) if least == most else f"{least} to {most}"
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is {value}; {wanted} is possible")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self._take(key, str, "a string")
+        assert isinstance(value, str)
+        if not value or "\0" in value:
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; a string that is not empty is needed")
+        return value
+
+    def uuid(self, key: str) -> uuids.UUID:
+        value = self.text(key)
+        try:
+            return uuids.UUID(value)
+        except ValueError as error:
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}, which is no UUID") from error
+
+    def hexadecimal(self, key: str) -> int:
+        value = self.text(key)
+        if re.fullmatch("[0-9a-f]{16}", value) is None:
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is not 16 hexadecimal digits")
+        return int(value, 16)
+
+    def table(self, key: str) -> _Reader:
+        value = self._take(key, dict, "a table")
+        assert isinstance(value, dict)
+        return _Reader(self._origin, f"{self._prefix}{key}.", value)
+
+    def tables(self, key: str) -> list[_Reader]:
+        value = self._take(key, list, "an array of tables")
+        assert isinstance(value, list)
+        if not all(isinstance(item, dict) for item in value):
+            raise PoolError(f"{self._origin}: {self._prefix}{key}: write it as [[{key}]] tables")
+        return [_Reader(self._origin, f"{self._prefix}{key}[{i}].", item) for i, item in enumerate(value)]
+
+    def finish(self) -> None:
+        for key in self._table:
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is not a key that kvfs knows")
+
+
+def load(pool: Path) -> PoolConfig | None:
+    """The pool's pool.toml; None if there is none."""
+    path = pool / CONFIG_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PoolError(f"{path}: {error}") from error
+    return parse(text, str(path))
+
+
+# ---- geometry ----
+
+
+def choose_geometry(
+    device_sizes: list[int], *, stripe_width: int | None = None, stripe_unit: int | None = None, segment_size: int | None = None
+) -> tuple[Geometry, list[str]]:
+    """The geometry of a new pool over devices of these sizes, and notes about what was adjusted. UsageError."""
+    notes: list[str] = []
+    count = len(device_sizes)
+    if not 1 <= count <= DEVICES_MAX:
+        raise UsageError(f"{count} devices: 1 to {DEVICES_MAX} are possible")
+    width = min(4, count) if stripe_width is None else stripe_width
+    if not 1 <= width <= min(count, STRIPE_WIDTH_MAX):
+        raise UsageError(
+            f"stripe width {width}: 1 to {min(count, STRIPE_WIDTH_MAX)} is possible with {count} devices"
+        )
+    usable = sum(device_sizes)
+    zone = _power_below(segment_size // width) if segment_size is not None else _choose_zone(usable, width)
+    if segment_size is not None and segment_size != zone * width:
+        raise UsageError(
+            f"segment size {format_size(segment_size)}: it must be the stripe width ({width}) times a power of two"
+        )
+    unit = STRIPE_UNIT if stripe_unit is None else stripe_unit
+    if unit > zone and stripe_unit is None:
+        unit = zone
+        notes.append(f"stripe unit reduced to {format_size(unit)}, the zone size")
+    if unit > zone:
+        raise UsageError(f"stripe unit {format_size(unit)} is larger than a zone of {format_size(zone)}; use fewer bytes or larger segments")
+    geometry = Geometry(width, unit, zone)
+    try:
+        check_geometry(geometry, "geometry")
+    except PoolError as error:
+        raise UsageError(str(error)) from error
+    zone_counts = [zones_on(size, zone) for size in device_sizes]
+    for index, zones in enumerate(zone_counts):
+        if zones == 0:
+            raise UsageError(f"device {index} of {format_size(device_sizes[index])} is too small for a zone of {format_size(zone)}")
+    segments = len(layout(zone_counts, width))
+    if segments < SEGMENTS_MIN:
+        raise UsageError(
+            f"the devices hold {segments} segments of {format_size(geometry.segment_size)}; at least {SEGMENTS_MIN} are needed"
+        )
+    return geometry, notes
+
+
+def _choose_zone(usable: int, width: int) -> int:
+    """Small pools: some hundreds of segments; then segments of 512 MiB, then at most 32,768 segments."""
+    segment = max(SEGMENT_MIN, _power_below(max(1, usable // SEGMENTS_WANTED)))
+    segment = min(segment, SEGMENT_CAP)
+    if usable // segment > SEGMENTS_BEFORE_GROWTH:
+        while usable // segment > SEGMENTS_MAX:
+            segment *= 2
+    return max(_power_below(max(1, segment // width)), STRIPE_UNIT_MIN)
+
+
+def _power_below(value: int) -> int:
+    """The largest power of two that is at most value."""
+    return 1 << (max(1, value).bit_length() - 1)
+
+
+def zones_on(device_size: int, zone_size: int) -> int:
+    return max(0, device_size // PAGE_SIZE * PAGE_SIZE - LABEL_SIZE - ZONES_OFFSET) // zone_size
+
+
+def layout(zone_counts: list[int], stripe_width: int) -> list[tuple[tuple[int, int], ...]]:
+    """The members, (device, zone), of every segment: a pure function, so that every node and every version finds the same.
+
+    Each segment takes the stripe_width devices with the most unused zones, among equals those used longest ago, so successive segments rotate.
+    """
+    left = list(zone_counts)
+    used = [0] * len(left)
+    order = list(range(-len(left), 0))
+    segments: list[tuple[tuple[int, int], ...]] = []
+    devices = range(len(left))
+    turn = 0
+    while True:
+        chosen = sorted(devices, key=lambda device: (-left[device], order[device]))[:stripe_width]
+        if left[chosen[-1]] == 0:
+            return segments
+        members = []
+        for device in chosen:
+            members.append((device, used[device]))
+            used[device] += 1
+            left[device] -= 1
+            order[device] = turn
+            turn += 1
+        segments.append(tuple(members))
+
+
+def new_config(geometry: Geometry, devices: list[tuple[str, int]]) -> PoolConfig:
+    """A configuration with fresh identities for devices of (path, size)."""
+    return PoolConfig(
+        uuid=uuids.uuid4(),
+        secret=secrets.randbits(64),
+        created=datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat(),
+        geometry=geometry,
+        devices=tuple(
+            DeviceConfig(
+                index=index, uuid=uuids.uuid4(), path=path, size=size // PAGE_SIZE * PAGE_SIZE,
+                zone_count=zones_on(size, geometry.zone_size), zones_offset=ZONES_OFFSET,
+            )
+            for index, (path, size) in enumerate(devices)
+        ),
+    )  # fmt: skip
+
+
+def compare(found: PoolConfig, origin: str, expected: PoolConfig, source: str) -> None:
+    """Raise PoolError naming the first key where `found` (at origin) disagrees with `expected` (at source). Paths may differ."""
+
+    def check(key: str, a: object, b: object) -> None:
+        if a != b:
+            raise PoolError(f"{origin}: {key} is {a}, but {source} says {b}")
+
+    check("uuid", found.uuid, expected.uuid)
+    if found.secret != expected.secret:
+        raise PoolError(f"{origin}: secret differs from that of {source}")
+    for key in ("stripe_width", "stripe_unit", "zone_size"):
+        check(f"geometry.{key}", getattr(found.geometry, key), getattr(expected.geometry, key))
+    check("number of devices", len(found.devices), len(expected.devices))
+    for a, b in zip(found.devices, expected.devices, strict=True):
+        for key in ("uuid", "size", "zone_count", "zones_offset"):
+            check(f"device[{a.index}].{key}", getattr(a, key), getattr(b, key))

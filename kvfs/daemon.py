@@ -1,0 +1,416 @@
+"""The daemon: builds every part of a mounted pool, runs them, takes them down in order. The one module that builds
+objects.
+
+The order matters. Up: limits, store (its lock, labels and epoch first), session, control socket, and last the mount, so
+that whoever sees the mount gets answers. Down: the unmount first, then the session, then the store, which seals what is
+dirty and marks the pool clean.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+
+from kvfs.errors import DeadlineError, KvfsError, UsageError
+from kvfs.frontend import mount as mounting
+from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
+from kvfs.frontend.fuse import Session
+from kvfs.frontend.status import live_status
+from kvfs.namespace.files import Namespace
+from kvfs.store.pool import Store, StoreOptions
+from kvfs.types import PAGE_SIZE, InodeNumber
+
+log = logging.getLogger(__name__)
+
+PID_NAME = "kvfs.pid"
+LOG_NAME = "kvfs.log"
+LOCK_NAME = "lock"
+# What READ requests may ask for at most: 4 MiB where the kernel allows 1024 pages a request.
+MAX_READ = 4 << 20
+FUSE_PAGES = 1024
+FUSE_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
+# Files that are open when the daemon is told to go get this long to be closed.
+GRACE_S = 10.0
+ANSWER_TIMEOUT_S = 30.0
+
+
+class Event(IntEnum):
+    """The events of the data plane that are not the store's (enum kvfs_event_type)."""
+
+    IDLE = 3
+    TRANSPORTS_GONE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """A `kvfs mount` command line. None: the default of the part it belongs to."""
+
+    pool: Path
+    mountpoint: Path
+    foreground: bool = False
+    allow_other: bool = False
+    options: tuple[str, ...] = ()
+    staging_size: int | None = None
+    read_memory_size: int | None = None
+    server_threads: int | None = None
+    start_timeout_s: float = 120.0
+
+
+# ---- starting ----
+
+
+def mount(options: MountOptions) -> int:
+    """Mount the pool. In the background: return the daemon's pid once the mount answers. In the foreground: return when
+    it has ended.
+
+    Raises KvfsError with what went wrong; the mount point and the pool are then as they were.
+    """
+    if options.foreground:
+        _log_to_stderr(logging.INFO)
+        _run(options, _Reporter(None))
+        return os.getpid()
+    return _mount_in_background(options)
+
+
+def _mount_in_background(options: MountOptions) -> int:
+    # The child is a fork rather than a new interpreter: it sees the same files and needs no second start. Nothing here
+    # has threads yet.
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _child(options, _Reporter(writing))
+    os.close(writing)
+    try:
+        return _relay(pid, reading, options)
+    finally:
+        os.close(reading)
+
+
+def _relay(pid: int, reading: int, options: MountOptions) -> int:
+    """Pass on what the starting daemon says, until it is ready or has failed."""
+    poller = select.poll()
+    poller.register(reading, select.POLLIN)
+    pending = b""
+    while True:
+        if not poller.poll(options.start_timeout_s * 1000):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise DeadlineError(
+                f"{options.pool}: the daemon said nothing for {options.start_timeout_s:g} s while starting; stopped"
+            )
+        data = os.read(reading, 65536)
+        pending += data
+        *lines, pending = pending.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "ready" in message:
+                return pid
+            if "error" in message:
+                os.waitpid(pid, 0)
+                raise (UsageError if message.get("usage") else KvfsError)(message["error"])
+            print(f"kvfs: {message.get('info')}", file=sys.stderr, flush=True)
+        if not data:
+            _, status = os.waitpid(pid, 0)
+            code = os.waitstatus_to_exitcode(status)
+            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            raise KvfsError(
+                f"{options.pool}: the daemon ended while starting ({reason}); see {options.pool / LOG_NAME}"
+            )
+
+
+def _child(options: MountOptions, reporter: _Reporter) -> NoReturn:
+    """The daemon's life after the fork; never returns into the command line."""
+    status = 1
+    try:
+        os.setsid()
+        os.chdir("/")
+        devnull = os.open(os.devnull, os.O_RDWR)
+        os.dup2(devnull, 0)
+        os.dup2(devnull, 1)
+        _log_to_stderr(logging.WARNING)
+        _run(options, reporter)
+        status = 0
+    except KvfsError as error:
+        if reporter.done:
+            log.error("%s", error)
+        reporter.error(error)
+    except BaseException as error:
+        log.exception("the daemon failed")
+        reporter.error(KvfsError(f"{options.pool}: internal error: {type(error).__name__}: {error}"))
+    finally:
+        logging.shutdown()
+        os._exit(status)
+
+
+class _Reporter:
+    """The starting daemon's words to the command line that waits for it."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    @property
+    def done(self) -> bool:
+        """Nobody waits any more: what there is to say belongs into the log."""
+        return self._fd is None
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        if self._fd is not None:
+            with suppress(BrokenPipeError):
+                os.write(self._fd, json.dumps(message).encode() + b"\n")
+
+    def info(self, text: str) -> None:
+        if self._fd is None:
+            log.info("%s", text)
+        self._send({"info": text})
+
+    def error(self, error: KvfsError) -> None:
+        self._send({"error": str(error), "usage": isinstance(error, UsageError)})
+
+    def ready(self, pool: Path) -> None:
+        """From here on the daemon speaks to its log alone."""
+        if self._fd is None:
+            return
+        _log_to_file(pool / LOG_NAME)
+        self._send({"ready": os.getpid()})
+        os.close(self._fd)
+        self._fd = None
+
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def _log_to_stderr(level: int) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(_FORMAT if level <= logging.INFO else "kvfs: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def _log_to_file(path: Path) -> None:
+    # A rotated log is noticed and made anew.
+    handler = logging.handlers.WatchedFileHandler(path)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+# ---- running ----
+
+
+def _run(options: MountOptions, reporter: _Reporter) -> None:
+    mountpoint = mounting.check_mountpoint(options.mountpoint, options.pool)
+    _raise_limits()
+    _raise_fuse_pages()
+    try:
+        trio.run(_serve, options, mountpoint, reporter)
+    except BaseExceptionGroup as group:
+        raise _first_error(group) from group
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error in a nursery's group that says most: a KvfsError if there is one."""
+    leaves = list(_leaves(group))
+    return next((error for error in leaves if isinstance(error, KvfsError)), leaves[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _raise_limits() -> None:
+    """As many descriptors and as much locked memory as this user may have. What is then too little is said by who needs
+    it."""
+    for what, wanted in ((resource.RLIMIT_NOFILE, 1 << 17), (resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY)):
+        _, hard = resource.getrlimit(what)
+        with suppress(OSError, ValueError):
+            if os.geteuid() == 0 and hard != resource.RLIM_INFINITY:
+                resource.setrlimit(what, (wanted, wanted))
+                continue
+        with suppress(OSError, ValueError):
+            resource.setrlimit(what, (hard, hard))
+
+
+def _raise_fuse_pages() -> None:
+    """Let requests be of 4 MiB, where this user may decide that."""
+    if os.geteuid() == 0 and _fuse_pages() < FUSE_PAGES and FUSE_PAGES_PATH.exists():
+        with suppress(OSError):
+            FUSE_PAGES_PATH.write_text(f"{FUSE_PAGES}\n")
+            log.info("fs.fuse.max_pages_limit raised to %d", FUSE_PAGES)
+
+
+def _fuse_pages() -> int:
+    """Pages that one request may have: a limit since kernel 6.13, 256 before."""
+    try:
+        return int(FUSE_PAGES_PATH.read_text())
+    except (OSError, ValueError):
+        return 256
+
+
+async def _serve(options: MountOptions, mountpoint: str, reporter: _Reporter) -> None:
+    daemon = Daemon(options, mountpoint)
+    async with Store.open(options.pool, daemon.store_options()) as store:
+        namespace = Namespace(store)
+        with _pid_file(options.pool), closing(ControlServer(options.pool, daemon.commands())) as control:
+            # The session's end of the socket is pyfuse3's to close from here on.
+            with closing(Session(namespace, store.plane.session_open())) as session:
+                await daemon.run(store, namespace, session, control, reporter)
+
+
+@contextmanager
+def _pid_file(pool: Path) -> Iterator[None]:
+    path = pool / PID_NAME
+    path.write_text(f"{os.getpid()}\n")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class Daemon:
+    """A mounted pool: its tasks, its commands, its end."""
+
+    _store: Store
+    _namespace: Namespace
+
+    def __init__(self, options: MountOptions, mountpoint: str) -> None:
+        self._options = options
+        self._mountpoint = mountpoint
+        self._started_s = time.time()
+        self._max_read = min(MAX_READ, _fuse_pages() * PAGE_SIZE)
+        # Set when the last transport is gone: nobody can send a request any more.
+        self._gone = trio.Event()
+        self._stop = trio.Event()
+
+    def store_options(self) -> StoreOptions:
+        """The store's options, as the command line has them."""
+        chosen = {
+            "staging_size": self._options.staging_size,
+            "read_memory_size": self._options.read_memory_size,
+            "server_threads": self._options.server_threads,
+        }
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return replace(StoreOptions(max_read=self._max_read, on_event=self._on_event), **given)
+
+    async def run(
+        self, store: Store, namespace: Namespace, session: Session, control: ControlServer, reporter: _Reporter
+    ) -> None:
+        """Mount, serve, and return when the mount is gone and the session has ended."""
+        self._store, self._namespace = store, namespace
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._store.run)
+            nursery.start_soon(session.run)
+            nursery.start_soon(self._mount, nursery, control, reporter)
+            try:
+                await self._gone.wait()
+            finally:
+                with trio.CancelScope(shield=True):
+                    session.stop()
+            nursery.cancel_scope.cancel()
+
+    async def _mount(self, nursery: trio.Nursery, control: ControlServer, reporter: _Reporter) -> None:
+        options = self._options
+        fd = await trio.to_thread.run_sync(
+            lambda: mounting.mount(
+                mounting.resolve(options.pool),
+                self._mountpoint,
+                max_read=self._max_read,
+                allow_other=options.allow_other,
+                options=options.options,
+            )
+        )
+        self._store.plane.fuse_add(fd)
+        nursery.start_soon(self._stop_on_signal)
+        nursery.start_soon(self._unmount_on_stop)
+        nursery.start_soon(control.run)
+        await self._wait_answer()
+        reporter.ready(options.pool)
+        log.info("pool %s mounted at %s by pid %d", options.pool, self._mountpoint, os.getpid())
+
+    async def _wait_answer(self) -> None:
+        """Wait until a request through the mount is answered."""
+        try:
+            with trio.fail_after(ANSWER_TIMEOUT_S):
+                await trio.to_thread.run_sync(os.statvfs, self._mountpoint, abandon_on_cancel=True)
+        except (trio.TooSlowError, OSError) as error:
+            with suppress(KvfsError):
+                await trio.to_thread.run_sync(lambda: mounting.unmount(self._mountpoint, lazy=True))
+            raise KvfsError(f"{self._mountpoint}: mounted, but gave no answer: {error or 'deadline'}") from error
+
+    # ---- the end ----
+
+    def _on_event(self, kind: int, inode: int, value: int) -> None:
+        """What the store passes on of the data plane's events."""
+        if kind == Event.TRANSPORTS_GONE:
+            # Unmounted, or the connection was aborted: nobody can send a request any more.
+            self._gone.set()
+        elif kind == Event.IDLE:
+            self._namespace.idle(InodeNumber(inode))
+
+    async def _stop_on_signal(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                log.info("%s: unmounting", signal.Signals(number).name)
+                self._stop.set()
+
+    async def _unmount_on_stop(self) -> None:
+        await self._stop.wait()
+        try:
+            await trio.to_thread.run_sync(lambda: mounting.unmount(self._mountpoint), abandon_on_cancel=True)
+        except KvfsError as error:
+            log.warning("%s; files that are open get %.0f s", error, GRACE_S)
+            with suppress(KvfsError):
+                await trio.to_thread.run_sync(
+                    lambda: mounting.unmount(self._mountpoint, lazy=True), abandon_on_cancel=True
+                )
+        with trio.move_on_after(GRACE_S):
+            await self._gone.wait()
+        self._gone.set()
+
+    # ---- commands ----
+
+    def commands(self) -> Mapping[str, Command]:
+        """What the control socket may ask for."""
+        return {
+            "status": self._command_status,
+            "evict": self._command_evict,
+            "sync": self._command_sync,
+            "stop": self._command_stop,
+        }
+
+    async def _command_status(self, arguments: Arguments, progress: Progress) -> object:
+        return live_status(self._store, self._options.pool, [self._mountpoint], self._started_s)
+
+    async def _command_sync(self, arguments: Arguments, progress: Progress) -> object:
+        await self._namespace.sync()
+        return {}
+
+    async def _command_stop(self, arguments: Arguments, progress: Progress) -> object:
+        self._stop.set()
+        return {"pid": os.getpid()}
+
+    async def _command_evict(self, arguments: Arguments, progress: Progress) -> object:
+        return {}

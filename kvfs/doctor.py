@@ -1,0 +1,375 @@
+"""`kvfs doctor`: what this machine has of what kvfs needs, what is missing, and what to do about it.
+
+Each check looks at one thing and changes nothing. A check is *required* if a mount cannot work without it; the rest
+costs speed or comfort. Sources: io_uring_setup(2), io_uring_register(2), fuse(4), Documentation/filesystems/fuse and
+Documentation/admin-guide/sysctl of the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import platform
+import re
+import resource
+import shutil
+import stat
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# FUSE_NOTIFY_INC_EPOCH came with 6.16: without it every name is looked up again on each use, so that an evicted one is
+# never seen.
+INC_EPOCH_KERNEL = (6, 16)
+MINIMUM_KERNEL = (5, 15)
+# Requests of 4 MiB; the default of 256 pages allows 1 MiB.
+WANTED_MAX_PAGES = 1024
+MAX_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
+IO_URING_DISABLED_PATH = Path("/proc/sys/kernel/io_uring_disabled")
+# Memory that the daemon registers with io_uring, at its default sizes.
+WANTED_MEMLOCK = 512 << 20
+WANTED_FILES = 65536
+
+_SYS_IO_URING_SETUP, _SYS_IO_URING_REGISTER = 425, 427
+_IORING_REGISTER_BUFFERS, _IORING_REGISTER_PROBE = 0, 8
+# What the ring uses: READV, WRITEV, READ_FIXED, WRITE_FIXED, TIMEOUT, ASYNC_CANCEL, LINK_TIMEOUT, READ, WRITE.
+_WANTED_OPERATIONS = {
+    1: "readv",
+    2: "writev",
+    4: "read_fixed",
+    5: "write_fixed",
+    11: "timeout",
+    14: "async_cancel",
+    15: "link_timeout",
+    22: "read",
+    23: "write",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `state` is ok, missing (something to do) or note (nothing to do, but good to know)."""
+
+    name: str
+    state: str
+    found: str
+    action: str = ""
+    required: bool = False
+
+    @property
+    def fatal(self) -> bool:
+        return self.required and self.state == "missing"
+
+
+def examine() -> list[Check]:
+    """Run every check. A check that fails itself is reported as missing rather than raised."""
+    found: list[Check] = []
+    for check in (
+        _python,
+        _native,
+        _pyfuse3,
+        _kernel,
+        _fuse_device,
+        _fusermount,
+        _fuse_pages,
+        _fuse_epoch,
+        _io_uring,
+        _memlock,
+        _files,
+        _cpu,
+        _memory,
+        _zram,
+        _loop,
+    ):
+        try:
+            found.extend(check())
+        except Exception as error:  # a broken probe is a finding, not a crash
+            found.append(Check(check.__name__.strip("_"), "missing", f"cannot be examined: {error}"))
+    return found
+
+
+def render(checks: list[Check]) -> str:
+    """One line a check, and what to do below those that are missing."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.name.ljust(width)}  {check.state.ljust(7)}  {check.found}")
+        if check.action:
+            lines.append(f"{'':{width}}           -> {check.action}")
+    fatal = [check.name for check in checks if check.fatal]
+    lines.append("")
+    lines.append(f"a mount cannot work: {', '.join(fatal)}" if fatal else "a mount can work here")
+    return "\n".join(lines)
+
+
+def kernel_version(release: str) -> tuple[int, int]:
+    """(6, 18) of 6.18.44-generic."""
+    match = re.match(r"(\d+)(?:\.(\d+))?", release)
+    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
+
+
+def _python() -> Iterator[Check]:
+    version = platform.python_version()
+    if sys.flags.optimize:
+        yield Check(
+            "python", "missing", f"{version} with -O", "run without -O: kvfs keeps its assertions", required=True
+        )
+    else:
+        yield Check("python", "ok", version)
+
+
+def _module(name: str, module: str, action: str) -> Check:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return Check(name, "missing", str(error), action, required=True)
+    return Check(name, "ok", f"{module} loads")
+
+
+def _native() -> Iterator[Check]:
+    yield _module("data plane", "kvfs._native", "build it with tools/setup")
+
+
+def _pyfuse3() -> Iterator[Check]:
+    yield _module("pyfuse3", "pyfuse3", "install it with tools/setup (needs libfuse3-dev and pkg-config)")
+
+
+def _kernel() -> Iterator[Check]:
+    release = platform.release()
+    if kernel_version(release) < MINIMUM_KERNEL:
+        wanted = ".".join(map(str, MINIMUM_KERNEL))
+        yield Check("kernel", "missing", release, f"kvfs needs Linux {wanted} or newer", required=True)
+    else:
+        yield Check("kernel", "ok", release)
+
+
+def _fuse_device() -> Iterator[Check]:
+    path = "/dev/fuse"
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        yield Check(path, "missing", "not there", "modprobe fuse; in a container: --device /dev/fuse", required=True)
+        return
+    mode = stat.S_IMODE(status.st_mode)
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        action = "chmod 0666 /dev/fuse (as root)" if isinstance(error, PermissionError) else "modprobe fuse"
+        yield Check(path, "missing", f"mode {mode:04o}, cannot be opened: {error.strerror}", action, required=True)
+        return
+    if mode & 0o666 != 0o666:
+        yield Check(
+            path, "note", f"mode {mode:04o}: only its owner can mount", "for unprivileged mounts: chmod 0666 /dev/fuse"
+        )
+    else:
+        yield Check(path, "ok", f"mode {mode:04o}")
+
+
+def _fusermount() -> Iterator[Check]:
+    program = shutil.which("fusermount3")
+    required = os.geteuid() != 0
+    if program is None:
+        state = "missing" if required else "note"
+        yield Check("fusermount3", state, "not found: only root can mount", "apt install fuse3", required=required)
+        return
+    if not os.stat(program).st_mode & stat.S_ISUID:
+        state = "missing" if required else "note"
+        yield Check("fusermount3", state, f"{program} is not setuid root", f"chmod u+s {program}", required=required)
+        return
+    configuration = Path("/etc/fuse.conf")
+    text = configuration.read_text(errors="replace") if configuration.exists() else ""
+    allowed = any(line.strip() == "user_allow_other" for line in text.splitlines())
+    note = "" if allowed else "; --allow-other needs user_allow_other in /etc/fuse.conf"
+    yield Check("fusermount3", "ok", f"{program}, setuid{note if required else ''}")
+
+
+def _fuse_pages() -> Iterator[Check]:
+    name = "fuse max_pages"
+    if not MAX_PAGES_PATH.exists():
+        yield Check(name, "note", "no fs.fuse.max_pages_limit (kernel < 6.13): requests are at most 1 MiB")
+        return
+    pages = int(MAX_PAGES_PATH.read_text())
+    if pages >= WANTED_MAX_PAGES:
+        yield Check(name, "ok", f"{pages} pages: requests of up to {pages // 256} MiB")
+    elif os.geteuid() == 0:
+        yield Check(name, "note", f"{pages} pages; kvfs mount raises it to {WANTED_MAX_PAGES} when it runs as root")
+    else:
+        yield Check(
+            name,
+            "missing",
+            f"{pages} pages: requests are at most {pages * 4} KiB",
+            f"as root: sysctl fs.fuse.max_pages_limit={WANTED_MAX_PAGES}",
+        )
+
+
+def _fuse_epoch() -> Iterator[Check]:
+    release = platform.release()
+    if kernel_version(release) >= INC_EPOCH_KERNEL:
+        yield Check("fuse epoch", "ok", "FUSE_NOTIFY_INC_EPOCH: names stay cached in the kernel until an eviction")
+    else:
+        yield Check(
+            "fuse epoch",
+            "note",
+            f"{release} is older than 6.16: names are not cached in the kernel, every stat asks the daemon",
+        )
+
+
+class _Ring:
+    """A bare io_uring, for probing. Raises OSError."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        parameters = ctypes.create_string_buffer(120)
+        self.fd = self._call(_SYS_IO_URING_SETUP, 4, parameters)
+
+    def _call(self, *arguments: object) -> int:
+        result = int(self._libc.syscall(*arguments))
+        if result < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return result
+
+    def missing_operations(self) -> list[str]:
+        count = 64
+        probe = ctypes.create_string_buffer(16 + 8 * count)
+        self._call(_SYS_IO_URING_REGISTER, self.fd, _IORING_REGISTER_PROBE, probe, count)
+        supported = set()
+        for index in range(probe.raw[1]):
+            operation, _, flags, _ = struct.unpack_from("<BBHI", probe.raw, 16 + 8 * index)
+            if flags & 1:
+                supported.add(operation)
+        return [name for operation, name in _WANTED_OPERATIONS.items() if operation not in supported]
+
+    def register(self, size: int) -> None:
+        """Register `size` bytes of fresh memory as a fixed buffer: this is what RLIMIT_MEMLOCK stops."""
+        with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            view = (ctypes.c_char * size).from_buffer(memory)
+            vector = struct.pack("<QQ", ctypes.addressof(view), size)
+            try:
+                self._call(_SYS_IO_URING_REGISTER, self.fd, _IORING_REGISTER_BUFFERS, vector, 1)
+            finally:
+                self.close()
+                del view
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _io_uring() -> Iterator[Check]:
+    enable = "as root: sysctl kernel.io_uring_disabled=0; in a container: a seccomp profile that allows io_uring"
+    disabled = IO_URING_DISABLED_PATH.read_text().strip() if IO_URING_DISABLED_PATH.exists() else "0"
+    try:
+        ring = _Ring()
+    except OSError as error:
+        found = f"io_uring_setup: {error.strerror}; kernel.io_uring_disabled = {disabled}"
+        yield Check("io_uring", "missing", found, enable, required=True)
+        return
+    try:
+        missing = ring.missing_operations()
+    finally:
+        ring.close()
+    if missing:
+        yield Check("io_uring", "missing", f"this kernel lacks {', '.join(missing)}", "a newer kernel", required=True)
+    elif disabled != "0":
+        yield Check(
+            "io_uring", "note", f"works for this user; kernel.io_uring_disabled = {disabled} stops others", enable
+        )
+    else:
+        yield Check("io_uring", "ok", "a ring can be made and has every operation needed")
+
+
+def _memlock() -> Iterator[Check]:
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard >> 20} MiB"
+    try:
+        ring = _Ring()
+    except OSError:
+        yield Check("memlock", "note", f"limit {text}; not tried: no io_uring")
+        return
+    try:
+        ring.register(16 << 20)
+    except OSError as error:
+        yield Check(
+            "memlock",
+            "missing",
+            f"limit {text}; registering 16 MiB: {error.strerror}",
+            _raise_limit("memlock"),
+            required=True,
+        )
+        return
+    finally:
+        ring.close()
+    if os.geteuid() == 0 or hard == resource.RLIM_INFINITY or hard >= WANTED_MEMLOCK:
+        yield Check("memlock", "ok", f"limit {text}" + ("; root is not held to it" if os.geteuid() == 0 else ""))
+    else:
+        yield Check("memlock", "missing", f"limit {text}, wanted {WANTED_MEMLOCK >> 20} MiB", _raise_limit("memlock"))
+
+
+def _raise_limit(name: str) -> str:
+    return f"LimitMEMLOCK=infinity in the unit, or '* - {name} unlimited' in /etc/security/limits.conf"
+
+
+def _files() -> Iterator[Check]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= 1024:
+        yield Check("open files", "ok", f"limit {hard}")
+    else:
+        yield Check("open files", "missing", f"limit {hard}", "raise it to 1024 or more (LimitNOFILE=, ulimit -n)")
+
+
+def _cpu() -> Iterator[Check]:
+    if platform.machine() not in ("x86_64", "amd64"):
+        yield Check("cpu", "note", f"{platform.machine()}: checksums use the portable code")
+        return
+    flags: set[str] = set()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            flags = set(line.partition(":")[2].split())
+            break
+    cores = len(os.sched_getaffinity(0))
+    if "avx2" in flags:
+        best = "AVX-512" if "avx512f" in flags else "AVX2"
+        yield Check("cpu", "ok", f"{cores} cores, {best} checksums")
+    else:
+        yield Check(
+            "cpu", "note", f"{cores} cores, no AVX2: checksums run at some 5 GB/s a core instead of 20 and more"
+        )
+
+
+def _memory() -> Iterator[Check]:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            mebibytes = int(line.split()[1]) >> 10
+            if mebibytes < 1024:
+                yield Check(
+                    "memory", "missing", f"{mebibytes} MiB available", "a mount at default sizes takes up to 1 GiB"
+                )
+            else:
+                yield Check("memory", "ok", f"{mebibytes} MiB available")
+            return
+
+
+def _zram() -> Iterator[Check]:
+    found = Path("/sys/class/zram-control").exists() or Path("/sys/block/zram0").exists()
+    yield Check(
+        "zram",
+        "ok" if found else "note",
+        "there (RAM devices for tests and benches)"
+        if found
+        else "not there: modprobe zram; only tests and benches use it",
+    )
+
+
+def _loop() -> Iterator[Check]:
+    found = Path("/dev/loop-control").exists()
+    yield Check(
+        "loop",
+        "ok" if found else "note",
+        "there (files as block devices)" if found else "not there: modprobe loop; only tests use it",
+    )

@@ -1,0 +1,1 @@
+"""The ways in: the pyfuse3 session, mounting, the control socket."""

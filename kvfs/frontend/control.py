@@ -1,0 +1,186 @@
+"""The control socket: POOL/control.sock, JSON lines, for `kvfs status`, `stats`, `evict` and whoever else wants to ask
+the daemon.
+
+A request is one line, {"command": NAME, ...arguments}; the answer is any number of {"progress": ...} lines and then
+{"ok": true, "result": ...} or {"ok": false, "error": TEXT}. A connection carries any number of requests, one after the
+other. Only root and the daemon's own user are heard (SO_PEERCRED, unix(7)). Knows nothing of what the commands do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import cast
+
+import trio
+
+from kvfs.errors import DeadlineError, KvfsError
+
+log = logging.getLogger(__name__)
+
+SOCKET_NAME = "control.sock"
+LINE_MAX = 1 << 20
+# A client that neither asks nor goes away is hung up on.
+IDLE_TIMEOUT_S = 3600.0
+CLIENTS_MAX = 64
+
+Arguments = Mapping[str, object]
+Progress = Callable[[Mapping[str, object]], Awaitable[None]]
+Command = Callable[[Arguments, Progress], Awaitable[object]]
+
+
+@contextmanager
+def _socket_path(pool: Path) -> Iterator[str]:
+    """A name of the pool's socket that fits into sockaddr_un (108 bytes), however long the pool's path is."""
+    directory = os.open(pool, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{SOCKET_NAME}"
+    finally:
+        os.close(directory)
+
+
+class ControlServer:
+    """Listens from construction on, so that whoever sees the mount can ask; answers while run() runs."""
+
+    def __init__(self, pool: Path, commands: Mapping[str, Command]) -> None:
+        self._path = pool / SOCKET_NAME
+        self._commands = commands
+        self._limit = trio.CapacityLimiter(CLIENTS_MAX)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            # The pool is locked by us: a socket that is there was left by a daemon that died.
+            self._path.unlink(missing_ok=True)
+            with _socket_path(pool) as path:
+                listener.bind(path)
+            self._path.chmod(0o600)
+            listener.listen(16)
+        except OSError as error:
+            listener.close()
+            raise KvfsError(f"{self._path}: {os.strerror(error.errno or 0)}") from error
+        self._listener = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with self._listener:
+            await trio.serve_listeners(self._serve, [self._listener])
+
+    def close(self) -> None:
+        """Take the socket's name away."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        try:
+            async with stream, self._limit:
+                await self._converse(stream)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, OSError):
+            log.debug("a control client went away")
+        except Exception:
+            log.exception("a control connection failed")
+
+    async def _converse(self, stream: trio.SocketStream) -> None:
+        credentials = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, uid, _ = struct.unpack("3i", credentials)
+        if uid not in (0, os.geteuid()):
+            await _send(stream, {"ok": False, "error": f"user {uid} may not control this pool"})
+            return
+        pending = b""
+        while True:
+            line, separator, rest = pending.partition(b"\n")
+            if separator:
+                pending = rest
+                await _send(stream, await self._answer(line, stream))
+                continue
+            if len(pending) > LINE_MAX:
+                return
+            with trio.fail_after(IDLE_TIMEOUT_S):
+                data = await stream.receive_some(65536)
+            if not data:
+                return
+            pending += data
+
+    async def _answer(self, line: bytes, stream: trio.SocketStream) -> Mapping[str, object]:
+        async def progress(document: Mapping[str, object]) -> None:
+            await _send(stream, {"progress": document})
+
+        try:
+            request = json.loads(line)
+            name = request.get("command") if isinstance(request, dict) else None
+            command = self._commands.get(name) if isinstance(name, str) else None
+            if command is None:
+                return {"ok": False, "error": f"no command {name!r}"}
+            return {"ok": True, "result": await command(request, progress)}
+        except (KvfsError, ValueError, trio.TooSlowError) as error:
+            return {"ok": False, "error": str(error) or type(error).__name__}
+        except OSError as error:
+            return {"ok": False, "error": str(error)}
+
+
+async def _send(stream: trio.SocketStream, document: Mapping[str, object]) -> None:
+    with trio.fail_after(30):
+        await stream.send_all(json.dumps(document).encode() + b"\n")
+
+
+class NotRunningError(KvfsError):
+    """No daemon serves this pool."""
+
+
+class ControlClient:
+    """The other end, for the command line: plain blocking calls, each with a deadline."""
+
+    def __init__(self, pool: Path, timeout_s: float = 15.0) -> None:
+        """Raises KvfsError if no daemon listens."""
+        self._pool = pool
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(timeout_s)
+        self._pending = b""
+        try:
+            with _socket_path(pool) as path:
+                self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            if isinstance(error, (FileNotFoundError, ConnectionRefusedError, NotADirectoryError)):
+                raise NotRunningError(f"{pool}: not mounted") from error
+            raise KvfsError(f"{pool}: {os.strerror(error.errno or 0)}") from error
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def call(
+        self, command: str, progress: Callable[[Mapping[str, object]], None] | None = None, **arguments: object
+    ) -> object:
+        """The result. Raises KvfsError with the daemon's words, or DeadlineError."""
+        try:
+            self._socket.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
+            while True:
+                document = json.loads(self._line())
+                if "progress" in document:
+                    if progress is not None:
+                        progress(document["progress"])
+                    continue
+                break
+        except TimeoutError as error:
+            raise DeadlineError(f"{self._pool}: the daemon gave no answer to {command!r} in time") from error
+        except (OSError, ValueError) as error:
+            raise KvfsError(f"{self._pool}: the daemon broke off: {error}") from error
+        if not document.get("ok"):
+            raise KvfsError(f"{self._pool}: {document.get('error')}")
+        return cast(object, document.get("result"))
+
+    def _line(self) -> bytes:
+        while b"\n" not in self._pending:
+            data = self._socket.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError("connection closed")
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line

@@ -1,0 +1,337 @@
+"""The pyfuse3 session: turns FUSE requests into calls of the namespace, and KvfsErrors into errnos.
+
+One session serves every transport, through the mux of the data plane (native/include/kvfs_plane.h). Two things follow.
+A file handle is always the inode number: the mux makes the handles that the kernel sees. And READ, WRITE, RELEASE of
+files, FORGET and the attributes of files being written never come here: the mux answers or completes them. Protocol:
+fuse(4), linux/fuse.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import stat
+from collections.abc import Callable, Coroutine
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+import pyfuse3
+import trio
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
+
+from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, NotPermittedError, StaleInodeError
+from kvfs.namespace.files import Changes, Namespace
+from kvfs.types import NAME_MAX, PAGE_SIZE, Inode, InodeNumber, Kind
+
+log = logging.getLogger(__name__)
+
+# The default of 99 tasks lets 99 waiting requests stop every other one (a stat took 5 s behind 110 of them).
+TASKS_MAX = 10_000
+# Idle tasks that are kept: fewer, and a burst of creates spends its time making tasks.
+TASKS_IDLE = 16
+# A directory's names are read from the index this many at a time; a reply of 128 KiB holds some 700.
+_LIST_BATCH = 512
+# Names by cookie, kept for listings whose next entry is removed before they go on. Some 12 MB when full.
+_RECENT_MAX = 65_536
+# Errors that say something about the pool rather than about the request.
+_WORTH_LOGGING = frozenset({errno.EIO, errno.ENOSPC, errno.ETIMEDOUT})
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Handler = Callable[Concatenate["Operations", P], Coroutine[object, object, R]]
+
+
+def _answers(function: Handler[P, R]) -> Handler[P, R]:
+    """Make a handler answer whatever happens: an exception that leaves a handler would end the session and hang the
+    mount."""
+
+    @functools.wraps(function)
+    async def handler(self: Operations, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await function(self, *args, **kwargs)
+        except FUSEError:
+            raise
+        except (KvfsError, OSError) as error:
+            if error.errno in _WORTH_LOGGING or error.errno is None:
+                log.warning("%s: %s", function.__name__, error)
+            raise FUSEError(error.errno or errno.EIO) from error
+        except Exception as error:
+            log.exception("%s%r failed", function.__name__, args)
+            raise FUSEError(errno.EIO) from error
+
+    return cast("Handler[P, R]", handler)
+
+
+class Operations(pyfuse3.Operations):
+    """Handlers over one namespace, all in the one trio thread."""
+
+    supports_dot_lookup = False
+    enable_writeback_cache = False
+    enable_acl = False
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__()
+        self._namespace = namespace
+        self._recent: dict[int, bytes] = {}
+
+    # ---- looking ----
+
+    @_answers
+    async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
+        return attributes(self._namespace.lookup(InodeNumber(parent_inode), name))
+
+    @_answers
+    async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
+        return attributes(self._namespace.get(InodeNumber(inode)))
+
+    @_answers
+    async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
+        return self._namespace.readlink(InodeNumber(inode))
+
+    @_answers
+    async def access(self, inode: int, mode: int, ctx: RequestContext) -> bool:
+        # The kernel checks permissions itself (default_permissions) and does not ask.
+        self._namespace.get(InodeNumber(inode))
+        return True
+
+    @_answers
+    async def statfs(self, ctx: RequestContext) -> StatvfsData:
+        space = self._namespace.statfs()
+        data = StatvfsData()
+        data.f_bsize = data.f_frsize = PAGE_SIZE
+        data.f_blocks = space.block_count
+        data.f_bfree = data.f_bavail = space.free_count
+        data.f_files = space.inode_count
+        data.f_ffree = data.f_favail = space.free_inode_count
+        data.f_namemax = NAME_MAX
+        return data
+
+    # ---- making and removing ----
+
+    @_answers
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        try:
+            inode = self._namespace.create(InodeNumber(parent_inode), name, mode, ctx.uid, ctx.gid)
+        except ExistsError:
+            # Another transport was faster.
+            if flags & os.O_EXCL:
+                raise
+            inode = await self._open_existing(InodeNumber(parent_inode), name, flags, ctx)
+        return FileInfo(fh=inode.inode, keep_cache=False), attributes(inode)
+
+    async def _open_existing(self, parent: InodeNumber, name: bytes, flags: int, ctx: RequestContext) -> Inode:
+        inode = self._namespace.lookup(parent, name)
+        if inode.kind == Kind.DIRECTORY:
+            raise IsDirectoryError(f"{name!r} in directory {parent}: is a directory")
+        if inode.kind != Kind.FILE:
+            raise StaleInodeError(f"{name!r} in directory {parent}: a symbolic link by now")
+        return await self._namespace.open_for_write(
+            inode.inode, truncate=bool(flags & os.O_TRUNC), kill_suid=ctx.uid != 0
+        )
+
+    @_answers
+    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
+        if not stat.S_ISREG(mode) and stat.S_IFMT(mode):
+            raise NotPermittedError(f"mknod {name!r}: only regular files")
+        return attributes(await self._namespace.make_file(InodeNumber(parent_inode), name, mode, ctx.uid, ctx.gid))
+
+    @_answers
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
+        return attributes(self._namespace.mkdir(InodeNumber(parent_inode), name, mode, ctx.uid, ctx.gid))
+
+    @_answers
+    async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext) -> EntryAttributes:
+        return attributes(self._namespace.symlink(InodeNumber(parent_inode), name, target, ctx.uid, ctx.gid))
+
+    @_answers
+    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext) -> EntryAttributes:
+        raise NotPermittedError(f"link {new_name!r}: a block has one name")
+
+    @_answers
+    async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
+        self._namespace.unlink(InodeNumber(parent_inode), name)
+
+    @_answers
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
+        self._namespace.rmdir(InodeNumber(parent_inode), name)
+
+    @_answers
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: RequestContext,
+    ) -> None:
+        self._namespace.rename(InodeNumber(parent_inode_old), name_old, InodeNumber(parent_inode_new), name_new, flags)
+
+    # ---- attributes ----
+
+    @_answers
+    async def setattr(
+        self, inode: int, attr: EntryAttributes, fields: SetattrFields, fh: int | None, ctx: RequestContext
+    ) -> EntryAttributes:
+        changes = Changes(
+            mode=attr.st_mode if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            size=attr.st_size if fields.update_size else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+            kill_suid=ctx.uid != 0,
+            through_handle=fh is not None,
+        )
+        return attributes(await self._namespace.setattr(InodeNumber(inode), changes))
+
+    @_answers
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
+        await self._namespace.setxattr(InodeNumber(inode), name, value)
+
+    @_answers
+    async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
+        return self._namespace.getxattr(InodeNumber(inode), name)
+
+    @_answers
+    async def listxattr(self, inode: int, ctx: RequestContext) -> list[bytes]:
+        return self._namespace.listxattr(InodeNumber(inode))
+
+    @_answers
+    async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
+        await self._namespace.removexattr(InodeNumber(inode), name)
+
+    # ---- content ----
+
+    @_answers
+    async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
+        if flags & (os.O_ACCMODE | os.O_TRUNC):
+            await self._namespace.open_for_write(
+                InodeNumber(inode), truncate=bool(flags & os.O_TRUNC), kill_suid=ctx.uid != 0
+            )
+        else:
+            self._namespace.get(InodeNumber(inode))
+        return FileInfo(fh=inode, keep_cache=False)
+
+    @_answers
+    async def flush(self, fh: int) -> None:
+        await self._namespace.flush(InodeNumber(fh))
+
+    @_answers
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        await self._namespace.fsync(InodeNumber(fh))
+
+    # ---- directories ----
+
+    @_answers
+    async def opendir(self, inode: int, ctx: RequestContext) -> int:
+        self._namespace.open_directory(InodeNumber(inode))
+        return inode
+
+    @_answers
+    async def releasedir(self, fh: int) -> None:
+        self._namespace.close_directory(InodeNumber(fh))
+
+    @_answers
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        await self._namespace.sync()
+
+    @_answers
+    async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
+        """Entries behind the one that `start_id` names, in byte order of names.
+
+        The cookie of an entry is its inode number, so a listing can be resumed anywhere, for ever, without state: the
+        index knows the name. Only what was listed a moment ago and is gone or renamed since needs remembering.
+        """
+        directory = InodeNumber(fh)
+        after = self._name_of_cookie(directory, start_id) if start_id else b""
+        entry = EntryAttributes()
+        while True:
+            names = self._namespace.list_entries(directory, after, _LIST_BATCH)
+            if not names:
+                return
+            for name, number, kind in names:
+                # Number and type are all that a listing gives: the mux strips the rest, so that it makes no inodes in
+                # the kernel.
+                entry.st_ino = number
+                entry.st_mode = _TYPE_BITS[kind]
+                if not pyfuse3.readdir_reply(token, name, entry, number):
+                    return
+                self._recent[number] = name
+            if len(self._recent) > _RECENT_MAX:
+                self._forget_recent()
+            after = names[-1][0]
+
+    def _name_of_cookie(self, directory: InodeNumber, cookie: int) -> bytes:
+        name = self._recent.get(cookie)
+        if name is not None:
+            return name
+        inode = self._namespace.get(InodeNumber(cookie))
+        if inode.parent != directory:
+            raise StaleInodeError(f"directory {directory}: cookie {cookie} is of another directory")
+        return inode.name
+
+    def _forget_recent(self) -> None:
+        for cookie in list(self._recent)[: _RECENT_MAX // 2]:
+            del self._recent[cookie]
+
+
+_TYPE_BITS = {Kind.FILE: stat.S_IFREG, Kind.DIRECTORY: stat.S_IFDIR, Kind.SYMLINK: stat.S_IFLNK}
+
+
+def attributes(inode: Inode) -> EntryAttributes:
+    """What the kernel is told of an inode. Timeouts are the mux's to set, and so are size and mtime of a file being
+    written."""
+    entry = EntryAttributes()
+    entry.st_ino = inode.inode
+    entry.generation = 0
+    entry.entry_timeout = 0
+    entry.attr_timeout = 0
+    entry.st_mode = inode.mode
+    entry.st_nlink = inode.nlink
+    entry.st_uid = inode.uid
+    entry.st_gid = inode.gid
+    entry.st_size = inode.size
+    entry.st_blksize = PAGE_SIZE
+    entry.st_blocks = (inode.size + 511) // 512
+    entry.st_atime_ns = inode.atime_ns
+    entry.st_mtime_ns = inode.mtime_ns
+    entry.st_ctime_ns = inode.ctime_ns
+    return entry
+
+
+class Session:
+    """The pyfuse3 session on the mux's socket. There is one in a process: pyfuse3 keeps it in globals."""
+
+    def __init__(self, namespace: Namespace, fd: int) -> None:
+        """Take over `fd`, from Plane.session_open()."""
+        self._ending = False
+        pyfuse3.init(Operations(namespace), f"/dev/fd/{fd}", {"fsname=kvfs"})
+
+    async def run(self) -> None:
+        """Answer requests until stop() is called or the mux closes its end."""
+        try:
+            await pyfuse3.main(min_tasks=TASKS_IDLE, max_tasks=TASKS_MAX)
+        except* OSError as group:
+            # libfuse takes the end of the socket for a short read.
+            log.debug("session ended: %s", group)
+        finally:
+            self._ending = True
+
+    def stop(self) -> None:
+        if not self._ending:
+            self._ending = True
+            pyfuse3.terminate()
+
+    def close(self) -> None:
+        """Free the session and close its descriptor. Call after run() has returned."""
+        pyfuse3.close(unmount=False)
+
+
+async def serve(session: Session, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    """Run a session as a task of a nursery."""
+    task_status.started()
+    await session.run()

@@ -1,0 +1,118 @@
+"""The status document: what `kvfs status`, `kvfs stats` and the control socket say of a pool, mounted or not.
+
+Gathers numbers that other rooms have; makes none up. docs/operations.md tells what to look for in them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from kvfs.config import PoolConfig, load
+from kvfs.errors import KvfsError, PoolError
+from kvfs.stats import OPERATIONS, STATUS_VERSION
+from kvfs.store.devices import check_device, device_path, discover, locked, open_device
+from kvfs.store.pool import Store
+
+
+def _pool_part(pool: Path, config: PoolConfig, state: str) -> dict[str, object]:
+    return {"path": os.path.abspath(pool), "uuid": str(config.uuid), "created": config.created, "state": state}
+
+
+def _layout_part(config: PoolConfig) -> dict[str, object]:
+    geometry = config.geometry
+    return {
+        "count": config.segment_count,
+        "size": geometry.segment_size,
+        "zone_size": geometry.zone_size,
+        "stripe_width": geometry.stripe_width,
+        "stripe_unit": geometry.stripe_unit,
+    }
+
+
+def offline_status(pool: Path) -> dict[str, object]:
+    """A pool that is not mounted: its devices, checked, and its layout. Changes nothing. PoolError if it is none."""
+    if not pool.is_dir():
+        raise PoolError(f"{pool}: {'not a directory' if pool.exists() else 'no such pool'}")
+    config = load(pool)
+    notes: list[str] = []
+    if config is None:
+        if not (pool / "devices").is_dir():
+            raise PoolError(f"{pool}: not a kvfs pool (no pool.toml)")
+        config = discover(pool)
+        notes.append("pool.toml is missing; the next mount writes it again from the labels")
+    state = "not mounted"
+    if (pool / "lock").exists():
+        try:
+            with locked(pool):
+                pass
+        except PoolError:
+            state = "in use, without a mount"
+    devices: list[dict[str, object]] = []
+    for described in config.devices:
+        path = device_path(pool, described)
+        entry: dict[str, object] = {"index": described.index, "path": str(path), "size": described.size}
+        try:
+            device = open_device(path, exclusive=False, writable=False)
+            try:
+                _, found = check_device(config, device, described, str(pool / "pool.toml"))
+            finally:
+                device.close()
+            entry["state"] = "online"
+            notes += found
+        except KvfsError as error:
+            entry["state"] = "missing" if not path.exists() else "faulted"
+            notes.append(str(error))
+        devices.append(entry)
+    return {
+        "version": STATUS_VERSION,
+        "time_s": time.time(),
+        "pool": _pool_part(pool, config, state),
+        "mounts": [],
+        "segments": _layout_part(config),
+        "devices": devices,
+        "advice": notes,
+    }
+
+
+def live_status(store: Store, pool: Path, mounts: list[str], started_s: float) -> dict[str, object]:
+    """A mounted pool, from its running parts."""
+    config, plane, now = store.config, store.plane, time.time()
+    numbers = asdict(store.statistics())
+    space = store.space()
+    devices = [
+        {
+            "index": described.index,
+            "path": str(device_path(pool, described)),
+            "size": described.size,
+            "state": "online",
+            **plane.device_statistics(described.index),
+        }
+        for described in config.devices
+    ]
+    counters: dict[str, object] = {**plane.statistics(), **_numbers(numbers)}
+    return {
+        "version": STATUS_VERSION,
+        "time_s": now,
+        "pool": {
+            **_pool_part(pool, config, "mounted"),
+            "pid": os.getpid(),
+            "epoch": store.epoch,
+            "uptime_s": now - started_s,
+        },
+        "mounts": [{"mountpoint": mountpoint} for mountpoint in mounts],
+        "space": {"size": space.size, "used": space.used, "free": max(space.size - space.used, 0), "pinned": space.pinned},
+        "segments": {**_layout_part(config)},
+        "blocks": space.inodes,
+        "devices": devices,
+        "counters": counters,
+        "latency": {operation: plane.latency(operation) for operation in OPERATIONS},
+        "advice": [],
+    }
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}

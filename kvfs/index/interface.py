@@ -1,0 +1,91 @@
+"""What the rest of kvfs asks of an index, whatever engine holds it.
+
+A change is visible to the next call, and durable with the next commit. An inode whose bytes are not sealed yet (a FILE without SEALED), and one
+that lost its name, is never committed: neither may survive a restart. All calls come from the one trio thread unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvfs.types import Inode, InodeNumber, SegmentIndex
+
+# Named here because the index's own method `list` hides the type inside the class.
+Names = list[tuple[bytes, InodeNumber]]
+Numbers = list[InodeNumber]
+States = list[tuple[SegmentIndex, bytes]]
+Pairs = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStatistics:
+    inodes: int
+    bytes: int
+    changes_pending: int
+    commits: int
+    commit_failures: int
+
+
+class Index(Protocol):
+    """Inode records, dentries, segment membership, segment states and meta values. Values are bytes in their on-disk form."""
+
+    def get(self, inode: InodeNumber) -> Inode | None: ...
+
+    def raw(self, inode: int) -> bytes | None:
+        """The inode record, verbatim."""
+        ...
+
+    def lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None: ...
+
+    def put(self, new: Inode, old: Inode | None) -> None:
+        """Insert or change. `old` is this inode's previous record, None if it is new; its dentry and memberships follow."""
+        ...
+
+    def delete(self, old: Inode) -> None: ...
+
+    def list(self, parent: InodeNumber, after: bytes, limit: int) -> Names:
+        """At most `limit` names greater than `after`, in byte order."""
+        ...
+
+    def is_empty(self, parent: InodeNumber) -> bool: ...
+
+    def segment_inodes(self, segment: SegmentIndex) -> Numbers:
+        """Every inode with an extent or its header in the segment, in order of inode number."""
+        ...
+
+    def segment_get(self, segment: SegmentIndex) -> bytes | None: ...
+
+    def segment_put(self, segment: SegmentIndex, state: bytes) -> None: ...
+
+    def segment_items(self) -> States: ...
+
+    def meta_get(self, key: bytes) -> bytes | None: ...
+
+    def meta_put(self, key: bytes, value: bytes | None) -> None:
+        """None removes the key."""
+        ...
+
+    def meta_items(self, prefix: bytes) -> Pairs: ...
+
+    def records(self, chunk_bytes: int) -> Iterator[bytes]:
+        """The committed inode records, concatenated, in pieces of about chunk_bytes; for loading tables. Nothing may be pending."""
+        ...
+
+    @property
+    def changes_pending(self) -> int: ...
+
+    async def commit(self) -> None:
+        """Return when every change made so far is durable. KvfsError with the errno if it cannot be: the changes then stay pending."""
+        ...
+
+    def commit_now(self) -> None:
+        """The same, blocking; for tools and for the time before the mount answers."""
+        ...
+
+    def statistics(self) -> IndexStatistics: ...
+
+    def close(self) -> None:
+        """Close the engine; what is pending is dropped."""
+        ...

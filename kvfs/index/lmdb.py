@@ -1,0 +1,598 @@
+"""The index in LMDB (http://www.lmdb.tech/doc), in the pool's directory.
+
+Reads go through three layers: the volatile one (inodes that must not survive a restart), the pending one, the one that is being committed, and
+then LMDB itself by one long-lived read transaction. A commit hands the pending layer to one thread, which writes it in a single transaction
+and syncs; meanwhile a fresh layer collects. Databases and keys are described in docs/format.md.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Protocol, cast
+
+import lmdb
+import trio
+
+from kvfs.errors import FormatError, KvfsError
+from kvfs.index.interface import IndexStatistics, Names, Numbers, Pairs, States
+from kvfs.types import Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
+
+log = logging.getLogger(__name__)
+
+# Address space, not memory or disk: LMDB's file grows as it is used. 256 GiB hold some 500 million inodes.
+MAP_SIZE = 256 << 30
+_U64 = struct.Struct(">Q")
+_MEMBER = struct.Struct(">IQ")
+_U32 = struct.Struct(">I")
+_VALUE = struct.Struct("<Q")
+_VOLATILE_FLAGS = InodeFlags.NAMELESS
+
+
+class IndexError_(KvfsError):
+    """The index cannot be opened, read or written."""
+
+
+class Transaction(Protocol):
+    """The part of lmdb.Transaction used here."""
+
+    def get(self, key: bytes, default: bytes | None = None, db: object = None) -> bytes | None: ...
+    def put(self, key: bytes, value: bytes, db: object = None) -> bool: ...
+    def delete(self, key: bytes, db: object = None) -> bool: ...
+    def cursor(self, db: object = None) -> Cursor: ...
+    def stat(self, db: object) -> dict[str, int]: ...
+    def abort(self) -> None: ...
+    def commit(self) -> None: ...
+    def drop(self, db: object, delete: bool = True) -> None: ...
+
+
+class Cursor(Protocol):
+    def set_range(self, key: bytes) -> bool: ...
+    def first(self) -> bool: ...
+    def iternext(self, keys: bool = True, values: bool = True) -> Iterator[object]: ...
+    def putmulti(self, items: list[tuple[bytes, bytes]]) -> tuple[int, int]: ...
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Changes on top of what lies below. None (or False) says: removed."""
+
+    inodes: dict[int, bytes | None] = field(default_factory=dict)
+    names: dict[int, dict[bytes, int | None]] = field(default_factory=dict)
+    members: dict[int, dict[int, bool]] = field(default_factory=dict)
+    segments: dict[int, bytes] = field(default_factory=dict)
+    meta: dict[bytes, bytes | None] = field(default_factory=dict)
+    count: int = 0
+    # Sorted names of directories that are being listed; dropped when the directory changes.
+    sorted_names: dict[int, list[bytes]] = field(default_factory=dict)
+
+    def set_name(self, parent: int, name: bytes, inode: int | None) -> None:
+        names = self.names.get(parent)
+        if names is None:
+            names = self.names[parent] = {}
+        names[name] = inode
+        self.sorted_names.pop(parent, None)
+
+    def drop_name(self, parent: int, name: bytes) -> None:
+        names = self.names.get(parent)
+        if names is not None and names.pop(name, 0) != 0:
+            self.sorted_names.pop(parent, None)
+            if not names:
+                del self.names[parent]
+
+    def set_member(self, segment: int, inode: int, present: bool) -> None:
+        members = self.members.get(segment)
+        if members is None:
+            members = self.members[segment] = {}
+        members[inode] = present
+
+    def drop_member(self, segment: int, inode: int) -> None:
+        members = self.members.get(segment)
+        if members is not None:
+            members.pop(inode, None)
+            if not members:
+                del self.members[segment]
+
+    def names_after(self, parent: int, after: bytes) -> list[bytes]:
+        names = self.names.get(parent)
+        if not names:
+            return []
+        order = self.sorted_names.get(parent)
+        if order is None:
+            order = self.sorted_names[parent] = sorted(names)
+        return order[bisect.bisect_right(order, after) :]
+
+    def update(self, newer: _Layer) -> None:
+        """Put newer's changes over these."""
+        self.inodes.update(newer.inodes)
+        for parent, names in newer.names.items():
+            self.names.setdefault(parent, {}).update(names)
+        for segment, members in newer.members.items():
+            self.members.setdefault(segment, {}).update(members)
+        self.segments.update(newer.segments)
+        self.meta.update(newer.meta)
+        self.count += newer.count
+        self.sorted_names.clear()
+
+
+def segments_of(inode: Inode) -> set[int]:
+    """The segments that hold the inode's header or data."""
+    if not inode.sealed:
+        return {extent.segment for extent in inode.extents}
+    found = {int(inode.segment)}
+    found.update(extent.segment for extent in inode.extents)
+    return found
+
+
+class LmdbIndex:
+    """kvfs.index.interface.Index over LMDB. One process opens a pool's index at a time (the pool's lock sees to that)."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        """Open or make the index at `path`. Raises IndexError_ if it cannot be read."""
+        self._path = path
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            self._env = lmdb.open(
+                os.fspath(path), map_size=MAP_SIZE, max_dbs=8, max_readers=32, subdir=True, readonly=read_only, lock=True
+            )
+            self._inodes_db = self._env.open_db(b"inodes")
+            self._names_db = self._env.open_db(b"dentries")
+            self._members_db = self._env.open_db(b"segment_inodes")
+            self._segments_db = self._env.open_db(b"segments")
+            self._meta_db = self._env.open_db(b"meta")
+            self._read = cast(Transaction, self._env.begin())
+        except (lmdb.Error, OSError) as error:
+            raise IndexError_(f"index {path}: {error}") from error
+        self._volatile = _Layer()
+        self._pending = _Layer()
+        self._committing: _Layer | None = None
+        self._lock = trio.Lock()
+        self._write_lock = threading.Lock()
+        self._commits = 0
+        self._failures = 0
+        # While a rebuild runs: the names removed since, which must not come back from an old header.
+        self.removed_names: set[tuple[int, bytes]] | None = None
+
+    # ---- reading ----
+
+    def raw(self, inode: int) -> bytes | None:
+        for layer in (self._volatile, self._pending, self._committing):
+            if layer is not None and inode in layer.inodes:
+                return layer.inodes[inode]
+        return self._read.get(_U64.pack(inode), None, self._inodes_db)
+
+    def get(self, inode: InodeNumber) -> Inode | None:
+        record = self.raw(inode)
+        return None if record is None else Inode.unpack(record)
+
+    def lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None:
+        for layer in (self._volatile, self._pending, self._committing):
+            if layer is not None:
+                names = layer.names.get(parent)
+                if names is not None and name in names:
+                    found = names[name]
+                    return None if found is None else InodeNumber(found)
+        value = self._read.get(_U64.pack(parent) + name, None, self._names_db)
+        return None if value is None else InodeNumber(_VALUE.unpack(value)[0])
+
+    def list(self, parent: InodeNumber, after: bytes, limit: int) -> Names:
+        layers = [layer for layer in (self._volatile, self._pending, self._committing) if layer is not None]
+        changed: dict[bytes, int | None] = {}
+        for layer in reversed(layers):
+            names = layer.names.get(parent)
+            if names:
+                for name in layer.names_after(parent, after):
+                    changed[name] = names[name]
+        found: Names = []
+        if not changed:
+            for name, inode in self._stored_names(parent, after):
+                found.append((name, InodeNumber(inode)))
+                if len(found) == limit:
+                    break
+            return found
+        order = sorted(changed)
+        at = 0
+        for name, inode in self._stored_names(parent, after):
+            while at < len(order) and order[at] < name and len(found) < limit:
+                value = changed[order[at]]
+                if value is not None:
+                    found.append((order[at], InodeNumber(value)))
+                at += 1
+            if len(found) >= limit:
+                return found
+            if name not in changed:
+                found.append((name, InodeNumber(inode)))
+                if len(found) == limit:
+                    return found
+        while at < len(order) and len(found) < limit:
+            value = changed[order[at]]
+            if value is not None:
+                found.append((order[at], InodeNumber(value)))
+            at += 1
+        return found
+
+    def _stored_names(self, parent: int, after: bytes) -> Iterator[tuple[bytes, int]]:
+        prefix = _U64.pack(parent)
+        cursor = self._read.cursor(self._names_db)
+        if not cursor.set_range(prefix + after):
+            return
+        for item in cursor.iternext():
+            key, value = cast(tuple[bytes, bytes], item)
+            if key[:8] != prefix:
+                return
+            if len(key) > 8 and key[8:] != after:
+                yield key[8:], _VALUE.unpack(value)[0]
+
+    def is_empty(self, parent: InodeNumber) -> bool:
+        return not self.list(parent, b"", 1)
+
+    def segment_inodes(self, segment: SegmentIndex) -> Numbers:
+        found = set(self._stored_members(segment))
+        for layer in (self._committing, self._pending, self._volatile):
+            members = None if layer is None else layer.members.get(segment)
+            for inode, present in (members or {}).items():
+                if present:
+                    found.add(inode)
+                else:
+                    found.discard(inode)
+        return [InodeNumber(inode) for inode in sorted(found)]
+
+    def _stored_members(self, segment: int) -> Iterator[int]:
+        prefix = _U32.pack(segment)
+        cursor = self._read.cursor(self._members_db)
+        if cursor.set_range(prefix):
+            for item in cursor.iternext(values=False):
+                key = cast(bytes, item)
+                if key[:4] != prefix:
+                    return
+                yield _MEMBER.unpack(key)[1]
+
+    def segment_get(self, segment: SegmentIndex) -> bytes | None:
+        for layer in (self._pending, self._committing):
+            if layer is not None and segment in layer.segments:
+                return layer.segments[segment]
+        return self._read.get(_U32.pack(segment), None, self._segments_db)
+
+    def segment_items(self) -> States:
+        cursor = self._read.cursor(self._segments_db)
+        found: dict[int, bytes] = {}
+        if cursor.first():
+            for item in cursor.iternext():
+                key, value = cast(tuple[bytes, bytes], item)
+                found[_U32.unpack(key)[0]] = value
+        for layer in (self._committing, self._pending):
+            if layer is not None:
+                found.update(layer.segments)
+        return [(SegmentIndex(segment), found[segment]) for segment in sorted(found)]
+
+    def meta_get(self, key: bytes) -> bytes | None:
+        for layer in (self._pending, self._committing):
+            if layer is not None and key in layer.meta:
+                return layer.meta[key]
+        return self._read.get(key, None, self._meta_db)
+
+    def meta_items(self, prefix: bytes) -> Pairs:
+        cursor = self._read.cursor(self._meta_db)
+        found: dict[bytes, bytes | None] = {}
+        if cursor.set_range(prefix):
+            for item in cursor.iternext():
+                key, value = cast(tuple[bytes, bytes], item)
+                if not key.startswith(prefix):
+                    break
+                found[key] = value
+        for layer in (self._committing, self._pending):
+            if layer is not None:
+                found.update((key, value) for key, value in layer.meta.items() if key.startswith(prefix))
+        return [(key, value) for key, value in sorted(found.items()) if value is not None]
+
+    def records(self, chunk_bytes: int) -> Iterator[bytes]:
+        assert not self.changes_pending
+        cursor = self._read.cursor(self._inodes_db)
+        if not cursor.first():
+            return
+        values = cast(Iterator[bytes], cursor.iternext(keys=False, values=True))
+        count = max(1, chunk_bytes // 200)
+        while chunk := b"".join(islice(values, count)):
+            yield chunk
+
+    def dentries(self) -> Iterator[tuple[int, bytes, int]]:
+        """Every committed dentry: parent, name, inode. For checks."""
+        cursor = self._read.cursor(self._names_db)
+        if cursor.first():
+            for item in cursor.iternext():
+                key, value = cast(tuple[bytes, bytes], item)
+                yield _U64.unpack_from(key)[0], key[8:], _VALUE.unpack(value)[0]
+
+    def memberships(self) -> Iterator[tuple[int, int]]:
+        """Every committed (segment, inode). For checks."""
+        cursor = self._read.cursor(self._members_db)
+        if cursor.first():
+            for item in cursor.iternext(values=False):
+                yield cast(tuple[int, int], _MEMBER.unpack(cast(bytes, item)))
+
+    # ---- changing ----
+
+    def put(self, new: Inode, old: Inode | None) -> None:
+        number = int(new.inode)
+        assert old is None or old.inode == number
+        if new.kind == Kind.FILE and (not new.sealed or InodeFlags.NAMELESS in new.flags):
+            self._put_volatile(new, old)
+            return
+        pending = self._pending
+        if number in self._volatile.inodes:
+            self._drop_volatile(number)
+        pending.inodes[number] = new.pack()
+        named = InodeFlags.NAMELESS not in new.flags
+        if old is not None and InodeFlags.NAMELESS not in old.flags and (
+            not named or old.parent != new.parent or old.name != new.name
+        ):
+            self._remove_name(old)
+        if named:
+            pending.set_name(new.parent, new.name, number)
+        after = segments_of(new) if new.kind == Kind.FILE else set()
+        before = segments_of(old) if old is not None and old.kind == Kind.FILE else set()
+        for segment in after:
+            pending.set_member(segment, number, True)
+        for segment in before - after:
+            pending.set_member(segment, number, False)
+        pending.count += 1
+
+    def _put_volatile(self, new: Inode, old: Inode | None) -> None:
+        number = int(new.inode)
+        if old is not None and number in self._volatile.inodes:
+            self._drop_volatile(number)
+        elif old is not None:
+            self._delete_durable(old)
+        volatile = self._volatile
+        volatile.inodes[number] = new.pack()
+        if InodeFlags.NAMELESS not in new.flags:
+            volatile.set_name(new.parent, new.name, number)
+        for segment in segments_of(new):
+            volatile.set_member(segment, number, True)
+
+    def _drop_volatile(self, number: int) -> Inode | None:
+        record = self._volatile.inodes.pop(number, None)
+        if record is None:
+            return None
+        inode = Inode.unpack(record)
+        if self._volatile.names.get(inode.parent, {}).get(inode.name) == number:
+            self._volatile.drop_name(inode.parent, inode.name)
+        for segment in segments_of(inode):
+            self._volatile.drop_member(segment, number)
+        return inode
+
+    def _remove_name(self, old: Inode) -> None:
+        # A name that leads elsewhere by now has been taken over by its new owner.
+        if self.lookup(old.parent, old.name) == old.inode:
+            self._pending.set_name(old.parent, old.name, None)
+        if self.removed_names is not None:
+            self.removed_names.add((int(old.parent), old.name))
+
+    def delete(self, old: Inode) -> None:
+        if int(old.inode) in self._volatile.inodes:
+            self._drop_volatile(int(old.inode))
+            if self.removed_names is not None:
+                self.removed_names.add((int(old.parent), old.name))
+            return
+        self._delete_durable(old)
+
+    def _delete_durable(self, old: Inode) -> None:
+        pending, number = self._pending, int(old.inode)
+        pending.inodes[number] = None
+        if InodeFlags.NAMELESS not in old.flags:
+            self._remove_name(old)
+        if old.kind == Kind.FILE:
+            for segment in segments_of(old):
+                pending.set_member(segment, number, False)
+        pending.count += 1
+
+    def segment_put(self, segment: SegmentIndex, state: bytes) -> None:
+        self._pending.segments[segment] = state
+        self._pending.count += 1
+
+    def meta_put(self, key: bytes, value: bytes | None) -> None:
+        self._pending.meta[key] = value
+        self._pending.count += 1
+
+    @property
+    def changes_pending(self) -> int:
+        return self._pending.count + (0 if self._committing is None else self._committing.count)
+
+    # ---- committing ----
+
+    async def commit(self) -> None:
+        async with self._lock:
+            if not self._pending.count:
+                return
+            batch = self._begin_commit()
+            error: BaseException | None = None
+            try:
+                # Not abandoned on cancellation: the batch would be in two hands.
+                await trio.to_thread.run_sync(self._write, batch)
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                self._end_commit(batch, error)
+
+    def commit_now(self) -> None:
+        assert self._committing is None
+        if not self._pending.count:
+            return
+        batch = self._begin_commit()
+        error: BaseException | None = None
+        try:
+            self._write(batch)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._end_commit(batch, error)
+
+    def _begin_commit(self) -> _Layer:
+        batch, self._pending = self._pending, _Layer()
+        self._committing = batch
+        return batch
+
+    def _end_commit(self, batch: _Layer, error: BaseException | None) -> None:
+        if error is not None:
+            batch.update(self._pending)
+            self._pending = batch
+            self._failures += 1
+        else:
+            self._commits += 1
+        self._committing = None
+        self._renew()
+
+    def _renew(self) -> None:
+        self._read.abort()
+        self._read = cast(Transaction, self._env.begin())
+
+    def _write(self, batch: _Layer) -> None:
+        """Write one layer in one durable transaction. Blocks; in the committing thread."""
+        try:
+            with self._write_lock, self._env.begin(write=True) as plain:
+                self._write_layer(cast(Transaction, plain), batch)
+        except lmdb.MapFullError as error:
+            raise _commit_error(self._path, errno.ENOSPC, error) from error
+        except (lmdb.Error, OSError) as error:
+            number = errno.ENOSPC if "No space" in str(error) else errno.EIO
+            raise _commit_error(self._path, number, error) from error
+
+    def _write_layer(self, txn: Transaction, batch: _Layer) -> None:
+        # Sorted: neighbours share pages. In one call a database: each call may wait for the interpreter lock.
+        puts = [(_U64.pack(inode), record) for inode, record in sorted(batch.inodes.items()) if record is not None]
+        txn.cursor(self._inodes_db).putmulti(puts)
+        for inode, record in batch.inodes.items():
+            if record is None:
+                txn.delete(_U64.pack(inode), self._inodes_db)
+        names: list[tuple[bytes, bytes]] = []
+        for parent, entries in batch.names.items():
+            prefix = _U64.pack(parent)
+            for name, number in entries.items():
+                if number is None:
+                    txn.delete(prefix + name, self._names_db)
+                else:
+                    names.append((prefix + name, _VALUE.pack(number)))
+        names.sort()
+        txn.cursor(self._names_db).putmulti(names)
+        members: list[tuple[bytes, bytes]] = []
+        for segment, inodes in batch.members.items():
+            for inode, present in inodes.items():
+                if present:
+                    members.append((_MEMBER.pack(segment, inode), b""))
+                else:
+                    txn.delete(_MEMBER.pack(segment, inode), self._members_db)
+        members.sort()
+        txn.cursor(self._members_db).putmulti(members)
+        txn.cursor(self._segments_db).putmulti([(_U32.pack(segment), state) for segment, state in batch.segments.items()])
+        for key, value in batch.meta.items():
+            if value is None:
+                txn.delete(key, self._meta_db)
+            else:
+                txn.put(key, value, self._meta_db)
+
+    # ---- rebuilding ----
+
+    def bulk(self, work: Callable[[Bulk], None]) -> None:
+        """Run `work` in one transaction that nothing pending is part of. Blocks; in any thread, while no commit runs.
+
+        The caller holds off commits by `exclusive()` and calls `refresh()` from the trio thread afterwards.
+        """
+        try:
+            with self._write_lock, self._env.begin(write=True) as plain:
+                work(Bulk(cast(Transaction, plain), self._inodes_db, self._names_db, self._members_db))
+        except lmdb.Error as error:
+            raise _commit_error(self._path, errno.EIO, error) from error
+
+    def exclusive(self) -> trio.Lock:
+        """Held while bulk() runs: no commit then."""
+        return self._lock
+
+    def refresh(self) -> None:
+        """See what bulk() has written."""
+        self._renew()
+
+    def overlay_names(self) -> Iterator[tuple[int, bytes, int | None]]:
+        """Names changed and not committed: what a bulk load may have met unknowingly."""
+        for layer in (self._pending, self._volatile):
+            for parent, names in layer.names.items():
+                for name, inode in names.items():
+                    yield parent, name, inode
+
+    def stored_inode(self, parent: int, name: bytes) -> int | None:
+        """Where LMDB alone says a name leads."""
+        value = self._read.get(_U64.pack(parent) + name, None, self._names_db)
+        return None if value is None else cast(int, _VALUE.unpack(value)[0])
+
+    def stored_record(self, inode: int) -> bytes | None:
+        return self._read.get(_U64.pack(inode), None, self._inodes_db)
+
+    # ---- the rest ----
+
+    def statistics(self) -> IndexStatistics:
+        stored = self._read.stat(self._inodes_db)["entries"]
+        try:
+            size = (self._path / "data.mdb").stat().st_blocks * 512
+        except OSError:
+            size = 0
+        return IndexStatistics(stored, size, self.changes_pending, self._commits, self._failures)
+
+    def close(self) -> None:
+        self._read.abort()
+        self._env.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """One bulk transaction: the three databases of inodes, raw."""
+
+    txn: Transaction
+    inodes_db: object
+    names_db: object
+    members_db: object
+
+    def record(self, inode: int) -> bytes | None:
+        return self.txn.get(_U64.pack(inode), None, self.inodes_db)
+
+    def named(self, parent: int, name: bytes) -> int | None:
+        value = self.txn.get(_U64.pack(parent) + name, None, self.names_db)
+        return None if value is None else cast(int, _VALUE.unpack(value)[0])
+
+    def remove(self, inode: Inode) -> None:
+        number = int(inode.inode)
+        self.txn.delete(_U64.pack(number), self.inodes_db)
+        if self.named(inode.parent, inode.name) == number:
+            self.txn.delete(_U64.pack(inode.parent) + inode.name, self.names_db)
+        if inode.kind == Kind.FILE:
+            for segment in segments_of(inode):
+                self.txn.delete(_MEMBER.pack(segment, number), self.members_db)
+
+    def load(self, inodes: list[tuple[bytes, bytes]], names: list[tuple[bytes, bytes]], members: list[tuple[bytes, bytes]]) -> None:
+        """Put many. Keys as in the databases; sorted here."""
+        for db, items in ((self.inodes_db, inodes), (self.names_db, names), (self.members_db, members)):
+            items.sort()
+            self.txn.cursor(db).putmulti(items)
+
+
+def _commit_error(path: Path, number: int, cause: Exception) -> IndexError_:
+    error = IndexError_(f"index {path}: commit failed: {cause}")
+    error.errno = number
+    return error
+
+
+def check_readable(path: Path) -> None:
+    """Raise FormatError unless LMDB can open the files and read every database from end to end."""
+    try:
+        index = LmdbIndex(path, read_only=True)
+    except IndexError_ as error:
+        raise FormatError(str(error)) from error
+    index.close()

@@ -1,0 +1,1 @@
+"""Files and directories, and the blocks they are. Knows neither FUSE nor devices."""

@@ -1,0 +1,499 @@
+"""The data plane (native/include/kvfs_plane.h) as the control plane uses it: typed calls, errors, and waiting for completions.
+
+Decides nothing. Methods bear the C functions' names and raise PlaneError with their errno. Those that start a job are
+async and return its result; memory that the job uses is kept until its completion, also if whoever waits is cancelled.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import cast
+
+import trio
+
+from kvfs._native import ffi, lib
+from kvfs.errors import KvfsError
+from kvfs.types import PAGE_SIZE, Extent, SegmentIndex
+
+log = logging.getLogger(__name__)
+
+# The data plane answers every job by itself after its own deadlines; this is for a job that it lost.
+JOB_TIMEOUT_S = 300.0
+_BATCH = 256
+RECORD_CAPACITY = 1 << 20
+
+
+class PlaneError(KvfsError):
+    """A call of the data plane failed."""
+
+
+class EventType(IntEnum):
+    SPILL = 1
+    RESEAL = 2
+    IDLE = 3
+    BAD_BLOCK = 4
+    IO_ERROR = 5
+    TRANSPORTS_GONE = 6
+    WRITERS_GONE = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    type: EventType
+    inode: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealInfo:
+    size: int
+    mtime_ns: int
+    data_pages: int
+    ranges: int
+    kept_extents: int
+    dirty: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """page_count pages of a segment, to be written in one go."""
+
+    generation: int
+    segment: SegmentIndex
+    page: int
+    page_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScanResult:
+    records: bytes
+    next_page: int
+    entry_count: int
+    full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneOptions:
+    """struct kvfs_plane_config; 0 lets the data plane choose."""
+
+    secret: int
+    mount_epoch: int
+    zone_size: int
+    stripe_unit: int
+    stripe_width: int
+    segment_count: int
+    records_max: int
+    staging_size: int = 256 << 20
+    read_memory_size: int = 128 << 20
+    io_timeout_ms: int = 10_000
+    request_timeout_ms: int = 60_000
+    server_threads: int = 0
+    store_threads: int = 0
+    max_read: int = 0
+    max_write: int = 0
+    verify: int = 1
+    spin_us: int = 100
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job under way: who waits for it, and the memory it uses."""
+
+    done: trio.Event
+    keep: tuple[object, ...]
+    result: int = 0
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        error = PlaneError(f"{what}: {os.strerror(-result)}")
+        error.errno = -result
+        raise error
+    return result
+
+
+_STATISTICS = [
+    "requests", "forwarded", "forward_timeouts", "forwarded_in_flight", "lookups", "lookup_misses", "opens", "stale_opens",
+    "reads", "read_bytes", "writes", "write_bytes", "checksum_errors", "read_errors", "staged_bytes", "staging_size",
+    "staged_files", "open_handles", "parked", "spins", "sleeps", "wakeups", "blocks_written", "blocks_copied",
+    "written_bytes", "jobs_in_flight", "zombies",
+]  # fmt: skip
+_DEVICE_STATISTICS = [
+    "reads", "read_bytes", "writes", "write_bytes", "errors", "timeouts", "read_ns", "write_ns",
+]  # fmt: skip
+_TABLE_STATISTICS = ["records", "records_max", "bytes", "buckets", "overflow_buckets", "ambiguous"]
+OPERATIONS = ("lookup", "open", "read", "write", "forwarded")
+
+
+class Plane:
+    """One data plane. `pump()` must run while anything awaits a job."""
+
+    def __init__(
+        self,
+        options: PlaneOptions,
+        device_fds: Sequence[int],
+        zones_offset: Sequence[int],
+        members: Sequence[Sequence[tuple[int, int]]],
+    ) -> None:
+        """device_fds stay the caller's and must outlive this. Raises PlaneError with what the data plane lacks."""
+        config = ffi.new("struct kvfs_plane_config *")
+        for name in PlaneOptions.__dataclass_fields__:
+            setattr(config, name, getattr(options, name))
+        config.device_count = len(device_fds)
+        flat = ffi.new("struct kvfs_member[]", sum(len(segment) for segment in members))
+        at = 0
+        for segment in members:
+            for device, zone in segment:
+                flat[at].device = device
+                flat[at].zone = zone
+                at += 1
+        out = ffi.new("struct kvfs_plane **")
+        result = lib.kvfs_plane_create(config, list(device_fds), list(zones_offset), flat, out)
+        if result < 0:
+            reason = ffi.string(lib.kvfs_plane_error()).decode(errors="replace") or os.strerror(-result)
+            error = PlaneError(f"data plane: {reason}")
+            error.errno = -result
+            raise error
+        self._plane = out[0]
+        self._closed = False
+        self._cookie = 0
+        self._jobs: dict[int, _Job] = {}
+        self._completions = ffi.new("struct kvfs_completion[]", _BATCH)
+        self._events = ffi.new("struct kvfs_event[]", _BATCH)
+        self._info = ffi.new("struct kvfs_seal_info *")
+        self._record = ffi.new("uint8_t[]", RECORD_CAPACITY)
+        self._table = lib.kvfs_plane_table(self._plane)
+
+    def destroy(self) -> None:
+        """Blocks until the devices' I/O is reaped. No call afterwards."""
+        if not self._closed:
+            self._closed = True
+            lib.kvfs_plane_destroy(self._plane)
+            self._jobs.clear()
+
+    # ---- completions and events ----
+
+    def event_fd(self) -> int:
+        return cast(int, lib.kvfs_event_fd(self._plane))
+
+    async def pump(self, handler: Callable[[Event], None]) -> None:
+        """Deliver completions to who awaits them and events to the handler, until cancelled."""
+        fd = self.event_fd()
+        while True:
+            await trio.lowlevel.wait_readable(fd)
+            self.take(handler)
+
+    def take(self, handler: Callable[[Event], None]) -> None:
+        """Deliver what is there now."""
+        while count := lib.kvfs_take_completions(self._plane, self._completions, _BATCH):
+            self._deliver(count)
+            if count < _BATCH:
+                break
+        while count := lib.kvfs_take_events(self._plane, self._events, _BATCH):
+            events = [Event(EventType(e.type), e.inode, e.value) for e in self._events[0:count]]
+            for event in events:
+                try:
+                    handler(event)
+                except Exception:
+                    log.exception("event %s of inode %d", event.type.name, event.inode)
+            if count < _BATCH:
+                break
+
+    def _deliver(self, count: int) -> None:
+        for i in range(count):
+            completion = self._completions[i]
+            job = self._jobs.pop(completion.cookie, None)
+            if job is not None:
+                job.result = completion.result
+                job.done.set()
+
+    async def _run(self, start: Callable[[int], int], what: str, *keep: object) -> int:
+        """Start a job and wait for it. Its memory stays until the completion is reaped."""
+        self._cookie += 1
+        cookie = self._cookie
+        job = _Job(trio.Event(), keep)
+        self._jobs[cookie] = job
+        started = start(cookie)
+        if started < 0:
+            del self._jobs[cookie]
+            _check(started, what)
+        with trio.move_on_after(JOB_TIMEOUT_S):
+            await job.done.wait()
+        if not job.done.is_set():
+            error = PlaneError(f"{what}: no completion after {JOB_TIMEOUT_S:.0f} s")
+            error.errno = errno.ETIMEDOUT
+            raise error
+        return _check(job.result, what)
+
+    @property
+    def jobs(self) -> int:
+        """Jobs whose completions have not been reaped."""
+        return len(self._jobs)
+
+    # ---- transports and the session ----
+
+    def session_open(self) -> int:
+        return _check(lib.kvfs_session_open(self._plane), "session")
+
+    def fuse_add(self, fd: int) -> int:
+        return _check(lib.kvfs_fuse_add(self._plane, fd), "transport")
+
+    def transport_count(self) -> int:
+        return _check(lib.kvfs_transport_count(self._plane), "transports")
+
+    def notify_epoch(self) -> None:
+        lib.kvfs_notify_epoch(self._plane)
+
+    def notify_inode(self, inode: int) -> None:
+        lib.kvfs_notify_inode(self._plane, inode)
+
+    def notify_entry(self, parent: int, name: bytes) -> None:
+        lib.kvfs_notify_entry(self._plane, parent, name, len(name))
+
+    # ---- names ----
+
+    def name_put(self, record: bytes, replaced: int) -> int:
+        return _check(lib.kvfs_name_put(self._plane, record, replaced), "block table: put")
+
+    def inode_update(self, record: bytes) -> int:
+        return _check(lib.kvfs_inode_update(self._plane, record), "block table: update")
+
+    def inode_remove(self, inode: int) -> int:
+        return _check(lib.kvfs_inode_remove(self._plane, inode), f"block table: remove of inode {inode}")
+
+    def inode_evict(self, inodes: Sequence[int]) -> bytes:
+        """Take the inodes out of the table unless they are open. Returns a byte for each: 1 if it is open and stayed."""
+        if not inodes:
+            return b""
+        busy = ffi.new("uint8_t[]", len(inodes))
+        _check(lib.kvfs_inode_evict(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), busy), "block table: evict")
+        return bytes(ffi.buffer(busy))
+
+    def inode_hits(self, inodes: Sequence[int], clear: bool) -> bytes:
+        if not inodes:
+            return b""
+        hits = ffi.new("uint8_t[]", len(inodes))
+        _check(
+            lib.kvfs_inode_hits(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), hits, int(clear)),
+            "block table: hits",
+        )
+        return bytes(ffi.buffer(hits))
+
+    def inode_is_open(self, inode: int) -> int:
+        """0 not open, 1 open, 2 being written."""
+        return _check(lib.kvfs_inode_is_open(self._plane, inode), f"inode {inode}")
+
+    # ---- files being written ----
+
+    def file_create(self, inode: int) -> int:
+        return _check(lib.kvfs_file_create(self._plane, inode), f"create of inode {inode}")
+
+    async def file_rewrite(self, inode: int, keep_content: bool) -> None:
+        """From the return on all handles of a sealed file read through staging; without keep_content it is empty then."""
+        await self._run(
+            lambda cookie: lib.kvfs_file_rewrite(self._plane, cookie, inode, int(keep_content)), f"rewrite of inode {inode}"
+        )
+
+    def file_truncate(self, inode: int, size: int) -> int:
+        return _check(lib.kvfs_file_truncate(self._plane, inode, size), f"truncate of inode {inode} to {size}")
+
+    def file_set_mtime(self, inode: int, mtime_ns: int) -> int:
+        return _check(lib.kvfs_file_set_mtime(self._plane, inode, mtime_ns), f"mtime of inode {inode}")
+
+    def file_discard(self, inode: int) -> int:
+        return _check(lib.kvfs_file_discard(self._plane, inode), f"discard of inode {inode}")
+
+    def seal_begin(self, inode: int) -> SealInfo:
+        _check(lib.kvfs_seal_begin(self._plane, inode, self._info), f"seal of inode {inode}")
+        return self._seal_info()
+
+    def _seal_info(self) -> SealInfo:
+        i = self._info
+        return SealInfo(i.size, i.mtime_ns, i.data_pages, i.ranges, i.kept_extents, bool(i.dirty))
+
+    async def seal_write(
+        self, inode: int, runs: Sequence[Run], header_pages: int, record: bytes, ancestors: bytes
+    ) -> None:
+        array = _runs(runs)
+        await self._run(
+            lambda cookie: lib.kvfs_seal_write(
+                self._plane, cookie, inode, array, len(runs), header_pages, record, len(record), ancestors,
+                len(ancestors),
+            ),
+            f"seal of inode {inode}",
+        )  # fmt: skip
+
+    def seal_record(self, inode: int) -> bytes:
+        size = lib.kvfs_seal_record(self._plane, inode, self._record, RECORD_CAPACITY)
+        return bytes(ffi.buffer(self._record, _check(size, f"seal of inode {inode}")))
+
+    def seal_end(self, inode: int, ok: bool) -> None:
+        _check(lib.kvfs_seal_end(self._plane, inode, int(ok)), f"end of the seal of inode {inode}")
+
+    def header_pages(self, size: int, record_size: int, ancestors_size: int, extents: int) -> int:
+        return cast(int, lib.kvfs_header_pages(size, record_size, ancestors_size, extents))
+
+    def spill_begin(self, inode: int) -> SealInfo:
+        _check(lib.kvfs_spill_begin(self._plane, inode, self._info), f"spill of inode {inode}")
+        return self._seal_info()
+
+    async def spill_write(self, inode: int, runs: Sequence[Run]) -> None:
+        array = _runs(runs)
+        await self._run(
+            lambda cookie: lib.kvfs_spill_write(self._plane, cookie, inode, array, len(runs)), f"spill of inode {inode}"
+        )
+
+    def spill_cancel(self, inode: int) -> None:
+        _check(lib.kvfs_spill_cancel(self._plane, inode), f"spill of inode {inode}")
+
+    def file_extents(self, inode: int) -> list[Extent]:
+        """Where a file that is being written already lies. PlaneError with ENOENT if it is not being written."""
+        capacity = 256
+        while True:
+            out = ffi.new("struct kvfs_extent[]", capacity)
+            count = _check(lib.kvfs_file_extents(self._plane, inode, out, capacity), f"extents of inode {inode}")
+            if count <= capacity:
+                return [
+                    Extent(e.generation, SegmentIndex(e.segment), e.page, e.page_count, e.file_page) for e in out[0:count]
+                ]
+            capacity = count
+
+    def set_space(self, size: int) -> None:
+        lib.kvfs_set_space(self._plane, size)
+
+    # ---- the store ----
+
+    async def store_write(self, segment: int, page: int, data: bytes) -> None:
+        await self._run(
+            lambda cookie: lib.kvfs_store_write(self._plane, cookie, segment, page, data, len(data)),
+            f"segment {segment}: write of {len(data)} bytes at page {page}",
+        )
+
+    async def store_read(self, segment: int, page: int, size: int) -> bytes:
+        out = ffi.new("uint8_t[]", size)
+        await self._run(
+            lambda cookie: lib.kvfs_store_read(self._plane, cookie, segment, page, out, size),
+            f"segment {segment}: read of {size} bytes at page {page}",
+            out,
+        )
+        return bytes(ffi.buffer(out))
+
+    async def store_read_headers(self, segments: Sequence[int]) -> bytes:
+        """First pages, one after the other; 0xff bytes where one could not be read."""
+        if not segments:
+            return b""
+        out = ffi.new("uint8_t[]", len(segments) * PAGE_SIZE)
+        await self._run(
+            lambda cookie: lib.kvfs_store_read_headers(self._plane, cookie, list(segments), len(segments), out),
+            f"headers of {len(segments)} segments",
+            out,
+        )
+        return bytes(ffi.buffer(out))
+
+    async def store_scan(
+        self, segment: int, generation: int, first_page: int, end_page: int, capacity: int = 4 << 20
+    ) -> ScanResult:
+        out = _scan_memory("uint8_t[]", capacity)
+        result = ffi.new("struct kvfs_scan_result *")
+        await self._run(
+            lambda cookie: lib.kvfs_store_scan(
+                self._plane, cookie, segment, generation, first_page, end_page, out, capacity, result
+            ),
+            f"segment {segment}: scan from page {first_page}",
+            out,
+            result,
+        )
+        records = bytes(ffi.buffer(out, result.size)) if result.size else b""
+        return ScanResult(records, result.next_page, result.entry_count, bool(result.full))
+
+    async def store_verify(self, record: bytes, verify_data: bool) -> None:
+        await self._run(
+            lambda cookie: lib.kvfs_store_verify(self._plane, cookie, record, len(record), int(verify_data)), "verify"
+        )
+
+    async def store_copy(
+        self, old_record: bytes, runs: Sequence[Run], header_pages: int, record: bytes, ancestors: bytes, capacity: int
+    ) -> bytes:
+        """Copy a block; returns its final record, which may have up to `capacity` bytes."""
+        out = ffi.new("uint8_t[]", capacity)
+        array = _runs(runs)
+        size = await self._run(
+            lambda cookie: lib.kvfs_store_copy(
+                self._plane, cookie, old_record, len(old_record), array, len(runs), header_pages, record, len(record),
+                ancestors, len(ancestors), out, capacity,
+            ),
+            "copy of a block",
+            out,
+        )  # fmt: skip
+        return bytes(ffi.buffer(out, size))
+
+    def segment_busy(self, segment: int) -> int:
+        return cast(int, lib.kvfs_segment_busy(self._plane, segment))
+
+    # ---- the block table ----
+
+    def table_load(self, records: bytes) -> int:
+        return _check(lib.kvfs_table_load(self._table, records, len(records)), "block table: load")
+
+    def table_set_complete(self, complete: bool) -> None:
+        lib.kvfs_table_set_complete(self._table, int(complete))
+
+    def table_fd(self) -> int:
+        return _check(lib.kvfs_table_fd(self._table), "block table")
+
+    def table_find_name(self, parent: int, name: bytes) -> int | None:
+        """The inode number a name leads to in the table; None if it is not there or must be asked for."""
+        out = ffi.new("struct kvfs_record *")
+        if lib.kvfs_table_find_name(self._table, parent, name, len(name), out) < 0:
+            return None
+        return cast(int, out.inode)
+
+    # ---- statistics, faults ----
+
+    def statistics(self) -> dict[str, int]:
+        out = ffi.new("struct kvfs_statistics *")
+        lib.kvfs_statistics_get(self._plane, out)
+        return {name: getattr(out, name) for name in _STATISTICS}
+
+    def device_statistics(self, device: int) -> dict[str, int]:
+        out = ffi.new("struct kvfs_device_statistics *")
+        _check(lib.kvfs_device_statistics_get(self._plane, device, out), f"device {device}")
+        return {name: getattr(out, name) for name in _DEVICE_STATISTICS}
+
+    def table_statistics(self) -> dict[str, int]:
+        out = ffi.new("struct kvfs_table_statistics *")
+        lib.kvfs_table_statistics(self._table, out)
+        return {name: getattr(out, name) for name in _TABLE_STATISTICS}
+
+    def latency(self, operation: str) -> dict[str, int | list[int]]:
+        out = ffi.new("struct kvfs_latency *")
+        _check(lib.kvfs_latency_get(self._plane, OPERATIONS.index(operation), out), f"latency of {operation}")
+        return {"count": out.count, "total_ns": out.total_ns, "buckets": list(out.buckets)}
+
+    def fault_set(self, device: int, fault: int, direction: int, every: int, value: int) -> None:
+        _check(lib.kvfs_fault_set(self._plane, device, fault, direction, every, value), f"fault on device {device}")
+
+
+def _runs(runs: Sequence[Run]) -> object:
+    array = ffi.new("struct kvfs_run[]", len(runs))
+    for i, run in enumerate(runs):
+        place = array[i]
+        place.generation = run.generation
+        place.segment = run.segment
+        place.page = run.page
+        place.page_count = run.page_count
+    return array
+
+
+# Megabytes that a job fills only in part need not be cleared first.
+_scan_memory = ffi.new_allocator(should_clear_after_alloc=False)
+
+
+def checksum(data: bytes | bytearray | memoryview, secret: int) -> int:
+    """xxh3-64 seeded with the pool's secret, as everything on a device is summed."""
+    return cast(int, lib.kvfs_checksum(ffi.from_buffer(data), len(data), secret))

@@ -1,0 +1,396 @@
+"""Numbers for people and for monitoring: percentiles, `kvfs status` like `zpool status`, `kvfs stats` like iostat,
+Prometheus text.
+
+Works on the status document that the daemon sends over the control socket (docs/operations.md lists its fields); knows
+neither the daemon nor the data plane. Everything here is pure: documents in, text out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import cast
+
+STATUS_VERSION = 1
+# The operations whose latency the data plane measures, in the order of kvfs_latency_get().
+OPERATIONS = ("lookup", "open", "read", "write", "forwarded")
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+
+Json = Mapping[str, object]
+
+
+def number(document: Json, *path: str) -> float:
+    """The number at a path of keys; 0 where there is none."""
+    value: object = document
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, (int, float)) else 0
+
+
+def section(document: Json, key: str) -> Json:
+    value = document.get(key)
+    return cast(Json, value) if isinstance(value, Mapping) else {}
+
+
+def items(document: Json, key: str) -> list[Json]:
+    value = document.get(key)
+    return [cast(Json, item) for item in value if isinstance(item, Mapping)] if isinstance(value, (list, tuple)) else []
+
+
+def buckets_of(latency: Json) -> list[int]:
+    value = latency.get("buckets")
+    return [int(item) for item in value] if isinstance(value, (list, tuple)) else []
+
+
+def percentile_ns(buckets: Sequence[int], percent: float) -> float:
+    """The latency that `percent` of the requests stayed under. Bucket i counts those in [2^(i-1), 2^i) ns.
+
+    Inside a bucket the requests are taken as spread evenly. 0 without requests.
+    """
+    count = sum(buckets)
+    if count == 0:
+        return 0.0
+    wanted = count * percent / 100
+    below = 0
+    for index, here in enumerate(buckets):
+        if here and below + here >= wanted:
+            low = float(1 << (index - 1)) if index else 0.0
+            return low + (float(1 << index) - low) * max(0.0, wanted - below) / here
+        below += here
+    return float(1 << (len(buckets) - 1))
+
+
+def latency_summary(latency: Json) -> dict[str, float]:
+    """Count, mean and percentiles in microseconds of one operation."""
+    buckets = buckets_of(latency)
+    count = number(latency, "count")
+    summary = {"count": count, "mean_us": number(latency, "total_ns") / count / 1000 if count else 0.0}
+    for percent in PERCENTILES:
+        summary[f"p{percent:g}_us"] = percentile_ns(buckets, percent) / 1000
+    return summary
+
+
+def size_text(size: float) -> str:
+    """1536 -> 1.50K; three significant digits, as zpool prints them."""
+    for suffix in ("", "K", "M", "G", "T"):
+        if abs(size) < 1024:
+            return f"{size:.0f}" if not suffix else f"{size:.3g}{suffix}" if abs(size) >= 100 else f"{size:.2f}{suffix}"
+        size /= 1024
+    return f"{size:.2f}P"
+
+
+def count_text(count: float) -> str:
+    """12345 -> 12.3k; below a thousand the number itself."""
+    if abs(count) < 1000:
+        return f"{count:.0f}" if count >= 10 or count == int(count) else f"{count:.1f}"
+    for suffix in ("k", "M"):
+        count /= 1000
+        if abs(count) < 1000:
+            return f"{count:.1f}{suffix}"
+    return f"{count / 1000:.1f}G"
+
+
+def time_text(us: float) -> str:
+    """Microseconds in the unit that reads best."""
+    if us < 1000:
+        return f"{us:.1f}us"
+    return f"{us / 1000:.1f}ms" if us < 1_000_000 else f"{us / 1_000_000:.2f}s"
+
+
+def table(rows: Sequence[Sequence[str]], *, indent: str = "", left: int = 1) -> list[str]:
+    """Rows as aligned lines; the first `left` columns to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines
+
+
+# ---- status ----
+
+
+def advice(status: Json) -> list[str]:
+    """What the one who runs the pool should know or do, worst first."""
+    found = [str(item) for item in cast(Sequence[object], status.get("advice", ()))]
+    for device in items(status, "devices"):
+        errors, timeouts = number(device, "errors"), number(device, "timeouts")
+        if errors or timeouts:
+            found.append(
+                f"device {device.get('path')}: {errors:.0f} errors, {timeouts:.0f} timeouts; see kvfs.log in the pool"
+            )
+    counters = section(status, "counters")
+    if number(counters, "checksum_errors"):
+        bad = number(counters, "checksum_errors")
+        found.append(f"{bad:.0f} blocks failed their checksum and were dropped; check the devices")
+    if number(counters, "forward_timeouts"):
+        found.append(f"{number(counters, 'forward_timeouts'):.0f} requests got no answer in time and failed with EIO")
+    space = section(status, "space")
+    size = number(space, "size")
+    if size and number(space, "pinned") > size / 2:
+        found.append(
+            f"{number(space, 'pinned') * 100 / size:.0f}% of the pool is pinned; what is not pinned is evicted sooner"
+        )
+    return found
+
+
+def render_status(status: Json) -> str:
+    """The text of `kvfs status`."""
+    pool, segments, space = section(status, "pool"), section(status, "segments"), section(status, "space")
+    counters = section(status, "counters")
+    lines = [f"  pool: {pool.get('path')}", f"  uuid: {pool.get('uuid')}", f" state: {pool.get('state')}"]
+    for mount in items(status, "mounts"):
+        lines.append(
+            f" mount: {mount.get('mountpoint')} (pid {number(pool, 'pid'):.0f}, epoch {number(pool, 'epoch'):.0f})"
+        )
+    notes = advice(status)
+    lines.append(f"advice: {notes[0] if notes else 'nothing to do'}")
+    lines += [f"        {note}" for note in notes[1:]]
+    if space:
+        size = number(space, "size")
+        used = number(space, "used")
+        share = f" ({used * 100 / size:.1f}%)" if size else ""
+        lines.append(
+            f"   use: {size_text(used)} of {size_text(size)}{share}, pinned {size_text(number(space, 'pinned'))}, "
+            f"blocks {number(status, 'blocks'):.0f}"
+        )
+    if segments:
+        states = ", ".join(
+            f"{number(segments, key):.0f} {key}" for key in ("free", "open", "closed", "evicting") if key in segments
+        )
+        lines.append(
+            f"layout: {number(segments, 'count'):.0f} segments of {size_text(number(segments, 'size'))}, width "
+            f"{number(segments, 'stripe_width'):.0f}, unit {size_text(number(segments, 'stripe_unit'))}"
+            + (f": {states}" if states else "")
+        )
+    rows = [["device", "size", "state", "read", "written", "errors", "timeouts"]]
+    for device in items(status, "devices"):
+        rows.append(
+            [
+                str(device.get("path")),
+                size_text(number(device, "size")),
+                str(device.get("state", "-")),
+                size_text(number(device, "read_bytes")),
+                size_text(number(device, "write_bytes")),
+                f"{number(device, 'errors'):.0f}",
+                f"{number(device, 'timeouts'):.0f}",
+            ]
+        )
+    lines += ["", *table(rows, indent="  ")]
+    if counters:
+        lookups, misses = number(counters, "lookups"), number(counters, "lookup_misses")
+        hit = f"{(lookups - misses) * 100 / lookups:.1f}%" if lookups else "-"
+        lines += [
+            "",
+            f"  lookups {lookups:.0f}, hits {hit}; opens {number(counters, 'opens'):.0f}; "
+            f"read {size_text(number(counters, 'read_bytes'))}, written {size_text(number(counters, 'write_bytes'))}",
+            f"  evicted {number(counters, 'evicted_blocks'):.0f} blocks in "
+            f"{number(counters, 'evicted_segments'):.0f} segments, "
+            f"carried over {number(counters, 'carried_blocks'):.0f}; dropped bad {number(counters, 'bad_blocks'):.0f}",
+        ]
+    errors = (
+        number(counters, "checksum_errors")
+        + number(counters, "read_errors")
+        + sum(number(d, "errors") for d in items(status, "devices"))
+    )
+    lines.append(f"errors: {f'{errors:.0f}, see advice' if errors else 'none known'}")
+    return "\n".join(lines)
+
+
+# ---- stats ----
+
+
+def difference(now: Json, before: Json | None) -> dict[str, object]:
+    """Counters and latencies of `now` less those of `before`, and the seconds between them."""
+    if before is None:
+        seconds = number(now, "pool", "uptime_s")
+        return {**now, "seconds": seconds or 1.0}
+    result = dict(now)
+    result["seconds"] = max(number(now, "time_s") - number(before, "time_s"), 1e-3)
+    result["counters"] = {
+        key: number(now, "counters", key) - number(before, "counters", key) for key in section(now, "counters")
+    }
+    latencies: dict[str, object] = {}
+    for name, value in section(now, "latency").items():
+        old = section(section(before, "latency"), name)
+        new = cast(Json, value)
+        old_buckets = buckets_of(old) or [0] * len(buckets_of(new))
+        latencies[name] = {
+            "count": number(new, "count") - number(old, "count"),
+            "total_ns": number(new, "total_ns") - number(old, "total_ns"),
+            "buckets": [a - b for a, b in zip(buckets_of(new), old_buckets, strict=True)],
+        }
+    result["latency"] = latencies
+    olds = {device.get("index"): device for device in items(before, "devices")}
+    result["devices"] = [
+        {
+            key: (number(device, key) - number(olds.get(device.get("index"), {}), key))
+            if key in _DEVICE_COUNTERS
+            else value
+            for key, value in device.items()
+        }
+        for device in items(now, "devices")
+    ]
+    return result
+
+
+_DEVICE_COUNTERS = ("reads", "read_bytes", "writes", "write_bytes", "errors", "timeouts", "read_ns", "write_ns")
+
+
+def render_stats_header() -> str:
+    heads = (
+        "lookup/s",
+        "hit%",
+        "open/s",
+        "read/s",
+        "read B/s",
+        "write B/s",
+        "fwd/s",
+        "rd p50",
+        "rd p99",
+        "use%",
+        "evict/s",
+    )
+    return "  ".join(head.rjust(9) for head in heads)
+
+
+def render_stats_line(change: Json) -> str:
+    """One line of `kvfs stats`, from a difference()."""
+    seconds = number(change, "seconds") or 1.0
+    counters = section(change, "counters")
+    lookups = number(counters, "lookups")
+    hit = (lookups - number(counters, "lookup_misses")) * 100 / lookups if lookups else 0.0
+    read = latency_summary(section(section(change, "latency"), "read"))
+    size = number(change, "space", "size")
+    cells = (
+        count_text(lookups / seconds),
+        f"{hit:.1f}" if lookups else "-",
+        count_text(number(counters, "opens") / seconds),
+        count_text(number(counters, "reads") / seconds),
+        size_text(number(counters, "read_bytes") / seconds),
+        size_text(number(counters, "write_bytes") / seconds),
+        count_text(number(counters, "forwarded") / seconds),
+        time_text(read["p50_us"]) if read["count"] else "-",
+        time_text(read["p99_us"]) if read["count"] else "-",
+        f"{number(change, 'space', 'used') * 100 / size:.1f}" if size else "-",
+        count_text(number(counters, "evicted_blocks") / seconds),
+    )
+    return "  ".join(cell.rjust(9) for cell in cells)
+
+
+def render_stats(change: Json) -> str:
+    """The text of one `kvfs stats` without an interval: rates since the mount, latencies, devices."""
+    seconds = number(change, "seconds") or 1.0
+    lines = [render_stats_header(), render_stats_line(change), ""]
+    rows = [["operation", "count", "mean", "p50", "p90", "p99", "p99.9"]]
+    for name, value in section(change, "latency").items():
+        summary = latency_summary(cast(Json, value))
+        times = [
+            time_text(summary[key]) if summary["count"] else "-"
+            for key in ("mean_us", "p50_us", "p90_us", "p99_us", "p99.9_us")
+        ]
+        rows.append([name, f"{summary['count']:.0f}", *times])
+    lines += [*table(rows), ""]
+    return "\n".join(lines + render_devices(change, seconds))
+
+
+def render_devices(change: Json, seconds: float) -> list[str]:
+    rows = [["device", "r/s", "read B/s", "r_await", "w/s", "write B/s", "w_await", "errors"]]
+    for device in items(change, "devices"):
+        reads, writes = number(device, "reads"), number(device, "writes")
+        rows.append(
+            [
+                str(device.get("path")),
+                count_text(reads / seconds),
+                size_text(number(device, "read_bytes") / seconds),
+                time_text(number(device, "read_ns") / reads / 1000) if reads else "-",
+                count_text(writes / seconds),
+                size_text(number(device, "write_bytes") / seconds),
+                time_text(number(device, "write_ns") / writes / 1000) if writes else "-",
+                f"{number(device, 'errors'):.0f}",
+            ]
+        )
+    return table(rows)
+
+
+# ---- Prometheus ----
+
+
+def _escape(value: object) -> str:
+    return str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+_GAUGES = (
+    "staged_bytes",
+    "staging_size",
+    "staged_files",
+    "open_handles",
+    "parked",
+    "jobs_in_flight",
+    "zombies",
+    "forwarded_in_flight",
+)
+
+
+def render_prometheus(status: Json) -> str:
+    """Prometheus text format 0.0.4, one family after the other."""
+    pool = _escape(section(status, "pool").get("path"))
+    return "\n".join(_prometheus_lines(status, f'pool="{pool}"')) + "\n"
+
+
+def _prometheus_lines(status: Json, label: str) -> Iterator[str]:
+    yield from _family("kvfs_up", "gauge", [(label, 1)])
+    for key, value in section(status, "space").items():
+        yield from _family(f"kvfs_space_{key}_bytes", "gauge", [(label, _plain(value))])
+    segments = section(status, "segments")
+    states = [
+        (f'{label},state="{key}"', number(segments, key))
+        for key in ("free", "open", "closed", "evicting")
+        if key in segments
+    ]
+    yield from _family("kvfs_segments", "gauge", states)
+    yield from _family("kvfs_blocks", "gauge", [(label, number(status, "blocks"))])
+    for key, value in section(status, "counters").items():
+        if key in _GAUGES:
+            yield from _family(f"kvfs_{key}", "gauge", [(label, _plain(value))])
+        else:
+            yield from _family(f"kvfs_{key}_total", "counter", [(label, _plain(value))])
+    devices = items(status, "devices")
+    for key in _DEVICE_COUNTERS:
+        samples = [
+            (f'{label},device="{_escape(device.get("path"))}"', number(device, key))
+            for device in devices
+            if key in device
+        ]
+        yield from _family(f"kvfs_device_{key}_total", "counter", samples)
+    yield from _histograms(section(status, "latency"), label)
+
+
+def _histograms(latencies: Json, label: str) -> Iterator[str]:
+    if not latencies:
+        return
+    name = "kvfs_latency_seconds"
+    yield f"# TYPE {name} histogram"
+    for operation, value in latencies.items():
+        latency, labels, below = cast(Json, value), f'{label},operation="{_escape(operation)}"', 0
+        for index, here in enumerate(buckets_of(latency)):
+            below += here
+            # Below 1 us and above 16 s nothing is worth a time series.
+            if 10 <= index <= 34:
+                yield f'{name}_bucket{{{labels},le="{(1 << index) / 1e9:.9g}"}} {below}'
+        yield f'{name}_bucket{{{labels},le="+Inf"}} {below}'
+        yield f"{name}_sum{{{labels}}} {number(latency, 'total_ns') / 1e9:.9g}"
+        yield f"{name}_count{{{labels}}} {below}"
+
+
+def _family(name: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
+    lines = [f"{name}{{{labels}}} {value:.17g}" for labels, value in samples]
+    if lines:
+        yield f"# TYPE {name} {kind}"
+        yield from lines
+
+
+def _plain(value: object) -> float:
+    return value if isinstance(value, (int, float)) else 0

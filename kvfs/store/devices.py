@@ -1,0 +1,528 @@
+"""Devices: opening, measuring, and refusing those that hold something; labels on them; making a pool of them.
+
+Blocking calls throughout: for the command line and for the time before a mount answers. Knows labels, not segments.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvfs.config import (
+    CONFIG_NAME,
+    DEVICES_MAX,
+    LABEL_SIZE,
+    STRIPE_UNIT_MIN,
+    ZONES_OFFSET,
+    DeviceConfig,
+    Geometry,
+    PoolConfig,
+    choose_geometry,
+    compare,
+    format_size,
+    load,
+    new_config,
+)
+from kvfs.errors import DeviceError, FormatError, PoolError, UsageError
+from kvfs.store.format import Label, holds_label, pack_label, unpack_label
+from kvfs.types import PAGE_SIZE
+
+# Labels, and eight zones of the smallest kind.
+DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
+LOCK_NAME = "lock"
+INDEX_NAME = "index"
+DEVICES_NAME = "devices"
+# Where signatures lie: the first MiB holds every one of these, and `btrfs` and `zfs` begin at 64 and 128 KiB.
+_HEAD_SIZE = 1 << 20
+_SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
+    (1080, b"\x53\xef", "an ext2/3/4 filesystem"),
+    (0, b"XFSB", "an XFS filesystem"),
+    (65600, b"_BHRfS_M", "a btrfs filesystem"),
+    (4086, b"SWAPSPACE2", "a swap area"),
+    (4086, b"SWAP-SPACE", "a swap area"),
+    (65526, b"SWAPSPACE2", "a swap area"),
+    (536, b"LVM2 001", "an LVM physical volume"),
+    (24, b"LVM2 001", "an LVM physical volume"),
+    (0, b"LUKS\xba\xbe", "a LUKS volume"),
+    (4096, b"\xfc\x4e\x2b\xa9", "an md RAID member"),
+    (0, b"\xfc\x4e\x2b\xa9", "an md RAID member"),
+    (512, b"EFI PART", "a GPT partition table"),
+    (4096, b"EFI PART", "a GPT partition table"),
+    (1024, b"\x10\x20\xf5\xf2", "an F2FS filesystem"),
+    (0, b"hsqs", "a squashfs filesystem"),
+    (3, b"NTFS    ", "an NTFS filesystem"),
+    (3, b"EXFAT   ", "an exFAT filesystem"),
+    (54, b"FAT1", "a FAT filesystem"),
+    (82, b"FAT32   ", "a FAT filesystem"),
+    (32769, b"CD001", "an ISO 9660 filesystem"),
+    (4120, b"\xc6\x85\x73\xf6\x4e\x1a\x45\xca", "a bcache device"),
+)
+
+
+@dataclass(slots=True)
+class Device:
+    """An open device. Close it by closing fd."""
+
+    path: Path
+    fd: int
+    size: int
+    is_block: bool
+    direct: bool
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read whole pages; raises DeviceError, also at the end of the device."""
+        with mmap.mmap(-1, size) as memory:
+            try:
+                done = os.preadv(self.fd, [memory], offset)
+            except OSError as error:
+                raise DeviceError(f"{self.path}: read at {offset}: {os.strerror(error.errno or 0)}") from error
+            if done != size:
+                raise DeviceError(f"{self.path}: read of {size} bytes at {offset} gave {done}")
+            return bytes(memory)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Write whole pages and wait until they are durable."""
+        with mmap.mmap(-1, len(data)) as memory:
+            memory[:] = data
+            try:
+                done = os.pwritev(self.fd, [memory], offset)
+                os.fdatasync(self.fd)
+            except OSError as error:
+                raise DeviceError(f"{self.path}: write at {offset}: {os.strerror(error.errno or 0)}") from error
+            if done != len(data):
+                raise DeviceError(f"{self.path}: write of {len(data)} bytes at {offset} took {done}")
+
+
+def open_device(path: Path, *, exclusive: bool = True, writable: bool = True) -> Device:
+    """Open for direct I/O. A block device that is mounted or otherwise claimed is an error when exclusive."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}") from error
+    is_block = stat.S_ISBLK(mode)
+    if not is_block and not stat.S_ISREG(mode):
+        raise DeviceError(f"{path}: neither a block device nor a file")
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | (os.O_EXCL if is_block and exclusive else 0)
+    direct = True
+    try:
+        try:
+            fd = os.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            # A filesystem without direct I/O under a file: slower, still right.
+            if is_block or error.errno != errno.EINVAL:
+                raise
+            fd, direct = os.open(path, flags), False
+        size = os.lseek(fd, 0, os.SEEK_END)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise DeviceError(f"{path}: in use (mounted, or part of another device)") from error
+        raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}") from error
+    return Device(path, fd, size, is_block, direct)
+
+
+def signature(device: Device) -> str | None:
+    """What a device holds already, as a phrase; None if nothing is known to be there."""
+    size = min(_HEAD_SIZE, device.size // PAGE_SIZE * PAGE_SIZE)
+    if not size:
+        return None
+    head = device.read(0, size)
+    if holds_label(head):
+        try:
+            return f"the label of kvfs pool {unpack_label(head[:LABEL_SIZE], str(device.path)).pool_uuid}"
+        except (FormatError, PoolError):
+            return "a kvfs label"
+    for offset, magic, what in _SIGNATURES:
+        if head[offset : offset + len(magic)] == magic:
+            return what
+    # Boot sectors also end in 55 aa; a table has a partition with a type and a size.
+    if head[510:512] == b"\x55\xaa" and any(head[446 + 16 * i + 4] and any(head[458 + 16 * i : 462 + 16 * i]) for i in range(4)):
+        return "an MBR partition table"
+    end = device.size // PAGE_SIZE * PAGE_SIZE
+    if end >= 2 * LABEL_SIZE and holds_label(device.read(end - LABEL_SIZE, LABEL_SIZE)):
+        return "the second label of a kvfs pool"
+    return _blkid(device.path)
+
+
+def _blkid(path: Path) -> str | None:
+    """What blkid (util-linux) finds where it is installed: it knows the rare ones."""
+    program = shutil.which("blkid") or shutil.which("blkid", path="/usr/sbin:/sbin")
+    if program is None:
+        return None
+    try:
+        found = subprocess.run(
+            [program, "-p", "-o", "value", "-s", "TYPE", "-s", "PTTYPE", "--", os.fspath(path)],
+            capture_output=True, text=True, timeout=10, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    words = found.stdout.split()
+    return f"{' and '.join(words)} (says blkid)" if found.returncode == 0 and words else None
+
+
+# ---- labels on devices ----
+
+
+@dataclass(frozen=True, slots=True)
+class LabelCopies:
+    """What was found at a device's two label places: labels, or why there is none."""
+
+    copies: tuple[Label | FormatError | PoolError, Label | FormatError | PoolError]
+
+    def best(self) -> Label | None:
+        valid = [copy for copy in self.copies if isinstance(copy, Label)]
+        return max(valid, key=lambda label: label.mount_epoch, default=None)
+
+    def newer(self) -> PoolError | None:
+        """The complaint about a newer version, if that is what one copy is."""
+        return next((copy for copy in self.copies if isinstance(copy, PoolError)), None)
+
+
+def read_labels(device: Device, size: int | None = None) -> LabelCopies:
+    """Both copies. `size`: where the pool says the device ends; by default, where it really does."""
+    end = (device.size if size is None else size) // PAGE_SIZE * PAGE_SIZE
+    return LabelCopies((_read_label(device, 0, "first"), _read_label(device, end - LABEL_SIZE, "second")))
+
+
+def _read_label(device: Device, offset: int, which: str) -> Label | FormatError | PoolError:
+    where = f"{device.path}: {which} label"
+    if offset < 0:
+        return FormatError(f"{where}: the device is too small")
+    try:
+        return unpack_label(device.read(offset, LABEL_SIZE), where)
+    except (FormatError, PoolError) as error:
+        return error
+    except DeviceError as error:
+        return FormatError(str(error))
+
+
+def write_labels(config: PoolConfig, devices: Sequence[Device], epoch: int) -> None:
+    """Both copies on every device, one after the other: a crash in between leaves one of them whole."""
+    for second in (False, True):
+        for device, described in zip(devices, config.devices, strict=True):
+            offset = described.size - LABEL_SIZE if second else 0
+            device.write(offset, pack_label(config, described.index, epoch))
+
+
+def device_path(pool: Path, device: DeviceConfig) -> Path:
+    """Relative paths are relative to the pool."""
+    return pool / device.path
+
+
+# ---- opening a pool ----
+
+
+@dataclass(slots=True)
+class OpenPool:
+    """A pool's devices, checked against its configuration and each other."""
+
+    path: Path
+    config: PoolConfig
+    devices: list[Device]
+    epoch: int
+    notes: list[str]
+
+    def close(self) -> None:
+        for device in self.devices:
+            device.close()
+
+
+@contextmanager
+def locked(pool: Path) -> Iterator[None]:
+    """Hold the pool's lock. PoolError if it is no pool or somebody else has it."""
+    if not pool.is_dir():
+        raise PoolError(f"{pool}: {'not a directory' if pool.exists() else 'no such pool'}")
+    if not (pool / CONFIG_NAME).exists() and not (pool / INDEX_NAME).is_dir() and not (pool / DEVICES_NAME).is_dir():
+        raise PoolError(f"{pool}: not a kvfs pool (no {CONFIG_NAME})")
+    try:
+        fd = os.open(pool / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise PoolError(f"{pool / LOCK_NAME}: {os.strerror(error.errno or 0)}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise PoolError(f"{pool}: in use by another kvfs (mounted, or being checked)") from error
+        yield
+    finally:
+        os.close(fd)
+
+
+def open_pool(pool: Path, *, writable: bool = True) -> OpenPool:
+    """Open and check every device. The caller holds the lock and closes the result. PoolError, DeviceError."""
+    config, notes = load(pool), []
+    if config is None:
+        config = discover(pool)
+        if writable:
+            write_config(pool, config)
+        notes.append(f"{pool / CONFIG_NAME} was missing; {'written' if writable else 'read'} again from the labels")
+    devices: list[Device] = []
+    try:
+        for described in config.devices:
+            devices.append(open_device(device_path(pool, described), exclusive=writable, writable=writable))
+        epoch = 0
+        for device, described in zip(devices, config.devices, strict=True):
+            label, note = check_device(config, device, described, str(pool / CONFIG_NAME))
+            epoch = max(epoch, label.mount_epoch)
+            notes += note
+    except BaseException:
+        for device in devices:
+            device.close()
+        raise
+    return OpenPool(pool, config, devices, epoch, notes)
+
+
+def check_device(config: PoolConfig, device: Device, described: DeviceConfig, origin: str) -> tuple[Label, list[str]]:
+    """Its best label, checked against pool.toml, and what is wrong with the other copy."""
+    if device.size < described.size:
+        raise DeviceError(
+            f"{device.path}: {device.size} bytes, but {origin} says {described.size}: device {described.index} has shrunk"
+        )
+    found = read_labels(device, described.size)
+    newer = found.newer()
+    if newer is not None:
+        raise newer
+    label = found.best()
+    if label is None:
+        raise DeviceError(f"{device.path}: device {described.index} of the pool has no valid kvfs label")
+    if label.pool_uuid != config.uuid:
+        raise PoolError(f"{origin}: uuid is {config.uuid}, but the label of {device.path} says {label.pool_uuid}")
+    if label.device_uuid != described.uuid:
+        raise PoolError(
+            f"{origin}: device[{described.index}].uuid is {described.uuid}, but the label of {device.path} says "
+            f"{label.device_uuid} (device {label.device_index})"
+        )
+    compare(config, origin, label.config(f"{device.path}: label"), f"the label of {device.path}")
+    return label, [f"{copy}; the other copy is used" for copy in found.copies if not isinstance(copy, Label)]
+
+
+def discover(pool: Path) -> PoolConfig:
+    """The configuration from the labels of the devices in the pool's own directory."""
+    directory = pool / DEVICES_NAME
+    candidates = sorted(directory.iterdir()) if directory.is_dir() else []
+    if not candidates:
+        raise PoolError(f"{pool}: no {CONFIG_NAME} and no devices in {directory}; use `kvfs import POOL --device PATH ...`")
+    return config_from_labels(candidates, pool)
+
+
+def config_from_labels(paths: Sequence[Path], pool: Path) -> PoolConfig:
+    """The configuration that the labels of these devices agree on, with their present paths. PoolError."""
+    found: dict[int, tuple[Path, Label]] = {}
+    for path in paths:
+        device = open_device(path, exclusive=False, writable=False)
+        try:
+            copies = read_labels(device)
+            label = copies.best()
+            if label is None:
+                raise PoolError(str(copies.newer() or f"{path}: no valid kvfs label"))
+        finally:
+            device.close()
+        other = found.get(label.device_index)
+        if other is not None:
+            raise PoolError(f"{path}: says it is device {label.device_index}, and so does {other[0]}")
+        found[label.device_index] = (path, label)
+    first_path, first = found[min(found)]
+    config = first.config(f"{first_path}: label")
+    for path, label in found.values():
+        compare(label.config(f"{path}: label"), f"{path}: label", config, f"the label of {first_path}")
+    missing = [device.index for device in config.devices if device.index not in found]
+    if missing:
+        listed = ", ".join(str(index) for index in missing)
+        raise PoolError(f"pool {config.uuid}: device {listed} of {len(config.devices)} is missing")
+    devices = tuple(replace(device, path=_stored_path(found[device.index][0], pool)) for device in config.devices)
+    return replace(config, devices=devices)
+
+
+def _stored_path(path: Path, pool: Path) -> str:
+    """As pool.toml has it: relative inside the pool, absolute outside."""
+    absolute, base = Path(os.path.abspath(path)), Path(os.path.abspath(pool))
+    return os.fspath(absolute.relative_to(base) if absolute.is_relative_to(base) else absolute)
+
+
+def write_config(pool: Path, config: PoolConfig) -> None:
+    """Replace pool.toml, durably."""
+    temporary = pool / f"{CONFIG_NAME}.new"
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, config.dump().encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, pool / CONFIG_NAME)
+        _sync_directory(pool)
+    except OSError as error:
+        raise PoolError(f"{pool / CONFIG_NAME}: {os.strerror(error.errno or 0)}") from error
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# ---- making a pool ----
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRequest:
+    """`kvfs format`: block devices or existing files, or `files` sparse files of `file_size` bytes in the pool."""
+
+    pool: Path
+    devices: tuple[Path, ...] = ()
+    files: int = 0
+    file_size: int = 0
+    stripe_width: int | None = None
+    stripe_unit: int | None = None
+    segment_size: int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FormatResult:
+    config: PoolConfig
+    notes: tuple[str, ...]
+
+
+def format_devices(request: FormatRequest) -> FormatResult:
+    """Make the pool's directory, devices, labels and pool.toml. Whatever can be refused is refused before anything changes."""
+    pool = request.pool
+    _check_directory(pool, request.force)
+    if request.files:
+        sizes = [request.file_size] * request.files
+        _check_files(request)
+        geometry, notes = choose_geometry(
+            sizes, stripe_width=request.stripe_width, stripe_unit=request.stripe_unit, segment_size=request.segment_size
+        )
+        created = not pool.exists()
+        pool.mkdir(mode=0o700, exist_ok=True)
+        paths = [pool / DEVICES_NAME / str(index) for index in range(request.files)]
+        try:
+            with _pool_lock(pool):
+                _make_files(paths, request.file_size)
+                return _write_pool(request, geometry, notes, [open_device(p) for p in paths])
+        except BaseException:
+            if created:
+                shutil.rmtree(pool, ignore_errors=True)
+            raise
+    opened: list[Device] = []
+    try:
+        for path in request.devices:
+            if any(os.path.exists(other.path) and os.path.samefile(other.path, path) for other in opened):
+                raise UsageError(f"{path}: given twice")
+            device = open_device(path)
+            opened.append(device)
+            if device.size < DEVICE_SIZE_MIN:
+                raise UsageError(f"{path}: {device.size} bytes; a device needs at least {DEVICE_SIZE_MIN}")
+            what = None if request.force else signature(device)
+            if what is not None:
+                raise PoolError(f"{path}: holds {what}; use --force to overwrite it")
+        geometry, notes = choose_geometry(
+            [device.size for device in opened], stripe_width=request.stripe_width, stripe_unit=request.stripe_unit,
+            segment_size=request.segment_size,
+        )  # fmt: skip
+        pool.mkdir(mode=0o700, exist_ok=True)
+        with _pool_lock(pool):
+            return _write_pool(request, geometry, notes, opened)
+    finally:
+        for device in opened:
+            with suppress(OSError):
+                device.close()
+
+
+@contextmanager
+def _pool_lock(pool: Path) -> Iterator[None]:
+    fd = os.open(pool / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise PoolError(f"{pool}: in use by another kvfs (mounted, or being checked)") from error
+        yield
+    finally:
+        os.close(fd)
+
+
+def _write_pool(request: FormatRequest, geometry: Geometry, notes: list[str], opened: list[Device]) -> FormatResult:
+    config = new_config(geometry, [(_stored_path(device.path, request.pool), device.size) for device in opened])
+    try:
+        # The index of a pool that was here before describes other blocks.
+        shutil.rmtree(request.pool / INDEX_NAME, ignore_errors=True)
+        write_labels(config, opened, 0)
+    finally:
+        if request.files:
+            for device in opened:
+                device.close()
+    write_config(request.pool, config)
+    return FormatResult(config, tuple(notes))
+
+
+def _check_directory(pool: Path, force: bool) -> None:
+    if pool.exists() and not pool.is_dir():
+        raise PoolError(f"{pool}: not a directory")
+    if not pool.exists():
+        if not pool.parent.is_dir():
+            raise PoolError(f"{pool}: {pool.parent} is not a directory")
+        return
+    with _pool_lock(pool) if (pool / LOCK_NAME).exists() else suppress():
+        pass
+    if force:
+        return
+    if (pool / CONFIG_NAME).exists():
+        raise PoolError(f"{pool}: holds a kvfs pool; use --force to overwrite it")
+    if any(entry.name != LOCK_NAME for entry in pool.iterdir()):
+        raise PoolError(f"{pool}: not empty; use --force to make a pool there all the same")
+
+
+def _check_files(request: FormatRequest) -> None:
+    size, count = request.file_size, request.files
+    if not 1 <= count <= DEVICES_MAX:
+        raise UsageError(f"--files: {count}; 1 to {DEVICES_MAX} are possible")
+    if size < DEVICE_SIZE_MIN or size % PAGE_SIZE:
+        raise UsageError(f"--size: {size} bytes; it must be a multiple of {PAGE_SIZE}, at least {DEVICE_SIZE_MIN}")
+    base = request.pool if request.pool.is_dir() else request.pool.parent
+    free = os.statvfs(base).f_bavail * os.statvfs(base).f_frsize
+    if size * count > free and not request.force:
+        raise PoolError(
+            f"{base}: {format_size(free // (1 << 20) << 20)} free, too little for {count} files of {format_size(size)}; "
+            "use --force to make them all the same"
+        )
+
+
+def _make_files(paths: Sequence[Path], size: int) -> None:
+    """Sparse files: they take disk space as the pool fills."""
+    try:
+        paths[0].parent.mkdir(mode=0o700, exist_ok=True)
+        for path in paths:
+            path.unlink(missing_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(fd, size)
+            finally:
+                os.close(fd)
+    except OSError as error:
+        raise PoolError(f"{paths[0].parent}: {os.strerror(error.errno or 0)}") from error
+
+
+def import_pool(pool: Path, paths: Sequence[Path]) -> PoolConfig:
+    """Write pool.toml again from the labels of the devices at `paths`. Whatever can be refused is refused before anything changes."""
+    if (pool / CONFIG_NAME).exists():
+        raise PoolError(f"{pool / CONFIG_NAME}: exists; remove it first to import")
+    config = config_from_labels(paths, pool)
+    pool.mkdir(mode=0o700, exist_ok=True)
+    with _pool_lock(pool):
+        write_config(pool, config)
+    return config

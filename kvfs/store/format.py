@@ -1,0 +1,219 @@
+"""What kvfs writes on devices besides blocks: labels, segment headers, summaries. Bytes in, values out, and back; no I/O.
+
+The layouts are the structs of native/include/kvfs_format.h; docs/format.md describes them byte by byte. Block headers
+are the data plane's. Whatever is unpacked here came from a device and may hold anything: FormatError, never a crash.
+"""
+
+from __future__ import annotations
+
+import struct
+import uuid as uuids
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from kvfs.config import LABEL_SIZE, LABEL_TEXT_OFFSET, PoolConfig, parse
+from kvfs.errors import ChecksumError, FormatError, PoolError
+from kvfs.types import PAGE_SIZE, RECORD_SIZE, SegmentIndex
+
+FORMAT_VERSION = 1
+MAGIC_LABEL = 0x4C42414C5346564B
+MAGIC_SEGMENT = 0x4D4745535346564B
+MAGIC_SUMMARY = 0x4D4D55535346564B
+SUMMARY_CLOSED = 1
+
+_LABEL = struct.Struct("<QIIQ16s16sQIIQQQIIQQ")
+_SEGMENT = struct.Struct("<QIIQQQ16sIIQQII")
+_MEMBER = struct.Struct("<II")
+_SUMMARY = struct.Struct("<QIIQQQQ16sIIQII")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_OFFSET = 16
+assert _LABEL.size == 120 and _SEGMENT.size == 88 and _SUMMARY.size == 88
+
+
+def _with_checksum(data: bytearray, seed: int) -> bytes:
+    _CHECKSUM.pack_into(data, _CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(data, seed))
+    return bytes(data)
+
+
+def _sum_without_field(data: bytes | memoryview, seed: int) -> int:
+    """The checksum of data with its own checksum field taken as zero."""
+    state = xxhash.xxh3_64(seed=seed)
+    state.update(data[:_CHECKSUM_OFFSET])
+    state.update(bytes(8))
+    state.update(data[_CHECKSUM_OFFSET + 8 :])
+    return state.intdigest()
+
+
+# ---- labels ----
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    pool_uuid: uuids.UUID
+    device_uuid: uuids.UUID
+    mount_epoch: int
+    device_index: int
+    device_size: int
+    text: str
+
+    def config(self, origin: str) -> PoolConfig:
+        """The pool as this label describes it."""
+        return parse(self.text, origin)
+
+
+def pack_label(config: PoolConfig, device_index: int, mount_epoch: int) -> bytes:
+    device, geometry = config.devices[device_index], config.geometry
+    text = config.dump().encode()
+    if len(text) > LABEL_SIZE - LABEL_TEXT_OFFSET:
+        raise PoolError(f"pool.toml has {len(text)} bytes; a label holds {LABEL_SIZE - LABEL_TEXT_OFFSET}: use shorter paths")
+    data = bytearray(LABEL_SIZE)
+    _LABEL.pack_into(
+        data, 0, MAGIC_LABEL, FORMAT_VERSION, 0, 0, config.uuid.bytes, device.uuid.bytes, mount_epoch, device_index,
+        len(config.devices), device.size, geometry.zone_size, geometry.stripe_unit, geometry.stripe_width,
+        device.zone_count, device.zones_offset, len(text),
+    )  # fmt: skip
+    data[LABEL_TEXT_OFFSET : LABEL_TEXT_OFFSET + len(text)] = text
+    return _with_checksum(data, 0)
+
+
+def holds_label(data: bytes) -> bool:
+    """Whether there is a label, valid or not."""
+    return len(data) >= 8 and int.from_bytes(data[:8], "little") == MAGIC_LABEL
+
+
+def unpack_label(data: bytes, where: str) -> Label:
+    """FormatError if there is no valid label; PoolError if a newer kvfs wrote it."""
+    if len(data) < LABEL_SIZE or not holds_label(data):
+        raise FormatError(f"{where}: no kvfs label")
+    (
+        _, version, _, checksum, pool_uuid, device_uuid, epoch, index, _, size, _, _, _, _, _, text_size,
+    ) = _LABEL.unpack_from(data)  # fmt: skip
+    actual = _sum_without_field(data[:LABEL_SIZE], 0)
+    if version > FORMAT_VERSION:
+        raise PoolError(f"{where}: the label's format version is {version}; this kvfs knows up to {FORMAT_VERSION}")
+    if actual != checksum:
+        raise ChecksumError(f"{where}: label checksum 0x{checksum:016x}, expected 0x{actual:016x}")
+    if version < 1 or text_size > LABEL_SIZE - LABEL_TEXT_OFFSET:
+        raise FormatError(f"{where}: label of version {version} with {text_size} bytes of text")
+    try:
+        text = data[LABEL_TEXT_OFFSET : LABEL_TEXT_OFFSET + text_size].decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where}: the label's text is not UTF-8") from error
+    return Label(uuids.UUID(bytes=pool_uuid), uuids.UUID(bytes=device_uuid), epoch, index, size, text)
+
+
+# ---- segment headers ----
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    generation: int
+    owner_epoch: int
+    segment: SegmentIndex
+    stream: int
+    members: tuple[tuple[int, int], ...]
+
+
+def pack_segment_header(config: PoolConfig, header: SegmentHeader) -> bytes:
+    geometry = config.geometry
+    data = bytearray(PAGE_SIZE)
+    _SEGMENT.pack_into(
+        data, 0, MAGIC_SEGMENT, FORMAT_VERSION, 0, 0, header.generation, header.owner_epoch, config.uuid.bytes,
+        header.segment, geometry.stripe_width, geometry.zone_size, geometry.stripe_unit, header.stream, 0,
+    )  # fmt: skip
+    for i, (device, zone) in enumerate(header.members):
+        _MEMBER.pack_into(data, _SEGMENT.size + 8 * i, device, zone)
+    return _with_checksum(data, config.secret)
+
+
+def unpack_segment_header(
+    config: PoolConfig, segment: SegmentIndex, members: Sequence[tuple[int, int]], data: bytes | memoryview
+) -> SegmentHeader | None:
+    """The header, or None if the page holds none of this pool and segment: never written, torn, or damaged."""
+    (
+        magic, version, _, checksum, generation, epoch, pool_uuid, index, width, zone_size, stripe_unit, stream, _,
+    ) = _SEGMENT.unpack_from(data)  # fmt: skip
+    geometry = config.geometry
+    if magic != MAGIC_SEGMENT or version != FORMAT_VERSION or pool_uuid != config.uuid.bytes or index != segment:
+        return None
+    if (width, zone_size, stripe_unit) != (geometry.stripe_width, geometry.zone_size, geometry.stripe_unit):
+        return None
+    if checksum != _sum_without_field(data[:PAGE_SIZE], config.secret):
+        return None
+    found = tuple(_MEMBER.unpack_from(data, _SEGMENT.size + 8 * i) for i in range(width))
+    if found != tuple(members):
+        return None
+    return SegmentHeader(generation, epoch, segment, stream, found)
+
+
+# ---- summaries ----
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    generation: int
+    sequence: int
+    segment: SegmentIndex
+    entry_count: int
+    covered_page: int
+    closed: bool
+    entries: bytes
+
+
+def pack_summary(config: PoolConfig, summary: Summary, owner_epoch: int) -> bytes:
+    """A summary's bytes, padded to whole pages."""
+    size = _SUMMARY.size + len(summary.entries)
+    data = bytearray(_SUMMARY.size)
+    _SUMMARY.pack_into(
+        data, 0, MAGIC_SUMMARY, FORMAT_VERSION, SUMMARY_CLOSED if summary.closed else 0, 0, summary.generation,
+        summary.sequence, owner_epoch, config.uuid.bytes, summary.segment, summary.entry_count, len(summary.entries),
+        summary.covered_page, 0,
+    )  # fmt: skip
+    state = xxhash.xxh3_64(data, seed=config.secret)
+    state.update(summary.entries)
+    _CHECKSUM.pack_into(data, _CHECKSUM_OFFSET, state.intdigest())
+    return b"".join((data, summary.entries, bytes(-size % PAGE_SIZE)))
+
+
+def summary_size(first_page: bytes | memoryview) -> int:
+    """Bytes, header included, that the summary beginning here claims to have; 0 if none begins here."""
+    fields = _SUMMARY.unpack_from(first_page)
+    if fields[0] != MAGIC_SUMMARY or fields[1] != FORMAT_VERSION:
+        return 0
+    return _SUMMARY.size + int(fields[10])
+
+
+def unpack_summary(config: PoolConfig, segment: SegmentIndex, data: bytes) -> Summary | None:
+    """The summary, or None if there is no valid one of this pool and segment."""
+    size = summary_size(data)
+    if not size or size > len(data):
+        return None
+    (
+        _, _, flags, checksum, generation, sequence, _, pool_uuid, index, count, entries_size, covered, _,
+    ) = _SUMMARY.unpack_from(data)  # fmt: skip
+    view = memoryview(data)[:size]
+    if pool_uuid != config.uuid.bytes or index != segment or _sum_without_field(view, config.secret) != checksum:
+        return None
+    entries = data[_SUMMARY.size : size]
+    return Summary(generation, sequence, segment, count, covered, bool(flags & SUMMARY_CLOSED), entries)
+
+
+# ---- inode records in bulk ----
+
+# The fields of struct kvfs_inode_record that bulk work reads without unpacking the rest.
+RECORD_HEAD = struct.Struct("<IBBHQQQQQIIII")
+FLAGS_OFFSET, PARENT_OFFSET, VERSION_OFFSET = 5, 16, 24
+_SIZES = struct.Struct("<I")
+
+
+def split_records(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
+    """(offset, size) of each of the concatenated records; stops before what cannot be one."""
+    at, end = 0, len(data)
+    while at + RECORD_SIZE <= end:
+        (size,) = _SIZES.unpack_from(data, at)
+        if size < RECORD_SIZE or size % 8 or at + size > end:
+            return
+        yield at, size
+        at += size

@@ -1,0 +1,431 @@
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c fastpath.c file.c fuse_dev.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c store.c worker.c */
+/* The whole data plane without a kernel: this program plays both the kernel (a socketpair in place of /dev/fuse: a double) and Python (the
+ * session's end). Devices are files. What it proves under the sanitizers: writes in any order are sealed and read back, faults become EIO within
+ * the deadline and never wrong bytes, late replies are dropped, a transport that goes away leaves nothing. */
+#include "internal.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "check.h"
+
+#define DEVICES 4
+#define ZONE ((uint64_t)16 << 20)
+#define SEGMENTS 8u
+#define SECRET 0x1234567890abcdefull
+
+static struct kvfs_plane *plane;
+static int kernel = -1, session = -1, device_fds[DEVICES];
+static uint64_t unique = 100, next_inode = 1000, next_page = 1;
+
+/* ---- the double of the kernel ---- */
+
+static uint8_t message[2 << 20], reply[6 << 20];
+
+static void ask(uint32_t opcode, uint64_t node, const void *a, size_t a_size, const void *b, size_t b_size) {
+    struct fuse_in_header head = {.len = (uint32_t)(sizeof(head) + a_size + b_size), .opcode = opcode, .unique = ++unique, .nodeid = node};
+    memcpy(message, &head, sizeof(head));
+    if (a_size)
+        memcpy(message + sizeof(head), a, a_size);
+    if (b_size)
+        memcpy(message + sizeof(head) + a_size, b, b_size);
+    CHECK(send(kernel, message, head.len, 0) == (ssize_t)head.len);
+}
+
+/* The reply to the last ask; returns its error and the body's size. */
+static int answer(void **body, size_t *size) {
+    struct fuse_out_header head;
+    struct timeval limit = {.tv_sec = 20};
+    CHECK(setsockopt(kernel, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
+    for (;;) {
+        ssize_t n = recv(kernel, reply, sizeof(reply), 0);
+        CHECK(n >= (ssize_t)sizeof(head));
+        memcpy(&head, reply, sizeof(head));
+        if (head.unique != unique)
+            continue; /* a notification */
+        if (body)
+            *body = reply + sizeof(head);
+        if (size)
+            *size = (size_t)n - sizeof(head);
+        return head.error;
+    }
+}
+
+/* ---- the double of Python ---- */
+
+static uint8_t forwarded[1 << 20];
+
+static struct fuse_in_header *forwarded_request(void) {
+    struct timeval limit = {.tv_sec = 20};
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)forwarded;
+    int flags = fcntl(session, F_GETFL);
+    fcntl(session, F_SETFL, flags & ~O_NONBLOCK);
+    CHECK(setsockopt(session, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
+    do
+        CHECK(recv(session, forwarded, sizeof(forwarded), 0) > 0);
+    while (in->opcode == FUSE_INIT);
+    return in;
+}
+
+static void session_reply(uint64_t id, int error, const void *body, size_t size) {
+    uint8_t out[4096];
+    struct fuse_out_header head = {.len = (uint32_t)(sizeof(head) + size), .error = error, .unique = id};
+    memcpy(out, &head, sizeof(head));
+    if (size)
+        memcpy(out + sizeof(head), body, size);
+    CHECK(send(session, out, head.len, 0) == (ssize_t)head.len);
+}
+
+static int64_t completion(void) {
+    struct kvfs_completion done;
+    CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1);
+    return done.result;
+}
+
+static size_t make_record(uint8_t *out, uint64_t inode, const char *name, uint64_t size, uint8_t flags, uint32_t page, uint32_t header_pages) {
+    size_t name_size = strlen(name);
+    struct kvfs_inode_record r = {.record_size = (uint32_t)(sizeof(r) + round_up(name_size, 8)), .kind = KVFS_KIND_FILE, .flags = flags,
+                                  .name_size = (uint16_t)name_size, .inode = inode, .parent = 1, .version = inode, .size = size, .generation = 7,
+                                  .segment = 0, .page = page, .header_pages = header_pages, .mode = 0100644, .nlink = 1};
+    memset(out, 0, r.record_size);
+    memcpy(out, &r, sizeof(r));
+    memcpy(out + sizeof(r), name, name_size);
+    return r.record_size;
+}
+
+static uint64_t create(const char *name, uint64_t *fh) {
+    struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
+    ask(FUSE_CREATE, 1, &in, sizeof(in), name, strlen(name) + 1);
+    struct fuse_in_header *got = forwarded_request();
+    CHECK(got->opcode == FUSE_CREATE);
+    uint64_t inode = ++next_inode;
+    uint8_t record[512];
+    make_record(record, inode, name, 0, 0, 0, 0);
+    CHECK(kvfs_name_put(plane, record, 0) == 0);
+    CHECK(kvfs_file_create(plane, inode) == 0);
+    struct { struct fuse_entry_out entry; struct fuse_open_out open; } out = {.entry = {.nodeid = inode, .attr = {.ino = inode, .mode = 0100644, .nlink = 1}}};
+    session_reply(got->unique, 0, &out, sizeof(out));
+    void *body;
+    CHECK(answer(&body, NULL) == 0);
+    struct fuse_open_out open;
+    memcpy(&open, (uint8_t *)body + sizeof(struct fuse_entry_out), sizeof(open));
+    *fh = open.fh;
+    return inode;
+}
+
+static int write_at(uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t *data, uint32_t size) {
+    struct fuse_write_in in = {.fh = fh, .offset = offset, .size = size};
+    ask(FUSE_WRITE, inode, &in, sizeof(in), data, size);
+    return answer(NULL, NULL);
+}
+
+/* As the control plane seals: allocate, write, publish. Returns the completion. */
+static int64_t seal(uint64_t inode, const char *name) {
+    struct kvfs_seal_info info;
+    CHECK(kvfs_seal_begin(plane, inode, &info) == 0);
+    CHECK(info.dirty);
+    uint8_t record[4096];
+    size_t size = make_record(record, inode, name, info.size, KVFS_INODE_SEALED, (uint32_t)next_page, 0);
+    uint32_t header_pages = kvfs_header_pages(info.size, (uint32_t)size, 0, info.ranges + info.kept_extents + 2);
+    size = make_record(record, inode, name, info.size, KVFS_INODE_SEALED, (uint32_t)next_page, header_pages);
+    uint32_t first = header_pages + info.data_pages / 2, second = info.data_pages - info.data_pages / 2;
+    struct kvfs_run runs[2] = {{.generation = 7, .segment = 0, .page = (uint32_t)next_page, .page_count = first},
+                               {.generation = 7, .segment = 0, .page = (uint32_t)next_page + first, .page_count = second + 1}};
+    next_page += first + second + 1;
+    CHECK(next_page < plane->segment_pages);
+    CHECK(kvfs_seal_write(plane, 1, inode, runs, 2, header_pages, record, (uint32_t)size, "", 0) == 0);
+    int64_t r = completion();
+    if (r == 0) {
+        uint8_t final[4096];
+        CHECK(kvfs_seal_record(plane, inode, final, sizeof(final)) > 0);
+        CHECK(kvfs_inode_update(plane, final) == 0);
+    }
+    CHECK(kvfs_seal_end(plane, inode, r == 0) == 0);
+    return r;
+}
+
+static int flush_and_seal(uint64_t inode, uint64_t fh, const char *name) {
+    struct fuse_flush_in in = {.fh = fh};
+    ask(FUSE_FLUSH, inode, &in, sizeof(in), NULL, 0);
+    struct fuse_in_header *got = forwarded_request();
+    CHECK(got->opcode == FUSE_FLUSH);
+    uint64_t id = got->unique;
+    int64_t r = seal(inode, name);
+    session_reply(id, r < 0 ? -EIO : 0, NULL, 0);
+    return answer(NULL, NULL);
+}
+
+static void release(uint64_t inode, uint64_t fh) {
+    struct fuse_release_in in = {.fh = fh};
+    ask(FUSE_RELEASE, inode, &in, sizeof(in), NULL, 0);
+    CHECK(answer(NULL, NULL) == 0);
+}
+
+static uint64_t open_read(uint64_t inode, int *error) {
+    struct fuse_open_in in = {.flags = O_RDONLY};
+    void *body;
+    ask(FUSE_OPEN, inode, &in, sizeof(in), NULL, 0);
+    *error = answer(&body, NULL);
+    struct fuse_open_out out = {0};
+    if (*error == 0)
+        memcpy(&out, body, sizeof(out));
+    return out.fh;
+}
+
+/* Read and compare; returns the error of the reply. */
+static int read_check(uint64_t inode, uint64_t fh, uint64_t offset, uint32_t size, const uint8_t *expected, uint64_t file_size) {
+    struct fuse_read_in in = {.fh = fh, .offset = offset, .size = size};
+    void *body;
+    size_t length;
+    ask(FUSE_READ, inode, &in, sizeof(in), NULL, 0);
+    int error = answer(&body, &length);
+    if (error)
+        return error;
+    uint64_t want = offset >= file_size ? 0 : min_u64(size, file_size - offset);
+    CHECK(length == want);
+    CHECK(memcmp(body, expected + offset, want) == 0);
+    return 0;
+}
+
+static void fault(uint32_t kind, uint32_t direction, uint32_t value) {
+    for (uint32_t i = 0; i < DEVICES; i++)
+        CHECK(kvfs_fault_set(plane, i, kind, direction, 1, value) == 0);
+}
+
+static void start(const char *directory) {
+    uint64_t offsets[DEVICES];
+    static struct kvfs_member members[SEGMENTS * DEVICES];
+    for (uint32_t i = 0; i < DEVICES; i++) {
+        char path[512];
+        snprintf(path, sizeof(path), "%s/device%u", directory, i);
+        device_fds[i] = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        CHECK(device_fds[i] >= 0 && ftruncate(device_fds[i], (off_t)(ZONE * SEGMENTS + (1 << 20))) == 0);
+        offsets[i] = 1 << 20;
+        for (uint32_t s = 0; s < SEGMENTS; s++)
+            members[s * DEVICES + i] = (struct kvfs_member){(i + s) % DEVICES, s};
+    }
+    struct kvfs_plane_config config = {.secret = SECRET, .mount_epoch = 3, .zone_size = ZONE, .stripe_unit = 65536, .staging_size = 64 << 20,
+                                       .read_memory_size = 32 << 20, .records_max = 100000, .stripe_width = DEVICES, .segment_count = SEGMENTS,
+                                       .device_count = DEVICES, .io_timeout_ms = 400, .request_timeout_ms = 500, .server_threads = 1,
+                                       .store_threads = 2, .max_read = 1 << 20, .verify = 1, .spin_us = 20};
+    CHECK(kvfs_plane_create(&config, device_fds, offsets, members, &plane) == 0);
+    kvfs_table_set_complete(kvfs_plane_table(plane), 1);
+    struct kvfs_record root = {.inode = 1, .parent = 1, .mode = 040755, .nlink = 2, .kind = KVFS_KIND_DIRECTORY};
+    CHECK(kvfs_table_put(kvfs_plane_table(plane), &root, "", 0, 0) == 0);
+    session = kvfs_session_open(plane);
+    CHECK(session >= 0);
+    int pair[2], size = 8 << 20;
+    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair) == 0);
+    for (int i = 0; i < 2; i++)
+        CHECK(setsockopt(pair[i], SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof(size)) == 0);
+    kernel = pair[0];
+    CHECK(kvfs_fuse_add(plane, pair[1]) == 0);
+    struct fuse_init_in init = {.major = FUSE_KERNEL_VERSION, .minor = 45, .flags = 0xffffffff};
+    ask(FUSE_INIT, 0, &init, sizeof(init), NULL, 0);
+    CHECK(answer(NULL, NULL) == 0);
+}
+
+static uint8_t *pattern(uint64_t size, unsigned seed) {
+    uint8_t *data = malloc(size);
+    CHECK(data);
+    for (uint64_t i = 0; i < size; i++)
+        data[i] = (uint8_t)((seed = seed * 1103515245u + 12345u) >> 16);
+    return data;
+}
+
+static void test_write_seal_read(void) {
+    static const uint64_t sizes[] = {0, 1, 4095, 4096, 4097, 65536, 65537, 1000001, 1 << 20, (1 << 20) + 1, 3145728, 3000017};
+    for (unsigned i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+        uint64_t size = sizes[i], fh;
+        uint8_t *data = pattern(size + 1, i);
+        char name[64];
+        snprintf(name, sizeof(name), "block%u", i);
+        uint64_t inode = create(name, &fh);
+        /* Backwards, in pieces: any order before the seal. */
+        for (uint64_t end = size; end;) {
+            uint64_t piece = i % 2 ? min_u64(end, 300000) : min_u64(end, end % CHUNK_SIZE ? end % CHUNK_SIZE : CHUNK_SIZE);
+            CHECK(write_at(inode, fh, end - piece, data + end - piece, (uint32_t)piece) == 0);
+            end -= piece;
+        }
+        for (uint64_t at = 0; at < size; at += 1 << 20)
+            CHECK(read_check(inode, fh, at, 1 << 20, data, size) == 0);
+        CHECK(flush_and_seal(inode, fh, name) == 0);
+        for (uint64_t at = 0; at <= size; at += 700000)
+            CHECK(read_check(inode, fh, at, 1 << 20, data, size) == 0);
+        release(inode, fh);
+        int error;
+        fh = open_read(inode, &error);
+        CHECK(error == 0);
+        for (uint64_t at = 0; at <= size; at += 333333)
+            CHECK(read_check(inode, fh, at, 1 << 20, data, size) == 0);
+        release(inode, fh);
+        free(data);
+    }
+    printf("ok writes in any order are sealed and read back\n");
+}
+
+static void test_faults(void) {
+    uint64_t size = 2 << 20, fh;
+    uint8_t *data = pattern(size, 99);
+    uint64_t inode = create("faulty", &fh);
+    CHECK(write_at(inode, fh, 0, data, 1 << 20) == 0 && write_at(inode, fh, 1 << 20, data + (1 << 20), 1 << 20) == 0);
+    fault(KVFS_FAULT_ERROR, 2, EIO);
+    CHECK(flush_and_seal(inode, fh, "faulty") == -EIO);
+    fault(KVFS_FAULT_NONE, 3, 0);
+    CHECK(read_check(inode, fh, 0, 1 << 20, data, size) == 0); /* a failed seal loses nothing */
+    CHECK(flush_and_seal(inode, fh, "faulty") == 0);
+    release(inode, fh);
+    int error;
+    fh = open_read(inode, &error);
+    static const struct { uint32_t kind, value; const char *name; } faults[] = {
+        {KVFS_FAULT_ERROR, EIO, "error"}, {KVFS_FAULT_SHORT, 0, "short read"}, {KVFS_FAULT_FLIP, 4097, "flipped bit"}, {KVFS_FAULT_DELAY, 2000, "silence"}};
+    for (unsigned i = 0; i < 4; i++) {
+        fault(faults[i].kind, 1, faults[i].value);
+        uint64_t began = now_ns();
+        CHECK(read_check(inode, fh, 1 << 20, 1 << 20, data, size) == -EIO);
+        CHECK(now_ns() - began < 3000000000ull);
+        fault(KVFS_FAULT_NONE, 3, 0);
+        CHECK(read_check(inode, fh, 1 << 20, 1 << 20, data, size) == 0);
+        printf("ok a device's %s is EIO, and over when it is over\n", faults[i].name);
+    }
+    release(inode, fh);
+    struct kvfs_event events[64];
+    CHECK(kvfs_take_events(plane, events, 64) > 0);
+    struct kvfs_statistics statistics;
+    kvfs_statistics_get(plane, &statistics);
+    CHECK(statistics.checksum_errors > 0 && statistics.read_errors >= 4);
+    free(data);
+}
+
+static void test_deadline_of_forwarded_requests(void) {
+    struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
+    uint64_t began = now_ns();
+    ask(FUSE_CREATE, 1, &in, sizeof(in), "late", 5);
+    uint64_t id = forwarded_request()->unique;
+    CHECK(answer(NULL, NULL) == -EIO);
+    CHECK(now_ns() - began < 2000000000ull);
+    /* The late reply is dropped, and the file it opened is released: it comes back as one to seal. */
+    uint64_t inode = ++next_inode;
+    uint8_t record[512];
+    make_record(record, inode, "late", 0, 0, 0, 0);
+    CHECK(kvfs_name_put(plane, record, 0) == 0 && kvfs_file_create(plane, inode) == 0);
+    struct { struct fuse_entry_out entry; struct fuse_open_out open; } out = {.entry = {.nodeid = inode, .attr = {.ino = inode, .mode = 0100644}}};
+    session_reply(id, 0, &out, sizeof(out));
+    uint64_t until = now_ns() + 5000000000ull;
+    bool seen = false;
+    while (!seen && now_ns() < until) {
+        struct kvfs_event events[16];
+        int n = kvfs_take_events(plane, events, 16);
+        for (int i = 0; i < n; i++)
+            seen |= events[i].type == KVFS_EVENT_RESEAL && events[i].inode == inode;
+        usleep(1000);
+    }
+    CHECK(seen);
+    CHECK(kvfs_inode_is_open(plane, inode) == 2);
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    CHECK(kvfs_inode_is_open(plane, inode) == 0);
+    printf("ok a forwarded request has its deadline, and a late reply leaves nothing open\n");
+}
+
+static void test_rewrite_in_place(void) {
+    uint64_t size = 2500000, fh;
+    uint8_t *data = pattern(size + (1 << 20), 5);
+    uint64_t inode = create("rewritten", &fh);
+    for (uint64_t at = 0; at < size; at += 1 << 20)
+        CHECK(write_at(inode, fh, at, data + at, (uint32_t)min_u64(1 << 20, size - at)) == 0);
+    CHECK(flush_and_seal(inode, fh, "rewritten") == 0);
+    unsigned seed = 77;
+    for (int round = 0; round < 12; round++) {
+        for (int i = 0; i < 5; i++) {
+            seed = seed * 1103515245u + 12345u;
+            uint64_t at = seed % size;
+            uint32_t length = (uint32_t)min_u64(1 + (seed >> 8) % 200000, size - at);
+            for (uint32_t k = 0; k < length; k++)
+                data[at + k] ^= (uint8_t)(0x5a + round);
+            CHECK(write_at(inode, fh, at, data + at, length) == 0);
+        }
+        if (round % 3 == 2) {
+            seed = seed * 1103515245u + 12345u;
+            uint64_t cut = size - seed % 5000;
+            CHECK(kvfs_file_truncate(plane, inode, cut) == 0);
+            memset(data + cut, 0, size - cut);
+            CHECK(kvfs_file_truncate(plane, inode, size) == 0);
+        }
+        for (uint64_t at = 0; at < size; at += 500001)
+            CHECK(read_check(inode, fh, at, 600000, data, size) == 0);
+        CHECK(flush_and_seal(inode, fh, "rewritten") == 0);
+        for (uint64_t at = 0; at < size; at += 500001)
+            CHECK(read_check(inode, fh, at, 600000, data, size) == 0);
+    }
+    release(inode, fh);
+    free(data);
+    printf("ok a sealed file is rewritten, cut and grown in place\n");
+}
+
+static void test_unlinked_while_open(void) {
+    uint64_t fh;
+    uint8_t *data = pattern(200000, 6);
+    uint64_t inode = create("unlinked", &fh);
+    CHECK(write_at(inode, fh, 0, data, 200000) == 0);
+    CHECK(flush_and_seal(inode, fh, "unlinked") == 0);
+    CHECK(kvfs_inode_remove(plane, inode) == 1);
+    CHECK(read_check(inode, fh, 0, 200000, data, 200000) == 0);
+    release(inode, fh);
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    int error;
+    open_read(inode, &error);
+    CHECK(error == -ESTALE);
+    free(data);
+    printf("ok an unlinked file lives as long as its handle, then opening it is ESTALE\n");
+}
+
+static void test_bad_requests(void) {
+    /* Lengths, handles and opcodes that no kernel would send. */
+    struct fuse_read_in read = {.fh = 0xdeadbeef, .size = 4096};
+    ask(FUSE_READ, 1234, &read, sizeof(read), NULL, 0);
+    CHECK(answer(NULL, NULL) == -EBADF);
+    ask(FUSE_READ, 1234, &read, 4, NULL, 0);
+    CHECK(answer(NULL, NULL) == -EINVAL);
+    struct fuse_write_in write = {.fh = 1, .size = 100};
+    ask(FUSE_WRITE, 1234, &write, sizeof(write), "short", 5);
+    CHECK(answer(NULL, NULL) == -EBADF);
+    char name[300];
+    memset(name, 'x', sizeof(name));
+    name[299] = 0;
+    ask(FUSE_LOOKUP, 1, name, sizeof(name), NULL, 0);
+    CHECK(answer(NULL, NULL) == -ENAMETOOLONG);
+    ask(9999, 1, NULL, 0, NULL, 0);
+    CHECK(answer(NULL, NULL) == -ENOSYS);
+    ask(FUSE_LOOKUP, 1, "nothing", 8, NULL, 0);
+    CHECK(answer(NULL, NULL) == -ENOENT);
+    printf("ok malformed requests get an error each\n");
+}
+
+int main(void) {
+    char directory[] = "/tmp/kvfs-plane-XXXXXX";
+    CHECK(mkdtemp(directory));
+    start(directory);
+    test_bad_requests();
+    test_write_seal_read();
+    test_faults();
+    test_deadline_of_forwarded_requests();
+    test_rewrite_in_place();
+    test_unlinked_while_open();
+    close(kernel); /* unmount */
+    uint64_t until = now_ns() + 5000000000ull;
+    while (kvfs_transport_count(plane) && now_ns() < until)
+        usleep(1000);
+    kvfs_plane_destroy(plane);
+    close(session);
+    for (uint32_t i = 0; i < DEVICES; i++) {
+        char path[512];
+        snprintf(path, sizeof(path), "%s/device%u", directory, i);
+        unlink(path);
+        close(device_fds[i]);
+    }
+    rmdir(directory);
+    printf("ok the plane comes down with nothing left\n");
+    return 0;
+}

@@ -1,0 +1,15 @@
+"""The engines' own clients on the mount.
+
+`pytest tests/clients` mounts kvfs on a pool of its own; `pytest tests/clients --directory DIR` asserts the same of
+any directory (ext4, or a FUSE peer), to tell a wrong test from a wrong filesystem.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import helpers
+
+for _name in helpers.FIXTURES:
+    globals()[_name] = getattr(helpers, _name)

@@ -1,0 +1,147 @@
+"""Never full, never wrong: what an engine sees of eviction. kvfs only, each on a small pool of its own."""
+
+import errno
+import os
+
+import pytest
+from helpers import MIB, assert_same, content, opened, raises_errno, read_file, write_file
+
+BLOCK = 4 * MIB + 100
+
+
+@pytest.mark.timeout(240)
+def test_writing_twice_the_pool_evicts_and_never_fails(own_pool):
+    """Afterwards each name is a whole block or ENOENT; what was open stayed readable; statvfs never said full."""
+    pool = own_pool(files=4, size="128M")
+    count = 2 * 4 * 128 * MIB // BLOCK
+    (pool.mount / "kv").mkdir()
+    with opened(pool.mount / "kv" / "held", os.O_CREAT | os.O_RDWR) as descriptor:
+        os.write(descriptor, content(BLOCK, "held"))
+    with opened(pool.mount / "kv" / "held", os.O_RDONLY) as held:
+        for index in range(count):
+            path = pool.mount / "kv" / f"{index:06d}"
+            write_file(path.with_suffix(".tmp"), content(BLOCK, index))
+            os.rename(path.with_suffix(".tmp"), path)
+            if index % 16 == 0:
+                figures = os.statvfs(pool.mount)
+                assert (figures.f_blocks - figures.f_bavail) / figures.f_blocks < 0.70
+        assert_same(os.pread(held, 2 * BLOCK, 0), content(BLOCK, "held"), "a block open all along")
+    hits = 0
+    for index in range(count):
+        path = pool.mount / "kv" / f"{index:06d}"
+        listed = os.access(path, os.F_OK)
+        try:
+            data = read_file(path)
+        except FileNotFoundError:
+            assert not listed, f"a stale hit on {path.name}"
+            with raises_errno(errno.ENOENT):
+                os.stat(path)
+            continue
+        assert_same(data, content(BLOCK, index), path.name)
+        hits += 1
+    assert 0 < hits < count, f"{hits} of {count} blocks are left"
+    assert hits * BLOCK > 4 * 128 * MIB // 3, f"only {hits} blocks are left: the pool keeps too little"
+    last = pool.mount / "kv" / f"{count - 1:06d}"
+    assert_same(read_file(last), content(BLOCK, count - 1), "the newest block")
+    assert len(os.listdir(pool.mount / "kv")) >= hits
+
+
+@pytest.mark.timeout(240)
+def test_evicted_names_can_be_stored_again(own_pool):
+    pool = own_pool(files=4, size="64M")
+    names = [pool.mount / f"{index:06d}" for index in range(2 * 4 * 64 * MIB // BLOCK)]
+    for round_ in range(2):
+        for path in names:
+            write_file(path.with_suffix(".tmp"), content(BLOCK, (round_, path.name)))
+            os.rename(path.with_suffix(".tmp"), path)
+            assert_same(read_file(path), content(BLOCK, (round_, path.name)), f"{path.name} just stored")
+
+
+@pytest.mark.timeout(240)
+def test_when_everything_is_held_open_the_write_fails_not_the_close(own_pool):
+    """ENOSPC comes from write(2), in good time, leaves what is held readable, and goes away with the handles."""
+    pool = own_pool(files=4, size="64M")
+    held = []
+    failed = None
+    try:
+        for index in range(4 * 64 * MIB // BLOCK + 20):
+            descriptor = os.open(pool.mount / f"{index:06d}", os.O_CREAT | os.O_EXCL | os.O_RDWR)
+            held.append(descriptor)
+            written = 0
+            data = content(BLOCK, index)
+            try:
+                while written < BLOCK:
+                    written += os.pwrite(descriptor, data[written:], written)
+            except OSError as error:
+                failed = error
+                break
+            os.close(held.pop())  # must not fail: what write() took is safe
+            held.append(os.open(pool.mount / f"{index:06d}", os.O_RDONLY))
+        assert failed is not None, "more was held than the pool can hold"
+        assert failed.errno == errno.ENOSPC
+        os.close(held.pop())
+        assert len(held) * BLOCK > 4 * 64 * MIB // 4, f"full with {len(held)} blocks held"
+        for index, descriptor in enumerate(held):
+            assert_same(os.pread(descriptor, 2 * BLOCK, 0), content(BLOCK, index), f"held block {index}")
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+    for index in range(40):
+        write_file(pool.mount / f"after-{index}", content(BLOCK, index))
+    assert_same(read_file(pool.mount / "after-39"), content(BLOCK, 39), "a block written after the release")
+
+
+def test_unmount_and_mount_keep_every_block_and_name(own_pool):
+    pool = own_pool(files=2, size="256M")
+    os.makedirs(pool.mount / "a" / "b")
+    for index in range(20):
+        write_file(pool.mount / "a" / "b" / f"{index}", content(MIB + index, index))
+    os.symlink("b/3", pool.mount / "a" / "link")
+    os.setxattr(pool.mount / "a" / "b" / "3", "user.vllm.kv_crc32c", b"1234")
+    os.chmod(pool.mount / "a" / "b" / "4", 0o600)
+    os.utime(pool.mount / "a" / "b" / "4", ns=(10**18, 2 * 10**18))
+    pool.umount()
+    assert not (pool.mount / "a").exists()
+    pool.start()
+    assert sorted(os.listdir(pool.mount / "a" / "b"), key=int) == [f"{index}" for index in range(20)]
+    for index in range(20):
+        assert_same(read_file(pool.mount / "a" / "b" / f"{index}"), content(MIB + index, index), f"block {index}")
+    assert read_file(pool.mount / "a" / "link") == content(MIB + 3, 3)
+    assert os.getxattr(pool.mount / "a" / "b" / "3", "user.vllm.kv_crc32c") == b"1234"
+    status = os.stat(pool.mount / "a" / "b" / "4")
+    assert (status.st_mode & 0o7777, status.st_mtime_ns) == (0o600, 2 * 10**18)
+
+
+def test_killed_daemon_is_followed_by_misses_never_by_wrong_bytes(own_pool):
+    """What was fsynced is there again; of the rest, each is whole or missing."""
+    pool = own_pool(files=2, size="256M")
+    for index in range(20):
+        write_file(pool.mount / f"{index}", content(MIB + index, index))
+    with opened(pool.mount / "synced", os.O_CREAT | os.O_WRONLY) as descriptor:
+        os.write(descriptor, content(MIB, "synced"))
+        os.fsync(descriptor)
+    with opened(pool.mount, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        os.fsync(descriptor)
+    for index in range(20, 40):
+        write_file(pool.mount / f"{index}", content(MIB + index, index))
+    pool.kill()
+    with raises_errno(errno.ENOTCONN, errno.ECONNABORTED, errno.EIO):
+        os.stat(pool.mount / "3")
+    pool.remount()
+    assert_same(read_file(pool.mount / "synced"), content(MIB, "synced"), "a synced block")
+    for index in range(40):
+        try:
+            data = read_file(pool.mount / f"{index}")
+        except FileNotFoundError:
+            assert index >= 20, f"block {index} was synced"
+            continue
+        assert_same(data, content(MIB + index, index), f"block {index}")
+    write_file(pool.mount / "after", b"works")
+    assert read_file(pool.mount / "after") == b"works"
+
+
+def test_status_is_json_with_a_version_and_the_devices(own_pool):
+    pool = own_pool(files=3, size="128M")
+    status = pool.status()
+    assert "version" in status
+    assert len(status["devices"]) == 3

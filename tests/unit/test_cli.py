@@ -1,0 +1,201 @@
+"""The command line: what it refuses, in one line, with which status, and that nothing has changed then."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvfs import cli
+from kvfs.frontend import mount
+
+
+def run(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        status = cli.main([str(argument) for argument in arguments])
+    except SystemExit as ending:
+        status = int(ending.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def tree(path: Path) -> list[tuple[str, int]]:
+    """Every file below a path, with its size: to see that nothing has changed."""
+    return sorted((str(file), file.lstat().st_size) for file in path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "VERB"),
+        (["frobnicate"], "frobnicate"),
+        (["format"], "POOL"),
+        (["format", "{pool}"], "--device"),
+        (["format", "{pool}", "--files", "2"], "--size"),
+        (["format", "{pool}", "--files", "0", "--size", "64M"], "'0'"),
+        (["format", "{pool}", "--files", "two", "--size", "64M"], "'two'"),
+        (["format", "{pool}", "--files", "2", "--size", "64X"], "64X"),
+        (["format", "{pool}", "--files", "2", "--size", "-4M"], "--size"),
+        (["format", "{pool}", "--files", "2", "--size", ""], "--size"),
+        (["format", "{pool}", "--files", "2", "--size", "64M", "--device", "/dev/null"], "--files"),
+        (["format", "{pool}", "--device", "/dev/null", "--size", "64M"], "--size"),
+        (["format", "{pool}", "--files", "2", "--size", "64M", "--stripe-unit", "lots"], "lots"),
+        (["format", "{pool}", "--files", "2", "--size", "64M", "--stripe-width", "3"], "3"),
+        (["mount", "{pool}"], "MOUNTPOINT"),
+        (["mount", "{pool}", "{pool}", "--staging", "1Q"], "1Q"),
+        (["umount"], "MOUNTPOINT"),
+        (["stats"], "POOL|MOUNTPOINT"),
+        (["stats", "{pool}", "--interval", "soon"], "soon"),
+        (["stats", "{pool}", "--interval", "0"], "'0'"),
+        (["evict", "{pool}"], "--size"),
+        (["evict", "{pool}", "--size", "1G", "--all"], "--all"),
+        (["pin"], "PATH"),
+        (["import", "{pool}"], "--device"),
+        (["status", "-o", "xml"], "xml"),
+        (["doctor", "--repair"], "--repair"),
+    ],
+)
+def test_a_command_line_without_sense_is_one_line_and_status_2(
+    arguments: Sequence[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = tmp_path / "pool"
+    status, out, error = run(*[argument.format(pool=pool) for argument in arguments], capsys=capsys)
+    assert status == 2, error
+    assert out == ""
+    assert error.startswith("kvfs") and words in error and error.count("\n") == 1, error
+    assert tree(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mount", "{none}", "{directory}"], "none: "),
+        (["mount", "{directory}", "{directory}"], "directory: "),
+        (["mount", "{directory}", "/proc"], ""),
+        (["mount", "{file}", "{directory}"], "file: "),
+        (["umount", "{directory}"], "directory: not mounted"),
+        (["umount", "{none}"], "none: not mounted"),
+        (["umount", "/proc"], "/proc: not a kvfs mount (proc)"),
+        (["status", "{none}"], "none: no such pool"),
+        (["status", "{directory}"], "directory: "),
+        (["stats", "{directory}"], "directory: not mounted"),
+        (["evict", "{directory}", "--all"], "directory: not mounted"),
+        (["fsck", "{directory}"], "directory: "),
+        (["fsck", "{none}"], "none: "),
+        (["pin", "{file}"], "file: not in a kvfs mount"),
+        (["unpin", "{none}"], "none: no such file"),
+        (["import", "{directory}", "--device", "{file}"], "file: "),
+        (["format", "{pool}", "--device", "{none}"], "none: "),
+        (["format", "{pool}", "--device", "{directory}"], "directory: "),
+        (["format", "{pool}", "--device", "{file}", "--force"], "file: "),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_that_names_the_object(
+    arguments: Sequence[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {name: tmp_path / name for name in ("none", "directory", "file", "pool")}
+    names["directory"].mkdir()
+    names["file"].write_bytes(b"x")
+    before = tree(tmp_path)
+    status, out, error = run(*[argument.format(**names) for argument in arguments], capsys=capsys)
+    assert status in (1, 2), error
+    assert out == ""
+    assert error.startswith("kvfs: ") and words in error and error.count("\n") == 1, error
+    assert "Traceback" not in error and "internal error" not in error, error
+    assert tree(tmp_path) == before
+
+
+def test_an_unexpected_error_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explode(path: object) -> None:
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr(mount, "find_mount", explode)
+    status, _, error = run("umount", tmp_path, capsys=capsys)
+    assert status == 1
+    assert error == "kvfs: internal error: ZeroDivisionError: division by zero (KVFS_DEBUG=1 shows where)\n"
+    monkeypatch.setenv("KVFS_DEBUG", "1")
+    assert "Traceback" in run("umount", tmp_path, capsys=capsys)[2]
+
+
+def test_kvfs_does_not_run_without_its_assertions() -> None:
+    result = subprocess.run(
+        [sys.executable, "-O", "-m", "kvfs", "status"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("kvfs: python -O") and result.stderr.count("\n") == 1
+
+
+def test_status_of_nothing_is_an_empty_list(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mount, "mounts", lambda: [])
+    status, out, _ = run("status", "-o", "json", capsys=capsys)
+    assert status == 0
+    assert json.loads(out) == {"version": 1, "pools": []}
+
+
+def test_doctor_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run("doctor", "-o", "json", capsys=capsys)
+    document = json.loads(out)
+    assert document["version"] == 1
+    assert document["mount_can_work"] == (status == 0)
+    assert {"name", "state", "found", "action", "required"} == set(document["checks"][0])
+
+
+def test_completion_is_bash_and_knows_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run("completion", capsys=capsys)
+    assert status == 0
+    for verb in ("format", "mount", "umount", "status", "stats", "fsck", "pin", "unpin", "evict", "doctor", "import"):
+        assert verb in out
+    assert subprocess.run(["bash", "-n"], input=out, text=True, check=False).returncode == 0
+    script = out + '\nCOMP_WORDS=(kvfs fsck --re); COMP_CWORD=2; _kvfs; echo "${COMPREPLY[@]}"'
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == "--repair"
+
+
+def test_a_path_in_a_mount_below_another_one_is_judged_by_the_nearer() -> None:
+    kvfs = mount.Mount("/mnt/kv", "/srv/pool", mount.FILESYSTEM_TYPE, "rw", "0:50")
+    tmpfs = mount.Mount("/mnt/kv/tmp", "tmpfs", "tmpfs", "rw", "0:51")
+    root = mount.Mount("/", "/dev/sda1", "ext4", "rw", "8:1")
+    assert cli._in_a_mount("/mnt/kv/file", [root, kvfs, tmpfs])
+    assert not cli._in_a_mount("/mnt/kv/tmp/file", [root, kvfs, tmpfs])
+    assert not cli._in_a_mount("/mnt/kvx", [root, kvfs, tmpfs])
+
+
+def test_progress_is_silent_for_short_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = cli.ProgressPrinter()
+    progress("reading", 1, 10)
+    assert capsys.readouterr().err == ""
+    now += cli.PROGRESS_AFTER_S
+    progress("reading", 5, 10)
+    progress("reading", 6, 10)
+    assert capsys.readouterr().err == "kvfs: reading: 5 of 10 (50%)\n"
+
+
+def test_mount_kvfs_translates_mount_options(tmp_path: Path) -> None:
+    helper = Path(__file__).resolve().parents[2] / "tools" / "mount.kvfs"
+    command = [
+        str(helper),
+        "/srv/pool",
+        "/mnt/kv",
+        "-n",
+        "-o",
+        "defaults,allow_other,noexec,ro,staging=1G,nofail,x-systemd.automount",
+        "-f",
+    ]
+    environment = {**os.environ, "KVFS": "/bin/true"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.stdout.split() == [
+        "/bin/true", "mount", "/srv/pool", "/mnt/kv", "--allow-other", "--staging", "1G", "--options", "noexec,ro",
+    ]  # fmt: skip

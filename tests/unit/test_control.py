@@ -1,0 +1,157 @@
+"""The control socket, both ends of it, over a real socket."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import pytest
+import trio
+
+from kvfs.errors import DeadlineError, KvfsError
+from kvfs.frontend.control import Arguments, ControlClient, ControlServer, Progress
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test; pytest sees its arguments."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        trio.run(functools.partial(test, *args, **kwargs))
+
+    return run
+
+
+async def _echo(arguments: Arguments, progress: Progress) -> object:
+    return {"echo": arguments.get("text")}
+
+
+async def _fail(arguments: Arguments, progress: Progress) -> object:
+    raise KvfsError("segment 7: no")
+
+
+async def _count(arguments: Arguments, progress: Progress) -> object:
+    for index in range(3):
+        await progress({"done": index})
+    return 3
+
+
+async def _sleep(arguments: Arguments, progress: Progress) -> object:
+    await trio.sleep(60)
+    return None
+
+
+COMMANDS = {"echo": _echo, "fail": _fail, "count": _count, "sleep": _sleep}
+
+
+async def serving(pool: Path, client: Callable[[], None]) -> None:
+    """Run the server, and the client's blocking calls in a thread beside it."""
+    server = ControlServer(pool, COMMANDS)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.run)
+        with trio.fail_after(10):
+            await trio.to_thread.run_sync(client)
+        nursery.cancel_scope.cancel()
+    server.close()
+    assert not (pool / "control.sock").exists()
+
+
+@in_trio
+async def test_commands_are_answered_one_after_the_other(tmp_path: Path) -> None:
+    def client() -> None:
+        with ControlClient(tmp_path) as control:
+            for text in ("a", "b" * 100_000, "ü"):
+                assert control.call("echo", text=text) == {"echo": text}
+
+    await serving(tmp_path, client)
+
+
+@in_trio
+async def test_an_error_comes_back_as_one_with_the_pools_name(tmp_path: Path) -> None:
+    def client() -> None:
+        with ControlClient(tmp_path) as control:
+            with pytest.raises(KvfsError, match="segment 7: no"):
+                control.call("fail")
+            with pytest.raises(KvfsError, match="no command 'explode'"):
+                control.call("explode")
+            assert control.call("echo", text="still there") == {"echo": "still there"}
+
+    await serving(tmp_path, client)
+
+
+@in_trio
+async def test_progress_arrives_before_the_result(tmp_path: Path) -> None:
+    def client() -> None:
+        seen: list[Mapping[str, object]] = []
+        with ControlClient(tmp_path) as control:
+            assert control.call("count", seen.append) == 3
+        assert seen == [{"done": 0}, {"done": 1}, {"done": 2}]
+
+    await serving(tmp_path, client)
+
+
+@in_trio
+async def test_a_daemon_that_does_not_answer_meets_the_deadline(tmp_path: Path) -> None:
+    def client() -> None:
+        with ControlClient(tmp_path, timeout_s=0.1) as control, pytest.raises(DeadlineError, match="gave no answer"):
+            control.call("sleep")
+
+    await serving(tmp_path, client)
+
+
+@in_trio
+async def test_nonsense_is_answered_with_an_error(tmp_path: Path) -> None:
+    def client() -> None:
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.settimeout(5)
+            raw.connect(str(tmp_path / "control.sock"))
+            for line in (b"not json\n", b"[1,2]\n", b'{"command": 5}\n'):
+                raw.sendall(line)
+                assert json.loads(raw.makefile().readline())["ok"] is False
+
+    await serving(tmp_path, client)
+
+
+@in_trio
+async def test_a_pool_with_a_long_path_can_be_controlled(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    deep.mkdir(parents=True)
+
+    def client() -> None:
+        with ControlClient(deep) as control:
+            assert control.call("echo", text="far") == {"echo": "far"}
+
+    await serving(deep, client)
+
+
+@in_trio
+async def test_a_socket_left_by_a_dead_daemon_is_replaced(tmp_path: Path) -> None:
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(tmp_path / "control.sock"))
+    left.close()
+    with pytest.raises(KvfsError, match="not mounted"):
+        ControlClient(tmp_path)
+
+    def client() -> None:
+        with ControlClient(tmp_path) as control:
+            assert control.call("echo", text="new") == {"echo": "new"}
+
+    await serving(tmp_path, client)
+
+
+def test_without_a_daemon_the_pool_is_not_mounted(tmp_path: Path) -> None:
+    with pytest.raises(KvfsError) as caught:
+        ControlClient(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: not mounted"
+
+
+@in_trio
+async def test_the_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
+    def client() -> None:
+        assert os.stat(tmp_path / "control.sock").st_mode & 0o777 == 0o600
+
+    await serving(tmp_path, client)

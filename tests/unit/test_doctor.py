@@ -1,0 +1,72 @@
+"""The doctor on this machine, and its words for machines that lack something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvfs import doctor
+
+
+def test_every_check_says_what_it_found() -> None:
+    checks = doctor.examine()
+    assert {"python", "kernel", "/dev/fuse", "io_uring", "memlock", "open files", "cpu"} <= {
+        check.name for check in checks
+    }
+    for check in checks:
+        assert check.state in ("ok", "missing", "note") and check.found and "\n" not in check.found
+        assert check.action or check.state != "missing"
+
+
+@pytest.mark.parametrize(
+    ("release", "version"), [("6.18.44-generic", (6, 18)), ("5.15.0", (5, 15)), ("6.1-rc3", (6, 1)), ("7", (7, 0))]
+)
+def test_kernel_releases_are_compared_as_numbers(release: str, version: tuple[int, int]) -> None:
+    assert doctor.kernel_version(release) == version
+
+
+def test_an_old_kernel_cannot_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "4.19.0-6-amd64")
+    kernel = next(check for check in doctor.examine() if check.name == "kernel")
+    assert kernel.fatal and "newer" in kernel.action
+    text = doctor.render([kernel])
+    assert "a mount cannot work: kernel" in text
+
+
+def test_a_kernel_before_6_16_is_slower_but_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "6.1.0-28-amd64")
+    epoch = next(check for check in doctor.examine() if check.name == "fuse epoch")
+    assert epoch.state == "note" and not epoch.fatal
+
+
+def test_a_kernel_without_io_uring_is_told_how_to_enable_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(self: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(doctor._Ring, "__init__", refuse)
+    switch = tmp_path / "io_uring_disabled"
+    switch.write_text("2\n")
+    monkeypatch.setattr(doctor, "IO_URING_DISABLED_PATH", switch)
+    ring = next(check for check in doctor.examine() if check.name == "io_uring")
+    assert ring.fatal
+    assert "kernel.io_uring_disabled = 2" in ring.found and "sysctl kernel.io_uring_disabled=0" in ring.action
+
+
+def test_a_probe_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(path: str) -> object:
+        raise RuntimeError("no sysfs here")
+
+    monkeypatch.setattr("os.stat", explode)
+    assert any("no sysfs here" in check.found for check in doctor.examine())
+
+
+def test_small_request_limits_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limit = tmp_path / "max_pages_limit"
+    limit.write_text("256\n")
+    monkeypatch.setattr(doctor, "MAX_PAGES_PATH", limit)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    pages = next(check for check in doctor.examine() if check.name == "fuse max_pages")
+    assert pages.state == "missing" and "max_pages_limit=1024" in pages.action
+    limit.write_text("4096\n")
+    assert next(check for check in doctor.examine() if check.name == "fuse max_pages").state == "ok"

@@ -1,0 +1,88 @@
+"""Mount points and the mount table, without mounting anything."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvfs.errors import DeadlineError, UsageError
+from kvfs.frontend import mount
+
+MOUNTINFO = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+40 22 0:50 / /mnt/a\040b rw,nosuid,nodev - fuse.kvfs /srv/my\011pool rw,user_id=0
+41 22 0:51 / /mnt/x rw - tmpfs tmpfs rw
+broken line
+42 41 0:52 / /mnt/x rw shared:3 master:1 - fuse.kvfs /srv/other rw
+"""
+
+
+def test_mountinfo_is_read_with_its_escapes() -> None:
+    found = mount.parse_mountinfo(MOUNTINFO)
+    assert [entry.mountpoint for entry in found] == ["/", "/mnt/a b", "/mnt/x", "/mnt/x"]
+    assert found[1].source == "/srv/my\tpool" and found[1].is_kvfs
+    assert found[3].device == "0:52"
+
+
+def test_the_topmost_mount_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mount, "mounts", lambda: mount.parse_mountinfo(MOUNTINFO))
+    present = mount.find_mount("/mnt/x/")
+    assert present is not None and present.source == "/srv/other"
+    assert mount.find_mount("/mnt") is None
+    assert [entry.mountpoint for entry in mount.mounts_of("/srv/other")] == ["/mnt/x"]
+
+
+def test_symbolic_links_are_resolved(tmp_path: Path) -> None:
+    (tmp_path / "real" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")
+    assert mount.resolve(tmp_path / "link") == str(tmp_path / "real")
+    assert mount.resolve(tmp_path / "link" / "below") == str(tmp_path / "real" / "below")
+    assert mount.resolve("/") == "/"
+
+
+def test_bad_mount_points_are_named(tmp_path: Path) -> None:
+    pool = tmp_path / "holder" / "pool"
+    pool.mkdir(parents=True)
+    (tmp_path / "file").write_bytes(b"")
+    for path, reason in (
+        (tmp_path / "none", "No such file"),
+        (tmp_path / "file", "not a directory"),
+        (pool, "would be hidden"),
+        (tmp_path / "holder", "would be hidden"),
+        (Path("/proc"), "busy: "),
+    ):
+        with pytest.raises(mount.MountError) as caught:
+            mount.check_mountpoint(path, pool)
+        assert (
+            str(caught.value).startswith(f"{path}: ") and reason in str(caught.value) and "\n" not in str(caught.value)
+        )
+
+
+def test_a_good_mount_point_is_resolved(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    assert mount.check_mountpoint(tmp_path / "." / "mnt", tmp_path / "pool") == str(tmp_path / "mnt")
+
+
+def test_unknown_mount_options_are_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="mount option frobnicate"):
+        mount.mount("/pool", "/mnt", max_read=1 << 20, options=("ro", "frobnicate"))
+
+
+def test_a_call_that_hangs_meets_its_deadline() -> None:
+    with pytest.raises(DeadlineError, match="no answer within"):
+        mount.call_with_deadline(lambda: time.sleep(0.5), 0.05, "umount")
+    with pytest.raises(ZeroDivisionError):
+        mount.call_with_deadline(lambda: print(1 // 0), 5, "x")
+
+
+def test_a_process_is_watched_to_its_end() -> None:
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "30"], {})
+    watch = mount.ProcessWatch(pid)
+    assert not watch.wait(0.01)
+    watch.kill()
+    assert watch.wait(5)
+    os.waitpid(pid, 0)
+    watch.close()
+    assert mount.ProcessWatch(pid).wait(0)

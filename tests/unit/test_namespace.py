@@ -1,0 +1,560 @@
+"""The namespace over a double of the store: an index of dicts and a plane that knows which inodes are open."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import stat
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+import trio
+
+from kvfs import errors
+from kvfs.namespace.files import RENAME_NOREPLACE, USED_PERCENT_MAX, XATTRS_SIZE_MAX, Changes, Namespace
+from kvfs.namespace.storage import PIN_ATTRIBUTE, SYMLINK_KEY
+from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test; pytest sees its arguments."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        trio.run(functools.partial(test, *args, **kwargs))
+
+    return run
+
+
+@dataclass(frozen=True)
+class Space:
+    size: int
+    used: int
+    pinned: int
+    inodes: int
+    inodes_max: int
+
+
+class IndexDouble:
+    """Inodes as packed records, so that nobody can change one without putting it back."""
+
+    def __init__(self) -> None:
+        self.records: dict[InodeNumber, bytes] = {}
+        self.dentries: dict[tuple[InodeNumber, bytes], InodeNumber] = {}
+
+    def get(self, inode: InodeNumber) -> Inode | None:
+        record = self.records.get(inode)
+        return None if record is None else Inode.unpack(record)
+
+    def raw(self, inode: int) -> bytes | None:
+        return self.records.get(InodeNumber(inode))
+
+    def lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None:
+        return self.dentries.get((parent, name))
+
+    def _unname(self, inode: Inode) -> None:
+        if self.dentries.get((inode.parent, inode.name)) == inode.inode:
+            del self.dentries[inode.parent, inode.name]
+
+    def put(self, new: Inode, old: Inode | None) -> None:
+        if old is not None:
+            self._unname(old)
+        if InodeFlags.NAMELESS not in new.flags and new.inode != ROOT_INODE:
+            self.dentries[new.parent, new.name] = new.inode
+        self.records[new.inode] = new.pack()
+
+    def delete(self, old: Inode) -> None:
+        self._unname(old)
+        del self.records[old.inode]
+
+    def list(self, parent: InodeNumber, after: bytes, limit: int) -> list[tuple[bytes, InodeNumber]]:
+        names = sorted((name, number) for (at, name), number in self.dentries.items() if at == parent and name > after)
+        return names[:limit]
+
+    def is_empty(self, parent: InodeNumber) -> bool:
+        return not any(at == parent for at, _ in self.dentries)
+
+
+class PlaneDouble:
+    """The block table and the files being written, as far as the namespace can tell."""
+
+    def __init__(self) -> None:
+        self.table: dict[int, Inode] = {}
+        self.open: set[int] = set()
+        self.written: dict[int, int] = {}
+        self.full = False
+        self.sealing = 0  # calls that meet a seal under way
+
+    def name_put(self, record: bytes, replaced: int) -> int:
+        if self.full:
+            raise errors.NoSpaceError("block table: full")
+        inode = Inode.unpack(record)
+        kept = 0
+        if replaced:
+            kept = self.inode_remove(replaced)
+        self.table[inode.inode] = inode
+        return kept
+
+    def inode_update(self, record: bytes) -> None:
+        inode = Inode.unpack(record)
+        assert inode.inode in self.table
+        self.table[inode.inode] = inode
+
+    def inode_remove(self, inode: int) -> int:
+        if inode in self.open:
+            return 1
+        if self.table.pop(inode, None) is None:
+            raise OSError(errno.ENOENT, "not in the table")
+        self.written.pop(inode, None)
+        return 0
+
+    def file_create(self, inode: int) -> None:
+        assert inode in self.table
+        self.written[inode] = 0
+
+    async def file_rewrite(self, inode: int, keep_content: bool) -> None:
+        if inode not in self.table:
+            raise errors.NotFoundError(f"inode {inode}: gone")
+        self.written.setdefault(inode, self.table[inode].size if keep_content else 0)
+
+    def file_truncate(self, inode: int, size: int) -> None:
+        if self.sealing:
+            self.sealing -= 1
+            raise OSError(errno.EBUSY, "a seal is under way")
+        self.written[inode] = size
+
+    def file_set_mtime(self, inode: int, mtime_ns: int) -> None:
+        if inode not in self.written:
+            raise errors.NotFoundError(f"inode {inode}: not being written")
+
+
+class StoreDouble:
+    def __init__(self) -> None:
+        self.index = IndexDouble()
+        self.plane = PlaneDouble()
+        self.counter = 1
+        self.forgotten: list[int] = []
+        self.dirty_summaries: list[int] = []
+        self.syncs = 0
+        self.numbers = Space(size=1 << 30, used=0, pinned=0, inodes=0, inodes_max=1000)
+        root = Inode(ROOT_INODE, ROOT_INODE, b"", Kind.DIRECTORY, stat.S_IFDIR | 0o755, nlink=2)
+        self.index.put(root, None)
+        self.plane.name_put(root.pack(), 0)
+
+    def next_inode(self) -> InodeNumber:
+        self.counter += 1
+        return InodeNumber(self.counter)
+
+    def next_version(self) -> int:
+        self.counter += 1
+        return self.counter
+
+    async def seal(self, inode: InodeNumber) -> Inode | None:
+        old = self.index.get(inode)
+        if old is None or inode not in self.plane.written:
+            return None
+        new = old.copy()
+        new.size = self.plane.written.pop(inode)
+        new.flags |= InodeFlags.REWRITTEN if old.sealed else InodeFlags.SEALED
+        new.version = self.next_version()
+        self.index.put(new, old)
+        self.plane.inode_update(new.pack())
+        return new
+
+    def forget(self, inode: Inode) -> None:
+        self.forgotten.append(inode.inode)
+
+    def renamed(self, inode: Inode) -> None:
+        self.dirty_summaries.append(inode.inode)
+
+    async def pin(self, inode: InodeNumber) -> None:
+        self._set_pinned(inode, True)
+
+    async def unpin(self, inode: InodeNumber) -> None:
+        self._set_pinned(inode, False)
+
+    def _set_pinned(self, number: InodeNumber, pinned: bool) -> None:
+        inode = self.index.get(number)
+        assert inode is not None
+        inode.flags = inode.flags | InodeFlags.PINNED if pinned else inode.flags & ~InodeFlags.PINNED
+        self.index.put(inode, inode)
+
+    async def sync(self) -> None:
+        self.syncs += 1
+
+    def space(self) -> Space:
+        return self.numbers
+
+
+@pytest.fixture
+def store() -> StoreDouble:
+    return StoreDouble()
+
+
+@pytest.fixture
+def namespace(store: StoreDouble) -> Namespace:
+    return Namespace(store)
+
+
+async def sealed(namespace: Namespace, name: bytes, parent: InodeNumber = ROOT_INODE) -> Inode:
+    inode = namespace.create(parent, name, 0o644, 1000, 1000)
+    await namespace.flush(inode.inode)
+    return namespace.get(inode.inode)
+
+
+def names(namespace: Namespace, parent: InodeNumber = ROOT_INODE) -> list[bytes]:
+    return [name for name, _, _ in namespace.list_entries(parent, b"", 100)]
+
+
+def test_a_created_file_is_in_index_table_and_being_written(namespace: Namespace, store: StoreDouble) -> None:
+    inode = namespace.create(ROOT_INODE, b"x", 0o640, 7, 8)
+    assert namespace.lookup(ROOT_INODE, b"x") == inode
+    assert store.plane.table[inode.inode] == inode
+    assert store.plane.written == {inode.inode: 0}
+    assert (inode.mode, inode.uid, inode.gid) == (stat.S_IFREG | 0o640, 7, 8)
+
+
+def test_a_full_block_table_changes_nothing(namespace: Namespace, store: StoreDouble) -> None:
+    store.plane.full = True
+    with pytest.raises(errors.NoSpaceError):
+        namespace.create(ROOT_INODE, b"x", 0o640, 7, 8)
+    assert names(namespace) == []
+    assert not store.plane.written
+
+
+def test_creating_a_name_twice_is_eexist(namespace: Namespace) -> None:
+    namespace.create(ROOT_INODE, b"x", 0o640, 7, 8)
+    for attempt in (namespace.create, namespace.mkdir):
+        with pytest.raises(errors.ExistsError) as caught:
+            attempt(ROOT_INODE, b"x", 0o640, 7, 8)
+        assert caught.value.errno == errno.EEXIST
+
+
+def test_names_over_255_bytes_are_refused(namespace: Namespace) -> None:
+    namespace.create(ROOT_INODE, b"n" * 255, 0o640, 0, 0)
+    with pytest.raises(errors.NameTooLongError):
+        namespace.create(ROOT_INODE, b"n" * 256, 0o640, 0, 0)
+    with pytest.raises(errors.NameTooLongError):
+        namespace.rename(ROOT_INODE, b"n" * 255, ROOT_INODE, b"n" * 256)
+
+
+def test_directories_count_their_subdirectories(namespace: Namespace) -> None:
+    a = namespace.mkdir(ROOT_INODE, b"a", 0o755, 0, 0)
+    b = namespace.mkdir(a.inode, b"b", 0o755, 0, 0)
+    assert [namespace.get(n).nlink for n in (ROOT_INODE, a.inode, b.inode)] == [3, 3, 2]
+    namespace.rename(a.inode, b"b", ROOT_INODE, b"c")
+    assert [namespace.get(n).nlink for n in (ROOT_INODE, a.inode, b.inode)] == [4, 2, 2]
+    namespace.rmdir(ROOT_INODE, b"a")
+    assert namespace.get(ROOT_INODE).nlink == 3
+    namespace.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+    namespace.rename(ROOT_INODE, b"c", ROOT_INODE, b"d")
+    assert namespace.get(ROOT_INODE).nlink == 3
+    assert names(namespace) == [b"d"]
+
+
+def test_setgid_directories_hand_their_group_down(namespace: Namespace) -> None:
+    shared = namespace.mkdir(ROOT_INODE, b"shared", 0o2775, 1, 50)
+    file = namespace.create(shared.inode, b"f", 0o644, 2, 2)
+    below = namespace.mkdir(shared.inode, b"d", 0o755, 2, 2)
+    assert (file.gid, below.gid) == (50, 50)
+    assert below.mode & stat.S_ISGID
+    assert not file.mode & stat.S_ISGID
+
+
+def test_only_empty_directories_go(namespace: Namespace) -> None:
+    directory = namespace.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+    namespace.create(directory.inode, b"f", 0o644, 0, 0)
+    with pytest.raises(errors.NotEmptyError):
+        namespace.rmdir(ROOT_INODE, b"d")
+    with pytest.raises(errors.IsDirectoryError):
+        namespace.unlink(ROOT_INODE, b"d")
+    with pytest.raises(errors.NotDirectoryError):
+        namespace.rmdir(directory.inode, b"f")
+
+
+def test_a_removed_directory_lives_on_for_those_who_hold_it(namespace: Namespace) -> None:
+    directory = namespace.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+    namespace.open_directory(directory.inode)
+    namespace.open_directory(directory.inode)
+    namespace.rmdir(ROOT_INODE, b"d")
+    assert namespace.get(directory.inode).nlink == 0
+    with pytest.raises(errors.NotFoundError):
+        namespace.create(directory.inode, b"x", 0o644, 0, 0)
+    namespace.close_directory(directory.inode)
+    assert namespace.get(directory.inode).nlink == 0
+    namespace.close_directory(directory.inode)
+    with pytest.raises(errors.StaleInodeError):
+        namespace.get(directory.inode)
+    namespace.open_directory(ROOT_INODE)
+    namespace.close_directory(ROOT_INODE)
+    assert namespace.get(ROOT_INODE).nlink == 2
+
+
+@in_trio
+async def test_opening_for_write_by_another_user_clears_suid(namespace: Namespace) -> None:
+    inode = await sealed(namespace, b"x")
+    await namespace.setattr(inode.inode, Changes(mode=0o4777))
+    assert (await namespace.open_for_write(inode.inode)).mode & stat.S_ISUID
+    assert not (await namespace.open_for_write(inode.inode, kill_suid=True)).mode & stat.S_ISUID
+    assert not namespace.get(inode.inode).mode & stat.S_ISUID
+
+
+@in_trio
+async def test_unlinking_a_closed_block_frees_it(namespace: Namespace, store: StoreDouble) -> None:
+    inode = await sealed(namespace, b"x")
+    namespace.unlink(ROOT_INODE, b"x")
+    assert store.forgotten == [inode.inode]
+    assert inode.inode not in store.plane.table
+    with pytest.raises(errors.NotFoundError):
+        namespace.unlink(ROOT_INODE, b"x")
+
+
+@in_trio
+async def test_an_open_block_outlives_its_name_until_its_last_handle(namespace: Namespace, store: StoreDouble) -> None:
+    inode = await sealed(namespace, b"x")
+    store.plane.open.add(inode.inode)
+    namespace.unlink(ROOT_INODE, b"x")
+    assert names(namespace) == []
+    kept = namespace.get(inode.inode)
+    assert kept.nlink == 0 and InodeFlags.NAMELESS in kept.flags
+    assert store.forgotten == [] and store.dirty_summaries == [inode.inode]
+    namespace.idle(inode.inode)  # opened again meanwhile: stays
+    assert store.forgotten == []
+    store.plane.open.clear()
+    namespace.idle(inode.inode)
+    assert store.forgotten == [inode.inode]
+    with pytest.raises(errors.StaleInodeError):
+        namespace.get(inode.inode)
+    namespace.idle(inode.inode)  # a second event does nothing
+
+
+@in_trio
+async def test_what_is_staged_of_an_unlinked_file_is_discarded(namespace: Namespace, store: StoreDouble) -> None:
+    namespace.create(ROOT_INODE, b"x", 0o644, 0, 0)
+    namespace.unlink(ROOT_INODE, b"x")
+    assert store.plane.written == {} and store.forgotten == []
+
+
+@in_trio
+async def test_a_name_that_a_rebuild_has_not_put_into_the_table_can_be_unlinked(
+    namespace: Namespace, store: StoreDouble
+) -> None:
+    inode = await sealed(namespace, b"x")
+    del store.plane.table[inode.inode]
+    namespace.unlink(ROOT_INODE, b"x")
+    assert names(namespace) == []
+
+
+@in_trio
+async def test_rename_replaces_in_one_step(namespace: Namespace, store: StoreDouble) -> None:
+    old, new = await sealed(namespace, b"final"), await sealed(namespace, b"tmp")
+    namespace.rename(ROOT_INODE, b"tmp", ROOT_INODE, b"final")
+    assert namespace.lookup(ROOT_INODE, b"final").inode == new.inode
+    assert names(namespace) == [b"final"]
+    assert store.forgotten == [old.inode]
+    # The header on the devices carries this version: a rename must not change it.
+    assert namespace.get(new.inode).version == new.version
+
+
+@in_trio
+async def test_a_replaced_open_block_stays_readable(namespace: Namespace, store: StoreDouble) -> None:
+    old, new = await sealed(namespace, b"final"), await sealed(namespace, b"tmp")
+    store.plane.open.add(old.inode)
+    namespace.rename(ROOT_INODE, b"tmp", ROOT_INODE, b"final")
+    assert InodeFlags.NAMELESS in namespace.get(old.inode).flags
+    assert namespace.lookup(ROOT_INODE, b"final").inode == new.inode
+
+
+@in_trio
+async def test_rename_noreplace_and_unknown_flags(namespace: Namespace) -> None:
+    await sealed(namespace, b"a")
+    await sealed(namespace, b"b")
+    with pytest.raises(errors.ExistsError):
+        namespace.rename(ROOT_INODE, b"a", ROOT_INODE, b"b", RENAME_NOREPLACE)
+    namespace.rename(ROOT_INODE, b"a", ROOT_INODE, b"c", RENAME_NOREPLACE)
+    for flags in (2, 4, 3):
+        with pytest.raises(errors.InvalidArgumentError):
+            namespace.rename(ROOT_INODE, b"b", ROOT_INODE, b"c", flags)
+
+
+@in_trio
+async def test_rename_onto_itself_changes_nothing(namespace: Namespace, store: StoreDouble) -> None:
+    inode = await sealed(namespace, b"a")
+    namespace.rename(ROOT_INODE, b"a", ROOT_INODE, b"a")
+    assert namespace.get(inode.inode) == inode and store.forgotten == []
+
+
+@in_trio
+async def test_rename_minds_the_kinds(namespace: Namespace) -> None:
+    await sealed(namespace, b"file")
+    directory = namespace.mkdir(ROOT_INODE, b"dir", 0o755, 0, 0)
+    await sealed(namespace, b"inside", directory.inode)
+    with pytest.raises(errors.IsDirectoryError):
+        namespace.rename(ROOT_INODE, b"file", ROOT_INODE, b"dir")
+    with pytest.raises(errors.NotDirectoryError):
+        namespace.rename(ROOT_INODE, b"dir", ROOT_INODE, b"file")
+    namespace.mkdir(ROOT_INODE, b"other", 0o755, 0, 0)
+    with pytest.raises(errors.NotEmptyError):
+        namespace.rename(ROOT_INODE, b"other", ROOT_INODE, b"dir")
+    below = namespace.mkdir(directory.inode, b"below", 0o755, 0, 0)
+    with pytest.raises(errors.InvalidArgumentError):
+        namespace.rename(ROOT_INODE, b"dir", below.inode, b"loop")
+
+
+@in_trio
+async def test_truncate_by_path_seals_and_by_handle_does_not(namespace: Namespace, store: StoreDouble) -> None:
+    inode = await sealed(namespace, b"x")
+    result = await namespace.setattr(inode.inode, Changes(size=5000))
+    assert result.size == 5000 and result.sealed and store.plane.written == {}
+    await namespace.setattr(inode.inode, Changes(size=100, through_handle=True))
+    assert store.plane.written == {inode.inode: 100}
+    with pytest.raises(errors.IsDirectoryError):
+        await namespace.setattr(ROOT_INODE, Changes(size=0))
+
+
+@in_trio
+async def test_truncate_waits_for_a_seal_under_way(namespace: Namespace, store: StoreDouble) -> None:
+    inode = await sealed(namespace, b"x")
+    store.plane.sealing = 3
+    assert (await namespace.setattr(inode.inode, Changes(size=7))).size == 7
+
+
+@in_trio
+async def test_opening_a_block_that_is_evicted_meanwhile_is_estale(namespace: Namespace, store: StoreDouble) -> None:
+    inode = await sealed(namespace, b"x")
+    del store.plane.table[inode.inode]
+    with pytest.raises(errors.StaleInodeError):
+        await namespace.open_for_write(inode.inode)
+
+
+@in_trio
+async def test_a_sealed_record_keeps_the_size_of_its_header_until_it_is_sealed_again(
+    namespace: Namespace, store: StoreDouble
+) -> None:
+    inode = await sealed(namespace, b"x")
+    await namespace.setattr(inode.inode, Changes(size=5000))
+    await namespace.setattr(inode.inode, Changes(size=100, through_handle=True))
+    assert store.plane.table[inode.inode].size == 5000
+
+
+@in_trio
+async def test_setattr_changes_only_what_it_is_told(namespace: Namespace) -> None:
+    inode = await sealed(namespace, b"x")
+    changed = await namespace.setattr(inode.inode, Changes(mode=0o100600, mtime_ns=5, atime_ns=6))
+    assert (changed.mode, changed.mtime_ns, changed.atime_ns) == (stat.S_IFREG | 0o600, 5, 6)
+    assert (changed.uid, changed.gid, changed.version, changed.size) == (
+        inode.uid,
+        inode.gid,
+        inode.version,
+        inode.size,
+    )
+    assert changed.ctime_ns >= inode.ctime_ns
+    assert namespace.get(inode.inode) == changed
+
+
+@in_trio
+async def test_a_change_of_owner_clears_suid(namespace: Namespace) -> None:
+    inode = await sealed(namespace, b"x")
+    await namespace.setattr(inode.inode, Changes(mode=0o6755))
+    assert (await namespace.setattr(inode.inode, Changes(uid=3))).mode & 0o7777 == 0o755
+    await namespace.setattr(inode.inode, Changes(mode=0o6745))
+    assert (await namespace.setattr(inode.inode, Changes(gid=3))).mode & 0o7777 == 0o2745
+
+
+@in_trio
+async def test_opening_for_write_keeps_the_inode(namespace: Namespace, store: StoreDouble) -> None:
+    inode = await sealed(namespace, b"x")
+    assert (await namespace.open_for_write(inode.inode, truncate=True)).inode == inode.inode
+    assert store.plane.written == {inode.inode: 0}
+    with pytest.raises(errors.IsDirectoryError):
+        await namespace.open_for_write(ROOT_INODE)
+
+
+@in_trio
+async def test_a_vanished_inode_is_estale_at_open(namespace: Namespace) -> None:
+    inode = await sealed(namespace, b"x")
+    namespace.unlink(ROOT_INODE, b"x")
+    with pytest.raises(errors.StaleInodeError) as caught:
+        await namespace.open_for_write(inode.inode)
+    assert caught.value.errno == errno.ESTALE
+
+
+@in_trio
+async def test_fsync_is_durable(namespace: Namespace, store: StoreDouble) -> None:
+    inode = namespace.create(ROOT_INODE, b"x", 0o644, 0, 0)
+    await namespace.fsync(inode.inode)
+    assert namespace.get(inode.inode).sealed and store.syncs == 1
+
+
+def test_symlinks_keep_their_target_to_themselves(namespace: Namespace) -> None:
+    link = namespace.symlink(ROOT_INODE, b"link", b"../target", 0, 0)
+    assert namespace.readlink(link.inode) == b"../target"
+    assert namespace.get(link.inode).size == 9
+    assert namespace.listxattr(link.inode) == []
+    with pytest.raises(errors.NoAttributeError):
+        namespace.getxattr(link.inode, SYMLINK_KEY)
+    with pytest.raises(errors.InvalidArgumentError):
+        namespace.readlink(ROOT_INODE)
+    with pytest.raises(errors.NameTooLongError):
+        namespace.symlink(ROOT_INODE, b"long", b"x" * 4096, 0, 0)
+
+
+@in_trio
+async def test_xattrs(namespace: Namespace) -> None:
+    inode = await sealed(namespace, b"x")
+    await namespace.setxattr(inode.inode, b"user.vllm.kv_crc32c", b"\x01\x02\x03\x04")
+    assert namespace.getxattr(inode.inode, b"user.vllm.kv_crc32c") == b"\x01\x02\x03\x04"
+    assert namespace.listxattr(inode.inode) == [b"user.vllm.kv_crc32c"]
+    await namespace.removexattr(inode.inode, b"user.vllm.kv_crc32c")
+    with pytest.raises(errors.NoAttributeError):
+        namespace.getxattr(inode.inode, b"user.vllm.kv_crc32c")
+    with pytest.raises(errors.NoAttributeError):
+        await namespace.removexattr(inode.inode, b"user.vllm.kv_crc32c")
+    with pytest.raises(errors.NotSupportedError):
+        await namespace.setxattr(inode.inode, b"system.posix_acl_access", b"x")
+    with pytest.raises(errors.NoSpaceError):
+        await namespace.setxattr(inode.inode, b"user.big", b"x" * XATTRS_SIZE_MAX)
+    assert namespace.listxattr(inode.inode) == []
+
+
+@in_trio
+async def test_the_pin_attribute_pins(namespace: Namespace) -> None:
+    inode = await sealed(namespace, b"x")
+    with pytest.raises(errors.NoAttributeError):
+        namespace.getxattr(inode.inode, PIN_ATTRIBUTE)
+    await namespace.setxattr(inode.inode, PIN_ATTRIBUTE, b"1")
+    assert InodeFlags.PINNED in namespace.get(inode.inode).flags
+    assert namespace.getxattr(inode.inode, PIN_ATTRIBUTE) == b"1"
+    assert namespace.listxattr(inode.inode) == [PIN_ATTRIBUTE]
+    await namespace.removexattr(inode.inode, PIN_ATTRIBUTE)
+    assert InodeFlags.PINNED not in namespace.get(inode.inode).flags
+
+
+def test_statfs_never_looks_full_unless_pinned(namespace: Namespace, store: StoreDouble) -> None:
+    store.numbers = Space(size=100 << 20, used=99 << 20, pinned=0, inodes=10, inodes_max=100)
+    space = namespace.statfs()
+    assert space.block_count == 100 << 8
+    assert space.block_count - space.free_count == space.block_count * USED_PERCENT_MAX // 100
+    assert (space.inode_count, space.free_inode_count) == (100, 90)
+    store.numbers = Space(size=100 << 20, used=99 << 20, pinned=90 << 20, inodes=10, inodes_max=100)
+    assert namespace.statfs().free_count == 10 << 8
+
+
+def test_listing_resumes_behind_any_name(namespace: Namespace) -> None:
+    for index in range(25):
+        namespace.create(ROOT_INODE, b"%02d" % index, 0o644, 0, 0)
+    first = namespace.list_entries(ROOT_INODE, b"", 10)
+    rest = namespace.list_entries(ROOT_INODE, first[-1][0], 100)
+    assert [name for name, _, _ in first + rest] == [b"%02d" % index for index in range(25)]
+    assert {kind for _, _, kind in rest} == {Kind.FILE}
+    assert namespace.list_entries(ROOT_INODE, b"24", 10) == []
+
+
+def test_a_parent_directory_takes_the_time_of_the_change(namespace: Namespace) -> None:
+    before = namespace.get(ROOT_INODE).mtime_ns
+    inode = namespace.create(ROOT_INODE, b"x", 0o644, 0, 0)
+    assert namespace.get(ROOT_INODE).mtime_ns == inode.mtime_ns > before
+    # Within the step of the kernel's own clock a second change is not written again.
+    namespace.create(ROOT_INODE, b"y", 0o644, 0, 0)
+    assert namespace.get(ROOT_INODE).mtime_ns >= inode.mtime_ns

@@ -1,0 +1,180 @@
+"""Percentiles and renderings, from documents as the daemon sends them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvfs import stats
+
+BUCKETS = [0] * 40
+
+
+def latency(**counts: int) -> dict[str, object]:
+    buckets = list(BUCKETS)
+    for key, count in counts.items():
+        buckets[int(key[1:])] = count
+    return {"count": sum(buckets), "total_ns": 1000 * sum(buckets), "buckets": buckets}
+
+
+def document(**changes: object) -> dict[str, object]:
+    base: dict[str, object] = {
+        "time_s": 1000.0,
+        "pool": {"path": "/srv/pool", "uuid": "u-1", "state": "mounted", "pid": 4, "epoch": 9, "uptime_s": 100.0},
+        "mounts": [{"mountpoint": "/mnt/kv"}],
+        "space": {"size": 1 << 30, "used": 1 << 29, "pinned": 1 << 20},
+        "segments": {
+            "count": 256,
+            "size": 4 << 20,
+            "stripe_width": 4,
+            "stripe_unit": 131072,
+            "free": 10,
+            "open": 2,
+            "closed": 244,
+            "evicting": 0,
+        },
+        "blocks": 250,
+        "devices": [
+            {
+                "index": i,
+                "path": f"devices/{i}",
+                "size": 1 << 28,
+                "state": "online",
+                "reads": 10,
+                "read_bytes": 1 << 20,
+                "writes": 5,
+                "write_bytes": 1 << 19,
+                "errors": 0,
+                "timeouts": 0,
+                "read_ns": 1_000_000,
+                "write_ns": 500_000,
+            }
+            for i in range(2)
+        ],
+        "counters": {
+            "lookups": 1000,
+            "lookup_misses": 250,
+            "opens": 500,
+            "reads": 400,
+            "read_bytes": 4 << 20,
+            "write_bytes": 1 << 20,
+            "staged_bytes": 5,
+            "forwarded": 20,
+            "evicted_blocks": 3,
+            "checksum_errors": 0,
+        },
+        "latency": {"lookup": latency(b14=1000), "read": latency(b17=90, b20=10)},
+    }
+    return {**base, **changes}
+
+
+def test_percentiles_lie_inside_their_bucket() -> None:
+    buckets = list(BUCKETS)
+    buckets[10] = 50  # 512 to 1024 ns
+    buckets[20] = 50
+    assert stats.percentile_ns(buckets, 50) == 1024
+    assert 512 < stats.percentile_ns(buckets, 25) < 1024
+    assert stats.percentile_ns(buckets, 99) > 1 << 19
+    assert stats.percentile_ns(buckets, 100) == 1 << 20
+    assert stats.percentile_ns(BUCKETS, 50) == 0
+
+
+def test_percentiles_grow_with_the_percentage() -> None:
+    buckets = [index % 7 for index in range(40)]
+    values = [stats.percentile_ns(buckets, percent / 10) for percent in range(1, 1001)]
+    assert values == sorted(values)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0"), (1023, "1023"), (1536, "1.50K"), (150 << 10, "150K"), (4 << 30, "4.00G"), (5 << 50, "5.00P")],
+)
+def test_sizes_read_as_zpool_prints_them(size: int, text: str) -> None:
+    assert stats.size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (2.5, "2.5"), (12345, "12.3k"), (3_600_000, "3.6M"), (7e12, "7000.0G")]
+)
+def test_counts_are_short(count: float, text: str) -> None:
+    assert stats.count_text(count) == text
+
+
+def test_status_names_pool_devices_use_and_hits() -> None:
+    text = stats.render_status(document())
+    for part in (
+        "/srv/pool",
+        "/mnt/kv",
+        "512M of 1.00G (50.0%)",
+        "256 segments of 4.00M",
+        "10 free",
+        "devices/1",
+        "hits 75.0%",
+        "errors: none known",
+    ):
+        assert part in text
+    assert "advice: nothing to do" in text
+
+
+def test_status_gives_advice_on_a_failing_device() -> None:
+    failing = document()
+    failing["devices"] = [{"path": "/dev/nvme1n1", "size": 1, "errors": 3, "timeouts": 1}]
+    text = stats.render_status(failing)
+    assert "device /dev/nvme1n1: 3 errors, 1 timeouts" in text
+    assert "errors: 3, see advice" in text
+
+
+def test_status_of_an_unmounted_pool_has_no_counters() -> None:
+    text = stats.render_status({"pool": {"path": "/p", "uuid": "u", "state": "not mounted"}, "devices": []})
+    assert "not mounted" in text and "lookups" not in text
+
+
+def test_a_difference_counts_only_what_happened_since() -> None:
+    later = document(time_s=1002.0)
+    later["counters"] = {**stats.section(document(), "counters"), "lookups": 3000, "lookup_misses": 250}
+    later["latency"] = {"lookup": latency(b14=1000), "read": latency(b17=90, b20=10, b25=100)}
+    change = stats.difference(later, document())
+    assert change["seconds"] == 2.0
+    assert stats.number(change, "counters", "lookups") == 2000
+    assert stats.number(change, "latency", "read", "count") == 100
+    assert stats.items(change, "devices")[0]["reads"] == 0
+    line = stats.render_stats_line(change).split()
+    assert line[0] == "1.0k" and line[1] == "100.0"
+    assert len(line) == len(
+        stats.render_stats_header().replace("read B/s", "a").replace("write B/s", "b").replace("rd ", "").split()
+    )
+
+
+def test_stats_since_the_mount_show_latencies_and_devices() -> None:
+    text = stats.render_stats(stats.difference(document(), None))
+    assert "lookup" in text and "p99.9" in text and "devices/0" in text
+
+
+def test_a_quiet_second_divides_by_nothing() -> None:
+    change = stats.difference(document(), document())
+    assert "-" in stats.render_stats_line(change)
+
+
+def test_prometheus_text_is_well_formed() -> None:
+    lines = stats.render_prometheus(document(pool={"path": 'a"b\\c'})).splitlines()
+    typed = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    for line in lines:
+        if line.startswith("#"):
+            continue
+        name, _, value = line.rpartition(" ")
+        float(value)
+        family = name.partition("{")[0]
+        assert any(
+            family == known or family.removesuffix(suffix) == known
+            for known in typed
+            for suffix in ("_bucket", "_sum", "_count")
+        )
+        assert '{pool="a\\"b\\\\c"' in name
+    assert len(lines) == len(set(lines))
+    counts = [
+        int(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("kvfs_latency_seconds_bucket") and 'operation="read"' in line
+    ]
+    assert counts == sorted(counts) and counts[-1] == 100
+    assert "# TYPE kvfs_staged_bytes gauge" in lines
+    assert "# TYPE kvfs_lookups_total counter" in lines
