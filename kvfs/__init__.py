@@ -1,0 +1,26 @@
+"""kvfs: a cache with a filesystem's face, for KV blocks on striped devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+if not __debug__:
+    raise ImportError("kvfs refuses to run under python -O: its assertions stand before the devices")
+
+__version__ = "0.1.0"
+
+
+def _load_native(path: str) -> None:
+    """Use another build of the data plane: one with sanitizers, for tests."""
+    spec = importlib.util.spec_from_file_location("kvfs._native", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"KVFS_NATIVE={path}: not an extension module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kvfs._native"] = module
+    spec.loader.exec_module(module)
+
+
+if os.environ.get("KVFS_NATIVE"):
+    _load_native(os.environ["KVFS_NATIVE"])

@@ -59,6 +59,8 @@ def _guarded(command: Callable[[], int]) -> int:
         # Whoever read our output has seen enough; without this the interpreter complains at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except ImportError as error:
+        return _fail(f"{error.name or 'kvfs'}: cannot be loaded ({error}); run tools/setup", debug, 1)
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else error, debug, 1)
     except Exception as error:  # our bug, but the user gets one line
@@ -280,7 +282,8 @@ def _format(args: argparse.Namespace) -> int:
         print(f"kvfs: {note}", file=sys.stderr)
     print(
         f"pool {args.pool}: {len(config.devices)} devices, {config.segment_count} segments of "
-        f"{format_size(geometry.segment_size)}, stripe width {geometry.stripe_width}, unit {format_size(geometry.stripe_unit)}"
+        f"{format_size(geometry.segment_size)}, stripe width {geometry.stripe_width}, "
+        f"unit {format_size(geometry.stripe_unit)}"
     )
     return 0
 
@@ -480,8 +483,9 @@ def _evict(args: argparse.Namespace) -> int:
     else:
         from kvfs.stats import number, size_text
 
-        print(f"freed {size_text(number(document, 'freed'))} in {number(document, 'segments'):.0f} segments, "
-              f"{number(document, 'blocks'):.0f} blocks evicted")  # fmt: skip
+        blocks, segments = number(document, "evicted_blocks"), number(document, "evicted_segments")
+        size = size_text(number(document, "evicted_bytes"))
+        print(f"freed {size} in {segments:.0f} segments, {blocks:.0f} blocks evicted")
     return 0
 
 

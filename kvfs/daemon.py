@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import NoReturn
@@ -30,7 +30,7 @@ from kvfs.errors import DeadlineError, KvfsError, UsageError
 from kvfs.frontend import mount as mounting
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.fuse import Session
-from kvfs.frontend.status import live_status
+from kvfs.frontend.status import live_counters, live_status
 from kvfs.namespace.files import Namespace
 from kvfs.store.pool import Store, StoreOptions
 from kvfs.types import PAGE_SIZE, InodeNumber
@@ -100,6 +100,9 @@ def _mount_in_background(options: MountOptions) -> int:
     os.close(writing)
     try:
         return _relay(pid, reading, options)
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGTERM)
+        raise
     finally:
         os.close(reading)
 
@@ -152,12 +155,24 @@ def _child(options: MountOptions, reporter: _Reporter) -> NoReturn:
         if reporter.done:
             log.error("%s", error)
         reporter.error(error)
+    except OSError as error:
+        _log_failure(options.pool, reporter)
+        reporter.error(KvfsError(f"{error.filename or options.pool}: {error.strerror or error}"))
     except BaseException as error:
-        log.exception("the daemon failed")
+        _log_failure(options.pool, reporter)
         reporter.error(KvfsError(f"{options.pool}: internal error: {type(error).__name__}: {error}"))
     finally:
         logging.shutdown()
         os._exit(status)
+
+
+def _log_failure(pool: Path, reporter: _Reporter) -> None:
+    """Where it failed is for the log; whoever waits gets one line."""
+    if not reporter.done and os.environ.get("KVFS_DEBUG") != "1":
+        if not (pool / "pool.toml").exists():
+            return
+        _log_to_file(pool / LOG_NAME)
+    log.exception("the daemon failed")
 
 
 class _Reporter:
@@ -219,12 +234,13 @@ def _log_to_file(path: Path) -> None:
 
 def _run(options: MountOptions, reporter: _Reporter) -> None:
     mountpoint = mounting.check_mountpoint(options.mountpoint, options.pool)
+    mounting.check_device()
     _raise_limits()
     _raise_fuse_pages()
     try:
         trio.run(_serve, options, mountpoint, reporter)
     except BaseExceptionGroup as group:
-        raise _first_error(group) from group
+        raise _first_error(group) from None
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -273,6 +289,8 @@ def _fuse_pages() -> int:
 async def _serve(options: MountOptions, mountpoint: str, reporter: _Reporter) -> None:
     daemon = Daemon(options, mountpoint)
     async with Store.open(options.pool, daemon.store_options()) as store:
+        for note in store.notes:
+            reporter.info(note)
         namespace = Namespace(store)
         with _pid_file(options.pool), closing(ControlServer(options.pool, daemon.commands())) as control:
             # The session's end of the socket is pyfuse3's to close from here on.
@@ -303,17 +321,19 @@ class Daemon:
         self._max_read = min(MAX_READ, _fuse_pages() * PAGE_SIZE)
         # Set when the last transport is gone: nobody can send a request any more.
         self._gone = trio.Event()
+        self._mounted = False
         self._stop = trio.Event()
 
     def store_options(self) -> StoreOptions:
         """The store's options, as the command line has them."""
-        chosen = {
-            "staging_size": self._options.staging_size,
-            "read_memory_size": self._options.read_memory_size,
-            "server_threads": self._options.server_threads,
-        }
-        given = {name: value for name, value in chosen.items() if value is not None}
-        return replace(StoreOptions(max_read=self._max_read, on_event=self._on_event), **given)
+        asked, default = self._options, StoreOptions()
+        return StoreOptions(
+            staging_size=default.staging_size if asked.staging_size is None else asked.staging_size,
+            read_memory_size=default.read_memory_size if asked.read_memory_size is None else asked.read_memory_size,
+            server_threads=asked.server_threads or default.server_threads,
+            max_read=self._max_read,
+            on_event=self._on_event,
+        )
 
     async def run(
         self, store: Store, namespace: Namespace, session: Session, control: ControlServer, reporter: _Reporter
@@ -327,8 +347,11 @@ class Daemon:
             try:
                 await self._gone.wait()
             finally:
-                with trio.CancelScope(shield=True):
-                    session.stop()
+                session.stop()
+                if self._mounted and not reporter.done and not self._gone.is_set():
+                    # The start has failed: whoever asked for the mount finds the directory as it was.
+                    with suppress(KvfsError):
+                        mounting.unmount(self._mountpoint, lazy=True)
             nursery.cancel_scope.cancel()
 
     async def _mount(self, nursery: trio.Nursery, control: ControlServer, reporter: _Reporter) -> None:
@@ -342,6 +365,7 @@ class Daemon:
                 options=options.options,
             )
         )
+        self._mounted = True
         self._store.plane.fuse_add(fd)
         nursery.start_soon(self._stop_on_signal)
         nursery.start_soon(self._unmount_on_stop)
@@ -349,6 +373,8 @@ class Daemon:
         await self._wait_answer()
         reporter.ready(options.pool)
         log.info("pool %s mounted at %s by pid %d", options.pool, self._mountpoint, os.getpid())
+        for note in self._store.notes:
+            log.warning("%s", note)
 
     async def _wait_answer(self) -> None:
         """Wait until a request through the mount is answered."""
@@ -413,4 +439,33 @@ class Daemon:
         return {"pid": os.getpid()}
 
     async def _command_evict(self, arguments: Arguments, progress: Progress) -> object:
-        return {}
+        """Free space; tells once a second how far it is."""
+        size, before = arguments.get("size"), live_counters(self._store)
+        wanted = self._store.space().used if arguments.get("all") else size
+        if not isinstance(wanted, int) or wanted < 0:
+            raise UsageError(f"evict: size {size!r} is no number of bytes")
+        done = 0
+        failure: KvfsError | None = None
+
+        def note(freed: int, total: int) -> None:
+            nonlocal done
+            done = freed
+
+        async def tell() -> None:
+            while True:
+                await trio.sleep(1)
+                with suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+                    await progress({"freed": done, "wanted": wanted})
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tell)
+            try:
+                await self._store.evict(wanted, note)
+            except KvfsError as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        after = live_counters(self._store)
+        names = ("evicted_segments", "evicted_blocks", "evicted_bytes")
+        return {name: after.get(name, 0) - before.get(name, 0) for name in names}

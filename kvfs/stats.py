@@ -125,6 +125,8 @@ def advice(status: Json) -> list[str]:
     if number(counters, "checksum_errors"):
         bad = number(counters, "checksum_errors")
         found.append(f"{bad:.0f} blocks failed their checksum and were dropped; check the devices")
+    if number(counters, "commit_failures"):
+        found.append("the index cannot be committed: is the filesystem that holds the pool full?")
     if number(counters, "forward_timeouts"):
         found.append(f"{number(counters, 'forward_timeouts'):.0f} requests got no answer in time and failed with EIO")
     space = section(status, "space")
@@ -323,6 +325,8 @@ def _escape(value: object) -> str:
 
 
 _GAUGES = (
+    "index_bytes",
+    "index_pending",
     "staged_bytes",
     "staging_size",
     "staged_files",

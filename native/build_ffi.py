@@ -61,6 +61,7 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     built = Path(builder(arguments.sanitize).compile(tmpdir=str(work)))
     target = arguments.output / "kvfs" / built.name
+    target.parent.mkdir(parents=True, exist_ok=True)
     # A new file, not new content: a daemon that runs keeps the old one mapped.
     staged = target.with_suffix(".new")
     shutil.copy2(built, staged)

@@ -99,16 +99,19 @@ def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = 30
 class Pool:
     """A pool of its own in a temporary directory, formatted and mounted: `with Pool() as pool: pool.mount / "a"`.
 
-    files and size make `--files`; devices, if given, are used instead. On an exception the tail of the
-    daemon's log is added to it.
+    files and size make `--files`; devices, if given, are used instead. With a template, the directory of a pool
+    that is not mounted, the pool is a copy of it. With started=False it is left unmounted. On an exception the
+    tail of the daemon's log is added to it.
     """
 
     def __init__(self, *, files: int = 4, size: str = "1G", devices: Sequence[str] = (),
                  format_args: Sequence[str] = (), mount_args: Sequence[str] = ("--allow-other",),
-                 environment: dict[str, str] | None = None, base: str | None = None) -> None:
+                 environment: dict[str, str] | None = None, base: str | None = None,
+                 template: pathlib.Path | None = None, started: bool = True) -> None:
+        self.template, self.started = template, started
         self.files, self.size, self.devices = files, size, tuple(devices)
         self.format_args, self.mount_args = tuple(format_args), tuple(mount_args)
-        self.environment = dict(environment or {})
+        self.environment = {**sanitizer_environment(), **(environment or {})}
         self.base_parent = base
         self.base = pathlib.Path()
         self.path = pathlib.Path()
@@ -120,8 +123,12 @@ class Pool:
         self.path, self.mount = self.base / "pool", self.base / "mount"
         self.mount.mkdir()
         try:
-            self.format()
-            self.start()
+            if self.template is None:
+                self.format()
+            else:
+                run("cp", "--archive", "--sparse=always", self.template, self.path)
+            if self.started:
+                self.start()
         except BaseException as error:
             self._annotate(error)
             self._destroy()
@@ -297,6 +304,21 @@ def loop_devices(directory: pathlib.Path, count: int, size: str) -> Iterator[lis
     finally:
         for device in devices:
             run("losetup", "--detach", device, check=False)
+
+
+@functools.cache
+def sanitizer_environment() -> dict[str, str]:
+    """With KVFS_TEST_SANITIZED set, what makes the daemon run on the data plane that has the sanitizers in it."""
+    if not os.environ.get("KVFS_TEST_SANITIZED"):
+        return {}
+    modules = list((REPOSITORY / "build/sanitized/kvfs").glob("_native*.so"))
+    assert len(modules) == 1, "build it first: native/build_ffi.py --sanitize --output build/sanitized"
+    libasan = run("gcc", "-print-file-name=libasan.so").stdout.strip()
+    return {
+        "KVFS_NATIVE": str(modules[0]), "LD_PRELOAD": libasan, "PYTHONMALLOC": "malloc",
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:handle_segv=1:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:abort_on_error=1:print_stacktrace=1",
+    }
 
 
 def requires_root() -> None:

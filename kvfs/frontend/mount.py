@@ -208,6 +208,11 @@ def _open_device() -> int:
         raise MissingFeatureError(f"/dev/fuse: {os.strerror(error.errno or 0)}; {hint}") from error
 
 
+def check_device() -> None:
+    """Raise MissingFeatureError unless this user can open /dev/fuse. fusermount3, too, opens it as the user."""
+    os.close(_open_device())
+
+
 def _mount_as_root(source: str, mountpoint: str, max_read: int, allow_other: bool, options: tuple[str, ...]) -> int:
     fd = _open_device()
     root_mode = stat.S_IFMT(os.stat(mountpoint).st_mode)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from kvfs.config import PoolConfig, load
@@ -16,6 +14,7 @@ from kvfs.errors import KvfsError, PoolError
 from kvfs.stats import OPERATIONS, STATUS_VERSION
 from kvfs.store.devices import check_device, device_path, discover, locked, open_device
 from kvfs.store.pool import Store
+from kvfs.types import PAGE_SIZE
 
 
 def _pool_part(pool: Path, config: PoolConfig, state: str) -> dict[str, object]:
@@ -80,9 +79,8 @@ def offline_status(pool: Path) -> dict[str, object]:
 
 def live_status(store: Store, pool: Path, mounts: list[str], started_s: float) -> dict[str, object]:
     """A mounted pool, from its running parts."""
-    config, plane, now = store.config, store.plane, time.time()
-    numbers = asdict(store.statistics())
-    space = store.space()
+    config, plane, numbers = store.config, store.plane, store.statistics()
+    space, segments, now = numbers.space, numbers.segments, time.time()
     devices = [
         {
             "index": described.index,
@@ -93,26 +91,53 @@ def live_status(store: Store, pool: Path, mounts: list[str], started_s: float) -
         }
         for described in config.devices
     ]
-    counters: dict[str, object] = {**plane.statistics(), **_numbers(numbers)}
     return {
         "version": STATUS_VERSION,
         "time_s": now,
         "pool": {
-            **_pool_part(pool, config, "mounted"),
+            **_pool_part(pool, config, "mounted, rebuilding its index" if numbers.rebuilding else "mounted"),
             "pid": os.getpid(),
-            "epoch": store.epoch,
+            "epoch": numbers.epoch,
             "uptime_s": now - started_s,
         },
         "mounts": [{"mountpoint": mountpoint} for mountpoint in mounts],
-        "space": {"size": space.size, "used": space.used, "free": max(space.size - space.used, 0), "pinned": space.pinned},
-        "segments": {**_layout_part(config)},
-        "blocks": space.inodes,
+        "space": {
+            "size": space.size,
+            "used": space.used,
+            "free": max(space.size - space.used, 0),
+            "pinned": space.pinned,
+        },
+        "segments": {
+            **_layout_part(config),
+            "free": segments.free,
+            "open": segments.open,
+            "closed": segments.closed,
+            "evicting": segments.evicting,
+        },
+        "blocks": numbers.blocks,
         "devices": devices,
-        "counters": counters,
+        "counters": live_counters(store),
         "latency": {operation: plane.latency(operation) for operation in OPERATIONS},
-        "advice": [],
+        "advice": list(numbers.notes),
     }
 
 
-def _numbers(values: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+def live_counters(store: Store) -> dict[str, int]:
+    """The counters of the data plane and of the store, by name."""
+    numbers = store.statistics()
+    eviction, segments = numbers.eviction, numbers.segments
+    return {
+        **store.plane.statistics(),
+        "evicted_segments": eviction.segments,
+        "evicted_blocks": eviction.blocks,
+        "evicted_bytes": eviction.bytes,
+        "carried_blocks": eviction.carried_blocks,
+        "carried_bytes": eviction.carried_pages * PAGE_SIZE,
+        "bad_blocks": numbers.bad_blocks,
+        "sealed_blocks": numbers.sealed,
+        "seal_retries": numbers.seal_retries,
+        "summaries_written": segments.summaries_written,
+        "index_bytes": numbers.index_bytes,
+        "index_pending": numbers.index_pending,
+        "commit_failures": numbers.commit_failures,
+    }

@@ -45,8 +45,8 @@ class Transaction(Protocol):
     """The part of lmdb.Transaction used here."""
 
     def get(self, key: bytes, default: bytes | None = None, db: object = None) -> bytes | None: ...
-    def put(self, key: bytes, value: bytes, db: object = None) -> bool: ...
-    def delete(self, key: bytes, db: object = None) -> bool: ...
+    def put(self, key: bytes, value: bytes, *, db: object) -> bool: ...
+    def delete(self, key: bytes, value: bytes = b"", db: object = None) -> bool: ...
     def cursor(self, db: object = None) -> Cursor: ...
     def stat(self, db: object) -> dict[str, int]: ...
     def abort(self) -> None: ...
@@ -160,6 +160,8 @@ class LmdbIndex:
         self._failures = 0
         # While a rebuild runs: the names removed since, which must not come back from an old header.
         self.removed_names: set[tuple[int, bytes]] | None = None
+        # Called in the step that a commit begins with: what it puts is part of that commit.
+        self.before_commit: Callable[[], None] | None = None
 
     # ---- reading ----
 
@@ -330,7 +332,7 @@ class LmdbIndex:
         if number in self._volatile.inodes:
             self._drop_volatile(number)
         pending.inodes[number] = new.pack()
-        named = InodeFlags.NAMELESS not in new.flags
+        named = InodeFlags.NAMELESS not in new.flags and bool(new.name)  # the root has none
         if old is not None and InodeFlags.NAMELESS not in old.flags and (
             not named or old.parent != new.parent or old.name != new.name
         ):
@@ -370,6 +372,8 @@ class LmdbIndex:
         return inode
 
     def _remove_name(self, old: Inode) -> None:
+        if not old.name:
+            return
         # A name that leads elsewhere by now has been taken over by its new owner.
         if self.lookup(old.parent, old.name) == old.inode:
             self._pending.set_name(old.parent, old.name, None)
@@ -410,6 +414,8 @@ class LmdbIndex:
 
     async def commit(self) -> None:
         async with self._lock:
+            if self.before_commit is not None:
+                self.before_commit()
             if not self._pending.count:
                 return
             batch = self._begin_commit()
@@ -425,6 +431,8 @@ class LmdbIndex:
 
     def commit_now(self) -> None:
         assert self._committing is None
+        if self.before_commit is not None:
+            self.before_commit()
         if not self._pending.count:
             return
         batch = self._begin_commit()
@@ -473,13 +481,13 @@ class LmdbIndex:
         txn.cursor(self._inodes_db).putmulti(puts)
         for inode, record in batch.inodes.items():
             if record is None:
-                txn.delete(_U64.pack(inode), self._inodes_db)
+                txn.delete(_U64.pack(inode), db=self._inodes_db)
         names: list[tuple[bytes, bytes]] = []
         for parent, entries in batch.names.items():
             prefix = _U64.pack(parent)
             for name, number in entries.items():
                 if number is None:
-                    txn.delete(prefix + name, self._names_db)
+                    txn.delete(prefix + name, db=self._names_db)
                 else:
                     names.append((prefix + name, _VALUE.pack(number)))
         names.sort()
@@ -490,15 +498,15 @@ class LmdbIndex:
                 if present:
                     members.append((_MEMBER.pack(segment, inode), b""))
                 else:
-                    txn.delete(_MEMBER.pack(segment, inode), self._members_db)
+                    txn.delete(_MEMBER.pack(segment, inode), db=self._members_db)
         members.sort()
         txn.cursor(self._members_db).putmulti(members)
         txn.cursor(self._segments_db).putmulti([(_U32.pack(segment), state) for segment, state in batch.segments.items()])
         for key, value in batch.meta.items():
             if value is None:
-                txn.delete(key, self._meta_db)
+                txn.delete(key, db=self._meta_db)
             else:
-                txn.put(key, value, self._meta_db)
+                txn.put(key, value, db=self._meta_db)
 
     # ---- rebuilding ----
 
@@ -538,6 +546,10 @@ class LmdbIndex:
 
     # ---- the rest ----
 
+    def volatile_inodes(self) -> Numbers:
+        """Inodes that no commit writes: files not sealed yet, and nameless ones."""
+        return [InodeNumber(inode) for inode in self._volatile.inodes]
+
     def statistics(self) -> IndexStatistics:
         stored = self._read.stat(self._inodes_db)["entries"]
         try:
@@ -569,12 +581,12 @@ class Bulk:
 
     def remove(self, inode: Inode) -> None:
         number = int(inode.inode)
-        self.txn.delete(_U64.pack(number), self.inodes_db)
+        self.txn.delete(_U64.pack(number), db=self.inodes_db)
         if self.named(inode.parent, inode.name) == number:
-            self.txn.delete(_U64.pack(inode.parent) + inode.name, self.names_db)
+            self.txn.delete(_U64.pack(inode.parent) + inode.name, db=self.names_db)
         if inode.kind == Kind.FILE:
             for segment in segments_of(inode):
-                self.txn.delete(_MEMBER.pack(segment, number), self.members_db)
+                self.txn.delete(_MEMBER.pack(segment, number), db=self.members_db)
 
     def load(self, inodes: list[tuple[bytes, bytes]], names: list[tuple[bytes, bytes]], members: list[tuple[bytes, bytes]]) -> None:
         """Put many. Keys as in the databases; sorted here."""

@@ -296,7 +296,7 @@ class Namespace:
     def rename(
         self, parent: InodeNumber, name: bytes, new_parent: InodeNumber, new_name: bytes, flags: int = 0
     ) -> None:
-        """rename(2), atomically over an existing name. A sealed block keeps its version: it is that of its header."""
+        """rename(2), atomically over an existing name."""
         if flags & ~RENAME_NOREPLACE:
             raise InvalidArgumentError(f"rename of {name!r}: flags 0x{flags:x} are not supported")
         _check_name(new_name, new_parent)
@@ -391,18 +391,25 @@ class Namespace:
             raise IsDirectoryError(f"inode {number}: is a directory")
         if inode.kind != Kind.FILE:
             raise InvalidArgumentError(f"inode {number}: not a file")
-        if inode.sealed:
-            await self._rewrite(number, keep_content=size > 0)
         with trio.fail_after(_SEAL_TIMEOUT_S):
             while True:
                 try:
                     self._plane.file_truncate(number, size)
                     return
                 except (KvfsError, OSError) as error:
-                    # A seal or spill is under way: it holds the file as it was when it began, for a few milliseconds.
-                    if error.errno != errno.EBUSY:
+                    if error.errno not in (errno.EBUSY, errno.ENOENT):
                         raise
-                await trio.sleep(0.002)
+                    busy = error.errno == errno.EBUSY
+                if busy:
+                    # A seal or spill is under way: it holds the file as it was when it began, for some milliseconds.
+                    await trio.sleep(0.002)
+                    continue
+                # Not being written, or not any more: its last writer may close it at any moment.
+                if not self.get(number).sealed:
+                    raise StaleInodeError(f"inode {number}: gone")
+                await self._rewrite(number, keep_content=size > 0)
+                if size == 0:
+                    return
 
     async def _rewrite(self, number: InodeNumber, *, keep_content: bool) -> None:
         try:

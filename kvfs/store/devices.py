@@ -33,7 +33,8 @@ from kvfs.config import (
     new_config,
 )
 from kvfs.errors import DeviceError, FormatError, PoolError, UsageError
-from kvfs.store.format import Label, holds_label, pack_label, unpack_label
+from kvfs.index.lmdb import LmdbIndex
+from kvfs.store.format import META_CLEAN, META_UUID, Label, holds_label, pack_label, unpack_label
 from kvfs.types import PAGE_SIZE
 
 # Labels, and eight zones of the smallest kind.
@@ -462,12 +463,24 @@ def _write_pool(request: FormatRequest, geometry: Geometry, notes: list[str], op
         # The index of a pool that was here before describes other blocks.
         shutil.rmtree(request.pool / INDEX_NAME, ignore_errors=True)
         write_labels(config, opened, 0)
+        _make_index(request.pool / INDEX_NAME, config)
     finally:
         if request.files:
             for device in opened:
                 device.close()
     write_config(request.pool, config)
     return FormatResult(config, tuple(notes))
+
+
+def _make_index(path: Path, config: PoolConfig) -> None:
+    """An empty one: there is nothing to rebuild at the first mount."""
+    index = LmdbIndex(path)
+    try:
+        index.meta_put(META_UUID, config.uuid.bytes)
+        index.meta_put(META_CLEAN, b"1")
+        index.commit_now()
+    finally:
+        index.close()
 
 
 def _check_directory(pool: Path, force: bool) -> None:
@@ -477,8 +490,9 @@ def _check_directory(pool: Path, force: bool) -> None:
         if not pool.parent.is_dir():
             raise PoolError(f"{pool}: {pool.parent} is not a directory")
         return
-    with _pool_lock(pool) if (pool / LOCK_NAME).exists() else suppress():
-        pass
+    if (pool / LOCK_NAME).exists():
+        with _pool_lock(pool):
+            pass
     if force:
         return
     if (pool / CONFIG_NAME).exists():

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 import uuid as uuids
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -22,6 +23,7 @@ MAGIC_LABEL = 0x4C42414C5346564B
 MAGIC_SEGMENT = 0x4D4745535346564B
 MAGIC_SUMMARY = 0x4D4D55535346564B
 SUMMARY_CLOSED = 1
+SUMMARY_COMPRESSED = 2
 
 _LABEL = struct.Struct("<QIIQ16s16sQIIQQQIIQQ")
 _SEGMENT = struct.Struct("<QIIQQQ16sIIQQII")
@@ -160,14 +162,32 @@ class Summary:
     covered_page: int
     closed: bool
     entries: bytes
+    compressed: bool = False  # the entries are one zlib stream
+
+    def with_compressed(self, entries: bytes) -> Summary:
+        return replace(self, entries=entries, compressed=True)
+
+    def with_nothing(self) -> Summary:
+        """One that says: the block headers alone describe this segment."""
+        return replace(self, entries=b"", entry_count=0, covered_page=1, compressed=False)
+
+    def expanded(self, limit: int) -> Summary | None:
+        """Uncompressed; None if that is not possible within `limit` bytes."""
+        stream = zlib.decompressobj()
+        try:
+            entries = stream.decompress(self.entries, limit)
+        except zlib.error:
+            return None
+        return replace(self, entries=entries, compressed=False) if stream.eof else None
 
 
 def pack_summary(config: PoolConfig, summary: Summary, owner_epoch: int) -> bytes:
     """A summary's bytes, padded to whole pages."""
     size = _SUMMARY.size + len(summary.entries)
     data = bytearray(_SUMMARY.size)
+    flags = (SUMMARY_CLOSED if summary.closed else 0) | (SUMMARY_COMPRESSED if summary.compressed else 0)
     _SUMMARY.pack_into(
-        data, 0, MAGIC_SUMMARY, FORMAT_VERSION, SUMMARY_CLOSED if summary.closed else 0, 0, summary.generation,
+        data, 0, MAGIC_SUMMARY, FORMAT_VERSION, flags, 0, summary.generation,
         summary.sequence, owner_epoch, config.uuid.bytes, summary.segment, summary.entry_count, len(summary.entries),
         summary.covered_page, 0,
     )  # fmt: skip
@@ -191,14 +211,20 @@ def unpack_summary(config: PoolConfig, segment: SegmentIndex, data: bytes) -> Su
     if not size or size > len(data):
         return None
     (
-        _, _, flags, checksum, generation, sequence, _, pool_uuid, index, count, entries_size, covered, _,
+        _, _, flags, checksum, generation, sequence, _, pool_uuid, index, count, _, covered, _,
     ) = _SUMMARY.unpack_from(data)  # fmt: skip
     view = memoryview(data)[:size]
     if pool_uuid != config.uuid.bytes or index != segment or _sum_without_field(view, config.secret) != checksum:
         return None
     entries = data[_SUMMARY.size : size]
-    return Summary(generation, sequence, segment, count, covered, bool(flags & SUMMARY_CLOSED), entries)
+    closed, compressed = bool(flags & SUMMARY_CLOSED), bool(flags & SUMMARY_COMPRESSED)
+    return Summary(generation, sequence, segment, count, covered, closed, entries, compressed)
 
+
+# ---- the index's meta values ----
+
+META_UUID, META_CLEAN, META_EPOCH, META_VERSION, META_REBUILD = b"uuid", b"clean", b"epoch", b"version", b"rebuild"
+META_NUMBER = struct.Struct("<Q")
 
 # ---- inode records in bulk ----
 

@@ -1,18 +1,67 @@
-"""The store of one mounted pool: seals blocks into segments, keeps the index and the block table in step, evicts, recovers. (Being written.)"""
+"""The store of one mounted pool: seals blocks into segments, keeps index, block table and summaries in step.
+
+Everything that must agree changes in one step of the one trio thread, between two awaits: the index, the block table,
+the segments' live pages, and which summaries are not true any more. Durable in this order: data and block header (before
+the seal is answered), index (a second later, or at fsync), summaries. docs/architecture.md says what a crash leaves.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from errno import EBADMSG, ENOENT
 from pathlib import Path
 
-from kvfs.types import Inode, InodeNumber
+import trio
+
+from kvfs.config import layout
+from kvfs.errors import KvfsError
+from kvfs.index.lmdb import IndexError_, LmdbIndex
+from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, Run, SealInfo
+from kvfs.store import recovery
+from kvfs.store.devices import INDEX_NAME, OpenPool, format_devices, import_pool, locked, open_pool, write_labels
+from kvfs.store.eviction import EvictionPolicy, OldestLeastLive, Stream
+from kvfs.store.evictor import EvictionCounters, Evictor
+from kvfs.store.format import (
+    META_CLEAN,
+    META_EPOCH,
+    META_NUMBER,
+    META_REBUILD,
+    META_UUID,
+    META_VERSION,
+    PARENT_OFFSET,
+)
+from kvfs.store.pins import Pins
+from kvfs.store.segments import Counter, Segments, SegmentStatistics
+from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+
+__all__ = ["Space", "Store", "StoreOptions", "StoreStatistics", "format_devices", "import_pool"]
+
+log = logging.getLogger(__name__)
+
+_WRITE_TRIES = 3
+_COMMIT_CHANGES = 20_000
+_COMMIT_POLL_S = 0.1
+_PIN_COUNT_S = 60.0
+_SEAL_AT_CLOSE_S = 60.0
+_PARENT = struct.Struct("<Q")
+# A record's ancestors are kept this long at most: the times in them are hints, names are never stale (see renamed()).
+_ANCESTORS_MAX = 8192
+_ANCESTORS_SIZE_MAX = 1 << 20
+_WALK_BATCH = 512
+_CHUNK = 1 << 20
+_RECORD_SLACK = 4096
+_BEING_WRITTEN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Bytes of the pool: all of it, in use by live blocks, and of those the ones that eviction leaves alone. And inodes."""
+    """Bytes of the pool: all of it, in use by live blocks, and of those the ones eviction leaves alone. And inodes."""
 
     size: int
     used: int
@@ -34,48 +83,782 @@ class StoreOptions:
     spin_us: int = 100
     records_max: int = 0
     commit_interval_s: float = 1.0
-    # Called with a plane event that is not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE).
+    # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE).
     on_event: Callable[[int, int, int], None] | None = None
 
 
-class Store:
-    """Use: `async with Store.open(path, options) as store: nursery.start_soon(store.run)`."""
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    uuid: str
+    epoch: int
+    blocks: int
+    segments: SegmentStatistics
+    space: Space
+    eviction: EvictionCounters
+    bad_blocks: int
+    device_errors: dict[int, int]
+    sealed: int
+    seal_retries: int
+    index_bytes: int
+    index_pending: int
+    commit_failures: int
+    rebuilding: bool
+    notes: tuple[str, ...]
 
-    index: object
-    plane: object
+
+class Store:
+    """Use: `async with Store.open(path) as store:`. Its background work runs while it is open; `run` may be awaited too."""
+
+    def __init__(self, opened: OpenPool, index: LmdbIndex, plane: Plane, options: StoreOptions, epoch: int,
+                 records_max: int, policy: EvictionPolicy) -> None:  # fmt: skip
+        """For Store.open only."""
+        self.config, self.path, self.epoch = opened.config, opened.path, epoch
+        self.index, self.plane = index, plane
+        self._opened, self._options, self._records_max = opened, options, records_max
+        self._policy = policy
+        members = segment_members(opened)
+        self.segments = Segments(opened.config, members, plane, index, epoch)
+        self.notes = list(opened.notes)
+        self._inodes, self._versions = Counter(epoch), Counter(epoch)
+        self._busy: dict[int, trio.Event] = {}
+        self._versions_in_flight: set[int] = set()
+        self._ancestors: dict[int, bytes] = {}
+        self._held: dict[int, set[int]] = {}
+        self._moved_directories: list[InodeNumber] = []
+        self._directory_moved = trio.Event()
+        self._reseal: set[InodeNumber] = set()
+        self._bad_blocks = self._sealed = self._seal_retries = 0
+        self._device_errors: dict[int, int] = {}
+        self.rebuilding = False
+        self._closed = False
+        self._commit_failed = False
+        self._nursery: trio.Nursery | None = None
+        self.pins: Pins
+        self.evictor: Evictor
+
+    # ---- opening ----
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, pool: Path, options: StoreOptions | None = None) -> AsyncIterator[Store]:
-        yield cls()
+    async def open(
+        cls, pool: Path, options: StoreOptions | None = None, policy: EvictionPolicy | None = None
+    ) -> AsyncIterator[Store]:
+        """Open a pool for use: locked, recovered, its block table loaded. Raises PoolError, DeviceError, PlaneError."""
+        options = options or StoreOptions()
+        with ExitStack() as stack:
+            stack.enter_context(locked(pool))
+            opened = open_pool(pool)
+            stack.callback(opened.close)
+            epoch = opened.epoch + 1
+            # Tried out before anything is written: what this machine lacks is found here.
+            size = sum(device.size for device in opened.config.devices)
+            records_max = options.records_max or min(64 << 20, max(2 << 20, (size >> 13) + (1 << 20)))
+            plane = make_plane(opened, options, epoch, records_max)
+            stack.callback(plane.destroy)
+            index, rebuild = _open_index(opened)
+            stack.callback(index.close)
+            epoch_known = index.meta_get(META_EPOCH)
+            if epoch_known is not None and META_NUMBER.unpack(epoch_known)[0] > opened.epoch:
+                raise IndexError_(f"index {pool / INDEX_NAME}: epoch is newer than that of the labels: other devices?")
+            write_labels(opened.config, opened.devices, epoch)
+            store = cls(opened, index, plane, options, epoch, records_max, policy or OldestLeastLive())
+            failure: BaseException | None = None
+            async with trio.open_nursery() as nursery:
+                store._nursery = nursery
+                nursery.start_soon(plane.pump, store._on_event)
+                # Not raised in here: the nursery would wrap it, and the caller looks for a KvfsError.
+                try:
+                    await store._start(rebuild)
+                    yield store
+                except BaseException as error:
+                    failure = error
+                with trio.CancelScope(shield=True):
+                    await store.close()
+                nursery.cancel_scope.cancel()
+            if failure is not None:
+                raise failure
+
+    async def _start(self, rebuild: bool) -> None:
+        index = self.index
+        clean = index.meta_get(META_CLEAN) == b"1" and not rebuild
+        index.meta_put(META_CLEAN, b"0")
+        index.meta_put(META_EPOCH, META_NUMBER.pack(self.epoch))
+        index.meta_put(META_UUID, self.config.uuid.bytes)
+        if rebuild:
+            index.meta_put(META_REBUILD, b"1")
+        if index.raw(ROOT_INODE) is None:
+            index.put(self._root(), None)
+        index.commit_now()
+        self.segments.load(index.segment_items())
+        self.pins = Pins(index)
+        if rebuild:
+            self.notes.append("the index was missing or unreadable; it is being rebuilt from the devices")
+            job = recovery.Rebuild(self.index, self.segments, self.plane, self.pins)
+            await job.prepare()
+        elif not clean:
+            await recovery.recover(self.index, self.segments, self.plane, _number(index, META_VERSION))
+        index.before_commit = self._before_commit
+        index.commit_now()
+        if not rebuild:
+            for chunk in index.records(_CHUNK):
+                self.plane.table_load(chunk)
+                await trio.lowlevel.checkpoint()
+            self.plane.table_set_complete(True)
+        else:
+            self.plane.table_load(self._root_record())
+        self.segments.start()
+        self.evictor = Evictor(self.segments, self.index, self.plane, self._policy, self.pins, self)
+        self._set_space()
+        assert self._nursery is not None
+        self.rebuilding = rebuild
+        if rebuild:
+            self._nursery.start_soon(self._rebuild, job)
+        self._nursery.start_soon(self._commit_loop)
+        self._nursery.start_soon(self.evictor.run, lambda: not self.rebuilding)
+        self._nursery.start_soon(self._prepare_loop)
+        self._nursery.start_soon(self._count_pins_loop)
+        self._nursery.start_soon(self._moved_loop)
+
+    def _root(self) -> Inode:
+        owner = os.stat(self.path)
+        now = owner.st_mtime_ns
+        return Inode(
+            inode=ROOT_INODE, parent=ROOT_INODE, name=b"", kind=Kind.DIRECTORY, mode=0o040755, uid=owner.st_uid,
+            gid=owner.st_gid, nlink=2, mtime_ns=now, ctime_ns=now, atime_ns=now,
+        )  # fmt: skip
+
+    def _root_record(self) -> bytes:
+        record = self.index.raw(ROOT_INODE)
+        assert record is not None
+        return record
+
+    async def _rebuild(self, job: recovery.Rebuild) -> None:
+        try:
+            count = await job.run()
+            self.index.meta_put(META_REBUILD, None)
+            await self.index.commit()
+            log.info("the index was rebuilt: %d blocks", count)
+            self.notes = [note for note in self.notes if "rebuilt" not in note]
+        except KvfsError as error:
+            log.error("the rebuild of the index broke off: %s; what was found so far is there", error)
+        self.rebuilding = False
+        self.plane.table_set_complete(True)
+        self.segments.need_space.set()
+
+    # ---- numbers ----
 
     def next_inode(self) -> InodeNumber:
-        raise AssertionError
+        return InodeNumber(self._inodes.next())
 
     def next_version(self) -> int:
-        raise AssertionError
+        return self._versions.next()
+
+    def _before_commit(self) -> None:
+        """What every commit carries: segment states, and below which version nothing is unknown to the index."""
+        self.segments.save_changed()
+        known = min(self._versions_in_flight, default=self._versions.last + 1) - 1
+        if self.index.changes_pending:
+            self.index.meta_put(META_VERSION, META_NUMBER.pack(known))
+
+    # ---- background ----
 
     async def run(self) -> None:
-        """Background work until cancelled."""
+        """Until cancelled. The background tasks are the store's own; a failure in one ends `async with Store.open`."""
+        await trio.sleep_forever()
 
-    async def seal(self, inode: InodeNumber) -> Inode | None: ...
+    async def _commit_loop(self) -> None:
+        segments = self.segments
+        while True:
+            deadline = trio.current_time() + self._options.commit_interval_s
+            while trio.current_time() < deadline and self.index.changes_pending < _COMMIT_CHANGES:
+                with trio.move_on_after(_COMMIT_POLL_S if self.index.changes_pending else self._options.commit_interval_s):
+                    await segments.need_flush.wait()
+                if segments.need_flush.is_set():
+                    break
+            segments.need_flush = trio.Event()
+            await self._commit_and_flush()
 
-    async def spill(self, inode: InodeNumber) -> None: ...
+    async def _commit_and_flush(self) -> None:
+        try:
+            await self.index.commit()
+            if self._commit_failed:
+                log.info("the index can be committed again")
+            self._commit_failed = False
+        except KvfsError as error:
+            if not self._commit_failed:
+                log.error("%s; tried again every second", error)
+            self._commit_failed = True
+        await self.segments.flush_summaries()
+        self._ancestors.clear()
+        self._check_held()
+        self._set_space()
+        await self._retry_reseals()
 
-    async def evict(self, size: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Free segments until `size` more bytes are free."""
+    async def _prepare_loop(self) -> None:
+        while True:
+            try:
+                await self.segments.prepare()
+            except KvfsError as error:
+                log.warning("no segment could be prepared: %s", error)
+            await self.segments.ready_taken.wait()
+            self.segments.ready_taken = trio.Event()
 
-    async def pin(self, inode: InodeNumber) -> None: ...
+    async def _count_pins_loop(self) -> None:
+        while True:
+            await self.pins.count()
+            with trio.move_on_after(_PIN_COUNT_S if self.pins else float("inf")):
+                await self.pins.changed.wait()
+            self.pins.changed = trio.Event()
 
-    async def unpin(self, inode: InodeNumber) -> None: ...
+    async def _moved_loop(self) -> None:
+        """The summaries that name blocks below a directory that was renamed."""
+        while True:
+            await self._directory_moved.wait()
+            self._directory_moved = trio.Event()
+            while self._moved_directories:
+                directory = self._moved_directories.pop()
+                after = b""
+                while entries := self.index.list(directory, after, _WALK_BATCH):
+                    for _, number in entries:
+                        inode = self.index.get(number)
+                        if inode is not None and inode.kind == Kind.DIRECTORY:
+                            self._moved_directories.append(number)
+                        elif inode is not None and inode.sealed:
+                            self.segments.mark_dirty(self.segments.all[inode.segment], gone=False)
+                    after = entries[-1][0]
+                    await trio.lowlevel.checkpoint()
 
-    def forget(self, inode: Inode) -> None: ...
+    def _set_space(self) -> None:
+        """What writers may still stage. Staged bytes end in segments that eviction can empty, unless all is pinned."""
+        if self.segments.exhausted:
+            self.plane.set_space(0)
+            return
+        statistics = len(self.segments.all) - self.segments.reserve - 2
+        held = sum(self.segments.area for segment in self.segments.all if segment.held)
+        pages = statistics * self.segments.area - self.pins.pages - held
+        self.plane.set_space(max(0, pages) * PAGE_SIZE)
 
-    def renamed(self, inode: Inode) -> None: ...
+    # ---- events ----
 
-    async def sync(self) -> None: ...
+    def _on_event(self, event: Event) -> None:
+        assert self._nursery is not None
+        if event.type == EventType.SPILL:
+            self._nursery.start_soon(self._spill_quietly, InodeNumber(event.inode))
+        elif event.type == EventType.RESEAL:
+            self._nursery.start_soon(self._seal_quietly, InodeNumber(event.inode))
+        elif event.type == EventType.BAD_BLOCK:
+            self._drop_bad(InodeNumber(event.inode), event.value)
+        elif event.type == EventType.IO_ERROR:
+            device, number = event.value >> 32, event.value & 0xFFFFFFFF
+            self._device_errors[device] = self._device_errors.get(device, 0) + 1
+            if self._device_errors[device] in (1, 10, 100) or self._device_errors[device] % 1000 == 0:
+                path = self.config.devices[device].path if device < len(self.config.devices) else "?"
+                log.error("device %d (%s): %s, %d so far", device, path, os.strerror(number), self._device_errors[device])
+        elif self._options.on_event is not None:
+            self._options.on_event(int(event.type), event.inode, event.value)
 
-    def space(self) -> Space:
+    async def _seal_quietly(self, inode: InodeNumber) -> None:
+        try:
+            await self.seal(inode)
+            self._reseal.discard(inode)
+        except KvfsError as error:
+            # Nobody waits for it: the bytes stay staged, and it is tried again.
+            if inode not in self._reseal:
+                log.error("inode %d: not sealed after its last close: %s", inode, error)
+            self._reseal.add(inode)
+
+    async def _retry_reseals(self) -> None:
+        for inode in list(self._reseal):
+            if self.index.raw(inode) is None:
+                self._reseal.discard(inode)
+            else:
+                await self._seal_quietly(inode)
+
+    async def _spill_quietly(self, inode: InodeNumber) -> None:
+        try:
+            await self.spill(inode)
+        except KvfsError as error:
+            log.warning("inode %d: not spilled: %s", inode, error)
+
+    def _drop_bad(self, number: InodeNumber, segment: int) -> None:
+        """A block failed verification: it is a miss from now on, unless it has moved since."""
+        inode = self.index.get(number)
+        if inode is None or not inode.sealed or self.plane.inode_is_open(number) == _BEING_WRITTEN:
+            return
+        if segment != inode.segment and all(extent.segment != segment for extent in inode.extents):
+            return
+        self._bad_blocks += 1
+        log.error("inode %d in segment %d: failed its checksums; dropped", number, inode.segment)
+        if InodeFlags.NAMELESS in inode.flags:
+            return
+        try:
+            kept = self.plane.inode_remove(number)
+        except PlaneError:
+            kept = 0
+        if kept:
+            nameless = inode.copy()
+            nameless.flags |= InodeFlags.NAMELESS
+            nameless.nlink = 0
+            self.index.put(nameless, inode)
+            self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
+        else:
+            self.drop(inode)
+        self.plane.notify_entry(inode.parent, inode.name)
+
+    # ---- sealing ----
+
+    async def seal(self, inode: InodeNumber) -> Inode | None:
+        """Make the staged content a block. Returns the new inode; None if nothing was dirty or the file is gone.
+
+        A nameless file is not sealed: nobody can open it again. Raises NoSpaceError, PlaneError; then it is still dirty.
+        """
+        await self._acquire(inode)
+        try:
+            # Not cancelled in the middle: the data plane holds the file frozen until seal_end.
+            sealed: Inode | None = None
+            with trio.CancelScope(shield=True):
+                sealed = await self._seal(inode)
+            return sealed
+        finally:
+            self._busy.pop(inode).set()
+
+    async def _acquire(self, inode: int) -> None:
+        while (busy := self._busy.get(inode)) is not None:
+            await busy.wait()
+        self._busy[inode] = trio.Event()
+
+    async def _seal(self, number: InodeNumber) -> Inode | None:
+        inode = self.index.get(number)
+        if inode is None or InodeFlags.NAMELESS in inode.flags:
+            return None
+        try:
+            info = self.plane.seal_begin(number)
+        except PlaneError as error:
+            if error.errno == ENOENT:
+                return None
+            raise
+        if not info.dirty:
+            return None
+        version = self._versions.next()
+        self._versions_in_flight.add(version)
+        runs: list[Run] = []
+        sealed: Inode | None = None
+        try:
+            written = await self._write(inode, info, version, runs)
+            sealed = self._enter(number, inode, written)
+        finally:
+            with suppress(PlaneError):
+                self.plane.seal_end(number, sealed is not None)
+            self._versions_in_flight.discard(version)
+            self.segments.release(runs)
+        if sealed is not None:
+            self._hold(number, ())
+            self._sealed += 1
+        return sealed
+
+    async def _write(self, inode: Inode, info: SealInfo, version: int, runs: list[Run]) -> Inode:
+        """Write data and header to new runs; returns the inode as its header has it. `runs` are the caller's to release."""
+        new = inode.copy()
+        new.size, new.mtime_ns, new.version, new.extents = info.size, info.mtime_ns, version, ()
+        new.ctime_ns = max(inode.ctime_ns, info.mtime_ns)
+        new.flags = (inode.flags | InodeFlags.SEALED) & ~InodeFlags.ASK
+        if inode.sealed:
+            new.flags |= InodeFlags.REWRITTEN
+        ancestors = self.ancestors(inode.parent)
+        extents = info.ranges + info.kept_extents + self.segments.runs_bound(info.data_pages)
+        record_size = len(new.pack())
+        header_pages = self.plane.header_pages(info.size, record_size, len(ancestors), extents)
+        new.header_pages = header_pages
+        stream = self._policy.stream_of(info.size)
+        for attempt in range(1, _WRITE_TRIES + 1):
+            runs.extend(await self.segments.allocate(stream, header_pages, info.data_pages))
+            new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
+            try:
+                await self.plane.seal_write(inode.inode, runs, header_pages, new.pack(), ancestors)
+                return Inode.unpack(self.plane.seal_record(inode.inode))
+            except PlaneError as error:
+                self._give_up(runs)
+                if attempt == _WRITE_TRIES or error.errno == ENOENT:
+                    raise
+                self._seal_retries += 1
+                log.warning("inode %d: %s; trying other segments", inode.inode, error)
         raise AssertionError
 
-    async def close(self) -> None: ...
+    def _give_up(self, runs: list[Run]) -> None:
+        """A write to these runs failed: nothing more goes to their segments, other devices come next."""
+        for run in runs:
+            self.segments.retire(self.segments.all[run.segment])
+        self.segments.release(runs)
+        runs.clear()
+
+    def _enter(self, number: InodeNumber, before: Inode, written: Inode) -> Inode | None:
+        """The block is on the devices: index, table and accounts learn of it in one step. None if it lost its name."""
+        current = self.index.get(number)
+        home = self.segments.all[written.segment]
+        if current is None or InodeFlags.NAMELESS in current.flags:
+            self.segments.mark_dirty(home, gone=True)
+            return None
+        if current != before:
+            _take_changes(written, before, current)
+            self.segments.mark_dirty(home, gone=True)
+        self.index.put(written, current)
+        self._account(current, written)
+        self.plane.inode_update(written.pack())
+        return written
+
+    def _account(self, before: Inode, after: Inode) -> None:
+        if before.sealed:
+            self.segments.mark_dirty(self.segments.all[before.segment], gone=True)
+        self.segments.account(before if before.sealed else None, after)
+
+    def ancestors(self, parent: int) -> bytes:
+        """The records of the directories from `parent` up, without the root."""
+        known = self._ancestors.get(parent)
+        if known is not None:
+            return known
+        parts: list[bytes] = []
+        number, size = parent, 0
+        while number != ROOT_INODE:
+            record = self.index.raw(number)
+            if record is None or size + len(record) > _ANCESTORS_SIZE_MAX:
+                break
+            parts.append(record)
+            size += len(record)
+            (number,) = _PARENT.unpack_from(record, PARENT_OFFSET)
+        found = b"".join(parts)
+        if len(self._ancestors) >= _ANCESTORS_MAX:
+            self._ancestors.clear()
+        self._ancestors[parent] = found
+        return found
+
+    # ---- spilling ----
+
+    async def spill(self, inode: InodeNumber) -> None:
+        """Move what is staged of a large file to the devices before its seal."""
+        await self._acquire(inode)
+        try:
+            with trio.CancelScope(shield=True):
+                await self._spill(inode)
+        finally:
+            self._busy.pop(inode).set()
+
+    async def _spill(self, number: InodeNumber) -> None:
+        try:
+            info = self.plane.spill_begin(number)
+        except PlaneError as error:
+            if error.errno == ENOENT:
+                return
+            raise
+        if not info.dirty:
+            return
+        try:
+            runs = await self.segments.allocate(self._policy.stream_of(info.size), 0, info.data_pages)
+        except BaseException:
+            self.plane.spill_cancel(number)
+            raise
+        try:
+            await self.plane.spill_write(number, runs)
+            self._hold(number, self._extent_segments(number))
+        except PlaneError:
+            for run in runs:
+                self.segments.retire(self.segments.all[run.segment])
+            raise
+        finally:
+            self.segments.release(runs)
+
+    def _extent_segments(self, number: int) -> set[int]:
+        try:
+            return {int(extent.segment) for extent in self.plane.file_extents(number)}
+        except PlaneError as error:
+            if error.errno != ENOENT:
+                raise
+            return set()
+
+    def _hold(self, number: int, segments: set[int] | tuple[()]) -> None:
+        """A file that is being written has pages in these segments, which its record does not say."""
+        after = set(segments)
+        before = self._held.pop(number, set())
+        if after:
+            self._held[number] = after
+        for segment in after - before:
+            self.segments.all[segment].held += 1
+        for segment in before - after:
+            self.segments.all[segment].held -= 1
+            self.segments.free_if_empty(self.segments.all[segment])
+
+    def _check_held(self) -> None:
+        """Files that were discarded hold nothing any more."""
+        for number in list(self._held):
+            if number not in self._busy:
+                self._hold(number, self._extent_segments(number))
+
+    # ---- moving and dropping (for the evictor) ----
+
+    async def carry(self, record: bytes) -> bool:
+        """Copy a block to the carried-over stream. False if it is gone, or cannot be read and was dropped."""
+        number = Inode.unpack(record).inode
+        # Being sealed, perhaps waiting for the very space that this makes: not waited for.
+        if number in self._busy:
+            return False
+        await self._acquire(number)
+        try:
+            carried = False
+            with trio.CancelScope(shield=True):
+                carried = await self._carry(number)
+            return carried
+        finally:
+            self._busy.pop(number).set()
+
+    async def _carry(self, number: InodeNumber) -> bool:
+        old_record = self.index.raw(number)
+        if old_record is None or self.plane.inode_is_open(number) == _BEING_WRITTEN:
+            return False
+        before = Inode.unpack(old_record)
+        if not before.sealed:
+            return False
+        data_pages = sum(extent.page_count for extent in before.all_extents())
+        new = before.copy()
+        new.extents = ()
+        ancestors = self.ancestors(before.parent)
+        extents = len(before.all_extents()) + self.segments.runs_bound(data_pages)
+        new.header_pages = self.plane.header_pages(before.size, len(new.pack()), len(ancestors), extents)
+        runs = await self.segments.allocate(Stream.CARRIED, new.header_pages, data_pages)
+        try:
+            new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
+            capacity = len(old_record) + 24 * extents + _RECORD_SLACK
+            copied = await self.plane.store_copy(
+                old_record, runs, new.header_pages, new.pack(), ancestors, capacity
+            )
+            return self._enter_copy(number, before, Inode.unpack(copied))
+        except PlaneError as error:
+            for run in runs:
+                self.segments.retire(self.segments.all[run.segment])
+            log.warning("inode %d: not carried over: %s", number, error)
+            if error.errno == EBADMSG:
+                self._drop_bad(number, before.segment)
+            return False
+        finally:
+            self.segments.release(runs)
+
+    def _enter_copy(self, number: InodeNumber, before: Inode, copied: Inode) -> bool:
+        current = self.index.get(number)
+        home = self.segments.all[copied.segment]
+        moved = current is None or (current.segment, current.page, current.generation) != (
+            before.segment, before.page, before.generation,
+        )  # fmt: skip
+        if current is None or moved or self.plane.inode_is_open(number) == _BEING_WRITTEN:
+            # The copy is of what the file was: an orphan in its segment, that no summary will name.
+            self.segments.mark_dirty(home, gone=True)
+            return False
+        if current != before:
+            _take_changes(copied, before, current)
+            self.segments.mark_dirty(home, gone=True)
+        self.index.put(copied, current)
+        self._account(current, copied)
+        self.plane.inode_update(copied.pack())
+        return True
+
+    def drop(self, inode: Inode) -> None:
+        """The block left the block table: it leaves the index and the accounts."""
+        self.index.delete(inode)
+        self.forget(inode)
+
+    def forget(self, inode: Inode) -> None:
+        """A sealed block was removed from the index: its pages are free, its summary must not name it."""
+        if not inode.sealed or inode.kind != Kind.FILE:
+            return
+        if InodeFlags.PINNED in inode.flags:
+            self.pins.remove(inode.inode)
+        self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
+        self.segments.account(inode, None)
+
+    def renamed(self, inode: Inode) -> None:
+        """Name or attributes of what is in the index have changed: summaries must say so. The version rises with it."""
+        if InodeFlags.NAMELESS not in inode.flags:
+            inode.version = self.next_version()
+            self.index.put(inode, inode)
+            self.plane.inode_update(inode.pack())
+        if inode.kind == Kind.DIRECTORY:
+            self._ancestors.clear()
+            self._moved_directories.append(inode.inode)
+            self._directory_moved.set()
+        elif inode.sealed:
+            self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
+
+    # ---- pins ----
+
+    async def pin(self, inode: InodeNumber) -> None:
+        """Keep a file, or everything below a directory, from eviction."""
+        self._set_pinned(inode, True)
+
+    async def unpin(self, inode: InodeNumber) -> None:
+        self._set_pinned(inode, False)
+
+    def _set_pinned(self, number: InodeNumber, pinned: bool) -> None:
+        before = self.index.get(number)
+        if before is None:
+            return
+        inode = before.copy()
+        inode.flags = before.flags | InodeFlags.PINNED if pinned else before.flags & ~InodeFlags.PINNED
+        self.index.put(inode, before)
+        if pinned:
+            self.pins.add(number)
+        else:
+            self.pins.remove(number)
+            self.segments.exhausted = False
+        if inode.sealed or inode.kind == Kind.DIRECTORY:
+            self.renamed(inode)
+        else:
+            self.plane.inode_update(inode.pack())
+
+    # ---- for the front ----
+
+    async def evict(self, size: int, progress: Callable[[int, int], None] | None = None) -> int:
+        """Evict blocks of `size` bytes together, or all that may go. Returns the bytes evicted."""
+        start = self.evictor.counters.bytes
+
+        def enough() -> bool:
+            done = self.evictor.counters.bytes - start
+            if progress is not None:
+                progress(min(done, size), size)
+            return done >= size
+
+        if self.rebuilding:
+            raise KvfsError("the index is being rebuilt; nothing can be evicted until that is done")
+        await self.evictor.free_until(enough)
+        if not enough():
+            # What is left lies in segments that are still written to.
+            self.segments.retire_open()
+            await self.evictor.free_until(enough)
+        await self._commit_and_flush()
+        return self.evictor.counters.bytes - start
+
+    async def sync(self) -> None:
+        """Everything sealed and changed so far is durable when this returns. KvfsError if it cannot be."""
+        await trio.to_thread.run_sync(self._sync_devices)
+        await self.index.commit()
+
+    def _sync_devices(self) -> None:
+        for device in self._opened.devices:
+            try:
+                os.fdatasync(device.fd)
+            except OSError as error:
+                failure = KvfsError(f"{device.path}: {os.strerror(error.errno or 0)}")
+                failure.errno = error.errno or failure.errno
+                raise failure from error
+
+    def space(self) -> Space:
+        statistics = self.segments.statistics()
+        table = self.plane.table_statistics()
+        return Space(statistics.capacity, statistics.live_bytes, self.pins.bytes, table["records"], self._records_max)
+
+    def statistics(self) -> StoreStatistics:
+        index = self.index.statistics()
+        return StoreStatistics(
+            uuid=str(self.config.uuid), epoch=self.epoch, blocks=self.plane.table_statistics()["records"],
+            segments=self.segments.statistics(), space=self.space(), eviction=self.evictor.counters,
+            bad_blocks=self._bad_blocks, device_errors=dict(self._device_errors), sealed=self._sealed,
+            seal_retries=self._seal_retries, index_bytes=index.bytes, index_pending=index.changes_pending,
+            commit_failures=index.commit_failures, rebuilding=self.rebuilding, notes=tuple(self.notes),
+        )  # fmt: skip
+
+    # ---- closing ----
+
+    async def close(self) -> None:
+        """Seal what is dirty, close the open segments, commit, mark the pool clean. Once."""
+        if self._closed or not hasattr(self, "evictor"):
+            return
+        self._closed = True
+        clean = not self.rebuilding
+        with trio.move_on_after(_SEAL_AT_CLOSE_S) as scope:
+            await self._seal_all()
+        if scope.cancelled_caught:
+            log.error("not everything could be sealed within %.0f s", _SEAL_AT_CLOSE_S)
+        self.segments.stop()
+        for number in self.index.volatile_inodes():
+            inode = self.index.get(number)
+            if inode is not None and inode.sealed:
+                self.drop(inode)
+        try:
+            await self.index.commit()
+            for _ in range(2):  # the second writes the other copy where the first names what is gone
+                await self.segments.flush_summaries()
+            await trio.to_thread.run_sync(self._sync_devices)
+            self.index.meta_put(META_CLEAN, b"1" if clean else b"0")
+            await self.index.commit()
+        except KvfsError as error:
+            log.error("the pool could not be closed cleanly: %s", error)
+
+    async def _seal_all(self) -> None:
+        """What is not sealed yet, and what the data plane still wants sealed."""
+        for number in self.index.volatile_inodes():
+            if number not in self._busy:
+                await self._seal_quietly(number)
+        await self._retry_reseals()
+        while self._busy:
+            await next(iter(self._busy.values())).wait()
+
+
+def _take_changes(written: Inode, before: Inode, current: Inode) -> None:
+    """What was changed while a block was written, `before` to `current`: the index has it, the block header has not."""
+    written.parent, written.name, written.nlink = current.parent, current.name, current.nlink
+    written.mode, written.uid, written.gid, written.xattrs = current.mode, current.uid, current.gid, current.xattrs
+    written.atime_ns, written.ctime_ns = current.atime_ns, max(written.ctime_ns, current.ctime_ns)
+    if current.mtime_ns != before.mtime_ns:
+        written.mtime_ns = current.mtime_ns
+    kept = InodeFlags.PINNED | InodeFlags.NAMELESS
+    written.flags = (written.flags & ~kept) | (current.flags & kept)
+    written.version = max(written.version, current.version)
+
+
+def segment_members(opened: OpenPool) -> list[tuple[tuple[int, int], ...]]:
+    config = opened.config
+    return layout([device.zone_count for device in config.devices], config.geometry.stripe_width)
+
+
+def make_plane(opened: OpenPool, options: StoreOptions, epoch: int, records_max: int) -> Plane:
+    """A data plane over the pool's devices."""
+    config = opened.config
+    members = segment_members(opened)
+    return Plane(
+        PlaneOptions(
+            secret=config.secret, mount_epoch=epoch, zone_size=config.geometry.zone_size,
+            stripe_unit=config.geometry.stripe_unit, stripe_width=config.geometry.stripe_width,
+            segment_count=len(members), records_max=records_max, staging_size=options.staging_size,
+            read_memory_size=options.read_memory_size, io_timeout_ms=options.io_timeout_ms,
+            request_timeout_ms=options.request_timeout_ms, server_threads=options.server_threads,
+            store_threads=options.store_threads, max_read=options.max_read, max_write=options.max_write,
+            spin_us=options.spin_us,
+        ),
+        [device.fd for device in opened.devices],
+        [device.zones_offset for device in config.devices],
+        members,
+    )  # fmt: skip
+
+
+def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
+    """The pool's index, and whether it must be rebuilt: missing, unreadable, of another pool, or half rebuilt."""
+    path = opened.path / INDEX_NAME
+    if path.is_dir():
+        index: LmdbIndex | None = None
+        try:
+            index = LmdbIndex(path)
+            uuid = index.meta_get(META_UUID)
+            if uuid == opened.config.uuid.bytes and index.meta_get(META_REBUILD) is None:
+                index.segment_items()
+                return index, False
+            log.warning("%s: %s; it is made anew", path, "half rebuilt" if uuid else "empty")
+        except KvfsError as error:
+            log.warning("%s; it is made anew", error)
+        except Exception as error:  # whatever LMDB says of a damaged file
+            log.warning("index %s: %s; it is made anew", path, error)
+        if index is not None:
+            index.close()
+        shutil.rmtree(path, ignore_errors=True)
+    return LmdbIndex(path), True
+
+
+def _number(index: LmdbIndex, key: bytes) -> int:
+    value = index.meta_get(key)
+    return 0 if value is None else int(META_NUMBER.unpack(value)[0])
+

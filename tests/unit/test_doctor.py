@@ -41,7 +41,7 @@ def test_a_kernel_before_6_16_is_slower_but_works(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_kernel_without_io_uring_is_told_how_to_enable_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(self: object) -> None:
+    def refuse(self: object, entries: int = 4) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(doctor._Ring, "__init__", refuse)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.errors import DeadlineError, UsageError
+from kvfs.errors import DeadlineError, MissingFeatureError, UsageError
 from kvfs.frontend import mount
 
 MOUNTINFO = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -86,3 +86,12 @@ def test_a_process_is_watched_to_its_end() -> None:
     os.waitpid(pid, 0)
     watch.close()
     assert mount.ProcessWatch(pid).wait(0)
+
+
+def test_a_missing_fuse_device_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, flags: int) -> int:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(MissingFeatureError, match=r"^/dev/fuse: No such file or directory; .*modprobe fuse"):
+        mount.check_device()

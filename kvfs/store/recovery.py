@@ -1,0 +1,617 @@
+"""What a mount does about what it finds: after an unclean end, and when there is no index.
+
+After an unclean end the index is right but up to a second old (or older, if commits failed): segments that were opened
+since, and open segments from the committed append point on, are scanned for block headers, and blocks that the index
+cannot know enter it. Without an index everything is found again: by the summaries of all segments, then by the block
+headers that no summary covers. The highest version of a name wins, and of an inode. What is found is admitted only if
+every extent's generation is that of its segment, so nothing of an overwritten segment comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import trio
+
+from kvfs.errors import FormatError, KvfsError
+from kvfs.index.lmdb import Bulk, LmdbIndex
+from kvfs.plane import Plane
+from kvfs.store.format import RECORD_HEAD, SegmentHeader, split_records
+from kvfs.store.pins import Pins
+from kvfs.store.segments import Segment, Segments, State, usage
+from kvfs.types import RECORD_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+
+log = logging.getLogger(__name__)
+
+_SCAN_CAPACITY = 4 << 20
+_YIELD_EVERY = 256
+# Records that go into one transaction of a rebuild, and so into the block table at once.
+_BATCH_BYTES = 4 << 20
+_READ_AHEAD = 4
+_NAME_BITS = 26
+_U64 = struct.Struct(">Q")
+_MEMBER = struct.Struct(">IQ")
+_VALUE = struct.Struct("<Q")
+_EXTENT = struct.Struct("<QIIII")
+
+
+async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: int) -> list[bytes]:
+    """The records of the blocks from first_page on, each followed by its directories', as their headers have them."""
+    found: list[bytes] = []
+    page, end = first_page, segments.geometry.end_page
+    capacity = _SCAN_CAPACITY
+    while page < end:
+        try:
+            result = await plane.store_scan(segment.index, segment.generation, page, end, capacity)
+        except KvfsError as error:
+            log.warning("segment %d: scan from page %d broke off: %s", segment.index, page, error)
+            break
+        if result.records:
+            found.append(result.records)
+        if not result.full:
+            break
+        if result.next_page == page:
+            capacity *= 4
+        page = result.next_page
+    return found
+
+
+# ---- after an unclean end ----
+
+
+async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_version: int) -> None:
+    """Bring index and segments together after an unclean end. Afterwards every segment is FREE or CLOSED."""
+    headers, _ = await segments.read_headers([segment.index for segment in segments.all])
+    to_scan: list[tuple[Segment, int]] = []
+    lost: set[int] = set()
+    for segment in segments.all:
+        header = headers[segment.index]
+        if segment.state == State.FREE:
+            if header is not None and header.generation > segment.generation:
+                # Opened after the last commit.
+                _reopened(segment, header)
+                to_scan.append((segment, 1))
+            continue
+        if header is None:
+            # Its page is damaged; blocks prove themselves by their own headers.
+            log.warning("segment %d: its header is not readable; its blocks are kept", segment.index)
+            if segment.state == State.OPEN:
+                to_scan.append((segment, segment.next_page))
+        elif header.generation != segment.generation:
+            lost.update(await _forget_blocks(index, segment))
+            if header.generation > segment.generation:
+                _reopened(segment, header)
+                to_scan.append((segment, 1))
+            else:
+                # The header of this generation never arrived, so nothing of it did.
+                segment.state, segment.live_pages = State.FREE, 0
+        elif segment.state == State.OPEN:
+            to_scan.append((segment, segment.next_page))
+        if segment.state != State.FREE:
+            segment.state = State.CLOSED
+        segments.changed(segment)
+    admission = Admission(index, segments, lost, known_version)
+    for segment, first_page in sorted(to_scan, key=lambda item: -item[0].generation):
+        segment.state = State.CLOSED
+        segments.mark_dirty(segment, gone=True)
+        if first_page == 1:
+            await _admit_summary(segments, segment, admission)
+        for records in await scan(segments, plane, segment, max(first_page, admission.covered.get(segment.index, 0))):
+            await admission.admit_all(records)
+    await recount(index, segments)
+    if to_scan or lost:
+        log.info("recovered: %d segments scanned, %d blocks found, %d lost with overwritten segments",
+                 len(to_scan), admission.admitted, max(0, len(lost) - admission.readmitted))  # fmt: skip
+
+
+def _reopened(segment: Segment, header: SegmentHeader) -> None:
+    segment.state, segment.generation, segment.stream = State.CLOSED, header.generation, header.stream
+    segment.next_page, segment.live_pages = 1, 0
+
+
+async def _forget_blocks(index: LmdbIndex, segment: Segment) -> list[int]:
+    """The segment was overwritten: every block with a part in it is gone."""
+    gone: list[int] = []
+    for number in index.segment_inodes(segment.index):
+        inode = index.get(number)
+        if inode is not None:
+            index.delete(inode)
+            gone.append(number)
+        if len(gone) % _YIELD_EVERY == 0:
+            await trio.lowlevel.checkpoint()
+    return gone
+
+
+async def _admit_summary(segments: Segments, segment: Segment, admission: Admission) -> None:
+    """A segment that was opened after the last commit may have a summary already: it knows newer names."""
+    summary = await segments.read_summary(segment.index, segment.generation)
+    if summary is not None:
+        admission.covered[segment.index] = summary.covered_page
+        await admission.admit_all(summary.entries)
+
+
+async def recount(index: LmdbIndex, segments: Segments) -> None:
+    """Count live pages anew from every record."""
+    live = [0] * len(segments.all)
+    index.commit_now()
+    for chunk in index.records(1 << 20):
+        for at, _ in split_records(chunk):
+            head = RECORD_HEAD.unpack_from(chunk, at)
+            if head[1] != Kind.FILE:
+                continue
+            if head[12] == 0:
+                live[head[9]] += head[11] + (head[7] + 4095) // 4096
+            else:
+                for number, pages in usage(Inode.unpack(chunk, at)).items():
+                    live[number] += pages
+        await trio.lowlevel.checkpoint()
+    for segment in segments.all:
+        if segment.live_pages != live[segment.index]:
+            segment.live_pages = live[segment.index]
+            segments.changed(segment)
+
+
+@dataclass(slots=True)
+class Admission:
+    """Takes blocks that were found on the devices into an index that is a little older."""
+
+    index: LmdbIndex
+    segments: Segments
+    lost: set[int]
+    known_version: int
+    admitted: int = 0
+    readmitted: int = 0
+    covered: dict[int, int] = field(default_factory=dict)
+
+    async def admit_all(self, records: bytes) -> None:
+        directories: dict[int, Inode] = {}
+        files: list[Inode] = []
+        for i, (at, _) in enumerate(split_records(records)):
+            try:
+                inode = Inode.unpack(records, at)
+            except FormatError as error:
+                log.warning("a record that was found is not readable: %s", error)
+                return
+            if inode.kind == Kind.DIRECTORY:
+                known = directories.get(inode.inode)
+                if known is None or known.version < inode.version:
+                    directories[inode.inode] = inode
+            elif inode.kind == Kind.FILE:
+                files.append(inode)
+            if i % _YIELD_EVERY == _YIELD_EVERY - 1:
+                await trio.lowlevel.checkpoint()
+        for i, inode in enumerate(files):
+            self._admit(inode, directories)
+            if i % _YIELD_EVERY == _YIELD_EVERY - 1:
+                await trio.lowlevel.checkpoint()
+
+    def _admit(self, inode: Inode, directories: dict[int, Inode]) -> None:
+        if not inode.sealed or InodeFlags.NAMELESS in inode.flags or not self._in_place(inode):
+            return
+        # Sealed before the last commit: if the index does not have it, it was removed, unless its segment was lost.
+        if inode.version <= self.known_version and inode.inode not in self.lost:
+            return
+        known = self.index.get(inode.inode)
+        if known is not None and known.version >= inode.version:
+            return
+        parent = self._directory(inode.parent, directories, 0)
+        if parent is None:
+            return
+        inode.parent = parent
+        other_number = self.index.lookup(parent, inode.name)
+        other = None if other_number is None else self.index.get(other_number)
+        if other is not None and other.inode != inode.inode:
+            if other.kind == Kind.DIRECTORY or other.version > inode.version:
+                return
+            self.index.delete(other)
+            self._dirty(other)
+        if known is not None:
+            self._dirty(known)
+        self.index.put(inode, known)
+        self.admitted += 1
+        self.readmitted += inode.inode in self.lost
+
+    def _in_place(self, inode: Inode) -> bool:
+        home = self.segments.all[inode.segment] if inode.segment < len(self.segments.all) else None
+        if home is None or home.generation != inode.generation:
+            return False
+        return all(
+            extent.segment < len(self.segments.all)
+            and self.segments.all[extent.segment].generation == extent.generation
+            for extent in inode.extents
+        )
+
+    def _dirty(self, inode: Inode) -> None:
+        if inode.sealed and inode.kind == Kind.FILE:
+            self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
+
+    def _directory(self, number: int, directories: dict[int, Inode], depth: int) -> InodeNumber | None:
+        """The directory in the index, made again if the index never knew it. None if it was removed."""
+        known = self.index.get(InodeNumber(number))
+        if known is not None:
+            return known.inode if known.kind == Kind.DIRECTORY else None
+        found = directories.get(number)
+        if found is None or depth > 64 or (found.version <= self.known_version and not self.lost):
+            return None
+        parent = self._directory(found.parent, directories, depth + 1)
+        if parent is None:
+            return None
+        found.parent = parent
+        other = self.index.lookup(parent, found.name)
+        if other is not None:
+            # A directory of that name is there: then it is this one.
+            taken = self.index.get(other)
+            return taken.inode if taken is not None and taken.kind == Kind.DIRECTORY else None
+        self.index.put(found, None)
+        return found.inode
+
+
+# ---- without an index ----
+
+
+class _Numbers:
+    """A set of numbers of the form epoch << 36 | counter: a bit each."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, bytearray] = {}
+
+    def add(self, number: int) -> bool:
+        """Returns whether it was there."""
+        high, low = number >> 20, number & 0xFFFFF
+        bits = self._maps.get(high)
+        if bits is None:
+            bits = self._maps[high] = bytearray(1 << 17)
+        mask = 1 << (low & 7)
+        present = bits[low >> 3] & mask
+        bits[low >> 3] |= mask
+        return bool(present)
+
+
+# What users did that is not committed: key of a name -> (inode, is a directory), or None if it was removed.
+_Overlay = dict[bytes, tuple[int, bool] | None]
+
+
+@dataclass(slots=True)
+class _Found:
+    """One batch on its way into the index: keys and values of the three databases, and the table's records."""
+
+    inodes: dict[int, bytes] = field(default_factory=dict)
+    names: dict[bytes, bytes] = field(default_factory=dict)
+    members: set[bytes] = field(default_factory=set)
+
+
+class Rebuild:
+    """Fills an empty index from the devices, newest segments first, behind a mount that already answers."""
+
+    def __init__(self, index: LmdbIndex, segments: Segments, plane: Plane, pins: Pins) -> None:
+        self._index, self._segments, self._plane, self._pins = index, segments, plane, pins
+        self._seen = _Numbers()
+        # One bit for each name's hash: clear says that the name was not met, set that it must be looked up.
+        self._names = bytearray(1 << (_NAME_BITS - 3))
+        self._directories: dict[int, int] = {ROOT_INODE: 1 << 63}
+        self._aliases: dict[int, int] = {}
+        self._live: dict[int, int] = {}
+        self._pinned: list[int] = []
+        self.blocks = 0
+        self.segments_done = 0
+
+    async def prepare(self) -> None:
+        """Learn which segments hold something: they are not free. Before the mount answers."""
+        headers, blank = await self._segments.read_headers([segment.index for segment in self._segments.all])
+        damaged: list[Segment] = []
+        for segment in self._segments.all:
+            header = headers[segment.index]
+            if header is not None:
+                segment.state, segment.generation, segment.stream = State.CLOSED, header.generation, header.stream
+            elif segment.index not in blank:
+                damaged.append(segment)
+        queue = iter(damaged)
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(8, len(damaged))):
+                nursery.start_soon(self._by_summary, queue)
+        for segment in self._segments.all:
+            if segment.state == State.CLOSED:
+                # Not empty until its blocks have been looked for.
+                segment.live_pages = 1
+                segment.next_page = self._segments.geometry.end_page
+                segment.held += 1
+                self._segments.changed(segment)
+
+    async def _by_summary(self, queue: Iterable[Segment]) -> None:
+        """Without a header, a summary says whether there is something, and of which generation."""
+        for segment in queue:
+            summary = await self._segments.read_summary(segment.index, None)
+            if summary is not None:
+                segment.state, segment.generation = State.CLOSED, summary.generation
+
+    async def run(self) -> int:
+        """Find every block. Returns how many. The block table has them too, but is not marked complete here."""
+        self._index.removed_names = set()
+        order = sorted(
+            (s for s in self._segments.all if s.state == State.CLOSED and s.held), key=lambda s: -s.generation
+        )
+        send, receive = trio.open_memory_channel[list[bytes]](_READ_AHEAD)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._read, order, send)
+            batch: list[bytes] = []
+            size = 0
+            async with receive:
+                async for pieces in receive:
+                    batch += pieces
+                    size += sum(len(piece) for piece in pieces)
+                    if size >= _BATCH_BYTES:
+                        await self._load(batch)
+                        batch, size = [], 0
+            await self._load(batch)
+        self._index.removed_names = None
+        for number in self._pinned:
+            self._pins.add(number)
+        for segment in order:
+            # Live pages were counted beside the 1 that kept it from being taken for empty.
+            segment.held -= 1
+            segment.live_pages = max(0, segment.live_pages - 1)
+            self._segments.changed(segment)
+            self._segments.mark_dirty(segment, gone=False)
+            self._segments.free_if_empty(segment)
+        return self.blocks
+
+    async def _read(self, order: list[Segment], send: trio.MemorySendChannel[list[bytes]]) -> None:
+        """The records of every segment, newest first, several segments at a time."""
+        results: dict[int, list[bytes]] = {}
+
+        async def one(at: int) -> None:
+            results[at] = await self._read_segment(order[at])
+
+        async with send:
+            for first in range(0, len(order), _READ_AHEAD):
+                async with trio.open_nursery() as nursery:
+                    for at in range(first, min(first + _READ_AHEAD, len(order))):
+                        nursery.start_soon(one, at)
+                for at in sorted(results):
+                    await send.send(results[at])
+                    self.segments_done += 1
+                results.clear()
+
+    async def _read_segment(self, segment: Segment) -> list[bytes]:
+        summary = await self._segments.read_summary(segment.index, segment.generation)
+        pieces = [] if summary is None else [summary.entries]
+        if summary is None or not (summary.closed and summary.covered_page >= self._segments.geometry.end_page):
+            pieces += await scan(self._segments, self._plane, segment, 1 if summary is None else summary.covered_page)
+        return pieces
+
+    async def _load(self, pieces: list[bytes]) -> None:
+        if not pieces:
+            return
+        overlay = self._overlay()
+        taken: list[_Found] = []
+
+        def work(bulk: Bulk) -> None:
+            taken.append(self._merge(bulk, pieces, overlay))
+
+        # The table may name a block only when the index does: both change while no commit and no other request runs.
+        async with self._index.exclusive():
+            await trio.to_thread.run_sync(self._index.bulk, work)
+            self._index.refresh()
+            found = taken[0]
+            self._drop_overtaken(found)
+            if found.inodes:
+                self._plane.table_load(b"".join(found.inodes.values()))
+            for number, pages in self._live.items():
+                self._segments.all[number].live_pages = max(0, self._segments.all[number].live_pages + pages)
+                self._segments.changed(self._segments.all[number])
+            self._live.clear()
+
+    def _overlay(self) -> _Overlay:
+        overlay: _Overlay = {}
+        for parent, name, number in self._index.overlay_names():
+            record = None if number is None else self._index.raw(number)
+            is_directory = record is not None and record[4] == Kind.DIRECTORY
+            overlay[_U64.pack(parent) + name] = None if number is None else (number, is_directory)
+        return overlay
+
+    def _drop_overtaken(self, found: _Found) -> None:
+        """Names that were made or removed while the batch was on its way: what the user did counts."""
+        overtaken = [(parent, name, inode) for parent, name, inode in self._index.overlay_names()]
+        overtaken += [(parent, name, None) for parent, name in self._index.removed_names or ()]
+        for parent, name, inode in overtaken:
+            stored = self._index.stored_inode(parent, name)
+            if stored is None or stored == inode or stored not in found.inodes:
+                continue
+            record = self._index.raw(stored)
+            found.inodes.pop(stored, None)
+            if record is not None:
+                old = Inode.unpack(record)
+                self._index.delete(old)
+                self._count(old, -1)
+
+    def _count(self, inode: Inode, sign: int) -> None:
+        if inode.kind == Kind.FILE:
+            self.blocks += sign
+            for number, pages in usage(inode).items():
+                self._live[number] = self._live.get(number, 0) + sign * pages
+
+    # In a thread: nothing here touches what the trio thread changes.
+
+    def _merge(self, bulk: Bulk, pieces: Iterable[bytes], overlay: _Overlay) -> _Found:
+        found = _Found()
+        for data in pieces:
+            for at, size in split_records(data):
+                if data[at + 4] == Kind.DIRECTORY:
+                    self._merge_directory(bulk, found, data[at : at + size], overlay)
+            self._merge_files(bulk, found, data, overlay)
+        self._store(bulk, found)
+        return found
+
+    def _store(self, bulk: Bulk, found: _Found) -> None:
+        bulk.load(
+            [(_U64.pack(number), record) for number, record in found.inodes.items()],
+            list(found.names.items()),
+            [(key, b"") for key in found.members],
+        )
+
+    def _merge_directory(self, bulk: Bulk, found: _Found, record: bytes, overlay: _Overlay) -> None:
+        head = RECORD_HEAD.unpack_from(record)
+        number, version, name_size = head[4], head[6], head[3]
+        if self._directories.get(number, -1) >= version or number in self._aliases:
+            return
+        parent = self._aliases.get(head[5], head[5])
+        name = record[RECORD_SIZE : RECORD_SIZE + name_size]
+        key = _U64.pack(parent) + name
+        other = self._holder(bulk, found, key, parent, name, overlay)
+        if other is not None and other[0] != number:
+            if other[1]:
+                # The user, or an older block, has a directory of that name already: this one's blocks go there.
+                self._aliases[number] = other[0]
+                return
+            self._forget(bulk, found, other[0])
+        before = found.inodes.get(number) or bulk.record(number)
+        if before is not None:
+            old = Inode.unpack(before)
+            found.names.pop(_U64.pack(old.parent) + old.name, None)
+            bulk.remove(old)
+        self._directories[number] = version
+        if head[2] & InodeFlags.PINNED:
+            self._pinned.append(number)
+        if parent != head[5]:
+            record = record[:16] + _VALUE.pack(parent) + record[24:]
+        found.inodes[number] = record
+        found.names[key] = _VALUE.pack(number)
+        self._mark_name(key)
+
+    def _merge_files(self, bulk: Bulk, found: _Found, data: bytes, overlay: _Overlay) -> None:
+        """The hot loop: 100,000 blocks a second and more, so no objects, and names locals."""
+        unpack, aliases, generations = RECORD_HEAD.unpack_from, self._aliases, [s.generation for s in self._segments.all]
+        count, live, directories = len(generations), self._live, self._directories
+        inodes, names, members = found.inodes, found.names, found.members
+        sealed, nameless, pinned = int(InodeFlags.SEALED), int(InodeFlags.NAMELESS), int(InodeFlags.PINNED)
+        name_mask, seen_names = (1 << _NAME_BITS) - 1, self._names
+        for at, size in split_records(data):
+            (_, kind, flags, name_size, number, parent, version, length, generation, home, _, header_pages,
+             extent_count) = unpack(data, at)  # fmt: skip
+            if kind != 1 or not flags & sealed or flags & nameless or home >= count or generations[home] != generation:
+                continue
+            used: dict[int, int] | None = None
+            if extent_count:
+                used = _extents_in_place(data, at, name_size, extent_count, generations)
+                if used is None:
+                    continue
+                used[home] = used.get(home, 0) + header_pages
+            moved = parent in aliases
+            if moved:
+                parent = aliases[parent]
+            if parent not in directories and not self._user_directory(bulk, parent, overlay):
+                continue
+            key = parent.to_bytes(8, "big") + data[at + RECORD_SIZE : at + RECORD_SIZE + name_size]
+            name_bit = hash(key) & name_mask
+            # Hardly ever: the inode or the name was met before, or is being used right now.
+            if self._seen.add(number) and not self._supersedes(bulk, found, number, version):
+                continue
+            if (seen_names[name_bit >> 3] >> (name_bit & 7)) & 1 or key in overlay:
+                name = data[at + RECORD_SIZE : at + RECORD_SIZE + name_size]
+                if not self._takes_name(bulk, found, key, parent, name, number, version, overlay):
+                    continue
+            seen_names[name_bit >> 3] |= 1 << (name_bit & 7)
+            record = data[at : at + size]
+            if moved:
+                record = record[:16] + _VALUE.pack(parent) + record[24:]
+            inodes[number] = record
+            names[key] = _VALUE.pack(number)
+            self.blocks += 1
+            if used is None:
+                members.add(_MEMBER.pack(home, number))
+                live[home] = live.get(home, 0) + header_pages + (length + 4095) // 4096
+            else:
+                for segment, pages in used.items():
+                    members.add(_MEMBER.pack(segment, number))
+                    live[segment] = live.get(segment, 0) + pages
+            if flags & pinned:
+                self._pinned.append(number)
+
+    def _mark_name(self, key: bytes) -> None:
+        bit = hash(key) & ((1 << _NAME_BITS) - 1)
+        self._names[bit >> 3] |= 1 << (bit & 7)
+
+    def _user_directory(self, bulk: Bulk, number: int, overlay: _Overlay) -> bool:
+        """A directory that a user made since the mount: by an alias, it can be a parent."""
+        record = bulk.record(number)
+        if record is None:
+            return any(value is not None and value[0] == number for value in overlay.values())
+        if record[4] != Kind.DIRECTORY:
+            return False
+        self._directories.setdefault(number, 0)
+        return True
+
+    def _holder(
+        self, bulk: Bulk, found: _Found, key: bytes, parent: int, name: bytes, overlay: _Overlay
+    ) -> tuple[int, bool] | None:
+        """(inode, is a directory) that has the name now."""
+        if key in overlay:
+            return overlay[key]
+        value = found.names.get(key)
+        number = bulk.named(parent, name) if value is None else _VALUE.unpack(value)[0]
+        if number is None:
+            return None
+        record = found.inodes.get(number) or bulk.record(number)
+        return number, record is not None and record[4] == Kind.DIRECTORY
+
+    def _takes_name(
+        self, bulk: Bulk, found: _Found, key: bytes, parent: int, name: bytes, number: int, version: int,
+        overlay: _Overlay,
+    ) -> bool:  # fmt: skip
+        if key in overlay or (parent, name) in (self._index.removed_names or ()):
+            return False
+        other = self._holder(bulk, found, key, parent, name, overlay)
+        if other is None or other[0] == number:
+            return True
+        record = found.inodes.get(other[0]) or bulk.record(other[0])
+        if other[1] or (record is not None and RECORD_HEAD.unpack_from(record)[6] > version):
+            return False
+        self._forget(bulk, found, other[0])
+        return True
+
+    def _supersedes(self, bulk: Bulk, found: _Found, number: int, version: int) -> bool:
+        """The inode was met before: whether this record is newer. Then the old one is gone."""
+        record = found.inodes.get(number) or bulk.record(number)
+        if record is None:
+            return True
+        if RECORD_HEAD.unpack_from(record)[6] >= version:
+            return False
+        self._forget(bulk, found, number)
+        return True
+
+    def _forget(self, bulk: Bulk, found: _Found, number: int) -> None:
+        """Take out what an older record put in, in this batch or before."""
+        record = found.inodes.pop(number, None)
+        stored = bulk.record(number)
+        for data in (record, stored):
+            if data is None:
+                continue
+            old = Inode.unpack(data)
+            key = _U64.pack(old.parent) + old.name
+            if found.names.get(key) == _VALUE.pack(number):
+                del found.names[key]
+            for segment in usage(old):
+                found.members.discard(_MEMBER.pack(segment, number))
+        if record is not None:
+            self._count(Inode.unpack(record), -1)
+        if stored is not None:
+            old = Inode.unpack(stored)
+            bulk.remove(old)
+            if record is None:
+                self._count(old, -1)
+
+
+def _extents_in_place(data: bytes, at: int, name_size: int, count: int, generations: list[int]) -> dict[int, int] | None:
+    """Pages in each segment, or None if an extent lies in a segment that has been opened anew since."""
+    used: dict[int, int] = {}
+    first = at + RECORD_SIZE + (name_size + 7 & ~7)
+    for i in range(count):
+        generation, segment, _, pages, _ = _EXTENT.unpack_from(data, first + i * _EXTENT.size)
+        if segment >= len(generations) or generations[segment] != generation:
+            return None
+        used[segment] = used.get(segment, 0) + pages
+    return used
+

@@ -1,0 +1,594 @@
+"""Segments: their states, where the next block goes, their summaries. Knows extents and records, but no names or files.
+
+A segment is FREE, then OPEN (its header is durable, blocks are appended), then CLOSED, then EVICTING, then FREE again.
+Its generation changes when it is opened, and only then. A freed segment rests until its summary says that it is empty
+and the summaries of all others say what was removed: an older block under a removed name must not come back by them.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import trio
+
+from kvfs.config import Geometry, PoolConfig
+from kvfs.errors import FormatError, KvfsError, NoSpaceError
+from kvfs.index.interface import Index
+from kvfs.plane import Plane, Run
+from kvfs.store.eviction import Stream
+from kvfs.store.format import (
+    RECORD_HEAD,
+    SegmentHeader,
+    Summary,
+    pack_segment_header,
+    pack_summary,
+    summary_size,
+    unpack_segment_header,
+    unpack_summary,
+)
+from kvfs.types import COUNTER_BITS, PAGE_SIZE, Inode, InodeFlags, Kind, SegmentIndex
+
+log = logging.getLogger(__name__)
+
+# A writer that found no free segment waits this long for the evictor.
+SPACE_TIMEOUT_S = 60.0
+_SPACE_POLL_S = 0.5
+_OPEN_TRIES = 8
+# A tail shorter than this is not worth an extent of its own.
+_PIECE_PAGES_MIN = 16
+_SUMMARY_WRITERS = 4
+_YIELD_EVERY = 256
+# What a compressed summary may unpack to.
+_SUMMARY_EXPANSION_MAX = 64
+
+_STATE = struct.Struct("<BBBBIQQQ")
+_STATE_VERSION = 1
+_STATE_DIRTY = 1
+_STATE_SLOT = 2
+_LIVE_FLAGS = InodeFlags.SEALED
+_GONE_FLAGS = InodeFlags.NAMELESS
+
+
+class State(IntEnum):
+    FREE = 0
+    OPEN = 1
+    CLOSED = 2
+    EVICTING = 3
+
+
+@dataclass(slots=True)
+class Segment:
+    index: SegmentIndex
+    state: State = State.FREE
+    generation: int = 0
+    stream: int = Stream.NEW
+    next_page: int = 1
+    live_pages: int = 0
+    sequence: int = 0  # of the last summary
+    slot: int = 1  # where that one was written
+    dirty: bool = False  # the summary on the device does not say what is live
+    copy_stale: bool = False  # the summary in the other slot names blocks that are gone
+    closing: bool = False  # full; closed with its last run in flight
+    held: int = 0  # files being written with pages here
+    in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
+    avoid_until: float = 0.0  # eviction freed nothing here; trio time
+
+    def covered_page(self) -> int:
+        """Every block before this page is in the index, or is none."""
+        return min(self.in_flight, default=self.next_page)
+
+    def pack(self) -> bytes:
+        return _STATE.pack(
+            _STATE_VERSION, self.state, self.stream,
+            _STATE_DIRTY * (self.dirty or self.copy_stale) + _STATE_SLOT * self.slot,
+            self.covered_page(), self.generation, self.live_pages, self.sequence,
+        )  # fmt: skip
+
+    def unpack_into(self, data: bytes) -> None:
+        try:
+            version, state, stream, flags, page, generation, live, sequence = _STATE.unpack(data)
+            if version != _STATE_VERSION:
+                raise ValueError(version)
+            self.state = State(state)
+        except (struct.error, ValueError) as error:
+            raise FormatError(f"segment {self.index}: its state in the index is not readable") from error
+        self.stream, self.next_page, self.generation, self.live_pages = stream, page, generation, live
+        self.sequence = sequence
+        self.dirty = bool(flags & _STATE_DIRTY)
+        self.slot = int(bool(flags & _STATE_SLOT))
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentStatistics:
+    count: int
+    size: int
+    free: int
+    open: int
+    closed: int
+    evicting: int
+    live_bytes: int
+    capacity: int
+    summaries_written: int
+    summaries_too_large: int
+    write_errors: int
+
+
+def usage(inode: Inode) -> dict[int, int]:
+    """Pages that a sealed block takes in each segment, headers included."""
+    if not inode.sealed or inode.kind != Kind.FILE:
+        return {}
+    used = {int(inode.segment): inode.header_pages}
+    if not inode.extents:
+        used[int(inode.segment)] += inode.data_pages
+    for extent in inode.extents:
+        used[extent.segment] = used.get(extent.segment, 0) + extent.page_count
+    return used
+
+
+class Counter:
+    """Numbers that never go back: the mount epoch in the high bits."""
+
+    def __init__(self, epoch: int) -> None:
+        self.last = epoch << COUNTER_BITS
+
+    def next(self) -> int:
+        self.last += 1
+        return self.last
+
+
+class Segments:
+    """All segments of a pool. One trio thread."""
+
+    def __init__(self, config: PoolConfig, members: Sequence[tuple[tuple[int, int], ...]], plane: Plane, index: Index,
+                 epoch: int) -> None:  # fmt: skip
+        self.config = config
+        self.geometry: Geometry = config.geometry
+        self.members = members
+        self.all = [Segment(SegmentIndex(i)) for i in range(len(members))]
+        self.epoch = epoch
+        # Left to carried-over blocks, so that eviction itself never waits for a free segment.
+        self.reserve = min(3, max(1, len(members) // 8))
+        # Set by the evictor: nothing can be freed now.
+        self.exhausted = False
+        self.need_space = trio.Event()
+        self.need_flush = trio.Event()
+        # The segment opened ahead was taken, or there may be room for one.
+        self.ready_taken = trio.Event()
+        self._plane = plane
+        self._index = index
+        self._generations = Counter(epoch)
+        self._sequences = Counter(epoch)
+        self._free: deque[SegmentIndex] = deque()
+        self._resting: set[SegmentIndex] = set()
+        self._ready: Segment | None = None
+        self._open: dict[int, Segment | None] = dict.fromkeys(Stream)
+        self._locks = {stream: trio.Lock() for stream in Stream}
+        self._flush_lock = trio.Lock()
+        self._freed = trio.Event()
+        self._dirty: set[SegmentIndex] = set()
+        self._changed: set[SegmentIndex] = set()
+        self._summaries_written = 0
+        self._summaries_too_large = 0
+        self._write_errors = 0
+        self.pages_written = 0
+        self._stopped = False
+
+    # ---- states ----
+
+    @property
+    def area(self) -> int:
+        """Pages of a segment that runs may take."""
+        return self.geometry.end_page - 1
+
+    def load(self, states: Iterable[tuple[SegmentIndex, bytes]]) -> None:
+        """Take the states from the index. FormatError."""
+        for number, data in states:
+            if number >= len(self.all):
+                raise FormatError(f"index: segment {number} of a pool with {len(self.all)}")
+            self.all[number].unpack_into(data)
+
+    def start(self) -> None:
+        """States are known: free segments may be handed out. Call once."""
+        # From the oldest on: the longest rest for late writes of whoever had the pool before.
+        for segment in sorted(self.all, key=lambda s: s.generation):
+            assert segment.state in (State.FREE, State.CLOSED), segment
+            if segment.state == State.CLOSED and not segment.live_pages:
+                self.free(segment)
+            elif segment.state == State.FREE:
+                if segment.dirty:
+                    self._resting.add(segment.index)
+                else:
+                    self._free.append(segment.index)
+            if segment.dirty:
+                self._dirty.add(segment.index)
+
+    def free_count(self) -> int:
+        """Free segments, those that still rest included."""
+        return len(self._free) + len(self._resting) + (self._ready is not None)
+
+    def changed(self, segment: Segment) -> None:
+        self._changed.add(segment.index)
+
+    def save_changed(self) -> None:
+        """Put the states that changed into the index, in the step that a commit begins with."""
+        for number in self._changed:
+            self._index.segment_put(number, self.all[number].pack())
+        self._changed.clear()
+
+    def account(self, before: Inode | None, after: Inode | None) -> None:
+        """A block came, went or moved: live pages follow, and what has nothing live any more becomes free."""
+        if after is not None:
+            for number, pages in usage(after).items():
+                segment = self.all[number]
+                segment.live_pages += pages
+                self._changed.add(segment.index)
+        if before is not None:
+            for number, pages in usage(before).items():
+                segment = self.all[number]
+                segment.live_pages = max(0, segment.live_pages - pages)
+                self._changed.add(segment.index)
+                if not segment.live_pages:
+                    self.free_if_empty(segment)
+
+    def free_if_empty(self, segment: Segment) -> None:
+        if segment.state == State.CLOSED and not segment.live_pages and not segment.held:
+            self.free(segment)
+
+    def free(self, segment: Segment) -> None:
+        """Nothing in it is wanted. It can be opened again after the next flush of summaries."""
+        assert segment.state in (State.CLOSED, State.EVICTING), segment
+        segment.state = State.FREE
+        segment.live_pages = 0
+        self._resting.add(segment.index)
+        self._changed.add(segment.index)
+        self.mark_dirty(segment, gone=True)
+
+    def mark_dirty(self, segment: Segment, *, gone: bool) -> None:
+        """Its summary must be written again; `gone`: because something that it names is there no more, or elsewhere."""
+        if not segment.dirty:
+            segment.dirty = True
+            self._changed.add(segment.index)
+        if gone:
+            segment.copy_stale = True
+        self._dirty.add(segment.index)
+
+    # ---- places for blocks ----
+
+    async def allocate(self, stream: Stream, header_pages: int, data_pages: int) -> list[Run]:
+        """Runs for a block (header_pages > 0) or a spill (0: each run begins with an extent header). NoSpaceError.
+
+        The caller hands every run back by release(), whatever happened.
+        """
+        overhead = header_pages or 1
+        segment = self._open[stream]
+        # Almost always there is room, and nobody waits for a segment: then this does not suspend.
+        if segment is not None and not self._locks[stream].locked():
+            need = overhead + data_pages
+            if segment.next_page + need <= self.geometry.end_page:
+                return [self._take(segment, need)]
+        async with self._locks[stream]:
+            runs: list[Run] = []
+            try:
+                await self._allocate(stream, overhead, data_pages, runs)
+            except BaseException:
+                self.release(runs)
+                raise
+            return runs
+
+    async def _allocate(self, stream: Stream, overhead: int, left: int, runs: list[Run]) -> None:
+        while True:
+            segment = self._open[stream]
+            if segment is None:
+                segment = self._open[stream] = await self._next(stream)
+            room = self.geometry.end_page - segment.next_page
+            need = overhead + left
+            if need <= room:
+                runs.append(self._take(segment, need))
+                return
+            # A block goes into one segment unless that wastes too much of this one, or it is large anyway.
+            spans = bool(runs) or need > self.area // 4 or room > self.area // 16
+            if spans and room >= overhead + _PIECE_PAGES_MIN:
+                runs.append(self._take(segment, room))
+                left -= room - overhead
+                overhead = 1
+            self.retire(segment)
+
+    def runs_bound(self, pages: int) -> int:
+        """How many runs a block of that many pages gets at most."""
+        return 2 + pages // max(1, self.area - 1)
+
+    def _take(self, segment: Segment, pages: int) -> Run:
+        run = Run(segment.generation, segment.index, segment.next_page, pages)
+        segment.in_flight.add(segment.next_page)
+        segment.next_page += pages
+        self.pages_written += pages
+        self._changed.add(segment.index)
+        return run
+
+    def release(self, runs: Iterable[Run]) -> None:
+        """The runs' blocks are in the index, or never will be."""
+        for run in runs:
+            segment = self.all[run.segment]
+            segment.in_flight.discard(run.page)
+            self._changed.add(segment.index)
+            if segment.closing and not segment.in_flight:
+                self._close(segment)
+
+    def retire(self, segment: Segment) -> None:
+        """Append no more to it; it is closed when its last run is."""
+        for stream, open_segment in self._open.items():
+            if open_segment is segment:
+                self._open[stream] = None
+        if segment.state == State.OPEN and not segment.closing:
+            segment.closing = True
+            if not segment.in_flight:
+                self._close(segment)
+
+    def _close(self, segment: Segment) -> None:
+        segment.closing = False
+        segment.state = State.CLOSED
+        self.mark_dirty(segment, gone=False)
+        self._changed.add(segment.index)
+        self.free_if_empty(segment)
+
+    async def _next(self, stream: Stream) -> Segment:
+        """A segment with a durable header, OPEN. Waits for the evictor."""
+        deadline = trio.current_time() + SPACE_TIMEOUT_S
+        failed = 0
+        while True:
+            if stream != Stream.CARRIED and self._ready is not None:
+                segment, self._ready = self._ready, None
+                self.ready_taken.set()
+                self.need_space.set()
+                return segment
+            picked = self._pick(0 if stream == Stream.CARRIED else self.reserve)
+            if picked is None:
+                await self._wait_for_space(stream, deadline)
+            elif await self._format(picked, stream):
+                return picked
+            else:
+                failed += 1
+                if failed == _OPEN_TRIES:
+                    raise NoSpaceError(f"{failed} segments could not be opened; see the device errors")
+
+    async def prepare(self) -> None:
+        """Keep a segment open ahead, so that a writer at the end of one does not wait for a header."""
+        if self._ready is not None:
+            return
+        segment = self._pick(self.reserve)
+        # Both may have found nothing ready meanwhile: then this one goes to the next.
+        if segment is not None and await self._format(segment, Stream.NEW):
+            assert self._ready is None
+            self._ready = segment
+            if self._stopped:
+                self.retire_open()
+
+    def _pick(self, keep: int) -> Segment | None:
+        """Take a free segment whose device I/O has drained, leaving `keep` of them."""
+        if len(self._free) <= keep or self._stopped:
+            return None
+        for _ in range(len(self._free)):
+            number = self._free.popleft()
+            if self._plane.segment_busy(number) == 0:
+                return self.all[number]
+            self._free.append(number)
+        return None
+
+    async def _format(self, segment: Segment, stream: Stream) -> bool:
+        """Give it a new generation and write its header. False if that failed: then it is free again, as the last."""
+        assert segment.state == State.FREE and not segment.in_flight and not segment.live_pages
+        segment.state = State.OPEN
+        segment.generation = self._generations.next()
+        segment.stream, segment.next_page, segment.slot = stream, 1, 1
+        segment.dirty = segment.copy_stale = segment.closing = False
+        self._dirty.discard(segment.index)
+        header = SegmentHeader(segment.generation, self.epoch, segment.index, stream, self.members[segment.index])
+        try:
+            await self._plane.store_write(segment.index, 0, pack_segment_header(self.config, header))
+        except BaseException as error:
+            # The write may still land: the generation is used up, nothing of it is in use.
+            self._write_errors += 1
+            segment.state = State.FREE
+            self._free.append(segment.index)
+            self._changed.add(segment.index)
+            if not isinstance(error, KvfsError):
+                raise
+            log.warning("segment %d: cannot be opened: %s", segment.index, error)
+            return False
+        self._changed.add(segment.index)
+        return True
+
+    async def _wait_for_space(self, stream: Stream, deadline: float) -> None:
+        if self._resting:
+            self.need_flush.set()
+        self.need_space.set()
+        if stream == Stream.CARRIED and not self._resting:
+            raise NoSpaceError("no free segment to carry blocks over to")
+        if self.exhausted and not self._resting:
+            raise NoSpaceError("everything left in the pool is pinned or open")
+        # Now and then without being woken: a device may have drained meanwhile.
+        with trio.move_on_after(_SPACE_POLL_S):
+            await self._freed.wait()
+        if trio.current_time() > deadline:
+            raise NoSpaceError(f"no segment became free in {SPACE_TIMEOUT_S:.0f} s")
+
+    def wake_waiters(self) -> None:
+        """Something that writers wait for has changed: look again."""
+        self._freed.set()
+        self._freed = trio.Event()
+        self.ready_taken.set()
+
+    # ---- summaries ----
+
+    async def flush_summaries(self) -> None:
+        """Write the summaries that are not true any more, then release the segments freed before to be opened again."""
+        async with self._flush_lock:
+            resting = list(self._resting)
+            batch = sorted(self._dirty)
+            self._dirty.clear()
+            if batch:
+                queue = iter(batch)
+                async with trio.open_nursery() as nursery:
+                    for _ in range(min(_SUMMARY_WRITERS, len(batch))):
+                        nursery.start_soon(self._flush_some, queue)
+            for number in resting:
+                self._resting.discard(number)
+                self._free.append(number)
+            if resting:
+                self.exhausted = False
+                self.wake_waiters()
+
+    async def _flush_some(self, queue: Iterable[SegmentIndex]) -> None:
+        for number in queue:
+            segment = self.all[number]
+            generation = segment.generation
+            try:
+                await self._write_summary(segment)
+            except KvfsError as error:
+                self._write_errors += 1
+                log.warning("segment %d: summary not written: %s", number, error)
+                # Tried again with the next flush, unless it has a new life already.
+                if segment.generation == generation and segment.state != State.FREE:
+                    self.mark_dirty(segment, gone=segment.copy_stale)
+
+    async def _write_summary(self, segment: Segment) -> None:
+        if not segment.generation or (segment.state == State.OPEN and segment.next_page == 1):
+            segment.dirty = segment.copy_stale = False
+            return
+        # The other slot's turn comes with the next flush if it names what is gone; clearing first, so that a change
+        # that comes while this one is written counts for the next.
+        again = segment.copy_stale and segment.dirty
+        segment.dirty, segment.copy_stale = False, False
+        generation, closed = segment.generation, segment.state != State.OPEN
+        covered = self.geometry.end_page if segment.state == State.FREE else segment.covered_page()
+        entries, count = (b"", 0) if segment.state == State.FREE else await self.collect(segment)
+        limit = self.geometry.summary_pages * PAGE_SIZE
+        summary = Summary(
+            generation, self._sequences.next(), segment.index, count, covered, closed, entries, compressed=False
+        )
+        data = pack_summary(self.config, summary, self.epoch)
+        if len(data) > limit:
+            packed = await trio.to_thread.run_sync(zlib.compress, entries, 1)
+            data = pack_summary(self.config, summary.with_compressed(packed), self.epoch)
+        if len(data) > limit:
+            if not self._summaries_too_large:
+                log.warning("segment %d: a summary of %d blocks needs %d bytes, its slot has %d: its block headers "
+                            "describe it", segment.index, count, len(data), limit)  # fmt: skip
+            self._summaries_too_large += 1
+            data = pack_summary(self.config, summary.with_nothing(), self.epoch)
+        if segment.generation != generation:
+            return
+        slot = 1 - segment.slot
+        await self._plane.store_write(segment.index, self.geometry.summary_page(slot), data)
+        self._summaries_written += 1
+        if segment.generation != generation:
+            return
+        segment.slot, segment.sequence = slot, summary.sequence
+        self._changed.add(segment.index)
+        if again or (segment.state == State.OPEN and segment.in_flight and covered < segment.next_page):
+            segment.copy_stale = segment.copy_stale or again
+            self._dirty.add(segment.index)
+            if not again:
+                segment.dirty = True
+
+    async def collect(self, segment: Segment) -> tuple[bytes, int]:
+        """A summary's entries: the records of the live blocks whose header is here, then of the directories above."""
+        parts: list[bytes] = []
+        parents: set[int] = set()
+        for i, inode in enumerate(self._index.segment_inodes(segment.index)):
+            if i % _YIELD_EVERY == _YIELD_EVERY - 1:
+                await trio.lowlevel.checkpoint()
+            record = self._index.raw(inode)
+            if record is None:
+                continue
+            head = RECORD_HEAD.unpack_from(record)
+            flags, home = head[2], head[9]
+            if home == segment.index and flags & _LIVE_FLAGS and not flags & _GONE_FLAGS:
+                parts.append(record)
+                parents.add(head[5])
+        count = len(parts)
+        seen: set[int] = set()
+        while parents:
+            number = parents.pop()
+            if number in seen or number == 1:
+                continue
+            seen.add(number)
+            record = self._index.raw(number)
+            if record is not None:
+                parts.append(record)
+                parents.add(RECORD_HEAD.unpack_from(record)[5])
+        return b"".join(parts), count + len(seen)
+
+    async def read_summary(self, number: SegmentIndex, generation: int | None) -> Summary | None:
+        """The newest valid summary on the device, of this generation, or of the newest there is when None."""
+        best: Summary | None = None
+        for slot in (0, 1):
+            page = self.geometry.summary_page(slot)
+            try:
+                data = await self._plane.store_read(number, page, PAGE_SIZE)
+                size = summary_size(data)
+                if size > self.geometry.summary_pages * PAGE_SIZE:
+                    continue
+                if size > PAGE_SIZE:
+                    data = await self._plane.store_read(number, page, -(-size // PAGE_SIZE) * PAGE_SIZE)
+            except KvfsError as error:
+                log.warning("segment %d: summary slot %d: %s", number, slot, error)
+                continue
+            found = unpack_summary(self.config, number, data)
+            if found is None or (generation is not None and found.generation != generation):
+                continue
+            if best is None or (found.generation, found.sequence) > (best.generation, best.sequence):
+                best = found
+        if best is not None and best.compressed:
+            best = best.expanded(self.geometry.summary_pages * PAGE_SIZE * _SUMMARY_EXPANSION_MAX)
+        return best
+
+    async def read_headers(self, numbers: Sequence[int]) -> tuple[dict[int, SegmentHeader | None], set[int]]:
+        """The segments' headers, None where there is no valid one; and the segments where never one was written."""
+        found: dict[int, SegmentHeader | None] = {}
+        blank: set[int] = set()
+        nothing = bytes(PAGE_SIZE)
+        for at in range(0, len(numbers), 512):
+            some = numbers[at : at + 512]
+            data = memoryview(await self._plane.store_read_headers(some))
+            for i, number in enumerate(some):
+                page = data[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+                found[number] = unpack_segment_header(self.config, SegmentIndex(number), self.members[number], page)
+                if found[number] is None and page == nothing:
+                    blank.add(number)
+        return found, blank
+
+    # ---- the end ----
+
+    def stop(self) -> None:
+        """Close what is open and open nothing more."""
+        self._stopped = True
+        self.retire_open()
+
+    def retire_open(self) -> None:
+        """Append no more to any open segment."""
+        if self._ready is not None:
+            segment, self._ready = self._ready, None
+            self.retire(segment)
+        for open_segment in list(self._open.values()):
+            if open_segment is not None:
+                self.retire(open_segment)
+
+    def statistics(self) -> SegmentStatistics:
+        counts = dict.fromkeys(State, 0)
+        live = 0
+        for segment in self.all:
+            counts[segment.state] += 1
+            live += segment.live_pages
+        return SegmentStatistics(
+            count=len(self.all), size=self.geometry.segment_size, free=counts[State.FREE], open=counts[State.OPEN],
+            closed=counts[State.CLOSED], evicting=counts[State.EVICTING], live_bytes=live * PAGE_SIZE,
+            capacity=len(self.all) * self.area * PAGE_SIZE, summaries_written=self._summaries_written,
+            summaries_too_large=self._summaries_too_large, write_errors=self._write_errors,
+        )  # fmt: skip

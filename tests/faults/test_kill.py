@@ -1,0 +1,142 @@
+"""kill -9 at random moments under load: every block whose close() returned is there and right, or gone; none is wrong.
+
+KVFS_KILLS sets how many kills there are together (default 60), KVFS_KILL_SEED repeats a run's choices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import helpers
+import pytest
+from helpers import KIB, MIB, Pool
+from workload import Child, Ledger, walk, write_until_dead
+
+KILLS = int(os.environ.get("KVFS_KILLS", "60"))
+SEED = int(os.environ.get("KVFS_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+WRITERS = 4
+
+
+def _load_and_kill(pool: Pool, ledger: Ledger, chooser: random.Random, *, names: int, sizes: tuple[int, int],
+                   may_miss: bool) -> float:
+    """Run writers, kill the daemon 50 to 800 ms later, collect their reports; returns the time of the kill."""
+    children = []
+    for writer in range(WRITERS):
+        (pool.mount / f"w{writer}").mkdir(exist_ok=True)
+        children.append(Child(functools.partial(
+            write_until_dead, str(pool.mount), writer, chooser.getrandbits(32), ledger.known(writer), names, sizes,
+            may_miss)))
+    pid = pool.pid()
+    time.sleep(chooser.uniform(0.05, 0.8))  # the moment is the point of the test
+    killed_at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    reports = [child.result() for child in children]
+    for report in reports:
+        ledger.add(report)
+    assert any(report.events for report in reports), "nothing was written before the kill"
+    pool.kill()
+    return killed_at
+
+
+def _kill_during_start(pool: Pool, chooser: random.Random) -> None:
+    """Begin to mount and kill the daemon somewhere in its recovery."""
+    process = subprocess.Popen([sys.executable, "-m", "kvfs", "mount", str(pool.path), str(pool.mount)],
+                               cwd=helpers.REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+    def first_child() -> int | None:
+        with contextlib.suppress(OSError, IndexError):
+            return int(children.read_text().split()[0])
+        return None
+
+    helpers.wait_until(lambda: first_child() or process.poll() is not None, "the daemon to be forked",
+                       interval_s=0.001)
+    pid = first_child()
+    time.sleep(chooser.uniform(0, 0.15))
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait(60)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):  # it answered before the first kill and was reparented
+            os.kill(pid, signal.SIGKILL)
+        helpers.wait_until(lambda: not helpers.process_alive(pid), f"the end of daemon {pid}")
+    helpers.detach(pool.mount)
+
+
+def _rounds(pool: Pool, rounds: int, *, names: int, sizes: tuple[int, int], may_miss: bool) -> dict[str, int]:
+    ledger, figures = Ledger(), {"found": 0, "missing": 0, "left": 0}
+    for number in range(rounds):
+        chooser = random.Random(f"{SEED} {number}")
+        try:
+            killed_at = _load_and_kill(pool, ledger, chooser, names=names, sizes=sizes, may_miss=may_miss)
+            helpers.detach(pool.mount)
+            if number % 5 == 4:
+                _kill_during_start(pool, chooser)
+            pool.start()
+            found = walk(pool.mount)
+            known = sum(len(ledger.known(writer)) for writer in range(WRITERS))
+            ledger.settle(found, killed_at, may_miss)
+        except BaseException as error:
+            error.add_note(f"kill {number} of {rounds}; repeat with KVFS_KILL_SEED={SEED}")
+            raise
+        figures["found"] += len(found)
+        figures["missing"] += max(0, known - len(found))
+        for path in found:
+            if "/.k." in path:  # its rename was undone; unlinked now, it must not come back
+                os.unlink(pool.mount / path)
+                ledger.removed(path)
+                figures["left"] += 1
+    print(f"seed {SEED}: {rounds} kills, {figures}")
+    return figures
+
+
+@pytest.mark.timeout(60 + 12 * KILLS)
+def test_killed_at_any_moment_while_evicting_no_file_is_wrong(own_pool: Callable[..., Pool]) -> None:
+    """A small pool that evicts all the time: a file may be missing, but what is there is whole and not too old."""
+    pool = own_pool(files=4, size="16M")
+    figures = _rounds(pool, max(1, KILLS * 2 // 3), names=80, sizes=(100, 600 * KIB), may_miss=True)
+    assert figures["found"] > 0
+    assert figures["missing"] > 0, "nothing was evicted: the pool is too large for this test"
+
+
+@pytest.mark.timeout(60 + 12 * KILLS)
+def test_killed_at_any_moment_without_eviction_nothing_acknowledged_is_missing(own_pool: Callable[..., Pool]) -> None:
+    """A pool that never fills: whatever close() acknowledged is there, at most under the name of a second ago."""
+    pool = own_pool(files=4, size="1G")
+    figures = _rounds(pool, max(1, KILLS // 3), names=40, sizes=(100, 300 * KIB), may_miss=False)
+    assert figures["found"] > 0
+    status = pool.status()
+    assert status["counters"]["evicted_blocks"] == 0
+
+
+@pytest.mark.timeout(180)
+def test_what_was_fsynced_survives_an_immediate_kill(own_pool: Callable[..., Pool]) -> None:
+    """After fsync of a file and its directory neither content nor name may change: no grace."""
+    pool = own_pool(files=2, size="64M")
+    for number in range(5):
+        data = os.urandom(MIB + number)
+        directory = pool.mount / f"d{number}"
+        directory.mkdir()
+        with helpers.opened(directory / "new", os.O_CREAT | os.O_WRONLY) as descriptor:
+            os.write(descriptor, data)
+            os.fsync(descriptor)
+        helpers.write_file(directory / "gone", data)
+        os.rename(directory / "new", directory / "final")
+        os.unlink(directory / "gone")
+        with helpers.opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+            os.fsync(descriptor)
+        pool.kill()
+        pool.remount()
+        assert os.listdir(directory) == ["final"]
+        helpers.assert_same(helpers.read_file(directory / "final"), data, f"{directory}/final")

@@ -1,0 +1,83 @@
+"""Starting the daemon: what its parent hears, and what it does about silence and death."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvfs import daemon
+from kvfs.errors import DeadlineError, KvfsError, UsageError
+
+OPTIONS = daemon.MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=20)
+Start = Callable[[str], tuple[int, int]]
+
+
+@pytest.fixture
+def start() -> Start:
+    """Run a Python program as the starting daemon; its file descriptor 3 leads to the parent."""
+
+    def run(program: str) -> tuple[int, int]:
+        reading, writing = os.pipe()
+        actions = [(os.POSIX_SPAWN_DUP2, writing, 3)]
+        pid = os.posix_spawn(sys.executable, [sys.executable, "-c", program], os.environ, file_actions=actions)
+        os.close(writing)
+        return pid, reading
+
+    return run
+
+
+def said(*messages: dict[str, object]) -> str:
+    text = "".join(json.dumps(message) + "\n" for message in messages)
+    return f"import os; os.write(3, {text.encode()!r})"
+
+
+def test_the_parent_returns_the_pid_once_the_mount_answers(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    pid, reading = start(said({"info": "segments read: 10%"}, {"ready": 1}))
+    assert daemon._relay(pid, reading, OPTIONS) == pid
+    assert capsys.readouterr().err == "kvfs: segments read: 10%\n"
+    os.waitpid(pid, 0)
+    os.close(reading)
+
+
+@pytest.mark.parametrize(("usage", "kind"), [(False, KvfsError), (True, UsageError)])
+def test_an_error_of_the_daemon_is_raised_in_the_parent(start: Start, usage: bool, kind: type[KvfsError]) -> None:
+    pid, reading = start(said({"error": "device 2: gone", "usage": usage}))
+    with pytest.raises(kind, match="device 2: gone"):
+        daemon._relay(pid, reading, OPTIONS)
+    os.close(reading)
+
+
+def test_a_daemon_that_dies_is_reported_with_its_signal(start: Start) -> None:
+    pid, reading = start("import os; os.kill(os.getpid(), 11)")
+    with pytest.raises(KvfsError, match=r"ended while starting \(signal SIGSEGV\)"):
+        daemon._relay(pid, reading, OPTIONS)
+    os.close(reading)
+
+
+def test_a_daemon_that_says_nothing_is_stopped(start: Start) -> None:
+    pid, reading = start("import time; time.sleep(600)")
+    options = daemon.MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=0.2)
+    with pytest.raises(DeadlineError, match="said nothing for"):
+        daemon._relay(pid, reading, options)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, 0)
+    os.close(reading)
+
+
+def test_the_error_that_says_most_is_told() -> None:
+    group = BaseExceptionGroup(
+        "nursery", [RuntimeError("loose end"), ExceptionGroup("inner", [ValueError("x"), KvfsError("segment 3: torn")])]
+    )
+    assert str(daemon._first_error(group)) == "segment 3: torn"
+    assert str(daemon._first_error(BaseExceptionGroup("nursery", [RuntimeError("alone")]))) == "alone"
+
+
+def test_the_pid_file_is_there_while_the_daemon_is(tmp_path: Path) -> None:
+    with daemon._pid_file(tmp_path):
+        assert int((tmp_path / "kvfs.pid").read_text()) == os.getpid()
+    assert not (tmp_path / "kvfs.pid").exists()
