@@ -11,6 +11,7 @@ import uuid as uuids
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import xxhash
 
@@ -21,6 +22,7 @@ from kvfs.types import PAGE_SIZE, RECORD_SIZE, SegmentIndex
 FORMAT_VERSION = 1
 MAGIC_LABEL = 0x4C42414C5346564B
 MAGIC_SEGMENT = 0x4D4745535346564B
+MAGIC_EXTENT = 0x4E5458455346564B
 MAGIC_SUMMARY = 0x4D4D55535346564B
 SUMMARY_CLOSED = 1
 SUMMARY_COMPRESSED = 2
@@ -29,6 +31,7 @@ _LABEL = struct.Struct("<QIIQ16s16sQIIQQQIIQQ")
 _SEGMENT = struct.Struct("<QIIQQQ16sIIQQII")
 _MEMBER = struct.Struct("<II")
 _SUMMARY = struct.Struct("<QIIQQQQ16sIIQII")
+_EXTENT_HEADER = struct.Struct("<QIIQQQQIIII")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 16
 assert _LABEL.size == 120 and _SEGMENT.size == 88 and _SUMMARY.size == 88
@@ -46,6 +49,34 @@ def _sum_without_field(data: bytes | memoryview, seed: int) -> int:
     state.update(bytes(8))
     state.update(data[_CHECKSUM_OFFSET + 8 :])
     return state.intdigest()
+
+
+# ---- extent headers ----
+
+
+class Place(Protocol):
+    """A run of pages (kvfs.plane.Run)."""
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def segment(self) -> int: ...
+
+    @property
+    def page(self) -> int: ...
+
+    @property
+    def page_count(self) -> int: ...
+
+
+def pack_extent_header(config: PoolConfig, epoch: int, run: Place) -> bytes:
+    """One page that says: no block begins here, the next header is run.page_count pages on."""
+    page = bytearray(PAGE_SIZE)
+    _EXTENT_HEADER.pack_into(
+        page, 0, MAGIC_EXTENT, FORMAT_VERSION, 0, 0, 0, run.generation, epoch, run.segment, run.page, run.page_count, 0
+    )
+    return _with_checksum(page, config.secret)
 
 
 # ---- labels ----

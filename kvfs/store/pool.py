@@ -451,6 +451,7 @@ class Store:
                 self.plane.seal_end(number, sealed is not None)
             self._versions_in_flight.discard(version)
             self.segments.release(runs)
+        await self.segments.settle(runs)
         if sealed is not None:
             self._hold(number, ())
             self._sealed += 1
@@ -477,17 +478,16 @@ class Store:
                 await self.plane.seal_write(inode.inode, runs, header_pages, new.pack(), ancestors)
                 return Inode.unpack(self.plane.seal_record(inode.inode))
             except PlaneError as error:
-                self._give_up(runs)
+                await self._give_up(runs)
                 if attempt == _WRITE_TRIES or error.errno == ENOENT:
                     raise
                 self._seal_retries += 1
                 log.warning("inode %d: %s; trying other segments", inode.inode, error)
         raise AssertionError
 
-    def _give_up(self, runs: list[Run]) -> None:
+    async def _give_up(self, runs: list[Run]) -> None:
         """A write to these runs failed: nothing more goes to their segments, other devices come next."""
-        for run in runs:
-            self.segments.retire(self.segments.all[run.segment])
+        await self.segments.bury(runs)
         self.segments.release(runs)
         runs.clear()
 
@@ -560,8 +560,7 @@ class Store:
             await self.plane.spill_write(number, runs)
             self._hold(number, self._extent_segments(number))
         except PlaneError:
-            for run in runs:
-                self.segments.retire(self.segments.all[run.segment])
+            await self.segments.bury(runs)
             raise
         finally:
             self.segments.release(runs)
@@ -631,8 +630,7 @@ class Store:
             )
             return self._enter_copy(number, before, Inode.unpack(copied))
         except PlaneError as error:
-            for run in runs:
-                self.segments.retire(self.segments.all[run.segment])
+            await self.segments.bury(runs)
             log.warning("inode %d: not carried over: %s", number, error)
             if error.errno == EBADMSG:
                 self._drop_bad(number, before.segment)

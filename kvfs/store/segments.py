@@ -26,6 +26,7 @@ from kvfs.store.format import (
     RECORD_HEAD,
     SegmentHeader,
     Summary,
+    pack_extent_header,
     pack_segment_header,
     pack_summary,
     summary_size,
@@ -172,6 +173,7 @@ class Segments:
         self._flush_lock = trio.Lock()
         self._freed = trio.Event()
         self._dirty: set[SegmentIndex] = set()
+        self._settled: dict[int, trio.Event] = {}
         self._changed: set[SegmentIndex] = set()
         self._summaries_written = 0
         self._summaries_too_large = 0
@@ -317,8 +319,34 @@ class Segments:
             segment = self.all[run.segment]
             segment.in_flight.discard(run.page)
             self._changed.add(segment.index)
+            settled = self._settled.pop(segment.index, None)
+            if settled is not None:
+                settled.set()
             if segment.closing and not segment.in_flight:
                 self._close(segment)
+
+    async def settle(self, runs: Iterable[Run]) -> None:
+        """Return when every run before these in their segments has been released.
+
+        A scan after a crash walks headers from one to the next and ends at the first that is torn: so a block is
+        acknowledged only when nothing before it can be. Writes before it began before it and have deadlines.
+        """
+        for run in runs:
+            segment = self.all[run.segment]
+            while segment.generation == run.generation and min(segment.in_flight, default=run.page) < run.page:
+                settled = self._settled.get(segment.index)
+                if settled is None:
+                    settled = self._settled[segment.index] = trio.Event()
+                await settled.wait()
+
+    async def bury(self, runs: Iterable[Run]) -> None:
+        """Writes to these runs failed: put something there that a scan can step over, and append no more behind it."""
+        for run in runs:
+            self.retire(self.all[run.segment])
+            try:
+                await self._plane.store_write(run.segment, run.page, pack_extent_header(self.config, self.epoch, run))
+            except KvfsError as error:
+                log.warning("segment %d: page %d stays torn: %s", run.segment, run.page, error)
 
     def retire(self, segment: Segment) -> None:
         """Append no more to it; it is closed when its last run is."""
