@@ -7,7 +7,11 @@ import os
 import sys
 
 if not __debug__:
-    raise ImportError("kvfs refuses to run under python -O: its assertions stand before the devices")
+    _REFUSAL = "kvfs: python -O: kvfs refuses to run without its assertions, they stand before the devices"
+    # The command line (`kvfs`, or `python -m`, which sets argv[0] so while it imports the package) says so in one line.
+    if sys.argv and os.path.basename(sys.argv[0]) in ("-m", "kvfs"):
+        raise SystemExit(_REFUSAL)
+    raise ImportError(_REFUSAL)
 
 __version__ = "0.1.0"
 

@@ -13,10 +13,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn, cast
 
-from kvfs.errors import KvfsError, UsageError
+from kvfs.errors import KvfsError, UsageError, first_error
 
 JSON_VERSION = 1
 # Anything that takes longer than this says how far it is.
@@ -33,9 +34,6 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    if sys.flags.optimize:
-        print("kvfs: python -O: kvfs keeps its assertions and refuses to run without them", file=sys.stderr)
-        return 1
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:
         return _guarded(lambda: _bench(arguments[1:]))
@@ -47,7 +45,10 @@ def _guarded(command: Callable[[], int]) -> int:
     """Turn every failure into one line and a status. KVFS_DEBUG=1 shows the traceback."""
     debug = os.environ.get("KVFS_DEBUG") == "1"
     try:
-        return command()
+        try:
+            return command()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
     except UsageError as error:
         return _fail(error, debug, 2)
     except KvfsError as error:
@@ -431,7 +432,37 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _fsck(args: argparse.Namespace) -> int:
-    raise KvfsError("fsck")
+    from kvfs.stats import size_text
+    from kvfs.store.fsck import fsck
+
+    progress = ProgressPrinter()
+    try:
+        report = fsck(Path(args.pool), repair=args.repair, verify_data=args.verify_data, progress=progress)
+    finally:
+        progress.close()
+    status = 0 if report.healthy else 1
+    if args.output == "json":
+        _print_json({"pool": os.path.abspath(args.pool), "healthy": report.healthy, **asdict(report)})
+        return status
+    for finding in report.findings:
+        mark = "repaired" if finding.repaired else "note" if finding.harmless else "DAMAGED"
+        print(f"{mark}: {finding.what}: {finding.message}")
+    if report.findings_left_out:
+        print(f"{report.findings_left_out} more findings are left out")
+    verified = f", {size_text(report.verified_bytes)} read and right" if args.verify_data else ""
+    print(
+        f"pool {args.pool}: {report.blocks} blocks of {size_text(report.bytes)} in {report.segments} segments, "
+        f"{report.directories} directories{verified}"
+    )
+    if not report.damaged:
+        print("nothing is damaged")
+    else:
+        left = report.damaged - report.repaired
+        print(
+            f"{report.damaged} things damaged, {report.repaired} repaired"
+            + ("" if not left or args.repair else "; --repair acts")
+        )
+    return status
 
 
 def _pin(args: argparse.Namespace) -> int:
@@ -490,8 +521,6 @@ def _evict(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from kvfs import doctor
 
     checks = doctor.examine()

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import trio
 
-from kvfs.errors import DeadlineError, KvfsError, UsageError
+from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
 from kvfs.frontend import mount as mounting
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.fuse import Session
@@ -240,21 +240,7 @@ def _run(options: MountOptions, reporter: _Reporter) -> None:
     try:
         trio.run(_serve, options, mountpoint, reporter)
     except BaseExceptionGroup as group:
-        raise _first_error(group) from None
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error in a nursery's group that says most: a KvfsError if there is one."""
-    leaves = list(_leaves(group))
-    return next((error for error in leaves if isinstance(error, KvfsError)), leaves[0])
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
+        raise first_error(group) from None
 
 
 def _raise_limits() -> None:

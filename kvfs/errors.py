@@ -1,11 +1,13 @@
 """Every error kvfs raises on purpose. Each class carries its errno; only the front ends translate.
 
-A message names the object and the numbers. `UsageError` ends the command line with status 2, every other KvfsError with 1.
+A message names the object and the numbers. `UsageError` ends the command line with status 2, every other KvfsError with
+1.
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 
 
 class KvfsError(Exception):
@@ -99,3 +101,17 @@ class NoAttributeError(KvfsError):
     """No such extended attribute."""
 
     errno = errno.ENODATA
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error in a nursery's group that says most: a KvfsError if there is one."""
+    leaves = list(_leaves(group))
+    return next((error for error in leaves if isinstance(error, KvfsError)), leaves[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -22,7 +22,7 @@ from typing import Protocol, cast
 import lmdb
 import trio
 
-from kvfs.errors import FormatError, KvfsError
+from kvfs.errors import KvfsError
 from kvfs.index.interface import IndexStatistics, Names, Numbers, Pairs, States
 from kvfs.types import Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
 
@@ -34,7 +34,8 @@ _U64 = struct.Struct(">Q")
 _MEMBER = struct.Struct(">IQ")
 _U32 = struct.Struct(">I")
 _VALUE = struct.Struct("<Q")
-_VOLATILE_FLAGS = InodeFlags.NAMELESS
+# Present while the index is being rebuilt.
+_INCOMPLETE_NAME = "incomplete"
 
 
 class IndexError_(KvfsError):
@@ -135,22 +136,14 @@ def segments_of(inode: Inode) -> set[int]:
 class LmdbIndex:
     """kvfs.index.interface.Index over LMDB. One process opens a pool's index at a time (the pool's lock sees to that)."""
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        """Open or make the index at `path`. Raises IndexError_ if it cannot be read."""
+    def __init__(self, path: Path, *, read_only: bool = False, durable: bool = True) -> None:
+        """Open or make the index at `path`. Raises IndexError_ if it cannot be read.
+
+        Not durable: for a rebuild, which starts again if the machine ends in between; see make_durable().
+        """
         self._path = path
-        try:
-            path.mkdir(mode=0o700, exist_ok=True)
-            self._env = lmdb.open(
-                os.fspath(path), map_size=MAP_SIZE, max_dbs=8, max_readers=32, subdir=True, readonly=read_only, lock=True
-            )
-            self._inodes_db = self._env.open_db(b"inodes")
-            self._names_db = self._env.open_db(b"dentries")
-            self._members_db = self._env.open_db(b"segment_inodes")
-            self._segments_db = self._env.open_db(b"segments")
-            self._meta_db = self._env.open_db(b"meta")
-            self._read = cast(Transaction, self._env.begin())
-        except (lmdb.Error, OSError) as error:
-            raise IndexError_(f"index {path}: {error}") from error
+        self._read_only = read_only
+        self._open(durable)
         self._volatile = _Layer()
         self._pending = _Layer()
         self._committing: _Layer | None = None
@@ -162,6 +155,43 @@ class LmdbIndex:
         self.removed_names: set[tuple[int, bytes]] | None = None
         # Called in the step that a commit begins with: what it puts is part of that commit.
         self.before_commit: Callable[[], None] | None = None
+
+    def _open(self, durable: bool) -> None:
+        path, marker = self._path, self._path / _INCOMPLETE_NAME
+        try:
+            if not self._read_only:
+                path.mkdir(mode=0o700, exist_ok=True)
+            if not durable:
+                marker.touch(mode=0o600)
+                _sync_directory(path)
+            self._env = lmdb.open(
+                os.fspath(path), map_size=MAP_SIZE, max_dbs=8, max_readers=32, subdir=True, readonly=self._read_only,
+                sync=durable, metasync=durable,
+            )  # fmt: skip
+            self._inodes_db = self._env.open_db(b"inodes")
+            self._names_db = self._env.open_db(b"dentries")
+            self._members_db = self._env.open_db(b"segment_inodes")
+            self._segments_db = self._env.open_db(b"segments")
+            self._meta_db = self._env.open_db(b"meta")
+            self._read = cast(Transaction, self._env.begin())
+        except (lmdb.Error, OSError) as error:
+            raise IndexError_(f"index {path}: {error}") from error
+
+    @property
+    def incomplete(self) -> bool:
+        """A rebuild was begun and never finished: what is in here may be anything."""
+        return (self._path / _INCOMPLETE_NAME).exists()
+
+    async def make_durable(self) -> None:
+        """The rebuild is done: from now on commits are durable, and so is everything before."""
+        await self.commit()
+        async with self._lock:
+            await trio.to_thread.run_sync(self._env.sync, True)
+            self._read.abort()
+            self._env.close()
+            self._open(True)
+            (self._path / _INCOMPLETE_NAME).unlink(missing_ok=True)
+            _sync_directory(self._path)
 
     # ---- reading ----
 
@@ -588,6 +618,12 @@ class Bulk:
             for segment in segments_of(inode):
                 self.txn.delete(_MEMBER.pack(segment, number), db=self.members_db)
 
+    def remove_name(self, parent: int, name: bytes) -> None:
+        self.txn.delete(_U64.pack(parent) + name, db=self.names_db)
+
+    def remove_member(self, segment: int, inode: int) -> None:
+        self.txn.delete(_MEMBER.pack(segment, inode), db=self.members_db)
+
     def load(self, inodes: list[tuple[bytes, bytes]], names: list[tuple[bytes, bytes]], members: list[tuple[bytes, bytes]]) -> None:
         """Put many. Keys as in the databases; sorted here."""
         for db, items in ((self.inodes_db, inodes), (self.names_db, names), (self.members_db, members)):
@@ -595,16 +631,16 @@ class Bulk:
             self.txn.cursor(db).putmulti(items)
 
 
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _commit_error(path: Path, number: int, cause: Exception) -> IndexError_:
     error = IndexError_(f"index {path}: commit failed: {cause}")
     error.errno = number
     return error
 
-
-def check_readable(path: Path) -> None:
-    """Raise FormatError unless LMDB can open the files and read every database from end to end."""
-    try:
-        index = LmdbIndex(path, read_only=True)
-    except IndexError_ as error:
-        raise FormatError(str(error)) from error
-    index.close()

@@ -254,7 +254,7 @@ def unpack_summary(config: PoolConfig, segment: SegmentIndex, data: bytes) -> Su
 
 # ---- the index's meta values ----
 
-META_UUID, META_CLEAN, META_EPOCH, META_VERSION, META_REBUILD = b"uuid", b"clean", b"epoch", b"version", b"rebuild"
+META_UUID, META_CLEAN, META_EPOCH, META_VERSION = b"uuid", b"clean", b"epoch", b"version"
 META_NUMBER = struct.Struct("<Q")
 
 # ---- inode records in bulk ----

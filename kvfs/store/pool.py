@@ -31,7 +31,6 @@ from kvfs.store.format import (
     META_CLEAN,
     META_EPOCH,
     META_NUMBER,
-    META_REBUILD,
     META_UUID,
     META_VERSION,
     PARENT_OFFSET,
@@ -184,8 +183,6 @@ class Store:
         index.meta_put(META_CLEAN, b"0")
         index.meta_put(META_EPOCH, META_NUMBER.pack(self.epoch))
         index.meta_put(META_UUID, self.config.uuid.bytes)
-        if rebuild:
-            index.meta_put(META_REBUILD, b"1")
         if index.raw(ROOT_INODE) is None:
             index.put(self._root(), None)
         index.commit_now()
@@ -235,8 +232,7 @@ class Store:
     async def _rebuild(self, job: recovery.Rebuild) -> None:
         try:
             count = await job.run()
-            self.index.meta_put(META_REBUILD, None)
-            await self.index.commit()
+            await self.index.make_durable()
             log.info("the index was rebuilt: %d blocks", count)
             self.notes = [note for note in self.notes if "rebuilt" not in note]
         except KvfsError as error:
@@ -329,13 +325,13 @@ class Store:
                     await trio.lowlevel.checkpoint()
 
     def _set_space(self) -> None:
-        """What writers may still stage. Staged bytes end in segments that eviction can empty, unless all is pinned."""
-        if self.segments.exhausted:
-            self.plane.set_space(0)
-            return
-        statistics = len(self.segments.all) - self.segments.reserve - 2
-        held = sum(self.segments.area for segment in self.segments.all if segment.held)
-        pages = statistics * self.segments.area - self.pins.pages - held
+        """What may be open or being written at one time: all that eviction can make room for, less the pins.
+
+        A tenth is left for the tails of segments and for headers. So a write fails while the close after it still succeeds.
+        """
+        count = len(self.segments.all)
+        segments = max(count - self.segments.reserve - 4, count // 2)
+        pages = segments * self.segments.area * 9 // 10 - self.pins.pages
         self.plane.set_space(max(0, pages) * PAGE_SIZE)
 
     # ---- events ----
@@ -842,7 +838,7 @@ def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
         try:
             index = LmdbIndex(path)
             uuid = index.meta_get(META_UUID)
-            if uuid == opened.config.uuid.bytes and index.meta_get(META_REBUILD) is None:
+            if uuid == opened.config.uuid.bytes and not index.incomplete:
                 index.segment_items()
                 return index, False
             log.warning("%s: %s; it is made anew", path, "half rebuilt" if uuid else "empty")
@@ -853,7 +849,7 @@ def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
         if index is not None:
             index.close()
         shutil.rmtree(path, ignore_errors=True)
-    return LmdbIndex(path), True
+    return LmdbIndex(path, durable=False), True
 
 
 def _number(index: LmdbIndex, key: bytes) -> int:

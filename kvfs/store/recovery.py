@@ -101,6 +101,8 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
             await _admit_summary(segments, segment, admission)
         for records in await scan(segments, plane, segment, max(first_page, admission.covered.get(segment.index, 0))):
             await admission.admit_all(records)
+        # Nothing is appended any more, and what was not admitted must not be found by a later scan either.
+        segment.next_page = segments.geometry.end_page
     await recount(index, segments)
     if to_scan or lost:
         log.info("recovered: %d segments scanned, %d blocks found, %d lost with overwritten segments",

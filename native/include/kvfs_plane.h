@@ -140,7 +140,7 @@ int kvfs_spill_cancel(struct kvfs_plane *plane, uint64_t inode);
 /* Extents of a file being written that are on the devices already: the segments they lie in must not be freed. Returns the count;
  * with more than capacity, only capacity are written. */
 int kvfs_file_extents(struct kvfs_plane *plane, uint64_t inode, struct kvfs_extent *out, uint32_t capacity);
-/* Bytes that writers may still stage; beyond it WRITE is ENOSPC. */
+/* Bytes that the pool can hold of what must stay: open blocks and files being written. A WRITE that would go beyond is ENOSPC. */
 void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes);
 
 /* ---- the store: jobs, each with a completion ---- */
@@ -182,6 +182,7 @@ struct kvfs_statistics {
     uint64_t lookups, lookup_misses, opens, stale_opens, reads, read_bytes, writes, write_bytes;
     uint64_t checksum_errors, read_errors, staged_bytes, staging_size, staged_files, open_handles, parked;
     uint64_t spins, sleeps, wakeups, blocks_written, blocks_copied, written_bytes, jobs_in_flight, zombies;
+    uint64_t open_bytes;         /* of open blocks and files being written: what eviction must keep */
 };
 void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out);
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out);

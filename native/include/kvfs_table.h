@@ -22,6 +22,7 @@ struct kvfs_record {
     uint32_t extent_count;
     int64_t mtime_ns;
     int64_t ctime_ns;
+    int64_t atime_ns;
     uint32_t mode;
     uint32_t uid;
     uint32_t gid;
@@ -29,7 +30,7 @@ struct kvfs_record {
     uint8_t kind;           /* enum kvfs_kind */
     uint8_t flags;          /* enum kvfs_inode_flags */
     uint16_t reserved0;
-    uint32_t slot;          /* index of the record in the table: stable while the record lives; for private side arrays */
+    uint32_t slot;          /* of the record in the table, 0 to records_max; a rename may change it; for private side arrays */
 };
 
 struct kvfs_table_statistics {

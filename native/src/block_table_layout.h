@@ -55,14 +55,14 @@ struct bucket {
 };
 static_assert(sizeof(struct bucket) == 64, "a cache line");
 
-enum word { INODE, PARENT, VERSION, GENERATION, MTIME, CTIME, KEY_LOW, KEY_HIGH, PLACE, OWNER, SIZE_MODE, COUNTS, WORDS };
+enum word { INODE, PARENT, VERSION, GENERATION, MTIME, CTIME, ATIME, KEY_LOW, KEY_HIGH, PLACE, OWNER, SIZE_MODE, COUNTS, WORDS };
 
 struct slot {
     _Atomic uint32_t sequence;
     _Atomic uint32_t links_kind; /* nlink << 2 | kind; kind 0: free */
     _Atomic uint64_t words[WORDS];
 };
-static_assert(sizeof(struct slot) == 104, "memory per record");
+static_assert(sizeof(struct slot) == 112, "memory per record");
 
 /* A slot's content. */
 struct packed {

@@ -84,6 +84,7 @@ static void unpack(const struct packed *packed, uint32_t slot, struct kvfs_recor
         .extent_count = (uint32_t)(words[COUNTS] >> 32),
         .mtime_ns = (int64_t)words[MTIME],
         .ctime_ns = (int64_t)words[CTIME],
+        .atime_ns = (int64_t)words[ATIME],
         .mode = (uint32_t)(words[SIZE_MODE] >> 48),
         .uid = (uint32_t)words[OWNER],
         .gid = (uint32_t)(words[OWNER] >> 32),

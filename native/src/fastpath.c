@@ -20,8 +20,10 @@ void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struc
     attr->ino = record->inode;
     attr->size = record->size;
     attr->blocks = (record->size + 511) / 512;
-    attr->atime = attr->mtime = (uint64_t)(record->mtime_ns / 1000000000);
-    attr->atimensec = attr->mtimensec = (uint32_t)(record->mtime_ns % 1000000000);
+    attr->atime = (uint64_t)(record->atime_ns / 1000000000);
+    attr->atimensec = (uint32_t)(record->atime_ns % 1000000000);
+    attr->mtime = (uint64_t)(record->mtime_ns / 1000000000);
+    attr->mtimensec = (uint32_t)(record->mtime_ns % 1000000000);
     attr->ctime = (uint64_t)(record->ctime_ns / 1000000000);
     attr->ctimensec = (uint32_t)(record->ctime_ns % 1000000000);
     attr->mode = record->mode;
@@ -182,7 +184,7 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
         if (r < 0) {
             struct shard *shard = shard_of(plane, in->nodeid);
             pthread_mutex_lock(&shard->lock);
-            node->handles--;
+            node_unopen(plane, node, false);
             pthread_mutex_unlock(&shard->lock);
             node_put(plane, node);
         }
@@ -402,16 +404,16 @@ static void do_fallocate(struct server *server, uint8_t *head) {
     struct handle *handle = handle_find(plane, server->transport, fallocate.fh);
     int r = !handle || !handle->writer ? -EBADF : 0;
     uint64_t end = fallocate.offset + fallocate.length;
-    if (r == 0 && (fallocate.mode & ~(uint32_t)FALLOC_FL_KEEP_SIZE))
+    if (r == 0 && fallocate.mode)
         r = -EOPNOTSUPP;
     if (r == 0 && (end < fallocate.offset || end > INT64_MAX))
         r = -EFBIG;
-    if (r == 0 && !(fallocate.mode & FALLOC_FL_KEEP_SIZE)) {
+    if (r == 0) {
         pthread_mutex_lock(&handle->node->lock);
         struct file *file = handle->node->file;
         if (!file)
             r = -EOPNOTSUPP;
-        else if (end > file->size && end - file->size > atomic_load(&plane->space))
+        else if (end > file->size && atomic_load(&plane->open_bytes) + (end - file->size) > atomic_load(&plane->space))
             r = -ENOSPC;
         else if (end > file->size)
             r = file->sealing ? -EBUSY : file_truncate(plane, handle->node, end);

@@ -46,9 +46,14 @@ int file_grow_leaves(struct file *file, uint32_t count) {
     return 0;
 }
 
+/* The size has changed: so has what eviction must keep. */
+static void file_count(struct kvfs_plane *plane, struct file *file) {
+    atomic_fetch_add(&plane->open_bytes, file->size - file->counted); /* modulo 2^64 where it shrinks */
+    file->counted = file->size;
+}
+
 /* Take over a sealed content: every chunk placed. */
 int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc) {
-    (void)plane;
     struct file *file = node->file;
     uint32_t chunks = (uint32_t)((desc->size + CHUNK_SIZE - 1) / CHUNK_SIZE);
     int r = file_grow_chunks(file, chunks);
@@ -72,6 +77,7 @@ int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct des
         chunk->reload = false;
     }
     file->size = desc->size;
+    file_count(plane, file);
     file->short_size = (uint32_t)(desc->size % PAGE);
     file->short_page = file->short_size ? (uint32_t)(desc->size / PAGE) : UINT32_MAX;
     return 0;
@@ -100,13 +106,26 @@ static void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t in
     atomic_fetch_add(&plane->staged_bytes, slot->size);
 }
 
+int file_stage_zeros(struct kvfs_plane *plane, struct file *file) {
+    struct slot *slot = slot_get_extra(&plane->staging_small);
+    int r = slot ? file_grow_chunks(file, 1) : -ENOMEM;
+    if (r < 0) {
+        slot_put(slot);
+        return r;
+    }
+    slot->data[0] = 0;
+    chunk_stage(plane, file, 0, slot, 1);
+    return 0;
+}
+
 /* A page that was the file's short last one is about to have successors or a longer tail: its leaf no longer says what the file has there. */
-static void file_grows(struct file *file, uint64_t size) {
+static void file_grows(struct kvfs_plane *plane, struct file *file, uint64_t size) {
     if (size <= file->size)
         return;
     if (file->short_page != UINT32_MAX)
         file->chunks[file->short_page / CHUNK_PAGES].reload = true;
     file->size = size;
+    file_count(plane, file);
 }
 
 static struct slot *staging_slot(struct kvfs_plane *plane, uint64_t need) {
@@ -174,7 +193,8 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
         COUNT(plane, parked, 1);
         return -EAGAIN;
     }
-    if (atomic_load(&plane->staged_bytes) + request->size > atomic_load(&plane->space))
+    uint64_t growth = end > file->size ? end - file->size : 0;
+    if (growth && atomic_load(&plane->open_bytes) + growth > atomic_load(&plane->space))
         return -ENOSPC;
     uint32_t first = (uint32_t)(offset / CHUNK_SIZE), last = (uint32_t)((end - 1) / CHUNK_SIZE);
     int r = file_grow_chunks(file, last + 1);
@@ -229,7 +249,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
         payload += size;
         at += size;
     }
-    file_grows(file, end);
+    file_grows(plane, file, end);
     file->dirty = true;
     struct timespec ts;
     clock_gettime(CLOCK_REALTIME, &ts);
@@ -285,8 +305,9 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
             }
         }
         file->size = size;
+        file_count(plane, file);
     } else {
-        file_grows(file, size);
+        file_grows(plane, file, size);
     }
     file->dirty = true;
     struct timespec ts;
@@ -329,6 +350,7 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
     for (uint32_t i = 0; i < file->chunk_count; i++)
         if (file->chunks[i].slot)
             file_drop_chunk(plane, file, i);
+    atomic_fetch_sub(&plane->open_bytes, file->counted);
     file_unpark(plane, file); /* they find no file, and end as EIO */
     desc_put(file->sealed);
     free(file->chunks);

@@ -158,6 +158,7 @@ struct node {
     uint64_t inode;
     atomic_uint refs;                   /* handles, requests under way, and the file */
     uint32_t handles, writers;          /* under the shard's lock */
+    uint64_t open_size;                 /* its share of plane->open_bytes; under the shard's lock */
     pthread_mutex_t lock;               /* desc, file */
     struct desc *desc;
     struct file *file;
@@ -183,6 +184,7 @@ struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
 void node_put(struct kvfs_plane *plane, struct node *node);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out);
+void node_unopen(struct kvfs_plane *plane, struct node *node, bool writer);
 struct desc *desc_new(uint32_t header_pages);
 void desc_put(struct desc *desc);
 /* Check a header that was read into desc->header against what the table (or index) said; fills the rest. 0 or -EBADMSG. */
@@ -219,6 +221,7 @@ struct file {
     uint32_t leaf_capacity;
     uint32_t short_page, short_size;    /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
     uint64_t staged_bytes;              /* of slots */
+    uint64_t counted;                   /* its share of plane->open_bytes: the size */
     bool dirty, sealing, spilling, spill_asked, discarded;
     struct desc *sealed;                /* header just written, until seal_end */
     struct request *parked, *parked_last;
@@ -233,6 +236,7 @@ int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8
 int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size);
 int file_grow_chunks(struct file *file, uint32_t count);
 int file_grow_leaves(struct file *file, uint32_t count);
+int file_stage_zeros(struct kvfs_plane *plane, struct file *file);      /* one byte, at the start */
 void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index);
 uint32_t file_kept_extents(const struct file *file, struct kvfs_extent *out, uint32_t capacity);
 void file_free(struct kvfs_plane *plane, struct node *node);     /* drops the file's reference count too: the caller calls node_put after */
@@ -409,7 +413,8 @@ struct kvfs_plane {
     uint32_t segment_pages;
     struct kvfs_table *table;
     struct arena staging, staging_small, reading, reading_small;
-    atomic_ullong staged_bytes, space;
+    atomic_ullong staged_bytes;
+    atomic_ullong open_bytes, space;     /* content that eviction must keep: open or being written; what the pool has for it */
     struct shard shards[SHARDS];
     struct handle_table handles;
     atomic_uint *segment_busy;

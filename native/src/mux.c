@@ -244,8 +244,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     if (p->timed_out) { /* nobody will release it: do so now */
         struct shard *shard = shard_of(plane, inode);
         pthread_mutex_lock(&shard->lock);
-        node->handles--;
-        node->writers -= writer;
+        node_unopen(plane, node, writer);
         pthread_mutex_unlock(&shard->lock);
         node_released(plane, node, writer);
         node_put(plane, node);
@@ -256,8 +255,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
         pthread_mutex_lock(&shard->lock);
-        node->handles--;
-        node->writers -= writer;
+        node_unopen(plane, node, writer);
         pthread_mutex_unlock(&shard->lock);
         node_released(plane, node, writer);
         node_put(plane, node);

@@ -31,13 +31,25 @@ struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create) {
     return node;
 }
 
+/* With the shard's lock held. */
+void node_unopen(struct kvfs_plane *plane, struct node *node, bool writer) {
+    node->writers -= writer;
+    if (--node->handles == 0) {
+        atomic_fetch_sub(&plane->open_bytes, node->open_size);
+        node->open_size = 0;
+    }
+}
+
 int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out) {
     struct shard *shard = shard_of(plane, inode);
     pthread_mutex_lock(&shard->lock);
     int r = kvfs_table_find_inode(plane->table, inode, record);
     struct node *node = r == 0 ? node_get_locked(shard, inode, true) : NULL;
     if (node) {
-        node->handles++;
+        if (node->handles++ == 0) {
+            node->open_size = record->size;
+            atomic_fetch_add(&plane->open_bytes, node->open_size);
+        }
         node->writers += writer;
     }
     pthread_mutex_unlock(&shard->lock);
@@ -147,6 +159,7 @@ void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record 
     to->extent_count = from->extent_count;
     to->mtime_ns = from->mtime_ns;
     to->ctime_ns = from->ctime_ns;
+    to->atime_ns = from->atime_ns;
     to->mode = from->mode;
     to->uid = from->uid;
     to->gid = from->gid;
@@ -273,9 +286,7 @@ struct node *handle_close(struct kvfs_plane *plane, struct transport *transport,
     *was_writer = handle->writer;
     struct shard *shard = shard_of(plane, node->inode);
     pthread_mutex_lock(&shard->lock);
-    node->handles--;
-    if (handle->writer)
-        node->writers--;
+    node_unopen(plane, node, handle->writer);
     pthread_mutex_unlock(&shard->lock);
     atomic_fetch_sub(&plane->count.open_handles, 1);
     free(handle);

@@ -314,6 +314,7 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     out->forwarded_in_flight = plane->mux.live_count;
     out->staged_bytes = atomic_load(&plane->staged_bytes);
     out->staging_size = plane->config.staging_size;
+    out->open_bytes = atomic_load(&plane->open_bytes);
 }
 
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out) {

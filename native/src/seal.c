@@ -558,6 +558,12 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
     struct file *file = node->file;
     int r = !file ? -ENOENT : file->sealing || file->spilling ? -EBUSY : 0;
     if (r == 0 && file->dirty) {
+        uint32_t pages;
+        /* A file of nothing but a hole gets one page: no extents would mean one right behind the header. */
+        if (file->size && !ranges_collect(file, false, NULL, &pages) && !file_kept_extents(file, NULL, 0))
+            r = file_stage_zeros(plane, file);
+    }
+    if (r == 0 && file->dirty) {
         file->sealing = true;
         out->dirty = 1;
         out->size = file->size;
@@ -625,8 +631,12 @@ int kvfs_seal_end(struct kvfs_plane *plane, uint64_t inode, int ok) {
     pthread_mutex_lock(&shard->lock);
     bool writers = node->writers > 0;
     pthread_mutex_lock(&node->lock);
-    pthread_mutex_unlock(&shard->lock);
     struct file *file = node->file;
+    if (ok && file && node->handles) { /* readers keep what is sealed now, when the last writer has gone */
+        atomic_fetch_add(&plane->open_bytes, file->size - node->open_size);
+        node->open_size = file->size;
+    }
+    pthread_mutex_unlock(&shard->lock);
     bool freed = false;
     int r = file && file->sealing ? 0 : -EINVAL;
     if (r == 0) {

@@ -55,6 +55,7 @@ def own_pool(request: pytest.FixtureRequest) -> Iterator[Callable[..., helpers.P
     with contextlib.ExitStack() as stack:
         def make(**arguments: Any) -> helpers.Pool:
             pool = stack.enter_context(helpers.Pool(**arguments))
+            stack.enter_context(helpers._reported(pool))
             stack.enter_context(_watched(pool, seconds + 10))
             return pool
         yield make

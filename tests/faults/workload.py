@@ -266,10 +266,18 @@ class Ledger:
 
 def walk(root: pathlib.Path) -> dict[str, tuple[str, int]]:
     """Read and check every file: key and version by path. Opening may miss (evicted since the listing); reading not."""
-    found = {}
+    found, broken = {}, []
     for directory, _, names in os.walk(root):
         for name in names:
             path = pathlib.Path(directory, name)
-            with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
-                found[str(path.relative_to(root))] = check(file.readall(), path)
+            inode = 0
+            try:
+                inode = path.lstat().st_ino
+                with open(path, "rb", buffering=0) as file:
+                    found[str(path.relative_to(root))] = check(file.readall(), path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                broken.append(f"{path.relative_to(root)} (inode {inode}): {error}")
+    assert not broken, f"{len(broken)} files cannot be read, {len(found)} can:\n" + "\n".join(broken[:20])
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvfs import daemon
-from kvfs.errors import DeadlineError, KvfsError, UsageError
+from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
 
 OPTIONS = daemon.MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=20)
 Start = Callable[[str], tuple[int, int]]
@@ -73,8 +73,8 @@ def test_the_error_that_says_most_is_told() -> None:
     group = BaseExceptionGroup(
         "nursery", [RuntimeError("loose end"), ExceptionGroup("inner", [ValueError("x"), KvfsError("segment 3: torn")])]
     )
-    assert str(daemon._first_error(group)) == "segment 3: torn"
-    assert str(daemon._first_error(BaseExceptionGroup("nursery", [RuntimeError("alone")]))) == "alone"
+    assert str(first_error(group)) == "segment 3: torn"
+    assert str(first_error(BaseExceptionGroup("nursery", [RuntimeError("alone")]))) == "alone"
 
 
 def test_the_pid_file_is_there_while_the_daemon_is(tmp_path: Path) -> None:

@@ -1,0 +1,441 @@
+"""Checking a pool that is not mounted. Reports; acts only when asked to repair.
+
+Checked, in this order: labels against pool.toml; the index against itself (names, parents, memberships); extents against
+segments (inside, not overlapping, of the segment's generation); segment headers; block headers, or every leaf of every
+block; summaries. What cannot be repaired from a second copy is dropped: a lost block is a miss, a wrong one must not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from kvfs import config as configuration
+from kvfs.config import PoolConfig
+from kvfs.errors import DeviceError, FormatError, KvfsError
+from kvfs.index.lmdb import Bulk, LmdbIndex
+from kvfs.plane import Event, Plane
+from kvfs.store.devices import (
+    INDEX_NAME,
+    Device,
+    OpenPool,
+    check_device,
+    device_path,
+    discover,
+    locked,
+    open_device,
+    read_labels,
+    write_config,
+    write_labels,
+)
+from kvfs.store.format import META_CLEAN, META_UUID, split_records
+from kvfs.store.pool import Store, StoreOptions, make_plane, segment_members
+from kvfs.store.segments import Segment, Segments, State, usage
+from kvfs.types import ROOT_INODE, Inode, InodeNumber, Kind
+
+Progress = Callable[[str, int, int], None]
+
+_VERIFY_TASKS = 16
+_FINDINGS_MAX = 1000
+_REPAIR_PASSES = 16
+# Checking needs little of what serving needs.
+_OPTIONS = StoreOptions(staging_size=16 << 20, read_memory_size=64 << 20, records_max=1 << 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be. `what` is its class: label, index, name, extent, segment, block, summary."""
+
+    what: str
+    message: str
+    # Recovery or repair takes care of it without losing anything.
+    harmless: bool = False
+    repaired: bool = False
+
+
+@dataclass(slots=True)
+class FsckReport:
+    findings: list[Finding] = field(default_factory=list)
+    findings_left_out: int = 0
+    damaged: int = 0  # findings that are not harmless
+    repaired: int = 0
+    blocks: int = 0
+    directories: int = 0
+    segments: int = 0
+    bytes: int = 0
+    verified_bytes: int = 0
+    clean: bool = False
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing is damaged, or all that was has been repaired."""
+        return self.damaged <= self.repaired
+
+    def add(self, finding: Finding) -> None:
+        self.damaged += not finding.harmless
+        self.repaired += finding.repaired and not finding.harmless
+        if len(self.findings) < _FINDINGS_MAX:
+            self.findings.append(finding)
+        else:
+            self.findings_left_out += 1
+
+
+def _quiet(step: str, done: int, total: int) -> None:
+    pass
+
+
+def fsck(pool: Path, *, repair: bool = False, verify_data: bool = False, progress: Progress = _quiet) -> FsckReport:
+    """Check a pool. Blocks. PoolError or DeviceError if it cannot be checked at all: in use, a device missing."""
+    return trio.run(_fsck, pool, repair, verify_data, progress)
+
+
+async def _fsck(pool: Path, repair: bool, verify_data: bool, progress: Progress) -> FsckReport:
+    report = FsckReport()
+    with locked(pool):
+        _check_labels(pool, repair, report)
+        state = _index_state(pool, report)
+    if state != "clean" and repair:
+        # Recovery is the mount's: let it do that.
+        progress("recovering", 0, 0)
+        async with Store.open(pool, _OPTIONS) as store:
+            while store.rebuilding:
+                await trio.sleep(0.05)
+        state = "clean"
+        report.add(Finding("index", "the index was brought up to date from the devices", harmless=True, repaired=True))
+    if state == "missing":
+        return report
+    report.clean = state == "clean"
+    with ExitStack() as stack:
+        stack.enter_context(locked(pool))
+        opened = _open_devices(pool)
+        stack.callback(opened.close)
+        plane = make_plane(opened, _OPTIONS, opened.epoch, _OPTIONS.records_max)
+        stack.callback(plane.destroy)
+        index = LmdbIndex(pool / INDEX_NAME)
+        stack.callback(index.close)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(plane.pump, _ignore)
+            try:
+                check = _Check(opened, index, plane, repair, verify_data, progress, report)
+                await check.run()
+            finally:
+                nursery.cancel_scope.cancel()
+    return report
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+# ---- labels ----
+
+
+def _open_devices(pool: Path) -> OpenPool:
+    config = configuration.load(pool) or discover(pool)
+    devices: list[Device] = []
+    epoch = 0
+    try:
+        for described in config.devices:
+            device = open_device(device_path(pool, described))
+            devices.append(device)
+            best = read_labels(device, described.size).best()
+            epoch = max(epoch, 0 if best is None else best.mount_epoch)
+    except BaseException:
+        for device in devices:
+            device.close()
+        raise
+    return OpenPool(pool, config, devices, epoch, [])
+
+
+def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
+    config = configuration.load(pool)
+    if config is None:
+        config = discover(pool)
+        report.add(Finding("label", f"{pool / configuration.CONFIG_NAME}: missing; the labels have it", True, repair))
+        if repair:
+            write_config(pool, config)
+    opened = _open_devices(pool)
+    try:
+        bad: list[str] = []
+        for device, described in zip(opened.devices, config.devices, strict=True):
+            try:
+                _, notes = check_device(config, device, described, str(pool / configuration.CONFIG_NAME))
+            except DeviceError as error:
+                # No valid copy here; pool.toml and the other devices' labels have all that it said.
+                if device.size < described.size or not _others_agree(opened, config, described.index):
+                    raise
+                notes = [str(error)]
+            bad += notes
+        if bad and repair:
+            write_labels(config, opened.devices, opened.epoch)
+        for message in bad:
+            report.add(Finding("label", message, repaired=repair))
+    finally:
+        opened.close()
+
+
+def _others_agree(opened: OpenPool, config: PoolConfig, index: int) -> bool:
+    """Whether another device has a label of this pool."""
+    for device, described in zip(opened.devices, config.devices, strict=True):
+        if described.index != index:
+            label = read_labels(device, described.size).best()
+            if label is not None and label.pool_uuid == config.uuid:
+                return True
+    return False
+
+
+def _index_state(pool: Path, report: FsckReport) -> str:
+    """clean, unclean, or missing (then the next mount, or a repair, makes it anew)."""
+    path = pool / INDEX_NAME
+    if not path.is_dir():
+        report.add(Finding("index", f"{path}: missing; a mount or --repair rebuilds it", harmless=True))
+        return "missing"
+    try:
+        index = LmdbIndex(path)
+    except KvfsError as error:
+        report.add(Finding("index", f"{error}; a mount or --repair rebuilds it"))
+        return "missing"
+    try:
+        if index.meta_get(META_UUID) is None or index.incomplete:
+            report.add(Finding("index", f"{path}: not complete; a mount or --repair rebuilds it", harmless=True))
+            return "missing"
+        if index.meta_get(META_CLEAN) != b"1":
+            report.add(
+                Finding("index", f"{pool}: not unmounted cleanly; a mount or --repair recovers it", harmless=True)
+            )
+            return "unclean"
+    except Exception as error:  # whatever LMDB says of a damaged file
+        report.add(Finding("index", f"{path}: {error}; a mount or --repair rebuilds it"))
+        return "missing"
+    finally:
+        index.close()
+    return "clean"
+
+
+# ---- everything else ----
+
+
+class _Check:
+    def __init__(self, opened: OpenPool, index: LmdbIndex, plane: Plane, repair: bool, verify_data: bool,
+                 progress: Progress, report: FsckReport) -> None:  # fmt: skip
+        self._index, self._plane, self._repair, self._verify = index, plane, repair, verify_data
+        self._progress, self._report = progress, report
+        self._segments = Segments(opened.config, segment_members(opened), plane, index, opened.epoch)
+        # After a crash the index is a second old: what does not fit is for recovery to judge.
+        self._stale = not report.clean
+        self._bad: dict[InodeNumber, Inode] = {}
+
+    async def run(self) -> None:
+        try:
+            self._segments.load(self._index.segment_items())
+        except FormatError as error:
+            self._add("index", str(error))
+            return
+        await self._check_headers()
+        for _ in range(_REPAIR_PASSES):
+            bad_before = self._report.damaged
+            await self._check_inodes()
+            await self._check_names()
+            if not self._repair or self._report.damaged == bad_before:
+                break
+            self._drop_bad()
+        await self._check_extents()
+        await self._check_blocks()
+        if self._repair:
+            self._drop_bad()
+        await self._check_summaries()
+        if self._repair:
+            self._segments.save_changed()
+            self._index.commit_now()
+
+    def _add(self, what: str, message: str, *, harmless: bool = False, repaired: bool = False) -> None:
+        self._report.add(Finding(what, message, harmless or self._stale, repaired))
+
+    def _records(self) -> Iterator[Inode]:
+        for chunk in self._index.records(1 << 20):
+            for at, _ in split_records(chunk):
+                try:
+                    yield Inode.unpack(chunk, at)
+                except FormatError as error:
+                    self._add("index", f"inode record: {error}")
+
+    async def _check_headers(self) -> None:
+        numbers = [segment.index for segment in self._segments.all if segment.state != State.FREE]
+        self._report.segments = len(numbers)
+        headers, _ = await self._segments.read_headers(numbers)
+        for number in numbers:
+            segment, header = self._segments.all[number], headers[number]
+            if header is None:
+                self._add("segment", f"segment {number}: its header is damaged; its blocks have their own", harmless=True)
+            elif header.generation != segment.generation:
+                self._add(
+                    "segment",
+                    f"segment {number}: generation {header.generation:#x} on the devices, {segment.generation:#x} in the "
+                    "index: its blocks are lost",
+                    repaired=self._repair,
+                )
+                for inode_number in self._index.segment_inodes(number):
+                    inode = self._index.get(inode_number)
+                    if inode is not None:
+                        self._bad[inode_number] = inode
+
+    async def _check_inodes(self) -> None:
+        done, total = 0, self._index.statistics().inodes
+        self._report.blocks = self._report.directories = self._report.bytes = 0
+        for inode in self._records():
+            done += 1
+            if done % 4096 == 0:
+                self._progress("checking inodes", done, total)
+                await trio.lowlevel.checkpoint()
+            problem = self._problem(inode)
+            if problem is not None and inode.inode not in self._bad:
+                self._bad[inode.inode] = inode
+                self._add("name", f"inode {inode.inode} ({inode.name!r}): {problem}", repaired=self._repair)
+            if inode.kind == Kind.DIRECTORY:
+                self._report.directories += 1
+            elif inode.kind == Kind.FILE:
+                self._report.blocks += 1
+                self._report.bytes += inode.size
+
+    def _problem(self, inode: Inode) -> str | None:
+        if inode.inode == ROOT_INODE:
+            return None
+        parent = self._index.get(inode.parent)
+        if parent is None or parent.kind != Kind.DIRECTORY:
+            return f"its directory, inode {inode.parent}, is not there"
+        holder = self._index.lookup(inode.parent, inode.name)
+        if holder != inode.inode:
+            return f"its name leads to {'nothing' if holder is None else f'inode {holder}'}"
+        if inode.kind != Kind.FILE:
+            return None
+        if not inode.sealed:
+            return "it was never sealed"
+        for number in usage(inode):
+            if number >= len(self._segments.all):
+                return f"it lies in segment {number} of {len(self._segments.all)}"
+        for generation, number in [(inode.generation, inode.segment), *((e.generation, e.segment) for e in inode.extents)]:
+            segment = self._segments.all[number]
+            if segment.generation != generation or segment.state == State.FREE:
+                return f"it lies in generation {generation:#x} of segment {number}, which is at {segment.generation:#x}"
+        return None
+
+    async def _check_names(self) -> None:
+        dangling: list[tuple[int, bytes]] = []
+        for i, (parent, name, inode) in enumerate(self._index.dentries()):
+            if i % 4096 == 0:
+                await trio.lowlevel.checkpoint()
+            found = self._index.get(InodeNumber(inode))
+            if found is None or found.parent != parent or found.name != name:
+                dangling.append((parent, name))
+                self._add("name", f"{name!r} in directory {parent}: leads to inode {inode}, which has another name or none",
+                          repaired=self._repair)  # fmt: skip
+        strays = [
+            (segment, inode)
+            for segment, inode in self._index.memberships()
+            if (record := self._index.get(InodeNumber(inode))) is None or segment not in usage(record)
+        ]
+        for segment, inode in strays:
+            self._add("index", f"segment {segment} lists inode {inode}, which is not in it", repaired=self._repair)
+        if self._repair and (dangling or strays):
+
+            def remove(bulk: Bulk) -> None:
+                for parent, name in dangling:
+                    bulk.remove_name(parent, name)
+                for segment, inode in strays:
+                    bulk.remove_member(segment, inode)
+
+            self._index.bulk(remove)
+            self._index.refresh()
+
+    async def _check_extents(self) -> None:
+        """Inside the runs' area, and no two blocks on one page."""
+        end = self._segments.geometry.end_page
+        for segment in self._segments.all:
+            if segment.state == State.FREE:
+                continue
+            taken: list[tuple[int, int, InodeNumber]] = []
+            for number in self._index.segment_inodes(segment.index):
+                inode = self._index.get(number)
+                if inode is not None and number not in self._bad:
+                    taken += [(first, last, number) for first, last in _pages(inode, segment)]
+            taken.sort()
+            before = 1
+            for first, last, number in taken:
+                if first < before or last > end:
+                    self._add("extent", f"inode {number}: pages {first} to {last} of segment {segment.index} "
+                              f"{'overlap another block' if first < before else 'lie outside'}",
+                              repaired=self._repair)  # fmt: skip
+                    found = self._index.get(number)
+                    if found is not None:
+                        self._bad[number] = found
+                before = max(before, last)
+            await trio.lowlevel.checkpoint()
+
+    async def _check_blocks(self) -> None:
+        total, done = self._report.blocks, 0
+        step = "reading blocks" if self._verify else "reading block headers"
+        records = self._records()
+
+        async def work() -> None:
+            nonlocal done
+            for inode in records:
+                if inode.kind != Kind.FILE or not inode.sealed or inode.inode in self._bad:
+                    continue
+                try:
+                    await self._plane.store_verify(inode.pack(), self._verify)
+                    self._report.verified_bytes += inode.size if self._verify else 0
+                except KvfsError as error:
+                    self._bad[inode.inode] = inode
+                    self._add("block", f"inode {inode.inode} ({inode.name!r}) in segment {inode.segment}: {error}",
+                              repaired=self._repair)  # fmt: skip
+                done += 1
+                self._progress(step, done, total)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(_VERIFY_TASKS):
+                nursery.start_soon(work)
+
+    def _drop_bad(self) -> None:
+        for inode in self._bad.values():
+            if self._index.raw(inode.inode) is None:
+                continue
+            self._index.delete(inode)
+            if inode.sealed and all(number < len(self._segments.all) for number in usage(inode)):
+                self._segments.mark_dirty(self._segments.all[inode.segment], gone=True)
+                for number, pages in usage(inode).items():
+                    segment = self._segments.all[number]
+                    segment.live_pages = max(0, segment.live_pages - pages)
+                    self._segments.changed(segment)
+        self._segments.save_changed()
+        self._index.commit_now()
+
+    async def _check_summaries(self) -> None:
+        """A closed segment without a valid one is described by its headers: right, but removed blocks are in them."""
+        if self._stale:
+            return
+        for done, segment in enumerate(self._segments.all):
+            if segment.state != State.CLOSED:
+                continue
+            self._progress("checking summaries", done, len(self._segments.all))
+            if segment.dirty or await self._segments.read_summary(segment.index, segment.generation) is not None:
+                continue
+            if self._repair:
+                self._segments.mark_dirty(segment, gone=False)
+            self._add("summary", f"segment {segment.index}: no valid summary", repaired=self._repair)
+        if self._repair:
+            await self._segments.flush_summaries()
+
+
+def _pages(inode: Inode, segment: Segment) -> Iterator[tuple[int, int]]:
+    """The [first, last) pages that a block takes in a segment."""
+    if inode.segment == segment.index:
+        yield inode.page, inode.page + inode.header_pages
+    for extent in inode.all_extents():
+        if extent.segment == segment.index:
+            yield extent.page, extent.page + extent.page_count
+
+
