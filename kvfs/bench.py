@@ -24,9 +24,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 from kvfs.errors import KvfsError, UsageError
 
@@ -1268,8 +1268,15 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     return names
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (try {self.prog} --help)\n")
+
+
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvfs bench",
         description="Measure kvfs against its peers; docs/performance.md says what each case compares.",
         allow_abbrev=False,
@@ -1283,6 +1290,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="measure nothing: print the table of this JSON document"
     )
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="with --markdown: put the table between PAGE's marks")
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="where files as devices are made (default build/bench)"
     )
@@ -1306,12 +1314,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: argparse.Namespace) -> int:
     if arguments.markdown is not None:
         try:
-            print(render_markdown(_parsed(arguments.markdown.read_text(), str(arguments.markdown))))
+            text = render_markdown(_parsed(arguments.markdown.read_text(), str(arguments.markdown)))
+            if arguments.into is None:
+                print(text)
+            else:
+                _put_into(arguments.into, text)
         except OSError as error:
-            raise BenchError(f"{arguments.markdown}: {error.strerror}") from error
+            raise BenchError(f"{error.filename}: {error.strerror}") from error
         return 0
-    from dataclasses import replace
-
     default = [name for name in CASES if arguments.quick or name != "million"]
     cases = _chosen(arguments.only, list(CASES), "only") if arguments.only is not None else default
     devices = _chosen(arguments.devices, BOTH, "devices")
@@ -1334,6 +1344,15 @@ def _main(arguments: argparse.Namespace) -> int:
         arguments.output.write_text(json.dumps(document, indent=2) + "\n")
     print(render(document))
     return 1 if bench.failed else 0
+
+
+def _put_into(page: Path, text: str) -> None:
+    """Replace what lies between the marks of a page."""
+    before, first, rest = page.read_text().partition("<!-- bench -->\n")
+    _, last, after = rest.partition("<!-- /bench -->\n")
+    if not first or not last:
+        raise BenchError(f"{page}: lacks the lines <!-- bench --> and <!-- /bench -->")
+    page.write_text(f"{before}{first}{text}\n{last}{after}")
 
 
 if __name__ == "__main__":

@@ -407,7 +407,13 @@ class Namespace:
                 # Not being written, or not any more: its last writer may close it at any moment.
                 if not self.get(number).sealed:
                     raise StaleInodeError(f"inode {number}: gone")
-                await self._rewrite(number, keep_content=size > 0)
+                try:
+                    await self._rewrite(number, keep_content=size > 0)
+                except (KvfsError, OSError) as error:
+                    if error.errno != errno.EBUSY:
+                        raise
+                    await trio.sleep(0.002)
+                    continue
                 if size == 0:
                     return
 

@@ -101,8 +101,8 @@ int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
 /* A new, empty, dirty file; its record is in the table already (not SEALED). Call before the reply to CREATE. */
 int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode);
 /* A sealed file opened for writing (or truncated): from the completion on all its handles read through staging. keep_content 0: it is empty
- * then. Completion: 0 (also when it is being written already: then it is truncated if keep_content is 0), -ENOENT, -EBADMSG, or -errno of
- * reading the header. */
+ * then. Completion: 0 (also when it is being written already: then it is truncated if keep_content is 0), -EBUSY (a seal or spill is under
+ * way, and keep_content is 0), -ENOENT, -EBADMSG, or -errno of reading the header. */
 int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int keep_content);
 int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
 int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns);

@@ -190,8 +190,8 @@ int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode,
     bool done = true;
     pthread_mutex_lock(&node->lock);
     if (node->file) {
-        if (!keep_content)
-            r = file_truncate(plane, node, 0);
+        if (!keep_content) /* frozen while a seal or spill is under way: the caller comes again */
+            r = node->file->sealing || node->file->spilling ? -EBUSY : file_truncate(plane, node, 0);
     } else if (!keep_content) {
         r = file_install(plane, node);
         if (r == 0)

@@ -65,7 +65,7 @@ def test_unlink_of_one_name_does_not_touch_its_neighbours(directory):
         assert read_file(directory / f"{index}") == content(5000, index)
 
 
-def test_removed_directory_takes_no_new_names_from_its_holder(directory):
+def test_removed_directory_stays_usable_for_its_holder_but_takes_no_new_names(directory):
     (directory / "sub").mkdir()
     with opened(directory / "sub", os.O_RDONLY | os.O_DIRECTORY) as held:
         os.rmdir(directory / "sub")
@@ -73,6 +73,7 @@ def test_removed_directory_takes_no_new_names_from_its_holder(directory):
             os.open("block", os.O_CREAT | os.O_WRONLY, 0o644, dir_fd=held)
         with raises_errno(errno.ENOENT):
             os.mkdir("below", dir_fd=held)
+        assert stat.S_ISDIR(os.fstat(held).st_mode)
 
 
 def test_symlink_holds_its_target_and_is_followed(directory):
