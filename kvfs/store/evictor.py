@@ -268,7 +268,7 @@ class Evictor:
                 if not is_open:
                     self._mover.drop(inode)
                     self.counters.blocks += 1
-                    self.counters.bytes += inode.data_pages * PAGE_SIZE
+                    self.counters.bytes += sum(usage(inode).values()) * PAGE_SIZE
                     removed += 1
             await trio.lowlevel.checkpoint()
         return removed

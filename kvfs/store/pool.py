@@ -699,7 +699,7 @@ class Store:
             self.pins.add(number)
         else:
             self.pins.remove(number)
-            self.segments.exhausted = False
+            self.segments.look_again()
         if inode.sealed or inode.kind == Kind.DIRECTORY:
             self.renamed(inode)
         else:

@@ -452,6 +452,13 @@ class Segments:
         self._freed = trio.Event()
         self.ready_taken.set()
 
+    def look_again(self) -> None:
+        """Something that eviction had to leave may go now."""
+        self.exhausted = False
+        for segment in self.all:
+            segment.avoid_until = 0.0
+        self.need_space.set()
+
     # ---- summaries ----
 
     async def flush_summaries(self) -> None:

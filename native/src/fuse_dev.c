@@ -217,7 +217,7 @@ static int server_init(struct transport *transport, uint32_t index, int fd) {
     return ring_init(&server->ring, transport->plane, 256);
 }
 
-static void transport_free(struct transport *transport) {
+void transport_free(struct transport *transport) {
     for (uint32_t i = 0; i < SERVERS_MAX; i++) {
         struct server *server = &transport->servers[i];
         if (!server->plane)
@@ -290,5 +290,4 @@ void transport_stop(struct transport *transport) {
     for (uint32_t i = 0; i < transport->server_count; i++)
         if (transport->servers[i].started)
             pthread_join(transport->servers[i].thread, NULL);
-    transport_free(transport);
 }

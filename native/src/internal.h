@@ -315,7 +315,8 @@ struct transport {
     uint32_t max_read;
 };
 int transport_start(struct kvfs_plane *plane, int fd);
-void transport_stop(struct transport *transport);      /* ends its threads, closes its descriptors; blocks */
+void transport_stop(struct transport *transport);      /* ends its threads; blocks */
+void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
 void leader_wake(struct kvfs_plane *plane);
 
 /* ---- fastpath.c: what C answers ---- */

@@ -256,14 +256,14 @@ static void nodes_free(struct kvfs_plane *plane) {
 void kvfs_plane_destroy(struct kvfs_plane *plane) {
     atomic_store(&plane->stopping, true);
     for (uint32_t i = 0; i < TRANSPORTS_MAX; i++)
-        if (plane->transports[i]) {
-            struct transport *transport = plane->transports[i];
-            transport_stop(transport);
-            plane->transports[i] = NULL;
-        }
+        if (plane->transports[i])
+            transport_stop(plane->transports[i]);
     notifier_stop(plane);
     pool_stop(&plane->slow);
     pool_stop(&plane->store);
+    for (uint32_t i = 0; i < TRANSPORTS_MAX; i++)
+        if (plane->transports[i])
+            transport_free(plane->transports[i]);
     if (plane->mux.entries)
         mux_free(plane);
     if (plane->segment_busy)

@@ -126,7 +126,7 @@ def test_the_table_goes_between_the_marks_of_a_page(result: Result, tmp_path: pa
     assert process.returncode == 0, process.stderr
     text = page.read_text()
     assert text.startswith("before\n<!-- bench -->\n") and text.endswith("\n<!-- /bench -->\nafter\n")
-    assert "old" not in text and text.count("\n| ") == len(document["rows"]) + 1
+    assert "\nold\n" not in text and text.count("\n| ") == len(document["rows"]) + 1
     page.write_text("no marks\n")
     assert bench("--markdown", str(path), "--into", str(page), timeout_s=60).returncode == 1
     assert page.read_text() == "no marks\n"

@@ -1,0 +1,612 @@
+"""The mount against a model in memory: a miss is allowed where eviction or a crash may have made one, a wrong byte never.
+
+The model is a tree of nodes, each with the places (directory and name) it has had. After a kill -9 a rename or unlink of
+the last seconds may be undone, and nothing else: so each file must be found, whole, at its place or at one it had within
+that time, and no file that was removed before it. KVFS_MODEL_EXAMPLES sets how many runs there are (default 15),
+KVFS_MODEL_SEED repeats a run's choices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import mmap
+import os
+import pathlib
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import helpers
+import pytest
+from helpers import MIB, Pool, assert_same, content
+from hypothesis import HealthCheck, note, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+EXAMPLES = int(os.environ.get("KVFS_MODEL_EXAMPLES", "15"))
+STEPS = int(os.environ.get("KVFS_MODEL_STEPS", "50"))
+SEED = int(os.environ.get("KVFS_MODEL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+# A pool is used for this many runs, so that it never fills: what is missing was then evicted by the test itself.
+EXAMPLES_A_POOL = 15
+# The index follows in a second, the summaries in two more; the rest is for a busy machine.
+INDEX_GRACE_S = 2.0
+SUMMARY_GRACE_S = 4.0
+FOREVER = -1e9
+
+NAMES = st.sampled_from(["a", "b", "c", "d", "e.tmp", "f"])
+SIZES = st.sampled_from([0, 1, 100, 4095, 4096, 4097, 50_000, 131_072, 200_001, MIB + 1, 1_300_000])
+
+
+@dataclass(eq=False)
+class Node:
+    """A file (content is bytes) or a directory (None). Places: (directory, name, since), the present one last."""
+
+    content: bytes | None
+    places: list[tuple[Node | None, str, float]]
+    removed: float | None = None
+    may_be_missing: bool = False
+    pinned: bool = False
+    evictions: int = 0
+
+    @property
+    def parent(self) -> Node | None:
+        return self.places[-1][0]
+
+    @property
+    def name(self) -> str:
+        return self.places[-1][1]
+
+    def paths(self, settled: float) -> set[str]:
+        """Where it may be found when what happened since `settled` may be undone."""
+        if self.parent is None:
+            return {""}
+        possible = set()
+        for i, (parent, name, _) in enumerate(self.places):
+            left = self.places[i + 1][2] if i + 1 < len(self.places) else float("inf")
+            if left > settled and parent is not None:
+                possible |= {f"{above}/{name}".lstrip("/") for above in parent.paths(settled)}
+        return possible
+
+    def path(self) -> str:
+        return "" if self.parent is None else f"{self.parent.path()}/{self.name}".lstrip("/")
+
+    def began_after(self, settled: float) -> bool:
+        """Whether it, or a directory above it, was moved or made lately."""
+        return self.parent is not None and (self.places[-1][2] > settled or self.parent.began_after(settled))
+
+
+@dataclass
+class Mounted:
+    """The pool that the machines use one after the other."""
+
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    pool: Pool | None = None
+    used: int = 0
+
+    def take(self) -> Pool:
+        if self.pool is None or self.used >= EXAMPLES_A_POOL:
+            self.stack.close()
+            self.pool = self.stack.enter_context(Pool(files=4, size="512M"))
+            self.used = 0
+        self.used += 1
+        return self.pool
+
+
+mounted = Mounted()
+
+
+class Machine(RuleBasedStateMachine):
+    """One run on a directory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = mounted.take()
+        self.root = Node(None, [(None, "", FOREVER)])
+        self.nodes: list[Node] = []
+        self.removed: list[Node] = []
+        self.held: list[tuple[int, Node]] = []
+        self.counter = 0
+        self.settled = FOREVER  # fsync: names before this are durable
+
+    @initialize()
+    def begin(self) -> None:
+        self.base = self.pool.mount / f"run-{time.monotonic_ns()}"
+        self.base.mkdir()
+        self._fsync(self.base)
+
+    def teardown(self) -> None:
+        self._drop_handles()
+        with contextlib.suppress(AttributeError):
+            self._check_all()
+            shutil.rmtree(self.base)
+
+    # ---- what there is ----
+
+    def files(self) -> list[Node]:
+        return [node for node in self.nodes if node.content is not None]
+
+    def directories(self) -> list[Node]:
+        return [self.root, *(node for node in self.nodes if node.content is None)]
+
+    def at(self, parent: Node, name: str) -> Node | None:
+        return next((node for node in self.nodes if node.parent is parent and node.name == name), None)
+
+    def full(self, node: Node) -> pathlib.Path:
+        return self.base / node.path()
+
+    def fresh(self, size: int) -> bytes:
+        self.counter += 1
+        return content(size, (str(self.base), self.counter))
+
+    def pick(self, number: int, of: list[Node]) -> Node:
+        return of[number % len(of)]
+
+    def _remove(self, node: Node, now: float) -> None:
+        node.removed = now
+        self.nodes.remove(node)
+        self.removed.append(node)
+
+    def _gone(self, node: Node) -> bool:
+        """A call found nothing: right only where an eviction may have been at work."""
+        if not node.may_be_missing:
+            return False
+        self._remove(node, time.monotonic())
+        return True
+
+    # ---- making and writing ----
+
+    @rule(where=st.integers(0, 99), name=NAMES, size=SIZES, pieces=st.integers(1, 6), order=st.randoms(use_true_random=False),
+          flag=st.sampled_from([os.O_TRUNC, os.O_EXCL, 0]), sync=st.sampled_from([False, False, False, True]))
+    def store(self, where: int, name: str, size: int, pieces: int, order: random.Random, flag: int, sync: bool) -> None:
+        """Create or overwrite by open and write, in pieces in any order."""
+        parent = self.pick(where, self.directories())
+        old = self.at(parent, name)
+        if old is not None and old.content is None:
+            return
+        data = self.fresh(size)
+        path = self.full(parent) / name
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | flag, 0o644)
+        except FileExistsError:
+            assert old is not None and flag == os.O_EXCL
+            return
+        created = old is None
+        if old is not None and flag == os.O_EXCL:
+            assert self._gone(old), f"{path}: O_EXCL made a file that exists"
+            created = True
+        try:
+            if not created and old is not None and flag == 0 and old.may_be_missing:
+                if os.fstat(descriptor).st_size == 0 and old.content:
+                    self._remove(old, time.monotonic())  # evicted: this is a new one
+                    created = True
+            cuts = sorted({0, size, *(order.randrange(size + 1) for _ in range(pieces - 1))})
+            spans = list(itertools.pairwise(cuts))
+            order.shuffle(spans)
+            for begin, end in spans:
+                assert os.pwrite(descriptor, data[begin:end], begin) == end - begin
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if not created and old is not None and flag == 0:
+            assert old.content is not None
+            data += old.content[size:]
+        if not created and old is not None:
+            old.content, old.may_be_missing = data, False
+        else:
+            self.nodes.append(Node(data, [(parent, name, time.monotonic())]))
+
+    @precondition(lambda self: self.files())
+    @rule(which=st.integers(0, 99), size=SIZES)
+    def append(self, which: int, size: int) -> None:
+        node = self.pick(which, self.files())
+        data = self.fresh(min(size, 100_000))
+        try:
+            descriptor = os.open(self.full(node), os.O_WRONLY | os.O_APPEND)
+        except FileNotFoundError:
+            assert self._gone(node), f"{node.path()} is missing"
+            return
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            for begin in range(0, len(data), 30_000):
+                piece = data[begin : begin + 30_000]
+                assert file.write(piece) == len(piece)
+        assert node.content is not None
+        node.content += data
+        node.may_be_missing = False
+
+    @precondition(lambda self: self.files())
+    @rule(which=st.integers(0, 99), offset=st.integers(0, 1_400_000), size=SIZES)
+    def overwrite(self, which: int, offset: int, size: int) -> None:
+        """A part of a sealed file, perhaps behind its end: zeros between."""
+        node = self.pick(which, self.files())
+        assert node.content is not None
+        offset = min(offset, len(node.content) + 10_000)
+        data = self.fresh(min(size, 200_001))
+        try:
+            with open(self.full(node), "r+b", buffering=0) as file:
+                assert os.pwrite(file.fileno(), data, offset) == len(data)
+        except FileNotFoundError:
+            assert self._gone(node), f"{node.path()} is missing"
+            return
+        if data:
+            before = node.content.ljust(offset, b"\0")
+            node.content = before[:offset] + data + before[offset + len(data) :]
+            node.may_be_missing = False
+
+    @precondition(lambda self: self.files())
+    @rule(which=st.integers(0, 99), size=SIZES, by_handle=st.booleans())
+    def truncate(self, which: int, size: int, by_handle: bool) -> None:
+        node = self.pick(which, self.files())
+        assert node.content is not None
+        try:
+            if by_handle:
+                with open(self.full(node), "r+b", buffering=0) as file:
+                    os.ftruncate(file.fileno(), size)
+            else:
+                os.truncate(self.full(node), size)
+        except FileNotFoundError:
+            assert self._gone(node), f"{node.path()} is missing"
+            return
+        if size != len(node.content):
+            node.may_be_missing = False
+        node.content = node.content[:size].ljust(size, b"\0")
+
+    @rule(where=st.integers(0, 99), name=NAMES)
+    def mkdir(self, where: int, name: str) -> None:
+        parent = self.pick(where, self.directories())
+        old = self.at(parent, name)
+        if parent.path().count("/") > 2:
+            return
+        try:
+            (self.full(parent) / name).mkdir()
+        except FileExistsError:
+            assert old is not None
+            return
+        if old is not None:
+            assert self._gone(old), f"{old.path()}: mkdir over it succeeded"
+        self.nodes.append(Node(None, [(parent, name, time.monotonic())]))
+
+    # ---- names ----
+
+    @precondition(lambda self: self.files())
+    @rule(which=st.integers(0, 99), where=st.integers(0, 99), name=NAMES, replace=st.booleans())
+    def rename(self, which: int, where: int, name: str, replace: bool) -> None:
+        """A file, also onto an existing one and across directories; RENAME_NOREPLACE too."""
+        node, parent = self.pick(which, self.files()), self.pick(where, self.directories())
+        old = self.at(parent, name)
+        source, target = self.full(node), self.full(parent) / name
+        try:
+            helpers.renameat2(source, target, 0 if replace else helpers.RENAME_NOREPLACE)
+        except FileNotFoundError:
+            assert self._gone(node), f"{node.path()} is missing"
+            return
+        except FileExistsError:
+            assert old is not None and not replace
+            return
+        except IsADirectoryError:
+            assert old is not None and old.content is None and replace
+            return
+        if old is node:
+            assert replace, f"{node.path()}: RENAME_NOREPLACE onto itself succeeded"
+            return
+        now = time.monotonic()
+        if old is not None:
+            assert old.content is not None, f"{old.path()}: a directory was replaced by a file"
+            assert replace or old.may_be_missing, f"{old.path()}: replaced in spite of RENAME_NOREPLACE"
+            self._remove(old, now)
+        node.places.append((parent, name, now))
+
+    @precondition(lambda self: len(self.directories()) > 1)
+    @rule(which=st.integers(0, 99), where=st.integers(0, 99), name=NAMES)
+    def rename_directory(self, which: int, where: int, name: str) -> None:
+        node, parent = self.pick(which, self.directories()[1:]), self.pick(where, self.directories())
+        old = self.at(parent, name)
+        above: Node | None = parent
+        inside = False
+        while above is not None:
+            inside, above = inside or above is node, above.parent
+        try:
+            os.rename(self.full(node), self.full(parent) / name)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                assert inside, error
+            elif error.errno == errno.ENOTEMPTY:
+                assert inside or old is not None and any(child.parent is old for child in self.nodes), error
+            elif error.errno == errno.ENOTDIR:
+                assert old is not None and old.content is not None, error
+            else:
+                raise
+            return
+        assert not inside, f"{node.path()} was moved into itself"
+        if old is node:
+            return
+        now = time.monotonic()
+        if old is not None:
+            if old.content is not None:
+                assert old.may_be_missing, f"{old.path()}: a file was replaced by a directory"
+            for child in [child for child in self.nodes if child.parent is old]:
+                assert self._gone(child), f"{child.path()}: its directory was replaced"
+            self._remove(old, now)
+        node.places.append((parent, name, now))
+
+    @precondition(lambda self: self.files())
+    @rule(which=st.integers(0, 99))
+    def unlink(self, which: int) -> None:
+        node = self.pick(which, self.files())
+        try:
+            os.unlink(self.full(node))
+        except FileNotFoundError:
+            assert self._gone(node), f"{node.path()} is missing"
+            return
+        self._remove(node, time.monotonic())
+
+    @precondition(lambda self: len(self.directories()) > 1)
+    @rule(which=st.integers(0, 99))
+    def rmdir(self, which: int) -> None:
+        node = self.pick(which, self.directories()[1:])
+        children = [child for child in self.nodes if child.parent is node]
+        try:
+            os.rmdir(self.full(node))
+        except OSError as error:
+            assert error.errno == errno.ENOTEMPTY and children, error
+            return
+        for child in children:
+            assert self._gone(child), f"{child.path()}: its directory was removed"
+        self._remove(node, time.monotonic())
+
+    # ---- reading ----
+
+    @precondition(lambda self: self.files())
+    @rule(which=st.integers(0, 99), how=st.sampled_from(["buffered", "direct", "part", "stat", "mapped"]),
+          offset=st.integers(0, 1_400_000), size=st.integers(1, 300_000))
+    def read(self, which: int, how: str, offset: int, size: int) -> None:
+        node = self.pick(which, self.files())
+        assert node.content is not None
+        path = self.full(node)
+        try:
+            about = os.stat(path)
+            assert about.st_size == len(node.content), f"{node.path()}: st_size {about.st_size}"
+            if how == "stat":
+                return
+            descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if how == "direct" else 0))
+        except FileNotFoundError:
+            assert self._gone(node), f"{node.path()} is missing"
+            assert not os.path.lexists(path)
+            return
+        try:
+            if how == "part":
+                wanted = node.content[offset : offset + size]
+                assert_same(os.pread(descriptor, size, offset), wanted, f"{node.path()} from {offset}")
+            elif how == "direct":
+                assert_same(read_direct(descriptor, len(node.content)), node.content, f"{node.path()} by O_DIRECT")
+            elif how == "mapped" and node.content:
+                with mmap.mmap(descriptor, len(node.content), mmap.MAP_PRIVATE, mmap.PROT_READ) as memory:
+                    assert_same(memory[:], node.content, f"{node.path()} mapped")
+            else:
+                assert_same(os.pread(descriptor, len(node.content) + 1, 0), node.content, node.path())
+        finally:
+            os.close(descriptor)
+
+    @precondition(lambda self: self.files() and len(self.held) < 8)
+    @rule(which=st.integers(0, 99))
+    def hold(self, which: int) -> None:
+        """An open file stays readable whatever happens to its name, until the daemon dies."""
+        node = self.pick(which, self.files())
+        try:
+            self.held.append((os.open(self.full(node), os.O_RDONLY), node))
+        except FileNotFoundError:
+            assert self._gone(node), f"{node.path()} is missing"
+
+    @precondition(lambda self: self.held)
+    @rule(close=st.booleans())
+    def check_held(self, close: bool) -> None:
+        for descriptor, node in self.held:
+            assert node.content is not None
+            assert_same(os.pread(descriptor, len(node.content) + 1, 0), node.content, f"held {node.path()}")
+        if close:
+            self._drop_handles()
+
+    def _drop_handles(self) -> None:
+        for descriptor, _ in self.held:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self.held = []
+
+    @precondition(lambda self: self.nodes)
+    @rule(which=st.integers(0, 99))
+    def list_directory(self, which: int) -> None:
+        directory = self.pick(which, self.directories())
+        names = os.listdir(self.full(directory))
+        children = [node for node in self.nodes if node.parent is directory]
+        assert len(set(names)) == len(names)
+        assert set(names) <= {node.name for node in children}
+        assert set(names) >= {node.name for node in children if not node.may_be_missing}
+
+    # ---- eviction, pins ----
+
+    @precondition(lambda self: self.files())
+    @rule(which=st.integers(0, 99))
+    def pin(self, which: int) -> None:
+        node = self.pick(which, self.files())
+        try:
+            os.setxattr(self.full(node), "user.kvfs.pin", b"1")
+        except FileNotFoundError:
+            assert self._gone(node), f"{node.path()} is missing"
+            return
+        node.pinned, node.may_be_missing = True, False
+
+    @precondition(lambda self: self.files())
+    @rule(everything=st.booleans())
+    def evict(self, everything: bool) -> None:
+        """Blocks that are neither pinned nor open may be gone afterwards; held ones stay readable."""
+        self.pool.command("evict", str(self.pool.path), *(["--all"] if everything else ["--size", "2M"]))
+        held = [node for _, node in self.held]
+        for node in self.files():
+            if not node.pinned and node not in held:
+                node.may_be_missing = True
+        self.check_held.__wrapped__(self, False) if hasattr(self.check_held, "__wrapped__") else None
+
+    # ---- durability ----
+
+    @precondition(lambda self: self.nodes)
+    @rule()
+    def fsync(self) -> None:
+        self._fsync(self.base)
+
+    def _fsync(self, directory: pathlib.Path) -> None:
+        with helpers.opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+            os.fsync(descriptor)
+        self.settled = time.monotonic()
+
+    @rule(quiet=st.sampled_from([False, False, True]))
+    def crash(self, quiet: bool) -> None:
+        """kill -9, at once or after everything had the time to settle."""
+        if quiet:
+            time.sleep(INDEX_GRACE_S)
+        self._drop_handles()
+        killed = time.monotonic()
+        self.pool.kill()
+        self.pool.remount()
+        self._reconcile(max(self.settled, killed - INDEX_GRACE_S))
+
+    @rule()
+    def remount(self) -> None:
+        self._drop_handles()
+        self.pool.umount()
+        self.pool.start()
+        self._reconcile(float("inf"))
+
+    @rule(kill=st.booleans())
+    def lose_index(self, kill: bool) -> None:
+        """Unmounted or killed, the index deleted: found again from summaries and headers. Empty directories are not."""
+        self._drop_handles()
+        stopped = time.monotonic()
+        if kill:
+            self.pool.kill()
+            helpers.detach(self.pool.mount)
+        else:
+            self.pool.umount()
+        shutil.rmtree(self.pool.path / "index")
+        done = self._rebuilds()
+        self.pool.start()
+        helpers.wait_until(lambda: self._rebuilds() > done, "the rebuild")
+        self._reconcile(stopped - SUMMARY_GRACE_S if kill else float("inf"), index_lost=True)
+
+    def _rebuilds(self) -> int:
+        return self.pool.log_tail(1_000_000).count("the index was rebuilt")
+
+    # ---- comparing ----
+
+    def _observe(self) -> tuple[dict[str, bytes], set[str]]:
+        files, directories = {}, set()
+        for directory, names, leaves in os.walk(self.base):
+            above = pathlib.Path(directory)
+            directories |= {str((above / name).relative_to(self.base)) for name in names}
+            for leaf in leaves:
+                files[str((above / leaf).relative_to(self.base))] = helpers.read_file(above / leaf)
+        return files, directories
+
+    def _reconcile(self, settled: float, *, index_lost: bool = False) -> None:
+        """After a restart: everything found is allowed, everything owed is found. Then the model is what was found."""
+        if index_lost and not self.base.exists():
+            assert not any(not node.may_be_missing for node in self.files()), "the whole tree is missing"
+            self.base.mkdir()
+        found, directories = self._observe()
+        candidates = self.nodes + [node for node in self.removed if (node.removed or FOREVER) > settled]
+        places = {node: node.paths(settled) for node in candidates}
+        takers: dict[Node, int] = {}
+        new: list[tuple[str, Node]] = []
+        for path, data in sorted(found.items()):
+            fitting = [node for node in candidates if node.content == data and path in places[node]]
+            if not fitting:
+                known = [f"{'removed' if other.removed else 'live'} {other.path()}, places {sorted(other.paths(FOREVER))}"
+                         for other in self.nodes + self.removed if other.content == data]
+                raise AssertionError(f"{path}: {len(data)} bytes that must not be there; they are those of {known}")
+            node = min(fitting, key=lambda other: takers.get(other, 0))
+            takers[node] = takers.get(node, 0) + 1
+            assert takers[node] == 1 or not data, f"one block has two names, {path} and another"
+            new.append((path, node))
+        for node in self.files():
+            if node in takers or node.may_be_missing or self._contested(node, candidates, places, settled):
+                continue
+            if any(other.content == node.content and other in takers for other in candidates):
+                continue  # of the same content: empty files
+            raise AssertionError(f"{node.path()} ({len(node.content or b'')} bytes, allowed at {places[node]}) is missing; "
+                                 f"found {sorted(found)}")
+        wanted = {path for node in candidates if node.content is None for path in places[node]} | {""}
+        wanted |= {str(above) for node in candidates for path in places[node] for above in pathlib.Path(path).parents}
+        assert directories <= wanted, f"directories that must not be there: {directories - wanted}"
+        if not index_lost:
+            for node in self.directories()[1:]:
+                if not node.began_after(settled):
+                    assert places[node] & directories, f"directory {node.path()} is missing"
+        self._adopt(new, directories)
+
+    def _contested(self, node: Node, candidates: list[Node], places: dict[Node, set[str]], settled: float) -> bool:
+        """Its rename may be undone, and meanwhile something else has that name: then it may be gone."""
+        elsewhere = places[node] - {node.path()}
+        return node.began_after(settled) and any(
+            path in places[other] or any(path.startswith(f"{place}/") for place in places[other])
+            for path in elsewhere for other in candidates if other is not node)
+
+    def _adopt(self, files: list[tuple[str, Node]], directories: set[str]) -> None:
+        """What is there now is durable and may not change by another crash."""
+        made: dict[str, Node] = {"": self.root}
+        for path in sorted(directories):
+            above, _, name = path.rpartition("/")
+            made[path] = Node(None, [(made[above], name, FOREVER)])
+        adopted = []
+        for path, old in files:
+            above, _, name = path.rpartition("/")
+            adopted.append(Node(old.content, [(made[above], name, FOREVER)], None, old.may_be_missing, old.pinned))
+        self.nodes = [node for path, node in made.items() if path] + adopted
+        self.removed = []
+        note(f"after the restart: {[node.path() for node in self.nodes]}")
+
+    def _check_all(self) -> None:
+        found, directories = self._observe()
+        files = {node.path(): node for node in self.files()}
+        assert found.keys() <= files.keys(), f"strange files: {found.keys() - files.keys()}"
+        for path, node in files.items():
+            assert path in found or node.may_be_missing, f"{path} is missing"
+            if path in found:
+                assert_same(found[path], node.content or b"", path)
+        assert directories == {node.path() for node in self.directories()[1:]}
+
+
+def read_direct(descriptor: int, size: int) -> bytes:
+    """Read a whole file into aligned memory, a part at a time."""
+    with mmap.mmap(-1, size + 4096) as memory:
+        at = 0
+        while at < size:
+            done = os.preadv(descriptor, [memoryview(memory)[at : at + 512 * 1024]], at)
+            assert done > 0, f"end at {at} of {size}"
+            at += done
+        return memory[:at]
+
+
+@pytest.fixture
+def pools() -> Iterator[None]:
+    helpers.requires_root()
+    helpers.requires_fuse()
+    global mounted
+    mounted = Mounted()
+    try:
+        yield
+    finally:
+        mounted.stack.close()
+
+
+@pytest.mark.timeout(120 + 30 * EXAMPLES)
+def test_the_mount_behaves_like_the_model(pools: None) -> None:
+    """Whatever is done, evicted, killed and mounted again: what is read is what was written, or a miss where one may be."""
+    print(f"seed {SEED} (KVFS_MODEL_SEED), {EXAMPLES} runs of {STEPS} steps")
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        seed(SEED)(Machine),
+        settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
+                          print_blob=True, report_multiple_bugs=False,
+                          suppress_health_check=list(HealthCheck)))

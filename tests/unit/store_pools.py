@@ -1,0 +1,123 @@
+"""Pools in files, and blocks in them without a mount: sparse files, sealed, whose size only their headers take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import trio
+
+from kvfs.store.devices import FormatRequest, format_devices
+from kvfs.store.pool import Store, StoreOptions
+from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+
+OPTIONS = StoreOptions(staging_size=16 << 20, read_memory_size=16 << 20, commit_interval_s=0.1, records_max=1 << 16)
+
+
+def make_pool(path: Path, *, files: int = 2, size: int = 32 << 20, **arguments: object) -> Path:
+    format_devices(FormatRequest(pool=path, files=files, file_size=size, **arguments))  # type: ignore[arg-type]
+    return path
+
+
+def with_store(path: Path, work: Callable[[Store], Awaitable[None]], options: StoreOptions = OPTIONS) -> None:
+    """Open, work, close cleanly."""
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with Store.open(path, options) as store:
+                await rebuilt(store)
+                await work(store)
+
+    trio.run(main)
+
+
+def crashed_store(path: Path, work: Callable[[Store], Awaitable[None]], options: StoreOptions = OPTIONS) -> None:
+    """As with_store, but the end is that of a kill: nothing is sealed, closed or committed."""
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with Store.open(path, options) as store:
+                await rebuilt(store)
+                await work(store)
+                store._closed = True  # close() then does nothing
+
+    trio.run(main)
+
+
+async def rebuilt(store: Store) -> None:
+    while store.rebuilding:
+        await trio.sleep(0.01)
+
+
+def make(store: Store, parent: int, name: bytes, kind: Kind = Kind.FILE) -> Inode:
+    """A new name, as the namespace makes it; a file is being written afterwards."""
+    now = time.time_ns()
+    mode = 0o040755 if kind == Kind.DIRECTORY else 0o100644
+    inode = Inode(
+        inode=store.next_inode(), parent=InodeNumber(parent), name=name, kind=kind, mode=mode, nlink=1,
+        version=store.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
+    )  # fmt: skip
+    store.plane.name_put(inode.pack(), 0)
+    store.index.put(inode, None)
+    if kind == Kind.FILE:
+        store.plane.file_create(inode.inode)
+    return inode
+
+
+async def write(store: Store, name: bytes, size: int = 3 * 4096, parent: int = ROOT_INODE) -> Inode:
+    """A sealed block of zeros; with a large size its header alone fills pages (4 bytes for every 4 KiB)."""
+    inode = make(store, parent, name)
+    store.plane.file_truncate(inode.inode, size)
+    sealed = await store.seal(inode.inode)
+    assert sealed is not None
+    return sealed
+
+
+def rename(store: Store, number: InodeNumber, name: bytes, parent: int = ROOT_INODE) -> None:
+    old = store.index.get(number)
+    assert old is not None
+    target_number = store.index.lookup(InodeNumber(parent), name)
+    target = None if target_number is None else store.index.get(target_number)
+    new = old.copy()
+    new.parent, new.name = InodeNumber(parent), name
+    assert store.plane.name_put(new.pack(), 0 if target is None else target.inode) == 0
+    if target is not None:
+        store.index.delete(target)
+        store.forget(target)
+    store.index.put(new, old)
+    store.renamed(new)
+
+
+def unlink(store: Store, name: bytes, parent: int = ROOT_INODE) -> None:
+    number = store.index.lookup(InodeNumber(parent), name)
+    assert number is not None
+    inode = store.index.get(number)
+    assert inode is not None
+    assert store.plane.inode_remove(number) == 0
+    store.index.delete(inode)
+    store.forget(inode)
+
+
+def names(store: Store, parent: int = ROOT_INODE) -> set[bytes]:
+    """The names in a directory; each must be in the block table too, and every block must verify."""
+    entries = store.index.list(InodeNumber(parent), b"", 100_000)
+    for name, number in entries:
+        inode = store.index.get(number)
+        assert inode is not None and inode.name == name and inode.parent == parent
+        assert InodeFlags.NAMELESS not in inode.flags
+        assert store.plane.table_find_name(parent, name) == number, name
+    return {name for name, _ in entries}
+
+
+async def verify_all(store: Store, parent: int = ROOT_INODE) -> None:
+    for _, number in store.index.list(InodeNumber(parent), b"", 100_000):
+        record = store.index.raw(number)
+        assert record is not None
+        if Inode.unpack(record).sealed:
+            await store.plane.store_verify(record, True)
+
+
+async def settle(store: Store, seconds: float = 0.5) -> None:
+    """Let commits and summaries follow."""
+    await trio.sleep(seconds)

@@ -1,0 +1,453 @@
+"""After an unclean end, without an index, and with damage: what was sealed is there and right, or gone; nothing removed comes back."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from store_pools import (
+    OPTIONS,
+    crashed_store,
+    make,
+    make_pool,
+    names,
+    rename,
+    settle,
+    unlink,
+    verify_all,
+    with_store,
+    write,
+)
+
+from kvfs import config as configuration
+from kvfs.store.pool import Store, StoreOptions
+from kvfs.store.segments import State
+from kvfs.types import ROOT_INODE, InodeNumber, Kind
+
+BIG = 64 << 20
+# Nothing is committed but by sync(): what the index knows at the crash is then exact.
+LAZY = StoreOptions(staging_size=16 << 20, read_memory_size=16 << 20, commit_interval_s=1000, records_max=1 << 16)
+Work = Callable[[Store], Awaitable[None]]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    return make_pool(tmp_path / "pool")
+
+
+def found(pool: Path, parent: bytes | None = None) -> set[bytes]:
+    """The names there after the next mount; every block verified."""
+    result: set[bytes] = set()
+
+    async def work(store: Store) -> None:
+        directory = ROOT_INODE if parent is None else store.index.lookup(ROOT_INODE, parent)
+        assert directory is not None
+        result.update(names(store, directory))
+        await verify_all(store, directory)
+        assert all(segment.live_pages >= 0 for segment in store.segments.all)
+
+    with_store(pool, work)
+    return result
+
+
+def lose_index(pool: Path) -> None:
+    shutil.rmtree(pool / "index")
+
+
+def test_a_clean_end_keeps_everything(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        for i in range(50):
+            await write(store, b"%d" % i)
+
+    with_store(pool, work)
+    assert found(pool) == {b"%d" % i for i in range(50)} == found(pool)
+
+
+@pytest.mark.parametrize("without_index", [False, True])
+def test_a_block_sealed_after_the_last_commit_is_found_by_its_header(pool: Path, without_index: bool) -> None:
+    async def work(store: Store) -> None:
+        await write(store, b"before")
+        await store.sync()
+        for i in range(50):
+            await write(store, b"after%d" % i)
+
+    crashed_store(pool, work, LAZY)
+    if without_index:
+        lose_index(pool)
+    assert found(pool) == {b"before", *(b"after%d" % i for i in range(50))}
+
+
+def test_segments_opened_after_the_last_commit_are_found(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        await store.sync()
+        for i in range(60):
+            await write(store, b"%d" % i, BIG)
+
+    crashed_store(pool, work, LAZY)
+    assert found(pool) == {b"%d" % i for i in range(60)}
+
+
+def test_directories_are_made_again_from_the_headers(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        await store.sync()
+        top = make(store, 1, b"top", Kind.DIRECTORY)
+        below = make(store, top.inode, b"below", Kind.DIRECTORY)
+        await write(store, b"block", parent=below.inode)
+        await write(store, b"other", parent=top.inode)
+
+    crashed_store(pool, work, LAZY)
+    assert found(pool) == {b"top"}
+    assert found(pool, b"top") == {b"below", b"other"}
+
+
+def test_a_committed_removal_is_not_undone_by_the_header(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        await write(store, b"old")
+        await write(store, b"kept")
+        await store.sync()
+        unlink(store, b"old")
+        await store.sync()
+        await write(store, b"new")
+
+    crashed_store(pool, work, LAZY)
+    assert found(pool) == {b"kept", b"new"} == found(pool)
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_what_was_removed_stays_removed_without_the_index(pool: Path, clean: bool) -> None:
+    async def work(store: Store) -> None:
+        for name in (b"a", b"b", b"c", b"d.tmp"):
+            await write(store, name)
+        await write(store, b"d")
+        unlink(store, b"b")
+        inode = store.index.lookup(ROOT_INODE, b"d.tmp")
+        assert inode is not None
+        rename(store, inode, b"d")
+        await settle(store)
+
+    (with_store if clean else crashed_store)(pool, work)
+    lose_index(pool)
+    assert found(pool) == {b"a", b"c", b"d"}
+    lose_index(pool)
+    assert found(pool) == {b"a", b"c", b"d"}
+
+
+def test_an_evicted_and_replaced_name_does_not_come_back_older(pool: Path) -> None:
+    """The old block is evicted, a new one takes the name and is removed: the old header must not fill the gap."""
+
+    async def work(store: Store) -> None:
+        for i in range(80):
+            await write(store, b"%d" % i, BIG)
+        await store.evict(store.space().used)
+        assert names(store) == set()
+        for i in range(80):
+            await write(store, b"%d" % i)
+        await settle(store)
+        for i in range(80):
+            unlink(store, b"%d" % i)
+        await settle(store)
+
+    crashed_store(pool, work)
+    lose_index(pool)
+    assert found(pool) == set()
+
+
+def test_carried_over_blocks_survive_the_reuse_of_their_segment(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        kept = await write(store, b"kept")
+        await store.pin(kept.inode)
+        await store.sync()
+        for i in range(600):
+            await write(store, b"%d" % i, BIG)
+        now = store.index.get(kept.inode)
+        assert now is not None and now.segment != kept.segment
+
+    crashed_store(pool, work, LAZY)
+    assert b"kept" in found(pool)
+    lose_index(pool)
+    assert b"kept" in found(pool)
+
+
+def test_pins_survive_with_and_without_the_index(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        directory = make(store, 1, b"dir", Kind.DIRECTORY)
+        await write(store, b"in it", parent=directory.inode)
+        block = await write(store, b"pinned")
+        await store.pin(block.inode)
+        await store.pin(directory.inode)
+        await settle(store)
+
+    with_store(pool, work)
+
+    async def check(store: Store) -> None:
+        for name in (b"pinned", b"dir"):
+            number = store.index.lookup(ROOT_INODE, name)
+            assert number is not None
+            record = store.index.raw(number)
+            assert record is not None and store.pins.holds(record), name
+        directory = store.index.lookup(ROOT_INODE, b"dir")
+        assert directory is not None
+        inside = store.index.raw(store.index.list(directory, b"", 1)[0][1])
+        assert inside is not None and store.pins.holds(inside)
+
+    with_store(pool, check)
+    lose_index(pool)
+    with_store(pool, check)
+
+
+def test_an_unsealed_file_is_gone_after_a_crash(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        make(store, 1, b"never closed")
+        await write(store, b"closed")
+        await store.sync()
+
+    crashed_store(pool, work)
+    assert found(pool) == {b"closed"}
+
+
+def test_an_end_seals_what_is_dirty(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        inode = make(store, 1, b"open at the end")
+        store.plane.file_truncate(inode.inode, 4096)
+
+    with_store(pool, work)
+    assert found(pool) == {b"open at the end"}
+
+
+def test_numbers_never_go_back(pool: Path) -> None:
+    seen: list[int] = []
+
+    async def work(store: Store) -> None:
+        seen.extend([store.next_inode(), store.next_version(), (await write(store, b"%d" % len(seen))).generation])
+
+    for end in (crashed_store, with_store, crashed_store):
+        end(pool, work)
+        lose_index(pool)
+    for kind in range(3):
+        assert sorted(set(seen[kind::3])) == seen[kind::3]
+
+
+def test_what_users_do_during_a_rebuild_counts(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        top = make(store, 1, b"top", Kind.DIRECTORY)
+        for i in range(30):
+            await write(store, b"%d" % i, parent=top.inode)
+        await write(store, b"file")
+
+    with_store(pool, work)
+    lose_index(pool)
+
+    async def main() -> None:
+        async with Store.open(pool, OPTIONS) as store:
+            assert store.rebuilding
+            top = make(store, 1, b"top", Kind.DIRECTORY)
+            newer = await write(store, b"file", 4096 * 9)
+            await write(store, b"7", 4096 * 9, top.inode)
+            while store.rebuilding:
+                await trio.sleep(0.001)
+            assert names(store) == {b"top", b"file"}
+            assert store.index.lookup(ROOT_INODE, b"file") == newer.inode
+            # The old directory's blocks are in the new one of that name.
+            assert names(store, top.inode) == {b"%d" % i for i in range(30)}
+            inode = store.index.get(InodeNumber(store.index.lookup(top.inode, b"7") or 0))
+            assert inode is not None and inode.size == 4096 * 9
+            await verify_all(store, top.inode)
+
+    trio.run(main)
+    assert len(found(pool, b"top")) == 30
+
+
+# ---- damage ----
+
+
+def segment_pages(pool: Path, segment: int, page: int, count: int, change: Callable[[bytes], bytes]) -> None:
+    """Change pages of a segment on its devices, through the documented layout."""
+    config = configuration.load(pool)
+    assert config is not None
+    geometry = config.geometry
+    members = configuration.layout([d.zone_count for d in config.devices], geometry.stripe_width)[segment]
+    for i in range(page, page + count):
+        unit, within = divmod(i * 4096, geometry.stripe_unit)
+        row, column = divmod(unit, geometry.stripe_width)
+        device, zone = members[column]
+        offset = config.devices[device].zones_offset + zone * geometry.zone_size + row * geometry.stripe_unit + within
+        with (pool / config.devices[device].path).open("r+b") as file:
+            file.seek(offset)
+            data = file.read(4096)
+            file.seek(offset)
+            file.write(change(data))
+
+
+def zeroed(data: bytes) -> bytes:
+    return bytes(len(data))
+
+
+def flip(data: bytes) -> bytes:
+    return data[:40] + bytes([data[40] ^ 4]) + data[41:]
+
+
+def used_segments(pool: Path) -> tuple[list[int], configuration.PoolConfig]:
+    numbers: list[int] = []
+
+    async def work(store: Store) -> None:
+        numbers.extend(s.index for s in store.segments.all if s.state == State.CLOSED and s.live_pages)
+
+    with_store(pool, work)
+    config = configuration.load(pool)
+    assert config is not None
+    return numbers, config
+
+
+async def fifty(store: Store) -> None:
+    for i in range(50):
+        await write(store, b"%d" % i, BIG)
+    for i in range(0, 50, 5):
+        unlink(store, b"%d" % i)
+    await settle(store)
+
+
+FIFTY = {b"%d" % i for i in range(50) if i % 5}
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_damaged_summary_slot_is_made_up_for_by_the_other(pool: Path, slot: int) -> None:
+    with_store(pool, fifty)
+    numbers, config = used_segments(pool)
+    for number in numbers:
+        segment_pages(pool, number, config.geometry.summary_page(slot), 1, flip)
+    lose_index(pool)
+    assert found(pool) == FIFTY
+
+
+def test_without_any_summary_the_headers_are_enough(pool: Path) -> None:
+    with_store(pool, fifty)
+    numbers, config = used_segments(pool)
+    for number in numbers:
+        segment_pages(pool, number, config.geometry.end_page, 2 * config.geometry.summary_pages, zeroed)
+    lose_index(pool)
+    assert found(pool) >= FIFTY
+
+
+def test_a_damaged_segment_header_loses_nothing(pool: Path) -> None:
+    with_store(pool, fifty)
+    numbers, _ = used_segments(pool)
+    for number in numbers:
+        segment_pages(pool, number, 0, 1, flip)
+    assert found(pool) == FIFTY
+    lose_index(pool)
+    assert found(pool) == FIFTY
+
+
+def test_a_block_with_a_damaged_header_is_found_out(pool: Path) -> None:
+    places: list[tuple[int, int]] = []
+
+    async def work(store: Store) -> None:
+        for i in range(5):
+            block = await write(store, b"%d" % i)
+            places.append((block.segment, block.page))
+
+    with_store(pool, work)
+    segment_pages(pool, *places[2], 1, flip)
+
+    async def check(store: Store) -> None:
+        for i in range(5):
+            number = store.index.lookup(ROOT_INODE, b"%d" % i)
+            assert number is not None
+            record = store.index.raw(number)
+            assert record is not None
+            try:
+                await store.plane.store_verify(record, True)
+                assert i != 2
+            except Exception:
+                assert i == 2
+
+    with_store(pool, check)
+
+
+def test_a_late_header_of_a_dead_daemon_costs_at_most_its_segment(pool: Path) -> None:
+    """An old segment header that lands over a new one: its blocks are gone, none is wrong, the pool goes on."""
+    kept: list[bytes] = []
+
+    async def first(store: Store) -> None:
+        await write(store, b"one")
+
+    with_store(pool, first)
+    numbers, _ = used_segments(pool)
+    segment_pages(pool, numbers[0], 0, 1, lambda data: kept.append(data) or data)  # type: ignore[func-returns-value]
+
+    async def second(store: Store) -> None:
+        await store.evict(1 << 40)
+        for i in range(700):
+            await write(store, b"%d" % i, BIG)
+        await store.sync()
+        assert store.segments.all[numbers[0]].generation > 0
+
+    crashed_store(pool, second)
+    segment_pages(pool, numbers[0], 0, 1, lambda data: kept[0])
+    left = found(pool)
+    assert b"one" not in left and len(left) > 20
+
+
+# ---- model: any history, any end ----
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["write", "rename", "unlink", "sync", "settle"]), st.integers(0, 5), st.integers(0, 5)),
+    max_size=25,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@given(histories=st.lists(st.tuples(STEPS, st.sampled_from(["clean", "crash"]), st.booleans()), min_size=1, max_size=3))
+def test_any_history_ends_in_what_was_or_a_miss(
+    tmp_path_factory: pytest.TempPathFactory, histories: list[tuple[list[tuple[str, int, int]], str, bool]]
+) -> None:
+    pool = make_pool(tmp_path_factory.mktemp("model") / "pool")
+    sizes = iter(range(4096, 1 << 40, 4096))
+    # For each name the sizes (unique: they identify a version) it may have; 0: it may be missing.
+    model: dict[bytes, int] = {}
+
+    for steps, end, drop_index in histories:
+
+        async def work(store: Store, steps: list[tuple[str, int, int]] = steps) -> None:
+            for kind, a, b in steps:
+                name, other = b"n%d" % a, b"n%d" % b
+                if kind == "write":
+                    size = next(sizes)
+                    if name in model:
+                        unlink(store, name)
+                    await write(store, name, size)
+                    model[name] = size
+                elif kind == "rename" and name in model and a != b:
+                    number = store.index.lookup(ROOT_INODE, name)
+                    assert number is not None
+                    rename(store, number, other)
+                    model[other] = model.pop(name)
+                elif kind == "unlink" and name in model:
+                    unlink(store, name)
+                    del model[name]
+                elif kind == "sync":
+                    await store.sync()
+                elif kind == "settle":
+                    await settle(store, 0.25)
+            # What came before the last second is not to be undone; that second is this.
+            await settle(store, 0.5)
+
+        (with_store if end == "clean" else crashed_store)(pool, work)
+        if drop_index:
+            lose_index(pool)
+
+        async def check(store: Store) -> None:
+            left = {}
+            for name, number in store.index.list(ROOT_INODE, b"", 100):
+                inode = store.index.get(number)
+                assert inode is not None
+                left[name] = inode.size
+            assert left == model
+            await verify_all(store)
+
+        with_store(pool, check)
