@@ -57,7 +57,8 @@ class Scale:
 
     rounds: int
     device_size: int  # of each of kvfs's four
-    working_set: int  # bytes of blocks read, or written, in one round
+    working_set: int  # bytes of blocks read in one round
+    write_set: int  # and written: more, as a disk's cache takes the first of it
     block_size: int
     large_file: int
     threads: int
@@ -75,6 +76,7 @@ FULL = Scale(
     rounds=5,
     device_size=GIB,
     working_set=512 * MIB,
+    write_set=GIB,
     block_size=2 * MIB,
     large_file=8 * MIB,
     threads=8,
@@ -91,6 +93,7 @@ QUICK = Scale(
     rounds=2,
     device_size=96 * MIB,
     working_set=32 * MIB,
+    write_set=32 * MIB,
     block_size=512 * KIB,
     large_file=8 * MIB,
     threads=4,
@@ -579,7 +582,7 @@ class Stand:
 
     @property
     def raw_span(self) -> int:
-        return self.scale.working_set // DEVICE_COUNT
+        return max(self.scale.working_set, self.scale.write_set) // DEVICE_COUNT
 
     @functools.cached_property
     def raw_list(self) -> Path:
@@ -598,7 +601,7 @@ class Stand:
     @functools.cached_property
     def striped(self) -> list[Side]:
         """raid0 over four such devices: btrfs by itself, ext4 and XFS where the kernel can stripe for them."""
-        size = max(3 * self.scale.working_set // DEVICE_COUNT, 128 * MIB) + 128 * MIB
+        size = max(2 * self.scale.write_set // DEVICE_COUNT, 128 * MIB) + 256 * MIB
         sides: list[Side] = []
         for kind in ("btrfs", "ext4", "xfs"):
             name = f"{kind} raid0"
@@ -648,8 +651,10 @@ class Stand:
 
     def raw_fio(self, pattern: str, index: int) -> Json:
         """fio on the raw devices: blocks of the same size, as many in flight in all as there are threads elsewhere."""
-        depth = max(1, self.scale.threads // DEVICE_COUNT)
-        return fio(pattern, self.raw, block_size=self.scale.block_size, depth=depth, size=self.raw_span, seed=1 + index)
+        scale = self.scale
+        size = (scale.write_set if "write" in pattern else scale.working_set) // DEVICE_COUNT
+        depth = max(1, scale.threads // DEVICE_COUNT)
+        return fio(pattern, self.raw, block_size=scale.block_size, depth=depth, size=size, seed=1 + index)
 
     def measured(self, side: Side, run: Callable[[], Json]) -> Json:
         """run(), with the CPU seconds of who served it."""
@@ -818,7 +823,9 @@ def case_random_read(stand: Stand) -> None:
         return stand.measured(side, lambda: bench.client(*words(blocks, index)))
 
     def raw(index: int) -> Json:
-        return bench.client(*words(stand.raw_list, index), "--base", RAW_BASE, "--span", stand.raw_span)
+        return bench.client(
+            *words(stand.raw_list, index), "--base", RAW_BASE, "--span", scale.working_set // DEVICE_COUNT
+        )
 
     if stand.devices == "zram":
         peer, relation, target = stand.peer.name, "faster", 2.5
@@ -976,8 +983,14 @@ def case_small_files(stand: Stand) -> None:
 def case_block_write(stand: Stand) -> None:
     """Whole blocks, tmp-write-rename, many threads, against raw sequential writes: empty pool, then a full one."""
     scale = stand.scale
-    count = scale.working_set // scale.block_size
+    count = scale.write_set // scale.block_size
     written = 0
+    raw = functools.partial(stand.raw_fio, "write")
+
+    def settled(run: Callable[[], Json]) -> Json:
+        document = run()
+        time.sleep(scale.settle_s)  # the last summaries, and what the disk puts off
+        return document
 
     def write(side: Side, index: int) -> Json:
         nonlocal written
@@ -992,30 +1005,35 @@ def case_block_write(stand: Stand) -> None:
 
     for state in ("empty pool", "full pool, evicting"):
         if state == "empty pool":
-            stand.fresh()
             for side in stand.striped:  # room for what is written here
                 for directory in ("blocks", "large"):
                     shutil.rmtree(side.lower / directory, ignore_errors=True)
         else:
             while written * scale.block_size < DEVICE_COUNT * scale.device_size * 11 // 10:
                 write(stand.kvfs, 0)
-        before = stand.pool.device_bytes_written()
-        results = _interleaved(stand, write, stand.striped, {"raw fio": functools.partial(stand.raw_fio, "write")})
-        time.sleep(scale.settle_s)  # the last summaries
-        stored = sum(_column(results["kvfs"], "bytes"))
-        amplification = (stand.pool.device_bytes_written() - before) / stored
+
+        def measure(side: Side, index: int, empty: bool = state == "empty pool") -> Json:
+            nonlocal written
+            if side is not stand.kvfs:
+                return settled(lambda: write(side, index))
+            if empty:
+                stand.fresh()
+                written = 0
+            before = stand.pool.device_bytes_written()
+            document = settled(lambda: write(side, index))
+            stored = _number(document, "bytes")
+            return {**document, "amplification": (stand.pool.device_bytes_written() - before) / stored}
+
+        results = _interleaved(stand, measure, stand.striped, {"raw fio": lambda index: settled(lambda: raw(index))})
         for name in list(results)[1:]:
             what = f"{_size(scale.block_size)} tmp-write-rename, threads: {scale.threads}, {state}"
             target = 0.85 if (stand.devices, name) == ("files", "raw fio") else None
-            details = {
-                "cpu": _cpu(results["kvfs"]),
-                "peer_cpu": _cpu(results[name]),
-                "latency": _latency(results["kvfs"]),
-            }
+            cpu = {"cpu": _cpu(results["kvfs"]), "peer_cpu": _cpu(results[name])}
+            details = {**cpu, "latency": _latency(results["kvfs"])}
             ours, theirs = _rates(results["kvfs"]), _rates(results[name])
             stand.add("block-write", what, "GB/s", ours, name, theirs, "share", target, details=details)
         what = f"device bytes written / bytes stored, {state}"
-        stand.add("block-write", what, "x", [amplification], target=1.02, details={"stored_bytes": stored})
+        stand.add("block-write", what, "x", _column(results["kvfs"], "amplification"), target=1.02)
 
 
 def case_million(stand: Stand) -> None:

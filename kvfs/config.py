@@ -1,4 +1,5 @@
-"""pool.toml: what a pool is made of. Reading, writing and checking it, sizes as people write them, and the geometry that follows.
+"""pool.toml: what a pool is made of. Reading, writing and checking it, sizes as people write them, and the geometry
+that follows.
 
 Knows nothing of devices themselves. docs/format.md describes the file; its text is also part of every label.
 """
@@ -175,7 +176,9 @@ def parse(text: str, origin: str) -> PoolConfig:
             )
         )
         device.finish()
-    config = PoolConfig(reader.uuid("uuid"), reader.hexadecimal("secret"), reader.text("created"), geometry, tuple(devices))
+    config = PoolConfig(
+        reader.uuid("uuid"), reader.hexadecimal("secret"), reader.text("created"), geometry, tuple(devices)
+    )
     reader.finish()
     _check(config, origin)
     return config
@@ -205,9 +208,13 @@ def check_geometry(geometry: Geometry, origin: str) -> None:
     """Raise PoolError unless segments of this shape are possible."""
     unit, zone = geometry.stripe_unit, geometry.zone_size
     if unit % PAGE_SIZE or unit < STRIPE_UNIT_MIN:
-        raise PoolError(f"{origin}: stripe_unit is {unit}; it must be a multiple of {PAGE_SIZE}, at least {STRIPE_UNIT_MIN}")
+        raise PoolError(
+            f"{origin}: stripe_unit is {unit}; it must be a multiple of {PAGE_SIZE}, at least {STRIPE_UNIT_MIN}"
+        )
     if zone & (zone - 1) or zone % unit:
-        raise PoolError(f"{origin}: zone_size is {zone}; it must be a power of two and a multiple of stripe_unit ({unit})")
+        raise PoolError(
+            f"{origin}: zone_size is {zone}; it must be a power of two and a multiple of stripe_unit ({unit})"
+        )
     if geometry.end_page < 8 or geometry.segment_pages >= 1 << 32:
         raise PoolError(f"{origin}: zone_size is {zone}: segments of {geometry.segment_size} bytes are not possible")
 
@@ -287,7 +294,11 @@ def load(pool: Path) -> PoolConfig | None:
 
 
 def choose_geometry(
-    device_sizes: list[int], *, stripe_width: int | None = None, stripe_unit: int | None = None, segment_size: int | None = None
+    device_sizes: list[int],
+    *,
+    stripe_width: int | None = None,
+    stripe_unit: int | None = None,
+    segment_size: int | None = None,
 ) -> tuple[Geometry, list[str]]:
     """The geometry of a new pool over devices of these sizes, and notes about what was adjusted. UsageError."""
     notes: list[str] = []
@@ -296,9 +307,7 @@ def choose_geometry(
         raise UsageError(f"{count} devices: 1 to {DEVICES_MAX} are possible")
     width = min(4, count) if stripe_width is None else stripe_width
     if not 1 <= width <= min(count, STRIPE_WIDTH_MAX):
-        raise UsageError(
-            f"stripe width {width}: 1 to {min(count, STRIPE_WIDTH_MAX)} is possible with {count} devices"
-        )
+        raise UsageError(f"stripe width {width}: 1 to {min(count, STRIPE_WIDTH_MAX)} is possible with {count} devices")
     usable = sum(device_sizes)
     zone = _power_below(segment_size // width) if segment_size is not None else _choose_zone(usable, width)
     if segment_size is not None and segment_size != zone * width:
@@ -310,7 +319,10 @@ def choose_geometry(
         unit = zone
         notes.append(f"stripe unit reduced to {format_size(unit)}, the zone size")
     if unit > zone:
-        raise UsageError(f"stripe unit {format_size(unit)} is larger than a zone of {format_size(zone)}; use fewer bytes or larger segments")
+        raise UsageError(
+            f"stripe unit {format_size(unit)} is larger than a zone of {format_size(zone)}; use a smaller unit "
+            "or larger segments"
+        )
     geometry = Geometry(width, unit, zone)
     try:
         check_geometry(geometry, "geometry")
@@ -319,11 +331,14 @@ def choose_geometry(
     zone_counts = [zones_on(size, zone) for size in device_sizes]
     for index, zones in enumerate(zone_counts):
         if zones == 0:
-            raise UsageError(f"device {index} of {format_size(device_sizes[index])} is too small for a zone of {format_size(zone)}")
+            raise UsageError(
+                f"device {index} of {format_size(device_sizes[index])} is too small for a zone of {format_size(zone)}"
+            )
     segments = len(layout(zone_counts, width))
     if segments < SEGMENTS_MIN:
         raise UsageError(
-            f"the devices hold {segments} segments of {format_size(geometry.segment_size)}; at least {SEGMENTS_MIN} are needed"
+            f"the devices hold {segments} segments of {format_size(geometry.segment_size)}; "
+            f"at least {SEGMENTS_MIN} are needed"
         )
     return geometry, notes
 
@@ -348,9 +363,11 @@ def zones_on(device_size: int, zone_size: int) -> int:
 
 
 def layout(zone_counts: list[int], stripe_width: int) -> list[tuple[tuple[int, int], ...]]:
-    """The members, (device, zone), of every segment: a pure function, so that every node and every version finds the same.
+    """The members, (device, zone), of every segment: a pure function, so that every node and every version finds the
+    same.
 
-    Each segment takes the stripe_width devices with the most unused zones, among equals those used longest ago, so successive segments rotate.
+    Each segment takes the stripe_width devices with the most unused zones, among equals those used longest ago, so
+    successive segments rotate.
     """
     left = list(zone_counts)
     used = [0] * len(left)
@@ -390,7 +407,8 @@ def new_config(geometry: Geometry, devices: list[tuple[str, int]]) -> PoolConfig
 
 
 def compare(found: PoolConfig, origin: str, expected: PoolConfig, source: str) -> None:
-    """Raise PoolError naming the first key where `found` (at origin) disagrees with `expected` (at source). Paths may differ."""
+    """Raise PoolError naming the first key where `found` (at origin) disagrees with `expected` (at source). Paths
+    may differ."""
 
     def check(key: str, a: object, b: object) -> None:
         if a != b:

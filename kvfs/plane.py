@@ -1,4 +1,5 @@
-"""The data plane (native/include/kvfs_plane.h) as the control plane uses it: typed calls, errors, and waiting for completions.
+"""The data plane (native/include/kvfs_plane.h) as the control plane uses it: typed calls, errors, and waiting for
+completions.
 
 Decides nothing. Methods bear the C functions' names and raise PlaneError with their errno. Those that start a job are
 async and return its result; memory that the job uses is kept until its completion, also if whoever waits is cancelled.
@@ -118,7 +119,8 @@ def _check(result: int, what: str) -> int:
 
 
 _STATISTICS = [
-    "requests", "forwarded", "forward_timeouts", "forwarded_in_flight", "lookups", "lookup_misses", "opens", "stale_opens",
+    "requests", "forwarded", "forward_timeouts", "forwarded_in_flight", "lookups", "lookup_misses",
+    "opens", "stale_opens",
     "reads", "read_bytes", "writes", "write_bytes", "checksum_errors", "read_errors", "staged_bytes", "staging_size",
     "staged_files", "open_handles", "parked", "spins", "sleeps", "wakeups", "blocks_written", "blocks_copied",
     "written_bytes", "jobs_in_flight", "zombies", "open_bytes",
@@ -267,11 +269,14 @@ class Plane:
         return _check(lib.kvfs_inode_remove(self._plane, inode), f"block table: remove of inode {inode}")
 
     def inode_evict(self, inodes: Sequence[int]) -> bytes:
-        """Take the inodes out of the table unless they are open. Returns a byte for each: 1 if it is open and stayed."""
+        """Take the inodes out of the table unless they are open. Returns a byte for each: 1 if it is open and
+        stayed."""
         if not inodes:
             return b""
         busy = ffi.new("uint8_t[]", len(inodes))
-        _check(lib.kvfs_inode_evict(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), busy), "block table: evict")
+        _check(
+            lib.kvfs_inode_evict(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), busy), "block table: evict"
+        )
         return bytes(ffi.buffer(busy))
 
     def inode_hits(self, inodes: Sequence[int], clear: bool) -> bytes:
@@ -294,9 +299,11 @@ class Plane:
         return _check(lib.kvfs_file_create(self._plane, inode), f"create of inode {inode}")
 
     async def file_rewrite(self, inode: int, keep_content: bool) -> None:
-        """From the return on all handles of a sealed file read through staging; without keep_content it is empty then."""
+        """From the return on all handles of a sealed file read through staging; without keep_content it is empty
+        then."""
         await self._run(
-            lambda cookie: lib.kvfs_file_rewrite(self._plane, cookie, inode, int(keep_content)), f"rewrite of inode {inode}"
+            lambda cookie: lib.kvfs_file_rewrite(self._plane, cookie, inode, int(keep_content)),
+            f"rewrite of inode {inode}",
         )
 
     def file_truncate(self, inode: int, size: int) -> int:
@@ -359,7 +366,8 @@ class Plane:
             count = _check(lib.kvfs_file_extents(self._plane, inode, out, capacity), f"extents of inode {inode}")
             if count <= capacity:
                 return [
-                    Extent(e.generation, SegmentIndex(e.segment), e.page, e.page_count, e.file_page) for e in out[0:count]
+                    Extent(e.generation, SegmentIndex(e.segment), e.page, e.page_count, e.file_page)
+                    for e in out[0:count]
                 ]
             capacity = count
 

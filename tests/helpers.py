@@ -163,6 +163,10 @@ class Pool:
         """Return the parsed `kvfs status POOL -o json`."""
         return json.loads(self.command("status", str(self.path), "-o", "json").stdout)
 
+    def wait_rebuilt(self) -> None:
+        """Wait until the index, lost before this mount, has been made again behind it."""
+        wait_until(lambda: self.status()["pool"]["state"] == "mounted", "the rebuild of the index")
+
     def pid(self) -> int:
         """Return the daemon's process id."""
         return int((self.path / "kvfs.pid").read_text())

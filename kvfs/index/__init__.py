@@ -1,1 +1,2 @@
-"""The index: the truth of a running pool. Names and inodes, which segment holds whose pages, segment states, counters."""
+"""The index: the truth of a running pool. Names and inodes, which segment holds whose pages, segment states,
+counters."""

@@ -1,7 +1,9 @@
 """What the rest of kvfs asks of an index, whatever engine holds it.
 
-A change is visible to the next call, and durable with the next commit. An inode whose bytes are not sealed yet (a FILE without SEALED), and one
-that lost its name, is never committed: neither may survive a restart. All calls come from the one trio thread unless said otherwise.
+A change is visible to the next call, and durable with the next commit. An inode whose bytes are not sealed yet (a
+FILE without SEALED), and one
+that lost its name, is never committed: neither may survive a restart. All calls come from the one trio thread unless
+said otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class IndexStatistics:
 
 
 class Index(Protocol):
-    """Inode records, dentries, segment membership, segment states and meta values. Values are bytes in their on-disk form."""
+    """Inode records, dentries, segment membership, segment states and meta values. Values are bytes in their on-disk
+    form."""
 
     def get(self, inode: InodeNumber) -> Inode | None: ...
 
@@ -40,7 +43,8 @@ class Index(Protocol):
     def lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None: ...
 
     def put(self, new: Inode, old: Inode | None) -> None:
-        """Insert or change. `old` is this inode's previous record, None if it is new; its dentry and memberships follow."""
+        """Insert or change. `old` is this inode's previous record, None if it is new; its dentry and memberships
+        follow."""
         ...
 
     def delete(self, old: Inode) -> None: ...
@@ -70,14 +74,16 @@ class Index(Protocol):
     def meta_items(self, prefix: bytes) -> Pairs: ...
 
     def records(self, chunk_bytes: int) -> Iterator[bytes]:
-        """The committed inode records, concatenated, in pieces of about chunk_bytes; for loading tables. Nothing may be pending."""
+        """The committed inode records, concatenated, in pieces of about chunk_bytes; for loading tables. Nothing may
+        be pending."""
         ...
 
     @property
     def changes_pending(self) -> int: ...
 
     async def commit(self) -> None:
-        """Return when every change made so far is durable. KvfsError with the errno if it cannot be: the changes then stay pending."""
+        """Return when every change made so far is durable. KvfsError with the errno if it cannot be: the changes
+        then stay pending."""
         ...
 
     def commit_now(self) -> None:

@@ -1,7 +1,9 @@
 """The index in LMDB (http://www.lmdb.tech/doc), in the pool's directory.
 
-Reads go through three layers: the volatile one (inodes that must not survive a restart), the pending one, the one that is being committed, and
-then LMDB itself by one long-lived read transaction. A commit hands the pending layer to one thread, which writes it in a single transaction
+Reads go through three layers: the volatile one (inodes that must not survive a restart), the pending one, the one
+that is being committed, and
+then LMDB itself by one long-lived read transaction. A commit hands the pending layer to one thread, which writes it
+in a single transaction
 and syncs; meanwhile a fresh layer collects. Databases and keys are described in docs/format.md.
 """
 
@@ -134,7 +136,8 @@ def segments_of(inode: Inode) -> set[int]:
 
 
 class LmdbIndex:
-    """kvfs.index.interface.Index over LMDB. One process opens a pool's index at a time (the pool's lock sees to that)."""
+    """kvfs.index.interface.Index over LMDB. One process opens a pool's index at a time (the pool's lock sees to
+    that)."""
 
     def __init__(self, path: Path, *, read_only: bool = False, durable: bool = True) -> None:
         """Open or make the index at `path`. Raises IndexError_ if it cannot be read.
@@ -363,8 +366,10 @@ class LmdbIndex:
             self._drop_volatile(number)
         pending.inodes[number] = new.pack()
         named = InodeFlags.NAMELESS not in new.flags and bool(new.name)  # the root has none
-        if old is not None and InodeFlags.NAMELESS not in old.flags and (
-            not named or old.parent != new.parent or old.name != new.name
+        if (
+            old is not None
+            and InodeFlags.NAMELESS not in old.flags
+            and (not named or old.parent != new.parent or old.name != new.name)
         ):
             self._remove_name(old)
         if named:
@@ -531,7 +536,9 @@ class LmdbIndex:
                     txn.delete(_MEMBER.pack(segment, inode), db=self._members_db)
         members.sort()
         txn.cursor(self._members_db).putmulti(members)
-        txn.cursor(self._segments_db).putmulti([(_U32.pack(segment), state) for segment, state in batch.segments.items()])
+        txn.cursor(self._segments_db).putmulti(
+            [(_U32.pack(segment), state) for segment, state in batch.segments.items()]
+        )
         for key, value in batch.meta.items():
             if value is None:
                 txn.delete(key, db=self._meta_db)
@@ -624,7 +631,9 @@ class Bulk:
     def remove_member(self, segment: int, inode: int) -> None:
         self.txn.delete(_MEMBER.pack(segment, inode), db=self.members_db)
 
-    def load(self, inodes: list[tuple[bytes, bytes]], names: list[tuple[bytes, bytes]], members: list[tuple[bytes, bytes]]) -> None:
+    def load(
+        self, inodes: list[tuple[bytes, bytes]], names: list[tuple[bytes, bytes]], members: list[tuple[bytes, bytes]]
+    ) -> None:
         """Put many. Keys as in the databases; sorted here."""
         for db, items in ((self.inodes_db, inodes), (self.names_db, names), (self.members_db, members)):
             items.sort()
@@ -643,4 +652,3 @@ def _commit_error(path: Path, number: int, cause: Exception) -> IndexError_:
     error = IndexError_(f"index {path}: commit failed: {cause}")
     error.errno = number
     return error
-

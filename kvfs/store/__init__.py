@@ -1,1 +1,2 @@
-"""Where blocks live: devices, segments, their summaries, eviction and recovery. Knows inodes and extents, but neither FUSE nor paths."""
+"""Where blocks live: devices, segments, their summaries, eviction and recovery. Knows inodes and extents, but
+neither FUSE nor paths."""

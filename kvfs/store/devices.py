@@ -148,7 +148,9 @@ def signature(device: Device) -> str | None:
         if head[offset : offset + len(magic)] == magic:
             return what
     # Boot sectors also end in 55 aa; a table has a partition with a type and a size.
-    if head[510:512] == b"\x55\xaa" and any(head[446 + 16 * i + 4] and any(head[458 + 16 * i : 462 + 16 * i]) for i in range(4)):
+    if head[510:512] == b"\x55\xaa" and any(
+        head[446 + 16 * i + 4] and any(head[458 + 16 * i : 462 + 16 * i]) for i in range(4)
+    ):
         return "an MBR partition table"
     end = device.size // PAGE_SIZE * PAGE_SIZE
     if end >= 2 * LABEL_SIZE and holds_label(device.read(end - LABEL_SIZE, LABEL_SIZE)):
@@ -288,7 +290,8 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
     """Its best label, checked against pool.toml, and what is wrong with the other copy."""
     if device.size < described.size:
         raise DeviceError(
-            f"{device.path}: {device.size} bytes, but {origin} says {described.size}: device {described.index} has shrunk"
+            f"{device.path}: {device.size} bytes, but {origin} says {described.size}: "
+            f"device {described.index} has shrunk"
         )
     found = read_labels(device, described.size)
     newer = found.newer()
@@ -313,7 +316,9 @@ def discover(pool: Path) -> PoolConfig:
     directory = pool / DEVICES_NAME
     candidates = sorted(directory.iterdir()) if directory.is_dir() else []
     if not candidates:
-        raise PoolError(f"{pool}: no {CONFIG_NAME} and no devices in {directory}; use `kvfs import POOL --device PATH ...`")
+        raise PoolError(
+            f"{pool}: no {CONFIG_NAME} and no devices in {directory}; use `kvfs import POOL --device PATH ...`"
+        )
     return config_from_labels(candidates, pool)
 
 
@@ -399,7 +404,8 @@ class FormatResult:
 
 
 def format_devices(request: FormatRequest) -> FormatResult:
-    """Make the pool's directory, devices, labels and pool.toml. Whatever can be refused is refused before anything changes."""
+    """Make the pool's directory, devices, labels and pool.toml. Whatever can be refused is refused before anything
+    changes."""
     pool = request.pool
     _check_directory(pool, request.force)
     if request.files:
@@ -511,8 +517,8 @@ def _check_files(request: FormatRequest) -> None:
     free = os.statvfs(base).f_bavail * os.statvfs(base).f_frsize
     if size * count > free and not request.force:
         raise PoolError(
-            f"{base}: {format_size(free // (1 << 20) << 20)} free, too little for {count} files of {format_size(size)}; "
-            "use --force to make them all the same"
+            f"{base}: {format_size(free // (1 << 20) << 20)} free, too little for {count} files of {format_size(size)}"
+            "; use --force to make them all the same"
         )
 
 
@@ -532,7 +538,8 @@ def _make_files(paths: Sequence[Path], size: int) -> None:
 
 
 def import_pool(pool: Path, paths: Sequence[Path]) -> PoolConfig:
-    """Write pool.toml again from the labels of the devices at `paths`. Whatever can be refused is refused before anything changes."""
+    """Write pool.toml again from the labels of the devices at `paths`. Whatever can be refused is refused before
+    anything changes."""
     if (pool / CONFIG_NAME).exists():
         raise PoolError(f"{pool / CONFIG_NAME}: exists; remove it first to import")
     config = config_from_labels(paths, pool)

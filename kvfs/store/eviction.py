@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+_STEPS = 8
+
 
 class Stream(IntEnum):
     NEW = 0
@@ -54,7 +56,8 @@ class EvictionPolicy(Protocol):
 
 
 class OldestLeastLive:
-    """The least live value among the `depth` oldest segments of each stream; blocks hit since written are carried over."""
+    """The least live value among the `depth` oldest segments of each stream; blocks hit since written are carried
+    over."""
 
     def __init__(self, depth: int = 8, hot_weight: int = 8) -> None:
         self._depth = depth
@@ -71,7 +74,11 @@ class OldestLeastLive:
         return oldest
 
     def victim(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        return min(candidates, key=lambda c: (c.live_pages + self._hot_weight * c.hot_pages, c.age), default=None)
+        # In coarse steps: between nearly equal segments age decides, else the fullest of the old ones would never go.
+        step = max(1, max((c.live_pages for c in candidates), default=0) // _STEPS)
+        return min(
+            candidates, key=lambda c: ((c.live_pages + self._hot_weight * c.hot_pages) // step, c.age), default=None
+        )
 
     def carry(self, blocks: Sequence[BlockUse], budget_pages: int) -> list[int]:
         # Most hits a page first: a small block that is read often costs little to keep.

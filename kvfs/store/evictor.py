@@ -47,6 +47,10 @@ class BlockMover(Protocol):
         """Copy a block to the carried-over stream. False if it is gone, or cannot be read any more."""
         ...
 
+    def is_busy(self, inode: InodeNumber) -> bool:
+        """It is being sealed, copied, or opened for writing right now."""
+        ...
+
     def drop(self, inode: Inode) -> None:
         """The block left the block table: it leaves the index too."""
         ...
@@ -128,9 +132,7 @@ class Evictor:
         weighed = []
         for candidate in shortlist:
             hot = await self._hot_pages(candidate.segment)
-            weighed.append(
-                Candidate(candidate.segment, candidate.stream, candidate.age, candidate.live_pages, hot)
-            )
+            weighed.append(Candidate(candidate.segment, candidate.stream, candidate.age, candidate.live_pages, hot))
         # Waiting above: some may have been freed meanwhile.
         weighed = [c for c in weighed if self._segments.all[c.segment].state == State.CLOSED]
         victim = self._policy.victim(weighed)
@@ -201,7 +203,7 @@ class Evictor:
             if record is None:
                 continue
             state = self._plane.inode_is_open(number)
-            if state == _WRITTEN:
+            if state == _WRITTEN or self._mover.is_busy(number):
                 return None
             if state or self._pins.holds(record):
                 must.append(record)
@@ -256,7 +258,7 @@ class Evictor:
             for number in inodes[at : at + _EVICT_BATCH]:
                 record = self._index.raw(number)
                 # Carried over, unlinked or sealed anew since it was listed; or pinned.
-                if record is None or record[FLAGS_OFFSET] & InodeFlags.PINNED:
+                if record is None or record[FLAGS_OFFSET] & InodeFlags.PINNED or self._mover.is_busy(number):
                     continue
                 inode = Inode.unpack(record)
                 if segment.index in usage(inode) and not self._pins.holds(record):
@@ -272,5 +274,3 @@ class Evictor:
                     removed += 1
             await trio.lowlevel.checkpoint()
         return removed
-
-

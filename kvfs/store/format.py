@@ -1,4 +1,5 @@
-"""What kvfs writes on devices besides blocks: labels, segment headers, summaries. Bytes in, values out, and back; no I/O.
+"""What kvfs writes on devices besides blocks: labels, segment headers, summaries. Bytes in, values out, and back; no
+I/O.
 
 The layouts are the structs of native/include/kvfs_format.h; docs/format.md describes them byte by byte. Block headers
 are the data plane's. Whatever is unpacked here came from a device and may hold anything: FormatError, never a crash.
@@ -100,7 +101,9 @@ def pack_label(config: PoolConfig, device_index: int, mount_epoch: int) -> bytes
     device, geometry = config.devices[device_index], config.geometry
     text = config.dump().encode()
     if len(text) > LABEL_SIZE - LABEL_TEXT_OFFSET:
-        raise PoolError(f"pool.toml has {len(text)} bytes; a label holds {LABEL_SIZE - LABEL_TEXT_OFFSET}: use shorter paths")
+        raise PoolError(
+            f"pool.toml has {len(text)} bytes; a label holds {LABEL_SIZE - LABEL_TEXT_OFFSET}: use shorter paths"
+        )
     data = bytearray(LABEL_SIZE)
     _LABEL.pack_into(
         data, 0, MAGIC_LABEL, FORMAT_VERSION, 0, 0, config.uuid.bytes, device.uuid.bytes, mount_epoch, device_index,

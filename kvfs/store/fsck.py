@@ -1,8 +1,10 @@
 """Checking a pool that is not mounted. Reports; acts only when asked to repair.
 
-Checked, in this order: labels against pool.toml; the index against itself (names, parents, memberships); extents against
+Checked, in this order: labels against pool.toml; the index against itself (names, parents, memberships); extents
+against
 segments (inside, not overlapping, of the segment's generation); segment headers; block headers, or every leaf of every
-block; summaries. What cannot be repaired from a second copy is dropped: a lost block is a miss, a wrong one must not be.
+block; summaries. What cannot be repaired from a second copy is dropped: a lost block is a miss, a wrong one must not
+be.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _OPTIONS = StoreOptions(staging_size=16 << 20, read_memory_size=64 << 20, record
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it should be. `what` is its class: label, index, name, extent, segment, block, summary."""
+    """Something that is not as it should be. `what` is its class: label, index, name, extent, segment, block,
+    summary."""
 
     what: str
     message: str
@@ -270,12 +273,14 @@ class _Check:
         for number in numbers:
             segment, header = self._segments.all[number], headers[number]
             if header is None:
-                self._add("segment", f"segment {number}: its header is damaged; its blocks have their own", harmless=True)
+                self._add(
+                    "segment", f"segment {number}: its header is damaged; its blocks have their own", harmless=True
+                )
             elif header.generation != segment.generation:
                 self._add(
                     "segment",
-                    f"segment {number}: generation {header.generation:#x} on the devices, {segment.generation:#x} in the "
-                    "index: its blocks are lost",
+                    f"segment {number}: generation {header.generation:#x} on the devices, {segment.generation:#x} in "
+                    "the index: its blocks are lost",
                     repaired=self._repair,
                 )
                 for inode_number in self._index.segment_inodes(number):
@@ -284,10 +289,9 @@ class _Check:
                         self._bad[inode_number] = inode
 
     async def _check_inodes(self) -> None:
-        done, total = 0, self._index.statistics().inodes
+        total = self._index.statistics().inodes
         self._report.blocks = self._report.directories = self._report.bytes = 0
-        for inode in self._records():
-            done += 1
+        for done, inode in enumerate(self._records(), 1):
             if done % 4096 == 0:
                 self._progress("checking inodes", done, total)
                 await trio.lowlevel.checkpoint()
@@ -317,7 +321,10 @@ class _Check:
         for number in usage(inode):
             if number >= len(self._segments.all):
                 return f"it lies in segment {number} of {len(self._segments.all)}"
-        for generation, number in [(inode.generation, inode.segment), *((e.generation, e.segment) for e in inode.extents)]:
+        for generation, number in [
+            (inode.generation, inode.segment),
+            *((e.generation, e.segment) for e in inode.extents),
+        ]:
             segment = self._segments.all[number]
             if segment.generation != generation or segment.state == State.FREE:
                 return f"it lies in generation {generation:#x} of segment {number}, which is at {segment.generation:#x}"
@@ -331,7 +338,8 @@ class _Check:
             found = self._index.get(InodeNumber(inode))
             if found is None or found.parent != parent or found.name != name:
                 dangling.append((parent, name))
-                self._add("name", f"{name!r} in directory {parent}: leads to inode {inode}, which has another name or none",
+                self._add("name", f"{name!r} in directory {parent}: leads to inode {inode}, "
+                          "which has another name or none",
                           repaired=self._repair)  # fmt: skip
         strays = [
             (segment, inode)
@@ -437,5 +445,3 @@ def _pages(inode: Inode, segment: Segment) -> Iterator[tuple[int, int]]:
     for extent in inode.all_extents():
         if extent.segment == segment.index:
             yield extent.page, extent.page + extent.page_count
-
-

@@ -1,7 +1,8 @@
 """The store of one mounted pool: seals blocks into segments, keeps index, block table and summaries in step.
 
 Everything that must agree changes in one step of the one trio thread, between two awaits: the index, the block table,
-the segments' live pages, and which summaries are not true any more. Durable in this order: data and block header (before
+the segments' live pages, and which summaries are not true any more. Durable in this order: data and block header
+(before
 the seal is answered), index (a second later, or at fsync), summaries. docs/architecture.md says what a crash leaves.
 """
 
@@ -106,7 +107,8 @@ class StoreStatistics:
 
 
 class Store:
-    """Use: `async with Store.open(path) as store:`. Its background work runs while it is open; `run` may be awaited too."""
+    """Use: `async with Store.open(path) as store:`. Its background work runs while it is open; `run` may be awaited
+    too."""
 
     def __init__(self, opened: OpenPool, index: LmdbIndex, plane: Plane, options: StoreOptions, epoch: int,
                  records_max: int, policy: EvictionPolicy) -> None:  # fmt: skip
@@ -267,7 +269,9 @@ class Store:
         while True:
             deadline = trio.current_time() + self._options.commit_interval_s
             while trio.current_time() < deadline and self.index.changes_pending < _COMMIT_CHANGES:
-                with trio.move_on_after(_COMMIT_POLL_S if self.index.changes_pending else self._options.commit_interval_s):
+                with trio.move_on_after(
+                    _COMMIT_POLL_S if self.index.changes_pending else self._options.commit_interval_s
+                ):
                     await segments.need_flush.wait()
                 if segments.need_flush.is_set():
                     break
@@ -327,7 +331,8 @@ class Store:
     def _set_space(self) -> None:
         """What may be open or being written at one time: all that eviction can make room for, less the pins.
 
-        A tenth is left for the tails of segments and for headers. So a write fails while the close after it still succeeds.
+        A tenth is left for the tails of segments and for headers. So a write fails while the close after it still
+        succeeds.
         """
         count = len(self.segments.all)
         segments = max(count - self.segments.reserve - 4, count // 2)
@@ -343,13 +348,18 @@ class Store:
         elif event.type == EventType.RESEAL:
             self._nursery.start_soon(self._seal_quietly, InodeNumber(event.inode))
         elif event.type == EventType.BAD_BLOCK:
+            # Being moved or written right now: whoever reads it again says so again.
+            if event.inode in self._busy:
+                return
             self._drop_bad(InodeNumber(event.inode), event.value)
         elif event.type == EventType.IO_ERROR:
             device, number = event.value >> 32, event.value & 0xFFFFFFFF
             self._device_errors[device] = self._device_errors.get(device, 0) + 1
             if self._device_errors[device] in (1, 10, 100) or self._device_errors[device] % 1000 == 0:
                 path = self.config.devices[device].path if device < len(self.config.devices) else "?"
-                log.error("device %d (%s): %s, %d so far", device, path, os.strerror(number), self._device_errors[device])
+                log.error(
+                    "device %d (%s): %s, %d so far", device, path, os.strerror(number), self._device_errors[device]
+                )
         elif self._options.on_event is not None:
             self._options.on_event(int(event.type), event.inode, event.value)
 
@@ -406,7 +416,8 @@ class Store:
     async def seal(self, inode: InodeNumber) -> Inode | None:
         """Make the staged content a block. Returns the new inode; None if nothing was dirty or the file is gone.
 
-        A nameless file is not sealed: nobody can open it again. Raises NoSpaceError, PlaneError; then it is still dirty.
+        A nameless file is not sealed: nobody can open it again. Raises NoSpaceError, PlaneError; then it is still
+        dirty.
         """
         await self._acquire(inode)
         try:
@@ -454,7 +465,8 @@ class Store:
         return sealed
 
     async def _write(self, inode: Inode, info: SealInfo, version: int, runs: list[Run]) -> Inode:
-        """Write data and header to new runs; returns the inode as its header has it. `runs` are the caller's to release."""
+        """Write data and header to new runs; returns the inode as its header has it. `runs` are the caller's to
+        release."""
         new = inode.copy()
         new.size, new.mtime_ns, new.version, new.extents = info.size, info.mtime_ns, version, ()
         new.ctime_ns = max(inode.ctime_ns, info.mtime_ns)
@@ -587,7 +599,25 @@ class Store:
             if number not in self._busy:
                 self._hold(number, self._extent_segments(number))
 
+    # ---- opening for writing ----
+
+    async def rewrite(self, inode: InodeNumber, keep_content: bool) -> None:
+        """From the return on all handles of a sealed file read through staging. PlaneError if it is gone.
+
+        Neither eviction nor carry-over touches the block meanwhile; afterwards they see that it is being written.
+        """
+        await self._acquire(inode)
+        try:
+            with trio.CancelScope(shield=True):
+                await self.plane.file_rewrite(inode, keep_content)
+        finally:
+            self._busy.pop(inode).set()
+
     # ---- moving and dropping (for the evictor) ----
+
+    def is_busy(self, inode: InodeNumber) -> bool:
+        """It is being sealed, copied, or opened for writing right now."""
+        return inode in self._busy
 
     async def carry(self, record: bytes) -> bool:
         """Copy a block to the carried-over stream. False if it is gone, or cannot be read and was dropped."""
@@ -621,9 +651,7 @@ class Store:
         try:
             new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
             capacity = len(old_record) + 24 * extents + _RECORD_SLACK
-            copied = await self.plane.store_copy(
-                old_record, runs, new.header_pages, new.pack(), ancestors, capacity
-            )
+            copied = await self.plane.store_copy(old_record, runs, new.header_pages, new.pack(), ancestors, capacity)
             return self._enter_copy(number, before, Inode.unpack(copied))
         except PlaneError as error:
             await self.segments.bury(runs)
@@ -855,4 +883,3 @@ def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
 def _number(index: LmdbIndex, key: bytes) -> int:
     value = index.meta_get(key)
     return 0 if value is None else int(META_NUMBER.unpack(value)[0])
-

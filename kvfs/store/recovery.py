@@ -30,7 +30,7 @@ _SCAN_CAPACITY = 4 << 20
 _YIELD_EVERY = 256
 # Records that go into one transaction of a rebuild, and so into the block table at once.
 _BATCH_BYTES = 4 << 20
-_READ_AHEAD = 4
+_READ_AHEAD = 8
 _NAME_BITS = 26
 _U64 = struct.Struct(">Q")
 _MEMBER = struct.Struct(">IQ")
@@ -485,7 +485,11 @@ class Rebuild:
 
     def _merge_files(self, bulk: Bulk, found: _Found, data: bytes, overlay: _Overlay) -> None:
         """The hot loop: 100,000 blocks a second and more, so no objects, and names locals."""
-        unpack, aliases, generations = RECORD_HEAD.unpack_from, self._aliases, [s.generation for s in self._segments.all]
+        unpack, aliases, generations = (
+            RECORD_HEAD.unpack_from,
+            self._aliases,
+            [s.generation for s in self._segments.all],
+        )
         count, live, directories = len(generations), self._live, self._directories
         inodes, names, members = found.inodes, found.names, found.members
         sealed, nameless, pinned = int(InodeFlags.SEALED), int(InodeFlags.NAMELESS), int(InodeFlags.PINNED)
@@ -606,7 +610,9 @@ class Rebuild:
                 self._count(old, -1)
 
 
-def _extents_in_place(data: bytes, at: int, name_size: int, count: int, generations: list[int]) -> dict[int, int] | None:
+def _extents_in_place(
+    data: bytes, at: int, name_size: int, count: int, generations: list[int]
+) -> dict[int, int] | None:
     """Pages in each segment, or None if an extent lies in a segment that has been opened anew since."""
     used: dict[int, int] = {}
     first = at + RECORD_SIZE + (name_size + 7 & ~7)
@@ -616,4 +622,3 @@ def _extents_in_place(data: bytes, at: int, name_size: int, count: int, generati
             return None
         used[segment] = used.get(segment, 0) + pages
     return used
-

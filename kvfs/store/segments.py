@@ -18,7 +18,7 @@ from enum import IntEnum
 import trio
 
 from kvfs.config import Geometry, PoolConfig
-from kvfs.errors import FormatError, KvfsError, NoSpaceError
+from kvfs.errors import DeviceError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run
 from kvfs.store.eviction import Stream
@@ -383,7 +383,7 @@ class Segments:
             else:
                 failed += 1
                 if failed == _OPEN_TRIES:
-                    raise NoSpaceError(f"{failed} segments could not be opened; see the device errors")
+                    raise DeviceError(f"{failed} segments could not be opened: every write of a segment header failed")
 
     async def prepare(self) -> None:
         """Keep a segment open ahead, so that a writer at the end of one does not wait for a header."""

@@ -15,7 +15,9 @@
 #define POLL_FUSE 0
 #define POLL_SESSION 1
 #define POLL_WAKE 2
-#define BACKLOG 2
+/* Weight of requests served without finding the queue empty in between, from which on a follower is worth its wake-up. A RELEASE that comes
+ * with the next OPEN weighs nothing: one client would wake the second thread for every file. */
+#define BACKLOG 4
 #define IDLE_NS 1000000000ull
 
 static void wake(struct server *server) {
@@ -42,8 +44,19 @@ static void wake_follower(struct server *server) {
     }
 }
 
+static uint32_t weight_of(uint32_t opcode, size_t size) {
+    switch (opcode) {
+    case FUSE_RELEASE:
+    case FUSE_FORGET:
+    case FUSE_BATCH_FORGET: return 0;
+    case FUSE_READ: return 2;
+    case FUSE_WRITE: return size > SMALL_SIZE ? 2 : 1;
+    default: return 1;
+    }
+}
+
 /* One request, if there is one. 1, 0, or -errno when the transport has ended. */
-static int serve_one(struct server *server) {
+static int serve_one(struct server *server, uint32_t *run) {
     struct kvfs_plane *plane = server->plane;
     if (!server->landing && !(server->landing = slot_get_extra(&plane->staging)))
         return 0; /* out of memory: requests stay queued in the kernel */
@@ -51,6 +64,8 @@ static int serve_one(struct server *server) {
     ssize_t n = readv(server->fd, iovs, 2);
     if (n < 0)
         return errno == EAGAIN || errno == EINTR || errno == ENOENT ? 0 : -errno;
+    const struct fuse_in_header *in = (const struct fuse_in_header *)(const void *)server->head;
+    *run += weight_of(in->opcode, (size_t)n);
     fastpath_request(server, (size_t)n, &server->landing);
     return 1;
 }
@@ -97,10 +112,10 @@ static void *server_main(void *argument) {
         if (work && server->waiting_reads)
             fastpath_retry_reads(server);
         if (reading) {
-            int r = serve_one(server);
+            int r = serve_one(server, &run);
             if (r < 0)
                 break;
-            if (r > 0 && ++run >= BACKLOG) {
+            if (r > 0 && run >= BACKLOG) {
                 wake_follower(server);
                 run = 0;
             } else if (r == 0) {

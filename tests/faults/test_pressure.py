@@ -96,7 +96,8 @@ def test_pins_by_command_and_by_xattr_survive_on_files_and_in_directories(own_po
     press("one")
     for name in pinned:
         assert_same(read_file(pool.mount / name), files[name], f"{name}, pinned")
-    assert pool.status()["space"]["pinned"] >= len(pinned) * 100 * KIB
+    wait_until(lambda: pool.status()["space"]["pinned"] >= len(pinned) * 100 * KIB, "all pins to be counted",
+               timeout_s=10, interval_s=0.5)
     pool.umount()
     pool.start()
     press("two")
@@ -156,14 +157,17 @@ def test_when_everything_is_pinned_the_write_fails_and_never_only_the_close(own_
 def test_readers_under_eviction_see_right_bytes_or_a_miss_and_stat_agrees(own_pool: Callable[..., Pool]) -> None:
     """open() may be ENOENT; once open, a file reads to its end. After a failed open, stat finds nothing either."""
     pool = hundred_segments(own_pool, MIB)
-    block, deadline = 120 * KIB, time.monotonic() + 8
+    block = 120 * KIB
+    for index in range(700):  # so that the pool is about full when the readers begin
+        put(pool.mount / f"{index % 2}-{index // 2}", content(block, (index % 2, index // 2)))
+    deadline = time.monotonic() + 8
 
     def write(writer: int) -> int:
-        index = 0
+        index = 350
         while time.monotonic() < deadline:
             put(pool.mount / f"{writer}-{index % 600}", content(block, (writer, index % 600)))
             index += 1
-        return index
+        return index - 350
 
     def read(seed: int) -> tuple[int, int]:
         chooser, hits, misses = random.Random(seed), 0, 0
@@ -187,10 +191,9 @@ def test_readers_under_eviction_see_right_bytes_or_a_miss_and_stat_agrees(own_po
 
     children = [Child(functools.partial(write, writer)) for writer in range(2)]
     readers = [Child(functools.partial(read, seed)) for seed in range(6)]
-    written = sum(child.result() for child in children)
+    assert all(child.result() > 0 for child in children)
     outcomes = [reader.result() for reader in readers]
     assert sum(hits for hits, _ in outcomes) > 0
-    assert written * block > 100 * MIB, f"only {written} blocks were written: nothing had to be evicted"
     assert pool.status()["counters"]["evicted_blocks"] > 0
     for writer in range(2):
         for index in range(600):
@@ -277,10 +280,6 @@ def test_200_clients_at_once(own_pool: Callable[..., Pool]) -> None:
                 directory.mkdir(parents=True)
                 for index in range(rounds):
                     put(directory / f"{index}", content(block, (number, thread, index)))
-                    shared = pool.mount / "shared"
-                    put(shared.with_name(f"shared-{index}-{number}-{thread}"), b"x" * 100)
-                    os.rename(pool.mount / f"shared-{index}-{number}-{thread}", shared)
-                    assert read_file(shared) == b"x" * 100
                 for index in range(rounds):
                     assert_same(read_file(directory / f"{index}"), content(block, (number, thread, index)),
                                 f"{directory}/{index}")
@@ -301,6 +300,25 @@ def test_200_clients_at_once(own_pool: Callable[..., Pool]) -> None:
     children = [Child(functools.partial(process, number)) for number in range(20)]
     assert sum(child.result() for child in children) == 200
     stored = sum(len(names) for _, _, names in os.walk(pool.mount))
-    assert stored == 200 * rounds + 1
+    assert stored == 200 * rounds
     counters = pool.status()["counters"]
     assert counters["forward_timeouts"] == 0, counters
+
+
+@pytest.mark.timeout(240)
+def test_a_name_that_many_clients_replace_always_opens(own_pool: Callable[..., Pool]) -> None:
+    """rename over one name by 40 clients: each open finds a whole file, old or new; never ESTALE, never ENOENT."""
+    pool = own_pool(files=4, size="128M")
+    shared = pool.mount / "shared"
+    put(shared, b"first" * 20)
+
+    def process(number: int) -> int:
+        for index in range(60):
+            mine = pool.mount / f"mine-{number}"
+            write_file(mine, b"x" * 100)
+            os.rename(mine, shared)
+            assert read_file(shared) in (b"x" * 100, b"first" * 20), f"client {number}, round {index}"
+        return 60
+
+    children = [Child(functools.partial(process, number)) for number in range(40)]
+    assert sum(child.result() for child in children) == 40 * 60

@@ -1,8 +1,8 @@
-"""The mount against a model in memory: a miss is allowed where eviction or a crash may have made one, a wrong byte never.
+"""The mount against a model in memory: a miss is allowed where eviction or a crash may make one, a wrong byte never.
 
-The model is a tree of nodes, each with the places (directory and name) it has had. After a kill -9 a rename or unlink of
-the last seconds may be undone, and nothing else: so each file must be found, whole, at its place or at one it had within
-that time, and no file that was removed before it. KVFS_MODEL_EXAMPLES sets how many runs there are (default 15),
+The model is a tree of nodes, each with the places (directory and name) it has had. After a kill -9 a rename or unlink
+of the last seconds may be undone, and nothing else: so each file must be found, whole, at its place or at one it had
+within that time, and no file that was removed before it. KVFS_MODEL_EXAMPLES sets how many runs there are (default 20),
 KVFS_MODEL_SEED repeats a run's choices.
 """
 
@@ -25,13 +25,15 @@ import pytest
 from helpers import MIB, Pool, assert_same, content
 from hypothesis import HealthCheck, note, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-EXAMPLES = int(os.environ.get("KVFS_MODEL_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("KVFS_MODEL_EXAMPLES", "20"))
 STEPS = int(os.environ.get("KVFS_MODEL_STEPS", "50"))
 SEED = int(os.environ.get("KVFS_MODEL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 # A pool is used for this many runs, so that it never fills: what is missing was then evicted by the test itself.
 EXAMPLES_A_POOL = 15
+# Of one run: each costs as much as hundreds of other steps.
+RESTARTS, EVICTIONS = 4, 4
 # The index follows in a second, the summaries in two more; the rest is for a busy machine.
 INDEX_GRACE_S = 2.0
 SUMMARY_GRACE_S = 4.0
@@ -50,7 +52,6 @@ class Node:
     removed: float | None = None
     may_be_missing: bool = False
     pinned: bool = False
-    evictions: int = 0
 
     @property
     def parent(self) -> Node | None:
@@ -100,7 +101,11 @@ mounted = Mounted()
 
 
 class Machine(RuleBasedStateMachine):
-    """One run on a directory of its own."""
+    """One run on a directory of its own.
+
+    No preconditions: what is drawn may not depend on what an eviction or a crash happened to leave. A rule that makes
+    no sense now does nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,6 +116,7 @@ class Machine(RuleBasedStateMachine):
         self.held: list[tuple[int, Node]] = []
         self.counter = 0
         self.settled = FOREVER  # fsync: names before this are durable
+        self.restarts = self.evictions = self.steps = 0
 
     @initialize()
     def begin(self) -> None:
@@ -136,6 +142,7 @@ class Machine(RuleBasedStateMachine):
         return next((node for node in self.nodes if node.parent is parent and node.name == name), None)
 
     def full(self, node: Node) -> pathlib.Path:
+        self.steps += 1
         return self.base / node.path()
 
     def fresh(self, size: int) -> bytes:
@@ -159,8 +166,9 @@ class Machine(RuleBasedStateMachine):
 
     # ---- making and writing ----
 
-    @rule(where=st.integers(0, 99), name=NAMES, size=SIZES, pieces=st.integers(1, 6), order=st.randoms(use_true_random=False),
-          flag=st.sampled_from([os.O_TRUNC, os.O_EXCL, 0]), sync=st.sampled_from([False, False, False, True]))
+    @rule(where=st.integers(0, 99), name=NAMES, size=SIZES, pieces=st.integers(1, 6),
+          order=st.randoms(use_true_random=False), flag=st.sampled_from([os.O_TRUNC, os.O_EXCL, 0]),
+          sync=st.sampled_from([False, False, False, True]))
     def store(self, where: int, name: str, size: int, pieces: int, order: random.Random, flag: int, sync: bool) -> None:
         """Create or overwrite by open and write, in pieces in any order."""
         parent = self.pick(where, self.directories())
@@ -179,10 +187,11 @@ class Machine(RuleBasedStateMachine):
             assert self._gone(old), f"{path}: O_EXCL made a file that exists"
             created = True
         try:
-            if not created and old is not None and flag == 0 and old.may_be_missing:
-                if os.fstat(descriptor).st_size == 0 and old.content:
-                    self._remove(old, time.monotonic())  # evicted: this is a new one
-                    created = True
+            evictable = old is not None and old.may_be_missing and bool(old.content)
+            if evictable and flag == 0 and not created and os.fstat(descriptor).st_size == 0:
+                assert old is not None
+                self._remove(old, time.monotonic())  # evicted: this is a new one
+                created = True
             cuts = sorted({0, size, *(order.randrange(size + 1) for _ in range(pieces - 1))})
             spans = list(itertools.pairwise(cuts))
             order.shuffle(spans)
@@ -200,9 +209,10 @@ class Machine(RuleBasedStateMachine):
         else:
             self.nodes.append(Node(data, [(parent, name, time.monotonic())]))
 
-    @precondition(lambda self: self.files())
     @rule(which=st.integers(0, 99), size=SIZES)
     def append(self, which: int, size: int) -> None:
+        if not self.files():
+            return
         node = self.pick(which, self.files())
         data = self.fresh(min(size, 100_000))
         try:
@@ -218,10 +228,11 @@ class Machine(RuleBasedStateMachine):
         node.content += data
         node.may_be_missing = False
 
-    @precondition(lambda self: self.files())
     @rule(which=st.integers(0, 99), offset=st.integers(0, 1_400_000), size=SIZES)
     def overwrite(self, which: int, offset: int, size: int) -> None:
         """A part of a sealed file, perhaps behind its end: zeros between."""
+        if not self.files():
+            return
         node = self.pick(which, self.files())
         assert node.content is not None
         offset = min(offset, len(node.content) + 10_000)
@@ -237,9 +248,10 @@ class Machine(RuleBasedStateMachine):
             node.content = before[:offset] + data + before[offset + len(data) :]
             node.may_be_missing = False
 
-    @precondition(lambda self: self.files())
     @rule(which=st.integers(0, 99), size=SIZES, by_handle=st.booleans())
     def truncate(self, which: int, size: int, by_handle: bool) -> None:
+        if not self.files():
+            return
         node = self.pick(which, self.files())
         assert node.content is not None
         try:
@@ -272,10 +284,11 @@ class Machine(RuleBasedStateMachine):
 
     # ---- names ----
 
-    @precondition(lambda self: self.files())
     @rule(which=st.integers(0, 99), where=st.integers(0, 99), name=NAMES, replace=st.booleans())
     def rename(self, which: int, where: int, name: str, replace: bool) -> None:
         """A file, also onto an existing one and across directories; RENAME_NOREPLACE too."""
+        if not self.files():
+            return
         node, parent = self.pick(which, self.files()), self.pick(where, self.directories())
         old = self.at(parent, name)
         source, target = self.full(node), self.full(parent) / name
@@ -300,9 +313,10 @@ class Machine(RuleBasedStateMachine):
             self._remove(old, now)
         node.places.append((parent, name, now))
 
-    @precondition(lambda self: len(self.directories()) > 1)
     @rule(which=st.integers(0, 99), where=st.integers(0, 99), name=NAMES)
     def rename_directory(self, which: int, where: int, name: str) -> None:
+        if len(self.directories()) == 1:
+            return
         node, parent = self.pick(which, self.directories()[1:]), self.pick(where, self.directories())
         old = self.at(parent, name)
         above: Node | None = parent
@@ -315,7 +329,7 @@ class Machine(RuleBasedStateMachine):
             if error.errno == errno.EINVAL:
                 assert inside, error
             elif error.errno == errno.ENOTEMPTY:
-                assert inside or old is not None and any(child.parent is old for child in self.nodes), error
+                assert inside or (old is not None and any(child.parent is old for child in self.nodes)), error
             elif error.errno == errno.ENOTDIR:
                 assert old is not None and old.content is not None, error
             else:
@@ -333,9 +347,10 @@ class Machine(RuleBasedStateMachine):
             self._remove(old, now)
         node.places.append((parent, name, now))
 
-    @precondition(lambda self: self.files())
     @rule(which=st.integers(0, 99))
     def unlink(self, which: int) -> None:
+        if not self.files():
+            return
         node = self.pick(which, self.files())
         try:
             os.unlink(self.full(node))
@@ -344,9 +359,10 @@ class Machine(RuleBasedStateMachine):
             return
         self._remove(node, time.monotonic())
 
-    @precondition(lambda self: len(self.directories()) > 1)
     @rule(which=st.integers(0, 99))
     def rmdir(self, which: int) -> None:
+        if len(self.directories()) == 1:
+            return
         node = self.pick(which, self.directories()[1:])
         children = [child for child in self.nodes if child.parent is node]
         try:
@@ -360,10 +376,11 @@ class Machine(RuleBasedStateMachine):
 
     # ---- reading ----
 
-    @precondition(lambda self: self.files())
     @rule(which=st.integers(0, 99), how=st.sampled_from(["buffered", "direct", "part", "stat", "mapped"]),
           offset=st.integers(0, 1_400_000), size=st.integers(1, 300_000))
     def read(self, which: int, how: str, offset: int, size: int) -> None:
+        if not self.files():
+            return
         node = self.pick(which, self.files())
         assert node.content is not None
         path = self.full(node)
@@ -391,24 +408,27 @@ class Machine(RuleBasedStateMachine):
         finally:
             os.close(descriptor)
 
-    @precondition(lambda self: self.files() and len(self.held) < 8)
     @rule(which=st.integers(0, 99))
     def hold(self, which: int) -> None:
         """An open file stays readable whatever happens to its name, until the daemon dies."""
+        if not self.files() or len(self.held) >= 8:
+            return
         node = self.pick(which, self.files())
         try:
             self.held.append((os.open(self.full(node), os.O_RDONLY), node))
         except FileNotFoundError:
             assert self._gone(node), f"{node.path()} is missing"
 
-    @precondition(lambda self: self.held)
     @rule(close=st.booleans())
     def check_held(self, close: bool) -> None:
+        self._check_held()
+        if close:
+            self._drop_handles()
+
+    def _check_held(self) -> None:
         for descriptor, node in self.held:
             assert node.content is not None
             assert_same(os.pread(descriptor, len(node.content) + 1, 0), node.content, f"held {node.path()}")
-        if close:
-            self._drop_handles()
 
     def _drop_handles(self) -> None:
         for descriptor, _ in self.held:
@@ -416,7 +436,6 @@ class Machine(RuleBasedStateMachine):
                 os.close(descriptor)
         self.held = []
 
-    @precondition(lambda self: self.nodes)
     @rule(which=st.integers(0, 99))
     def list_directory(self, which: int) -> None:
         directory = self.pick(which, self.directories())
@@ -428,9 +447,10 @@ class Machine(RuleBasedStateMachine):
 
     # ---- eviction, pins ----
 
-    @precondition(lambda self: self.files())
     @rule(which=st.integers(0, 99))
     def pin(self, which: int) -> None:
+        if not self.files():
+            return
         node = self.pick(which, self.files())
         try:
             os.setxattr(self.full(node), "user.kvfs.pin", b"1")
@@ -439,20 +459,21 @@ class Machine(RuleBasedStateMachine):
             return
         node.pinned, node.may_be_missing = True, False
 
-    @precondition(lambda self: self.files())
     @rule(everything=st.booleans())
     def evict(self, everything: bool) -> None:
         """Blocks that are neither pinned nor open may be gone afterwards; held ones stay readable."""
+        if not self.files() or self.evictions >= EVICTIONS:
+            return
+        self.evictions += 1
         self.pool.command("evict", str(self.pool.path), *(["--all"] if everything else ["--size", "2M"]))
         held = [node for _, node in self.held]
         for node in self.files():
             if not node.pinned and node not in held:
                 node.may_be_missing = True
-        self.check_held.__wrapped__(self, False) if hasattr(self.check_held, "__wrapped__") else None
+        self._check_held()
 
     # ---- durability ----
 
-    @precondition(lambda self: self.nodes)
     @rule()
     def fsync(self) -> None:
         self._fsync(self.base)
@@ -462,9 +483,15 @@ class Machine(RuleBasedStateMachine):
             os.fsync(descriptor)
         self.settled = time.monotonic()
 
+    def _may_restart(self) -> bool:
+        """Not one after the other without a change in between, and not too often."""
+        return self.restarts < RESTARTS and bool(self.nodes or self.removed) and self.steps > 4
+
     @rule(quiet=st.sampled_from([False, False, True]))
     def crash(self, quiet: bool) -> None:
         """kill -9, at once or after everything had the time to settle."""
+        if not self._may_restart():
+            return
         if quiet:
             time.sleep(INDEX_GRACE_S)
         self._drop_handles()
@@ -475,6 +502,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def remount(self) -> None:
+        if not self._may_restart():
+            return
         self._drop_handles()
         self.pool.umount()
         self.pool.start()
@@ -483,6 +512,8 @@ class Machine(RuleBasedStateMachine):
     @rule(kill=st.booleans())
     def lose_index(self, kill: bool) -> None:
         """Unmounted or killed, the index deleted: found again from summaries and headers. Empty directories are not."""
+        if not self._may_restart():
+            return
         self._drop_handles()
         stopped = time.monotonic()
         if kill:
@@ -491,13 +522,9 @@ class Machine(RuleBasedStateMachine):
         else:
             self.pool.umount()
         shutil.rmtree(self.pool.path / "index")
-        done = self._rebuilds()
         self.pool.start()
-        helpers.wait_until(lambda: self._rebuilds() > done, "the rebuild")
+        self.pool.wait_rebuilt()
         self._reconcile(stopped - SUMMARY_GRACE_S if kill else float("inf"), index_lost=True)
-
-    def _rebuilds(self) -> int:
-        return self.pool.log_tail(1_000_000).count("the index was rebuilt")
 
     # ---- comparing ----
 
@@ -523,7 +550,7 @@ class Machine(RuleBasedStateMachine):
         for path, data in sorted(found.items()):
             fitting = [node for node in candidates if node.content == data and path in places[node]]
             if not fitting:
-                known = [f"{'removed' if other.removed else 'live'} {other.path()}, places {sorted(other.paths(FOREVER))}"
+                known = [f"{'removed' if other.removed else 'live'} {other.path()} of {sorted(other.paths(FOREVER))}"
                          for other in self.nodes + self.removed if other.content == data]
                 raise AssertionError(f"{path}: {len(data)} bytes that must not be there; they are those of {known}")
             node = min(fitting, key=lambda other: takers.get(other, 0))
@@ -535,8 +562,8 @@ class Machine(RuleBasedStateMachine):
                 continue
             if any(other.content == node.content and other in takers for other in candidates):
                 continue  # of the same content: empty files
-            raise AssertionError(f"{node.path()} ({len(node.content or b'')} bytes, allowed at {places[node]}) is missing; "
-                                 f"found {sorted(found)}")
+            raise AssertionError(f"{node.path()} ({len(node.content or b'')} bytes, allowed at {places[node]}) is "
+                                 f"missing; found {sorted(found)}")
         wanted = {path for node in candidates if node.content is None for path in places[node]} | {""}
         wanted |= {str(above) for node in candidates for path in places[node] for above in pathlib.Path(path).parents}
         assert directories <= wanted, f"directories that must not be there: {directories - wanted}"
@@ -555,6 +582,7 @@ class Machine(RuleBasedStateMachine):
 
     def _adopt(self, files: list[tuple[str, Node]], directories: set[str]) -> None:
         """What is there now is durable and may not change by another crash."""
+        self.restarts, self.steps = self.restarts + 1, 0
         made: dict[str, Node] = {"": self.root}
         for path in sorted(directories):
             above, _, name = path.rpartition("/")
@@ -603,7 +631,7 @@ def pools() -> Iterator[None]:
 
 @pytest.mark.timeout(120 + 30 * EXAMPLES)
 def test_the_mount_behaves_like_the_model(pools: None) -> None:
-    """Whatever is done, evicted, killed and mounted again: what is read is what was written, or a miss where one may be."""
+    """Whatever is done, evicted, killed and mounted: what is read is what was written, or a miss where one may be."""
     print(f"seed {SEED} (KVFS_MODEL_SEED), {EXAMPLES} runs of {STEPS} steps")
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         seed(SEED)(Machine),

@@ -85,7 +85,7 @@ def test_layout_rotates_over_equal_devices_and_fills_unequal_ones() -> None:
 
 def _config() -> config.PoolConfig:
     geometry, _ = choose_geometry([GIB] * 3)
-    return new_config(geometry, [("devices/0", GIB), ("/dev/disk/by-id/x\"y\\z", GIB), ("ü", GIB)])
+    return new_config(geometry, [("devices/0", GIB), ('/dev/disk/by-id/x"y\\z', GIB), ("ü", GIB)])
 
 
 def test_what_is_written_reads_back() -> None:

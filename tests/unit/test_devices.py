@@ -58,7 +58,8 @@ def refused(pool: Path, message: str, *devices: Path, kind: type[KvfsError] = Po
     [
         (1080, b"\x53\xef", "ext2/3/4"), (0, b"XFSB", "XFS"), (65600, b"_BHRfS_M", "btrfs"),
         (4086, b"SWAPSPACE2", "swap"), (536, b"LVM2 001", "LVM"), (512, b"EFI PART", "GPT"),
-        (0, b"LUKS\xba\xbe", "LUKS"), (446, b"\0\0\0\0\x83\0\0\0" + struct.pack("<II", 8, 8) + bytes(48) + b"\x55\xaa", "MBR"),
+        (0, b"LUKS\xba\xbe", "LUKS"),
+        (446, b"\0\0\0\0\x83\0\0\0" + struct.pack("<II", 8, 8) + bytes(48) + b"\x55\xaa", "MBR"),
     ],
 )  # fmt: skip
 def test_a_device_that_holds_something_is_refused(tmp_path: Path, offset: int, magic: bytes, what: str) -> None:
@@ -105,7 +106,9 @@ def test_a_device_given_twice_missing_or_no_device_is_refused(tmp_path: Path) ->
     refused(tmp_path / "pool", "given twice", device, tmp_path / "." / "d", kind=UsageError)
     refused(tmp_path / "pool", "No such file", tmp_path / "none", kind=DeviceError)
     refused(tmp_path / "pool", "neither a block device nor a file", tmp_path, kind=DeviceError)
-    refused(tmp_path / "pool", "1048576 bytes; a device needs at least", sparse(tmp_path / "s", 1 << 20), kind=UsageError)
+    refused(
+        tmp_path / "pool", "1048576 bytes; a device needs at least", sparse(tmp_path / "s", 1 << 20), kind=UsageError
+    )
 
 
 def test_a_directory_in_use_is_not_made_a_pool(tmp_path: Path) -> None:
@@ -243,6 +246,9 @@ def test_labels_read_from_both_ends(tmp_path: Path) -> None:
 def test_the_lock_is_not_inherited(tmp_path: Path) -> None:
     pool = make_pool(tmp_path / "pool")
     with locked(pool):
-        flags = [fcntl.fcntl(int(fd), fcntl.F_GETFD) for fd in os.listdir("/proc/self/fd")
-                 if os.path.realpath(f"/proc/self/fd/{fd}") == str(pool / "lock")]
+        flags = [
+            fcntl.fcntl(int(fd), fcntl.F_GETFD)
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.realpath(f"/proc/self/fd/{fd}") == str(pool / "lock")
+        ]
     assert flags == [fcntl.FD_CLOEXEC]

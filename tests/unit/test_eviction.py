@@ -33,6 +33,7 @@ def test_the_victim_has_the_least_live_value_and_then_the_greatest_age() -> None
     assert policy.victim([candidate(1), candidate(2, live=50), candidate(3)]) == candidate(2, live=50)
     assert policy.victim([candidate(1, live=50, hot=20), candidate(2, live=100)]) == candidate(2)
     assert policy.victim([candidate(3), candidate(1)]) == candidate(1)
+    assert policy.victim([candidate(1, live=103), candidate(2, live=100)]) == candidate(1, live=103)
     assert policy.victim([]) is None
 
 

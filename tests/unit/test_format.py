@@ -56,7 +56,7 @@ def test_a_label_of_a_newer_version_says_so() -> None:
 
 
 def test_a_label_with_a_wrong_checksum_names_both() -> None:
-    with pytest.raises(ChecksumError, match="nvme1.*expected 0x"):
+    with pytest.raises(ChecksumError, match=r"nvme1.*expected 0x"):
         formats.unpack_label(flipped(formats.pack_label(CONFIG, 0, 1), 8 * 5000), "nvme1")
 
 

@@ -160,7 +160,9 @@ def test_records_are_concatenated(index: LmdbIndex) -> None:
     for i in range(1000):
         index.put(block(100 + i, b"%d" % i), None)
     index.commit_now()
-    assert sum(len(chunk) for chunk in index.records(4096)) == sum(len(block(100 + i, b"%d" % i).pack()) for i in range(1000))
+    assert sum(len(chunk) for chunk in index.records(4096)) == sum(
+        len(block(100 + i, b"%d" % i).pack()) for i in range(1000)
+    )
 
 
 def test_an_index_that_is_no_index_is_an_error(tmp_path: Path) -> None:

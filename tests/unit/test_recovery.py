@@ -1,4 +1,5 @@
-"""After an unclean end, without an index, and with damage: what was sealed is there and right, or gone; nothing removed comes back."""
+"""After an unclean end, without an index, and with damage: what was sealed is there and right, or gone; nothing
+removed comes back."""
 
 from __future__ import annotations
 
@@ -162,7 +163,7 @@ def test_carried_over_blocks_survive_the_reuse_of_their_segment(pool: Path) -> N
         kept = await write(store, b"kept")
         await store.pin(kept.inode)
         await store.sync()
-        for i in range(600):
+        for i in range(1200):
             await write(store, b"%d" % i, BIG)
         now = store.index.get(kept.inode)
         assert now is not None and now.segment != kept.segment
@@ -382,7 +383,7 @@ def test_a_late_header_of_a_dead_daemon_costs_at_most_its_segment(pool: Path) ->
 
     async def second(store: Store) -> None:
         await store.evict(1 << 40)
-        for i in range(700):
+        for i in range(1000):
             await write(store, b"%d" % i, BIG)
         await store.sync()
         assert store.segments.all[numbers[0]].generation > 0

@@ -1,0 +1,243 @@
+"""Segments under a real data plane: places for blocks, failing writes, summaries, accounts."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import trio
+from store_pools import crashed_store, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
+
+from kvfs.errors import DeviceError
+from kvfs.plane import PlaneError
+from kvfs.store.eviction import Stream
+from kvfs.store.pool import Store
+from kvfs.store.segments import State, usage
+from kvfs.types import ROOT_INODE, InodeFlags, InodeNumber
+
+BIG = 64 << 20
+FAULT_ERROR, WRITES, READS = 1, 2, 1
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    return make_pool(tmp_path / "pool")
+
+
+def live(store: Store) -> dict[int, int]:
+    """Live pages by segment, from the index alone."""
+    found: dict[int, int] = {}
+    for _, number in store.index.list(ROOT_INODE, b"", 100_000):
+        inode = store.index.get(number)
+        assert inode is not None
+        for segment, pages in usage(inode).items():
+            found[segment] = found.get(segment, 0) + pages
+    return found
+
+
+def test_live_pages_are_those_of_the_index(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        for i in range(60):
+            await write(store, b"%d" % i, BIG)
+        for i in range(0, 60, 2):
+            unlink(store, b"%d" % i)
+        rename(store, store.index.lookup(ROOT_INODE, b"1") or InodeNumber(0), b"3")
+        assert {s.index: s.live_pages for s in store.segments.all if s.live_pages} == live(store)
+
+    with_store(pool, work)
+
+    async def check(store: Store) -> None:
+        assert {s.index: s.live_pages for s in store.segments.all if s.live_pages} == live(store)
+
+    with_store(pool, check)
+    crashed_store(pool, work_again)
+    with_store(pool, check)
+
+
+async def work_again(store: Store) -> None:
+    for i in range(100, 140):
+        await write(store, b"%d" % i, BIG)
+
+
+def test_a_segment_with_nothing_live_is_free_again(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        for i in range(60):
+            await write(store, b"%d" % i, BIG)
+        closed = [s for s in store.segments.all if s.state == State.CLOSED]
+        assert closed
+        for i in range(60):
+            unlink(store, b"%d" % i)
+        assert all(segment.state == State.FREE for segment in closed)
+        await settle(store)
+        generation = closed[0].generation
+        summary = await store.segments.read_summary(closed[0].index, generation)
+        assert summary is not None and not summary.entries
+        assert summary.covered_page == store.segments.geometry.end_page
+
+    with_store(pool, work)
+
+
+def test_runs_never_overlap_and_stay_inside(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        segments = store.segments
+        taken: set[tuple[int, int, int]] = set()
+        for pages in (1, 5, 100, segments.area // 2, segments.area, 3 * segments.area, 7):
+            runs = await segments.allocate(Stream.NEW, 1, pages)
+            assert sum(run.page_count for run in runs) == pages + 1 + len(runs) - 1
+            assert len(runs) <= segments.runs_bound(pages)
+            for run in runs:
+                assert run.page >= 1 and run.page + run.page_count <= segments.geometry.end_page
+                places = {(run.segment, run.generation, page) for page in range(run.page, run.page + run.page_count)}
+                assert not places & taken
+                taken |= places
+            segments.release(runs)
+
+    with_store(pool, work)
+
+
+def test_a_failing_write_goes_to_other_segments(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "pool", files=3, stripe_width=1)
+
+    async def work(store: Store) -> None:
+        await write(store, b"before")
+        before = store.index.get(store.index.lookup(ROOT_INODE, b"before") or InodeNumber(0))
+        assert before is not None
+        device = store.segments.members[before.segment][0][0]
+        store.plane.fault_set(device, FAULT_ERROR, WRITES, 1, errno.EIO)
+        for i in range(10):
+            block = await write(store, b"%d" % i)
+            assert store.segments.members[block.segment][0][0] != device
+        assert store.statistics().seal_retries
+        store.plane.fault_set(device, 0, WRITES | READS, 0, 0)
+        await verify_all(store)
+
+    with_store(pool, work)
+
+
+def test_when_every_device_fails_the_seal_fails_and_the_file_stays_dirty(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        inode = make(store, ROOT_INODE, b"x")
+        store.plane.file_truncate(inode.inode, 4096)
+        for device in range(2):
+            store.plane.fault_set(device, FAULT_ERROR, WRITES, 1, errno.EIO)
+        with pytest.raises((PlaneError, DeviceError)):
+            await store.seal(inode.inode)
+        for device in range(2):
+            store.plane.fault_set(device, 0, WRITES | READS, 0, 0)
+        assert await store.seal(inode.inode) is not None
+        await verify_all(store)
+
+    with_store(pool, work)
+
+
+def test_a_summary_names_what_is_live_under_its_current_name(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        first = await write(store, b"a.tmp")
+        await write(store, b"b")
+        rename(store, first.inode, b"a")
+        unlink(store, b"b")
+        await settle(store)
+        summary = await store.segments.read_summary(first.segment, first.generation)
+        assert summary is not None and not summary.closed
+        current = store.index.raw(first.inode)
+        assert current is not None and summary.entries == current
+        assert summary.covered_page == store.segments.all[first.segment].next_page
+
+    with_store(pool, work)
+
+
+def test_a_summary_that_does_not_fit_is_compressed(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "pool", files=1, size=16 << 20)
+
+    async def work(store: Store) -> None:
+        for i in range(110):
+            await write(store, b"%d" % i + b"x" * 120, 4096)
+        store.segments.retire_open()
+        await settle(store)
+        assert store.segments.statistics().summaries_too_large == 0
+        sizes = []
+        for segment in store.segments.all:
+            if segment.state == State.CLOSED and segment.live_pages:
+                summary = await store.segments.read_summary(segment.index, segment.generation)
+                assert summary is not None and summary.entry_count == len(store.index.segment_inodes(segment.index))
+                sizes.append(len(summary.entries))
+        assert max(sizes) > store.segments.geometry.summary_pages * 4096
+
+    with_store(pool, work)
+
+
+def test_seals_of_many_files_at_once_are_all_there(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        async with trio.open_nursery() as nursery:
+            for i in range(200):
+                nursery.start_soon(write, store, b"%d" % i, BIG if i % 7 == 0 else 4096)
+        assert len(names(store)) == 200
+        await verify_all(store)
+
+    with_store(pool, work)
+
+
+def test_two_seals_of_one_file_do_it_once(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        inode = make(store, ROOT_INODE, b"x")
+        results: list[object] = []
+
+        async def seal() -> None:
+            results.append(await store.seal(inode.inode))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(seal)
+            nursery.start_soon(seal)
+        assert len([result for result in results if result is not None]) == 1
+
+    with_store(pool, work)
+
+
+def test_a_rename_during_the_seal_counts(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        inode = make(store, ROOT_INODE, b"x.tmp")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.seal, inode.inode)
+            while not store._versions_in_flight:
+                await trio.sleep(0)
+            rename(store, inode.inode, b"x")
+        assert names(store) == {b"x"}
+        sealed = store.index.get(inode.inode)
+        assert sealed is not None and sealed.sealed and sealed.name == b"x"
+
+    with_store(pool, work)
+    with_store(pool, lambda store: _only(store, {b"x"}))
+
+
+async def _only(store: Store, expected: set[bytes]) -> None:
+    assert names(store) == expected
+    await verify_all(store)
+
+
+def test_a_bad_block_is_a_miss(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        block = await write(store, b"bad")
+        await write(store, b"good")
+        store._drop_bad(block.inode, block.segment + 1)  # it has moved since: nothing happens
+        assert names(store) == {b"bad", b"good"}
+        store._drop_bad(block.inode, block.segment)
+        assert names(store) == {b"good"} and store.plane.table_find_name(ROOT_INODE, b"bad") is None
+        assert store.statistics().bad_blocks == 1
+
+    with_store(pool, work)
+    with_store(pool, lambda store: _only(store, {b"good"}))
+
+
+def test_a_file_sealed_again_is_marked_so(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        block = await write(store, b"x")
+        assert InodeFlags.REWRITTEN not in block.flags
+        await store.rewrite(block.inode, True)
+        store.plane.file_truncate(block.inode, 100)
+        again = await store.seal(block.inode)
+        assert again is not None and again.size == 100 and again.version > block.version
+        assert InodeFlags.REWRITTEN in again.flags
+        await verify_all(store)
+
+    with_store(pool, work)
