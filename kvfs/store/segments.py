@@ -180,6 +180,7 @@ class Segments:
         self._write_errors = 0
         self.pages_written = 0
         self._stopped = False
+        self._open_error = KvfsError("none")
 
     # ---- states ----
 
@@ -383,7 +384,9 @@ class Segments:
             else:
                 failed += 1
                 if failed == _OPEN_TRIES:
-                    raise DeviceError(f"{failed} segments could not be opened: every write of a segment header failed")
+                    failure = DeviceError(f"{failed} segments could not be opened: {self._open_error}")
+                    failure.errno = self._open_error.errno  # ENOSPC where a disk under file-backed devices is full
+                    raise failure
 
     async def prepare(self) -> None:
         """Keep a segment open ahead, so that a writer at the end of one does not wait for a header."""
@@ -427,6 +430,7 @@ class Segments:
             self._changed.add(segment.index)
             if not isinstance(error, KvfsError):
                 raise
+            self._open_error = error
             log.warning("segment %d: cannot be opened: %s", segment.index, error)
             return False
         self._changed.add(segment.index)

@@ -78,13 +78,13 @@ static void sleep_until_work(struct server *server, bool leader, uint64_t timeou
         if (plane->mux.fd >= 0)
             ring_poll(&server->ring, plane->mux.fd, POLL_SESSION);
     }
-    ring_poll(&server->ring, server->wake_fd, POLL_WAKE);
-    ring_wait(&server->ring, timeout_ns);
-    uint64_t count;
-    if (!leader || !(server->ring.armed & (1u << POLL_WAKE))) {
+    if (!(server->ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
+        uint64_t count;
         ssize_t n = read(server->wake_fd, &count, sizeof(count));
         (void)n;
     }
+    ring_poll(&server->ring, server->wake_fd, POLL_WAKE);
+    ring_wait(&server->ring, timeout_ns);
 }
 
 static void transport_end(struct transport *transport) {

@@ -139,6 +139,7 @@ void ring_wait(struct ring *ring, uint64_t timeout_ns);
 void ring_poll(struct ring *ring, int fd, uint32_t tag);
 /* The ring's memory is in use by a device that gave no answer: it can not be freed. */
 bool ring_idle(const struct ring *ring);
+bool device_is_memory(int fd);
 
 /* ---- node.c: open inodes and handles ---- */
 
@@ -397,6 +398,7 @@ void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t
 struct fault_rule { atomic_uint fault, direction, every, value, counter; };
 struct device {
     int fd;
+    bool memory;                         /* a RAM disk: I/O is done inline */
     uint64_t zones_offset;
     atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
     struct fault_rule faults;
