@@ -152,7 +152,7 @@ class Inode:
             key_size, value_size = struct.unpack_from("<HI", data, at)
             at += 6
             if at + key_size + value_size > xattrs_end:
-                raise FormatError(f"inode {inode}: xattr at {at - offset} of {key_size} + {value_size} bytes is cut off")
+                raise FormatError(f"inode {inode}: xattr at {at - offset}: {key_size} + {value_size} bytes are cut off")
             xattrs[bytes(data[at : at + key_size])] = bytes(data[at + key_size : at + key_size + value_size])
             at += key_size + value_size
         return cls(

@@ -419,7 +419,7 @@ class Namespace:
 
     async def _rewrite(self, number: InodeNumber, *, keep_content: bool) -> None:
         try:
-            await self._plane.file_rewrite(number, keep_content)
+            await self._store.rewrite(number, keep_content)
         except (KvfsError, OSError) as error:
             if error.errno in (errno.ENOENT, errno.EBADMSG):
                 raise StaleInodeError(f"inode {number}: gone") from error

@@ -30,6 +30,7 @@ _SCAN_CAPACITY = 4 << 20
 _YIELD_EVERY = 256
 # Records that go into one transaction of a rebuild, and so into the block table at once.
 _BATCH_BYTES = 4 << 20
+_VERIFY_TASKS = 16
 _READ_AHEAD = 8
 _NAME_BITS = 26
 _U64 = struct.Struct(">Q")
@@ -93,14 +94,14 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
         if segment.state != State.FREE:
             segment.state = State.CLOSED
         segments.changed(segment)
-    admission = Admission(index, segments, lost, known_version)
+    admission = Admission(index, segments, plane, lost, known_version)
     for segment, first_page in sorted(to_scan, key=lambda item: -item[0].generation):
         segment.state = State.CLOSED
         segments.mark_dirty(segment, gone=True)
         if first_page == 1:
             await _admit_summary(segments, segment, admission)
         for records in await scan(segments, plane, segment, max(first_page, admission.covered.get(segment.index, 0))):
-            await admission.admit_all(records)
+            await admission.admit_all(records, verify=True)
         # Nothing is appended any more, and what was not admitted must not be found by a later scan either.
         segment.next_page = segments.geometry.end_page
     await recount(index, segments)
@@ -162,13 +163,20 @@ class Admission:
 
     index: LmdbIndex
     segments: Segments
+    plane: Plane
     lost: set[int]
     known_version: int
     admitted: int = 0
     readmitted: int = 0
     covered: dict[int, int] = field(default_factory=dict)
 
-    async def admit_all(self, records: bytes) -> None:
+    async def admit_all(self, records: bytes, *, verify: bool = False) -> None:
+        """With `verify`, only blocks whose every leaf is right.
+
+        A header proves itself, not its data: a write that the crash cut off may have brought the header and not the
+        rest, or the first of several runs. Nobody was told that such a block is there, and it must not take the place
+        of an older one that somebody was told of.
+        """
         directories: dict[int, Inode] = {}
         files: list[Inode] = []
         for i, (at, _) in enumerate(split_records(records)):
@@ -185,20 +193,46 @@ class Admission:
                 files.append(inode)
             if i % _YIELD_EVERY == _YIELD_EVERY - 1:
                 await trio.lowlevel.checkpoint()
+        torn = await self._torn(files) if verify else set()
         for i, inode in enumerate(files):
-            self._admit(inode, directories)
+            if i not in torn:
+                self._admit(inode, directories)
             if i % _YIELD_EVERY == _YIELD_EVERY - 1:
                 await trio.lowlevel.checkpoint()
 
-    def _admit(self, inode: Inode, directories: dict[int, Inode]) -> None:
+    async def _torn(self, files: list[Inode]) -> set[int]:
+        """Which of these would be admitted, but do not hold what their headers say."""
+        torn: set[int] = set()
+        queue = iter([i for i, inode in enumerate(files) if self._is_new(inode)])
+
+        async def work() -> None:
+            for i in queue:
+                inode = files[i]
+                try:
+                    await self.plane.store_verify(inode.pack(), verify_data=True)
+                except KvfsError as error:
+                    torn.add(i)
+                    log.info("inode %d in segment %d: cut off by the crash: %s", inode.inode, inode.segment, error)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(_VERIFY_TASKS):
+                nursery.start_soon(work)
+        return torn
+
+    def _is_new(self, inode: Inode) -> bool:
+        """Whether the index may be without it only because it is older."""
         if not inode.sealed or InodeFlags.NAMELESS in inode.flags or not self._in_place(inode):
-            return
+            return False
         # Sealed before the last commit: if the index does not have it, it was removed, unless its segment was lost.
         if inode.version <= self.known_version and inode.inode not in self.lost:
+            return False
+        known = self.index.get(inode.inode)
+        return known is None or known.version < inode.version
+
+    def _admit(self, inode: Inode, directories: dict[int, Inode]) -> None:
+        if not self._is_new(inode):
             return
         known = self.index.get(inode.inode)
-        if known is not None and known.version >= inode.version:
-            return
         parent = self._directory(inode.parent, directories, 0)
         if parent is None:
             return

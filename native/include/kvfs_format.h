@@ -136,7 +136,7 @@ static_assert(sizeof(struct kvfs_extent_header) == 64, "format");
 struct kvfs_summary_header {
     uint64_t magic;
     uint32_t version;
-    uint32_t flags;         /* bit 0: the segment is closed */
+    uint32_t flags;         /* bit 0: the segment is closed; bit 1: the entries are a zlib stream */
     uint64_t checksum;      /* of these 88 bytes with this field zero, then of the entries */
     uint64_t generation;
     uint64_t sequence;      /* counts the writes of this segment's summaries in this generation */

@@ -8,6 +8,7 @@ KVFS_MODEL_SEED repeats a run's choices.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import itertools
@@ -67,8 +68,8 @@ class Node:
             return {""}
         possible = set()
         for i, (parent, name, _) in enumerate(self.places):
-            left = self.places[i + 1][2] if i + 1 < len(self.places) else float("inf")
-            if left > settled and parent is not None:
+            present = i + 1 == len(self.places)
+            if parent is not None and (present or self.places[i + 1][2] > settled):
                 possible |= {f"{above}/{name}".lstrip("/") for above in parent.paths(settled)}
         return possible
 
@@ -98,6 +99,10 @@ class Mounted:
 
 
 mounted = Mounted()
+
+
+# How often each thing happened in all runs, printed at the end.
+tally: collections.Counter[str] = collections.Counter()
 
 
 class Machine(RuleBasedStateMachine):
@@ -143,6 +148,7 @@ class Machine(RuleBasedStateMachine):
 
     def full(self, node: Node) -> pathlib.Path:
         self.steps += 1
+        tally["steps on files"] += 1
         return self.base / node.path()
 
     def fresh(self, size: int) -> bytes:
@@ -162,6 +168,7 @@ class Machine(RuleBasedStateMachine):
         if not node.may_be_missing:
             return False
         self._remove(node, time.monotonic())
+        tally["misses"] += 1
         return True
 
     # ---- making and writing ----
@@ -465,6 +472,7 @@ class Machine(RuleBasedStateMachine):
         if not self.files() or self.evictions >= EVICTIONS:
             return
         self.evictions += 1
+        tally["evictions"] += 1
         self.pool.command("evict", str(self.pool.path), *(["--all"] if everything else ["--size", "2M"]))
         held = [node for _, node in self.held]
         for node in self.files():
@@ -496,6 +504,7 @@ class Machine(RuleBasedStateMachine):
             time.sleep(INDEX_GRACE_S)
         self._drop_handles()
         killed = time.monotonic()
+        tally["kills"] += 1
         self.pool.kill()
         self.pool.remount()
         self._reconcile(max(self.settled, killed - INDEX_GRACE_S))
@@ -505,6 +514,7 @@ class Machine(RuleBasedStateMachine):
         if not self._may_restart():
             return
         self._drop_handles()
+        tally["clean remounts"] += 1
         self.pool.umount()
         self.pool.start()
         self._reconcile(float("inf"))
@@ -516,6 +526,7 @@ class Machine(RuleBasedStateMachine):
             return
         self._drop_handles()
         stopped = time.monotonic()
+        tally["lost indexes"] += 1
         if kill:
             self.pool.kill()
             helpers.detach(self.pool.mount)
@@ -638,3 +649,5 @@ def test_the_mount_behaves_like_the_model(pools: None) -> None:
         settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
                           print_blob=True, report_multiple_bugs=False,
                           suppress_health_check=list(HealthCheck)))
+    print(dict(tally))
+    assert tally["kills"] and tally["clean remounts"] and tally["lost indexes"] and tally["evictions"], tally

@@ -152,6 +152,9 @@ class StoreDouble:
         self.counter += 1
         return self.counter
 
+    async def rewrite(self, inode: InodeNumber, keep_content: bool) -> None:
+        await self.plane.file_rewrite(inode, keep_content)
+
     async def seal(self, inode: InodeNumber) -> Inode | None:
         old = self.index.get(inode)
         if old is None or inode not in self.plane.written:
