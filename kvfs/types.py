@@ -6,7 +6,8 @@ The inode record's bytes are `struct kvfs_inode_record` of native/include/kvfs_f
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import NewType
 
@@ -177,4 +178,6 @@ class Inode:
         return (Extent(self.generation, self.segment, self.page + self.header_pages, self.data_pages, 0),)
 
     def copy(self) -> Inode:
-        return replace(self, xattrs=dict(self.xattrs))
+        new = copy(self)
+        new.xattrs = dict(self.xattrs)
+        return new
