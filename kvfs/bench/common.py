@@ -1,0 +1,256 @@
+"""What the benchmark's parts share: scales, results, commands."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from kvfs.errors import KvfsError
+
+JSON_VERSION = 1
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEVICE_COUNT = 4
+STRIPE_UNIT = 128 * KIB
+DIRECTORIES = 16
+# Raw devices are read and written from here on, as kvfs leaves its labels alone.
+RAW_BASE = MIB
+COMMAND_TIMEOUT_S = 600.0
+
+Json = dict[str, object]
+
+
+class BenchError(KvfsError):
+    """A case could not be measured, or what was measured is not what was meant."""
+
+
+class MissingError(KvfsError):
+    """This machine lacks what a case needs; the case is skipped with this reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much of everything."""
+
+    rounds: int
+    device_size: int  # of each of kvfs's four
+    working_set: int  # bytes of blocks read in one round
+    write_set: int  # and written: more, as a disk's cache takes the first of it
+    block_size: int
+    large_file: int
+    threads: int
+    reads: int  # 4 KiB reads a round
+    lookups: int
+    prompt: int
+    small_files: int
+    million: int
+    few: int  # what a million is compared with
+    idle_s: int
+    settle_s: float  # until the daemon has done what it does a little later
+
+
+FULL = Scale(
+    rounds=5,
+    device_size=GIB,
+    working_set=512 * MIB,
+    write_set=GIB,
+    block_size=2 * MIB,
+    large_file=8 * MIB,
+    threads=8,
+    reads=20_000,
+    lookups=5_000,
+    prompt=3_600,
+    small_files=4_000,
+    million=1_000_000,
+    few=10_000,
+    idle_s=5,
+    settle_s=3.0,
+)
+QUICK = Scale(
+    rounds=2,
+    device_size=96 * MIB,
+    working_set=32 * MIB,
+    write_set=32 * MIB,
+    block_size=512 * KIB,
+    large_file=8 * MIB,
+    threads=4,
+    reads=500,
+    lookups=200,
+    prompt=360,
+    small_files=100,
+    million=2_000,
+    few=500,
+    idle_s=2,
+    settle_s=1.0,
+)
+
+
+# ---- results ----
+
+
+@dataclass(slots=True)
+class Row:
+    """One line of the table: samples of kvfs, perhaps of a peer, and how they are held against each other.
+
+    relation: `faster` is peer / kvfs (times, of latencies), `share` is kvfs / peer (of throughputs), `extra` is
+    kvfs - peer (in the unit), `value` is kvfs alone. target is the least score for the first two, the most for `extra`
+    and, with at_most, for `value`.
+    """
+
+    case: str
+    devices: str
+    what: str
+    unit: str
+    kvfs: list[float]
+    peer_name: str = ""
+    peer: list[float] = field(default_factory=list)
+    relation: str = "value"
+    target: float | None = None
+    at_most: bool = True
+    details: Json = field(default_factory=dict)
+
+    def scores(self) -> list[float]:
+        if self.relation == "value":
+            return self.kvfs
+        pairs = list(zip(self.kvfs, self.peer, strict=True))
+        if self.relation == "faster":
+            return [peer / kvfs for kvfs, peer in pairs]
+        if self.relation == "share":
+            return [kvfs / peer for kvfs, peer in pairs]
+        return [kvfs - peer for kvfs, peer in pairs]
+
+    def met(self) -> bool | None:
+        if self.target is None:
+            return None
+        score = statistics.median(self.scores())
+        at_most = self.relation == "extra" or (self.relation == "value" and self.at_most)
+        return score <= self.target if at_most else score >= self.target
+
+    def document(self) -> Json:
+        return {
+            "case": self.case,
+            "devices": self.devices,
+            "what": self.what,
+            "unit": self.unit,
+            "relation": self.relation,
+            "score": _spread(self.scores()),
+            "target": self.target,
+            "at_most": self.relation == "extra" or (self.relation == "value" and self.at_most),
+            "met": self.met(),
+            "kvfs": _spread(self.kvfs),
+            "peer": {"name": self.peer_name, **_spread(self.peer)} if self.peer else None,
+            "details": self.details,
+        }
+
+
+def _spread(samples: Sequence[float]) -> Json:
+    return {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "samples": list(samples)}
+
+
+def number_at(document: Mapping[str, object], *path: str) -> float:
+    """The number at a path of keys of a document that must have it."""
+    value: object = document
+    for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            raise BenchError(f"no {'.'.join(path)} in {json.dumps(document)[:300]}")
+        value = value[key]
+    if not isinstance(value, (int, float)):
+        raise BenchError(f"{'.'.join(path)} is {value!r}, not a number")
+    return value
+
+
+def column_at(documents: Sequence[Json], *path: str) -> list[float]:
+    return [number_at(document, *path) for document in documents]
+
+
+def rates(documents: Sequence[Json]) -> list[float]:
+    """GB/s of each."""
+    return [number_at(document, "bytes") / number_at(document, "seconds") / 1e9 for document in documents]
+
+
+# ---- commands ----
+
+
+def say(text: str) -> None:
+    """Progress, for people."""
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+def run_command(
+    *command: str | Path, timeout_s: float = COMMAND_TIMEOUT_S, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    words = [os.fspath(word) for word in command]
+    try:
+        result = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            cwd=REPOSITORY,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(f"{' '.join(words[:6])}: not done after {timeout_s:.0f} s") from error
+    except FileNotFoundError as error:
+        raise MissingError(f"needs the program {words[0]}") from error
+    if check and result.returncode:
+        said = (result.stderr or result.stdout).strip()[-1500:]
+        raise BenchError(f"{' '.join(words)} ended with {result.returncode}: {said}")
+    return result
+
+
+def parse_json(text: str, what: str) -> Json:
+    try:
+        return cast(Json, json.loads(text))
+    except ValueError as error:
+        raise BenchError(f"{what}: its output is no JSON: {text[:200]!r}") from error
+
+
+def needs_program(program: str) -> str:
+    path = shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    if path is None:
+        raise MissingError(f"needs the program {program}")
+    return path
+
+
+def needs_root() -> None:
+    if os.geteuid() != 0:
+        raise MissingError("needs root")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, with its kernel threads for I/O."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0, interval_s: float = 0.02) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise BenchError(f"{what}: not within {timeout_s:.0f} s")
+        time.sleep(interval_s)
+
+
+def forget_names() -> None:
+    """Make the kernel forget names and inodes (not pages), so that each filesystem is asked again."""
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("2")

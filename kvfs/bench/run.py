@@ -1,0 +1,232 @@
+"""One run: rounds in turn, the JSON, the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from kvfs.bench.cases import BOTH, CASES
+from kvfs.bench.common import (
+    DEVICE_COUNT,
+    FULL,
+    JSON_VERSION,
+    KIB,
+    MIB,
+    QUICK,
+    REPOSITORY,
+    BenchError,
+    Json,
+    MissingError,
+    Row,
+    Scale,
+    parse_json,
+    run_command,
+    say,
+)
+from kvfs.bench.report import render, render_markdown, row_text
+from kvfs.bench.stand import Stand
+from kvfs.errors import KvfsError, UsageError
+
+# ---- the run ----
+
+
+class Bench:
+    def __init__(self, scale: Scale, *, client: Path, passthrough_hp: Path, quick: bool) -> None:
+        self.scale, self.client_path, self.passthrough_hp, self.quick = scale, client, passthrough_hp, quick
+        self.rows: list[Row] = []
+        self.skipped: list[Json] = []
+        self.failed: list[Json] = []
+
+    def client(self, *words: object) -> Json:
+        if not self.client_path.exists():
+            raise MissingError(f"needs {self.client_path}: tools/bench builds it")
+        return parse_json(run_command(self.client_path, *(str(word) for word in words)).stdout, "bench_client")
+
+    def skip(self, case: str, devices: str, reason: str) -> None:
+        say(f"{case} on {devices}: skipped: {reason}")
+        self.skipped.append({"case": case, "devices": devices, "reason": reason})
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        say(row_text(row.document()))
+
+    def interleave(self, runs: Mapping[str, Callable[[int], Json]]) -> dict[str, list[Json]]:
+        """Each round runs every side once, one after the other."""
+        results: dict[str, list[Json]] = {name: [] for name in runs}
+        for index in range(self.scale.rounds):
+            for name, run in runs.items():
+                results[name].append(run(index))
+        return results
+
+    def run(self, cases: Sequence[str], devices: Sequence[str], base: Path) -> None:
+        """The cases on each kind of devices, in the order of CASES; `million` on larger devices of its own."""
+        for kind in devices:
+            wanted = [name for name, case in CASES.items() if name in cases and kind in case.devices]
+            # Header and data of 4 KiB each, and room so that nothing is evicted; zram keeps little of packable data.
+            million_size = max(self.scale.million * 8 * KIB * 3 // 2 // DEVICE_COUNT, 64 * MIB) // MIB * MIB
+            for names, size in (
+                ([name for name in wanted if name != "million"], self.scale.device_size),
+                ([name for name in wanted if name == "million"], million_size),
+            ):
+                if not names:
+                    continue
+                stand = Stand(self, kind, base / f"{kind}-{names[0]}", size)
+                try:
+                    for name in names:
+                        self.guarded(name, kind, functools.partial(CASES[name].run, stand))
+                finally:
+                    stand.close()
+
+    def guarded(self, name: str, devices: str, case: Callable[[], None]) -> None:
+        """One case; what this machine lacks skips it, what goes wrong fails it, and the others run either way."""
+        say(f"{name} on {devices}")
+        started = time.monotonic()
+        try:
+            case()
+        except MissingError as error:
+            self.skip(name, devices, str(error))
+        except (KvfsError, OSError, ValueError) as error:
+            say(f"{name} on {devices} FAILED: {error}")
+            self.failed.append({"case": name, "devices": devices, "error": f"{type(error).__name__}: {error}"})
+        say(f"{name} on {devices}: {time.monotonic() - started:.1f} s")
+
+    def document(self) -> Json:
+        return {
+            "version": JSON_VERSION,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "quick": self.quick,
+            "machine": machine(),
+            "scale": {name: getattr(self.scale, name) for name in Scale.__slots__},
+            "rows": [row.document() for row in self.rows],
+            "skipped": self.skipped,
+            "failed": self.failed,
+        }
+
+
+def machine() -> Json:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    model = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "kernel": platform.release(),
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory": memory,
+        "python": platform.python_version(),
+    }
+
+
+# ---- the command line ----
+
+
+def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--{what}: {name!r} is none of {', '.join(known)}")
+    if not names:
+        raise UsageError(f"--{what}: names none of {', '.join(known)}")
+    return names
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (try {self.prog} --help)\n")
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="kvfs bench",
+        description="Measure kvfs against its peers; docs/performance.md says what each case compares.",
+        allow_abbrev=False,
+    )
+    # A million blocks take minutes: only by name, or with --quick.
+    parser.add_argument("--only", metavar="CASE,...", help=f"cases: {', '.join(CASES)} (default: all but million)")
+    parser.add_argument("--devices", metavar="KIND,...", default=",".join(BOTH), help="zram, files (default: both)")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"default {FULL.rounds}, with --quick {QUICK.rounds}")
+    parser.add_argument("--quick", action="store_true", help="toy sizes: does everything still work?")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON document there")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="measure nothing: print the table of this JSON document"
+    )
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="with --markdown: put the table between PAGE's marks")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="where files as devices are made (default build/bench)"
+    )
+    parser.add_argument("--client", type=Path, default=REPOSITORY / "build/bench/bench_client", help=argparse.SUPPRESS)
+    parser.add_argument("--peer", type=Path, default=REPOSITORY / "build/peers/passthrough_hp", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench; 0 if every case ran or was skipped for a reason, however fast it was."""
+    try:
+        return _main(_arguments(list(sys.argv[1:] if argv is None else argv)))
+    except UsageError as error:
+        print(f"kvfs bench: {error}", file=sys.stderr)
+        return 2
+    except KvfsError as error:
+        print(f"kvfs bench: {error}", file=sys.stderr)
+        return 1
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    if arguments.markdown is not None:
+        try:
+            text = render_markdown(parse_json(arguments.markdown.read_text(), str(arguments.markdown)))
+            if arguments.into is None:
+                print(text)
+            else:
+                _put_into(arguments.into, text)
+        except OSError as error:
+            raise BenchError(f"{error.filename}: {error.strerror}") from error
+        return 0
+    default = [name for name in CASES if arguments.quick or name != "million"]
+    cases = _chosen(arguments.only, list(CASES), "only") if arguments.only is not None else default
+    devices = _chosen(arguments.devices, BOTH, "devices")
+    scale = QUICK if arguments.quick else FULL
+    if arguments.rounds is not None:
+        if arguments.rounds < 1:
+            raise UsageError("--rounds: at least 1")
+        scale = replace(scale, rounds=arguments.rounds)
+    directory = arguments.directory or REPOSITORY / "build/bench"
+    directory.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was made is removed
+    bench = Bench(scale, client=arguments.client, passthrough_hp=arguments.peer, quick=arguments.quick)
+    base = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
+    try:
+        bench.run(cases, devices, base)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    document = bench.document()
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(document, indent=2) + "\n")
+    print(render(document))
+    return 1 if bench.failed else 0
+
+
+def _put_into(page: Path, text: str) -> None:
+    """Replace what lies between the marks of a page."""
+    before, first, rest = page.read_text().partition("<!-- bench -->\n")
+    _, last, after = rest.partition("<!-- /bench -->\n")
+    if not first or not last:
+        raise BenchError(f"{page}: lacks the lines <!-- bench --> and <!-- /bench -->")
+    page.write_text(f"{before}{first}{text}\n{last}{after}")
