@@ -319,7 +319,8 @@ def _unused() -> int:
 
 
 def _latency(results: Sequence[Json]) -> Json:
-    return {f"{point}_us": statistics.median(column_at(results, "latency_us", point)) for point in ("mean", "p50", "p99")}
+    points = ("mean", "p50", "p99")
+    return {f"{point}_us": statistics.median(column_at(results, "latency_us", point)) for point in points}
 
 
 def _cpu(results: Sequence[Json]) -> Json:
