@@ -326,7 +326,7 @@ def _latency(results: Sequence[Json]) -> Json:
 def _cpu(results: Sequence[Json]) -> Json:
     """CPU seconds a GiB, of who serves and of who asks."""
     gib = sum(column_at(results, "bytes")) / GIB
-    return {f"{who}_s_per_gib": sum(column_at(results, f"{who}cpu_s")) / gib for who in ("daemon", "client")}
+    return {f"{who}_s_per_gib": sum(column_at(results, f"{who}_cpu_s")) / gib for who in ("daemon", "client")}
 
 
 def _same_bytes(results: Mapping[str, Sequence[Json]], but: str = "") -> None:

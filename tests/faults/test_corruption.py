@@ -26,7 +26,7 @@ from helpers import KIB, MIB, CommandError, Pool, assert_same, content, raises_e
 SEED = int(os.environ.get("KVFS_CORRUPTION_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 ALL = bool(os.environ.get("KVFS_FAULTS_ALL"))
 # Names and removals are in the index after a second, in the summaries within two more.
-QUIET_S = 4.0
+QUIET_S = 5.0
 
 
 @dataclasses.dataclass
