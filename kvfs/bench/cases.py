@@ -90,7 +90,8 @@ def case_lookup(stand: Stand) -> None:
         return stand.filled(side, "names", 4 * KIB, count)
 
     def stat(side: Side, index: int) -> Json:
-        directory = Path(names(side).read_text().split("\n", 1)[0]).parent
+        known = side is not stand.floor
+        directory = Path(names(side).read_text().split("\n", 1)[0]).parent if known else side.root
         return bench.client("stat", "--dir", directory, "--count", scale.lookups, "--seed", _unused())
 
     def open_known(side: Side, index: int) -> Json:
@@ -108,10 +109,14 @@ def case_lookup(stand: Stand) -> None:
         ("open and close", open_known, 5.0),
         ("open and close, name not cached", open_unknown, None),
     ):
-        results = _interleaved(stand, run, [stand.peer])
+        floor = [stand.floor] if run is stat else []
+        results = _interleaved(stand, run, [stand.peer, *floor])
         ours, theirs = (column_at(results[name], "latency_us", "mean") for name in ("kvfs", peer))
         details = {"latency": _latency(results["kvfs"]), "peer_latency": _latency(results[peer])}
         stand.add("lookup", f"{what}, 1 thread, mean", "us", ours, peer, theirs, "faster", target, details=details)
+        for side in floor:
+            bare = column_at(results[side.name], "latency_us", "mean")
+            stand.add("lookup", f"{what}, 1 thread, mean", "us", ours, side.name, bare, "faster")
 
 
 def case_prompt(stand: Stand) -> None:

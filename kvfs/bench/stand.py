@@ -236,23 +236,16 @@ def _abort(mountpoint: Path) -> None:
 
 
 @contextlib.contextmanager
-def passthrough(program: Path, lower: Path, mountpoint: Path) -> Iterator[Side]:
-    """libfuse's passthrough_hp over a directory, copying (kernel passthrough off), otherwise as it comes."""
-    if not program.exists():
-        raise MissingError(f"needs {program}: tools/peers builds it")
+def served(words: Sequence[str | Path], name: str, lower: Path, mountpoint: Path) -> Iterator[Side]:
+    """A FUSE server in the foreground that mounts itself."""
     mountpoint.mkdir(parents=True, exist_ok=True)
-    flags = ["--foreground"]
-    if "--nopassthrough" in run_command(program, "--help", check=False).stdout:
-        flags.append("--nopassthrough")
     device = os.stat(mountpoint).st_dev
-    process = subprocess.Popen(
-        [program, *flags, lower, mountpoint], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        wait_until(lambda: process.poll() is not None or os.stat(mountpoint).st_dev != device, "passthrough_hp's mount")
+        wait_until(lambda: process.poll() is not None or os.stat(mountpoint).st_dev != device, f"{name}'s mount")
         if process.poll() is not None:
-            raise BenchError(f"passthrough_hp ended with {process.returncode}")
-        yield Side("passthrough_hp/ext4", mountpoint, lower, process.pid)
+            raise BenchError(f"{name} ended with {process.returncode}")
+        yield Side(name, mountpoint, lower, process.pid)
     finally:
         if run_command("umount", mountpoint, check=False, timeout_s=30).returncode:
             _abort(mountpoint)
@@ -261,6 +254,18 @@ def passthrough(program: Path, lower: Path, mountpoint: Path) -> Iterator[Side]:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+@contextlib.contextmanager
+def passthrough(program: Path, lower: Path, mountpoint: Path) -> Iterator[Side]:
+    """libfuse's passthrough_hp over a directory, copying (kernel passthrough off), otherwise as it comes."""
+    if not program.exists():
+        raise MissingError(f"needs {program}: tools/peers builds it")
+    flags = ["--foreground"]
+    if "--nopassthrough" in run_command(program, "--help", check=False).stdout:
+        flags.append("--nopassthrough")
+    with served([program, *flags, lower, mountpoint], "passthrough_hp/ext4", lower, mountpoint) as side:
+        yield side
 
 
 def fio(
@@ -370,6 +375,15 @@ class Stand:
         (device,) = self.make_block_devices("peer", 1, size)
         lower = self.stack.enter_context(filesystem("ext4", [device], self.base / "ext4"))
         return self.stack.enter_context(passthrough(self.bench.passthrough_hp, lower, self.base / "passthrough"))
+
+    @functools.cached_property
+    def floor(self) -> Side:
+        """A server that answers every LOOKUP with ENOENT and does nothing else: what a wake-up costs here."""
+        mountpoint = self.base / "floor"
+        program = self.bench.client_path.with_name("fuse_floor")
+        if not program.exists():
+            raise MissingError(f"needs {program}: tools/bench builds it")
+        return self.stack.enter_context(served([program, mountpoint], "fuse_floor", mountpoint, mountpoint))
 
     @functools.cached_property
     def striped(self) -> list[Side]:
