@@ -77,7 +77,7 @@ class Evictor:
         self._policy, self._pins, self._mover = policy, pins, mover
         self.counters = EvictionCounters()
         self._hot: dict[int, tuple[float, int]] = {}
-        self._order: dict[Stream, list[Segment]] = {}
+        self._order: dict[Stream, list[tuple[Segment, int]]] = {}
         self._ordered_at = float("-inf")
         self._lock = trio.Lock()
         self._pages_at_start = segments.pages_written
@@ -151,11 +151,15 @@ class Evictor:
         if now - self._ordered_at >= _ORDER_S:
             closed = [s for s in self._segments.all if s.state == State.CLOSED]
             closed.sort(key=lambda s: s.generation)
-            self._order = {stream: [s for s in closed if s.stream == stream] for stream in Stream}
+            self._order = {stream: [(s, s.generation) for s in closed if s.stream == stream] for stream in Stream}
             self._ordered_at = now
         found: list[Candidate] = []
         for stream, order in self._order.items():
-            may_go = (s for s in order if s.state == State.CLOSED and not s.held and s.avoid_until <= now)
+            # One that was freed and filled again since is not old any more, and perhaps of the other stream.
+            may_go = (
+                s for s, generation in order
+                if s.generation == generation and s.state == State.CLOSED and not s.held and s.avoid_until <= now
+            )  # fmt: skip
             found += [Candidate(s.index, stream, s.generation, s.live_pages, 0) for s in islice(may_go, _OLDEST)]
         return found
 

@@ -55,6 +55,7 @@ class Node:
     removed: float | None = None
     may_be_missing: bool = False
     pinned: bool = False
+    pinned_since: float = FOREVER
 
     @property
     def parent(self) -> Node | None:
@@ -467,6 +468,7 @@ class Machine(RuleBasedStateMachine):
         except FileNotFoundError:
             assert self._gone(node), f"{node.path()} is missing"
             return
+        node.pinned_since = node.pinned_since if node.pinned else time.monotonic()
         node.pinned, node.may_be_missing = True, False
 
     @rule(everything=st.booleans())
@@ -588,7 +590,7 @@ class Machine(RuleBasedStateMachine):
                 if not node.began_after(settled):
                     assert places[node] & directories, (
                         f"directory {node.path()} is missing; the run's own: {self.base.exists()}, found {directories}")
-        self._adopt(new, directories)
+        self._adopt(new, directories, settled)
 
     def _contested(self, node: Node, candidates: list[Node], places: dict[Node, set[str]], settled: float) -> bool:
         """Its rename may be undone, and meanwhile something else has that name: then it may be gone."""
@@ -597,7 +599,7 @@ class Machine(RuleBasedStateMachine):
             path in places[other] or any(path.startswith(f"{place}/") for place in places[other])
             for path in elsewhere for other in candidates if other is not node)
 
-    def _adopt(self, files: list[tuple[str, Node]], directories: set[str]) -> None:
+    def _adopt(self, files: list[tuple[str, Node]], directories: set[str], settled: float) -> None:
         """What is there now is durable and may not change by another crash."""
         self.restarts, self.steps = self.restarts + 1, 0
         made: dict[str, Node] = {"": self.root}
@@ -607,7 +609,9 @@ class Machine(RuleBasedStateMachine):
         adopted = []
         for path, old in files:
             above, _, name = path.rpartition("/")
-            adopted.append(Node(old.content, [(made[above], name, FOREVER)], None, old.may_be_missing, old.pinned))
+            pinned = "user.kvfs.pin" in os.listxattr(self.base / path)
+            assert pinned or not old.pinned or old.pinned_since > settled or not old.content, f"{path}: its pin is gone"
+            adopted.append(Node(old.content, [(made[above], name, FOREVER)], None, old.may_be_missing, pinned))
         self.nodes = [node for path, node in made.items() if path] + adopted
         self.removed = []
         note(f"after the restart: {[node.path() for node in self.nodes]}")
