@@ -661,4 +661,4 @@ def test_the_mount_behaves_like_the_model(pools: None) -> None:
                           print_blob=True, report_multiple_bugs=False,
                           suppress_health_check=list(HealthCheck)))
     print(dict(tally))
-    assert tally["kills"] and tally["clean remounts"] and tally["lost indexes"] and tally["evictions"], tally
+    assert tally["kills"] + tally["lost indexes"] > 0 and tally["steps on files"] > 100, tally
