@@ -90,6 +90,15 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _memory_size(text: str) -> int:
+    """A size that this machine's memory can hold."""
+    size = _size(text)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than this machine's memory, {memory >> 20}M")
+    return size
+
+
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: not a positive number")
@@ -144,8 +153,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--options", default="", metavar="LIST", help="mount(8) options, comma separated: ro, noexec, suid, dev, ..."
     )
-    sub.add_argument("--staging", type=_size, metavar="SIZE", help="memory for blocks being written")
-    sub.add_argument("--read-memory", type=_size, metavar="SIZE", help="memory for reads under way")
+    sub.add_argument("--staging", type=_memory_size, metavar="SIZE", help="memory for blocks being written")
+    sub.add_argument("--read-memory", type=_memory_size, metavar="SIZE", help="memory for reads under way")
     sub.add_argument("--threads", type=_count, metavar="N", help="server threads (default: one a core, at most 8)")
     sub.add_argument(
         "--timeout", type=_seconds, default=120.0, metavar="S", help="give up starting after this long without progress"

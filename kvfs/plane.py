@@ -502,6 +502,11 @@ def _runs(runs: Sequence[Run]) -> object:
 _scan_memory = ffi.new_allocator(should_clear_after_alloc=False)
 
 
+def check_records(records: bytes) -> None:
+    """PlaneError (EBADMSG) unless every inode record could go into the block table."""
+    _check(lib.kvfs_table_load(ffi.NULL, records, len(records)), "inode records")
+
+
 def checksum(data: bytes | bytearray | memoryview, secret: int) -> int:
     """xxh3-64 seeded with the pool's secret, as everything on a device is summed."""
     return cast(int, lib.kvfs_checksum(ffi.from_buffer(data), len(data), secret))

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 # Address space, not memory or disk: LMDB's file grows as it is used. 256 GiB hold some 500 million inodes.
 MAP_SIZE = 256 << 30
+_LMDB_PAGE = 4096
+_LMDB_MAGIC = 0xBEEFC0DE
 _U64 = struct.Struct(">Q")
 _MEMBER = struct.Struct(">IQ")
 _U32 = struct.Struct(">I")
@@ -146,6 +148,7 @@ class LmdbIndex:
         """
         self._path = path
         self._read_only = read_only
+        _check_size(path / "data.mdb")
         self._open(durable)
         self._volatile = _Layer()
         self._pending = _Layer()
@@ -646,6 +649,29 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _check_size(path: Path) -> None:
+    """IndexError_ if the file is shorter than its newest meta page says: LMDB maps it, and a missing page is SIGBUS.
+
+    Fields of MDB_page and MDB_meta in LMDB's mdb.c. A few pages at the end may never have been written: they are added.
+    """
+    try:
+        with path.open("r+b") as file:
+            head = file.read(2 * _LMDB_PAGE)
+            size = file.seek(0, os.SEEK_END)
+            newest = (-1, 0)
+            for at in (0, _LMDB_PAGE):
+                if len(head) >= at + 152 and struct.unpack_from("<I", head, at + 16)[0] == _LMDB_MAGIC:
+                    last_page, transaction = struct.unpack_from("<QQ", head, at + 136)
+                    newest = max(newest, (transaction, last_page))
+            needed = (newest[1] + 1) * _LMDB_PAGE
+            if size and (newest[0] < 0 or size + 4 * _LMDB_PAGE < needed):
+                raise IndexError_(f"index {path}: {size} bytes, at least {needed} belong to it: cut off or damaged")
+            if size < needed and size:
+                file.truncate(needed)
+    except FileNotFoundError:
+        return
 
 
 def _commit_error(path: Path, number: int, cause: Exception) -> IndexError_:

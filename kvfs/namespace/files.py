@@ -319,6 +319,8 @@ class Namespace:
         # The old holder of the name leaves the index before the new one takes the name over.
         if target is not None:
             self._vanish(target, bool(kept) or target.inode in self._open_directories, now)
+            if kept:
+                self._store.linger(target.inode)
         self._index.put(renamed, inode)
         if renamed.sealed or renamed.kind == Kind.DIRECTORY:
             self._store.renamed(renamed)

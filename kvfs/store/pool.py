@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import struct
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import trio
 from kvfs.config import layout
 from kvfs.errors import KvfsError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
-from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, Run, SealInfo
+from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, Run, SealInfo, check_records
 from kvfs.store import recovery
 from kvfs.store.devices import INDEX_NAME, OpenPool, format_devices, import_pool, locked, open_pool, write_labels
 from kvfs.store.eviction import EvictionPolicy, OldestLeastLive, Stream
@@ -37,7 +38,7 @@ from kvfs.store.format import (
     PARENT_OFFSET,
 )
 from kvfs.store.pins import Pins
-from kvfs.store.segments import Counter, Segments, SegmentStatistics
+from kvfs.store.segments import Counter, Segments, SegmentStatistics, usage
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
 
 __all__ = ["Space", "Store", "StoreOptions", "StoreStatistics", "format_devices", "import_pool"]
@@ -48,6 +49,7 @@ _WRITE_TRIES = 3
 _COMMIT_CHANGES = 20_000
 _COMMIT_POLL_S = 0.1
 _PIN_COUNT_S = 60.0
+_LINGER_S = 1.0
 _SEAL_AT_CLOSE_S = 60.0
 _PARENT = struct.Struct("<Q")
 # A record's ancestors are kept this long at most: the times in them are hints, names are never stale (see renamed()).
@@ -128,6 +130,7 @@ class Store:
         self._moved_directories: list[InodeNumber] = []
         self._directory_moved = trio.Event()
         self._reseal: set[InodeNumber] = set()
+        self._lingering: deque[tuple[float, InodeNumber]] = deque()
         self._bad_blocks = self._sealed = self._seal_retries = 0
         self._device_errors: dict[int, int] = {}
         self.rebuilding = False
@@ -291,6 +294,7 @@ class Store:
         await self.segments.flush_summaries()
         self._ancestors.clear()
         self._check_held()
+        self._end_lingering()
         self._set_space()
         await self._retry_reseals()
 
@@ -511,6 +515,7 @@ class Store:
             self.segments.mark_dirty(home, gone=True)
         self.index.put(written, current)
         self._account(current, written)
+        self._count_pinned(current, written)
         self.plane.inode_update(written.pack())
         return written
 
@@ -685,10 +690,33 @@ class Store:
         self.index.delete(inode)
         self.forget(inode)
 
+    def linger(self, inode: InodeNumber) -> None:
+        """A block whose name was taken by another: it can be opened for another second by who just looked it up."""
+        self._lingering.append((trio.current_time() + _LINGER_S, inode))
+
+    def _end_lingering(self) -> None:
+        while self._lingering and self._lingering[0][0] <= trio.current_time():
+            _, number = self._lingering.popleft()
+            if self._options.on_event is not None:
+                self._options.on_event(int(EventType.IDLE), number, 0)
+
+    def _count_pinned(self, before: Inode | None, after: Inode | None) -> None:
+        """What is pinned came, went or changed its size: writers learn of it at once."""
+        if not self.pins:
+            return
+        known = after or before
+        assert known is not None
+        if self.pins.holds(known.pack()):
+            come = 0 if after is None else sum(usage(after).values())
+            gone = 0 if before is None else sum(usage(before).values())
+            self.pins.pages = max(0, self.pins.pages + come - gone)
+            self._set_space()
+
     def forget(self, inode: Inode) -> None:
         """A sealed block was removed from the index: its pages are free, its summary must not name it."""
         if not inode.sealed or inode.kind != Kind.FILE:
             return
+        self._count_pinned(inode, None)
         if InodeFlags.PINNED in inode.flags:
             self.pins.remove(inode.inode)
         self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
@@ -868,6 +896,8 @@ def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
             uuid = index.meta_get(META_UUID)
             if uuid == opened.config.uuid.bytes and not index.incomplete:
                 index.segment_items()
+                for chunk in index.records(_CHUNK):
+                    check_records(chunk)
                 return index, False
             log.warning("%s: %s; it is made anew", path, "half rebuilt" if uuid else "empty")
         except KvfsError as error:

@@ -83,7 +83,8 @@ void kvfs_notify_entry(struct kvfs_plane *plane, uint64_t parent, const char *na
 
 /* ---- names (all from the one control-plane thread) ---- */
 
-/* kvfs_table_put; when the name led to another inode (replaced), that one is kept nameless if it is open. Returns 1 if kept, else 0. */
+/* kvfs_table_put; when the name led to another inode (replaced), that one is kept nameless if it is open, or sealed: whoever looked the
+ * name up a moment ago can still open what it was then (the kernel repeats an OPEN that is ESTALE only once). Returns 1 if kept, else 0. */
 int kvfs_name_put(struct kvfs_plane *plane, const void *inode_record, uint64_t replaced);
 /* Attributes or place changed, name unchanged. */
 int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);

@@ -25,13 +25,24 @@ int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode) {
 }
 
 /* An inode that lost its name: it lives on only for open handles. Nobody will seal what is staged. */
-static int nameless(struct kvfs_plane *plane, uint64_t inode, int (*change)(struct kvfs_plane *, uint64_t, int keep, const void *), const void *argument) {
+static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (*change)(struct kvfs_plane *, uint64_t, int keep, const void *),
+                    const void *argument) {
     struct shard *shard = shard_of(plane, inode);
     pthread_mutex_lock(&shard->lock);
     struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
     while (node && node->inode != inode)
         node = node->next;
     int keep = node && node->handles > 0;
+    struct kvfs_record record;
+    if (!keep && linger && kvfs_table_find_inode(plane->table, inode, &record) == 0 && record.flags & KVFS_INODE_SEALED) {
+        bool written = false;
+        if (node) {
+            pthread_mutex_lock(&node->lock);
+            written = node->file != NULL;
+            pthread_mutex_unlock(&node->lock);
+        }
+        keep = !written;
+    }
     int r = change(plane, inode, keep, argument);
     pthread_mutex_unlock(&shard->lock);
     if (r < 0)
@@ -57,7 +68,7 @@ static int change_put(struct kvfs_plane *plane, uint64_t inode, int keep, const 
 
 int kvfs_name_put(struct kvfs_plane *plane, const void *record, uint64_t replaced) {
     if (replaced)
-        return nameless(plane, replaced, change_put, record);
+        return nameless(plane, replaced, true, change_put, record);
     return change_put(plane, 0, 0, record);
 }
 
@@ -69,7 +80,7 @@ int kvfs_inode_update(struct kvfs_plane *plane, const void *record) {
     return kvfs_table_update(plane->table, &to);
 }
 
-int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) { return nameless(plane, inode, change_remove, NULL); }
+int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) { return nameless(plane, inode, false, change_remove, NULL); }
 
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy) {
     int total = 0;

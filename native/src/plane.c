@@ -133,6 +133,9 @@ static int config_check(const struct kvfs_plane_config *c, const struct kvfs_mem
         return fail(-EINVAL, "stripe width %u with %u devices", c->stripe_width, c->device_count);
     if (c->stripe_unit < 16384 || c->stripe_unit % KVFS_PAGE_SIZE || c->zone_size % c->stripe_unit || c->zone_size == 0)
         return fail(-EINVAL, "stripe unit %llu, zone size %llu", (unsigned long long)c->stripe_unit, (unsigned long long)c->zone_size);
+    if (c->staging_size >> 40 || c->read_memory_size >> 40)
+        return fail(-EINVAL, "staging of %llu bytes, read memory of %llu: at most 1 TiB each", (unsigned long long)c->staging_size,
+                    (unsigned long long)c->read_memory_size);
     if (c->segment_count == 0 || c->zone_size * c->stripe_width / PAGE > UINT32_MAX)
         return fail(-EINVAL, "%u segments of %llu bytes", c->segment_count, (unsigned long long)(c->zone_size * c->stripe_width));
     for (uint64_t i = 0; i < (uint64_t)c->segment_count * c->stripe_width; i++)
@@ -216,7 +219,9 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
     if (r == -ENOMEM)
         return fail(r, "io_uring: no memory to lock; raise the memlock limit (ulimit -l)");
     if (r < 0)
-        return fail(r, "io_uring: %s%s", strerror(-r), r == -EPERM ? "; see /proc/sys/kernel/io_uring_disabled" : "");
+        return fail(r, "io_uring: %s%s", strerror(-r), r == -EPERM    ? "; set /proc/sys/kernel/io_uring_disabled to 0 (sysctl kernel.io_uring_disabled=0)"
+                                                : r == -ENOSYS ? "; it needs Linux 5.11 or newer with CONFIG_IO_URING, and a container whose seccomp profile allows it"
+                                                               : "");
     return 0;
 }
 

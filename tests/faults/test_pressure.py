@@ -107,7 +107,7 @@ def test_pins_by_command_and_by_xattr_survive_on_files_and_in_directories(own_po
     assert not (pool.mount / "loose" / "5").exists()
     pool.command("unpin", str(pool.mount / "command" / "0"), str(pool.mount / "tree"))
     os.removexattr(pool.mount / "loose" / "renamed", PIN)
-    press("three")
+    pool.command("evict", str(pool.path), "--all")
     left = [name for name in pinned if (pool.mount / name).exists()]
     assert left == ["command/1"], f"still there: {left}"
 

@@ -81,8 +81,9 @@ def rename(store: Store, number: InodeNumber, name: bytes, parent: int = ROOT_IN
     target = None if target_number is None else store.index.get(target_number)
     new = old.copy()
     new.parent, new.name = InodeNumber(parent), name
-    assert store.plane.name_put(new.pack(), 0 if target is None else target.inode) == 0
+    lingers = store.plane.name_put(new.pack(), 0 if target is None else target.inode)
     if target is not None:
+        assert lingers and store.plane.inode_remove(target.inode) == 0
         store.index.delete(target)
         store.forget(target)
     store.index.put(new, old)

@@ -152,6 +152,9 @@ class StoreDouble:
         self.counter += 1
         return self.counter
 
+    def linger(self, inode: InodeNumber) -> None:
+        assert inode in self.plane.table
+
     async def rewrite(self, inode: InodeNumber, keep_content: bool) -> None:
         await self.plane.file_rewrite(inode, keep_content)
 
