@@ -17,7 +17,7 @@ from pathlib import Path
 from cffi import FFI
 
 NATIVE = Path(__file__).resolve().parent
-HEADERS = ["kvfs_format.h", "kvfs_checksum.h", "kvfs_table.h", "kvfs_plane.h"]
+HEADERS = ["kvfs_format.h", "kvfs_checksum.h", "kvfs_table.h", "kvfs_plane.h", "kvfs.h"]
 # cffi's own generated code is not held to -Werror: its casts warn. `make -C native/test warnings` holds ours to it.
 FLAGS = ["-std=gnu11", "-O2", "-g", "-fno-strict-aliasing", "-Wall", "-Wextra", "-UNDEBUG", "-fvisibility=hidden"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-O1"]
@@ -29,6 +29,7 @@ def declarations() -> str:
     for name in HEADERS:
         source = (NATIVE / "include" / name).read_text()
         source = re.sub(r"/\*.*?\*/", "", source, flags=re.S)
+        source = re.sub(r"#ifdef __cplusplus.*?#endif", "", source, flags=re.S)
         source = re.sub(r"static_assert\(.*?\);", "", source)
         for macro, value in re.findall(r"^#define (KVFS_\w+) (\d+)\s*$", source, flags=re.M):
             text += f"#define {macro} {value}\n"

@@ -66,6 +66,7 @@ void kvfs_table_set_complete(struct kvfs_table *table, int complete);
 /* Reader side: any thread, any process. 0, -ENOENT, or -EAGAIN: ask the daemon (a bounded number of retries was not enough, the table is
  * incomplete, or two names share a key). */
 int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out); /* maps read-only; checks magic, version, sizes: -EBADMSG */
+void kvfs_table_detach(struct kvfs_table *table);                      /* an attached one, or NULL */
 int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out);
 uint64_t kvfs_table_mount_epoch(const struct kvfs_table *table);

@@ -68,6 +68,14 @@ int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out)
     return 0;
 }
 
+void kvfs_table_detach(struct kvfs_table *table)
+{
+    if (!table)
+        return;
+    munmap(table->header, table->size);
+    free(table);
+}
+
 static void unpack(const struct packed *packed, uint32_t slot, struct kvfs_record *out)
 {
     const uint64_t *words = packed->words;

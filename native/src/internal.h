@@ -192,6 +192,10 @@ void desc_put(struct desc *desc);
 int desc_verify(struct kvfs_plane *plane, struct desc *desc, const struct kvfs_record *record);
 /* Magic, version, layout and every checksum of `pages` pages of header; copies out the fixed parts. 0 or -EBADMSG. */
 int header_check(struct kvfs_plane *plane, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record);
+int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
+                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves,
+                 uint32_t run_pages);
+void extent_header_build(struct kvfs_plane *plane, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page);
 void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to);
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, uint32_t flags, bool writer, uint64_t *fh);
 struct handle *handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh);
@@ -398,7 +402,8 @@ void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t
 struct fault_rule { atomic_uint fault, direction, every, value, counter; };
 struct device {
     int fd;
-    bool memory;                         /* a RAM disk: I/O is done inline */
+    bool memory;                         /* a RAM disk: I/O of at most inline_max bytes is done inline */
+    atomic_ullong stuck_until_ns;        /* fail_fast: it missed a deadline, until then its I/O fails at once */
     uint64_t zones_offset;
     atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
     struct fault_rule faults;
@@ -414,6 +419,8 @@ struct kvfs_plane {
     struct kvfs_member *members;
     uint64_t segment_size;
     uint32_t segment_pages;
+    uint32_t inline_max;
+    bool fail_fast;
     struct kvfs_table *table;
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;

@@ -1,4 +1,4 @@
-/* The plane: builds and takes down the parts, carries events and completions to Python, counts. */
+/* The plane: builds and takes down the parts, counts. */
 #include "internal.h"
 
 #include <stdarg.h>
@@ -16,112 +16,6 @@ static int fail(int error, const char *format, ...) {
     vsnprintf(last_error, sizeof(last_error), format, arguments);
     va_end(arguments);
     return error;
-}
-
-/* ---- events and completions ---- */
-
-static void queue_signal(struct kvfs_plane *plane) {
-    uint64_t one = 1;
-    ssize_t n = write(plane->event_fd, &one, sizeof(one));
-    (void)n;
-}
-
-void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value) {
-    pthread_mutex_lock(&plane->queue_lock);
-    /* A failing device makes the same event many times a second: once in the queue is enough. */
-    for (uint32_t i = plane->event_count; i-- > 0 && plane->event_count - i < 64;) {
-        struct kvfs_event *e = &plane->events[i];
-        if (e->type == type && e->inode == inode && e->value == value) {
-            pthread_mutex_unlock(&plane->queue_lock);
-            return;
-        }
-    }
-    if (plane->event_count == plane->event_capacity) {
-        uint32_t capacity = plane->event_capacity * 2;
-        struct kvfs_event *grown = realloc(plane->events, capacity * sizeof(*grown));
-        if (grown) {
-            plane->events = grown;
-            plane->event_capacity = capacity;
-        }
-    }
-    if (plane->event_count < plane->event_capacity)
-        plane->events[plane->event_count++] = (struct kvfs_event){.type = type, .inode = inode, .value = value};
-    pthread_mutex_unlock(&plane->queue_lock);
-    queue_signal(plane);
-}
-
-void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result) {
-    pthread_mutex_lock(&plane->queue_lock);
-    while (plane->completion_count == plane->completion_capacity) {
-        uint32_t capacity = plane->completion_capacity * 2;
-        struct kvfs_completion *grown = realloc(plane->completions, capacity * sizeof(*grown));
-        if (!grown) { /* a completion must not be lost: wait for memory */
-            pthread_mutex_unlock(&plane->queue_lock);
-            usleep(10000);
-            pthread_mutex_lock(&plane->queue_lock);
-            continue;
-        }
-        plane->completions = grown;
-        plane->completion_capacity = capacity;
-    }
-    plane->completions[plane->completion_count++] = (struct kvfs_completion){cookie, result};
-    pthread_cond_signal(&plane->queue_more);
-    pthread_mutex_unlock(&plane->queue_lock);
-    atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
-    queue_signal(plane);
-}
-
-int kvfs_event_fd(struct kvfs_plane *plane) { return plane->event_fd; }
-
-static void queue_drained(struct kvfs_plane *plane) {
-    uint64_t count;
-    if (plane->event_count == 0 && plane->completion_count == 0) {
-        ssize_t n = read(plane->event_fd, &count, sizeof(count));
-        (void)n;
-    }
-}
-
-int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t count) {
-    pthread_mutex_lock(&plane->queue_lock);
-    uint32_t n = (uint32_t)min_u64(count, plane->event_count);
-    memcpy(out, plane->events, n * sizeof(*out));
-    memmove(plane->events, plane->events + n, (plane->event_count - n) * sizeof(*out));
-    plane->event_count -= n;
-    queue_drained(plane);
-    pthread_mutex_unlock(&plane->queue_lock);
-    return (int)n;
-}
-
-static int take_completions_locked(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count) {
-    uint32_t n = (uint32_t)min_u64(count, plane->completion_count);
-    memcpy(out, plane->completions, n * sizeof(*out));
-    memmove(plane->completions, plane->completions + n, (plane->completion_count - n) * sizeof(*out));
-    plane->completion_count -= n;
-    queue_drained(plane);
-    return (int)n;
-}
-
-int kvfs_take_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count) {
-    pthread_mutex_lock(&plane->queue_lock);
-    int n = take_completions_locked(plane, out, count);
-    pthread_mutex_unlock(&plane->queue_lock);
-    return n;
-}
-
-int kvfs_wait_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count, uint32_t timeout_ms) {
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += timeout_ms / 1000;
-    until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
-    if (until.tv_nsec >= 1000000000)
-        until.tv_sec++, until.tv_nsec -= 1000000000;
-    pthread_mutex_lock(&plane->queue_lock);
-    while (plane->completion_count == 0)
-        if (pthread_cond_timedwait(&plane->queue_more, &plane->queue_lock, &until) != 0)
-            break;
-    int n = take_completions_locked(plane, out, count);
-    pthread_mutex_unlock(&plane->queue_lock);
-    return n;
 }
 
 /* ---- create and destroy ---- */
@@ -169,6 +63,7 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
         c->read_memory_size = 16 * CHUNK_SIZE;
     plane->segment_size = c->zone_size * c->stripe_width;
     plane->segment_pages = (uint32_t)(plane->segment_size / PAGE);
+    plane->inline_max = UINT32_MAX;
     plane->devices = calloc(c->device_count, sizeof(*plane->devices));
     plane->members = malloc((uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
     plane->segment_busy = calloc(c->segment_count, sizeof(*plane->segment_busy));

@@ -189,12 +189,17 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         group_release(group);
         return r;
     }
+    uint64_t now = now_ns();
+    for (uint32_t i = 0; plane->fail_fast && i < group->part_count; i++)
+        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now) {
+            group_release(group);
+            return -ETIMEDOUT;
+        }
     for (uint32_t i = 0; i < slot_count; i++) {
         slot_ref(slots[i]);
         group->slots[i] = slots[i];
     }
     group->slot_count = slot_count;
-    uint64_t now = now_ns();
     group->deadline_ns = now + plane->config.io_timeout_ms * 1000000ull;
     group->parts_left = group->part_count;
     group->next = NULL;
@@ -210,7 +215,7 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         const struct iovec *iov = &group->iovs[part->iov_first];
         part->started_ns = now;
         part->fault = fault_for(plane, &plane->devices[part->device], write);
-        if (plane->devices[part->device].memory && !part->fault && ring->delayed_count < DELAYED_MAX) {
+        if (plane->devices[part->device].memory && part->size <= plane->inline_max && !part->fault && ring->delayed_count < DELAYED_MAX) {
             /* Memory answers at once: io_uring would hand it to a kernel thread, and the wake-ups cost more than the copy. */
             ssize_t n = write ? pwritev(plane->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset)
                               : preadv(plane->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset);
@@ -282,6 +287,8 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
         atomic_fetch_add_explicit(&device->read_bytes, part->size, memory_order_relaxed);
         atomic_fetch_add_explicit(&device->read_ns, took, memory_order_relaxed);
     }
+    if (result >= 0 && atomic_load_explicit(&device->stuck_until_ns, memory_order_relaxed))
+        atomic_store_explicit(&device->stuck_until_ns, 0, memory_order_relaxed);
     part->done = true;
     ring->in_flight--;
     atomic_fetch_sub(&ring->plane->segment_busy[group->segment], 1);
@@ -338,6 +345,7 @@ static void expire(struct ring *ring) {
             if (part->done)
                 continue;
             atomic_fetch_add(&ring->plane->devices[part->device].timeouts, 1);
+            atomic_store(&ring->plane->devices[part->device].stuck_until_ns, now + ring->plane->config.io_timeout_ms * 1000000ull);
             event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | ETIMEDOUT);
             struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
             if (!sqe)

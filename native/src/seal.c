@@ -30,14 +30,6 @@ static void write_job_free(struct write_job *job) {
     free(job);
 }
 
-uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancestors_size, uint32_t extents) {
-    uint64_t bytes = sizeof(struct kvfs_block_header) + record_size + 24ull * extents + round_up(ancestors_size, 8) + 4 * pages_of(size) + 8;
-    uint64_t pages = pages_of(bytes);
-    while (pages_of(bytes + 8 * (pages - 1)) > pages)
-        pages++;
-    return (uint32_t)pages;
-}
-
 /* ---- places ---- */
 
 struct range { uint32_t file_page, page_count; };
@@ -81,63 +73,6 @@ static uint32_t extents_join(struct kvfs_extent *extents, uint32_t count) {
             extents[joined++] = *e;
     }
     return joined;
-}
-
-/* ---- headers ---- */
-
-static int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
-                        uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves,
-                        uint32_t run_pages) {
-    struct kvfs_inode_record r;
-    memcpy(&r, record, sizeof(r));
-    uint32_t pages = desc->header_pages, leaf_count = (uint32_t)pages_of(r.size);
-    uint64_t name_end = sizeof(r) + round_up(r.name_size, 8);
-    if (extent_count == 1 && extents[0].segment == r.segment && extents[0].generation == r.generation && extents[0].file_page == 0 &&
-        extents[0].page == r.page + pages && extents[0].page_count == leaf_count)
-        extent_count = 0;
-    struct kvfs_block_header h = {.magic = KVFS_MAGIC_BLOCK, .version = KVFS_FORMAT_VERSION, .owner_epoch = plane->config.mount_epoch,
-                                  .header_pages = pages, .leaf_count = leaf_count, .sums_offset = sizeof(h), .run_pages = run_pages};
-    uint64_t at = sizeof(h) + 8ull * (pages - 1);
-    uint64_t final_size = record_size + 24ull * extent_count;
-    h.record_offset = (uint32_t)at;
-    h.ancestors_offset = (uint32_t)(at + final_size);
-    h.ancestors_size = ancestors_size;
-    h.leaves_offset = (uint32_t)round_up(h.ancestors_offset + ancestors_size, 8);
-    if (h.leaves_offset + 4ull * leaf_count > pages * PAGE)
-        return -ERANGE;
-    r.record_size = (uint32_t)final_size;
-    r.extent_count = extent_count;
-    r.header_pages = pages;
-    uint8_t *out = desc->header;
-    memset(out, 0, pages * PAGE);
-    kvfs_name_key(r.parent, (const char *)record + sizeof(r), r.name_size, plane->config.secret, &h.key_low, &h.key_high);
-    memcpy(out + at, &r, sizeof(r));
-    memcpy(out + at + sizeof(r), record + sizeof(r), name_end - sizeof(r));
-    copy_bytes(out + at + name_end, extents, 24ull * extent_count);
-    copy_bytes(out + at + name_end + 24ull * extent_count, record + name_end, record_size - name_end);
-    copy_bytes(out + h.ancestors_offset, ancestors, ancestors_size);
-    copy_bytes(out + h.leaves_offset, leaves, 4ull * leaf_count);
-    /* From the last page on: each sum lies in an earlier page, which is summed after it. */
-    for (uint32_t i = pages; i-- > 1;) {
-        uint64_t sum = kvfs_checksum(out + i * PAGE, PAGE, plane->config.secret);
-        memcpy(out + h.sums_offset + 8ull * (i - 1), &sum, 8);
-    }
-    memcpy(out, &h, sizeof(h));
-    h.checksum = kvfs_checksum(out, PAGE, plane->config.secret);
-    memcpy(out, &h, sizeof(h));
-    struct kvfs_record want;
-    record_from_inode(&r, &want);
-    return desc_verify(plane, desc, &want); /* paired: what is about to be written reads back */
-}
-
-static void extent_header_build(struct kvfs_plane *plane, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page) {
-    struct kvfs_extent_header h = {.magic = KVFS_MAGIC_EXTENT, .version = KVFS_FORMAT_VERSION, .inode = inode, .generation = run->generation,
-                                   .owner_epoch = plane->config.mount_epoch, .segment = run->segment, .page = run->page,
-                                   .run_pages = run->page_count, .file_page = file_page};
-    memset(page, 0, PAGE);
-    memcpy(page, &h, sizeof(h));
-    h.checksum = kvfs_checksum(page, PAGE, plane->config.secret);
-    memcpy(page, &h, sizeof(h));
 }
 
 /* ---- writing ---- */

@@ -1,0 +1,643 @@
+/* How libkvfs finds a daemon, and what it gets from it: devices, block table, and answers. */
+#include "client.h"
+
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#define WELCOME_MAX (256u << 20)
+
+static _Thread_local char sentence[768];
+
+int client_fail(int error, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(sentence, sizeof(sentence), format, arguments);
+    va_end(arguments);
+    return error;
+}
+
+const char *kvfs_error(void) { return sentence; }
+
+/* ---- the socket ---- */
+
+static int wait_for(int fd, short events, uint64_t deadline_ns) {
+    for (;;) {
+        uint64_t now = now_ns();
+        struct pollfd poll_fd = {.fd = fd, .events = events};
+        int r = now >= deadline_ns ? 0 : poll(&poll_fd, 1, (int)((deadline_ns - now) / 1000000 + 1));
+        if (r > 0)
+            return 0;
+        if (r == 0)
+            return -ETIMEDOUT;
+        if (errno != EINTR)
+            return -errno;
+    }
+}
+
+static int send_all(int fd, const void *data, uint64_t size, uint64_t deadline_ns) {
+    const uint8_t *at = data;
+    while (size) {
+        ssize_t n = send(fd, at, size, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno == EAGAIN) {
+            int r = wait_for(fd, POLLOUT, deadline_ns);
+            if (r < 0)
+                return r;
+        } else if (n < 0 && errno != EINTR) {
+            return errno == EPIPE || errno == ECONNRESET ? -ENOTCONN : -errno;
+        } else if (n > 0) {
+            at += n;
+            size -= (uint64_t)n;
+        }
+    }
+    return 0;
+}
+
+/* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. */
+static int receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count) {
+    uint8_t *at = data;
+    union { char space[CMSG_SPACE(sizeof(int) * KVFS_WIRE_FDS_MAX)]; struct cmsghdr align; } control;
+    while (size) {
+        struct iovec iov = {at, size};
+        struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.space, .msg_controllen = sizeof(control.space)};
+        ssize_t n = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (n < 0 && errno == EAGAIN) {
+            int r = wait_for(fd, POLLIN, deadline_ns);
+            if (r < 0)
+                return r;
+            continue;
+        }
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n == 0)
+            return -ENOTCONN;
+        if (n < 0)
+            return errno == ECONNRESET ? -ENOTCONN : -errno;
+        for (struct cmsghdr *part = CMSG_FIRSTHDR(&message); part; part = CMSG_NXTHDR(&message, part)) {
+            if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS)
+                continue;
+            uint32_t count = (uint32_t)((part->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+            for (uint32_t i = 0; i < count; i++) {
+                int got;
+                memcpy(&got, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
+                if (fds && *fd_count < KVFS_WIRE_FDS_MAX)
+                    fds[(*fd_count)++] = got;
+                else
+                    close(got);
+            }
+        }
+        at += n;
+        size -= (uint64_t)n;
+    }
+    return 0;
+}
+
+/* ---- finding the pool ---- */
+
+static void unescape(char *text) { /* mountinfo writes space, tab, newline and backslash in octal */
+    char *out = text;
+    for (const char *in = text; *in; out++) {
+        if (in[0] == '\\' && in[1] >= '0' && in[1] <= '3' && in[2] >= '0' && in[2] <= '7' && in[3] >= '0' && in[3] <= '7') {
+            *out = (char)((in[1] - '0') * 64 + (in[2] - '0') * 8 + (in[3] - '0'));
+            in += 4;
+        } else {
+            *out = *in++;
+        }
+    }
+    *out = 0;
+}
+
+/* The pool behind a path: the source of its mount. */
+static int pool_of(const char *path, char pool[PATH_MAX], uint64_t *base) {
+    struct statx st;
+    if (statx(AT_FDCWD, path, AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO | STATX_MNT_ID, &st) < 0)
+        return client_fail(-errno, "%s: %s", path, strerror(errno));
+    if (!S_ISDIR(st.stx_mode))
+        return client_fail(-ENOTDIR, "%s: not a directory", path);
+    *base = st.stx_ino;
+    FILE *mounts = fopen("/proc/self/mountinfo", "re");
+    if (!mounts)
+        return client_fail(-errno, "/proc/self/mountinfo: %s", strerror(errno));
+    char *line = NULL;
+    size_t capacity = 0;
+    int r = client_fail(-EINVAL, "%s: its mount is not in /proc/self/mountinfo", path);
+    while (getline(&line, &capacity, mounts) >= 0) {
+        char *end, *kind = strstr(line, " - "), *source, *save = NULL;
+        if (strtoull(line, &end, 10) != st.stx_mnt_id || end == line || !kind)
+            continue;
+        kind = strtok_r(kind + 3, " \n", &save);
+        source = strtok_r(NULL, " \n", &save);
+        if (!kind || !source)
+            break;
+        unescape(source);
+        if (strcmp(kind, "fuse.kvfs") != 0)
+            r = client_fail(-EINVAL, "%s: not on a kvfs mount: it lies on %s (%s)", path, kind, source);
+        else if (source[0] != '/' || strlen(source) >= PATH_MAX)
+            r = client_fail(-EINVAL, "%s: the pool of this mount, '%s', is no path from here", path, source);
+        else
+            r = 0, strcpy(pool, source);
+        break;
+    }
+    free(line);
+    fclose(mounts);
+    return r;
+}
+
+static int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
+    /* By the directory's descriptor: sockaddr_un has 108 bytes, a pool's path may have more. */
+    int directory = open(client->pool, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (directory < 0)
+        return client_fail(errno == EACCES ? -EACCES : -ENOTCONN, "%s: %s", client->pool, strerror(errno));
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    snprintf(address.sun_path, sizeof(address.sun_path), "/proc/self/fd/%d/control.sock", directory);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    int r = fd < 0 ? -errno : 0;
+    while (r == 0 && connect(fd, (struct sockaddr *)&address, sizeof(address)) < 0) {
+        r = errno == EINTR ? 0 : -errno;
+        if (r == -EAGAIN && now_ns() < deadline_ns) { /* a full backlog */
+            usleep(2000);
+            r = 0;
+        }
+    }
+    close(directory);
+    if (r == 0)
+        return fd;
+    if (fd >= 0)
+        close(fd);
+    if (r == -EACCES)
+        return client_fail(r, "%s/control.sock: this user may not connect", client->pool);
+    return client_fail(-ENOTCONN, "%s: no daemon answers: %s", client->pool, strerror(-r));
+}
+
+/* ---- sessions ---- */
+
+static void session_free(struct session *session) {
+    bool owed = false;
+    while (session->idle) {
+        struct lane *lane = session->idle;
+        session->idle = lane->next;
+        lane_reap(lane, false);
+        if (!ring_idle(&lane->ring)) { /* a device may still write: what it writes to stays */
+            owed = true;
+            continue;
+        }
+        ring_free(&lane->ring);
+        while (lane->free) {
+            struct fetch *next = lane->free->next;
+            free(lane->free->side);
+            free(lane->free);
+            lane->free = next;
+        }
+        for (uint32_t i = 0; i < 8; i++)
+            free(lane->bounces[i]);
+        free(lane);
+    }
+    if (session->socket >= 0)
+        close(session->socket);
+    kvfs_table_detach(session->table);
+    session->table = NULL;
+    if (owed)
+        return;
+    for (uint32_t i = 0; session->fds && i < session->plane.config.device_count; i++)
+        if (session->fds[i] >= 0)
+            close(session->fds[i]);
+    free(session->fds);
+    free(session->plane.devices);
+    free(session->plane.members);
+    free(session->plane.segment_busy);
+    free(session);
+}
+
+void session_put(struct session *session) {
+    if (session && atomic_fetch_sub(&session->refs, 1) == 1)
+        session_free(session);
+}
+
+/* statx's direct I/O alignment (Linux 6.1), which the C library's headers may not know yet. */
+static uint32_t memory_alignment(int fd) {
+    union { uint8_t bytes[256]; uint32_t words[64]; } st;
+    memset(&st, 0, sizeof(st));
+    const uint32_t mask_dioalign = 0x2000, at = 0x98 / 4;
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, mask_dioalign, &st) == 0 && st.words[0] & mask_dioalign && st.words[at] &&
+        st.words[at] <= PAGE && (st.words[at] & (st.words[at] - 1)) == 0)
+        return st.words[at];
+    return 512;
+}
+
+static int session_fill(struct kvfs_client *client, struct session *session, const struct wire_welcome *w, const uint8_t *rest, uint64_t size) {
+    struct kvfs_plane *plane = &session->plane;
+    uint64_t members = (uint64_t)w->segment_count * w->stripe_width;
+    if (w->device_count == 0 || w->device_count > KVFS_DEVICES_MAX || w->stripe_width == 0 || w->stripe_width > KVFS_STRIPE_WIDTH_MAX ||
+        w->stripe_width > w->device_count || w->stripe_unit < 16384 || w->stripe_unit % PAGE || w->zone_size == 0 ||
+        w->zone_size % w->stripe_unit || w->zone_size * w->stripe_width / PAGE > UINT32_MAX || w->segment_count == 0 ||
+        size != 8ull * w->device_count + 8 * members)
+        return client_fail(-EPROTO, "%s: the daemon's welcome makes no sense: %u devices, stripe width %u, %u segments, %llu bytes", client->pool,
+                           w->device_count, w->stripe_width, w->segment_count, (unsigned long long)size);
+    plane->config = (struct kvfs_plane_config){
+        .secret = w->secret, .mount_epoch = w->mount_epoch, .zone_size = w->zone_size, .stripe_unit = w->stripe_unit,
+        .stripe_width = w->stripe_width, .segment_count = w->segment_count, .device_count = w->device_count,
+        .io_timeout_ms = client->options.timeout_ms, .verify = !(client->options.flags & KVFS_NO_VERIFY)};
+    plane->segment_size = w->zone_size * w->stripe_width;
+    plane->segment_pages = (uint32_t)(plane->segment_size / PAGE);
+    plane->inline_max = 256 << 10;
+    plane->fail_fast = true;
+    plane->event_fd = -1;
+    plane->devices = calloc(w->device_count, sizeof(*plane->devices));
+    plane->members = malloc(members * sizeof(*plane->members));
+    plane->segment_busy = calloc(w->segment_count, sizeof(*plane->segment_busy));
+    session->fds = malloc(w->device_count * sizeof(int));
+    if (!plane->devices || !plane->members || !plane->segment_busy || !session->fds)
+        return client_fail(-ENOMEM, "%s: no memory for %u segments", client->pool, w->segment_count);
+    for (uint32_t i = 0; i < w->device_count; i++) {
+        session->fds[i] = -1;
+        memcpy(&plane->devices[i].zones_offset, rest + 8ull * i, 8);
+    }
+    memcpy(plane->members, rest + 8ull * w->device_count, members * sizeof(*plane->members));
+    for (uint64_t i = 0; i < members; i++)
+        if (plane->members[i].device >= w->device_count)
+            return client_fail(-EPROTO, "%s: the daemon's welcome puts segment %llu on device %u of %u", client->pool,
+                               (unsigned long long)(i / w->stripe_width), plane->members[i].device, w->device_count);
+    memcpy(session->uuid, w->pool_uuid, sizeof(session->uuid));
+    session->writable = w->writable && !(client->options.flags & KVFS_READ_ONLY);
+    session->reservation_ms = w->reservation_ms;
+    return 0;
+}
+
+static int frame_check(struct kvfs_client *client, const struct wire_frame *frame, uint16_t type, uint32_t size_max) {
+    if (frame->type != type || frame->size > size_max || frame->reserved)
+        return client_fail(-EPROTO, "%s: the daemon answered with a frame of type %u and %u bytes, expected type %u and at most %u",
+                           client->pool, frame->type, frame->size, type, size_max);
+    return 0;
+}
+
+/* The daemon's refusal: its sentence. */
+static int refusal(struct kvfs_client *client, int fd, const struct wire_frame *frame, uint64_t deadline_ns) {
+    char text[512] = "";
+    uint32_t size = (uint32_t)min_u64(frame->size, sizeof(text) - 1);
+    if (receive_all(fd, text, size, deadline_ns, NULL, NULL) < 0)
+        text[0] = 0;
+    return client_fail(frame->status, "%s: %s", client->pool, text[0] ? text : strerror(-frame->status));
+}
+
+static int descriptors(struct kvfs_client *client, struct session *session, uint64_t deadline_ns) {
+    uint32_t wanted = 1 + session->plane.config.device_count, have = 0;
+    int table_fd = -1, r = 0;
+    while (have < wanted && r == 0) {
+        struct wire_frame frame;
+        int fds[KVFS_WIRE_FDS_MAX];
+        uint32_t count = 0;
+        r = receive_all(session->socket, &frame, sizeof(frame), deadline_ns, fds, &count);
+        if (r == 0)
+            r = frame_check(client, &frame, WIRE_DESCRIPTORS, 0);
+        if (r == 0 && (count == 0 || have + count > wanted))
+            r = client_fail(-EPROTO, "%s: the daemon sent %u descriptors with %u of %u there", client->pool, count, have, wanted);
+        for (uint32_t i = 0; i < count; i++) {
+            if (r < 0)
+                close(fds[i]);
+            else if (have++ == 0)
+                table_fd = fds[i];
+            else
+                session->fds[have - 2] = fds[i];
+        }
+    }
+    if (r == 0) {
+        r = kvfs_table_attach(table_fd, session->plane.config.secret, &session->table);
+        if (r == 0 && kvfs_table_mount_epoch(session->table) != session->plane.config.mount_epoch)
+            r = -EBADMSG;
+        if (r < 0)
+            client_fail(r = -EPROTO, "%s: the daemon's block table is not of this version, or of another mount", client->pool);
+    }
+    if (table_fd >= 0)
+        close(table_fd);
+    return r;
+}
+
+static int session_open(struct kvfs_client *client, struct session **out) {
+    uint64_t deadline = now_ns() + client->options.timeout_ms * 1000000ull;
+    int fd = socket_open(client, deadline);
+    if (fd < 0)
+        return fd;
+    struct session *session = calloc(1, sizeof(*session));
+    if (!session) {
+        close(fd);
+        return client_fail(-ENOMEM, "%s: no memory for a session", client->pool);
+    }
+    atomic_store(&session->refs, 1);
+    pthread_mutex_init(&session->lock, NULL);
+    pthread_mutex_init(&session->socket_lock, NULL);
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&session->lane_idle, &attributes);
+    session->socket = fd;
+    struct wire_hello hello = {.magic = "KVFSCLI1", .version = KVFS_WIRE_VERSION, .flags = client->options.flags & KVFS_READ_ONLY};
+    struct wire_frame frame;
+    struct wire_welcome welcome;
+    uint8_t *rest = NULL;
+    int r = send_all(fd, &hello, sizeof(hello), deadline);
+    if (r == 0)
+        r = receive_all(fd, &frame, sizeof(frame), deadline, NULL, NULL);
+    if (r == -ETIMEDOUT)
+        client_fail(r, "%s: the daemon gave no answer in %u ms", client->pool, client->options.timeout_ms);
+    else if (r < 0)
+        client_fail(r = -ENOTCONN, "%s: the daemon hung up: a daemon without native clients, or one that is ending", client->pool);
+    else if (frame.type == WIRE_HELLO && frame.status < 0)
+        r = refusal(client, fd, &frame, deadline);
+    else
+        r = frame_check(client, &frame, WIRE_HELLO, WELCOME_MAX);
+    if (r == 0 && frame.size < sizeof(welcome))
+        r = client_fail(-EPROTO, "%s: the daemon's welcome has %u bytes", client->pool, frame.size);
+    if (r == 0 && !(rest = malloc(frame.size)))
+        r = client_fail(-ENOMEM, "%s: no memory for a welcome of %u bytes", client->pool, frame.size);
+    if (r == 0) {
+        r = receive_all(fd, rest, frame.size, deadline, NULL, NULL);
+        if (r < 0)
+            client_fail(r, "%s: the daemon broke off its welcome: %s", client->pool, strerror(-r));
+    }
+    if (r == 0) {
+        memcpy(&welcome, rest, sizeof(welcome));
+        if (welcome.version != KVFS_WIRE_VERSION)
+            r = client_fail(-EPROTO, "%s: the daemon speaks version %u, this library %u", client->pool, welcome.version, KVFS_WIRE_VERSION);
+    }
+    if (r == 0)
+        r = session_fill(client, session, &welcome, rest + sizeof(welcome), frame.size - sizeof(welcome));
+    if (r == 0) {
+        r = descriptors(client, session, deadline);
+        if (r == -ETIMEDOUT || r == -ENOTCONN)
+            client_fail(r, "%s: the daemon broke off before its last descriptor: %s", client->pool, strerror(-r));
+    }
+    free(rest);
+    for (uint32_t i = 0; r == 0 && i < session->plane.config.device_count; i++) {
+        struct device *device = &session->plane.devices[i];
+        device->fd = session->fds[i];
+        device->memory = device_is_memory(device->fd);
+        uint32_t alignment = memory_alignment(device->fd);
+        if (alignment > session->memory_alignment)
+            session->memory_alignment = alignment;
+    }
+    if (r < 0)
+        session_put(session);
+    else
+        *out = session;
+    return r;
+}
+
+/* Is the daemon still there? Looks only; what it says unasked is GOODBYE or nothing. */
+static void session_look(struct session *session) {
+    if (session->gone || pthread_mutex_trylock(&session->socket_lock) != 0)
+        return;
+    struct pollfd poll_fd = {.fd = session->socket, .events = POLLIN};
+    if (poll(&poll_fd, 1, 0) > 0) {
+        struct wire_frame frame;
+        session->goodbye = recv(session->socket, &frame, sizeof(frame), MSG_DONTWAIT) == sizeof(frame) && frame.type == WIRE_GOODBYE;
+        session->gone = true;
+    }
+    pthread_mutex_unlock(&session->socket_lock);
+}
+
+int session_get(struct kvfs_client *client, struct session **out) {
+    if (client->pid != getpid())
+        return client_fail(-ECHILD, "%s: this client was connected by process %d; after fork() connect again", client->path, (int)client->pid);
+    pthread_mutex_lock(&client->lock);
+    struct session *session = client->session;
+    session_look(session);
+    int r = 0;
+    if (session->gone) {
+        struct session *fresh = NULL;
+        /* A new daemon listens before anything can be changed through it: while nobody listens, the old table is right. */
+        r = session_open(client, &fresh);
+        if (r == 0 && memcmp(fresh->uuid, session->uuid, sizeof(fresh->uuid)) != 0) {
+            session_put(fresh);
+            r = client_fail(-ESTALE, "%s: another pool is there now: it was formatted again", client->pool);
+        } else if (r == 0) {
+            session->next = client->retired;
+            client->retired = session;
+            client_prune(client);
+            client->session = session = fresh;
+            TALLY(client, reconnects, 1);
+        } else if (r == -ENOTCONN && session->goodbye) {
+            r = client_fail(-ENOTCONN, "%s: unmounted", client->path);
+        } else if (r == -ENOTCONN && session->plane.config.verify) {
+            r = 0;
+        }
+    }
+    if (r == 0) {
+        atomic_fetch_add(&session->refs, 1);
+        *out = session;
+    }
+    pthread_mutex_unlock(&client->lock);
+    return r;
+}
+
+/* ---- requests ---- */
+
+static int lost(struct kvfs_client *client, struct session *session, int error) {
+    session->gone = true; /* what comes now would answer something else */
+    shutdown(session->socket, SHUT_RDWR);
+    if (error == -ETIMEDOUT)
+        return client_fail(error, "%s: the daemon gave no answer in time", client->pool);
+    return client_fail(error == -EPROTO ? error : -ENOTCONN, "%s: the daemon is gone", client->pool);
+}
+
+int wire_ask(struct kvfs_client *client, struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
+             uint8_t **reply, uint32_t *reply_size) {
+    uint64_t deadline = now_ns() + timeout_ms * 1000000ull;
+    if (size > KVFS_WIRE_SIZE_MAX)
+        return client_fail(-E2BIG, "%s: a request of %u bytes, at most %u", client->pool, size, KVFS_WIRE_SIZE_MAX);
+    *reply = NULL;
+    pthread_mutex_lock(&session->socket_lock);
+    struct wire_frame frame = {.size = size, .type = type, .id = ++session->next_id}, answer;
+    int r = session->gone ? -ENOTCONN : send_all(session->socket, &frame, sizeof(frame), deadline);
+    if (r == 0)
+        r = send_all(session->socket, payload, size, deadline);
+    if (r == 0)
+        r = receive_all(session->socket, &answer, sizeof(answer), deadline, NULL, NULL);
+    if (r == 0 && answer.type == WIRE_GOODBYE) {
+        session->goodbye = true;
+        r = -ENOTCONN;
+    } else if (r == 0 && (answer.type != type || answer.id != frame.id || answer.size > KVFS_WIRE_SIZE_MAX)) {
+        r = -EPROTO;
+    }
+    if (r < 0) {
+        r = lost(client, session, r);
+    } else {
+        uint8_t *data = malloc(answer.size + 1u);
+        r = data ? receive_all(session->socket, data, answer.size, deadline, NULL, NULL) : -ENOMEM;
+        if (r < 0) {
+            r = lost(client, session, r);
+        } else if (answer.status < 0) {
+            data[answer.size] = 0;
+            r = client_fail(answer.status, "%s: %.500s", client->pool, answer.size ? (char *)data : strerror(-answer.status));
+        } else {
+            *reply = data;
+            *reply_size = answer.size;
+            data = NULL;
+        }
+        free(data);
+    }
+    pthread_mutex_unlock(&session->socket_lock);
+    return r;
+}
+
+/* Tell without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
+static void wire_tell(struct session *session, uint16_t type, const void *payload, uint32_t size) {
+    uint8_t data[sizeof(struct wire_frame) + 8 * 512];
+    struct wire_frame frame = {.size = size, .type = type};
+    if (size > sizeof(data) - sizeof(frame) || session->gone || pthread_mutex_trylock(&session->socket_lock) != 0)
+        return;
+    memcpy(data, &frame, sizeof(frame));
+    memcpy(data + sizeof(frame), payload, size);
+    ssize_t n = send(session->socket, data, sizeof(frame) + size, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n >= 0 && n != (ssize_t)(sizeof(frame) + size))
+        session->gone = true;
+    pthread_mutex_unlock(&session->socket_lock);
+}
+
+void client_bad_block(struct kvfs_client *client, struct session *session, uint64_t inode, uint32_t segment) {
+    (void)client;
+    uint64_t words[2] = {inode, segment};
+    wire_tell(session, WIRE_BAD_BLOCK, words, sizeof(words));
+}
+
+void client_hit(struct kvfs_client *client, struct session *session, uint64_t inode) {
+    uint64_t hits[CLIENT_HITS_MAX], now = now_ns();
+    uint32_t count = 0;
+    struct kvfs_client_statistics report;
+    bool tell = false;
+    pthread_mutex_lock(&client->lock);
+    if (inode)
+        client->hits[client->hit_count++] = inode;
+    if (client->hit_count == CLIENT_HITS_MAX || !inode || now - client->hits_sent_ns > 1000000000) {
+        count = client->hit_count;
+        memcpy(hits, client->hits, count * sizeof(*hits));
+        client->hit_count = 0;
+        tell = !inode || now - client->hits_sent_ns > 1000000000;
+        client->hits_sent_ns = now;
+    }
+    pthread_mutex_unlock(&client->lock);
+    if (count)
+        wire_tell(session, WIRE_HITS, hits, count * (uint32_t)sizeof(*hits));
+    if (tell && kvfs_client_statistics_get(client, &report) == 0)
+        wire_tell(session, WIRE_REPORT, &report, sizeof(report));
+}
+
+/* ---- connect, close ---- */
+
+static int space_check(const char *space) {
+    if (strlen(space) >= 1024)
+        return client_fail(-EINVAL, "namespace of %zu bytes: at most 1023", strlen(space));
+    for (const char *at = space; *space;) {
+        size_t size = strcspn(at, "/");
+        if (size == 0 || size > KVFS_NAME_MAX || (size == 1 && at[0] == '.') || (size == 2 && at[0] == '.' && at[1] == '.'))
+            return client_fail(-EINVAL, "namespace '%s': a relative path of names is expected", space);
+        if (!at[size])
+            break;
+        at += size + 1;
+    }
+    return 0;
+}
+
+int client_open(const char *path, const char *pool, uint64_t base, const char *space, const struct kvfs_options *options, struct kvfs_client **out) {
+    struct kvfs_options o = {0};
+    if (options)
+        memcpy(&o, options, min_u64(options->size, sizeof(o)));
+    o.timeout_ms = o.timeout_ms ? o.timeout_ms : 2000;
+    o.depth = o.depth ? o.depth : 8;
+    o.staging_size = o.staging_size ? o.staging_size : 256ull << 20;
+    if (o.flags & ~(uint32_t)(KVFS_READ_ONLY | KVFS_NO_VERIFY) || o.depth > 64 || o.timeout_ms > 3600000 || o.staging_size >> 42)
+        return client_fail(-EINVAL, "options: flags 0x%x, depth %u (1 to 64), timeout %u ms, staging of %llu bytes", o.flags, o.depth, o.timeout_ms,
+                           (unsigned long long)o.staging_size);
+    struct kvfs_client *client = calloc(1, sizeof(*client));
+    if (client)
+        client->hits = malloc(CLIENT_HITS_MAX * sizeof(*client->hits));
+    if (!client || !client->hits) {
+        free(client);
+        return client_fail(-ENOMEM, "no memory for a client");
+    }
+    client->pid = getpid();
+    client->options = o;
+    client->hits_sent_ns = now_ns();
+    client->base = base;
+    pthread_mutex_init(&client->lock, NULL);
+    strcpy(client->space, space);
+    strcpy(client->path, path);
+    strcpy(client->pool, pool);
+    int r = session_open(client, &client->session);
+    if (r < 0) {
+        free(client->hits);
+        free(client);
+        return r;
+    }
+    *out = client;
+    return 0;
+}
+
+int kvfs_connect(const char *path, const char *space, const struct kvfs_options *options, struct kvfs_client **out) {
+    char pool[PATH_MAX];
+    uint64_t base = 0;
+    *out = NULL;
+    int r = strlen(path) < PATH_MAX ? space_check(space ? space : "") : client_fail(-ENAMETOOLONG, "path of %zu bytes", strlen(path));
+    if (r == 0)
+        r = pool_of(path, pool, &base);
+    return r == 0 ? client_open(path, pool, base, space ? space : "", options, out) : r;
+}
+
+void kvfs_close(struct kvfs_client *client) {
+    if (!client || client->pid != getpid()) /* a child's copy: the rings are its parent's */
+        return;
+    stage_stop(client);
+    struct session *session = client->session;
+    client_hit(client, session, 0);
+    uint64_t until = now_ns() + client->options.timeout_ms * 1000000ull;
+    while (atomic_load(&client->zombies) && now_ns() < until) {
+        client_overlaps_zombie(client, NULL, 0);
+        usleep(1000);
+    }
+    while (client->retired) {
+        struct session *next = client->retired->next;
+        session_put(client->retired);
+        client->retired = next;
+    }
+    session_put(session);
+    pthread_mutex_destroy(&client->lock);
+    free(client->hits);
+    free(client);
+}
+
+/* ---- what is known ---- */
+
+int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_information *out) {
+    memset(out, 0, sizeof(*out));
+    if (client->pid != getpid())
+        return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
+    pthread_mutex_lock(&client->lock);
+    struct session *session = client->session;
+    session_look(session);
+    memcpy(out->pool_uuid, session->uuid, sizeof(out->pool_uuid));
+    out->mount_epoch = session->plane.config.mount_epoch;
+    out->connected = !session->gone;
+    out->writable = session->writable;
+    out->device_count = session->plane.config.device_count;
+    out->memory_alignment = session->memory_alignment;
+    snprintf(out->pool, sizeof(out->pool), "%.255s", client->pool);
+    pthread_mutex_unlock(&client->lock);
+    return 0;
+}
+
+int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_statistics *out) {
+    memset(out, 0, sizeof(*out));
+#define TAKE(field) out->field = atomic_load_explicit(&client->count.field, memory_order_relaxed)
+    TAKE(lookups); TAKE(hits); TAKE(misses); TAKE(gets); TAKE(get_bytes); TAKE(bounced_bytes); TAKE(retries); TAKE(timeouts);
+    TAKE(checksum_errors); TAKE(puts); TAKE(put_bytes); TAKE(deletes); TAKE(prestaged); TAKE(prestage_used); TAKE(prestage_wasted);
+    TAKE(reconnects);
+#undef TAKE
+    out->busy = atomic_load(&client->zombies);
+    return 0;
+}
