@@ -5,6 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvfs.client.client import Client, connect
+
+__all__ = ["Client", "__version__", "connect"]
 
 if not __debug__:
     _REFUSAL = "kvfs: python -O: kvfs refuses to run without its assertions, they stand before the devices"
@@ -28,3 +34,12 @@ def _load_native(path: str) -> None:
 
 if os.environ.get("KVFS_NATIVE"):
     _load_native(os.environ["KVFS_NATIVE"])
+
+
+def __getattr__(name: str) -> object:
+    """The client, loaded when it is first asked for: the command line and the daemon do without."""
+    if name in ("connect", "Client"):
+        from kvfs.client import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module 'kvfs' has no attribute {name!r}")

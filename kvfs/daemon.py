@@ -28,6 +28,7 @@ import trio
 
 from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
 from kvfs.frontend import mount as mounting
+from kvfs.frontend.clients import Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.fuse import Session
 from kvfs.frontend.status import live_counters, live_status
@@ -278,10 +279,12 @@ async def _serve(options: MountOptions, mountpoint: str, reporter: _Reporter) ->
         for note in store.notes:
             reporter.info(note)
         namespace = Namespace(store)
-        with _pid_file(options.pool), closing(ControlServer(options.pool, daemon.commands())) as control:
+        clients = Clients(store, namespace)
+        control = ControlServer(options.pool, daemon.commands(), clients.serve)
+        with _pid_file(options.pool), closing(control):
             # The session's end of the socket is pyfuse3's to close from here on.
             with closing(Session(namespace, store.plane.session_open())) as session:
-                await daemon.run(store, namespace, session, control, reporter)
+                await daemon.run(store, namespace, session, control, clients, reporter)
 
 
 @contextmanager
@@ -299,6 +302,7 @@ class Daemon:
 
     _store: Store
     _namespace: Namespace
+    _clients: Clients
 
     def __init__(self, options: MountOptions, mountpoint: str) -> None:
         self._options = options
@@ -322,10 +326,11 @@ class Daemon:
         )
 
     async def run(
-        self, store: Store, namespace: Namespace, session: Session, control: ControlServer, reporter: _Reporter
-    ) -> None:
+        self, store: Store, namespace: Namespace, session: Session, control: ControlServer, clients: Clients,
+        reporter: _Reporter,
+    ) -> None:  # fmt: skip
         """Mount, serve, and return when the mount is gone and the session has ended."""
-        self._store, self._namespace = store, namespace
+        self._store, self._namespace, self._clients = store, namespace, clients
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._store.run)
             nursery.start_soon(session.run)
@@ -338,6 +343,7 @@ class Daemon:
                     # The start has failed: whoever asked for the mount finds the directory as it was.
                     with suppress(KvfsError):
                         mounting.unmount(self._mountpoint, lazy=True)
+            await clients.goodbye()
             nursery.cancel_scope.cancel()
 
     async def _mount(self, nursery: trio.Nursery, control: ControlServer, reporter: _Reporter) -> None:
@@ -414,7 +420,8 @@ class Daemon:
         }
 
     async def _command_status(self, arguments: Arguments, progress: Progress) -> object:
-        return live_status(self._store, self._options.pool, [self._mountpoint], self._started_s)
+        counters = live_counters(self._store, self._clients)
+        return live_status(self._store, counters, self._options.pool, [self._mountpoint], self._started_s)
 
     async def _command_sync(self, arguments: Arguments, progress: Progress) -> object:
         await self._namespace.sync()
@@ -426,7 +433,7 @@ class Daemon:
 
     async def _command_evict(self, arguments: Arguments, progress: Progress) -> object:
         """Free space; tells once a second how far it is."""
-        size, before = arguments.get("size"), live_counters(self._store)
+        size, before = arguments.get("size"), live_counters(self._store, self._clients)
         wanted = self._store.space().used if arguments.get("all") else size
         if not isinstance(wanted, int) or wanted < 0:
             raise UsageError(f"evict: size {size!r} is no number of bytes")
@@ -452,6 +459,6 @@ class Daemon:
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
-        after = live_counters(self._store)
+        after = live_counters(self._store, self._clients)
         names = ("evicted_segments", "evicted_blocks", "evicted_bytes")
         return {name: after.get(name, 0) - before.get(name, 0) for name in names}

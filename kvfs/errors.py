@@ -7,7 +7,7 @@ A message names the object and the numbers. `UsageError` ends the command line w
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 
 class KvfsError(Exception):
@@ -101,6 +101,95 @@ class NoAttributeError(KvfsError):
     """No such extended attribute."""
 
     errno = errno.ENODATA
+
+
+# ---- what a client of a mounted pool meets ----
+
+
+class ClientError(KvfsError):
+    """A call of a client (kvfs.connect) failed; errno is libkvfs's."""
+
+
+class NotMountedError(ClientError):
+    """No daemon serves the pool: unmounted, or gone. The client connects again by itself once one is back."""
+
+    errno = errno.ENOTCONN
+
+
+class PoolChangedError(ClientError):
+    """Another pool is where this client's was: it was formatted again. Connect anew."""
+
+    errno = errno.ESTALE
+
+
+class VersionError(ClientError):
+    """The daemon and this library do not speak the same protocol."""
+
+    errno = errno.EPROTO
+
+
+class ForkError(ClientError):
+    """The client belongs to the process that connected it; a child connects itself."""
+
+    errno = errno.ECHILD
+
+
+class BusyBufferError(ClientError):
+    """A device that missed its deadline may still write into this memory, or every lane is taken: try later."""
+
+    errno = errno.EBUSY
+
+
+class InvalidKeyError(ClientError, ValueError):
+    """A key that cannot be: of a wrong type or size, or twice where it may be there once."""
+
+    errno = errno.EINVAL
+
+
+class InvalidBufferError(ClientError, BufferError):
+    """Memory that cannot be used: read-only, not contiguous, too small, overlapping, not memory."""
+
+    errno = errno.EINVAL
+
+
+class SmallBufferError(InvalidBufferError):
+    """A destination is smaller than its block. The rest of the batch was read: `results` is what get_into would have
+    returned, None for what did not fit."""
+
+    errno = errno.ERANGE
+
+    def __init__(self, message: str, results: Sequence[int | None]) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+class PutError(ClientError):
+    """Blocks of a put were not stored; those not in `failed` were."""
+
+    def __init__(self, message: str, failed: Mapping[bytes, KvfsError]) -> None:
+        super().__init__(message)
+        self.failed = failed
+        self.errno = next(iter(failed.values())).errno
+
+
+class PutNoSpaceError(PutError, NoSpaceError):
+    """Every block that was not stored found no room."""
+
+
+_CLIENT_ERRORS: dict[int, type[KvfsError]] = {
+    kind.errno: kind
+    for kind in (
+        NotMountedError, PoolChangedError, VersionError, ForkError, BusyBufferError, NoSpaceError, DeadlineError,
+        IsDirectoryError,
+    )
+}  # fmt: skip
+
+
+def client_error(number: int, text: str) -> KvfsError:
+    """What libkvfs said (a positive errno and its sentence) as an exception."""
+    error = _CLIENT_ERRORS.get(number, ClientError)(text)
+    error.errno = number
+    return error
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

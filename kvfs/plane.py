@@ -289,6 +289,11 @@ class Plane:
         )
         return bytes(ffi.buffer(hits))
 
+    def inode_touch(self, inodes: Sequence[int]) -> None:
+        """One hit for each that is there."""
+        if inodes:
+            _check(lib.kvfs_inode_touch(self._plane, ffi.new("uint64_t[]", inodes), len(inodes)), "block table: touch")
+
     def inode_is_open(self, inode: int) -> int:
         """0 not open, 1 open, 2 being written."""
         return _check(lib.kvfs_inode_is_open(self._plane, inode), f"inode {inode}")

@@ -191,6 +191,7 @@ def render_status(status: Json) -> str:
             f"  evicted {number(counters, 'evicted_blocks'):.0f} blocks in "
             f"{number(counters, 'evicted_segments'):.0f} segments, "
             f"carried over {number(counters, 'carried_blocks'):.0f}; dropped bad {number(counters, 'bad_blocks'):.0f}",
+            *_native_line(counters),
         ]
     errors = (
         number(counters, "checksum_errors")
@@ -199,6 +200,20 @@ def render_status(status: Json) -> str:
     )
     lines.append(f"errors: {f'{errors:.0f}, see advice' if errors else 'none known'}")
     return "\n".join(lines)
+
+
+def _native_line(counters: Json) -> list[str]:
+    """What clients of the native path did, if there ever was one."""
+    if not number(counters, "native_clients") and not number(counters, "native_lookups"):
+        return []
+    return [
+        f"  native: {number(counters, 'native_clients'):.0f} clients; read {number(counters, 'native_gets'):.0f} "
+        f"blocks ({size_text(number(counters, 'native_get_bytes'))}), stored {number(counters, 'native_puts'):.0f} "
+        f"({size_text(number(counters, 'native_put_bytes'))}); prestaged {number(counters, 'native_prestaged'):.0f}, "
+        f"used {number(counters, 'native_prestage_used'):.0f}, "
+        f"wasted {number(counters, 'native_prestage_wasted'):.0f}; reservations "
+        f"{number(counters, 'reservations_open'):.0f} open, {number(counters, 'reservations_reclaimed'):.0f} reclaimed"
+    ]
 
 
 # ---- stats ----
@@ -294,7 +309,7 @@ def render_stats(change: Json) -> str:
             for key in ("mean_us", "p50_us", "p90_us", "p99_us", "p99.9_us")
         ]
         rows.append([name, f"{summary['count']:.0f}", *times])
-    lines += [*table(rows), ""]
+    lines += [*table(rows), "", *_native_line(section(change, "counters"))]
     return "\n".join(lines + render_devices(change, seconds))
 
 
@@ -335,6 +350,10 @@ _GAUGES = (
     "jobs_in_flight",
     "zombies",
     "forwarded_in_flight",
+    "native_clients",
+    "native_busy",
+    "reservations_open",
+    "reserved_bytes",
 )
 
 

@@ -1,9 +1,9 @@
-"""The control socket: POOL/control.sock, JSON lines, for `kvfs status`, `stats`, `evict` and whoever else wants to ask
-the daemon.
+"""The control socket: POOL/control.sock. The first bytes of a connection decide: JSON lines, for `kvfs status`,
+`stats`, `evict` and whoever else wants to ask the daemon; or a native client, which is clients.py's.
 
 A request is one line, {"command": NAME, ...arguments}; the answer is any number of {"progress": ...} lines and then
 {"ok": true, "result": ...} or {"ok": false, "error": TEXT}. A connection carries any number of requests, one after the
-other. Only root and the daemon's own user are heard (SO_PEERCRED, unix(7)). Knows nothing of what the commands do.
+other. Only root and the daemon's own user are heard. Knows nothing of what the commands do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import cast
 import trio
 
 from kvfs.errors import DeadlineError, KvfsError
+from kvfs.frontend.clients import MAGIC, Peer
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +28,17 @@ SOCKET_NAME = "control.sock"
 LINE_MAX = 1 << 20
 # A client that neither asks nor goes away is hung up on.
 IDLE_TIMEOUT_S = 3600.0
+# One that may not control the pool must say soon what else it is.
+GREETING_TIMEOUT_S = 10.0
+# Of those that control; native clients have a limit of their own.
 CLIENTS_MAX = 64
+_BACKLOG = 1024
 
 Arguments = Mapping[str, object]
 Progress = Callable[[Mapping[str, object]], Awaitable[None]]
 Command = Callable[[Arguments, Progress], Awaitable[object]]
+# A native client's connection, and what it has begun with.
+NativeServer = Callable[[trio.SocketStream, bytes], Awaitable[None]]
 
 
 @contextmanager
@@ -48,9 +54,10 @@ def _socket_path(pool: Path) -> Iterator[str]:
 class ControlServer:
     """Listens from construction on, so that whoever sees the mount can ask; answers while run() runs."""
 
-    def __init__(self, pool: Path, commands: Mapping[str, Command]) -> None:
+    def __init__(self, pool: Path, commands: Mapping[str, Command], native: NativeServer | None = None) -> None:
         self._path = pool / SOCKET_NAME
         self._commands = commands
+        self._native = native
         self._limit = trio.CapacityLimiter(CLIENTS_MAX)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -58,8 +65,9 @@ class ControlServer:
             self._path.unlink(missing_ok=True)
             with _socket_path(pool) as path:
                 listener.bind(path)
-            self._path.chmod(0o600)
-            listener.listen(16)
+            os.chown(self._path, -1, os.getegid())
+            self._path.chmod(0o660)
+            listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
             raise KvfsError(f"{self._path}: {os.strerror(error.errno or 0)}") from error
@@ -77,20 +85,33 @@ class ControlServer:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         try:
-            async with stream, self._limit:
-                await self._converse(stream)
+            async with stream:
+                peer = Peer.of(stream.socket)
+                begun = await self._greeting(stream, IDLE_TIMEOUT_S if peer.may_control else GREETING_TIMEOUT_S)
+                if begun.startswith(MAGIC) and self._native is not None:
+                    await self._native(stream, begun)
+                elif peer.may_control:
+                    async with self._limit:
+                        await self._converse(stream, begun)
+                elif begun:
+                    await _send(stream, {"ok": False, "error": f"user {peer.uid} may not control this pool"})
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, OSError):
             log.debug("a control client went away")
         except Exception:
             log.exception("a control connection failed")
 
-    async def _converse(self, stream: trio.SocketStream) -> None:
-        credentials = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _, uid, _ = struct.unpack("3i", credentials)
-        if uid not in (0, os.geteuid()):
-            await _send(stream, {"ok": False, "error": f"user {uid} may not control this pool"})
-            return
-        pending = b""
+    async def _greeting(self, stream: trio.SocketStream, timeout_s: float) -> bytes:
+        """Enough to know what is spoken."""
+        begun = b""
+        with trio.fail_after(timeout_s):
+            while len(begun) < len(MAGIC) and MAGIC.startswith(begun):
+                data = await stream.receive_some(65536)
+                if not data:
+                    break
+                begun += data
+        return begun
+
+    async def _converse(self, stream: trio.SocketStream, pending: bytes) -> None:
         while True:
             line, separator, rest = pending.partition(b"\n")
             if separator:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvfs.config import PoolConfig, load
 from kvfs.errors import KvfsError, PoolError
+from kvfs.frontend.clients import Clients
 from kvfs.stats import OPERATIONS, STATUS_VERSION
 from kvfs.store.devices import check_device, device_path, discover, locked, open_device
 from kvfs.store.pool import Store
@@ -77,7 +78,9 @@ def offline_status(pool: Path) -> dict[str, object]:
     }
 
 
-def live_status(store: Store, pool: Path, mounts: list[str], started_s: float) -> dict[str, object]:
+def live_status(
+    store: Store, counters: dict[str, int], pool: Path, mounts: list[str], started_s: float
+) -> dict[str, object]:
     """A mounted pool, from its running parts."""
     config, plane, numbers = store.config, store.plane, store.statistics()
     space, segments, now = numbers.space, numbers.segments, time.time()
@@ -116,16 +119,16 @@ def live_status(store: Store, pool: Path, mounts: list[str], started_s: float) -
         },
         "blocks": numbers.blocks,
         "devices": devices,
-        "counters": live_counters(store),
+        "counters": counters,
         "latency": {operation: plane.latency(operation) for operation in OPERATIONS},
         "advice": list(numbers.notes),
     }
 
 
-def live_counters(store: Store) -> dict[str, int]:
-    """The counters of the data plane and of the store, by name."""
+def live_counters(store: Store, clients: Clients) -> dict[str, int]:
+    """The counters of the data plane, of the store and of native clients, by name."""
     numbers = store.statistics()
-    eviction, segments = numbers.eviction, numbers.segments
+    eviction, segments, reservations = numbers.eviction, numbers.segments, numbers.reservations
     return {
         **store.plane.statistics(),
         "evicted_segments": eviction.segments,
@@ -140,4 +143,10 @@ def live_counters(store: Store) -> dict[str, int]:
         "index_bytes": numbers.index_bytes,
         "index_pending": numbers.index_pending,
         "commit_failures": numbers.commit_failures,
+        **clients.counters(),
+        "reservations_open": reservations.open,
+        "reserved_bytes": reservations.reserved_bytes,
+        "reservations_committed": reservations.committed,
+        "reservations_superseded": reservations.superseded,
+        "reservations_reclaimed": reservations.reclaimed,
     }

@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import trio
@@ -179,6 +180,60 @@ class Namespace:
         inode.size = len(target)
         self._enter(inode)
         return inode
+
+    def find_directory(self, number: InodeNumber, path: Sequence[bytes]) -> InodeNumber:
+        """The directory that a path leads to from another. NotFoundError, NotDirectoryError."""
+        self._directory(number)
+        for name in path:
+            found = self._index.lookup(number, name)
+            if found is None:
+                raise NotFoundError(f"{name!r} in directory {number}: not found")
+            self._directory(found)
+            number = found
+        return number
+
+    def make_directories(
+        self, number: InodeNumber, path: Sequence[bytes], mode: int, uid: int, gid: int
+    ) -> InodeNumber:
+        """As find_directory, but those that are not there are made."""
+        self._directory(number)
+        for name in path:
+            found = self._index.lookup(number, name)
+            here = self.mkdir(number, name, mode, uid, gid) if found is None else self._directory(found)
+            number = here.inode
+        return number
+
+    def group_in(self, parent: InodeNumber, gid: int) -> int:
+        """The group of a new file there."""
+        directory = self._directory(parent)
+        return directory.gid if directory.mode & stat.S_ISGID else gid
+
+    def enter_block(self, block: Inode) -> bool:
+        """Give a block that lies on the devices its name, over whatever file has it, as rename(2) would.
+
+        False if a file made after this block's inode has the name: that one stays. The version rises if a file that
+        goes has a higher one.
+        """
+        self._directory(block.parent)
+        target_number = self._index.lookup(block.parent, block.name)
+        target = None if target_number is None else self._index.get(target_number)
+        if target is not None:
+            if target.kind == Kind.DIRECTORY:
+                raise IsDirectoryError(f"{block.name!r} in directory {block.parent}: is a directory")
+            if target.inode > block.inode:
+                return False
+            if target.version > block.version:
+                block.version = self._store.next_version()
+        kept = self._plane.name_put(block.pack(), 0 if target is None else target.inode)
+        now = time.time_ns()
+        if target is not None:
+            self._vanish(target, bool(kept), now)
+            if kept:
+                self._store.linger(target.inode)
+        self._index.put(block, None)
+        self._store.entered(block)
+        self._touch(block.parent, now)
+        return True
 
     def _new(self, parent: InodeNumber, name: bytes, kind: Kind, mode: int, uid: int, gid: int) -> Inode:
         directory = self._directory(parent)

@@ -18,6 +18,7 @@ _STEPS = 8
 class Stream(IntEnum):
     NEW = 0
     CARRIED = 1
+    CLIENT = 2  # written by native clients themselves
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ import logging
 import os
 import shutil
 import struct
+from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from errno import EBADMSG, ENOENT
@@ -26,19 +27,30 @@ from kvfs.errors import KvfsError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
 from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, Run, SealInfo, check_records
 from kvfs.store import recovery
-from kvfs.store.devices import INDEX_NAME, OpenPool, format_devices, import_pool, locked, open_pool, write_labels
+from kvfs.store.devices import (
+    INDEX_NAME,
+    Device,
+    OpenPool,
+    format_devices,
+    import_pool,
+    locked,
+    open_pool,
+    write_labels,
+)
 from kvfs.store.eviction import EvictionPolicy, OldestLeastLive, Stream
 from kvfs.store.evictor import EvictionCounters, Evictor
 from kvfs.store.format import (
     META_CLEAN,
     META_EPOCH,
+    META_IN_FLIGHT,
     META_NUMBER,
     META_UUID,
     META_VERSION,
     PARENT_OFFSET,
 )
 from kvfs.store.pins import Pins
-from kvfs.store.segments import Counter, Segments, SegmentStatistics, usage
+from kvfs.store.reservations import Reservations, ReservationStatistics
+from kvfs.store.segments import Counter, Segments, SegmentStatistics, Versions, usage
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
 
 __all__ = ["Space", "Store", "StoreOptions", "StoreStatistics", "format_devices", "import_pool"]
@@ -106,6 +118,7 @@ class StoreStatistics:
     commit_failures: int
     rebuilding: bool
     notes: tuple[str, ...]
+    reservations: ReservationStatistics
 
 
 class Store:
@@ -122,12 +135,13 @@ class Store:
         members = segment_members(opened)
         self.segments = Segments(opened.config, members, plane, index, epoch)
         self.notes = list(opened.notes)
-        self._inodes, self._versions = Counter(epoch), Counter(epoch)
+        self._inodes, self._versions = Counter(epoch), Versions(epoch)
+        self.reservations = Reservations(self.segments, index, plane, self._inodes, self._versions, self)
         self._busy: dict[int, trio.Event] = {}
-        self._versions_in_flight: set[int] = set()
         self._ancestors: dict[int, bytes] = {}
         self._held: dict[int, set[int]] = {}
         self._moved_directories: list[InodeNumber] = []
+        self.directory_moves = 0
         self._directory_moved = trio.Event()
         self._reseal: set[InodeNumber] = set()
         self._lingering: deque[tuple[float, InodeNumber]] = deque()
@@ -198,7 +212,8 @@ class Store:
             job = recovery.Rebuild(self.index, self.segments, self.plane, self.pins)
             await job.prepare()
         elif not clean:
-            await recovery.recover(self.index, self.segments, self.plane, _number(index, META_VERSION))
+            in_flight = array("Q", index.meta_get(META_IN_FLIGHT) or b"")
+            await recovery.recover(self.index, self.segments, self.plane, _number(index, META_VERSION), set(in_flight))
         index.before_commit = self._before_commit
         index.commit_now()
         if not rebuild:
@@ -216,6 +231,7 @@ class Store:
         if rebuild:
             self._nursery.start_soon(self._rebuild, job)
         self._nursery.start_soon(self._commit_loop)
+        self._nursery.start_soon(self.reservations.run)
         self._nursery.start_soon(self.evictor.run, lambda: not self.rebuilding)
         self._nursery.start_soon(self._prepare_loop)
         self._nursery.start_soon(self._count_pins_loop)
@@ -255,11 +271,11 @@ class Store:
         return self._versions.next()
 
     def _before_commit(self) -> None:
-        """What every commit carries: segment states, and below which version nothing is unknown to the index."""
+        """What every commit carries: segment states, and up to which version the index knows all, but which."""
         self.segments.save_changed()
-        known = min(self._versions_in_flight, default=self._versions.last + 1) - 1
         if self.index.changes_pending:
-            self.index.meta_put(META_VERSION, META_NUMBER.pack(known))
+            self.index.meta_put(META_VERSION, META_NUMBER.pack(self._versions.last))
+            self.index.meta_put(META_IN_FLIGHT, array("Q", self._versions.in_flight).tobytes())
 
     # ---- background ----
 
@@ -333,14 +349,15 @@ class Store:
                     await trio.lowlevel.checkpoint()
 
     def _set_space(self) -> None:
-        """What may be open or being written at one time: all that eviction can make room for, less the pins.
+        """What may be open or being written at one time: all that eviction can make room for, less what is pinned or
+        reserved.
 
         A tenth is left for the tails of segments and for headers. So a write fails while the close after it still
         succeeds.
         """
         count = len(self.segments.all)
-        segments = max(count - self.segments.reserve - 4, count // 2)
-        pages = segments * self.segments.area * 9 // 10 - self.pins.pages
+        segments = max(count - self.segments.reserve - 5, count // 2)
+        pages = segments * self.segments.area * 9 // 10 - self.pins.pages - self.reservations.pages
         self.plane.set_space(max(0, pages) * PAGE_SIZE)
 
     # ---- events ----
@@ -389,6 +406,20 @@ class Store:
             await self.spill(inode)
         except KvfsError as error:
             log.warning("inode %d: not spilled: %s", inode, error)
+
+    async def check_block(self, number: InodeNumber, segment: int) -> None:
+        """A native client says that a block failed its checksums: it is dropped if that is so."""
+        record = self.index.raw(number)
+        if record is None or number in self._busy:
+            return
+        inode = Inode.unpack(record)
+        if not inode.sealed or all(segment != used for used in usage(inode)):
+            return
+        try:
+            await self.plane.store_verify(record, verify_data=True)
+        except PlaneError as error:
+            if error.errno == EBADMSG and self.index.raw(number) == record and number not in self._busy:
+                self._drop_bad(number, segment)
 
     def _drop_bad(self, number: InodeNumber, segment: int) -> None:
         """A block failed verification: it is a miss from now on, unless it has moved since."""
@@ -450,8 +481,7 @@ class Store:
             raise
         if not info.dirty:
             return None
-        version = self._versions.next()
-        self._versions_in_flight.add(version)
+        version = self._versions.begin()
         runs: list[Run] = []
         sealed: Inode | None = None
         try:
@@ -460,7 +490,7 @@ class Store:
         finally:
             with suppress(PlaneError):
                 self.plane.seal_end(number, sealed is not None)
-            self._versions_in_flight.discard(version)
+            self._versions.end(version)
             self.segments.release(runs)
         await self.segments.settle(runs)
         if sealed is not None:
@@ -685,6 +715,11 @@ class Store:
         self.plane.inode_update(copied.pack())
         return True
 
+    def entered(self, inode: Inode) -> None:
+        """A block that a native client wrote is in the index and in the block table."""
+        self.segments.account(None, inode)
+        self._count_pinned(None, inode)
+
     def drop(self, inode: Inode) -> None:
         """The block left the block table: it leaves the index and the accounts."""
         self.index.delete(inode)
@@ -729,6 +764,7 @@ class Store:
             self.index.put(inode, inode)
             self.plane.inode_update(inode.pack())
         if inode.kind == Kind.DIRECTORY:
+            self.directory_moves += 1
             self._ancestors.clear()
             self._moved_directories.append(inode.inode)
             self._directory_moved.set()
@@ -797,6 +833,10 @@ class Store:
                 failure.errno = error.errno or failure.errno
                 raise failure from error
 
+    @property
+    def devices(self) -> Sequence[Device]:
+        return self._opened.devices
+
     def space(self) -> Space:
         statistics = self.segments.statistics()
         table = self.plane.table_statistics()
@@ -810,6 +850,7 @@ class Store:
             bad_blocks=self._bad_blocks, device_errors=dict(self._device_errors), sealed=self._sealed,
             seal_retries=self._seal_retries, index_bytes=index.bytes, index_pending=index.changes_pending,
             commit_failures=index.commit_failures, rebuilding=self.rebuilding, notes=tuple(self.notes),
+            reservations=self.reservations.statistics(),
         )  # fmt: skip
 
     # ---- closing ----
@@ -821,9 +862,11 @@ class Store:
         self._closed = True
         clean = not self.rebuilding
         with trio.move_on_after(_SEAL_AT_CLOSE_S) as scope:
+            await self.reservations.close()
             await self._seal_all()
         if scope.cancelled_caught:
             log.error("not everything could be sealed within %.0f s", _SEAL_AT_CLOSE_S)
+            clean = clean and not self.reservations.pages  # segments with clients' runs in flight stay open
         self.segments.stop()
         for number in self.index.volatile_inodes():
             inode = self.index.get(number)

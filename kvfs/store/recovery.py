@@ -63,8 +63,13 @@ async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: i
 # ---- after an unclean end ----
 
 
-async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_version: int) -> None:
-    """Bring index and segments together after an unclean end. Afterwards every segment is FREE or CLOSED."""
+async def recover(
+    index: LmdbIndex, segments: Segments, plane: Plane, known_version: int, in_flight: set[int]
+) -> None:
+    """Bring index and segments together after an unclean end. Afterwards every segment is FREE or CLOSED.
+
+    The index knows what became of every block up to known_version, but those in flight.
+    """
     headers, _ = await segments.read_headers([segment.index for segment in segments.all])
     to_scan: list[tuple[Segment, int]] = []
     lost: set[int] = set()
@@ -94,9 +99,10 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
         if segment.state != State.FREE:
             segment.state = State.CLOSED
         segments.changed(segment)
-    admission = Admission(index, segments, plane, lost, known_version)
+    admission = Admission(index, segments, plane, lost, known_version, in_flight)
     for segment, first_page in sorted(to_scan, key=lambda item: -item[0].generation):
         segment.state = State.CLOSED
+        segment.rest_until = float("inf")  # clients of the daemon that died may still write to it
         segments.mark_dirty(segment, gone=True)
         if first_page == 1:
             await _admit_summary(segments, segment, admission)
@@ -166,6 +172,7 @@ class Admission:
     plane: Plane
     lost: set[int]
     known_version: int
+    in_flight: set[int] = field(default_factory=set)
     admitted: int = 0
     readmitted: int = 0
     covered: dict[int, int] = field(default_factory=dict)
@@ -224,7 +231,8 @@ class Admission:
         if not inode.sealed or InodeFlags.NAMELESS in inode.flags or not self._in_place(inode):
             return False
         # Sealed before the last commit: if the index does not have it, it was removed, unless its segment was lost.
-        if inode.version <= self.known_version and inode.inode not in self.lost:
+        known_then = inode.version <= self.known_version and inode.version not in self.in_flight
+        if known_then and inode.inode not in self.lost:
             return False
         known = self.index.get(inode.inode)
         return known is None or known.version < inode.version

@@ -47,11 +47,16 @@ _SUMMARY_WRITERS = 4
 _YIELD_EVERY = 256
 # What a compressed summary may unpack to.
 _SUMMARY_EXPANSION_MAX = 64
+# What a dead client's process had under way has landed, or failed, by then.
+_LATE_WRITES_S = 10.0
+# After a start: a client of the daemon before may not know yet that it is gone. Reservation time and late writes.
+_LENT_REST_S = 40.0
 
 _STATE = struct.Struct("<BBBBIQQQ")
 _STATE_VERSION = 1
 _STATE_DIRTY = 1
 _STATE_SLOT = 2
+_STATE_LENT = 4
 _LIVE_FLAGS = InodeFlags.SEALED
 _GONE_FLAGS = InodeFlags.NAMELESS
 
@@ -79,6 +84,8 @@ class Segment:
     held: int = 0  # files being written with pages here
     in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
     avoid_until: float = 0.0  # eviction freed nothing here; trio time
+    lent: int = 0  # runs that a native client may be writing to, entitled or late
+    rest_until: float = 0.0  # a late write may land here before; trio time. Not 0 until it is opened again
 
     def covered_page(self) -> int:
         """Every block before this page is in the index, or is none."""
@@ -87,7 +94,8 @@ class Segment:
     def pack(self) -> bytes:
         return _STATE.pack(
             _STATE_VERSION, self.state, self.stream,
-            _STATE_DIRTY * (self.dirty or self.copy_stale) + _STATE_SLOT * self.slot,
+            _STATE_DIRTY * (self.dirty or self.copy_stale) + _STATE_SLOT * self.slot
+            + _STATE_LENT * bool(self.lent or self.rest_until),
             self.covered_page(), self.generation, self.live_pages, self.sequence,
         )  # fmt: skip
 
@@ -103,6 +111,7 @@ class Segment:
         self.sequence = sequence
         self.dirty = bool(flags & _STATE_DIRTY)
         self.slot = int(bool(flags & _STATE_SLOT))
+        self.rest_until = float("inf") if flags & _STATE_LENT else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +150,22 @@ class Counter:
     def next(self) -> int:
         self.last += 1
         return self.last
+
+
+class Versions(Counter):
+    """Versions of blocks. Those in flight were given out, but the index does not know yet what became of them."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(epoch)
+        self.in_flight: set[int] = set()
+
+    def begin(self) -> int:
+        version = self.next()
+        self.in_flight.add(version)
+        return version
+
+    def end(self, version: int) -> None:
+        self.in_flight.discard(version)
 
 
 class Segments:
@@ -198,9 +223,12 @@ class Segments:
 
     def start(self) -> None:
         """States are known: free segments may be handed out. Call once."""
+        now = trio.current_time()
         # From the oldest on: the longest rest for late writes of whoever had the pool before.
         for segment in sorted(self.all, key=lambda s: s.generation):
             assert segment.state in (State.FREE, State.CLOSED), segment
+            if segment.rest_until:
+                segment.rest_until = now + _LENT_REST_S
             if segment.state == State.CLOSED and not segment.live_pages:
                 self.free(segment)
             elif segment.state == State.FREE:
@@ -326,6 +354,28 @@ class Segments:
             if segment.closing and not segment.in_flight:
                 self._close(segment)
 
+    def lend(self, runs: Iterable[Run]) -> None:
+        """A native client writes to these runs itself."""
+        for run in runs:
+            self.all[run.segment].lent += 1
+
+    def end_lending(self, runs: Iterable[Run], *, late: bool) -> None:
+        """The client is done with them, or `late`: is gone, and what it had under way may still land."""
+        for run in runs:
+            segment = self.all[run.segment]
+            segment.lent -= 1
+            if late:
+                segment.rest_until = trio.current_time() + _LATE_WRITES_S
+            self._changed.add(segment.index)
+
+    def is_settled(self, runs: Iterable[Run]) -> bool:
+        """Whether settle() would return at once."""
+        return all(
+            self.all[run.segment].generation != run.generation
+            or min(self.all[run.segment].in_flight, default=run.page) >= run.page
+            for run in runs
+        )
+
     async def settle(self, runs: Iterable[Run]) -> None:
         """Return when every run before these in their segments has been released.
 
@@ -373,6 +423,7 @@ class Segments:
         while True:
             if stream != Stream.CARRIED and self._ready is not None:
                 segment, self._ready = self._ready, None
+                segment.stream = stream
                 self.ready_taken.set()
                 self.need_space.set()
                 return segment
@@ -401,13 +452,15 @@ class Segments:
                 self.retire_open()
 
     def _pick(self, keep: int) -> Segment | None:
-        """Take a free segment whose device I/O has drained, leaving `keep` of them."""
+        """Take a free segment whose device I/O has drained, clients' late writes included, leaving `keep` of them."""
         if len(self._free) <= keep or self._stopped:
             return None
+        now = trio.current_time()
         for _ in range(len(self._free)):
             number = self._free.popleft()
-            if self._plane.segment_busy(number) == 0:
-                return self.all[number]
+            segment = self.all[number]
+            if not segment.lent and segment.rest_until <= now and self._plane.segment_busy(number) == 0:
+                return segment
             self._free.append(number)
         return None
 
@@ -418,6 +471,7 @@ class Segments:
         segment.generation = self._generations.next()
         segment.stream, segment.next_page, segment.slot = stream, 1, 1
         segment.dirty = segment.copy_stale = segment.closing = False
+        segment.rest_until = 0.0
         self._dirty.discard(segment.index)
         header = SegmentHeader(segment.generation, self.epoch, segment.index, stream, self.members[segment.index])
         try:

@@ -94,6 +94,8 @@ int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);
 /* Hits (opens and reads at offset 0, saturating at 255) since the last call with clear. */
 int kvfs_inode_hits(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *hits, int clear);
+/* One hit for each: blocks that native clients read. Inodes that are not there are passed over. */
+int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count);
 /* 0 not open, 1 open, 2 being written. */
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
 

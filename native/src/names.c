@@ -109,6 +109,17 @@ int kvfs_inode_hits(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t c
     return 0;
 }
 
+int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        struct kvfs_record record;
+        if (kvfs_table_find_inode(plane->table, inodes[i], &record) < 0)
+            continue;
+        if (atomic_load_explicit(&plane->hits[record.slot], memory_order_relaxed) < 255)
+            atomic_fetch_add_explicit(&plane->hits[record.slot], 1, memory_order_relaxed);
+    }
+    return 0;
+}
+
 /* ---- files ---- */
 
 /* Give the node a file, unless it has one. The node's reference is the file's from then on. */

@@ -150,8 +150,8 @@ def test_without_a_daemon_the_pool_is_not_mounted(tmp_path: Path) -> None:
 
 
 @in_trio
-async def test_the_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
+async def test_the_socket_is_for_its_owner_and_group(tmp_path: Path) -> None:
     def client() -> None:
-        assert os.stat(tmp_path / "control.sock").st_mode & 0o777 == 0o600
+        assert os.stat(tmp_path / "control.sock").st_mode & 0o777 == 0o660
 
     await serving(tmp_path, client)

@@ -199,7 +199,7 @@ def test_a_rename_during_the_seal_counts(pool: Path) -> None:
         inode = make(store, ROOT_INODE, b"x.tmp")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.seal, inode.inode)
-            while not store._versions_in_flight:
+            while not store._versions.in_flight:
                 await trio.sleep(0)
             rename(store, inode.inode, b"x")
         assert names(store) == {b"x"}

@@ -1,0 +1,143 @@
+"""A client's calls as coroutines, for trio and for asyncio: each runs in a worker thread of its own.
+
+On cancellation the coroutine ends at once and the call goes on in its thread, which holds the memory's owners until the
+devices are done with it: the memory may be dropped, but whoever looks into it later may find bytes still arriving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import trio
+
+from kvfs.client.keys import Key, pack
+from kvfs.client.library import ClientInformation, ClientStatistics
+from kvfs.client.memory import Memory
+
+if TYPE_CHECKING:
+    from kvfs.client.client import Client
+
+R = TypeVar("R")
+
+
+class AsyncClient(ABC):
+    """What client.trio() and client.asyncio() give: see Client for what the calls mean and raise. `async with` closes
+    the client at the end, in a thread, also when cancelled."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the client; waits for calls that were cancelled and still run."""
+        await self._run_to_end(self.client.close)
+
+    async def put(self, items: Iterable[tuple[Key, Memory]]) -> None:
+        await self._run(functools.partial(self.client.put, list(items)))
+
+    async def exists(self, keys: Iterable[Key]) -> list[bool]:
+        return await self._run(functools.partial(self.client.exists, keys))
+
+    async def sizes(self, keys: Iterable[Key]) -> list[int | None]:
+        return await self._run(functools.partial(self.client.sizes, keys))
+
+    async def get_into(self, items: Iterable[tuple[Key, Memory]], *, stream: int | None = None) -> list[int | None]:
+        return await self._run(functools.partial(self.client.get_into, list(items), stream=stream))
+
+    async def get(self, key: Key) -> memoryview | None:
+        return await self._run(functools.partial(self.client.get, key))
+
+    async def delete(self, keys: Iterable[Key]) -> list[bool]:
+        return await self._run(functools.partial(self.client.delete, keys))
+
+    def list(self, after: Key | None = None) -> AsyncKeys:
+        """All keys behind `after`, for `async for`."""
+        return AsyncKeys(self, None if after is None else pack([after]).data)
+
+    async def page(self, after: bytes | None) -> Sequence[bytes]:
+        """Some keys behind `after`; none at the end."""
+        return await self._run(functools.partial(self.client.library.list_page, after))
+
+    async def prestage(self, keys: Iterable[Key]) -> int:
+        return await self._run(functools.partial(self.client.prestage, keys))
+
+    def buffer(self, size: int) -> memoryview:
+        return self.client.buffer(size)
+
+    def statistics(self) -> ClientStatistics:
+        return self.client.statistics()
+
+    def information(self) -> ClientInformation:
+        return self.client.information()
+
+    @abstractmethod
+    async def _run(self, call: Callable[[], R]) -> R:
+        """In a thread that a cancellation leaves behind."""
+
+    @abstractmethod
+    async def _run_to_end(self, call: Callable[[], None]) -> None:
+        """In a thread whose end a cancellation waits for."""
+
+
+class TrioClient(AsyncClient):
+    """For trio. Threads are trio's own, under its default limit."""
+
+    async def _run(self, call: Callable[[], R]) -> R:
+        return await trio.to_thread.run_sync(call, abandon_on_cancel=True)
+
+    async def _run_to_end(self, call: Callable[[], None]) -> None:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(call)
+
+
+class AsyncioClient(AsyncClient):
+    """For asyncio. Threads are those of the loop's default executor."""
+
+    async def _run(self, call: Callable[[], R]) -> R:
+        return await asyncio.to_thread(call)
+
+    async def _run_to_end(self, call: Callable[[], None]) -> None:
+        running = asyncio.ensure_future(asyncio.to_thread(call))
+        cancelled: asyncio.CancelledError | None = None
+        while not running.done():
+            try:
+                await asyncio.shield(running)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        running.result()
+
+
+class AsyncKeys:
+    """Keys in byte order, fetched page by page: an asynchronous iterator that needs no closing."""
+
+    def __init__(self, view: AsyncClient, after: bytes | None) -> None:
+        self._view = view
+        self._last = after
+        self._page: Iterator[bytes] = iter(())
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        key = next(self._page, None)
+        if key is None:
+            page = await self._view.page(self._last)
+            if not page:
+                raise StopAsyncIteration
+            self._page, self._last = iter(page), page[-1]
+            key = next(self._page)
+        return key

@@ -1,0 +1,377 @@
+"""kvfs.connect(): blocks of a mounted pool by key, from its devices into the caller's memory and back.
+
+A block is an ordinary file of the mount, DIRECTORY/NAMESPACE/<first 2 hex digits>/<key in hex>. Reads ask no daemon.
+How memory is described is memory.py's, what the calls cost is libkvfs's (native/include/kvfs.h), GPU memory is
+gpu.py's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
+
+from kvfs.client import keys as keys_
+from kvfs.client import memory as memory_
+from kvfs.client.keys import Key, Keys, shown
+from kvfs.client.library import NO_VERIFY, READ_ONLY, ClientInformation, ClientStatistics, Library
+from kvfs.client.memory import Memory, Region
+from kvfs.errors import (
+    ClientError,
+    InvalidBufferError,
+    InvalidKeyError,
+    KvfsError,
+    NoSpaceError,
+    PutError,
+    PutNoSpaceError,
+    SmallBufferError,
+    client_error,
+)
+
+if TYPE_CHECKING:
+    from kvfs.client.asynchronous import AsyncioClient, TrioClient
+    from kvfs.client.gpu import GpuReader
+
+Results: TypeAlias = list[int | None]
+GpuMode = Literal["auto", "staged", "gds", "host"]
+# A call ends by its own deadlines; this is for who closes while one runs.
+CLOSE_TIMEOUT_S = 60.0
+_NAMED_AT_MOST = 3
+# A block that grows each time it is looked at is being replaced all the time.
+_GET_TRIES = 8
+
+_REASONS = {
+    errno.ENOSPC: "no room: all that is left is pinned or open",
+    errno.EFBIG: "larger than the pool can hold",
+    errno.EISDIR: "there is a directory of this name",
+    errno.ETIMEDOUT: "a device gave no answer in time",
+    errno.ECANCELED: "not tried",
+}
+
+
+def connect(
+    path: str | os.PathLike[str],
+    namespace: str = "",
+    *,
+    read_only: bool = False,
+    timeout_s: float = 2.0,
+    depth: int = 8,
+    staging_size: int = 256 << 20,
+    gpu: GpuMode | None = "auto",
+    verify: bool = True,
+) -> Client:
+    """Connect to the pool that is mounted at path, or above it.
+
+    path: a mount point of kvfs or a directory below one. namespace: a relative path below it ("llama-3-8b",
+    "team/llama"); "": the keys lie in path itself. It need not exist: the first put makes it. read_only: ask for no
+    right to write. timeout_s: what a device or the daemon may take for an answer; a block whose device takes longer
+    is a miss. depth: blocks a call has in flight, 1 to 64. staging_size: bytes of memory for prestage(), at most.
+    gpu: how GPU memory is filled; "auto" takes the best that works here, a mode that is named and does not work is an
+    error, None never touches CUDA. verify=False is for benchmarks only: wrong bytes are then possible.
+
+    Raises NotMountedError (no daemon answers), VersionError, DeadlineError, ValueError (an option), or ClientError,
+    with the errno of libkvfs: EINVAL or ENOTDIR, path is not a directory of a kvfs mount; ENOENT; EACCES, the daemon
+    will not have this user.
+    """
+    encoded, space = os.fsencode(path), os.fsencode(namespace)
+    timeout_ms = round(timeout_s * 1000)
+    if b"\0" in encoded or b"\0" in space:
+        raise ValueError(f"path {path!r}, namespace {namespace!r}: a zero byte")
+    if not 1 <= timeout_ms <= 3_600_000:
+        raise ValueError(f"timeout_s {timeout_s:g}: 0.001 to 3600 are possible")
+    if not 1 <= depth <= 64:
+        raise ValueError(f"depth {depth}: 1 to 64 are possible")
+    if not 1 <= staging_size < 1 << 42:
+        raise ValueError(f"staging_size {staging_size}: 1 byte to 4 TiB are possible")
+    if gpu not in (None, "auto", "staged", "gds", "host"):
+        raise ValueError(f"gpu {gpu!r}: auto, staged, gds, host or None are possible")
+    flags = (READ_ONLY if read_only else 0) | (0 if verify else NO_VERIFY)
+    library = Library(encoded, space, flags=flags, timeout_ms=timeout_ms, depth=depth, staging_size=staging_size)
+    client = Client(library, namespace, gpu)
+    if gpu in ("staged", "gds"):
+        try:
+            client.gpu_reader()
+        except BaseException:
+            client.close()
+            raise
+    return client
+
+
+class Client:
+    """A connection to a mounted pool, made by kvfs.connect(). Any thread may call anything; after os.fork() a child
+    must connect again.
+
+    Reads need no daemon: if it dies they go on, unchanged blocks for unchanged keys, and the client connects again by
+    itself when it is back. After an unmount every call raises NotMountedError until the pool is mounted again.
+    Keys are bytes, or str (their UTF-8), of 1 to 127 bytes. Every call takes thousands at once; an empty batch is an
+    empty result. Raised by all: InvalidKeyError, NotMountedError, PoolChangedError, ForkError, ClientError.
+    """
+
+    def __init__(self, library: Library, namespace: str, gpu: GpuMode | None) -> None:
+        self.library = library
+        self.namespace = namespace
+        self._gpu = gpu
+        self._gpu_lock = threading.Lock()
+        self._gpu_reader: GpuReader | None = None
+
+    # ---- life ----
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait for calls under way in other threads, then disconnect. No call afterwards; a second close() does
+        nothing, as does one in a forked child.
+
+        Raises DeadlineError if they still run after timeout_s; then close again later.
+        """
+        if not self.library.stop(timeout_s):
+            return
+        with self._gpu_lock:
+            reader, self._gpu_reader = self._gpu_reader, None
+            if reader is not None:
+                reader.close()
+            self.library.free()
+
+    def __del__(self) -> None:
+        # A client whose connection failed has no library, and at the interpreter's end modules may be gone.
+        library = getattr(self, "library", None)
+        if library is not None and library.usable:
+            if self._gpu_reader is not None:
+                self._gpu_reader.close()
+            library.abandon()
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self)
+
+    def __repr__(self) -> str:
+        return f"<kvfs.Client of {self.library.name!r}, namespace {self.namespace!r}>"
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise TypeError(f"{self!r} belongs to its process and cannot be pickled or copied: connect where it is needed")
+
+    # ---- blocks ----
+
+    def put(self, items: Iterable[tuple[Key, Memory]]) -> None:
+        """Store blocks: pairs of key and memory (host memory, C-contiguous, taken as bytes; read-only is fine).
+
+        A block that is there is replaced; readers see the old one or the new one, whole. Of two writers of one key both
+        succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
+        Raises PutError if any was not stored (its `failed`: key -> error; all others were), which is also a
+        NoSpaceError if nothing but room was missing. InvalidKeyError: a key twice. InvalidBufferError.
+        NotMountedError: no daemon.
+        """
+        names, memories = _pairs(items)
+        if not names:
+            return
+        keys = Keys(names)
+        if len(set(names)) != len(names):
+            twice = next(name for name, count in Counter(names).items() if count > 1)
+            raise InvalidKeyError(f"key {shown(twice)}: twice in one put; which of the two is to be stored?")
+        regions = list(map(memory_.source, names, memories))
+        for name, region in zip(names, regions, strict=True):
+            if region.device is not None:
+                raise InvalidBufferError(f"key {shown(name)}: its bytes are in GPU memory; copy them to the host first")
+        results, error = self.library.put(keys, regions)
+        failed = {name: result for name, result in zip(names, results, strict=True) if result < 0}
+        if error is not None:
+            if len(failed) < len(names):
+                error.add_note(f"{len(names) - len(failed)} of {len(names)} blocks were stored before")
+            raise error
+        if failed:
+            raise _put_error(failed, dict(zip(names, regions, strict=True)), len(names))
+
+    def exists(self, keys: Iterable[Key]) -> list[bool]:
+        """Whether there is a block, for each key. Reads nothing from a device and asks nobody."""
+        packed = keys_.pack(keys)
+        return list(map(bool, self.library.exists(packed))) if packed.count else []
+
+    def sizes(self, keys: Iterable[Key]) -> list[int | None]:
+        """Bytes of each block; None: there is none."""
+        packed = keys_.pack(keys)
+        return [_or_none(size) for size in self.library.sizes(packed)] if packed.count else []
+
+    def get_into(self, items: Iterable[tuple[Key, Memory]], *, stream: int | None = None) -> list[int | None]:
+        """Read whole blocks into the caller's memory: pairs of key and destination. Returns bytes read for each; None
+        for a miss: no such block, or its device gave no answer in time, or its bytes did not verify.
+
+        A destination: writable, C-contiguous, at least as large as the block; bytes behind the block stay as they
+        are, and after a miss its content is undefined. Host memory aligned to information().memory_alignment
+        (buffer() is) is read into without a copy. Of a miss by timeout the owner is kept, and the memory refused
+        (BusyBufferError), until the device has let go of it. stream: a raw CUDA stream, for destinations in GPU
+        memory: their bytes are there for what the stream does afterwards. Raises SmallBufferError (the rest was read:
+        its `results`); InvalidBufferError: read-only, not contiguous, overlapping, a stream with host memory.
+        """
+        names, memories = _pairs(items)
+        if not names:
+            return []
+        keys = Keys(names)
+        if stream is not None and type(stream) is not int:
+            raise TypeError(f"stream: a raw CUDA stream (an int) is expected, not {type(stream).__name__}")
+        regions = list(map(memory_.destination, names, memories))
+        on_gpu = [i for i, region in enumerate(regions) if region.device is not None]
+        if len(on_gpu) < len(regions) and stream:
+            name = next(name for name, region in zip(names, regions, strict=True) if region.device is None)
+            raise InvalidBufferError(
+                f"key {shown(name)}: its destination is in host memory, so stream {stream:#x} must be None"
+            )
+        if not on_gpu:
+            return self._read(names, regions, self.library.get(keys, regions))
+        return self._get_mixed(names, regions, on_gpu, stream or 0)
+
+    def get(self, key: Key) -> memoryview | None:
+        """A block in page-aligned memory of its own; None for a miss."""
+        packed = keys_.pack([key])
+        for _ in range(_GET_TRIES):
+            size = self.library.sizes(packed)[0]
+            if size < 0:
+                return None
+            destination = memory_.allocate(size)
+            read = self.library.get(packed, [memory_.destination(packed.data, destination)])[0]
+            if read != -errno.ERANGE:
+                return destination[:read] if read >= 0 else None
+        raise ClientError(f"key {shown(packed.data)}: replaced by a larger block {_GET_TRIES} times while it was read")
+
+    def delete(self, keys: Iterable[Key]) -> list[bool]:
+        """Remove blocks. Returns whether there was one, for each key (of a key given twice, the second is False)."""
+        packed = keys_.pack(keys)
+        return list(map(bool, self.library.delete(packed))) if packed.count else []
+
+    def list(self, after: Key | None = None) -> Iterator[bytes]:
+        """All keys of the namespace in byte order, from the first behind `after`. Asks the daemon page by page: what is
+        stored or removed meanwhile may be seen or not, all else is, once."""
+        last = None if after is None else keys_.pack([after]).data
+        while page := self.library.list_page(last):
+            yield from page
+            last = page[-1]
+
+    def prestage(self, keys: Iterable[Key]) -> int:
+        """Start reading blocks that will be needed soon; the next get_into of each takes it from memory. Returns how
+        many were started: not those that do not exist or are there already. When staging_size is full the oldest
+        go."""
+        packed = keys_.pack(keys)
+        return self.library.prestage(packed) if packed.count else 0
+
+    @staticmethod
+    def buffer(size: int) -> memoryview:
+        """size bytes of zeroed, page-aligned, writable memory: reads into it, and puts from it, need no copy."""
+        if size < 0:
+            raise ValueError(f"a buffer of {size} bytes")
+        return memory_.allocate(size)
+
+    # ---- what is known ----
+
+    def statistics(self) -> ClientStatistics:
+        return self.library.statistics()
+
+    def information(self) -> ClientInformation:
+        return self.library.information()
+
+    @property
+    def mode(self) -> str:
+        """How GPU memory is filled: "gds", "staged" or "host". Looks at CUDA, once, if connect's `gpu` allows it."""
+        return "host" if self._gpu is None else self.gpu_reader().mode
+
+    @property
+    def mode_reason(self) -> str:
+        """Why it is that mode."""
+        return "connected with gpu=None" if self._gpu is None else self.gpu_reader().reason
+
+    # ---- other colours ----
+
+    def trio(self) -> TrioClient:
+        """The same calls as coroutines for trio."""
+        from kvfs.client.asynchronous import TrioClient
+
+        return TrioClient(self)
+
+    def asyncio(self) -> AsyncioClient:
+        """The same calls as coroutines for asyncio."""
+        from kvfs.client.asynchronous import AsyncioClient
+
+        return AsyncioClient(self)
+
+    # ---- inside kvfs.client ----
+
+    def gpu_reader(self) -> GpuReader:
+        """What fills GPU memory; made at its first use. Raises MissingFeatureError if the mode asked for is not to be
+        had."""
+        from kvfs.client.gpu import open_reader
+
+        if self._gpu is None:
+            raise ClientError(f"{self!r}: a destination is in GPU memory, but it was connected with gpu=None")
+        with self._gpu_lock:
+            if self._gpu_reader is None:
+                with self.library:  # raises if closed, or in a forked child
+                    self._gpu_reader = open_reader(self, self._gpu)
+            return self._gpu_reader
+
+    def _get_mixed(
+        self, names: Sequence[bytes], regions: Sequence[Region], on_gpu: Sequence[int], stream: int
+    ) -> Results:
+        """Destinations of which some are in GPU memory."""
+        results: Results = [None] * len(names)
+        reader = self.gpu_reader()
+        chosen = set(on_gpu)
+        on_host = [i for i in range(len(names)) if i not in chosen]
+        if on_host:
+            host_names, host_regions = [names[i] for i in on_host], [regions[i] for i in on_host]
+            values = self.library.get(Keys(host_names), host_regions)
+            for i, result in zip(on_host, self._read(host_names, host_regions, values), strict=True):
+                results[i] = result
+        destinations = [(regions[i].address, regions[i].size, cast(int, regions[i].device)) for i in on_gpu]
+        with self.library:
+            read = reader.get_into(Keys([names[i] for i in on_gpu]), destinations, stream)
+        for i, result in zip(on_gpu, read, strict=True):
+            results[i] = result
+        return results
+
+    def _read(self, names: Sequence[bytes], regions: Sequence[Region], values: Sequence[int]) -> Results:
+        """What a read's results mean to the caller."""
+        results = [_or_none(value) for value in values]
+        if -errno.ERANGE in values:
+            small = [i for i, value in enumerate(values) if value == -errno.ERANGE]
+            first = small[0]
+            size = self.library.sizes(Keys([names[first]]))[0]
+            others = f", and {len(small) - 1} more such" if len(small) > 1 else ""
+            raise SmallBufferError(
+                f"key {shown(names[first])}: the block has {size} bytes, its destination {regions[first].size}{others}",
+                results,
+            )
+        return results
+
+
+def _pairs(items: Iterable[tuple[Key, Memory]]) -> tuple[list[bytes], list[Memory]]:
+    pairs = list(items)
+    try:
+        names = [keys_.one(key) for key, _ in pairs]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InvalidKeyError):
+            raise
+        raise TypeError(f"items: pairs of key and memory are expected: {error}") from error
+    return names, [memory for _, memory in pairs]
+
+
+def _or_none(value: int) -> int | None:
+    return value if value >= 0 else None
+
+
+def _put_error(failed: dict[bytes, int], regions: dict[bytes, Region], count: int) -> PutError:
+    errors: dict[bytes, KvfsError] = {}
+    for name, result in failed.items():
+        reason = _REASONS.get(-result, os.strerror(-result))
+        errors[name] = client_error(-result, f"key {shown(name)}, {regions[name].size} bytes: {reason}")
+    texts = [str(error) for error in list(errors.values())[:_NAMED_AT_MOST]]
+    if len(errors) > _NAMED_AT_MOST:
+        texts.append(f"and {len(errors) - _NAMED_AT_MOST} more")
+    full = all(isinstance(error, NoSpaceError) for error in errors.values())
+    kind = PutNoSpaceError if full else PutError
+    return kind(f"{len(errors)} of {count} blocks were not stored: {'; '.join(texts)}", errors)

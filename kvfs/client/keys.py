@@ -1,0 +1,69 @@
+"""Keys as libkvfs takes them: their bytes back to back, and the size of each (struct kvfs_keys, native/include/kvfs.h).
+
+Packing is what `exists` of thousands of keys spends its time on: lists of bytes go through without a Python loop.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from kvfs._native import ffi
+from kvfs.errors import InvalidKeyError
+
+Key = bytes | str
+KEY_MAX = 127
+_SHOWN = 32
+
+
+class Keys:
+    """A batch of keys in memory that libkvfs can read. `struct` points into memory that lives as long as this."""
+
+    __slots__ = ("_memory", "count", "data", "sizes", "struct")
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self.count = len(keys)
+        self.data = b"".join(keys)
+        self.sizes = array("I", map(len, keys))
+        if self.count and (max(self.sizes) > KEY_MAX or min(self.sizes) == 0):
+            wrong = next(key for key in keys if not 0 < len(key) <= KEY_MAX)
+            raise InvalidKeyError(f"key {shown(wrong)}: {len(wrong)} bytes, 1 to {KEY_MAX} are possible")
+        self._memory = (ffi.from_buffer(self.data), ffi.from_buffer("uint32_t[]", self.sizes))
+        self.struct: object = ffi.new("struct kvfs_keys *", [*self._memory, self.count, 0])
+
+
+def pack(keys: Iterable[Key]) -> Keys:
+    """Raises InvalidKeyError naming the key that is not 1 to 127 bytes, or neither bytes nor str."""
+    return Keys(normalized(keys))
+
+
+def normalized(keys: Iterable[Key]) -> Sequence[bytes]:
+    """Keys as bytes: a str is its UTF-8."""
+    if isinstance(keys, (bytes, str)):
+        raise InvalidKeyError(f"key {shown(keys)}: a list of keys is expected, this is one")
+    if not isinstance(keys, (list, tuple)):
+        keys = list(keys)
+    types = set(map(type, keys))
+    if types <= {bytes}:
+        return cast(Sequence[bytes], keys)
+    return [one(key) for key in keys]
+
+
+def one(key: Key) -> bytes:
+    if isinstance(key, bytes):
+        return key
+    if not isinstance(key, str):
+        raise InvalidKeyError(f"key {shown(key)}: bytes or str are expected, not {type(key).__name__}")
+    try:
+        return key.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidKeyError(f"key {shown(key)}: no UTF-8: {error.reason}") from error
+
+
+def shown(key: object) -> str:
+    """A key as errors name it, shortened."""
+    if isinstance(key, (bytes, str)) and len(key) > _SHOWN:
+        return f"{key[:_SHOWN]!r}... ({len(key)} {'bytes' if isinstance(key, bytes) else 'characters'})"
+    text = repr(key)
+    return text if len(text) <= 2 * _SHOWN else text[: 2 * _SHOWN] + "..."

@@ -1,0 +1,281 @@
+"""libkvfs (native/include/kvfs.h) as Python uses it: one handle, its calls, its errors, and its end.
+
+Every call is inside `with self`: it counts the calls under way, so that close() never frees what one uses, and stops
+a forked child before it touches a lock. Calls release the interpreter's lock while they run.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from uuid import UUID
+
+from kvfs._native import ffi, lib
+from kvfs.client.keys import KEY_MAX, Keys
+from kvfs.client.memory import Region
+from kvfs.errors import ClientError, DeadlineError, ForkError, client_error
+
+READ_ONLY = 1
+NO_VERIFY = 2
+LIST_COUNT = 4096
+
+# Memory that a device had not let go of when its client was closed: it stays the process's.
+_owed: list[object] = []
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStatistics:
+    """struct kvfs_client_statistics: totals since the connection was made. Sizes are bytes, the rest are counts."""
+
+    lookups: int
+    hits: int
+    misses: int
+    gets: int
+    get_bytes: int
+    bounced_bytes: int
+    retries: int
+    timeouts: int
+    checksum_errors: int
+    puts: int
+    put_bytes: int
+    deletes: int
+    prestaged: int
+    prestage_used: int
+    prestage_wasted: int
+    reconnects: int
+    busy: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientInformation:
+    """What a client is connected to. connected: the daemon answers (reads go on without). memory_alignment: bytes;
+    reads into memory aligned to it need no copy."""
+
+    pool: str
+    pool_uuid: UUID
+    mount_epoch: int
+    connected: bool
+    writable: bool
+    device_count: int
+    memory_alignment: int
+
+
+class Library:
+    """One struct kvfs_client. Any thread may call anything."""
+
+    def __init__(
+        self, path: bytes, space: bytes, *, flags: int, timeout_ms: int, depth: int, staging_size: int
+    ) -> None:
+        self.name = os.fsdecode(path)
+        self.pid = os.getpid()
+        self._timeout_s = timeout_ms / 1000
+        self._changed = threading.Condition(threading.Lock())
+        self._calls = 0
+        self._closing = False
+        self._freed = True
+        self._held: list[Region] = []
+        options = ffi.new(
+            "struct kvfs_options *", [ffi.sizeof("struct kvfs_options"), flags, timeout_ms, depth, staging_size]
+        )
+        out = ffi.new("struct kvfs_client **")
+        _check(lib.kvfs_connect(path, space, options, out), self.name)
+        self._handle: object = out[0]
+        self._freed = False
+
+    # ---- calls under way ----
+
+    def __enter__(self) -> object:
+        """A call begins. Returns struct kvfs_client *."""
+        if os.getpid() != self.pid:
+            raise ForkError(
+                f"{self.name}: this client was connected by process {self.pid}; after a fork, connect again"
+            )
+        with self._changed:
+            if self._closing:
+                raise ClientError(f"{self.name}: this client is closed")
+            self._calls += 1
+        if self._held:
+            self._prune()
+        return self._handle
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._calls -= 1
+            if self._closing:
+                self._changed.notify_all()
+
+    @property
+    def usable(self) -> bool:
+        """There is something to free, and it is this process's."""
+        return not self._freed and os.getpid() == self.pid
+
+    def stop(self, timeout_s: float) -> bool:
+        """No call begins any more; wait for those under way. Returns whether there is something to free. Raises
+        DeadlineError if they go on; it may be tried again."""
+        if not self.usable:
+            return False
+        with self._changed:
+            self._closing = True
+            if not self._changed.wait_for(lambda: self._calls == 0, timeout_s):
+                raise DeadlineError(f"{self.name}: {self._calls} calls are under way {timeout_s:g} s after close()")
+        return True
+
+    def free(self) -> None:
+        """After stop(). Waits for what devices owe, as long as a device may take."""
+        with self._changed:
+            if self._freed:
+                return
+            self._freed = True
+        deadline = time.monotonic() + self._timeout_s
+        self._prune()
+        while self._held and time.monotonic() < deadline:
+            time.sleep(0.005)
+            self._prune()
+        _owed.extend(self._held)
+        self._held.clear()
+        lib.kvfs_close(self._handle)
+
+    def abandon(self) -> None:
+        """Free without waiting, where nobody can call any more."""
+        self._closing = self._freed = True
+        if self._held:
+            _owed.extend([*self._held, self._handle])
+        else:
+            lib.kvfs_close(self._handle)
+
+    # ---- memory that devices still own ----
+
+    def _hold(self, regions: Sequence[Region]) -> None:
+        with self._changed:
+            self._held.extend(regions)
+
+    def _prune(self) -> None:
+        """Let go of what devices have let go of."""
+        with self._changed:
+            self._held = [
+                region for region in self._held if lib.kvfs_busy(self._handle, region.pointer, region.size) == 1
+            ]
+
+    @property
+    def held(self) -> int:
+        """Destinations that a device may still write into; their owners are kept."""
+        if self._held:
+            with self:
+                pass
+        return len(self._held)
+
+    # ---- libkvfs ----
+
+    def exists(self, keys: Keys) -> bytearray:
+        """A byte for each key, 1 or 0."""
+        found = bytearray(keys.count)
+        with self as handle:
+            _check(lib.kvfs_exists(handle, keys.struct, ffi.from_buffer(found)), self.name)
+        return found
+
+    def sizes(self, keys: Keys) -> list[int]:
+        """Bytes of each block, or -ENOENT."""
+        sizes = _zeros(keys.count)
+        with self as handle:
+            _check(lib.kvfs_sizes(handle, keys.struct, ffi.from_buffer("int64_t[]", sizes)), self.name)
+        return sizes.tolist()
+
+    def get(self, keys: Keys, regions: Sequence[Region]) -> list[int]:
+        """Bytes read, or -errno, for each. Owners of memory that a device did not let go of are kept till it does."""
+        results = _zeros(keys.count)
+        with self as handle:
+            _check(
+                lib.kvfs_get(handle, keys.struct, _buffers(regions), ffi.from_buffer("int64_t[]", results)), self.name
+            )
+            values = results.tolist()
+            if -errno.ETIMEDOUT in values:
+                self._hold([regions[i] for i, value in enumerate(values) if value == -errno.ETIMEDOUT])
+        return values
+
+    def put(self, keys: Keys, regions: Sequence[Region]) -> tuple[list[int], Exception | None]:
+        """0 or -errno for each, and what ended the whole call before its end, if something did."""
+        results = array("q", [-errno.ECANCELED]) * keys.count
+        with self as handle:
+            result = lib.kvfs_put(handle, keys.struct, _buffers(regions), ffi.from_buffer("int64_t[]", results))
+            error = _error(result, self.name) if result < 0 else None
+        return results.tolist(), error
+
+    def delete(self, keys: Keys) -> bytearray:
+        deleted = bytearray(keys.count)
+        with self as handle:
+            _check(lib.kvfs_delete(handle, keys.struct, ffi.from_buffer(deleted)), self.name)
+        return deleted
+
+    def list_page(self, after: bytes | None) -> list[bytes]:
+        """Up to LIST_COUNT keys behind `after`, in byte order; none at the end."""
+        data = _list_memory("char[]", LIST_COUNT * KEY_MAX)
+        sizes = ffi.new("uint32_t[]", LIST_COUNT)
+        with self as handle:
+            count = _check(
+                lib.kvfs_list(
+                    handle, ffi.NULL if after is None else ffi.from_buffer(after), len(after or b""), data, len(data),
+                    sizes, LIST_COUNT,
+                ),
+                self.name,
+            )  # fmt: skip
+        ends = 0
+        keys = []
+        memory = bytes(ffi.buffer(data, sum(sizes[0:count])))
+        for size in sizes[0:count]:
+            keys.append(memory[ends : ends + size])
+            ends += size
+        return keys
+
+    def prestage(self, keys: Keys) -> int:
+        with self as handle:
+            return _check(lib.kvfs_prestage(handle, keys.struct), self.name)
+
+    def statistics(self) -> ClientStatistics:
+        out = ffi.new("struct kvfs_client_statistics *")
+        with self as handle:
+            _check(lib.kvfs_client_statistics_get(handle, out), self.name)
+        return ClientStatistics(**{name: getattr(out, name) for name in ClientStatistics.__dataclass_fields__})
+
+    def information(self) -> ClientInformation:
+        out = ffi.new("struct kvfs_client_information *")
+        with self as handle:
+            _check(lib.kvfs_client_information_get(handle, out), self.name)
+        return ClientInformation(
+            pool=os.fsdecode(ffi.string(out.pool)),
+            pool_uuid=UUID(bytes=bytes(ffi.buffer(out.pool_uuid))),
+            mount_epoch=out.mount_epoch,
+            connected=bool(out.connected),
+            writable=bool(out.writable),
+            device_count=out.device_count,
+            memory_alignment=out.memory_alignment,
+        )
+
+
+_list_memory = ffi.new_allocator(should_clear_after_alloc=False)
+
+
+def _zeros(count: int) -> array[int]:
+    return array("q", bytes(8 * count))
+
+
+def _buffers(regions: Sequence[Region]) -> object:
+    return ffi.new("struct kvfs_buffer[]", [(region.pointer, region.size) for region in regions])
+
+
+def _error(result: int, name: str) -> Exception:
+    text = ffi.string(lib.kvfs_error()).decode(errors="replace")
+    return client_error(-result, text or f"{name}: {os.strerror(-result)}")
+
+
+def _check(result: int, name: str) -> int:
+    if result < 0:
+        raise _error(result, name)
+    return result

@@ -1,0 +1,575 @@
+"""The daemon's side of the native path: what libkvfs asks on the control socket, as native/src/client_wire.h has it.
+
+A client gets the block table and the devices, and then reads by itself. What it asks for afterwards is everything that
+changes something, and what the table cannot say. Clients are root, the daemon's user, and the members of the daemon's
+group; even so every size, count and name is checked, and a breach ends that client's connection and nothing else.
+Knows requests and answers; what they mean for blocks is the namespace's and the reservations' to know.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import logging
+import os
+import re
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+
+import trio
+
+from kvfs.errors import KvfsError
+from kvfs.namespace.files import Namespace
+from kvfs.store.format import FLAGS_OFFSET
+from kvfs.store.pool import Store
+from kvfs.store.reservations import RESERVATION_MS, Holder, Reservation, Wanted
+from kvfs.types import NAME_MAX, Inode, InodeFlags, InodeNumber, Kind
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"KVFSCLI1"
+VERSION = 1
+CLIENTS_MAX = 1024
+ITEMS_MAX = 4096
+FDS_MAX = 128
+WELCOME_MAX = 16 << 20
+READ_ONLY = 1
+# The rest of a frame that has begun, and an answer that is being sent.
+FRAME_TIMEOUT_S = 30.0
+GOODBYE_TIMEOUT_S = 1.0
+# Blocks that clients call bad and that are read again at one time; what comes on top is forgotten.
+_CHECKS_MAX = 16
+_CHECKING_MAX = 4
+_RECEIVE_SIZE = 1 << 17
+_YIELD_EVERY = 64
+_SPACE_MAX = 1023
+_DIRECTORY_MODE = 0o755
+_SO_PEERGROUPS = 59
+_SEALED = int(InodeFlags.SEALED)
+
+_HELLO = struct.Struct("<8sII")
+_FRAME = struct.Struct("<IHHiI")
+_WELCOME = struct.Struct("<II16sQQQQIIII")
+_WHERE = struct.Struct("<QII")
+_RESERVE = struct.Struct("<QII")
+_RESERVED = struct.Struct("<QiIIIII")
+_RUN = struct.Struct("<QIIII")
+_COMMIT = struct.Struct("<Qq")
+_WORD = struct.Struct("<Q")
+_WORDS = struct.Struct("<QQ")
+_NAME = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,127}")
+assert (_HELLO.size, _FRAME.size, _WELCOME.size, _RESERVED.size, _RUN.size) == (16, 16, 72, 32, 24)
+
+# struct kvfs_client_statistics. All but the last are totals.
+REPORTED = (
+    "lookups", "hits", "misses", "gets", "get_bytes", "bounced_bytes", "retries", "timeouts", "checksum_errors", "puts",
+    "put_bytes", "deletes", "prestaged", "prestage_used", "prestage_wasted", "reconnects", "busy",
+)  # fmt: skip
+_RECONNECTS = REPORTED.index("reconnects")
+_REPORT = struct.Struct(f"<{len(REPORTED)}Q")
+
+
+class Type(IntEnum):
+    HELLO = 1
+    DESCRIPTORS = 2
+    RESERVE = 3
+    COMMIT = 4
+    DELETE = 5
+    LIST = 6
+    LOOKUP = 7
+    BAD_BLOCK = 8
+    HITS = 9
+    REPORT = 10
+    GOODBYE = 11
+
+
+class Breach(Exception):
+    """The client said something that the protocol does not have."""
+
+
+class RefusedError(KvfsError):
+    """A request that cannot be; its errno and sentence are the answer."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.errno = number
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    pid: int
+    uid: int
+    gid: int
+    groups: frozenset[int]
+
+    @classmethod
+    def of(cls, sock: socket.socket | trio.socket.SocketType) -> Peer:
+        """Who was at the other end when it connected (SO_PEERCRED, SO_PEERGROUPS; unix(7))."""
+        pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        groups = array.array("I")
+        # One with more than 256 groups is taken at its first.
+        with suppress(OSError):
+            groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024))
+        return cls(pid, uid, gid, frozenset((gid, *groups)))
+
+    @property
+    def may_control(self) -> bool:
+        return self.uid in (0, os.geteuid())
+
+    @property
+    def may_connect(self) -> bool:
+        return self.may_control or os.getegid() in self.groups
+
+
+class Clients:
+    """All native clients of a mounted pool."""
+
+    def __init__(self, store: Store, namespace: Namespace) -> None:
+        self._store, self._namespace = store, namespace
+        self._connections: set[_Connection] = set()
+        self._base = [0] * len(REPORTED)
+        self._ending = False
+        self._checks = 0
+        self._checking = trio.CapacityLimiter(_CHECKING_MAX)
+
+    async def serve(self, stream: trio.SocketStream, begun: bytes) -> None:
+        """One connection that has begun with these bytes, until it ends. The stream stays the caller's."""
+        connection = _Connection(self, self._store, self._namespace, stream, begun)
+        try:
+            await self._serve(connection)
+        except Breach as breach:
+            peer = connection.peer
+            log.warning("native client, pid %d of user %d: %s; hung up", peer.pid, peer.uid, breach)
+        finally:
+            self._connections.discard(connection)
+            for i, value in enumerate(connection.reported[:-1]):
+                self._base[i] += value
+
+    async def _serve(self, connection: _Connection) -> None:
+        try:
+            read_only = await connection.hello()
+            if self._ending:
+                raise RefusedError(errno.ENOTCONN, "the pool is being unmounted")
+            if len(self._connections) >= CLIENTS_MAX:
+                raise RefusedError(errno.EMFILE, f"{CLIENTS_MAX} native clients are connected, the most there can be")
+            self._connections.add(connection)
+            await connection.welcome(read_only)
+        except KvfsError as error:
+            await connection.answer(Type.HELLO, 0, _sentence(error), status=-(error.errno or errno.EIO))
+            return
+        await connection.run()
+
+    async def goodbye(self) -> None:
+        """The pool was unmounted: say so, and hang up. No new client afterwards."""
+        self._ending = True
+        async with trio.open_nursery() as nursery:
+            for connection in list(self._connections):
+                nursery.start_soon(connection.goodbye)
+
+    def counters(self) -> dict[str, int]:
+        """Totals of all clients so far, and how many there are."""
+        totals = [
+            base + sum(connection.reported[i] for connection in self._connections) for i, base in enumerate(self._base)
+        ]
+        named = {f"native_{name}": value for name, value in zip(REPORTED, totals, strict=True)}
+        return {"native_clients": len(self._connections), **named}
+
+    async def check_block(self, number: InodeNumber, segment: int) -> None:
+        """A client could not verify a block."""
+        if self._checks >= _CHECKS_MAX:
+            return
+        self._checks += 1
+        try:
+            async with self._checking:
+                await self._store.check_block(number, segment)
+        finally:
+            self._checks -= 1
+
+
+class _Connection:
+    def __init__(
+        self, clients: Clients, store: Store, namespace: Namespace, stream: trio.SocketStream, begun: bytes
+    ) -> None:
+        self._clients, self._store, self._namespace = clients, store, namespace
+        self._socket = stream.socket
+        self._data = bytearray(begun)
+        self._sending = trio.Lock()
+        self._writable = False
+        self._holder: Holder
+        self._nursery: trio.Nursery
+        self._scope = trio.CancelScope()
+        self.peer = Peer.of(stream.socket)
+        self.reported: Sequence[int] = (0,) * len(REPORTED)
+        self._before: Sequence[int] | None = None
+
+    # ---- frames ----
+
+    async def _have(self, size: int, *, idle: bool) -> bool:
+        """Wait until `size` bytes are there: as long as it takes for the first if `idle`. False at the end."""
+        data = self._data
+        if idle and not data:
+            piece = await self._socket.recv(_RECEIVE_SIZE)
+            if not piece:
+                return False
+            data += piece
+        if len(data) < size:
+            with trio.fail_after(FRAME_TIMEOUT_S):
+                while len(data) < size:
+                    piece = await self._socket.recv(max(_RECEIVE_SIZE, size - len(data)))
+                    if not piece:
+                        return False
+                    data += piece
+        return True
+
+    async def answer(self, kind: Type, id_: int, payload: bytes, *, status: int = 0) -> None:
+        async with self._sending:
+            with trio.fail_after(FRAME_TIMEOUT_S):
+                await self._send(_FRAME.pack(len(payload), kind, 0, status, id_) + payload)
+
+    async def _send(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[await self._socket.send(left) :]
+
+    async def goodbye(self) -> None:
+        with trio.move_on_after(GOODBYE_TIMEOUT_S), suppress(OSError):
+            async with self._sending:
+                await self._send(_FRAME.pack(0, Type.GOODBYE, 0, 0, 0))
+        self._scope.cancel()
+
+    # ---- the beginning ----
+
+    async def hello(self) -> bool:
+        """Whether the client only wants to read. KvfsError: why it cannot be."""
+        if not await self._have(_HELLO.size, idle=False):
+            raise Breach("hung up before its hello was whole")
+        magic, version, flags = _HELLO.unpack_from(self._data)
+        del self._data[: _HELLO.size]
+        assert magic == MAGIC
+        if version != VERSION:
+            raise RefusedError(
+                errno.EPROTO, f"the daemon speaks version {VERSION} of the client protocol, the client {version}"
+            )
+        if not self.peer.may_connect:
+            raise RefusedError(
+                errno.EACCES,
+                f"user {self.peer.uid} may not use this pool: neither the daemon's user ({os.geteuid()}) nor a member "
+                f"of its group ({os.getegid()})",
+            )
+        if flags & ~READ_ONLY:
+            raise RefusedError(errno.EINVAL, f"hello with flags 0x{flags:x}, which this daemon does not know")
+        return bool(flags & READ_ONLY)
+
+    async def welcome(self, read_only: bool) -> None:
+        """What the client needs to read by itself, and the descriptors. KvfsError: why it cannot have them."""
+        store, config = self._store, self._store.config
+        members = store.segments.members
+        self._writable = not read_only
+        payload = b"".join(
+            (
+                _WELCOME.pack(
+                    VERSION, self._writable, config.uuid.bytes, store.epoch, config.secret, config.geometry.zone_size,
+                    config.geometry.stripe_unit, config.geometry.stripe_width, len(members), len(config.devices),
+                    RESERVATION_MS,
+                ),
+                array.array("Q", [device.zones_offset for device in config.devices]).tobytes(),
+                array.array("I", [value for segment in members for place in segment for value in place]).tobytes(),
+            )
+        )  # fmt: skip
+        if len(payload) > WELCOME_MAX:
+            raise RefusedError(errno.EOVERFLOW, f"{len(members)} segments are more than a client can be told of")
+        fds: list[int] = []
+        try:
+            await trio.to_thread.run_sync(self._open_descriptors, fds)
+            await self.answer(Type.HELLO, 0, payload)
+            for at in range(0, len(fds), FDS_MAX):
+                frame = _FRAME.pack(0, Type.DESCRIPTORS, 0, 0, 0)
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds[at : at + FDS_MAX]))
+                with trio.fail_after(FRAME_TIMEOUT_S):
+                    sent = await self._socket.sendmsg([frame], [rights])
+                    await self._send(frame[sent:])
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _open_descriptors(self, fds: list[int]) -> None:
+        """Open files of their own: a client that changes flags of its descriptors changes none of ours."""
+        mode = os.O_RDWR if self._writable else os.O_RDONLY
+        try:
+            fds.append(_reopen(self._store.plane.table_fd(), os.O_RDONLY))
+            for device in self._store.devices:
+                fds.append(_reopen(device.fd, mode | (os.O_DIRECT if device.direct else 0)))
+        except OSError as error:
+            raise RefusedError(error.errno or errno.EIO, f"devices cannot be opened: {error.strerror}") from error
+
+    # ---- requests ----
+
+    async def run(self) -> None:
+        self._holder = self._store.reservations.join()
+        try:
+            async with trio.open_nursery() as self._nursery:
+                with self._scope:
+                    await self._converse()
+                self._nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._store.reservations.leave(self._holder)
+
+    async def _converse(self) -> None:
+        while await self._have(_FRAME.size, idle=True):
+            size, kind, reserved, status, id_ = _FRAME.unpack_from(self._data)
+            entry = _REQUESTS.get(kind)
+            if entry is None or reserved or status or size > entry.size_max:
+                raise Breach(f"a frame of type {kind} with {size} bytes and status {status}")
+            if not await self._have(_FRAME.size + size, idle=False):
+                raise Breach(f"hung up in a frame of type {kind}")
+            payload = bytes(self._data[_FRAME.size : _FRAME.size + size])
+            del self._data[: _FRAME.size + size]
+            try:
+                if entry.writes and not self._writable:
+                    raise RefusedError(errno.EROFS, "this client is connected for reading only")
+                answer = await entry.handle(self, payload)
+            except KvfsError as error:
+                if entry.answered:
+                    await self.answer(Type(kind), id_, _sentence(error), status=-(error.errno or errno.EIO))
+                continue
+            except struct.error as error:
+                raise Breach(f"a frame of type {kind} that ends too early: {size} bytes") from error
+            if answer is not None:
+                await self.answer(Type(kind), id_, answer)
+
+    async def reserve(self, payload: bytes) -> bytes:
+        base, space, count, at = _where(payload)
+        uid, gid = self.peer.uid, self.peer.gid
+        namespace = self._namespace
+        directories: dict[bytes, tuple[InodeNumber, int] | int] = {}
+        wanted: list[Wanted | int] = []
+        root = namespace.make_directories(base, space, _DIRECTORY_MODE, uid, gid) if count else base
+        unpack, size_of = _RESERVE.unpack_from, _RESERVE.size
+        for i in range(count):
+            size, name_size, reserved = unpack(payload, at)
+            name, at = _name(payload, at + size_of, name_size)
+            if reserved:
+                raise Breach("a reservation with reserved fields set")
+            shard = name[:2]
+            place = directories.get(shard)
+            if place is None:
+                place = directories[shard] = self._shard(root, shard, uid, gid)
+                if i % _YIELD_EVERY == 0:
+                    await trio.lowlevel.checkpoint()
+            wanted.append(place if isinstance(place, int) else Wanted(place[0], name, size, uid, place[1]))
+        _end(payload, at)
+        answers = await self._store.reservations.reserve(self._holder, wanted)
+        return b"".join(_reserved(answers))
+
+    def _shard(self, root: InodeNumber, shard: bytes, uid: int, gid: int) -> tuple[InodeNumber, int] | int:
+        """A key's directory, and the group of new files there; or -errno."""
+        try:
+            number = self._namespace.make_directories(root, (shard,), _DIRECTORY_MODE, uid, gid)
+            return number, self._namespace.group_in(number, gid)
+        except KvfsError as error:
+            return -(error.errno or errno.EIO)
+
+    async def commit(self, payload: bytes) -> bytes:
+        (count,) = _WORD.unpack_from(payload)
+        if count > ITEMS_MAX or len(payload) != _WORD.size + count * _COMMIT.size:
+            raise Breach(f"a commit of {count} items in {len(payload)} bytes")
+        items = list(_COMMIT.iter_unpack(memoryview(payload)[_WORD.size :]))
+        if any(error > 0 or error < -4095 for _, error in items):
+            raise Breach("a commit with an error that is none")
+        answers = await self._store.reservations.commit(self._holder, items, self._enter)
+        return array.array("q", answers).tobytes()
+
+    def _enter(self, block: Inode) -> bool:
+        held = self._store.index.lookup(block.parent, block.name) is not None
+        entered = self._namespace.enter_block(block)
+        if held and entered:
+            # The hosts may have cached where the name led; that it led nowhere they never do.
+            self._store.plane.notify_entry(block.parent, block.name)
+        return entered
+
+    async def delete(self, payload: bytes) -> bytes:
+        base, space, count, at = _where(payload)
+        names: list[bytes] = []
+        for _ in range(count):
+            name, at = _counted_name(payload, at)
+            names.append(name)
+        _end(payload, at)
+        deleted = bytearray(count)
+        directories: dict[bytes, InodeNumber | None] = {}
+        for i, name in enumerate(names):
+            shard = name[:2]
+            if shard not in directories:
+                directories[shard] = self._find(base, (*space, shard))
+            parent = directories[shard]
+            if parent is not None:
+                deleted[i] = self._delete(parent, name)
+            if i % _YIELD_EVERY == _YIELD_EVERY - 1:
+                await trio.lowlevel.checkpoint()
+        return bytes(deleted)
+
+    def _delete(self, parent: InodeNumber, name: bytes) -> bool:
+        with suppress(KvfsError):
+            if self._namespace.lookup(parent, name).kind == Kind.FILE:
+                self._namespace.unlink(parent, name)
+                self._store.plane.notify_entry(parent, name)
+                return True
+        return False
+
+    def _find(self, base: InodeNumber, path: Sequence[bytes]) -> InodeNumber | None:
+        with suppress(KvfsError):
+            return self._namespace.find_directory(base, path)
+        return None
+
+    async def list_(self, payload: bytes) -> bytes:
+        base, space, count, at = _where(payload, 1)
+        after, at = _counted_name(payload, at, may_be_empty=True)
+        _end(payload, at)
+        root = self._find(base, space)
+        found: list[bytes] = []
+        for number in range(int(after[:2] or b"0", 16), 256):
+            if len(found) >= count or root is None:
+                break
+            shard = b"%02x" % number
+            directory = self._find(root, (shard,))
+            if directory is not None:
+                await self._list_shard(directory, shard, after, count, found)
+            await trio.lowlevel.checkpoint()
+        parts = [_WORD.pack(len(found))]
+        for name in found:
+            parts.append(_WORD.pack(len(name)) + name + bytes(-len(name) % 8))
+        return b"".join(parts)
+
+    async def _list_shard(
+        self, directory: InodeNumber, shard: bytes, after: bytes, count: int, found: list[bytes]
+    ) -> None:
+        """Add the keys of one directory to `found`, up to `count` in all: names that a put could have made, sealed."""
+        index = self._store.index
+        after = after if after[:2] == shard else b""
+        while len(found) < count:
+            entries = index.list(directory, after, min(count - len(found), 512))
+            for name, number in entries:
+                if name[:2] == shard and _NAME.fullmatch(name):
+                    record = index.raw(number)
+                    if record is not None and record[FLAGS_OFFSET] & _SEALED:
+                        found.append(name)
+            if not entries:
+                return
+            after = entries[-1][0]
+            await trio.lowlevel.checkpoint()
+
+    async def lookup(self, payload: bytes) -> bytes:
+        parent, size = _WORDS.unpack_from(payload)
+        name = payload[_WORDS.size : _WORDS.size + size]
+        if not 0 < size <= NAME_MAX or len(name) != size or b"/" in name or b"\0" in name or name in (b".", b".."):
+            raise Breach(f"a lookup of a name of {size} bytes")
+        inode = self._namespace.lookup(InodeNumber(parent), name)
+        record = self._store.index.raw(inode.inode)
+        assert record is not None
+        return record
+
+    async def bad_block(self, payload: bytes) -> None:
+        number, segment = _WORDS.unpack(payload)
+        self._nursery.start_soon(self._clients.check_block, InodeNumber(number), segment)
+
+    async def hits(self, payload: bytes) -> None:
+        numbers = array.array("Q")
+        if len(payload) % numbers.itemsize:
+            raise Breach(f"hits of {len(payload)} bytes")
+        numbers.frombytes(payload)
+        self._store.plane.inode_touch(list(numbers))
+
+    async def report(self, payload: bytes) -> None:
+        if len(payload) < _REPORT.size:
+            raise Breach(f"a report of {len(payload)} bytes, at least {_REPORT.size} are needed")
+        totals = _REPORT.unpack_from(payload)
+        if self._before is None:
+            # What a client that was connected before did then was reported then.
+            self._before = (0,) * len(totals) if not totals[_RECONNECTS] else totals
+        busy = totals[-1]
+        self.reported = [*(max(0, now - before) for now, before in zip(totals[:-1], self._before, strict=False)), busy]
+
+
+Handler = Callable[[_Connection, bytes], Awaitable[bytes | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    handle: Handler
+    size_max: int
+    answered: bool = True
+    writes: bool = False
+
+
+_NAMES_MAX = _WHERE.size + _SPACE_MAX + 1 + ITEMS_MAX * (_RESERVE.size + 256)
+_REQUESTS = {
+    int(Type.RESERVE): _Request(_Connection.reserve, _NAMES_MAX, writes=True),
+    int(Type.COMMIT): _Request(_Connection.commit, _WORD.size + ITEMS_MAX * _COMMIT.size, writes=True),
+    int(Type.DELETE): _Request(_Connection.delete, _NAMES_MAX, writes=True),
+    int(Type.LIST): _Request(_Connection.list_, _WHERE.size + _SPACE_MAX + 1 + 8 + 256),
+    int(Type.LOOKUP): _Request(_Connection.lookup, _WORDS.size + 256),
+    int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
+    int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
+    int(Type.REPORT): _Request(_Connection.report, 8 * 64, answered=False),
+}
+
+
+def _sentence(error: KvfsError) -> bytes:
+    return str(error).encode(errors="replace")[:400]
+
+
+def _reopen(fd: int, flags: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def _where(payload: bytes, items: int | None = None) -> tuple[InodeNumber, list[bytes], int, int]:
+    """Base, the namespace's parts, count, and where the items begin; `items`: how many follow, if not count."""
+    base, space_size, count = _WHERE.unpack_from(payload)
+    space = payload[_WHERE.size : _WHERE.size + space_size]
+    if count > ITEMS_MAX or space_size > _SPACE_MAX or len(space) != space_size:
+        raise Breach(f"a request of {count} items with a namespace of {space_size} bytes")
+    parts = space.split(b"/") if space else []
+    if b"\0" in space or any(part in (b"", b".", b"..") or len(part) > NAME_MAX for part in parts):
+        raise Breach(f"the namespace {space!r}")
+    return InodeNumber(base), parts, count, _WHERE.size + (space_size + 7 & ~7)
+
+
+def _name(payload: bytes, at: int, size: int) -> tuple[bytes, int]:
+    name = payload[at : at + size]
+    if len(name) != size or not _NAME.fullmatch(name):
+        raise Breach(f"a key's name of {size} bytes: {name[:32]!r}")
+    return name, at + (size + 7 & ~7)
+
+
+def _counted_name(payload: bytes, at: int, *, may_be_empty: bool = False) -> tuple[bytes, int]:
+    (size,) = _WORD.unpack_from(payload, at)
+    if may_be_empty and size == 0:
+        return b"", at + 8
+    return _name(payload, at + 8, size)
+
+
+def _end(payload: bytes, at: int) -> None:
+    if at != len(payload):
+        raise Breach(f"a request of {len(payload)} bytes whose items end at {at}")
+
+
+def _reserved(answers: Sequence[Reservation | int]) -> Iterator[bytes]:
+    """The answer's parts."""
+    for answer in answers:
+        if isinstance(answer, int):
+            yield _RESERVED.pack(0, answer, 0, 0, 0, 0, 0)
+            continue
+        record, runs = answer.inode.pack(), answer.runs
+        yield _RESERVED.pack(
+            answer.number, 0, answer.inode.header_pages, len(runs), len(record), len(answer.ancestors), 0
+        )
+        for run in runs:
+            yield _RUN.pack(run.generation, run.segment, run.page, run.page_count, 0)
+        # Records are of whole words, and so are the ancestors, which are records too.
+        yield record
+        yield answer.ancestors

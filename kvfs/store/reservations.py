@@ -1,0 +1,375 @@
+"""Reservations: places that native clients write blocks to themselves, and the blocks of those that they commit.
+
+A reservation has a place (runs of the CLIENT stream), an inode number and a version. Until its commit nothing leads to
+it; then the block enters index and table in one step, as a seal's does. One that is not committed in time, or whose
+client ends, is taken back: its runs are stepped over by scans from then on, and never used again before the segment is.
+
+Versions are given out here, seconds before the block enters, and count as in flight until then: a crash in between
+leaves whole blocks that recovery may adopt. Two rules keep a name's index entry and what recovery would make of the
+headers in agreement. A block whose name was given to a newer inode meanwhile is superseded: it never enters, and its
+version is lower than that of the one that stays. A block that replaces an older inode whose version has risen above
+its own (attributes changed, a rewrite) enters with a new version; its header has the old one, so the commit is answered
+when the index is durable.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from errno import EFBIG, EIO, ENOSPC, ETIMEDOUT
+from typing import NamedTuple, Protocol
+
+import trio
+
+from kvfs.errors import KvfsError, NoSpaceError
+from kvfs.index.interface import Index
+from kvfs.plane import Plane, Run
+from kvfs.store.eviction import Stream
+from kvfs.store.segments import Counter, Segments, Versions
+from kvfs.types import PAGE_SIZE, RECORD_SIZE, Extent, Inode, InodeFlags, InodeNumber, Kind
+
+log = logging.getLogger(__name__)
+
+RESERVATION_MS = 30_000
+# Reserved at one time: of the pool, so that eviction always has something to go for, and in number.
+_SHARE = 4
+_OPEN_MAX = 65_536
+# A batch that must wait for eviction, or for others' reservations, waits this long; what has no place then gets none.
+_SPACE_TIMEOUT_S = 10.0
+# A commit waits this long for earlier reservations of its segments to be settled, then for the index instead.
+_SETTLE_S = 0.02
+_YIELD_EVERY = 64
+_BURY_TASKS = 8
+
+
+class Wanted(NamedTuple):
+    """A block that a client is about to write."""
+
+    parent: InodeNumber
+    name: bytes
+    size: int
+    uid: int
+    gid: int
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    number: int
+    inode: Inode  # as its header is to have it
+    runs: list[Run]
+    pages: int
+    moves: int  # directories renamed until then
+    ancestors: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """One client's reservations. Only Reservations changes it."""
+
+    open: dict[int, Reservation] = field(default_factory=dict)
+    pages: int = 0
+    # Taken back while the client lives: it may write there as long as it does.
+    late: list[Run] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationStatistics:
+    open: int
+    reserved_bytes: int
+    committed: int
+    superseded: int
+    reclaimed: int
+
+
+class Blocks(Protocol):
+    """What is asked of the store."""
+
+    @property
+    def directory_moves(self) -> int: ...
+
+    def ancestors(self, parent: int) -> bytes: ...
+
+
+# Gives a block its name. False: the name has a newer one.
+Enter = Callable[[Inode], bool]
+
+
+class Reservations:
+    """All native clients' reservations of a mounted pool. `run()` must run."""
+
+    def __init__(
+        self, segments: Segments, index: Index, plane: Plane, inodes: Counter, versions: Versions, blocks: Blocks
+    ) -> None:
+        self._segments, self._index, self._plane, self._blocks = segments, index, plane, blocks
+        self._inodes, self._versions = inodes, versions
+        self.pages = 0
+        self._numbers = 0
+        self._holders: set[Holder] = set()
+        # (when, whose, first number, last number): a batch.
+        self._expiries: deque[tuple[float, Holder, int, int]] = deque()
+        self._returned: list[Reservation] = []
+        self._work = trio.Event()
+        self._released = trio.Event()
+        self._open = self._committed = self._superseded = self._reclaimed = 0
+
+    # ---- clients ----
+
+    def join(self) -> Holder:
+        holder = Holder()
+        self._holders.add(holder)
+        return holder
+
+    def leave(self, holder: Holder) -> None:
+        """The client is gone: everything it has not committed is taken back."""
+        if holder in self._holders:
+            self._holders.discard(holder)
+            for reservation in list(holder.open.values()):
+                self._take_back(holder, reservation)
+            self._segments.end_lending(holder.late, late=True)
+            holder.late.clear()
+
+    # ---- reserving ----
+
+    async def reserve(self, holder: Holder, wanted: Sequence[Wanted | int]) -> list[Reservation | int]:
+        """Places for a batch, or -errno for each: -EFBIG, -ENOSPC. An item that is an errno already stays it."""
+        answers: list[Reservation | int] = []
+        first = self._numbers + 1
+        header_pages: dict[tuple[int, int, int], int] = {}
+        with trio.move_on_after(_SPACE_TIMEOUT_S):
+            for i, item in enumerate(wanted):
+                if i % _YIELD_EVERY == _YIELD_EVERY - 1:
+                    await trio.lowlevel.checkpoint()
+                if isinstance(item, int):
+                    answers.append(item)
+                    continue
+                try:
+                    answers.append(await self._reserve(holder, item, header_pages))
+                except NoSpaceError:
+                    break
+                except KvfsError as error:
+                    answers.append(-(error.errno or EIO))
+        answers += [item if isinstance(item, int) else -ENOSPC for item in wanted[len(answers) :]]
+        if self._numbers >= first:
+            self._expiries.append((trio.current_time() + RESERVATION_MS / 1000, holder, first, self._numbers))
+            self._work.set()
+        return answers
+
+    async def _reserve(
+        self, holder: Holder, item: Wanted, known: dict[tuple[int, int, int], int]
+    ) -> Reservation | int:
+        data_pages = (item.size + PAGE_SIZE - 1) // PAGE_SIZE
+        share = len(self._segments.all) * self._segments.area // _SHARE
+        if data_pages > share:
+            return -EFBIG
+        ancestors = self._blocks.ancestors(item.parent)
+        record_size = RECORD_SIZE + (len(item.name) + 7 & ~7)
+        sizes = (item.size, record_size, len(ancestors))
+        header_pages = known.get(sizes)
+        if header_pages is None:
+            extents = self._segments.runs_bound(data_pages)
+            header_pages = known[sizes] = self._plane.header_pages(*sizes, extents)
+        pages = header_pages + data_pages
+        if pages > share:
+            return -EFBIG
+        while self.pages + pages > share or self._open >= _OPEN_MAX:
+            # Others' go in time; one's own only with a commit that comes after this answer.
+            if holder.pages + pages > share or len(holder.open) >= _OPEN_MAX // 2:
+                raise NoSpaceError(f"{holder.pages} pages are reserved by one client, {share} may be")
+            await self._released.wait()
+        # Counted before the wait for a place, so that two that wait do not both find room.
+        self.pages += pages
+        try:
+            runs = await self._segments.allocate(Stream.CLIENT, header_pages, data_pages)
+        except BaseException:
+            self.pages -= pages
+            self._wake()
+            raise
+        self._segments.lend(runs)
+        self._numbers += 1
+        now = time.time_ns()
+        home = runs[0]
+        inode = Inode(
+            inode=InodeNumber(self._inodes.next()), parent=item.parent, name=item.name, kind=Kind.FILE, mode=0o100644,
+            uid=item.uid, gid=item.gid, flags=InodeFlags.SEALED, version=self._versions.begin(), size=item.size,
+            generation=home.generation, segment=home.segment, page=home.page, header_pages=header_pages,
+            mtime_ns=now, ctime_ns=now, atime_ns=now, extents=_extents(runs, header_pages),
+        )  # fmt: skip
+        reservation = Reservation(self._numbers, inode, runs, pages, self._blocks.directory_moves, ancestors)
+        holder.open[self._numbers] = reservation
+        holder.pages += pages
+        self._open += 1
+        return reservation
+
+    # ---- committing ----
+
+    async def commit(self, holder: Holder, items: Sequence[tuple[int, int]], enter: Enter) -> list[int]:
+        """(number, 0 or -errno of the client's write) each; the answers say 0 for what entered or was superseded.
+
+        When this returns a crash cannot lose a block that it said 0 for.
+        """
+        answers: list[int] = []
+        last: dict[int, Run] = {}
+        durable = False
+        for i, (number, error) in enumerate(items):
+            if i % _YIELD_EVERY == _YIELD_EVERY - 1:
+                await trio.lowlevel.checkpoint()
+            reservation = holder.open.get(number)
+            if reservation is None:
+                answers.append(-ETIMEDOUT)
+                continue
+            version = reservation.inode.version
+            if not error:
+                try:
+                    self._enter(holder, reservation, enter)
+                except KvfsError as failure:
+                    error = -(failure.errno or EIO)
+            answers.append(error)
+            if error:
+                self._take_back(holder, reservation, late=error == -ETIMEDOUT)
+                continue
+            durable |= reservation.inode.version != version
+            for run in reservation.runs:
+                known = last.get(run.segment)
+                if known is None or known.page < run.page:
+                    last[run.segment] = run
+        await self._secure(list(last.values()), durable)
+        return answers
+
+    def _enter(self, holder: Holder, reservation: Reservation, enter: Enter) -> None:
+        inode, home = reservation.inode, self._segments.all[reservation.inode.segment]
+        version = inode.version
+        entered = enter(inode)
+        if not entered or inode.version != version or reservation.moves != self._blocks.directory_moves:
+            # Its header is not all of the truth.
+            self._segments.mark_dirty(home, gone=True)
+        self._committed += entered
+        self._superseded += not entered
+        self._close(holder, reservation)
+        self._segments.end_lending(reservation.runs, late=False)
+        self._end(reservation, version)
+        self._wake()
+
+    async def _secure(self, runs: Sequence[Run], durable: bool) -> None:
+        """Return when recovery would find the blocks that end with these runs.
+
+        It finds them by a scan if everything before them in their segments is settled; but there may be another
+        client's reservation that takes half a minute, or one of the same client whose commit comes next. So after a
+        moment the index is made durable instead.
+        """
+        if not durable:
+            if self._segments.is_settled(runs):
+                return
+            with trio.move_on_after(_SETTLE_S):
+                await self._segments.settle(runs)
+                return
+        try:
+            await self._index.commit()
+        except KvfsError as error:
+            log.warning("a native put waits for its segments: %s", error)
+            await self._segments.settle(runs)
+
+    # ---- taking back ----
+
+    def _take_back(self, holder: Holder, reservation: Reservation, *, late: bool = False) -> None:
+        """`late`: the client lives and may write there still."""
+        self._close(holder, reservation)
+        self._reclaimed += 1
+        if late:
+            holder.late += reservation.runs
+        else:
+            self._segments.end_lending(reservation.runs, late=True)
+        self._returned.append(reservation)
+        self._work.set()
+
+    def _close(self, holder: Holder, reservation: Reservation) -> None:
+        del holder.open[reservation.number]
+        holder.pages -= reservation.pages
+        self._open -= 1
+
+    def _end(self, reservation: Reservation, version: int) -> None:
+        self._segments.release(reservation.runs)
+        self._versions.end(version)
+        self.pages -= reservation.pages
+
+    def _wake(self) -> None:
+        self._released.set()
+        self._released = trio.Event()
+
+    async def run(self) -> None:
+        """Take back what expired or was given up. Until cancelled."""
+        while True:
+            self._work = trio.Event()
+            self._expire()
+            if self._returned:
+                with trio.CancelScope(shield=True):
+                    await self._bury()
+                continue
+            with trio.move_on_at(self._expiries[0][0] if self._expiries else float("inf")):
+                await self._work.wait()
+
+    def _expire(self) -> None:
+        while self._expiries and self._expiries[0][0] <= trio.current_time():
+            _, holder, first, last = self._expiries.popleft()
+            expired = [number for number in holder.open if first <= number <= last]
+            if expired:
+                log.warning("%d reservations of a native client were not committed within %d s: taken back",
+                            len(expired), RESERVATION_MS // 1000)  # fmt: skip
+            for number in expired:
+                self._take_back(holder, holder.open[number], late=True)
+
+    async def _bury(self) -> None:
+        """Make scans step over what was returned; neighbours together, with one page."""
+        returned, self._returned = self._returned, []
+        queue = iter(_joined([run for reservation in returned for run in reservation.runs]))
+
+        async def work() -> None:
+            for run in queue:
+                await self._segments.bury([run])
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(_BURY_TASKS):
+                nursery.start_soon(work)
+        for reservation in returned:
+            self._end(reservation, reservation.inode.version)
+        self._wake()
+
+    async def close(self) -> None:
+        """Take everything back. Afterwards no segment has a client's run in flight."""
+        for holder in list(self._holders):
+            self.leave(holder)
+        while self.pages:
+            await self._released.wait()
+
+    def statistics(self) -> ReservationStatistics:
+        return ReservationStatistics(
+            self._open, self.pages * PAGE_SIZE, self._committed, self._superseded, self._reclaimed
+        )
+
+
+def _extents(runs: Sequence[Run], header_pages: int) -> tuple[Extent, ...]:
+    """Where the data lies: behind the block header in the first run, behind an extent header in the others. A single
+    run needs none to say so."""
+    if len(runs) == 1:
+        return ()
+    extents: list[Extent] = []
+    file_page, overhead = 0, header_pages
+    for run in runs:
+        count = run.page_count - overhead
+        extents.append(Extent(run.generation, run.segment, run.page + overhead, count, file_page))
+        file_page, overhead = file_page + count, 1
+    return tuple(extents)
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """The runs, those that follow on each other in a segment as one."""
+    joined: list[Run] = []
+    for run in sorted(runs, key=lambda r: (r.segment, r.page)):
+        if joined and joined[-1].segment == run.segment and joined[-1].page + joined[-1].page_count == run.page:
+            before = joined[-1]
+            joined[-1] = Run(before.generation, before.segment, before.page, before.page_count + run.page_count)
+        else:
+            joined.append(run)
+    return joined

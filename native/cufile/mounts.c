@@ -1,0 +1,152 @@
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include "shim.h"
+
+#define FUSE_MAGIC 0x65735546
+#define MOUNTINFO "/proc/self/mountinfo"
+#define RETRY_NS 1000000000ull           /* between two attempts to connect */
+
+/* Never freed: handles point to them, and there is one for each mount the process has used. */
+struct mount {
+    struct mount *next;
+    dev_t device;
+    int identity;                        /* of the mount, field 1 */
+    bool gone;
+    char *path;
+    pthread_mutex_t lock;                /* what follows */
+    struct kvfs_client *client;
+    unsigned forks;                      /* of the process that connected */
+    uint64_t next_try_ns;
+};
+
+static pthread_mutex_t mounts_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct mount *mounts;
+static int watch = -1;                   /* on mountinfo, at its end: poll() says whether anything was mounted since */
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* A field of mountinfo, where \ooo stands for a byte. */
+static char *unescaped(const char *text, size_t size) {
+    char *out = malloc(size + 1), *to = out;
+    for (const char *from = text, *end = text + size; out && from < end; from++) {
+        if (*from == '\\' && end - from >= 4) {
+            *to++ = (char)((from[1] - '0') * 64 + (from[2] - '0') * 8 + (from[3] - '0'));
+            from += 3;
+        } else {
+            *to++ = *from;
+        }
+    }
+    if (out)
+        *to = 0;
+    return out;
+}
+
+static void mount_seen(dev_t device, int identity, char *path) {
+    struct mount *mount = mounts;
+    while (mount && (mount->device != device || mount->identity != identity || strcmp(mount->path, path) != 0))
+        mount = mount->next;
+    if (!mount && (mount = calloc(1, sizeof(*mount)))) {
+        pthread_mutex_init(&mount->lock, NULL);
+        mount->device = device;
+        mount->identity = identity;
+        mount->path = path;
+        mount->next = mounts;
+        mounts = mount;
+        path = NULL;
+    }
+    if (mount)
+        mount->gone = false;
+    free(path);
+}
+
+static void read_mounts(void) {
+    for (struct mount *mount = mounts; mount; mount = mount->next)
+        mount->gone = true;
+    FILE *file = fopen(MOUNTINFO, "re");
+    char *line = NULL;
+    size_t capacity = 0;
+    while (file && getline(&line, &capacity, file) > 0) {
+        /* 36 35 98:0 /root /mount/point options ... - type source options */
+        int identity, start, end;
+        unsigned major_number, minor_number;
+        const char *dash = strstr(line, " - ");
+        if (!dash || strncmp(dash + 3, "fuse.kvfs ", 10) != 0)
+            continue;
+        if (sscanf(line, "%d %*d %u:%u %*s %n%*s%n", &identity, &major_number, &minor_number, &start, &end) < 3)
+            continue;
+        char *path = unescaped(line + start, (size_t)(end - start));
+        if (path)
+            mount_seen(makedev(major_number, minor_number), identity, path);
+    }
+    free(line);
+    if (file)
+        fclose(file);
+}
+
+/* Device numbers of mounts are used again: what was known is not, once anything was mounted or unmounted. */
+static void refresh(void) {
+    bool changed = true;
+    if (watch >= 0)
+        changed = poll(&(struct pollfd){watch, POLLPRI, 0}, 1, 0) != 0;
+    else
+        watch = open(MOUNTINFO, O_RDONLY | O_CLOEXEC);
+    if (changed)
+        read_mounts();
+}
+
+bool mounts_find(int fd, struct place *out) {
+    struct statfs filesystem;
+    struct stat status;
+    if (fstatfs(fd, &filesystem) < 0 || filesystem.f_type != FUSE_MAGIC || fstat(fd, &status) < 0 || !S_ISREG(status.st_mode))
+        return false;
+    pthread_mutex_lock(&mounts_lock);
+    refresh();
+    struct mount *mount = mounts;
+    while (mount && (mount->gone || mount->device != status.st_dev))
+        mount = mount->next;
+    pthread_mutex_unlock(&mounts_lock);
+    *out = (struct place){mount, status.st_ino};
+    return mount != NULL;
+}
+
+struct kvfs_client *mount_client(struct mount *mount) {
+    pthread_mutex_lock(&mount->lock);
+    if (mount->client && mount->forks != fork_count) {
+        mount->client = NULL;            /* the parent's: its memory stays, nothing else of it is ours */
+        mount->next_try_ns = 0;
+    }
+    if (!mount->client && now_ns() >= mount->next_try_ns) {
+        struct kvfs_options options = {.size = sizeof(options), .flags = KVFS_READ_ONLY};
+        struct stat status;
+        mount->next_try_ns = now_ns() + RETRY_NS;
+        mount->forks = fork_count;
+        /* Something else may have been mounted over it. */
+        if (stat(mount->path, &status) == 0 && status.st_dev == mount->device)
+            kvfs_connect(mount->path, NULL, &options, &mount->client);
+    }
+    struct kvfs_client *client = mount->client;
+    pthread_mutex_unlock(&mount->lock);
+    return client;
+}
+
+void mounts_forked(void) {
+    pthread_mutex_init(&mounts_lock, NULL);
+    for (struct mount *mount = mounts; mount; mount = mount->next)
+        pthread_mutex_init(&mount->lock, NULL);
+    if (watch >= 0)
+        close(watch);                    /* its file is shared with the parent: what one reads the other does not see */
+    watch = -1;
+}

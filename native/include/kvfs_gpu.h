@@ -1,0 +1,65 @@
+/* libkvfs, GPU memory: blocks of a mounted pool into memory of an NVIDIA GPU. libcuda is loaded when it is first needed; nothing of CUDA is
+ * needed to build, and a process without it gets -ENODEV with a sentence. KVFS_CUDA_LIBRARY in the environment names another file than
+ * libcuda.so.1.
+ *
+ *     struct kvfs_gpu *gpu;
+ *     if (kvfs_gpu_open(client, NULL, &gpu) < 0 || kvfs_gpu_get(gpu, &keys, buffers, stream, results) < 0)
+ *         errx(1, "%s", kvfs_error());
+ *
+ * There is one way so far, KVFS_GPU_STAGED: blocks are read into a ring of pinned host memory, every leaf's checksum is checked there, and
+ * what is right is copied to the GPU. No unverified byte leaves the ring. KVFS_GPU_GDS (the devices' DMA straight into the GPU) is known by
+ * name only: asked for, it is -EOPNOTSUPP.
+ */
+#ifndef KVFS_GPU_H
+#define KVFS_GPU_H
+
+#include <stdint.h>
+
+#include "kvfs.h"
+
+struct kvfs_gpu;
+
+enum kvfs_gpu_mode { KVFS_GPU_AUTO = 0, KVFS_GPU_STAGED = 1, KVFS_GPU_GDS = 2 };
+
+struct kvfs_gpu_options {
+    uint32_t size;                  /* sizeof(struct kvfs_gpu_options): what this caller knows of */
+    uint32_t mode;                  /* enum kvfs_gpu_mode */
+    uint32_t device;                /* as CUDA counts them */
+    uint32_t slot_count;            /* of the ring: 1 to 1024; 0: 16 */
+    uint64_t slot_size;             /* multiple of 64 KiB, at most 64 MiB; 0: 1 MiB. A larger block takes several slots. */
+};
+
+/* Takes slot_count * slot_size of pinned memory (up to four times that while devices that gave no answer hold on to it), and the device's primary context. options may be NULL. Close it before its client. -ENODEV:
+ * no libcuda, or no such device. -EOPNOTSUPP. -EIO: CUDA says no. */
+int kvfs_gpu_open(struct kvfs_client *client, const struct kvfs_gpu_options *options, struct kvfs_gpu **out);
+/* Waits for copies under way, and, for at most the client's timeout, for reads that gave no answer; memory that a device has not let go of
+ * then stays the process's. */
+void kvfs_gpu_close(struct kvfs_gpu *gpu);
+/* KVFS_GPU_STAGED */
+int kvfs_gpu_mode(const struct kvfs_gpu *gpu);
+
+/* As kvfs_get(), into device memory: results[i] is final when the call returns, and a block that is a miss leaves its buffer undefined.
+ *
+ * stream is a CUstream, or 1 (the legacy default stream) or 2 (the per-thread one), of the buffers' context, not one that is being captured:
+ * work that was on it before the call is done before a buffer is written, and work that comes on it after the call finds the bytes there;
+ * the call itself may return while copies are still under way. With 0 it waits for what is on the legacy default stream, and for the bytes.
+ *
+ * Calls on one kvfs_gpu take turns; for reads at the same time open several. -EINVAL, nothing read: a buffer that is NULL, no device memory,
+ * on another GPU or in another context than the first, longer than its allocation, or overlapping another. -EIO: CUDA failed; -ETIMEDOUT:
+ * the GPU finished no copy in five times the client's timeout. Then every result is that error; where CUDA cannot say that its copies have
+ * ended, so is every later call. */
+int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_buffer *device_buffers, uint64_t stream,
+                 int64_t *results);
+
+struct kvfs_gpu_statistics {
+    uint64_t blocks, bytes;         /* of results that were blocks */
+    uint64_t prestaged;             /* blocks of them that kvfs_prestage() had in memory */
+    uint64_t pieces, copies;        /* slots filled; copies that took them to the GPU: fewer where neighbours went together */
+    uint64_t restarts;              /* blocks begun again, because they were replaced or moved while their pieces were read */
+    uint64_t slot_waits;            /* how often every slot was in use */
+    uint64_t slots_stuck;           /* now: out of use, because a device that gave no answer may still write into them */
+    uint64_t slots_huge;            /* 1: the ring lies in reserved huge pages */
+};
+int kvfs_gpu_statistics_get(struct kvfs_gpu *gpu, struct kvfs_gpu_statistics *out);
+
+#endif

@@ -1,0 +1,50 @@
+/* libkvfs's own descriptors in the application's table: moved to high numbers, where dup2() to a small one does not meet them, and known, so
+ * that an application which closes "all" descriptors does not close these and then open something else in their place. */
+#include "preload.h"
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#define WORD_BITS 64
+
+static atomic_ullong own[FILES_MAX / WORD_BITS];
+static atomic_int own_end;          /* above the highest number ever used */
+
+bool own_has(int fd) {
+    return fd >= 0 && fd < atomic_load_explicit(&own_end, memory_order_relaxed) && atomic_load(&own[fd / WORD_BITS]) >> (fd % WORD_BITS) & 1;
+}
+
+void own_forget(int fd) {
+    if (own_has(fd))
+        atomic_fetch_and(&own[fd / WORD_BITS], ~(1ull << (fd % WORD_BITS)));
+}
+
+int own_raise(int fd) {
+    struct rlimit limit;
+    int from = getrlimit(RLIMIT_NOFILE, &limit) < 0 || limit.rlim_cur > 1024 ? 768 : (int)limit.rlim_cur * 3 / 4;
+    int high = fcntl(fd, F_DUPFD_CLOEXEC, from);
+    if (high >= 0) {
+        real_close(fd);
+        fd = high;
+    }
+    if (fd < FILES_MAX) {
+        atomic_fetch_or(&own[fd / WORD_BITS], 1ull << (fd % WORD_BITS));
+        for (int end = atomic_load(&own_end); end <= fd && !atomic_compare_exchange_weak(&own_end, &end, fd + 1);)
+            ;
+    }
+    return fd;
+}
+
+int own_next(int fd) {
+    for (; fd < atomic_load(&own_end); fd++)
+        if (own_has(fd))
+            return fd;
+    return -1;
+}
+
+void own_forked(void) {
+    for (int fd = own_next(0); fd >= 0; fd = own_next(fd + 1)) {
+        real_close(fd);
+        own_forget(fd);
+    }
+}

@@ -1,0 +1,908 @@
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c client.c client_connect.c client_fetch.c client_gpu.c client_stage.c events.c header.c ring.c */
+/* The way into GPU memory, with two doubles: of libcuda (fake_cuda.c) and of the daemon (a thread that hands out table and devices). Devices
+ * are files. What it proves under the sanitizers: the bytes are those of the blocks and nothing beside them is touched; copies are ordered with
+ * the caller's stream both ways; a slot is used again only after its copy; every failure of CUDA is an error, every failure of a device a
+ * miss; a block that is replaced meanwhile is never torn. What it cannot prove: anything about a real GPU. */
+#include "client.h"
+#include "gpu.h"
+#include "kvfs_gpu.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+
+#define DEVICES 2u
+#define ZONE ((uint64_t)48 << 20)
+#define ZONES 3u
+#define SEGMENTS (DEVICES * ZONES)   /* of one device each: what happens to one device leaves the other's blocks alone */
+#define SECRET 0x1234567890abcdefull
+#define TIMEOUT_MS 250u
+#define STALL_MS (5 * TIMEOUT_MS)
+#define KIB ((uint64_t)1 << 10)
+#define MIB ((uint64_t)1 << 20)
+
+static char directory[] = "/tmp/kvfs-gpu-XXXXXX";
+static int device_fds[DEVICES], listener = -1;
+static struct kvfs_plane builder;        /* to build headers with */
+static struct kvfs_table *table;
+static struct kvfs_client *client;
+static uint32_t next_page[SEGMENTS];
+static uint64_t next_inode = 100, next_version = 100;
+
+/* ---- the double of libcuda ---- */
+
+static struct {
+    int (*cuMemAlloc_v2)(cuda_pointer *, size_t);
+    int (*cuMemFree_v2)(cuda_pointer);
+    int (*cuCtxCreate_v2)(cuda_context *, unsigned, int);
+    int (*cuCtxPushCurrent_v2)(cuda_context);
+    int (*cuCtxPopCurrent_v2)(cuda_context *);
+    int (*cuCtxGetCurrent)(cuda_context *);
+    int (*cuDevicePrimaryCtxRetain)(cuda_context *, int);
+    int (*cuDevicePrimaryCtxRelease_v2)(int);
+    int (*cuStreamCreate)(cuda_stream *, unsigned);
+    int (*cuStreamDestroy_v2)(cuda_stream);
+    int (*cuStreamSynchronize)(cuda_stream);
+    int (*cuMemsetD8Async)(cuda_pointer, unsigned char, size_t, cuda_stream);
+    int (*cuMemcpyDtoHAsync_v2)(void *, cuda_pointer, size_t, cuda_stream);
+    int (*cuMemHostRegister_v2)(void *, size_t, unsigned);
+    int (*cuMemHostUnregister)(void *);
+    int (*cuInit)(unsigned);
+    void (*fake_cuda_fail)(const char *, unsigned, int);
+    void (*fake_cuda_break)(unsigned, int);
+    void (*fake_cuda_heal)(void);
+    void (*fake_cuda_delay)(unsigned);
+    void (*fake_cuda_hold)(int);
+    int (*fake_cuda_work)(cuda_stream, unsigned);
+    cuda_pointer (*fake_cuda_map)(size_t, int);
+    int (*fake_cuda_peek)(void *, cuda_pointer, size_t);
+    unsigned (*fake_cuda_copies)(void);
+    unsigned (*fake_cuda_violations)(void);
+    unsigned (*fake_cuda_left)(void);
+} cuda;
+static cuda_context primary;
+
+static void cuda_load(void) {
+    char path[512];
+    ssize_t n = readlink("/proc/self/exe", path, 400);
+    CHECK(n > 0);
+    path[n] = 0;
+    strcpy(strrchr(path, '/'), "/libcuda-fake.so");
+    setenv("KVFS_CUDA_LIBRARY", path, 1);
+    void *library = dlopen(path, RTLD_NOW);
+    CHECK_SAY(library, "%s", dlerror());
+    const char *names[] = {"cuMemAlloc_v2", "cuMemFree_v2", "cuCtxCreate_v2", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxGetCurrent",
+                           "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuStreamCreate", "cuStreamDestroy_v2",
+                           "cuStreamSynchronize", "cuMemsetD8Async", "cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemHostUnregister",
+                           "cuInit", "fake_cuda_fail", "fake_cuda_break", "fake_cuda_heal", "fake_cuda_delay", "fake_cuda_hold",
+                           "fake_cuda_work", "fake_cuda_map", "fake_cuda_peek", "fake_cuda_copies", "fake_cuda_violations", "fake_cuda_left"};
+    static_assert(sizeof(cuda) == sizeof(names), "a name for every function");
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        void *symbol = dlsym(library, names[i]);
+        CHECK_SAY(symbol, "%s", names[i]);
+        memcpy((uint8_t *)&cuda + i * sizeof(symbol), &symbol, sizeof(symbol));
+    }
+    CHECK(cuda.cuInit(0) == 0 && cuda.cuDevicePrimaryCtxRetain(&primary, 0) == 0);
+}
+
+static cuda_pointer device_memory(uint64_t size) {
+    cuda_pointer pointer;
+    CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuMemAlloc_v2(&pointer, size) == 0);
+    CHECK(cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+    return pointer;
+}
+
+static void device_free(cuda_pointer pointer) {
+    CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuMemFree_v2(pointer) == 0);
+    CHECK(cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+}
+
+/* ---- the double of the daemon ---- */
+
+static void *daemon_main(void *argument) {
+    (void)argument;
+    for (;;) {
+        int fd = accept(listener, NULL, NULL);
+        if (fd < 0)
+            return NULL;
+        struct wire_hello hello;
+        CHECK(recv(fd, &hello, sizeof(hello), MSG_WAITALL) == sizeof(hello));
+        struct { struct wire_welcome w; uint64_t offsets[DEVICES]; struct kvfs_member members[SEGMENTS]; } welcome = {
+            .w = {.version = KVFS_WIRE_VERSION, .mount_epoch = 3, .secret = SECRET, .zone_size = ZONE, .stripe_unit = 128 * KIB, .stripe_width = 1,
+                  .segment_count = SEGMENTS, .device_count = DEVICES, .reservation_ms = 30000}};
+        for (uint32_t i = 0; i < SEGMENTS; i++)
+            welcome.members[i] = (struct kvfs_member){.device = i % DEVICES, .zone = i / DEVICES};
+        struct wire_frame frame = {.size = sizeof(welcome), .type = WIRE_HELLO};
+        CHECK(send(fd, &frame, sizeof(frame), MSG_NOSIGNAL) == sizeof(frame));
+        CHECK(send(fd, &welcome, sizeof(welcome), MSG_NOSIGNAL) == sizeof(welcome));
+        int fds[1 + DEVICES] = {kvfs_table_fd(table), device_fds[0], device_fds[1]};
+        union { char space[CMSG_SPACE(sizeof(fds))]; struct cmsghdr align; } control;
+        frame = (struct wire_frame){.type = WIRE_DESCRIPTORS};
+        struct iovec iov = {&frame, sizeof(frame)};
+        struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.space, .msg_controllen = sizeof(control.space)};
+        memset(&control, 0, sizeof(control));
+        struct cmsghdr *part = CMSG_FIRSTHDR(&message);
+        part->cmsg_level = SOL_SOCKET;
+        part->cmsg_type = SCM_RIGHTS;
+        part->cmsg_len = CMSG_LEN(sizeof(fds));
+        memcpy(CMSG_DATA(part), fds, sizeof(fds));
+        CHECK(sendmsg(fd, &message, MSG_NOSIGNAL) == sizeof(frame));
+        uint8_t said[4096];
+        while (recv(fd, said, sizeof(said), 0) > 0) /* hits, reports */
+            ;
+        close(fd);
+    }
+}
+
+static void table_directory(uint64_t inode, uint64_t parent, const char *name) {
+    struct kvfs_record record = {.inode = inode, .parent = parent, .version = 1, .kind = KVFS_KIND_DIRECTORY, .mode = 0040755, .nlink = 1};
+    CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), 0) == 0);
+}
+
+static void pool_open(void) {
+    char path[sizeof(directory) + 32];
+    CHECK(mkdtemp(directory));
+    builder.config = (struct kvfs_plane_config){.secret = SECRET, .zone_size = ZONE, .stripe_unit = 128 * KIB, .stripe_width = 1,
+                                                .segment_count = SEGMENTS, .device_count = DEVICES, .mount_epoch = 3};
+    builder.segment_size = ZONE;
+    builder.segment_pages = ZONE / PAGE;
+    for (uint32_t i = 0; i < SEGMENTS; i++)
+        next_page[i] = 1;
+    for (uint32_t i = 0; i < DEVICES; i++) {
+        snprintf(path, sizeof(path), "%s/device%u", directory, i);
+        device_fds[i] = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        CHECK(device_fds[i] >= 0 && ftruncate(device_fds[i], (off_t)(ZONE * ZONES)) == 0);
+    }
+    CHECK(kvfs_table_create(4096, SECRET, 3, &table) == 0);
+    table_directory(1, 0, "");
+    kvfs_table_set_complete(table, 1);
+    for (uint32_t i = 0; i < 256; i++) {
+        char name[3];
+        snprintf(name, sizeof(name), "%02x", i);
+        table_directory(2 + i, 1, name);
+    }
+    next_inode = 1000;
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    snprintf(address.sun_path, sizeof(address.sun_path), "%s/control.sock", directory);
+    listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(listener >= 0 && bind(listener, (struct sockaddr *)&address, sizeof(address)) == 0 && listen(listener, 8) == 0);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, daemon_main, NULL) == 0);
+    CHECK(pthread_detach(thread) == 0);
+    struct kvfs_options options = {.size = sizeof(options), .timeout_ms = TIMEOUT_MS};
+    CHECK_SAY(client_open(directory, directory, 1, "", &options, &client) == 0, "%s", kvfs_error());
+}
+
+static void pool_close(void) {
+    char path[sizeof(directory) + 32];
+    kvfs_close(client);
+    shutdown(listener, SHUT_RDWR);
+    for (uint32_t i = 0; i < DEVICES; i++) {
+        snprintf(path, sizeof(path), "%s/device%u", directory, i);
+        unlink(path);
+    }
+    snprintf(path, sizeof(path), "%s/control.sock", directory);
+    unlink(path);
+    rmdir(directory);
+}
+
+/* What block `seed` holds. */
+static void pattern(uint8_t *data, uint64_t size, uint64_t seed) {
+    uint64_t state = seed * 0x9e3779b97f4a7c15ull + 1;
+    for (uint64_t i = 0; i < size; i += 8) {
+        uint64_t word = random_next(&state);
+        memcpy(data + i, &word, min_u64(8, size - i));
+    }
+}
+
+/* A block's header and data on a device, and its record; nothing points there yet. */
+static struct kvfs_record block_write(uint64_t inode, const char *name, uint32_t segment, uint32_t page, uint64_t size, uint64_t seed) {
+    uint8_t record[512] = {0};
+    uint32_t name_size = (uint32_t)strlen(name), record_size = (uint32_t)(sizeof(struct kvfs_inode_record) + round_up(name_size, 8));
+    uint32_t header_pages = kvfs_header_pages(size, record_size, 0, 0), leaves = (uint32_t)pages_of(size);
+    struct kvfs_inode_record r = {.record_size = record_size, .kind = KVFS_KIND_FILE, .flags = KVFS_INODE_SEALED, .name_size = (uint16_t)name_size,
+                                  .inode = inode, .parent = 2, .version = ++next_version, .size = size, .generation = 7, .segment = segment,
+                                  .page = page, .header_pages = header_pages, .mode = 0100644, .nlink = 1};
+    memcpy(record, &r, sizeof(r));
+    memcpy(record + sizeof(r), name, name_size);
+    uint8_t *data = calloc(1, leaves * PAGE + 1);
+    uint32_t *sums = calloc(leaves + 1, sizeof(*sums));
+    pattern(data, size, seed);
+    kvfs_leaf_checksums(data, size, SECRET, sums);
+    struct desc *desc = desc_new(header_pages);
+    CHECK(header_build(&builder, desc, record, record_size, NULL, 0, NULL, 0, sums, header_pages + leaves) == 0);
+    off_t at = (off_t)(segment / DEVICES * ZONE + page * PAGE);
+    CHECK(pwrite(device_fds[segment % DEVICES], desc->header, header_pages * PAGE, at) == (ssize_t)(header_pages * PAGE));
+    CHECK(pwrite(device_fds[segment % DEVICES], data, leaves * PAGE, at + header_pages * (off_t)PAGE) == (ssize_t)(leaves * PAGE));
+    desc_put(desc);
+    free(sums);
+    free(data);
+    struct kvfs_record out;
+    record_from_inode(&r, &out);
+    return out;
+}
+
+/* A key is one byte, a number and a device. */
+static void key_name(uint8_t key[6], char name[13], uint32_t number) {
+    key[0] = 0; /* all in one directory, of inode 2 */
+    memcpy(key + 1, &number, 4);
+    key[5] = 'k';
+    name[key_hex(key, 6, name)] = 0;
+}
+
+static void block_add(uint32_t number, uint64_t size, uint32_t device) {
+    uint8_t key[6];
+    char name[13];
+    key_name(key, name, number);
+    uint32_t pages = (uint32_t)(pages_of(size) + pages_of(size) / 512 + 4), segment = device;
+    while (segment < SEGMENTS && next_page[segment] + pages > ZONE / PAGE)
+        segment += DEVICES;
+    CHECK(segment < SEGMENTS);
+    struct kvfs_record record = block_write(++next_inode, name, segment, next_page[segment], size, number);
+    next_page[segment] += pages;
+    CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), 0) == 0);
+}
+
+/* ---- a batch, and what must come of it ---- */
+
+#define GUARD 64u
+struct batch {
+    struct kvfs_keys keys;
+    uint8_t names[512][6];
+    uint32_t sizes[512];
+    uint32_t numbers[512];
+    struct kvfs_buffer buffers[512];
+    int64_t results[512];
+    cuda_pointer memory;
+    uint64_t memory_size;
+};
+
+/* Buffers of `room` bytes side by side, GUARD bytes between them, all of it poisoned. */
+static void batch_open(struct batch *batch, const uint32_t *numbers, uint32_t count, uint64_t room) {
+    char name[13];
+    memset(batch, 0, sizeof(*batch));
+    CHECK(count <= 512);
+    batch->keys = (struct kvfs_keys){batch->names, batch->sizes, count, 0};
+    batch->memory_size = count * (room + GUARD) + GUARD;
+    batch->memory = device_memory(batch->memory_size);
+    for (uint32_t i = 0; i < count; i++) {
+        key_name(batch->names[i], name, numbers[i]);
+        batch->sizes[i] = 6;
+        batch->numbers[i] = numbers[i];
+        batch->buffers[i] = (struct kvfs_buffer){(void *)(uintptr_t)(batch->memory + GUARD + i * (room + GUARD)), room};
+        batch->results[i] = -1;
+    }
+}
+static void batch_close(struct batch *batch) { device_free(batch->memory); }
+
+/* Every block that has a result is there, whole, and not a byte beside a buffer has changed (fresh memory is 0xee). */
+static uint32_t batch_check(struct batch *batch) {
+    uint8_t *got = malloc(batch->memory_size), *expected = malloc(batch->memory_size + 8);
+    uint32_t blocks = 0;
+    CHECK(cuda.fake_cuda_peek(got, batch->memory, batch->memory_size) == 0);
+    memset(expected, 0xee, batch->memory_size);
+    for (uint32_t i = 0; i < batch->keys.count; i++) {
+        uint64_t at = (uint64_t)(uintptr_t)batch->buffers[i].data - batch->memory;
+        if (batch->results[i] >= 0) {
+            pattern(expected + at, (uint64_t)batch->results[i], batch->numbers[i]);
+            blocks++;
+        } else { /* undefined */
+            memcpy(expected + at, got + at, batch->buffers[i].size);
+        }
+    }
+    for (uint64_t at = 0; at < batch->memory_size; at++)
+        CHECK_SAY(got[at] == expected[at], "byte %llu of %llu: 0x%02x, expected 0x%02x", (unsigned long long)at,
+                  (unsigned long long)batch->memory_size, got[at], expected[at]);
+    free(got);
+    free(expected);
+    return blocks;
+}
+
+static struct kvfs_gpu *reader_open(uint32_t slot_count, uint64_t slot_size) {
+    struct kvfs_gpu_options options = {.size = sizeof(options), .slot_count = slot_count, .slot_size = slot_size};
+    struct kvfs_gpu *gpu;
+    CHECK_SAY(kvfs_gpu_open(client, &options, &gpu) == 0, "%s", kvfs_error());
+    return gpu;
+}
+
+static struct kvfs_gpu_statistics statistics_of(struct kvfs_gpu *gpu) {
+    struct kvfs_gpu_statistics statistics;
+    CHECK(kvfs_gpu_statistics_get(gpu, &statistics) == 0);
+    return statistics;
+}
+
+static int get(struct kvfs_gpu *gpu, struct batch *batch, cuda_stream stream) {
+    return kvfs_gpu_get(gpu, &batch->keys, batch->buffers, (uint64_t)(uintptr_t)stream, batch->results);
+}
+
+static void faults(uint32_t device, uint32_t fault, uint32_t value) {
+    struct session *session = client->session;
+    struct fault_rule *rule = &session->plane.devices[device].faults;
+    atomic_store(&rule->fault, fault);
+    atomic_store(&rule->direction, 1);
+    atomic_store(&rule->value, value);
+    atomic_store(&rule->every, fault != KVFS_FAULT_NONE);
+    atomic_store(&session->plane.faults, fault != KVFS_FAULT_NONE);
+}
+
+static bool says(const char *text) { return strstr(kvfs_error(), text) != NULL; }
+
+/* ---- the blocks: 0..11 of odd sizes, 20..59 of 200 KiB, alternately on the two devices; 70: large ---- */
+
+static const uint64_t odd_sizes[12] = {0, 1, 4095, 4096, 4097, 64 * KIB, 64 * KIB + 5, MIB - 1, MIB, MIB + 1, 5 * MIB / 2 + 3, 5 * MIB};
+#define MANY 40u
+static uint32_t many[MANY];
+
+static void blocks_add(void) {
+    for (uint32_t i = 0; i < 12; i++)
+        block_add(i, odd_sizes[i], i % DEVICES);
+    for (uint32_t i = 0; i < MANY; i++)
+        block_add(many[i] = 20 + i, 200 * KIB + i, i % DEVICES);
+    block_add(70, 12 * MIB, 0);
+}
+
+static void test_whole_blocks(void) {
+    uint32_t numbers[14] = {0, 1, 2, 900, 3, 4, 5, 6, 7, 8, 901, 9, 10, 11};
+    const struct { uint32_t slot_count; uint64_t slot_size; } rings[] = {{1, 64 * KIB}, {4, 64 * KIB}, {16, 64 * KIB}, {4, MIB}, {16, MIB}, {3, 4 * MIB}};
+    struct batch batch;
+    for (size_t i = 0; i < sizeof(rings) / sizeof(rings[0]); i++) {
+        struct kvfs_gpu *gpu = reader_open(rings[i].slot_count, rings[i].slot_size);
+        CHECK(kvfs_gpu_mode(gpu) == KVFS_GPU_STAGED);
+        batch_open(&batch, numbers, 14, 5 * MIB + 7);
+        CHECK_SAY(get(gpu, &batch, NULL) == 12, "%s", kvfs_error());
+        CHECK(batch_check(&batch) == 12);
+        for (uint32_t k = 0; k < 14; k++)
+            CHECK(batch.results[k] == (numbers[k] >= 900 ? -ENOENT : (int64_t)odd_sizes[numbers[k]]));
+        struct kvfs_gpu_statistics statistics = statistics_of(gpu);
+        CHECK(statistics.blocks == 12 && statistics.slots_stuck == 0 && statistics.restarts == 0);
+        CHECK(statistics.copies <= statistics.pieces);
+        batch_close(&batch);
+        kvfs_gpu_close(gpu);
+    }
+}
+
+/* The pieces of a block, which lie side by side in the ring, go in fewer copies. */
+static void test_neighbours_are_copied_together(void) {
+    struct kvfs_gpu *gpu = reader_open(16, 64 * KIB);
+    struct batch batch;
+    batch_open(&batch, (uint32_t[]){70}, 1, 12 * MIB);
+    uint64_t pieces = 12 * MIB / (64 * KIB);
+    cuda.fake_cuda_delay(300);
+    CHECK(get(gpu, &batch, NULL) == 1 && batch_check(&batch) == 1);
+    cuda.fake_cuda_delay(0);
+    struct kvfs_gpu_statistics statistics = statistics_of(gpu);
+    CHECK(statistics.pieces == pieces);
+    CHECK_SAY(statistics.copies < pieces, "%llu copies", (unsigned long long)statistics.copies);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+static void test_order_with_the_callers_stream(void) {
+    struct kvfs_gpu *gpu = reader_open(MANY, 256 * KIB);
+    struct batch batch;
+    cuda_stream stream;
+    uint8_t *snapshot;
+    CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuStreamCreate(&stream, 1) == 0);
+    for (int round = 0; round < 3; round++) {
+        /* round 0: a stream; 1: the legacy default stream; 2: none, so the call waits. */
+        cuda_stream used = round == 0 ? stream : round == 1 ? (cuda_stream)1 : NULL;
+        batch_open(&batch, many, MANY, 200 * KIB + MANY);
+        snapshot = malloc(batch.memory_size);
+        /* Before: work on the stream that still writes the buffers. It must not come after the copies. */
+        CHECK(cuda.fake_cuda_work(used, 60000) == 0);
+        for (uint32_t i = 0; i < MANY; i++)
+            CHECK(cuda.cuMemsetD8Async((cuda_pointer)(uintptr_t)batch.buffers[i].data, 0x55, batch.buffers[i].size, used) == 0);
+        cuda.fake_cuda_delay(2000);
+        cuda.fake_cuda_hold(round < 2); /* then the call returns before its first copy has begun */
+        unsigned copies = cuda.fake_cuda_copies();
+        CHECK_SAY(get(gpu, &batch, used) == MANY, "%s", kvfs_error());
+        CHECK((cuda.fake_cuda_copies() == copies) == (round < 2));
+        /* After: work that reads the buffers. It must not come before the copies. */
+        if (round < 2) {
+            CHECK(cuda.cuMemcpyDtoHAsync_v2(snapshot, batch.memory, batch.memory_size, used) == 0);
+            cuda.fake_cuda_hold(0);
+            CHECK(cuda.cuStreamSynchronize(used) == 0);
+        } else {
+            CHECK(cuda.fake_cuda_peek(snapshot, batch.memory, batch.memory_size) == 0);
+        }
+        cuda.fake_cuda_delay(0);
+        for (uint32_t i = 0; i < MANY; i++) {
+            uint64_t size = 200 * KIB + i, at = (uint64_t)(uintptr_t)batch.buffers[i].data - batch.memory;
+            uint8_t *expected = malloc(size + 8);
+            CHECK(batch.results[i] == (int64_t)size);
+            pattern(expected, size, many[i]);
+            CHECK_SAY(memcmp(snapshot + at, expected, size) == 0, "round %d, block %u", round, i);
+            free(expected);
+        }
+        free(snapshot);
+        batch_close(&batch);
+    }
+    CHECK(cuda.cuStreamDestroy_v2(stream) == 0 && cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+    kvfs_gpu_close(gpu);
+}
+
+/* Few slots and slow copies: a slot that were used again too early would show as a changed source, and as wrong bytes. */
+static void test_slots_are_used_again_after_their_copy(void) {
+    struct kvfs_gpu *gpu = reader_open(3, 64 * KIB);
+    struct batch batch;
+    cuda_stream stream;
+    CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuStreamCreate(&stream, 1) == 0);
+    cuda.fake_cuda_delay(1000);
+    for (int round = 0; round < 2; round++) {
+        batch_open(&batch, many, MANY, 200 * KIB + MANY);
+        CHECK(get(gpu, &batch, round ? stream : NULL) == (int)MANY);
+        if (round)
+            CHECK(cuda.cuStreamSynchronize(stream) == 0);
+        CHECK(batch_check(&batch) == MANY);
+        batch_close(&batch);
+    }
+    cuda.fake_cuda_delay(0);
+    CHECK(statistics_of(gpu).slot_waits > 0);
+    CHECK(cuda.cuStreamDestroy_v2(stream) == 0 && cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+    kvfs_gpu_close(gpu);
+}
+
+static void test_contexts(void) {
+    struct kvfs_gpu *gpu = reader_open(4, MIB);
+    struct batch batch;
+    cuda_context current, second;
+    batch_open(&batch, many, 4, 210 * KIB);
+    CHECK(cuda.cuCtxGetCurrent(&current) == 0 && !current);
+    CHECK(get(gpu, &batch, NULL) == 4 && batch_check(&batch) == 4); /* from a thread that has no context */
+    CHECK(cuda.cuCtxGetCurrent(&current) == 0 && !current);
+    /* Memory of another context of the same GPU; its context stays what it was. */
+    CHECK(cuda.cuCtxCreate_v2(&second, 0, 0) == 0);
+    cuda_pointer other;
+    uint8_t *got = malloc(210 * KIB), *expected = malloc(210 * KIB);
+    CHECK(cuda.cuMemAlloc_v2(&other, 210 * KIB) == 0);
+    struct kvfs_buffer first = batch.buffers[0];
+    for (int round = 0; round < 2; round++) {
+        batch.buffers[0] = (struct kvfs_buffer){(void *)(uintptr_t)other, 210 * KIB};
+        batch.keys.count = 1;
+        CHECK_SAY(get(gpu, &batch, NULL) == 1, "%s", kvfs_error());
+        CHECK(cuda.cuCtxGetCurrent(&current) == 0 && current == second);
+        CHECK(cuda.fake_cuda_peek(got, other, 200 * KIB) == 0);
+        pattern(expected, 200 * KIB, many[0]);
+        CHECK(memcmp(got, expected, 200 * KIB) == 0);
+        batch.keys.count = 4; /* of both contexts: no */
+        CHECK(get(gpu, &batch, NULL) == -EINVAL && says("buffer 1 of 4") && says("context"));
+        batch.buffers[0] = first; /* and back again */
+        CHECK(get(gpu, &batch, NULL) == 4 && batch_check(&batch) == 4);
+    }
+    CHECK(cuda.cuMemFree_v2(other) == 0 && cuda.cuCtxPopCurrent_v2(&current) == 0 && current == second);
+    free(got);
+    free(expected);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+static void test_bad_input(void) {
+    struct kvfs_gpu_options options = {.size = sizeof(options), .mode = KVFS_GPU_GDS};
+    struct kvfs_gpu *gpu = NULL;
+    CHECK(kvfs_gpu_open(client, &options, &gpu) == -EOPNOTSUPP && !gpu && says("gds is not to be had"));
+    options = (struct kvfs_gpu_options){.size = sizeof(options), .device = 7};
+    CHECK(kvfs_gpu_open(client, &options, &gpu) == -ENODEV && says("no GPU 7: CUDA sees 2"));
+    options = (struct kvfs_gpu_options){.size = sizeof(options), .slot_size = 4096};
+    CHECK(kvfs_gpu_open(client, &options, &gpu) == -EINVAL && says("4096"));
+    gpu = reader_open(4, MIB);
+    struct batch batch;
+    batch_open(&batch, many, 3, 210 * KIB);
+    const struct kvfs_buffer good = batch.buffers[1];
+    static uint8_t host[4096];
+    uint8_t *pinned = aligned_alloc(PAGE, PAGE);
+    CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuMemHostRegister_v2(pinned, PAGE, 1) == 0);
+    const struct { void *data; uint64_t size; const char *text; } wrong[] = {
+        {NULL, 100, "buffer 1: 100 bytes at 0x0"},
+        {host, sizeof(host), "buffer 1 of 3: 0x"},
+        {host, sizeof(host), "is no memory that CUDA knows"},
+        {pinned, PAGE, "is host memory"},
+        {batch.buffers[2].data, 210 * KIB + 2 * GUARD, "64 past the end of its allocation"},
+        {batch.buffers[0].data, 210 * KIB, "overlap"},
+    };
+    for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
+        batch.buffers[1] = (struct kvfs_buffer){wrong[i].data, wrong[i].size};
+        if (i == 4)
+            batch.buffers[2] = good;
+        CHECK_SAY(get(gpu, &batch, NULL) == -EINVAL && says(wrong[i].text), "%zu: %s", i, kvfs_error());
+        CHECK(batch.results[0] == -EINVAL && batch.results[2] == -EINVAL);
+        if (i == 4)
+            batch.buffers[2] = (struct kvfs_buffer){wrong[4].data, good.size};
+    }
+    /* Of another GPU. */
+    cuda_context second;
+    cuda_pointer other;
+    CHECK(cuda.cuDevicePrimaryCtxRetain(&second, 1) == 0 && cuda.cuCtxPushCurrent_v2(second) == 0 && cuda.cuMemAlloc_v2(&other, MIB) == 0);
+    batch.buffers[1] = (struct kvfs_buffer){(void *)(uintptr_t)other, MIB};
+    CHECK(get(gpu, &batch, NULL) == -EINVAL && says("buffer 1 of 3") && says("is on GPU 1; this reader is GPU 0's"));
+    CHECK(cuda.cuMemFree_v2(other) == 0 && cuda.cuCtxPopCurrent_v2(&second) == 0 && cuda.cuDevicePrimaryCtxRelease_v2(1) == 0);
+    CHECK(cuda.cuMemHostUnregister(pinned) == 0 && cuda.cuCtxPopCurrent_v2(&second) == 0);
+    free(pinned);
+    /* Mapped memory, of no context, over a border between two of its allocations; and past its end. */
+    cuda_pointer mapped = cuda.fake_cuda_map(4 * MIB, 0);
+    batch.buffers[1] = (struct kvfs_buffer){(void *)(uintptr_t)(mapped + 2 * MIB - 4096), 210 * KIB};
+    CHECK_SAY(get(gpu, &batch, NULL) == 3, "%s", kvfs_error());
+    uint8_t *got = malloc(200 * KIB + 1), *expected = malloc(200 * KIB + 8);
+    CHECK(cuda.fake_cuda_peek(got, mapped + 2 * MIB - 4096, 200 * KIB + 1) == 0);
+    pattern(expected, 200 * KIB + 1, many[1]);
+    CHECK(memcmp(got, expected, 200 * KIB + 1) == 0);
+    free(got);
+    free(expected);
+    batch.buffers[1] = (struct kvfs_buffer){(void *)(uintptr_t)(mapped + 4 * MIB - 4096), 210 * KIB};
+    CHECK(get(gpu, &batch, NULL) == -EINVAL && says("buffer 1 of 3"));
+    device_free(mapped);
+    /* Too small: that block only. */
+    batch.buffers[1] = (struct kvfs_buffer){good.data, 200 * KIB};
+    CHECK(get(gpu, &batch, NULL) == 2 && batch.results[1] == -ERANGE);
+    batch.buffers[1] = (struct kvfs_buffer){NULL, 0};
+    CHECK(get(gpu, &batch, NULL) == 2 && batch.results[1] == -ERANGE);
+    batch.buffers[1] = good;
+    CHECK(get(gpu, &batch, NULL) == 3 && batch_check(&batch) == 3);
+    /* A stream of another context; a key that is too long; an empty batch. */
+    batch.sizes[1] = 200;
+    CHECK(get(gpu, &batch, NULL) == -EINVAL && says("200"));
+    batch.keys.count = 0;
+    CHECK(get(gpu, &batch, NULL) == 0);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+static void test_every_failure_of_the_driver_is_an_error(void) {
+    static const char *const opening[] = {"cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemHostRegister_v2"};
+    static const char *const first_call[] = {"cuStreamCreate", "cuEventCreate"};
+    static const char *const reading[] = {"cuCtxPushCurrent_v2", "cuPointerGetAttributes", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2"};
+    unsigned left = cuda.fake_cuda_left();
+    struct kvfs_gpu *gpu;
+    struct batch batch;
+    for (size_t i = 0; i < sizeof(opening) / sizeof(opening[0]); i++) {
+        cuda.fake_cuda_fail(opening[i], 1, 719);
+        CHECK(kvfs_gpu_open(client, NULL, &gpu) == -EIO && !gpu && says("CUDA_ERROR_LAUNCH_FAILED (719)"));
+        CHECK_SAY(cuda.fake_cuda_left() == left, "%s", opening[i]);
+    }
+    for (size_t i = 0; i < sizeof(first_call) / sizeof(first_call[0]); i++) {
+        gpu = reader_open(4, 64 * KIB);
+        batch_open(&batch, many, 8, 210 * KIB);
+        cuda.fake_cuda_fail(first_call[i], i + 1, 719);
+        CHECK(get(gpu, &batch, NULL) == -EIO && says(first_call[i]));
+        CHECK(get(gpu, &batch, NULL) == 8 && batch_check(&batch) == 8);
+        batch_close(&batch);
+        kvfs_gpu_close(gpu);
+    }
+    gpu = reader_open(4, 64 * KIB);
+    cuda_stream stream;
+    CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuStreamCreate(&stream, 1) == 0);
+    for (size_t i = 0; i < sizeof(reading) / sizeof(reading[0]); i++)
+        for (unsigned nth = 1; nth <= 3; nth++) {
+            batch_open(&batch, many, 8, 210 * KIB);
+            char name[40];
+            snprintf(name, sizeof(name), "%.*s", (int)strcspn(reading[i], "_"), reading[i]);
+            cuda.fake_cuda_fail(reading[i], nth, 719);
+            int r = get(gpu, &batch, nth == 2 ? stream : NULL);
+            cuda.fake_cuda_fail(reading[i], 0, 0);
+            if (r == 8) { /* there were fewer such calls */
+                CHECK(nth >= 2);
+            } else {
+                CHECK_SAY(r == -EIO && says("GPU 0: ") && says(name) && says("719"), "%s: %s", name, kvfs_error());
+                for (uint32_t k = 0; k < 8; k++)
+                    CHECK(batch.results[k] == -EIO);
+            }
+            CHECK(get(gpu, &batch, stream) == 8 && cuda.cuStreamSynchronize(stream) == 0); /* and it goes on */
+            CHECK(batch_check(&batch) == 8);
+            batch_close(&batch);
+        }
+    /* What says whether copies have ended says nothing any more: then no slot may be used again. */
+    batch_open(&batch, many, 8, 210 * KIB);
+    cuda.fake_cuda_fail("cuEventQuery", 2, 719);
+    cuda.fake_cuda_fail("cuStreamQuery", 1, 719);
+    CHECK(get(gpu, &batch, NULL) == -EIO && says("719"));
+    CHECK(get(gpu, &batch, NULL) == -EIO && says("GPU 0 is out of use since: "));
+    CHECK(cuda.cuStreamSynchronize(stream) == 0 && cuda.cuStreamDestroy_v2(stream) == 0 && cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+    kvfs_gpu_close(gpu); /* its memory, stream and events stay */
+    batch_close(&batch);
+    cuda.fake_cuda_fail("cuEventQuery", 0, 0);
+    cuda.fake_cuda_fail("cuStreamQuery", 0, 0);
+}
+
+static void test_a_gpu_that_breaks_or_hangs(void) {
+    struct batch batch;
+    struct kvfs_gpu *gpu = reader_open(4, 64 * KIB);
+    batch_open(&batch, many, MANY, 210 * KIB);
+    cuda.fake_cuda_break(5, 700);
+    CHECK(get(gpu, &batch, NULL) == -EIO && says("CUDA_ERROR_ILLEGAL_ADDRESS"));
+    for (uint32_t i = 0; i < MANY; i++)
+        CHECK(batch.results[i] == -EIO);
+    CHECK(get(gpu, &batch, NULL) == -EIO && says("out of use"));
+    cuda.fake_cuda_heal();
+    kvfs_gpu_close(gpu);
+
+    gpu = reader_open(4, 64 * KIB);
+    cuda.fake_cuda_hold(1);
+    uint64_t began = now_ns();
+    CHECK_SAY(get(gpu, &batch, NULL) == -ETIMEDOUT && says("has not ended in 1250 ms"), "%s", kvfs_error());
+    CHECK(now_ns() - began < 20000000000ull);
+    CHECK(get(gpu, &batch, NULL) == -ETIMEDOUT && says("out of use"));
+    cuda.fake_cuda_hold(0);
+    kvfs_gpu_close(gpu);
+    batch_close(&batch);
+}
+
+/* A caller's stream may be busy for longer than any limit of ours. */
+static void test_the_callers_work_is_waited_for(void) {
+    struct kvfs_gpu *gpu = reader_open(4, 64 * KIB);
+    struct batch batch;
+    cuda_stream stream;
+    CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuStreamCreate(&stream, 1) == 0);
+    batch_open(&batch, many, MANY, 210 * KIB);
+    CHECK(cuda.fake_cuda_work(stream, (STALL_MS + 500) * 1000) == 0);
+    CHECK_SAY(get(gpu, &batch, stream) == (int)MANY, "%s", kvfs_error());
+    CHECK(cuda.cuStreamSynchronize(stream) == 0 && batch_check(&batch) == MANY);
+    CHECK(cuda.cuStreamDestroy_v2(stream) == 0 && cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+static void test_a_stuck_device_is_a_miss(void) {
+    struct kvfs_gpu *gpu = reader_open(6, 64 * KIB);
+    struct batch batch;
+    batch_open(&batch, many, MANY, 210 * KIB);
+    faults(1, KVFS_FAULT_DELAY, 1200);
+    uint64_t began = now_ns();
+    int read = get(gpu, &batch, NULL);
+    uint64_t took_ms = (now_ns() - began) / 1000000;
+    CHECK_SAY(read == MANY / 2, "%d read: %s", read, kvfs_error());
+    for (uint32_t i = 0; i < MANY; i++)
+        CHECK(batch.results[i] == (i % 2 ? -ETIMEDOUT : (int64_t)(200 * KIB + i)));
+    CHECK(batch_check(&batch) == MANY / 2);
+    CHECK_SAY(took_ms < 1200, "%llu ms: it cost more than a timeout or two", (unsigned long long)took_ms);
+    CHECK(statistics_of(gpu).slots_stuck > 0);
+    faults(1, KVFS_FAULT_NONE, 0);
+    /* The slots come back, and no late byte of the device's has got into a block meanwhile. */
+    batch.keys.count = 1;
+    uint64_t until = now_ns() + 10000000000ull;
+    while (statistics_of(gpu).slots_stuck && now_ns() < until) {
+        CHECK(get(gpu, &batch, NULL) == 1 && batch_check(&batch) == 1);
+        usleep(20000);
+    }
+    CHECK(statistics_of(gpu).slots_stuck == 0);
+    batch.keys.count = MANY;
+    usleep(TIMEOUT_MS * 1000);
+    CHECK_SAY(get(gpu, &batch, NULL) == MANY, "%s", kvfs_error());
+    CHECK(batch_check(&batch) == MANY);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+/* Devices that hang again and again: rings are added, up to four; when those are stuck too, all is a miss, at once. */
+static void test_every_slot_stuck(void) {
+    struct kvfs_gpu *gpu = reader_open(2, 64 * KIB);
+    struct batch batch;
+    batch_open(&batch, many, MANY, 210 * KIB);
+    for (uint32_t i = 0; i < DEVICES; i++)
+        faults(i, KVFS_FAULT_DELAY, 6000);
+    uint64_t began = 0;
+    for (int round = 0; round < 6; round++) {
+        began = now_ns();
+        CHECK(get(gpu, &batch, NULL) == 0);
+        for (uint32_t i = 0; i < MANY; i++)
+            CHECK(batch.results[i] == -ETIMEDOUT);
+        usleep(2 * TIMEOUT_MS * 1000);
+    }
+    CHECK(statistics_of(gpu).slots_stuck == 8);
+    CHECK(now_ns() - began < 3 * TIMEOUT_MS * 1000000ull);
+    for (uint32_t i = 0; i < DEVICES; i++)
+        faults(i, KVFS_FAULT_NONE, 0);
+    uint64_t until = now_ns() + 20000000000ull;
+    while (statistics_of(gpu).slots_stuck && now_ns() < until)
+        usleep(20000);
+    CHECK_SAY(get(gpu, &batch, NULL) == MANY && batch_check(&batch) == MANY, "%s", kvfs_error());
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+static void test_flipped_bytes_are_a_miss(void) {
+    struct kvfs_gpu *gpu = reader_open(4, 64 * KIB);
+    struct batch batch;
+    batch_open(&batch, many, MANY, 210 * KIB);
+    faults(1, KVFS_FAULT_FLIP, 12345);
+    CHECK(get(gpu, &batch, NULL) == MANY / 2);
+    for (uint32_t i = 0; i < MANY; i++)
+        CHECK(batch.results[i] == (i % 2 ? -EIO : (int64_t)(200 * KIB + i)));
+    CHECK(batch_check(&batch) == MANY / 2);
+    faults(1, KVFS_FAULT_ERROR, EIO);
+    CHECK(get(gpu, &batch, NULL) == MANY / 2 && batch.results[1] == -EIO && batch_check(&batch) == MANY / 2);
+    faults(1, KVFS_FAULT_NONE, 0);
+    CHECK(get(gpu, &batch, NULL) == MANY && batch_check(&batch) == MANY);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+static void test_prestaged_blocks(void) {
+    struct kvfs_gpu *gpu = reader_open(8, 64 * KIB);
+    struct batch batch;
+    batch_open(&batch, many, MANY, 210 * KIB);
+    CHECK(kvfs_prestage(client, &batch.keys) == (int)MANY);
+    CHECK_SAY(get(gpu, &batch, NULL) == MANY && batch_check(&batch) == MANY, "%s", kvfs_error());
+    struct kvfs_gpu_statistics statistics = statistics_of(gpu);
+    CHECK_SAY(statistics.prestaged > 0 && statistics.blocks == MANY, "%llu", (unsigned long long)statistics.prestaged);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+/* ---- threads ---- */
+
+#define REWRITTEN 80u
+static atomic_bool stopping;
+
+/* One name, one inode, contents 80 and 81 in turn, each at the next of four places: pieces of both may meet in one read. */
+static void *rewrite_main(void *argument) {
+    uint8_t key[6];
+    char name[13];
+    uint64_t inode = *(uint64_t *)argument, size = 600 * KIB + 77;
+    key_name(key, name, REWRITTEN);
+    for (uint32_t turn = 0; !atomic_load(&stopping); turn++) {
+        uint32_t segment = 4 + turn % 2, page = (uint32_t)(ZONE / PAGE - 1000 + (turn / 2 % 2) * 400);
+        struct kvfs_record record = block_write(inode, name, segment, page, size, REWRITTEN + turn % 3 % 2);
+        CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), 0) == 0);
+        usleep(200);
+    }
+    return NULL;
+}
+
+static void test_a_rewritten_block_is_never_torn(void) {
+    struct kvfs_gpu *gpu = reader_open(4, 64 * KIB);
+    struct batch batch;
+    uint64_t inode = ++next_inode, size = 600 * KIB + 77, misses = 0, seen[2] = {0};
+    uint8_t *got = malloc(size), *expected[2] = {malloc(size + 8), malloc(size + 8)};
+    pattern(expected[0], size, REWRITTEN);
+    pattern(expected[1], size, REWRITTEN + 1);
+    batch_open(&batch, (uint32_t[]){REWRITTEN}, 1, size);
+    pthread_t thread;
+    atomic_store(&stopping, false);
+    CHECK(pthread_create(&thread, NULL, rewrite_main, &inode) == 0);
+    uint64_t until = now_ns() + 3000000000ull;
+    cuda.fake_cuda_delay(100);
+    while (now_ns() < until || seen[0] + seen[1] == 0) {
+        CHECK(get(gpu, &batch, NULL) >= 0);
+        if (batch.results[0] < 0) {
+            CHECK_SAY(batch.results[0] == -ENOENT || batch.results[0] == -EIO, "%lld", (long long)batch.results[0]);
+            misses++;
+            continue;
+        }
+        CHECK(cuda.fake_cuda_peek(got, (cuda_pointer)(uintptr_t)batch.buffers[0].data, size) == 0);
+        int which = got[0] != expected[0][0];
+        CHECK_SAY(memcmp(got, expected[which], size) == 0, "torn");
+        seen[which]++;
+        CHECK(now_ns() < until + 20000000000ull);
+    }
+    cuda.fake_cuda_delay(0);
+    atomic_store(&stopping, true);
+    CHECK(pthread_join(thread, NULL) == 0);
+    printf("   %llu and %llu reads of the two contents, %llu misses, %llu begun again\n", (unsigned long long)seen[0], (unsigned long long)seen[1],
+           (unsigned long long)misses, (unsigned long long)statistics_of(gpu).restarts);
+    free(got);
+    free(expected[0]);
+    free(expected[1]);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+struct reader { struct kvfs_gpu *gpu; cuda_stream stream; };
+static void *read_main(void *argument) {
+    struct reader *reader = argument;
+    struct batch *batch = malloc(sizeof(*batch));
+    for (int round = 0; round < 4; round++) {
+        batch_open(batch, many, MANY, 210 * KIB);
+        CHECK(get(reader->gpu, batch, reader->stream) == (int)MANY);
+        if (reader->stream) {
+            CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuStreamSynchronize(reader->stream) == 0);
+            CHECK(cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+        }
+        CHECK(batch_check(batch) == MANY);
+        batch_close(batch);
+    }
+    free(batch);
+    return NULL;
+}
+
+/* Four threads, two readers: two threads share each. */
+static void test_readers_at_the_same_time(void) {
+    struct kvfs_gpu *gpus[2] = {reader_open(3, 64 * KIB), reader_open(8, 256 * KIB)};
+    struct reader readers[4];
+    pthread_t threads[4];
+    cuda.fake_cuda_delay(200);
+    for (int i = 0; i < 4; i++) {
+        readers[i].gpu = gpus[i % 2];
+        readers[i].stream = NULL;
+        if (i < 2)
+            CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuStreamCreate(&readers[i].stream, 1) == 0 &&
+                  cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+        CHECK(pthread_create(&threads[i], NULL, read_main, &readers[i]) == 0);
+    }
+    for (int i = 0; i < 4; i++)
+        CHECK(pthread_join(threads[i], NULL) == 0);
+    cuda.fake_cuda_delay(0);
+    CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0);
+    for (int i = 0; i < 2; i++) {
+        CHECK(cuda.cuStreamDestroy_v2(readers[i].stream) == 0);
+        kvfs_gpu_close(gpus[i]);
+    }
+    CHECK(cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+}
+
+static void *release_main(void *argument) {
+    (void)argument;
+    usleep(100000);
+    cuda.fake_cuda_hold(0);
+    return NULL;
+}
+
+static void test_close_waits_for_copies(void) {
+    struct kvfs_gpu *gpu = reader_open(16, 256 * KIB);
+    struct batch batch;
+    batch_open(&batch, many, 8, 210 * KIB);
+    cuda.fake_cuda_hold(1);
+    CHECK(get(gpu, &batch, (cuda_stream)1) == 8); /* all is enqueued, nothing has come */
+    uint8_t byte;
+    CHECK(cuda.fake_cuda_peek(&byte, (cuda_pointer)(uintptr_t)batch.buffers[7].data, 1) == 0 && byte == 0xee);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, release_main, NULL) == 0);
+    kvfs_gpu_close(gpu);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(batch_check(&batch) == 8);
+    batch_close(&batch);
+}
+
+static void test_fork(void) {
+    struct kvfs_gpu *gpu = reader_open(2, 64 * KIB);
+    struct batch batch;
+    batch_open(&batch, many, 1, 210 * KIB);
+    CHECK(get(gpu, &batch, NULL) == 1);
+    pid_t child = fork();
+    if (child == 0) {
+        int failed = get(gpu, &batch, NULL) != -ECHILD;
+        struct kvfs_gpu_statistics statistics;
+        failed |= kvfs_gpu_statistics_get(gpu, &statistics) != -ECHILD;
+        kvfs_gpu_close(gpu);
+        _exit(failed);
+    }
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    CHECK(get(gpu, &batch, NULL) == 1 && batch_check(&batch) == 1);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
+int main(void) {
+    cuda_load();
+    pool_open();
+    blocks_add();
+    unsigned left = cuda.fake_cuda_left();
+    RUN(test_whole_blocks);
+    RUN(test_neighbours_are_copied_together);
+    RUN(test_order_with_the_callers_stream);
+    RUN(test_slots_are_used_again_after_their_copy);
+    RUN(test_contexts);
+    RUN(test_bad_input);
+    RUN(test_the_callers_work_is_waited_for);
+    RUN(test_a_stuck_device_is_a_miss);
+    RUN(test_every_slot_stuck);
+    RUN(test_flipped_bytes_are_a_miss);
+    RUN(test_prestaged_blocks);
+    RUN(test_a_rewritten_block_is_never_torn);
+    RUN(test_readers_at_the_same_time);
+    RUN(test_close_waits_for_copies);
+    RUN(test_fork);
+    CHECK_SAY(cuda.fake_cuda_left() == left, "%u handles of CUDA are left", cuda.fake_cuda_left() - left);
+    RUN(test_every_failure_of_the_driver_is_an_error);
+    RUN(test_a_gpu_that_breaks_or_hangs);
+    CHECK_SAY(cuda.fake_cuda_violations() == 0, "%u violations, see above", cuda.fake_cuda_violations());
+    pool_close();
+    printf("ok against a double of libcuda; nothing here was run on a GPU\n");
+    return 0;
+}

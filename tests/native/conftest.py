@@ -1,0 +1,31 @@
+"""The native path: libkvfs and what stands on it, against a mounted pool and against the mount's own files."""
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import helpers
+
+import kvfs
+
+for _name in helpers.FIXTURES:
+    globals()[_name] = getattr(helpers, _name)
+
+
+@pytest.fixture
+def client(directory):
+    """A client in a fresh directory of the mount, namespace "llama"."""
+    with kvfs.connect(directory, "llama", gpu=None) as connected:
+        yield connected
+
+
+@pytest.fixture
+def block_path(directory):
+    """The file of a key of `client`."""
+    def path(key):
+        name = (key.encode() if isinstance(key, str) else key).hex()
+        return directory / "llama" / name[:2] / name
+    return path

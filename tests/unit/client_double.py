@@ -1,0 +1,245 @@
+"""A double of libkvfs: packs blocks as docs/format.md has them, writes them with pwrite(2), speaks client_wire.h.
+
+Written from the format's and the protocol's text, not from the library's code.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfs._native import ffi, lib
+from kvfs.plane import Run, checksum
+from kvfs.types import Inode, SegmentIndex
+
+PAGE = 4096
+HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST, LOOKUP, BAD_BLOCK, HITS, REPORT, GOODBYE = range(1, 12)
+FRAME = struct.Struct("<IHHiI")
+
+
+def padded(data: bytes, unit: int = 8) -> bytes:
+    return data + bytes(-len(data) % unit)
+
+
+def run_bytes(
+    record: bytes, runs: Sequence[Run], header_pages: int, ancestors: bytes, content: bytes, secret: int, epoch: int
+) -> list[bytes]:
+    """What each run is to hold: block header or extent header, then data."""
+    inode = Inode.unpack(record)
+    assert inode.size == len(content)
+    leaves = ffi.new("uint32_t[]", len(content) // PAGE + 2)
+    lib.kvfs_leaf_checksums(content, len(content), secret, leaves)
+    leaf_count = -(-len(content) // PAGE)
+    key = ffi.new("uint64_t[2]")
+    lib.kvfs_name_key(inode.parent, inode.name, len(inode.name), secret, key, key + 1)
+    record_at = 80 + 8 * (header_pages - 1)
+    ancestors_at = record_at + len(record)
+    leaves_at = len(padded(bytes(ancestors_at + len(ancestors))))
+    head = bytearray(header_pages * PAGE)
+    struct.pack_into(
+        "<QIIQQQQIIIIIIII", head, 0, 0x4B434C425346564B, 1, 0, 0, key[0], key[1], epoch, header_pages, leaf_count,
+        record_at, ancestors_at, len(ancestors), 80, leaves_at, runs[0].page_count,
+    )  # fmt: skip
+    head[record_at : record_at + len(record)] = record
+    head[ancestors_at : ancestors_at + len(ancestors)] = ancestors
+    head[leaves_at : leaves_at + 4 * leaf_count] = bytes(ffi.buffer(leaves, 4 * leaf_count))
+    for page in range(header_pages - 1, 0, -1):
+        struct.pack_into("<Q", head, 80 + 8 * (page - 1), checksum(head[page * PAGE : (page + 1) * PAGE], secret))
+    struct.pack_into("<Q", head, 16, checksum(head[:PAGE], secret))
+    whole, parts, at = padded(content, PAGE), [], 0
+    for i, run in enumerate(runs):
+        if i:
+            head = bytearray(PAGE)
+            struct.pack_into(
+                "<QIIQQQQIIII", head, 0, 0x4E5458455346564B, 1, 0, 0, inode.inode, run.generation, epoch, run.segment,
+                run.page, run.page_count, at // PAGE,
+            )  # fmt: skip
+            struct.pack_into("<Q", head, 16, checksum(head, secret))
+        size = run.page_count * PAGE - len(head)
+        parts.append(bytes(head) + whole[at : at + size])
+        at += size
+    assert at == len(whole)
+    return parts
+
+
+@dataclass
+class Place:
+    """What RESERVE answers for one block."""
+
+    reservation: int
+    error: int
+    header_pages: int
+    runs: list[Run]
+    record: bytes
+    ancestors: bytes
+
+
+class WireClient:
+    """One connection. Everything has a deadline of 20 s."""
+
+    def __init__(self, pool: Path, flags: int = 0, version: int = 1, magic: bytes = b"KVFSCLI1") -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(20)
+        self.socket.connect(str(pool / "control.sock"))
+        self.fds: list[int] = []
+        self._id = 0
+        self.socket.sendall(struct.pack("<8sII", magic, version, flags))
+
+    def __enter__(self) -> WireClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.socket.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+    # ---- frames ----
+
+    def receive(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = self.socket.recv(size - len(data))
+            if not piece:
+                raise EOFError(f"{len(data)} of {size} bytes")
+            data += piece
+        return data
+
+    def frame(self) -> tuple[int, int, int, bytes]:
+        """Type, status, id, payload."""
+        size, kind, reserved, status, id_ = FRAME.unpack(self.receive(FRAME.size))
+        assert reserved == 0
+        return kind, status, id_, self.receive(size)
+
+    def send(self, kind: int, payload: bytes) -> int:
+        self._id += 1
+        self.socket.sendall(FRAME.pack(len(payload), kind, 0, 0, self._id) + payload)
+        return self._id
+
+    def ask(self, kind: int, payload: bytes) -> bytes:
+        """The answer; OSError with the daemon's status and sentence."""
+        asked = self.send(kind, payload)
+        answered, status, id_, answer = self.frame()
+        assert (answered, id_) == (kind, asked)
+        if status:
+            raise OSError(-status, answer.decode())
+        return answer
+
+    def hung_up(self) -> bool:
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    # ---- the beginning ----
+
+    def refused(self) -> tuple[int, str]:
+        kind, status, _, text = self.frame()
+        assert kind == HELLO and status < 0 and self.hung_up()
+        return -status, text.decode()
+
+    def welcome(self) -> WireClient:
+        kind, status, _, payload = self.frame()
+        assert kind == HELLO and status == 0, (status, payload)
+        (
+            version, self.writable, self.uuid, self.epoch, self.secret, self.zone_size, self.stripe_unit, self.width,
+            segments, devices, self.reservation_ms,
+        ) = struct.unpack_from("<II16sQQQQIIII", payload)  # fmt: skip
+        assert version == 1
+        self.zones_offset = struct.unpack_from(f"<{devices}Q", payload, 72)
+        flat = struct.unpack_from(f"<{2 * segments * self.width}I", payload, 72 + 8 * devices)
+        assert len(payload) == 72 + 8 * devices + 8 * segments * self.width
+        places = list(zip(flat[::2], flat[1::2], strict=True))
+        self.members = [places[i : i + self.width] for i in range(0, len(places), self.width)]
+        while len(self.fds) < 1 + devices:
+            head, fds, _, _ = socket.recv_fds(self.socket, FRAME.size, 128)
+            assert FRAME.unpack(head)[:2] == (0, DESCRIPTORS) and fds
+            self.fds += fds
+        return self
+
+    def pwrite(self, segment: int, page: int, data: bytes) -> None:
+        """Write pages of a segment: striped over the devices."""
+        memory = mmap.mmap(-1, len(data))
+        memory[:] = data
+        view, at = memoryview(memory), page * PAGE
+        while len(view):
+            unit, inside = divmod(at, self.stripe_unit)
+            size = min(self.stripe_unit - inside, len(view))
+            device, zone = self.members[segment][unit % self.width]
+            offset = self.zones_offset[device] + zone * self.zone_size + unit // self.width * self.stripe_unit + inside
+            assert os.pwrite(self.fds[1 + device], view[:size], offset) == size
+            at += size
+            view = view[size:]
+        view.release()
+        memory.close()
+
+    # ---- requests ----
+
+    def reserve(self, base: int, space: bytes, items: Sequence[tuple[bytes, int]]) -> list[Place]:
+        payload = where(base, space, len(items))
+        for name, size in items:
+            payload += struct.pack("<QII", size, len(name), 0) + padded(name)
+        answer, at, places = self.ask(RESERVE, payload), 0, []
+        for _ in items:
+            number, error, pages, run_count, record_size, ancestors_size, _ = struct.unpack_from("<QiIIIII", answer, at)
+            at += 32
+            runs = []
+            for _ in range(run_count):
+                generation, segment, page, count, _ = struct.unpack_from("<QIIII", answer, at)
+                runs.append(Run(generation, SegmentIndex(segment), page, count))
+                at += 24
+            record = answer[at : at + record_size]
+            at += len(padded(record))
+            ancestors = answer[at : at + ancestors_size]
+            at += len(padded(ancestors))
+            places.append(Place(number, error, pages, runs, record, ancestors))
+        assert at == len(answer)
+        return places
+
+    def write(self, place: Place, content: bytes) -> None:
+        parts = run_bytes(
+            place.record, place.runs, place.header_pages, place.ancestors, content, self.secret, self.epoch
+        )
+        for run, part in zip(place.runs, parts, strict=True):
+            self.pwrite(run.segment, run.page, part)
+
+    def commit(self, items: Sequence[tuple[int, int]]) -> list[int]:
+        payload = struct.pack("<Q", len(items)) + b"".join(struct.pack("<Qq", *item) for item in items)
+        return array.array("q", self.ask(COMMIT, payload)).tolist()
+
+    def put(self, base: int, space: bytes, blocks: dict[bytes, bytes]) -> list[int]:
+        places = self.reserve(base, space, [(name, len(content)) for name, content in blocks.items()])
+        for place, content in zip(places, blocks.values(), strict=True):
+            assert place.error == 0, place
+            self.write(place, content)
+        return self.commit([(place.reservation, 0) for place in places])
+
+    def delete(self, base: int, space: bytes, names: Sequence[bytes]) -> bytes:
+        return self.ask(DELETE, where(base, space, len(names)) + b"".join(counted(name) for name in names))
+
+    def list(self, base: int, space: bytes, after: bytes, count: int) -> list[bytes]:
+        answer = self.ask(LIST, where(base, space, count) + counted(after))
+        (found,), at, names = struct.unpack_from("<Q", answer), 8, []
+        for _ in range(found):
+            (size,) = struct.unpack_from("<Q", answer, at)
+            names.append(answer[at + 8 : at + 8 + size])
+            at += 8 + len(padded(names[-1]))
+        assert at == len(answer)
+        return names
+
+
+def where(base: int, space: bytes, count: int) -> bytes:
+    return struct.pack("<QII", base, len(space), count) + padded(space)
+
+
+def counted(name: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + padded(name)

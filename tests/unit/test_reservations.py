@@ -1,0 +1,497 @@
+"""Reservations: what clients write themselves enters whole or not at all, survives crashes, and holds up nobody."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from errno import EFBIG, EISDIR, ENOENT, ENOSPC, ETIMEDOUT
+from pathlib import Path
+
+import pytest
+import trio
+from client_double import run_bytes
+from store_pools import OPTIONS, crashed_store, make_pool, names, settle, verify_all, with_store
+
+from kvfs.namespace.files import Changes, Namespace
+from kvfs.store import reservations
+from kvfs.store.fsck import check
+from kvfs.store.pool import Store, StoreOptions
+from kvfs.store.reservations import Holder, Reservation, Wanted
+from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber
+
+LAZY = StoreOptions(staging_size=16 << 20, read_memory_size=16 << 20, commit_interval_s=1000, records_max=1 << 16)
+SIZE = 3 * PAGE_SIZE + 17
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    return make_pool(tmp_path / "pool")
+
+
+class Writer:
+    """A double of one client, beside the daemon's store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.namespace = store, Namespace(store)
+        self.holder: Holder = store.reservations.join()
+
+    async def reserve(
+        self, items: Sequence[bytes], size: int = SIZE, parent: int = ROOT_INODE
+    ) -> list[Reservation | int]:
+        wanted = [Wanted(InodeNumber(parent), name, size, 7, 8) for name in items]
+        return await self.store.reservations.reserve(self.holder, wanted)
+
+    async def place(self, name: bytes, size: int = SIZE, parent: int = ROOT_INODE) -> Reservation:
+        (found,) = await self.reserve([name], size, parent)
+        assert isinstance(found, Reservation)
+        return found
+
+    async def write(self, place: Reservation, letter: bytes = b"x") -> None:
+        store = self.store
+        content = letter * place.inode.size
+        parts = run_bytes(
+            place.inode.pack(), place.runs, place.inode.header_pages, place.ancestors, content, store.config.secret,
+            store.epoch,
+        )  # fmt: skip
+        for run, part in zip(place.runs, parts, strict=True):
+            await store.plane.store_write(run.segment, run.page, part)
+
+    async def commit(self, *places: Reservation, error: int = 0) -> list[int]:
+        items = [(place.number, error) for place in places]
+        return await self.store.reservations.commit(self.holder, items, self.namespace.enter_block)
+
+    async def put(self, name: bytes, letter: bytes = b"x", size: int = SIZE, parent: int = ROOT_INODE) -> Reservation:
+        place = await self.place(name, size, parent)
+        await self.write(place, letter)
+        assert await self.commit(place) == [0]
+        return place
+
+    def leave(self) -> None:
+        self.store.reservations.leave(self.holder)
+
+
+async def letter_of(store: Store, name: bytes) -> bytes:
+    """The first byte of a block, which must verify as a whole."""
+    number = store.index.lookup(ROOT_INODE, name)
+    assert number is not None, name
+    record = store.index.raw(number)
+    assert record is not None
+    await store.plane.store_verify(record, True)
+    inode = Inode.unpack(record)
+    extent = inode.all_extents()[0]
+    return (await store.plane.store_read(extent.segment, extent.page, PAGE_SIZE))[:1]
+
+
+def found(pool: Path) -> dict[bytes, bytes]:
+    """Names and first bytes after the next mount."""
+    result: dict[bytes, bytes] = {}
+
+    async def work(store: Store) -> None:
+        for name in names(store):
+            result[name] = await letter_of(store, name)
+
+    with_store(pool, work)
+    return result
+
+
+def damage(pool: Path) -> list[str]:
+    return [str(line) for line in check(pool).problems]
+
+
+async def until(condition: object, what: str) -> None:
+    with trio.fail_after(10):
+        while not condition():  # type: ignore[operator]
+            await trio.sleep(0.01)
+    assert what
+
+
+def open_reservations(store: Store) -> int:
+    return store.reservations.statistics().open
+
+
+# ---- entering ----
+
+
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("without_index", [False, True])
+def test_a_committed_block_is_there_and_stays(pool: Path, crash: bool, without_index: bool) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        place = await writer.put(b"block", b"a")
+        assert await letter_of(store, b"block") == b"a"
+        inode = store.index.get(place.inode.inode)
+        assert inode is not None and (inode.mode, inode.uid, inode.gid, inode.nlink) == (0o100644, 7, 8, 1)
+        assert names(store) == {b"block"}
+        statistics = store.reservations.statistics()
+        assert (statistics.open, statistics.reserved_bytes, statistics.committed) == (0, 0, 1)
+        assert store.space().used == place.pages * PAGE_SIZE
+
+    (crashed_store if crash else with_store)(pool, work, LAZY if crash else OPTIONS)
+    if without_index:
+        shutil.rmtree(pool / "index")
+    assert found(pool) == {b"block": b"a"}
+
+
+def test_a_block_of_several_segments_and_an_empty_one(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        size = 3 * store.geometry_size if hasattr(store, "geometry_size") else 3 << 20
+        place = await writer.put(b"large", b"l", size)
+        assert len(place.runs) > 1 and len(place.inode.extents) == len(place.runs)
+        await writer.put(b"empty", b"", 0)
+        await verify_all(store)
+
+    crashed_store(pool, work, LAZY)
+
+    async def again(store: Store) -> None:
+        assert names(store) == {b"large", b"empty"}
+        await verify_all(store)
+
+    with_store(pool, again)
+    assert damage(pool) == []
+
+
+def test_a_batch_enters_as_a_whole(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        places = [p for p in await writer.reserve([b"%d" % i for i in range(300)]) if isinstance(p, Reservation)]
+        assert len(places) == 300 and names(store) == set()
+        for place in places:
+            await writer.write(place)
+        assert await writer.commit(*places) == [0] * 300
+        assert len(names(store)) == 300
+        await verify_all(store)
+        assert await writer.commit(places[0]) == [-ETIMEDOUT]  # a second time
+
+    with_store(pool, work)
+    assert damage(pool) == []
+
+
+def test_a_block_replaces_what_has_its_name(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        old = await writer.put(b"name", b"a")
+        new = await writer.put(b"name", b"b")
+        assert await letter_of(store, b"name") == b"b"
+        lingering = store.index.get(old.inode.inode)
+        assert lingering is None or InodeFlags.NAMELESS in lingering.flags
+        store._lingering.clear()
+        if lingering is not None:
+            writer.namespace.idle(old.inode.inode)
+        assert store.space().used == new.pages * PAGE_SIZE
+
+    with_store(pool, work)
+    assert found(pool) == {b"name": b"b"}
+    assert damage(pool) == []
+
+
+def test_a_directory_is_not_replaced_and_one_that_went_is_an_error(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        directory = writer.namespace.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+        orphan = await writer.place(b"block", parent=directory.inode)
+        taken = await writer.place(b"e")
+        await writer.write(orphan)
+        await writer.write(taken)
+        writer.namespace.rmdir(ROOT_INODE, b"d")
+        writer.namespace.mkdir(ROOT_INODE, b"e", 0o755, 0, 0)
+        assert await writer.commit(orphan, taken) == [-ENOENT, -EISDIR]
+        await until(lambda: not store.reservations.pages, "taken back")
+        assert names(store) == {b"e"}
+
+    with_store(pool, work)
+    assert damage(pool) == []
+
+
+# ---- two writers ----
+
+
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("first_commits_first", [False, True])
+def test_of_two_writers_the_later_reservation_stays(pool: Path, first_commits_first: bool, crash: bool) -> None:
+    async def work(store: Store) -> None:
+        one, two = Writer(store), Writer(store)
+        a, b = await one.place(b"name"), await two.place(b"name")
+        await one.write(a, b"a")
+        await two.write(b, b"b")
+        for writer, place in ((one, a), (two, b)) if first_commits_first else ((two, b), (one, a)):
+            assert await writer.commit(place) == [0]
+        assert await letter_of(store, b"name") == b"b"
+        assert store.reservations.statistics().superseded == (not first_commits_first)
+
+    (crashed_store if crash else with_store)(pool, work, LAZY if crash else OPTIONS)
+    assert found(pool) == {b"name": b"b"}
+    assert damage(pool) == []
+
+
+def test_attributes_that_changed_meanwhile_do_not_bring_the_old_content_back(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        old = await writer.put(b"name", b"a")
+        new = await writer.place(b"name")
+        await writer.write(new, b"b")
+        await writer.namespace.setattr(old.inode.inode, Changes(mode=0o600))
+        await store.index.commit()
+        assert await writer.commit(new) == [0]
+        assert await letter_of(store, b"name") == b"b"
+
+    crashed_store(pool, work, LAZY)
+    assert found(pool) == {b"name": b"b"}
+    assert damage(pool) == []
+
+
+def test_a_directory_renamed_meanwhile_has_the_block_under_its_new_name(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        directory = writer.namespace.mkdir(ROOT_INODE, b"before", 0o755, 0, 0)
+        place = await writer.place(b"block", parent=directory.inode)
+        await writer.write(place)
+        writer.namespace.rename(ROOT_INODE, b"before", ROOT_INODE, b"after")
+        assert await writer.commit(place) == [0]
+        await settle(store)
+
+    with_store(pool, work)
+    shutil.rmtree(pool / "index")
+
+    async def again(store: Store) -> None:
+        assert names(store) == {b"after"}
+        directory = store.index.lookup(ROOT_INODE, b"after")
+        assert directory is not None and names(store, directory) == {b"block"}
+
+    with_store(pool, again)
+
+
+# ---- taking back ----
+
+
+@pytest.mark.parametrize("without_index", [False, True])
+def test_what_lies_behind_a_dead_clients_reservation_survives_a_crash(pool: Path, without_index: bool) -> None:
+    async def work(store: Store) -> None:
+        dead, alive = Writer(store), Writer(store)
+        await dead.reserve([b"dead%d" % i for i in range(5)])
+        place = await alive.place(b"alive")
+        await alive.write(place, b"v")
+        dead.leave()
+        await until(lambda: store.reservations.pages == place.pages, "taken back")
+        assert await alive.commit(place) == [0]
+        assert names(store) == {b"alive"}
+        statistics = store.reservations.statistics()
+        assert (statistics.open, statistics.reclaimed) == (0, 5)
+
+    crashed_store(pool, work, LAZY)
+    if without_index:
+        shutil.rmtree(pool / "index")
+    assert found(pool) == {b"alive": b"v"}
+
+
+def test_a_commit_does_not_wait_for_a_client_that_stopped(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        stopped, alive = Writer(store), Writer(store)
+        await stopped.place(b"stopped")
+        started = trio.current_time()
+        place = await alive.put(b"alive", b"v")
+        own = await alive.place(b"own")
+        await alive.put(b"behind its own", b"w")
+        assert trio.current_time() - started < 5
+        assert own.runs[0].segment == place.runs[0].segment
+
+    crashed_store(pool, work, LAZY)
+    assert found(pool) == {b"alive": b"v", b"behind its own": b"w"}
+
+
+def test_an_expired_reservation_is_taken_back(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservations, "RESERVATION_MS", 200)
+
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        place = await writer.place(b"late")
+        segment = store.segments.all[place.runs[0].segment]
+        await until(lambda: not store.reservations.pages, "taken back")
+        assert open_reservations(store) == 0
+        # Its client lives and may write there at any time: not before its end is the segment anybody's.
+        assert segment.lent == 1 and segment.rest_until == 0
+        await writer.write(place)
+        assert await writer.commit(place) == [-ETIMEDOUT]
+        writer.leave()
+        assert segment.lent == 0 and segment.rest_until > trio.current_time() + 9
+        assert names(store) == set()
+
+    with_store(pool, work)
+    assert found(pool) == {}
+
+
+def test_a_write_that_failed_is_taken_back(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        good, bad = await writer.place(b"good"), await writer.place(b"bad")
+        await writer.write(good)
+        items = [(bad.number, -5), (good.number, 0)]
+        answers = await store.reservations.commit(writer.holder, items, writer.namespace.enter_block)
+        assert answers == [-5, 0]
+        await until(lambda: not store.reservations.pages, "taken back")
+        assert names(store) == {b"good"}
+
+    with_store(pool, work)
+    assert damage(pool) == []
+
+
+def test_a_segment_rests_before_it_is_opened_again(pool: Path) -> None:
+    segments: list[int] = []
+
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        place = await writer.place(b"dead")
+        segments.append(place.runs[0].segment)
+        writer.leave()
+        await until(lambda: not store.reservations.pages, "taken back")
+        await settle(store)
+        segment = store.segments.all[segments[0]]
+        assert segment.rest_until > trio.current_time()
+        taken = []
+        while (picked := store.segments._pick(0)) is not None:
+            taken.append(picked.index)
+        assert taken and segment.index not in taken
+        store.segments._free.extend(taken)
+
+    with_store(pool, work)
+
+    async def again(store: Store) -> None:
+        # The next daemon knows that a client of the one before may not have noticed.
+        assert store.segments.all[segments[0]].rest_until > trio.current_time() + 30
+
+    with_store(pool, again)
+
+
+def test_a_clean_end_takes_everything_back(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        await writer.put(b"kept", b"k")
+        await writer.reserve([b"%d" % i for i in range(50)])
+        assert open_reservations(store) == 50
+
+    with_store(pool, work)
+    assert found(pool) == {b"kept": b"k"}
+    assert damage(pool) == []
+
+
+def test_a_removed_block_stays_removed_while_an_older_reservation_is_open(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        stopped, alive = Writer(store), Writer(store)
+        await stopped.place(b"stopped")
+        await alive.put(b"removed", b"r")
+        await store.index.commit()
+        alive.namespace.unlink(ROOT_INODE, b"removed")
+        await store.index.commit()
+        dead = await alive.place(b"dead")
+        await alive.write(dead)
+
+    crashed_store(pool, work, LAZY)
+    assert b"removed" not in found(pool)
+
+
+def test_what_was_written_and_not_committed_may_be_found_and_is_whole(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        old = await writer.put(b"name", b"a")
+        whole, torn = await writer.place(b"name"), await writer.place(b"torn")
+        assert whole.inode.version > old.inode.version
+        await writer.write(whole, b"b")
+        await writer.write(torn, b"t")
+        run = torn.runs[0]
+        await store.plane.store_write(run.segment, run.page + run.page_count - 1, bytes(PAGE_SIZE))
+
+    crashed_store(pool, work, LAZY)
+    after = found(pool)
+    assert after.keys() == {b"name"} and after[b"name"] in (b"a", b"b")
+    assert damage(pool) == []
+
+
+# ---- space ----
+
+
+def test_a_batch_that_does_not_fit_is_refused_in_part_and_at_once(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        started = trio.current_time()
+        answers = await writer.reserve([b"%d" % i for i in range(100)], 1 << 20)
+        assert trio.current_time() - started < 5
+        got = [answer for answer in answers if isinstance(answer, Reservation)]
+        share = len(store.segments.all) * store.segments.area // 4
+        assert 0 < sum(place.pages for place in got) <= share
+        assert answers[len(got) :] == [-ENOSPC] * (100 - len(got))
+        assert await writer.reserve([b"huge"], share * PAGE_SIZE) == [-EFBIG]
+        for place in got:
+            await writer.write(place)
+        assert await writer.commit(*got) == [0] * len(got)
+        again = await writer.reserve([b"again"], 1 << 20)
+        assert isinstance(again[0], Reservation)
+
+    with_store(pool, work)
+
+
+def test_a_client_waits_for_what_others_reserved(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        greedy, modest = Writer(store), Writer(store)
+        places = [p for p in await greedy.reserve([b"%d" % i for i in range(100)], 1 << 20) if not isinstance(p, int)]
+        answers: list[Reservation | int] = []
+
+        async def ask() -> None:
+            answers.extend(await modest.reserve([b"modest"], 1 << 20))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(0.2)
+            assert not answers
+            for place in places:
+                await greedy.write(place)
+            await greedy.commit(*places)
+        assert isinstance(answers[0], Reservation)
+
+    with_store(pool, work)
+
+
+def test_puts_go_on_in_a_full_pool(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        for i in range(160):  # 64 MiB of devices
+            await writer.put(b"%d" % i, b"p", 1 << 20)
+        assert store.evictor.counters.segments > 0
+        assert b"159" in names(store)
+        await verify_all(store)
+
+    with_store(pool, work)
+    assert damage(pool) == []
+
+
+# ---- what clients tell ----
+
+
+def test_a_block_is_dropped_only_if_it_is_bad(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        good, bad = await writer.put(b"good"), await writer.put(b"bad")
+        run = bad.runs[0]
+        await store.plane.store_write(run.segment, run.page + run.page_count - 1, b"?" * PAGE_SIZE)
+        for place in (good, bad):
+            await store.check_block(place.inode.inode, 1 << 30)
+            assert names(store) == {b"good", b"bad"}
+        for place in (good, bad):
+            await store.check_block(place.inode.inode, place.inode.segment)
+        await store.check_block(InodeNumber(12345), 0)
+        assert names(store) == {b"good"} and store.statistics().bad_blocks == 1
+
+    with_store(pool, work)
+
+
+def test_a_touch_is_a_hit(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        place = await writer.put(b"block")
+        number = place.inode.inode
+        store.plane.inode_touch([number, 99999, number])
+        assert store.plane.inode_hits([number], clear=False) == b"\x02"
+        store.plane.inode_touch([number] * 300)
+        assert store.plane.inode_hits([number], clear=True) == b"\xff"
+        store.plane.inode_touch([])
+
+    with_store(pool, work)
