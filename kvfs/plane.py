@@ -257,6 +257,10 @@ class Plane:
     def notify_entry(self, parent: int, name: bytes) -> None:
         lib.kvfs_notify_entry(self._plane, parent, name, len(name))
 
+    async def notify_flush(self) -> None:
+        """Return when the hosts have been told what was queued before."""
+        await self._run(lambda cookie: lib.kvfs_notify_flush(self._plane, cookie), "notification of the hosts")
+
     # ---- names ----
 
     def name_put(self, record: bytes, replaced: int) -> int:

@@ -41,6 +41,7 @@ READ_ONLY = 1
 # The rest of a frame that has begun, and an answer that is being sent.
 FRAME_TIMEOUT_S = 30.0
 GOODBYE_TIMEOUT_S = 1.0
+HOSTS_TIMEOUT_S = 1.0
 # Blocks that clients call bad and that are read again at one time; what comes on top is forgotten.
 _CHECKS_MAX = 16
 _CHECKING_MAX = 4
@@ -199,6 +200,7 @@ class _Connection:
         self._data = bytearray(begun)
         self._sending = trio.Lock()
         self._writable = False
+        self._untold = False
         self._holder: Holder
         self._nursery: trio.Nursery
         self._scope = trio.CancelScope()
@@ -383,15 +385,28 @@ class _Connection:
         if any(error > 0 or error < -4095 for _, error in items):
             raise Breach("a commit with an error that is none")
         answers = await self._store.reservations.commit(self._holder, items, self._enter)
+        await self._tell_hosts()
         return array.array("q", answers).tobytes()
 
     def _enter(self, block: Inode) -> bool:
         held = self._store.index.lookup(block.parent, block.name) is not None
         entered = self._namespace.enter_block(block)
         if held and entered:
-            # The hosts may have cached where the name led; that it led nowhere they never do.
-            self._store.plane.notify_entry(block.parent, block.name)
+            self._forget(block.parent, block.name)
         return entered
+
+    def _forget(self, parent: InodeNumber, name: bytes) -> None:
+        """Hosts may have cached where the name led; that it led nowhere they never do."""
+        self._store.plane.notify_entry(parent, name)
+        self._untold = True
+
+    async def _tell_hosts(self) -> None:
+        """Who asks the mount after the answer sees what was done. A host that is busy with the directory is not waited
+        for."""
+        if self._untold:
+            self._untold = False
+            with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
+                await self._store.plane.notify_flush()
 
     async def delete(self, payload: bytes) -> bytes:
         base, space, count, at = _where(payload)
@@ -411,13 +426,14 @@ class _Connection:
                 deleted[i] = self._delete(parent, name)
             if i % _YIELD_EVERY == _YIELD_EVERY - 1:
                 await trio.lowlevel.checkpoint()
+        await self._tell_hosts()
         return bytes(deleted)
 
     def _delete(self, parent: InodeNumber, name: bytes) -> bool:
         with suppress(KvfsError):
             if self._namespace.lookup(parent, name).kind == Kind.FILE:
                 self._namespace.unlink(parent, name)
-                self._store.plane.notify_entry(parent, name)
+                self._forget(parent, name)
                 return True
         return False
 

@@ -80,12 +80,12 @@ static void read_mounts(void) {
     size_t capacity = 0;
     while (file && getline(&line, &capacity, file) > 0) {
         /* 36 35 98:0 /root /mount/point options ... - type source options */
-        int identity, start, end;
+        int identity, start = 0, end = 0;
         unsigned major_number, minor_number;
         const char *dash = strstr(line, " - ");
         if (!dash || strncmp(dash + 3, "fuse.kvfs ", 10) != 0)
             continue;
-        if (sscanf(line, "%d %*d %u:%u %*s %n%*s%n", &identity, &major_number, &minor_number, &start, &end) < 3)
+        if (sscanf(line, "%d %*d %u:%u %*s %n%*s%n", &identity, &major_number, &minor_number, &start, &end) < 3 || !end)
             continue;
         char *path = unescaped(line + start, (size_t)(end - start));
         if (path)

@@ -72,11 +72,11 @@ void handle_remove(void *key);           /* unknown: nothing */
 bool handle_number_taken(int fd);        /* by an own handle */
 struct kvfs_file *handle_file(struct handle *handle); /* NULL: libkvfs cannot read it, now */
 
-/* Registered buffers, by the address they were registered with. */
+/* Registered buffers, by the address they were registered with. size 0: none there. mapped: whether it was, when it was registered. */
+struct buffer { struct buffer *next; const void *base; size_t size; bool mapped; };
 bool buffer_add(const void *base, size_t size); /* false: there, or no memory */
 bool buffer_remove(const void *base);
-/* Bytes registered at this very address; 0: none. */
-size_t buffer_size(const void *base);
+struct buffer buffer_find(const void *base);
 
 void registry_forget(void);              /* the driver was closed */
 extern unsigned fork_count;              /* how often this process is a fork of one that was used */
@@ -86,8 +86,8 @@ void fork_guard(void);                   /* once before anything else */
 
 /* 0: host memory; 1: GPU memory, reached only by copies; 2: host memory known to CUDA, so mapped. */
 int cuda_memory_kind(const void *pointer);
-/* Both wait. Bytes copied go in pieces through pinned memory: fill() puts up to size bytes at offset into it, drain() takes them. Returns the
- * bytes of all pieces up to a short one; -1: nothing is known of the destination's content. */
+/* GPU memory, in pieces through pinned memory: fill() puts up to size bytes from offset on into it, drain() takes them; bytes or -errno. Both
+ * wait until all is copied. Bytes of all pieces up to a short one, or -errno: of a piece, or of CUDA. */
 typedef int64_t (*cuda_piece)(void *owner, void *memory, uint64_t size, uint64_t offset);
 int64_t cuda_fill(void *destination, uint64_t size, uint64_t offset, cuda_piece fill, void *owner);
 int64_t cuda_drain(const void *source, uint64_t size, uint64_t offset, cuda_piece drain, void *owner);
@@ -97,10 +97,12 @@ void cuda_forked(void);
 
 /* ---- transfer.c ---- */
 
-/* By libkvfs. Bytes, or -1: not done, the destination's bytes undefined. */
-int64_t native_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset);
-/* Memory that the caller may write to, as far as can be known. */
-bool memory_is_good(const void *base, const void *destination, uint64_t size);
+/* By libkvfs. Bytes, or -1: not done, the destination's bytes undefined. mapped: memory_is_mapped() said so of it. */
+int64_t native_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset, bool mapped);
+/* Whether a store there is no fault; pages that are missing are faulted in. */
+bool memory_is_good(const void *memory, uint64_t size);
+/* The same by the process's map, touching nothing: for large memory, once. */
+bool memory_is_mapped(const void *memory, uint64_t size);
 /* Of an own handle, by its descriptor: bytes or -errno. */
 int64_t descriptor_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset);
 int64_t descriptor_write(struct handle *handle, const void *source, uint64_t size, uint64_t offset);
@@ -114,7 +116,7 @@ struct cufile_status own_properties(struct cufile_properties *out);
 struct cufile_status own_handle_register(cufile_handle *out, struct cufile_description *description);
 struct cufile_status own_buffer_register(const void *base, size_t size, int flags);
 struct cufile_status own_buffer_deregister(const void *base);
-/* handle NULL: unknown. */
+/* handle NULL: unknown; base is not. */
 ssize_t own_read(struct handle *handle, void *base, size_t size, off_t file_offset, off_t buffer_offset);
 ssize_t own_write(struct handle *handle, const void *base, size_t size, off_t file_offset, off_t buffer_offset);
 ssize_t own_vector(struct handle *handle, const struct cufile_vector *vectors, size_t count, off_t file_offset, bool write);
@@ -131,12 +133,14 @@ void batches_unlock(void);
 
 /* ---- calls.c ---- */
 
-/* Whether a read is one that both libraries would do alike, and if so does it: bytes, or -1: the real library's, or own_read()'s. */
-int64_t taken_read(struct handle *handle, void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset);
-bool read_is_plain(struct handle *handle, void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset);
+/* A read that both libraries would do alike. buffer: what is registered at base. */
+bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset,
+                   const struct buffer *buffer);
+/* handle NULL: not on a kvfs mount. */
+ssize_t real_read(struct handle *handle, void *key, void *base, size_t size, off_t file_offset, off_t buffer_offset);
 
 struct counters {
-    atomic_ullong handles, native_reads, native_bytes, gpu_bytes, forwarded_reads, forwarded_bytes, writes, write_bytes, batches, async_reads;
+    atomic_ullong handles, native_reads, native_bytes, gpu_bytes, forwarded_reads, forwarded_bytes, writes, batches, async_reads;
 };
 extern struct counters counters;
 #define COUNT(field, n) atomic_fetch_add_explicit(&counters.field, (n), memory_order_relaxed)

@@ -37,6 +37,8 @@ int kvfs_gpu_open(struct kvfs_client *client, const struct kvfs_gpu_options *opt
 void kvfs_gpu_close(struct kvfs_gpu *gpu);
 /* KVFS_GPU_STAGED */
 int kvfs_gpu_mode(const struct kvfs_gpu *gpu);
+/* The GPU that memory is on, as CUDA counts them. -EINVAL: it is no GPU memory. */
+int kvfs_gpu_device_of(const void *pointer);
 
 /* As kvfs_get(), into device memory: results[i] is final when the call returns, and a block that is a miss leaves its buffer undefined.
  *

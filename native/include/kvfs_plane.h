@@ -80,6 +80,8 @@ void kvfs_notify_epoch(struct kvfs_plane *plane);
 /* Drop cached attributes and pages of one inode. Queued. */
 void kvfs_notify_inode(struct kvfs_plane *plane, uint64_t inode);
 void kvfs_notify_entry(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size);
+/* Completion: 0 when the hosts have been told all that was queued before, -ENOMEM. */
+int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie);
 
 /* ---- names (all from the one control-plane thread) ---- */
 

@@ -118,6 +118,14 @@ static struct file *enter(int fd) {
 
 static void leave(struct file *file) { atomic_fetch_sub(&file->state, 1); }
 
+void file_duplicated(int from, int to) {
+    struct file *file = enter(from);
+    if (!file)
+        return;
+    file_opened(file->mount, to, file->direct ? O_DIRECT : 0);
+    leave(file);
+}
+
 /* What is asked for, if it is for here to read; else 0. */
 static uint64_t wanted(const struct file *file, const struct iovec *iovs, int count) {
     uint64_t size = 0;

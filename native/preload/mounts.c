@@ -30,7 +30,7 @@
 enum reach { NOBODY, SOMEBODY, ANYBODY };
 
 struct mount {
-    char path[PATH_SIZE];
+    char path[PATH_SIZE], source[PATH_SIZE];
     uint32_t path_size;
     int id;
     unsigned major, minor;
@@ -38,10 +38,12 @@ struct mount {
     unsigned user, group;
     atomic_uint users;
     atomic_bool retired, answers, refuses_reads;
+    atomic_bool stale;              /* the pool was formatted again: the connection is of no use */
     atomic_flag lock;               /* connecting, checking */
     _Atomic(struct kvfs_client *) client;
     atomic_ullong check_ms;         /* when to check again */
-    uint64_t retry_ms, retry_delay_ms;
+    atomic_ullong retry_ms;         /* when to connect again */
+    uint64_t retry_delay_ms;
     atomic_uint reach;              /* enum reach: who may walk to the mount point */
     atomic_uint reach_user, reach_group;
     struct stat model;              /* the root, as the kernel shows it */
@@ -66,7 +68,7 @@ static char *text;
 static size_t text_capacity;
 static int mounts_fd = -1;
 static struct stat mounts_fd_is;
-static atomic_bool paths_off;
+static atomic_bool paths_off, parse_again;
 static char last_error[256];
 
 static struct {
@@ -165,13 +167,15 @@ static struct mount *mount_known(const struct mount *wanted) {
     const struct snapshot *snapshot = atomic_load(&current);
     for (uint32_t i = 0; snapshot && i < snapshot->count; i++) {
         struct mount *mount = snapshot->mounts[i];
-        if (mount->id == wanted->id && mount->major == wanted->major && mount->minor == wanted->minor && strcmp(mount->path, wanted->path) == 0)
+        /* The kernel uses numbers again: this may be another mount of the same pool, to which libkvfs connects by itself. */
+        if (mount->id == wanted->id && mount->major == wanted->major && mount->minor == wanted->minor && !atomic_load(&mount->stale) &&
+            strcmp(mount->path, wanted->path) == 0 && strcmp(mount->source, wanted->source) == 0)
             return mount;
     }
     return NULL;
 }
 
-struct line { char *fields[6], *kind, *options; };
+struct line { char *fields[6], *kind, *source, *options; };
 
 static bool line_split(char *line, struct line *out) {
     char *back = strstr(line, " - "), *save = NULL;
@@ -182,7 +186,7 @@ static bool line_split(char *line, struct line *out) {
         if (!(out->fields[i] = strtok_r(i ? NULL : line, " ", &save)))
             return false;
     out->kind = strtok_r(back + 3, " ", &save);
-    strtok_r(NULL, " ", &save); /* the source */
+    out->source = strtok_r(NULL, " ", &save);
     out->options = strtok_r(NULL, " ", &save);
     unescape(out->fields[4]);
     return out->kind;
@@ -191,10 +195,11 @@ static bool line_split(char *line, struct line *out) {
 static void mount_found(const struct line *line) {
     struct mount wanted = {.path_size = (uint32_t)strlen(line->fields[4])};
     /* Of a bind mount of a part of the pool paths would mean something else. */
-    if (strcmp(line->fields[3], "/") != 0 || !line->options || wanted.path_size < 2 || wanted.path_size >= PATH_SIZE || scratch.count == MOUNTS_MAX ||
+    if (strcmp(line->fields[3], "/") != 0 || !line->options || wanted.path_size < 2 || wanted.path_size >= PATH_SIZE || strlen(line->source) >= PATH_SIZE || scratch.count == MOUNTS_MAX ||
         sscanf(line->fields[0], "%d", &wanted.id) != 1 || sscanf(line->fields[2], "%u:%u", &wanted.major, &wanted.minor) != 2)
         return;
     strcpy(wanted.path, line->fields[4]);
+    strcpy(wanted.source, line->source);
     wanted.allow_other = has_option(line->options, "allow_other");
     wanted.kernel_checks = has_option(line->options, "default_permissions");
     wanted.user = option_number(line->options, "user_id=");
@@ -206,6 +211,8 @@ static void mount_found(const struct line *line) {
         memcpy(mount, &wanted, sizeof(wanted));
         atomic_flag_clear(&mount->lock);
     }
+    atomic_store(&mount->retry_ms, 0);
+    atomic_store(&mount->check_ms, 0);
     scratch.mounts[scratch.count++] = mount;
 }
 
@@ -284,7 +291,7 @@ static void refresh(void) {
         return;
     if (preload_is_owner()) {
         struct inside inside = inside_begin();
-        if (mounts_changed())
+        if (mounts_changed() | atomic_exchange(&parse_again, false))
             mounts_parse();
         if (retired_count)
             close_retired();
@@ -330,6 +337,7 @@ static bool mount_connect(struct mount *mount) {
     mount->has_model_x = syscall(SYS_statx, AT_FDCWD, mount->path, 0, STATX_BASIC_STATS | STATX_BTIME | STATX_MNT_ID_MASK, &mount->model_x) == 0;
     if (!ids_are_plain("/proc/self/uid_map") || !ids_are_plain("/proc/self/gid_map"))
         mounts_paths_off();
+    COUNT(connects, 1);
     atomic_store(&mount->client, client);
     return true;
 }
@@ -388,7 +396,10 @@ static void mount_check(struct mount *mount) {
             }
             client = mount_client(mount);
         } else if (client && kvfs_client_information_get(client, &information) == 0 && !information.connected && now >= mount->retry_ms) {
-            kvfs_find(client, "", &root); /* looks for a new daemon */
+            if (kvfs_find(client, "", &root) == -ESTALE) { /* looks for a new daemon, and finds that of another pool */
+                atomic_store(&mount->stale, true);
+                atomic_store(&parse_again, true);
+            }
             mount->retry_ms = now + RETRY_MS;
         }
         if (client) {
@@ -550,12 +561,12 @@ static int walk(struct place *place, enum ids ids, struct kvfs_attributes *out) 
     uint32_t at = 0;
     int r = kvfs_find(client, "", out);
     for (;;) {
-        if (r < 0)
-            return r == -ENOENT || r == -ENOTDIR ? r : -EAGAIN;
-        if (place->base_inode && at == place->base_size && out->inode != place->base_inode) {
-            mounts_moved(); /* the working directory was renamed: look where it is now */
+        if (place->base_inode && (r < 0 ? at <= place->base_size : at == place->base_size && out->inode != place->base_inode)) {
+            mounts_moved(); /* the working directory was renamed, or removed: look where it is now */
             return -EAGAIN;
         }
+        if (r < 0)
+            return r == -ENOENT || r == -ENOTDIR ? r : -EAGAIN;
         if (!path[at])
             return 0;
         if (!S_ISDIR(out->mode))
@@ -639,7 +650,8 @@ void mounts_forked(void) {
         atomic_store(&mount->users, 0);
         atomic_store(&mount->answers, false);
         atomic_store(&mount->check_ms, 0);
-        mount->retry_ms = mount->retry_delay_ms = 0;
+        atomic_store(&mount->retry_ms, 0);
+        mount->retry_delay_ms = 0;
         atomic_flag_clear(&mount->lock);
     }
     retired_count = 0;
@@ -651,11 +663,4 @@ void mounts_forked(void) {
     mounts_moved();
 }
 
-uint32_t mounts_connected(char *error, uint32_t size) {
-    const struct snapshot *snapshot = atomic_load(&current);
-    uint32_t count = 0;
-    for (uint32_t i = 0; snapshot && i < snapshot->count; i++)
-        count += mount_client(snapshot->mounts[i]) != NULL;
-    snprintf(error, size, "%s", last_error);
-    return count;
-}
+void mounts_last_error(char *error, uint32_t size) { snprintf(error, size, "%s", last_error); }

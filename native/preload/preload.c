@@ -142,18 +142,32 @@ static void replacing(int fd) {
     file_closing(fd);
 }
 
+int take_dup(int from) TAKES(dup);
+int take_dup(int from) {
+    int fd = REAL(int (*)(int), dup)(from);
+    if (fd >= 0 && file_is_open(from) && on())
+        file_duplicated(from, fd);
+    return fd;
+}
+
 int take_dup2(int from, int to) TAKES(dup2);
 int take_dup2(int from, int to) {
     if (from != to)
         replacing(to);
-    return REAL(int (*)(int, int), dup2)(from, to);
+    int fd = REAL(int (*)(int, int), dup2)(from, to);
+    if (fd >= 0 && from != to && file_is_open(from) && on())
+        file_duplicated(from, fd);
+    return fd;
 }
 
 int take_dup3(int from, int to, int flags) TAKES(dup3);
 int take_dup3(int from, int to, int flags) {
     if (from != to)
         replacing(to);
-    return REAL(int (*)(int, int, int), dup3)(from, to, flags);
+    int fd = REAL(int (*)(int, int, int), dup3)(from, to, flags);
+    if (fd >= 0 && file_is_open(from) && on())
+        file_duplicated(from, fd);
+    return fd;
 }
 
 /* Close [first, last], except what is libkvfs's. */
@@ -449,6 +463,7 @@ int take_uring(unsigned entries, struct io_uring *ring, struct io_uring_params *
 static void forked(void) {
     atomic_store(&preload_pid, getpid());
     preload_inside = 0;
+    memset(&preload_count, 0, sizeof(preload_count));
     own_forked();
     files_forked();
     mounts_forked();
@@ -470,11 +485,10 @@ static void quote(char *text) {
 __attribute__((destructor)) static void end(void) {
     const char *path = getenv("KVFS_PRELOAD_STATS");
     char line[1024], command[32] = "", error[256];
-    if (!path || !*path || !preload_is_owner())
+    if (!path || !*path || !preload_is_owner() || !atomic_exchange(&preload_active, false))
         return;
-    atomic_store(&preload_active, false);
-    uint32_t connected = mounts_connected(error, sizeof(error));
-    if (!connected && !error[0]) /* has seen no kvfs mount */
+    mounts_last_error(error, sizeof(error));
+    if (!atomic_load(&preload_count.connects) && !error[0]) /* met no kvfs mount */
         return;
     int fd = open_real(AT_FDCWD, "/proc/self/comm", O_RDONLY | O_CLOEXEC, 0, false);
     if (fd >= 0) {
@@ -486,10 +500,10 @@ __attribute__((destructor)) static void end(void) {
     quote(error);
 #define N(field) (unsigned long long)atomic_load(&preload_count.field)
     int size = snprintf(line, sizeof(line),
-                        "{\"pid\": %d, \"command\": \"%s\", \"connected\": %u, \"error\": \"%s\", \"opens\": %llu, \"opens_absent\": %llu, "
+                        "{\"pid\": %d, \"command\": \"%s\", \"connects\": %llu, \"error\": \"%s\", \"opens\": %llu, \"opens_absent\": %llu, "
                         "\"reads\": %llu, \"read_bytes\": %llu, \"stats\": %llu, \"accesses\": %llu, \"absent\": %llu, "
                         "\"path_fallthroughs\": %llu, \"read_fallthroughs\": %llu}\n",
-                        (int)getpid(), command, connected, error, N(opens), N(opens_absent), N(reads), N(read_bytes), N(stats), N(accesses),
+                        (int)getpid(), command, N(connects), error, N(opens), N(opens_absent), N(reads), N(read_bytes), N(stats), N(accesses),
                         N(absent), N(path_fallthroughs), N(read_fallthroughs));
 #undef N
     fd = open_real(AT_FDCWD, path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644, false);
@@ -499,3 +513,12 @@ __attribute__((destructor)) static void end(void) {
         perror(path);
     real_close(fd);
 }
+
+/* What leaves without destructors: children of fork(), mostly. */
+_Noreturn void take_exit(int status) TAKES(_exit);
+_Noreturn void take_exit(int status) {
+    end();
+    REAL(void (*)(int), _exit)(status);
+    __builtin_unreachable();
+}
+_Noreturn void take_Exit(int status) ALSO(_Exit, _exit);

@@ -60,7 +60,7 @@ struct inside inside_begin(void);
 void inside_end(struct inside inside);
 
 struct counters {
-    atomic_ullong opens, opens_absent, reads, read_bytes, stats, accesses, absent, path_fallthroughs, read_fallthroughs;
+    atomic_ullong connects, opens, opens_absent, reads, read_bytes, stats, accesses, absent, path_fallthroughs, read_fallthroughs;
 };
 extern struct counters preload_count;
 #define COUNT(field, n) atomic_fetch_add_explicit(&preload_count.field, (n), memory_order_relaxed)
@@ -97,12 +97,15 @@ void mounts_moved(void);
 /* What path answers rest on has changed in a way that is not followed: no more of them. */
 void mounts_paths_off(void);
 void mounts_forked(void);
-uint32_t mounts_connected(char *error, uint32_t size);
+/* Why the last connection was not made. */
+void mounts_last_error(char *error, uint32_t size);
 
 /* ---- files.c ---- */
 
 /* fd was opened on this mount, for reading only: take over reads if it is a sealed file. */
 void file_opened(struct mount *mount, int fd, int flags);
+/* The number `to` was made to mean the same as `from`. */
+void file_duplicated(int from, int to);
 /* fd is about to be closed. */
 void file_closing(int fd);
 bool file_is_open(int fd);

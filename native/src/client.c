@@ -311,7 +311,7 @@ static void get_start(struct get_call *call, struct lane *lane, uint32_t i) {
             TALLY(call->client, misses, 1);
         return;
     }
-    if (call->client->stage && stage_take(call->client, &record, call->buffers[i].data)) {
+    if (stage_take(call->client, &record, call->buffers[i].data)) {
         call->results[i] = (int64_t)record.size;
         call->read++;
         client_hit(call->client, call->session, record.inode);
@@ -487,6 +487,8 @@ int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint
     if (result < 0)
         return result;
     result = file_record(session, file->inode, &record);
+    if (result == -ENOENT) /* evicted, or replaced and gone */
+        result = -EAGAIN;
     if (result == 0)
         result = client_check_buffers(client, &(struct kvfs_buffer){data, size}, 1);
     if (result == 0 && offset < record.size && size)

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #define WELCOME_MAX (256u << 20)
+#define ERRNO_MAX 4095
 
 static _Thread_local char sentence[768];
 
@@ -253,10 +254,11 @@ static int session_fill(struct kvfs_client *client, struct session *session, con
     plane->members = malloc(members * sizeof(*plane->members));
     plane->segment_busy = calloc(w->segment_count, sizeof(*plane->segment_busy));
     session->fds = malloc(w->device_count * sizeof(int));
+    for (uint32_t i = 0; session->fds && i < w->device_count; i++)
+        session->fds[i] = -1;
     if (!plane->devices || !plane->members || !plane->segment_busy || !session->fds)
         return client_fail(-ENOMEM, "%s: no memory for %u segments", client->pool, w->segment_count);
     for (uint32_t i = 0; i < w->device_count; i++) {
-        session->fds[i] = -1;
         memcpy(&plane->devices[i].zones_offset, rest + 8ull * i, 8);
     }
     memcpy(plane->members, rest + 8ull * w->device_count, members * sizeof(*plane->members));
@@ -281,6 +283,8 @@ static int frame_check(struct kvfs_client *client, const struct wire_frame *fram
 static int refusal(struct kvfs_client *client, int fd, const struct wire_frame *frame, uint64_t deadline_ns) {
     char text[512] = "";
     uint32_t size = (uint32_t)min_u64(frame->size, sizeof(text) - 1);
+    if (frame->status < -ERRNO_MAX)
+        return client_fail(-EPROTO, "%s: the daemon refuses with status %d", client->pool, frame->status);
     if (receive_all(fd, text, size, deadline_ns, NULL, NULL) < 0)
         text[0] = 0;
     return client_fail(frame->status, "%s: %s", client->pool, text[0] ? text : strerror(-frame->status));
@@ -462,7 +466,8 @@ int wire_ask(struct kvfs_client *client, struct session *session, uint16_t type,
     if (r == 0 && answer.type == WIRE_GOODBYE) {
         session->goodbye = true;
         r = -ENOTCONN;
-    } else if (r == 0 && (answer.type != type || answer.id != frame.id || answer.size > KVFS_WIRE_SIZE_MAX)) {
+    } else if (r == 0 && (answer.type != type || answer.id != frame.id || answer.size > KVFS_WIRE_SIZE_MAX ||
+                           answer.status < -ERRNO_MAX)) {
         r = -EPROTO;
     }
     if (r < 0) {
@@ -633,6 +638,8 @@ int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_i
 
 int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_statistics *out) {
     memset(out, 0, sizeof(*out));
+    if (client->pid != getpid())
+        return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
 #define TAKE(field) out->field = atomic_load_explicit(&client->count.field, memory_order_relaxed)
     TAKE(lookups); TAKE(hits); TAKE(misses); TAKE(gets); TAKE(get_bytes); TAKE(bounced_bytes); TAKE(retries); TAKE(timeouts);
     TAKE(checksum_errors); TAKE(puts); TAKE(put_bytes); TAKE(deletes); TAKE(prestaged); TAKE(prestage_used); TAKE(prestage_wasted);

@@ -50,7 +50,7 @@ static int fetch_io(struct fetch *fetch, uint32_t segment, uint32_t page, const 
         fetch->groups_left++;
         fetch->groups_held++;
     }
-    return r;
+    return r == -ERANGE || r == -E2BIG ? -EIO : r; /* no such place */
 }
 
 static uint32_t first_page(const struct fetch *fetch) { return (uint32_t)(fetch->offset / PAGE); }
@@ -173,8 +173,10 @@ static void group_done(struct io_group *group, bool reaped) {
     }
     if (!group->expired)
         fetch->groups_held--;
-    if (group->result && (!fetch->error || group->result == -ETIMEDOUT))
-        fetch->error = group->result;
+    if (group->result == -ETIMEDOUT)
+        fetch->error = -ETIMEDOUT;
+    else if (group->result && !fetch->error) /* whatever a device says: no other errno means that here */
+        fetch->error = -EIO;
     if (--fetch->groups_left == 0)
         fetch_ready(fetch);
 }
@@ -305,7 +307,7 @@ void lane_reap(struct lane *lane, bool locked) {
 
 uint32_t lane_run(struct lane *lane, uint64_t timeout_ns) {
     ring_submit(&lane->ring);
-    if (!lane->ready && ring_reap(&lane->ring) == 0 && !lane->ready && timeout_ns) {
+    if (!lane->ready && ring_reap(&lane->ring) == 0 && !lane->ready && timeout_ns && lane->active_count) {
         ring_wait(&lane->ring, timeout_ns);
         ring_reap(&lane->ring);
     }

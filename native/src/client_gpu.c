@@ -261,6 +261,27 @@ static int place_of(struct kvfs_gpu *gpu, cuda_pointer pointer, struct place *ou
     return 0;
 }
 
+int kvfs_gpu_device_of(const void *pointer) {
+    const struct gpu_driver *driver;
+    unsigned type = 0;
+    int ordinal = -1, attributes[] = {CUDA_POINTER_MEMORY_TYPE, CUDA_POINTER_DEVICE_ORDINAL}, r = driver_load(&driver);
+    void *data[] = {&type, &ordinal};
+    if (r < 0)
+        return r;
+    cuda_context context = NULL;
+    int error = driver->cuPointerGetAttributes(2, attributes, data, (cuda_pointer)(uintptr_t)pointer);
+    if (error == CUDA_ERROR_INVALID_CONTEXT && driver->cuDevicePrimaryCtxRetain(&context, 0) == CUDA_SUCCESS) { /* a thread without one */
+        if (driver->cuCtxPushCurrent(context) == CUDA_SUCCESS) {
+            error = driver->cuPointerGetAttributes(2, attributes, data, (cuda_pointer)(uintptr_t)pointer);
+            driver->cuCtxPopCurrent(&context);
+        }
+        driver->cuDevicePrimaryCtxRelease(0);
+    }
+    if (error || ordinal < 0 || (type != CUDA_MEMORYTYPE_DEVICE && type != CUDA_MEMORYTYPE_UNIFIED))
+        return client_fail(-EINVAL, "%p is no GPU memory", pointer);
+    return ordinal;
+}
+
 static int place_check(struct kvfs_gpu *gpu, uint32_t i, uint32_t count, const struct place *place, uint64_t at) {
     const char *kind = place->type == CUDA_MEMORYTYPE_HOST ? "host memory" : "no memory that CUDA knows: of the host, or freed";
     if (place->type != CUDA_MEMORYTYPE_DEVICE && place->type != CUDA_MEMORYTYPE_UNIFIED)
@@ -743,8 +764,8 @@ static int blocks_fence(struct gpu_call *call) {
 static int gpu_get(struct gpu_call *call) {
     struct kvfs_gpu *gpu = call->gpu;
     int r = blocks_read(call);
-    while (lane_run(call->lane, 1000000000)) /* after an error: until no device writes, or is known to be stuck */
-        ;
+    while (call->lane->active_count) /* after an error: until no device writes, or is known to be stuck */
+        lane_run(call->lane, 1000000000);
     if (r == 0)
         r = blocks_fence(call);
     if (r == 0)

@@ -310,7 +310,9 @@ static int window_write(struct put_call *call, const struct kvfs_buffer *buffers
         struct put_item *item = items[i];
         if (!item)
             continue;
-        if (r == 0 && results[i] == 0)
+        if (results[i] == 0 && r < 0) /* written, but whether it was entered nobody knows */
+            results[i] = r;
+        else if (results[i] == 0)
             memcpy(&results[i], answer + 8 * n, 8);
         n++;
         if (item->groups_held) /* a device still reads what it was to write */

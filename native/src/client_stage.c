@@ -20,6 +20,7 @@ struct staged {
     enum staged_state state;
     uint32_t slot, slots;
     uint32_t takers;                     /* who copies out of it, or waits for it */
+    bool taken;                          /* by one of them: counted as used */
 };
 
 struct stage {
@@ -238,7 +239,9 @@ int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uin
         pthread_mutex_unlock(&stage->lock);
         memcpy(data, stage->memory + block->slot * SLOT_SIZE, record->size);
         pthread_mutex_lock(&stage->lock);
-        TALLY(client, prestage_used, 1);
+        if (!block->taken)
+            TALLY(client, prestage_used, 1);
+        block->taken = true;
     }
     if (--block->takers == 0 && block->state == STAGED_READY)
         unlink_staged(stage, block);

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #define NOTIFY_INC_EPOCH 8 /* FUSE_NOTIFY_INC_EPOCH, kernel 6.16 */
+#define NOTIFY_FLUSH 0     /* goes nowhere: says that what was queued before it is sent; inode is the cookie */
 
 static void notify_send(struct transport *transport, int code, const void *body, size_t size, const char *name, size_t name_size) {
     struct fuse_out_header head = {.len = (uint32_t)(sizeof(head) + size + name_size), .error = code, .unique = 0};
@@ -36,11 +37,13 @@ static void *notifier_main(void *argument) {
             if (n && n->code == FUSE_NOTIFY_INVAL_INODE) {
                 struct fuse_notify_inval_inode_out out = {.ino = n->inode, .off = 0, .len = 0};
                 notify_send(transport, FUSE_NOTIFY_INVAL_INODE, &out, sizeof(out), NULL, 0);
-            } else if (n) {
+            } else if (n && n->code == FUSE_NOTIFY_INVAL_ENTRY) {
                 struct fuse_notify_inval_entry_out out = {.parent = n->inode, .namelen = n->name_size};
                 notify_send(transport, FUSE_NOTIFY_INVAL_ENTRY, &out, sizeof(out), n->name, n->name_size + 1);
             }
         }
+        if (n && n->code == NOTIFY_FLUSH)
+            complete(plane, n->inode, 0);
         free(n);
         if (stop)
             return NULL;
@@ -72,7 +75,10 @@ static void notification_add(struct kvfs_plane *plane, uint32_t code, uint64_t i
     struct notification *n = calloc(1, sizeof(*n));
     if (!n || name_size > KVFS_NAME_MAX) {
         free(n);
-        kvfs_notify_epoch(plane); /* coarser, and never less */
+        if (code == NOTIFY_FLUSH)
+            complete(plane, inode, -ENOMEM);
+        else
+            kvfs_notify_epoch(plane); /* coarser, and never less */
         return;
     }
     n->code = code;
@@ -101,4 +107,10 @@ void kvfs_notify_inode(struct kvfs_plane *plane, uint64_t inode) { notification_
 
 void kvfs_notify_entry(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size) {
     notification_add(plane, FUSE_NOTIFY_INVAL_ENTRY, parent, name, name_size);
+}
+
+int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie) {
+    COUNT(plane, jobs_in_flight, 1);
+    notification_add(plane, NOTIFY_FLUSH, cookie, NULL, 0);
+    return 0;
 }

@@ -9,9 +9,13 @@ import hashlib
 import os
 import pathlib
 import re
+import select
 import shutil
+import signal
 import struct
+import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -497,34 +501,51 @@ def test_too_little_memory_for_staging_is_said(pool: Pool) -> None:
         assert_refused(try_mount(pool, "--staging", "16P"), "16P", status=(1, 2))
 
 
-def test_a_daemon_killed_while_it_starts_leaves_one_line_and_no_mount(pool: Pool) -> None:
+def test_a_daemon_killed_while_it_starts_leaves_one_line_and_no_mount(pool: Pool, tmp_path: pathlib.Path) -> None:
     """SIGKILL before the mount answers: the waiting command says what happened; the pool mounts afterwards."""
-    command = [sys.executable, "-m", "kvfs", "mount", str(pool.path), str(pool.mount)]
-    killed = run(sys.executable, "-c", _KILL_CHILD, *command, check=False)
-    if killed.returncode != 0:
-        assert_refused((killed.returncode, killed.stdout, killed.stderr), pool.path, status=(1,))
+    for _ in range(10):
+        outcome = _mount_and_kill(pool, tmp_path / "stdout", tmp_path / "stderr")
         helpers.detach(pool.mount)
+        if outcome is not None and outcome[0] != 0:
+            assert_refused(outcome, pool.path, "SIGKILL", status=(1,))
+            break
     else:
-        pool.umount()
+        raise AssertionError("the daemon was ready before it could be killed, ten times")
     still_mounts(pool)
 
 
-# Starts a command and kills its first child as soon as there is one.
-_KILL_CHILD = """
-import os, pathlib, signal, subprocess, sys, time
-process = subprocess.Popen(sys.argv[1:])
-children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-while process.poll() is None:
+def _mount_and_kill(pool: Pool, out: pathlib.Path, error: pathlib.Path) -> tuple[int, str, str] | None:
+    """`kvfs mount`, with its daemon killed as soon as there is one. None: it was seen too late, or not at all."""
+    with open(out, "wb") as stdout, open(error, "wb") as stderr:
+        process = subprocess.Popen([sys.executable, "-m", "kvfs", "mount", pool.path, pool.mount], stdout=stdout,
+                                   stderr=stderr, stdin=subprocess.DEVNULL, cwd=helpers.REPOSITORY)
+    daemon = None
+    while daemon is None and process.poll() is None:
+        daemon = _daemon_of(process.pid)
+        time.sleep(0.001)
+    if daemon is not None:
+        with os.fdopen(daemon) as descriptor:
+            signal.pidfd_send_signal(descriptor.fileno(), signal.SIGKILL)
+            code = process.wait(30)
+            assert select.select([descriptor], [], [], 30)[0], "a daemon outlived SIGKILL"
+        return code, out.read_text(), error.read_text()
+    assert process.returncode == 0, error.read_text()
+    pool.umount()
+    return None
+
+
+def _daemon_of(parent: int) -> int | None:
+    """A pidfd of the child that leads a session, which is what a daemon does first; other children are its helpers."""
     try:
-        pids = children.read_text().split()
+        children = pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     except OSError:
-        break
-    if pids:
-        os.kill(int(pids[0]), signal.SIGKILL)
-        break
-    time.sleep(0.001)
-sys.exit(process.wait(30))
-"""
+        return None
+    for child in children:
+        with contextlib.suppress(OSError), os.fdopen(os.pidfd_open(int(child))) as descriptor:
+            about = pathlib.Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            if (about[1], about[3]) == (str(parent), child):
+                return os.dup(descriptor.fileno())
+    return None
 
 
 def test_umount_of_a_busy_mount_says_so_and_leaves_it(own_pool: Callable[..., Pool]) -> None:

@@ -35,7 +35,7 @@ def test_bytes_around_a_destination_stay(client, size, offset):
         assert client.get_into([(b"key", destination)]) == [size]
         assert_same(destination[:size], data, f"slack {slack}")
         assert bytes(whole[: offset + 4096]) == bytes([GUARD]) * (offset + 4096)
-        assert bytes(whole[offset + 4096 + size :]) == bytes([GUARD]) * (slack + 4096 - offset + offset)
+        assert bytes(whole[offset + 4096 + size :]) == bytes([GUARD]) * (slack + 4096)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 512, 4095])
@@ -100,7 +100,7 @@ def test_a_destination_that_cannot_be_is_named_and_nothing_is_read(client, desti
 
 
 def test_a_source_that_cannot_be_is_named_and_nothing_is_stored(client):
-    for source, words in [(memoryview(b"x" * 200)[::2], "source of type memoryview: not C-contiguous"), ("text", "str")]:
+    for source, words in ((memoryview(b"x" * 200)[::2], "source of type memoryview: not C-cont"), ("text", "str")):
         with pytest.raises(InvalidBufferError, match="key b'bad': .*" + words):
             client.put([(b"good", b"data"), (b"bad", source)])
     assert client.exists([b"good", b"bad"]) == [False, False]
@@ -251,7 +251,7 @@ def test_dlpack_on_a_gpu_is_for_the_gpu_and_orders_no_stream(kind):
         ({"shape": (5,), "version": (1, 0), "flags": 1}, "read-only"),
         ({"shape": (5,), "version": (2, 0)}, "DLPack of version 2.0"),
         ({"shape": (5,), "bits": 4}, "elements of 4 bits"),
-        ({"shape": (5,), "device": (10, 0)}, "device of DLPack type 10"),
+        ({"shape": (5,), "device": (10, 0)}, "memory of a device of DLPack type 10"),
     ],
 )
 def test_dlpack_that_is_refused(arguments, words):

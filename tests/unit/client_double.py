@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvfs._native import ffi, lib
+
 from kvfs.plane import Run, checksum
 from kvfs.types import Inode, SegmentIndex
 

@@ -14,7 +14,7 @@ from store_pools import OPTIONS, crashed_store, make_pool, names, settle, verify
 
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.store import reservations
-from kvfs.store.fsck import check
+from kvfs.store.fsck import fsck
 from kvfs.store.pool import Store, StoreOptions
 from kvfs.store.reservations import Holder, Reservation, Wanted
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber
@@ -95,7 +95,7 @@ def found(pool: Path) -> dict[bytes, bytes]:
 
 
 def damage(pool: Path) -> list[str]:
-    return [str(line) for line in check(pool).problems]
+    return [str(finding) for finding in fsck(pool, verify_data=True).findings]
 
 
 async def until(condition: object, what: str) -> None:
@@ -135,8 +135,7 @@ def test_a_committed_block_is_there_and_stays(pool: Path, crash: bool, without_i
 def test_a_block_of_several_segments_and_an_empty_one(pool: Path) -> None:
     async def work(store: Store) -> None:
         writer = Writer(store)
-        size = 3 * store.geometry_size if hasattr(store, "geometry_size") else 3 << 20
-        place = await writer.put(b"large", b"l", size)
+        place = await writer.put(b"large", b"l", 3 << 20)
         assert len(place.runs) > 1 and len(place.inode.extents) == len(place.runs)
         await writer.put(b"empty", b"", 0)
         await verify_all(store)
@@ -247,10 +246,11 @@ def test_a_directory_renamed_meanwhile_has_the_block_under_its_new_name(pool: Pa
         place = await writer.place(b"block", parent=directory.inode)
         await writer.write(place)
         writer.namespace.rename(ROOT_INODE, b"before", ROOT_INODE, b"after")
+        await settle(store, 0.1)  # the blocks that are there have been looked through
         assert await writer.commit(place) == [0]
         await settle(store)
 
-    with_store(pool, work)
+    crashed_store(pool, work)
     shutil.rmtree(pool / "index")
 
     async def again(store: Store) -> None:
@@ -377,7 +377,7 @@ def test_a_clean_end_takes_everything_back(pool: Path) -> None:
 def test_a_removed_block_stays_removed_while_an_older_reservation_is_open(pool: Path) -> None:
     async def work(store: Store) -> None:
         stopped, alive = Writer(store), Writer(store)
-        await stopped.place(b"stopped")
+        await stopped.write(await stopped.place(b"stopped"))
         await alive.put(b"removed", b"r")
         await store.index.commit()
         alive.namespace.unlink(ROOT_INODE, b"removed")
@@ -387,6 +387,19 @@ def test_a_removed_block_stays_removed_while_an_older_reservation_is_open(pool: 
 
     crashed_store(pool, work, LAZY)
     assert b"removed" not in found(pool)
+
+
+def test_a_block_reserved_before_the_last_commit_of_the_index_is_found(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        place = await writer.place(b"block")
+        store.next_version()
+        await store.index.commit()
+        await writer.write(place, b"b")
+        assert await writer.commit(place) == [0]
+
+    crashed_store(pool, work, LAZY)
+    assert found(pool) == {b"block": b"b"}
 
 
 def test_what_was_written_and_not_committed_may_be_found_and_is_whole(pool: Path) -> None:

@@ -1,0 +1,475 @@
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#include "shim.h"
+
+#define BATCH_SIZE_MAX 128
+#define THREADS_MAX 64
+#define THREADS_DEFAULT 8
+#define ITEM_SIZE_MAX ((size_t)1 << 30)  /* larger ones are the real library's: memory is checked whole before an item is taken */
+#define FOREIGN_POLL_NS 200000           /* waiting for both libraries at once */
+
+/* A batch of the application: what of it is read here, and a count of what the real library has of it. */
+struct batch {
+    struct batch *next;
+    void *key;                           /* the real library's batch, or this */
+    bool own;
+    unsigned refs;
+    unsigned capacity;
+    unsigned epoch;                      /* what was submitted before the last clear() is dropped */
+    unsigned waiting, running;           /* queued or running; running, of any epoch */
+    unsigned foreign;                    /* with the real library */
+    unsigned done_count;
+    struct cufile_event done[BATCH_SIZE_MAX];
+    pthread_cond_t changed;
+};
+
+struct job {
+    struct job *next;
+    struct batch *batch;
+    struct handle *handle;
+    struct cufile_item item;
+    unsigned epoch;
+    bool mapped;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;   /* of all that follows, and of batches */
+static pthread_cond_t queued = PTHREAD_COND_INITIALIZER;
+static struct batch *batches;
+static struct job *queue, **queue_end = &queue;
+static unsigned thread_count, thread_idle;
+
+/* ---- batches; locked ---- */
+
+static struct batch **linked(void *key) {
+    struct batch **link = &batches;
+    while (*link && (*link)->key != key)
+        link = &(*link)->next;
+    return link;
+}
+
+static void put(struct batch *batch) {
+    if (--batch->refs == 0) {
+        pthread_cond_destroy(&batch->changed);
+        free(batch);
+    }
+}
+
+static void job_end(struct job *job) {
+    handle_put(job->handle);
+    put(job->batch);
+    free(job);
+}
+
+/* Drops what was submitted and not yet seen, and waits for reads that have begun. */
+static void clear(struct batch *batch) {
+    batch->epoch++;
+    for (struct job **link = &queue, *job; (job = *link);) {
+        if (job->batch != batch) {
+            link = &job->next;
+            continue;
+        }
+        *link = job->next;
+        job_end(job);
+    }
+    queue_end = &queue;
+    while (*queue_end)
+        queue_end = &(*queue_end)->next;
+    while (batch->running)
+        pthread_cond_wait(&batch->changed, &lock);
+    batch->waiting = batch->done_count = batch->foreign = 0;
+}
+
+static struct batch *batch_find(void *key) {
+    pthread_mutex_lock(&lock);
+    struct batch *batch = *linked(key);
+    if (batch)
+        batch->refs++;
+    pthread_mutex_unlock(&lock);
+    return batch;
+}
+
+static void batch_put(struct batch *batch) {
+    pthread_mutex_lock(&lock);
+    put(batch);
+    pthread_mutex_unlock(&lock);
+}
+
+static void batch_clear(struct batch *batch) {
+    pthread_mutex_lock(&lock);
+    clear(batch);
+    pthread_mutex_unlock(&lock);
+}
+
+static bool batch_add(void *real_batch, unsigned capacity, void **key) {
+    struct batch *batch = calloc(1, sizeof(*batch));
+    pthread_condattr_t attributes;
+    if (!batch)
+        return false;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&batch->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    batch->own = !real_batch;
+    batch->key = real_batch ? real_batch : batch;
+    batch->capacity = capacity;
+    batch->refs = 1;
+    *key = batch->key;
+    pthread_mutex_lock(&lock);
+    batch->next = batches;
+    batches = batch;
+    pthread_mutex_unlock(&lock);
+    return true;
+}
+
+static void batch_remove(void *key) {
+    pthread_mutex_lock(&lock);
+    struct batch **link = linked(key), *batch = *link;
+    if (batch) {
+        *link = batch->next;
+        clear(batch);
+        put(batch);
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+void batches_forget(void) {
+    pthread_mutex_lock(&lock);
+    while (batches) {
+        struct batch *batch = batches;
+        batches = batch->next;
+        clear(batch);
+        put(batch);
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+void batches_lock(void) { pthread_mutex_lock(&lock); }
+void batches_unlock(void) { pthread_mutex_unlock(&lock); }
+
+void batches_forked(void) {
+    pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&queued, NULL);
+    queue = NULL;                        /* the parent reads them */
+    queue_end = &queue;
+    thread_count = thread_idle = 0;
+    for (struct batch *batch = batches; batch; batch = batch->next)
+        batch->waiting = batch->running = 0;
+}
+
+/* ---- threads ---- */
+
+static void run(struct job *job) {
+    const struct cufile_item *item = &job->item;
+    uint8_t *at = (uint8_t *)item->base + item->buffer_offset;
+    int64_t result = -1;
+    if (item->opcode == 0)
+        result = native_read(job->handle, at, item->size, (uint64_t)item->file_offset, job->mapped);
+    if (result < 0 && !job->handle->own) {
+        result = real_read(job->handle, job->handle->key, item->base, item->size, item->file_offset, item->buffer_offset);
+        result = result < 0 ? -errno : result;
+    } else if (result < 0) {
+        result = item->opcode ? descriptor_write(job->handle, at, item->size, (uint64_t)item->file_offset)
+                              : descriptor_read(job->handle, at, item->size, (uint64_t)item->file_offset);
+    }
+    pthread_mutex_lock(&lock);
+    struct batch *batch = job->batch;
+    batch->running--;
+    if (batch->epoch == job->epoch) {
+        batch->waiting--;
+        batch->done[batch->done_count++] =
+            (struct cufile_event){item->cookie, result < 0 ? CUFILE_FAILED : CUFILE_COMPLETE, (size_t)result};
+    }
+    pthread_cond_broadcast(&batch->changed);
+    job_end(job);
+    pthread_mutex_unlock(&lock);
+}
+
+static struct job *next_job(void) {
+    struct job *job = queue;
+    if (job) {
+        queue = job->next;
+        if (!queue)
+            queue_end = &queue;
+        job->batch->running++;
+    }
+    return job;
+}
+
+static void *worker(void *unused) {
+    for (;;) {
+        struct job *job;
+        pthread_mutex_lock(&lock);
+        thread_idle++;
+        while (!(job = next_job()))
+            pthread_cond_wait(&queued, &lock);
+        thread_idle--;
+        pthread_mutex_unlock(&lock);
+        run(job);
+    }
+    return unused;
+}
+
+static unsigned thread_limit(void) {
+    const char *given = getenv("KVFS_CUFILE_THREADS");
+    int count = given ? atoi(given) : THREADS_DEFAULT;
+    return count < 1 ? 1 : count > THREADS_MAX ? THREADS_MAX : (unsigned)count;
+}
+
+/* False: there is no thread at all. Locked. */
+static bool start_threads(unsigned wanted) {
+    unsigned limit = thread_limit();
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (unsigned i = thread_idle; i < wanted && thread_count < limit; i++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, worker, NULL) != 0)
+            break;
+        pthread_detach(thread);
+        thread_count++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return thread_count > 0;
+}
+
+/* ---- calls ---- */
+
+#define EXPORT __attribute__((visibility("default")))
+EXPORT struct cufile_status cuFileBatchIOSetUp(cufile_batch *out, unsigned count);
+EXPORT struct cufile_status cuFileBatchIOSubmit(cufile_batch key, unsigned count, struct cufile_item *items, unsigned flags);
+EXPORT struct cufile_status cuFileBatchIOGetStatus(cufile_batch key, unsigned least, unsigned *count, struct cufile_event *events,
+                                                   struct timespec *timeout);
+EXPORT struct cufile_status cuFileBatchIOCancel(cufile_batch key);
+EXPORT void cuFileBatchIODestroy(cufile_batch key);
+
+struct cufile_status cuFileBatchIOSetUp(cufile_batch *out, unsigned count) {
+    fork_guard();
+    const struct real *library = real();
+    if (library) {
+        struct cufile_status result = library->BatchIOSetUp(out, count);
+        void *key;
+        if (!result.error && count <= BATCH_SIZE_MAX)
+            batch_add(*out, count, &key); /* no memory, or more than is known of: all of it is the real library's */
+        return result;
+    }
+    if (!out || count < 1 || count > BATCH_SIZE_MAX || !own_use_count())
+        return ERROR(CUFILE_INVALID);
+    return batch_add(NULL, count, out) ? OK : ERROR(CUFILE_NO_MEMORY);
+}
+
+/* What is to become of an item: a job; or the real library's (NULL, 0); or nothing (NULL, 0 with *size 0); or the whole submit is refused. */
+static int take_item(struct batch *batch, const struct cufile_item *item, struct job **out) {
+    struct handle *handle = handle_find(item->handle);
+    int refused = 0;
+    *out = NULL;
+    if (batch->own || (handle && handle->own)) {
+        refused = own_check_item(handle, item);
+        if (!refused && item->size && !memory_is_good((uint8_t *)item->base + item->buffer_offset, item->size))
+            refused = CUFILE_SUBMIT_FAILED;
+    }
+    if (handle && !refused && item->size) {
+        struct buffer buffer = buffer_find(item->base);
+        bool taken = handle->own;
+        if (!taken && item->mode == 1 && item->opcode == 0 && item->buffer_offset >= 0 && item->size <= ITEM_SIZE_MAX)
+            taken = read_is_plain(handle, item->base, item->size, item->file_offset, item->buffer_offset, &buffer) &&
+                    (buffer.mapped || memory_is_good((uint8_t *)item->base + item->buffer_offset, item->size));
+        struct job *job = taken ? calloc(1, sizeof(*job)) : NULL;
+        if (taken && !job)
+            refused = CUFILE_NO_MEMORY;
+        if (job) {
+            *job = (struct job){.batch = batch, .handle = handle, .item = *item, .mapped = buffer.mapped || item->opcode == 0};
+            *out = job;
+            return 0;
+        }
+    }
+    handle_put(handle);
+    return refused;
+}
+
+static struct cufile_status submit(struct batch *batch, unsigned count, struct cufile_item *items, unsigned flags) {
+    struct job *jobs = NULL, **jobs_end = &jobs;
+    struct cufile_item foreign[BATCH_SIZE_MAX];
+    unsigned job_count = 0, foreign_count = 0, foreign_events = 0;
+    int error = 0;
+    for (unsigned i = 0; i < count && !error; i++) {
+        struct job *job;
+        error = take_item(batch, &items[i], &job);
+        if (job) {
+            *jobs_end = job;
+            jobs_end = &job->next;
+            job_count++;
+        } else if (!batch->own && !error) {
+            foreign_events += items[i].size != 0; /* the real library tells nothing of an empty one */
+            foreign[foreign_count++] = items[i];
+        }
+    }
+    pthread_mutex_lock(&lock);
+    if (!error && batch->waiting + batch->done_count + batch->foreign + job_count + foreign_events > batch->capacity)
+        error = CUFILE_BATCH_FULL;
+    if (!error && jobs && !start_threads(job_count))
+        error = CUFILE_NO_MEMORY;
+    pthread_mutex_unlock(&lock);
+    struct cufile_status result = ERROR(error);
+    if (!error && foreign_count)
+        result = real()->BatchIOSubmit(batch->key, foreign_count, foreign, flags);
+    else if (error && !batch->own)
+        real()->BatchIOCancel(batch->key);
+    pthread_mutex_lock(&lock);
+    if (result.error) {
+        clear(batch);                    /* as the real library: after an error nothing that was submitted is heard of again */
+        while (jobs) {
+            struct job *job = jobs;
+            jobs = job->next;
+            handle_put(job->handle);
+            free(job);
+        }
+    } else {
+        batch->foreign += foreign_events;
+        batch->waiting += job_count;
+        batch->refs += job_count;
+        for (struct job *job = jobs; job; job = job->next)
+            job->epoch = batch->epoch;
+        if (jobs) {
+            *queue_end = jobs;
+            queue_end = jobs_end;
+        }
+        pthread_cond_broadcast(&queued);
+    }
+    pthread_mutex_unlock(&lock);
+    COUNT(batches, 1);
+    return result;
+}
+
+struct cufile_status cuFileBatchIOSubmit(cufile_batch key, unsigned count, struct cufile_item *items, unsigned flags) {
+    fork_guard();
+    struct batch *batch = batch_find(key);
+    struct cufile_status result;
+    if (!batch)
+        return real() ? real()->BatchIOSubmit(key, count, items, flags) : ERROR(CUFILE_NO_BATCH);
+    if (items && count >= 1 && count <= batch->capacity) {
+        result = submit(batch, count, items, flags);
+    } else {
+        result = batch->own ? ERROR(CUFILE_SUBMIT_REFUSED) : real()->BatchIOSubmit(key, count, items, flags);
+        batch_clear(batch);
+    }
+    batch_put(batch);
+    return result;
+}
+
+static int64_t nanoseconds(const struct timespec *time) { return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec; }
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return nanoseconds(&now);
+}
+
+/* Locked: until there is news, or the time is there. */
+static void wait_until(struct batch *batch, int64_t deadline_ns) {
+    struct timespec time = {deadline_ns / 1000000000, deadline_ns % 1000000000};
+    if (deadline_ns == INT64_MAX)
+        pthread_cond_wait(&batch->changed, &lock);
+    else
+        pthread_cond_timedwait(&batch->changed, &lock, &time);
+}
+
+static unsigned take_done(struct batch *batch, struct cufile_event *events, unsigned room) {
+    unsigned count = batch->done_count < room ? batch->done_count : room;
+    for (unsigned i = 0; i < count; i++)
+        events[i] = batch->done[i];
+    batch->done_count -= count;
+    for (unsigned i = 0; i < batch->done_count; i++)
+        batch->done[i] = batch->done[i + count];
+    return count;
+}
+
+/* Events of the real library; least 0: only those that are there. */
+static struct cufile_status take_foreign(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
+                                         struct timespec *timeout) {
+    struct cufile_status result = real()->BatchIOGetStatus(batch->key, least, count, events, timeout);
+    pthread_mutex_lock(&lock);
+    if (result.error)
+        *count = 0;
+    batch->foreign -= *count < batch->foreign ? *count : batch->foreign;
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+static struct cufile_status get_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
+                                       struct timespec *timeout) {
+    struct cufile_status result = OK;
+    int64_t deadline_ns = timeout ? now_ns() + (nanoseconds(timeout) > 0 ? nanoseconds(timeout) : 0) : INT64_MAX;
+    unsigned room = *count, got = 0;
+    for (;;) {
+        pthread_mutex_lock(&lock);
+        got += take_done(batch, events + got, room - got);
+        unsigned waiting = batch->waiting, foreign = batch->foreign;
+        int64_t now = now_ns();
+        if (waiting && !foreign && got < least && now < deadline_ns)
+            wait_until(batch, deadline_ns);
+        pthread_mutex_unlock(&lock);
+        if (foreign && got < room) {
+            /* Once nothing is read here any more, the real library may do the waiting. */
+            int64_t left = deadline_ns == INT64_MAX || deadline_ns < now ? 0 : deadline_ns - now;
+            struct timespec none = {0, 0}, rest = {left / 1000000000, left % 1000000000};
+            bool last = !waiting && got < least;
+            unsigned more = room - got;
+            result = take_foreign(batch, last ? least - got : 0, &more, events + got, !last ? &none : timeout ? &rest : NULL);
+            got += more;
+            if (result.error || last)
+                break;
+        }
+        if (got >= least || !waiting || now >= deadline_ns)
+            break;
+        if (foreign) {
+            int64_t poll_ns = now + FOREIGN_POLL_NS;
+            pthread_mutex_lock(&lock);
+            if (!batch->done_count && batch->waiting)
+                wait_until(batch, poll_ns < deadline_ns ? poll_ns : deadline_ns);
+            pthread_mutex_unlock(&lock);
+        }
+    }
+    *count = got;
+    return got ? OK : result;
+}
+
+struct cufile_status cuFileBatchIOGetStatus(cufile_batch key, unsigned least, unsigned *count, struct cufile_event *events,
+                                            struct timespec *timeout) {
+    struct batch *batch = batch_find(key);
+    struct cufile_status result;
+    if (!batch)
+        return real() ? real()->BatchIOGetStatus(key, least, count, events, timeout) : ERROR(CUFILE_NO_BATCH);
+    pthread_mutex_lock(&lock);
+    bool idle = !batch->waiting && !batch->done_count;
+    pthread_mutex_unlock(&lock);
+    bool valid = count && events && *count && least <= *count && least <= batch->capacity;
+    if (valid && idle && !batch->own)
+        result = take_foreign(batch, least, count, events, timeout);
+    else if (valid)
+        result = get_status(batch, least, count, events, timeout);
+    else
+        result = batch->own ? ERROR(CUFILE_INVALID) : real()->BatchIOGetStatus(key, least, count, events, timeout);
+    batch_put(batch);
+    return result;
+}
+
+struct cufile_status cuFileBatchIOCancel(cufile_batch key) {
+    struct batch *batch = batch_find(key);
+    if (batch) {
+        batch_clear(batch);
+        batch_put(batch);
+    }
+    if (real())
+        return real()->BatchIOCancel(key);
+    return batch ? OK : ERROR(CUFILE_NO_BATCH);
+}
+
+void cuFileBatchIODestroy(cufile_batch key) {
+    batch_remove(key);
+    if (real())
+        real()->BatchIODestroy(key);
+}

@@ -1,0 +1,309 @@
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "shim.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define VERSION 1200                     /* of libcufile, 1.20: whose interface is spoken here when there is no other */
+
+/* What is exported is what the real library is called with. */
+#define X(type, name, parameters, arguments) EXPORT type cuFile##name parameters;
+CUFILE_CALLS(X)
+#undef X
+
+struct counters counters;
+
+/* KVFS_CUFILE_STATS=FILE: at the end, one line of JSON is added to it. */
+static __attribute__((destructor)) void report(void) {
+    const char *path = getenv("KVFS_CUFILE_STATS");
+    char line[512];
+    if (!path || !atomic_load(&counters.handles))
+        return;
+    int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    int size = snprintf(line, sizeof(line),
+                        "{\"pid\": %d, \"handles\": %llu, \"native_reads\": %llu, \"native_bytes\": %llu, \"gpu_bytes\": %llu, "
+                        "\"forwarded_reads\": %llu, \"forwarded_bytes\": %llu, \"writes\": %llu, \"batches\": %llu, \"async_reads\": %llu}\n",
+                        (int)getpid(), atomic_load(&counters.handles), atomic_load(&counters.native_reads), atomic_load(&counters.native_bytes),
+                        atomic_load(&counters.gpu_bytes), atomic_load(&counters.forwarded_reads), atomic_load(&counters.forwarded_bytes),
+                        atomic_load(&counters.writes), atomic_load(&counters.batches), atomic_load(&counters.async_reads));
+    if (fd >= 0) {
+        if (write(fd, line, (size_t)size) != size)
+            fprintf(stderr, "libkvfs_cufile: KVFS_CUFILE_STATS=%s: cannot be written\n", path);
+        close(fd);
+    }
+}
+
+/* ---- driver ---- */
+
+struct cufile_status cuFileDriverOpen(void) {
+    fork_guard();
+    const struct real *library = real();
+    return library ? library->DriverOpen() : own_driver_open();
+}
+
+static struct cufile_status close_driver(struct cufile_status (*close_real)(void)) {
+    long (*use_count)(void) = real()->UseCount;
+    if (use_count() <= 1)
+        batches_forget();
+    struct cufile_status result = close_real();
+    if (use_count() <= 0)
+        registry_forget();
+    return result;
+}
+
+struct cufile_status cuFileDriverClose(void) {
+    fork_guard();
+    const struct real *library = real();
+    return library ? close_driver(library->DriverClose) : own_driver_close();
+}
+
+struct cufile_status cuFileDriverClose_v2(void) {
+    fork_guard();
+    const struct real *library = real();
+    return library ? close_driver(library->DriverClose_v2) : own_driver_close();
+}
+
+long cuFileUseCount(void) {
+    const struct real *library = real();
+    return library ? library->UseCount() : own_use_count();
+}
+
+struct cufile_status cuFileDriverGetProperties(struct cufile_properties *out) {
+    const struct real *library = real();
+    return library ? library->DriverGetProperties(out) : own_properties(out);
+}
+
+struct cufile_status cuFileGetVersion(int *out) {
+    const struct real *library = real();
+    if (library)
+        return library->GetVersion(out);
+    if (!out)
+        return ERROR(CUFILE_INVALID);
+    *out = VERSION;
+    return OK;
+}
+
+/* ---- handles and buffers ---- */
+
+/* What the real library says of a file that it will not have, for what the file lies on. */
+static bool refuses_file(int error) {
+    return error == CUFILE_UNSUPPORTED || error == CUFILE_NOT_DIRECT || error == CUFILE_DISABLED || error == CUFILE_NO_HANDLE;
+}
+
+struct cufile_status cuFileHandleRegister(cufile_handle *out, struct cufile_description *description) {
+    fork_guard();
+    const struct real *library = real();
+    struct place place;
+    if (!library)
+        return own_handle_register(out, description);
+    struct cufile_status result = library->HandleRegister(out, description);
+    if (!out || !description || description->type != 1 || (result.error && !refuses_file(result.error)) ||
+        !mounts_find(description->fd, &place))
+        return result;
+    if (result.error)
+        return own_handle_register(out, description);
+    handle_put(handle_add(*out, description->fd, &place, false)); /* no memory: then it is a handle as any other */
+    return result;
+}
+
+void cuFileHandleDeregister(cufile_handle key) {
+    struct handle *handle = handle_find(key);
+    const struct real *library = real();
+    handle_remove(key);
+    if (library && !(handle && handle->own))
+        library->HandleDeregister(key);
+    handle_put(handle);
+}
+
+struct cufile_status cuFileBufRegister(const void *base, size_t size, int flags) {
+    fork_guard();
+    const struct real *library = real();
+    if (!library)
+        return own_buffer_register(base, size, flags);
+    struct cufile_status result = library->BufRegister(base, size, flags);
+    if (!result.error)
+        buffer_add(base, size);
+    return result;
+}
+
+struct cufile_status cuFileBufDeregister(const void *base) {
+    const struct real *library = real();
+    if (!library)
+        return own_buffer_deregister(base);
+    struct cufile_status result = library->BufDeregister(base);
+    if (!result.error)
+        buffer_remove(base);
+    return result;
+}
+
+/* ---- reads and writes ---- */
+
+bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset,
+                   const struct buffer *buffer) {
+    if (!base || !size || handle->access == O_WRONLY || file_offset < 0 || size > (uint64_t)(INT64_MAX - file_offset))
+        return false;
+    return !buffer->size || (buffer_offset >= 0 && size <= buffer->size && (uint64_t)buffer_offset <= buffer->size - size);
+}
+
+static int64_t taken_read(struct handle *handle, void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset) {
+    struct buffer buffer = buffer_find(base);
+    if (!read_is_plain(handle, base, size, file_offset, buffer_offset, &buffer))
+        return -1;
+    return native_read(handle, (uint8_t *)base + buffer_offset, size, (uint64_t)file_offset, buffer.mapped);
+}
+
+static bool is_own(const struct handle *handle) { return !real() || (handle && handle->own); }
+
+ssize_t real_read(struct handle *handle, void *key, void *base, size_t size, off_t file_offset, off_t buffer_offset) {
+    ssize_t result = real()->Read(key, base, size, file_offset, buffer_offset);
+    if (handle)
+        COUNT(forwarded_reads, 1);
+    if (handle && result > 0)
+        COUNT(forwarded_bytes, (unsigned long long)result);
+    return result;
+}
+
+static ssize_t invalid(void) {
+    errno = EINVAL;
+    return -1;
+}
+
+ssize_t cuFileRead(cufile_handle key, void *base, size_t size, off_t file_offset, off_t buffer_offset) {
+    fork_guard();
+    struct handle *handle = handle_find(key);
+    ssize_t result = handle ? taken_read(handle, base, size, file_offset, buffer_offset) : -1;
+    if (result < 0) {
+        if (!is_own(handle))
+            result = real_read(handle, key, base, size, file_offset, buffer_offset);
+        else
+            result = key && base ? own_read(handle, base, size, file_offset, buffer_offset) : invalid();
+    }
+    handle_put(handle);
+    return result;
+}
+
+ssize_t cuFileWrite(cufile_handle key, const void *base, size_t size, off_t file_offset, off_t buffer_offset) {
+    fork_guard();
+    struct handle *handle = handle_find(key);
+    ssize_t result;
+    if (!is_own(handle))
+        result = real()->Write(key, base, size, file_offset, buffer_offset);
+    else
+        result = key && base ? own_write(handle, base, size, file_offset, buffer_offset) : invalid();
+    if (handle)
+        COUNT(writes, 1);
+    handle_put(handle);
+    return result;
+}
+
+static int64_t taken_readv(struct handle *handle, const struct cufile_vector *vectors, size_t count, off_t file_offset) {
+    int64_t done = 0;
+    if (!vectors || !count || count > 1023)
+        return -1;
+    for (size_t i = 0; i < count; i++) {
+        struct buffer buffer = buffer_find(vectors[i].base);
+        if (vectors[i].size && !read_is_plain(handle, vectors[i].base, vectors[i].size, file_offset, 0, &buffer))
+            return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (!vectors[i].size)
+            continue;
+        int64_t n = taken_read(handle, vectors[i].base, vectors[i].size, file_offset + done, 0);
+        if (n < 0)
+            return -1;
+        done += n;
+        if ((size_t)n < vectors[i].size)
+            break;
+    }
+    return done;
+}
+
+ssize_t cuFileReadv(cufile_handle key, const struct cufile_vector *vectors, size_t count, off_t file_offset, unsigned flags) {
+    fork_guard();
+    struct handle *handle = handle_find(key);
+    ssize_t result = handle ? taken_readv(handle, vectors, count, file_offset) : -1;
+    if (result < 0) {
+        if (!is_own(handle))
+            result = real()->Readv(key, vectors, count, file_offset, flags);
+        else
+            result = key ? own_vector(handle, vectors, count, file_offset, false) : invalid();
+    }
+    handle_put(handle);
+    return result;
+}
+
+ssize_t cuFileWritev(cufile_handle key, const struct cufile_vector *vectors, size_t count, off_t file_offset, unsigned flags) {
+    fork_guard();
+    struct handle *handle = handle_find(key);
+    ssize_t result;
+    if (!is_own(handle))
+        result = real()->Writev(key, vectors, count, file_offset, flags);
+    else
+        result = key ? own_vector(handle, vectors, count, file_offset, true) : invalid();
+    if (handle)
+        COUNT(writes, 1);
+    handle_put(handle);
+    return result;
+}
+
+/* ---- streams: a call waits for what is on the stream before it, and is done when it returns ---- */
+
+struct cufile_status cuFileReadAsync(cufile_handle key, void *base, size_t *size, off_t *file_offset, off_t *buffer_offset, ssize_t *done,
+                                     cufile_stream stream) {
+    fork_guard();
+    struct handle *handle = handle_find(key);
+    struct cufile_status result = ERROR(CUFILE_INVALID);
+    bool ready = handle && base && size && file_offset && buffer_offset && done && cuda_synchronize(stream);
+    int64_t n = ready ? taken_read(handle, base, *size, *file_offset, *buffer_offset) : -1;
+    if (ready)
+        COUNT(async_reads, 1);
+    if (n >= 0) {
+        *done = n;
+        result = OK;
+    } else if (!is_own(handle)) {
+        result = real()->ReadAsync(key, base, size, file_offset, buffer_offset, done, stream);
+    } else if (ready) {
+        n = own_read(handle, base, *size, *file_offset, *buffer_offset);
+        *done = n < 0 ? -errno : n;
+        result = OK;
+    } else if (done) {
+        *done = -EINVAL;
+    }
+    handle_put(handle);
+    return result;
+}
+
+struct cufile_status cuFileWriteAsync(cufile_handle key, void *base, size_t *size, off_t *file_offset, off_t *buffer_offset, ssize_t *done,
+                                      cufile_stream stream) {
+    fork_guard();
+    struct handle *handle = handle_find(key);
+    struct cufile_status result = ERROR(CUFILE_INVALID);
+    if (!is_own(handle)) {
+        result = real()->WriteAsync(key, base, size, file_offset, buffer_offset, done, stream);
+    } else if (handle && base && size && file_offset && buffer_offset && done && cuda_synchronize(stream)) {
+        ssize_t n = own_write(handle, base, *size, *file_offset, *buffer_offset);
+        *done = n < 0 ? -errno : n;
+        result = OK;
+    } else if (done) {
+        *done = -EINVAL;
+    }
+    if (handle)
+        COUNT(writes, 1);
+    handle_put(handle);
+    return result;
+}
+
+struct cufile_status cuFileStreamRegister(cufile_stream stream, unsigned flags) {
+    const struct real *library = real();
+    return library ? library->StreamRegister(stream, flags) : own_stream(stream, true);
+}
+
+struct cufile_status cuFileStreamDeregister(cufile_stream stream) {
+    const struct real *library = real();
+    return library ? library->StreamDeregister(stream) : own_stream(stream, false);
+}
