@@ -23,6 +23,11 @@ JSON_VERSION = 1
 # Anything that takes longer than this says how far it is.
 PROGRESS_AFTER_S = 2.0
 UMOUNT_TIMEOUT_S = 120.0
+# They become another program. The module of each, in kvfs.client, is its first word.
+RUN_VERBS = {
+    "cufile-run": "run a program whose cuFile reads on kvfs mounts take the native path",
+    "preload-run": "run a program whose file reads on kvfs mounts take the native path",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -203,6 +208,11 @@ def parser() -> argparse.ArgumentParser:
     sub = verbs.add_parser("completion", help="shell completion: source <(kvfs completion)")
     sub.add_argument("shell", nargs="?", choices=("bash",), default="bash")
     sub.set_defaults(function=_completion)
+    for name, text in RUN_VERBS.items():
+        sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="a program and its arguments")
+        sub.set_defaults(function=_run)
+
     verbs.add_parser("bench", help="measure kvfs against its peers (kvfs bench --help)", add_help=False)
     return top
 
@@ -557,6 +567,14 @@ def _completion(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run(args: argparse.Namespace) -> int:
+    import importlib
+
+    module = importlib.import_module(f"kvfs.client.{args.verb.partition('-')[0]}")
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    return cast(int, module.run(command))
+
+
 def _bench(arguments: Sequence[str]) -> int:
     import importlib
 
@@ -593,6 +611,10 @@ def bash_completion(top: argparse.ArgumentParser) -> str:
         '    case "${COMP_WORDS[1]}" in',
         *cases,
         "    esac",
+        f'    if ((COMP_CWORD == 2)) && [[ " {" ".join(RUN_VERBS)} " == *" ${{COMP_WORDS[1]}} "* ]]; then',
+        '        COMPREPLY=($(compgen -c -- "$word"))',
+        "        return",
+        "    fi",
         '    if [[ $word == -* ]]; then COMPREPLY=($(compgen -W "$options" -- "$word")); return; fi',
         '    COMPREPLY=($(compgen -f -- "$word"))',
         "}",

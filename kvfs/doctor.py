@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfs.client.gpu import NO_GDS, examine_cuda, examine_cufile
+
 # FUSE_NOTIFY_INC_EPOCH came with 6.16: without it every name is looked up again on each use, so that an evicted one is
 # never seen.
 INC_EPOCH_KERNEL = (6, 16)
@@ -83,6 +85,8 @@ def examine() -> list[Check]:
         _memory,
         _zram,
         _loop,
+        _gpu,
+        _cufile,
     ):
         try:
             found.extend(check())
@@ -352,3 +356,18 @@ def _loop() -> Iterator[Check]:
         "ok" if found else "note",
         "there (files as block devices)" if found else "not there: modprobe loop; only tests use it",
     )
+
+
+def _gpu() -> Iterator[Check]:
+    """Only clients that read into GPU memory need one. Looked at in a process of its own (kvfs/client/gpu.py)."""
+    cuda = examine_cuda()
+    if cuda.error:
+        yield Check("gpu", "note", f"{cuda.error}; clients have mode host")
+    elif cuda.double:
+        yield Check("gpu", "note", f"{cuda.text}; KVFS_CUDA_LIBRARY is set: unset it")
+    else:
+        yield Check("gpu", "ok", f"{cuda.text}; clients have mode staged (tools/gpu_check measures it)")
+
+
+def _cufile() -> Iterator[Check]:
+    yield Check("gpu direct", "note", f"{NO_GDS}; here: {examine_cufile().text}")

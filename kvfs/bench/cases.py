@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from kvfs.bench.common import (
     DEVICE_COUNT,
-    GIB,
     KIB,
     MIB,
     RAW_BASE,
@@ -22,14 +20,25 @@ from kvfs.bench.common import (
     BenchError,
     Json,
     column_at,
+    cpu_per_gib,
     forget_names,
+    latency_points,
     number_at,
     rates,
     say,
     wait_until,
 )
+from kvfs.bench.native import (
+    case_native_exists,
+    case_native_latency,
+    case_native_processes,
+    case_native_put,
+    case_native_read,
+    exists_among,
+    key_path,
+)
 from kvfs.bench.report import size_text
-from kvfs.bench.stand import Kvfs, Side, Stand, block_names
+from kvfs.bench.stand import Kvfs, Side, Stand
 
 # ---- the cases ----
 
@@ -112,7 +121,7 @@ def case_lookup(stand: Stand) -> None:
         floor = [stand.floor] if run is stat else []
         results = _interleaved(stand, run, [stand.peer, *floor])
         ours, theirs = (column_at(results[name], "latency_us", "mean") for name in ("kvfs", peer))
-        details = {"latency": _latency(results["kvfs"]), "peer_latency": _latency(results[peer])}
+        details = {"latency": latency_points(results["kvfs"]), "peer_latency": latency_points(results[peer])}
         stand.add("lookup", f"{what}, 1 thread, mean", "us", ours, peer, theirs, "faster", target, details=details)
         for side in floor:
             bare = column_at(results[side.name], "latency_us", "mean")
@@ -163,7 +172,7 @@ def case_large_read(stand: Stand) -> None:
         _same_bytes(results, but="raw stripe")
         targets = {("zram", "passthrough_hp/ext4"): 2.0, ("files", "raw stripe"): 0.9}
         for name in list(results)[1:]:
-            details = {"latency": _latency(results["kvfs"]), "peer_latency": _latency(results[name])}
+            details = {"latency": latency_points(results["kvfs"]), "peer_latency": latency_points(results[name])}
             what, target = f"{size // MIB} MiB O_DIRECT reads, 1 thread", targets.get((stand.devices, name))
             ours, theirs = rates(results["kvfs"]), rates(results[name])
             stand.add("large-read", what, "GB/s", ours, name, theirs, "share", target, details=details)
@@ -190,7 +199,7 @@ def case_block_read(stand: Stand) -> None:
             f"{size_text(scale.block_size)} open-read-close, threads: {scale.threads}",
             targets.get((stand.devices, name)),
         )
-        details = {"cpu": _cpu(results["kvfs"]), "peer_cpu": _cpu(results[name])}
+        details = {"cpu": cpu_per_gib(results["kvfs"]), "peer_cpu": cpu_per_gib(results[name])}
         ours, theirs = rates(results["kvfs"]), rates(results[name])
         stand.add("block-read", what, "GB/s", ours, name, theirs, "share", target, details=details)
 
@@ -219,7 +228,8 @@ def case_small_files(stand: Stand) -> None:
         results = _interleaved(stand, write, [])["kvfs"]
         rates = [number_at(document, "operations") / number_at(document, "seconds") for document in results]
         what = f"create, write, rename of 64 KiB, threads: {threads}"
-        stand.add("small-files", what, "files/s", rates, details={"latency": _latency(results), "cpu": _cpu(results)})
+        details = {"latency": latency_points(results), "cpu": cpu_per_gib(results)}
+        stand.add("small-files", what, "files/s", rates, details=details)
 
 
 def case_block_write(stand: Stand) -> None:
@@ -270,8 +280,8 @@ def case_block_write(stand: Stand) -> None:
         for name in list(results)[1:]:
             what = f"{size_text(scale.block_size)} tmp-write-rename, threads: {scale.threads}, {state}"
             target = 0.85 if (stand.devices, name) == ("files", "raw fio") else None
-            cpu = {"cpu": _cpu(results["kvfs"]), "peer_cpu": _cpu(results[name])}
-            details = {**cpu, "latency": _latency(results["kvfs"])}
+            cpu = {"cpu": cpu_per_gib(results["kvfs"]), "peer_cpu": cpu_per_gib(results[name])}
+            details = {**cpu, "latency": latency_points(results["kvfs"])}
             ours, theirs = rates(results["kvfs"]), rates(results[name])
             stand.add("block-write", what, "GB/s", ours, name, theirs, "share", target, details=details)
         what = f"device bytes written / bytes stored, {state}"
@@ -282,12 +292,13 @@ def case_million(stand: Stand) -> None:
     """A million small blocks: memory, index, warm mount, rebuild without index, the cost of a lookup among so many."""
     scale = stand.scale
     pool, side = stand.pool, stand.kvfs
+    words = ["--space", "million", "--size", 4 * KIB, "--batch", 1024, "--packable"]
     latencies: dict[int, dict[str, list[float]]] = {}
     done, started = 0, time.monotonic()
     for goal in (scale.few, scale.million):
         while done < goal:
             count = min(goal - done, 20_000)
-            stand.write(side, "million", size=4 * KIB, count=count, threads=8, first=done, packable=True)
+            stand.native("put", *words, "--count", count, "--first", done)
             done += count
             say(f"million: {done} of {scale.million} blocks, {done / (time.monotonic() - started):.0f} a second")
         latencies[goal] = _lookup_latencies(stand, side.root / "million", goal)
@@ -297,6 +308,7 @@ def case_million(stand: Stand) -> None:
         ratios = [b / a for a, b in zip(few, many, strict=True)]
         told = f"lookup of a {what} name among {blocks} / among {scale.few} blocks"
         stand.add("million", told, "x", ratios, target=1.5, details={"few_us": few, "many_us": many})
+    exists_among(stand, "million", "million", blocks)
     held = int(number_at(pool.status(), "blocks"))
     memory = _memory(pool.pid())
     told = "daemon RSS besides mapped index pages"
@@ -323,17 +335,6 @@ def _unused() -> int:
     return time.monotonic_ns() & 0x7FFFFFFF
 
 
-def _latency(results: Sequence[Json]) -> Json:
-    points = ("mean", "p50", "p99")
-    return {f"{point}_us": statistics.median(column_at(results, "latency_us", point)) for point in points}
-
-
-def _cpu(results: Sequence[Json]) -> Json:
-    """CPU seconds a GiB, of who serves and of who asks."""
-    gib = sum(column_at(results, "bytes")) / GIB
-    return {f"{who}_s_per_gib": sum(column_at(results, f"{who}_cpu_s")) / gib for who in ("daemon", "client")}
-
-
 def _same_bytes(results: Mapping[str, Sequence[Json]], but: str = "") -> None:
     """Sides filled with the same seed must have been read as the same bytes, round by round."""
     names = [name for name in results if name != but]
@@ -346,12 +347,13 @@ def _same_bytes(results: Mapping[str, Sequence[Json]], but: str = "") -> None:
 def _lookup_latencies(stand: Stand, directory: Path, blocks: int) -> dict[str, list[float]]:
     """p50 in us, one a round, of a stat that fails and of faccessat of a block whose name the kernel has forgotten."""
     bench, scale = stand.bench, stand.scale
-    sample = block_names(directory, blocks)[:: max(1, blocks // scale.lookups)][: scale.lookups]
+    sample = [str(key_path(directory, number)) for number in range(0, blocks, max(1, blocks // scale.lookups))]
+    sample = sample[: scale.lookups]
     listed = stand.base / "million.list"
     listed.write_text("\n".join(sample) + "\n")
     found: dict[str, list[float]] = {"missing": [], "present": []}
     for _ in range(scale.rounds):
-        document = bench.client("stat", "--dir", directory / "000", "--count", scale.lookups, "--seed", _unused())
+        document = bench.client("stat", "--dir", Path(sample[0]).parent, "--count", scale.lookups, "--seed", _unused())
         found["missing"].append(number_at(document, "latency_us", "p50"))
         forget_names()
         document = bench.client("access", "--list", listed, "--count", len(sample))
@@ -427,5 +429,10 @@ CASES = {
     "idle": Case(case_idle, BOTH),
     "small-files": Case(case_small_files, BOTH),
     "block-write": Case(case_block_write, BOTH),
+    "native-read": Case(case_native_read, BOTH),
+    "native-exists": Case(case_native_exists, ("zram",)),
+    "native-latency": Case(case_native_latency, BOTH),
+    "native-put": Case(case_native_put, BOTH),
+    "native-processes": Case(case_native_processes, BOTH),
     "million": Case(case_million, ("zram",)),
 }

@@ -51,6 +51,9 @@ class Scale:
     threads: int
     reads: int  # 4 KiB reads a round
     lookups: int
+    passes: int  # over the working set, in a round of the native path, on a disk
+    ram_passes: int  # and on devices in RAM
+    exists: int  # blocks among which the native path looks for keys
     prompt: int
     small_files: int
     million: int
@@ -69,6 +72,9 @@ FULL = Scale(
     threads=8,
     reads=20_000,
     lookups=5_000,
+    passes=8,
+    ram_passes=16,
+    exists=100_000,
     prompt=3_600,
     small_files=4_000,
     million=1_000_000,
@@ -86,6 +92,9 @@ QUICK = Scale(
     threads=4,
     reads=500,
     lookups=200,
+    passes=1,
+    ram_passes=2,
+    exists=2_000,
     prompt=360,
     small_files=100,
     million=2_000,
@@ -102,9 +111,9 @@ QUICK = Scale(
 class Row:
     """One line of the table: samples of kvfs, perhaps of a peer, and how they are held against each other.
 
-    relation: `faster` is peer / kvfs (times, of latencies), `share` is kvfs / peer (of throughputs), `extra` is
-    kvfs - peer (in the unit), `value` is kvfs alone. target is the least score for the first two, the most for `extra`
-    and, with at_most, for `value`.
+    relation: `faster` is peer / kvfs (times, of latencies), `share` is kvfs / peer (of throughputs), `cost` is
+    kvfs / peer (of what is spent), `extra` is kvfs - peer (in the unit), `value` is kvfs alone. target is the least
+    score for the first two, the most for `cost`, `extra` and, with at_most, for `value`.
     """
 
     case: str
@@ -125,7 +134,7 @@ class Row:
         pairs = list(zip(self.kvfs, self.peer, strict=True))
         if self.relation == "faster":
             return [peer / kvfs for kvfs, peer in pairs]
-        if self.relation == "share":
+        if self.relation in ("share", "cost"):
             return [kvfs / peer for kvfs, peer in pairs]
         return [kvfs - peer for kvfs, peer in pairs]
 
@@ -133,8 +142,11 @@ class Row:
         if self.target is None:
             return None
         score = statistics.median(self.scores())
-        at_most = self.relation == "extra" or (self.relation == "value" and self.at_most)
-        return score <= self.target if at_most else score >= self.target
+        return score <= self.target if self.limits() else score >= self.target
+
+    def limits(self) -> bool:
+        """Whether the target is the most that is good."""
+        return self.relation in ("cost", "extra") or (self.relation == "value" and self.at_most)
 
     def document(self) -> Json:
         return {
@@ -145,7 +157,7 @@ class Row:
             "relation": self.relation,
             "score": _spread(self.scores()),
             "target": self.target,
-            "at_most": self.relation == "extra" or (self.relation == "value" and self.at_most),
+            "at_most": self.limits(),
             "met": self.met(),
             "kvfs": _spread(self.kvfs),
             "peer": {"name": self.peer_name, **_spread(self.peer)} if self.peer else None,
@@ -176,6 +188,18 @@ def column_at(documents: Sequence[Json], *path: str) -> list[float]:
 def rates(documents: Sequence[Json]) -> list[float]:
     """GB/s of each."""
     return [number_at(document, "bytes") / number_at(document, "seconds") / 1e9 for document in documents]
+
+
+def latency_points(documents: Sequence[Json]) -> Json:
+    """The median round's mean, p50 and p99."""
+    points = ("mean", "p50", "p99")
+    return {f"{point}_us": statistics.median(column_at(documents, "latency_us", point)) for point in points}
+
+
+def cpu_per_gib(documents: Sequence[Json]) -> Json:
+    """CPU seconds a GiB, of who serves and of who asks."""
+    gib = sum(column_at(documents, "bytes")) / GIB
+    return {f"{who}_s_per_gib": sum(column_at(documents, f"{who}_cpu_s")) / gib for who in ("daemon", "client")}
 
 
 # ---- commands ----

@@ -27,7 +27,7 @@ def _cells(row: Json) -> list[str]:
     """case, devices, what, score, target, verdict, kvfs, peer."""
     score, ours = cast(Json, row["score"]), cast(Json, row["kvfs"])
     relation, unit = str(row["relation"]), str(row["unit"])
-    suffix = {"faster": "x faster", "share": "x", "extra": f" {unit} more", "value": f" {unit}"}[relation]
+    suffix = {"faster": "x faster", "share": "x", "cost": "x", "extra": f" {unit} more", "value": f" {unit}"}[relation]
     text = _figure(number_at(score, "median")) + suffix
     if len(cast(Sequence[float], score["samples"])) > 1:
         text += f" ({_figure(number_at(score, 'min'))}-{_figure(number_at(score, 'max'))})"

@@ -56,6 +56,12 @@ class Bench:
             raise MissingError(f"needs {self.client_path}: tools/bench builds it")
         return parse_json(run_command(self.client_path, *(str(word) for word in words)).stdout, "bench_client")
 
+    def native(self, *words: object) -> Json:
+        program = self.client_path.with_name("native_client")
+        if not program.exists():
+            raise MissingError(f"needs {program}: tools/bench builds it, if tools/setup has built libkvfs")
+        return parse_json(run_command(program, *(str(word) for word in words)).stdout, "native_client")
+
     def skip(self, case: str, devices: str, reason: str) -> None:
         say(f"{case} on {devices}: skipped: {reason}")
         self.skipped.append({"case": case, "devices": devices, "reason": reason})

@@ -276,40 +276,56 @@ def fio(
     depth: int,
     size: int,
     base: int = RAW_BASE,
+    passes: int = 1,
     seed: int = 1,
 ) -> Json:
-    """A raw job: every device once over `size` bytes from `base`, `depth` requests of block_size in flight on each."""
-    program = needs_program("fio")
-    words = [
-        program,
-        "--output-format=json",
-        "--ioengine=io_uring",
-        "--direct=1",
-        f"--rw={pattern}",
-        f"--bs={block_size}",
-        f"--iodepth={depth}",
-        f"--size={size}",
-        f"--offset={base}",
-        f"--randseed={seed}",
-        "--thread",
-        "--fallocate=none",
-        "--allow_file_create=0",
-        "--invalidate=0",
-    ]
+    """Raw jobs, one a device: over `size` bytes of it from `base`, `depth` requests of block_size in flight on each."""
+    words = [f"--rw={pattern}", f"--bs={block_size}", f"--iodepth={depth}", f"--size={size}", f"--offset={base}"]
+    words += [f"--loops={passes}", f"--randseed={seed}", "--thread"]
     for index, device in enumerate(devices):
         words += [f"--name=device{index}", f"--filename={device}"]
+    return _fio(pattern, words)
+
+
+def fio_stripe(
+    pattern: str, devices: Sequence[Path], *, block_size: int, depth: int, size: int, passes: int, seed: int
+) -> Json:
+    """One raw job with one ring over all devices in turn: `size` bytes in all, `passes` times, `depth` requests of
+    block_size in flight in all. Its CPU is without that of its start."""
+    common = [f"--rw={pattern}", f"--bs={block_size}", f"--iodepth={depth}", f"--offset={RAW_BASE}"]
+    common += [f"--randseed={seed}", "--name=stripe", f"--filename={':'.join(map(str, devices))}"]
+    common += ["--file_service_type=roundrobin"]
+    document = _fio(pattern, [*common, f"--size={size}", f"--loops={passes}"])
+    start = _fio(pattern, [*common, f"--size={block_size * len(devices)}"])
+    used = number_at(document, "client_cpu_s") - number_at(start, "client_cpu_s")
+    return {**document, "client_cpu_s": max(used, number_at(document, "thread_cpu_s"), 1e-4)}
+
+
+def _fio(pattern: str, words: Sequence[str]) -> Json:
+    program = needs_program("fio")
+    common = ["--output-format=json", "--ioengine=io_uring", "--direct=1", "--fallocate=none", "--allow_file_create=0"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    document = parse_json(run_command(*words).stdout, "fio")
+    document = parse_json(run_command(program, *common, "--invalidate=0", *words).stdout, "fio")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # The whole process with its start: fio's own figures lack the kernel threads that work for io_uring.
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     direction = "write" if "write" in pattern else "read"
     jobs = cast(Sequence[Json], document["jobs"])
     if any(number_at(job, "error") for job in jobs):
-        raise BenchError(f"fio {pattern} on {devices[0]}: error")
+        raise BenchError(f"fio {' '.join(words)}: error")
     runtime_s = max(number_at(job, direction, "runtime") for job in jobs) / 1000
     transferred = sum(number_at(job, direction, "io_bytes") for job in jobs)
-    return {"bytes": transferred, "seconds": max(runtime_s, 0.001), "client_cpu_s": cpu_s, "daemon_cpu_s": 0.0}
+    thread_cpu_s = sum(
+        (number_at(job, "usr_cpu") + number_at(job, "sys_cpu")) / 100 * number_at(job, "job_runtime") / 1000
+        for job in jobs
+    )
+    return {
+        "bytes": transferred,
+        "seconds": max(runtime_s, 0.001),
+        "client_cpu_s": cpu_s,
+        "thread_cpu_s": thread_cpu_s,
+        "daemon_cpu_s": 0.0,
+    }
 
 
 class Stand:
@@ -344,10 +360,10 @@ class Stand:
 
     def fresh(self) -> None:
         """An empty pool on the same devices."""
+        mounted = self.kvfs
         self.pool.umount()
         self.pool.format()
-        side = self.pool.mount()
-        self.kvfs.pid = side.pid
+        mounted.pid = self.pool.mount().pid
         self._filled = {key: value for key, value in self._filled.items() if key[0] != "kvfs"}
 
     @functools.cached_property
@@ -436,12 +452,28 @@ class Stand:
         words += ["--first", first, "--modulo", modulo, "--dirs", DIRECTORIES, "--direct"]
         return self.measured(side, lambda: self.bench.client(*words, *(["--packable"] if packable else [])))
 
-    def raw_fio(self, pattern: str, index: int) -> Json:
+    def native(self, *words: object) -> Json:
+        """native_client on the mount, with the daemon's CPU seconds."""
+        side = self.kvfs
+        return self.measured(side, lambda: self.bench.native(*words, "--mount", side.root))
+
+    def stored(self, space: str, size: int, count: int, *, packable: bool = False) -> None:
+        """`count` blocks of `size` bytes in a namespace of kvfs, put now if they are not there yet."""
+        key = ("kvfs", f"{space}-{size}-{count}")
+        if key not in self._filled:
+            batch = max(1, min(1024, 128 * MIB // size))
+            words = ["put", "--space", space, "--size", size, "--count", count, "--batch", batch]
+            self.native(*words, *(["--packable"] if packable else []))
+            self._filled[key] = self.kvfs.root / space
+
+    def raw_fio(self, pattern: str, index: int, passes: int = 1) -> Json:
         """fio on the raw devices: blocks of the same size, as many in flight in all as there are threads elsewhere."""
         scale = self.scale
         size = (scale.write_set if "write" in pattern else scale.working_set) // DEVICE_COUNT
         depth = max(1, scale.threads // DEVICE_COUNT)
-        return fio(pattern, self.raw, block_size=scale.block_size, depth=depth, size=size, seed=1 + index)
+        return fio(
+            pattern, self.raw, block_size=scale.block_size, depth=depth, size=size, passes=passes, seed=1 + index
+        )
 
     def measured(self, side: Side, run: Callable[[], Json]) -> Json:
         """run(), with the CPU seconds of who served it."""

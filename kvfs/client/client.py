@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 
@@ -67,12 +67,16 @@ def connect(
 ) -> Client:
     """Connect to the pool that is mounted at path, or above it.
 
-    path: a mount point of kvfs or a directory below one. namespace: a relative path below it ("llama-3-8b",
-    "team/llama"); "": the keys lie in path itself. It need not exist: the first put makes it. read_only: ask for no
-    right to write. timeout_s: what a device or the daemon may take for an answer; a block whose device takes longer
-    is a miss. depth: blocks a call has in flight, 1 to 64. staging_size: bytes of memory for prestage(), at most.
-    gpu: how GPU memory is filled; "auto" takes the best that works here, a mode that is named and does not work is an
-    error, None never touches CUDA. verify=False is for benchmarks only: wrong bytes are then possible.
+    path: a mount point of kvfs or a directory below one.
+    namespace: a relative path below it ("llama-3-8b", "team/llama"); "": the keys lie in path itself. It need not
+    exist: the first put makes it.
+    read_only: ask for no right to write.
+    timeout_s: what a device or the daemon may take for an answer; a block whose device takes longer is a miss.
+    depth: blocks a call has in flight, 1 to 64.
+    staging_size: bytes of memory for prestage(), at most.
+    gpu: how GPU memory is filled. "auto" takes the best that works here, a mode that is named and does not work is an
+    error (MissingFeatureError), None never touches CUDA.
+    verify=False is for benchmarks only: wrong bytes are then possible.
 
     Raises NotMountedError (no daemon answers), VersionError, DeadlineError, ValueError (an option), or ClientError,
     with the errno of libkvfs: EINVAL or ENOTDIR, path is not a directory of a kvfs mount; ENOENT; EACCES, the daemon
@@ -163,10 +167,11 @@ class Client:
     def put(self, items: Iterable[tuple[Key, Memory]]) -> None:
         """Store blocks: pairs of key and memory (host memory, C-contiguous, taken as bytes; read-only is fine).
 
-        A block that is there is replaced; readers see the old one or the new one, whole. Of two writers of one key both
-        succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
+        A block that is there is replaced; readers see the old one or the new one, whole. Of two writers of one key
+        both succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
+
         Raises PutError if any was not stored (its `failed`: key -> error; all others were), which is also a
-        NoSpaceError if nothing but room was missing. InvalidKeyError: a key twice. InvalidBufferError.
+        NoSpaceError if nothing but room was missing; InvalidKeyError: a key twice; InvalidBufferError;
         NotMountedError: no daemon.
         """
         names, memories = _pairs(items)
@@ -206,9 +211,12 @@ class Client:
         A destination: writable, C-contiguous, at least as large as the block; bytes behind the block stay as they
         are, and after a miss its content is undefined. Host memory aligned to information().memory_alignment
         (buffer() is) is read into without a copy. Of a miss by timeout the owner is kept, and the memory refused
-        (BusyBufferError), until the device has let go of it. stream: a raw CUDA stream, for destinations in GPU
-        memory: their bytes are there for what the stream does afterwards. Raises SmallBufferError (the rest was read:
-        its `results`); InvalidBufferError: read-only, not contiguous, overlapping, a stream with host memory.
+        (BusyBufferError), until the device has let go of it.
+        stream: a raw CUDA stream, for destinations in GPU memory: what the stream does afterwards finds their bytes;
+        destinations must stay until it has. None or 0: the bytes are there when this returns.
+
+        Raises SmallBufferError (the rest was read: its `results`); InvalidBufferError: read-only, not contiguous,
+        overlapping, a stream with host memory; DeadlineError (the daemon, asked what a name means, gave no answer).
         """
         names, memories = _pairs(items)
         if not names:
@@ -224,7 +232,7 @@ class Client:
                 f"key {shown(name)}: its destination is in host memory, so stream {stream:#x} must be None"
             )
         if not on_gpu:
-            return self._read(names, regions, self.library.get(keys, regions))
+            return self._get_host(keys, names, regions)
         return self._get_mixed(names, regions, on_gpu, stream or 0)
 
     def get(self, key: Key) -> memoryview | None:
@@ -319,20 +327,34 @@ class Client:
     ) -> Results:
         """Destinations of which some are in GPU memory."""
         results: Results = [None] * len(names)
-        reader = self.gpu_reader()
+        self.gpu_reader()  # if there is none, nothing is read
         chosen = set(on_gpu)
         on_host = [i for i in range(len(names)) if i not in chosen]
+        small: SmallBufferError | None = None
+        parts: list[tuple[Sequence[int], Callable[[], Results]]] = []
         if on_host:
             host_names, host_regions = [names[i] for i in on_host], [regions[i] for i in on_host]
-            values = self.library.get(Keys(host_names), host_regions)
-            for i, result in zip(on_host, self._read(host_names, host_regions, values), strict=True):
-                results[i] = result
+            parts.append((on_host, lambda: self._get_host(Keys(host_names), host_names, host_regions)))
         destinations = [(regions[i].address, regions[i].size, cast(int, regions[i].device)) for i in on_gpu]
-        with self.library:
-            read = reader.get_into(Keys([names[i] for i in on_gpu]), destinations, stream)
-        for i, result in zip(on_gpu, read, strict=True):
-            results[i] = result
+        parts.append((on_gpu, lambda: self._get_gpu([names[i] for i in on_gpu], destinations, stream)))
+        for places, read in parts:
+            try:
+                part: Sequence[int | None] = read()
+            except SmallBufferError as error:
+                part, small = error.results, small or error
+            for i, result in zip(places, part, strict=True):
+                results[i] = result
+        if small is not None:
+            raise SmallBufferError(str(small), results)
         return results
+
+    def _get_gpu(self, names: Sequence[bytes], destinations: Sequence[tuple[int, int, int]], stream: int) -> Results:
+        reader = self.gpu_reader()
+        with self.library:
+            return reader.get_into(Keys(names), destinations, stream)
+
+    def _get_host(self, keys: Keys, names: Sequence[bytes], regions: Sequence[Region]) -> Results:
+        return self._read(names, regions, self.library.get(keys, regions))
 
     def _read(self, names: Sequence[bytes], regions: Sequence[Region], values: Sequence[int]) -> Results:
         """What a read's results mean to the caller."""

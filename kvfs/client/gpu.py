@@ -4,14 +4,15 @@ CUDA is looked at in a subprocess with a timeout, so that a driver that hangs or
 
     python -m kvfs.client.gpu --probe cuda|cufile       one line of JSON
 
-Modes: `staged`, through a ring of pinned memory in which every byte is verified, and `host`, where there is no GPU or none
-is wanted. `gds`, the devices' DMA straight into the GPU, is not to be had: there is no code for it, as none could be proven
-(docs/gpu.md). KVFS_CUDA_LIBRARY names another file than libcuda.so.1; a test double says that it is one.
+Modes: `staged`, through a ring of pinned memory in which every byte is verified, and `host`, where there is no GPU or
+none is wanted. `gds`, the devices' DMA straight into the GPU, is not to be had: there is no code for it, as none could
+be proven (docs/gpu.md). KVFS_CUDA_LIBRARY names another file than libcuda.so.1; a test double says that it is one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import errno
 import functools
@@ -23,10 +24,9 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kvfs.errors import ClientError, InvalidBufferError, MissingFeatureError, SmallBufferError, client_error
 
@@ -39,9 +39,8 @@ PROBE_TIMEOUT_S = 20.0
 READERS_MAX = 4
 ANY_DEVICE = -1
 CUDA_LIBRARY_VARIABLE = "KVFS_CUDA_LIBRARY"
+NO_MODULES = "cuFileDriverOpen is not tried: without /proc/modules it never returns"
 NO_GDS = "gds is not to be had: kvfs has no direct path, as none could be proven on a GPU"
-
-_T = TypeVar("_T")
 
 
 # ---- what there is ----
@@ -49,7 +48,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """What libcuda says. error: why nothing can be had of it, else empty. double: it is no driver but a test's stand-in."""
+    """What libcuda says. error: why nothing can be had of it, or empty. double: no driver, but a test's stand-in."""
 
     library: str = ""
     error: str = ""
@@ -81,37 +80,44 @@ class CuFile:
 
 
 def examine_cuda() -> Cuda:
-    """In a subprocess; cached, as the answer stays for the life of a process."""
-    return _examined(Cuda, "cuda", os.environ.get(CUDA_LIBRARY_VARIABLE, ""))
+    """In a subprocess; asked once, as the answer stays for the life of a process."""
+    found = json.loads(_examined("cuda", os.environ.get(CUDA_LIBRARY_VARIABLE, "")))
+    return Cuda(**{**found, "devices": tuple(found.get("devices", ()))})
 
 
 def examine_cufile() -> CuFile:
-    return _examined(CuFile, "cufile", "")
+    """The same for libcufile."""
+    return CuFile(**json.loads(_examined("cufile", "")))
 
 
 @functools.cache
-def _examined(kind: type[_T], what: str, library: str) -> _T:
-    command = [sys.executable, "-m", "kvfs.client.gpu", "--probe", what]
+def _examined(what: str, library: str) -> str:
+    """What the probe prints, or why it did not; `library` is in the environment already, and here for the cache."""
     # Of the package that asks, wherever it lies.
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=environment)
-    except subprocess.TimeoutExpired:
-        return kind(error=f"lib{what} gave no answer in {PROBE_TIMEOUT_S:g} s{_no_modules(what)}")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvfs.client.gpu", "--probe", what],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
     except OSError as error:
-        return kind(error=f"the probe did not start: {error}")
-    lines = result.stdout.strip().splitlines()
-    if result.returncode != 0 or not lines:
-        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-        return kind(error=f"the probe of lib{what} ended with {result.returncode}: {last}")
-    found = json.loads(lines[-1])
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
-
-
-def _no_modules(what: str) -> str:
-    missing = what == "cufile" and not os.path.exists("/proc/modules")
-    return ": cuFileDriverOpen waits for ever where there is no /proc/modules" if missing else ""
+        return json.dumps({"error": f"the probe of lib{what} did not start: {error}"})
+    try:
+        output, messages = process.communicate(timeout=PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that a driver holds does not die
+            process.communicate(timeout=1)
+        return json.dumps({"error": f"lib{what}: no answer in {PROBE_TIMEOUT_S:g} s"})
+    lines = output.strip().splitlines()
+    if process.returncode != 0 or not lines:
+        last = (messages.strip().splitlines() or ["no message"])[-1]
+        return json.dumps({"error": f"the probe of lib{what} ended with {process.returncode}: {last}"})
+    return lines[-1]
 
 
 def probe_cuda() -> Cuda:
@@ -127,7 +133,8 @@ def probe_cuda() -> Cuda:
     def failed(function: str, code: int) -> Cuda:
         text = ctypes.c_char_p()
         library.cuGetErrorName(code, ctypes.byref(text))
-        return Cuda(name, error=f"{function}: {(text.value or b'unknown error').decode()} ({code})", double=double)
+        why = (text.value or b"unknown error").decode()
+        return Cuda(name, error=f"{function}: {why} ({code})", double=double)
 
     for function, arguments in (
         ("cuInit", (0,)),
@@ -145,16 +152,18 @@ def probe_cuda() -> Cuda:
             return failed(f"GPU {index}", code)
         devices.append(f"GPU {index}: {text.value.decode(errors='replace')}, {size.value >> 20} MiB")
     version = f"{number.value // 1000}.{number.value % 1000 // 10}"
-    error = "" if devices else "CUDA sees no GPU"
-    return Cuda(name, error=error, double=double, driver_version=version, devices=tuple(devices))
+    none = "" if devices else "CUDA sees no GPU"
+    return Cuda(name, error=none, double=double, driver_version=version, devices=tuple(devices))
 
 
-class _CuFileError(ctypes.Structure):
+class CuFileStatus(ctypes.Structure):
+    """What most of its functions return, by value."""
+
     _fields_ = (("error", ctypes.c_int), ("cuda_error", ctypes.c_int))
 
 
 def probe_cufile() -> CuFile:
-    """Here, in this process: call it in one of its own. cuFileDriverOpen may never return."""
+    """Here, in this process: call it in one of its own."""
     modules = Path("/proc/modules")
     loaded = modules.exists() and any(line.startswith("nvidia_fs ") for line in modules.read_text().splitlines())
     found, library = "", None
@@ -168,12 +177,14 @@ def probe_cufile() -> CuFile:
     if library is None:
         return CuFile(error="no libcufile.so.0", nvidia_fs=loaded)
     number = ctypes.c_int()
-    library.cuFileGetVersion.restype = library.cuFileDriverOpen.restype = _CuFileError
+    library.cuFileGetVersion.restype = library.cuFileDriverOpen.restype = CuFileStatus
     library.cuFileGetVersion(ctypes.byref(number))
     version = f"{number.value // 1000}.{number.value % 1000 // 10}"
+    if not modules.exists():
+        return CuFile(found, f"libcufile {version}: {NO_MODULES}", version, loaded)
     status = library.cuFileDriverOpen()
-    error = f"libcufile {version}: cuFileDriverOpen: error {status.error} (CUDA: {status.cuda_error})" if status.error else ""
-    return CuFile(found, error, version, loaded)
+    failed = f"libcufile {version}: cuFileDriverOpen: error {status.error} (CUDA: {status.cuda_error})"
+    return CuFile(found, failed if status.error else "", version, loaded)
 
 
 def _wheels(name: str) -> Iterator[str]:
@@ -200,8 +211,9 @@ class GpuStatistics:
 
 
 def open_reader(client: Client, wanted: str) -> GpuReader:
-    """What fills GPU memory for a client, in the mode wanted: "auto", "staged", "gds" or "host". No GPU is touched before
-    the first destination. Raises MissingFeatureError, with the reason, if a mode that is named is not to be had."""
+    """What fills GPU memory for a client, in the mode wanted: "auto", "staged", "gds" or "host". No GPU is touched
+    before the first destination. Raises MissingFeatureError, with the reason, if a mode that is named is not to be
+    had."""
     if wanted == "gds":
         raise MissingFeatureError(f"{NO_GDS}. Here: {examine_cufile().text}; {examine_cuda().text}. Use staged")
     if wanted == "host":
@@ -218,7 +230,14 @@ class GpuReader:
     """Made by open_reader(); any thread may call anything, but for close()."""
 
     def __init__(
-        self, client: Client, mode: str, reason: str, *, slot_count: int = 0, slot_size: int = 0, readers: int = READERS_MAX
+        self,
+        client: Client,
+        mode: str,
+        reason: str,
+        *,
+        slot_count: int = 0,
+        slot_size: int = 0,
+        readers: int = READERS_MAX,
     ) -> None:
         self.mode = mode
         self.reason = reason
@@ -239,11 +258,14 @@ class GpuReader:
         SmallBufferError; ClientError with EIO where CUDA fails, ETIMEDOUT where the GPU hangs.
         """
         if self.mode == "host":
-            raise MissingFeatureError(f"key {keys_shown(keys, 0)}: no GPU memory can be filled: mode host: {self.reason}")
+            raise MissingFeatureError(
+                f"key {keys_shown(keys, 0)}: its destination is in GPU memory, and the mode is host: {self.reason}"
+            )
         from kvfs._native import ffi, lib
 
         device = self._device(keys, destinations)
-        buffers = ffi.new("struct kvfs_buffer[]", [(ffi.cast("void *", address), size) for address, size, _ in destinations])
+        pointers = [(ffi.cast("void *", address), size) for address, size, _ in destinations]
+        buffers = ffi.new("struct kvfs_buffer[]", pointers)
         results = array("q", bytes(8 * keys.count))
         with self._reader(device) as reader:
             status = lib.kvfs_gpu_get(reader, keys.struct, buffers, stream, ffi.from_buffer("int64_t[]", results))
@@ -255,8 +277,10 @@ class GpuReader:
             i = small[0]
             size = self._client.library.sizes(keys)[i]
             others = f", and {len(small) - 1} more such" if len(small) > 1 else ""
-            text = f"key {keys_shown(keys, i)}: the block has {size} bytes, its destination {destinations[i][1]}{others}"
-            raise SmallBufferError(text, read)
+            raise SmallBufferError(
+                f"key {keys_shown(keys, i)}: the block has {size} bytes, its destination {destinations[i][1]}{others}",
+                read,
+            )
         return read
 
     def statistics(self) -> GpuStatistics:
@@ -306,7 +330,7 @@ class GpuReader:
                 return device
         return 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def _reader(self, device: int) -> Iterator[object]:
         """A ring that no other call uses: the one used last, or a new one, or the first that becomes free."""
         reader: object | None = None

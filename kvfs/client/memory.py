@@ -113,7 +113,9 @@ def _from_buffer(memory: object, writable: bool) -> Region:
     if type(memory) not in _PLAIN:
         try:
             view = memoryview(cast(bytes, memory))
-        except (TypeError, BufferError, ValueError) as error:
+        except TypeError as error:
+            raise _Refusal("no DLPack, no __cuda_array_interface__, no data_ptr(), no buffer") from error
+        except (BufferError, ValueError) as error:
             raise _Refusal(str(error)) from error
         if "O" in view.format:
             raise _Refusal("it holds Python objects, not bytes")

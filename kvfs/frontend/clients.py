@@ -329,7 +329,7 @@ class _Connection:
             if entry is None or reserved or status or size > entry.size_max:
                 raise Breach(f"a frame of type {kind} with {size} bytes and status {status}")
             if not await self._have(_FRAME.size + size, idle=False):
-                raise Breach(f"hung up in a frame of type {kind}")
+                return
             payload = bytes(self._data[_FRAME.size : _FRAME.size + size])
             del self._data[: _FRAME.size + size]
             try:

@@ -102,7 +102,7 @@ async def recover(
     admission = Admission(index, segments, plane, lost, known_version, in_flight)
     for segment, first_page in sorted(to_scan, key=lambda item: -item[0].generation):
         segment.state = State.CLOSED
-        segment.rest_until = float("inf")  # clients of the daemon that died may still write to it
+        segment.late = True  # clients of the daemon that died may still write to it
         segments.mark_dirty(segment, gone=True)
         if first_page == 1:
             await _admit_summary(segments, segment, admission)

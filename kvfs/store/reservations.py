@@ -128,7 +128,7 @@ class Reservations:
             self._holders.discard(holder)
             for reservation in list(holder.open.values()):
                 self._take_back(holder, reservation)
-            self._segments.end_lending(holder.late, late=True)
+            self._segments.end_lending(holder.late)
             holder.late.clear()
 
     # ---- reserving ----
@@ -248,7 +248,7 @@ class Reservations:
         self._committed += entered
         self._superseded += not entered
         self._close(holder, reservation)
-        self._segments.end_lending(reservation.runs, late=False)
+        self._segments.end_lending(reservation.runs, rest=False)
         self._end(reservation, version)
         self._wake()
 
@@ -280,7 +280,7 @@ class Reservations:
         if late:
             holder.late += reservation.runs
         else:
-            self._segments.end_lending(reservation.runs, late=True)
+            self._segments.end_lending(reservation.runs)
         self._returned.append(reservation)
         self._work.set()
 

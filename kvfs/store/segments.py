@@ -49,8 +49,8 @@ _YIELD_EVERY = 256
 _SUMMARY_EXPANSION_MAX = 64
 # What a dead client's process had under way has landed, or failed, by then.
 _LATE_WRITES_S = 10.0
-# After a start: a client of the daemon before may not know yet that it is gone. Reservation time and late writes.
-_LENT_REST_S = 40.0
+# After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
+_LENT_REST_S = 20.0
 
 _STATE = struct.Struct("<BBBBIQQQ")
 _STATE_VERSION = 1
@@ -85,7 +85,7 @@ class Segment:
     in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
     avoid_until: float = 0.0  # eviction freed nothing here; trio time
     lent: int = 0  # runs that a native client may be writing to, entitled or late
-    rest_until: float = 0.0  # a late write may land here before; trio time. Not 0 until it is opened again
+    late: bool = False  # one that is gone may have had writes under way here
 
     def covered_page(self) -> int:
         """Every block before this page is in the index, or is none."""
@@ -95,7 +95,7 @@ class Segment:
         return _STATE.pack(
             _STATE_VERSION, self.state, self.stream,
             _STATE_DIRTY * (self.dirty or self.copy_stale) + _STATE_SLOT * self.slot
-            + _STATE_LENT * bool(self.lent or self.rest_until),
+            + _STATE_LENT * (self.late or self.lent > 0),
             self.covered_page(), self.generation, self.live_pages, self.sequence,
         )  # fmt: skip
 
@@ -111,7 +111,7 @@ class Segment:
         self.sequence = sequence
         self.dirty = bool(flags & _STATE_DIRTY)
         self.slot = int(bool(flags & _STATE_SLOT))
-        self.rest_until = float("inf") if flags & _STATE_LENT else 0.0
+        self.late = bool(flags & _STATE_LENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +192,8 @@ class Segments:
         self._sequences = Counter(epoch)
         self._free: deque[SegmentIndex] = deque()
         self._resting: set[SegmentIndex] = set()
+        # Lent to native clients, or late writes may land there until this (trio) time.
+        self._late: dict[SegmentIndex, float] = {}
         self._ready: Segment | None = None
         self._open: dict[int, Segment | None] = dict.fromkeys(Stream)
         self._locks = {stream: trio.Lock() for stream in Stream}
@@ -227,8 +229,10 @@ class Segments:
         # From the oldest on: the longest rest for late writes of whoever had the pool before.
         for segment in sorted(self.all, key=lambda s: s.generation):
             assert segment.state in (State.FREE, State.CLOSED), segment
-            if segment.rest_until:
-                segment.rest_until = now + _LENT_REST_S
+            if segment.late:
+                self._late[segment.index] = now + _LENT_REST_S
+                segment.late = False  # the next start need not wait for the same clients
+                self._changed.add(segment.index)
             if segment.state == State.CLOSED and not segment.live_pages:
                 self.free(segment)
             elif segment.state == State.FREE:
@@ -240,8 +244,21 @@ class Segments:
                 self._dirty.add(segment.index)
 
     def free_count(self) -> int:
-        """Free segments, those that still rest included."""
-        return len(self._free) + len(self._resting) + (self._ready is not None)
+        """Free segments, those that still rest included, unless for late writes: that can take long."""
+        return len(self._free) + len(self._resting) + (self._ready is not None) - self._late_count()
+
+    def _late_count(self) -> int:
+        """Free segments that a native client may still write to."""
+        now, count = trio.current_time(), 0
+        for number, until in list(self._late.items()):
+            segment = self.all[number]
+            if segment.lent or until > now:
+                count += segment.state == State.FREE
+            else:
+                del self._late[number]
+                segment.late = False
+                self._changed.add(number)
+        return count
 
     def changed(self, segment: Segment) -> None:
         self._changed.add(segment.index)
@@ -358,14 +375,16 @@ class Segments:
         """A native client writes to these runs itself."""
         for run in runs:
             self.all[run.segment].lent += 1
+            self._late.setdefault(run.segment, 0.0)
 
-    def end_lending(self, runs: Iterable[Run], *, late: bool) -> None:
-        """The client is done with them, or `late`: is gone, and what it had under way may still land."""
+    def end_lending(self, runs: Iterable[Run], *, rest: bool = True) -> None:
+        """The client has written them, or `rest`: is gone, and what it had under way may still land."""
         for run in runs:
             segment = self.all[run.segment]
             segment.lent -= 1
-            if late:
-                segment.rest_until = trio.current_time() + _LATE_WRITES_S
+            if rest:
+                segment.late = True
+                self._late[run.segment] = trio.current_time() + _LATE_WRITES_S
             self._changed.add(segment.index)
 
     def is_settled(self, runs: Iterable[Run]) -> bool:
@@ -453,14 +472,12 @@ class Segments:
 
     def _pick(self, keep: int) -> Segment | None:
         """Take a free segment whose device I/O has drained, clients' late writes included, leaving `keep` of them."""
-        if len(self._free) <= keep or self._stopped:
+        if len(self._free) - self._late_count() <= keep or self._stopped:
             return None
-        now = trio.current_time()
         for _ in range(len(self._free)):
             number = self._free.popleft()
-            segment = self.all[number]
-            if not segment.lent and segment.rest_until <= now and self._plane.segment_busy(number) == 0:
-                return segment
+            if number not in self._late and self._plane.segment_busy(number) == 0:
+                return self.all[number]
             self._free.append(number)
         return None
 
@@ -471,7 +488,6 @@ class Segments:
         segment.generation = self._generations.next()
         segment.stream, segment.next_page, segment.slot = stream, 1, 1
         segment.dirty = segment.copy_stale = segment.closing = False
-        segment.rest_until = 0.0
         self._dirty.discard(segment.index)
         header = SegmentHeader(segment.generation, self.epoch, segment.index, stream, self.members[segment.index])
         try:
@@ -496,7 +512,7 @@ class Segments:
         self.need_space.set()
         if stream == Stream.CARRIED and not self._resting:
             raise NoSpaceError("no free segment to carry blocks over to")
-        if self.exhausted and not self._resting:
+        if self.exhausted and not self._resting and not self._late_count():
             raise NoSpaceError("everything left in the pool is pinned or open")
         # Now and then without being woken: a device may have drained meanwhile.
         with trio.move_on_after(_SPACE_POLL_S):

@@ -261,54 +261,72 @@ struct cufile_status cuFileBatchIOSetUp(cufile_batch *out, unsigned count) {
     return batch_add(NULL, count, out) ? OK : ERROR(CUFILE_NO_MEMORY);
 }
 
-/* What is to become of an item: a job; or the real library's (NULL, 0); or nothing (NULL, 0 with *size 0); or the whole submit is refused. */
-static int take_item(struct batch *batch, const struct cufile_item *item, struct job **out) {
-    struct handle *handle = handle_find(item->handle);
-    int refused = 0;
-    *out = NULL;
-    if (batch->own || (handle && handle->own)) {
-        refused = own_check_item(handle, item);
-        if (!refused && item->size && !memory_is_good((uint8_t *)item->base + item->buffer_offset, item->size))
-            refused = CUFILE_SUBMIT_FAILED;
-    }
-    if (handle && !refused && item->size) {
-        struct buffer buffer = buffer_find(item->base);
-        bool taken = handle->own;
-        if (!taken && item->mode == 1 && item->opcode == 0 && item->buffer_offset >= 0 && item->size <= ITEM_SIZE_MAX)
-            taken = read_is_plain(handle, item->base, item->size, item->file_offset, item->buffer_offset, &buffer) &&
-                    (buffer.mapped || memory_is_good((uint8_t *)item->base + item->buffer_offset, item->size));
-        struct job *job = taken ? calloc(1, sizeof(*job)) : NULL;
-        if (taken && !job)
-            refused = CUFILE_NO_MEMORY;
-        if (job) {
-            *job = (struct job){.batch = batch, .handle = handle, .item = *item, .mapped = buffer.mapped || item->opcode == 0};
-            *out = job;
-            return 0;
-        }
-    }
-    handle_put(handle);
-    return refused;
+enum verdict { VERDICT_REAL, VERDICT_OURS, VERDICT_EMPTY, VERDICT_ODD };
+/* What is to become of an item; or, above all of these, why the submit is refused. ODD: a read of a file of ours that is not plain. */
+static int judge(struct batch *batch, struct handle *handle, const struct cufile_item *item, struct buffer *buffer) {
+    bool own = batch->own || (handle && handle->own);
+    *buffer = buffer_find(item->base);
+    if (!own && (!handle || item->opcode == 1))
+        return VERDICT_REAL;
+    int refused = own ? own_check_item(handle, item) : 0;
+    if (refused)
+        return refused;
+    if (own && !item->size)
+        return VERDICT_EMPTY;
+    bool plain = own || (item->mode == 1 && item->opcode == 0 && item->buffer_offset >= 0 && item->size <= ITEM_SIZE_MAX &&
+                         read_is_plain(handle, item->base, item->size, item->file_offset, item->buffer_offset, buffer));
+    if (plain && (buffer->mapped || memory_is_good((uint8_t *)item->base + item->buffer_offset, item->size)))
+        return VERDICT_OURS;
+    return own ? CUFILE_SUBMIT_FAILED : VERDICT_ODD;
 }
 
-static struct cufile_status submit(struct batch *batch, unsigned count, struct cufile_item *items, unsigned flags) {
-    struct job *jobs = NULL, **jobs_end = &jobs;
-    struct cufile_item foreign[BATCH_SIZE_MAX];
-    unsigned job_count = 0, foreign_count = 0, foreign_events = 0;
-    int error = 0;
+/* Ours become jobs, linked at *jobs, the others go into foreign. Returns 0, or why the submit is refused. */
+static int sort_items(struct batch *batch, unsigned count, const struct cufile_item *items, struct job **jobs, unsigned *job_count,
+                      struct cufile_item *foreign, unsigned *foreign_count) {
+    struct handle *handles[BATCH_SIZE_MAX];
+    struct buffer buffers[BATCH_SIZE_MAX];
+    int verdicts[BATCH_SIZE_MAX], error = 0;
+    bool odd = false;
+    for (unsigned i = 0; i < count; i++) {
+        handles[i] = handle_find(items[i].handle);
+        verdicts[i] = error ? VERDICT_EMPTY : judge(batch, handles[i], &items[i], &buffers[i]);
+        odd = odd || verdicts[i] == VERDICT_ODD;
+        if (verdicts[i] > VERDICT_ODD)
+            error = verdicts[i];
+    }
     for (unsigned i = 0; i < count && !error; i++) {
-        struct job *job;
-        error = take_item(batch, &items[i], &job);
+        /* What the real library says of an odd item depends on what comes with it: then it gets all of them. */
+        bool ours = verdicts[i] == VERDICT_OURS && (!odd || handles[i]->own);
+        struct job *job = ours ? calloc(1, sizeof(*job)) : NULL;
         if (job) {
-            *jobs_end = job;
-            jobs_end = &job->next;
-            job_count++;
-        } else if (!batch->own && !error) {
-            foreign_events += items[i].size != 0; /* the real library tells nothing of an empty one */
-            foreign[foreign_count++] = items[i];
+            *job = (struct job){.batch = batch, .handle = handles[i], .item = items[i]};
+            job->mapped = buffers[i].mapped || items[i].opcode == 0; /* or seen to be, just now */
+            handles[i] = NULL;
+            *jobs = job;
+            jobs = &job->next;
+            ++*job_count;
+        } else if (ours) {
+            error = CUFILE_NO_MEMORY;
+        } else if (verdicts[i] != VERDICT_EMPTY) {
+            foreign[(*foreign_count)++] = items[i];
         }
     }
+    for (unsigned i = 0; i < count; i++)
+        handle_put(handles[i]);
+    return error;
+}
+
+static struct cufile_status submit(struct batch *batch, unsigned count, const struct cufile_item *items, unsigned flags) {
+    struct job *jobs = NULL;
+    struct cufile_item foreign[BATCH_SIZE_MAX];
+    unsigned job_count = 0, foreign_count = 0, foreign_events = 0;
+    int error = sort_items(batch, count, items, &jobs, &job_count, foreign, &foreign_count);
+    for (unsigned i = 0; i < foreign_count; i++)
+        foreign_events += foreign[i].size != 0; /* the real library tells nothing of an empty one */
     pthread_mutex_lock(&lock);
-    if (!error && batch->waiting + batch->done_count + batch->foreign + job_count + foreign_events > batch->capacity)
+    /* If all of it is the real library's, its own count decides. */
+    if (!error && batch->waiting + batch->done_count + job_count &&
+        batch->waiting + batch->done_count + batch->foreign + job_count + foreign_events > batch->capacity)
         error = CUFILE_BATCH_FULL;
     if (!error && jobs && !start_threads(job_count))
         error = CUFILE_NO_MEMORY;
@@ -327,18 +345,17 @@ static struct cufile_status submit(struct batch *batch, unsigned count, struct c
             handle_put(job->handle);
             free(job);
         }
-    } else {
-        batch->foreign += foreign_events;
-        batch->waiting += job_count;
-        batch->refs += job_count;
-        for (struct job *job = jobs; job; job = job->next)
-            job->epoch = batch->epoch;
-        if (jobs) {
-            *queue_end = jobs;
-            queue_end = jobs_end;
-        }
-        pthread_cond_broadcast(&queued);
     }
+    batch->foreign += result.error ? 0 : foreign_events;
+    for (struct job *job = jobs; job; job = job->next) {
+        job->epoch = batch->epoch;
+        batch->refs++;
+        batch->waiting++;
+    }
+    *queue_end = jobs;
+    while (*queue_end)
+        queue_end = &(*queue_end)->next;
+    pthread_cond_broadcast(&queued);
     pthread_mutex_unlock(&lock);
     COUNT(batches, 1);
     return result;

@@ -13,7 +13,7 @@
 
 #define FUSE_MAGIC 0x65735546
 #define MOUNTINFO "/proc/self/mountinfo"
-#define RETRY_NS 1000000000ull           /* between two attempts to connect */
+#define RETRY_NS 1000000000ull           /* between two attempts to connect, at least; and ten times what the last one took */
 
 /* Never freed: handles point to them, and there is one for each mount the process has used. */
 struct mount {
@@ -131,11 +131,12 @@ struct kvfs_client *mount_client(struct mount *mount) {
     if (!mount->client && now_ns() >= mount->next_try_ns) {
         struct kvfs_options options = {.size = sizeof(options), .flags = KVFS_READ_ONLY};
         struct stat status;
-        mount->next_try_ns = now_ns() + RETRY_NS;
+        uint64_t start_ns = now_ns();
         mount->forks = fork_count;
         /* Something else may have been mounted over it. */
         if (stat(mount->path, &status) == 0 && status.st_dev == mount->device)
             kvfs_connect(mount->path, NULL, &options, &mount->client);
+        mount->next_try_ns = now_ns() + RETRY_NS + 10 * (now_ns() - start_ns);
     }
     struct kvfs_client *client = mount->client;
     pthread_mutex_unlock(&mount->lock);

@@ -29,8 +29,9 @@ struct kvfs_gpu_options {
     uint64_t slot_size;             /* multiple of 64 KiB, at most 64 MiB; 0: 1 MiB. A larger block takes several slots. */
 };
 
-/* Takes slot_count * slot_size of pinned memory (up to four times that while devices that gave no answer hold on to it), and the device's primary context. options may be NULL. Close it before its client. -ENODEV:
- * no libcuda, or no such device. -EOPNOTSUPP. -EIO: CUDA says no. */
+/* Takes slot_count * slot_size of pinned memory (up to four times that while devices that gave no answer hold on to it), and the device's
+ * primary context. options may be NULL. Close it before its client. -ENODEV: no libcuda, or no such device. -EOPNOTSUPP. -EIO: CUDA says
+ * no. */
 int kvfs_gpu_open(struct kvfs_client *client, const struct kvfs_gpu_options *options, struct kvfs_gpu **out);
 /* Waits for copies under way, and, for at most the client's timeout, for reads that gave no answer; memory that a device has not let go of
  * then stays the process's. */
@@ -42,14 +43,14 @@ int kvfs_gpu_device_of(const void *pointer);
 
 /* As kvfs_get(), into device memory: results[i] is final when the call returns, and a block that is a miss leaves its buffer undefined.
  *
- * stream is a CUstream, or 1 (the legacy default stream) or 2 (the per-thread one), of the buffers' context, not one that is being captured:
+ * stream is a CUstream, or 1 (the legacy default stream) or 2 (the per-thread one), of the buffers' context:
  * work that was on it before the call is done before a buffer is written, and work that comes on it after the call finds the bytes there;
  * the call itself may return while copies are still under way. With 0 it waits for what is on the legacy default stream, and for the bytes.
  *
- * Calls on one kvfs_gpu take turns; for reads at the same time open several. -EINVAL, nothing read: a buffer that is NULL, no device memory,
- * on another GPU or in another context than the first, longer than its allocation, or overlapping another. -EIO: CUDA failed; -ETIMEDOUT:
- * the GPU finished no copy in five times the client's timeout. Then every result is that error; where CUDA cannot say that its copies have
- * ended, so is every later call. */
+ * Calls on one kvfs_gpu take turns; for reads at the same time open several. -EINVAL, nothing read: a buffer that is NULL, no device
+ * memory, on another GPU or in another context than the first, longer than its allocation, or overlapping another; a stream that is being
+ * captured. -EIO: CUDA failed; -ETIMEDOUT: the GPU finished no copy in five times the client's timeout. Then every result is that error;
+ * where CUDA cannot say that its copies have ended, so is every later call. */
 int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_buffer *device_buffers, uint64_t stream,
                  int64_t *results);
 

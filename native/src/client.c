@@ -29,6 +29,7 @@ int lane_take(struct kvfs_client *client, struct session *session, struct lane *
             free(lane);
             pthread_mutex_lock(&session->lock);
             session->lane_count--;
+            pthread_cond_signal(&session->lane_idle);
             pthread_mutex_unlock(&session->lock);
             return client_fail(r, "%s: io_uring: %s%s", client->path, strerror(-r),
                                r == -ENOMEM  ? "; raise the memlock limit (ulimit -l)"
@@ -168,7 +169,7 @@ int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *b
 static int table_or_daemon(struct kvfs_client *client, struct session *session, uint64_t parent, const char *name, uint32_t size,
                            struct kvfs_record *out) {
     int r = kvfs_table_find_name(session->table, parent, name, size, out);
-    if (r != -EAGAIN)
+    if (r != -EAGAIN && !(r == 0 && out->flags & KVFS_INODE_ASK))
         return r;
     uint64_t words[2 + (KVFS_NAME_MAX + 8) / 8] = {parent, size};
     uint8_t *reply;
@@ -410,7 +411,7 @@ int kvfs_find(struct kvfs_client *client, const char *path, struct kvfs_attribut
             inode = record.inode;
         }
     }
-    if (r == 0 && record.kind == KVFS_KIND_SYMLINK)
+    if (r == 0 && (record.kind == KVFS_KIND_SYMLINK || record.flags & KVFS_INODE_ASK))
         r = -EAGAIN;
     TALLY(client, lookups, 1);
     session_put(session);

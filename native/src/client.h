@@ -74,7 +74,6 @@ struct lane {
     struct fetch *ready, *ready_last;    /* read, not yet verified */
     uint32_t zombie_count;               /* its fetches in session->zombies */
     struct fetch *free;
-    uint32_t writes;                     /* groups of a put that no device has answered */
     uint32_t active_count;
     uint8_t *bounces[8];                 /* free bounce buffers */
     uint64_t bounce_sizes[8];
@@ -94,6 +93,7 @@ struct kvfs_client {
     uint64_t *hits;
     uint32_t hit_count;
     uint64_t hits_sent_ns;
+    uint64_t silent_until_ns;            /* a new daemon took a connection and said nothing: not asked again before that */
     atomic_uint zombies;                 /* of all lanes */
     struct stage *stage;
     struct {

@@ -416,7 +416,9 @@ int session_get(struct kvfs_client *client, struct session **out) {
     if (session->gone) {
         struct session *fresh = NULL;
         /* A new daemon listens before anything can be changed through it: while nobody listens, the old table is right. */
-        r = session_open(client, &fresh);
+        r = now_ns() < client->silent_until_ns ? client_fail(-ETIMEDOUT, "%s: the daemon gives no answer", client->pool) : session_open(client, &fresh);
+        if (r == -ETIMEDOUT && now_ns() >= client->silent_until_ns)
+            client->silent_until_ns = now_ns() + 1000000000;
         if (r == 0 && memcmp(fresh->uuid, session->uuid, sizeof(fresh->uuid)) != 0) {
             session_put(fresh);
             r = client_fail(-ESTALE, "%s: another pool is there now: it was formatted again", client->pool);

@@ -147,7 +147,10 @@ static void fetch_submit(struct fetch *fetch) {
         if (r == 0 && record->extent_count == 0 && first == 0 && record->header_pages < 64) { /* header and data lie together */
             r = fetch_run(fetch, record->segment, record->page, first, end, header, record->header_pages);
         } else if (r == 0) {
-            r = fetch_io(fetch, record->segment, record->page, &(struct iovec){header, record->header_pages * PAGE}, 1);
+            for (uint32_t at = 0, count; at < record->header_pages && r == 0; at += count) {
+                count = (uint32_t)min_u64(record->header_pages - at, GROUP_BYTES / PAGE);
+                r = fetch_io(fetch, record->segment, record->page + at, &(struct iovec){header + at * PAGE, count * PAGE}, 1);
+            }
             if (r == 0 && record->extent_count == 0 && end > first)
                 r = fetch_run(fetch, record->segment, record->page + record->header_pages + first, first, end, NULL, 0);
         }

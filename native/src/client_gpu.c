@@ -99,7 +99,7 @@ static int driver_load(const struct gpu_driver **out) {
         GPU_DRIVER_FUNCTIONS(LOAD)
 #undef LOAD
         if (missing) {
-            r = client_fail(-ENODEV, "%s lacks %s: a CUDA driver older than 7.0?", path, missing);
+            r = client_fail(-ENODEV, "%s lacks %s: a CUDA driver older than 10.0?", path, missing);
             dlclose(library);
         }
         int error = r == 0 ? driver.cuInit(0) : 0;
@@ -327,6 +327,15 @@ static int buffers_check(struct kvfs_gpu *gpu, const struct kvfs_buffer *buffers
         *context = place.context;
     }
     return 0;
+}
+
+/* What is recorded on a stream that is being captured belongs to a graph, and is not done now. */
+static int stream_check(struct kvfs_gpu *gpu, cuda_stream stream) {
+    int capturing = 0, r = stream ? CUDA(gpu, cuStreamIsCapturing, stream, &capturing) : 0;
+    if (r == 0 && capturing)
+        return client_fail(-EINVAL, "stream 0x%llx is being captured into a graph: read outside of it",
+                           (unsigned long long)(uintptr_t)stream);
+    return r;
 }
 
 /* ---- open, close ---- */
@@ -800,6 +809,8 @@ int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struc
     if (r == 0)
         r = buffers_check(gpu, device_buffers, keys->count, &context);
     bool entered = r == 0 && (r = context_enter(gpu, context ? context : gpu->primary)) == 0;
+    if (r == 0)
+        r = stream_check(gpu, call.stream);
     if (r == 0)
         slots_recover(gpu);
     if (r == 0)

@@ -191,14 +191,23 @@ static int item_start(struct put_item *item) {
                          runs[0].page_count);
         uint32_t page = 0;
         for (uint32_t i = 0; i < w->run_count && r == 0; i++) {
-            struct iovec iovs[4] = {{item->header->header, w->header_pages * PAGE}};
+            struct iovec iovs[4];
+            uint32_t before = i ? 1 : w->header_pages, written = 0;
+            /* A long header goes by itself: with data it may be more pieces than a group can have. */
+            for (uint32_t count; i == 0 && before >= 64 && written < before && r == 0; written += count) {
+                count = (uint32_t)min_u64(before - written, GROUP_BYTES / PAGE);
+                r = item_io(item, &runs[0], runs[0].page + written, &(struct iovec){item->header->header + written * PAGE, count * PAGE}, 1);
+            }
+            if (r < 0 || (written && runs[0].page_count == written))
+                continue;
+            iovs[0] = (struct iovec){item->header->header, before * PAGE};
             if (i) {
                 struct kvfs_run run = {runs[i].generation, runs[i].segment, runs[i].page, runs[i].page_count, 0};
                 extent_header_build(plane, item->side + (i - 1) * PAGE, record.inode, &run, page);
                 iovs[0] = (struct iovec){item->side + (i - 1) * PAGE, PAGE};
             }
-            uint32_t pages = runs[i].page_count - (i ? 1u : w->header_pages);
-            r = data_io(item, &runs[i], runs[i].page, iovs, 1, page, page + pages, source, tail);
+            uint32_t pages = runs[i].page_count - before;
+            r = data_io(item, &runs[i], runs[i].page + written, iovs, written ? 0 : 1, page, page + pages, source, tail);
             page += pages;
         }
     }
@@ -369,6 +378,8 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
         results[i] = -ECANCELED;
         if (r == 0 && !buffers[i].data && buffers[i].size)
             r = client_fail(-EINVAL, "buffer %u: %llu bytes at 0", i, (unsigned long long)buffers[i].size);
+        if (r == 0 && client_overlaps_zombie(client, buffers[i].data, buffers[i].size))
+            r = client_fail(-EBUSY, "buffer %u: a device that gave no answer in time may still write into it", i);
     }
     if (r == 0)
         r = lane_take(client, call.session, &call.lane);

@@ -42,6 +42,7 @@ typedef uint64_t cuda_pointer;
     X(cuMemcpyHtoDAsync, "_v2", (cuda_pointer to, const void *from, size_t size, cuda_stream stream))   \
     X(cuStreamCreate, "", (cuda_stream *stream, unsigned flags))                                        \
     X(cuStreamDestroy, "_v2", (cuda_stream stream))                                                     \
+    X(cuStreamIsCapturing, "", (cuda_stream stream, int *status))                                       \
     X(cuStreamQuery, "", (cuda_stream stream))                                                          \
     X(cuStreamWaitEvent, "", (cuda_stream stream, cuda_event event, unsigned flags))                    \
     X(cuEventCreate, "", (cuda_event *event, unsigned flags))                                           \

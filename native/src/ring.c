@@ -32,6 +32,8 @@ int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
     ring->delayed = calloc(DELAYED_MAX, sizeof(*ring->delayed));
     if (!fds || !ring->delayed) {
         free(fds);
+        free(ring->delayed);
+        ring->plane = NULL;
         io_uring_queue_exit(&ring->uring);
         return -ENOMEM;
     }
@@ -39,8 +41,11 @@ int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
         fds[i] = plane->devices[i].fd;
     r = io_uring_register_files(&ring->uring, fds, plane->config.device_count);
     free(fds);
-    if (r < 0)
+    if (r < 0) {
         io_uring_queue_exit(&ring->uring);
+        free(ring->delayed);
+        ring->plane = NULL;
+    }
     return r;
 }
 

@@ -1,9 +1,9 @@
-/* A double of libcuda for tests: no GPU and no claim about one. Two devices whose memory is host memory behind addresses that fault when a CPU
- * touches them; one thread a stream; calls without a context, handles of another context and invalid values fail as CUDA's do.
+/* A double of libcuda for tests: no GPU and no claim about one. Two devices whose memory is host memory behind addresses that fault when a
+ * CPU touches them; one thread a stream; calls without a context, handles of another context and invalid values fail as CUDA's do.
  *
- * It counts violations, things a real driver would forgive or answer with wrong bytes: a source that changes or is unregistered while its copy
- * is queued, a copy from memory that is not pinned, from another context than the destination's, a stream that blocks on the default one. And
- * it does what a test asks for: fake_cuda_*() below.
+ * It counts violations, things a real driver would forgive or answer with wrong bytes: a source that changes or is unregistered while its
+ * copy is queued, a copy from memory that is not pinned, from another context than the destination's, a stream that blocks on the default
+ * one. And it does what a test asks for: fake_cuda_*() below.
  */
 #include <pthread.h>
 #include <stdarg.h>
@@ -38,7 +38,7 @@ struct stream {
     struct context *context;
     pthread_t thread;
     struct operation *first, *last;
-    bool busy, ending, destroyed;
+    bool ending, destroyed, capturing;
     struct stream *next;
 };
 struct memory { uint64_t address, size; uint8_t *data; struct context *context; int device; struct memory *next; };
@@ -232,6 +232,15 @@ EXPORT int cuStreamDestroy_v2(struct stream *handle) {
     } else if (r == SUCCESS) {
         r = INVALID_HANDLE;
     }
+    LEAVE;
+}
+
+EXPORT int cuStreamIsCapturing(struct stream *handle, int *status) {
+    ENTER(true);
+    struct stream *s = r == SUCCESS ? stream_of(handle) : NULL;
+    if (r == SUCCESS && !s)
+        r = INVALID_HANDLE;
+    *status = s && s->capturing;
     LEAVE;
 }
 
@@ -655,6 +664,13 @@ EXPORT int fake_cuda_work(struct stream *handle, unsigned us) {
     if (r == SUCCESS)
         enqueue(s, (struct operation){.kind = SLEEP, .at = us});
     LEAVE;
+}
+
+/* As if the stream were being captured into a graph. */
+EXPORT void fake_cuda_capture(struct stream *handle, int on) {
+    pthread_mutex_lock(&lock);
+    handle->capturing = on;
+    pthread_mutex_unlock(&lock);
 }
 
 /* As cuMemMap's: an address range of 2 MiB allocations that belongs to no context. */

@@ -1,8 +1,8 @@
 /* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c client.c client_connect.c client_fetch.c client_gpu.c client_stage.c events.c header.c ring.c */
-/* The way into GPU memory, with two doubles: of libcuda (fake_cuda.c) and of the daemon (a thread that hands out table and devices). Devices
- * are files. What it proves under the sanitizers: the bytes are those of the blocks and nothing beside them is touched; copies are ordered with
- * the caller's stream both ways; a slot is used again only after its copy; every failure of CUDA is an error, every failure of a device a
- * miss; a block that is replaced meanwhile is never torn. What it cannot prove: anything about a real GPU. */
+/* The way into GPU memory, with two doubles: of libcuda (fake_cuda.c) and of the daemon (a thread that hands out table and devices).
+ * Devices are files. What it proves under the sanitizers: the bytes are those of the blocks and nothing beside them is touched; copies are
+ * ordered with the caller's stream both ways; a slot is used again only after its copy; every failure of CUDA is an error, every failure of
+ * a device a miss; a block that is replaced meanwhile is never torn. What it cannot prove: anything about a real GPU. */
 #include "client.h"
 #include "gpu.h"
 #include "kvfs_gpu.h"
@@ -61,6 +61,7 @@ static struct {
     void (*fake_cuda_delay)(unsigned);
     void (*fake_cuda_hold)(int);
     int (*fake_cuda_work)(cuda_stream, unsigned);
+    void (*fake_cuda_capture)(cuda_stream, int);
     cuda_pointer (*fake_cuda_map)(size_t, int);
     int (*fake_cuda_peek)(void *, cuda_pointer, size_t);
     unsigned (*fake_cuda_copies)(void);
@@ -78,11 +79,12 @@ static void cuda_load(void) {
     setenv("KVFS_CUDA_LIBRARY", path, 1);
     void *library = dlopen(path, RTLD_NOW);
     CHECK_SAY(library, "%s", dlerror());
-    const char *names[] = {"cuMemAlloc_v2", "cuMemFree_v2", "cuCtxCreate_v2", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxGetCurrent",
-                           "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuStreamCreate", "cuStreamDestroy_v2",
-                           "cuStreamSynchronize", "cuMemsetD8Async", "cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemHostUnregister",
-                           "cuInit", "fake_cuda_fail", "fake_cuda_break", "fake_cuda_heal", "fake_cuda_delay", "fake_cuda_hold",
-                           "fake_cuda_work", "fake_cuda_map", "fake_cuda_peek", "fake_cuda_copies", "fake_cuda_violations", "fake_cuda_left"};
+    const char *names[] = {
+        "cuMemAlloc_v2", "cuMemFree_v2", "cuCtxCreate_v2", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxGetCurrent",
+        "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize",
+        "cuMemsetD8Async", "cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuInit", "fake_cuda_fail",
+        "fake_cuda_break", "fake_cuda_heal", "fake_cuda_delay", "fake_cuda_hold", "fake_cuda_work", "fake_cuda_capture", "fake_cuda_map",
+        "fake_cuda_peek", "fake_cuda_copies", "fake_cuda_violations", "fake_cuda_left"};
     static_assert(sizeof(cuda) == sizeof(names), "a name for every function");
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         void *symbol = dlsym(library, names[i]);
@@ -115,8 +117,8 @@ static void *daemon_main(void *argument) {
         struct wire_hello hello;
         CHECK(recv(fd, &hello, sizeof(hello), MSG_WAITALL) == sizeof(hello));
         struct { struct wire_welcome w; uint64_t offsets[DEVICES]; struct kvfs_member members[SEGMENTS]; } welcome = {
-            .w = {.version = KVFS_WIRE_VERSION, .mount_epoch = 3, .secret = SECRET, .zone_size = ZONE, .stripe_unit = 128 * KIB, .stripe_width = 1,
-                  .segment_count = SEGMENTS, .device_count = DEVICES, .reservation_ms = 30000}};
+            .w = {.version = KVFS_WIRE_VERSION, .mount_epoch = 3, .secret = SECRET, .zone_size = ZONE, .stripe_unit = 128 * KIB,
+                  .stripe_width = 1, .segment_count = SEGMENTS, .device_count = DEVICES, .reservation_ms = 30000}};
         for (uint32_t i = 0; i < SEGMENTS; i++)
             welcome.members[i] = (struct kvfs_member){.device = i % DEVICES, .zone = i / DEVICES};
         struct wire_frame frame = {.size = sizeof(welcome), .type = WIRE_HELLO};
@@ -207,9 +209,10 @@ static struct kvfs_record block_write(uint64_t inode, const char *name, uint32_t
     uint8_t record[512] = {0};
     uint32_t name_size = (uint32_t)strlen(name), record_size = (uint32_t)(sizeof(struct kvfs_inode_record) + round_up(name_size, 8));
     uint32_t header_pages = kvfs_header_pages(size, record_size, 0, 0), leaves = (uint32_t)pages_of(size);
-    struct kvfs_inode_record r = {.record_size = record_size, .kind = KVFS_KIND_FILE, .flags = KVFS_INODE_SEALED, .name_size = (uint16_t)name_size,
-                                  .inode = inode, .parent = 2, .version = ++next_version, .size = size, .generation = 7, .segment = segment,
-                                  .page = page, .header_pages = header_pages, .mode = 0100644, .nlink = 1};
+    struct kvfs_inode_record r = {
+        .record_size = record_size, .kind = KVFS_KIND_FILE, .flags = KVFS_INODE_SEALED, .name_size = (uint16_t)name_size, .inode = inode,
+        .parent = 2, .version = ++next_version, .size = size, .generation = 7, .segment = segment, .page = page,
+        .header_pages = header_pages, .mode = 0100644, .nlink = 1};
     memcpy(record, &r, sizeof(r));
     memcpy(record + sizeof(r), name, name_size);
     uint8_t *data = calloc(1, leaves * PAGE + 1);
@@ -350,7 +353,8 @@ static void blocks_add(void) {
 
 static void test_whole_blocks(void) {
     uint32_t numbers[14] = {0, 1, 2, 900, 3, 4, 5, 6, 7, 8, 901, 9, 10, 11};
-    const struct { uint32_t slot_count; uint64_t slot_size; } rings[] = {{1, 64 * KIB}, {4, 64 * KIB}, {16, 64 * KIB}, {4, MIB}, {16, MIB}, {3, 4 * MIB}};
+    const struct { uint32_t slot_count; uint64_t slot_size; } rings[] = {{1, 64 * KIB}, {4, 64 * KIB}, {16, 64 * KIB},
+                                                                         {4, MIB},      {16, MIB},     {3, 4 * MIB}};
     struct batch batch;
     for (size_t i = 0; i < sizeof(rings) / sizeof(rings[0]); i++) {
         struct kvfs_gpu *gpu = reader_open(rings[i].slot_count, rings[i].slot_size);
@@ -454,6 +458,8 @@ static void test_contexts(void) {
     struct batch batch;
     cuda_context current, second;
     batch_open(&batch, many, 4, 210 * KIB);
+    CHECK(kvfs_gpu_device_of(batch.buffers[1].data) == 0);
+    CHECK(kvfs_gpu_device_of(&batch) == -EINVAL && says("is no GPU memory"));
     CHECK(cuda.cuCtxGetCurrent(&current) == 0 && !current);
     CHECK(get(gpu, &batch, NULL) == 4 && batch_check(&batch) == 4); /* from a thread that has no context */
     CHECK(cuda.cuCtxGetCurrent(&current) == 0 && !current);
@@ -544,7 +550,16 @@ static void test_bad_input(void) {
     CHECK(get(gpu, &batch, NULL) == 2 && batch.results[1] == -ERANGE);
     batch.buffers[1] = good;
     CHECK(get(gpu, &batch, NULL) == 3 && batch_check(&batch) == 3);
-    /* A stream of another context; a key that is too long; an empty batch. */
+    /* A stream of another context, one that is captured, none at all; a key that is too long; an empty batch. */
+    cuda_stream stream;
+    CHECK(cuda.cuCtxCreate_v2(&second, 0, 0) == 0 && cuda.cuStreamCreate(&stream, 1) == 0);
+    CHECK(get(gpu, &batch, stream) == -EIO && says("cuEventRecord: CUDA_ERROR_INVALID_HANDLE"));
+    CHECK(cuda.cuStreamDestroy_v2(stream) == 0 && cuda.cuCtxPopCurrent_v2(&second) == 0);
+    CHECK(get(gpu, &batch, stream) == -EIO && says("cuStreamIsCapturing: CUDA_ERROR_INVALID_HANDLE"));
+    CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuStreamCreate(&stream, 1) == 0);
+    cuda.fake_cuda_capture(stream, 1);
+    CHECK(get(gpu, &batch, stream) == -EINVAL && says("is being captured"));
+    CHECK(cuda.cuStreamDestroy_v2(stream) == 0 && cuda.cuCtxPopCurrent_v2(&second) == 0);
     batch.sizes[1] = 200;
     CHECK(get(gpu, &batch, NULL) == -EINVAL && says("200"));
     batch.keys.count = 0;
@@ -554,9 +569,11 @@ static void test_bad_input(void) {
 }
 
 static void test_every_failure_of_the_driver_is_an_error(void) {
-    static const char *const opening[] = {"cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemHostRegister_v2"};
+    static const char *const opening[] = {"cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2",
+                                          "cuMemHostRegister_v2"};
     static const char *const first_call[] = {"cuStreamCreate", "cuEventCreate"};
-    static const char *const reading[] = {"cuCtxPushCurrent_v2", "cuPointerGetAttributes", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2"};
+    static const char *const reading[] = {"cuCtxPushCurrent_v2", "cuPointerGetAttributes", "cuEventRecord", "cuStreamWaitEvent",
+                                          "cuMemcpyHtoDAsync_v2"};
     unsigned left = cuda.fake_cuda_left();
     struct kvfs_gpu *gpu;
     struct batch batch;
@@ -602,7 +619,8 @@ static void test_every_failure_of_the_driver_is_an_error(void) {
     cuda.fake_cuda_fail("cuStreamQuery", 1, 719);
     CHECK(get(gpu, &batch, NULL) == -EIO && says("719"));
     CHECK(get(gpu, &batch, NULL) == -EIO && says("GPU 0 is out of use since: "));
-    CHECK(cuda.cuStreamSynchronize(stream) == 0 && cuda.cuStreamDestroy_v2(stream) == 0 && cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
+    CHECK(cuda.cuStreamSynchronize(stream) == 0 && cuda.cuStreamDestroy_v2(stream) == 0);
+    CHECK(cuda.cuCtxPopCurrent_v2(&(cuda_context){NULL}) == 0);
     kvfs_gpu_close(gpu); /* its memory, stream and events stay */
     batch_close(&batch);
     cuda.fake_cuda_fail("cuEventQuery", 0, 0);
@@ -784,8 +802,8 @@ static void test_a_rewritten_block_is_never_torn(void) {
     cuda.fake_cuda_delay(0);
     atomic_store(&stopping, true);
     CHECK(pthread_join(thread, NULL) == 0);
-    printf("   %llu and %llu reads of the two contents, %llu misses, %llu begun again\n", (unsigned long long)seen[0], (unsigned long long)seen[1],
-           (unsigned long long)misses, (unsigned long long)statistics_of(gpu).restarts);
+    printf("   %llu and %llu reads of the two contents, %llu misses, %llu begun again\n", (unsigned long long)seen[0],
+           (unsigned long long)seen[1], (unsigned long long)misses, (unsigned long long)statistics_of(gpu).restarts);
     free(got);
     free(expected[0]);
     free(expected[1]);

@@ -1,9 +1,8 @@
 /* The native half of `kvfs bench`: libkvfs called in fixed loops, in one process or in several that start together.
  *
  * One command a run, one JSON object on stdout, its fields those of bench_client. Blocks are numbered; key and content follow from the
- * number and --seed, so that what one run puts, another one checks: get reads every block once and compares every byte before the clock
- * starts, and compares the last batch again when it has stopped; put reads its last batch back. A miss, a wrong byte, a wrong answer of
- * exists: status 1.
+ * number, so that what one run puts, another one checks: get reads every block once and compares every byte before the clock starts, and
+ * compares the last batch again when it has stopped; put reads its last batch back. A miss, a wrong byte, a wrong answer of exists: status 1.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -31,6 +30,7 @@
 #define PROCESSES_MAX 64u
 #define MISSING (1ull << 40) /* blocks from this number on are never put */
 #define SECRET 0x9e3779b97f4a7c15u
+#define CONTENT 1u /* the seed of every block's bytes */
 
 struct options {
     const char *mount, *space;
@@ -110,7 +110,7 @@ static void key_make(uint64_t number, uint8_t *out) {
 
 static void content_make(struct job *job) {
     const struct options *options = &job->options;
-    uint64_t state = options->seed;
+    uint64_t state = CONTENT;
     job->content = allocate(options->size);
     for (uint64_t i = 0; i < options->size / 8; i++) {
         uint64_t value = random64(&state);

@@ -439,3 +439,14 @@ def test_writing_evicts_and_what_is_left_is_right(own_pool):
             if client.get_into([(key, destination)]) == [4 * MIB]:
                 batch, i = key.split()
                 assert_same(destination, content(4 * MIB, (int(batch), int(i))), key)
+
+
+def test_a_batch_may_be_larger_than_the_pool(own_pool):
+    """Writing evicts, also what the same call stored before."""
+    pool = own_pool(files=2, size="128M")
+    with kvfs.connect(pool.mount, gpu=None) as client:
+        block = bytearray(content(MIB))
+        for size in (40, 100, 400):
+            client.put([(f"{size} {i}", block) for i in range(size)])
+            assert client.exists([f"{size} {size - 1}"]) == [True]
+        assert_same(client.get("400 399"), block, "the last block")

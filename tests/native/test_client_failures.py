@@ -20,11 +20,11 @@ import pytest
 from helpers import (
     MIB,
     REPOSITORY,
+    Pool,
     assert_same,
     content,
     in_child,
     loop_devices,
-    requires_program,
     run,
     wait_until,
 )
@@ -143,7 +143,7 @@ def frame(kind, payload, status=0):
         (frame(1, b"version 1 of the protocol, you speak 9", -errno.EPROTO), VersionError, "version 1 of the protocol"),
         (frame(1, b"user 7 is not welcome", -errno.EACCES), ClientError, "user 7 is not welcome"),
         (frame(1, bytes(20)), VersionError, "welcome has 20 bytes"),
-        (b'{"ok": false, "error": "no command"}\n', VersionError, ""),
+        (b'{"ok": false, "error": "no command"}\n', VersionError, r"no frame|sense|protocol|version|frame"),
         (b"", NotMountedError, "hung up"),
         (frame(1, bytes(100))[:40], NotMountedError, "broke off"),
         (None, DeadlineError, "no answer in 300 ms"),
@@ -226,6 +226,23 @@ def test_an_unmounted_pool_is_said_so_and_is_used_again_when_it_is_mounted_again
             client.put([(b"new", content(cycle))])
             assert bytes(client.get(b"new")) == content(cycle)
             assert client.statistics().reconnects == cycle
+
+
+def test_a_daemon_that_hangs_stops_no_read_and_no_close(own_pool):
+    pool = own_pool(files=2, size="256M")
+    old = blocks(10)
+    client = kvfs.connect(pool.mount, "space", gpu=None)
+    client.put(old.items())
+    os.kill(pool.pid(), signal.SIGSTOP)
+    try:
+        for _ in range(100):
+            assert_reads(client, old)
+            assert client.exists([*old, b"none"]) == [True] * 10 + [False]
+        before = time.monotonic()
+        client.close()
+        assert time.monotonic() - before < 1
+    finally:
+        os.kill(pool.pid(), signal.SIGCONT)
 
 
 def test_a_pool_that_was_formatted_again_is_said_so(own_pool):
@@ -372,12 +389,13 @@ def test_connecting_and_closing_leaves_no_descriptor_no_thread_and_no_mapping_be
             assert client.get(b"key") is not None
 
     once()
-    before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     mappings = len(pathlib.Path("/proc/self/maps").read_text().splitlines())
     for _ in range(20):
         once()
     gc.collect()
-    assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/task")) <= threads
     assert len(pathlib.Path("/proc/self/maps").read_text().splitlines()) < mappings + 20
 
 
@@ -389,69 +407,106 @@ def test_importing_kvfs_loads_no_client(tmp_path):
 # --- a device that gives no answer -----------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def stoppable(devices):
-    """Device mapper's `linear` over each device: one can be suspended, then its I/O waits."""
-    names = [f"kvfs-test-{os.getpid()}-{i}" for i in range(len(devices))]
-    try:
-        for name, device in zip(names, devices, strict=True):
-            sectors = run("blockdev", "--getsz", device).stdout.strip()
-            made = run("dmsetup", "create", name, "--table", f"0 {sectors} linear {device} 0", check=False)
-            if made.returncode:
-                pytest.skip(f"needs device mapper: {made.stderr}")
-        run("dmsetup", "mknodes")
-        yield names
-    finally:
-        for name in names:
-            run("dmsetup", "resume", name, check=False)
-            run("dmsetup", "remove", "--retry", name, check=False)
+class Throttle:
+    """Block devices whose reads by this process can be made to wait (blk-throttle, of either cgroup version)."""
+
+    def __enter__(self):
+        self.version = 1 if os.path.exists("/sys/fs/cgroup/blkio/blkio.throttle.read_bps_device") else 2
+        root = pathlib.Path("/sys/fs/cgroup/blkio" if self.version == 1 else "/sys/fs/cgroup")
+        name = "blkio" if self.version == 1 else ""
+        lines = [line.split(":", 2) for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines()]
+        own = next((path for _, names, path in lines if names == name), None)
+        self.group = root / f"kvfs-test-{os.getpid()}"
+        self.home = None if own is None else root / own.lstrip("/") / "cgroup.procs"
+        try:
+            if self.version == 2:
+                (root / "cgroup.subtree_control").write_text("+io")
+            self.group.mkdir()
+            (self.group / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as error:
+            pytest.skip(f"needs a cgroup with blk-throttle: {error}")
+        self.devices = []
+        return self
+
+    def stop(self, device):
+        number = os.stat(device).st_rdev
+        self.devices.append(device)
+        self._set(f"{os.major(number)}:{os.minor(number)}", 1)
+
+    def go_on(self, device):
+        number = os.stat(device).st_rdev
+        self.devices.remove(device)
+        self._set(f"{os.major(number)}:{os.minor(number)}", 0)
+
+    def _set(self, number, bytes_per_second):
+        if self.version == 1:
+            (self.group / "blkio.throttle.read_bps_device").write_text(f"{number} {bytes_per_second}")
+        else:
+            (self.group / "io.max").write_text(f"{number} rbps={bytes_per_second or 'max'}")
+
+    def __exit__(self, *_):
+        for device in list(self.devices):
+            self.go_on(device)
+        self.home.write_text(str(os.getpid()))
+        wait_until(self._removed, f"the end of {self.group}")
+
+    def _removed(self):
+        with contextlib.suppress(OSError):
+            self.group.rmdir()
+        return not self.group.exists()
+
+
+@pytest.fixture
+def stoppable(own_pool, tmp_path):
+    """A pool on loop devices, and what stops one of them: stoppable(2) -> (pool, devices, throttle)."""
+    with contextlib.ExitStack() as stack:
+        def make(count):
+            devices = stack.enter_context(loop_devices(tmp_path, count, "128M"))
+            pool = Pool(devices=devices, format_args=("--stripe-width", "1"))
+            return stack.enter_context(pool), devices, stack.enter_context(Throttle())
+        yield make
 
 
 @pytest.mark.timeout(180)
-def test_a_stuck_device_is_a_miss_and_keeps_the_memory_until_it_answers(own_pool, tmp_path):
-    requires_program("dmsetup")
-    with loop_devices(tmp_path, 2, "128M") as loops, stoppable(loops) as names:
-        pool = own_pool(devices=[f"/dev/mapper/{name}" for name in names], format_args=("--stripe-width", "1"))
-        old = blocks(64, 200_000)
-        client = kvfs.connect(pool.mount, timeout_s=0.5, gpu=None)
-        try:
-            client.put(old.items())
-            assert_reads(client, old)
-            run("dmsetup", "suspend", "--noflush", "--nolockfs", names[0])
-            try:
-                destinations = {key: bytearray(len(data)) for key, data in old.items()}
-                before = time.monotonic()
-                results = client.get_into(destinations.items())
-                assert time.monotonic() - before < 2.5, "one timeout, not one for each block"
-                missed = [key for key, result in zip(old, results, strict=True) if result is None]
-                if not missed:
-                    pytest.skip("no block lay on the device that was suspended")
-                held = client.library.held
-                assert 0 < held <= len(missed)
-                assert client.statistics().busy > 0
-                key = next(key for key in missed if _exported(destinations[key]))
-                with pytest.raises(BusyBufferError, match="may still write into it"):
-                    client.get_into([(b"key 0", destinations[key])])
-                before = time.monotonic()
-                client.get_into((key, bytearray(len(old[key]))) for key in missed)
-                assert time.monotonic() - before < 2
-            finally:
-                run("dmsetup", "resume", names[0])
-            wait_until(lambda: client.library.held == 0, "the device's late answers")
-            for destination in destinations.values():
-                destination.extend(b"resized")
-            wait_until(lambda: client.get(missed[0]) is not None, "the device's return")
-            assert_reads(client, old)
-        finally:
-            client.close()
-        # The dm devices can only be removed when nothing holds them.
-        pool.umount()
+def test_a_stuck_device_is_a_miss_and_keeps_the_memory_until_it_answers(stoppable):
+    pool, devices, throttle = stoppable(2)
+    old = blocks(40, 1_000_000)
+    with kvfs.connect(pool.mount, timeout_s=0.5, gpu=None) as client:
+        client.put(old.items())
+        assert_reads(client, old)
+        throttle.stop(devices[0])
+        destinations = {key: bytearray(len(data)) for key, data in old.items()}
+        before = time.monotonic()
+        results = client.get_into(destinations.items())
+        assert time.monotonic() - before < 1.5, "one timeout, not one for each block"
+        missed = [key for key, result in zip(old, results, strict=True) if result is None]
+        assert 0 < len(missed) < 40
+        for key, result in zip(old, results, strict=True):
+            if result is not None:
+                assert_same(destinations[key], old[key], repr(key))
+        held = client.library.held
+        owed = [key for key in missed if exported(destinations[key])]
+        assert 0 < held == len(owed) < len(missed), "what was not begun on the stuck device is not owed"
+        assert client.statistics().busy == len(owed) and client.statistics().timeouts > 0
+        with pytest.raises(BusyBufferError, match="may still write into it"):
+            client.get_into([(b"key 0", destinations[owed[0]])])
+        assert client.exists(old) == [True] * 40
+        before = time.monotonic()
+        assert client.get(owed[0]) is None
+        client.get_into((key, bytearray(len(old[key]))) for key in missed)
+        assert time.monotonic() - before < 1.5
+        throttle.go_on(devices[0])
+        wait_until(lambda: client.library.held == 0, "the device's late answers")
+        for destination in destinations.values():
+            destination.extend(b"resized")
+        assert client.statistics().busy == 0
+        wait_until(lambda: client.get(missed[0]) is not None, "the device's return")
+        assert_reads(client, old)
 
 
-def _exported(destination):
+def exported(destination):
     """Whether somebody holds the memory."""
     try:
-        destination.extend(b"")
         destination.append(0)
         destination.pop()
     except BufferError:
@@ -460,22 +515,47 @@ def _exported(destination):
 
 
 @pytest.mark.timeout(180)
-def test_closing_while_a_device_owes_an_answer_neither_hangs_nor_frees_its_memory(own_pool, tmp_path):
-    requires_program("dmsetup")
-    with loop_devices(tmp_path, 1, "128M") as loops, stoppable(loops) as names:
-        pool = own_pool(devices=[f"/dev/mapper/{name}" for name in names])
-        client = kvfs.connect(pool.mount, timeout_s=0.3, gpu=None)
+def test_closing_while_a_device_owes_an_answer_neither_hangs_nor_lets_go_of_its_memory(stoppable):
+    pool, devices, throttle = stoppable(1)
+    client = kvfs.connect(pool.mount, timeout_s=0.3, gpu=None)
+    client.put([(b"key", content(100_000))])
+    destination = bytearray(100_000)
+    throttle.stop(devices[0])
+    assert client.get_into([(b"key", destination)]) == [None]
+    before = time.monotonic()
+    client.close()
+    assert time.monotonic() - before < 2
+    with pytest.raises(BufferError):
+        destination.extend(b"resized")
+    throttle.go_on(devices[0])
+    with pytest.raises(BufferError):
+        destination.extend(b"for the process's life")
+
+
+@pytest.mark.timeout(180)
+def test_a_client_that_is_dropped_while_a_device_owes_an_answer_does_not_hang(stoppable):
+    pool, devices, throttle = stoppable(1)
+    client = kvfs.connect(pool.mount, timeout_s=0.3, gpu=None)
+    client.put([(b"key", content(100_000))])
+    throttle.stop(devices[0])
+    assert client.get(b"key") is None
+    before = time.monotonic()
+    with pytest.warns(ResourceWarning, match="not closed"):
+        del client
+        gc.collect()
+    assert time.monotonic() - before < 0.2
+
+
+@pytest.mark.timeout(180)
+def test_a_prestaged_block_of_a_stuck_device_is_a_miss(stoppable):
+    pool, devices, throttle = stoppable(1)
+    with kvfs.connect(pool.mount, timeout_s=0.3, gpu=None) as client:
         client.put([(b"key", content(100_000))])
-        destination = bytearray(100_000)
-        run("dmsetup", "suspend", "--noflush", "--nolockfs", names[0])
-        try:
-            assert client.get_into([(b"key", destination)]) == [None]
-            before = time.monotonic()
-            client.close()
-            assert time.monotonic() - before < 3
-            with pytest.raises(BufferError):
-                destination.extend(b"resized")
-        finally:
-            run("dmsetup", "resume", names[0])
-        wait_until(lambda: destination == content(100_000), "the late bytes", timeout_s=5)
-        pool.umount()
+        throttle.stop(devices[0])
+        assert client.prestage([b"key"]) == 1
+        before = time.monotonic()
+        assert client.get(b"key") is None
+        assert time.monotonic() - before < 2
+        throttle.go_on(devices[0])
+        wait_until(lambda: client.get(b"key") is not None, "the device's return")
+        assert_same(client.get(b"key"), content(100_000), "the block")

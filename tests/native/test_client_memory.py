@@ -82,19 +82,19 @@ def test_every_kind_of_host_memory_is_read_into_and_written_from(client):
 @pytest.mark.parametrize(
     ("destination", "words"),
     [
-        (b"x" * 100, "destination of type bytes: read-only"),
-        (memoryview(b"x" * 100), "destination of type memoryview: read-only"),
-        (memoryview(bytearray(200))[::2], r"not C-contiguous: shape \(100,\), strides \(2,\) bytes"),
-        ("text", "destination of type str: memoryview: a bytes-like object is required"),
-        (None, "NoneType"),
-        (1 << 40, "destination of type int"),
-        ([1, 2], "destination of type list"),
+        (b"x" * 100, "bytes: read-only"),
+        (memoryview(b"x" * 100), "memoryview: read-only"),
+        (memoryview(bytearray(200))[::2], r"memoryview: not C-contiguous: shape \(100,\), strides \(2,\) bytes"),
+        ("text", "str: no DLPack, .*, no buffer"),
+        (None, "NoneType: no DLPack"),
+        (1 << 40, "int: no DLPack"),
+        ([1, 2], "list: no DLPack"),
     ],
 )
 def test_a_destination_that_cannot_be_is_named_and_nothing_is_read(client, destination, words):
     client.put([(b"good", content(100)), (b"bad", content(100))])
     good = bytearray(100)
-    with pytest.raises(InvalidBufferError, match="key b'bad': " + words):
+    with pytest.raises(InvalidBufferError, match="key b'bad': destination of type " + words):
         client.get_into([(b"good", good), (b"bad", destination)])
     assert good == bytes(100)
 
@@ -366,6 +366,10 @@ def test_gpu_memory_goes_to_the_gpu_reader_and_host_memory_does_not(client):
     assert reader.asked.pop()[3] == 12345
     with pytest.raises(InvalidBufferError, match="key b'host': its destination is in host memory"):
         client.get_into(items, stream=12345)
+    with pytest.raises(SmallBufferError, match="key b'host': the block has 4 bytes, its destination 0") as caught:
+        client.get_into([items[0], (b"host", bytearray()), items[2]])
+    assert caught.value.results == [77, None, None]
+    reader.asked.clear()
     with pytest.raises(InvalidBufferError, match="key b'g1': its bytes are in GPU memory"):
         client.put(items)
     assert client.mode == "staged"

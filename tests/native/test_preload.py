@@ -6,6 +6,7 @@ fell through.
 """
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -325,6 +326,7 @@ def test_a_file_that_is_written_is_the_mounts(directory, pair):
             assert pair("access", path, os.R_OK)
             pair("open", "f", path, os.O_DIRECT)
             assert pair("pread", "f", [4 * MIB], 0, True)[0] == 700_000 * (step + 1)
+    time.sleep(0.3)  # the kernel tells the daemon of the last close some time later
     assert pair("stat", path)[7] == 2_800_000
     pair("open", "f", path, os.O_DIRECT)
     assert pair("pread", "f", [4 * MIB], 0, True)[0] == 2_800_000
@@ -584,6 +586,84 @@ def test_signal_handlers_may_read_and_close(directory, tmp_path, stats):
     assert total(stats, "reads")["reads"] > 1000
 
 
+# What libkvfs promises of a device that gives no answer, without such a device.
+_DOUBLE = """
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include "kvfs.h"
+
+struct kvfs_client { double busy_until; void *data; };
+struct kvfs_file { struct kvfs_client *client; };
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec / 1e9;
+}
+int kvfs_connect(const char *path, const char *space, const struct kvfs_options *options, struct kvfs_client **out) {
+    *out = calloc(1, sizeof(**out));
+    return 0;
+}
+void kvfs_close(struct kvfs_client *client) {}
+const char *kvfs_error(void) { return "the double"; }
+int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_information *out) {
+    memset(out, 0, sizeof(*out));
+    return 0;
+}
+int kvfs_find(struct kvfs_client *client, const char *path, struct kvfs_attributes *out) { return -EAGAIN; }
+int kvfs_file_open(struct kvfs_client *client, uint64_t inode, struct kvfs_file **out) {
+    *out = malloc(sizeof(**out));
+    (*out)->client = client;
+    return 0;
+}
+int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint64_t size) {
+    if (getenv("DOUBLE_ERROR"))
+        return -atoi(getenv("DOUBLE_ERROR"));
+    file->client->busy_until = now() + 0.5;
+    file->client->data = data;
+    return -ETIMEDOUT;
+}
+int kvfs_busy(struct kvfs_client *client, const void *data, uint64_t size) {
+    if (client->data != data)
+        abort();
+    if (now() < client->busy_until)
+        return 1;
+    memset((void *)data, 'x', size); /* the device's late bytes */
+    return 0;
+}
+void kvfs_file_close(struct kvfs_file *file) { free(file); }
+"""
+
+
+@pytest.mark.parametrize("error", [0, errno.EIO, errno.EPERM, errno.EAGAIN])
+def test_reads_that_fail_natively_are_the_mounts(directory, tmp_path, monkeypatch, stats, error):
+    """With a test double of libkvfs. Error 0: a device gives no answer for half a second, and then writes."""
+    requires_program("gcc")
+    (tmp_path / "double.c").write_text(_DOUBLE)
+    run("gcc", "-shared", "-fPIC", "-I", REPOSITORY / "native" / "include", "-Wl,-soname,libkvfs.so.1",
+        f"-Wl,--version-script={REPOSITORY / 'native' / 'libkvfs.map'}", "-o", tmp_path / "libkvfs.so.1",
+        tmp_path / "double.c")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    if error:
+        monkeypatch.setenv("DOUBLE_ERROR", str(error))
+    data = content(2 * MIB)
+    write_file(directory / "f", data)
+    player = Player(stats)
+    try:
+        player("open", "f", str(directory / "f"), os.O_DIRECT)
+        began = time.monotonic()
+        assert player("pread", "f", [2 * MIB], 0, True) == [2 * MIB, digest_of(data)]
+        assert player("read", "f", [2 * MIB], True) == [2 * MIB, digest_of(data)]
+        assert player("lseek", "f", 0, os.SEEK_CUR) == 2 * MIB
+        assert error or time.monotonic() - began > 0.9, "memory was given back while the device had it"
+        counters = player.end()
+        assert counters["opens"] == 1 and counters["reads"] == 0 and counters["read_fallthroughs"] == 2, counters
+    finally:
+        player.kill()
+
+
 # ---- the mount goes, and comes ----
 
 
@@ -776,14 +856,13 @@ def test_lmcache_local_disk_unchanged(directory, tmp_path, stats, how):
 
 def test_preload_run(directory, stats):
     write_file(directory / "f", content(MIB))
-    call = "import sys; from kvfs.client.preload import run; sys.exit(run(sys.argv[1:]))"
-    program = f"import os; print(os.stat({str(directory / 'f')!r}).st_size)"
-    result = run(sys.executable, "-c", call, sys.executable, "-c", program,
+    program = f"import os, sys; print(os.stat({str(directory / 'f')!r}).st_size); sys.exit(7)"
+    result = run(sys.executable, "-m", "kvfs", "preload-run", sys.executable, "-c", program, check=False,
                  environment={"KVFS_PRELOAD_STATS": os.fspath(stats)})
-    assert result.stdout == f"{MIB}\n"
+    assert (result.stdout, result.stderr, result.returncode) == (f"{MIB}\n", "", 7)
     assert total(stats, "stats")["stats"] == 1
-    result = run(sys.executable, "-c", call, "/no/such/program", check=False)
-    assert "/no/such/program: No such file or directory" in result.stderr
+    result = run(sys.executable, "-m", "kvfs", "preload-run", "/no/such/program", check=False)
+    assert result.stderr == "kvfs: /no/such/program: No such file or directory\n"
 
 
 def test_preload_run_says_what_is_missing(monkeypatch, tmp_path):

@@ -309,11 +309,11 @@ def test_an_expired_reservation_is_taken_back(pool: Path, monkeypatch: pytest.Mo
         await until(lambda: not store.reservations.pages, "taken back")
         assert open_reservations(store) == 0
         # Its client lives and may write there at any time: not before its end is the segment anybody's.
-        assert segment.lent == 1 and segment.rest_until == 0
+        assert segment.lent == 1 and not segment.late
         await writer.write(place)
         assert await writer.commit(place) == [-ETIMEDOUT]
         writer.leave()
-        assert segment.lent == 0 and segment.rest_until > trio.current_time() + 9
+        assert segment.lent == 0 and segment.late
         assert names(store) == set()
 
     with_store(pool, work)
@@ -346,7 +346,7 @@ def test_a_segment_rests_before_it_is_opened_again(pool: Path) -> None:
         await until(lambda: not store.reservations.pages, "taken back")
         await settle(store)
         segment = store.segments.all[segments[0]]
-        assert segment.rest_until > trio.current_time()
+        assert store.segments._late[segment.index] > trio.current_time() + 5
         taken = []
         while (picked := store.segments._pick(0)) is not None:
             taken.append(picked.index)
@@ -357,9 +357,15 @@ def test_a_segment_rests_before_it_is_opened_again(pool: Path) -> None:
 
     async def again(store: Store) -> None:
         # The next daemon knows that a client of the one before may not have noticed.
-        assert store.segments.all[segments[0]].rest_until > trio.current_time() + 30
+        assert store.segments._late.keys() == {segments[0]}
+        assert store.segments._late[store.segments.all[segments[0]].index] > trio.current_time() + 15
 
     with_store(pool, again)
+
+    async def and_again(store: Store) -> None:
+        assert not store.segments._late
+
+    with_store(pool, and_again)
 
 
 def test_a_clean_end_takes_everything_back(pool: Path) -> None:

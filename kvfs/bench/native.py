@@ -1,0 +1,239 @@
+"""The cases of the native path: libkvfs from C and through Python, against raw reads and writes of like devices.
+
+Blocks are put by native_client and known by number: it and python_client.py make the same key of the same number.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvfs.bench.common import (
+    DEVICE_COUNT,
+    GIB,
+    KIB,
+    RAW_BASE,
+    Json,
+    column_at,
+    cpu_per_gib,
+    latency_points,
+    number_at,
+    parse_json,
+    rates,
+    run_command,
+)
+from kvfs.bench.report import size_text
+from kvfs.bench.stand import Stand, fio_stripe
+
+DEPTH = 8  # blocks in flight
+BATCH = 64  # blocks in a call of get or put
+KEYS = 4_096  # in a call of exists
+BLOCKS = "native/blocks"
+MISSING = 1 << 40  # native_client puts no block of this number, or a higher one
+
+
+def key_of(number: int) -> bytes:
+    """native_client's key of a block: a hash of its number, then the number."""
+    return ((number * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF).to_bytes(8) + number.to_bytes(8)
+
+
+def key_path(directory: Path, number: int) -> Path:
+    """Its file in a namespace."""
+    name = key_of(number).hex()
+    return directory / name[:2] / name
+
+
+def _passes(stand: Stand) -> int:
+    return stand.scale.ram_passes if stand.devices == "zram" else stand.scale.passes
+
+
+def _block_count(stand: Stand) -> int:
+    return stand.scale.working_set // stand.scale.block_size
+
+
+def _get_words(stand: Stand, **options: object) -> list[object]:
+    """Get the blocks of the working set, each `passes` times."""
+    size, count = stand.scale.block_size, _block_count(stand)
+    stand.stored(BLOCKS, size, count)
+    words: list[object] = ["get", "--space", BLOCKS, "--size", size, "--count", count, "--batch", BATCH]
+    for name, value in {"depth": DEPTH, "passes": _passes(stand), **options}.items():
+        words += [f"--{name}", value]
+    return words
+
+
+def _native(stand: Stand, words: Sequence[object]) -> Callable[[int], Json]:
+    """native_client, in another order each round."""
+    return lambda index: stand.native(*words, "--seed", 1 + index)
+
+
+def _python(stand: Stand, words: Sequence[object]) -> Callable[[int], Json]:
+    """The same through Python."""
+
+    def run(index: int) -> Json:
+        module = [sys.executable, "-m", "kvfs.bench.python_client"]
+        command = [*module, *map(str, words), "--mount", str(stand.kvfs.root), "--seed", str(1 + index)]
+        return stand.measured(stand.kvfs, lambda: parse_json(run_command(*command).stdout, "python_client"))
+
+    return run
+
+
+def _raw(stand: Stand, pattern: str, passes: int, index: int) -> Json:
+    """fio in one process with one ring, DEPTH blocks in flight, each cut as kvfs cuts it: a piece a device."""
+    scale = stand.scale
+    size = scale.write_set if "write" in pattern else scale.working_set
+    return fio_stripe(
+        pattern,
+        stand.raw,
+        block_size=scale.block_size // DEVICE_COUNT,
+        depth=DEPTH * DEVICE_COUNT,
+        size=size,
+        passes=passes,
+        seed=1 + index,
+    )
+
+
+def _cpu(document: Json) -> float:
+    return number_at(document, "client_cpu_s") * GIB / number_at(document, "bytes")
+
+
+def case_native_read(stand: Stand) -> None:
+    """Blocks into host memory, in C and through Python, with and without checksums, against raw fio; and their CPU."""
+    scale = stand.scale
+    blocks, passes = size_text(scale.block_size), _passes(stand)
+    stand.fresh()
+    words = _get_words(stand)
+    memory = ["checksum", "--size", scale.block_size, "--batch", BATCH, "--passes", passes]
+    results = stand.bench.interleave(
+        {
+            "get": _native(stand, words),
+            "raw fio": functools.partial(_raw, stand, "randread", passes),
+            "get_into": _python(stand, words),
+            "unchecked": _native(stand, [*words, "--no-verify"]),
+            "raw fio, 4 jobs": lambda index: stand.raw_fio("randread", index, passes),
+            "checksum": _native(stand, memory),
+        }
+    )
+    raw, checksum = results["raw fio"], [_cpu(document) for document in results["checksum"]]
+    target = 0.75 if stand.devices == "zram" else 0.97
+    for name, told, wanted in (
+        ("get", "get in C", target),
+        ("get_into", "get_into through Python", target),
+        ("unchecked", "get in C, no checksums", None),
+    ):
+        details = {"cpu": cpu_per_gib(results[name]), "peer_cpu": cpu_per_gib(raw), "checksum_s_per_gib": checksum}
+        what = f"{told}, {blocks}, depth {DEPTH}"
+        ours = rates(results[name])
+        stand.add("native-read", what, "GB/s", ours, "raw fio", rates(raw), "share", wanted, details=details)
+    what = f"get in C, {blocks}, depth {DEPTH}"
+    many = "raw fio, 4 jobs"
+    stand.add("native-read", what, "GB/s", rates(results["get"]), many, rates(results[many]), "share")
+    theirs = [_cpu(document) for document in raw]
+    ours = [_cpu(document) for document in results["get"]]
+    less = [cost - own for cost, own in zip(ours, checksum, strict=True)]
+    details = {"get": ours, "checksum": checksum}
+    what = f"CPU of get in C less the checksum's, {blocks}"
+    stand.add("native-read", what, "s/GiB", less, "raw fio", theirs, "cost", 1.2, details=details)
+    stand.add("native-read", f"CPU of the checksum, {blocks}", "s/GiB", checksum)
+
+
+def case_native_exists(stand: Stand) -> None:
+    """Keys a second that exist or do not, among a hundred thousand blocks (`million` has the same among its own)."""
+    space, count = "native/exists", stand.scale.exists
+    stand.fresh()
+    stand.stored(space, 4 * KIB, count, packable=True)
+    exists_among(stand, "native-exists", space, count)
+
+
+def exists_among(stand: Stand, case: str, space: str, count: int) -> None:
+    """Every key of a namespace once or more, in random order, then as many that are not there."""
+    words = ["exists", "--space", space, "--count", count, "--batch", KEYS]
+    words += ["--passes", max(1, 1_000_000 // count) if not stand.bench.quick else 1]
+    runs: dict[str, Callable[[int], Json]] = {}
+    for kind, flags in (("hits", []), ("misses", ["--missing"])):
+        runs[f"C, {kind}"] = _native(stand, [*words, *flags])
+        runs[f"Python, {kind}"] = _python(stand, [*words, *flags])
+    results = stand.bench.interleave(runs)
+    for name, documents in results.items():
+        speeds = [number_at(document, "operations") / number_at(document, "seconds") for document in documents]
+        target = 1_000_000.0 if name.startswith("C") else 500_000.0
+        what = f"exists for {KEYS:,} keys among {count:,}, {name}"
+        details = {"latency": latency_points(documents)}
+        stand.add(case, what, "keys/s", speeds, target=target, at_most=False, details=details)
+
+
+def case_native_latency(stand: Stand) -> None:
+    """One 64 KiB block at a time, against pread of as much of a raw device."""
+    scale, size = stand.scale, 64 * KIB
+    count = max(1, scale.working_set // 4 // size)
+    stand.fresh()
+    stand.stored("native/small", size, count)
+    words = ["get", "--space", "native/small", "--size", size, "--count", count, "--batch", 1, "--depth", 1]
+    words += ["--passes", max(1, scale.reads // count)]
+
+    def raw(index: int) -> Json:
+        place = ["--list", stand.raw_list, "--base", RAW_BASE, "--span", count * size // DEVICE_COUNT, "--direct"]
+        return stand.bench.client("read", *place, "--size", size, "--count", scale.reads, "--seed", 1 + index)
+
+    peer = "raw pread"
+    results = stand.bench.interleave({"kvfs": _native(stand, words), peer: raw})
+    for point in ("mean", "p50", "p99"):
+        ours, theirs = (column_at(results[name], "latency_us", point) for name in ("kvfs", peer))
+        what = f"get of a {size_text(size)} block, depth 1, {point}"
+        wanted = 10.0 if point != "p99" else None
+        stand.add("native-latency", what, "us", ours, peer, theirs, "extra", wanted)
+
+
+def case_native_put(stand: Stand) -> None:
+    """Batches of blocks from memory, against raw sequential writes: into an empty pool, then into a full one."""
+    scale = stand.scale
+    count = scale.write_set // scale.block_size
+    written = 0
+
+    def put() -> Json:
+        nonlocal written
+        words = ["--space", "native/put", "--size", scale.block_size, "--batch", BATCH, "--depth", DEPTH]
+        document = stand.native("put", *words, "--count", count, "--first", written)
+        written += count
+        return document
+
+    def settled(run: Callable[[], Json]) -> Json:
+        document = run()
+        time.sleep(scale.settle_s)  # the last summaries, and what the disk puts off
+        return document
+
+    def put_into_empty(index: int) -> Json:
+        nonlocal written
+        stand.fresh()
+        written = 0
+        return settled(put)
+
+    def raw(index: int) -> Json:
+        return settled(functools.partial(_raw, stand, "write", 1, index))
+
+    for state, run in (("empty pool", put_into_empty), ("full pool, evicting", lambda index: settled(put))):
+        while run is not put_into_empty and written * scale.block_size < DEVICE_COUNT * scale.device_size * 11 // 10:
+            put()
+        results = stand.bench.interleave({"put": run, "raw fio": raw})
+        details = {"cpu": cpu_per_gib(results["put"]), "peer_cpu": cpu_per_gib(results["raw fio"])}
+        what = f"put in C, {size_text(scale.block_size)}, {BATCH} a batch, depth {DEPTH}, {state}"
+        target = 0.9 if stand.devices == "files" else None
+        ours, theirs = rates(results["put"]), rates(results["raw fio"])
+        stand.add("native-put", what, "GB/s", ours, "raw fio", theirs, "share", target, details=details)
+
+
+def case_native_processes(stand: Stand) -> None:
+    """Eight client processes together, against one with as many blocks in flight."""
+    stand.fresh()
+    for depth in (1, 8):
+        passes = max(1, _passes(stand) // 2)
+        many = _get_words(stand, processes=8, depth=depth, passes=passes)
+        one = _get_words(stand, depth=8 * depth, passes=passes)
+        peer = f"one process, depth {8 * depth}"
+        results = stand.bench.interleave({"eight": _native(stand, many), peer: _native(stand, one)})
+        details = {"cpu": cpu_per_gib(results["eight"]), "peer_cpu": cpu_per_gib(results[peer])}
+        what = f"8 processes, get in C, {size_text(stand.scale.block_size)}, depth {depth} each"
+        ours, theirs = rates(results["eight"]), rates(results[peer])
+        stand.add("native-processes", what, "GB/s", ours, peer, theirs, "share", 1.0, details=details)
