@@ -316,10 +316,10 @@ class Client:
 
         if self._gpu is None:
             raise ClientError(f"{self!r}: a destination is in GPU memory, but it was connected with gpu=None")
-        with self._gpu_lock:
+        # The library first: it raises if closed, or in a forked child, where this lock may be held for ever.
+        with self.library, self._gpu_lock:
             if self._gpu_reader is None:
-                with self.library:  # raises if closed, or in a forked child
-                    self._gpu_reader = open_reader(self, self._gpu)
+                self._gpu_reader = open_reader(self, self._gpu)
             return self._gpu_reader
 
     def _get_mixed(

@@ -266,7 +266,7 @@ enum verdict { VERDICT_REAL, VERDICT_OURS, VERDICT_EMPTY, VERDICT_ODD };
 static int judge(struct batch *batch, struct handle *handle, const struct cufile_item *item, struct buffer *buffer) {
     bool own = batch->own || (handle && handle->own);
     *buffer = buffer_find(item->base);
-    if (!own && (!handle || item->opcode == 1))
+    if (!own && (!handle || item->opcode == 1 || handle->access != O_RDONLY))
         return VERDICT_REAL;
     int refused = own ? own_check_item(handle, item) : 0;
     if (refused)
@@ -292,7 +292,7 @@ static int sort_items(struct batch *batch, unsigned count, const struct cufile_i
         verdicts[i] = error ? VERDICT_EMPTY : judge(batch, handles[i], &items[i], &buffers[i]);
         odd = odd || verdicts[i] == VERDICT_ODD;
         if (verdicts[i] > VERDICT_ODD)
-            error = verdicts[i];
+            error = verdicts[i] == CUFILE_SUBMIT_FAILED && i == 0 ? CUFILE_SUBMIT_REFUSED : verdicts[i];
     }
     for (unsigned i = 0; i < count && !error; i++) {
         /* What the real library says of an odd item depends on what comes with it: then it gets all of them. */

@@ -17,6 +17,10 @@
 
 #include "kvfs.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 struct kvfs_gpu;
 
 enum kvfs_gpu_mode { KVFS_GPU_AUTO = 0, KVFS_GPU_STAGED = 1, KVFS_GPU_GDS = 2 };
@@ -64,5 +68,9 @@ struct kvfs_gpu_statistics {
     uint64_t slots_huge;            /* 1: the ring lies in reserved huge pages */
 };
 int kvfs_gpu_statistics_get(struct kvfs_gpu *gpu, struct kvfs_gpu_statistics *out);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -1,5 +1,5 @@
-/* libkvfs's own descriptors in the application's table: moved to high numbers, where dup2() to a small one does not meet them, and known, so
- * that an application which closes "all" descriptors does not close these and then open something else in their place. */
+/* libkvfs's own descriptors in the application's table: moved to high numbers, where dup2() to a small one does not meet them, and known,
+ * so that an application which closes "all" descriptors does not close these and then open something else in their place. */
 #include "preload.h"
 
 #include <sys/resource.h>
@@ -11,7 +11,8 @@ static atomic_ullong own[FILES_MAX / WORD_BITS];
 static atomic_int own_end;          /* above the highest number ever used */
 
 bool own_has(int fd) {
-    return fd >= 0 && fd < atomic_load_explicit(&own_end, memory_order_relaxed) && atomic_load(&own[fd / WORD_BITS]) >> (fd % WORD_BITS) & 1;
+    return fd >= 0 && fd < atomic_load_explicit(&own_end, memory_order_relaxed) &&
+           atomic_load(&own[fd / WORD_BITS]) >> (fd % WORD_BITS) & 1;
 }
 
 void own_forget(int fd) {

@@ -1,7 +1,7 @@
 /* Which paths lie on a kvfs mount, and what its block table says of them.
  *
- * /proc/self/mountinfo is read when poll(2) says that it has changed, and asked at most every PERIOD_MS. What is seen of it is a snapshot that
- * never changes; snapshots and mounts are few, and never freed, so they are used without locks. A mount that is gone is retired: its
+ * /proc/self/mountinfo is read when poll(2) says that it has changed, and asked at most every PERIOD_MS. What is seen of it is a snapshot
+ * that never changes; snapshots and mounts are few, and never freed, so they are used without locks. A mount that is gone is retired: its
  * connection is closed when its last user has left.
  *
  * A path is resolved as a string: no "..", no symbolic links, every directory's right to search it known from mode bits. For what lies
@@ -26,6 +26,7 @@
 #define COMPONENT_MAX 255
 #define GROUPS_MAX 256
 #define STATX_MNT_ID_MASK 0x1000u   /* Linux 5.8; the C library's header may be older */
+#define STATX_KNOWN (STATX_BASIC_STATS | STATX_BTIME | STATX_MNT_ID_MASK)
 
 enum reach { NOBODY, SOMEBODY, ANYBODY };
 
@@ -195,7 +196,8 @@ static bool line_split(char *line, struct line *out) {
 static void mount_found(const struct line *line) {
     struct mount wanted = {.path_size = (uint32_t)strlen(line->fields[4])};
     /* Of a bind mount of a part of the pool paths would mean something else. */
-    if (strcmp(line->fields[3], "/") != 0 || !line->options || wanted.path_size < 2 || wanted.path_size >= PATH_SIZE || strlen(line->source) >= PATH_SIZE || scratch.count == MOUNTS_MAX ||
+    if (!line->options || strcmp(line->fields[3], "/") != 0 || wanted.path_size < 2 || wanted.path_size >= PATH_SIZE ||
+        strlen(line->source) >= PATH_SIZE || scratch.count == MOUNTS_MAX ||
         sscanf(line->fields[0], "%d", &wanted.id) != 1 || sscanf(line->fields[2], "%u:%u", &wanted.major, &wanted.minor) != 2)
         return;
     strcpy(wanted.path, line->fields[4]);
@@ -254,9 +256,10 @@ static void close_retired(void) {
     }
 }
 
-static void mounts_parse(void) {
+/* False: it has to be done again. */
+static bool mounts_parse(void) {
     if (mounts_read() < 0)
-        return;
+        return false;
     struct snapshot *before = atomic_load(&current), *after;
     memset(&scratch, 0, sizeof(scratch));
     /* Twice over the text, which the first pass cuts up: mount points are kept by their own first pass. */
@@ -275,14 +278,15 @@ static void mounts_parse(void) {
     for (size_t at = 0; at < points; at += strlen(text + at) + 1)
         nested_found(text + at);
     if (before ? memcmp(before, &scratch, sizeof(scratch)) == 0 : scratch.count == 0)
-        return;
+        return true;
     if (!(after = pages(sizeof(*after))))
-        return;
+        return false;
     memcpy(after, &scratch, sizeof(scratch));
     atomic_store(&current, after);
     mounts_moved();
     for (uint32_t i = 0; before && i < before->count; i++)
         retire(before->mounts[i]);
+    return true;
 }
 
 static void refresh(void) {
@@ -291,8 +295,10 @@ static void refresh(void) {
         return;
     if (preload_is_owner()) {
         struct inside inside = inside_begin();
-        if (mounts_changed() | atomic_exchange(&parse_again, false))
-            mounts_parse();
+        if (mounts_changed())
+            atomic_store(&parse_again, true);
+        if (atomic_exchange(&parse_again, false) && !mounts_parse())
+            atomic_store(&parse_again, true);
         if (retired_count)
             close_retired();
         inside_end(inside);
@@ -334,7 +340,7 @@ static bool mount_connect(struct mount *mount) {
         kvfs_close(client);
         return false;
     }
-    mount->has_model_x = syscall(SYS_statx, AT_FDCWD, mount->path, 0, STATX_BASIC_STATS | STATX_BTIME | STATX_MNT_ID_MASK, &mount->model_x) == 0;
+    mount->has_model_x = syscall(SYS_statx, AT_FDCWD, mount->path, 0, STATX_KNOWN, &mount->model_x) == 0;
     if (!ids_are_plain("/proc/self/uid_map") || !ids_are_plain("/proc/self/gid_map"))
         mounts_paths_off();
     COUNT(connects, 1);
@@ -620,7 +626,7 @@ static struct statx_timestamp timestamp(int64_t ns) {
 
 bool mount_fill_statx(const struct mount *mount, const struct kvfs_attributes *attributes, unsigned mask, struct statx *out) {
     const unsigned mount_root = 0x2000; /* STATX_ATTR_MOUNT_ROOT */
-    if (!mount->has_model_x || mask & ~(unsigned)(STATX_BASIC_STATS | STATX_BTIME | STATX_MNT_ID_MASK))
+    if (!mount->has_model_x || mask & ~STATX_KNOWN)
         return false;
     *out = mount->model_x;
     if (attributes->inode != mount->model.st_ino)

@@ -1,7 +1,7 @@
 /* The calls that are taken over. Each asks whether path or descriptor is kvfs's to answer for, and else is the real one.
  *
- * They are declared under other names with the C library's as their symbols: its headers promise compilers things of these functions (that no
- * path is NULL, say) which are for callers to keep. */
+ * They are declared under other names with the C library's as their symbols: its headers promise compilers things of these functions (that
+ * no path is NULL, say) which are for callers to keep. */
 #include "preload.h"
 
 #include <limits.h>
@@ -80,13 +80,13 @@ static int open_any(int dirfd, const char *path, int flags, mode_t mode, bool at
     return fd;
 }
 
-#define OPEN_MODE(flags, last)                                                                                                                \
-    ({                                                                                                                                        \
-        va_list arguments;                                                                                                                    \
-        va_start(arguments, last);                                                                                                            \
-        mode_t given = (flags) & (O_CREAT | __O_TMPFILE) ? va_arg(arguments, mode_t) : 0;                                                     \
-        va_end(arguments);                                                                                                                    \
-        given;                                                                                                                                \
+#define OPEN_MODE(flags, last)                                                                      \
+    ({                                                                                              \
+        va_list arguments;                                                                          \
+        va_start(arguments, last);                                                                  \
+        mode_t given = (flags) & (O_CREAT | __O_TMPFILE) ? va_arg(arguments, mode_t) : 0;           \
+        va_end(arguments);                                                                          \
+        given;                                                                                      \
     })
 
 int take_open(const char *path, int flags, ...) TAKES(open);
@@ -332,7 +332,9 @@ int take_lxstat(int version, const char *path, struct stat *out) TAKES(__lxstat)
 int take_lxstat(int version, const char *path, struct stat *out) { return stat_old(version, AT_FDCWD, path, out, AT_SYMLINK_NOFOLLOW); }
 int take_lxstat64(int version, const char *path, struct stat *out) ALSO(__lxstat64, __lxstat);
 int take_fxstatat(int version, int dirfd, const char *path, struct stat *out, int flags) TAKES(__fxstatat);
-int take_fxstatat(int version, int dirfd, const char *path, struct stat *out, int flags) { return stat_old(version, dirfd, path, out, flags); }
+int take_fxstatat(int version, int dirfd, const char *path, struct stat *out, int flags) {
+    return stat_old(version, dirfd, path, out, flags);
+}
 int take_fxstatat64(int version, int dirfd, const char *path, struct stat *out, int flags) ALSO(__fxstatat64, __fxstatat);
 
 int take_statx(int dirfd, const char *path, int flags, unsigned mask, struct statx *out) TAKES(statx);
@@ -500,11 +502,11 @@ __attribute__((destructor)) static void end(void) {
     quote(error);
 #define N(field) (unsigned long long)atomic_load(&preload_count.field)
     int size = snprintf(line, sizeof(line),
-                        "{\"pid\": %d, \"command\": \"%s\", \"connects\": %llu, \"error\": \"%s\", \"opens\": %llu, \"opens_absent\": %llu, "
-                        "\"reads\": %llu, \"read_bytes\": %llu, \"stats\": %llu, \"accesses\": %llu, \"absent\": %llu, "
-                        "\"path_fallthroughs\": %llu, \"read_fallthroughs\": %llu}\n",
-                        (int)getpid(), command, N(connects), error, N(opens), N(opens_absent), N(reads), N(read_bytes), N(stats), N(accesses),
-                        N(absent), N(path_fallthroughs), N(read_fallthroughs));
+                        "{\"pid\": %d, \"command\": \"%s\", \"connects\": %llu, \"error\": \"%s\", \"opens\": %llu, "
+                        "\"opens_absent\": %llu, \"reads\": %llu, \"read_bytes\": %llu, \"stats\": %llu, \"accesses\": %llu, "
+                        "\"absent\": %llu, \"path_fallthroughs\": %llu, \"read_fallthroughs\": %llu}\n",
+                        (int)getpid(), command, N(connects), error, N(opens), N(opens_absent), N(reads), N(read_bytes), N(stats),
+                        N(accesses), N(absent), N(path_fallthroughs), N(read_fallthroughs));
 #undef N
     fd = open_real(AT_FDCWD, path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644, false);
     if (fd < 0)

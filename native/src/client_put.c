@@ -402,6 +402,13 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
         if (r == 0)
             r = window_write(&call, buffers + first, count, reply, reply_size, results + first);
         free(reply);
+        /* What found no room behind others of its window asks again: those are committed now, and can be evicted. */
+        bool some = false;
+        for (uint32_t i = first; i < first + count && r == 0; i++)
+            if (results[i] == -ENOSPC && some)
+                count = i - first;
+            else
+                some = some || results[i] == 0;
         for (uint32_t i = first; i < first + count; i++)
             if (results[i] == 0) {
                 stored++;

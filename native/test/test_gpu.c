@@ -388,6 +388,18 @@ static void test_neighbours_are_copied_together(void) {
     kvfs_gpu_close(gpu);
 }
 
+/* Blocks that end inside their slot, in buffers that touch each other: neighbours they are, but not to be copied together. */
+static void test_buffers_side_by_side(void) {
+    struct kvfs_gpu *gpu = reader_open(4, 256 * KIB);
+    struct batch batch;
+    batch_open(&batch, many, 16, 256 * KIB);
+    for (uint32_t i = 0; i < 16; i++)
+        batch.buffers[i].data = (void *)(uintptr_t)(batch.memory + i * 256 * KIB);
+    CHECK(get(gpu, &batch, NULL) == 16 && batch_check(&batch) == 16);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
 static void test_order_with_the_callers_stream(void) {
     struct kvfs_gpu *gpu = reader_open(MANY, 256 * KIB);
     struct batch batch;
@@ -741,6 +753,35 @@ static void test_flipped_bytes_are_a_miss(void) {
     kvfs_gpu_close(gpu);
 }
 
+/* What the name led to is no block (any more); while that is read again the name is given to another one. */
+static void *replace_main(void *argument) {
+    (void)argument;
+    usleep(TIMEOUT_MS * 800); /* after the first read has failed, before the second */
+    block_add(71, 200 * KIB, 1);
+    return NULL;
+}
+
+static void test_a_block_that_is_gone_is_looked_up_again(void) {
+    struct kvfs_gpu *gpu = reader_open(4, 64 * KIB);
+    struct batch batch;
+    uint8_t key[6];
+    char name[13];
+    pthread_t thread;
+    key_name(key, name, 71);
+    struct kvfs_record record = {.inode = ++next_inode, .parent = 2, .version = ++next_version, .size = 200 * KIB, .generation = 7,
+                                 .page = next_page[0] + 8, .header_pages = 1, .kind = KVFS_KIND_FILE, .flags = KVFS_INODE_SEALED};
+    CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), 0) == 0);
+    batch_open(&batch, (uint32_t[]){71}, 1, 210 * KIB);
+    faults(0, KVFS_FAULT_DELAY, TIMEOUT_MS * 6 / 10);
+    CHECK(pthread_create(&thread, NULL, replace_main, NULL) == 0);
+    CHECK_SAY(get(gpu, &batch, NULL) == 1, "%lld", (long long)batch.results[0]);
+    CHECK(pthread_join(thread, NULL) == 0);
+    faults(0, KVFS_FAULT_NONE, 0);
+    CHECK(batch_check(&batch) == 1 && statistics_of(gpu).restarts == 1);
+    batch_close(&batch);
+    kvfs_gpu_close(gpu);
+}
+
 static void test_prestaged_blocks(void) {
     struct kvfs_gpu *gpu = reader_open(8, 64 * KIB);
     struct batch batch;
@@ -904,6 +945,7 @@ int main(void) {
     unsigned left = cuda.fake_cuda_left();
     RUN(test_whole_blocks);
     RUN(test_neighbours_are_copied_together);
+    RUN(test_buffers_side_by_side);
     RUN(test_order_with_the_callers_stream);
     RUN(test_slots_are_used_again_after_their_copy);
     RUN(test_contexts);
@@ -912,6 +954,7 @@ int main(void) {
     RUN(test_a_stuck_device_is_a_miss);
     RUN(test_every_slot_stuck);
     RUN(test_flipped_bytes_are_a_miss);
+    RUN(test_a_block_that_is_gone_is_looked_up_again);
     RUN(test_prestaged_blocks);
     RUN(test_a_rewritten_block_is_never_torn);
     RUN(test_readers_at_the_same_time);

@@ -46,6 +46,7 @@ SPACE = "team/storm"
 KEYS = [f"{chr(97 + i % 13)}{i:03d}" for i in range(360)]
 HOT = KEYS[:24]
 BLOCK_MAX = 400 * KIB
+BATCH_MAX = len(HOT)
 TIMEOUT_S = 2.0
 # What a call may take, with its deadlines, on two busy cores: a read (reconnect, device), a change (the daemon evicts
 # first), a call on the mount.
@@ -176,11 +177,11 @@ def read_natively(root: pathlib.Path, prestages: bool) -> Callable[[Diary], None
     """get_into of batches, some into memory of odd alignment, and exists."""
     def body(diary: Diary) -> None:
         chooser = diary.chooser
-        aligned = memoryview(kvfs.Client.buffer(16 * BLOCK_MAX))
-        odd = memoryview(bytearray(16 * BLOCK_MAX + 64))
+        aligned = memoryview(kvfs.Client.buffer(BATCH_MAX * BLOCK_MAX))
+        odd = memoryview(bytearray(BATCH_MAX * BLOCK_MAX + 64))
         with _connect(root, diary) as client:
             while diary.goes_on():
-                keys = _pick(chooser, chooser.choice((1, 1, 2, 4, 16)))
+                keys = _pick(chooser, chooser.choice((1, 1, 1, 2, 4, BATCH_MAX)))
                 dice = chooser.random()
                 try:
                     if dice < 0.15:
@@ -369,8 +370,9 @@ class Figures:
         return json.dumps({name: getattr(self, name) for name in self.__dataclass_fields__}, indent=1)
 
 
-def judge(directory: pathlib.Path, daemons: list[Daemon], deaths: dict[int, int], figures: Figures) -> None:
-    """Hold every read against all writes. deaths: when an actor was killed."""
+def judge(directory: pathlib.Path, daemons: list[Daemon], deaths: dict[int, int], stopped: set[int],
+          figures: Figures) -> None:
+    """Hold every read against all writes. deaths: when an actor was killed; stopped: those whose times say nothing."""
     writes: dict[int, list[Write]] = collections.defaultdict(list)
     reads: dict[int, list[tuple[int, int, int, Kind, int]]] = collections.defaultdict(list)
     by_version: dict[int, Write] = {}
@@ -392,7 +394,7 @@ def judge(directory: pathlib.Path, daemons: list[Daemon], deaths: dict[int, int]
             reads[key].append((begun, ended, version, kind, actor))
             figures.reads[kind.name] += 1
             figures.reads[f"{kind.name} hits"] += version != 0
-        if ended:
+        if ended and actor not in stopped:
             name = by_version[version].kind.name if kind in (Kind.DONE, Kind.FAILED) else kind.name
             figures.longest_s[name] = max(figures.longest_s.get(name, 0), round((ended - begun) / 1e9, 3))
     for write in by_version.values():
@@ -479,6 +481,7 @@ class Storm:
         self.stop = mmap.mmap(-1, 1)
         self.numbers = itertools.count(1)
         self.deaths: dict[int, int] = {}
+        self.stopped: set[int] = set()
         self.daemons = [Daemon(time.monotonic_ns())]
         self.figures = Figures()
         root = pool.mount
@@ -498,15 +501,17 @@ class Storm:
 
     def run(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        next_crash = time.monotonic() + self.chooser.uniform(3, 6)
+        next_crash = time.monotonic() + self.chooser.uniform(2, 4)
         while time.monotonic() < end:
             self._watch()
             if time.monotonic() > next_crash:
                 self._end_daemon()
-                next_crash = time.monotonic() + self.chooser.uniform(3, 8)
-            elif self.chooser.random() < 0.6:
+                next_crash = time.monotonic() + self.chooser.uniform(2, 6)
+            elif self.chooser.random() < 0.5:
                 self._kill_one()
-            time.sleep(self.chooser.uniform(0.02, 0.6))
+            else:
+                self._stop_one()
+            time.sleep(self.chooser.uniform(0.02, 0.4))
         self.stop[0] = 1
         wait_until(self._all_ended, "the end of all actors", timeout_s=MOUNT_LIMIT_S + 20, interval_s=0.05)
 
@@ -517,20 +522,35 @@ class Storm:
             seconds, kind = actor.in_call
             limit = {Kind.READ: READ_LIMIT_S, Kind.EXISTS: READ_LIMIT_S, Kind.PUT: CHANGE_LIMIT_S}.get(
                 Kind(kind) if kind else Kind.READ, MOUNT_LIMIT_S)
+            if actor.number in self.stopped:
+                limit *= 2
             assert seconds < limit, f"{actor.role} {actor.number} hangs in {Kind(kind).name} for {seconds:.1f} s"
 
     def _all_ended(self) -> bool:
         self.actors = [actor for actor in self.actors if not actor.ended()]
         return not self.actors
 
-    def _kill_one(self) -> None:
-        """Half of the time while it is in a call, which for a writer is in the middle of a put."""
-        actor = self.chooser.choice([actor for actor in self.actors if actor.role in ("reader", "writer")])
-        if self.chooser.random() < 0.5:
+    def _one(self, roles: tuple[str, ...]) -> Actor:
+        """Mostly while it is in a call, which for a writer is in the middle of a put."""
+        actor = self.chooser.choice([actor for actor in self.actors if actor.role in roles])
+        if self.chooser.random() < 0.7:
             until = time.monotonic() + 0.2
-            while actor.in_call[1] == 0 and time.monotonic() < until:
+            while actor.in_call[0] == 0 and time.monotonic() < until:
                 pass
-            time.sleep(self.chooser.uniform(0, 0.01))
+            time.sleep(self.chooser.choice((0, self.chooser.uniform(0, 0.01))))
+        return actor
+
+    def _stop_one(self) -> None:
+        """For a moment: long enough for what it reads to be evicted and written over."""
+        actor = self._one(("reader", "writer", "file-reader", "file-writer"))
+        os.kill(actor.pid, signal.SIGSTOP)
+        time.sleep(self.chooser.choice((0.05, 0.3, 1.0)))
+        os.kill(actor.pid, signal.SIGCONT)
+        self.stopped.add(actor.number)
+        self.figures.kills[f"{actor.role}, stopped and continued"] += 1
+
+    def _kill_one(self) -> None:
+        actor = self._one(("reader", "writer"))
         actor.kill()
         wait_until(actor.ended, f"the end of {actor.role} {actor.number}", interval_s=0.001)
         self.deaths[actor.number] = time.monotonic_ns()
@@ -539,8 +559,12 @@ class Storm:
         self.actors.append(self._start(actor.role, actor.body))
 
     def _end_daemon(self) -> None:
-        """kill -9, or every fourth time SIGTERM; then mount again, some time later."""
+        """kill -9, or every fourth time SIGTERM; then mount again, some time later. A reader that is stopped meanwhile
+        goes on with the table of the dead daemon, while the next one writes over what that says."""
         self.count()
+        sleeper = self._one(("reader",))
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        self.stopped.add(sleeper.number)
         daemon, pid = self.daemons[-1], self.pool.pid()
         daemon.crashed = self.chooser.random() < 0.75
         self.figures.kills["daemon" if daemon.crashed else "daemon, SIGTERM"] += 1
@@ -550,9 +574,11 @@ class Storm:
         if not daemon.crashed:
             daemon.ended = time.monotonic_ns()
         time.sleep(self.chooser.choice((0, 0.1, 1.0)))
-        self._watch()
         self.pool.start()
         self.daemons.append(Daemon(time.monotonic_ns()))
+        time.sleep(self.chooser.choice((0, 1.0, 2.0)))
+        os.kill(sleeper.pid, signal.SIGCONT)
+        self.figures.kills["reader, stopped over a daemon's end"] += 1
 
     def count(self) -> None:
         """Add the daemon's counters to the figures."""
@@ -579,7 +605,7 @@ def test_a_storm_with_kills_reads_no_wrong_byte_and_leaks_nothing(own_pool: Call
     storm = Storm(pool, tmp_path)
     try:
         storm.run(SECONDS)
-        judge(tmp_path, storm.daemons, storm.deaths, storm.figures)
+        judge(tmp_path, storm.daemons, storm.deaths, storm.stopped, storm.figures)
         storm.count()
         _leaks_nothing(pool)
         _both_paths_agree(pool)

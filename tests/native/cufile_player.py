@@ -49,9 +49,9 @@ class Timespec(ctypes.Structure):
 
 def load(path):
     library = ctypes.CDLL(path, use_errno=True)
-    for name in ("DriverOpen", "DriverClose", "DriverClose_v2", "HandleRegister", "BufRegister", "BufDeregister", "BatchIOSetUp",
-                 "BatchIOSubmit", "BatchIOGetStatus", "BatchIOCancel", "ReadAsync", "WriteAsync", "StreamRegister",
-                 "StreamDeregister", "GetVersion", "DriverGetProperties"):
+    for name in ("DriverOpen", "DriverClose", "DriverClose_v2", "HandleRegister", "BufRegister", "BufDeregister",
+                 "BatchIOSetUp", "BatchIOSubmit", "BatchIOGetStatus", "BatchIOCancel", "ReadAsync", "WriteAsync",
+                 "StreamRegister", "StreamDeregister", "GetVersion", "DriverGetProperties"):
         getattr(library, f"cuFile{name}").restype = Error
     for name in ("Read", "Write", "Readv", "Writev", "UseCount"):
         getattr(library, f"cuFile{name}").restype = ctypes.c_ssize_t

@@ -391,7 +391,8 @@ def test_two_writers_of_one_key_both_succeed_and_readers_see_one_version_whole(c
 
 
 def test_many_threads_share_a_client(client):
-    blocks = {f"key {i}": content(200_000 + i, i) for i in range(40)}
+    """More of them than calls can be under way."""
+    blocks = {f"key {i}": content(20_000 + i, i) for i in range(40)}
     client.put(blocks.items())
     stop = threading.Event()
 
@@ -407,9 +408,9 @@ def test_many_threads_share_a_client(client):
             rounds += 1
         return rounds
 
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        readers = [pool.submit(read, reader) for reader in range(8)]
-        wait_until(lambda: client.statistics().puts > 60 or any(r.done() for r in readers), "60 rounds", timeout_s=60)
+    with concurrent.futures.ThreadPoolExecutor(40) as pool:
+        readers = [pool.submit(read, reader) for reader in range(40)]
+        wait_until(lambda: client.statistics().puts > 240 or any(r.done() for r in readers), "200 rounds", timeout_s=60)
         stop.set()
         assert all(reader.result() for reader in readers)
 

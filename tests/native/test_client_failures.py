@@ -35,6 +35,7 @@ from kvfs.errors import (
     ClientError,
     DeadlineError,
     ForkError,
+    NoSpaceError,
     NotMountedError,
     PoolChangedError,
     PutError,
@@ -173,7 +174,7 @@ def test_reads_go_on_after_the_daemon_was_killed_and_puts_when_it_is_back(own_po
         pool.kill()
         assert_reads(client, old)
         assert client.exists([*old, b"none"]) == [True] * 50 + [False]
-        assert not client.information().connected
+        wait_until(lambda: not client.information().connected, "the end of the daemon's last thread")
         for call in (
             lambda: client.put([(b"new", b"data")]),
             lambda: client.delete([b"key 1"]),
@@ -298,6 +299,23 @@ def test_a_block_that_no_segment_holds_is_an_error_of_its_key(own_pool):
         assert bytes(client.get(b"small")) == b"data"
 
 
+def test_a_pool_that_is_full_of_pinned_blocks_says_so(own_pool):
+    pool = own_pool(files=2, size="64M")
+    (pool.mount / "space").mkdir()
+    pool.command("pin", str(pool.mount / "space"))
+    stored = 0
+    with kvfs.connect(pool.mount, "space", gpu=None) as client:
+        with pytest.raises(NoSpaceError, match=r"key b'\d+', 1048576 bytes: no room: all .* is pinned") as caught:
+            for stored in range(200):
+                client.put([(f"{stored}", content(MIB, stored))])
+        assert isinstance(caught.value, PutError)
+        assert list(caught.value.failed) == [f"{stored}".encode()]
+        assert isinstance(caught.value.failed[f"{stored}".encode()], NoSpaceError)
+        assert stored > 30
+        assert_reads(client, {f"{i}".encode(): content(MIB, i) for i in range(stored)})
+        assert client.delete([f"{i}" for i in range(20)]) == [True] * 20
+
+
 # --- the process -----------------------------------------------------------------------------------------------
 
 
@@ -399,9 +417,9 @@ def test_connecting_and_closing_leaves_no_descriptor_no_thread_and_no_mapping_be
     assert len(pathlib.Path("/proc/self/maps").read_text().splitlines()) < mappings + 20
 
 
-def test_importing_kvfs_loads_no_client(tmp_path):
+def test_importing_kvfs_loads_no_client():
     script = "import sys, kvfs, kvfs.client; assert not {'cffi', 'kvfs._native', 'trio'} & set(sys.modules)"
-    run(sys.executable, "-c", f"{script}; kvfs.connect")
+    run(sys.executable, "-c", f"{script}; kvfs.connect", environment={"KVFS_NATIVE": ""})
 
 
 # --- a device that gives no answer -----------------------------------------------------------------------------

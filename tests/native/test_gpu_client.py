@@ -454,3 +454,26 @@ def test_the_probe_prints_one_line_of_json(fake):
     result = helpers.run(*command, environment={"KVFS_CUDA_LIBRARY": str(fake)})
     found = json.loads(result.stdout)
     assert found["double"] and found["driver_version"] == "12.8" and len(found["devices"]) == 2
+
+
+@pytest.mark.timeout(300)
+def test_gpu_check_goes_through_all_steps_with_the_double(tmp_path):
+    """And says in every line that it is one, and by its exit status that no GPU was checked."""
+    command = ("tools/gpu_check", "--fake", "--quick", "--directory", str(tmp_path))
+    result = helpers.run(*command, check=False, timeout_s=240)
+    assert result.returncode == 3, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert all(line.startswith("[TEST DOUBLE, NO GPU] ") for line in lines)
+    assert sum(" right  " in line for line in lines) >= 7 and "WRONG" not in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_gpu_check_without_a_gpu_says_so(tmp_path):
+    result = helpers.run(
+        "tools/gpu_check", "--quick", "--directory", str(tmp_path), check=False, timeout_s=100,
+        environment={"KVFS_CUDA_LIBRARY": "/nowhere/libcuda.so.1"},
+    )  # fmt: skip
+    assert result.returncode == 3, result.stdout + result.stderr
+    assert "NO GPU HERE: no CUDA: /nowhere/libcuda.so.1" in result.stdout
+    assert "not exercised: correctness of reads into a GPU: no GPU" in result.stdout
+    assert not list(tmp_path.iterdir())
