@@ -113,6 +113,7 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
  * reference that session_put() gives back. */
 int session_get(struct kvfs_client *client, struct session **out);
 void session_put(struct session *session);
+void session_look(struct session *session);              /* is the daemon still there? What it says unasked is GOODBYE or nothing */
 int key_directory(struct kvfs_client *client, struct session *session, const char *path, uint64_t *inode);  /* 0, -ENOENT */
 int lane_take(struct kvfs_client *client, struct session *session, struct lane **out);   /* -EBUSY: all in use for timeout_ms */
 void lane_give(struct lane *lane);                                                        /* no fetch may be active */

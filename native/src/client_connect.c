@@ -393,8 +393,7 @@ static int session_open(struct kvfs_client *client, struct session **out) {
     return r;
 }
 
-/* Is the daemon still there? Looks only; what it says unasked is GOODBYE or nothing. */
-static void session_look(struct session *session) {
+void session_look(struct session *session) {
     if (session->gone || pthread_mutex_trylock(&session->socket_lock) != 0)
         return;
     struct pollfd poll_fd = {.fd = session->socket, .events = POLLIN};

@@ -282,8 +282,9 @@ static int window_write(struct put_call *call, const struct kvfs_buffer *buffers
             item->size = buffers[i].size;
             item->reserved = reserved;
             item->body = reply + at + sizeof(reserved);
-            /* Late writes would go to places that may be others' by then. */
-            int error = now_ns() - started > limit ? -ETIMEDOUT : item_start(item);
+            /* Late writes, or those that a dead daemon's successor knows nothing of, would go to places that may be others' by then. */
+            session_look(call->session);
+            int error = call->session->gone ? -ENOTCONN : now_ns() - started > limit ? -ETIMEDOUT : item_start(item);
             if (error < 0 && !item->error)
                 item->error = error;
             wait_writes(call, items, count, call->client->options.depth - 1);
@@ -388,12 +389,15 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
         free(places);
         return r;
     }
+    /* The daemon lends a quarter of the pool at most, to all clients together. */
+    const struct kvfs_plane *plane = &call.session->plane;
+    uint64_t window = min_u64(WINDOW_BYTES, plane->segment_size * plane->config.segment_count / 16);
     uint32_t stored = 0;
     for (uint32_t first = 0, count; first < keys->count && r == 0; first += count) {
         uint64_t bytes = 0;
         for (count = 0; first + count < keys->count && count < WINDOW_ITEMS; count++) {
             bytes += buffers[first + count].size;
-            if (count && bytes > WINDOW_BYTES)
+            if (count && bytes > window)
                 break;
         }
         uint8_t *reply = NULL;
