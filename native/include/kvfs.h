@@ -100,6 +100,9 @@ struct kvfs_attributes {
 /* Attributes by a path below the mount point, without "." and ".." and without a leading slash; "" is the mount's root. -ENOENT,
  * -ENOTDIR, -EAGAIN: ask the mount (a symbolic link, an inode the table cannot answer for). No permission is checked. */
 int kvfs_find(struct kvfs_client *client, const char *path, struct kvfs_attributes *out);
+/* As kvfs_find(), and what lies on the way: out[0] is the root, out[*count - 1] the last that is there, also when the result is -ENOENT or
+ * -ENOTDIR. */
+int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attributes *out, uint32_t capacity, uint32_t *count);
 /* -ENOENT, -EAGAIN: not a sealed file. */
 int kvfs_file_open(struct kvfs_client *client, uint64_t inode, struct kvfs_file **out);
 /* Up to size bytes from offset: as pread(2) on the mount, or -EAGAIN (not, or no longer, a sealed file: use the mount), -EIO, -ETIMEDOUT. */

@@ -63,12 +63,17 @@ int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t 
 /* While incomplete (at a rebuild), a missing name is -EAGAIN for readers, not -ENOENT. A new table is incomplete. */
 void kvfs_table_set_complete(struct kvfs_table *table, int complete);
 
+/* A file of this inode number begins (1) or ends (-1) to have content that is not in its record. Any thread of the daemon. */
+void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int change);
+
 /* Reader side: any thread, any process. 0, -ENOENT, or -EAGAIN: ask the daemon (a bounded number of retries was not enough, the table is
  * incomplete, or two names share a key). */
 int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out); /* maps read-only; checks magic, version, sizes: -EBADMSG */
 void kvfs_table_detach(struct kvfs_table *table);                      /* an attached one, or NULL */
 int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out);
+/* 0: no file of this inode number is being written; a record looked up after that is up to date. 1: perhaps. */
+int kvfs_table_is_written(const struct kvfs_table *table, uint64_t inode);
 uint64_t kvfs_table_mount_epoch(const struct kvfs_table *table);
 void kvfs_table_statistics(const struct kvfs_table *table, struct kvfs_table_statistics *out);
 

@@ -24,6 +24,7 @@
 #define NESTED_MAX 64
 #define PATH_SIZE 1024
 #define COMPONENT_MAX 255
+#define DEPTH_MAX 24
 #define GROUPS_MAX 256
 #define STATX_MNT_ID_MASK 0x1000u   /* Linux 5.8; the C library's header may be older */
 #define STATX_KNOWN (STATX_BASIC_STATS | STATX_BTIME | STATX_MNT_ID_MASK)
@@ -562,30 +563,24 @@ bool place_allows(const struct kvfs_attributes *attributes, enum ids ids, int wa
 }
 
 static int walk(struct place *place, enum ids ids, struct kvfs_attributes *out) {
-    struct kvfs_client *client = mount_client(place->mount);
-    char *path = place->path;
-    uint32_t at = 0;
-    int r = kvfs_find(client, "", out);
-    for (;;) {
-        if (place->base_inode && (r < 0 ? at <= place->base_size : at == place->base_size && out->inode != place->base_inode)) {
+    struct kvfs_attributes way[DEPTH_MAX];
+    uint32_t count, base = place->base_inode ? 1 : 0;
+    int r = kvfs_walk(mount_client(place->mount), place->path, way, DEPTH_MAX, &count);
+    if (r < 0 && r != -ENOENT && r != -ENOTDIR)
+        return -EAGAIN;
+    if (place->base_inode) {
+        for (uint32_t i = 0; i < place->base_size; i++)
+            base += i == 0 || place->path[i] == '/';
+        if (count < base || way[base - 1].inode != place->base_inode) {
             mounts_moved(); /* the working directory was renamed, or removed: look where it is now */
             return -EAGAIN;
         }
-        if (r < 0)
-            return r == -ENOENT || r == -ENOTDIR ? r : -EAGAIN;
-        if (!path[at])
-            return 0;
-        if (!S_ISDIR(out->mode))
-            return -ENOTDIR;
-        if (!place_allows(out, ids, X_OK))
-            return -EAGAIN;
-        at += at > 0; /* the slash */
-        at += (uint32_t)strcspn(path + at, "/");
-        char end = path[at];
-        path[at] = 0;
-        r = kvfs_find(client, path, out);
-        path[at] = end;
     }
+    for (uint32_t i = 0; i < count - (r == 0); i++)
+        if (S_ISDIR(way[i].mode) && !place_allows(&way[i], ids, X_OK))
+            return -EAGAIN;
+    *out = way[count - 1];
+    return r;
 }
 
 int place_find(struct place *place, enum ids ids, struct kvfs_attributes *out) {

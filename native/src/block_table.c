@@ -453,6 +453,11 @@ void kvfs_table_destroy(struct kvfs_table *table)
     free(table);
 }
 
+void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int change)
+{
+    atomic_fetch_add(&table->written[inode_hash(table, inode) % WRITTEN_COUNTS], (uint32_t)change);
+}
+
 int kvfs_table_fd(const struct kvfs_table *table)
 {
     return table->fd;

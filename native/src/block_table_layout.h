@@ -2,7 +2,7 @@
  * One array of record slots, and two linear-hashing indexes over it, by name key and by inode number.
  *
  * Layout of the memfd, each part page aligned and as large as records_max can ever need (sparse: only what is used costs memory):
- * header page; name buckets; inode buckets; overflow buckets of both; record slots.
+ * header page; counts of files being written; name buckets; inode buckets; overflow buckets of both; record slots.
  *
  * Linear hashing: an index of `count` buckets grows by one bucket at a time. Bucket count - P (P: the highest power of two in count) is
  * split into itself and bucket `count`, so `count` alone says which bucket a hash lies in, and no insert waits for more than one split.
@@ -38,13 +38,15 @@
 #include "kvfs_checksum.h"
 
 #define TABLE_MAGIC 0x4c4241545346564bULL /* "KVFSTABL" */
-#define TABLE_VERSION 1
+#define TABLE_VERSION 2
 #define BUCKET_ENTRIES 9
 #define INITIAL_BUCKETS 64 /* one page */
 /* Entries per primary bucket before the next split. At 8 of 9 some 30% of the buckets have an overflow bucket at every stage of growth:
  * 10.5 bytes a record and index. At 6 it was 12.2 bytes, and no lookup faster than the noise. */
 #define LOAD 8
 #define RECORDS_MAX (UINT32_C(1) << 31)
+/* Files being written, counted by a hash of the inode number: two that meet cost a reader a question to the mount. */
+#define WRITTEN_COUNTS 16384
 
 struct bucket {
     _Atomic uint32_t sequence;  /* of the chain, in a primary bucket */
@@ -115,6 +117,7 @@ struct free_set {
 
 struct kvfs_table {
     struct header *header;
+    _Atomic uint32_t *written;
     struct index names;
     struct index inodes;
     struct bucket *overflow; /* [0] is unused */
@@ -212,6 +215,9 @@ static inline void lay_out(struct kvfs_table *table, uint64_t records_max)
      * the new chain's are taken before the old one's are given back. */
     table->overflow_max = (uint32_t)((records_max + 1) / 3 + 16);
     table->names.buckets_max = table->inodes.buckets_max = (uint32_t)primary;
+    if (base)
+        table->written = (_Atomic uint32_t *)(base + offset);
+    offset += WRITTEN_COUNTS * sizeof(*table->written);
     if (base) {
         table->names.count = &table->header->counts[0];
         table->inodes.count = &table->header->counts[1];

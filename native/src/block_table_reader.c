@@ -213,6 +213,11 @@ int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct
     return find(table, &table->inodes, &key, out);
 }
 
+int kvfs_table_is_written(const struct kvfs_table *table, uint64_t inode)
+{
+    return get_acquire(&table->written[inode_hash(table, inode) % WRITTEN_COUNTS]) != 0;
+}
+
 uint64_t kvfs_table_mount_epoch(const struct kvfs_table *table)
 {
     return table->header->constants.mount_epoch;

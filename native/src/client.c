@@ -392,36 +392,53 @@ int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const str
 
 /* ---- any file ---- */
 
-int kvfs_find(struct kvfs_client *client, const char *path, struct kvfs_attributes *out) {
+static void attributes_of(const struct kvfs_record *record, bool sealed, struct kvfs_attributes *out) {
+    *out = (struct kvfs_attributes){
+        .inode = record->inode, .size = record->size, .version = record->version, .mtime_ns = record->mtime_ns, .ctime_ns = record->ctime_ns,
+        .atime_ns = record->atime_ns, .mode = record->mode, .uid = record->uid, .gid = record->gid, .nlink = record->nlink, .sealed = sealed};
+}
+
+int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attributes *out, uint32_t capacity, uint32_t *count) {
     struct session *session;
-    struct kvfs_record record = {0};
-    uint64_t inode = 1;
+    struct kvfs_record record;
+    *count = 0;
     int r = session_get(client, &session);
     if (r < 0)
         return r;
-    if (!*path)
-        r = kvfs_table_find_inode(session->table, inode, &record);
-    while (*path && r == 0) {
-        uint32_t size = (uint32_t)strcspn(path, "/");
-        r = kvfs_table_find_name(session->table, inode, path, size, &record);
-        path += size;
-        if (r == 0 && *path == '/') {
-            path++;
-            r = record.kind == KVFS_KIND_DIRECTORY ? 0 : record.kind == KVFS_KIND_SYMLINK ? -EAGAIN : -ENOTDIR;
-            inode = record.inode;
+    r = kvfs_table_find_inode(session->table, 1, &record);
+    while (r == 0) {
+        bool sealed = record.kind == KVFS_KIND_FILE && record.flags & KVFS_INODE_SEALED;
+        if (record.kind == KVFS_KIND_SYMLINK || record.flags & KVFS_INODE_ASK)
+            r = -EAGAIN;
+        if (r == 0 && sealed) { /* looked up again once it is known that nobody writes it */
+            sealed = !kvfs_table_is_written(session->table, record.inode);
+            r = sealed ? kvfs_table_find_inode(session->table, record.inode, &record) : 0;
+            if (r == -ENOENT || record.flags & (KVFS_INODE_ASK | KVFS_INODE_NAMELESS))
+                r = -EAGAIN;
         }
+        if (r == 0 && *count == capacity)
+            r = -EAGAIN;
+        if (r < 0)
+            break;
+        attributes_of(&record, sealed, &out[(*count)++]);
+        if (!*path)
+            break;
+        uint32_t size = (uint32_t)strcspn(path, "/");
+        r = record.kind == KVFS_KIND_DIRECTORY ? kvfs_table_find_name(session->table, record.inode, path, size, &record) : -ENOTDIR;
+        path += size + (path[size] == '/');
     }
-    if (r == 0 && (record.kind == KVFS_KIND_SYMLINK || record.flags & KVFS_INODE_ASK))
-        r = -EAGAIN;
     TALLY(client, lookups, 1);
     session_put(session);
-    if (r < 0)
-        return r;
-    *out = (struct kvfs_attributes){
-        .inode = record.inode, .size = record.size, .version = record.version, .mtime_ns = record.mtime_ns, .ctime_ns = record.ctime_ns,
-        .atime_ns = record.atime_ns, .mode = record.mode, .uid = record.uid, .gid = record.gid, .nlink = record.nlink,
-        .sealed = record.kind == KVFS_KIND_FILE && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_ASK)};
-    return 0;
+    return r;
+}
+
+int kvfs_find(struct kvfs_client *client, const char *path, struct kvfs_attributes *out) {
+    struct kvfs_attributes found[64];
+    uint32_t count;
+    int r = kvfs_walk(client, path, found, 64, &count);
+    if (r == 0)
+        *out = found[count - 1];
+    return r;
 }
 
 struct kvfs_file {
@@ -432,6 +449,8 @@ struct kvfs_file {
 };
 
 static int file_record(struct session *session, uint64_t inode, struct kvfs_record *record) {
+    if (kvfs_table_is_written(session->table, inode)) /* before the record is looked up: then it is up to date */
+        return -EAGAIN;
     int r = kvfs_table_find_inode(session->table, inode, record);
     if (r == 0 && (record->kind != KVFS_KIND_FILE || !(record->flags & KVFS_INODE_SEALED) || record->flags & KVFS_INODE_ASK))
         r = -EAGAIN;

@@ -152,12 +152,15 @@ static int pool_of(const char *path, char pool[PATH_MAX], uint64_t *base) {
 }
 
 static int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
-    /* By the directory's descriptor: sockaddr_un has 108 bytes, a pool's path may have more. */
-    int directory = open(client->pool, O_PATH | O_DIRECTORY | O_CLOEXEC);
-    if (directory < 0)
-        return client_fail(errno == EACCES ? -EACCES : -ENOTCONN, "%s: %s", client->pool, strerror(errno));
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    snprintf(address.sun_path, sizeof(address.sun_path), "/proc/self/fd/%d/control.sock", directory);
+    int directory = -1;
+    /* sockaddr_un has 108 bytes; a longer path goes by the directory's descriptor, which a process that was setuid may not follow. */
+    if ((size_t)snprintf(address.sun_path, sizeof(address.sun_path), "%s/control.sock", client->pool) >= sizeof(address.sun_path)) {
+        directory = open(client->pool, O_PATH | O_DIRECTORY | O_CLOEXEC);
+        if (directory < 0)
+            return client_fail(errno == EACCES ? -EACCES : -ENOTCONN, "%s: %s", client->pool, strerror(errno));
+        snprintf(address.sun_path, sizeof(address.sun_path), "/proc/self/fd/%d/control.sock", directory);
+    }
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     int r = fd < 0 ? -errno : 0;
     while (r == 0 && connect(fd, (struct sockaddr *)&address, sizeof(address)) < 0) {
@@ -167,7 +170,8 @@ static int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
             r = 0;
         }
     }
-    close(directory);
+    if (directory >= 0)
+        close(directory);
     if (r == 0)
         return fd;
     if (fd >= 0)

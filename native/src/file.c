@@ -358,6 +358,7 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
     free(file->leaves);
     free(file);
     node->file = NULL;
+    kvfs_table_count_written(plane->table, node->inode, -1);
     atomic_fetch_sub(&plane->count.staged_files, 1);
 }
 

@@ -129,6 +129,7 @@ static int file_install(struct kvfs_plane *plane, struct node *node) {
         return -ENOMEM;
     atomic_fetch_add(&node->refs, 1);
     COUNT(plane, staged_files, 1);
+    kvfs_table_count_written(plane->table, node->inode, 1);
     return 0;
 }
 

@@ -1580,11 +1580,11 @@ static void test_device_errors(void) {
     CHECK(kvfs_get(client, &b->keys, b->buffers, b->results) == 0 && b->results[0] == -EIO);
     /* What the daemon refuses. */
     locked();
-    d.refuse_odd = -ENOSPC;
+    d.refuse_odd = -EFBIG;
     unlocked();
     CHECK(kvfs_put(client, &b->keys, b->buffers, b->results) == 5);
     for (uint32_t i = 0; i < 10; i++)
-        CHECK(b->results[i] == (i % 2 ? -ENOSPC : 0));
+        CHECK(b->results[i] == (i % 2 ? -EFBIG : 0));
     locked();
     d.refuse_odd = 0;
     d.fail_odd = -EISDIR;

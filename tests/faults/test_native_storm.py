@@ -394,8 +394,9 @@ def judge(directory: pathlib.Path, daemons: list[Daemon], deaths: dict[int, int]
             reads[key].append((begun, ended, version, kind, actor))
             figures.reads[kind.name] += 1
             figures.reads[f"{kind.name} hits"] += version != 0
-        if ended and actor not in stopped:
+        if ended:
             name = by_version[version].kind.name if kind in (Kind.DONE, Kind.FAILED) else kind.name
+            name += " of one that was stopped" if actor in stopped else ""
             figures.longest_s[name] = max(figures.longest_s.get(name, 0), round((ended - begun) / 1e9, 3))
     for write in by_version.values():
         write.over = write.done or _fate_known(write, daemons, deaths)
@@ -559,12 +560,13 @@ class Storm:
         self.actors.append(self._start(actor.role, actor.body))
 
     def _end_daemon(self) -> None:
-        """kill -9, or every fourth time SIGTERM; then mount again, some time later. A reader that is stopped meanwhile
-        goes on with the table of the dead daemon, while the next one writes over what that says."""
+        """kill -9, or every fourth time SIGTERM; then mount again, some time later. Readers that are stopped meanwhile
+        go on with the table of the dead daemon, while the next one writes over what that says."""
         self.count()
-        sleeper = self._one(("reader",))
-        os.kill(sleeper.pid, signal.SIGSTOP)
-        self.stopped.add(sleeper.number)
+        sleepers = {self._one(("reader",)) for _ in range(2)}
+        for sleeper in sleepers:
+            os.kill(sleeper.pid, signal.SIGSTOP)
+            self.stopped.add(sleeper.number)
         daemon, pid = self.daemons[-1], self.pool.pid()
         daemon.crashed = self.chooser.random() < 0.75
         self.figures.kills["daemon" if daemon.crashed else "daemon, SIGTERM"] += 1
@@ -577,8 +579,9 @@ class Storm:
         self.pool.start()
         self.daemons.append(Daemon(time.monotonic_ns()))
         time.sleep(self.chooser.choice((0, 1.0, 2.0)))
-        os.kill(sleeper.pid, signal.SIGCONT)
-        self.figures.kills["reader, stopped over a daemon's end"] += 1
+        for sleeper in sleepers:
+            os.kill(sleeper.pid, signal.SIGCONT)
+            self.figures.kills["reader, stopped over a daemon's end"] += 1
 
     def count(self) -> None:
         """Add the daemon's counters to the figures."""

@@ -615,6 +615,9 @@ int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_i
     return 0;
 }
 int kvfs_find(struct kvfs_client *client, const char *path, struct kvfs_attributes *out) { return -EAGAIN; }
+int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attributes *out, uint32_t size, uint32_t *n) {
+    return -EAGAIN;
+}
 int kvfs_file_open(struct kvfs_client *client, uint64_t inode, struct kvfs_file **out) {
     *out = malloc(sizeof(**out));
     (*out)->client = client;
