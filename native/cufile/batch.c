@@ -266,7 +266,7 @@ enum verdict { VERDICT_REAL, VERDICT_OURS, VERDICT_EMPTY, VERDICT_ODD };
 static int judge(struct batch *batch, struct handle *handle, const struct cufile_item *item, struct buffer *buffer) {
     bool own = batch->own || (handle && handle->own);
     *buffer = buffer_find(item->base);
-    if (!own && (!handle || item->opcode == 1 || handle->access != O_RDONLY))
+    if (!own && (!handle || item->opcode == 1))
         return VERDICT_REAL;
     int refused = own ? own_check_item(handle, item) : 0;
     if (refused)

@@ -11,7 +11,6 @@
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
 static struct handle *handles[BUCKETS];
 static struct buffer *buffers[BUCKETS];
-static atomic_uint writable_count;       /* handles that are not read-only */
 unsigned fork_count;
 
 static unsigned bucket(const void *key) {
@@ -74,8 +73,6 @@ static struct handle *unlinked(struct handle **link) {
     struct handle *handle = *link;
     if (handle)
         *link = handle->next;
-    if (handle && handle->access != O_RDONLY)
-        atomic_fetch_sub(&writable_count, 1);
     return handle;
 }
 
@@ -108,8 +105,6 @@ struct handle *handle_add(void *real_handle, int fd, const struct place *place, 
     struct handle *old = unlinked(linked(handle->key)); /* the real library has given the address again */
     handle->next = handles[bucket(handle->key)];
     handles[bucket(handle->key)] = handle;
-    if (handle->access != O_RDONLY)
-        atomic_fetch_add(&writable_count, 1);
     pthread_rwlock_unlock(&lock);
     handle_put(old);
     COUNT(handles, 1);
@@ -131,18 +126,6 @@ bool handle_number_taken(int fd) {
             taken = handle->own && handle->number == fd;
     pthread_rwlock_unlock(&lock);
     return taken;
-}
-
-bool handle_is_written(const struct handle *handle) {
-    bool found = handle->access != O_RDONLY;
-    if (found || !atomic_load_explicit(&writable_count, memory_order_relaxed))
-        return found;
-    pthread_rwlock_rdlock(&lock);
-    for (unsigned i = 0; i < BUCKETS && !found; i++)
-        for (struct handle *other = handles[i]; other && !found; other = other->next)
-            found = other->access != O_RDONLY && other->place.inode == handle->place.inode && other->place.mount == handle->place.mount;
-    pthread_rwlock_unlock(&lock);
-    return found;
 }
 
 struct kvfs_file *handle_file(struct handle *handle) {

@@ -70,8 +70,6 @@ void handle_put(struct handle *handle);
 struct handle *handle_add(void *real_handle, int fd, const struct place *place, bool own);
 void handle_remove(void *key);           /* unknown: nothing */
 bool handle_number_taken(int fd);        /* by an own handle */
-/* The application has it open for writing: what was written is with the daemon, and the block on the devices may be the one before. */
-bool handle_is_written(const struct handle *handle);
 struct kvfs_file *handle_file(struct handle *handle); /* NULL: libkvfs cannot read it, now */
 
 /* Registered buffers, by the address they were registered with. size 0: none there. mapped: whether it was, when it was registered. */

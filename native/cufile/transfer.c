@@ -64,7 +64,7 @@ static int64_t read_piece(void *owner, void *memory, uint64_t size, uint64_t off
 int64_t native_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset, bool mapped) {
     int error = errno, kind = cuda_memory_kind(destination);
     uint64_t done = 0;
-    int64_t result = !handle_is_written(handle) && handle_file(handle) ? 0 : -1;
+    int64_t result = handle_file(handle) ? 0 : -1;
     if (result == 0 && kind == 1) {
         result = cuda_fill(destination, size, offset, read_piece, handle);
         if (result > 0)
