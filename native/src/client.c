@@ -242,45 +242,32 @@ int key_find(struct kvfs_client *client, struct session *session, struct shards 
     return r;
 }
 
-int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes) {
+/* Either of sizes and found may be NULL. */
+static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes, uint8_t *found) {
     struct session *session;
     struct shards shards = {0};
     const uint8_t *key = keys->data;
     int r = session_get(client, &session);
     if (r < 0)
         return r;
-    uint64_t hits = 0;
     for (uint32_t i = 0; i < keys->count; key += keys->sizes[i++]) {
         struct kvfs_record record;
         r = key_find(client, session, &shards, key, keys->sizes[i], &record);
         if (r < 0 && r != -ENOENT)
             break;
-        sizes[i] = r == 0 ? (int64_t)record.size : -ENOENT;
-        hits += r == 0;
+        if (sizes)
+            sizes[i] = r == 0 ? (int64_t)record.size : -ENOENT;
+        if (found)
+            found[i] = r == 0;
     }
     TALLY(client, lookups, keys->count);
     session_put(session);
-    return r == 0 || r == -ENOENT ? 0 : r;
+    return r == -ENOENT ? 0 : r;
 }
 
-int kvfs_exists(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found) {
-    struct session *session;
-    struct shards shards = {0};
-    const uint8_t *key = keys->data;
-    int r = session_get(client, &session);
-    if (r < 0)
-        return r;
-    for (uint32_t i = 0; i < keys->count; key += keys->sizes[i++]) {
-        struct kvfs_record record;
-        r = key_find(client, session, &shards, key, keys->sizes[i], &record);
-        if (r < 0 && r != -ENOENT)
-            break;
-        found[i] = r == 0;
-    }
-    TALLY(client, lookups, keys->count);
-    session_put(session);
-    return r == 0 || r == -ENOENT ? 0 : r;
-}
+int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes) { return look_up(client, keys, sizes, NULL); }
+
+int kvfs_exists(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found) { return look_up(client, keys, NULL, found); }
 
 /* ---- get ---- */
 
