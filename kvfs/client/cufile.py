@@ -73,13 +73,14 @@ def _of_linker() -> str | None:
 
 def find_real(program: str, base: Mapping[str, str]) -> Path | None:
     """The libcufile that this program would have used; None if there is none on this machine."""
-    ours = LIBRARY.stat()
-    for directory in _directories(program, base):
-        for path in sorted(glob.glob(f"{directory}/{REAL_NAME}"), reverse=True):
-            if not os.path.samestat(os.stat(path), ours):
-                return Path(path)
-    listed = _of_linker()
-    return Path(listed) if listed and not os.path.samestat(os.stat(listed), ours) else None
+    def candidates() -> Iterator[str]:
+        for directory in _directories(program, base):
+            yield from sorted(glob.glob(f"{directory}/{REAL_NAME}"), reverse=True)
+        if listed := _of_linker():
+            yield listed
+
+    return next((Path(path) for path in candidates() if os.path.exists(path) and not os.path.samefile(path, LIBRARY)),
+                None)
 
 
 def environment(program: str, base: Mapping[str, str]) -> dict[str, str]:

@@ -309,6 +309,8 @@ static int sort_items(struct batch *batch, unsigned count, const struct cufile_i
             error = CUFILE_NO_MEMORY;
         } else if (verdicts[i] != VERDICT_EMPTY) {
             foreign[(*foreign_count)++] = items[i];
+            if (handles[i] && items[i].opcode == 0)
+                COUNT(forwarded_reads, 1);
         }
     }
     for (unsigned i = 0; i < count; i++)

@@ -1,5 +1,5 @@
-/* Every function that libcufile 1.20 exports and calls.c and batch.c do not have: a jump to the real one, whatever its arguments are. The first
- * call of each looks it up; kvfs_cufile_symbol() is in real.c. Data and the C++ library's templates are left out: nobody imports them. */
+/* Every function that libcufile 1.20 exports and calls.c and batch.c do not have: a jump to the real one, whatever its arguments are. The
+ * first call of each looks it up; kvfs_cufile_symbol() is in real.c. Data and the C++ library's templates are left out. */
 
     .section .note.GNU-stack, "", %progbits
 

@@ -6,12 +6,10 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "shim.h"
 
-#define FUSE_MAGIC 0x65735546
 #define MOUNTINFO "/proc/self/mountinfo"
 #define RETRY_NS 1000000000ull           /* between two attempts to connect, at least; and ten times what the last one took */
 
@@ -108,17 +106,18 @@ static void refresh(void) {
 }
 
 bool mounts_find(int fd, struct place *out) {
-    struct statfs filesystem;
-    struct stat status;
-    if (fstatfs(fd, &filesystem) < 0 || filesystem.f_type != FUSE_MAGIC || fstat(fd, &status) < 0 || !S_ISREG(status.st_mode))
+    struct statx status;
+    /* What the kernel knows by itself: no filesystem, of whatever kind, is asked. */
+    if (statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO, &status) < 0 || !S_ISREG(status.stx_mode))
         return false;
+    dev_t device = makedev(status.stx_dev_major, status.stx_dev_minor);
     pthread_mutex_lock(&mounts_lock);
     refresh();
     struct mount *mount = mounts;
-    while (mount && (mount->gone || mount->device != status.st_dev))
+    while (mount && (mount->gone || mount->device != device))
         mount = mount->next;
     pthread_mutex_unlock(&mounts_lock);
-    *out = (struct place){mount, status.st_ino};
+    *out = (struct place){mount, status.stx_ino};
     return mount != NULL;
 }
 

@@ -1,9 +1,9 @@
 /* Inside libkvfs_cufile.so: a libcufile.so.0 that takes reads of files on kvfs mounts to libkvfs.
  *
- * The rule of the whole library: a read is done here only where it is certain that the real libcufile would have given the same bytes and the
- * same count. All else, also in doubt, is the real library's call, with the arguments as they came. To that end a file on a kvfs mount is
- * registered with the real library too, and the application holds the real handle: whatever goes there needs no translation. Only where there
- * is no real library, or it refuses the file, is a handle ours alone ("own"); own.c then answers as the real one would.
+ * The rule of the whole library: a read is done here only where it is certain that the real libcufile would have given the same bytes and
+ * the same count. All else, also in doubt, is the real library's call, with the arguments as they came. To that end a file on a kvfs mount
+ * is registered with the real library too, and the application holds the real handle: whatever goes there needs no translation. Only where
+ * there is no real library, or it refuses the file, is a handle ours alone ("own"); own.c then answers as the real one would.
  *
  *     calls.c      the calls that are taken over, but for batches
  *     batch.c      batches, and the threads that read for them
@@ -86,8 +86,8 @@ void fork_guard(void);                   /* once before anything else */
 
 /* 0: host memory; 1: GPU memory, reached only by copies; 2: host memory known to CUDA, so mapped. */
 int cuda_memory_kind(const void *pointer);
-/* GPU memory, in pieces through pinned memory: fill() puts up to size bytes from offset on into it, drain() takes them; bytes or -errno. Both
- * wait until all is copied. Bytes of all pieces up to a short one, or -errno: of a piece, or of CUDA. */
+/* GPU memory, in pieces through pinned memory: fill() puts up to size bytes from offset on into it, drain() takes them; bytes or -errno.
+ * Both wait until all is copied. Bytes of all pieces up to a short one, or -errno: of a piece, or of CUDA. */
 typedef int64_t (*cuda_piece)(void *owner, void *memory, uint64_t size, uint64_t offset);
 int64_t cuda_fill(void *destination, uint64_t size, uint64_t offset, cuda_piece fill, void *owner);
 int64_t cuda_drain(const void *source, uint64_t size, uint64_t offset, cuda_piece drain, void *owner);

@@ -16,6 +16,7 @@ GPU memory is a double here (native/cufile/test/fake_cuda.c), and says nothing a
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -26,9 +27,9 @@ import sys
 import tempfile
 import zipfile
 
+import helpers
 import pytest
 
-import helpers
 from kvfs.client import cufile
 
 REFERENCE_VERSION = "1.20.0.107"
@@ -94,7 +95,8 @@ def reference(preloads):
 def play(library, steps, *, preloads="", real="none", stats=None, timeout_s=PLAY_TIMEOUT_S, environment=None):
     """Play the steps; their outcomes, as far as it came, and the exit status (None: it hung)."""
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as out:
-        given = {**os.environ, "LD_PRELOAD": preloads, "KVFS_CUFILE_REAL": str(real), "CUFILE_LOGFILE_PATH": "/dev/null",
+        given = {**os.environ, "LD_PRELOAD": preloads, "KVFS_CUFILE_REAL": str(real),
+                 "CUFILE_LOGFILE_PATH": "/dev/null",
                  **({"KVFS_CUFILE_STATS": str(stats)} if stats else {}), **(environment or {})}
         process = subprocess.Popen([sys.executable, PLAYER, library], stdin=subprocess.PIPE, stdout=out, cwd=directory,
                                    stderr=subprocess.PIPE, env=given, text=True)
@@ -144,7 +146,8 @@ def make_files(directory):
 def wait_sealed(directory, names=tuple(FILES)):
     """Until all were sealed and the block table says so: from then on libkvfs reads them."""
     names = [name for name in names if FILES[name]]
-    steps = [buffer(), *(step for name in names for step in opened(name, name)), *(read(f"h{name}", 1, 0) for name in names)]
+    steps = [buffer(), *(step for name in names for step in opened(name, name)),
+             *(read(f"h{name}", 1, 0) for name in names)]
     steps = json.loads(json.dumps(steps).replace("{dir}", str(directory)))
 
     def all_native():
@@ -234,12 +237,14 @@ START = [buffer(), *opened("f", "large")]
 BAD_POINTERS = (1, 4096, 65536, 1 << 40, (1 << 47) - 4096, 1 << 47, 1 << 63, (1 << 64) - 4096)
 EDGES = {
     "ends": [*START, *(read("hf", size, offset) for size, offset in (
-        (4096, 0), (3_000_017, 0), (BUFFER_SIZE, 0), (100, 3_000_016), (100, 3_000_017), (100, 3_000_018), (100, 1 << 40),
+        (4096, 0), (3_000_017, 0), (BUFFER_SIZE, 0), (100, 3_000_016), (100, 3_000_017), (100, 3_000_018),
+        (100, 1 << 40),
         (0, 0), (0, 1 << 62), (1, 0), (4096, 4095), (10, -1), (10, -4096), (0, -1), (1 << 33, 0), (1 << 32, 1),
         (1 << 31, 0), (10, (1 << 63) - 1), (10, (1 << 63) - 11), (10, (1 << 63) - 5), ((1 << 63) - 1, 0), (1 << 63, 0),
         ((1 << 64) - 1, 0)))],
     "buffer offsets": [*START, read("hf", 1000, 777, buffer_offset=13), read("hf", 10, 0, at=4096, buffer_offset=-1),
-                       read("hf", 4096, 4096, at=8192, buffer_offset=-8192), read("hf", 8192, 100, at=1, buffer_offset=4095)],
+                       read("hf", 4096, 4096, at=8192, buffer_offset=-8192),
+                       read("hf", 8192, 100, at=1, buffer_offset=4095)],
     "no memory": [*START, read("hf", 10, 0, None), read("hf", 0, 0, None), read("hf", 10, 1 << 40, None),
                   read(77, 10, 0, None), write("hf", 10, 0, None)],
     "bad memory": [*START, buffer("R", 8192, read_only=True), read("hf", 100, 0, "R"), read("hf", 8192, 0, "R"),
@@ -250,7 +255,8 @@ EDGES = {
     "handles": [buffer(), read(None, 10, 0), {"op": "use_count"}, {"op": "driver_open"}, read(None, 10, 0),
                 read(12345, 10, 0), *opened("f", "large"), {"op": "use_count"}, {"op": "deregister", "handle": "hf"},
                 read("hf", 10, 0), {"op": "deregister", "handle": "hf"}, {"op": "deregister", "handle": None},
-                {"op": "deregister", "handle": 4242}, {"op": "register", "name": "again", "fd": "f"}, read("again", 10, 5)],
+                {"op": "deregister", "handle": 4242}, {"op": "register", "name": "again", "fd": "f"},
+                read("again", 10, 5)],
     "registering": [buffer(), {"op": "register", "name": "h", "fd": -1}, {"op": "use_count"},
                     {"op": "register", "name": "h", "fd": 99}, *opened("f", "large"),
                     {"op": "register", "name": "h", "fd": "f"},
@@ -265,9 +271,11 @@ EDGES = {
                    write("hr", 0, 0), write("hr", 10, -1), *opened("d", "large", "O_RDONLY|O_DIRECT"),
                    *(read("hd", size, offset) for size, offset in ((4096, 0), (10, 0), (4096, 1), (100, 3_000_000)))],
     "small files": [buffer(), *opened("e", "empty"), read("he", 10, 0), *opened("s", "small"), read("hs", 4096, 0),
-                    read("hs", 50, 60), read("hs", 50, 100), *opened("p", "page"), read("hp", 4096, 0), read("hp", 1, 4095)],
+                    read("hs", 50, 60), read("hs", 50, 100), *opened("p", "page"), read("hp", 4096, 0),
+                    read("hp", 1, 4095)],
     "buffers": [*START, {"op": "buffer_register", "buffer": "B", "size": 8192},
-                {"op": "buffer_register", "buffer": "B", "size": 8192}, {"op": "buffer_register", "buffer": "B", "size": 100},
+                {"op": "buffer_register", "buffer": "B", "size": 8192},
+                {"op": "buffer_register", "buffer": "B", "size": 100},
                 read("hf", 8192, 0), read("hf", 8193, 0), read("hf", 4096, 0, buffer_offset=4096),
                 read("hf", 4096, 0, buffer_offset=8192), read("hf", 4096, 0, buffer_offset=-4096),
                 read("hf", 8193, -1), read("hf", 8193, 4_000_000), read("hf", 0, 0, buffer_offset=9000),
@@ -307,7 +315,8 @@ EDGES = {
     "streams without CUDA": [*START, {"op": "read_async", "handle": "hf", "buffer": "B", "size": 100, "offset": 0},
                              {"op": "read_async", "handle": None, "buffer": "B", "size": 100, "offset": 0},
                              {"op": "read_async", "handle": "hf", "buffer": None, "size": 100, "offset": 0},
-                             {"op": "read_async", "handle": "hf", "buffer": "B", "size": 100, "offset": 0, "null": True},
+                             {"op": "read_async", "handle": "hf", "buffer": "B", "size": 100, "offset": 0,
+                              "null": True},
                              {"op": "write_async", "handle": "hf", "buffer": "B", "size": 100, "offset": 0},
                              {"op": "stream_register"}, {"op": "stream_register", "flags": 15},
                              {"op": "stream_deregister"}, {"op": "stream_deregister"}],
@@ -321,10 +330,12 @@ EDGES = {
                 {"op": "status", "batch": "b", "least": 1, "count": 4},
                 submit(item("hf", 3_000_017, 0, 5)), drain(1),
                 submit(item("hf", 1000, 1, 6)), submit(item("hf", 1000, 2, 7, buffer_offset=5000)), drain(2),
-                {"op": "status", "batch": "b", "least": 0, "count": 0}, {"op": "status", "batch": "b", "least": 2, "count": 1},
+                {"op": "status", "batch": "b", "least": 0, "count": 0},
+                {"op": "status", "batch": "b", "least": 2, "count": 1},
                 {"op": "status", "batch": "b", "least": 5, "count": 5, "timeout_ms": 100},
                 {"op": "status", "batch": "b", "least": 1, "count": 4, "null": True},
-                {"op": "status", "batch": None, "least": 1, "count": 4}, {"op": "status", "batch": 999, "least": 1, "count": 4},
+                {"op": "status", "batch": None, "least": 1, "count": 4},
+                {"op": "status", "batch": 999, "least": 1, "count": 4},
                 submit(item("hf", 1, 0, 1), batch=None), submit(item("hf", 1, 0, 1), batch=999),
                 {"op": "cancel", "batch": None}, {"op": "cancel", "batch": 999}, {"op": "destroy", "batch": None},
                 {"op": "cancel", "batch": "b"}, submit(item("hf", 4096, 0, 8)), {"op": "deregister", "handle": "hf"},
@@ -340,18 +351,23 @@ EDGES = {
     "batches full": [*START, batch(2), submit(*(item("hf", 4096, 0, i) for i in range(3))),
                      {"op": "status", "batch": "b", "least": 0, "count": 2}, submit(item("hf", 4096, 0, 1)),
                      submit(item("hf", 4096, 0, 2)), submit(item("hf", 4096, 0, 3)),
-                     {"op": "status", "batch": "b", "least": 0, "count": 2}, submit(item("hf", 4096, 0, 4)), drain(1, 2),
+                     {"op": "status", "batch": "b", "least": 0, "count": 2}, submit(item("hf", 4096, 0, 4)),
+                     drain(1, 2),
                      submit(), submit(item("hf", 1, 0, 1), null=True), submit(item("hf", 1, 0, 5)), drain(1, 2)],
 }
 for _name, _bad in {
-        "no handle": item(None, 4096, 0, 9), "unknown handle": item(77, 4096, 0, 9), "negative offset": item("hf", 4096, -1, 9),
-        "bad memory": item("hf", 4096, 0, 9, 1 << 40), "nothing": item("hf", 0, 0, 9), "write": item("hf", 10, 0, 9, opcode=1),
+        "no handle": item(None, 4096, 0, 9), "unknown handle": item(77, 4096, 0, 9),
+        "negative offset": item("hf", 4096, -1, 9),
+        "bad memory": item("hf", 4096, 0, 9, 1 << 40), "nothing": item("hf", 0, 0, 9),
+        "write": item("hf", 10, 0, 9, opcode=1),
         "opcode": item("hf", 10, 0, 9, opcode=7), "mode": item("hf", 10, 0, 9, mode=3),
         "before the buffer": item("hf", 10, 0, 9, buffer_offset=-100)}.items():
     EDGES[f"batch with {_name}"] = [
-        *START, batch(4), submit(item("hf", 4096, 0, 1, buffer_offset=4096), _bad, item("hf", 4096, 0, 2, buffer_offset=8192)),
+        *START, batch(4), submit(item("hf", 4096, 0, 1, buffer_offset=4096), _bad,
+                                 item("hf", 4096, 0, 2, buffer_offset=8192)),
         # After an error the items before the bad one may have been read, or not.
-        drain(2) if _name == "nothing" else drain(0, buffers=()), {"op": "status", "batch": "b", "least": 0, "count": 4},
+        drain(2) if _name == "nothing" else drain(0, buffers=()), {"op": "status", "batch": "b", "least": 0,
+                                                                   "count": 4},
         submit(item("hf", 1, 0, 3)), drain(1, buffers=()),
         # Alone in a batch, bad memory is 5035 or 5040 there, by what was in the batch before.
         *([submit(_bad)] if _name != "bad memory" else []), {"op": "status", "batch": "b", "least": 0, "count": 4}]
@@ -362,7 +378,8 @@ def generated(seed):
     rng = random.Random(seed)
     steps = [buffer(), buffer("C", MIB), {"op": "driver_open"}]
     handles = {}
-    for index, (name, flags) in enumerate((("large", "O_RDONLY"), ("aligned", "O_RDONLY|O_DIRECT"), ("small", "O_RDONLY"),
+    for index, (name, flags) in enumerate((("large", "O_RDONLY"), ("aligned", "O_RDONLY|O_DIRECT"), ("small",
+                                                                                                     "O_RDONLY"),
                                            ("large", "O_RDONLY"), ("page", "O_RDWR"), ("new", "O_RDWR|O_CREAT"))):
         steps += opened(f"f{index}", name, flags)
         handles[f"hf{index}"] = flags
@@ -388,8 +405,8 @@ def generated(seed):
         handle, size, offset = spot(kind == "write")
         if kind in ("read", "write"):
             size = min(size, limit)
-            steps.append((read if kind == "read" else write)(handle, size, offset, where,
-                                                             buffer_offset=rng.choice((0, limit - size, rng.randrange(limit - size + 1)))))
+            at = rng.choice((0, limit - size, rng.randrange(limit - size + 1)))
+            steps.append((read if kind == "read" else write)(handle, size, offset, where, buffer_offset=at))
         elif kind == "batch":
             count = rng.randrange(1, 9)
             # Parts of the buffer of their own, and no reads of what is being written: order is nobody's promise.
@@ -409,7 +426,8 @@ def generated(seed):
             steps.append(rng.choice((read(77, size, offset), read(handle, size, -offset - 1), read(handle, 0, offset),
                                      read(handle, size, offset, None), read(handle, size, offset, 1 << 40),
                                      write("hf0", size, offset, where), {"op": "use_count"},
-                                     {"op": "register", "name": "x", "fd": "f0"}, read(handle, BUFFER_SIZE + 1, 0, "B"))))
+                                     {"op": "register", "name": "x", "fd": "f0"},
+                                     read(handle, BUFFER_SIZE + 1, 0, "B"))))
         elif kind == "register":
             if where in registered:
                 del registered[where]
@@ -418,14 +436,15 @@ def generated(seed):
                 registered[where] = limit
                 steps.append({"op": "buffer_register", "buffer": where, "size": limit})
         elif kind == "descriptor":
-            steps += [{"op": "file_write", "name": rng.choice(("f4", "f5")), "size": size, "offset": offset % MIB, "byte": rng.randrange(256)},
+            steps += [{"op": "file_write", "name": rng.choice(("f4", "f5")), "size": size, "offset": offset % MIB,
+                       "byte": rng.randrange(256)},
                       read(rng.choice(("hf4", "hf5")), size, offset % MIB, "B" if "B" not in registered else None)]
         elif kind == "again":
             name = handle.removeprefix("h")
             steps += [{"op": "deregister", "handle": handle}, read(handle, 10, 0),
                       {"op": "register", "name": handle, "fd": name}]
         else:
-            # Closed, so sealed, and opened again for reading only.
+            # Closed, so sealed, and opened again.
             steps += [{"op": "deregister", "handle": "hf5"}, {"op": "close", "name": "f5"},
                       {"op": "file_digest", "path": "{dir}/new"}, *opened("f5", "new", "O_RDWR")]
     return steps
@@ -508,8 +527,10 @@ def test_no_byte_of_a_sealed_file_comes_through_the_mount(own_pool, reference, p
     make_files(pool.mount / "files")
     wait_sealed(pool.mount / "files")
     before = pool.status()["counters"]
-    steps = [buffer(), *opened("f", "large"), *opened("s", "small"), read("hf", BUFFER_SIZE, 0), read("hf", 1000, 777, at=5),
-             read("hs", 100, 0), {"op": "readv", "handle": "hf", "vectors": [["B", 0, 4096], ["B", 9000, 100]], "offset": 1},
+    steps = [buffer(), *opened("f", "large"), *opened("s", "small"), read("hf", BUFFER_SIZE, 0),
+             read("hf", 1000, 777, at=5),
+             read("hs", 100, 0), {"op": "readv", "handle": "hf", "vectors": [["B", 0, 4096], ["B", 9000, 100]],
+                                  "offset": 1},
              batch(4), submit(*(item("hf", MIB, i * 700_000, i, at=i * MIB) for i in range(4))), drain(4, 4)]
     text = json.dumps(steps).replace("{dir}", str(pool.mount / "files"))
     with tempfile.NamedTemporaryFile() as stats:
@@ -536,7 +557,8 @@ def test_a_file_that_is_written_is_read_by_its_descriptor_until_it_is_sealed(sea
     assert counts["native_reads"] == 0 and counts["forwarded_reads"] == 2
     # The same handle, before and after.
     outcomes, counts = sealed([
-        buffer(), {"op": "open", "name": "w", "path": "{dir}/newer", "flags": "O_WRONLY|O_CREAT"}, *opened("r", "newer"),
+        buffer(), {"op": "open", "name": "w", "path": "{dir}/newer", "flags": "O_WRONLY|O_CREAT"},
+        *opened("r", "newer"),
         {"op": "file_write", "name": "w", "size": 5000, "offset": 0, "byte": 7}, read("hr", 100, 0),
         {"op": "close", "name": "w"}, *([read("hr", 8192, 0)] * 50)])
     assert outcomes[5][0] == 100 and all(outcome[:2] == [5000, 0] for outcome in outcomes[7:])
@@ -545,8 +567,10 @@ def test_a_file_that_is_written_is_read_by_its_descriptor_until_it_is_sealed(sea
 
 def test_what_was_written_by_cufile_is_read_back(sealed, directory):
     outcomes, counts = sealed([
-        buffer(), {"op": "fill", "buffer": "B", "byte": 3}, *opened("w", "made", "O_RDWR|O_CREAT"), *opened("f", "page", "O_RDWR"),
-        write("hw", 100_000, 0), write("hf", 100, 50), {"op": "fill", "buffer": "B", "byte": 0xA5}, *opened("g", "page"),
+        buffer(), {"op": "fill", "buffer": "B", "byte": 3}, *opened("w", "made", "O_RDWR|O_CREAT"),
+        *opened("f", "page", "O_RDWR"),
+        write("hw", 100_000, 0), write("hf", 100, 50), {"op": "fill", "buffer": "B", "byte": 0xA5},
+        *opened("g", "page"),
         read("hf", 4096, 0), read("hg", 4096, 0), {"op": "deregister", "handle": "hw"}, {"op": "close", "name": "w"}])
     changed = bytearray(data("page"))
     changed[50:150] = b"\3" * 100
@@ -559,8 +583,10 @@ def test_what_was_written_by_cufile_is_read_back(sealed, directory):
 
 def test_what_another_descriptor_overwrites_is_seen(sealed):
     outcomes, _ = sealed([
-        buffer(), *opened("f", "page"), read("hf", 4096, 0), {"op": "open", "name": "w", "path": "{dir}/page", "flags": "O_WRONLY"},
-        {"op": "file_write", "name": "w", "size": 100, "offset": 0, "byte": 9}, read("hf", 4096, 0), {"op": "close", "name": "w"},
+        buffer(), *opened("f", "page"), read("hf", 4096, 0), {"op": "open", "name": "w", "path": "{dir}/page",
+                                                              "flags": "O_WRONLY"},
+        {"op": "file_write", "name": "w", "size": 100, "offset": 0, "byte": 9}, read("hf", 4096, 0),
+        {"op": "close", "name": "w"},
         read("hf", 4096, 0)])
     changed = b"\11" * 100 + data("page")[100:]
     assert outcomes[3] == [4096, 0, digest((0, data("page")))]
@@ -569,7 +595,8 @@ def test_what_another_descriptor_overwrites_is_seen(sealed):
 
 def test_a_descriptor_that_was_closed_and_a_name_that_is_gone(sealed):
     outcomes, counts = sealed([
-        buffer(), *opened("f", "large"), {"op": "close", "name": "f"}, read("hf", 10, 0), *opened("g", "small"), read("hf", 10, 5),
+        buffer(), *opened("f", "large"), {"op": "close", "name": "f"}, read("hf", 10, 0), *opened("g", "small"),
+        read("hf", 10, 5),
         {"op": "unlink", "path": "{dir}/small"}, read("hg", 100, 0), read("hg", 100, 0)])
     content = data()
     assert outcomes[4][:2] == [10, 0] and outcomes[7] == [10, 0, digest((0, content[5:15]))]
@@ -600,10 +627,30 @@ print(json.dumps(player.do_read(**read)), flush=True)
     assert lines == [[3_000_017, 0, digest((0, data()))]] * 2
 
 
+@pytest.mark.parametrize("error", ["EIO", "ETIMEDOUT", "EAGAIN", "ENOTCONN"])
+@pytest.mark.parametrize("behind", ["the real one", "nothing"])
+def test_what_libkvfs_cannot_read_is_read_by_the_descriptor(sealed, doubles, reference, preloads, error, behind):
+    """With a double of libkvfs. Memory that a device still owns is not given back: its late bytes are not seen."""
+    outcomes, counts = sealed([
+        buffer(), *opened("f", "large"), read("hf", 8192, 5), {"op": "buffer_register", "buffer": "B",
+                                                               "size": BUFFER_SIZE},
+        read("hf", 3000, 1), batch(4), submit(item("hf", 500, 3, 1)), drain(1, 4)],
+        real=reference if behind == "the real one" else "none",
+        preloads=":".join(filter(None, (str(doubles / "slow_kvfs.so"), preloads))),
+        environment={"KVFS_DOUBLE_ERROR": str(getattr(errno, error))})
+    content = data()
+    assert outcomes[3] == [8192, 0, digest((0, content[5:8197]))]
+    assert outcomes[5] == [3000, 0, digest((0, content[5:8197]), (0, content[1:3001]))]
+    assert outcomes[8] == [[[1, 16, 500]], [digest((0, content[5:8197]), (0, content[1:3001]), (0, content[3:503]))]]
+    assert counts["native_reads"] == 0 and counts["forwarded_reads"] == 3 and counts["forwarded_bytes"] == 11692
+
+
 def test_a_forked_child_reads_on(sealed):
-    child = [read("hf", 3_000_017, 0), {"op": "fill", "buffer": "B", "byte": 0xA5}, *opened("g", "large"), read("hg", 1000, 1),
+    child = [read("hf", 3_000_017, 0), {"op": "fill", "buffer": "B", "byte": 0xA5}, *opened("g", "large"),
+             read("hg", 1000, 1),
              batch(4, "c"), submit(item("hg", 100, 0, 1), batch="c"), drain(1, 4, "c", buffers=())]
-    outcomes, _ = sealed([buffer(), *opened("f", "large"), read("hf", 10, 0), batch(4), submit(item("hf", 10, 0, 1)), drain(1, 4),
+    outcomes, _ = sealed([buffer(), *opened("f", "large"), read("hf", 10, 0), batch(4), submit(item("hf", 10, 0, 1)),
+                          drain(1, 4),
                           {"op": "fork", "steps": child}, read("hf", 20, 0), submit(item("hf", 30, 0, 1)), drain(1, 4)])
     results, status = outcomes[7]
     assert status == 0
@@ -615,7 +662,8 @@ def test_a_forked_child_reads_on(sealed):
 
 def test_threads_read_at_once(sealed):
     outcomes, counts = sealed([buffer(), *opened("f", "large"),
-                               {"op": "threads", "handle": "hf", "buffer": "B", "size": 300_000, "count": 10, "rounds": 20}])
+                               {"op": "threads", "handle": "hf", "buffer": "B", "size": 300_000, "count": 10,
+                                "rounds": 20}])
     assert outcomes[3] == [[300_000 * 20] * 10, digest((0, data()[:3_000_000]))]
     assert counts["native_reads"] == 200
 
@@ -630,7 +678,8 @@ def test_a_batch_may_hold_files_of_both_kinds(sealed, reference, preloads):
              submit(item("hf", 4096, 0, 1), item("hs", 4096, 0, 2, at=4096), item("hf", 4096, 4096, 3, at=8192),
                     item("hs", 4096, 4096, 4, at=12288)), drain(4),
              submit(*(item("hs" if i % 2 else "hf", 1000, i, i, at=i * 1000) for i in range(8))), drain(8),
-             submit(item("hf", 10, 0, 1), item(77, 10, 0, 2)), submit(item("hf", 10, 0, 1), item("hs", 10, 0, 2)), drain(2),
+             submit(item("hf", 10, 0, 1), item(77, 10, 0, 2)), submit(item("hf", 10, 0, 1), item("hs", 10, 0, 2)),
+             drain(2),
              submit(*(item("hs" if i % 2 else "hf", 10, 0, i) for i in range(6))),
              submit(*(item("hs" if i % 2 else "hf", 10, 0, i) for i in range(3))),
              {"op": "status", "batch": "b", "least": 0, "count": 8},
@@ -663,9 +712,11 @@ def test_files_that_are_not_on_kvfs_are_the_real_ones(stage):
 
 def test_a_real_one_that_refuses_the_mount_is_not_asked(sealed, doubles):
     outcomes, counts = sealed([
-        buffer(), {"op": "driver_open"}, *opened("f", "large"), {"op": "buffer_register", "buffer": "B", "size": BUFFER_SIZE},
+        buffer(), {"op": "driver_open"}, *opened("f", "large"), {"op": "buffer_register", "buffer": "B",
+                                                                 "size": BUFFER_SIZE},
         read("hf", 3_000_017, 0), {"op": "register", "name": "twice", "fd": "f"}, batch(4),
-        submit(item("hf", 100, 0, 1), item("hf", 100, 100, 2, buffer_offset=100)), drain(2, 4), submit(item("hf", 1, -1, 1)),
+        submit(item("hf", 100, 0, 1), item("hf", 100, 100, 2, buffer_offset=100)), drain(2, 4),
+        submit(item("hf", 1, -1, 1)),
         read("hf", 10, -1), read(77, 10, 0)], real=doubles / "fake_cufile.so")
     assert outcomes[5] == [3_000_017, 0, digest((0, data()))]
     assert outcomes[6][0] == 5028 and outcomes[9][0] == [[1, 16, 100], [2, 16, 100]]
@@ -695,7 +746,8 @@ def test_device_memory_is_filled_through_pinned_memory(sealed, with_cuda, direct
     helpers.write_file(directory / "files/big", big)
     outcomes, counts = sealed([
         *with_cuda, *opened("b", "big"), read("hb", 12 * MIB, 0, "G"), {"op": "cuda_live"}, *opened("s", "small"),
-        {"op": "fill", "buffer": "G", "byte": 0xA5}, read("hs", 4096, 10, "G", buffer_offset=12 * MIB - 100), {"op": "cuda_live"},
+        {"op": "fill", "buffer": "G", "byte": 0xA5}, read("hs", 4096, 10, "G", buffer_offset=12 * MIB - 100),
+        {"op": "cuda_live"},
         {"op": "fill", "buffer": "G", "byte": 0xA5}, batch(8),
         submit(*(item("hb", MIB + i, i * MIB, i, "G", at=i * MIB * 3 // 2) for i in range(8))),
         {"op": "drain", "batch": "b", "count": 8, "capacity": 8, "buffers": ["G"]}, {"op": "cuda_live"}])
@@ -721,8 +773,10 @@ def test_device_memory_is_written_from_and_read_by_the_descriptor(sealed, with_c
 def test_a_read_on_a_stream_waits_for_what_was_there_before(sealed, with_cuda):
     content = data()
     outcomes, counts = sealed([
-        *with_cuda, buffer(), {"op": "stream", "name": "s"}, *opened("f", "large"), {"op": "stream_register", "stream": "s"},
-        {"op": "read_async", "handle": "hf", "buffer": "G", "size": 3_000_017, "offset": 0, "late_size": 1000, "stream": "s"},
+        *with_cuda, buffer(), {"op": "stream", "name": "s"}, *opened("f", "large"),
+        {"op": "stream_register", "stream": "s"},
+        {"op": "read_async", "handle": "hf", "buffer": "G", "size": 3_000_017, "offset": 0, "late_size": 1000,
+         "stream": "s"},
         {"op": "read_async", "handle": "hf", "buffer": "B", "size": 3_000_017, "offset": 7, "stream": "s"},
         {"op": "read_async", "handle": "hf", "buffer": "B", "size": 10, "offset": -7, "stream": "s"},
         {"op": "read_async", "handle": "hf", "buffer": "B", "size": 10, "offset": 0, "stream": "s", "null": True},
@@ -745,18 +799,21 @@ def test_a_read_on_a_stream_waits_for_what_was_there_before(sealed, with_cuda):
 
 
 def cufile_run(*command, environment=None, **more):
-    return helpers.run(sys.executable, "-m", "kvfs", "cufile-run", *command, environment=environment, **more)
+    return helpers.run(sys.executable, "-m", "kvfs", "cufile-run", *command,
+                       environment={"CUFILE_LOGFILE_PATH": "/dev/null", **(environment or {})}, **more)
 
 
 def test_cufile_run_sets_up_the_program(reference):
-    shown = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith(('LD_', 'KVFS_'))}))"
-    result = cufile_run("--", sys.executable, "-c", shown, environment={"LD_LIBRARY_PATH": str(reference.parent), "LD_PRELOAD": ""})
+    shown = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k[:3] in ('LD_', 'KVF')}))"
+    result = cufile_run("--", sys.executable, "-c", shown, environment={"LD_LIBRARY_PATH": str(reference.parent),
+                                                                        "LD_PRELOAD": ""})
     given = json.loads(result.stdout)
     assert given["LD_PRELOAD"].split(":")[0] == str(cufile.LIBRARY)
     assert given["LD_LIBRARY_PATH"].split(":") == [str(cufile.NAMES), str(reference.parent)]
     assert given["KVFS_CUFILE_REAL"] == str(reference)
     environment = {"KVFS_CUFILE_REAL": "none"}
-    assert json.loads(cufile_run(sys.executable, "-c", shown, environment=environment).stdout)["KVFS_CUFILE_REAL"] == "none"
+    assert json.loads(cufile_run(sys.executable, "-c", shown,
+                                 environment=environment).stdout)["KVFS_CUFILE_REAL"] == "none"
     assert cufile_run("true", environment=environment).stderr == ""
 
 
@@ -778,7 +835,29 @@ library.cuFileGetVersion(ctypes.byref(version))
 print(version.value, {str(reference)!r} in open("/proc/self/maps").read())
 """
     environment = {"KVFS_CUFILE_REAL": str(reference), "LD_PRELOAD": preloads}
-    assert cufile_run(sys.executable, "-c", code, environment=environment).stdout.split() == ["True", "True", "1200", "True"]
+    assert cufile_run(sys.executable, "-c", code, environment=environment).stdout.split() == ["True", "True", "1200",
+                                                                                              "True"]
+
+
+LINKED = """
+#include <stdio.h>
+struct status { int error, cuda_error; } cuFileGetVersion(int *out), cuFileDriverOpen(void);
+int main(void) {
+    int version = 0;
+    struct status status = cuFileGetVersion(&version);
+    printf("%d %d %d\\n", status.error, cuFileDriverOpen().error, version);
+}
+"""
+
+
+def test_a_program_that_is_linked_with_libcufile_gets_ours(directory, reference, preloads):
+    helpers.requires_program("gcc")
+    (directory / "linked.c").write_text(LINKED)
+    helpers.run("gcc", directory / "linked.c", reference, "-o", directory / "linked", "-Wl,--allow-shlib-undefined")
+    assert "libcufile.so.0" in helpers.run("readelf", "--dynamic", directory / "linked").stdout
+    for real in (reference, "none"):
+        result = cufile_run(directory / "linked", environment={"KVFS_CUFILE_REAL": str(real), "LD_PRELOAD": preloads})
+        assert result.stdout == "0 0 1200\n"
 
 
 CLIENT = """
@@ -807,9 +886,11 @@ def test_the_client_that_lmcache_uses_runs_unchanged(own_pool, reference, preloa
     wait_sealed(pool.mount / "files")
     before = pool.status()["counters"]
     with tempfile.NamedTemporaryFile() as stats:
-        result = cufile_run(sys.executable, "-c", CLIENT, pool.mount / "files/large", pool.mount / "files/made", str(FILES["large"]),
-                            environment={"PYTHONPATH": f"{client}:{helpers.REPOSITORY}", "KVFS_CUFILE_STATS": stats.name,
-                                         "CUFILE_LOGFILE_PATH": "/dev/null", "LD_PRELOAD": preloads,
+        result = cufile_run(sys.executable, "-c", CLIENT, pool.mount / "files/large", pool.mount / "files/made",
+                            str(FILES["large"]),
+                            environment={"PYTHONPATH": f"{client}:{helpers.REPOSITORY}",
+                                         "KVFS_CUFILE_STATS": stats.name,
+                                         "LD_PRELOAD": preloads,
                                          "KVFS_CUFILE_REAL": str(reference) if behind == "the real one" else "none"})
         counts = read_stats(pathlib.Path(stats.name))
     after = pool.status()["counters"]

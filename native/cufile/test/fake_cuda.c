@@ -1,5 +1,5 @@
-/* Test double of libcuda.so.1: GPU memory is memory that no CPU access reaches (it faults), kept in a second mapping; copies on a stream are done by
- * the stream's thread, late, so that memory reused too soon shows; every call checks that it has the right context. Never a GPU. */
+/* Test double of libcuda.so.1: GPU memory is memory that no CPU access reaches (it faults), kept in a second mapping; copies on a stream
+ * are done by the stream's thread, late, so that memory reused too soon shows; every copy checks that there is a context. Never a GPU. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -33,7 +33,8 @@ static struct allocation *find(uintptr_t address, size_t size) {
     pthread_mutex_lock(&lock);
     for (unsigned i = 0; i < allocation_count && !found; i++) {
         struct allocation *a = &allocations[i];
-        if (address >= (uintptr_t)a->address && address + size <= (uintptr_t)a->address + a->size && address < (uintptr_t)a->address + a->size)
+        uintptr_t start = (uintptr_t)a->address, end = start + a->size;
+        if (address >= start && address < end && address + size <= end)
             found = a;
     }
     pthread_mutex_unlock(&lock);

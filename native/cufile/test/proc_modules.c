@@ -1,5 +1,5 @@
-/* Test double of a file: /proc/modules, empty, where a kernel without modules has none. libcufile's cuFileDriverOpen reads it with an ifstream
- * and spins for ever on one that cannot be opened. Preloaded into the reference program only where the file is missing. */
+/* Test double of a file: /proc/modules, empty, where a kernel without modules has none. libcufile's cuFileDriverOpen reads it with an
+ * ifstream and spins for ever on one that cannot be opened. Preloaded into the reference program only where the file is missing. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
