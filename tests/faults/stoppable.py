@@ -1,8 +1,8 @@
-"""A filesystem of one file, FILE of the mount, that can be told to stop answering: python stoppable.py TARGET MOUNTPOINT
+"""python stoppable.py TARGET MOUNTPOINT: a filesystem of one file, MOUNTPOINT/device, that can be told to stop answering.
 
-A test double of a device that hangs: reads and writes go through to TARGET; a line "stop read" or "stop write" on stdin
-holds the ones that come from then on, "go" lets them all through. Each line is answered by one. It ends with its stdin,
-and whoever waits for it then gets ENOTCONN.
+A test double of a device that hangs. Reads and writes go through to TARGET; a line "stop read" or "stop write" on stdin
+holds the ones that come from then on, "go" lets them all through; each line is answered by one. It ends with its stdin,
+and whoever waits for an answer then gets ENOTCONN.
 """
 
 from __future__ import annotations

@@ -104,7 +104,6 @@ def test_c_an_empty_batch_is_nothing(directory: pathlib.Path) -> None:
         for name, arguments in (("kvfs_exists", (null,)), ("kvfs_sizes", (null,)), ("kvfs_get", (null, null)),
                                 ("kvfs_put", (null, null)), ("kvfs_delete", (null,)), ("kvfs_prestage", ())):
             assert c.call(name, keys, *arguments) == 0, f"{name}: {c.said()}"
-        assert c.call("kvfs_list", null, 0, null, 0, null, 0) == 0, c.said()
         assert c.call("kvfs_busy", null, 0) == 0
         c.lib.kvfs_close(c.client)
 
@@ -262,6 +261,7 @@ def assert_reads(client: kvfs.Client) -> None:
 @pytest.mark.parametrize(("gid", "groups"), [(0, [4711]), (4711, [0]), (4711, [5, 0, 7])])
 def test_a_member_of_the_daemons_group_reads_and_writes_and_controls_nothing(pool: Pool, gid: int,
                                                                             groups: list[int]) -> None:
+    pool.path.chmod(0o710)  # the way to the socket is the administrator's to open; what else lies there stays closed
     (pool.mount / "own").mkdir(mode=0o777)
     (pool.mount / "own").chmod(0o777)
 
@@ -277,6 +277,9 @@ def test_a_member_of_the_daemons_group_reads_and_writes_and_controls_nothing(poo
             connection.connect(str(pool.path / "control.sock"))
             connection.sendall(b'{"command": "stop"}\n')
             assert b"user 65534 may not control this pool" in connection.recv(4096)
+        for private in ("pool.toml", "index", "devices/0"):
+            with pytest.raises(PermissionError):
+                os.open(pool.path / private, os.O_RDONLY)
 
     in_child(body)
     about = os.stat(pool.mount / "own" / "space" / "6b" / "6b6579")
@@ -633,7 +636,8 @@ def test_reservations_with_single_wrong_numbers_are_found_out(pool: Pool) -> Non
     fields = {"error": (8, "<i"), "header_pages": (12, "<I"), "run_count": (16, "<I"), "record_size": (20, "<I"),
               "ancestors_size": (24, "<I"), "segment": (40, "<I"), "page": (44, "<I"), "page_count": (48, "<I")}
     for name, (offset, format_) in fields.items():
-        for value in (0, 1, 7, 255, 4096, 0x7FFFFFFF, *((0xFFFFFFFF, 0x80000000) if format_ == "<I" else (-1, -(1 << 31)))):
+        large = (0xFFFFFFFF, 0x80000000) if format_ == "<I" else (-1, -(1 << 31))
+        for value in (0, 1, 7, 255, 4096, 0x7FFFFFFF, *large):
             try:
                 with Liar(pool, set_word(RESERVE, item + offset, format_, value)):
                     outcome = use(pool)
@@ -653,8 +657,9 @@ def test_noise_in_what_the_daemon_says_neither_crashes_nor_hangs_a_client(pool: 
         chooser = random.Random(f"{SEED} {number}")
         kind = chooser.choice((HELLO, RESERVE, RESERVE, COMMIT, DELETE, LIST))
 
-        def edit(got: int, frame: bytearray, fds: list[int], kind: int = kind, chooser: random.Random = chooser) -> bytes:
-            if got == kind:
+        def edit(got: int, frame: bytearray, fds: list[int], wanted: int = kind,
+                 chooser: random.Random = chooser) -> bytes:
+            if got == wanted:
                 for _ in range(chooser.choice((1, 1, 2, 8))):
                     at = chooser.randrange(0 if chooser.random() < 0.1 else min(FRAME.size, len(frame) - 1), len(frame))
                     size = min(chooser.choice((1, 2, 4, 8)), len(frame) - at)
@@ -675,6 +680,7 @@ def test_a_daemon_of_another_pool_is_never_taken_for_the_old_one(pool: Pool, own
     with kvfs.connect(pool.mount, "bad", gpu=None) as client:
         assert_reads(client)
         pool.kill()
+        wait_until(lambda: not client.information().connected, "the end of the daemon's last thread")
         (pool.path / "control.sock").unlink(missing_ok=True)
         (pool.path / "control.sock").symlink_to(other.path / "control.sock")
         for call in (lambda: client.get_into([(b"k1", bytearray(MIB))]), lambda: client.exists([b"k1"]),
@@ -769,8 +775,9 @@ def test_a_stuck_device_costs_one_deadline_and_keeps_the_memory(stuck: tuple[Poo
             assert (size is None) == (key in on_it), key
             if size is not None:
                 assert_same(memory[key], MANY[key], f"block {key!r} of the sound device")
+        counted = client.statistics()
         busy = [key for key in on_it if _is_held(memory[key])]
-        assert busy and client.statistics().busy == len(busy) and client.statistics().timeouts >= len(busy)
+        assert 0 < counted.busy == len(busy) <= counted.timeouts, (counted, len(busy))
         for destination in (memory[busy[0]], memoryview(memory[busy[0]])[1000:]):
             with pytest.raises(BusyBufferError, match="may still write into it"):
                 client.get_into([(b"none", destination)])
@@ -863,18 +870,19 @@ def test_writing_to_a_stuck_device_fails_in_time_and_leaves_nothing(stuck: tuple
         client.put(MANY.items())
         filesystem("stop write")
         begun = time.monotonic()
-        newer = {key: content(150 * KIB, f"newer {key!r}") for key in MANY}
+        newer = {key: content(150 * KIB, f"newer {key!r}") for key in list(MANY)[:12]}
         with pytest.raises(PutError) as caught:
             client.put(newer.items())
         took = time.monotonic() - begun
-        assert took < 10, f"{took:.1f} s for a deadline of 0.5 s"
+        assert took < 30, f"{took:.1f} s: the daemon gives a device 10 s, and a batch as much to find places"
         assert 0 < len(caught.value.failed) < len(newer)
-        assert {error.errno for error in caught.value.failed.values()} <= {errno.ETIMEDOUT, errno.EIO}
+        assert {error.errno for error in caught.value.failed.values()} <= {errno.ETIMEDOUT, errno.ENOSPC}
         filesystem("go")
         for key in MANY:  # old or new, whole, as put said
             stored = client.get(key)
             if stored is not None:
-                assert_same(stored, MANY[key] if key in caught.value.failed else newer[key], f"block {key!r}")
+                assert_same(stored, MANY[key] if key not in newer or key in caught.value.failed else newer[key],
+                            f"block {key!r}")
     wait_until(lambda: pool.status()["counters"]["reserved_bytes"] == 0, "every reservation to be taken back",
                timeout_s=60)
     pool.umount()

@@ -25,16 +25,13 @@ import random
 import subprocess
 import sys
 import tempfile
-import zipfile
 
 import helpers
 import pytest
 
 from kvfs.client import cufile
 
-REFERENCE_VERSION = "1.20.0.107"
 REFERENCE_DIRECTORY = helpers.REPOSITORY / "build/clients/nvidia-cufile"
-PYTHON_CLIENT = "cufile-python==0.2.0"
 PLAYER = pathlib.Path(__file__).with_name("cufile_player.py")
 DOUBLES = helpers.REPOSITORY / "build/cufile"
 OURS = cufile.NAMES / "libcufile.so"
@@ -51,17 +48,12 @@ FILES = {"large": 3_000_017, "aligned": MIB, "page": 4096, "small": 100, "empty"
 # --- libraries -------------------------------------------------------------------------------------------------
 
 
-def download(package, target):
-    """Unzip the wheel of a package into target; skip if it is not to be had."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download", "--no-deps",
-                   "--only-binary", ":all:", "--dest", directory, package]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        wheels = list(pathlib.Path(directory).glob("*.whl"))
-        if done.returncode or len(wheels) != 1:
-            pytest.skip(f"{package} cannot be downloaded: {done.stderr[-300:]}")
-        with zipfile.ZipFile(wheels[0]) as archive:
-            archive.extractall(target)
+def needs_unpacked(directory, pattern):
+    """What tools/setup-clients has unpacked; skip where it could not."""
+    found = sorted(directory.glob(pattern))
+    if not found:
+        pytest.skip(f"no {directory}/{pattern}: tools/setup-clients brings it, where it can be had")
+    return found[0]
 
 
 @pytest.fixture(scope="session")
@@ -82,14 +74,11 @@ def preloads(doubles):
 def reference(preloads):
     """The real library, once it was seen to open its driver; else the tests against it skip, and say so."""
     pattern = "nvidia/*/lib/libcufile.so.0"
-    if not list(REFERENCE_DIRECTORY.glob(pattern)):
-        download(f"nvidia-cufile=={REFERENCE_VERSION}", REFERENCE_DIRECTORY)
-    found = list(REFERENCE_DIRECTORY.glob(pattern))
-    assert found, f"nvidia-cufile {REFERENCE_VERSION} has no {pattern}"
-    outcomes, status = play(found[0], [{"op": "driver_open"}, {"op": "version"}], preloads=preloads, timeout_s=30)
+    found = needs_unpacked(REFERENCE_DIRECTORY, pattern)
+    outcomes, status = play(found, [{"op": "driver_open"}, {"op": "version"}], preloads=preloads, timeout_s=30)
     if outcomes != [[0, 0], [0, 0, 1200]]:
         pytest.skip(f"NO REFERENCE: the real libcufile does not work here: {outcomes}, exit status {status}")
-    return found[0]
+    return found
 
 
 def play(library, steps, *, preloads="", real="none", stats=None, timeout_s=PLAY_TIMEOUT_S, environment=None):
@@ -878,9 +867,7 @@ cufile.bindings.cuFileBufDeregister(address)
 
 @pytest.mark.parametrize("behind", ["the real one", "nothing"])
 def test_the_client_that_lmcache_uses_runs_unchanged(own_pool, reference, preloads, behind):
-    client = helpers.REPOSITORY / "build/clients/cufile-python"
-    if not client.exists():
-        download(PYTHON_CLIENT, client)
+    client = needs_unpacked(helpers.REPOSITORY / "build/clients/cufile-python", "cufile").parent
     pool = own_pool(files=4, size="256M")
     make_files(pool.mount / "files")
     wait_sealed(pool.mount / "files")
