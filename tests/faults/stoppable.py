@@ -1,4 +1,4 @@
-"""python stoppable.py TARGET MOUNTPOINT: a filesystem of one file, MOUNTPOINT/device, that can be told to stop answering.
+"""python stoppable.py TARGET MOUNTPOINT: a filesystem of one file, MOUNTPOINT/device, that can be told to hang.
 
 A test double of a device that hangs. Reads and writes go through to TARGET; a line "stop read" or "stop write" on stdin
 holds the ones that come from then on, "go" lets them all through; each line is answered by one. It ends with its stdin,
