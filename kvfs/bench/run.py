@@ -23,6 +23,7 @@ from kvfs.bench.cases import BOTH, CASES
 from kvfs.bench.common import (
     DEVICE_COUNT,
     FULL,
+    HUGE_PAGES,
     JSON_VERSION,
     KIB,
     MIB,
@@ -51,16 +52,18 @@ class Bench:
         self.skipped: list[Json] = []
         self.failed: list[Json] = []
 
-    def client(self, *words: object) -> Json:
+    def client(self, *words: object, environment: Mapping[str, str] | None = None) -> Json:
         if not self.client_path.exists():
             raise MissingError(f"needs {self.client_path}: tools/bench builds it")
-        return parse_json(run_command(self.client_path, *(str(word) for word in words)).stdout, "bench_client")
+        result = run_command(self.client_path, *(str(word) for word in words), environment=environment)
+        return parse_json(result.stdout, "bench_client")
 
     def native(self, *words: object) -> Json:
         program = self.client_path.with_name("native_client")
         if not program.exists():
             raise MissingError(f"needs {program}: tools/bench builds it, if tools/setup has built libkvfs")
-        return parse_json(run_command(program, *(str(word) for word in words)).stdout, "native_client")
+        result = run_command(program, *(str(word) for word in words), environment=HUGE_PAGES)
+        return parse_json(result.stdout, "native_client")
 
     def skip(self, case: str, devices: str, reason: str) -> None:
         say(f"{case} on {devices}: skipped: {reason}")
@@ -70,10 +73,10 @@ class Bench:
         self.rows.append(row)
         say(row_text(row.document()))
 
-    def interleave(self, runs: Mapping[str, Callable[[int], Json]]) -> dict[str, list[Json]]:
-        """Each round runs every side once, one after the other."""
+    def interleave(self, runs: Mapping[str, Callable[[int], Json]], finer: int = 1) -> dict[str, list[Json]]:
+        """Each round runs every side once, one after the other. `finer`: so many times as many rounds."""
         results: dict[str, list[Json]] = {name: [] for name in runs}
-        for index in range(self.scale.rounds):
+        for index in range(self.scale.rounds * finer):
             for name, run in runs.items():
                 results[name].append(run(index))
         return results

@@ -20,6 +20,7 @@ from kvfs.bench.common import (
     DEVICE_COUNT,
     DIRECTORIES,
     GIB,
+    HUGE_PAGES,
     MIB,
     RAW_BASE,
     STRIPE_UNIT,
@@ -278,34 +279,36 @@ def fio(
     base: int = RAW_BASE,
     passes: int = 1,
     seed: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> Json:
     """Raw jobs, one a device: over `size` bytes of it from `base`, `depth` requests of block_size in flight on each."""
     words = [f"--rw={pattern}", f"--bs={block_size}", f"--iodepth={depth}", f"--size={size}", f"--offset={base}"]
     words += [f"--loops={passes}", f"--randseed={seed}", "--thread"]
     for index, device in enumerate(devices):
         words += [f"--name=device{index}", f"--filename={device}"]
-    return _fio(pattern, words)
+    return _fio(pattern, words, environment)
 
 
 def fio_stripe(
     pattern: str, devices: Sequence[Path], *, block_size: int, depth: int, size: int, passes: int, seed: int
 ) -> Json:
     """One raw job with one ring over all devices in turn: `size` bytes in all, `passes` times, `depth` requests of
-    block_size in flight in all. Its CPU is without that of its start."""
+    block_size in flight in all; huge pages. Its CPU is without that of its start."""
     common = [f"--rw={pattern}", f"--bs={block_size}", f"--iodepth={depth}", f"--offset={RAW_BASE}"]
     common += [f"--randseed={seed}", "--name=stripe", f"--filename={':'.join(map(str, devices))}"]
     common += ["--file_service_type=roundrobin"]
-    document = _fio(pattern, [*common, f"--size={size}", f"--loops={passes}"])
-    start = _fio(pattern, [*common, f"--size={block_size * len(devices)}"])
+    document = _fio(pattern, [*common, f"--size={size}", f"--loops={passes}"], HUGE_PAGES)
+    start = _fio(pattern, [*common, f"--size={block_size * len(devices)}"], HUGE_PAGES)
     used = number_at(document, "client_cpu_s") - number_at(start, "client_cpu_s")
     return {**document, "client_cpu_s": max(used, number_at(document, "thread_cpu_s"), 1e-4)}
 
 
-def _fio(pattern: str, words: Sequence[str]) -> Json:
+def _fio(pattern: str, words: Sequence[str], environment: Mapping[str, str] | None) -> Json:
     program = needs_program("fio")
     common = ["--output-format=json", "--ioengine=io_uring", "--direct=1", "--fallocate=none", "--allow_file_create=0"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    document = parse_json(run_command(program, *common, "--invalidate=0", *words).stdout, "fio")
+    result = run_command(program, *common, "--invalidate=0", *words, environment=environment)
+    document = parse_json(result.stdout, "fio")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # The whole process with its start: fio's own figures lack the kernel threads that work for io_uring.
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -466,13 +469,22 @@ class Stand:
             self.native(*words, *(["--packable"] if packable else []))
             self._filled[key] = self.kvfs.root / space
 
-    def raw_fio(self, pattern: str, index: int, passes: int = 1) -> Json:
+    def raw_fio(
+        self, pattern: str, index: int, passes: int = 1, environment: Mapping[str, str] | None = None
+    ) -> Json:
         """fio on the raw devices: blocks of the same size, as many in flight in all as there are threads elsewhere."""
         scale = self.scale
         size = (scale.write_set if "write" in pattern else scale.working_set) // DEVICE_COUNT
         depth = max(1, scale.threads // DEVICE_COUNT)
         return fio(
-            pattern, self.raw, block_size=scale.block_size, depth=depth, size=size, passes=passes, seed=1 + index
+            pattern,
+            self.raw,
+            block_size=scale.block_size,
+            depth=depth,
+            size=size,
+            passes=passes,
+            seed=1 + index,
+            environment=environment,
         )
 
     def measured(self, side: Side, run: Callable[[], Json]) -> Json:

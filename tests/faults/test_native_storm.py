@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import concurrent.futures
 import contextlib
 import errno
 import itertools
@@ -132,6 +133,13 @@ class Diary:
         self.chooser = random.Random(f"{SEED} {number}")
         self._version = 0
 
+    def another(self, thread: int) -> Diary:
+        """Of another thread of this process; whose calls nobody watches."""
+        log = pathlib.Path(os.readlink(f"/proc/self/fd/{self._fd}"))
+        diary = Diary(self.number, log.with_suffix(f".{thread}.log"), mmap.mmap(-1, 16), self._stop)
+        diary.chooser = random.Random(f"{SEED} {self.number} {thread}")
+        return diary
+
     def goes_on(self) -> bool:
         return self._stop[0] == 0
 
@@ -173,44 +181,51 @@ def _connect(root: pathlib.Path, diary: Diary) -> kvfs.Client:
             time.sleep(0.05)
 
 
-def read_natively(root: pathlib.Path, prestages: bool) -> Callable[[Diary], None]:
-    """get_into of batches, some into memory of odd alignment, and exists."""
+def read_natively(root: pathlib.Path, *, prestages: bool = False, threads: int = 1) -> Callable[[Diary], None]:
+    """get_into of batches, some into memory of odd alignment, and exists; by threads that share a client."""
     def body(diary: Diary) -> None:
-        chooser = diary.chooser
-        aligned = memoryview(kvfs.Client.buffer(BATCH_MAX * BLOCK_MAX))
-        odd = memoryview(bytearray(BATCH_MAX * BLOCK_MAX + 64))
-        with _connect(root, diary) as client:
-            while diary.goes_on():
-                keys = _pick(chooser, chooser.choice((1, 1, 1, 2, 4, BATCH_MAX)))
-                dice = chooser.random()
-                try:
-                    if dice < 0.15:
-                        _look(client, diary, keys)
-                        continue
-                    if prestages and dice < 0.5:
-                        with diary.call(Kind.READ):
-                            client.prestage(keys)
-                    memory = odd[chooser.randrange(64):] if dice > 0.7 else aligned
-                    pairs = [(key, memory[i * BLOCK_MAX : (i + 1) * BLOCK_MAX]) for i, key in enumerate(keys)]
-                    begun = time.monotonic_ns()
-                    with diary.call(Kind.READ):
-                        sizes = client.get_into(pairs)
-                    ended = time.monotonic_ns()
-                except BusyBufferError:  # a device was slower than its deadline
-                    aligned, odd = memoryview(kvfs.Client.buffer(len(aligned))), memoryview(bytearray(len(odd)))
-                    continue
-                except (NotMountedError, DeadlineError):  # unmounted in good order; starting
-                    time.sleep(0.02)
-                    continue
-                seen = []
-                for (key, block), size in zip(pairs, sizes, strict=True):
-                    version = 0
-                    if size is not None:
-                        found, version = check(bytes(block[:size]), f"get_into of {key}")
-                        assert found == key, f"{key}: holds version {version} of {found}"
-                    seen.append((key, version))
-                diary.note(Kind.READ, seen, begun, ended)
+        with _connect(root, diary) as client, concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            others = [pool.submit(_read, client, diary.another(i), prestages) for i in range(1, threads)]
+            _read(client, diary, prestages)
+            for other in others:
+                other.result(READ_LIMIT_S)
     return body
+
+
+def _read(client: kvfs.Client, diary: Diary, prestages: bool) -> None:
+    chooser = diary.chooser
+    aligned = memoryview(kvfs.Client.buffer(BATCH_MAX * BLOCK_MAX))
+    odd = memoryview(bytearray(BATCH_MAX * BLOCK_MAX + 64))
+    while diary.goes_on():
+        keys = _pick(chooser, chooser.choice((1, 1, 1, 2, 4, BATCH_MAX)))
+        dice = chooser.random()
+        try:
+            if dice < 0.15:
+                _look(client, diary, keys)
+                continue
+            if prestages and dice < 0.5:
+                with diary.call(Kind.READ):
+                    client.prestage(keys)
+            memory = odd[chooser.randrange(64):] if dice > 0.7 else aligned
+            pairs = [(key, memory[i * BLOCK_MAX : (i + 1) * BLOCK_MAX]) for i, key in enumerate(keys)]
+            begun = time.monotonic_ns()
+            with diary.call(Kind.READ):
+                sizes = client.get_into(pairs)
+            ended = time.monotonic_ns()
+        except BusyBufferError:  # a device was slower than its deadline
+            aligned, odd = memoryview(kvfs.Client.buffer(len(aligned))), memoryview(bytearray(len(odd)))
+            continue
+        except (NotMountedError, DeadlineError):  # unmounted in good order; starting
+            time.sleep(0.02)
+            continue
+        seen = []
+        for (key, block), size in zip(pairs, sizes, strict=True):
+            version = 0
+            if size is not None:
+                found, version = check(bytes(block[:size]), f"get_into of {key}")
+                assert found == key, f"{key}: holds version {version} of {found}"
+            seen.append((key, version))
+        diary.note(Kind.READ, seen, begun, ended)
 
 
 def _look(client: kvfs.Client, diary: Diary, keys: list[str]) -> None:
@@ -487,8 +502,8 @@ class Storm:
         self.figures = Figures()
         root = pool.mount
         self.actors = [self._start(role, body) for role, body in (
-            ("reader", read_natively(root, prestages=False)),
-            ("reader", read_natively(root, prestages=False)),
+            ("reader", read_natively(root)),
+            ("reader", read_natively(root, threads=3)),
             ("reader", read_natively(root, prestages=True)),
             ("writer", write_natively(root)),
             ("writer", write_natively(root)),
@@ -542,13 +557,14 @@ class Storm:
         return actor
 
     def _stop_one(self) -> None:
-        """For a moment: long enough for what it reads to be evicted and written over."""
+        """For a moment: long enough for what it reads to be evicted and written over. Or the daemon."""
         actor = self._one(("reader", "writer", "file-reader", "file-writer"))
-        os.kill(actor.pid, signal.SIGSTOP)
+        pid, role = (actor.pid, actor.role) if self.chooser.random() < 0.8 else (self.pool.pid(), "daemon")
+        os.kill(pid, signal.SIGSTOP)
         time.sleep(self.chooser.choice((0.05, 0.3, 1.0)))
-        os.kill(actor.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         self.stopped.add(actor.number)
-        self.figures.kills[f"{actor.role}, stopped and continued"] += 1
+        self.figures.kills[f"{role}, stopped and continued"] += 1
 
     def _kill_one(self) -> None:
         actor = self._one(("reader", "writer"))
