@@ -363,9 +363,11 @@ int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const str
             call.places[i] = key;
         uint32_t next = 0;
         do {
-            while (next < keys->count && lane->active_count < client->options.depth)
+            /* A block that waits for its proof keeps no device busy: up to two more are read meanwhile. */
+            while (next < keys->count && lane->active_count - lane->ready_count < client->options.depth &&
+                   lane->active_count < client->options.depth + 2)
                 get_start(&call, lane, next++);
-        } while (lane_run(lane, 1000000000) || next < keys->count);
+        } while (lane_step(lane, 1000000000) || next < keys->count);
     } else {
         call.error = client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
     }

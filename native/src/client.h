@@ -74,7 +74,7 @@ struct lane {
     struct fetch *ready, *ready_last;    /* read, not yet verified */
     uint32_t zombie_count;               /* its fetches in session->zombies */
     struct fetch *free;
-    uint32_t active_count;
+    uint32_t active_count, ready_count;  /* ready ones are active */
     uint8_t *bounces[8];                 /* free bounce buffers */
     uint64_t bounce_sizes[8];
 };
@@ -139,7 +139,9 @@ void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size);
 
 struct fetch *fetch_get(struct lane *lane);              /* NULL: no memory */
 void fetch_start(struct lane *lane, struct fetch *fetch);
-/* Submit, wait for a completion (at most timeout_ns; 0: only look), call done for what is. Returns how many fetches are active. */
+/* Submit, wait for a completion (at most timeout_ns; 0: only look), prove what is complete and call its done. Returns how many fetches are
+ * active. lane_step() proves one at most: who has more to read starts it before the next is proven, so that devices do not wait for checksums. */
+uint32_t lane_step(struct lane *lane, uint64_t timeout_ns);
 uint32_t lane_run(struct lane *lane, uint64_t timeout_ns);
 /* Let go of zombies whose devices have answered. By the lane's holder; or, locked, of an idle lane with session->lock held. */
 void lane_reap(struct lane *lane, bool locked);

@@ -42,6 +42,7 @@ static void fetch_ready(struct fetch *fetch) {
     else
         lane->ready = fetch;
     lane->ready_last = fetch;
+    lane->ready_count++;
 }
 
 static int fetch_io(struct fetch *fetch, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t count) {
@@ -308,20 +309,25 @@ void lane_reap(struct lane *lane, bool locked) {
         pthread_mutex_unlock(&lane->session->lock);
 }
 
-uint32_t lane_run(struct lane *lane, uint64_t timeout_ns) {
+static uint32_t run(struct lane *lane, uint64_t timeout_ns, uint32_t limit) {
     ring_submit(&lane->ring);
-    if (!lane->ready && ring_reap(&lane->ring) == 0 && !lane->ready && timeout_ns && lane->active_count) {
+    ring_reap(&lane->ring);
+    if (!lane->ready && timeout_ns && lane->active_count) {
         ring_wait(&lane->ring, timeout_ns);
         ring_reap(&lane->ring);
     }
-    while (lane->ready) {
-        struct fetch *fetch = lane->ready;
+    for (struct fetch *fetch; limit && (fetch = lane->ready); limit--) {
         lane->ready = fetch->next;
         if (!lane->ready)
             lane->ready_last = NULL;
+        lane->ready_count--;
         fetch_finish(fetch);
     }
     if (lane->zombie_count)
         lane_reap(lane, false);
     return lane->active_count;
 }
+
+uint32_t lane_run(struct lane *lane, uint64_t timeout_ns) { return run(lane, timeout_ns, UINT32_MAX); }
+
+uint32_t lane_step(struct lane *lane, uint64_t timeout_ns) { return run(lane, timeout_ns, 1); }
