@@ -128,7 +128,13 @@ def _from_buffer(memory: object, writable: bool) -> Region:
         held = ffi.from_buffer("char[]", memory, require_writable=writable)
     except (TypeError, BufferError, ValueError) as error:
         raise _Refusal("read-only" if isinstance(memory, bytes) else str(error)) from error
-    return Region(int(ffi.cast("uintptr_t", held)), len(held), None, held, held)
+    address, size = int(ffi.cast("uintptr_t", held)), len(held)
+    if isinstance(memory, memoryview):
+        # A memoryview that the garbage collector clears while it has exports crashes CPython when those end; and a
+        # traceback makes such cycles. One of our own has none, and holds the memory as well.
+        ffi.release(held)
+        return Region(address, size, None, ffi.cast("void *", address), memoryview(memory))
+    return Region(address, size, None, held, held)
 
 
 # ---- DLPack ----

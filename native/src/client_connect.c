@@ -241,7 +241,7 @@ static int session_fill(struct kvfs_client *client, struct session *session, con
     uint64_t members = (uint64_t)w->segment_count * w->stripe_width;
     if (w->device_count == 0 || w->device_count > KVFS_DEVICES_MAX || w->stripe_width == 0 || w->stripe_width > KVFS_STRIPE_WIDTH_MAX ||
         w->stripe_width > w->device_count || w->stripe_unit < 16384 || w->stripe_unit % PAGE || w->zone_size == 0 ||
-        w->zone_size % w->stripe_unit || w->zone_size * w->stripe_width / PAGE > UINT32_MAX || w->segment_count == 0 ||
+        w->zone_size % w->stripe_unit || w->zone_size / PAGE > UINT32_MAX / w->stripe_width || w->segment_count == 0 ||
         size != 8ull * w->device_count + 8 * members)
         return client_fail(-EPROTO, "%s: the daemon's welcome makes no sense: %u devices, stripe width %u, %u segments, %llu bytes", client->pool,
                            w->device_count, w->stripe_width, w->segment_count, (unsigned long long)size);

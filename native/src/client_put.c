@@ -315,6 +315,12 @@ static int window_write(struct put_call *call, const struct kvfs_buffer *buffers
     } else {
         free(request.data);
     }
+    for (uint64_t i = 0; r == 0 && i < entered; i++) {
+        int64_t result;
+        memcpy(&result, answer + 8 * i, 8);
+        if (result > 0 || result < -4095)
+            r = client_fail(-EPROTO, "%s: the daemon answered a commit with %lld, which is no error", call->client->pool, (long long)result);
+    }
     uint64_t n = 0;
     for (uint32_t i = 0; items && i < count; i++) {
         struct put_item *item = items[i];
@@ -402,17 +408,26 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
         }
         uint8_t *reply = NULL;
         uint32_t reply_size = 0;
+        uint64_t asked_ns = now_ns();
         r = window_reserve(&call, places + first, keys->sizes + first, buffers + first, count, &reply, &reply_size);
+        bool waited = now_ns() - asked_ns > client->options.timeout_ms * 1000000ull;
         if (r == 0)
             r = window_write(&call, buffers + first, count, reply, reply_size, results + first);
         free(reply);
-        /* What found no room behind others of its window asks again: those are committed now, and can be evicted. */
-        bool some = false;
+        /* What found no room behind others of its window asks again: those are committed now, and can be evicted. Not where the daemon
+         * looked for room as long as it does: it would again, for every block that is left. */
+        bool some = false, none = false;
         for (uint32_t i = first; i < first + count && r == 0; i++)
-            if (results[i] == -ENOSPC && some)
+            if (results[i] == -ENOSPC && waited)
+                none = true;
+            else if (results[i] == -ENOSPC && some)
                 count = i - first;
             else
                 some = some || results[i] == 0;
+        for (uint32_t i = first + count; none && i < keys->count; i++)
+            results[i] = -ENOSPC;
+        if (none)
+            count = keys->count - first;
         for (uint32_t i = first; i < first + count; i++)
             if (results[i] == 0) {
                 stored++;
