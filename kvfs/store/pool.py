@@ -224,6 +224,9 @@ class Store:
         else:
             self.plane.table_load(self._root_record())
         self.segments.start()
+        if not clean and not rebuild:
+            # What was found is what stays, even if the next thing that happens is a crash that takes the index along.
+            await self.segments.flush_summaries()
         self.evictor = Evictor(self.segments, self.index, self.plane, self._policy, self.pins, self)
         self._set_space()
         assert self._nursery is not None

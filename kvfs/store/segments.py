@@ -80,6 +80,7 @@ class Segment:
     slot: int = 1  # where that one was written
     dirty: bool = False  # the summary on the device does not say what is live
     copy_stale: bool = False  # the summary in the other slot names blocks that are gone
+    writing: bool = False  # a summary is on its way to the device: until it is there, a crash must find this dirty
     closing: bool = False  # full; closed with its last run in flight
     held: int = 0  # files being written with pages here
     in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
@@ -94,7 +95,7 @@ class Segment:
     def pack(self) -> bytes:
         return _STATE.pack(
             _STATE_VERSION, self.state, self.stream,
-            _STATE_DIRTY * (self.dirty or self.copy_stale) + _STATE_SLOT * self.slot
+            _STATE_DIRTY * (self.dirty or self.copy_stale or self.writing) + _STATE_SLOT * self.slot
             + _STATE_LENT * (self.late or self.lent > 0),
             self.covered_page(), self.generation, self.live_pages, self.sequence,
         )  # fmt: skip
@@ -557,6 +558,7 @@ class Segments:
         for number in queue:
             segment = self.all[number]
             generation = segment.generation
+            segment.writing = True
             try:
                 await self._write_summary(segment)
             except KvfsError as error:
@@ -565,6 +567,9 @@ class Segments:
                 # Tried again with the next flush, unless it has a new life already.
                 if segment.generation == generation and segment.state != State.FREE:
                     self.mark_dirty(segment, gone=segment.copy_stale)
+            finally:
+                segment.writing = False
+                self._changed.add(number)
 
     async def _write_summary(self, segment: Segment) -> None:
         if not segment.generation or (segment.state == State.OPEN and segment.next_page == 1):

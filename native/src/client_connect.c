@@ -386,6 +386,7 @@ static int session_open(struct kvfs_client *client, struct session **out) {
         struct device *device = &session->plane.devices[i];
         device->fd = session->fds[i];
         device->memory = device_is_memory(device->fd);
+        device->blocks = device_blocks(device->fd);
         uint32_t alignment = memory_alignment(device->fd);
         if (alignment > session->memory_alignment)
             session->memory_alignment = alignment;

@@ -140,6 +140,7 @@ void ring_poll(struct ring *ring, int fd, uint32_t tag);
 /* The ring's memory is in use by a device that gave no answer: it can not be freed. */
 bool ring_idle(const struct ring *ring);
 bool device_is_memory(int fd);
+bool device_blocks(int fd);
 
 /* ---- node.c: open inodes and handles ---- */
 
@@ -403,6 +404,7 @@ struct fault_rule { atomic_uint fault, direction, every, value, counter; };
 struct device {
     int fd;
     bool memory;                         /* a RAM disk: I/O of at most inline_max bytes is done inline */
+    bool blocks;                         /* submitting its I/O may wait for it: a kernel thread does that */
     atomic_ullong stuck_until_ns;        /* fail_fast: it missed a deadline, until then its I/O fails at once */
     uint64_t zones_offset;
     atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;

@@ -77,6 +77,7 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
     for (uint32_t i = 0; i < c->device_count; i++) {
         plane->devices[i].fd = device_fds[i];
         plane->devices[i].memory = device_is_memory(device_fds[i]);
+        plane->devices[i].blocks = device_blocks(device_fds[i]);
         plane->devices[i].zones_offset = zones_offset[i];
     }
     for (uint32_t i = 0; i < SHARDS; i++)

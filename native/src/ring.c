@@ -9,6 +9,7 @@
 #include <poll.h>
 #include <stdio.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
@@ -243,7 +244,7 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         else
             io_uring_prep_readv(sqe, fd, iov, part->iov_count, part->device_offset);
         if (part->fault != KVFS_FAULT_LOST_WRITE)
-            sqe->flags |= IOSQE_FIXED_FILE;
+            sqe->flags |= (uint8_t)(IOSQE_FIXED_FILE | (plane->devices[part->device].blocks ? IOSQE_ASYNC : 0));
         io_uring_sqe_set_data(sqe, part);
         ring->in_flight++;
     }
@@ -410,6 +411,13 @@ bool device_is_memory(int fd) {
     name[n] = 0;
     const char *base = strrchr(name, '/');
     return base && (strncmp(base, "/zram", 5) == 0 || strncmp(base, "/ram", 4) == 0 || strncmp(base, "/pmem", 5) == 0);
+}
+
+/* Whether the file lies on a filesystem that another process or host serves. FUSE takes 12 requests at a time by default and lets the 13th
+ * wait in io_uring_enter, whatever was asked for: one server that hangs would hang every thread that submits, deadlines and all. */
+bool device_blocks(int fd) {
+    struct statfs st;
+    return fstatfs(fd, &st) == 0 && (st.f_type == 0x65735546 /* FUSE */ || st.f_type == 0x6969 /* NFS */ || st.f_type == (__fsword_t)0xfe534d42 /* SMB2 */);
 }
 
 void ring_wait(struct ring *ring, uint64_t timeout_ns) {

@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,3 +141,26 @@ def test_what_was_fsynced_survives_an_immediate_kill(own_pool: Callable[..., Poo
         pool.remount()
         assert os.listdir(directory) == ["final"]
         helpers.assert_same(helpers.read_file(directory / "final"), data, f"{directory}/final")
+
+
+@pytest.mark.timeout(180)
+def test_what_a_recovery_found_survives_another_kill_that_takes_the_index_along(own_pool: Callable[..., Pool]) -> None:
+    """A rename in a segment closed long ago: in the index at the first kill, in no summary yet."""
+    pool = own_pool(files=2, size="64M")
+    directory = pool.mount / "d"
+    directory.mkdir()
+    helpers.write_file(directory / "before", b"x" * 50_000)
+    pool.umount()
+    pool.start()
+    os.rename(directory / "before", directory / "after")
+    with helpers.opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        os.fsync(descriptor)
+    pool.kill()
+    pool.remount()
+    assert os.listdir(directory) == ["after"]
+    pool.kill()
+    helpers.detach(pool.mount)
+    shutil.rmtree(pool.path / "index")
+    pool.start()
+    pool.wait_rebuilt()
+    assert os.listdir(directory) == ["after"]
