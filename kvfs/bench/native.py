@@ -14,7 +14,6 @@ from pathlib import Path
 from kvfs.bench.common import (
     DEVICE_COUNT,
     GIB,
-    HUGE_PAGES,
     KIB,
     RAW_BASE,
     STRIPE_UNIT,
@@ -114,7 +113,7 @@ def case_native_read(stand: Stand) -> None:
             "raw fio": functools.partial(_raw, stand, "randread", passes),
             "get_into": _python(stand, words),
             "unchecked": _native(stand, [*words, "--no-verify"]),
-            "raw fio, 4 jobs": lambda index: stand.raw_fio("randread", index, passes, HUGE_PAGES),
+            "raw fio, 4 jobs": lambda index: stand.raw_fio("randread", index, passes),
             "checksum": _native(stand, memory),
         }
     )
@@ -181,12 +180,12 @@ def case_native_latency(stand: Stand) -> None:
 
     def pread(index: int) -> Json:
         place = ["--size", size, "--span", count * size // DEVICE_COUNT, "--seed", 1 + index]
-        return stand.bench.client("read", *raw, *place, environment=HUGE_PAGES)
+        return stand.bench.client("read", *raw, *place)
 
     def stripe(index: int) -> Json:
         # Header and data: every other one lies on two devices.
         pages = ["--size", 4 * KIB + size, "--span", count * (4 * KIB + size), "--seed", 1 + index]
-        return stand.bench.client("stripe", *raw, *pages, "--unit", STRIPE_UNIT, environment=HUGE_PAGES)
+        return stand.bench.client("stripe", *raw, *pages, "--unit", STRIPE_UNIT)
 
     runs = {"get": _native(stand, [*words, "--passes", passes]), "raw pread": pread, "raw stripe, 68 KiB": stripe}
     results = stand.bench.interleave(runs, finer=1 if stand.bench.quick else 4)

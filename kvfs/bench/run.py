@@ -52,10 +52,10 @@ class Bench:
         self.skipped: list[Json] = []
         self.failed: list[Json] = []
 
-    def client(self, *words: object, environment: Mapping[str, str] | None = None) -> Json:
+    def client(self, *words: object) -> Json:
         if not self.client_path.exists():
             raise MissingError(f"needs {self.client_path}: tools/bench builds it")
-        result = run_command(self.client_path, *(str(word) for word in words), environment=environment)
+        result = run_command(self.client_path, *(str(word) for word in words), environment=HUGE_PAGES)
         return parse_json(result.stdout, "bench_client")
 
     def native(self, *words: object) -> Json:

@@ -279,14 +279,13 @@ def fio(
     base: int = RAW_BASE,
     passes: int = 1,
     seed: int = 1,
-    environment: Mapping[str, str] | None = None,
 ) -> Json:
     """Raw jobs, one a device: over `size` bytes of it from `base`, `depth` requests of block_size in flight on each."""
     words = [f"--rw={pattern}", f"--bs={block_size}", f"--iodepth={depth}", f"--size={size}", f"--offset={base}"]
     words += [f"--loops={passes}", f"--randseed={seed}", "--thread"]
     for index, device in enumerate(devices):
         words += [f"--name=device{index}", f"--filename={device}"]
-    return _fio(pattern, words, environment)
+    return _fio(pattern, words)
 
 
 def fio_stripe(
@@ -297,17 +296,17 @@ def fio_stripe(
     common = [f"--rw={pattern}", f"--bs={block_size}", f"--iodepth={depth}", f"--offset={RAW_BASE}"]
     common += [f"--randseed={seed}", "--name=stripe", f"--filename={':'.join(map(str, devices))}"]
     common += ["--file_service_type=roundrobin"]
-    document = _fio(pattern, [*common, f"--size={size}", f"--loops={passes}"], HUGE_PAGES)
-    start = _fio(pattern, [*common, f"--size={block_size * len(devices)}"], HUGE_PAGES)
+    document = _fio(pattern, [*common, f"--size={size}", f"--loops={passes}"])
+    start = _fio(pattern, [*common, f"--size={block_size * len(devices)}"])
     used = number_at(document, "client_cpu_s") - number_at(start, "client_cpu_s")
     return {**document, "client_cpu_s": max(used, number_at(document, "thread_cpu_s"), 1e-4)}
 
 
-def _fio(pattern: str, words: Sequence[str], environment: Mapping[str, str] | None) -> Json:
+def _fio(pattern: str, words: Sequence[str]) -> Json:
     program = needs_program("fio")
     common = ["--output-format=json", "--ioengine=io_uring", "--direct=1", "--fallocate=none", "--allow_file_create=0"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = run_command(program, *common, "--invalidate=0", *words, environment=environment)
+    result = run_command(program, *common, "--invalidate=0", *words, environment=HUGE_PAGES)
     document = parse_json(result.stdout, "fio")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # The whole process with its start: fio's own figures lack the kernel threads that work for io_uring.
@@ -469,9 +468,7 @@ class Stand:
             self.native(*words, *(["--packable"] if packable else []))
             self._filled[key] = self.kvfs.root / space
 
-    def raw_fio(
-        self, pattern: str, index: int, passes: int = 1, environment: Mapping[str, str] | None = None
-    ) -> Json:
+    def raw_fio(self, pattern: str, index: int, passes: int = 1) -> Json:
         """fio on the raw devices: blocks of the same size, as many in flight in all as there are threads elsewhere."""
         scale = self.scale
         size = (scale.write_set if "write" in pattern else scale.working_set) // DEVICE_COUNT
@@ -484,7 +481,6 @@ class Stand:
             size=size,
             passes=passes,
             seed=1 + index,
-            environment=environment,
         )
 
     def measured(self, side: Side, run: Callable[[], Json]) -> Json:
