@@ -251,12 +251,6 @@ class Plane:
     def notify_epoch(self) -> None:
         lib.kvfs_notify_epoch(self._plane)
 
-    def notify_inode(self, inode: int) -> None:
-        lib.kvfs_notify_inode(self._plane, inode)
-
-    def notify_entry(self, parent: int, name: bytes) -> None:
-        lib.kvfs_notify_entry(self._plane, parent, name, len(name))
-
     async def notify_flush(self) -> None:
         """Return when the hosts have been told what was queued before."""
         await self._run(lambda cookie: lib.kvfs_notify_flush(self._plane, cookie), "notification of the hosts")

@@ -221,12 +221,13 @@ class Pool:
 
 
 def process_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
+    """Return whether any of its threads runs; a zombie does not. One that was killed may have one that waits in the
+    kernel for ever, and holds all its files open."""
     try:
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in "ZX"
+        texts = [path.read_text() for path in pathlib.Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # one ended meanwhile
+        return os.path.exists(f"/proc/{pid}") and process_alive(pid)
+    return any(text.rpartition(")")[2].split()[0] not in "ZX" for text in texts)
 
 
 def mount_device(mountpoint: pathlib.Path) -> int | None:

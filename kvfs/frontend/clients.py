@@ -392,17 +392,16 @@ class _Connection:
         held = self._store.index.lookup(block.parent, block.name) is not None
         entered = self._namespace.enter_block(block)
         if held and entered:
-            self._forget(block.parent, block.name)
+            self._forget()
         return entered
 
-    def _forget(self, parent: InodeNumber, name: bytes) -> None:
-        """Hosts may have cached where the name led; that it led nowhere they never do."""
-        self._store.plane.notify_entry(parent, name)
+    def _forget(self) -> None:
+        """Hosts may have cached where a name led; that it led nowhere they never do."""
+        self._store.plane.notify_epoch()
         self._untold = True
 
     async def _tell_hosts(self) -> None:
-        """Who asks the mount after the answer sees what was done. A host that is busy with the directory is not waited
-        for."""
+        """Who asks the mount after the answer sees what was done."""
         if self._untold:
             self._untold = False
             with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
@@ -433,7 +432,7 @@ class _Connection:
         with suppress(KvfsError):
             if self._namespace.lookup(parent, name).kind == Kind.FILE:
                 self._namespace.unlink(parent, name)
-                self._forget(parent, name)
+                self._forget()
                 return True
         return False
 

@@ -447,7 +447,7 @@ class Store:
             self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
         else:
             self.drop(inode)
-        self.plane.notify_entry(inode.parent, inode.name)
+        self.plane.notify_epoch()
 
     # ---- sealing ----
 

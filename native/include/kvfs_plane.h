@@ -77,9 +77,6 @@ int kvfs_fuse_add(struct kvfs_plane *plane, int fd);
 int kvfs_transport_count(struct kvfs_plane *plane);
 /* Make every cached name of every host mount be looked up again (FUSE_NOTIFY_INC_EPOCH where there is one). Queued to the notifier thread. */
 void kvfs_notify_epoch(struct kvfs_plane *plane);
-/* Drop cached attributes and pages of one inode. Queued. */
-void kvfs_notify_inode(struct kvfs_plane *plane, uint64_t inode);
-void kvfs_notify_entry(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size);
 /* Completion: 0 when the hosts have been told all that was queued before, -ENOMEM. */
 int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie);
 

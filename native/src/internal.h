@@ -370,7 +370,7 @@ void mux_close(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */
 
-struct notification { struct notification *next; uint32_t code; uint64_t inode; uint32_t name_size; char name[256]; };
+struct notification { struct notification *next; uint64_t cookie; };
 int notifier_start(struct kvfs_plane *plane);
 void notifier_stop(struct kvfs_plane *plane);
 

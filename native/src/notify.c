@@ -1,17 +1,13 @@
-/* The notifier: the one thread that sends notifications to the kernel, and does nothing else. Nothing waits for it. */
+/* The notifier: the one thread that sends notifications to the kernel, and does nothing else. Nothing waits for it.
+ *
+ * Only INC_EPOCH, which takes no lock. INVAL_ENTRY waits, unkillably, for the lock of the directory; who has that may be waiting for our
+ * answer. If the daemon is killed then, that thread never ends, so /dev/fuse stays open and the mount hangs for ever. Nor is it needed: where
+ * there is no INC_EPOCH, names of files are not cached (entry_timeouts). */
 #include "internal.h"
 
 #include <unistd.h>
 
 #define NOTIFY_INC_EPOCH 8 /* FUSE_NOTIFY_INC_EPOCH, kernel 6.16 */
-#define NOTIFY_FLUSH 0     /* goes nowhere: says that what was queued before it is sent; inode is the cookie */
-
-static void notify_send(struct transport *transport, int code, const void *body, size_t size, const char *name, size_t name_size) {
-    struct fuse_out_header head = {.len = (uint32_t)(sizeof(head) + size + name_size), .error = code, .unique = 0};
-    struct iovec iovs[3] = {{&head, sizeof(head)}, {(void *)(uintptr_t)body, size}, {(void *)(uintptr_t)name, name_size}};
-    if (writev(transport->servers[0].fd, iovs, name_size ? 3 : size ? 2 : 1) < 0)
-        return; /* -ENOENT: the kernel does not know the inode; -ENODEV: unmounted */
-}
 
 static void *notifier_main(void *argument) {
     struct kvfs_plane *plane = argument;
@@ -28,22 +24,16 @@ static void *notifier_main(void *argument) {
         }
         plane->notify_epoch = false;
         pthread_mutex_unlock(&plane->notify_lock);
-        for (uint32_t i = 0; i < TRANSPORTS_MAX && !stop; i++) {
+        for (uint32_t i = 0; i < TRANSPORTS_MAX && epoch && !stop; i++) {
             struct transport *transport = plane->transports[i];
-            if (!transport || atomic_load(&transport->ended) || !atomic_load(&transport->initialized))
+            if (!transport || atomic_load(&transport->ended) || !atomic_load(&transport->initialized) || !transport->inc_epoch)
                 continue;
-            if (epoch && transport->inc_epoch)
-                notify_send(transport, NOTIFY_INC_EPOCH, NULL, 0, NULL, 0);
-            if (n && n->code == FUSE_NOTIFY_INVAL_INODE) {
-                struct fuse_notify_inval_inode_out out = {.ino = n->inode, .off = 0, .len = 0};
-                notify_send(transport, FUSE_NOTIFY_INVAL_INODE, &out, sizeof(out), NULL, 0);
-            } else if (n && n->code == FUSE_NOTIFY_INVAL_ENTRY) {
-                struct fuse_notify_inval_entry_out out = {.parent = n->inode, .namelen = n->name_size};
-                notify_send(transport, FUSE_NOTIFY_INVAL_ENTRY, &out, sizeof(out), n->name, n->name_size + 1);
-            }
+            struct fuse_out_header head = {.len = sizeof(head), .error = NOTIFY_INC_EPOCH, .unique = 0};
+            if (write(transport->servers[0].fd, &head, sizeof(head)) < 0)
+                continue; /* -ENODEV: unmounted */
         }
-        if (n && n->code == NOTIFY_FLUSH)
-            complete(plane, n->inode, 0);
+        if (n)
+            complete(plane, n->cookie, 0);
         free(n);
         if (stop)
             return NULL;
@@ -71,21 +61,21 @@ void notifier_stop(struct kvfs_plane *plane) {
     }
 }
 
-static void notification_add(struct kvfs_plane *plane, uint32_t code, uint64_t inode, const char *name, uint32_t name_size) {
+void kvfs_notify_epoch(struct kvfs_plane *plane) {
+    pthread_mutex_lock(&plane->notify_lock);
+    plane->notify_epoch = true;
+    pthread_cond_signal(&plane->notify_more);
+    pthread_mutex_unlock(&plane->notify_lock);
+}
+
+int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie) {
+    COUNT(plane, jobs_in_flight, 1);
     struct notification *n = calloc(1, sizeof(*n));
-    if (!n || name_size > KVFS_NAME_MAX) {
-        free(n);
-        if (code == NOTIFY_FLUSH)
-            complete(plane, inode, -ENOMEM);
-        else
-            kvfs_notify_epoch(plane); /* coarser, and never less */
-        return;
+    if (!n) {
+        complete(plane, cookie, -ENOMEM);
+        return 0;
     }
-    n->code = code;
-    n->inode = inode;
-    n->name_size = name_size;
-    if (name_size)
-        memcpy(n->name, name, name_size);
+    n->cookie = cookie;
     pthread_mutex_lock(&plane->notify_lock);
     if (plane->notify_last)
         plane->notify_last->next = n;
@@ -94,23 +84,5 @@ static void notification_add(struct kvfs_plane *plane, uint32_t code, uint64_t i
     plane->notify_last = n;
     pthread_cond_signal(&plane->notify_more);
     pthread_mutex_unlock(&plane->notify_lock);
-}
-
-void kvfs_notify_epoch(struct kvfs_plane *plane) {
-    pthread_mutex_lock(&plane->notify_lock);
-    plane->notify_epoch = true;
-    pthread_cond_signal(&plane->notify_more);
-    pthread_mutex_unlock(&plane->notify_lock);
-}
-
-void kvfs_notify_inode(struct kvfs_plane *plane, uint64_t inode) { notification_add(plane, FUSE_NOTIFY_INVAL_INODE, inode, NULL, 0); }
-
-void kvfs_notify_entry(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size) {
-    notification_add(plane, FUSE_NOTIFY_INVAL_ENTRY, parent, name, name_size);
-}
-
-int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie) {
-    COUNT(plane, jobs_in_flight, 1);
-    notification_add(plane, NOTIFY_FLUSH, cookie, NULL, 0);
     return 0;
 }

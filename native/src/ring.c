@@ -414,10 +414,11 @@ bool device_is_memory(int fd) {
 }
 
 /* Whether the file lies on a filesystem that another process or host serves. FUSE takes 12 requests at a time by default and lets the 13th
- * wait in io_uring_enter, whatever was asked for: one server that hangs would hang every thread that submits, deadlines and all. */
+ * wait in io_uring_enter, whatever was asked for: one server that hangs would hang every thread that submits, deadlines and all. Only such
+ * a filesystem can fail to answer fstatfs: many a FUSE server knows no such call. */
 bool device_blocks(int fd) {
     struct statfs st;
-    return fstatfs(fd, &st) == 0 && (st.f_type == 0x65735546 /* FUSE */ || st.f_type == 0x6969 /* NFS */ || st.f_type == (__fsword_t)0xfe534d42 /* SMB2 */);
+    return fstatfs(fd, &st) < 0 || st.f_type == 0x65735546 /* FUSE */ || st.f_type == 0x6969 /* NFS */ || st.f_type == (__fsword_t)0xfe534d42 /* SMB2 */;
 }
 
 void ring_wait(struct ring *ring, uint64_t timeout_ns) {

@@ -6,6 +6,7 @@ KVFS_KILLS sets how many kills there are together (default 60), KVFS_KILL_SEED r
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import pathlib
@@ -21,6 +22,9 @@ import helpers
 import pytest
 from helpers import KIB, MIB, Pool
 from workload import Child, Ledger, walk, write_until_dead
+
+import kvfs
+from kvfs.errors import KvfsError
 
 KILLS = int(os.environ.get("KVFS_KILLS", "60"))
 SEED = int(os.environ.get("KVFS_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
@@ -119,6 +123,43 @@ def test_killed_at_any_moment_without_eviction_nothing_acknowledged_is_missing(o
     assert figures["found"] > 0
     status = pool.status()
     assert status["counters"]["evicted_blocks"] == 0
+
+
+def _replace_files(directory: pathlib.Path) -> None:
+    """Create, rename and unlink until the daemon is gone: most of the time the directory is locked for one of them."""
+    temporary = directory / f".{os.getpid()}"
+    with contextlib.suppress(OSError):
+        while True:
+            helpers.write_file(temporary, b"x" * 5000)
+            os.rename(temporary, directory / b"k0".hex())
+
+
+def _replace_natively(mountpoint: pathlib.Path) -> None:
+    with contextlib.suppress(KvfsError), kvfs.connect(mountpoint, gpu=None, timeout_s=1) as client:
+        while True:
+            client.put([(b"k0", b"y" * 5000)])
+            client.delete([b"k0"])
+
+
+@pytest.mark.timeout(180)
+def test_killed_while_native_clients_and_files_replace_the_same_name_the_daemon_ends(
+        own_pool: Callable[..., Pool]) -> None:
+    """The daemon tells the kernel what native clients replaced. It must not wait in there for the directory's lock:
+    who holds that waits for the daemon, and both would for ever."""
+    pool = own_pool(files=2, size="64M")
+    directory = pool.mount / b"k".hex()
+    chooser = random.Random(SEED)
+    for _ in range(8):
+        directory.mkdir(exist_ok=True)
+        children = [Child(functools.partial(function, where)) for function, where in (
+            *[(_replace_files, directory)] * 3, *[(_replace_natively, pool.mount)] * 3)]
+        time.sleep(chooser.uniform(0.2, 0.6))
+        pool.kill()
+        with helpers.raises_errno(errno.ENOTCONN, errno.ECONNABORTED):
+            os.statvfs(pool.mount)
+        for child in children:
+            child.result()
+        pool.remount()
 
 
 @pytest.mark.timeout(180)

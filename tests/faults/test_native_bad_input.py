@@ -875,7 +875,8 @@ def test_writing_to_a_stuck_device_fails_in_time_and_leaves_nothing(stuck: tuple
             client.put(newer.items())
         took = time.monotonic() - begun
         assert took < 30, f"{took:.1f} s: the daemon gives a device 10 s, and a batch as much to find places"
-        assert 0 < len(caught.value.failed) < len(newer)
+        # All of them where both the open segment and the one that is ready lie on that device: then RESERVE waits, too.
+        assert 0 < len(caught.value.failed) <= len(newer)
         assert {error.errno for error in caught.value.failed.values()} <= {errno.ETIMEDOUT, errno.ENOSPC}
         filesystem("go")
         for key in MANY:  # old or new, whole, as put said

@@ -609,8 +609,10 @@ class Storm:
 
     def close(self) -> None:
         for actor in self.actors:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            with contextlib.suppress(ProcessLookupError):
                 actor.kill()
+        for actor in self.actors:  # all are killed by then: one may wait in the kernel for as long as the mount hangs
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(actor.pid, 0)
 
 
