@@ -1,9 +1,9 @@
-"""The store of one mounted pool: seals blocks into segments, keeps index, block table and summaries in step.
+"""The store of one mounted pool: opens and closes it, keeps index, block table and summaries in step.
 
 Everything that must agree changes in one step of the one trio thread, between two awaits: the index, the block table,
 the segments' live pages, and which summaries are not true any more. Durable in this order: data and block header
-(before
-the seal is answered), index (a second later, or at fsync), summaries. docs/architecture.md says what a crash leaves.
+(before the seal is answered), index (a second later, or at fsync), summaries. docs/architecture.md says what a crash
+leaves. Blocks are written by sealing.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import struct
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from errno import EBADMSG, ENOENT
+from errno import EBADMSG
 from pathlib import Path
 
 import trio
@@ -25,52 +24,27 @@ import trio
 from kvfs.config import layout
 from kvfs.errors import KvfsError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
-from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, Run, SealInfo, check_records
+from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, check_records
 from kvfs.store import recovery
-from kvfs.store.devices import (
-    INDEX_NAME,
-    Device,
-    OpenPool,
-    format_devices,
-    import_pool,
-    locked,
-    open_pool,
-    write_labels,
-)
-from kvfs.store.eviction import EvictionPolicy, OldestLeastLive, Stream
+from kvfs.store.devices import INDEX_NAME, Device, OpenPool, locked, open_pool, write_labels
+from kvfs.store.eviction import EvictionPolicy, OldestLeastLive
 from kvfs.store.evictor import EvictionCounters, Evictor
-from kvfs.store.format import (
-    META_CLEAN,
-    META_EPOCH,
-    META_IN_FLIGHT,
-    META_NUMBER,
-    META_UUID,
-    META_VERSION,
-    PARENT_OFFSET,
-)
+from kvfs.store.format import META_CLEAN, META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_UUID, META_VERSION
 from kvfs.store.pins import Pins
 from kvfs.store.reservations import Reservations, ReservationStatistics
+from kvfs.store.sealing import BEING_WRITTEN, Sealing
 from kvfs.store.segments import Counter, Segments, SegmentStatistics, Versions, usage
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
 
-__all__ = ["Space", "Store", "StoreOptions", "StoreStatistics", "format_devices", "import_pool"]
-
 log = logging.getLogger(__name__)
 
-_WRITE_TRIES = 3
 _COMMIT_CHANGES = 20_000
 _COMMIT_POLL_S = 0.1
 _PIN_COUNT_S = 60.0
 _LINGER_S = 1.0
 _SEAL_AT_CLOSE_S = 60.0
-_PARENT = struct.Struct("<Q")
-# A record's ancestors are kept this long at most: the times in them are hints, names are never stale (see renamed()).
-_ANCESTORS_MAX = 8192
-_ANCESTORS_SIZE_MAX = 1 << 20
 _WALK_BATCH = 512
 _CHUNK = 1 << 20
-_RECORD_SLACK = 4096
-_BEING_WRITTEN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +110,15 @@ class Store:
         self.segments = Segments(opened.config, members, plane, index, epoch)
         self.notes = list(opened.notes)
         self._inodes, self._versions = Counter(epoch), Versions(epoch)
-        self.reservations = Reservations(self.segments, index, plane, self._inodes, self._versions, self)
-        self._busy: dict[int, trio.Event] = {}
-        self._ancestors: dict[int, bytes] = {}
-        self._held: dict[int, set[int]] = {}
+        self.sealing = Sealing(self.segments, index, plane, policy, self._versions, self)
+        # What the namespace and the evictor ask of the store, and it does.
+        self.seal, self.rewrite = self.sealing.seal, self.sealing.rewrite
+        self.carry, self.is_busy = self.sealing.carry, self.sealing.is_busy
+        self.reservations = Reservations(self.segments, index, plane, self._inodes, self._versions, self.sealing)
         self._moved_directories: list[InodeNumber] = []
-        self.directory_moves = 0
         self._directory_moved = trio.Event()
-        self._reseal: set[InodeNumber] = set()
         self._lingering: deque[tuple[float, InodeNumber]] = deque()
-        self._bad_blocks = self._sealed = self._seal_retries = 0
+        self._bad_blocks = 0
         self._device_errors: dict[int, int] = {}
         self.rebuilding = False
         self._closed = False
@@ -311,11 +284,11 @@ class Store:
                 log.error("%s; tried again every second", error)
             self._commit_failed = True
         await self.segments.flush_summaries()
-        self._ancestors.clear()
-        self._check_held()
+        self.sealing.forget_ancestors()
+        self.sealing.check_held()
         self._end_lingering()
         self._set_space()
-        await self._retry_reseals()
+        await self.sealing.retry()
 
     async def _prepare_loop(self) -> None:
         while True:
@@ -368,14 +341,14 @@ class Store:
     def _on_event(self, event: Event) -> None:
         assert self._nursery is not None
         if event.type == EventType.SPILL:
-            self._nursery.start_soon(self._spill_quietly, InodeNumber(event.inode))
+            self._nursery.start_soon(self.sealing.spill_quietly, InodeNumber(event.inode))
         elif event.type == EventType.RESEAL:
-            self._nursery.start_soon(self._seal_quietly, InodeNumber(event.inode))
+            self._nursery.start_soon(self.sealing.seal_quietly, InodeNumber(event.inode))
         elif event.type == EventType.BAD_BLOCK:
             # Being moved or written right now: whoever reads it again says so again.
-            if event.inode in self._busy:
+            if self.is_busy(event.inode):
                 return
-            self._drop_bad(InodeNumber(event.inode), event.value)
+            self.drop_bad(InodeNumber(event.inode), event.value)
         elif event.type == EventType.IO_ERROR:
             device, number = event.value >> 32, event.value & 0xFFFFFFFF
             self._device_errors[device] = self._device_errors.get(device, 0) + 1
@@ -387,33 +360,10 @@ class Store:
         elif self._options.on_event is not None:
             self._options.on_event(int(event.type), event.inode, event.value)
 
-    async def _seal_quietly(self, inode: InodeNumber) -> None:
-        try:
-            await self.seal(inode)
-            self._reseal.discard(inode)
-        except KvfsError as error:
-            # Nobody waits for it: the bytes stay staged, and it is tried again.
-            if inode not in self._reseal:
-                log.error("inode %d: not sealed after its last close: %s", inode, error)
-            self._reseal.add(inode)
-
-    async def _retry_reseals(self) -> None:
-        for inode in list(self._reseal):
-            if self.index.raw(inode) is None:
-                self._reseal.discard(inode)
-            else:
-                await self._seal_quietly(inode)
-
-    async def _spill_quietly(self, inode: InodeNumber) -> None:
-        try:
-            await self.spill(inode)
-        except KvfsError as error:
-            log.warning("inode %d: not spilled: %s", inode, error)
-
     async def check_block(self, number: InodeNumber, segment: int) -> None:
         """A native client says that a block failed its checksums: it is dropped if that is so."""
         record = self.index.raw(number)
-        if record is None or number in self._busy:
+        if record is None or self.is_busy(number):
             return
         inode = Inode.unpack(record)
         if not inode.sealed or all(segment != used for used in usage(inode)):
@@ -421,13 +371,13 @@ class Store:
         try:
             await self.plane.store_verify(record, verify_data=True)
         except PlaneError as error:
-            if error.errno == EBADMSG and self.index.raw(number) == record and number not in self._busy:
-                self._drop_bad(number, segment)
+            if error.errno == EBADMSG and self.index.raw(number) == record and not self.is_busy(number):
+                self.drop_bad(number, segment)
 
-    def _drop_bad(self, number: InodeNumber, segment: int) -> None:
+    def drop_bad(self, number: InodeNumber, segment: int) -> None:
         """A block failed verification: it is a miss from now on, unless it has moved since."""
         inode = self.index.get(number)
-        if inode is None or not inode.sealed or self.plane.inode_is_open(number) == _BEING_WRITTEN:
+        if inode is None or not inode.sealed or self.plane.inode_is_open(number) == BEING_WRITTEN:
             return
         if segment != inode.segment and all(extent.segment != segment for extent in inode.extents):
             return
@@ -449,279 +399,12 @@ class Store:
             self.drop(inode)
         self.plane.notify_epoch()
 
-    # ---- sealing ----
-
-    async def seal(self, inode: InodeNumber) -> Inode | None:
-        """Make the staged content a block. Returns the new inode; None if nothing was dirty or the file is gone.
-
-        A nameless file is not sealed: nobody can open it again. Raises NoSpaceError, PlaneError; then it is still
-        dirty.
-        """
-        await self._acquire(inode)
-        try:
-            # Not cancelled in the middle: the data plane holds the file frozen until seal_end.
-            sealed: Inode | None = None
-            with trio.CancelScope(shield=True):
-                sealed = await self._seal(inode)
-            return sealed
-        finally:
-            self._busy.pop(inode).set()
-
-    async def _acquire(self, inode: int) -> None:
-        while (busy := self._busy.get(inode)) is not None:
-            await busy.wait()
-        self._busy[inode] = trio.Event()
-
-    async def _seal(self, number: InodeNumber) -> Inode | None:
-        inode = self.index.get(number)
-        if inode is None or InodeFlags.NAMELESS in inode.flags:
-            return None
-        try:
-            info = self.plane.seal_begin(number)
-        except PlaneError as error:
-            if error.errno == ENOENT:
-                return None
-            raise
-        if not info.dirty:
-            return None
-        version = self._versions.begin()
-        runs: list[Run] = []
-        sealed: Inode | None = None
-        try:
-            written = await self._write(inode, info, version, runs)
-            sealed = self._enter(number, inode, written)
-        finally:
-            with suppress(PlaneError):
-                self.plane.seal_end(number, sealed is not None)
-            self._versions.end(version)
-            self.segments.release(runs)
-        await self.segments.settle(runs)
-        if sealed is not None:
-            self._hold(number, ())
-            self._sealed += 1
-        return sealed
-
-    async def _write(self, inode: Inode, info: SealInfo, version: int, runs: list[Run]) -> Inode:
-        """Write data and header to new runs; returns the inode as its header has it. `runs` are the caller's to
-        release."""
-        new = inode.copy()
-        new.size, new.mtime_ns, new.version, new.extents = info.size, info.mtime_ns, version, ()
-        new.ctime_ns = max(inode.ctime_ns, info.mtime_ns)
-        new.flags = (inode.flags | InodeFlags.SEALED) & ~InodeFlags.ASK
-        if inode.sealed:
-            new.flags |= InodeFlags.REWRITTEN
-        ancestors = self.ancestors(inode.parent)
-        extents = info.ranges + info.kept_extents + self.segments.runs_bound(info.data_pages)
-        record_size = len(new.pack())
-        header_pages = self.plane.header_pages(info.size, record_size, len(ancestors), extents)
-        new.header_pages = header_pages
-        stream = self._policy.stream_of(info.size)
-        for attempt in range(1, _WRITE_TRIES + 1):
-            runs.extend(await self.segments.allocate(stream, header_pages, info.data_pages))
-            new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
-            try:
-                await self.plane.seal_write(inode.inode, runs, header_pages, new.pack(), ancestors)
-                return Inode.unpack(self.plane.seal_record(inode.inode))
-            except PlaneError as error:
-                await self._give_up(runs)
-                if attempt == _WRITE_TRIES or error.errno == ENOENT:
-                    raise
-                self._seal_retries += 1
-                log.warning("inode %d: %s; trying other segments", inode.inode, error)
-        raise AssertionError
-
-    async def _give_up(self, runs: list[Run]) -> None:
-        """A write to these runs failed: nothing more goes to their segments, other devices come next."""
-        await self.segments.bury(runs)
-        self.segments.release(runs)
-        runs.clear()
-
-    def _enter(self, number: InodeNumber, before: Inode, written: Inode) -> Inode | None:
-        """The block is on the devices: index, table and accounts learn of it in one step. None if it lost its name."""
-        current = self.index.get(number)
-        home = self.segments.all[written.segment]
-        if current is None or InodeFlags.NAMELESS in current.flags:
-            self.segments.mark_dirty(home, gone=True)
-            return None
-        if current != before:
-            _take_changes(written, before, current)
-            self.segments.mark_dirty(home, gone=True)
-        self.index.put(written, current)
-        self._account(current, written)
-        self._count_pinned(current, written)
-        self.plane.inode_update(written.pack())
-        return written
-
-    def _account(self, before: Inode, after: Inode) -> None:
-        if before.sealed:
-            self.segments.mark_dirty(self.segments.all[before.segment], gone=True)
-        self.segments.account(before if before.sealed else None, after)
-
-    def ancestors(self, parent: int) -> bytes:
-        """The records of the directories from `parent` up, without the root."""
-        known = self._ancestors.get(parent)
-        if known is not None:
-            return known
-        parts: list[bytes] = []
-        number, size = parent, 0
-        while number != ROOT_INODE:
-            record = self.index.raw(number)
-            if record is None or size + len(record) > _ANCESTORS_SIZE_MAX:
-                break
-            parts.append(record)
-            size += len(record)
-            (number,) = _PARENT.unpack_from(record, PARENT_OFFSET)
-        found = b"".join(parts)
-        if len(self._ancestors) >= _ANCESTORS_MAX:
-            self._ancestors.clear()
-        self._ancestors[parent] = found
-        return found
-
-    # ---- spilling ----
-
-    async def spill(self, inode: InodeNumber) -> None:
-        """Move what is staged of a large file to the devices before its seal."""
-        await self._acquire(inode)
-        try:
-            with trio.CancelScope(shield=True):
-                await self._spill(inode)
-        finally:
-            self._busy.pop(inode).set()
-
-    async def _spill(self, number: InodeNumber) -> None:
-        try:
-            info = self.plane.spill_begin(number)
-        except PlaneError as error:
-            if error.errno == ENOENT:
-                return
-            raise
-        if not info.dirty:
-            return
-        try:
-            runs = await self.segments.allocate(self._policy.stream_of(info.size), 0, info.data_pages)
-        except BaseException:
-            self.plane.spill_cancel(number)
-            raise
-        try:
-            await self.plane.spill_write(number, runs)
-            self._hold(number, self._extent_segments(number))
-        except PlaneError:
-            await self.segments.bury(runs)
-            raise
-        finally:
-            self.segments.release(runs)
-
-    def _extent_segments(self, number: int) -> set[int]:
-        try:
-            return {int(extent.segment) for extent in self.plane.file_extents(number)}
-        except PlaneError as error:
-            if error.errno != ENOENT:
-                raise
-            return set()
-
-    def _hold(self, number: int, segments: set[int] | tuple[()]) -> None:
-        """A file that is being written has pages in these segments, which its record does not say."""
-        after = set(segments)
-        before = self._held.pop(number, set())
-        if after:
-            self._held[number] = after
-        for segment in after - before:
-            self.segments.all[segment].held += 1
-        for segment in before - after:
-            self.segments.all[segment].held -= 1
-            self.segments.free_if_empty(self.segments.all[segment])
-
-    def _check_held(self) -> None:
-        """Files that were discarded hold nothing any more."""
-        for number in list(self._held):
-            if number not in self._busy:
-                self._hold(number, self._extent_segments(number))
-
-    # ---- opening for writing ----
-
-    async def rewrite(self, inode: InodeNumber, keep_content: bool) -> None:
-        """From the return on all handles of a sealed file read through staging. PlaneError if it is gone.
-
-        Neither eviction nor carry-over touches the block meanwhile; afterwards they see that it is being written.
-        """
-        await self._acquire(inode)
-        try:
-            with trio.CancelScope(shield=True):
-                await self.plane.file_rewrite(inode, keep_content)
-        finally:
-            self._busy.pop(inode).set()
-
-    # ---- moving and dropping (for the evictor) ----
-
-    def is_busy(self, inode: InodeNumber) -> bool:
-        """It is being sealed, copied, or opened for writing right now."""
-        return inode in self._busy
-
-    async def carry(self, record: bytes) -> bool:
-        """Copy a block to the carried-over stream. False if it is gone, or cannot be read and was dropped."""
-        number = Inode.unpack(record).inode
-        # Being sealed, perhaps waiting for the very space that this makes: not waited for.
-        if number in self._busy:
-            return False
-        await self._acquire(number)
-        try:
-            carried = False
-            with trio.CancelScope(shield=True):
-                carried = await self._carry(number)
-            return carried
-        finally:
-            self._busy.pop(number).set()
-
-    async def _carry(self, number: InodeNumber) -> bool:
-        old_record = self.index.raw(number)
-        if old_record is None or self.plane.inode_is_open(number) == _BEING_WRITTEN:
-            return False
-        before = Inode.unpack(old_record)
-        if not before.sealed:
-            return False
-        data_pages = sum(extent.page_count for extent in before.all_extents())
-        new = before.copy()
-        new.extents = ()
-        ancestors = self.ancestors(before.parent)
-        extents = len(before.all_extents()) + self.segments.runs_bound(data_pages)
-        new.header_pages = self.plane.header_pages(before.size, len(new.pack()), len(ancestors), extents)
-        runs = await self.segments.allocate(Stream.CARRIED, new.header_pages, data_pages)
-        try:
-            new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
-            capacity = len(old_record) + 24 * extents + _RECORD_SLACK
-            copied = await self.plane.store_copy(old_record, runs, new.header_pages, new.pack(), ancestors, capacity)
-            return self._enter_copy(number, before, Inode.unpack(copied))
-        except PlaneError as error:
-            await self.segments.bury(runs)
-            log.warning("inode %d: not carried over: %s", number, error)
-            if error.errno == EBADMSG:
-                self._drop_bad(number, before.segment)
-            return False
-        finally:
-            self.segments.release(runs)
-
-    def _enter_copy(self, number: InodeNumber, before: Inode, copied: Inode) -> bool:
-        current = self.index.get(number)
-        home = self.segments.all[copied.segment]
-        moved = current is None or (current.segment, current.page, current.generation) != (
-            before.segment, before.page, before.generation,
-        )  # fmt: skip
-        if current is None or moved or self.plane.inode_is_open(number) == _BEING_WRITTEN:
-            # The copy is of what the file was: an orphan in its segment, that no summary will name.
-            self.segments.mark_dirty(home, gone=True)
-            return False
-        if current != before:
-            _take_changes(copied, before, current)
-            self.segments.mark_dirty(home, gone=True)
-        self.index.put(copied, current)
-        self._account(current, copied)
-        self.plane.inode_update(copied.pack())
-        return True
+    # ---- blocks that come and go ----
 
     def entered(self, inode: Inode) -> None:
         """A block that a native client wrote is in the index and in the block table."""
         self.segments.account(None, inode)
-        self._count_pinned(None, inode)
+        self.count_pinned(None, inode)
 
     def drop(self, inode: Inode) -> None:
         """The block left the block table: it leaves the index and the accounts."""
@@ -738,7 +421,7 @@ class Store:
             if self._options.on_event is not None:
                 self._options.on_event(int(EventType.IDLE), number, 0)
 
-    def _count_pinned(self, before: Inode | None, after: Inode | None) -> None:
+    def count_pinned(self, before: Inode | None, after: Inode | None) -> None:
         """What is pinned came, went or changed its size: writers learn of it at once."""
         if not self.pins:
             return
@@ -754,7 +437,7 @@ class Store:
         """A sealed block was removed from the index: its pages are free, its summary must not name it."""
         if not inode.sealed or inode.kind != Kind.FILE:
             return
-        self._count_pinned(inode, None)
+        self.count_pinned(inode, None)
         if InodeFlags.PINNED in inode.flags:
             self.pins.remove(inode.inode)
         self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
@@ -767,8 +450,7 @@ class Store:
             self.index.put(inode, inode)
             self.plane.inode_update(inode.pack())
         if inode.kind == Kind.DIRECTORY:
-            self.directory_moves += 1
-            self._ancestors.clear()
+            self.sealing.directory_moved()
             self._moved_directories.append(inode.inode)
             self._directory_moved.set()
         elif inode.sealed:
@@ -850,8 +532,8 @@ class Store:
         return StoreStatistics(
             uuid=str(self.config.uuid), epoch=self.epoch, blocks=self.plane.table_statistics()["records"],
             segments=self.segments.statistics(), space=self.space(), eviction=self.evictor.counters,
-            bad_blocks=self._bad_blocks, device_errors=dict(self._device_errors), sealed=self._sealed,
-            seal_retries=self._seal_retries, index_bytes=index.bytes, index_pending=index.changes_pending,
+            bad_blocks=self._bad_blocks, device_errors=dict(self._device_errors), sealed=self.sealing.sealed,
+            seal_retries=self.sealing.retries, index_bytes=index.bytes, index_pending=index.changes_pending,
             commit_failures=index.commit_failures, rebuilding=self.rebuilding, notes=tuple(self.notes),
             reservations=self.reservations.statistics(),
         )  # fmt: skip
@@ -888,23 +570,10 @@ class Store:
     async def _seal_all(self) -> None:
         """What is not sealed yet, and what the data plane still wants sealed."""
         for number in self.index.volatile_inodes():
-            if number not in self._busy:
-                await self._seal_quietly(number)
-        await self._retry_reseals()
-        while self._busy:
-            await next(iter(self._busy.values())).wait()
-
-
-def _take_changes(written: Inode, before: Inode, current: Inode) -> None:
-    """What was changed while a block was written, `before` to `current`: the index has it, the block header has not."""
-    written.parent, written.name, written.nlink = current.parent, current.name, current.nlink
-    written.mode, written.uid, written.gid, written.xattrs = current.mode, current.uid, current.gid, current.xattrs
-    written.atime_ns, written.ctime_ns = current.atime_ns, max(written.ctime_ns, current.ctime_ns)
-    if current.mtime_ns != before.mtime_ns:
-        written.mtime_ns = current.mtime_ns
-    kept = InodeFlags.PINNED | InodeFlags.NAMELESS
-    written.flags = (written.flags & ~kept) | (current.flags & kept)
-    written.version = max(written.version, current.version)
+            if not self.is_busy(number):
+                await self.sealing.seal_quietly(number)
+        await self.sealing.retry()
+        await self.sealing.wait_idle()
 
 
 def segment_members(opened: OpenPool) -> list[tuple[tuple[int, int], ...]]:

@@ -219,9 +219,9 @@ def test_a_bad_block_is_a_miss(pool: Path) -> None:
     async def work(store: Store) -> None:
         block = await write(store, b"bad")
         await write(store, b"good")
-        store._drop_bad(block.inode, block.segment + 1)  # it has moved since: nothing happens
+        store.drop_bad(block.inode, block.segment + 1)  # it has moved since: nothing happens
         assert names(store) == {b"bad", b"good"}
-        store._drop_bad(block.inode, block.segment)
+        store.drop_bad(block.inode, block.segment)
         assert names(store) == {b"good"} and store.plane.table_find_name(ROOT_INODE, b"bad") is None
         assert store.statistics().bad_blocks == 1
 
