@@ -331,7 +331,9 @@ static void window_ask(struct put_call *call) {
     int r = message_check(&request);
     window = r == 0 ? calloc(1, sizeof(*window)) : NULL;
     if (window) {
-        *window = (struct window){.first = first, .count = count, .alone = !last};
+        *window = (struct window){.first = first, .count = count, .alone = true};
+        for (struct window *other = call->windows; other; other = other->next)
+            window->alone = window->alone && other->item_count == 0;
         wire_send(call->session, WIRE_RESERVE, request.data, (uint32_t)request.size, RESERVE_TIMEOUT_MS, &window->asked);
         window->asked_ns = window->asked.sent_ns;
         if (last)
