@@ -365,7 +365,7 @@ class _Connection:
         namespace = self._namespace
         directories: dict[bytes, tuple[InodeNumber, int] | int] = {}
         wanted: list[Wanted | int] = []
-        root = namespace.make_directories(base, space, _DIRECTORY_MODE, uid, gid) if count else base
+        root = namespace.make_directories(base, space, _DIRECTORY_MODE, uid, gid).inode if count else base
         unpack, size_of = _RESERVE.unpack_from, _RESERVE.size
         for i in range(count):
             size, name_size, reserved = unpack(payload, at)
@@ -386,8 +386,8 @@ class _Connection:
     def _shard(self, root: InodeNumber, shard: bytes, uid: int, gid: int) -> tuple[InodeNumber, int] | int:
         """A key's directory, and the group of new files there; or -errno."""
         try:
-            number = self._namespace.make_directories(root, (shard,), _DIRECTORY_MODE, uid, gid)
-            return number, self._namespace.group_in(number, gid)
+            directory = self._namespace.make_directories(root, (shard,), _DIRECTORY_MODE, uid, gid)
+            return directory.inode, self._namespace.group_in(directory, gid)
         except KvfsError as error:
             return -(error.errno or errno.EIO)
 

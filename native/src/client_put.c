@@ -8,7 +8,7 @@
  * written before the first answer, nor after the last block. All together bound what one client keeps from others. */
 #define WINDOWS_MAX 4u
 #define WINDOW_ITEMS 256u
-#define WINDOW_BYTES ((uint64_t)32 << 20)
+#define WINDOW_BYTES ((uint64_t)64 << 20)
 /* A daemon that has to evict first may take longer to reserve than a device to read. */
 #define RESERVE_TIMEOUT_MS 30000u
 
@@ -312,7 +312,7 @@ static void window_ask(struct put_call *call) {
     struct window *last = window_last(call), *window;
     if (call->next == call->count || call->window_count == WINDOWS_MAX || (last && (!last->opened || call->settle_first)))
         return;
-    uint64_t bytes = 0, limit = last ? call->window_bytes : call->window_bytes / 2;
+    uint64_t bytes = 0, limit = last ? call->window_bytes : call->window_bytes / 4;
     uint32_t first = call->next, count = 0;
     struct message_buffer request = {0};
     char name[2 * KVFS_KEY_MAX];
