@@ -4,11 +4,12 @@
 #include <stdio.h>
 #include <unistd.h>
 
-/* A batch goes in windows: one is reserved while the one before is written and those before that are committed. Small ones: nothing is
- * written before the first answer, nor after the last block. All together bound what one client keeps from others. */
+/* A batch goes in windows: one is reserved while the one before is written and those before that are committed. Nothing is
+ * written before the first answer: that one is for less. All together bound what one client keeps from others. */
 #define WINDOWS_MAX 4u
 #define WINDOW_ITEMS 256u
 #define WINDOW_BYTES ((uint64_t)64 << 20)
+#define FIRST_WINDOW_BYTES ((uint64_t)16 << 20)
 /* A daemon that has to evict first may take longer to reserve than a device to read. */
 #define RESERVE_TIMEOUT_MS 30000u
 
@@ -312,7 +313,7 @@ static void window_ask(struct put_call *call) {
     struct window *last = window_last(call), *window;
     if (call->next == call->count || call->window_count == WINDOWS_MAX || (last && (!last->opened || call->settle_first)))
         return;
-    uint64_t bytes = 0, limit = last ? call->window_bytes : call->window_bytes / 4;
+    uint64_t bytes = 0, limit = last ? call->window_bytes : min_u64(call->window_bytes, FIRST_WINDOW_BYTES);
     uint32_t first = call->next, count = 0;
     struct message_buffer request = {0};
     char name[2 * KVFS_KEY_MAX];
@@ -601,7 +602,7 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
     /* The daemon lends a quarter of the pool at most, to all clients together. */
     const struct kvfs_plane *plane = &call.session->plane;
     call.places = places;
-    call.window_bytes = min_u64(WINDOW_BYTES, plane->segment_size * plane->config.segment_count / (16 * WINDOWS_MAX));
+    call.window_bytes = min_u64(WINDOW_BYTES, plane->segment_size * plane->config.segment_count / (8 * WINDOWS_MAX));
     put_run(&call);
     lane_give(call.lane);
     session_put(call.session);
