@@ -46,6 +46,8 @@ HOSTS_TIMEOUT_S = 1.0
 _CHECKS_MAX = 16
 _CHECKING_MAX = 4
 _RECEIVE_SIZE = 1 << 17
+# Requests of one client that are under way; those on top wait in its socket. Each of its calls has a few at most.
+_UNDER_WAY_MAX = 256
 _YIELD_EVERY = 64
 _SPACE_MAX = 1023
 _DIRECTORY_MODE = 0o755
@@ -200,7 +202,7 @@ class _Connection:
         self._data = bytearray(begun)
         self._sending = trio.Lock()
         self._writable = False
-        self._untold = False
+        self._under_way = trio.Semaphore(_UNDER_WAY_MAX)
         self._holder: Holder
         self._nursery: trio.Nursery
         self._scope = trio.CancelScope()
@@ -332,18 +334,30 @@ class _Connection:
                 return
             payload = bytes(self._data[_FRAME.size : _FRAME.size + size])
             del self._data[: _FRAME.size + size]
-            try:
-                if entry.writes and not self._writable:
-                    raise RefusedError(errno.EROFS, "this client is connected for reading only")
-                answer = await entry.handle(self, payload)
-            except KvfsError as error:
-                if entry.answered:
-                    await self.answer(Type(kind), id_, _sentence(error), status=-(error.errno or errno.EIO))
-                continue
-            except struct.error as error:
-                raise Breach(f"a frame of type {kind} that ends too early: {size} bytes") from error
-            if answer is not None:
-                await self.answer(Type(kind), id_, answer)
+            if entry.answered:
+                # Side by side: a reservation that waits for room needs the commit behind it.
+                await self._under_way.acquire()
+                self._nursery.start_soon(self._answer, entry, Type(kind), id_, payload)
+            else:
+                with suppress(KvfsError):
+                    await self._handle(entry, kind, payload)
+
+    async def _answer(self, entry: _Request, kind: Type, id_: int, payload: bytes) -> None:
+        try:
+            answer, status = await self._handle(entry, kind, payload), 0
+        except KvfsError as error:
+            answer, status = _sentence(error), -(error.errno or errno.EIO)
+        assert answer is not None
+        await self.answer(kind, id_, answer, status=status)
+        self._under_way.release()
+
+    async def _handle(self, entry: _Request, kind: int, payload: bytes) -> bytes | None:
+        if entry.writes and not self._writable:
+            raise RefusedError(errno.EROFS, "this client is connected for reading only")
+        try:
+            return await entry.handle(self, payload)
+        except struct.error as error:
+            raise Breach(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
 
     async def reserve(self, payload: bytes) -> bytes:
         base, space, count, at = _where(payload)
@@ -351,7 +365,7 @@ class _Connection:
         namespace = self._namespace
         directories: dict[bytes, tuple[InodeNumber, int] | int] = {}
         wanted: list[Wanted | int] = []
-        root = namespace.make_directories(base, space, _DIRECTORY_MODE, uid, gid) if count else base
+        root = namespace.make_directories(base, space, _DIRECTORY_MODE, uid, gid).inode if count else base
         unpack, size_of = _RESERVE.unpack_from, _RESERVE.size
         for i in range(count):
             size, name_size, reserved = unpack(payload, at)
@@ -372,8 +386,8 @@ class _Connection:
     def _shard(self, root: InodeNumber, shard: bytes, uid: int, gid: int) -> tuple[InodeNumber, int] | int:
         """A key's directory, and the group of new files there; or -errno."""
         try:
-            number = self._namespace.make_directories(root, (shard,), _DIRECTORY_MODE, uid, gid)
-            return number, self._namespace.group_in(number, gid)
+            directory = self._namespace.make_directories(root, (shard,), _DIRECTORY_MODE, uid, gid)
+            return directory.inode, self._namespace.group_in(directory, gid)
         except KvfsError as error:
             return -(error.errno or errno.EIO)
 
@@ -384,28 +398,27 @@ class _Connection:
         items = list(_COMMIT.iter_unpack(memoryview(payload)[_WORD.size :]))
         if any(error > 0 or error < -4095 for _, error in items):
             raise Breach("a commit with an error that is none")
-        answers = await self._store.reservations.commit(self._holder, items, self._enter)
-        await self._tell_hosts()
+        replaced = False
+
+        def enter(block: Inode) -> bool:
+            nonlocal replaced
+            held = self._store.index.lookup(block.parent, block.name) is not None
+            entered = self._namespace.enter_block(block)
+            if held and entered:
+                self._store.plane.notify_epoch()
+                replaced = True
+            return entered
+
+        answers = await self._store.reservations.commit(self._holder, items, enter)
+        if replaced:
+            await self._tell_hosts()
         return array.array("q", answers).tobytes()
 
-    def _enter(self, block: Inode) -> bool:
-        held = self._store.index.lookup(block.parent, block.name) is not None
-        entered = self._namespace.enter_block(block)
-        if held and entered:
-            self._forget()
-        return entered
-
-    def _forget(self) -> None:
-        """Hosts may have cached where a name led; that it led nowhere they never do."""
-        self._store.plane.notify_epoch()
-        self._untold = True
-
     async def _tell_hosts(self) -> None:
-        """Who asks the mount after the answer sees what was done."""
-        if self._untold:
-            self._untold = False
-            with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
-                await self._store.plane.notify_flush()
+        """Who asks the mount after the answer sees what was done: hosts may have cached where a name led; that it led
+        nowhere they never do."""
+        with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
+            await self._store.plane.notify_flush()
 
     async def delete(self, payload: bytes) -> bytes:
         base, space, count, at = _where(payload)
@@ -425,14 +438,15 @@ class _Connection:
                 deleted[i] = self._delete(parent, name)
             if i % _YIELD_EVERY == _YIELD_EVERY - 1:
                 await trio.lowlevel.checkpoint()
-        await self._tell_hosts()
+        if any(deleted):
+            await self._tell_hosts()
         return bytes(deleted)
 
     def _delete(self, parent: InodeNumber, name: bytes) -> bool:
         with suppress(KvfsError):
             if self._namespace.lookup(parent, name).kind == Kind.FILE:
                 self._namespace.unlink(parent, name)
-                self._forget()
+                self._store.plane.notify_epoch()
                 return True
         return False
 

@@ -192,20 +192,17 @@ class Namespace:
             number = found
         return number
 
-    def make_directories(
-        self, number: InodeNumber, path: Sequence[bytes], mode: int, uid: int, gid: int
-    ) -> InodeNumber:
+    def make_directories(self, number: InodeNumber, path: Sequence[bytes], mode: int, uid: int, gid: int) -> Inode:
         """As find_directory, but those that are not there are made."""
-        self._directory(number)
+        here = self._directory(number)
         for name in path:
-            found = self._index.lookup(number, name)
-            here = self.mkdir(number, name, mode, uid, gid) if found is None else self._directory(found)
-            number = here.inode
-        return number
+            found = self._index.lookup(here.inode, name)
+            here = self.mkdir(here.inode, name, mode, uid, gid) if found is None else self._directory(found)
+        return here
 
-    def group_in(self, parent: InodeNumber, gid: int) -> int:
+    @staticmethod
+    def group_in(directory: Inode, gid: int) -> int:
         """The group of a new file there."""
-        directory = self._directory(parent)
         return directory.gid if directory.mode & stat.S_ISGID else gid
 
     def enter_block(self, block: Inode) -> bool:
@@ -214,7 +211,7 @@ class Namespace:
         False if a file made after this block's inode has the name: that one stays. The version rises if a file that
         goes has a higher one.
         """
-        self._directory(block.parent)
+        directory = self._directory(block.parent)
         target_number = self._index.lookup(block.parent, block.name)
         target = None if target_number is None else self._index.get(target_number)
         if target is not None:
@@ -232,7 +229,7 @@ class Namespace:
                 self._store.linger(target.inode)
         self._index.put(block, None)
         self._store.entered(block)
-        self._touch(block.parent, now)
+        self._touch_directory(directory, now)
         return True
 
     def _new(self, parent: InodeNumber, name: bytes, kind: Kind, mode: int, uid: int, gid: int) -> Inode:
@@ -269,7 +266,11 @@ class Namespace:
     def _touch(self, number: InodeNumber, now: int, links: int = 0) -> None:
         """A directory's entries changed: its times, and its link count with the number of subdirectories."""
         directory = self._index.get(number)
-        if directory is None or (links == 0 and 0 <= now - directory.mtime_ns < _TIME_STEP_NS):
+        if directory is not None:
+            self._touch_directory(directory, now, links)
+
+    def _touch_directory(self, directory: Inode, now: int, links: int = 0) -> None:
+        if links == 0 and 0 <= now - directory.mtime_ns < _TIME_STEP_NS:
             return
         directory.mtime_ns = directory.ctime_ns = now
         directory.nlink += links

@@ -215,6 +215,7 @@ class Reservations:
         durable = False
         for i, (number, error) in enumerate(items):
             if i % _YIELD_EVERY == _YIELD_EVERY - 1:
+                self._wake()
                 await trio.lowlevel.checkpoint()
             reservation = holder.open.get(number)
             if reservation is None:
@@ -235,6 +236,7 @@ class Reservations:
                 known = last.get(run.segment)
                 if known is None or known.page < run.page:
                     last[run.segment] = run
+        self._wake()
         await self._secure(list(last.values()), durable)
         return answers
 
@@ -250,7 +252,6 @@ class Reservations:
         self._close(holder, reservation)
         self._segments.end_lending(reservation.runs, rest=False)
         self._end(reservation, version)
-        self._wake()
 
     async def _secure(self, runs: Sequence[Run], durable: bool) -> None:
         """Return when recovery would find the blocks that end with these runs.

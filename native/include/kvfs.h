@@ -68,7 +68,7 @@ int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t
  * -ERANGE: the block is larger than the buffer (then nothing was read). Returns the number of blocks read. Before anything is read: -EINVAL
  * (buffers that overlap), -EBUSY (a buffer that a device still owns). */
 int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
-/* Write blocks from the caller's memory: extents for the whole batch are reserved at once, written, committed once. A block that is there is
+/* Write blocks from the caller's memory, many reserved and committed at once, but not all or none. A block that is there is
  * replaced; a reader sees the old one or the new one, whole. results[i]: 0 or -errno (-ENOSPC: all that is left is pinned or open; -EFBIG).
  * Returns the number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. */
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);

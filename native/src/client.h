@@ -27,12 +27,19 @@ struct session {
     int *fds;                            /* devices */
     uint32_t memory_alignment;
     int socket;
-    pthread_mutex_t socket_lock;         /* one request and its answer */
+    pthread_mutex_t send_lock;           /* one frame is sent; taken before socket_lock, if both are */
+    pthread_mutex_t socket_lock;         /* what comes: from here to next_id */
+    pthread_cond_t answered;             /* some request was, or nobody listens */
+    bool listening;                      /* a thread waits for the socket; the others wait for that one */
+    struct asked *asked;                 /* requests without an answer */
+    struct wire_frame frame;             /* the frame that is coming in: heard bytes of it, and of its payload */
+    uint8_t *payload;
+    uint64_t heard;
+    uint32_t next_id;
     atomic_bool gone;                    /* the daemon hung up */
     atomic_bool goodbye;                 /* ... and said so first: unmounted */
     bool writable;
     uint32_t reservation_ms;
-    uint32_t next_id;
     uint8_t uuid[16];
     pthread_mutex_t lock;                /* lanes, zombies */
     struct lane *idle;
@@ -113,7 +120,8 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
  * reference that session_put() gives back. */
 int session_get(struct kvfs_client *client, struct session **out);
 void session_put(struct session *session);
-void session_look(struct session *session);              /* is the daemon still there? What it says unasked is GOODBYE or nothing */
+/* Is the daemon still there? Takes in what it has said meanwhile. Never waits. */
+void session_look(struct session *session);
 int key_directory(struct kvfs_client *client, struct session *session, const char *path, uint64_t *inode);  /* 0, -ENOENT */
 int lane_take(struct kvfs_client *client, struct session *session, struct lane **out);   /* -EBUSY: all in use for timeout_ms */
 void lane_give(struct lane *lane);                                                        /* no fetch may be active */
@@ -125,7 +133,23 @@ int key_find(struct kvfs_client *client, struct session *session, struct shards 
 void client_hit(struct kvfs_client *client, struct session *session, uint64_t inode);      /* tells the daemon, some time soon */
 void client_bad_block(struct kvfs_client *client, struct session *session, uint64_t inode, uint32_t segment);
 uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out);                        /* out: 2 * key_size bytes; returns that */
-/* One request and its answer; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
+/* One request: its asker's, who waits for the answer in any case. Any number may be under way, of any threads. */
+struct asked {
+    struct asked *next;
+    uint32_t id;
+    uint16_t type;
+    uint64_t sent_ns, answered_ns, deadline_ns;
+    atomic_bool done;                    /* what follows is set; session_look() may have done that */
+    int result;                          /* 0, or why no answer came: -ENOTCONN, -EPROTO, -ETIMEDOUT */
+    int32_t status;
+    uint8_t *reply;                      /* malloc'ed */
+    uint32_t reply_size;
+};
+void wire_send(struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked);
+void wire_wait(struct session *session, struct asked *asked);
+/* What came of it, when it is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
+int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply, uint32_t *reply_size);
+/* All three. */
 int wire_ask(struct kvfs_client *client, struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);
 bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64_t size);

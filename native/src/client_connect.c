@@ -43,10 +43,14 @@ static int wait_for(int fd, short events, uint64_t deadline_ns) {
     }
 }
 
-static int send_all(int fd, const void *data, uint64_t size, uint64_t deadline_ns) {
-    const uint8_t *at = data;
-    while (size) {
-        ssize_t n = send(fd, at, size, MSG_NOSIGNAL | MSG_DONTWAIT);
+/* One after the other, in as few pieces as the socket takes. */
+static int send_all(int fd, const void *head, uint64_t head_size, const void *data, uint64_t size, uint64_t deadline_ns) {
+    uint64_t sent = 0;
+    while (sent < head_size + size) {
+        uint64_t first = min_u64(sent, head_size), rest = sent - first;
+        struct iovec iovs[2] = {{(uint8_t *)(uintptr_t)head + first, head_size - first}, {(uint8_t *)(uintptr_t)data + rest, size - rest}};
+        struct msghdr message = {.msg_iov = iovs, .msg_iovlen = 2};
+        ssize_t n = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n < 0 && errno == EAGAIN) {
             int r = wait_for(fd, POLLOUT, deadline_ns);
             if (r < 0)
@@ -54,8 +58,7 @@ static int send_all(int fd, const void *data, uint64_t size, uint64_t deadline_n
         } else if (n < 0 && errno != EINTR) {
             return errno == EPIPE || errno == ECONNRESET ? -ENOTCONN : -errno;
         } else if (n > 0) {
-            at += n;
-            size -= (uint64_t)n;
+            sent += (uint64_t)n;
         }
     }
     return 0;
@@ -206,6 +209,7 @@ static void session_free(struct session *session) {
     }
     if (session->socket >= 0)
         close(session->socket);
+    free(session->payload);
     kvfs_table_detach(session->table);
     session->table = NULL;
     if (owed)
@@ -339,17 +343,19 @@ static int session_open(struct kvfs_client *client, struct session **out) {
     }
     atomic_store(&session->refs, 1);
     pthread_mutex_init(&session->lock, NULL);
+    pthread_mutex_init(&session->send_lock, NULL);
     pthread_mutex_init(&session->socket_lock, NULL);
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&session->lane_idle, &attributes);
+    pthread_cond_init(&session->answered, &attributes);
     session->socket = fd;
     struct wire_hello hello = {.magic = "KVFSCLI1", .version = KVFS_WIRE_VERSION, .flags = client->options.flags & KVFS_READ_ONLY};
     struct wire_frame frame;
     struct wire_welcome welcome;
     uint8_t *rest = NULL;
-    int r = send_all(fd, &hello, sizeof(hello), deadline);
+    int r = send_all(fd, &hello, sizeof(hello), NULL, 0, deadline);
     if (r == 0)
         r = receive_all(fd, &frame, sizeof(frame), deadline, NULL, NULL);
     if (r == -ETIMEDOUT)
@@ -398,15 +404,76 @@ static int session_open(struct kvfs_client *client, struct session **out) {
     return r;
 }
 
+/* With socket_lock: nothing more comes. Whoever waits for an answer learns why, but for those that know already. */
+static void session_lose(struct session *session, int error) {
+    session->gone = true; /* what comes now would answer something else */
+    shutdown(session->socket, SHUT_RDWR);
+    for (struct asked *asked = session->asked; asked; asked = session->asked) {
+        session->asked = asked->next;
+        asked->result = error == -EPROTO ? error : -ENOTCONN;
+        atomic_store(&asked->done, true);
+    }
+    pthread_cond_broadcast(&session->answered);
+}
+
+/* With socket_lock: a frame has begun. Whose answer it is; NULL: it breaks the rules, or says good-bye. */
+static struct asked *frame_begun(struct session *session) {
+    const struct wire_frame *frame = &session->frame;
+    struct asked *asked = session->asked;
+    while (asked && (asked->id != frame->id || asked->type != frame->type))
+        asked = asked->next;
+    session->goodbye = session->goodbye || frame->type == WIRE_GOODBYE;
+    if (!asked || frame->size > KVFS_WIRE_SIZE_MAX || frame->status < -ERRNO_MAX) {
+        session_lose(session, frame->type == WIRE_GOODBYE ? -ENOTCONN : -EPROTO);
+        return NULL;
+    }
+    if (!session->payload && !(session->payload = malloc(frame->size + 1u)))
+        session_lose(session, -ENOMEM);
+    return session->payload ? asked : NULL;
+}
+
+/* With socket_lock: take in what is there. */
+static void session_hear(struct session *session) {
+    while (!session->gone) {
+        uint64_t head = sizeof(session->frame), at = session->heard;
+        struct asked *asked = NULL;
+        if (at >= head) {
+            asked = frame_begun(session);
+            if (!asked)
+                return;
+        }
+        if (asked && at == head + session->frame.size) {
+            for (struct asked **link = &session->asked; *link; link = &(*link)->next)
+                if (*link == asked) {
+                    *link = asked->next;
+                    break;
+                }
+            asked->status = session->frame.status;
+            asked->reply = session->payload;
+            asked->reply_size = session->frame.size;
+            asked->answered_ns = now_ns();
+            atomic_store(&asked->done, true);
+            session->payload = NULL;
+            session->heard = 0;
+            pthread_cond_broadcast(&session->answered);
+            continue;
+        }
+        ssize_t n = asked ? recv(session->socket, session->payload + (at - head), head + session->frame.size - at, MSG_DONTWAIT)
+                          : recv(session->socket, (uint8_t *)&session->frame + at, head - at, MSG_DONTWAIT);
+        if (n > 0)
+            session->heard += (uint64_t)n;
+        else if (n < 0 && errno == EAGAIN)
+            return;
+        else if (n == 0 || errno != EINTR)
+            session_lose(session, -ENOTCONN);
+    }
+}
+
 void session_look(struct session *session) {
     if (session->gone || pthread_mutex_trylock(&session->socket_lock) != 0)
         return;
-    struct pollfd poll_fd = {.fd = session->socket, .events = POLLIN};
-    if (poll(&poll_fd, 1, 0) > 0) {
-        struct wire_frame frame;
-        session->goodbye = recv(session->socket, &frame, sizeof(frame), MSG_DONTWAIT) == sizeof(frame) && frame.type == WIRE_GOODBYE;
-        session->gone = true;
-    }
+    if (!session->listening) /* who listens hears it */
+        session_hear(session);
     pthread_mutex_unlock(&session->socket_lock);
 }
 
@@ -448,67 +515,92 @@ int session_get(struct kvfs_client *client, struct session **out) {
 
 /* ---- requests ---- */
 
-static int lost(struct kvfs_client *client, struct session *session, int error) {
-    session->gone = true; /* what comes now would answer something else */
-    shutdown(session->socket, SHUT_RDWR);
-    if (error == -ETIMEDOUT)
-        return client_fail(error, "%s: the daemon gave no answer in time", client->pool);
-    return client_fail(error == -EPROTO ? error : -ENOTCONN, "%s: the daemon is gone", client->pool);
+void wire_send(struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked) {
+    *asked = (struct asked){.type = type, .sent_ns = now_ns()};
+    asked->deadline_ns = asked->sent_ns + timeout_ms * 1000000ull;
+    pthread_mutex_lock(&session->send_lock);
+    pthread_mutex_lock(&session->socket_lock);
+    asked->id = ++session->next_id;
+    asked->next = session->asked;
+    session->asked = asked;
+    if (session->gone)
+        session_lose(session, -ENOTCONN);
+    pthread_mutex_unlock(&session->socket_lock);
+    struct wire_frame frame = {.size = size, .type = type, .id = asked->id};
+    int r = session->gone ? 0 : send_all(session->socket, &frame, sizeof(frame), payload, size, asked->deadline_ns);
+    pthread_mutex_unlock(&session->send_lock);
+    if (r < 0) {
+        pthread_mutex_lock(&session->socket_lock);
+        session_lose(session, r);
+        asked->result = r == -ETIMEDOUT ? r : asked->result;
+        pthread_mutex_unlock(&session->socket_lock);
+    }
+}
+
+void wire_wait(struct session *session, struct asked *asked) {
+    pthread_mutex_lock(&session->socket_lock);
+    while (!asked->done) {
+        if (session->listening) {
+            struct timespec until = {.tv_sec = (time_t)(asked->deadline_ns / 1000000000u), .tv_nsec = (long)(asked->deadline_ns % 1000000000u)};
+            pthread_cond_timedwait(&session->answered, &session->socket_lock, &until);
+        } else {
+            session->listening = true;
+            pthread_mutex_unlock(&session->socket_lock);
+            wait_for(session->socket, POLLIN, asked->deadline_ns);
+            pthread_mutex_lock(&session->socket_lock);
+            session->listening = false;
+            session_hear(session);
+            pthread_cond_broadcast(&session->answered);
+        }
+        if (!asked->done && now_ns() >= asked->deadline_ns) {
+            session_lose(session, -ETIMEDOUT);
+            asked->result = -ETIMEDOUT;
+        }
+    }
+    pthread_mutex_unlock(&session->socket_lock);
+}
+
+int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply, uint32_t *reply_size) {
+    assert(asked->done);
+    *reply = NULL;
+    if (asked->result == -ETIMEDOUT)
+        return client_fail(asked->result, "%s: the daemon gave no answer in time", client->pool);
+    if (asked->result < 0)
+        return client_fail(asked->result, "%s: the daemon is gone", client->pool);
+    if (asked->status < 0) {
+        asked->reply[asked->reply_size] = 0;
+        client_fail(asked->status, "%s: %.500s", client->pool, asked->reply_size ? (char *)asked->reply : strerror(-asked->status));
+        free(asked->reply);
+        return asked->status;
+    }
+    *reply = asked->reply;
+    *reply_size = asked->reply_size;
+    return 0;
 }
 
 int wire_ask(struct kvfs_client *client, struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size) {
-    uint64_t deadline = now_ns() + timeout_ms * 1000000ull;
-    if (size > KVFS_WIRE_SIZE_MAX)
-        return client_fail(-E2BIG, "%s: a request of %u bytes, at most %u", client->pool, size, KVFS_WIRE_SIZE_MAX);
-    *reply = NULL;
-    pthread_mutex_lock(&session->socket_lock);
-    struct wire_frame frame = {.size = size, .type = type, .id = ++session->next_id}, answer;
-    int r = session->gone ? -ENOTCONN : send_all(session->socket, &frame, sizeof(frame), deadline);
-    if (r == 0)
-        r = send_all(session->socket, payload, size, deadline);
-    if (r == 0)
-        r = receive_all(session->socket, &answer, sizeof(answer), deadline, NULL, NULL);
-    if (r == 0 && answer.type == WIRE_GOODBYE) {
-        session->goodbye = true;
-        r = -ENOTCONN;
-    } else if (r == 0 && (answer.type != type || answer.id != frame.id || answer.size > KVFS_WIRE_SIZE_MAX ||
-                           answer.status < -ERRNO_MAX)) {
-        r = -EPROTO;
-    }
-    if (r < 0) {
-        r = lost(client, session, r);
-    } else {
-        uint8_t *data = malloc(answer.size + 1u);
-        r = data ? receive_all(session->socket, data, answer.size, deadline, NULL, NULL) : -ENOMEM;
-        if (r < 0) {
-            r = lost(client, session, r);
-        } else if (answer.status < 0) {
-            data[answer.size] = 0;
-            r = client_fail(answer.status, "%s: %.500s", client->pool, answer.size ? (char *)data : strerror(-answer.status));
-        } else {
-            *reply = data;
-            *reply_size = answer.size;
-            data = NULL;
-        }
-        free(data);
-    }
-    pthread_mutex_unlock(&session->socket_lock);
-    return r;
+    struct asked asked;
+    wire_send(session, type, payload, size, timeout_ms, &asked);
+    wire_wait(session, &asked);
+    return wire_answer(client, &asked, reply, reply_size);
 }
 
 /* Tell without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
 static void wire_tell(struct session *session, uint16_t type, const void *payload, uint32_t size) {
     uint8_t data[sizeof(struct wire_frame) + 8 * 512];
     struct wire_frame frame = {.size = size, .type = type};
-    if (size > sizeof(data) - sizeof(frame) || session->gone || pthread_mutex_trylock(&session->socket_lock) != 0)
+    if (size > sizeof(data) - sizeof(frame) || session->gone || pthread_mutex_trylock(&session->send_lock) != 0)
         return;
     memcpy(data, &frame, sizeof(frame));
     memcpy(data + sizeof(frame), payload, size);
     ssize_t n = send(session->socket, data, sizeof(frame) + size, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (n >= 0 && n != (ssize_t)(sizeof(frame) + size))
-        session->gone = true;
-    pthread_mutex_unlock(&session->socket_lock);
+    if (n >= 0 && n != (ssize_t)(sizeof(frame) + size)) {
+        pthread_mutex_lock(&session->socket_lock);
+        session_lose(session, -ENOTCONN);
+        pthread_mutex_unlock(&session->socket_lock);
+    }
+    pthread_mutex_unlock(&session->send_lock);
 }
 
 void client_bad_block(struct kvfs_client *client, struct session *session, uint64_t inode, uint32_t segment) {

@@ -4,9 +4,12 @@
 #include <stdio.h>
 #include <unistd.h>
 
-/* What is reserved at one time: bounds the pool's space that one client keeps from others, and the work of one request. */
-#define WINDOW_ITEMS 1024u
-#define WINDOW_BYTES ((uint64_t)256 << 20)
+/* A batch goes in windows: one is reserved while the one before is written and those before that are committed. Nothing is
+ * written before the first answer: that one is for less. All together bound what one client keeps from others. */
+#define WINDOWS_MAX 4u
+#define WINDOW_ITEMS 256u
+#define WINDOW_BYTES ((uint64_t)64 << 20)
+#define FIRST_WINDOW_BYTES ((uint64_t)16 << 20)
 /* A daemon that has to evict first may take longer to reserve than a device to read. */
 #define RESERVE_TIMEOUT_MS 30000u
 
@@ -37,10 +40,17 @@ static void append_where(struct message_buffer *out, const struct kvfs_client *c
     append(out, client->space, where.space_size);
 }
 
+static int message_check(const struct message_buffer *request) {
+    if (request->failed || request->size > KVFS_WIRE_SIZE_MAX)
+        return client_fail(-ENOMEM, "a request of %llu bytes", (unsigned long long)request->size);
+    return 0;
+}
+
 static int ask(struct kvfs_client *client, struct session *session, uint16_t type, struct message_buffer *request, uint32_t timeout_ms,
                uint8_t **reply, uint32_t *reply_size) {
-    int r = request->failed || request->size > KVFS_WIRE_SIZE_MAX ? client_fail(-ENOMEM, "a request of %llu bytes", (unsigned long long)request->size)
-                                                                : wire_ask(client, session, type, request->data, (uint32_t)request->size, timeout_ms, reply, reply_size);
+    int r = message_check(request);
+    if (r == 0)
+        r = wire_ask(client, session, type, request->data, (uint32_t)request->size, timeout_ms, reply, reply_size);
     free(request->data);
     return r;
 }
@@ -63,11 +73,14 @@ static int writer_get(struct kvfs_client *client, struct session **out) {
 
 /* ---- writing one block ---- */
 
+struct window;
 struct put_item {
-    struct put_item *next;
     struct lane *lane;
-    const uint8_t *data;
+    struct put_call *call;
+    struct window *window;
+    const uint8_t *data, *source;        /* source: data, or a copy that the devices can take */
     uint64_t size;
+    uint32_t index;                      /* in the call */
     struct wire_reserved reserved;
     const uint8_t *body;                 /* runs, record, ancestors: in the reply */
     struct desc *header;
@@ -76,22 +89,62 @@ struct put_item {
     uint64_t bounce_size;
     uint32_t groups_left, groups_held;
     int error;
-    bool counted;
+    bool dismissed;                      /* its call is over, but a device owes an answer */
+};
+
+/* Asked for until `opened`; then its items are written; then, with `committing`, what was written is asked to be entered. */
+struct window {
+    struct window *next;
+    uint32_t first, count;               /* blocks of the call that it answers for */
+    struct put_item **items;             /* those that have a place; of blocks behind its own too, which it gives back */
+    uint32_t item_count, started, in_flight;
+    struct asked asked;
+    uint64_t asked_ns;
+    uint8_t *reply;                      /* to the reservation */
+    uint8_t *commit;                     /* the request of that name */
+    bool opened, committing, alone;      /* alone: nothing of this call was reserved when it was asked for */
 };
 
 struct put_call {
     struct kvfs_client *client;
     struct session *session;
     struct lane *lane;
-    uint32_t in_flight;
+    const struct kvfs_buffer *buffers;
+    const uint8_t *const *places;
+    const uint32_t *sizes;
+    int64_t *results;
+    uint32_t count, next;                /* blocks; those not yet asked for begin with next */
+    uint64_t window_bytes;
+    struct window *windows;              /* oldest first */
+    uint32_t window_count, in_flight, stored;
+    struct put_item *prepared;
+    bool settle_first;                   /* no window is asked for before all others are committed */
+    int error;                           /* ends the call: nothing more is asked for or written */
 };
 
-static void item_free(struct put_item *item) {
+/* Its memory, once no device needs it. */
+static void item_release(struct put_item *item) {
     desc_put(item->header);
     free(item->side);
     if (item->bounce)
         lane_bounce_give(item->lane, item->bounce, item->bounce_size);
+    item->header = NULL;
+    item->side = item->bounce = NULL;
+}
+
+static void item_free(struct put_item *item) {
+    item_release(item);
     free(item);
+}
+
+/* One of its groups has an outcome, or all have been started. */
+static void item_advance(struct put_item *item) {
+    if (--item->groups_left)
+        return;
+    item->window->in_flight--;
+    item->call->in_flight--;
+    if (item->groups_held == 0)
+        item_release(item);
 }
 
 static void write_done(struct io_group *group, bool reaped) {
@@ -101,8 +154,8 @@ static void write_done(struct io_group *group, bool reaped) {
     if (!reaped) {
         if (group->result && !item->error)
             item->error = group->result;
-        item->groups_left--;
-    } else if (item->groups_held == 0 && item->counted) {
+        item_advance(item);
+    } else if (item->groups_held == 0 && item->dismissed) {
         item_free(item); /* given up on long ago; its device has answered */
     }
 }
@@ -137,14 +190,19 @@ static int data_io(struct put_item *item, const struct wire_run *run, uint32_t p
     return r;
 }
 
-/* Check what the daemon says of a block, and take it apart: runs, record without extents, extents, ancestors. */
-static int item_start(struct put_item *item) {
+/* What the daemon says of a block: runs, then the record with its extents, then ancestors. */
+static const struct wire_run *runs_of(const struct put_item *item) { return (const struct wire_run *)(const void *)item->body; }
+static const uint8_t *record_of(const struct put_item *item) { return item->body + item->reserved.run_count * sizeof(struct wire_run); }
+static uint8_t *tail_of(const struct put_item *item) { return item->side + (item->reserved.run_count - 1) * PAGE; }
+
+/* Check that, and make what goes to the devices. */
+static int item_prepare(struct put_item *item) {
     struct lane *lane = item->lane;
     struct session *session = lane->session;
     struct kvfs_plane *plane = &session->plane;
     const struct wire_reserved *w = &item->reserved;
-    const struct wire_run *runs = (const struct wire_run *)(const void *)item->body;
-    const uint8_t *record_at = item->body + w->run_count * sizeof(*runs), *ancestors = record_at + round_up(w->record_size, 8);
+    const struct wire_run *runs = runs_of(item);
+    const uint8_t *record_at = record_of(item), *ancestors = record_at + round_up(w->record_size, 8);
     uint32_t leaf_count = (uint32_t)pages_of(item->size), tail_size = (uint32_t)(item->size % PAGE);
     struct kvfs_inode_record record;
     memcpy(&record, record_at, sizeof(record));
@@ -164,24 +222,24 @@ static int item_start(struct put_item *item) {
     void *side = NULL;
     int r = item->header && bare && leaves && posix_memalign(&side, KVFS_PAGE_SIZE, w->run_count * PAGE) == 0 ? 0 : -ENOMEM;
     item->side = side;
-    const uint8_t *source = item->data;
-    if (r == 0 && (uintptr_t)source % session->memory_alignment) {
+    item->source = item->data;
+    if (r == 0 && (uintptr_t)item->data % session->memory_alignment) {
         item->bounce_size = item->size + 1;
         item->bounce = lane_bounce(lane, &item->bounce_size);
         r = item->bounce ? 0 : -ENOMEM;
         if (r == 0) {
-            memcpy(item->bounce, source, item->size);
-            source = item->bounce;
+            memcpy(item->bounce, item->data, item->size);
+            item->source = item->bounce;
             TALLY(lane->client, bounced_bytes, item->size);
         }
     }
     if (r == 0) {
-        uint8_t *tail = item->side + (w->run_count - 1) * PAGE; /* run 0 needs no extent header: its page is the last one's */
+        uint8_t *tail = tail_of(item); /* run 0 needs no extent header: its page is the last one's */
         if (tail_size) {
-            memcpy(tail, source + (item->size - tail_size), tail_size);
+            memcpy(tail, item->source + (item->size - tail_size), tail_size);
             memset(tail + tail_size, 0, PAGE - tail_size);
         }
-        kvfs_leaf_checksums(source, item->size, plane->config.secret, leaves);
+        kvfs_leaf_checksums(item->source, item->size, plane->config.secret, leaves);
         memcpy(bare, record_at, extents_at);
         memcpy(bare + extents_at, record_at + extents_at + extents_size, w->record_size - extents_at - extents_size);
         const struct kvfs_extent *extents = (const struct kvfs_extent *)(const void *)(record_at + extents_at);
@@ -189,30 +247,40 @@ static int item_start(struct put_item *item) {
         r = header_build(plane, item->header, bare, (uint32_t)(w->record_size - extents_size), ancestors, w->ancestors_size,
                          record.extent_count ? extents : &whole, record.extent_count ? record.extent_count : leaf_count > 0, leaves,
                          runs[0].page_count);
-        uint32_t page = 0;
-        for (uint32_t i = 0; i < w->run_count && r == 0; i++) {
-            struct iovec iovs[4];
-            uint32_t before = i ? 1 : w->header_pages, written = 0;
-            /* A long header goes by itself: with data it may be more pieces than a group can have. */
-            for (uint32_t count; i == 0 && before >= 64 && written < before && r == 0; written += count) {
-                count = (uint32_t)min_u64(before - written, GROUP_BYTES / PAGE);
-                r = item_io(item, &runs[0], runs[0].page + written, &(struct iovec){item->header->header + written * PAGE, count * PAGE}, 1);
-            }
-            if (r < 0 || (written && runs[0].page_count == written))
-                continue;
-            iovs[0] = (struct iovec){item->header->header, before * PAGE};
-            if (i) {
-                struct kvfs_run run = {runs[i].generation, runs[i].segment, runs[i].page, runs[i].page_count, 0};
-                extent_header_build(plane, item->side + (i - 1) * PAGE, record.inode, &run, page);
-                iovs[0] = (struct iovec){item->side + (i - 1) * PAGE, PAGE};
-            }
-            uint32_t pages = runs[i].page_count - before;
-            r = data_io(item, &runs[i], runs[i].page + written, iovs, written ? 0 : 1, page, page + pages, source, tail);
-            page += pages;
-        }
+    }
+    uint32_t page = runs[0].page_count - w->header_pages;
+    for (uint32_t i = 1; i < w->run_count && r == 0; i++) {
+        struct kvfs_run run = {runs[i].generation, runs[i].segment, runs[i].page, runs[i].page_count, 0};
+        extent_header_build(plane, item->side + (i - 1) * PAGE, record.inode, &run, page);
+        page += runs[i].page_count - 1;
     }
     free(bare);
     free(leaves);
+    return r;
+}
+
+/* Queue its writes. */
+static int item_write(struct put_item *item) {
+    const struct wire_reserved *w = &item->reserved;
+    const struct wire_run *runs = runs_of(item);
+    const uint8_t *tail = tail_of(item);
+    uint32_t page = 0;
+    int r = 0;
+    for (uint32_t i = 0; i < w->run_count && r == 0; i++) {
+        struct iovec iovs[4];
+        uint32_t before = i ? 1 : w->header_pages, written = 0;
+        /* A long header goes by itself: with data it may be more pieces than a group can have. */
+        for (uint32_t count; i == 0 && before >= 64 && written < before && r == 0; written += count) {
+            count = (uint32_t)min_u64(before - written, GROUP_BYTES / PAGE);
+            r = item_io(item, &runs[0], runs[0].page + written, &(struct iovec){item->header->header + written * PAGE, count * PAGE}, 1);
+        }
+        if (r < 0 || (written && runs[0].page_count == written))
+            continue;
+        iovs[0] = (struct iovec){i ? item->side + (i - 1) * PAGE : item->header->header, before * PAGE};
+        uint32_t pages = runs[i].page_count - before;
+        r = data_io(item, &runs[i], runs[i].page + written, iovs, written ? 0 : 1, page, page + pages, item->source, tail);
+        page += pages;
+    }
     return r;
 }
 
@@ -228,117 +296,253 @@ static uint64_t reserved_size(const struct wire_reserved *w, uint64_t left) {
     return size <= left ? size : 0;
 }
 
-static int window_reserve(struct put_call *call, const uint8_t *const *places, const uint32_t *sizes, const struct kvfs_buffer *buffers,
-                          uint32_t count, uint8_t **reply, uint32_t *reply_size) {
+static struct window *window_last(struct put_call *call) {
+    struct window *window = call->windows;
+    while (window && window->next)
+        window = window->next;
+    return window;
+}
+
+static void call_fail(struct put_call *call, int error) {
+    call->error = call->error ? call->error : error;
+    call->next = call->count;
+}
+
+/* Ask for places for the next blocks, if it is time. */
+static void window_ask(struct put_call *call) {
+    struct window *last = window_last(call), *window;
+    if (call->next == call->count || call->window_count == WINDOWS_MAX || (last && (!last->opened || call->settle_first)))
+        return;
+    uint64_t bytes = 0, limit = last ? call->window_bytes : min_u64(call->window_bytes, FIRST_WINDOW_BYTES);
+    uint32_t first = call->next, count = 0;
     struct message_buffer request = {0};
     char name[2 * KVFS_KEY_MAX];
+    while (first + count < call->count && count < WINDOW_ITEMS) {
+        bytes += call->buffers[first + count].size;
+        if (count && bytes > limit)
+            break;
+        count++;
+    }
     append_where(&request, call->client, count);
-    for (uint32_t i = 0; i < count; i++) {
-        struct wire_reserve item = {.size = buffers[i].size, .name_size = key_hex(places[i], sizes[i], name)};
+    for (uint32_t i = first; i < first + count; i++) {
+        struct wire_reserve item = {.size = call->buffers[i].size, .name_size = key_hex(call->places[i], call->sizes[i], name)};
         append(&request, &item, sizeof(item));
         append(&request, name, item.name_size);
     }
-    return ask(call->client, call->session, WIRE_RESERVE, &request, RESERVE_TIMEOUT_MS, reply, reply_size);
+    int r = message_check(&request);
+    window = r == 0 ? calloc(1, sizeof(*window)) : NULL;
+    if (window) {
+        *window = (struct window){.first = first, .count = count, .alone = true};
+        for (struct window *other = call->windows; other; other = other->next)
+            window->alone = window->alone && other->item_count == 0;
+        wire_send(call->session, WIRE_RESERVE, request.data, (uint32_t)request.size, RESERVE_TIMEOUT_MS, &window->asked);
+        window->asked_ns = window->asked.sent_ns;
+        if (last)
+            last->next = window;
+        else
+            call->windows = window;
+        call->window_count++;
+        call->next = first + count;
+        call->settle_first = false;
+    } else {
+        call_fail(call, r < 0 ? r : client_fail(-ENOMEM, "no memory for a batch of %u", count));
+    }
+    free(request.data);
 }
 
-static void wait_writes(struct put_call *call, struct put_item **items, uint32_t count, uint32_t below) {
-    for (;;) {
-        uint32_t open = 0;
-        for (uint32_t i = 0; i < count; i++)
-            open += items[i] && items[i]->groups_left > 0;
-        if (open <= below)
-            return;
-        ring_submit(&call->lane->ring);
-        if (ring_reap(&call->lane->ring) == 0)
-            ring_wait(&call->lane->ring, 1000000000);
+/* What the daemon has no room for is asked for again once everything before it is committed, and so can be evicted. Not where that was so
+ * already, nor where the daemon looked for room as long as it does: it would again, for every block that is left. */
+static void window_without_room(struct put_call *call, struct window *window, uint32_t from, bool some) {
+    if (window->asked.answered_ns - window->asked_ns > call->client->options.timeout_ms * 1000000ull) {
+        for (uint32_t i = window->first + window->count; i < call->count; i++)
+            call->results[i] = -ENOSPC;
+        call->next = call->count;
+    } else if (some || !window->alone) {
+        window->count = from - window->first;
+        call->next = from;
+        call->settle_first = true;
     }
 }
 
-/* Write what was reserved, and say how it went. */
-static int window_write(struct put_call *call, const struct kvfs_buffer *buffers, uint32_t count, const uint8_t *reply, uint32_t reply_size,
-                        int64_t *results) {
-    uint64_t started = now_ns(), limit = call->session->reservation_ms * 1000000ull / 2;
-    struct put_item **items = calloc(count, sizeof(*items));
-    struct message_buffer request = {0};
-    uint64_t at = 0, entered = 0;
-    int r = items ? 0 : client_fail(-ENOMEM, "no memory for a batch of %u", count);
-    append(&request, &entered, 8);
-    for (uint32_t i = 0; i < count && r == 0; i++) {
+/* The places are known: take the daemon's answer apart. */
+static void window_open(struct put_call *call, struct window *window) {
+    uint32_t reply_size = 0, without_room = UINT32_MAX, placed = 0;
+    uint64_t at = 0;
+    window->opened = true;
+    int r = wire_answer(call->client, &window->asked, &window->reply, &reply_size);
+    if (r == 0) {
+        window->items = calloc(window->count, sizeof(struct put_item *));
+        window->commit = malloc(8 + window->count * sizeof(struct wire_commit));
+    }
+    if (r == 0 && (!window->items || !window->commit))
+        r = client_fail(-ENOMEM, "no memory for a batch of %u", window->count);
+    for (uint32_t i = 0; i < window->count && r == 0; i++) {
         struct wire_reserved reserved;
         if (at + sizeof(reserved) <= reply_size)
-            memcpy(&reserved, reply + at, sizeof(reserved));
+            memcpy(&reserved, window->reply + at, sizeof(reserved));
         uint64_t size = at + sizeof(reserved) <= reply_size ? reserved_size(&reserved, reply_size - at) : 0;
         if (!size) {
-            r = client_fail(-EPROTO, "%s: the daemon's reservation %u of %u makes no sense", call->client->pool, i, count);
+            r = client_fail(-EPROTO, "%s: the daemon's reservation %u of %u makes no sense", call->client->pool, i, window->count);
             break;
         }
-        results[i] = reserved.error;
-        if (reserved.error == 0 && !(items[i] = calloc(1, sizeof(*items[i]))))
-            r = client_fail(-ENOMEM, "no memory for a batch of %u", count);
-        if (items[i]) {
-            struct put_item *item = items[i];
-            item->lane = call->lane;
-            item->data = buffers[i].data;
-            item->size = buffers[i].size;
-            item->reserved = reserved;
-            item->body = reply + at + sizeof(reserved);
-            /* Late writes, or those that a dead daemon's successor knows nothing of, would go to places that may be others' by then. */
-            session_look(call->session);
-            int error = call->session->gone ? -ENOTCONN : now_ns() - started > limit ? -ETIMEDOUT : item_start(item);
-            if (error < 0 && !item->error)
-                item->error = error;
-            wait_writes(call, items, count, call->client->options.depth - 1);
+        call->results[window->first + i] = reserved.error;
+        if (reserved.error == -ENOSPC && without_room == UINT32_MAX) {
+            without_room = window->first + i;
+            placed = window->item_count;
+        }
+        struct put_item *item = reserved.error == 0 ? calloc(1, sizeof(*item)) : NULL;
+        if (item) {
+            const struct kvfs_buffer *buffer = &call->buffers[window->first + i];
+            *item = (struct put_item){.lane = call->lane, .call = call, .window = window, .data = buffer->data, .size = buffer->size,
+                                      .index = window->first + i, .reserved = reserved, .body = window->reply + at + sizeof(reserved)};
+            window->items[window->item_count++] = item;
+        } else if (reserved.error == 0) {
+            r = client_fail(-ENOMEM, "no memory for a batch of %u", window->count);
         }
         at += size;
     }
-    if (items)
-        wait_writes(call, items, count, 0);
-    for (uint32_t i = 0; items && i < count; i++) {
-        struct put_item *item = items[i];
-        if (!item)
-            continue;
-        struct wire_commit commit = {item->reserved.reservation, r < 0 ? r : item->error};
-        append(&request, &commit, sizeof(commit));
-        results[i] = commit.error;
-        entered++;
+    if (r < 0)
+        call_fail(call, r);
+    else if (without_room != UINT32_MAX)
+        window_without_room(call, window, without_room, placed > 0);
+}
+
+/* The next block that is to be written, its checksums and header made; NULL: there is none yet. */
+static struct put_item *item_next(struct put_call *call) {
+    while (!call->prepared) {
+        struct window *window = call->windows;
+        while (window && window->started == window->item_count)
+            window = window->next;
+        if (!window)
+            return NULL;
+        struct put_item *item = window->items[window->started];
+        item->error = call->error ? call->error : item->index >= window->first + window->count ? -ECANCELED : item_prepare(item);
+        if (item->error == 0) {
+            call->prepared = item;
+        } else {
+            item_release(item);
+            window->started++;
+        }
     }
+    return call->prepared;
+}
+
+static void item_start(struct put_call *call, struct put_item *item) {
+    struct window *window = item->window;
+    uint64_t limit = call->session->reservation_ms * 1000000ull / 2;
+    call->prepared = NULL;
+    window->started++;
+    window->in_flight++;
+    call->in_flight++;
+    item->groups_left = 1; /* until all of its groups are queued */
+    /* Late writes, or those that a dead daemon's successor knows nothing of, would go to places that may be others' by then. */
+    int error = call->error ? call->error : call->session->gone ? -ENOTCONN : now_ns() - window->asked_ns > limit ? -ETIMEDOUT : item_write(item);
+    if (error < 0 && !item->error)
+        item->error = error;
+    item_advance(item);
+    ring_submit(&call->lane->ring);
+}
+
+/* All of it is written, or never will be: have it entered. */
+static void window_commit(struct put_call *call, struct window *window) {
+    uint64_t entered = window->item_count;
+    memcpy(window->commit, &entered, 8);
+    for (uint32_t i = 0; i < window->item_count; i++) {
+        struct put_item *item = window->items[i];
+        struct wire_commit commit = {item->reserved.reservation, item->error};
+        memcpy(window->commit + 8 + i * sizeof(commit), &commit, sizeof(commit));
+        if (item->index < window->first + window->count)
+            call->results[item->index] = commit.error;
+    }
+    window->committing = true;
+    wire_send(call->session, WIRE_COMMIT, window->commit, 8 + window->item_count * (uint32_t)sizeof(struct wire_commit), RESERVE_TIMEOUT_MS,
+              &window->asked);
+}
+
+/* What was entered. */
+static void window_close(struct put_call *call, struct window *window) {
     uint8_t *answer = NULL;
     uint32_t answer_size = 0;
-    if (request.data)
-        memcpy(request.data, &entered, 8);
-    if (entered) {
-        int asked = ask(call->client, call->session, WIRE_COMMIT, &request, RESERVE_TIMEOUT_MS, &answer, &answer_size);
-        if (asked == 0 && answer_size != 8 * entered)
-            asked = client_fail(-EPROTO, "%s: the daemon answered a commit of %llu blocks with %u bytes", call->client->pool,
-                                (unsigned long long)entered, answer_size);
-        r = r < 0 ? r : asked;
-    } else {
-        free(request.data);
-    }
-    for (uint64_t i = 0; r == 0 && i < entered; i++) {
+    int r = window->item_count ? wire_answer(call->client, &window->asked, &answer, &answer_size) : 0;
+    if (r == 0 && answer_size != 8 * window->item_count)
+        r = client_fail(-EPROTO, "%s: the daemon answered a commit of %u blocks with %u bytes", call->client->pool, window->item_count,
+                        answer_size);
+    for (uint32_t i = 0; r == 0 && i < window->item_count; i++) {
         int64_t result;
         memcpy(&result, answer + 8 * i, 8);
         if (result > 0 || result < -4095)
             r = client_fail(-EPROTO, "%s: the daemon answered a commit with %lld, which is no error", call->client->pool, (long long)result);
     }
-    uint64_t n = 0;
-    for (uint32_t i = 0; items && i < count; i++) {
-        struct put_item *item = items[i];
-        if (!item)
-            continue;
-        if (results[i] == 0 && r < 0) /* written, but whether it was entered nobody knows */
-            results[i] = r;
-        else if (results[i] == 0)
-            memcpy(&results[i], answer + 8 * n, 8);
-        n++;
-        if (item->groups_held) /* a device still reads what it was to write */
-            item->counted = true;
-        else
+    if (r < 0)
+        call_fail(call, r);
+    for (uint32_t i = 0; i < window->item_count; i++) {
+        struct put_item *item = window->items[i];
+        if (item->error == 0 && r < 0) /* written, but whether it was entered nobody knows */
+            call->results[item->index] = r;
+        else if (item->error == 0)
+            memcpy(&call->results[item->index], answer + 8 * i, 8);
+        if (item->error == 0 && call->results[item->index] == 0) {
+            call->stored++;
+            TALLY(call->client, puts, 1);
+            TALLY(call->client, put_bytes, item->size);
+        }
+        item->dismissed = true;
+        if (item->groups_held == 0) /* else a device still reads what it was to write */
             item_free(item);
     }
     free(answer);
-    free(items);
-    return r;
+    free(window->items);
+    free(window->reply);
+    free(window->commit);
+    call->window_count--;
+    free(window);
+}
+
+/* Send the commits of windows that are written, take in the answers to those before. Whether one is done with. */
+static bool windows_settle(struct put_call *call) {
+    bool closed = false;
+    for (struct window **link = &call->windows, *window = *link; window; window = *link) {
+        bool written = window->opened && window->started == window->item_count && window->in_flight == 0;
+        if (written && window->item_count && !window->committing)
+            window_commit(call, window);
+        if (written && (window->item_count == 0 || window->asked.done)) {
+            *link = window->next;
+            window_close(call, window);
+            closed = true;
+        } else {
+            link = &window->next;
+        }
+    }
+    return closed;
+}
+
+/* Wait for what will go on: a write, or an answer. Of two answers the younger one is places, and lets blocks be written. */
+static void put_wait(struct put_call *call) {
+    struct window *window = window_last(call);
+    if (call->in_flight) {
+        if (ring_reap(&call->lane->ring) == 0)
+            ring_wait(&call->lane->ring, 1000000000);
+        ring_reap(&call->lane->ring);
+    } else if (window) {
+        wire_wait(call->session, &window->asked);
+    }
+}
+
+static void put_run(struct put_call *call) {
+    do {
+        session_look(call->session);
+        struct window *last = window_last(call);
+        if (last && !last->opened && last->asked.done)
+            window_open(call, last);
+        window_ask(call);
+        struct put_item *item = item_next(call);
+        if (item && call->in_flight < call->client->options.depth) {
+            item_start(call, item);
+            continue;
+        }
+        if (!windows_settle(call))
+            put_wait(call);
+    } while (call->windows || call->next < call->count);
 }
 
 struct key_place { const uint8_t *data; uint32_t size, index; };
@@ -373,7 +577,7 @@ static int check_keys(const struct kvfs_keys *keys, const uint8_t **places) {
 }
 
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results) {
-    struct put_call call = {.client = client};
+    struct put_call call = {.client = client, .buffers = buffers, .sizes = keys->sizes, .results = results, .count = keys->count};
     const uint8_t **places = malloc((keys->count + 1) * sizeof(*places));
     int r = places ? writer_get(client, &call.session) : client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
     if (r < 0) {
@@ -397,48 +601,13 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
     }
     /* The daemon lends a quarter of the pool at most, to all clients together. */
     const struct kvfs_plane *plane = &call.session->plane;
-    uint64_t window = min_u64(WINDOW_BYTES, plane->segment_size * plane->config.segment_count / 16);
-    uint32_t stored = 0;
-    for (uint32_t first = 0, count; first < keys->count && r == 0; first += count) {
-        uint64_t bytes = 0;
-        for (count = 0; first + count < keys->count && count < WINDOW_ITEMS; count++) {
-            bytes += buffers[first + count].size;
-            if (count && bytes > window)
-                break;
-        }
-        uint8_t *reply = NULL;
-        uint32_t reply_size = 0;
-        uint64_t asked_ns = now_ns();
-        r = window_reserve(&call, places + first, keys->sizes + first, buffers + first, count, &reply, &reply_size);
-        bool waited = now_ns() - asked_ns > client->options.timeout_ms * 1000000ull;
-        if (r == 0)
-            r = window_write(&call, buffers + first, count, reply, reply_size, results + first);
-        free(reply);
-        /* What found no room behind others of its window asks again: those are committed now, and can be evicted. Not where the daemon
-         * looked for room as long as it does: it would again, for every block that is left. */
-        bool some = false, none = false;
-        for (uint32_t i = first; i < first + count && r == 0; i++)
-            if (results[i] == -ENOSPC && waited)
-                none = true;
-            else if (results[i] == -ENOSPC && some)
-                count = i - first;
-            else
-                some = some || results[i] == 0;
-        for (uint32_t i = first + count; none && i < keys->count; i++)
-            results[i] = -ENOSPC;
-        if (none)
-            count = keys->count - first;
-        for (uint32_t i = first; i < first + count; i++)
-            if (results[i] == 0) {
-                stored++;
-                TALLY(client, puts, 1);
-                TALLY(client, put_bytes, buffers[i].size);
-            }
-    }
+    call.places = places;
+    call.window_bytes = min_u64(WINDOW_BYTES, plane->segment_size * plane->config.segment_count / (8 * WINDOWS_MAX));
+    put_run(&call);
     lane_give(call.lane);
     session_put(call.session);
     free(places);
-    return r < 0 ? r : (int)stored;
+    return call.error < 0 ? call.error : (int)call.stored;
 }
 
 /* ---- delete, list ---- */

@@ -2,8 +2,8 @@
  * other end.
  *
  * A connection that begins with "KVFSCLI1" instead of '{' speaks frames: struct wire_frame and `size` bytes behind it. The client asks,
- * the daemon answers with the same type and id, in the order of the requests; HITS, REPORT and BAD_BLOCK have no answer; GOODBYE comes
- * unasked. An answer with status < 0 is -errno and its payload a sentence. Either side hangs up on a frame that breaks a rule below.
+ * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, REPORT and BAD_BLOCK have no
+ * answer; GOODBYE comes unasked. An answer with status < 0 is -errno and its payload a sentence. Either side hangs up on a frame that breaks a rule below.
  * When the connection ends, the daemon takes back every reservation that was not committed.
  */
 #ifndef KVFS_CLIENT_WIRE_H

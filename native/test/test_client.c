@@ -44,13 +44,15 @@ struct block {
     struct kvfs_inode_record record;
 };
 
+struct bytes { uint8_t *data; uint64_t size, capacity; };
+
 /* What the double does wrong. */
 enum trick {
     HONEST, SILENT, HALF_WELCOME_FRAME, OTHER_VERSION, OTHER_TYPE, SHORT_WELCOME, TRUNCATED_WELCOME, HUGE_WELCOME, NO_DEVICES, MANY_DEVICES,
     WIDE_STRIPE, MANY_SEGMENTS, ZONE_OF_0, BAD_MEMBER, NO_DESCRIPTORS, FEW_DESCRIPTORS, EXTRA_DESCRIPTORS, UNSEALED_TABLE, ZERO_TABLE,
     OTHER_EPOCH, OTHER_SECRET, REFUSE, REFUSE_WITHOUT_SENTENCE, TRICKS_OF_WELCOME,
     HANG, HALF_FRAME, HALF_PAYLOAD, WRONG_ID, WRONG_ANSWER, HUGE_ANSWER, EMPTY_ANSWER, LONG_ANSWER, RANDOM_ANSWER, STATUS_MIN,
-    STATUS_POSITIVE, HANG_UP, GOODBYE_INSTEAD, TRICKS_OF_ANSWERS,
+    STATUS_POSITIVE, STATUS_ERROR, HANG_UP, GOODBYE_INSTEAD, TRICKS_OF_ANSWERS,
     RUN_BEYOND, RUN_TOO_LONG, RUNS_OF_0, RECORD_TOO_LARGE, RECORD_OF_OTHER, HEADER_OF_0, HEADER_TOO_SMALL, EXTENT_BEYOND, TRICKS_OF_RESERVE
 };
 
@@ -78,8 +80,13 @@ static struct {
     uint16_t trick_type;                /* the request it is played on */
     uint32_t reservation_ms;
     int32_t refuse_odd, fail_odd;       /* error of every other item of RESERVE, COMMIT */
+    uint32_t honest;                    /* requests of trick_type before the trick is played */
+    uint32_t held_until;                /* blocks reserved before any COMMIT is answered; then they are, the last one first */
+    uint32_t room, room_in_all;         /* blocks that there is room for: reserved at one time, and ever */
+    struct bytes held[8];
+    uint32_t held_count;
     /* What they look at. */
-    uint32_t accepted, reserved, committed, aborted, lookups, reports, bad_blocks;
+    uint32_t accepted, reserved, committed, aborted, lookups, reports, bad_blocks, reserves, commits, open, open_most;
     uint64_t hits, bad_inode, bad_segment;
     struct kvfs_client_statistics report;
 } d;
@@ -317,8 +324,6 @@ static void block_corrupt(struct block *block, int32_t page) {
 
 /* ---- the double of the daemon: what it says ---- */
 
-struct bytes { uint8_t *data; uint64_t size, capacity; };
-
 static void add(struct bytes *out, const void *data, uint64_t size) {
     uint64_t padded = round_up(size, 8);
     if (out->size + padded > out->capacity) {
@@ -451,6 +456,8 @@ static void reserve(int connection, uint8_t *payload, struct bytes *out) {
     static uint8_t record[8192], ancestors[1024];
     struct wire_where where;
     uint8_t *at = items_of(payload, &where);
+    bool full = false;
+    d.reserves++;
     for (uint32_t i = 0; i < where.count; i++) {
         struct wire_reserve item;
         memcpy(&item, at, sizeof(item));
@@ -459,6 +466,9 @@ static void reserve(int connection, uint8_t *payload, struct bytes *out) {
         struct wire_reserved reserved = {.error = i % 2 ? d.refuse_odd : 0};
         if (item.size / PAGE >= d.plane.segment_pages * 2 / 3 * d.split)
             reserved.error = -EFBIG;
+        full = full || d.open >= d.room || d.reserved >= d.room_in_all;
+        if (full)
+            reserved.error = -ENOSPC;
         if (reserved.error) {
             add(out, &reserved, sizeof(reserved));
             continue;
@@ -498,12 +508,15 @@ static void reserve(int connection, uint8_t *payload, struct bytes *out) {
         add(out, record, record_size);
         add(out, ancestors, ancestors_size);
         d.reserved++;
+        d.open++;
+        d.open_most = d.open > d.open_most ? d.open : d.open_most;
     }
 }
 
 static void commit(uint8_t *payload, struct bytes *out) {
     uint64_t count;
     memcpy(&count, payload, 8);
+    d.commits++;
     for (uint64_t i = 0; i < count; i++) {
         struct wire_commit item;
         memcpy(&item, payload + 8 + i * sizeof(item), sizeof(item));
@@ -511,6 +524,7 @@ static void commit(uint8_t *payload, struct bytes *out) {
         int64_t result = item.error ? item.error : i % 2 ? d.fail_odd : 0;
         CHECK(block->connection >= 0);
         block->connection = -1;
+        d.open--;
         if (result == 0) {
             uint8_t *header = pages_get(block->header_pages);
             struct kvfs_block_header h;
@@ -577,6 +591,15 @@ static void list(uint8_t *payload, struct bytes *out) {
     free(sorted);
 }
 
+/* This answer comes later. */
+static void hold(const struct wire_frame *head, const uint8_t *data, uint64_t size) {
+    CHECK(d.held_count < sizeof(d.held) / sizeof(d.held[0]));
+    struct bytes *held = &d.held[d.held_count++];
+    add(held, head, sizeof(*head));
+    add(held, data, size);
+    CHECK(held->size == sizeof(*head) + size);
+}
+
 /* False: hang up. */
 static bool answer(int connection, int fd) {
     struct wire_frame frame;
@@ -600,7 +623,11 @@ static bool answer(int connection, int fd) {
         memcpy(&d.bad_segment, payload + 8, 8);
         d.bad_blocks++;
     } else if (good) {
-        enum trick trick = frame.type == d.trick_type ? d.trick : HONEST;
+        enum trick trick = HONEST;
+        if (frame.type == d.trick_type && d.trick != HONEST && d.honest-- == 0) {
+            trick = d.trick;
+            d.honest = 0;
+        }
         if (frame.type == WIRE_RESERVE) {
             reserve(connection, payload, &out);
         } else if (frame.type == WIRE_COMMIT) {
@@ -643,6 +670,8 @@ static bool answer(int connection, int fd) {
             head.status = INT32_MIN;
         if (trick == STATUS_POSITIVE)
             head.status = 7;
+        if (trick == STATUS_ERROR)
+            head.status = -EIO, head.size = 0, size = 0;
         if (trick == RANDOM_ANSWER)
             for (uint64_t i = 0; i < out.size; i++)
                 out.data[i] = (uint8_t)random_next(&seed);
@@ -656,8 +685,16 @@ static bool answer(int connection, int fd) {
             good = false;
         else if (trick == HALF_FRAME)
             say(fd, &head, 7);
+        else if (frame.type == WIRE_COMMIT && d.reserved < d.held_until)
+            hold(&head, out.data, size);
         else if (trick != HANG)
             good = say(fd, &head, sizeof(head)) && say(fd, lie.data ? lie.data : out.data, trick == HALF_PAYLOAD ? size / 2 : size);
+        while (d.held_count && d.reserved >= d.held_until) {
+            struct bytes *held = &d.held[--d.held_count];
+            good = good && say(fd, held->data, held->size);
+            free(held->data);
+            *held = (struct bytes){0};
+        }
         free(lie.data);
     }
     free(payload);
@@ -669,8 +706,10 @@ static void hang_up(uint32_t i) {
     close(d.connections[i]);
     d.connections[i] = -1;
     for (uint32_t k = 0; k < d.block_count; k++)
-        if (d.blocks[k].connection == (int)i)
+        if (d.blocks[k].connection == (int)i) {
             d.blocks[k].connection = -1;
+            d.open--;
+        }
 }
 
 static void *daemon_main(void *nothing) {
@@ -770,6 +809,9 @@ static void pool_new(uint64_t stripe_unit) {
     d.reservation_ms = 30000;
     d.header_extra = 0;
     d.refuse_odd = d.fail_odd = 0;
+    d.honest = d.held_until = 0;
+    d.room = d.room_in_all = UINT32_MAX;
+    d.reserves = d.commits = d.open = d.open_most = 0;
     d.accepted = d.reserved = d.committed = d.aborted = d.lookups = d.reports = d.bad_blocks = 0;
     d.hits = 0;
     memset(d.uuid, 7, sizeof(d.uuid));
@@ -2171,6 +2213,188 @@ static void test_hostile_reservations(void) {
     daemon_stop(false);
 }
 
+/* ---- puts in windows ---- */
+
+/* A window of the double's pool of 160 MiB is 5 MiB: 20 of these blocks. */
+enum { WINDOW_BLOCKS = 90, WINDOW = 20 };
+static const uint64_t window_size = 250000;
+
+static struct batch *windows_new(uint64_t version) {
+    struct batch *b = batch_new(0, WINDOW_BLOCKS, &window_size, 1, 0);
+    batch_fill(b, version);
+    return b;
+}
+
+/* Nothing stays reserved, and another put stores everything. */
+static void windows_heal(struct kvfs_client *client, struct batch *b) {
+    locked();
+    d.trick = HONEST;
+    d.fail_odd = 0;
+    d.room = d.room_in_all = UINT32_MAX;
+    CHECK_SAY(d.open == 0, "%u blocks are reserved", d.open);
+    unlocked();
+    batch_free(put_batch(client, 0, WINDOW_BLOCKS, &window_size, 1, 9));
+    batch_get(client, b, 9);
+    batch_free(b);
+    kvfs_close(client);
+    daemon_stop(false);
+}
+
+static void test_windows_go_on_while_commits_are_not_answered(void) {
+    pool_new(16384);
+    struct kvfs_client *client = connect_plain();
+    locked();
+    d.held_until = 3 * WINDOW + 1; /* two windows are written and a fourth is asked for before the first commit's answer */
+    unlocked();
+    struct batch *b = put_batch(client, 0, WINDOW_BLOCKS, &window_size, 1, 1);
+    locked();
+    CHECK(d.held_count == 0 && d.reserves == 5 && d.commits == 5 && d.committed == WINDOW_BLOCKS && d.open == 0);
+    CHECK_SAY(d.open_most <= 4 * WINDOW, "%u blocks were reserved at one time", d.open_most);
+    unlocked();
+    batch_get(client, b, 1);
+    windows_heal(client, b);
+}
+
+struct put_job { struct kvfs_client *client; struct batch *batch; int result; };
+
+static void *put_in_thread(void *argument) {
+    struct put_job *job = argument;
+    job->result = kvfs_put(job->client, &job->batch->keys, job->batch->buffers, job->batch->results);
+    return NULL;
+}
+
+static void test_a_look_up_passes_a_put_that_waits(void) {
+    static const uint64_t one = 5000;
+    pool_new(16384);
+    struct kvfs_client *client = connect_plain();
+    struct batch *b = put_batch(client, 0, 1, &one, 1, 1);
+    locked();
+    d.held_until = UINT32_MAX; /* no commit is answered */
+    kvfs_table_set_complete(d.table, 0);
+    d.incomplete = true;
+    unlocked();
+    struct batch *other = windows_new(2);
+    struct put_job job = {client, other, 0};
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, put_in_thread, &job) == 0);
+    uint64_t until = milliseconds() + 10000;
+    for (bool waits = false; !waits;) {
+        CHECK(milliseconds() < until);
+        locked();
+        waits = d.held_count >= 1;
+        unlocked();
+    }
+    uint64_t started = milliseconds();
+    struct kvfs_keys missing = {(const uint8_t *)"no such key", (uint32_t[]){11}, 1, 0};
+    uint8_t found = 1;
+    CHECK(kvfs_exists(client, &missing, &found) == 0 && found == 0);
+    CHECK(milliseconds() - started < 5000);
+    locked();
+    CHECK(d.lookups > 0);
+    d.held_until = 0;
+    unlocked();
+    CHECK(kvfs_delete(client, &b->keys, &found) == 1); /* any request lets the double answer */
+    pthread_join(thread, NULL);
+    CHECK_SAY(job.result == WINDOW_BLOCKS, "%d", job.result);
+    batch_free(other);
+    batch_free(b);
+    kvfs_close(client);
+    daemon_stop(false);
+}
+
+static void test_a_commit_of_an_earlier_window_fails(void) {
+    pool_new(16384);
+    struct kvfs_client *client = connect_plain();
+    struct batch *b = windows_new(1);
+    locked();
+    d.fail_odd = -EISDIR;
+    unlocked();
+    CHECK(kvfs_put(client, &b->keys, b->buffers, b->results) == WINDOW_BLOCKS / 2);
+    for (uint32_t i = 0; i < WINDOW_BLOCKS; i++) {
+        uint32_t inside = i % WINDOW;
+        CHECK_SAY(b->results[i] == (inside % 2 ? -EISDIR : 0), "block %u: %lld", i, (long long)b->results[i]);
+    }
+    /* As a whole: what comes behind is given back, or was entered already. */
+    locked();
+    d.fail_odd = 0;
+    d.trick = STATUS_ERROR;
+    d.trick_type = WIRE_COMMIT;
+    d.honest = 1;
+    uint32_t committed = d.committed;
+    unlocked();
+    CHECK(kvfs_put(client, &b->keys, b->buffers, b->results) == -EIO);
+    int64_t stored = 0;
+    for (uint32_t i = 0; i < WINDOW_BLOCKS; i++) {
+        CHECK_SAY(i < WINDOW ? b->results[i] == 0 : b->results[i] == -EIO || b->results[i] == -ECANCELED, "block %u: %lld", i,
+                  (long long)b->results[i]);
+        stored += b->results[i] == 0;
+    }
+    locked();
+    CHECK(stored == WINDOW && d.committed >= committed + WINDOW);
+    unlocked();
+    windows_heal(client, b);
+}
+
+static void test_the_daemon_goes_between_two_windows(void) {
+    static const uint16_t types[] = {WIRE_RESERVE, WIRE_COMMIT};
+    for (uint32_t t = 0; t < 2; t++)
+        for (uint32_t honest = 0; honest < 4; honest++) {
+            pool_new(16384);
+            struct kvfs_client *client = connect_plain();
+            struct batch *b = windows_new(1);
+            locked();
+            d.trick = HANG_UP;
+            d.trick_type = types[t];
+            d.honest = honest;
+            unlocked();
+            int r = kvfs_put(client, &b->keys, b->buffers, b->results);
+            CHECK_SAY(r == -ENOTCONN, "type %u, after %u: %d", types[t], honest, r);
+            uint32_t stored = 0;
+            for (uint32_t i = 0; i < WINDOW_BLOCKS; i++) {
+                CHECK_SAY(b->results[i] == 0 || b->results[i] == -ENOTCONN || b->results[i] == -ECANCELED, "block %u: %lld", i,
+                          (long long)b->results[i]);
+                stored += b->results[i] == 0;
+            }
+            locked();
+            CHECK_SAY(stored <= d.committed, "%u of %u", stored, d.committed);
+            unlocked();
+            windows_heal(client, b);
+        }
+}
+
+static void test_no_room_in_a_later_window(void) {
+    pool_new(16384);
+    struct kvfs_client *client = connect_plain();
+    struct batch *b = windows_new(1);
+    for (uint32_t room = 1; room < 2 * WINDOW; room += 12) { /* what is committed makes room for what comes */
+        locked();
+        d.room = room;
+        d.open_most = 0;
+        unlocked();
+        int r = kvfs_put(client, &b->keys, b->buffers, b->results);
+        CHECK_SAY(r == WINDOW_BLOCKS, "room for %u: %d, %s", room, r, kvfs_error());
+        locked();
+        CHECK(d.open_most <= room && d.open == 0);
+        unlocked();
+        batch_get(client, b, 1);
+    }
+    for (uint32_t room = 0; room < 2 * WINDOW; room += 12) { /* nothing makes room */
+        locked();
+        d.room = UINT32_MAX;
+        d.reserved = d.reserves = 0;
+        d.room_in_all = room;
+        unlocked();
+        int r = kvfs_put(client, &b->keys, b->buffers, b->results);
+        CHECK_SAY(r == (int)room, "room for %u: %d, %s", room, r, kvfs_error());
+        for (uint32_t i = 0; i < WINDOW_BLOCKS; i++)
+            CHECK_SAY(b->results[i] == (i < room ? 0 : -ENOSPC), "room for %u, block %u: %lld", room, i, (long long)b->results[i]);
+        locked();
+        CHECK_SAY(d.open == 0 && d.reserves <= 12, "%u requests", d.reserves);
+        unlocked();
+    }
+    windows_heal(client, b);
+}
+
 /* ---- the rest ---- */
 
 static void test_fork(void) {
@@ -2269,6 +2493,11 @@ int main(void) {
     RUN(test_hostile_welcomes);
     RUN(test_hostile_answers);
     RUN(test_hostile_reservations);
+    RUN(test_windows_go_on_while_commits_are_not_answered);
+    RUN(test_a_look_up_passes_a_put_that_waits);
+    RUN(test_a_commit_of_an_earlier_window_fails);
+    RUN(test_the_daemon_goes_between_two_windows);
+    RUN(test_no_room_in_a_later_window);
     RUN(test_fork);
     RUN(test_reports);
     devices_close();

@@ -262,6 +262,24 @@ def test_a_connection_that_ends_gives_everything_back(pool: Pool) -> None:
     assert not file_of(pool, key("lost 0")).exists()
 
 
+def test_requests_are_answered_while_a_reservation_waits(pool: Pool) -> None:
+    # A quarter of the pool's 512 MiB is lent at one time, headers included.
+    large = [(key(f"large {i}"), 30 << 20) for i in range(4)]
+    with connected(pool) as client:
+        with connected(pool) as other:
+            assert [place.error for place in other.reserve(base(pool), SPACE, large)] == [0] * 4
+            name = key("waits")
+            item = struct.pack("<QII", 30 << 20, len(name), 0) + padded(name)
+            waiting = client.send(RESERVE, where(base(pool), SPACE, 1) + item)
+            listing = client.send(LIST, where(base(pool), SPACE, 1) + counted(b""))
+            assert client.frame()[:3] == (LIST, 0, listing)
+            assert client.put(base(pool), SPACE, {key("small"): b"bytes"}) == [0]
+        # The other one is gone, and with it what it had.
+        kind, status, id_, answer = client.frame()
+        assert (kind, status, id_) == (RESERVE, 0, waiting)
+        assert struct.unpack_from("<i", answer, 8) == (0,)
+
+
 def test_what_clients_report_is_shown(pool: Pool) -> None:
     before = counters(pool)
 
