@@ -81,6 +81,16 @@ class Index(Protocol):
     @property
     def changes_pending(self) -> int: ...
 
+    @property
+    def pending_batch(self) -> int:
+        """The number of the batch that a change made now belongs to; batches become durable in their order."""
+        ...
+
+    @property
+    def durable_batch(self) -> int:
+        """The last batch that a commit has made durable."""
+        ...
+
     async def commit(self) -> None:
         """Return when every change made so far is durable. KvfsError with the errno if it cannot be: the changes
         then stay pending."""

@@ -155,6 +155,7 @@ class LmdbIndex:
         self._committing: _Layer | None = None
         self._lock = trio.Lock()
         self._write_lock = threading.Lock()
+        self.pending_batch, self.durable_batch = 1, 0
         self._commits = 0
         self._failures = 0
         # While a rebuild runs: the names removed since, which must not come back from an old header.
@@ -486,6 +487,7 @@ class LmdbIndex:
     def _begin_commit(self) -> _Layer:
         batch, self._pending = self._pending, _Layer()
         self._committing = batch
+        self.pending_batch += 1
         return batch
 
     def _end_commit(self, batch: _Layer, error: BaseException | None) -> None:
@@ -494,6 +496,7 @@ class LmdbIndex:
             self._pending = batch
             self._failures += 1
         else:
+            self.durable_batch = self.pending_batch - 1
             self._commits += 1
         self._committing = None
         self._renew()

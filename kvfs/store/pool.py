@@ -207,6 +207,7 @@ class Store:
         if rebuild:
             self._nursery.start_soon(self._rebuild, job)
         self._nursery.start_soon(self._commit_loop)
+        self._nursery.start_soon(self._flush_loop)
         self._nursery.start_soon(self.reservations.run)
         self._nursery.start_soon(self.evictor.run, lambda: not self.rebuilding)
         self._nursery.start_soon(self._prepare_loop)
@@ -260,18 +261,23 @@ class Store:
         await trio.sleep_forever()
 
     async def _commit_loop(self) -> None:
-        segments = self.segments
         while True:
             deadline = trio.current_time() + self._options.commit_interval_s
-            while trio.current_time() < deadline and self.index.changes_pending < _COMMIT_CHANGES:
-                with trio.move_on_after(
-                    _COMMIT_POLL_S if self.index.changes_pending else self._options.commit_interval_s
-                ):
-                    await segments.need_flush.wait()
-                if segments.need_flush.is_set():
-                    break
-            segments.need_flush = trio.Event()
+            while (now := trio.current_time()) < deadline and self.index.changes_pending < _COMMIT_CHANGES:
+                pending = self.index.changes_pending
+                await trio.sleep(min(_COMMIT_POLL_S, deadline - now) if pending else deadline - now)
             await self._commit_and_flush()
+
+    async def _flush_loop(self) -> None:
+        """Writers wait for segments that were freed: when the summaries say so, they may have them. The index, whose
+        commit takes long on a busy disk, seldom has to say it first."""
+        segments = self.segments
+        while True:
+            await segments.need_flush.wait()
+            segments.need_flush = trio.Event()
+            await segments.flush_summaries()
+            if segments.waits_for_commit:
+                await self._commit_and_flush()
 
     async def _commit_and_flush(self) -> None:
         try:
@@ -454,7 +460,7 @@ class Store:
             self._moved_directories.append(inode.inode)
             self._directory_moved.set()
         elif inode.sealed:
-            self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
+            self.segments.renamed(self.segments.all[inode.segment])
 
     # ---- pins ----
 

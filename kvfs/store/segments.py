@@ -84,6 +84,7 @@ class Segment:
     closing: bool = False  # full; closed with its last run in flight
     held: int = 0  # files being written with pages here
     in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
+    batch: int = 0  # of the index: the last in which a block came here or got another name
     avoid_until: float = 0.0  # eviction freed nothing here; trio time
     lent: int = 0  # runs that a native client may be writing to, entitled or late
     late: bool = False  # one that is gone may have had writes under way here
@@ -276,6 +277,7 @@ class Segments:
             for number, pages in usage(after).items():
                 segment = self.all[number]
                 segment.live_pages += pages
+                segment.batch = self._index.pending_batch
                 self._changed.add(segment.index)
         if before is not None:
             for number, pages in usage(before).items():
@@ -306,6 +308,12 @@ class Segments:
         if gone:
             segment.copy_stale = True
         self._dirty.add(segment.index)
+
+    @property
+    def waits_for_commit(self) -> bool:
+        """Freed segments are waiting for the index."""
+        known = self._index.durable_batch
+        return any(self.all[number].batch > known for number in self._resting)
 
     # ---- places for blocks ----
 
@@ -536,12 +544,22 @@ class Segments:
 
     # ---- summaries ----
 
+    def renamed(self, segment: Segment) -> None:
+        """One of its blocks has another name or other attributes."""
+        segment.batch = self._index.pending_batch
+        self.mark_dirty(segment, gone=True)
+
     async def flush_summaries(self) -> None:
-        """Write the summaries that are not true any more, then release the segments freed before to be opened again."""
+        """Write the summaries that are not true any more, then release the segments freed before to be opened again.
+
+        A freed segment has to wait for the index if a block in it was younger than the last commit: it may have taken
+        the name of an older one, of which the index does not know yet that it is gone.
+        """
         async with self._flush_lock:
-            resting = list(self._resting)
-            batch = sorted(self._dirty)
-            self._dirty.clear()
+            known = self._index.durable_batch
+            resting = [number for number in self._resting if self.all[number].batch <= known]
+            batch = sorted(self._dirty.difference(self._resting.difference(resting)))
+            self._dirty.difference_update(batch)
             if batch:
                 queue = iter(batch)
                 async with trio.open_nursery() as nursery:
