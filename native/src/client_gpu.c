@@ -190,9 +190,14 @@ static void pause_ns(uint64_t ns) {
 
 /* Wait for every copy. An error leaves the GPU broken. */
 static int copies_settle(struct kvfs_gpu *gpu) {
+    uint64_t limit_ns = gpu->client->options.timeout_ms * 1000000ull * STALL_TIMEOUTS, last_ns = now_ns();
     for (;;) {
         int error = gpu->stream ? gpu->driver->cuStreamQuery(gpu->stream) : CUDA_SUCCESS;
         int r = error && error != CUDA_ERROR_NOT_READY ? cuda_fail(gpu->driver, gpu->device, "cuStreamQuery", error) : copies_reap(gpu);
+        if (gpu->copy_count) /* those have a limit */
+            last_ns = now_ns();
+        if (r == 0 && error && now_ns() - last_ns > limit_ns)
+            r = client_fail(-ETIMEDOUT, "GPU %d: its stream has not ended in %llu ms", gpu->device, (unsigned long long)(limit_ns / 1000000));
         if (r < 0)
             return gpu_break(gpu, r);
         if (error == CUDA_SUCCESS)

@@ -13,7 +13,7 @@
 #define GPU_AT 1144                  /* where libcufile 1.20 has its first GPU */
 
 struct status { int error, cuda_error; };
-struct description { int type; int fd; int64_t rest; const void *operations; };
+struct description { int type; union { int fd; void *handle; }; const void *operations; };
 struct handle { int fd; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;

@@ -63,6 +63,7 @@ static struct {
     void (*fake_cuda_heal)(void);
     void (*fake_cuda_delay)(unsigned);
     void (*fake_cuda_hold)(int);
+    void (*fake_cuda_reachable)(int);
     int (*fake_cuda_work)(cuda_stream, unsigned);
     void (*fake_cuda_capture)(cuda_stream, int);
     cuda_pointer (*fake_cuda_map)(size_t, int);
@@ -86,7 +87,7 @@ static inline void cuda_load(void) {
         "cuMemAlloc_v2", "cuMemFree_v2", "cuCtxCreate_v2", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxGetCurrent",
         "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize",
         "cuMemsetD8Async", "cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuInit", "fake_cuda_fail",
-        "fake_cuda_break", "fake_cuda_heal", "fake_cuda_delay", "fake_cuda_hold", "fake_cuda_work", "fake_cuda_capture", "fake_cuda_map",
+        "fake_cuda_break", "fake_cuda_heal", "fake_cuda_delay", "fake_cuda_hold", "fake_cuda_reachable", "fake_cuda_work", "fake_cuda_capture", "fake_cuda_map",
         "fake_cuda_peek", "fake_cuda_copies", "fake_cuda_violations", "fake_cuda_left"};
     static_assert(sizeof(cuda) == sizeof(names), "a name for every function");
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
