@@ -54,7 +54,7 @@ struct stream {
 struct memory { uint64_t address, size; uint8_t *data; bool reachable; struct context *context; int device; struct memory *next; };
 struct pinned { uint8_t *start; uint64_t size; struct pinned *next; };
 struct function { struct module *module; int which; };
-struct module { struct context *context; struct function functions[2]; };
+struct module { struct context *context; struct function functions[2]; struct module *next; };
 struct rule { char function[40]; unsigned countdown; int error; struct rule *next; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -65,9 +65,10 @@ static struct stream *streams;
 static struct memory *memories;
 static struct pinned *pins;
 static struct rule *rules;
+static struct module *modules;
 static pid_t started;
 static int sticky;                       /* an error that every call answers from now on */
-static unsigned delay_us, copy_countdown, copies, violations, modules;
+static unsigned delay_us, copy_countdown, copies, violations;
 static int copy_error;
 static bool held, reachable;
 static char violation[200];
@@ -642,16 +643,22 @@ EXPORT int cuModuleLoadData(struct module **module, const void *image) {
     if (r == SUCCESS) {
         *module = calloc(1, sizeof(**module));
         (*module)->context = stack[depth - 1];
-        modules++;
+        (*module)->next = modules;
+        modules = *module;
     }
     LEAVE;
 }
 
 EXPORT int cuModuleUnload(struct module *module) {
     ENTER(true);
+    struct module **link = &modules;
+    while (r == SUCCESS && *link && *link != module)
+        link = &(*link)->next;
+    if (r == SUCCESS && !*link)
+        r = INVALID_HANDLE;
     if (r == SUCCESS) {
+        *link = module->next;
         free(module);
-        modules--;
     }
     LEAVE;
 }
@@ -841,7 +848,9 @@ EXPORT const char *fake_cuda_violation(void) { return violation; }
 /* Handles that are still there: streams, events, registrations, retained contexts, modules. */
 EXPORT unsigned fake_cuda_left(void) {
     pthread_mutex_lock(&lock);
-    int r = (int)modules;
+    int r = 0;
+    for (struct module *m = modules; m; m = m->next)
+        r++;
     for (struct stream *s = streams; s; s = s->next)
         r += !s->destroyed && s != s->context->defaults[0] && s != s->context->defaults[1];
     for (struct event *e = events; e; e = e->next)

@@ -23,6 +23,14 @@ static int fail_with, open_error, register_error, statistics_error;
 static bool indirect, unknown;
 static uint64_t direct_reads, posix_reads;
 
+/* Where no test can call: in a probe's process. */
+__attribute__((constructor)) static void from_environment(void) {
+    const char *text = getenv("FAKE_CUFILE");
+    indirect = text && strcmp(text, "indirect") == 0;
+    unknown = text && strcmp(text, "unknown") == 0;
+    register_error = text && strcmp(text, "unregistered") == 0 ? 5027 : 0;
+}
+
 EXPORT struct status cuFileDriverOpen(void) { return (struct status){open_error, 0}; }
 EXPORT struct status cuFileSetStatsLevel(int level) { return (struct status){level == 3 ? statistics_error : 5022, 0}; }
 EXPORT struct status cuFileStatsStart(void) { return (struct status){statistics_error, 0}; }
