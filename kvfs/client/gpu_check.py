@@ -587,7 +587,6 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
         report.line(f"NO GPU HERE: {cuda.error}. What needs one is not exercised")
     elif driver.double:
         report.line("a test double is in the GPU's place: every figure below is the double's")
-        driver.library.fake_cuda_reachable(1)  # by a cuFile that is none
     seconds = 0.05 if arguments.quick else 1.0
     with ExitStack() as stack:
         base = stack.enter_context(_clean_directory(arguments.directory))

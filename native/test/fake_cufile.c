@@ -1,5 +1,5 @@
 /* A double of libcufile for tests: its DMA is pread(2) into memory that the double of libcuda has made reachable. It counts reads as cuFile's
- * level 3 statistics do, under the UUID of that double's GPU 0, and it does what a test asks for: fake_cufile_*() below. */
+ * level 3 statistics do, under the UUIDs of that double's GPUs, and it does what a test asks for: fake_cufile_*() below. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -39,9 +39,9 @@ EXPORT struct status cuFileGetVersion(int *version) { return *version = 1200, (s
 EXPORT struct status cuFileGetStatsL3(void *statistics) {
     uint8_t *at = (uint8_t *)statistics + GPU_AT;
     pthread_mutex_lock(&lock);
-    if (!unknown) {
+    for (int i = 0; i < 2 && !unknown; i++, at += 16 + 29 * 8) { /* both the same: no test reads into two */
         memcpy(at, "fake CUDA devic", 15);
-        at[15] = '0';
+        at[15] = (uint8_t)('0' + i);
         memcpy(at + 64, &direct_reads, 8); /* n_nvfs_reads */
         memcpy(at + 72, &posix_reads, 8);
     }
@@ -85,7 +85,13 @@ EXPORT ssize_t cuFileRead(struct handle *handle, uint8_t *base, size_t size, int
         errno = EIO;
     if (error)
         return error;
-    ssize_t n = pread(handle->fd, base + base_offset, size, file_offset);
+    void *aligned = NULL; /* for O_DIRECT */
+    if (posix_memalign(&aligned, 4096, size))
+        abort();
+    ssize_t n = pread(handle->fd, aligned, size, file_offset);
+    if (n > 0)
+        memcpy(base + base_offset, aligned, (size_t)n);
+    free(aligned);
     if (flip && n > 0)
         base[base_offset + n / 2] ^= 4;
     return n;

@@ -24,7 +24,9 @@
 #define SEGMENTS (DEVICES * ZONES)
 #define GENERATION 7u
 #define SECRET 0x1234567890abcdefull
+#ifndef TIMEOUT_MS
 #define TIMEOUT_MS 250u
+#endif
 #define STALL_MS (5 * TIMEOUT_MS)
 #define KIB ((uint64_t)1 << 10)
 #define MIB ((uint64_t)1 << 20)

@@ -3,6 +3,7 @@
  * no byte that the GPU did not prove is a result; a read that hangs leaves its memory claimed until it is back, and touches nothing else;
  * what cuFile cannot do, the ring does; every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile) the reads that
  * need no double of it are done by that, on host memory that the double of libcuda calls a GPU's. */
+#define TIMEOUT_MS 1000u                 /* under a sanitizer the CPU is slow as a GPU */
 #include "gpu_harness.h"
 
 #define GPU_LEAF(...) __VA_ARGS__
@@ -233,10 +234,10 @@ static void test_a_segment_of_another_generation_is_a_miss(void) {
         CHECK(batch.results[i] == (i % 2 ? -ENOENT : (int64_t)(200 * KIB + i)));
     segment_head(1, GENERATION);
     CHECK(get(gpu, &batch, NULL) == MANY && batch_check(&batch) == MANY);
-    faults(1, KVFS_FAULT_DELAY, 600); /* and a device that does not say it in time */
+    faults(1, KVFS_FAULT_DELAY, 5 * TIMEOUT_MS / 2); /* and a device that does not say it in time */
     CHECK(get(gpu, &batch, NULL) == MANY / 2 && batch.results[1] == -ETIMEDOUT && batch_check(&batch) == MANY / 2);
     faults(1, KVFS_FAULT_NONE, 0);
-    usleep(900000);
+    usleep(4 * TIMEOUT_MS * 1000);
     CHECK(get(gpu, &batch, NULL) == MANY && batch_check(&batch) == MANY);
     batch_close(&batch);
     kvfs_gpu_close(gpu);
@@ -345,7 +346,7 @@ static void test_every_condition_is_named(void) {
     CHECK(pwrite(device_fds[1], &magic, 8, 0) == 8);
     CHECK(cuda.fake_cuda_left() == left && cufile.left() == handles);
     cufile.hold(1);
-    open_refused("device 0: cuFileRead gave no answer in 250 ms");
+    open_refused("device 0: cuFileRead gave no answer in 1000 ms");
     cufile.hold(0);
     const char *ptx;
     CHECK(kvfs_gpu_kernel("/nowhere/libnvrtc.so", 80, &ptx) == -EOPNOTSUPP && !ptx && says("no libnvrtc"));
@@ -410,7 +411,7 @@ static void test_a_gpu_that_hangs_while_it_proves(void) {
     struct batch batch;
     batch_open(&batch, many, MANY, 210 * KIB);
     cuda.fake_cuda_hold(1);
-    CHECK_SAY(get(gpu, &batch, NULL) == -ETIMEDOUT && says("have not ended in 1250 ms"), "%s", kvfs_error());
+    CHECK_SAY(get(gpu, &batch, NULL) == -ETIMEDOUT && says("have not ended in 5000 ms"), "%s", kvfs_error());
     CHECK(get(gpu, &batch, NULL) == -ETIMEDOUT && says("out of use"));
     cuda.fake_cuda_hold(0);
     kvfs_gpu_close(gpu);

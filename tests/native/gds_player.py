@@ -170,7 +170,6 @@ def real(driver, mount, cufile):
 
 def main(step, mount):
     driver = cuda.Driver()
-    driver.library.fake_cuda_reachable(1)
     cufile = ctypes.CDLL(os.environ["KVFS_CUFILE_LIBRARY"])
     {"whole": whole, "flipped": flipped, "hangs": hangs, "refused": refused, "real": real}[step](driver, mount, cufile)
     violation = driver.library.fake_cuda_violation

@@ -45,7 +45,7 @@ def play(fake, modules):  # noqa: F811
         given = {
             "KVFS_CUDA_LIBRARY": str(fake), "KVFS_NVRTC_LIBRARY": str(fake),
             "KVFS_CUFILE_LIBRARY": str(fake.with_name("libcufile-fake.so")), "LD_PRELOAD": modules,
-            "CUFILE_LOGFILE_PATH": "/dev/null", "GDS_POOL": str(pool.path), "PYTHONPATH": PATH,
+            "FAKE_CUDA_REACHABLE": "1", "CUFILE_LOGFILE_PATH": "/dev/null", "GDS_POOL": str(pool.path), "PYTHONPATH": PATH,
             **environment,
         }  # fmt: skip
         result = helpers.run(sys.executable, PLAYER, step, pool.mount, environment=given, check=False, timeout_s=150)
@@ -85,7 +85,7 @@ def test_gpu_check_has_rows_for_gds(fake, modules, tmp_path):  # noqa: F811
     result = helpers.run(
         "tools/gpu_check", "--fake", "--quick", "--directory", tmp_path, check=False, timeout_s=240,
         environment={"KVFS_NVRTC_LIBRARY": str(fake), "KVFS_CUFILE_LIBRARY": str(fake.with_name("libcufile-fake.so")),
-                     "LD_PRELOAD": modules},
+                     "LD_PRELOAD": modules, "FAKE_CUDA_REACHABLE": "1"},
     )  # fmt: skip
     assert result.returncode == 3, result.stdout + result.stderr
     assert "WRONG" not in result.stdout
