@@ -323,16 +323,16 @@ def open_reader(client: Client, wanted: str) -> GpuReader:
     if wanted == "host":
         return GpuReader(client, "host", "asked for")
     cuda = examine_cuda()
-    direct = Direct("staged is asked for")
+    why = "asked for"
     if wanted != "staged":
         direct = Direct(cuda.error) if cuda.error else examine_direct(client.library.name, len(cuda.devices))
         if not direct.error:
             cufile = examine_cufile()
             reason = f"{cuda.text}; {direct.text}"
             return GpuReader(client, "gds", reason, cufile=cufile.library, nvrtc=cufile.nvrtc, wanted=wanted)
-    why = f"gds is not to be had: {direct.error}"
-    if wanted == "gds":
-        raise MissingFeatureError(f"{why}. Use staged")
+        why = f"gds is not to be had: {direct.error}"
+        if wanted == "gds":
+            raise MissingFeatureError(f"{why}. Use staged")
     if not cuda.error:
         return GpuReader(client, "staged", f"{cuda.text}; {why}")
     if wanted == "staged":
