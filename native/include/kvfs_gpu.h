@@ -6,13 +6,13 @@
  *     if (kvfs_gpu_open(client, NULL, &gpu) < 0 || kvfs_gpu_get(gpu, &keys, buffers, stream, results) < 0)
  *         errx(1, "%s", kvfs_error());
  *
- * KVFS_GPU_STAGED: blocks are read into a ring of pinned host memory, every leaf's checksum is checked there, and what is right is copied to
- * the GPU. No unverified byte leaves the ring.
+ * KVFS_GPU_STAGED: blocks are read into a ring of pinned host memory, every leaf's checksum is checked there, and what is right is copied
+ * to the GPU. No unverified byte leaves the ring.
  *
  * KVFS_GPU_GDS: the devices' DMA goes straight into the GPU, by cuFileRead on the devices. A block's header, and the part of a page at its
- * end, come by way of the ring; whole pages are proven by a kernel on the GPU; then the segment's header is read from the device again and the
- * block table asked again. What cannot be read so, or fails, is read the staged way. Opening it needs libcufile, libnvrtc, and a page range of
- * every device that cuFile has read into the GPU, right, and directly by cuFile's own statistics; else it is -EOPNOTSUPP, with the reason.
+ * end, are read by the CPU; whole pages are proven by a kernel on the GPU; then the segment's header is read from the device again and
+ * the block table asked again. What cannot be read so, or fails, is read the staged way. Opening it needs libcufile, libnvrtc, and a page
+ * range of every device that cuFile has read into the GPU, right, and directly by its own statistics; else it is -EOPNOTSUPP, with the reason.
  * cuFileDriverOpen and a driver may hang: who cannot have that opens it in a process of its own first. KVFS_CUFILE_LIBRARY and
  * KVFS_NVRTC_LIBRARY in the environment name other files.
  */
@@ -66,7 +66,8 @@ int kvfs_gpu_device_of(const void *pointer);
  *
  * Calls on one kvfs_gpu take turns; for reads at the same time open several. -EINVAL, nothing read: a buffer that is NULL, no device
  * memory, on another GPU or in another context than the first, longer than its allocation, or overlapping another; a stream that is being
- * captured. -EBUSY, nothing read: see below. -EIO: CUDA failed; -ETIMEDOUT: the GPU finished no copy in five times the client's timeout. Then every result is that error;
+ * captured. -EBUSY, nothing read: see below. -EIO: CUDA failed; -ETIMEDOUT: the GPU finished no copy, or no checksums, in five times the
+ * client's timeout. Then every result is that error;
  * where CUDA cannot say that its copies have ended, so is every later call.
  *
  * Staged, GPU memory is never what a device owes. With gds a cuFileRead cannot be cancelled: when one has given no answer in the client's
@@ -93,7 +94,7 @@ struct kvfs_gpu_direct_statistics {
     uint64_t fallbacks;             /* blocks begun so and then read the staged way */
     uint64_t mismatches;            /* of those: the GPU's checksums were others */
     uint64_t overdue;               /* now: reads that gave no answer in time */
-    /* cuFile's own statistics for this GPU, of the whole process, since this kvfs_gpu was opened: n_p2p_reads and n_nvfs_reads; n_posix_reads.
+    /* cuFile's own statistics for this GPU, of the process, since this kvfs_gpu was opened: n_p2p_reads and n_nvfs_reads; n_posix_reads.
      * Reads were direct only if known is 1 and indirect_reads 0. known 0: cuFile does not know the GPU. */
     uint64_t known, direct_reads, indirect_reads;
 };

@@ -197,7 +197,8 @@ static int copies_settle(struct kvfs_gpu *gpu) {
         if (gpu->copy_count) /* those have a limit */
             last_ns = now_ns();
         if (r == 0 && error && now_ns() - last_ns > limit_ns)
-            r = client_fail(-ETIMEDOUT, "GPU %d: its stream has not ended in %llu ms", gpu->device, (unsigned long long)(limit_ns / 1000000));
+            r = client_fail(-ETIMEDOUT, "GPU %d: its stream has not ended in %llu ms", gpu->device,
+                            (unsigned long long)(limit_ns / 1000000));
         if (r < 0)
             return gpu_break(gpu, r);
         if (error == CUDA_SUCCESS)

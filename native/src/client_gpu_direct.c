@@ -1,9 +1,9 @@
 /* gds: the devices' DMA straight into GPU memory, by cuFileRead on threads of our own, and its proof.
  *
- * A read is a block's whole pages, cut into parts: runs on one device. A part belongs to the caller while it is queued, to a thread while it
- * is read. One that gives no answer in time cannot be cancelled: then its memory is claimed (kvfs_busy()) until it is back, and the read, the
- * thread, and what it needs are left to it. Nothing of a read is believed before the pages were proven by checksums that the GPU computed
- * after the last part had ended, and before the device and the table said afterwards that the block still lies there.
+ * A read is a block's whole pages, cut into parts: runs on one device. A part belongs to the caller while it is queued, to a thread while
+ * it is read. One that gives no answer in time cannot be cancelled: then its memory is claimed (kvfs_busy()) until it is back, and the
+ * read, the thread, and what it needs are left to it. Nothing of a read is believed before the pages were proven by checksums that the GPU
+ * computed after the last part had ended, and before the device and the table said afterwards that the block still lies there.
  */
 #include "client.h"
 #include "gpu.h"
@@ -100,7 +100,8 @@ static const char kernel_source[] = "#define GPU_KERNEL extern \"C\" __global__\
     ;
 
 #define NVRTC_FUNCTIONS(X)                                                                                                             \
-    X(CreateProgram, (void **program, const char *source, const char *name, int headers, const char *const *texts, const char *const *names)) \
+    X(CreateProgram, (void **program, const char *source, const char *name, int headers, const char *const *texts,                     \
+                      const char *const *names))                                                                                       \
     X(CompileProgram, (void *program, int count, const char *const *options))                                                          \
     X(GetProgramLogSize, (void *program, size_t *size))                                                                                \
     X(GetProgramLog, (void *program, char *log))                                                                                       \
@@ -150,8 +151,8 @@ static int kernel_compile(const char *path, uint32_t capability, char **out) {
         *out = text;
         return 0;
     }
-    int r = client_fail(-EOPNOTSUPP, "no gds: libnvrtc makes no kernel for compute capability %u.%u: %.150s", capability / 10, capability % 10,
-                        text && !compiled ? text : "no text");
+    int r = client_fail(-EOPNOTSUPP, "no gds: libnvrtc makes no kernel for compute capability %u.%u: %.150s", capability / 10,
+                        capability % 10, text && !compiled ? text : "no text");
     free(text);
     return r;
 }
@@ -601,7 +602,7 @@ int direct_look_poll(struct direct_look *look, const struct kvfs_record *record)
 
 /* ---- what cuFile says ---- */
 
-/* Per GPU the level 3 statistics begin with its UUID; behind it are words: read bytes, three of bandwidth and time, reads, and then these. */
+/* Per GPU the level 3 statistics begin with its UUID; behind it are words: read bytes, three of bandwidth and time, reads, then these. */
 static struct counters_of cufile_counters(const struct direct *direct) {
     struct counters_of found = {0};
     uint8_t *all = calloc(1, STATISTICS_SIZE);
@@ -657,7 +658,8 @@ static int canary(struct direct *direct, uint32_t i, cuda_pointer memory, uint8_
                            (unsigned long long)(direct->timeout_ns / 1000000));
     uint64_t magic = KVFS_MAGIC_LABEL;
     if (r < 0)
-        r = client_fail(-EOPNOTSUPP, "no gds: device %u: cuFileRead of %llu bytes into GPU memory failed", i, (unsigned long long)CANARY_SIZE);
+        r = client_fail(-EOPNOTSUPP, "no gds: device %u: cuFileRead of %llu bytes into GPU memory failed", i,
+                        (unsigned long long)CANARY_SIZE);
     else
         r = CUDA(direct, cuMemcpyDtoH, got, memory, CANARY_SIZE);
     if (r == 0 && memcmp(host, &magic, sizeof(magic)) != 0)
@@ -682,9 +684,11 @@ static int session_prove(struct direct *direct) {
         return r;
     struct counters_of after = cufile_counters(direct);
     if (!after.known)
-        return client_fail(-EOPNOTSUPP, "no gds: cuFile's statistics do not know GPU %d: nothing says that its reads are direct", direct->device);
+        return client_fail(-EOPNOTSUPP, "no gds: cuFile's statistics do not know GPU %d: nothing says that its reads are direct",
+                           direct->device);
     if (after.indirect != before.indirect || after.direct == before.direct)
-        return client_fail(-EOPNOTSUPP, "no gds: by cuFile's statistics, of the reads of %u devices %llu were direct, %llu through host memory",
+        return client_fail(-EOPNOTSUPP, "no gds: by cuFile's statistics, of the reads of %u devices %llu were direct, %llu through host "
+                                         "memory",
                            direct->handle_count, (unsigned long long)(after.direct - before.direct),
                            (unsigned long long)(after.indirect - before.indirect));
     return 0;
@@ -705,7 +709,8 @@ static int session_register(struct direct *direct) {
         struct cufile_status status = direct->cufile->HandleRegister(&direct->handles[i], &description);
         if (status.error) {
             close(fd);
-            return client_fail(-EOPNOTSUPP, "no gds: device %u: cuFileHandleRegister: error %d (CUDA: %d)", i, status.error, status.cuda_error);
+            return client_fail(-EOPNOTSUPP, "no gds: device %u: cuFileHandleRegister: error %d (CUDA: %d)", i, status.error,
+                               status.cuda_error);
         }
         direct->fds[direct->handle_count++] = fd;
     }

@@ -1,5 +1,5 @@
-/* The CUDA driver's functions that libkvfs uses, found at run time, and the two ways into GPU memory. Own declarations: the API is stable, its
- * header is not ours. */
+/* The CUDA driver's functions that libkvfs uses, found at run time, and the parts of gds. Own declarations: the API is stable, its header is
+ * not ours. */
 #ifndef KVFS_GPU_INTERNAL_H
 #define KVFS_GPU_INTERNAL_H
 
@@ -104,7 +104,7 @@ struct direct_look;
  * current. */
 int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int device, int handle, cuda_context primary,
                 const struct kvfs_gpu_options *options, struct direct **out);
-/* Waits for reads that are late, at most the client's timeout; what they still use then stays. usable: CUDA may be called, primary is current. */
+/* Waits for reads that are late, at most the client's timeout; what they use then stays. usable: CUDA may be called, primary is current. */
 void direct_close(struct direct *direct, bool usable);
 /* What belongs to a context, which is current. */
 int direct_enter(struct direct *direct, cuda_context context);
@@ -113,7 +113,7 @@ void direct_leave(struct direct *direct);
 int direct_session(struct direct *direct, struct session *session);
 /* Start reading the first pages of a block. NULL: this one is to be read another way. */
 struct direct_read *direct_start(struct direct *direct, const struct desc *desc, uint32_t pages, cuda_pointer to);
-/* -EINPROGRESS; else it is over, and read gone: 0; -EAGAIN: failed, and nobody writes there any more; -ETIMEDOUT: kvfs_busy() knows the memory. */
+/* -EINPROGRESS; else it is over, and read gone: 0; -EAGAIN: failed, nobody writes there any more; -ETIMEDOUT: kvfs_busy() knows the memory. */
 int direct_poll(struct direct *direct, struct direct_read *read);
 /* Prove pages that lie in GPU memory. *out NULL and 0: all in use, later. At most DIRECT_PROOF_PAGES. */
 #define DIRECT_PROOF_PAGES 1024u

@@ -1,13 +1,13 @@
 /* The leaf checksums as a GPU computes them: xxh3-64 of one page, cut to 32 bits, as checksum_leaf.h has it for a CPU. One text, for two
- * compilers: client_gpu_direct.c takes it as a string for NVRTC, tests and doubles as C. Hence one argument of a macro (its commas and all),
- * and no preprocessor in it. Who includes it defines GPU_LEAF(...), and for C: GPU_KERNEL, GPU_FUNCTION, GPU_INDEX (the number of a thread).
+ * compilers: client_gpu_direct.c takes it as a string for NVRTC, tests and doubles as C. Hence the argument of a macro, and no preprocessor
+ * in it. Who includes it defines GPU_LEAF(...), and for C: GPU_KERNEL, GPU_FUNCTION, GPU_INDEX (the number of a thread).
  *
  * xxh3's eight lanes do not see each other until the end, but for the word that each takes from its neighbour: so a thread is a lane of a
  * leaf (kvfs_leaf_lanes), and then a leaf (kvfs_leaf_sums). Data is aligned to 8. The nonce is another one at every launch: sums that an
  * earlier launch left behind match nothing.
  *
- * words: of the secret drawn from the pool's (192 bytes), the 24 from its start; then 8 from byte 121, for the last stripe; then 8 from byte 11,
- * for the end. */
+ * words: of the secret drawn from the pool's (192 bytes), the 24 from its start; then 8 from byte 121, for the last stripe; then 8 from
+ * byte 11, for the end. */
 GPU_LEAF(
 
 typedef unsigned long long gpu_u64;

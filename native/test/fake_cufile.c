@@ -1,5 +1,5 @@
-/* A double of libcufile for tests: its DMA is pread(2) into memory that the double of libcuda has made reachable. It counts reads as cuFile's
- * level 3 statistics do, under the UUIDs of that double's GPUs, and it does what a test asks for: fake_cufile_*() below. */
+/* A double of libcufile for tests: its DMA is pread(2) into memory that the double of libcuda has made reachable. It counts reads as
+ * cuFile's level 3 statistics do, under the UUIDs of that double's GPUs, and it does what a test asks for: fake_cufile_*() below. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>

@@ -89,7 +89,8 @@ static inline void cuda_load(void) {
         "cuMemAlloc_v2", "cuMemFree_v2", "cuCtxCreate_v2", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxGetCurrent",
         "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize",
         "cuMemsetD8Async", "cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuInit", "fake_cuda_fail",
-        "fake_cuda_break", "fake_cuda_heal", "fake_cuda_delay", "fake_cuda_hold", "fake_cuda_reachable", "fake_cuda_work", "fake_cuda_capture", "fake_cuda_map",
+        "fake_cuda_break", "fake_cuda_heal", "fake_cuda_delay", "fake_cuda_hold", "fake_cuda_reachable",
+        "fake_cuda_work", "fake_cuda_capture", "fake_cuda_map",
         "fake_cuda_peek", "fake_cuda_copies", "fake_cuda_violations", "fake_cuda_left"};
     static_assert(sizeof(cuda) == sizeof(names), "a name for every function");
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
@@ -185,7 +186,8 @@ static inline void pool_open(void) {
     snprintf(directory, sizeof(directory), "%s/kvfs-gpu-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
     CHECK(mkdtemp(directory));
     builder.config = (struct kvfs_plane_config){.secret = SECRET, .zone_size = ZONE, .stripe_unit = 128 * KIB,
-                                                .stripe_width = stripe_width, .segment_count = SEGMENTS / stripe_width, .device_count = DEVICES, .mount_epoch = 3};
+                                                .stripe_width = stripe_width, .segment_count = SEGMENTS / stripe_width,
+                                                .device_count = DEVICES, .mount_epoch = 3};
     builder.segment_size = ZONE * stripe_width;
     builder.segment_pages = (uint32_t)(builder.segment_size / PAGE);
     for (uint32_t i = 0; i < SEGMENTS; i++)
@@ -242,7 +244,8 @@ static inline void pattern(uint8_t *data, uint64_t size, uint64_t seed) {
 }
 
 /* A block's header and data on a device, and its record; nothing points there yet. */
-static inline struct kvfs_record block_write(uint64_t inode, const char *name, uint32_t segment, uint32_t page, uint64_t size, uint64_t seed) {
+static inline struct kvfs_record block_write(uint64_t inode, const char *name, uint32_t segment, uint32_t page, uint64_t size,
+                                             uint64_t seed) {
     uint8_t record[512] = {0};
     uint32_t name_size = (uint32_t)strlen(name), record_size = (uint32_t)(sizeof(struct kvfs_inode_record) + round_up(name_size, 8));
     uint32_t header_pages = kvfs_header_pages(size, record_size, 0, 0), leaves = (uint32_t)pages_of(size);

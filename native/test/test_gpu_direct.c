@@ -1,8 +1,8 @@
 /* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c client.c client_connect.c client_fetch.c client_gpu.c client_gpu_direct.c client_stage.c events.c header.c ring.c */
-/* gds, with doubles of libcuda, libcufile, libnvrtc and the daemon. What it proves under the sanitizers: the kernel's checksums are the CPU's;
- * no byte that the GPU did not prove is a result; a read that hangs leaves its memory claimed until it is back, and touches nothing else;
- * what cuFile cannot do, the ring does; every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile) the reads that
- * need no double of it are done by that, on host memory that the double of libcuda calls a GPU's. */
+/* gds, with doubles of libcuda, libcufile, libnvrtc and the daemon. What it proves under the sanitizers: the kernel's checksums are the
+ * CPU's; no byte that the GPU did not prove is a result; a read that hangs leaves its memory claimed until it is back, and touches nothing
+ * else; what cuFile cannot do, the ring does; every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile) the
+ * reads that need no double of it are done by that, on host memory that the double of libcuda calls a GPU's. An argument: the stripe width. */
 #define TIMEOUT_MS 1000u                 /* under a sanitizer the CPU is slow as a GPU */
 #include "gpu_harness.h"
 
@@ -48,8 +48,8 @@ static void cufile_load(void) {
     setenv("KVFS_CUFILE_LIBRARY", fake, 1);
     void *library = dlopen(fake, RTLD_NOW);
     CHECK_SAY(library, "%s", dlerror());
-    const char *names[] = {"hold", "flip", "fail_from", "fail_with", "short", "open_error", "register_error", "statistics_error", "indirect",
-                           "unknown", "reads", "held", "left"};
+    const char *names[] = {"hold", "flip", "fail_from", "fail_with", "short", "open_error", "register_error", "statistics_error",
+                           "indirect", "unknown", "reads", "held", "left"};
     static_assert(sizeof(cufile) == sizeof(names), "a name for every function");
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         char name[60];
@@ -78,7 +78,8 @@ static struct kvfs_gpu_direct_statistics direct_of(struct kvfs_gpu *gpu) {
 static void open_refused(const char *text) {
     struct kvfs_gpu_options options = {.size = sizeof(options), .mode = KVFS_GPU_GDS};
     struct kvfs_gpu *gpu;
-    CHECK_SAY(kvfs_gpu_open(client, &options, &gpu) == -EOPNOTSUPP && !gpu && says("no gds: ") && says(text), "%s, not: %s", text, kvfs_error());
+    CHECK_SAY(kvfs_gpu_open(client, &options, &gpu) == -EOPNOTSUPP && !gpu && says("no gds: ") && says(text), "%s, not: %s", text,
+              kvfs_error());
 }
 
 /* ---- the kernel ---- */
@@ -107,7 +108,8 @@ static void test_the_kernel_is_the_cpus_checksum(void) {
             kvfs_leaf_sums(lanes, pages, keys, round * 0x1234567u, sums);
         kvfs_leaf_checksums(data, pages * PAGE, secret, expected);
         for (uint32_t i = 0; i < PAGES; i++)
-            CHECK_SAY(sums[i] == (i < pages ? expected[i] ^ (round * 0x1234567u) : 0x77777777u), "round %u, page %u of %u", round, i, pages);
+            CHECK_SAY(sums[i] == (i < pages ? expected[i] ^ (round * 0x1234567u) : 0x77777777u), "round %u, page %u of %u", round, i,
+                      pages);
     }
     free(lanes);
     free(data);
@@ -393,7 +395,8 @@ static void test_a_new_daemon_is_proven_again(void) {
 }
 
 static void test_failures_of_cuda_are_errors(void) {
-    static const char *const reading[] = {"cuModuleLoadData", "cuModuleGetFunction", "cuMemAlloc_v2", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2"};
+    static const char *const reading[] = {"cuModuleLoadData", "cuModuleGetFunction", "cuMemAlloc_v2", "cuLaunchKernel",
+                                          "cuMemcpyDtoHAsync_v2"};
     struct batch batch;
     for (size_t i = 0; i < sizeof(reading) / sizeof(reading[0]); i++) {
         struct kvfs_gpu *gpu = direct_reader();

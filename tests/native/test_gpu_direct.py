@@ -45,8 +45,8 @@ def play(fake, modules):  # noqa: F811
         given = {
             "KVFS_CUDA_LIBRARY": str(fake), "KVFS_NVRTC_LIBRARY": str(fake),
             "KVFS_CUFILE_LIBRARY": str(fake.with_name("libcufile-fake.so")), "LD_PRELOAD": modules,
-            "FAKE_CUDA_REACHABLE": "1", "CUFILE_LOGFILE_PATH": "/dev/null", "GDS_POOL": str(pool.path), "PYTHONPATH": PATH,
-            **environment,
+            "FAKE_CUDA_REACHABLE": "1", "CUFILE_LOGFILE_PATH": "/dev/null", "GDS_POOL": str(pool.path),
+            "PYTHONPATH": PATH, **environment,
         }  # fmt: skip
         result = helpers.run(sys.executable, PLAYER, step, pool.mount, environment=given, check=False, timeout_s=150)
         assert result.returncode == 0 and f"played {step}" in result.stdout, result.stdout + result.stderr
