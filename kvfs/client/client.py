@@ -355,7 +355,7 @@ class Client:
             try:
                 return reader.get_into(Keys(names), destinations, stream)
             finally:
-                if reader.mode == "gds":
+                if reader.may_owe:
                     self.library.hold_busy(regions)
 
     def _get_host(self, keys: Keys, names: Sequence[bytes], regions: Sequence[Region]) -> Results:

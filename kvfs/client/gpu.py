@@ -365,6 +365,8 @@ class GpuReader:
         self._libraries = (cufile.encode(), nvrtc.encode())
         self._wanted = wanted
         self._indirect = indirect
+        # Whether a read may go on after a call, whatever becomes of the mode.
+        self.may_owe = mode == "gds"
         self._readers = readers
         self._changed = threading.Condition()
         self._idle: dict[int, list[object]] = {}
@@ -441,7 +443,7 @@ class GpuReader:
     def close(self) -> None:
         """Wait for copies under way. No call may be under way, and none comes afterwards; before the client's end.
         Reads that were believed to be direct and were not, by cuFile's own statistics, are logged as a warning."""
-        found = self.direct_statistics() if self.mode == "gds" and not self._indirect else DirectStatistics()
+        found = self.direct_statistics() if self.may_owe and not self._indirect else DirectStatistics()
         if found.reads and not found.direct:
             _log.warning(
                 "gds: by cuFile's statistics %d reads were direct, %d went through host memory: not direct",

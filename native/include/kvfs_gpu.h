@@ -12,7 +12,7 @@
  * KVFS_GPU_GDS: the devices' DMA goes straight into the GPU, by cuFileRead on the devices. A block's header, and the part of a page at its
  * end, are read by the CPU; whole pages are proven by a kernel on the GPU; then the segment's header is read from the device again and
  * the block table asked again. What cannot be read so, or fails, is read the staged way. Opening it needs libcufile, libnvrtc, and a page
- * range of every device that cuFile has read into the GPU, right, and directly by its own statistics; else it is -EOPNOTSUPP, with the reason.
+ * range of every device that cuFile has read into the GPU, right, and directly by its own statistics; else it is -EOPNOTSUPP, and says why.
  * cuFileDriverOpen and a driver may hang: who cannot have that opens it in a process of its own first. KVFS_CUFILE_LIBRARY and
  * KVFS_NVRTC_LIBRARY in the environment name other files.
  */

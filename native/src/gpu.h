@@ -1,5 +1,5 @@
-/* The CUDA driver's functions that libkvfs uses, found at run time, and the parts of gds. Own declarations: the API is stable, its header is
- * not ours. */
+/* The CUDA driver's functions that libkvfs uses, found at run time, and the parts of gds. Own declarations: the API is stable, its header
+ * is not ours. */
 #ifndef KVFS_GPU_INTERNAL_H
 #define KVFS_GPU_INTERNAL_H
 
@@ -113,7 +113,7 @@ void direct_leave(struct direct *direct);
 int direct_session(struct direct *direct, struct session *session);
 /* Start reading the first pages of a block. NULL: this one is to be read another way. */
 struct direct_read *direct_start(struct direct *direct, const struct desc *desc, uint32_t pages, cuda_pointer to);
-/* -EINPROGRESS; else it is over, and read gone: 0; -EAGAIN: failed, nobody writes there any more; -ETIMEDOUT: kvfs_busy() knows the memory. */
+/* -EINPROGRESS; else it is over, and read gone: 0; -EAGAIN: failed, nobody writes there any more; -ETIMEDOUT: kvfs_busy() knows where. */
 int direct_poll(struct direct *direct, struct direct_read *read);
 /* Prove pages that lie in GPU memory. *out NULL and 0: all in use, later. At most DIRECT_PROOF_PAGES. */
 #define DIRECT_PROOF_PAGES 1024u
