@@ -372,7 +372,9 @@ def _gpu() -> Iterator[Check]:
 def _cufile() -> Iterator[Check]:
     """What gds needs before a pool is asked; the rest is proven, device by device, when a client connects."""
     cufile, cuda = examine_cufile(), examine_cuda()
-    missing = "; ".join(filter(None, (cufile.missing, cuda.error)))
-    rest = "clients have mode gds where cuFile reads every device of the pool right, and directly by its statistics"
-    verdict = f"gds is not to be had: {missing}" if missing else rest
-    yield Check("gpu direct", "note" if missing or cuda.double else "ok", f"{verdict}; {cufile.text}")
+    found = "; ".join(filter(None, (cufile.text, cuda.error)))
+    if cufile.missing or cuda.error:
+        yield Check("gpu direct", "note", f"gds is not to be had: {found}")
+    else:
+        rest = "clients have mode gds where cuFile reads every device of the pool right, and directly by its statistics"
+        yield Check("gpu direct", "note" if cuda.double else "ok", f"{rest}; {found}")
