@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfs.client.gpu import NO_GDS, examine_cuda, examine_cufile
+from kvfs.client.gpu import examine_cuda, examine_cufile
 
 # FUSE_NOTIFY_INC_EPOCH came with 6.16: without it every name is looked up again on each use, so that an evicted one is
 # never seen.
@@ -366,8 +366,15 @@ def _gpu() -> Iterator[Check]:
     elif cuda.double:
         yield Check("gpu", "note", f"{cuda.text}; KVFS_CUDA_LIBRARY is set: unset it")
     else:
-        yield Check("gpu", "ok", f"{cuda.text}; clients have mode staged (tools/gpu_check measures it)")
+        yield Check("gpu", "ok", f"{cuda.text}; clients have mode staged, or gds (tools/gpu_check measures it)")
 
 
 def _cufile() -> Iterator[Check]:
-    yield Check("gpu direct", "note", f"{NO_GDS}; here: {examine_cufile().text}")
+    """What gds needs before a pool is asked; the rest is proven, device by device, when a client connects."""
+    cufile, cuda = examine_cufile(), examine_cuda()
+    found = "; ".join(filter(None, (cufile.text, cuda.error)))
+    if cufile.missing or cuda.error:
+        yield Check("gpu direct", "note", f"gds is not to be had: {found}")
+    else:
+        rest = "clients have mode gds where cuFile reads every device of the pool right, and directly by its statistics"
+        yield Check("gpu direct", "note" if cuda.double else "ok", f"{rest}; {found}")

@@ -335,8 +335,8 @@ class Client:
         if on_host:
             host_names, host_regions = [names[i] for i in on_host], [regions[i] for i in on_host]
             parts.append((on_host, lambda: self._get_host(Keys(host_names), host_names, host_regions)))
-        destinations = [(regions[i].address, regions[i].size, cast(int, regions[i].device)) for i in on_gpu]
-        parts.append((on_gpu, lambda: self._get_gpu([names[i] for i in on_gpu], destinations, stream)))
+        gpu_regions = [regions[i] for i in on_gpu]
+        parts.append((on_gpu, lambda: self._get_gpu([names[i] for i in on_gpu], gpu_regions, stream)))
         for places, read in parts:
             try:
                 part: Sequence[int | None] = read()
@@ -348,10 +348,15 @@ class Client:
             raise SmallBufferError(str(small), results)
         return results
 
-    def _get_gpu(self, names: Sequence[bytes], destinations: Sequence[tuple[int, int, int]], stream: int) -> Results:
+    def _get_gpu(self, names: Sequence[bytes], regions: Sequence[Region], stream: int) -> Results:
         reader = self.gpu_reader()
+        destinations = [(region.address, region.size, cast(int, region.device)) for region in regions]
         with self.library:
-            return reader.get_into(Keys(names), destinations, stream)
+            try:
+                return reader.get_into(Keys(names), destinations, stream)
+            finally:
+                if reader.may_owe:
+                    self.library.hold_busy(regions)
 
     def _get_host(self, keys: Keys, names: Sequence[bytes], regions: Sequence[Region]) -> Results:
         return self._read(names, regions, self.library.get(keys, regions))

@@ -2,11 +2,12 @@
 
 CUDA is looked at in a subprocess with a timeout, so that a driver that hangs or crashes takes nothing with it:
 
-    python -m kvfs.client.gpu --probe cuda|cufile       one line of JSON
+    python -m kvfs.client.gpu --probe cuda|cufile|gds   one line of JSON
 
-Modes: `staged`, through a ring of pinned memory in which every byte is verified, and `host`, where there is no GPU or
-none is wanted. `gds`, the devices' DMA straight into the GPU, is not to be had: there is no code for it, as none could
-be proven (docs/gpu.md). KVFS_CUDA_LIBRARY names another file than libcuda.so.1; a test double says that it is one.
+Modes: `gds`, the devices' DMA straight into the GPU, where a probe has shown for every device of the pool and every
+GPU that it works and is direct; `staged`, through a ring of pinned memory in which every byte is verified; `host`,
+where there is no GPU or none is wanted. KVFS_CUDA_LIBRARY, KVFS_CUFILE_LIBRARY and KVFS_NVRTC_LIBRARY name other files
+than libcuda.so.1, libcufile.so.0 and libnvrtc's; a test double of libcuda says that it is one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ctypes
 import errno
 import functools
 import json
+import logging
 import os
 import re
 import subprocess
@@ -28,7 +30,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfs.errors import ClientError, InvalidBufferError, MissingFeatureError, SmallBufferError, client_error
+from kvfs.errors import (
+    ClientError,
+    InvalidBufferError,
+    KvfsError,
+    MissingFeatureError,
+    SmallBufferError,
+    client_error,
+)
 
 if TYPE_CHECKING:
     from kvfs.client.client import Client
@@ -39,8 +48,13 @@ PROBE_TIMEOUT_S = 20.0
 READERS_MAX = 4
 ANY_DEVICE = -1
 CUDA_LIBRARY_VARIABLE = "KVFS_CUDA_LIBRARY"
+CUFILE_LIBRARY_VARIABLE = "KVFS_CUFILE_LIBRARY"
+NVRTC_LIBRARY_VARIABLE = "KVFS_NVRTC_LIBRARY"
 NO_MODULES = "cuFileDriverOpen is not tried: without /proc/modules it never returns"
-NO_GDS = "gds is not to be had: kvfs has no direct path, as none could be proven on a GPU"
+# The least compute capability of libnvrtc 13 is 7.5; the checksums are compiled for this one to see whether it works.
+PROBED_CAPABILITY = 80
+
+_log = logging.getLogger(__name__)
 
 
 # ---- what there is ----
@@ -66,17 +80,39 @@ class Cuda:
 
 @dataclass(frozen=True, slots=True)
 class CuFile:
-    """What libcufile says of itself; nvidia_fs: the kernel module for it."""
+    """What libcufile says of itself; nvidia_fs: the kernel module for it; nvrtc: a path of libnvrtc, or empty: wherever
+    the dynamic linker finds it; nvrtc_error: why that does not compile the checksums."""
 
     library: str = ""
     error: str = ""
     version: str = ""
     nvidia_fs: bool = False
+    nvrtc: str = ""
+    nvrtc_error: str = ""
+
+    @property
+    def missing(self) -> str:
+        """What gds lacks before any GPU or device is asked."""
+        return "; ".join(filter(None, (self.error, self.nvrtc_error)))
 
     @property
     def text(self) -> str:
         module = "nvidia-fs is loaded" if self.nvidia_fs else "nvidia-fs is not loaded"
-        return f"{self.error}; {module}" if self.error else f"libcufile {self.version}, {self.library}; {module}"
+        compiler = self.nvrtc_error or f"libnvrtc compiles the checksums{f', {self.nvrtc}' if self.nvrtc else ''}"
+        return f"{self.error or f'libcufile {self.version}, {self.library}'}; {module}; {compiler}"
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Whether a pool's devices can be read straight into every GPU, proven. error: which condition failed, or empty."""
+
+    error: str = ""
+    devices: int = 0
+    gpus: int = 0
+
+    @property
+    def text(self) -> str:
+        return self.error or f"{self.devices} devices read directly into {self.gpus} GPUs, by cuFile's own statistics"
 
 
 def examine_cuda() -> Cuda:
@@ -87,17 +123,33 @@ def examine_cuda() -> Cuda:
 
 def examine_cufile() -> CuFile:
     """The same for libcufile."""
-    return CuFile(**json.loads(_examined("cufile", "")))
+    libraries = os.environ.get(CUFILE_LIBRARY_VARIABLE, ""), os.environ.get(NVRTC_LIBRARY_VARIABLE, "")
+    return CuFile(**json.loads(_examined("cufile", *libraries)))
+
+
+def examine_direct(path: str, gpus: int) -> Direct:
+    """gds on the pool mounted at a path: everything that opening it proves, in a subprocess. Asked every time."""
+    cufile = examine_cufile()
+    if cufile.missing:
+        return Direct(error=cufile.missing)
+    arguments = ("--path", path, "--gpus", str(gpus), "--cufile", cufile.library, "--nvrtc", cufile.nvrtc)
+    return Direct(**json.loads(_ask("gds", arguments)))
 
 
 @functools.cache
-def _examined(what: str, library: str) -> str:
-    """What the probe prints, or why it did not; `library` is in the environment already, and here for the cache."""
+def _examined(what: str, *_libraries: str) -> str:
+    """The libraries are in the environment already, and here for the cache."""
+    return _ask(what, ())
+
+
+def _ask(what: str, arguments: Sequence[str]) -> str:
+    """What the probe prints, or why it did not."""
+    name = "gds" if what == "gds" else f"lib{what}"
     # Of the package that asks, wherever it lies.
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]))
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvfs.client.gpu", "--probe", what],
+            [sys.executable, "-m", "kvfs.client.gpu", "--probe", what, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -105,18 +157,18 @@ def _examined(what: str, library: str) -> str:
             env={**os.environ, "PYTHONPATH": path},
         )
     except OSError as error:
-        return json.dumps({"error": f"the probe of lib{what} did not start: {error}"})
+        return json.dumps({"error": f"the probe of {name} did not start: {error}"})
     try:
         output, messages = process.communicate(timeout=PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that a driver holds does not die
             process.communicate(timeout=1)
-        return json.dumps({"error": f"lib{what}: no answer in {PROBE_TIMEOUT_S:g} s"})
+        return json.dumps({"error": f"{name}: no answer in {PROBE_TIMEOUT_S:g} s"})
     lines = output.strip().splitlines()
     if process.returncode != 0 or not lines:
         last = (messages.strip().splitlines() or ["no message"])[-1]
-        return json.dumps({"error": f"the probe of lib{what} ended with {process.returncode}: {last}"})
+        return json.dumps({"error": f"the probe of {name} ended with {process.returncode}: {last}"})
     return lines[-1]
 
 
@@ -166,8 +218,10 @@ def probe_cufile() -> CuFile:
     """Here, in this process: call it in one of its own."""
     modules = Path("/proc/modules")
     loaded = modules.exists() and any(line.startswith("nvidia_fs ") for line in modules.read_text().splitlines())
+    nvrtc, nvrtc_error = _probe_nvrtc()
     found, library = "", None
-    for name in ("libcufile.so.0", *_wheels("libcufile.so.0")):
+    named = os.environ.get(CUFILE_LIBRARY_VARIABLE)
+    for name in (named,) if named else ("libcufile.so.0", *_wheels("libcufile.so.0")):
         try:
             library = ctypes.CDLL(name)
         except OSError:
@@ -175,16 +229,47 @@ def probe_cufile() -> CuFile:
         found = name
         break
     if library is None:
-        return CuFile(error="no libcufile.so.0", nvidia_fs=loaded)
+        return CuFile("", f"no {named or 'libcufile.so.0'}", "", loaded, nvrtc, nvrtc_error)
     number = ctypes.c_int()
     library.cuFileGetVersion.restype = library.cuFileDriverOpen.restype = CuFileStatus
     library.cuFileGetVersion(ctypes.byref(number))
     version = f"{number.value // 1000}.{number.value % 1000 // 10}"
-    if not modules.exists():
-        return CuFile(found, f"libcufile {version}: {NO_MODULES}", version, loaded)
+    # As libcufile itself looks for it: by the C library.
+    library_c = ctypes.CDLL(None)
+    library_c.fopen.restype = ctypes.c_void_p
+    if not library_c.fopen(b"/proc/modules", b"r"):
+        return CuFile(found, f"libcufile {version}: {NO_MODULES}", version, loaded, nvrtc, nvrtc_error)
     status = library.cuFileDriverOpen()
     failed = f"libcufile {version}: cuFileDriverOpen: error {status.error} (CUDA: {status.cuda_error})"
-    return CuFile(found, failed if status.error else "", version, loaded)
+    return CuFile(found, failed if status.error else "", version, loaded, nvrtc, nvrtc_error)
+
+
+def _probe_nvrtc() -> tuple[str, str]:
+    """Where libnvrtc is, and why it does not compile the checksums."""
+    from kvfs._native import ffi, lib
+
+    out, error = ffi.new("const char **"), ""
+    named = os.environ.get(NVRTC_LIBRARY_VARIABLE, "")
+    for path in (named,) if named else ("", *_wheels("libnvrtc.so.1?")):
+        if lib.kvfs_gpu_kernel(path.encode() or ffi.NULL, PROBED_CAPABILITY, out) == 0:
+            return path, ""
+        error = error or ffi.string(lib.kvfs_error()).decode(errors="replace").removeprefix("no gds: ")
+    return "", error
+
+
+def probe_direct(path: str, gpus: int, cufile: str, nvrtc: str) -> Direct:
+    """Here, in this process: call it in one of its own."""
+    from kvfs.client.client import connect
+
+    try:
+        with connect(path, read_only=True, gpu=None) as client:
+            for device in range(gpus):
+                reader = GpuReader(client, "gds", "", cufile=cufile, nvrtc=nvrtc)
+                reader.try_out(device)
+                reader.close()
+            return Direct("", client.information().device_count, gpus)
+    except KvfsError as error:
+        return Direct(str(error).removeprefix("no gds: "))
 
 
 def _wheels(name: str) -> Iterator[str]:
@@ -210,17 +295,46 @@ class GpuStatistics:
     slots_stuck: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DirectStatistics:
+    """struct kvfs_gpu_direct_statistics: counts summed over this reader's rings; but known, direct_reads and
+    indirect_reads, what cuFile itself says of this process and GPU, are of the ring that was opened first."""
+
+    blocks: int = 0
+    bytes: int = 0
+    reads: int = 0
+    fallbacks: int = 0
+    mismatches: int = 0
+    overdue: int = 0
+    known: int = 0
+    direct_reads: int = 0
+    indirect_reads: int = 0
+
+    @property
+    def direct(self) -> bool:
+        """Whether what was read may be called direct."""
+        return bool(self.known and self.direct_reads and not self.indirect_reads)
+
+
 def open_reader(client: Client, wanted: str) -> GpuReader:
     """What fills GPU memory for a client, in the mode wanted: "auto", "staged", "gds" or "host". No GPU is touched
     before the first destination. Raises MissingFeatureError, with the reason, if a mode that is named is not to be
     had."""
-    if wanted == "gds":
-        raise MissingFeatureError(f"{NO_GDS}. Here: {examine_cufile().text}; {examine_cuda().text}. Use staged")
     if wanted == "host":
         return GpuReader(client, "host", "asked for")
     cuda = examine_cuda()
+    why = "asked for"
+    if wanted != "staged":
+        direct = Direct(cuda.error) if cuda.error else examine_direct(client.library.name, len(cuda.devices))
+        if not direct.error:
+            cufile = examine_cufile()
+            reason = f"{cuda.text}; {direct.text}"
+            return GpuReader(client, "gds", reason, cufile=cufile.library, nvrtc=cufile.nvrtc, wanted=wanted)
+        why = f"gds is not to be had: {direct.error}"
+        if wanted == "gds":
+            raise MissingFeatureError(f"{why}. Use staged")
     if not cuda.error:
-        return GpuReader(client, "staged", f"{cuda.text}; {NO_GDS}")
+        return GpuReader(client, "staged", f"{cuda.text}; {why}")
     if wanted == "staged":
         raise MissingFeatureError(f"staged is not to be had: {cuda.error}")
     return GpuReader(client, "host", cuda.error)
@@ -238,11 +352,21 @@ class GpuReader:
         slot_count: int = 0,
         slot_size: int = 0,
         readers: int = READERS_MAX,
+        cufile: str = "",
+        nvrtc: str = "",
+        wanted: str = "",
+        indirect: bool = False,
     ) -> None:
+        """indirect is for diagnosis: gds also where cuFile's statistics show no direct reads."""
         self.mode = mode
         self.reason = reason
         self._client = client
         self._slots = (slot_count, slot_size)
+        self._libraries = (cufile.encode(), nvrtc.encode())
+        self._wanted = wanted
+        self._indirect = indirect
+        # Whether a read may go on after a call, whatever becomes of the mode.
+        self.may_owe = mode == "gds"
         self._readers = readers
         self._changed = threading.Condition()
         self._idle: dict[int, list[object]] = {}
@@ -296,8 +420,35 @@ class GpuReader:
                         totals[name] += getattr(out, name)
         return GpuStatistics(**totals)
 
+    def direct_statistics(self) -> DirectStatistics:
+        """Of the rings that no call is using at the moment."""
+        from kvfs._native import ffi, lib
+
+        totals = dict.fromkeys((field.name for field in fields(DirectStatistics)), 0)
+        out = ffi.new("struct kvfs_gpu_direct_statistics *")
+        with self._changed:
+            for reader in [reader for readers in self._idle.values() for reader in readers]:
+                if lib.kvfs_gpu_direct_statistics_get(reader, out) == 0:
+                    for name in totals:
+                        whole = name in ("known", "direct_reads", "indirect_reads")
+                        value = getattr(out, name)
+                        totals[name] = max(totals[name], value) if whole else totals[name] + value
+        return DirectStatistics(**totals)
+
+    def try_out(self, device: int) -> None:
+        """Open a ring for a GPU, which for gds proves all that it needs. Raises KvfsError."""
+        with self._reader(device):
+            pass
+
     def close(self) -> None:
-        """Wait for copies under way. No call may be under way, and none comes afterwards; before the client's end."""
+        """Wait for copies under way. No call may be under way, and none comes afterwards; before the client's end.
+        Reads that were believed to be direct and were not, by cuFile's own statistics, are logged as a warning."""
+        found = self.direct_statistics() if self.may_owe and not self._indirect else DirectStatistics()
+        if found.reads and not found.direct:
+            _log.warning(
+                "gds: by cuFile's statistics %d reads were direct, %d went through host memory: not direct",
+                found.direct_reads, found.indirect_reads,
+            )  # fmt: skip
         with self._changed:
             self._closed = True
             readers = [reader for idle in self._idle.values() for reader in idle]
@@ -361,21 +512,31 @@ class GpuReader:
 
         if device < 0:
             raise InvalidBufferError(f"GPU {device}: there is no such device")
+        libraries = [ffi.new("char[]", name) if name else ffi.NULL for name in self._libraries]
         options = ffi.new(
             "struct kvfs_gpu_options *",
             {
                 "size": ffi.sizeof("struct kvfs_gpu_options"),
-                "mode": lib.KVFS_GPU_STAGED,
+                "mode": lib.KVFS_GPU_GDS if self.mode == "gds" else lib.KVFS_GPU_STAGED,
                 "device": device,
                 "slot_count": self._slots[0],
                 "slot_size": self._slots[1],
+                "flags": lib.KVFS_GPU_INDIRECT if self._indirect else 0,
+                "cufile": libraries[0],
+                "nvrtc": libraries[1],
             },
         )
         out = ffi.new("struct kvfs_gpu **")
         with self._client.library as handle:
             status = lib.kvfs_gpu_open(handle, options, out)
+        text = ffi.string(lib.kvfs_error()).decode(errors="replace") if status < 0 else ""
+        if status == -errno.EOPNOTSUPP and self._wanted == "auto":  # it was to be had when the probe looked
+            self.mode, self.reason = "staged", f"gds is not to be had: {text.removeprefix('no gds: ')}"
+            return self._open(device)
+        if status == -errno.EOPNOTSUPP:
+            raise MissingFeatureError(text)
         if status < 0:
-            raise client_error(-status, ffi.string(lib.kvfs_error()).decode(errors="replace"))
+            raise client_error(-status, text)
         return out[0]
 
     @staticmethod
@@ -399,9 +560,17 @@ def keys_shown(keys: Keys, index: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvfs.client.gpu", description="Look at CUDA; one line of JSON.")
-    parser.add_argument("--probe", choices=("cuda", "cufile"), required=True)
-    probes: dict[str, Callable[[], Cuda | CuFile]] = {"cuda": probe_cuda, "cufile": probe_cufile}
-    print(json.dumps(asdict(probes[parser.parse_args().probe]())))
+    parser.add_argument("--probe", choices=("cuda", "cufile", "gds"), required=True)
+    for name in ("--path", "--cufile", "--nvrtc"):
+        parser.add_argument(name, default="", help="for gds")
+    parser.add_argument("--gpus", type=int, default=1, help="for gds")
+    arguments = parser.parse_args()
+    probes: dict[str, Callable[[], Cuda | CuFile | Direct]] = {
+        "cuda": probe_cuda,
+        "cufile": probe_cufile,
+        "gds": lambda: probe_direct(arguments.path, arguments.gpus, arguments.cufile, arguments.nvrtc),
+    }
+    print(json.dumps(asdict(probes[arguments.probe]())))
 
 
 if __name__ == "__main__":

@@ -248,6 +248,49 @@ def source_ceilings(report: Report, client: kvfs.Client, keys: Sequence[str], se
 # ---- the staged matrix ----
 
 
+def direct(
+    report: Report,
+    driver: Driver,
+    client: kvfs.Client,
+    keys: Sequence[str],
+    seconds: float,
+    sources: dict[int, float],
+) -> None:
+    """Blocks from the devices straight into the GPU, and what it is of the devices into host memory."""
+    files = gpu.examine_cufile()
+    for readers in READER_COUNTS:
+        reader = GpuReader(client, "gds", "", readers=readers, cufile=files.library, nvrtc=files.nvrtc)
+        shares = [keys[index::readers] for index in range(readers)]
+        memories = [DeviceMemory(driver, len(share) * BLOCK_SIZE) for share in shares]
+        places = [
+            [(memory.pointer + i * BLOCK_SIZE, BLOCK_SIZE, driver.device) for i in range(len(share))]
+            for memory, share in zip(memories, shares, strict=True)
+        ]
+        packed = [kvfs.client.keys.pack(share) for share in shares]
+
+        def work(
+            index: int,
+            reader: GpuReader = reader,
+            packed: list[kvfs.client.keys.Keys] = packed,
+            places: list[list[tuple[int, int, int]]] = places,
+        ) -> None:
+            if None in reader.get_into(packed[index], places[index], 0):
+                raise KvfsError("a block was missed")
+
+        rate = _rate(readers, seconds, len(keys) // readers * BLOCK_SIZE, work)
+        found = reader.direct_statistics()
+        reader.close()
+        for memory in memories:
+            memory.free()
+        report.line(
+            f"gds, {readers} readers: {rate / sources[readers]:.2f} of devices to host: {rate:.2f} GB/s; "
+            f"{found.blocks} blocks, {found.fallbacks} read staged, {found.mismatches} mismatches; by cuFile "
+            f"{found.direct_reads} direct reads, {found.indirect_reads} through host memory"
+        )
+        report.check(f"gds, {readers} readers: direct by cuFile's statistics", found.direct)
+        report.check(f"gds, {readers} readers: no block needed the ring", not found.fallbacks)
+
+
 def matrix(
     report: Report,
     driver: Driver,
@@ -487,7 +530,7 @@ def cufile_read(path: str, size: int, on_gpu: bool) -> dict[str, object]:
 
 
 def cufile(report: Report, pool: CheckedPool, client: kvfs.Client, on_gpu: bool) -> None:
-    """What libcufile does with a block's file, and with a device under it. Diagnosis: kvfs itself does not read so."""
+    """What libcufile does with a block's file, and with a device under it, in the whole. Diagnosis: gds reads parts."""
     data = content(BLOCK_SIZE, "cufile")
     client.put([("cufile", data)])
     where = "GPU memory" if on_gpu else "host memory"
@@ -544,7 +587,6 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
         report.line(f"NO GPU HERE: {cuda.error}. What needs one is not exercised")
     elif driver.double:
         report.line("a test double is in the GPU's place: every figure below is the double's")
-    report.skip("gds", gpu.NO_GDS)
     seconds = 0.05 if arguments.quick else 1.0
     with ExitStack() as stack:
         base = stack.enter_context(_clean_directory(arguments.directory))
@@ -561,14 +603,24 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
         report.step(f"ceilings ({blocks} blocks of {BLOCK_SIZE // MIB} MiB on {arguments.device or base})")
         sources = source_ceilings(report, client, keys, seconds)
         if driver is None:
-            for what in ("pinned host to GPU", "the staged matrix", "correctness of reads into a GPU"):
+            for what in ("pinned host to GPU", "the staged matrix", "correctness of reads into a GPU", "gds"):
                 report.skip(what, "no GPU")
         else:
             copies = copy_ceilings(report, driver, seconds)
             report.step("staged, against the lower of the two ceilings")
             matrix(report, driver, client, keys, seconds, copies, sources)
-            report.step("correctness")
+            report.step("correctness, staged")
             correctness(report, driver, pool, client, seconds)
+            report.step("gds")
+            found = gpu.examine_direct(str(pool.mount), 1)
+            report.line(found.text)
+            if found.error:
+                report.skip("gds: reads from the devices straight into the GPU, and its checksums", found.error)
+            else:
+                direct(report, driver, client, keys, seconds, sources)
+                with kvfs.connect(pool.mount, "check", depth=16, gpu="gds", timeout_s=10.0) as straight:
+                    correctness(report, driver, pool, straight, seconds)
+            report.skip("gds: a read that hangs", "only a double does that on demand")
         report.step("libcufile")
         cufile(report, pool, client, on_gpu=driver is not None and not driver.double)
     if driver is not None:

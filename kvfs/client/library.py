@@ -157,6 +157,12 @@ class Library:
         with self._changed:
             self._held.extend(regions)
 
+    def hold_busy(self, regions: Sequence[Region]) -> None:
+        """Keep the owners of those that a device may still write into. Inside a call."""
+        busy = [region for region in regions if lib.kvfs_busy(self._handle, region.pointer, region.size) == 1]
+        if busy:
+            self._hold(busy)
+
     def _prune(self) -> None:
         """Let go of what devices have let go of."""
         with self._changed:

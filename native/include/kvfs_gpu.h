@@ -6,9 +6,15 @@
  *     if (kvfs_gpu_open(client, NULL, &gpu) < 0 || kvfs_gpu_get(gpu, &keys, buffers, stream, results) < 0)
  *         errx(1, "%s", kvfs_error());
  *
- * There is one way so far, KVFS_GPU_STAGED: blocks are read into a ring of pinned host memory, every leaf's checksum is checked there, and
- * what is right is copied to the GPU. No unverified byte leaves the ring. KVFS_GPU_GDS (the devices' DMA straight into the GPU) is known by
- * name only: asked for, it is -EOPNOTSUPP.
+ * KVFS_GPU_STAGED: blocks are read into a ring of pinned host memory, every leaf's checksum is checked there, and what is right is copied
+ * to the GPU. No unverified byte leaves the ring.
+ *
+ * KVFS_GPU_GDS: the devices' DMA goes straight into the GPU, by cuFileRead on the devices. A block's header, and the part of a page at its
+ * end, are read by the CPU; whole pages are proven by a kernel on the GPU; then the segment's header is read from the device again and
+ * the block table asked again. What cannot be read so, or fails, is read the staged way. Opening it needs libcufile, libnvrtc, and a page
+ * range of every device that cuFile has read into the GPU, right, and directly by its own statistics; else it is -EOPNOTSUPP, and says why.
+ * cuFileDriverOpen and a driver may hang: who cannot have that opens it in a process of its own first. KVFS_CUFILE_LIBRARY and
+ * KVFS_NVRTC_LIBRARY in the environment name other files.
  */
 #ifndef KVFS_GPU_H
 #define KVFS_GPU_H
@@ -23,7 +29,11 @@ extern "C" {
 
 struct kvfs_gpu;
 
+/* AUTO is STAGED: what gds needs is not tried unasked in the caller's process. */
 enum kvfs_gpu_mode { KVFS_GPU_AUTO = 0, KVFS_GPU_STAGED = 1, KVFS_GPU_GDS = 2 };
+enum kvfs_gpu_flags {
+    KVFS_GPU_INDIRECT = 1           /* diagnosis only: gds also where cuFile's statistics show no direct reads, its compatibility mode */
+};
 
 struct kvfs_gpu_options {
     uint32_t size;                  /* sizeof(struct kvfs_gpu_options): what this caller knows of */
@@ -31,6 +41,9 @@ struct kvfs_gpu_options {
     uint32_t device;                /* as CUDA counts them */
     uint32_t slot_count;            /* of the ring: 1 to 1024; 0: 16 */
     uint64_t slot_size;             /* multiple of 64 KiB, at most 64 MiB; 0: 1 MiB. A larger block takes several slots. */
+    uint32_t flags;                 /* enum kvfs_gpu_flags */
+    uint32_t reserved;
+    const char *cufile, *nvrtc;     /* for gds: the libraries' files; NULL: the environment's, or where the dynamic linker finds them */
 };
 
 /* Takes slot_count * slot_size of pinned memory (up to four times that while devices that gave no answer hold on to it), and the device's
@@ -40,7 +53,7 @@ int kvfs_gpu_open(struct kvfs_client *client, const struct kvfs_gpu_options *opt
 /* Waits for copies under way, and, for at most the client's timeout, for reads that gave no answer; memory that a device has not let go of
  * then stays the process's. */
 void kvfs_gpu_close(struct kvfs_gpu *gpu);
-/* KVFS_GPU_STAGED */
+/* KVFS_GPU_STAGED or KVFS_GPU_GDS */
 int kvfs_gpu_mode(const struct kvfs_gpu *gpu);
 /* The GPU that memory is on, as CUDA counts them. -EINVAL: it is no GPU memory. */
 int kvfs_gpu_device_of(const void *pointer);
@@ -53,8 +66,13 @@ int kvfs_gpu_device_of(const void *pointer);
  *
  * Calls on one kvfs_gpu take turns; for reads at the same time open several. -EINVAL, nothing read: a buffer that is NULL, no device
  * memory, on another GPU or in another context than the first, longer than its allocation, or overlapping another; a stream that is being
- * captured. -EIO: CUDA failed; -ETIMEDOUT: the GPU finished no copy in five times the client's timeout. Then every result is that error;
- * where CUDA cannot say that its copies have ended, so is every later call. */
+ * captured. -EBUSY, nothing read: see below. -EIO: CUDA failed; -ETIMEDOUT: the GPU finished no copy, or no checksums, in five times the
+ * client's timeout. Then every result is that error;
+ * where CUDA cannot say that its copies have ended, so is every later call.
+ *
+ * Staged, GPU memory is never what a device owes. With gds a cuFileRead cannot be cancelled: when one has given no answer in the client's
+ * timeout the block is -ETIMEDOUT, and the pages that are still being read belong to the device until kvfs_busy() says 0, also after
+ * kvfs_gpu_close(). Until then blocks of this kvfs_gpu are read the staged way. */
 int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_buffer *device_buffers, uint64_t stream,
                  int64_t *results);
 
@@ -68,6 +86,23 @@ struct kvfs_gpu_statistics {
     uint64_t slots_huge;            /* 1: the ring lies in reserved huge pages */
 };
 int kvfs_gpu_statistics_get(struct kvfs_gpu *gpu, struct kvfs_gpu_statistics *out);
+
+/* Of gds; all zero where the mode is another. */
+struct kvfs_gpu_direct_statistics {
+    uint64_t blocks, bytes;         /* of results: blocks, and the bytes of them, that came without the ring */
+    uint64_t reads;                 /* calls of cuFileRead that ended */
+    uint64_t fallbacks;             /* blocks begun so and then read the staged way */
+    uint64_t mismatches;            /* of those: the GPU's checksums were others */
+    uint64_t overdue;               /* now: reads that gave no answer in time */
+    /* cuFile's own statistics for this GPU, of the process, since this kvfs_gpu was opened: n_p2p_reads and n_nvfs_reads; n_posix_reads.
+     * Reads were direct only if known is 1 and indirect_reads 0. known 0: cuFile does not know the GPU. */
+    uint64_t known, direct_reads, indirect_reads;
+};
+int kvfs_gpu_direct_statistics_get(struct kvfs_gpu *gpu, struct kvfs_gpu_direct_statistics *out);
+
+/* The checksums as a kernel for GPUs of a compute capability (90: 9.0), PTX, compiled by libnvrtc; it stays the library's. nvrtc: as in the
+ * options. -EOPNOTSUPP: no compiler, or it will not. */
+int kvfs_gpu_kernel(const char *nvrtc, uint32_t capability, const char **ptx);
 
 #ifdef __cplusplus
 }

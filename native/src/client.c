@@ -111,7 +111,42 @@ void client_prune(struct kvfs_client *client) {
     }
 }
 
+static pthread_mutex_t claims_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct claim *claims;
+static atomic_uint claim_count;
+
+void claim_add(struct claim *claim) {
+    pthread_mutex_lock(&claims_lock);
+    claim->next = claims;
+    claims = claim;
+    atomic_fetch_add(&claim_count, 1);
+    pthread_mutex_unlock(&claims_lock);
+}
+
+void claim_remove(struct claim *claim) {
+    pthread_mutex_lock(&claims_lock);
+    struct claim **link = &claims;
+    while (*link != claim)
+        link = &(*link)->next;
+    *link = claim->next;
+    atomic_fetch_sub(&claim_count, 1);
+    pthread_mutex_unlock(&claims_lock);
+}
+
+static bool claimed(const uint8_t *data, uint64_t size) {
+    bool found = false;
+    if (!atomic_load(&claim_count))
+        return false;
+    pthread_mutex_lock(&claims_lock);
+    for (struct claim *claim = claims; claim && !found; claim = claim->next)
+        found = claim->data < data + size && data < claim->data + claim->size;
+    pthread_mutex_unlock(&claims_lock);
+    return found;
+}
+
 bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64_t size) {
+    if (claimed(data, size))
+        return true;
     if (!atomic_load(&client->zombies))
         return false;
     uint32_t zombies = 0;
@@ -136,7 +171,7 @@ static int by_address(const void *a, const void *b) {
 }
 
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count) {
-    bool sorted = true, zombies = atomic_load(&client->zombies) > 0;
+    bool sorted = true, zombies = atomic_load(&client->zombies) || atomic_load(&claim_count);
     for (uint32_t i = 0; i < count; i++) {
         uint64_t start = (uint64_t)(uintptr_t)buffers[i].data;
         if (start + buffers[i].size < start || (!start && buffers[i].size))

@@ -152,6 +152,10 @@ int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply
 /* All three. */
 int wire_ask(struct kvfs_client *client, struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);
+/* Memory of this process that a read writes into which belongs to no lane and cannot be cancelled. From any thread. */
+struct claim { struct claim *next; const uint8_t *data; uint64_t size; };
+void claim_add(struct claim *claim);
+void claim_remove(struct claim *claim);
 bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64_t size);
 void client_prune(struct kvfs_client *client);                                             /* client->lock held */
 /* -EINVAL, -EBUSY: destinations that overlap each other, or memory that a device still owns. */

@@ -1,4 +1,4 @@
-/* Blocks into GPU memory through a ring of pinned slots.
+/* Blocks into GPU memory through a ring of pinned slots; with gds, through it only what cuFile is not to read (client_gpu_direct.c).
  *
  * A slot is free; being read into; ready (verified, to be copied); being copied; or stuck, with a device that gave no answer. Copies go to
  * one stream of our own and end in its order, so a queue of events says which slots are free again. In that queue a fence stands where the
@@ -15,7 +15,6 @@
 
 #define HUGE_PAGE ((uint64_t)2 << 20)
 #define RINGS_MAX 4                  /* where devices hold on to slots, there is a second ring, and so on */
-#define STALL_TIMEOUTS 5             /* of the client's, until a copy that does not end means that the GPU hangs */
 #define PAUSE_NS 20000
 
 enum slot_state { SLOT_FREE, SLOT_READING, SLOT_READY, SLOT_COPYING, SLOT_STUCK };
@@ -46,6 +45,18 @@ struct kvfs_gpu {
     int broken;                          /* CUDA cannot say any more which slots are in use */
     char why[200];
     struct kvfs_gpu_statistics count;
+    struct direct *direct;               /* NULL: staged */
+    struct { uint64_t blocks, bytes, fallbacks, mismatches; } direct_count;
+};
+
+/* How a block is read. All but STAGED: its whole pages by cuFile; then it is staged, from where they end. */
+enum block_way {
+    WAY_STAGED,
+    WAY_HEADER,                          /* is being read */
+    WAY_FENCE,                           /* for the caller's stream, which may still write to the buffer */
+    WAY_READING,
+    WAY_PROVING,                         /* one piece of it after the other */
+    WAY_LOOKING                          /* whether it still lies there */
 };
 
 /* A block of which pieces are read or to be read. */
@@ -56,6 +67,12 @@ struct gpu_block {
     int64_t failure;
     struct kvfs_record record;
     struct desc *desc;                   /* that verified the pieces so far */
+    enum block_way way;
+    uint64_t from;                       /* bytes before this are not staged: cuFile has read them */
+    uint32_t proven;                     /* pages */
+    struct direct_read *read;
+    struct direct_proof *proof;
+    struct direct_look *look;
 };
 struct gpu_call {
     struct kvfs_gpu *gpu;
@@ -69,7 +86,8 @@ struct gpu_call {
     int64_t *results;
     cuda_stream stream;                  /* the caller's */
     uint32_t next_key, blocks_used, read;
-    bool fenced;
+    bool fenced, passed;                 /* our stream waits for the caller's; that has come so far */
+    bool direct;
     int error;
     struct shards shards;
 };
@@ -114,18 +132,12 @@ static int driver_load(const struct gpu_driver **out) {
     return r;
 }
 
-static int cuda_fail(struct kvfs_gpu *gpu, const char *what, int error) {
+int cuda_fail(const struct gpu_driver *driver, int device, const char *what, int error) {
     const char *name = NULL;
-    if (gpu->driver->cuGetErrorName(error, &name) || !name)
+    if (driver->cuGetErrorName(error, &name) || !name)
         name = "unknown error";
-    return client_fail(-EIO, "GPU %d: %s: %s (%d)", gpu->device, what, name, error);
+    return client_fail(-EIO, "GPU %d: %s: %s (%d)", device, what, name, error);
 }
-/* 0, or -EIO with the sentence. */
-#define CUDA(gpu, function, ...)                                              \
-    ({                                                                        \
-        int cuda_error = (gpu)->driver->function(__VA_ARGS__);                \
-        cuda_error ? cuda_fail(gpu, #function, cuda_error) : 0;               \
-    })
 
 static int gpu_break(struct kvfs_gpu *gpu, int error) {
     gpu->broken = error;
@@ -161,7 +173,7 @@ static int copies_reap(struct kvfs_gpu *gpu) {
             return 0;
         }
         if (error)
-            return cuda_fail(gpu, "cuEventQuery", error);
+            return cuda_fail(gpu->driver, gpu->device, "cuEventQuery", error);
         for (uint32_t i = 0; i < copy->count; i++)
             gpu->slots[copy->first + i].state = SLOT_FREE;
         gpu->copy_first = (gpu->copy_first + 1) % gpu->copy_capacity;
@@ -178,9 +190,15 @@ static void pause_ns(uint64_t ns) {
 
 /* Wait for every copy. An error leaves the GPU broken. */
 static int copies_settle(struct kvfs_gpu *gpu) {
+    uint64_t limit_ns = gpu->client->options.timeout_ms * 1000000ull * STALL_TIMEOUTS, last_ns = now_ns();
     for (;;) {
         int error = gpu->stream ? gpu->driver->cuStreamQuery(gpu->stream) : CUDA_SUCCESS;
-        int r = error && error != CUDA_ERROR_NOT_READY ? cuda_fail(gpu, "cuStreamQuery", error) : copies_reap(gpu);
+        int r = error && error != CUDA_ERROR_NOT_READY ? cuda_fail(gpu->driver, gpu->device, "cuStreamQuery", error) : copies_reap(gpu);
+        if (gpu->copy_count) /* those have a limit */
+            last_ns = now_ns();
+        if (r == 0 && error && now_ns() - last_ns > limit_ns)
+            r = client_fail(-ETIMEDOUT, "GPU %d: its stream has not ended in %llu ms", gpu->device,
+                            (unsigned long long)(limit_ns / 1000000));
         if (r < 0)
             return gpu_break(gpu, r);
         if (error == CUDA_SUCCESS)
@@ -210,6 +228,8 @@ static void context_drop(struct kvfs_gpu *gpu) {
         driver->cuEventDestroy(gpu->after);
     if (gpu->stream)
         driver->cuStreamDestroy(gpu->stream);
+    if (gpu->direct)
+        direct_leave(gpu->direct);
     gpu->before = gpu->after = NULL;
     gpu->stream = NULL;
     gpu->context = NULL;
@@ -240,6 +260,8 @@ static int context_enter(struct kvfs_gpu *gpu, cuda_context context) {
         r = CUDA(gpu, cuEventCreate, &gpu->after, CUDA_EVENT_DISABLE_TIMING);
     for (uint32_t i = 0; i < gpu->copy_capacity && r == 0; i++)
         r = CUDA(gpu, cuEventCreate, &gpu->copies[i].event, CUDA_EVENT_DISABLE_TIMING);
+    if (r == 0 && gpu->direct)
+        r = direct_enter(gpu->direct, context);
     if (r < 0) {
         context_drop(gpu);
         gpu->driver->cuCtxPopCurrent(&(cuda_context){NULL});
@@ -257,7 +279,7 @@ static int place_of(struct kvfs_gpu *gpu, cuda_pointer pointer, struct place *ou
     if (error == CUDA_ERROR_INVALID_VALUE || error == CUDA_ERROR_INVALID_CONTEXT) /* a pointer that CUDA never saw; most drivers say 0 */
         *out = (struct place){.ordinal = -1};
     else if (error)
-        return cuda_fail(gpu, "cuPointerGetAttributes", error);
+        return cuda_fail(gpu->driver, gpu->device, "cuPointerGetAttributes", error);
     return 0;
 }
 
@@ -386,7 +408,8 @@ static void gpu_free(struct kvfs_gpu *gpu) {
     free(gpu);
 }
 
-static int device_open(struct kvfs_gpu *gpu, uint32_t device) {
+static int device_open(struct kvfs_gpu *gpu, const struct kvfs_gpu_options *options) {
+    uint32_t device = options->device;
     int count = 0;
     int r = CUDA(gpu, cuDeviceGetCount, &count);
     if (r == 0 && device >= (uint32_t)count)
@@ -398,7 +421,14 @@ static int device_open(struct kvfs_gpu *gpu, uint32_t device) {
         r = CUDA(gpu, cuDevicePrimaryCtxRetain, &gpu->primary, gpu->handle);
     if (r < 0)
         return r;
-    r = ring_add(gpu);
+    if (options->mode == KVFS_GPU_GDS && (r = CUDA(gpu, cuCtxPushCurrent, gpu->primary)) == 0) {
+        r = direct_open(gpu->client, gpu->driver, gpu->device, gpu->handle, gpu->primary, options, &gpu->direct);
+        gpu->driver->cuCtxPopCurrent(&(cuda_context){NULL});
+    }
+    if (r == 0 && (r = ring_add(gpu)) < 0 && gpu->direct && gpu->driver->cuCtxPushCurrent(gpu->primary) == CUDA_SUCCESS) {
+        direct_close(gpu->direct, true);
+        gpu->driver->cuCtxPopCurrent(&(cuda_context){NULL});
+    }
     if (r < 0)
         gpu->driver->cuDevicePrimaryCtxRelease(gpu->handle);
     return r;
@@ -415,8 +445,6 @@ int kvfs_gpu_open(struct kvfs_client *client, const struct kvfs_gpu_options *opt
     if (o.mode > KVFS_GPU_GDS || o.slot_count > 1024 || o.slot_size % (64 << 10) || o.slot_size > 64 << 20)
         return client_fail(-EINVAL, "options: mode %u, %u slots (1 to 1024) of %llu bytes (a multiple of 64 KiB, at most 64 MiB)", o.mode,
                            o.slot_count, (unsigned long long)o.slot_size);
-    if (o.mode == KVFS_GPU_GDS)
-        return client_fail(-EOPNOTSUPP, "gds is not to be had: this libkvfs has no direct path, because none could be proven; use staged");
     if (client->pid != getpid())
         return client_fail(-ECHILD, "%s: connected by process %d; after fork() connect again", client->path, (int)client->pid);
     int r = driver_load(&driver);
@@ -435,7 +463,7 @@ int kvfs_gpu_open(struct kvfs_client *client, const struct kvfs_gpu_options *opt
     pthread_mutex_init(&gpu->lock, NULL);
     gpu->slots = calloc(RINGS_MAX * o.slot_count, sizeof(*gpu->slots));
     gpu->copies = calloc(gpu->copy_capacity, sizeof(*gpu->copies));
-    r = gpu->slots && gpu->copies ? device_open(gpu, o.device) : client_fail(-ENOMEM, "no memory for %u slots", o.slot_count);
+    r = gpu->slots && gpu->copies ? device_open(gpu, &o) : client_fail(-ENOMEM, "no memory for %u slots", o.slot_count);
     if (r < 0)
         gpu_free(gpu);
     else
@@ -473,17 +501,18 @@ void kvfs_gpu_close(struct kvfs_gpu *gpu) {
             if (driver->cuMemHostUnregister(gpu->rings[i]) == CUDA_SUCCESS &&
                 !client_overlaps_zombie(gpu->client, gpu->rings[i], gpu->ring_size))
                 munmap(gpu->rings[i], gpu->ring_size);
+        if (gpu->direct)
+            direct_close(gpu->direct, true);
         driver->cuCtxPopCurrent(&(cuda_context){NULL});
         driver->cuDevicePrimaryCtxRelease(gpu->handle);
+    } else if (gpu->direct) {
+        direct_close(gpu->direct, false);
     }
     pthread_mutex_unlock(&gpu->lock);
     gpu_free(gpu);
 }
 
-int kvfs_gpu_mode(const struct kvfs_gpu *gpu) {
-    (void)gpu;
-    return KVFS_GPU_STAGED;
-}
+int kvfs_gpu_mode(const struct kvfs_gpu *gpu) { return gpu->direct ? KVFS_GPU_GDS : KVFS_GPU_STAGED; }
 
 int kvfs_gpu_statistics_get(struct kvfs_gpu *gpu, struct kvfs_gpu_statistics *out) {
     memset(out, 0, sizeof(*out));
@@ -492,6 +521,22 @@ int kvfs_gpu_statistics_get(struct kvfs_gpu *gpu, struct kvfs_gpu_statistics *ou
     pthread_mutex_lock(&gpu->lock);
     *out = gpu->count;
     out->slots_stuck = slots_recover(gpu);
+    pthread_mutex_unlock(&gpu->lock);
+    return 0;
+}
+
+int kvfs_gpu_direct_statistics_get(struct kvfs_gpu *gpu, struct kvfs_gpu_direct_statistics *out) {
+    memset(out, 0, sizeof(*out));
+    if (gpu->pid != getpid())
+        return client_fail(-ECHILD, "this GPU reader was opened by process %d", (int)gpu->pid);
+    pthread_mutex_lock(&gpu->lock);
+    if (gpu->direct) {
+        out->blocks = gpu->direct_count.blocks;
+        out->bytes = gpu->direct_count.bytes;
+        out->fallbacks = gpu->direct_count.fallbacks;
+        out->mismatches = gpu->direct_count.mismatches;
+        direct_statistics(gpu->direct, out);
+    }
     pthread_mutex_unlock(&gpu->lock);
     return 0;
 }
@@ -525,7 +570,7 @@ static struct gpu_slot *slots_side_by_side(struct kvfs_gpu *gpu, uint32_t count)
 }
 
 static void slot_assign(struct gpu_call *call, struct gpu_slot *slot, const struct gpu_block *block, uint32_t piece) {
-    uint64_t offset = piece * call->gpu->slot_size;
+    uint64_t offset = block->from + piece * call->gpu->slot_size;
     slot->destination = (cuda_pointer)(uintptr_t)call->buffers[block->key].data + offset;
     slot->size = min_u64(block->record.size - offset, call->gpu->slot_size);
 }
@@ -567,7 +612,7 @@ static int piece_start(struct gpu_call *call, struct gpu_block *block, struct gp
     fetch->desc = block->desc;
     if (fetch->desc)
         atomic_fetch_add(&fetch->desc->refs, 1);
-    fetch->offset = block->next * call->gpu->slot_size;
+    fetch->offset = block->from + block->next * call->gpu->slot_size;
     fetch->size = slot->size;
     fetch->data = slot->memory;
     fetch->done = piece_done;
@@ -578,6 +623,20 @@ static int piece_start(struct gpu_call *call, struct gpu_block *block, struct gp
     call->gpu->count.pieces++;
     fetch_start(call->lane, fetch);
     return 0;
+}
+
+/* Let our stream wait for all that is on the caller's. */
+static int fence(struct gpu_call *call) {
+    struct kvfs_gpu *gpu = call->gpu;
+    if (call->fenced)
+        return 0;
+    int r = CUDA(gpu, cuEventRecord, gpu->before, call->stream);
+    if (r == 0)
+        r = CUDA(gpu, cuStreamWaitEvent, gpu->stream, gpu->before, 0);
+    if (r == 0)
+        r = copy_push(gpu, 0, 0);
+    call->fenced = r == 0;
+    return r;
 }
 
 /* Of the user's stream, all that was there; then what is ready, each run of neighbours in one copy. */
@@ -597,14 +656,7 @@ static int copies_start(struct gpu_call *call) {
             slots[k].state = size ? SLOT_COPYING : SLOT_FREE;
         if (size == 0)
             continue;
-        if (!call->fenced) {
-            r = CUDA(gpu, cuEventRecord, gpu->before, call->stream);
-            if (r == 0)
-                r = CUDA(gpu, cuStreamWaitEvent, gpu->stream, gpu->before, 0);
-            if (r == 0)
-                r = copy_push(gpu, 0, 0);
-            call->fenced = r == 0;
-        }
+        r = fence(call);
         if (r == 0)
             r = CUDA(gpu, cuMemcpyHtoDAsync, slots[i].destination, slots[i].memory, size, gpu->stream);
         if (r == 0)
@@ -627,6 +679,8 @@ static void block_over(struct gpu_call *call, struct gpu_block *block, int64_t r
         TALLY(client, get_bytes, (uint64_t)result);
         call->gpu->count.blocks++;
         call->gpu->count.bytes += (uint64_t)result;
+        call->gpu->direct_count.blocks += block->from > 0;
+        call->gpu->direct_count.bytes += block->from;
     } else if (result != -ERANGE) {
         TALLY(client, misses, 1);
     }
@@ -634,6 +688,44 @@ static void block_over(struct gpu_call *call, struct gpu_block *block, int64_t r
     block->desc = NULL;
     block->used = false;
     call->blocks_used--;
+}
+
+/* All that is not there yet goes through the ring. */
+static void block_stage(struct gpu_call *call, struct gpu_block *block, uint64_t from) {
+    uint64_t slot_size = call->gpu->slot_size, pieces = (block->record.size - from + slot_size - 1) / slot_size;
+    block->way = WAY_STAGED;
+    block->from = from;
+    block->next = 0;
+    block->pieces = pieces || from ? (uint32_t)pieces : 1;
+}
+
+static void header_done(struct lane *lane, struct fetch *fetch) {
+    (void)lane;
+    struct gpu_call *call = fetch->owner;
+    struct gpu_block *block = &call->blocks[fetch->cookie];
+    block->active--;
+    block->way = WAY_STAGED;
+    if (fetch->result < 0) {
+        block->failure = fetch->result;
+        return;
+    }
+    block->way = WAY_FENCE;
+    block->desc = fetch->desc;
+    block->record = fetch->record;
+    atomic_fetch_add(&block->desc->refs, 1);
+}
+
+static void header_start(struct gpu_call *call, struct gpu_block *block) {
+    struct fetch *fetch = fetch_get(call->lane);
+    if (!fetch)
+        return;
+    block->way = WAY_HEADER;
+    block->active++;
+    fetch->record = block->record;
+    fetch->done = header_done;
+    fetch->owner = call;
+    fetch->cookie = (uint64_t)(block - call->blocks);
+    fetch_start(call->lane, fetch);
 }
 
 /* Look the name up, for the first time or again. */
@@ -653,11 +745,13 @@ static void block_find(struct gpu_call *call, struct gpu_block *block) {
         block_over(call, block, r);
         return;
     }
-    uint64_t pieces = (block->record.size + gpu->slot_size - 1) / gpu->slot_size;
-    block->pieces = pieces ? (uint32_t)pieces : 1;
-    struct gpu_slot *slot = gpu->client->stage && pieces <= gpu->ring_slots ? slots_side_by_side(gpu, block->pieces) : NULL;
-    if (!slot || !stage_take(gpu->client, &block->record, slot->memory))
+    block_stage(call, block, 0);
+    struct gpu_slot *slot = gpu->client->stage && block->pieces <= gpu->ring_slots ? slots_side_by_side(gpu, block->pieces) : NULL;
+    if (!slot || !stage_take(gpu->client, &block->record, slot->memory)) {
+        if (call->direct && block->record.size >= PAGE)
+            header_start(call, block);
         return;
+    }
     for (; block->next < block->pieces; block->next++, slot++) {
         slot_assign(call, slot, block, block->next);
         slot->state = SLOT_READY;
@@ -680,7 +774,7 @@ static void block_begin(struct gpu_call *call) {
 static void blocks_end(struct gpu_call *call) {
     for (uint32_t i = 0; i < call->gpu->ring_slots; i++) {
         struct gpu_block *block = &call->blocks[i];
-        if (!block->used || block->active || (!block->failure && block->next < block->pieces))
+        if (!block->used || block->active || block->way != WAY_STAGED || (!block->failure && block->next < block->pieces))
             continue;
         if (block->failure == -ESTALE && block->tries++ < CLIENT_RETRIES) {
             memset(&call->shards, 0, sizeof(call->shards));
@@ -699,7 +793,7 @@ static bool pieces_start(struct gpu_call *call) {
         struct gpu_block *block = NULL;
         for (uint32_t i = 0; i < gpu->ring_slots && !block; i++) {
             struct gpu_block *b = &call->blocks[i];
-            if (b->used && !b->failure && b->next < b->pieces && (b->next == 0 || b->desc))
+            if (b->used && b->way == WAY_STAGED && !b->failure && b->next < b->pieces && (b->next == 0 || b->desc))
                 block = b;
         }
         bool more = call->next_key < call->keys->count && call->blocks_used < gpu->ring_slots && !call->error;
@@ -728,10 +822,130 @@ static void blocks_give_up(struct gpu_call *call) {
     }
 }
 
+/* ---- blocks by gds ---- */
+
+/* What cuFile began, the ring does. Nobody writes to the buffer any more. */
+static void block_fall_back(struct gpu_call *call, struct gpu_block *block) {
+    call->gpu->direct_count.fallbacks++;
+    block_stage(call, block, 0);
+}
+
+static uint32_t whole_pages(const struct gpu_block *block) { return (uint32_t)(block->record.size / PAGE); }
+
+static int block_begin_reading(struct gpu_call *call, struct gpu_block *block) {
+    struct kvfs_gpu *gpu = call->gpu;
+    int r = fence(call);
+    if (r == 0 && !call->passed) {
+        int error = gpu->driver->cuEventQuery(gpu->before);
+        if (error == CUDA_ERROR_NOT_READY)
+            return 0;
+        r = error ? cuda_fail(gpu->driver, gpu->device, "cuEventQuery", error) : 0;
+        call->passed = r == 0;
+    }
+    if (r < 0)
+        return r;
+    block->read = direct_start(gpu->direct, block->desc, whole_pages(block), (cuda_pointer)(uintptr_t)call->buffers[block->key].data);
+    block->way = WAY_READING;
+    block->proven = 0;
+    if (!block->read)
+        block_fall_back(call, block);
+    return 0;
+}
+
+static void block_go_on_reading(struct gpu_call *call, struct gpu_block *block) {
+    int r = direct_poll(call->gpu->direct, block->read);
+    if (r == -EINPROGRESS)
+        return;
+    block->read = NULL;
+    block->way = WAY_PROVING;
+    if (r == -EAGAIN) {
+        block_fall_back(call, block);
+    } else if (r < 0) {
+        TALLY(call->gpu->client, timeouts, 1);
+        block->failure = r;
+        block->way = WAY_STAGED;
+    }
+}
+
+static int block_prove(struct gpu_call *call, struct gpu_block *block) {
+    struct kvfs_gpu *gpu = call->gpu;
+    uint32_t pages = (uint32_t)min_u64(whole_pages(block) - block->proven, DIRECT_PROOF_PAGES);
+    if (!block->proof)
+        return direct_proof_start(gpu->direct, gpu->stream, (cuda_pointer)(uintptr_t)call->buffers[block->key].data + block->proven * PAGE,
+                                  block->desc->leaves + block->proven, pages, &block->proof);
+    int r = direct_proof_poll(gpu->direct, block->proof);
+    if (r == -EINPROGRESS)
+        return 0;
+    if (r == -EBADMSG) { /* rewritten meanwhile, or a flipped bit: the ring finds out which, and tells the daemon */
+        gpu->direct_count.mismatches++;
+        block_fall_back(call, block);
+    } else if (r < 0) {
+        return r;
+    } else if ((block->proven += pages) == whole_pages(block)) {
+        block->look = direct_look_start(call->lane, block->desc);
+        block->way = block->look ? WAY_LOOKING : WAY_STAGED;
+        block->failure = block->look ? 0 : -ENOMEM;
+    }
+    block->proof = NULL;
+    return 0;
+}
+
+static void block_look(struct gpu_call *call, struct gpu_block *block) {
+    int r = direct_look_poll(block->look, &block->record);
+    if (r == -EINPROGRESS)
+        return;
+    block->look = NULL;
+    if (r == 0)
+        block_stage(call, block, whole_pages(block) * PAGE);
+    else if (call->session->gone) /* nobody can say whether it is still there; the ring's checksums do not need to know */
+        block_fall_back(call, block);
+    else
+        block->way = WAY_STAGED, block->failure = r;
+}
+
+/* Whether there is something to wait for that does not wake the lane. */
+static int blocks_direct(struct gpu_call *call, bool *waiting) {
+    int r = 0;
+    *waiting = false;
+    for (uint32_t i = 0; i < call->gpu->ring_slots && r == 0; i++) {
+        struct gpu_block *block = &call->blocks[i];
+        enum block_way way;
+        do { /* a state that was left shows the next at once */
+            way = block->used ? block->way : WAY_STAGED;
+            switch (way) {
+            case WAY_FENCE: r = block_begin_reading(call, block); break;
+            case WAY_READING: block_go_on_reading(call, block); break;
+            case WAY_PROVING: r = block_prove(call, block); break;
+            case WAY_LOOKING: block_look(call, block); break;
+            default: break;
+            }
+        } while (r == 0 && block->way != way && block->used);
+        *waiting = *waiting || (block->used && block->way >= WAY_FENCE && block->way != WAY_LOOKING);
+    }
+    return r;
+}
+
+/* After an error: until no thread writes, or is known to be late. What the GPU still proves, copies_settle() waits for. */
+static void direct_settle(struct gpu_call *call) {
+    for (uint32_t i = 0; i < call->gpu->ring_slots; i++) {
+        struct gpu_block *block = &call->blocks[i];
+        while (block->read && direct_poll(call->gpu->direct, block->read) == -EINPROGRESS)
+            pause_ns(PAUSE_NS);
+        if (block->look)
+            direct_look_poll(block->look, &block->record);
+        block->read = NULL;
+        block->look = NULL;
+    }
+    direct_proofs_drop(call->gpu->direct);
+}
+
 static int blocks_read(struct gpu_call *call) {
     struct kvfs_gpu *gpu = call->gpu;
     for (;;) {
-        int r = copies_start(call);
+        bool waiting = false;
+        int r = gpu->direct ? blocks_direct(call, &waiting) : 0;
+        if (r == 0)
+            r = copies_start(call);
         if (r == 0)
             r = copies_reap(gpu);
         if (r < 0)
@@ -751,8 +965,8 @@ static int blocks_read(struct gpu_call *call) {
                 continue;
         }
         if (call->lane->active_count)
-            lane_run(call->lane, starved && gpu->copy_count ? PAUSE_NS : 1000000000);
-        else if (starved && gpu->copy_count)
+            lane_run(call->lane, waiting || (starved && gpu->copy_count) ? PAUSE_NS : 1000000000);
+        else if (waiting || (starved && gpu->copy_count))
             pause_ns(PAUSE_NS);
         else if (starved)
             blocks_give_up(call);
@@ -781,6 +995,8 @@ static int gpu_get(struct gpu_call *call) {
         return 0;
     char why[sizeof(gpu->why)]; /* the first sentence is the one that says what happened */
     snprintf(why, sizeof(why), "%s", kvfs_error());
+    if (gpu->direct)
+        direct_settle(call);
     for (uint32_t i = 0; i < gpu->slot_count; i++)
         if (gpu->slots[i].state == SLOT_READY)
             gpu->slots[i].state = SLOT_FREE;
@@ -808,6 +1024,7 @@ int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struc
     bool primary = r == 0 && (r = CUDA(gpu, cuCtxPushCurrent, gpu->primary)) == 0;
     if (r == 0)
         r = buffers_check(gpu, device_buffers, keys->count, &context);
+    call.direct = r == 0 && gpu->direct && direct_session(gpu->direct, call.session) == 0;
     bool entered = r == 0 && (r = context_enter(gpu, context ? context : gpu->primary)) == 0;
     if (r == 0)
         r = stream_check(gpu, call.stream);

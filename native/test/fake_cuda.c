@@ -23,9 +23,18 @@
 enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400,
        NOT_READY = 600, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
 
+/* The kernels, as the C compiler makes them. */
+static _Thread_local uint64_t thread_index;
+#define GPU_LEAF(...) __VA_ARGS__
+#define GPU_KERNEL static
+#define GPU_FUNCTION static
+#define GPU_INDEX thread_index
+#include "gpu_leaf.h"
+static const char *const kernels[] = {"kvfs_leaf_lanes", "kvfs_leaf_sums"};
+
 struct context { int device; bool primary, destroyed; uint32_t retained; struct stream *defaults[2]; struct context *next; };
 struct event { struct context *context; uint64_t recorded, done; bool destroyed; struct event *next; };
-enum kind { COPY_IN, COPY_OUT, FILL, RECORD, WAIT, SLEEP };
+enum kind { COPY_IN, COPY_OUT, FILL, RECORD, WAIT, SLEEP, LANES, SUMS };
 struct operation {
     struct operation *next;
     enum kind kind;
@@ -33,6 +42,7 @@ struct operation {
     const uint8_t *from;
     uint64_t size, digest, at;           /* at: of an event */
     struct event *event;
+    struct gpu_leaf_keys keys;           /* of a kernel, as size its leaves and as digest its nonce */
 };
 struct stream {
     struct context *context;
@@ -41,8 +51,10 @@ struct stream {
     bool ending, destroyed, capturing;
     struct stream *next;
 };
-struct memory { uint64_t address, size; uint8_t *data; struct context *context; int device; struct memory *next; };
+struct memory { uint64_t address, size; uint8_t *data; bool reachable; struct context *context; int device; struct memory *next; };
 struct pinned { uint8_t *start; uint64_t size; struct pinned *next; };
+struct function { struct module *module; int which; };
+struct module { struct context *context; struct function functions[2]; struct module *next; };
 struct rule { char function[40]; unsigned countdown; int error; struct rule *next; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -53,14 +65,18 @@ static struct stream *streams;
 static struct memory *memories;
 static struct pinned *pins;
 static struct rule *rules;
+static struct module *modules;
 static pid_t started;
 static int sticky;                       /* an error that every call answers from now on */
 static unsigned delay_us, copy_countdown, copies, violations;
 static int copy_error;
-static bool held;
+static bool held, reachable;
 static char violation[200];
 static _Thread_local struct context *stack[64];
 static _Thread_local unsigned depth;
+
+/* Where no test can call: in a probe's process. */
+__attribute__((constructor)) static void from_environment(void) { reachable = getenv("FAKE_CUDA_REACHABLE") != NULL; }
 
 static void violate(const char *format, ...) {
     va_list arguments;
@@ -83,10 +99,17 @@ static uint64_t digest_of(const uint8_t *data, uint64_t size) {
 }
 
 /* With the lock held. */
-static int enter(const char *function, bool needs_context) {
+static int enter_rule(const char *function) {
     for (struct rule *rule = rules; rule; rule = rule->next)
         if (rule->countdown && strcmp(rule->function, function) == 0 && --rule->countdown == 0)
             return rule->error;
+    return SUCCESS;
+}
+
+static int enter(const char *function, bool needs_context) {
+    int error = enter_rule(function);
+    if (error)
+        return error;
     if (sticky)
         return sticky;
     if (started != getpid())
@@ -126,6 +149,12 @@ static void operation_run(struct operation *o) { /* without the lock */
         memcpy(o->to, o->from, o->size);
     else if (o->kind == FILL)
         memset(o->to, (int)o->at, o->size);
+    else if (o->kind == LANES)
+        for (thread_index = 0; thread_index < o->size * GPU_LEAF_LANES; thread_index++)
+            kvfs_leaf_lanes((const gpu_u64 *)(const void *)o->from, o->size, o->keys, (gpu_u64 *)(void *)o->to);
+    else if (o->kind == SUMS)
+        for (thread_index = 0; thread_index < o->size; thread_index++)
+            kvfs_leaf_sums((const gpu_u64 *)(const void *)o->from, o->size, o->keys, (gpu_u32)o->digest, (gpu_u32 *)(void *)o->to);
 }
 
 static void *stream_main(void *argument) {
@@ -136,7 +165,7 @@ static void *stream_main(void *argument) {
         bool copy = o && o->kind == COPY_IN;
         if (!o && s->ending)
             break;
-        if (!o || (o->kind == WAIT && o->event->done < o->at) || (copy && held) || sticky) {
+        if (!o || (o->kind == WAIT && o->event->done < o->at) || ((copy || (o->kind >= LANES)) && held) || sticky) {
             if (s->ending && (sticky || held))
                 break;
             pthread_cond_wait(&changed, &lock);
@@ -447,12 +476,13 @@ EXPORT int cuCtxGetCurrent(struct context **out) {
 static struct memory *memory_new(uint64_t size, struct context *context, int device) {
     struct memory *m = calloc(1, sizeof(*m));
     uint64_t room = (size + 2 * PIECE) / PIECE * PIECE;
-    void *address = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *address = mmap(NULL, room, reachable ? PROT_READ | PROT_WRITE : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED)
         abort();
     m->address = (uint64_t)(uintptr_t)address;
     m->size = size;
-    m->data = malloc(size);
+    m->reachable = reachable;
+    m->data = reachable ? address : malloc(size);
     memset(m->data, 0xee, size);
     m->context = context;
     m->device = device;
@@ -481,7 +511,8 @@ EXPORT int cuMemFree_v2(uint64_t address) {
     if (m) {
         *link = m->next;
         munmap((void *)(uintptr_t)m->address, (m->size + 2 * PIECE) / PIECE * PIECE);
-        free(m->data);
+        if (!m->reachable)
+            free(m->data);
         free(m);
     } else if (r == SUCCESS) {
         r = INVALID_VALUE;
@@ -591,6 +622,111 @@ EXPORT int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, struct
     LEAVE;
 }
 
+/* ---- kernels ---- */
+
+EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    ENTER(false);
+    (void)device;
+    *value = attribute == 75 ? 9 : 0; /* compute capability 9.0 */
+    LEAVE;
+}
+
+EXPORT int cuDeviceGetUuid(uint8_t *uuid, int device) {
+    ENTER(false);
+    memcpy(uuid, "fake CUDA device", 16);
+    uuid[15] = (uint8_t)('0' + device);
+    LEAVE;
+}
+
+/* Of this module's image only the kernels' names are looked at. */
+EXPORT int cuModuleLoadData(struct module **module, const void *image) {
+    ENTER(true);
+    if (r == SUCCESS && (!strstr(image, kernels[0]) || !strstr(image, kernels[1])))
+        r = 218; /* CUDA_ERROR_INVALID_PTX */
+    if (r == SUCCESS) {
+        *module = calloc(1, sizeof(**module));
+        (*module)->context = stack[depth - 1];
+        (*module)->next = modules;
+        modules = *module;
+    }
+    LEAVE;
+}
+
+EXPORT int cuModuleUnload(struct module *module) {
+    ENTER(true);
+    struct module **link = &modules;
+    while (r == SUCCESS && *link && *link != module)
+        link = &(*link)->next;
+    if (r == SUCCESS && !*link)
+        r = INVALID_HANDLE;
+    if (r == SUCCESS) {
+        *link = module->next;
+        free(module);
+    }
+    LEAVE;
+}
+
+EXPORT int cuModuleGetFunction(struct function **function, struct module *module, const char *name) {
+    ENTER(true);
+    int i = r == SUCCESS ? 0 : 2;
+    while (i < 2 && strcmp(name, kernels[i]) != 0)
+        i++;
+    if (i < 2)
+        *function = &module->functions[i];
+    else if (r == SUCCESS)
+        r = 500; /* CUDA_ERROR_NOT_FOUND */
+    if (i < 2)
+        module->functions[i] = (struct function){module, i};
+    LEAVE;
+}
+
+EXPORT int cuLaunchKernel(struct function *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                          unsigned block_z, unsigned shared, struct stream *handle, void **parameters, void **extra) {
+    ENTER(true);
+    struct stream *s = r == SUCCESS ? stream_of(handle) : NULL;
+    uint64_t leaves = *(uint64_t *)parameters[1], from = *(uint64_t *)parameters[0];
+    bool sums = function->which == 1;
+    struct operation o = {.kind = sums ? SUMS : LANES, .size = leaves, .keys = *(struct gpu_leaf_keys *)parameters[2]};
+    uint8_t *source = NULL;
+    if (r == SUCCESS && (!s || extra || shared || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1))
+        r = INVALID_VALUE;
+    if (r == SUCCESS && s->context != function->module->context)
+        r = INVALID_HANDLE;
+    if (r == SUCCESS && (uint64_t)grid_x * block_x < leaves * (sums ? 1 : GPU_LEAF_LANES))
+        violate("a kernel of %u threads for %llu leaves", grid_x * block_x, (unsigned long long)leaves);
+    /* Real ones fault when they run. */
+    if (r == SUCCESS && (from % 8 || range_of(from, leaves * (sums ? 64 : 4096), &source) ||
+                         range_of(*(uint64_t *)parameters[sums ? 4 : 3], leaves * (sums ? 4 : 64), &o.to))) {
+        violate("a kernel reads or writes beside its memory");
+        r = INVALID_VALUE;
+    }
+    o.from = source;
+    o.digest = sums ? *(uint32_t *)parameters[3] : 0;
+    if (r == SUCCESS)
+        enqueue(s, o);
+    LEAVE;
+}
+
+/* As libnvrtc, if it is opened under that name: it compiles nothing, and says so in what it makes. */
+EXPORT int nvrtcCreateProgram(void **program, const char *source, const char *name, int count, const char *const *texts,
+                              const char *const *names) {
+    (void)name, (void)count, (void)texts, (void)names;
+    *program = strdup(source);
+    return SUCCESS;
+}
+EXPORT int nvrtcCompileProgram(void *program, int count, const char *const *options) {
+    pthread_mutex_lock(&lock);
+    (void)program, (void)options;
+    int r = enter_rule(__func__);
+    r = r ? r : count == 1 ? SUCCESS : INVALID_VALUE;
+    LEAVE;
+}
+EXPORT int nvrtcGetProgramLogSize(void *program, size_t *size) { return (void)program, *size = 20, SUCCESS; }
+EXPORT int nvrtcGetProgramLog(void *program, char *text) { return (void)program, strcpy(text, "a double's refusal"), SUCCESS; }
+EXPORT int nvrtcGetPTXSize(void *program, size_t *size) { return *size = strlen(program) + 1, SUCCESS; }
+EXPORT int nvrtcGetPTX(void *program, char *text) { return strcpy(text, program), SUCCESS; }
+EXPORT int nvrtcDestroyProgram(void **program) { return free(*program), *program = NULL, SUCCESS; }
+
 /* These go through the default stream and wait for it, as CUDA's do; other streams do not. */
 EXPORT int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) {
     int error = cuMemcpyDtoHAsync_v2(to, from, size, NULL);
@@ -647,7 +783,14 @@ EXPORT void fake_cuda_delay(unsigned us) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Copies to devices do not begin until it is undone. */
+/* Memory from now on may be touched by the CPU, and so by a cuFile whose DMA is one. */
+EXPORT void fake_cuda_reachable(int on) {
+    pthread_mutex_lock(&lock);
+    reachable = on;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Copies to devices, and kernels, do not begin until it is undone. */
 EXPORT void fake_cuda_hold(int on) {
     pthread_mutex_lock(&lock);
     held = on;
@@ -705,10 +848,12 @@ EXPORT unsigned fake_cuda_violations(void) {
 
 EXPORT const char *fake_cuda_violation(void) { return violation; }
 
-/* Handles that are still there: streams, events, registrations, retained contexts. */
+/* Handles that are still there: streams, events, registrations, retained contexts, modules. */
 EXPORT unsigned fake_cuda_left(void) {
     pthread_mutex_lock(&lock);
     int r = 0;
+    for (struct module *m = modules; m; m = m->next)
+        r++;
     for (struct stream *s = streams; s; s = s->next)
         r += !s->destroyed && s != s->context->defaults[0] && s != s->context->defaults[1];
     for (struct event *e = events; e; e = e->next)
