@@ -119,7 +119,7 @@ class Output:
 
 def prepare() -> tuple[Path, Path]:
     """The kernel and the initrd, made now if they are not there. Raises MissingError with what cannot be had."""
-    for program in ("qemu-system-x86_64", "timeout", "apt-get", "dpkg-deb"):
+    for program in ("qemu-system-x86_64", "timeout", "setpriv", "apt-get", "dpkg-deb"):
         needs_program(program)
     busybox = Path(needs_program("busybox"))
     if b"/ld-linux" in busybox.read_bytes():
@@ -354,7 +354,9 @@ class Guest:
 
     def _words(self, kernel: Path, initrd: Path) -> list[str]:
         memory = f"{self.memory_mib}M"
-        words = ["timeout", "--kill-after=5", f"{self.lifetime_s:.0f}", "qemu-system-x86_64"]
+        # It ends with whoever started it, and after its time.
+        words = ["setpriv", "--pdeathsig", "TERM", "timeout", "--kill-after=5", f"{self.lifetime_s:.0f}"]
+        words += ["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64"]
         words += ["-accel", "tcg", "-cpu", "max", "-smp", f"{self.cpu_count}", "-m", memory]
         # All of the guest's memory is shared: the back ends read and write it.
         words += ["-M", "pc,memory-backend=memory"]
@@ -451,7 +453,7 @@ class Guest:
     def kill(self) -> None:
         """End it at once, as a power cut does."""
         if self._process is not None:
-            for pid in (*self._qemu(), self._process.pid):  # `timeout` then ends by itself, and leaves no zombie
+            for pid in (*self.qemu(), self._process.pid):  # `timeout` then ends by itself, and leaves no zombie
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -469,7 +471,7 @@ class Guest:
                 texts.append((self.directory / name).read_text(errors="replace")[-2000:])
         return "\n".join(texts).strip()
 
-    def _qemu(self) -> list[int]:
+    def qemu(self) -> list[int]:
         """QEMU's process id, the child of `timeout`."""
         try:
             return children(self._process.pid) if self._process is not None else []
@@ -479,7 +481,7 @@ class Guest:
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds of QEMU: of the threads that emulate CPUs (`vcpu`), and of the others."""
         used = {"vcpu": 0.0, "other": 0.0}
-        for task in (task for pid in self._qemu() for task in Path(f"/proc/{pid}/task").iterdir()):
+        for task in (task for pid in self.qemu() for task in Path(f"/proc/{pid}/task").iterdir()):
             text = (task / "stat").read_text()
             fields = text.rpartition(")")[2].split()
             kind = "vcpu" if "(CPU " in text else "other"
