@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
+import json
 import lzma
 import os
 import re
@@ -42,6 +43,8 @@ CACHE = REPOSITORY / "build/vm"
 KERNEL = "linux-image-amd64"
 # In the order of need; what they depend on is added.
 MODULES = ("virtio_pci", "virtio_console", "9pnet_virtio", "9p", "virtiofs")
+# Without what costs an emulated CPU much and protects nobody here.
+KERNEL_ARGUMENTS = "console=ttyS0 quiet panic=-1 mitigations=off"
 PORTS = 4  # commands at once
 BOOT_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 60.0
@@ -357,13 +360,14 @@ class Guest:
         # It ends with whoever started it, and after its time.
         words = ["setpriv", "--pdeathsig", "TERM", "timeout", "--kill-after=5", f"{self.lifetime_s:.0f}"]
         words += ["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64"]
-        words += ["-accel", "tcg", "-cpu", "max", "-smp", f"{self.cpu_count}", "-m", memory]
+        words += ["-accel", "tcg", "-cpu", "max,la57=off", "-smp", f"{self.cpu_count}", "-m", memory]
         # All of the guest's memory is shared: the back ends read and write it.
         words += ["-M", "pc,memory-backend=memory"]
         words += ["-object", f"memory-backend-memfd,id=memory,size={memory},share=on"]
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+        words += ["-qmp", f"unix:{self.directory}/monitor,server=on,wait=off"]
         words += ["-name", f"{self.name},debug-threads=on", "-serial", f"file:{self.directory}/console.log"]
-        words += ["-kernel", f"{kernel}", "-initrd", f"{initrd}", "-append", "console=ttyS0 quiet panic=-1"]
+        words += ["-kernel", f"{kernel}", "-initrd", f"{initrd}", "-append", KERNEL_ARGUMENTS]
         words += ["-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"]
         words += ["-device", "virtio-9p-pci,fsdev=host,mount_tag=host", "-device", "virtio-serial-pci"]
         for index in range(PORTS):
@@ -373,7 +377,7 @@ class Guest:
             reconnect = ",reconnect=1" if share.reconnect else ""
             queues = f"queue-size={share.queue_size},num-request-queues={share.queue_count}"
             words += ["-chardev", f"socket,id=share{index},path={share.socket}{reconnect}"]
-            words += ["-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag},{queues}"]
+            words += ["-device", f"vhost-user-fs-pci,id={share.tag},chardev=share{index},tag={share.tag},{queues}"]
         return words
 
     # ---- what is done in it ----
@@ -412,6 +416,20 @@ class Guest:
 
     def get(self, path: str | Path) -> bytes:
         return self.run(f"cat {shlex.quote(str(path))}").stdout
+
+    def unplug(self, tag: str) -> None:
+        """Ask the guest to give up a share's device, as an administrator of the host does whose back end is dead."""
+        with socket.socket(socket.AF_UNIX) as monitor:
+            monitor.settimeout(COMMAND_TIMEOUT_S)
+            monitor.connect(f"{self.directory}/monitor")
+            with monitor.makefile("rw") as stream:
+                stream.readline()  # its greeting
+                for command in ({"execute": "qmp_capabilities"}, {"execute": "device_del", "arguments": {"id": tag}}):
+                    stream.write(json.dumps(command))
+                    stream.flush()
+                    while "return" not in (answer := json.loads(stream.readline())):
+                        if "error" in answer:
+                            raise GuestError(f"{self.name}: {command}: {answer['error']}")
 
     # ---- its life ----
 

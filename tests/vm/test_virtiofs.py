@@ -1,0 +1,343 @@
+"""A pool as real guests see it: POSIX, fio, checksums, several guests and the host at once, eviction, deaths.
+
+Two guests share one pool with the host's mount for most of it: `small` has the queue size that QEMU takes if none is
+asked for, `large` the largest and four request queues.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+
+import pytest
+from helpers import MIB, REPOSITORY, Pool, assert_same, content, read_file, run, wait_until, write_file
+
+from kvfs.bench.guest import Guest, GuestError, GuestTimeoutError, Share
+
+sys.path.insert(0, str(REPOSITORY / "tests/faults"))
+
+import workload
+
+VISITOR = pathlib.Path(__file__).with_name("visitor.py")
+# What a guest goes by without asking: nothing of names and files, and this long of a directory's mode and times.
+DIRECTORY_BOUND_S = 1.0
+# An emulated CPU is so much slower.
+SLOWNESS = 8
+# Files of the POSIX suite, half for each guest; what lasts longest is apart.
+SUITE = {
+    "small": ["test_create.py", "test_eviction.py", "test_mmap.py", "test_permissions.py", "test_rename.py",
+              "test_storm.py", "test_unlink.py", "test_xattr.py"],
+    "large": ["test_coherence.py", "test_directory.py", "test_filesystem.py", "test_fio.py", "test_read.py",
+              "test_write.py"],
+}
+# Left out in a guest: they need the daemon's own command line, its death, or a pool of a certain size.
+LEFT_OUT = "needs a kvfs pool of its own"
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Exported(Pool):
+    """A mounted pool with sockets for guests: {tag: request queues}."""
+
+    def __init__(self, queues, **arguments):
+        self.sockets = {}
+        self.queues = queues
+        super().__init__(**arguments)
+
+    def start(self, *extra, **arguments):
+        self.sockets = {tag: self.base / f"{tag}.socket" for tag in self.queues}
+        words = [f"--virtiofs={self.sockets[tag]},tag={tag},queues={count}" for tag, count in self.queues.items()]
+        super().start(*words, *extra, **arguments)
+
+    def guest(self, tag, queue_size=1024, **arguments):
+        share = Share(self.sockets[tag], tag, queue_size=queue_size, queue_count=self.queues[tag])
+        return Guest([share], name=tag, **arguments)
+
+    def exported(self, tag):
+        """What `kvfs status` says of an export."""
+        [found] = [export for export in self.status()["exports"] if export["tag"] == tag]
+        return found
+
+    def fsck(self):
+        """Unmount, and demand that every block of it is right."""
+        self.umount()
+        self.command("fsck", str(self.path), "--verify-data")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Exported({"small": 1, "large": 4}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def guests(pool):
+    """Two guests that have the pool mounted."""
+    with pool.guest("small", 128) as small, pool.guest("large", cpu_count=2) as large:
+        small.mount("small")
+        large.mount("large")
+        yield {"small": small, "large": large}
+
+
+@pytest.fixture
+def sides(pool, guests, request):
+    """A directory of this test's own, as the host and the two guests know it."""
+    name = request.node.name.replace("[", "-").rstrip("]")
+    (pool.mount / name).mkdir()
+    return {"host": pool.mount / name, "small": f"/run/shares/small/{name}", "large": f"/run/shares/large/{name}"}
+
+
+def visitor(verb, root, *words):
+    return shlex.join([sys.executable, str(VISITOR), verb, str(root), *map(str, words)])
+
+
+def visit(guest, verb, root, *words, timeout_s=60):
+    return json.loads(guest.run(visitor(verb, root, *words), timeout_s=timeout_s).stdout)
+
+
+# --- the suite -------------------------------------------------------------------------------------------------
+
+
+def suite(tag, root):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest",
+               "--directory", str(root), "--kvfs", "--junit-xml=/run/tmp/results.xml",
+               *(f"tests/posix/{name}" for name in SUITE[tag])]
+    return f"cd {REPOSITORY} && KVFS_TEST_SLOWNESS={SLOWNESS} {shlex.join(command)}"
+
+
+@pytest.mark.timeout(900)
+def test_the_posix_suite_passes_in_guests_beside_each_other(guests, sides):
+    """All of what the host's mount passes, fio with its verification too, but what needs a pool of its own."""
+    assert sorted(sum(SUITE.values(), [])) == sorted(path.name for path in (REPOSITORY / "tests/posix").glob("test_*"))
+    running = {tag: guest.start(suite(tag, sides[tag]), timeout_s=800) for tag, guest in guests.items()}
+    passed, left_out = set(), set()
+    for tag, guest in guests.items():
+        output = running[tag].wait(check=False)
+        assert output.status == 0, f"in guest {tag}:\n{output.text[-20_000:]}"
+        for case in xml.etree.ElementTree.fromstring(guest.get("/run/tmp/results.xml")).iter("testcase"):
+            name = f"{case.get('classname').rpartition('.')[2]}.py::{case.get('name')}"
+            skipped = case.find("skipped")
+            if skipped is None:
+                passed.add(name)
+            else:
+                assert LEFT_OUT in skipped.get("message"), f"{name}: {skipped.get('message')}"
+                left_out.add(name)
+    listed = run(sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/posix").stdout
+    everything = {line.rpartition("/")[2] for line in listed.splitlines() if line.startswith("tests/posix/")}
+    assert passed | left_out == everything
+    assert {name.partition("::")[0] for name in left_out} == {"test_eviction.py"}
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------
+
+
+SIZES = (0, 1, 4095, 4096, 100_001, MIB, 3 * MIB + 17, 12 * MIB)
+
+
+@pytest.mark.parametrize("tag", ["small", "large"])
+def test_files_written_by_the_host_have_the_same_checksums_in_a_guest(guests, sides, tag):
+    for size in SIZES:
+        write_file(sides["host"] / f"file-{size}", content(size, size))
+    told = visit(guests[tag], "sums", sides[tag])
+    assert told == json.loads(run(sys.executable, VISITOR, "sums", sides["host"]).stdout)
+    assert len(told) == 2 * len(SIZES)
+
+
+@pytest.mark.parametrize("tag", ["small", "large"])
+def test_files_written_by_a_guest_have_the_same_checksums_on_the_host(guests, sides, tag):
+    """Buffered, with O_DIRECT, and by pieces; what is written is this machine's, read by 9p."""
+    guest, source, target = guests[tag], sides["host"].parent.parent / "source", sides[tag]
+    for size in SIZES:
+        write_file(source, content(size, size))
+        guest.run(f"cp {source} {target}/buffered-{size}; dd if={source} of={target}/pieces-{size} bs=9999")
+        if size and size % 4096 == 0:
+            guest.run(f"dd if={source} of={target}/direct-{size} bs=1M oflag=direct")
+    names = sorted(os.listdir(sides["host"]))
+    assert len(names) == 2 * len(SIZES) + sum(size % 4096 == 0 < size for size in SIZES)
+    for name in names:
+        size = int(name.rpartition("-")[2])
+        assert_same(read_file(sides["host"] / name), content(size, size), name)
+
+
+def test_a_sealed_block_is_read_without_a_copy(pool, guests, sides):
+    """Whole pages by O_DIRECT: DMA into the guest's own."""
+    write_file(sides["host"] / "block", content(8 * MIB))
+    before = pool.exported("large")
+    guests["large"].run(f"dd if={sides['large']}/block of=/dev/null bs=1M iflag=direct")
+    after = pool.exported("large")
+    assert after["bytes_read"] - before["bytes_read"] == 8 * MIB
+    assert after["zero_copy_bytes"] - before["zero_copy_bytes"] == 8 * MIB
+
+
+# --- several at once -------------------------------------------------------------------------------------------
+
+
+def test_a_change_by_one_is_seen_by_the_next_open_of_the_others(guests, sides):
+    """Names, content, sizes and modes, whoever changes them, though each has looked before."""
+    def seen(side, command):
+        directory = shlex.quote(str(sides[side]))
+        if side == "host":
+            return run("bash", "-c", f"cd {directory}; {command}").stdout
+        return guests[side].run(f"cd {directory}; {command}").text
+
+    show = "ls; cat a b 2>/dev/null; stat -c '%s %a' a b 2>/dev/null; true"
+    changes = [
+        ("create", "echo one > a"), ("replace", "echo 22 > t && mv t a"), ("rewrite in place", "echo 333 > a"),
+        ("append", "echo 4 >> a"), ("truncate", "truncate -s 3 a"), ("mode", "chmod 600 a"),
+        ("rename", "mv a b"), ("remove", "rm b"),
+    ]
+    for changer in sides:
+        for what, command in changes:
+            seen(changer, command)
+            expected = seen(changer, show)
+            for other in sides:
+                assert seen(other, show) == expected, f"{what} by {changer}, looked at by {other}"
+
+
+def test_a_directory_s_mode_is_seen_within_the_bound(guests, sides):
+    look = f"stat -c %a {sides['small']}"
+    for mode in (0o700, 0o711, 0o755):
+        guests["small"].run(look)
+        os.chmod(sides["host"], mode)
+        time.sleep(DIRECTORY_BOUND_S)
+        assert guests["small"].run(look).text.strip() == f"{mode:o}"
+
+
+def test_pages_a_guest_keeps_are_not_served_for_a_file_rewritten_elsewhere(guests, sides):
+    """The page cache of a guest is told nothing: neither a new open nor an open handle may mix two versions."""
+    program = """
+import os, sys, time
+path = sys.argv[1]
+descriptor = os.open(path, os.O_RDONLY)
+first = os.pread(descriptor, 8192, 0)
+assert set(first) == {1}, "before"
+open("/run/tmp/ready", "w").close()
+while not os.path.exists("/run/tmp/go"):
+    time.sleep(0.05)
+again = os.open(path, os.O_RDONLY)
+for name, handle in (("a new handle", again), ("the old handle", descriptor)):
+    data = os.pread(handle, 1 << 20, 0)
+    assert set(data) == {2}, f"{name}: versions {set(data)}"
+"""
+    for tag, guest in guests.items():
+        path = sides["host"] / tag
+        write_file(path, b"\1" * MIB)
+        guest.run("rm -f /run/tmp/ready /run/tmp/go")
+        running = guest.start(shlex.join([sys.executable, "-c", program, f"{sides[tag]}/{tag}"]))
+        guest.run("until [ -e /run/tmp/ready ]; do sleep 0.1; done")
+        write_file(path, b"\2" * MIB, flags=os.O_WRONLY)
+        guest.run("touch /run/tmp/go")
+        running.wait()
+
+
+@pytest.mark.timeout(180)
+def test_two_guests_and_the_host_change_and_read_one_directory(pool, guests, sides):
+    """Each replaces and removes names of its own and reads everybody's: whole, of that name, never an older version."""
+    seconds = 20
+    running = [guest.start(visitor("churn", sides[tag], tag, index, seconds), timeout_s=seconds + 60)
+               for index, (tag, guest) in enumerate(guests.items())]
+    done = [json.loads(run(sys.executable, VISITOR, "churn", sides["host"], "host", "2", f"{seconds}").stdout)]
+    done += [json.loads(command.wait().stdout) for command in running]
+    for report in done:
+        assert report["reads"] > 20 and report["changes"] > 5 and report["others"] > 0, done
+    assert pool.exported("small")["io_errors"] == 0
+    assert pool.exported("small")["descriptor_errors"] == pool.exported("large")["descriptor_errors"] == 0
+
+
+@pytest.mark.timeout(180)
+def test_a_guest_reads_while_blocks_are_evicted():
+    """The host writes three times the pool; in the guest each block is whole, or missing."""
+    size = 2 * MIB
+    with Exported({"reader": 1}, files=4, size="64M") as pool, pool.guest("reader") as guest:
+        root = guest.mount("reader")
+        prefix, count = "block", 3 * 4 * 64 * MIB // size
+        run(sys.executable, VISITOR, "store", pool.mount, prefix, "40", f"{size}")
+        running = guest.start(visitor("read", root, prefix, count, 25), timeout_s=90)
+        run(sys.executable, VISITOR, "store", pool.mount, prefix, f"{count}", f"{size}")
+        done = json.loads(running.wait().stdout)
+        assert done["reads"] > 10 and done["misses"] > 10, done
+        assert len(os.listdir(pool.mount)) < count
+        # And when the guest itself writes more than there is room for.
+        guest.run(f"for i in $(seq 200); do dd if=/dev/zero of={root}/full-$i bs=2M count=1 status=none; done",
+                  timeout_s=90)
+        assert guest.run(f"cmp -n {2 * MIB} {root}/full-200 /dev/zero && stat -c %s {root}/full-200").text == f"{size}\n"
+        guest.kill()
+        pool.fsck()
+
+
+# --- deaths ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(180)
+def test_a_guest_killed_in_mid_write_leaves_nothing_behind():
+    """Its handles are closed, others go on, another guest takes its place, and the pool is right."""
+    with Exported({"victim": 2, "witness": 1}) as pool:
+        with pool.guest("witness") as witness:
+            root = witness.mount("witness")
+            for index in range(3):
+                with pool.guest("victim", (128, 1024)[index % 2]) as victim:
+                    place = victim.mount("victim")
+                    victim.run(f"dd if=/dev/urandom of={place}/held bs=1M count=4 && exec 9<{place}/held && rm {place}/held "
+                               f"&& (sleep 1000 <&9 >/dev/null 2>&1 &)")
+                    writing = f"i=0; while :; do dd if=/dev/zero of={place}/w$i bs=1M count=8 oflag=direct; i=$((i+1)); done"
+                    victim.start(writing, timeout_s=60)
+                    victim.start(f"while :; do dd if=/dev/zero of={place}/buffered bs=64k count=400; done", timeout_s=60)
+                    wait_until(lambda: (pool.mount / "w0").exists(), "the victim's first file")
+                    time.sleep(1)
+                    victim.kill()
+                wait_until(lambda: not pool.exported("victim")["connected"], "the end of the connection", timeout_s=20)
+                wait_until(lambda: pool.status()["pool"]["open_handles"] == 0, "the release of its handles", timeout_s=20)
+                for path in pool.mount.iterdir():
+                    assert set(read_file(path)) <= {0}, path
+                witness.run(f"echo {index} > {root}/log && cat {root}/log && rm -f {root}/w* {root}/buffered")
+        pool.fsck()
+
+
+@pytest.mark.timeout(180)
+def test_a_daemon_killed_under_load_does_not_hang_the_guest_s_administrator():
+    """QEMU does not connect again. New requests fail once the device is taken away, what waits can be killed,
+    and after a restart of both everything that was synced is there."""
+    with Exported({"kvfs": 1}) as pool:
+        with pool.guest("kvfs") as guest:
+            root = guest.mount()
+            guest.run(visitor("store", root, "kept", 10, MIB) + f" && sync -f {root}")
+            load = guest.start(f"while :; do dd if={root}/kept-1 of=/dev/null bs=1M iflag=direct; done 2>/dev/null", timeout_s=20)
+            writes = guest.start(f"for i in $(seq 1000); do head -c 3000000 /dev/zero > {root}/w$i; done", timeout_s=20)
+            time.sleep(2)
+            pool.kill()
+            assert guest.run("echo alive").text == "alive\n"
+            guest.unplug("kvfs")
+            wait_until(lambda: guest.run(f"timeout 10 stat {root}/new", check=False, timeout_s=15).stderr.count(b"not connected"),
+                       "an error instead of a hang", timeout_s=30)
+            for command in (load, writes):
+                with contextlib.suppress(GuestTimeoutError):
+                    command.wait(check=False)
+            assert guest.run("echo alive").text == "alive\n"
+        pool.remount()
+        with pool.guest("kvfs") as guest:
+            root = guest.mount()
+            for index in range(10):
+                key, _ = workload.check(guest.get(f"{root}/kept-{index}"), index)
+                assert key == f"kept-{index}"
+            guest.run(f"umount {root}")
+        pool.fsck()
+
+
+def test_an_unmount_in_a_guest_and_a_shutdown_of_it_end_the_connection():
+    with Exported({"kvfs": 1}) as pool:
+        for _ in range(2):
+            with pool.guest("kvfs") as guest:
+                root = guest.mount()
+                assert pool.exported("kvfs")["connected"]
+                for round_ in range(3):
+                    guest.run(f"echo {round_} > {root}/file && umount {root} && mount -t virtiofs kvfs {root} && cat {root}/file")
+                guest.run(f"umount {root}")
+            wait_until(lambda: not pool.exported("kvfs")["connected"], "the end of the connection")
+        pool.fsck()
