@@ -370,7 +370,8 @@ class Daemon:
         self._exports.serve()
         if self._mountpoint is not None:
             self._store.plane.fuse_add(await self._mount(self._mountpoint))
-        nursery.start_soon(self._stop_on_signal)
+        # Before anybody hears that we are ready: a signal that comes then must not kill.
+        await nursery.start(self._stop_on_signal)
         nursery.start_soon(self._end_on_stop)
         nursery.start_soon(control.run)
         if self._mountpoint is not None:
@@ -427,8 +428,9 @@ class Daemon:
         elif kind == Event.IDLE:
             self._namespace.idle(InodeNumber(inode))
 
-    async def _stop_on_signal(self) -> None:
+    async def _stop_on_signal(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
             async for number in signals:
                 log.info("%s: ending", signal.Signals(number).name)
                 self._stop.set()
