@@ -25,7 +25,6 @@ from kvfs.bench.common import (
     BenchError,
     Json,
     column_at,
-    cpu_s,
     needs_program,
     number_at,
     parse_json,
@@ -47,7 +46,8 @@ class _Door:
     pid: int
 
     def cpu_s(self) -> float:
-        return sum(cpu_s(pid) for pid in (self.pid, *children(self.pid)))
+        """In nanoseconds' steps: /proc counts in hundredths, and a toy run needs less than one."""
+        return sum(time.clock_gettime((~pid << 3) | 2) for pid in (self.pid, *children(self.pid)))
 
 
 def case_virtiofs(stand: Stand) -> None:
