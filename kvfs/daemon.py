@@ -57,6 +57,7 @@ class Event(IntEnum):
 
     IDLE = 3
     TRANSPORTS_GONE = 6
+    GUEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +428,8 @@ class Daemon:
             self._gone.set()
         elif kind == Event.IDLE:
             self._namespace.idle(InodeNumber(inode))
+        elif kind == Event.GUEST:
+            self._exports.broken(inode, value >> 32, value & 0xFFFFFFFF)
 
     async def _stop_on_signal(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -440,8 +443,8 @@ class Daemon:
         _tell_manager("STOPPING=1")
         for mountpoint in self._mounts():
             await self._unmount(mountpoint)
+        self._exports.stop()
         with trio.move_on_after(GRACE_S):
-            await self._exports.stop()
             await self._gone.wait()
         self._gone.set()
 

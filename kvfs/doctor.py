@@ -115,7 +115,8 @@ def render(checks: list[Check]) -> str:
             lines.append(f"{'':{width}}           -> {check.action}")
     fatal = [check.name for check in checks if check.fatal]
     lines.append("")
-    lines.append(f"a mount cannot work: {', '.join(fatal)}" if fatal else "a mount can work here")
+    export = "; kvfs export can" if set(fatal) <= {"/dev/fuse", "fusermount3"} else ""
+    lines.append(f"a mount cannot work: {', '.join(fatal)}{export}" if fatal else "a mount can work here")
     return "\n".join(lines)
 
 

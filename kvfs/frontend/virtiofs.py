@@ -12,13 +12,12 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-import trio
 
 from kvfs.errors import KvfsError, UsageError
 
@@ -32,6 +31,9 @@ EXPORTS_MAX = 64
 # sockaddr_un has 108 bytes, one of them the zero at the end; QEMU connects by the name.
 SOCKET_PATH_MAX = 107
 _BACKLOG = 4
+# A guest can break the rules as often as it likes; the log hears of it this often.
+_LOG_INTERVAL_S = 60.0
+_PROTOCOL = 0xFFFFFFFF
 
 
 class ExportError(KvfsError):
@@ -54,7 +56,8 @@ class ExportPlane(Protocol):
 
     def virtiofs_add(self, fd: int, tag: str, queues: int) -> int: ...
 
-    def virtiofs_remove(self, number: int) -> None: ...
+    def virtiofs_remove(self, number: int) -> None:
+        """Only asks for the end: it has come with the last transport's event."""
 
     def virtiofs_statistics(self, number: int) -> Mapping[str, int]: ...
 
@@ -192,6 +195,7 @@ class _Served:
     listener: socket.socket
     place: tuple[int, int]  # of the socket's file: device, inode
     number: int | None = None
+    logged_s: float = float("-inf")
 
 
 class Exports:
@@ -220,21 +224,25 @@ class Exports:
                 served.listener.fileno(), served.export.tag, served.export.queues
             )
 
-    async def stop(self) -> None:
-        """End all at once: what front ends have in flight is answered first. Those that connect again find nobody."""
-        async with trio.open_nursery() as nursery:
-            for served in self._served:
-                _take_away(served)
-                if served.number is not None:
-                    number, served.number = served.number, None
-                    nursery.start_soon(self._stop_one, served.export, number)
+    def stop(self) -> None:
+        """Ask for the end of all: what front ends have in flight is answered first. Those that connect again find
+        nobody."""
+        for served in self._served:
+            _take_away(served)
+            if served.number is not None:
+                number, served.number = served.number, None
+                try:
+                    self._plane.virtiofs_remove(number)
+                except KvfsError as error:
+                    log.warning("%s: %s", served.export.socket, error)
 
-    async def _stop_one(self, export: Export, number: int) -> None:
-        # In a thread: the answers that it waits for come from this one.
-        try:
-            await trio.to_thread.run_sync(self._plane.virtiofs_remove, number, abandon_on_cancel=True)
-        except KvfsError as error:
-            log.warning("%s: %s", export.socket, error)
+    def broken(self, number: int, queue: int, error: int) -> None:
+        """A guest's driver (by a queue) or its front end has broken the rules: told to the log, but not each time."""
+        for served in self._served:
+            if served.number == number and time.monotonic() >= served.logged_s + _LOG_INTERVAL_S:
+                served.logged_s = time.monotonic()
+                what = "its front end broke the protocol" if queue == _PROTOCOL else f"queue {queue} has stopped"
+                log.warning("%s: %s: %s; see kvfs status", served.export.socket, what, os.strerror(error))
 
     def statistics(self) -> list[dict[str, object]]:
         """For each: socket, tag, queues, and what the data plane counts."""

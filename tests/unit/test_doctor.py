@@ -31,7 +31,12 @@ def test_an_old_kernel_cannot_mount(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = next(check for check in doctor.examine() if check.name == "kernel")
     assert kernel.fatal and "newer" in kernel.action
     text = doctor.render([kernel])
-    assert "a mount cannot work: kernel" in text
+    assert text.endswith("a mount cannot work: kernel")
+
+
+def test_an_export_needs_no_fuse() -> None:
+    check = doctor.Check("/dev/fuse", "missing", "not there", "modprobe fuse", required=True)
+    assert doctor.render([check]).endswith("a mount cannot work: /dev/fuse; kvfs export can")
 
 
 def test_a_kernel_before_6_16_is_slower_but_works(monkeypatch: pytest.MonkeyPatch) -> None:

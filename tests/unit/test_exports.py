@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -14,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trio
 
 from kvfs import cli, daemon
 from kvfs.errors import KvfsError, UsageError
@@ -31,7 +31,6 @@ class PlaneDouble:
         self.refuse = refuse
         self.added: list[tuple[str, str, int]] = []
         self.removed: list[int] = []
-        self.removing = 0.0
 
     def virtiofs_add(self, fd: int, tag: str, queues: int) -> int:
         with socket.socket(fileno=os.dup(fd)) as listener:
@@ -200,12 +199,12 @@ def test_exports_listen_are_counted_and_are_gone_at_the_end(place: Path) -> None
     first, second = exports.statistics()
     assert first == {"socket": str(place / "a.sock"), "tag": "one", "queues": 2, **COUNTS}
     assert second["requests"] == 41
-    trio.run(exports.stop)
-    assert sorted(plane.removed) == [0, 1]
+    exports.stop()
+    assert plane.removed == [0, 1]
     assert exports.statistics() == [] and list(place.iterdir()) == []
-    trio.run(exports.stop)
+    exports.stop()
     exports.close()
-    assert sorted(plane.removed) == [0, 1]
+    assert plane.removed == [0, 1]
 
 
 def test_one_bad_socket_means_none(place: Path) -> None:
@@ -229,8 +228,29 @@ def test_an_export_that_does_not_end_does_not_keep_the_others(
     plane = PlaneDouble(refuse="remove")
     exports = Exports((Export(place / "a.sock"), Export(place / "b.sock")), plane)
     exports.serve()
-    trio.run(exports.stop)
-    assert sorted(plane.removed) == [0, 1] and "transport 1: does not end" in caplog.text
+    exports.stop()
+    assert plane.removed == [0, 1] and "transport 1: does not end" in caplog.text
+
+
+def test_a_guest_that_breaks_the_rules_does_not_fill_the_log(
+    place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports = Exports((Export(place / "a.sock"), Export(place / "b.sock")), PlaneDouble())
+    exports.serve()
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for _ in range(100):
+        exports.broken(0, 1, errno.EFAULT)
+    exports.broken(1, 0xFFFFFFFF, errno.EPROTO)
+    exports.broken(7, 1, errno.EFAULT)
+    assert [record.message for record in caplog.records] == [
+        f"{place}/a.sock: queue 1 has stopped: Bad address; see kvfs status",
+        f"{place}/b.sock: its front end broke the protocol: Protocol error; see kvfs status",
+    ]
+    now += 60
+    exports.broken(0, 1, errno.EFAULT)
+    assert len(caplog.records) == 3
+    exports.close()
 
 
 def test_a_socket_that_has_become_another_s_is_not_removed(place: Path) -> None:
