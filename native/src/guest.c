@@ -265,11 +265,12 @@ int guest_serve(struct server *server, uint32_t *run) {
             virtqueue_quiet(queue);
             atomic_fetch_add(&guest->dispatching, 1);
         }
-        pthread_mutex_unlock(&queue->serve);
         if (r < 0) {
             atomic_fetch_add(&guest->descriptor_errors, 1);
             guest_error(guest, queue->index, r);
+            virtqueue_break(queue);
         }
+        pthread_mutex_unlock(&queue->serve);
         if (r > 0) {
             server->next_queue = queue->index + 1;
             dispatch(server, queue, salt, run);
