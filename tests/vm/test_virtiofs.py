@@ -9,12 +9,13 @@ import json
 import os
 import pathlib
 import shlex
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree
 
 import pytest
-from helpers import MIB, REPOSITORY, Pool, assert_same, content, read_file, run, wait_until, write_file
+from helpers import MIB, REPOSITORY, Pool, assert_same, content, process_alive, read_file, run, wait_until, write_file
 
 from kvfs.bench.guest import Guest, GuestTimeoutError, Share
 
@@ -61,6 +62,12 @@ class Exported(Pool):
         """What `kvfs status` says of an export."""
         [found] = [export for export in self.status()["exports"] if export["tag"] == tag]
         return found
+
+    def umount(self, *, timeout_s=60):
+        """End mount and exports, and wait for the daemon's end."""
+        pid = self.pid()
+        self.command("umount", str(self.path), timeout_s=timeout_s)
+        wait_until(lambda: not process_alive(pid), f"the end of daemon {pid} after umount", timeout_s=timeout_s)
 
     def fsck(self):
         """Unmount, and demand that every block of it is right."""
@@ -149,8 +156,9 @@ def test_files_written_by_the_host_have_the_same_checksums_in_a_guest(guests, si
 @pytest.mark.parametrize("tag", ["small", "large"])
 def test_files_written_by_a_guest_have_the_same_checksums_on_the_host(guests, sides, tag):
     """Buffered, with O_DIRECT, and by pieces; what is written is this machine's, read by 9p."""
-    guest, source, target = guests[tag], sides["host"].parent.parent / "source", sides[tag]
+    guest, target = guests[tag], sides[tag]
     for size in SIZES:
+        source = sides["host"].parent.parent / f"source-{tag}-{size}"  # 9p remembers: no name twice
         write_file(source, content(size, size))
         guest.run(f"cp {source} {target}/buffered-{size}; dd if={source} of={target}/pieces-{size} bs=9999")
         if size and size % 4096 == 0:
@@ -191,10 +199,10 @@ def test_a_change_by_one_is_seen_by_the_next_open_of_the_others(guests, sides):
     ]
     for changer in sides:
         for what, command in changes:
-            seen(changer, command)
-            expected = seen(changer, show)
+            expected = seen(changer, f"{command}; {show}")
             for other in sides:
-                assert seen(other, show) == expected, f"{what} by {changer}, looked at by {other}"
+                if other != changer:
+                    assert seen(other, show) == expected, f"{what} by {changer}, looked at by {other}"
 
 
 def test_a_directory_s_mode_is_seen_within_the_bound(guests, sides):
@@ -206,31 +214,67 @@ def test_a_directory_s_mode_is_seen_within_the_bound(guests, sides):
         assert guests["small"].run(look).text.strip() == f"{mode:o}"
 
 
-def test_pages_a_guest_keeps_are_not_served_for_a_file_rewritten_elsewhere(guests, sides):
-    """The page cache of a guest is told nothing: neither a new open nor an open handle may mix two versions."""
-    program = """
+READER = """
 import os, sys, time
-path = sys.argv[1]
+path, ready, go = sys.argv[1:]
 descriptor = os.open(path, os.O_RDONLY)
 first = os.pread(descriptor, 8192, 0)
 assert set(first) == {1}, "before"
-open("/run/tmp/ready", "w").close()
-while not os.path.exists("/run/tmp/go"):
+open(ready, "w").close()
+while not os.path.exists(go):
     time.sleep(0.05)
 again = os.open(path, os.O_RDONLY)
 for name, handle in (("a new handle", again), ("the old handle", descriptor)):
     data = os.pread(handle, 1 << 20, 0)
     assert set(data) == {2}, f"{name}: versions {set(data)}"
 """
-    for tag, guest in guests.items():
-        path = sides["host"] / tag
-        write_file(path, b"\1" * MIB)
-        guest.run("rm -f /run/tmp/ready /run/tmp/go")
-        running = guest.start(shlex.join([sys.executable, "-c", program, f"{sides[tag]}/{tag}"]))
-        guest.run("until [ -e /run/tmp/ready ]; do sleep 0.1; done")
-        write_file(path, b"\2" * MIB, flags=os.O_WRONLY)
-        guest.run("touch /run/tmp/go")
-        running.wait()
+
+
+@pytest.mark.parametrize("tag", ["small", "large"])
+def test_pages_a_guest_keeps_are_not_served_for_a_file_rewritten_elsewhere(guests, sides, tag):
+    """The page cache of a guest is told nothing: neither a new open nor an open handle may mix two versions."""
+    guest = guests[tag]
+    write_file(sides["host"] / "file", b"\1" * MIB)
+    guest.run("rm -f /run/tmp/ready /run/tmp/go")
+    words = [sys.executable, "-c", READER, f"{sides[tag]}/file", "/run/tmp/ready", "/run/tmp/go"]
+    running = guest.start(shlex.join(words))
+    guest.run("until [ -e /run/tmp/ready ]; do sleep 0.1; done")
+    write_file(sides["host"] / "file", b"\2" * MIB, flags=os.O_WRONLY)
+    guest.run("touch /run/tmp/go")
+    running.wait()
+
+
+def test_pages_the_host_keeps_are_not_served_for_a_file_rewritten_by_a_guest(guests, sides, tmp_path):
+    write_file(sides["host"] / "file", b"\1" * MIB)
+    words = [sys.executable, "-c", READER, sides["host"] / "file", tmp_path / "ready", tmp_path / "go"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE) as reader:
+        try:
+            wait_until((tmp_path / "ready").exists, "the first read")
+            guests["large"].run(f"tr '\\0' '\\2' </dev/zero | head -c {MIB} | dd of={sides['large']}/file conv=notrunc")
+            (tmp_path / "go").touch()
+            _, errors = reader.communicate(timeout=30)
+        finally:
+            reader.kill()
+    assert reader.returncode == 0, errors.decode()
+
+
+def test_attributes_the_host_keeps_follow_a_guest_s_changes(guests, sides):
+    """stat alone, which asks nobody while it knows the answer."""
+    path, inside = sides["host"] / "file", f"{sides['small']}/file"
+    write_file(path, content(1000))
+    for command, expected in (("chmod 640", (0o640, 1000)), ("truncate -s 500", (0o640, 500)),
+                              ("cp /bin/true", None), ("touch -d @1000000000", None)):
+        path.stat()
+        guests["small"].run(f"{command} {inside}")
+        status = path.stat()
+        assert expected is None or (status.st_mode & 0o777, status.st_size) == expected, command
+        told = guests["small"].run(f"stat -c '%s %a %Y' {inside}").text.split()
+        assert told == [f"{status.st_size}", f"{status.st_mode & 0o777:o}", f"{int(status.st_mtime)}"], command
+    away, back = f"mv {inside} {inside}2", f"mv {inside}2 {inside}"
+    for command, there in ((away, False), (back, True), (f"rm {inside}", False)):
+        path.exists()
+        guests["small"].run(command)
+        assert path.exists() is there, command
 
 
 @pytest.mark.timeout(180)
@@ -293,7 +337,7 @@ def test_a_guest_killed_in_mid_write_leaves_nothing_behind():
                            timeout_s=20)
                 for path in pool.mount.iterdir():
                     assert set(read_file(path)) <= {0}, path
-                witness.run(f"echo {index} > {root}/log && cat {root}/log && rm -f {root}/w* {root}/buffered")
+                assert witness.run(f"echo {index} > {root}/l && cat {root}/l && rm {root}/*").text == f"{index}\n"
         pool.fsck()
 
 
