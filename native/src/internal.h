@@ -386,12 +386,12 @@ struct pending {
 struct message { struct message *next; size_t size; uint8_t data[]; };
 struct mux {
     pthread_mutex_t lock;
-    int fd;                              /* our end of the socketpair; -1 */
+    atomic_int fd;                            /* our end of the socketpair; -1 */
     struct pending *entries;
     struct pending *free, *oldest, *newest;
     struct message *queue, *queue_last;
-    uint32_t queue_count;
-    uint32_t live_count;
+    atomic_uint queue_count;
+    atomic_uint live_count;
     pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
     uint8_t *reply;
     uint8_t *strip;
@@ -479,7 +479,7 @@ struct kvfs_plane {
     pthread_mutex_t transports_lock;
     atomic_uint transport_count;
     atomic_bool had_transport, stopping, spinning, faults;
-    atomic_ullong stuck_until_ns;       /* some device missed a deadline: until then no read goes to a guest's own pages */
+    atomic_ullong stuck_until_ns;       /* some device missed a deadline: for ten of them no read goes to a guest's own pages */
     struct counters count;
     struct { atomic_ullong count, total_ns, buckets[40]; } latency[5];
     int event_fd;

@@ -76,7 +76,8 @@ static int vu_receive(struct front *f, void *payload, uint32_t capacity, int *fd
     ssize_t n = recvmsg(f->fd, &msg, MSG_WAITALL | MSG_CMSG_CLOEXEC);
     if (n == 0 || (n < 0 && errno == ECONNRESET))
         return -1;
-    CHECK(n == sizeof(header) && header.size <= capacity && (header.flags & 7) == 5);
+    CHECK_SAY(n == sizeof(header) && header.size <= capacity && (header.flags & 7) == 5, "%zd bytes, error %d, request %u, size %u", n, errno, header.request,
+              header.size);
     if (fd)
         *fd = -1;
     struct cmsghdr *c = CMSG_FIRSTHDR(&msg);

@@ -412,13 +412,13 @@ static void test_faults(void) {
             began = now_ns();
             CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == -EIO);
             CHECK(now_ns() - began < 1100000000ull);
-            CHECK(plane->stuck_until_ns > 0);
         }
         fault(KVFS_FAULT_NONE, 3, 0);
         CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == 0);
         printf("ok a device's %s is EIO to a guest, and clean pages\n", faults[i].name);
     }
     CHECK(statistics(number).io_errors >= 4);
+    atomic_store(&plane->stuck_until_ns, 0);
     front_end(&f);
     wait_gone(number);
     free(data);
@@ -669,13 +669,14 @@ static void *storm_main(void *argument) {
                 reads[i].at = f.memory + OUT_AT + i * 0x100000ull;
                 struct fuse_read_in in = {.fh = 77, .offset = reads[i].offset, .size = 262144};
                 struct piece room = {reads[i].at, 262144, true};
-                put(&f, 1 + i % 2, i, REQUEST_AT + i * 0x10000ull, FUSE_READ, s->inode, &in, sizeof(in), &room, 1, i % 4 < 2);
+                put(&f, 1 + i % 2, (uint16_t)(i * 8), REQUEST_AT + i * 0x10000ull, FUSE_READ, s->inode, &in, sizeof(in), &room, 1, i % 4 < 2);
             }
             if (batch == 11 && life % 2)
                 break; /* gone, with 16 reads under way */
             for (uint32_t i = 0; i < 16; i++) {
                 uint32_t head, length;
-                CHECK(front_wait(&f.queues[1 + i % 2], 20000, &head, &length) && head < 16);
+                CHECK(front_wait(&f.queues[1 + i % 2], 20000, &head, &length) && head < 128 && head % 8 == 0);
+                head /= 8;
                 uint64_t want = min_u64(262144, s->size - reads[head].offset);
                 CHECK(length == sizeof(struct fuse_out_header) + want);
                 CHECK(memcmp(reads[head].at, s->data + reads[head].offset, want) == 0);
