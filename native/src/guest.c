@@ -117,7 +117,7 @@ bool guest_targets(struct request *request) {
     struct kvfs_plane *plane = request->server->plane;
     uint32_t left = request->size / KVFS_PAGE_SIZE * KVFS_PAGE_SIZE, rest = request->size - left;
     uint64_t stuck_until_ns = atomic_load_explicit(&plane->stuck_until_ns, memory_order_relaxed);
-    if (request->offset % PAGE || left == 0 || (stuck_until_ns && now_ns() < stuck_until_ns))
+    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->count.zombies))))
         return false;
     struct virtqueue *queue;
     struct element *element = element_find(guest, request->unique, &queue);
@@ -265,11 +265,12 @@ int guest_serve(struct server *server, uint32_t *run) {
             virtqueue_quiet(queue);
             atomic_fetch_add(&guest->dispatching, 1);
         }
-        pthread_mutex_unlock(&queue->serve);
         if (r < 0) {
             atomic_fetch_add(&guest->descriptor_errors, 1);
             guest_error(guest, queue->index, r);
+            virtqueue_break(queue);
         }
+        pthread_mutex_unlock(&queue->serve);
         if (r > 0) {
             server->next_queue = queue->index + 1;
             dispatch(server, queue, salt, run);

@@ -478,7 +478,7 @@ struct kvfs_plane {
     pthread_mutex_t transports_lock;
     atomic_uint transport_count;
     atomic_bool had_transport, stopping, spinning, faults;
-    atomic_ullong stuck_until_ns;       /* some device missed a deadline: until then no read goes to a guest's own pages */
+    atomic_ullong stuck_until_ns;       /* some device missed a deadline: for ten of them no read goes to a guest's own pages */
     struct counters count;
     struct { atomic_ullong count, total_ns, buckets[40]; } latency[5];
     int event_fd;

@@ -92,7 +92,7 @@ void virtqueue_free(struct virtqueue *queue);
 void virtqueue_reset(struct virtqueue *queue);
 /* Translate the ring addresses anew; both locks held. -EFAULT: they lie nowhere. */
 int virtqueue_map(struct virtqueue *queue);
-/* Take a request; serve held. 1, 0, or -errno: the guest broke the rules, the queue has stopped. On 1 an element is live. */
+/* Take a request; serve held. 1, 0, or -errno: the guest broke the rules. On 1 an element is live. */
 int virtqueue_take(struct virtqueue *queue, struct chain *chain);
 /* Ask for a kick at the next request; serve held. True: one is there already. */
 bool virtqueue_arm(struct virtqueue *queue);
@@ -102,6 +102,7 @@ bool virtqueue_pending(const struct virtqueue *queue);
 void virtqueue_publish(struct virtqueue *queue, uint16_t head, uint32_t size);
 /* Forget an element without an answer; lock held. */
 void virtqueue_drop(struct virtqueue *queue, uint16_t head);
+/* No more of it until it is reset; serve held. */
 void virtqueue_break(struct virtqueue *queue);
 /* What a front end kept of the requests of before; both locks held, queue mapped, nothing in flight. */
 int virtqueue_resume(struct virtqueue *queue);

@@ -320,7 +320,6 @@ int virtqueue_take(struct virtqueue *queue, struct chain *chain) {
         r = 1;
     } else {
         free(iovs);
-        virtqueue_break(queue);
     }
     pthread_mutex_unlock(&queue->lock);
     return r;
