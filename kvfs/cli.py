@@ -173,6 +173,18 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--show-libvirt", action="store_true", help="start nothing; print libvirt's XML")
 
+    sub = verbs.add_parser(
+        "keep",
+        help="stand between QEMU and an export, so that its guest outlives a restart of the daemon",
+        allow_abbrev=False,
+    )
+    sub.add_argument("socket", metavar="SOCKET", help="where the hypervisor connects")
+    sub.add_argument("export", metavar="EXPORT", help="a socket of kvfs export or mount --virtiofs")
+    sub.add_argument(
+        "--timeout", type=_seconds, default=60.0, metavar="S", help="without a daemon for this long the guest gets EIO"
+    )
+    sub.set_defaults(function=_keep)
+
     sub = verb("umount", _umount, "unmount, and wait until the pool is clean; a POOL's exports end as well")
     sub.add_argument("target", metavar="MOUNTPOINT|POOL")
     sub.add_argument("--lazy", action="store_true", help="also with files open: the rest follows when they are closed")
@@ -428,6 +440,24 @@ def _show_export(args: argparse.Namespace, exports: Sequence[Export]) -> int:
         print(hypervisor.render_qemu(exports))
     if args.show_libvirt:
         print(hypervisor.render_libvirt(exports))
+    return 0
+
+
+def _keep(args: argparse.Namespace) -> int:
+    import logging
+    import signal
+
+    from kvfs.frontend.keeper import keep
+    from kvfs.frontend.virtiofs import listen, parse_export
+
+    path, export = parse_export(args.socket).socket, parse_export(args.export).socket
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with listen(path) as listener:
+        try:
+            keep(listener, export, args.timeout)
+        finally:
+            path.unlink(missing_ok=True)
     return 0
 
 

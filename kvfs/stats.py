@@ -216,7 +216,7 @@ def render_status(status: Json) -> str:
 
 def _export_rows(status: Json) -> list[list[str]]:
     """What front ends have done, one row an export."""
-    rows = [["export", "queues", "connections", "requests", "read", "written", "no copy", "errors"]]
+    rows = [["export", "queues", "connections", "requests", "read", "zero copy", "written", "errors"]]
     for export in items(status, "exports"):
         rows.append(
             [
@@ -225,8 +225,8 @@ def _export_rows(status: Json) -> list[list[str]]:
                 f"{number(export, 'connections'):.0f}",
                 f"{number(export, 'requests'):.0f}",
                 size_text(number(export, "bytes_read")),
-                size_text(number(export, "bytes_written")),
                 _uncopied(export),
+                size_text(number(export, "bytes_written")),
                 f"{export_errors(export):.0f}",
             ]
         )
@@ -234,10 +234,9 @@ def _export_rows(status: Json) -> list[list[str]]:
 
 
 def _uncopied(export: Json) -> str:
-    """The share of the payload that no CPU has copied."""
-    uncopied = number(export, "zero_copy_bytes")
-    total = uncopied + number(export, "copied_bytes")
-    return f"{uncopied * 100 / total:.1f}%" if total else "-"
+    """The share of what was read that no CPU has copied."""
+    total = number(export, "bytes_read")
+    return f"{number(export, 'zero_copy_bytes') * 100 / total:.1f}%" if total else "-"
 
 
 def export_errors(export: Json) -> float:
@@ -366,7 +365,7 @@ def render_stats(change: Json) -> str:
 
 
 def render_exports(change: Json, seconds: float) -> list[str]:
-    rows = [["export", "guest", "req/s", "read B/s", "write B/s", "no copy", "errors"]]
+    rows = [["export", "guest", "req/s", "read B/s", "zero copy", "write B/s", "errors"]]
     for export in items(change, "exports"):
         rows.append(
             [
@@ -374,8 +373,8 @@ def render_exports(change: Json, seconds: float) -> list[str]:
                 "connected" if number(export, "connected") else "none",
                 count_text(number(export, "requests") / seconds),
                 size_text(number(export, "bytes_read") / seconds),
-                size_text(number(export, "bytes_written") / seconds),
                 _uncopied(export),
+                size_text(number(export, "bytes_written") / seconds),
                 f"{export_errors(export):.0f}",
             ]
         )

@@ -55,6 +55,9 @@ def tree(path: Path) -> list[tuple[str, int]]:
         (["export", "{pool}", "--virtiofs", "/tmp/a.sock,tag="], "0 bytes"),
         (["export", "{pool}", "--virtiofs", "/tmp/a.sock", "--virtiofs", "/tmp/a.sock"], "given twice"),
         (["export", "{pool}", "--allow-other"], "--allow-other"),
+        (["keep", "/tmp/a.sock"], "EXPORT"),
+        (["keep", "/tmp/a.sock", "/tmp/b.sock", "--timeout", "0"], "'0'"),
+        (["keep", "/tmp/a.sock,queues=0", "/tmp/b.sock"], "queues=0"),
         (["umount"], "MOUNTPOINT|POOL"),
         (["stats"], "POOL|MOUNTPOINT"),
         (["stats", "{pool}", "--interval", "soon"], "soon"),
@@ -89,6 +92,7 @@ def test_a_command_line_without_sense_is_one_line_and_status_2(
         (["export", "{directory}", "--virtiofs", "{socket}"], "directory: "),
         (["export", "{file}", "--virtiofs", "{socket}"], "file: "),
         (["mount", "{directory}", "{directory}", "--virtiofs", "{socket}"], "directory: "),
+        (["keep", "{file}", "{socket}"], "file: exists and is no socket"),
         (["umount", "{directory}"], "directory: not mounted"),
         (["umount", "{none}"], "none: not mounted"),
         (["umount", "/proc"], "/proc: not a kvfs mount (proc)"),
@@ -163,7 +167,7 @@ def test_doctor_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_completion_is_bash_and_knows_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run("completion", capsys=capsys)
     assert status == 0
-    verbs = "format mount export umount status stats fsck pin unpin evict doctor import"
+    verbs = "format mount export keep umount status stats fsck pin unpin evict doctor import"
     for verb in verbs.split():
         assert verb in out
     assert subprocess.run(["bash", "-n"], input=out, text=True, check=False).returncode == 0

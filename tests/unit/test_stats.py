@@ -193,7 +193,7 @@ def test_exports_are_in_every_text() -> None:
     assert "export: /run/kvfs/vm1.sock (tag kv): connected" in text and "75.0%" in text and "pid 4" in text
     assert "advice: nothing to do" in text
     row = next(line for line in stats.render_stats(stats.difference(exported, None)).splitlines() if "vm1" in line)
-    assert row.split() == ["/run/kvfs/vm1.sock", "connected", "10", "40.96K", "10.24K", "75.0%", "0"]
+    assert row.split() == ["/run/kvfs/vm1.sock", "connected", "10", "40.96K", "75.0%", "10.24K", "0"]
     lines = stats.render_prometheus(exported).splitlines()
     labels = 'pool="/srv/pool",socket="/run/kvfs/vm1.sock",tag="kv"'
     assert f"kvfs_virtiofs_requests_total{{{labels}}} 1000" in lines
