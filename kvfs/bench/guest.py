@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
-import json
 import lzma
 import os
 import re
@@ -103,7 +102,6 @@ class Share:
     tag: str = "kvfs"
     queue_size: int = 1024
     queue_count: int = 1  # request queues
-    reconnect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +363,6 @@ class Guest:
         words += ["-M", "pc,memory-backend=memory"]
         words += ["-object", f"memory-backend-memfd,id=memory,size={memory},share=on"]
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
-        words += ["-qmp", f"unix:{self.directory}/monitor,server=on,wait=off"]
         words += ["-name", f"{self.name},debug-threads=on", "-serial", f"file:{self.directory}/console.log"]
         words += ["-kernel", f"{kernel}", "-initrd", f"{initrd}", "-append", KERNEL_ARGUMENTS]
         words += ["-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"]
@@ -374,10 +371,9 @@ class Guest:
             words += ["-chardev", f"socket,id=port{index},path={self.directory}/port{index},server=on,wait=off"]
             words += ["-device", f"virtserialport,chardev=port{index},name=agent.{index}"]
         for index, share in enumerate(self.shares):
-            reconnect = ",reconnect=1" if share.reconnect else ""
             queues = f"queue-size={share.queue_size},num-request-queues={share.queue_count}"
-            words += ["-chardev", f"socket,id=share{index},path={share.socket}{reconnect}"]
-            words += ["-device", f"vhost-user-fs-pci,id={share.tag},chardev=share{index},tag={share.tag},{queues}"]
+            words += ["-chardev", f"socket,id=share{index},path={share.socket}"]
+            words += ["-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag},{queues}"]
         return words
 
     # ---- what is done in it ----
@@ -416,20 +412,6 @@ class Guest:
 
     def get(self, path: str | Path) -> bytes:
         return self.run(f"cat {shlex.quote(str(path))}").stdout
-
-    def unplug(self, tag: str) -> None:
-        """Ask the guest to give up a share's device, as an administrator of the host does whose back end is dead."""
-        with socket.socket(socket.AF_UNIX) as monitor:
-            monitor.settimeout(COMMAND_TIMEOUT_S)
-            monitor.connect(f"{self.directory}/monitor")
-            with monitor.makefile("rw") as stream:
-                stream.readline()  # its greeting
-                for command in ({"execute": "qmp_capabilities"}, {"execute": "device_del", "arguments": {"id": tag}}):
-                    stream.write(json.dumps(command))
-                    stream.flush()
-                    while "return" not in (answer := json.loads(stream.readline())):
-                        if "error" in answer:
-                            raise GuestError(f"{self.name}: {command}: {answer['error']}")
 
     # ---- its life ----
 

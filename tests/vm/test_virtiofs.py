@@ -17,7 +17,7 @@ import xml.etree.ElementTree
 import pytest
 from helpers import MIB, REPOSITORY, Pool, assert_same, content, process_alive, read_file, run, wait_until, write_file
 
-from kvfs.bench.guest import Guest, GuestTimeoutError, Share
+from kvfs.bench.guest import Guest, Share
 
 sys.path.insert(0, str(REPOSITORY / "tests/faults"))
 
@@ -84,7 +84,7 @@ def pool():
 @pytest.fixture(scope="module")
 def guests(pool):
     """Two guests that have the pool mounted."""
-    with pool.guest("small", 128) as small, pool.guest("large", cpu_count=2) as large:
+    with pool.guest("small", 128, lifetime_s=1500) as small, pool.guest("large", cpu_count=2, lifetime_s=1500) as large:
         small.mount("small")
         large.mount("large")
         yield {"small": small, "large": large}
@@ -341,32 +341,89 @@ def test_a_guest_killed_in_mid_write_leaves_nothing_behind():
         pool.fsck()
 
 
+@contextlib.contextmanager
+def kept(pool, tag, *, timeout_s):
+    """`kvfs keep` before an export; yields the socket for QEMU."""
+    path = pool.base / "keep.socket"
+    words = [sys.executable, "-m", "kvfs", "keep", str(path), str(pool.sockets[tag]), "--timeout", str(timeout_s)]
+    with subprocess.Popen(words, cwd=REPOSITORY, stdin=subprocess.DEVNULL) as process:
+        try:
+            wait_until(path.exists, "the socket of kvfs keep")
+            yield path
+        finally:
+            process.terminate()
+
+
 @pytest.mark.timeout(180)
-def test_a_daemon_killed_under_load_does_not_hang_the_guest_s_administrator():
-    """QEMU does not connect again. New requests fail once the device is taken away, what waits can be killed,
-    and after a restart of both everything that was synced is there."""
+def test_a_daemon_killed_under_load_is_a_pause_for_a_guest_that_is_kept():
+    """Twice: reads and look-ups go on in the guest with the next daemon, and every byte is right."""
+    size = MIB
+    with Exported({"kvfs": 2}) as pool, kept(pool, "kvfs", timeout_s=60) as path:
+        with Guest([Share(path, "kvfs", queue_count=2)]) as guest:
+            root = guest.mount()
+            guest.run(visitor("store", root, "kept", 10, size) + f" && sync -f {root}")
+            guest.run(f"exec 9<{root}/kept-1; (sleep 1000 <&9 >/dev/null 2>&1 &)")
+            reading = guest.start(visitor("read", root, "kept", 10, 20), timeout_s=90)
+            looking = guest.start(f"while [ $SECONDS -lt 20 ]; do stat {root}/kept-3 {root} >/dev/null || exit 1; done",
+                                  timeout_s=90)
+            for _ in range(2):
+                time.sleep(3)
+                pool.kill()
+                assert guest.run("echo alive").text == "alive\n"
+                pool.remount()
+                assert guest.run(f"stat -c %s {root}/kept-1").text == f"{size}\n"
+            looking.wait()
+            done = json.loads(reading.wait().stdout)
+            assert done["reads"] > 20 and done["misses"] == 0, done
+            guest.run(f"pkill -x sleep; echo new > {root}/new")
+            assert (pool.mount / "new").read_text() == "new\n"
+            assert sorted(workload.check(read_file(pool.mount / f"kept-{index}"), index)[0] for index in range(10)) == [
+                f"kept-{index}" for index in range(10)]
+            guest.run(f"umount {root}")
+        pool.fsck()
+
+
+@pytest.mark.timeout(180)
+def test_a_guest_without_a_daemon_gets_errors_until_there_is_one():
+    """Writers and readers under way, and whoever comes later: EIO when the time is over, no hang; then all is well."""
+    with Exported({"kvfs": 1}) as pool, kept(pool, "kvfs", timeout_s=3) as path:
+        with Guest([Share(path, "kvfs")]) as guest:
+            root = guest.mount()
+            guest.run(visitor("store", root, "kept", 10, MIB) + f" && sync -f {root}")
+            reading = guest.start(f"while dd if={root}/kept-1 of=/dev/null bs=1M iflag=direct; do :; done")
+            writing = guest.start(f"i=0; while head -c 3000000 /dev/zero > {root}/w$i; do i=$((i+1)); done")
+            time.sleep(2)
+            pool.kill()
+            for command in (reading, writing):
+                assert b"nput/output error" in command.wait(check=False).stderr
+            started = time.monotonic()
+            assert b"nput/output error" in guest.run(f"stat {root}/kept-2", check=False).stderr
+            assert time.monotonic() - started < 10
+            pool.remount()
+            wait_until(lambda: guest.run(f"stat {root}/kept-2", check=False).status == 0, "the daemon in the guest")
+            for index in range(10):
+                assert workload.check(guest.get(f"{root}/kept-{index}"), index)[0] == f"kept-{index}"
+            guest.run(f"umount {root}")
+        pool.fsck()
+
+
+@pytest.mark.timeout(180)
+def test_a_daemon_killed_under_a_guest_that_is_not_kept_leaves_pool_and_others_well():
+    """QEMU alone does not connect again: its guest waits. The guest itself lives, and the next finds the daemon."""
     with Exported({"kvfs": 1}) as pool:
         with pool.guest("kvfs") as guest:
             root = guest.mount()
             guest.run(visitor("store", root, "kept", 10, MIB) + f" && sync -f {root}")
-            load = guest.start(f"while :; do dd if={root}/kept-1 of=/dev/null bs=1M iflag=direct; done", timeout_s=20)
-            writes = guest.start(f"for i in $(seq 1000); do head -c 3000000 /dev/zero > {root}/w$i; done", timeout_s=20)
+            guest.start(f"while :; do dd if={root}/kept-1 of=/dev/null bs=1M iflag=direct; done")
+            guest.start(f"for i in $(seq 1000); do head -c 3000000 /dev/zero > {root}/w$i; done")
             time.sleep(2)
             pool.kill()
-            assert guest.run("echo alive").text == "alive\n"
-            guest.unplug("kvfs")
-            look = f"timeout 10 stat {root}/new"
-            wait_until(lambda: b"not connected" in guest.run(look, check=False).stderr, "an error, not a hang")
-            for command in (load, writes):
-                with contextlib.suppress(GuestTimeoutError):
-                    command.wait(check=False)
             assert guest.run("echo alive").text == "alive\n"
         pool.remount()
         with pool.guest("kvfs") as guest:
             root = guest.mount()
             for index in range(10):
-                key, _ = workload.check(guest.get(f"{root}/kept-{index}"), index)
-                assert key == f"kept-{index}"
+                assert workload.check(guest.get(f"{root}/kept-{index}"), index)[0] == f"kept-{index}"
             guest.run(f"umount {root}")
         pool.fsck()
 
