@@ -385,12 +385,12 @@ struct pending {
 struct message { struct message *next; size_t size; uint8_t data[]; };
 struct mux {
     pthread_mutex_t lock;
-    int fd;                              /* our end of the socketpair; -1 */
+    atomic_int fd;                       /* our end of the socketpair; -1 */
     struct pending *entries;
     struct pending *free, *oldest, *newest;
     struct message *queue, *queue_last;
-    uint32_t queue_count;
-    uint32_t live_count;
+    atomic_uint queue_count;
+    atomic_uint live_count;
     pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
     uint8_t *reply;
     uint8_t *strip;

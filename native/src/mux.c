@@ -200,7 +200,7 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
         server_wake(&server->transport->servers[0]); /* the leader waits for the reply */
 }
 
-bool mux_waiting(struct kvfs_plane *plane) { return plane->mux.live_count || plane->mux.queue; }
+bool mux_waiting(struct kvfs_plane *plane) { return plane->mux.live_count || plane->mux.queue_count; }
 
 void mux_expire(struct kvfs_plane *plane, uint64_t now) {
     struct mux *mux = &plane->mux;

@@ -109,7 +109,7 @@ static void *server_main(void *argument) {
         if (leader && now - expired_ns > 50000000) {
             expired_ns = now;
             mux_expire(plane, now);
-            if (plane->mux.queue)
+            if (plane->mux.queue_count)
                 mux_flush(plane);
         }
         if (work) {
