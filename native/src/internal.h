@@ -386,7 +386,7 @@ struct pending {
 struct message { struct message *next; size_t size; uint8_t data[]; };
 struct mux {
     pthread_mutex_t lock;
-    atomic_int fd;                            /* our end of the socketpair; -1 */
+    atomic_int fd;                       /* our end of the socketpair; -1 */
     struct pending *entries;
     struct pending *free, *oldest, *newest;
     struct message *queue, *queue_last;

@@ -159,7 +159,10 @@ static int message_reply(int fd, const struct vhost_message *message, uint32_t s
         c->cmsg_len = CMSG_LEN(sizeof(int));
         memcpy(CMSG_DATA(c), &send_fd, sizeof(int));
     }
-    ssize_t n = sendmsg(fd, &msg, MSG_NOSIGNAL); /* fits into any socket buffer: in one piece, or the front end does not read */
+    ssize_t n;
+    do /* fits into any socket buffer: in one piece, or the front end does not read */
+        n = sendmsg(fd, &msg, MSG_NOSIGNAL);
+    while (n < 0 && errno == EINTR);
     return n == (ssize_t)(sizeof(header) + size) ? 0 : -EPIPE;
 }
 

@@ -73,7 +73,10 @@ static int vu_receive(struct front *f, void *payload, uint32_t capacity, int *fd
     struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
     struct timeval limit = {.tv_sec = 20};
     CHECK(setsockopt(f->fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
-    ssize_t n = recvmsg(f->fd, &msg, MSG_WAITALL | MSG_CMSG_CLOEXEC);
+    ssize_t n;
+    do /* whoever frees a ring of io_uring is interrupted once more */
+        n = recvmsg(f->fd, &msg, MSG_WAITALL | MSG_CMSG_CLOEXEC);
+    while (n < 0 && errno == EINTR);
     if (n == 0 || (n < 0 && errno == ECONNRESET))
         return -1;
     CHECK_SAY(n == sizeof(header) && header.size <= capacity && (header.flags & 7) == 5, "%zd bytes, error %d, request %u, size %u", n, errno, header.request,
