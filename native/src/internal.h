@@ -380,7 +380,6 @@ struct pending {
     uint32_t opcode, flags, salt, index, size;
     uint32_t session;                    /* of the transport, when it came */
     bool live, timed_out;
-    uint8_t *names;                      /* of a guest's removal or renaming: its request's body, for the hosts; ours to free */
     struct pending *next, *previous;     /* by deadline; or free list */
 };
 struct message { struct message *next; size_t size; uint8_t data[]; };

@@ -42,8 +42,6 @@ void mux_free(struct kvfs_plane *plane) {
         free(mux->queue);
         mux->queue = next;
     }
-    for (uint32_t i = 0; mux->entries && i < PENDING_MAX; i++)
-        free(mux->entries[i].names);
     free(mux->entries);
     free(mux->reply);
     free(mux->strip);
@@ -151,21 +149,10 @@ static void pending_unlink(struct mux *mux, struct pending *p) {
 
 static void pending_release(struct mux *mux, struct pending *p) {
     p->live = false;
-    p->names = NULL; /* with whoever took it */
     atomic_fetch_sub(&p->transport->forwarded, 1);
     p->next = mux->free;
     mux->free = p;
     mux->live_count--;
-}
-
-/* What hosts_tell() will need of a request that takes a name away; the names end in zeros (strings_check). NULL: nothing, or no memory. */
-static uint8_t *names_of(const struct fuse_in_header *in, uint32_t size) {
-    if (in->opcode != FUSE_UNLINK && in->opcode != FUSE_RMDIR && in->opcode != FUSE_RENAME && in->opcode != FUSE_RENAME2)
-        return NULL;
-    uint8_t *names = malloc(size - sizeof(*in));
-    if (names)
-        memcpy(names, in + 1, size - sizeof(*in));
-    return names;
 }
 
 void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset) {
@@ -186,7 +173,6 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
                               .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .previous = mux->newest,
                               .session = atomic_load(&server->transport->session)};
         atomic_fetch_add(&server->transport->forwarded, 1);
-        p->names = server->transport->guest ? names_of(in, size) : NULL;
         if (in->opcode == FUSE_READDIR) {
             struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
             p->size = read->size;
@@ -203,7 +189,6 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
         in->len = size;
         r = message_send(mux, head, size);
         if (r < 0) {
-            free(p->names);
             pending_unlink(mux, p);
             pending_release(mux, p);
         }
@@ -356,43 +341,6 @@ void mux_release_directory(struct kvfs_plane *plane, uint64_t inode) {
     pthread_mutex_unlock(&plane->mux.lock);
 }
 
-static void name_tell(struct kvfs_plane *plane, uint64_t parent, const uint8_t *name) {
-    kvfs_notify_entry(plane, parent, (const char *)name, (uint32_t)strlen((const char *)name));
-}
-
-/* What a guest has changed, the kernels of hosts are told before the guest is: they keep names, attributes and pages of sealed files. A name that
- * is new needs no word, as nobody keeps that there is none; of a file's bytes it is enough to tell when its writer comes and when it has ended. */
-static void hosts_tell(struct kvfs_plane *plane, const struct pending *p) {
-    switch (p->opcode) {
-    case FUSE_UNLINK:
-    case FUSE_RMDIR:
-    case FUSE_RENAME:
-    case FUSE_RENAME2: {
-        if (!p->names) {
-            kvfs_notify_epoch(plane);
-        } else if (p->opcode == FUSE_UNLINK || p->opcode == FUSE_RMDIR) {
-            name_tell(plane, p->node, p->names);
-        } else {
-            uint64_t target;
-            memcpy(&target, p->names, sizeof(target)); /* newdir comes first in both forms */
-            const uint8_t *name = p->names + (p->opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) : sizeof(struct fuse_rename2_in));
-            name_tell(plane, p->node, name);
-            name_tell(plane, target, name + strlen((const char *)name) + 1);
-        }
-        return;
-    }
-    case FUSE_OPEN:
-        if ((p->flags & (O_ACCMODE | O_TRUNC)) == 0)
-            return;
-        /* fall through */
-    case FUSE_SETATTR:
-    case FUSE_SETXATTR:
-    case FUSE_REMOVEXATTR:
-    case FUSE_FLUSH: kvfs_notify_inode(plane, p->node); return;
-    default: return;
-    }
-}
-
 static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, uint32_t size, int error) {
     uint8_t *body = data + sizeof(struct fuse_out_header);
     uint32_t length = size - (uint32_t)sizeof(struct fuse_out_header);
@@ -453,8 +401,6 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
         }
     }
     latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
-    if (r == 0 && p->transport->guest)
-        hosts_tell(plane, p);
     if (p->timed_out)
         return; /* answered long ago, or its transport is gone */
     struct iovec iov = {body, length};
@@ -491,10 +437,8 @@ static bool receive(struct kvfs_plane *plane) {
         pending_release(mux, p);
     }
     pthread_mutex_unlock(&mux->lock);
-    if (known) {
+    if (known)
         answer(plane, &copy, mux->reply, (uint32_t)n, head.error);
-        free(copy.names);
-    }
     return true;
 }
 

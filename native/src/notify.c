@@ -30,7 +30,7 @@ static void *notifier_main(void *argument) {
         pthread_mutex_unlock(&plane->notify_lock);
         for (uint32_t i = 0; i < TRANSPORTS_MAX && !stop; i++) {
             struct transport *transport = plane->transports[i];
-            if (!transport || transport->guest || atomic_load(&transport->ended) || !atomic_load(&transport->initialized))
+            if (!transport || atomic_load(&transport->ended) || !atomic_load(&transport->initialized))
                 continue;
             if (epoch && transport->inc_epoch)
                 notify_send(transport, NOTIFY_INC_EPOCH, NULL, 0, NULL, 0);
