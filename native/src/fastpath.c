@@ -9,6 +9,7 @@
 #endif
 #define FLAG2_DIRECT_IO_ALLOW_MMAP (1u << (36 - 32))
 #define FLAG_INIT_EXT (1u << 30)
+#define OPEN_DIRECT_IO (1u << 0)
 #define OPEN_KEEP_CACHE (1u << 1)
 #define OPEN_NOFLUSH (1u << 5)
 #define OPEN_PARALLEL_DIRECT_WRITES (1u << 6)
@@ -164,6 +165,11 @@ static void do_getattr(struct server *server, uint8_t *head, size_t size) {
     reply_data(server, in->unique, &out, sizeof(out));
 }
 
+bool host_opens_uncached(struct node *node) {
+    atomic_store(&node->host_cached, true); /* first: a guest that opens it now sees this, or we see it */
+    return atomic_load(&node->guest_wrote);
+}
+
 static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t arrived) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
@@ -201,7 +207,9 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
     bool written = node->file != NULL;
     pthread_mutex_unlock(&node->lock);
     out.open_flags = OPEN_NOFLUSH;
-    if (!server->transport->guest && !written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
+    if (!server->transport->guest && host_opens_uncached(node))
+        out.open_flags |= OPEN_DIRECT_IO;
+    else if (!server->transport->guest && !written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
         out.open_flags |= OPEN_KEEP_CACHE;
     COUNT(plane, opens, 1);
     reply_data(server, in->unique, &out, sizeof(out));
@@ -316,8 +324,11 @@ static void reply_write(struct kvfs_plane *plane, struct request *request, int r
         reply_data(request->server, request->unique, &out, sizeof(out));
         latency_add(plane, LATENCY_WRITE, request->arrived_ns);
     }
-    if (request->transport->guest) /* it may have released the handle meanwhile: then nobody would seal this */
-        written_without_handle(plane, request->node);
+    if (request->transport->guest) {
+        if (atomic_load(&request->node->host_cached))
+            kvfs_notify_inode(plane, request->node->inode);
+        written_without_handle(plane, request->node); /* it may have released the handle meanwhile: then nobody would seal this */
+    }
     request_put(plane, request);
 }
 
@@ -442,6 +453,8 @@ static void do_fallocate(struct server *server, uint8_t *head) {
             r = file->sealing ? -EBUSY : file_truncate(plane, handle.node, end);
         pthread_mutex_unlock(&handle.node->lock);
     }
+    if (r == 0 && server->transport->guest && atomic_load(&handle.node->host_cached))
+        kvfs_notify_inode(plane, in->nodeid);
     node_put(plane, handle.node);
     reply_error(server, in->unique, r);
 }

@@ -162,6 +162,9 @@ struct node {
     atomic_uint refs;                   /* handles, requests under way, and the file */
     uint32_t handles, writers;          /* under the shard's lock */
     uint64_t open_size;                 /* its share of plane->open_bytes; under the shard's lock */
+    /* One content, several kernels: from a guest's open for writing on no host opens it for its page cache, and one that has done so before is
+     * told of every change. (Guests cache nothing unasked: see do_init.) */
+    atomic_bool guest_wrote, host_cached;
     pthread_mutex_t lock;               /* desc, file */
     struct desc *desc;
     struct file *file;
@@ -368,6 +371,7 @@ void fastpath_retry_reads(struct server *server);
 void read_submit(struct request *request);
 void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request);  /* the slow half, on a worker */
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
+bool host_opens_uncached(struct node *node);
 bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
 
@@ -379,6 +383,7 @@ struct pending {
     uint64_t unique, node, deadline_ns, arrived_ns, offset;
     uint32_t opcode, flags, salt, index, size;
     uint32_t session;                    /* of the transport, when it came */
+    uint8_t *names;                      /* of a guest's UNLINK, RMDIR, RENAME: what hosts must look up again */
     bool live, timed_out;
     struct pending *next, *previous;     /* by deadline; or free list */
 };

@@ -42,6 +42,8 @@ void mux_free(struct kvfs_plane *plane) {
         free(mux->queue);
         mux->queue = next;
     }
+    for (uint32_t i = 0; mux->entries && i < PENDING_MAX; i++)
+        free(mux->entries[i].names);
     free(mux->entries);
     free(mux->reply);
     free(mux->strip);
@@ -149,10 +151,22 @@ static void pending_unlink(struct mux *mux, struct pending *p) {
 
 static void pending_release(struct mux *mux, struct pending *p) {
     p->live = false;
+    free(p->names);
+    p->names = NULL;
     atomic_fetch_sub(&p->transport->forwarded, 1);
     p->next = mux->free;
     mux->free = p;
     mux->live_count--;
+}
+
+/* The body of a request that takes names away; checked before it is forwarded. Without memory for it: see guest_changed. */
+static uint8_t *names_copy(const struct fuse_in_header *in, uint32_t size) {
+    if (in->opcode != FUSE_UNLINK && in->opcode != FUSE_RMDIR && in->opcode != FUSE_RENAME && in->opcode != FUSE_RENAME2)
+        return NULL;
+    uint8_t *names = malloc(size - sizeof(*in));
+    if (names)
+        memcpy(names, in + 1, size - sizeof(*in));
+    return names;
 }
 
 void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset) {
@@ -173,6 +187,7 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
                               .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .previous = mux->newest,
                               .session = atomic_load(&server->transport->session)};
         atomic_fetch_add(&server->transport->forwarded, 1);
+        p->names = server->transport->guest ? names_copy(in, size) : NULL;
         if (in->opcode == FUSE_READDIR) {
             struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
             p->size = read->size;
@@ -255,6 +270,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         return -EINTR;
     }
     uint64_t fh;
+    bool uncached = !p->transport->guest && host_opens_uncached(node);
     r = handle_open(plane, p->transport, node, p->flags, writer, &fh);
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
@@ -276,6 +292,8 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     }
     out->fh = fh;
     out->open_flags = writer ? 1u << 6 /* FOPEN_PARALLEL_DIRECT_WRITES */ : 0;
+    if (uncached)
+        out->open_flags |= 1u << 0; /* FOPEN_DIRECT_IO */
     return 0;
 }
 
@@ -341,6 +359,34 @@ void mux_release_directory(struct kvfs_plane *plane, uint64_t inode) {
     pthread_mutex_unlock(&plane->mux.lock);
 }
 
+/* What a guest has changed the kernels of hosts may still have cached. */
+static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uint64_t inode) {
+    const char *name = (const char *)p->names;
+    uint64_t parent;
+    switch (p->opcode) {
+    case FUSE_UNLINK:
+    case FUSE_RMDIR:
+    case FUSE_RENAME:
+    case FUSE_RENAME2:
+        if (!name) {
+            kvfs_notify_epoch(plane);
+            return;
+        }
+        if (p->opcode == FUSE_RENAME || p->opcode == FUSE_RENAME2) {
+            memcpy(&parent, name, sizeof(parent)); /* newdir, the first field of both */
+            name += p->opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) : sizeof(struct fuse_rename2_in);
+            const char *new_name = name + strlen(name) + 1;
+            kvfs_notify_entry(plane, parent, new_name, (uint32_t)strlen(new_name));
+        }
+        kvfs_notify_entry(plane, p->node, name, (uint32_t)strlen(name));
+        return;
+    case FUSE_OPEN:
+    case FUSE_CREATE:
+    case FUSE_SETATTR: kvfs_notify_inode(plane, inode); return;
+    default: return;
+    }
+}
+
 static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, uint32_t size, int error) {
     uint8_t *body = data + sizeof(struct fuse_out_header);
     uint32_t length = size - (uint32_t)sizeof(struct fuse_out_header);
@@ -400,6 +446,8 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
         default: break;
         }
     }
+    if (error == 0 && p->transport->guest)
+        guest_changed(plane, p, p->opcode == FUSE_CREATE && length >= 8 ? ((struct fuse_entry_out *)(void *)body)->nodeid : p->node);
     latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
     if (p->timed_out)
         return; /* answered long ago, or its transport is gone */
@@ -434,11 +482,14 @@ static bool receive(struct kvfs_plane *plane) {
         if (!p->timed_out)
             pending_unlink(mux, p);
         copy = *p;
+        p->names = NULL; /* the copy's */
         pending_release(mux, p);
     }
     pthread_mutex_unlock(&mux->lock);
-    if (known)
+    if (known) {
         answer(plane, &copy, mux->reply, (uint32_t)n, head.error);
+        free(copy.names);
+    }
     return true;
 }
 

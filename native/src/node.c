@@ -122,6 +122,8 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
 
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, uint32_t flags, bool writer, uint64_t *fh) {
     struct handle handle = {.node = node, .transport = transport, .flags = flags, .writer = writer};
+    if (transport->guest && writer)
+        atomic_store(&node->guest_wrote, true);
     return handle_add(plane, &handle, fh);
 }
 

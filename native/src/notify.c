@@ -87,6 +87,11 @@ static void notification_add(struct kvfs_plane *plane, uint32_t code, uint64_t i
     if (name_size)
         memcpy(n->name, name, name_size);
     pthread_mutex_lock(&plane->notify_lock);
+    if (code == FUSE_NOTIFY_INVAL_INODE && plane->notify_last && plane->notify_last->code == code && plane->notify_last->inode == inode) {
+        pthread_mutex_unlock(&plane->notify_lock); /* waits already: a guest that writes says so again and again */
+        free(n);
+        return;
+    }
     if (plane->notify_last)
         plane->notify_last->next = n;
     else
