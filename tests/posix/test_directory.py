@@ -8,7 +8,7 @@ import threading
 import pytest
 from helpers import libc, opened, repeated, write_file
 
-ENTRIES = 20_000
+ENTRIES = repeated(20_000)
 DT_DIR, DT_REG, DT_LNK = 4, 8, 10
 
 

@@ -188,10 +188,10 @@ def test_a_change_by_one_is_seen_by_the_next_open_of_the_others(guests, sides):
     def seen(side, command):
         directory = shlex.quote(str(sides[side]))
         if side == "host":
-            return run("bash", "-c", f"cd {directory}; {command}").stdout
-        return guests[side].run(f"cd {directory}; {command}").text
+            return run("bash", "-c", f"shopt -s nullglob; cd {directory}; {command}").stdout
+        return guests[side].run(f"shopt -s nullglob; cd {directory}; {command}").text
 
-    show = "ls; cat a b 2>/dev/null; stat -c '%s %a' a b 2>/dev/null; true"
+    show = "echo *; for f in *; do echo $(<$f); stat -c '%s %a' $f; done"
     changes = [
         ("create", "echo one > a"), ("replace", "echo 22 > t && mv t a"), ("rewrite in place", "echo 333 > a"),
         ("append", "echo 4 >> a"), ("truncate", "truncate -s 3 a"), ("mode", "chmod 600 a"),
