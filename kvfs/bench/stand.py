@@ -187,8 +187,8 @@ class Kvfs:
         words = [word for device in self.devices for word in ("--device", str(device))]
         self.command("format", self.pool, *words, "--stripe-unit", str(STRIPE_UNIT), "--force")
 
-    def mount(self) -> Side:
-        self.command("mount", self.pool, self.mountpoint)
+    def mount(self, *words: str) -> Side:
+        self.command("mount", self.pool, self.mountpoint, *words)
         return Side("kvfs", self.mountpoint, self.mountpoint, self.pid())
 
     def pid(self) -> int:

@@ -19,6 +19,7 @@
 int mux_init(struct kvfs_plane *plane) {
     struct mux *mux = &plane->mux;
     pthread_mutex_init(&mux->lock, NULL);
+    pthread_mutex_init(&mux->receiving, NULL);
     mux->fd = -1;
     mux->entries = calloc(PENDING_MAX, sizeof(*mux->entries));
     mux->reply = malloc(REPLY_MAX);
@@ -41,6 +42,8 @@ void mux_free(struct kvfs_plane *plane) {
         free(mux->queue);
         mux->queue = next;
     }
+    for (uint32_t i = 0; mux->entries && i < PENDING_MAX; i++)
+        free(mux->entries[i].names);
     free(mux->entries);
     free(mux->reply);
     free(mux->strip);
@@ -148,9 +151,22 @@ static void pending_unlink(struct mux *mux, struct pending *p) {
 
 static void pending_release(struct mux *mux, struct pending *p) {
     p->live = false;
+    free(p->names);
+    p->names = NULL;
+    atomic_fetch_sub(&p->transport->forwarded, 1);
     p->next = mux->free;
     mux->free = p;
     mux->live_count--;
+}
+
+/* The body of a request that takes names away; checked before it is forwarded. Without memory for it: see guest_changed. */
+static uint8_t *names_copy(const struct fuse_in_header *in, uint32_t size) {
+    if (in->opcode != FUSE_UNLINK && in->opcode != FUSE_RMDIR && in->opcode != FUSE_RENAME && in->opcode != FUSE_RENAME2)
+        return NULL;
+    uint8_t *names = malloc(size - sizeof(*in));
+    if (names)
+        memcpy(names, in + 1, size - sizeof(*in));
+    return names;
 }
 
 void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset) {
@@ -168,7 +184,10 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
         uint32_t index = p->index, salt = p->salt + 1;
         *p = (struct pending){.transport = server->transport, .server = server, .unique = unique, .node = in->nodeid, .arrived_ns = now,
                               .deadline_ns = now + plane->config.request_timeout_ms * 1000000ull, .offset = offset, .opcode = in->opcode,
-                              .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .previous = mux->newest};
+                              .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .previous = mux->newest,
+                              .session = atomic_load(&server->transport->session)};
+        atomic_fetch_add(&server->transport->forwarded, 1);
+        p->names = server->transport->guest ? names_copy(in, size) : NULL;
         if (in->opcode == FUSE_READDIR) {
             struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
             p->size = read->size;
@@ -193,10 +212,10 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
     if (r < 0)
         reply_error(server, unique, -EIO);
     else if (server->index)
-        leader_wake(plane); /* the leader waits for the reply */
+        server_wake(&server->transport->servers[0]); /* the leader waits for the reply */
 }
 
-bool mux_waiting(struct kvfs_plane *plane) { return plane->mux.live_count || plane->mux.queue; }
+bool mux_waiting(struct kvfs_plane *plane) { return plane->mux.live_count || plane->mux.queue_count; }
 
 void mux_expire(struct kvfs_plane *plane, uint64_t now) {
     struct mux *mux = &plane->mux;
@@ -251,6 +270,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         return -EINTR;
     }
     uint64_t fh;
+    bool uncached = !p->transport->guest && host_opens_uncached(node);
     r = handle_open(plane, p->transport, node, p->flags, writer, &fh);
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
@@ -261,8 +281,19 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         node_put(plane, node);
         return r;
     }
+    if (atomic_load(&p->transport->session) != p->session) { /* its kernel went away meanwhile; whoever drops its handles may have passed */
+        bool was_writer = false;
+        node = handle_close(plane, p->transport, fh, &was_writer);
+        if (node) {
+            node_released(plane, node, was_writer);
+            node_put(plane, node);
+        }
+        return -EINTR;
+    }
     out->fh = fh;
     out->open_flags = writer ? 1u << 6 /* FOPEN_PARALLEL_DIRECT_WRITES */ : 0;
+    if (uncached)
+        out->open_flags |= 1u << 0; /* FOPEN_DIRECT_IO */
     return 0;
 }
 
@@ -315,17 +346,45 @@ static uint32_t strip_readdirplus(struct kvfs_plane *plane, const struct pending
     return used;
 }
 
-static void release_late_directory(struct kvfs_plane *plane, uint64_t node, uint64_t fh) {
+void mux_release_directory(struct kvfs_plane *plane, uint64_t inode) {
     struct {
         struct fuse_in_header head;
         struct fuse_release_in release;
     } message;
     memset(&message, 0, sizeof(message));
-    message.head = (struct fuse_in_header){.len = sizeof(message), .opcode = FUSE_RELEASEDIR, .unique = RELEASEDIR_UNIQUE, .nodeid = node};
-    message.release.fh = fh;
+    message.head = (struct fuse_in_header){.len = sizeof(message), .opcode = FUSE_RELEASEDIR, .unique = RELEASEDIR_UNIQUE, .nodeid = inode};
+    message.release.fh = inode;
     pthread_mutex_lock(&plane->mux.lock);
     message_send(&plane->mux, &message, sizeof(message));
     pthread_mutex_unlock(&plane->mux.lock);
+}
+
+/* What a guest has changed the kernels of hosts may still have cached. */
+static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uint64_t inode) {
+    const char *name = (const char *)p->names;
+    uint64_t parent;
+    switch (p->opcode) {
+    case FUSE_UNLINK:
+    case FUSE_RMDIR:
+    case FUSE_RENAME:
+    case FUSE_RENAME2:
+        if (!name) {
+            kvfs_notify_epoch(plane);
+            return;
+        }
+        if (p->opcode == FUSE_RENAME || p->opcode == FUSE_RENAME2) {
+            memcpy(&parent, name, sizeof(parent)); /* newdir, the first field of both */
+            name += p->opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) : sizeof(struct fuse_rename2_in);
+            const char *new_name = name + strlen(name) + 1;
+            kvfs_notify_entry(plane, parent, new_name, (uint32_t)strlen(new_name));
+        }
+        kvfs_notify_entry(plane, p->node, name, (uint32_t)strlen(name));
+        return;
+    case FUSE_OPEN:
+    case FUSE_CREATE:
+    case FUSE_SETATTR: kvfs_notify_inode(plane, inode); return;
+    default: return;
+    }
 }
 
 static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, uint32_t size, int error) {
@@ -368,8 +427,13 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
         case FUSE_OPENDIR:
             if (length >= sizeof(struct fuse_open_out)) {
                 struct fuse_open_out *open = (struct fuse_open_out *)(void *)body;
-                if (p->timed_out)
-                    release_late_directory(plane, p->node, open->fh);
+                r = p->timed_out ? -EINTR : handle_open_directory(plane, p->transport, p->node, &open->fh);
+                if (r < 0) {
+                    mux_release_directory(plane, p->node);
+                } else if (atomic_load(&p->transport->session) != p->session) {
+                    if (handle_close_directory(plane, p->transport, open->fh, p->node))
+                        mux_release_directory(plane, p->node);
+                }
                 open->open_flags = 0;
             } else {
                 r = -EIO;
@@ -382,14 +446,16 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
         default: break;
         }
     }
+    if (error == 0 && p->transport->guest)
+        guest_changed(plane, p, p->opcode == FUSE_CREATE && length >= 8 ? ((struct fuse_entry_out *)(void *)body)->nodeid : p->node);
     latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
     if (p->timed_out)
         return; /* answered long ago, or its transport is gone */
     struct iovec iov = {body, length};
-    reply_iov(plane, p->transport, p->server->fd, p->unique, r, &iov, r == 0 && length ? 1 : 0);
+    p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
 }
 
-bool mux_receive(struct kvfs_plane *plane) {
+static bool receive(struct kvfs_plane *plane) {
     struct mux *mux = &plane->mux;
     int fd = mux->fd;
     if (fd < 0)
@@ -416,10 +482,21 @@ bool mux_receive(struct kvfs_plane *plane) {
         if (!p->timed_out)
             pending_unlink(mux, p);
         copy = *p;
+        p->names = NULL; /* the copy's */
         pending_release(mux, p);
     }
     pthread_mutex_unlock(&mux->lock);
-    if (known)
+    if (known) {
         answer(plane, &copy, mux->reply, (uint32_t)n, head.error);
+        free(copy.names);
+    }
     return true;
+}
+
+bool mux_receive(struct kvfs_plane *plane) {
+    if (pthread_mutex_trylock(&plane->mux.receiving))
+        return false; /* another transport's leader is at it */
+    bool received = receive(plane);
+    pthread_mutex_unlock(&plane->mux.receiving);
+    return received;
 }

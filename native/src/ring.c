@@ -345,6 +345,7 @@ static void expire(struct ring *ring) {
         group->expired = true;
         if (!group->result)
             group->result = -ETIMEDOUT;
+        atomic_store(&ring->plane->stuck_until_ns, now + ring->plane->config.io_timeout_ms * 10000000ull);
         atomic_fetch_add(&ring->plane->count.zombies, 1);
         for (uint32_t i = 0; i < group->part_count; i++) {
             struct io_part *part = &group->parts[i];

@@ -37,6 +37,7 @@ CASES = {
     "native-latency": BOTH,
     "native-put": BOTH,
     "native-processes": BOTH,
+    "virtiofs": BOTH,
     "million": ("zram",),
 }
 Result = tuple[dict[str, Any], subprocess.CompletedProcess[str], pathlib.Path]
