@@ -352,6 +352,8 @@ static void get_vring_base(struct front_end *front, struct virtqueue *queue, str
     guest_queue_kick(front->guest, queue, -1);
     message->state.number = queue->last_avail;
     queue->started = queue->broken = false;
+    for (uint32_t i = 0; queue->inflight && i < queue->size; i++) /* nothing is left to be done again */
+        queue->inflight->entries[i].inflight = 0;
     if (front->features & 1ull << FEATURE_PROTOCOL_FEATURES)
         queue->enabled = false;
     queue_unlock(queue);
