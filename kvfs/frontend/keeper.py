@@ -348,9 +348,16 @@ class Keeper:
         self._acknowledges = False
 
     def run(self) -> None:
-        """Never returns, unless interrupted."""
+        """Serve until the listening socket is shut down."""
         while True:
-            front, _ = self._listener.accept()
+            try:
+                front, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return
+                log.warning("accept: %s", error)
+                time.sleep(1)
+                continue
             self._front = front
             front.settimeout(_ANSWER_TIMEOUT_S)
             try:
