@@ -1,8 +1,8 @@
-/* The session behind the transports: requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a deadline.
+/* The session behind the transports: requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a
+ * deadline.
  *
- * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that the
- * kernel sees are ours.
- */
+ * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that
+ * the kernel sees are ours. / */
 #include "internal.h"
 
 #include <fcntl.h>
