@@ -57,8 +57,10 @@ bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *at
 
 /* Blocks are immutable: where the kernel can be told of an eviction (INC_EPOCH) it may keep names and attributes for long.
  *
- * A guest can be told nothing. So it keeps no name at all, not even a directory's (renamed, and another in its place, would lead to the blocks of
- * the one that was there before): every open asks, and finds what is there now. What it may keep is the mode and the times of a directory, 1 s. */
+ * A guest can be told nothing. So it keeps no name at all, not even a directory's: renamed, and another in its place, it would lead to the
+ * blocks that were there before. Every open asks, and finds what is there now. What a guest may keep, for a second, is the attributes of a
+ * directory, and of a block that it has open (node_lease): before each read its kernel wants to know whether the pages that it has are
+ * still the file's. */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry) {
     entry->entry_valid_nsec = entry->attr_valid_nsec = 0;
     entry->entry_valid = transport->inc_epoch && !staged ? LONG_SECONDS : 0;
@@ -90,7 +92,8 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
     uint64_t offered = init.flags | (init.flags & FLAG_INIT_EXT ? (uint64_t)init.flags2 << 32 : 0);
     uint64_t wanted = FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_ASYNC_DIO | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES |
                       FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT | (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
-    /* Pages of a file that another kernel rewrites: a host is told to drop them; a guest looks at the file's mtime before each read of its cache. */
+    /* Pages of a file that another kernel rewrites: a host is told to drop them; a guest looks at the file's mtime before each read of its
+     * cache. */
     wanted |= transport->guest ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
     uint64_t flags = offered & wanted;
     out.minor = init.minor < 45 ? init.minor : 45;
@@ -147,6 +150,7 @@ static void do_getattr(struct server *server, uint8_t *head, size_t size) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct kvfs_record record;
+    bool leased = server->transport->guest && node_lease(plane, in->nodeid);
     int r = kvfs_table_find_inode(plane->table, in->nodeid, &record);
     if (r < 0 || record.flags & KVFS_INODE_ASK) { /* -ENOENT: perhaps a removed directory that is held open, which Python knows */
         struct fuse_getattr_in *get = (struct fuse_getattr_in *)(void *)(in + 1);
@@ -160,8 +164,8 @@ static void do_getattr(struct server *server, uint8_t *head, size_t size) {
     bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &out.attr);
     if (S_ISDIR(record.mode))
         out.attr_valid = 1;
-    else if (!staged && record.flags & KVFS_INODE_SEALED && server->transport->inc_epoch)
-        out.attr_valid = LONG_SECONDS;
+    else if (!staged && record.flags & KVFS_INODE_SEALED)
+        out.attr_valid = server->transport->inc_epoch ? LONG_SECONDS : leased ? LEASE_S : 0;
     reply_data(server, in->unique, &out, sizeof(out));
 }
 
@@ -262,7 +266,8 @@ static void read_staged(struct server *server, struct request *request) {
     }
 }
 
-/* A guest that has outlived a daemon reads on with handles that the new one has never given out: a node id is all that a sealed block needs. */
+/* A guest that has outlived a daemon reads on with handles that the new one has never given out: a node id is all that a sealed block
+ * needs. */
 static int find_lost(struct kvfs_plane *plane, uint64_t inode, struct handle *out) {
     struct kvfs_record record;
     if (kvfs_table_find_inode(plane->table, inode, &record) < 0 || !(record.flags & KVFS_INODE_SEALED) || !S_ISREG(record.mode))

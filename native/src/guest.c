@@ -1,12 +1,12 @@
 /* virtio-fs: a transport whose requests come out of a guest's virtqueues, and whose replies go straight into its memory.
  *
- * A request is known by its element: queue and head of the chain, with a salt, which together are the id that the fast path and the session see. So
- * a reply finds its place from any thread, once, and one that comes after a reset finds nothing. READ of a sealed block needs no memory of ours:
- * the device writes to the guest's pages (guest_targets), the leaves are checked there, and then the answer is published.
+ * A request is known by its element: queue and head of the chain, with a salt, which together are the id that the fast path and the
+ * session see. So a reply finds its place from any thread, once, and one that comes after a reset finds nothing. READ of a sealed block
+ * needs no memory of ours: the device writes to the guest's pages (guest_targets), the leaves are checked there, and then the answer is
+ * published.
  *
- * A fair share: a guest may have IN_FLIGHT_MAX bytes under way, staging for its WRITEs included, and FORWARDED_MAX requests in the session. Beyond that
- * its queues wait, nobody else's.
- */
+ * A fair share: a guest may have IN_FLIGHT_MAX bytes under way, staging for its WRITEs included, and FORWARDED_MAX requests in the
+ * session. Beyond that its queues wait, nobody else's. / */
 #include "virtio.h"
 
 #include <poll.h>

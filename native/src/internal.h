@@ -39,6 +39,8 @@
 #define READ_SLOTS 5            /* 4 MiB and an unaligned page */
 #define READ_GROUPS 12
 #define PENDING_MAX 16384
+#define LEASE_S 1u
+#define LEASE_SLACK_NS 50000000ull      /* an answer's way to the guest */
 #define REQUEST_HEAD 80         /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
 #define REQUEST_SMALL (REQUEST_HEAD + 132 * 1024)
 
@@ -165,6 +167,9 @@ struct node {
     /* One content, several kernels: from a guest's open for writing on no host opens it for its page cache, and one that has done so before is
      * told of every change. (Guests cache nothing unasked: see do_init.) */
     atomic_bool guest_wrote, host_cached;
+    /* What a guest was told of an open block's size and times holds until then; who wants to rewrite it waits. Under the lock. */
+    uint64_t lease_until_ns;
+    bool rewriting;
     pthread_mutex_t lock;               /* desc, file */
     struct desc *desc;
     struct file *file;
@@ -192,6 +197,8 @@ void node_put(struct kvfs_plane *plane, struct node *node);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out);
 void node_unopen(struct kvfs_plane *plane, struct node *node, bool writer);
+/* Promise a guest that the content of an open block stays for LEASE_S seconds; false: it may change, or is not open. Before the table is asked. */
+bool node_lease(struct kvfs_plane *plane, uint64_t inode);
 struct desc *desc_new(uint32_t header_pages);
 void desc_put(struct desc *desc);
 /* Check a header that was read into desc->header against what the table (or index) said; fills the rest. 0 or -EBADMSG. */

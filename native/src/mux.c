@@ -1,8 +1,8 @@
-/* The session behind the transports: requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a deadline.
+/* The session behind the transports: requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a
+ * deadline.
  *
- * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that the
- * kernel sees are ours.
- */
+ * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that
+ * the kernel sees are ours. / */
 #include "internal.h"
 
 #include <fcntl.h>
@@ -368,17 +368,7 @@ static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uin
     case FUSE_RMDIR:
     case FUSE_RENAME:
     case FUSE_RENAME2:
-        if (!name) {
-            kvfs_notify_epoch(plane);
-            return;
-        }
-        if (p->opcode == FUSE_RENAME || p->opcode == FUSE_RENAME2) {
-            memcpy(&parent, name, sizeof(parent)); /* newdir, the first field of both */
-            name += p->opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) : sizeof(struct fuse_rename2_in);
-            const char *new_name = name + strlen(name) + 1;
-            kvfs_notify_entry(plane, parent, new_name, (uint32_t)strlen(new_name));
-        }
-        kvfs_notify_entry(plane, p->node, name, (uint32_t)strlen(name));
+        kvfs_notify_epoch(plane);
         return;
     case FUSE_OPEN:
     case FUSE_CREATE:

@@ -57,6 +57,22 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs
     return r == -ENOENT ? -ESTALE : r < 0 ? r : node ? 0 : -ENOMEM;
 }
 
+bool node_lease(struct kvfs_plane *plane, uint64_t inode) {
+    struct node *node = node_get(plane, inode, false);
+    if (!node)
+        return false;
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    pthread_mutex_lock(&node->lock);
+    bool good = node->handles && node->writers == 0 && !node->file && !node->rewriting;
+    if (good)
+        node->lease_until_ns = now_ns() + LEASE_S * 1000000000ull + LEASE_SLACK_NS;
+    pthread_mutex_unlock(&node->lock);
+    pthread_mutex_unlock(&shard->lock);
+    node_put(plane, node);
+    return good;
+}
+
 void node_put(struct kvfs_plane *plane, struct node *node) {
     if (!node)
         return;

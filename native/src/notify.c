@@ -77,11 +77,6 @@ int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie) {
     }
     n->cookie = cookie;
     pthread_mutex_lock(&plane->notify_lock);
-    if (code == FUSE_NOTIFY_INVAL_INODE && plane->notify_last && plane->notify_last->code == code && plane->notify_last->inode == inode) {
-        pthread_mutex_unlock(&plane->notify_lock); /* waits already: a guest that writes says so again and again */
-        free(n);
-        return;
-    }
     if (plane->notify_last)
         plane->notify_last->next = n;
     else

@@ -34,9 +34,9 @@ static void targets_clear(struct request *request) {
 static void read_finish(struct request *request, int error) {
     struct kvfs_plane *plane = request->server->plane;
     COUNT(plane, read_errors, 1);
-    /* A device that gave no answer may still write into these slots and this header: the groups hold the slots, we hold the header. The pages of
-     * a guest are nobody's to hold: once answered it uses them for something else. So it waits for the device, longer than the deadline: until
-     * the kernel gives up on it. Reads that come now go through slots. */
+    /* A device that gave no answer may still write into these slots and this header: the groups hold the slots, we hold the header. The
+     * pages of a guest are nobody's to hold: once answered it uses them for something else. So it waits for the device, longer than the
+     * deadline: until the kernel gives up on it. Reads that come now go through slots. */
     request->owed = request->direct && request->groups_held;
     if (!request->owed) {
         targets_clear(request);

@@ -1,10 +1,9 @@
 /* The threads of a transport: each takes requests, answers what it can, and reaps its own ring.
  *
- * One, the leader, also waits for the session's replies. Some take requests all the time (the leader of /dev/fuse; all of a guest's, each for its
- * own queues), the others help: they are woken when requests queue up, take part while there is work, and go back to sleep. So one client costs
- * one wake-up a request and many clients use every core. Before it sleeps a thread polls for a short while, as long as that has lately been worth
- * it and no more than one client seems to be at work; one thread of the plane at a time.
- */
+ * One, the leader, also waits for the session's replies. Some take requests all the time (the leader of /dev/fuse; all of a guest's, each
+ * for its own queues), the others help: they are woken when requests queue up, take part while there is work, and go back to sleep. So one
+ * client costs one wake-up a request and many clients use every core. Before it sleeps a thread polls for a short while, as long as that
+ * has lately been worth it and no more than one client seems to be at work; one thread of the plane at a time. / */
 #include "internal.h"
 
 #include <fcntl.h>

@@ -1,9 +1,9 @@
 /* vhost-user: a front end (QEMU, another VMM, a DPU's device emulation) hands over a guest's memory and virtqueues. The back end's side of
  * QEMU's docs/interop/vhost-user.rst, for a virtio-fs device.
  *
- * One thread a guest speaks it; servers meanwhile go on with the queues. Every message is checked against its length, its descriptors and the state
- * that it finds; one that breaks the protocol ends the connection. Descriptors that came with a message are closed unless something keeps them.
- */
+ * One thread a guest speaks it; servers meanwhile go on with the queues. Every message is checked against its length, its descriptors and
+ * the state that it finds; one that breaks the protocol ends the connection. Descriptors that came with a message are closed unless
+ * something keeps them. / */
 #include "virtio.h"
 
 #include <linux/virtio_config.h>
@@ -40,7 +40,8 @@ enum {
 #define FDS_MAX 8
 #define TABLE_REGIONS_MAX 8
 #define CONFIG_MAX 256
-/* A message's rest must follow within this. Front ends wait for answers without any limit of their own: ours come within the deadlines below. */
+/* A message's rest must follow within this. Front ends wait for answers without any limit of their own: ours come within the deadlines
+ * below. */
 #define MESSAGE_TIMEOUT_S 5
 /* GET_VRING_BASE and the end: what is under way gets this long, then it is answered with EIO. */
 #define DRAIN_TIMEOUT_MS 5000u
@@ -352,6 +353,8 @@ static void get_vring_base(struct front_end *front, struct virtqueue *queue, str
     guest_queue_kick(front->guest, queue, -1);
     message->state.number = queue->last_avail;
     queue->started = queue->broken = false;
+    for (uint32_t i = 0; queue->inflight && i < queue->size; i++) /* nothing is left to be done again */
+        queue->inflight->entries[i].inflight = 0;
     if (front->features & 1ull << FEATURE_PROTOCOL_FEATURES)
         queue->enabled = false;
     queue_unlock(queue);

@@ -25,7 +25,8 @@ struct guest_region {
     void *map;
     uint64_t map_size;
 };
-/* What a guest's addresses mean at one time. Requests hold the one they began with: its regions stay mapped until the last of them has ended. */
+/* What a guest's addresses mean at one time. Requests hold the one they began with: its regions stay mapped until the last of them has
+ * ended. */
 struct guest_memory {
     atomic_uint refs;
     uint32_t count;

@@ -1,5 +1,5 @@
-/* A double of a vhost-user front end and of the guest behind it: memory in a memfd, split rings built by hand, FUSE requests in them. For tests
- * of the data plane; it does what it is told, right or wrong. */
+/* A double of a vhost-user front end and of the guest behind it: memory in a memfd, split rings built by hand, FUSE requests in them. For
+ * tests of the data plane; it does what it is told, right or wrong. */
 #ifndef KVFS_TEST_FRONT_END_H
 #define KVFS_TEST_FRONT_END_H
 

@@ -1,7 +1,8 @@
 /* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c server.c store.c vhost_user.c virtqueue.c worker.c */
-/* libFuzzer: a guest's rings and FUSE requests, as wild as it likes. The input is a program of small steps that write descriptors, requests and
- * indexes into guest memory, and let the transport take what is there, without its threads: every input does the same each time. One queue is well
- * formed (the fuzzer gets to the requests), one is raw bytes (it gets to the descriptors). The session's end is emptied, and answers with errors. */
+/* libFuzzer: a guest's rings and FUSE requests, as wild as it likes. The input is a program of small steps that write descriptors,
+ * requests and indexes into guest memory, and let the transport take what is there, without its threads: every input does the same each
+ * time. One queue is well formed (the fuzzer gets to the requests), one is raw bytes (it gets to the descriptors). The session's end is
+ * emptied, and answers with errors. */
 #include "virtio.h"
 
 #include <linux/virtio_config.h>
@@ -43,6 +44,7 @@ static void start(void) {
         CHECK(kvfs_table_put(kvfs_plane_table(plane), &file, inode == 3 ? "sealed" : "written", inode == 3 ? 6 : 7, 0) == 0);
     }
     CHECK(kvfs_file_create(plane, 2) == 0);
+    kvfs_set_space(plane, (uint64_t)64 << 20);
     session = kvfs_session_open(plane);
     CHECK(session >= 0);
     struct kvfs_virtiofs_config virtiofs = {.tag = "fuzz", .queue_count = 1, .queue_size_max = 1024};

@@ -1,8 +1,8 @@
 /* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c server.c store.c vhost_user.c virtqueue.c worker.c */
-/* Guests of the data plane, without a kernel or a VMM: this program plays the front end and the guest (front_end.h, a double), and Python (the
- * session's end). What it proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy; what a hostile
- * guest puts into its rings stops its queue and nothing else; resets, vanished front ends and vanished memory with requests in flight leave
- * nothing behind; requests survive a back end where the front end tracks them. */
+/* Guests of the data plane, without a kernel or a VMM: this program plays the front end and the guest (front_end.h, a double), and Python
+ * (the session's end). What it proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy;
+ * what a hostile guest puts into its rings stops its queue and nothing else; resets, vanished front ends and vanished memory with requests
+ * in flight leave nothing behind; requests survive a back end where the front end tracks them. */
 #include "front_end.h"
 
 #include <sys/stat.h>
@@ -652,6 +652,45 @@ static void test_inflight_tracking(void) {
     wait_gone(number);
 }
 
+static struct fuse_attr_out attributes(struct front *f, uint64_t inode) {
+    struct fuse_getattr_in in = {0};
+    struct fuse_attr_out out;
+    CHECK(ask(f, FUSE_GETATTR, inode, &in, sizeof(in), &out, sizeof(out)) == 0);
+    return out;
+}
+
+/* What a guest may believe of an open block for a second stays true for that long, whoever wants to rewrite it. */
+static void test_lease(void) {
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    uint8_t *data = pattern(70000, 3);
+    uint64_t inode = make_block(&f, "leased", data, 70000);
+    CHECK(attributes(&f, inode).attr_valid == 0); /* not open: nobody would know of the promise */
+    for (int keep = 0; keep < 2; keep++) {
+        struct kvfs_completion done;
+        uint64_t fh = open_read(&f, inode), began = now_ns();
+        CHECK(attributes(&f, inode).attr_valid == 1);
+        CHECK(kvfs_file_rewrite(plane, 9, inode, keep) == 0);
+        struct fuse_attr_out out = attributes(&f, inode);
+        CHECK(out.attr_valid == 0 && out.attr.size == 70000);
+        CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1 && done.result == 0);
+        CHECK(now_ns() - began >= 1000000000ull);
+        out = attributes(&f, inode);
+        CHECK(out.attr_valid == 0 && out.attr.size == (keep ? 70000 : 0));
+        CHECK(read_check(&f, inode, fh, 0, 65536, 0, data, keep ? 70000 : 0) == 0);
+        release(&f, inode, fh);
+        CHECK(kvfs_file_discard(plane, inode) == 0);
+        began = now_ns();
+        CHECK(kvfs_file_rewrite(plane, 9, inode, keep) == 0); /* nobody was told anything: at once */
+        CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1 && done.result == 0 && now_ns() - began < 1000000000ull);
+        CHECK(kvfs_file_discard(plane, inode) == 0);
+    }
+    front_end(&f);
+    wait_gone(number);
+    free(data);
+}
+
 struct storm { const char *path; uint64_t inode; const uint8_t *data; uint64_t size; unsigned seed; uint64_t done; };
 
 /* A guest with many reads at once, on both request queues; now and then it vanishes in the middle. */
@@ -777,6 +816,7 @@ int main(void) {
     RUN(test_faults);
     RUN(test_gone_in_flight);
     RUN(test_inflight_tracking);
+    RUN(test_lease);
     RUN(test_two_guests);
     RUN(test_end);
     struct front f; /* the plane ends under a guest */
