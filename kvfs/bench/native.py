@@ -224,8 +224,15 @@ def case_native_put(stand: Stand) -> None:
     def raw(index: int) -> Json:
         return settled(functools.partial(_raw, stand, "write", 1, index))
 
-    for state, run in (("empty pool", put_into_empty), ("full pool, evicting", lambda index: settled(put))):
-        while run is not put_into_empty and written * scale.block_size < DEVICE_COUNT * scale.device_size * 11 // 10:
+    # The segments of a pool of 4 GiB are of 16 MiB: each is opened, closed and freed for eight blocks.
+    large = (DEVICE_COUNT * scale.device_size).bit_length() - 6
+    large_name = f"full pool of {size_text(1 << large)} segments, evicting"
+    for state in ("empty pool", "full pool, evicting", large_name):
+        run = put_into_empty if state == "empty pool" else lambda index: settled(put)
+        if state == large_name:
+            stand.fresh(1 << large)
+            written = 0
+        while state != "empty pool" and written * scale.block_size < DEVICE_COUNT * scale.device_size * 11 // 10:
             put()
         results = stand.bench.interleave({"put": run, "raw fio": raw})
         details = {"cpu": cpu_per_gib(results["put"]), "peer_cpu": cpu_per_gib(results["raw fio"])}

@@ -182,9 +182,10 @@ class Kvfs:
     def command(self, *words: str | Path, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         return run_command(sys.executable, "-m", "kvfs", *words, timeout_s=timeout_s).stdout
 
-    def format(self) -> None:
+    def format(self, segment_size: int | None = None) -> None:
         shutil.rmtree(self.pool, ignore_errors=True)
         words = [word for device in self.devices for word in ("--device", str(device))]
+        words += [] if segment_size is None else ["--segment-size", str(segment_size)]
         self.command("format", self.pool, *words, "--stripe-unit", str(STRIPE_UNIT), "--force")
 
     def mount(self, *words: str) -> Side:
@@ -360,11 +361,11 @@ class Stand:
     def kvfs(self) -> Side:
         return self.pool.mount()
 
-    def fresh(self) -> None:
+    def fresh(self, segment_size: int | None = None) -> None:
         """An empty pool on the same devices."""
         mounted = self.kvfs
         self.pool.umount()
-        self.pool.format()
+        self.pool.format(segment_size)
         mounted.pid = self.pool.mount().pid
         self._filled = {key: value for key, value in self._filled.items() if key[0] != "kvfs"}
 

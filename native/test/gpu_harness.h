@@ -25,7 +25,7 @@
 #define GENERATION 7u
 #define SECRET 0x1234567890abcdefull
 #ifndef TIMEOUT_MS
-#define TIMEOUT_MS 250u
+#define TIMEOUT_MS 400u
 #endif
 #define STALL_MS (5 * TIMEOUT_MS)
 #define KIB ((uint64_t)1 << 10)
