@@ -378,8 +378,10 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
             slot_put(request->slots[--request->slot_count]);
         r = file_reopen(plane, ring, node);
         if (r == 0 && request->retries++ < 8) {
+            atomic_fetch_add(&node->refs, 1); /* the request's own ends with it */
             worker_request(plane, ring, request);
             node_released(plane, node, true);
+            node_put(plane, node);
             return;
         }
     }
