@@ -238,9 +238,13 @@ void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport) 
 static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inode, bool writer, struct fuse_open_out *out) {
     struct kvfs_record record;
     struct node *node;
-    int r = node_open(plane, inode, writer, &record, &node);
+    int r;
+    /* The table's writer may have lost its CPU in the middle of a change: Python has answered, there is nobody else to ask. */
+    uint64_t until = now_ns() + 1000000000ull;
+    while ((r = node_open(plane, inode, writer, &record, &node)) == -EAGAIN && now_ns() < until)
+        sched_yield();
     if (r < 0)
-        return r;
+        return r == -EAGAIN ? -EIO : r;
     if (p->timed_out) { /* nobody will release it: do so now */
         struct shard *shard = shard_of(plane, inode);
         pthread_mutex_lock(&shard->lock);
