@@ -101,13 +101,16 @@ async def recover(
         segments.changed(segment)
     admission = Admission(index, segments, plane, lost, known_version, in_flight)
     for segment, first_page in sorted(to_scan, key=lambda item: -item[0].generation):
+        covered = 0
         segment.state = State.CLOSED
         segment.late = True  # clients of the daemon that died may still write to it
         segments.mark_dirty(segment, gone=True)
         if first_page == 1:
-            await _admit_summary(segments, segment, admission)
-        for records in await scan(segments, plane, segment, max(first_page, admission.covered.get(segment.index, 0))):
-            await admission.admit_all(records, verify=True)
+            covered = await _admit_summary(segments, segment, admission)
+        # Also what the summary covers: it leaves out what was replaced, perhaps by what this crash undoes.
+        for page in (first_page, covered) if covered > first_page else (first_page,):
+            for records in await scan(segments, plane, segment, page):
+                await admission.admit_all(records, verify=True)
         # Nothing is appended any more, and what was not admitted must not be found by a later scan either.
         segment.next_page = segments.geometry.end_page
     await recount(index, segments)
@@ -134,12 +137,14 @@ async def _forget_blocks(index: LmdbIndex, segment: Segment) -> list[int]:
     return gone
 
 
-async def _admit_summary(segments: Segments, segment: Segment, admission: Admission) -> None:
-    """A segment that was opened after the last commit may have a summary already: it knows newer names."""
+async def _admit_summary(segments: Segments, segment: Segment, admission: Admission) -> int:
+    """A segment that was opened after the last commit may have a summary already: it knows newer names. Returns the
+    page that it covers all before; a scan may not get there, if a page between could not be written."""
     summary = await segments.read_summary(segment.index, segment.generation)
-    if summary is not None:
-        admission.covered[segment.index] = summary.covered_page
-        await admission.admit_all(summary.entries)
+    if summary is None:
+        return 0
+    await admission.admit_all(summary.entries)
+    return summary.covered_page
 
 
 async def recount(index: LmdbIndex, segments: Segments) -> None:
@@ -175,7 +180,6 @@ class Admission:
     in_flight: set[int] = field(default_factory=set)
     admitted: int = 0
     readmitted: int = 0
-    covered: dict[int, int] = field(default_factory=dict)
 
     async def admit_all(self, records: bytes, *, verify: bool = False) -> None:
         """With `verify`, only blocks whose every leaf is right.

@@ -248,7 +248,13 @@ class Reservations:
             # Its header is not all of the truth.
             self._segments.mark_dirty(home, gone=True)
         self._committed += entered
-        self._superseded += not entered
+        if not entered:
+            self._superseded += 1
+            # The last commit may know this one as in flight: a crash would bring it back if its successor was gone.
+            number = self._index.lookup(inode.parent, inode.name)
+            successor = None if number is None else self._index.get(number)
+            if successor is not None:
+                self._segments.wait_for_commit(successor)
         self._close(holder, reservation)
         self._segments.end_lending(reservation.runs, rest=False)
         self._end(reservation, version)
@@ -322,9 +328,10 @@ class Reservations:
                 self._take_back(holder, holder.open[number], late=True)
 
     async def _bury(self) -> None:
-        """Make scans step over what was returned; neighbours together, with one page."""
+        """Make scans step over what was returned. Every run by itself: a write of a dead client may still land on its
+        first page, and must not hide the next."""
         returned, self._returned = self._returned, []
-        queue = iter(_joined([run for reservation in returned for run in reservation.runs]))
+        queue = iter([run for reservation in returned for run in reservation.runs])
 
         async def work() -> None:
             for run in queue:
@@ -362,15 +369,3 @@ def _extents(runs: Sequence[Run], header_pages: int) -> tuple[Extent, ...]:
         extents.append(Extent(run.generation, run.segment, run.page + overhead, count, file_page))
         file_page, overhead = file_page + count, 1
     return tuple(extents)
-
-
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    """The runs, those that follow on each other in a segment as one."""
-    joined: list[Run] = []
-    for run in sorted(runs, key=lambda r: (r.segment, r.page)):
-        if joined and joined[-1].segment == run.segment and joined[-1].page + joined[-1].page_count == run.page:
-            before = joined[-1]
-            joined[-1] = Run(before.generation, before.segment, before.page, before.page_count + run.page_count)
-        else:
-            joined.append(run)
-    return joined

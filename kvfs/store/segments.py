@@ -309,6 +309,11 @@ class Segments:
             segment.copy_stale = True
         self._dirty.add(segment.index)
 
+    def wait_for_commit(self, inode: Inode) -> None:
+        """Its segments are not opened again before the index knows what has become of this block up to now."""
+        for number in usage(inode):
+            self.all[number].batch = self._index.pending_batch
+
     @property
     def waits_for_commit(self) -> bool:
         """Freed segments are waiting for the index."""

@@ -92,9 +92,9 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
     uint64_t offered = init.flags | (init.flags & FLAG_INIT_EXT ? (uint64_t)init.flags2 << 32 : 0);
     uint64_t wanted = FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_ASYNC_DIO | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES |
                       FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT | (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
-    /* Pages of a file that another kernel rewrites: a host is told to drop them; a guest looks at the file's mtime before each read of its
-     * cache. */
-    wanted |= transport->guest ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
+    /* Pages of a file that another kernel may rewrite: before a read of its cache a kernel looks at the file's mtime, as far as it does not
+     * trust the attributes that it has; a host is told to ask again. */
+    wanted |= transport->guest || guests_present(plane) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
     uint64_t flags = offered & wanted;
     out.minor = init.minor < 45 ? init.minor : 45;
     transport->minor = out.minor;
@@ -331,7 +331,7 @@ static void reply_write(struct kvfs_plane *plane, struct request *request, int r
     }
     if (request->transport->guest) {
         if (atomic_load(&request->node->host_cached))
-            kvfs_notify_inode(plane, request->node->inode);
+            notify_inode(plane, request->node->inode);
         written_without_handle(plane, request->node); /* it may have released the handle meanwhile: then nobody would seal this */
     }
     request_put(plane, request);
@@ -421,8 +421,10 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
             slot_put(request->slots[--request->slot_count]);
         r = file_reopen(plane, ring, node);
         if (r == 0 && request->retries++ < 8) {
+            atomic_fetch_add(&node->refs, 1); /* the request's own ends with it */
             worker_request(plane, ring, request);
             node_released(plane, node, true);
+            node_put(plane, node);
             return;
         }
     }
@@ -459,7 +461,7 @@ static void do_fallocate(struct server *server, uint8_t *head) {
         pthread_mutex_unlock(&handle.node->lock);
     }
     if (r == 0 && server->transport->guest && atomic_load(&handle.node->host_cached))
-        kvfs_notify_inode(plane, in->nodeid);
+        notify_inode(plane, in->nodeid);
     node_put(plane, handle.node);
     reply_error(server, in->unique, r);
 }

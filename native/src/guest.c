@@ -556,6 +556,15 @@ int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number) {
     return guest ? 0 : -ENOENT;
 }
 
+bool guests_present(struct kvfs_plane *plane) {
+    bool found = false;
+    pthread_mutex_lock(&plane->transports_lock);
+    for (uint32_t i = 0; i < KVFS_VIRTIOFS_MAX; i++)
+        found |= plane->guests[i] != NULL;
+    pthread_mutex_unlock(&plane->transports_lock);
+    return found;
+}
+
 void guests_stop(struct kvfs_plane *plane) {
     pthread_mutex_lock(&plane->transports_lock);
     for (uint32_t i = 0; i < KVFS_VIRTIOFS_MAX; i++)

@@ -368,6 +368,7 @@ void transport_forget(struct transport *transport);    /* its kernel is gone: la
 /* Let a READ's targets be the guest's pages. False: they are not such pages, use slots. */
 bool guest_targets(struct request *request);
 void guest_memory_put(struct guest_memory *memory);
+bool guests_present(struct kvfs_plane *plane);         /* something is exported */
 void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
 void guests_free(struct kvfs_plane *plane);
 
@@ -390,7 +391,6 @@ struct pending {
     uint64_t unique, node, deadline_ns, arrived_ns, offset;
     uint32_t opcode, flags, salt, index, size;
     uint32_t session;                    /* of the transport, when it came */
-    uint8_t *names;                      /* of a guest's UNLINK, RMDIR, RENAME: what hosts must look up again */
     bool live, timed_out;
     struct pending *next, *previous;     /* by deadline; or free list */
 };
@@ -421,7 +421,9 @@ void mux_close(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */
 
-struct notification { struct notification *next; uint64_t cookie; };
+struct notification { struct notification *next; uint64_t inode, cookie; };  /* inode 0: a flush */
+/* Hosts' kernels ask for the inode's attributes again, and drop its pages if its mtime has changed since (AUTO_INVAL_DATA). */
+void notify_inode(struct kvfs_plane *plane, uint64_t inode);
 int notifier_start(struct kvfs_plane *plane);
 void notifier_stop(struct kvfs_plane *plane);
 

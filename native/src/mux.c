@@ -42,8 +42,6 @@ void mux_free(struct kvfs_plane *plane) {
         free(mux->queue);
         mux->queue = next;
     }
-    for (uint32_t i = 0; mux->entries && i < PENDING_MAX; i++)
-        free(mux->entries[i].names);
     free(mux->entries);
     free(mux->reply);
     free(mux->strip);
@@ -151,22 +149,10 @@ static void pending_unlink(struct mux *mux, struct pending *p) {
 
 static void pending_release(struct mux *mux, struct pending *p) {
     p->live = false;
-    free(p->names);
-    p->names = NULL;
     atomic_fetch_sub(&p->transport->forwarded, 1);
     p->next = mux->free;
     mux->free = p;
     mux->live_count--;
-}
-
-/* The body of a request that takes names away; checked before it is forwarded. Without memory for it: see guest_changed. */
-static uint8_t *names_copy(const struct fuse_in_header *in, uint32_t size) {
-    if (in->opcode != FUSE_UNLINK && in->opcode != FUSE_RMDIR && in->opcode != FUSE_RENAME && in->opcode != FUSE_RENAME2)
-        return NULL;
-    uint8_t *names = malloc(size - sizeof(*in));
-    if (names)
-        memcpy(names, in + 1, size - sizeof(*in));
-    return names;
 }
 
 void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset) {
@@ -187,7 +173,6 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
                               .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .previous = mux->newest,
                               .session = atomic_load(&server->transport->session)};
         atomic_fetch_add(&server->transport->forwarded, 1);
-        p->names = server->transport->guest ? names_copy(in, size) : NULL;
         if (in->opcode == FUSE_READDIR) {
             struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
             p->size = read->size;
@@ -257,9 +242,13 @@ void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport) 
 static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inode, bool writer, struct fuse_open_out *out) {
     struct kvfs_record record;
     struct node *node;
-    int r = node_open(plane, inode, writer, &record, &node);
+    int r;
+    /* The table's writer may have lost its CPU in the middle of a change: Python has answered, there is nobody else to ask. */
+    uint64_t until = now_ns() + 1000000000ull;
+    while ((r = node_open(plane, inode, writer, &record, &node)) == -EAGAIN && now_ns() < until)
+        sched_yield();
     if (r < 0)
-        return r;
+        return r == -EAGAIN ? -EIO : r;
     if (p->timed_out) { /* nobody will release it: do so now */
         struct shard *shard = shard_of(plane, inode);
         pthread_mutex_lock(&shard->lock);
@@ -361,18 +350,14 @@ void mux_release_directory(struct kvfs_plane *plane, uint64_t inode) {
 
 /* What a guest has changed the kernels of hosts may still have cached. */
 static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uint64_t inode) {
-    const char *name = (const char *)p->names;
-    uint64_t parent;
     switch (p->opcode) {
     case FUSE_UNLINK:
     case FUSE_RMDIR:
     case FUSE_RENAME:
-    case FUSE_RENAME2:
-        kvfs_notify_epoch(plane);
-        return;
+    case FUSE_RENAME2: kvfs_notify_epoch(plane); return;
     case FUSE_OPEN:
     case FUSE_CREATE:
-    case FUSE_SETATTR: kvfs_notify_inode(plane, inode); return;
+    case FUSE_SETATTR: notify_inode(plane, inode); return;
     default: return;
     }
 }
@@ -472,13 +457,11 @@ static bool receive(struct kvfs_plane *plane) {
         if (!p->timed_out)
             pending_unlink(mux, p);
         copy = *p;
-        p->names = NULL; /* the copy's */
         pending_release(mux, p);
     }
     pthread_mutex_unlock(&mux->lock);
     if (known) {
         answer(plane, &copy, mux->reply, (uint32_t)n, head.error);
-        free(copy.names);
     }
     return true;
 }

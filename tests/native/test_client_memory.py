@@ -338,7 +338,7 @@ def test_gpu_memory_goes_to_the_gpu_reader_and_host_memory_does_not(client):
     """What is in one batch is split; the reader is a test double."""
 
     class Reader:
-        mode, reason = "staged", "a double"
+        mode, reason, may_owe = "staged", "a double", False
 
         def __init__(self):
             self.asked = []

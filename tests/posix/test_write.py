@@ -503,7 +503,8 @@ while True:
 def test_kill_of_a_client_in_the_middle_of_a_write_leaves_a_working_mount(directory):
     temporary = directory / "block.tmp"
     for attempt in range(3):
-        writer = subprocess.Popen([sys.executable, "-c", ENDLESS_WRITER, str(temporary), str(LARGE)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen([sys.executable, "-c", ENDLESS_WRITER, str(temporary), str(LARGE)],
+                                  stdout=subprocess.PIPE)
         with writer:
             assert writer.stdout.readline() == b"writing\n"
             enough = attempt * LARGE // 4 + MIB

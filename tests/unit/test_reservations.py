@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import trio
 from client_double import run_bytes
-from store_pools import OPTIONS, crashed_store, make_pool, names, settle, verify_all, with_store
+from store_pools import OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store
 
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.store import reservations
 from kvfs.store.fsck import fsck
 from kvfs.store.pool import Store, StoreOptions
 from kvfs.store.reservations import Holder, Reservation, Wanted
+from kvfs.store.segments import State
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber
 
 LAZY = StoreOptions(staging_size=16 << 20, read_memory_size=16 << 20, commit_interval_s=1000, records_max=1 << 16)
@@ -259,6 +260,54 @@ def test_a_directory_renamed_meanwhile_has_the_block_under_its_new_name(pool: Pa
         assert directory is not None and names(store, directory) == {b"block"}
 
     with_store(pool, again)
+
+
+def test_what_a_crash_undoes_leaves_the_version_before_it_and_no_older_one(pool: Path) -> None:
+    """Three versions in three segments; the third takes the name by a rename. The crash comes between the summaries:
+    that of the second's segment says already that it was replaced, those of the others are as they were."""
+
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        await store.sync()
+        first = await writer.put(b"name", b"a")
+        store.segments.retire_open()
+        await store.segments.flush_summaries()
+        second = await writer.put(b"name", b"b")
+        store.segments.retire_open()
+        third = await writer.put(b"temporary", b"c")
+        assert len({place.inode.segment for place in (first, second, third)}) == 3
+        rename(store, third.inode.inode, b"name")
+        await store.segments._write_summary(store.segments.all[second.inode.segment])
+
+    crashed_store(pool, work, LAZY)
+    assert found(pool) == {b"name": b"b", b"temporary": b"c"}
+    assert damage(pool) == []
+
+
+def test_the_segment_of_a_successor_waits_for_the_index(pool: Path) -> None:
+    """It was committed before the older version was superseded: the index knows that one as being written, so a crash
+    would bring it back if the successor's segment had been written over."""
+
+    async def work(store: Store) -> None:
+        one, two = Writer(store), Writer(store)
+        old = await one.place(b"name")
+        await one.write(old, b"a")
+        store.segments.retire_open()
+        new = await two.put(b"name", b"b")
+        await store.sync()
+        segment = store.segments.all[new.inode.segment]
+        assert segment.batch <= store.index.durable_batch
+        assert await one.commit(old) == [0]
+        assert store.reservations.statistics().superseded == 1
+        store.segments.retire_open()
+        await store.evictor.free_until(lambda: segment.state == State.FREE)
+        await store.segments.flush_summaries()
+        assert store.segments.waits_for_commit
+        await store.sync()
+        await store.segments.flush_summaries()
+        assert not store.segments.waits_for_commit
+
+    with_store(pool, work, LAZY)
 
 
 # ---- taking back ----

@@ -27,7 +27,7 @@ VISITOR = pathlib.Path(__file__).with_name("visitor.py")
 # What a guest goes by without asking: nothing of names and files, and this long of a directory's mode and times.
 DIRECTORY_BOUND_S = 1.0
 # An emulated CPU is so much slower.
-SLOWNESS = 8
+SLOWNESS = 16
 # Files of the POSIX suite, half for each guest; what lasts longest is apart.
 SUITE = {
     "small": ["test_create.py", "test_eviction.py", "test_mmap.py", "test_permissions.py", "test_rename.py",
