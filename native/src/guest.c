@@ -283,12 +283,7 @@ int guest_serve(struct server *server, uint32_t *run) {
 
 static bool guest_arm(struct server *server) {
     struct guest *guest = server->transport->guest;
-    struct epoll_event events[QUEUES_MAX];
     bool found = false;
-    if (!(server->ring.armed & 1u << POLL_KICKS)) { /* edges: taking them is enough */
-        int n = epoll_wait(server->fd, events, QUEUES_MAX, 0);
-        (void)n;
-    }
     for (uint32_t i = 0; i < guest->queue_count; i++) {
         struct virtqueue *queue = &guest->queues[i];
         if (queue_server(guest, i) != server || !atomic_load_explicit(&queue->running, memory_order_acquire))
@@ -302,7 +297,7 @@ static bool guest_arm(struct server *server) {
         atomic_store(&guest->limited, true);
         found = !over_limit(guest);
     }
-    ring_poll(&server->ring, server->fd, POLL_KICKS);
+    ring_poll(&server->ring, server->fd, POLL_KICKS, true); /* a kick is a write, an edge: the counter is left alone */
     return found;
 }
 

@@ -138,8 +138,8 @@ void ring_submit(struct ring *ring);
 uint32_t ring_reap(struct ring *ring);
 /* Submits and sleeps until a completion or timeout; then the caller reaps. */
 void ring_wait(struct ring *ring, uint64_t timeout_ns);
-/* Let readability of fd end the next ring_wait; one-shot, armed once a tag (0 to 7). */
-void ring_poll(struct ring *ring, int fd, uint32_t tag);
+/* Let readability of fd end the next ring_wait; armed once a tag (0 to 7). One-shot, or at every edge from now on: then nobody needs to read fd. */
+void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges);
 /* The ring's memory is in use by a device that gave no answer: it can not be freed. */
 bool ring_idle(const struct ring *ring);
 bool device_is_memory(int fd);

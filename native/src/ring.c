@@ -372,9 +372,10 @@ uint32_t ring_reap(struct ring *ring) {
     while (io_uring_peek_cqe(&ring->uring, &cqe) == 0) {
         uint64_t data = cqe->user_data;
         int result = cqe->res;
+        uint32_t flags = cqe->flags;
         io_uring_cqe_seen(&ring->uring, cqe);
         if (data & 1) {
-            if (data >> 1 != TAG_CANCEL)
+            if (data >> 1 != TAG_CANCEL && !(flags & IORING_CQE_F_MORE))
                 ring->armed &= ~(1u << (data >> 1));
         } else {
             seen++;
@@ -437,11 +438,14 @@ void ring_wait(struct ring *ring, uint64_t timeout_ns) {
     ring->queued = io_uring_sq_ready(&ring->uring);
 }
 
-void ring_poll(struct ring *ring, int fd, uint32_t tag) {
+void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges) {
     if (ring->armed & (1u << tag))
         return;
     struct io_uring_sqe *sqe = sqe_get(ring);
-    io_uring_prep_poll_add(sqe, fd, POLLIN);
+    if (edges)
+        io_uring_prep_poll_multishot(sqe, fd, POLLIN);
+    else
+        io_uring_prep_poll_add(sqe, fd, POLLIN);
     sqe->user_data = (uint64_t)tag << 1 | 1;
     ring->armed |= 1u << tag;
 }

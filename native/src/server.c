@@ -2,8 +2,8 @@
  *
  * One, the leader, also waits for the session's replies. Some take requests all the time (the leader of /dev/fuse; all of a guest's, each
  * for its own queues), the others help: they are woken when requests queue up, take part while there is work, and go back to sleep. So one
- * client costs one wake-up a request and many clients use every core. Before it sleeps a thread polls for a short while, as long as that
- * has lately been worth it and no more than one client seems to be at work; one thread of the plane at a time. / */
+ * client costs one wake-up a request and many clients use every core. Before it sleeps a thread polls for a short while, if what came lately
+ * came within such a while and no more than one client seems to be at work; one thread of the plane at a time. / */
 #include "internal.h"
 
 #include <fcntl.h>
@@ -20,6 +20,8 @@
 /* After requests have queued up, several clients are at work: what a poll would burn they can use (8 readers of 2 MiB on two cores: 9.3
  * against 5.1 GB/s). */
 #define CROWDED_NS 5000000ull
+/* Luck counts what came within the time of a poll, and twice what did not: half of it is enough to poll. */
+#define LUCK_MAX 16
 
 void server_wake(struct server *server) {
     uint64_t one = 1;
@@ -46,13 +48,13 @@ static bool sleep_until_work(struct server *server, bool leader, uint64_t timeou
         return false;
     COUNT(plane, sleeps, 1);
     if (leader && plane->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
-        ring_poll(&server->ring, plane->mux.fd, POLL_SESSION);
+        ring_poll(&server->ring, plane->mux.fd, POLL_SESSION, false);
     if (!(server->ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
         uint64_t count;
         ssize_t n = read(server->wake_fd, &count, sizeof(count));
         (void)n;
     }
-    ring_poll(&server->ring, server->wake_fd, POLL_WAKE);
+    ring_poll(&server->ring, server->wake_fd, POLL_WAKE, false);
     ring_wait(&server->ring, timeout_ns);
     return true;
 }
@@ -77,9 +79,11 @@ static void *server_main(void *argument) {
     struct kvfs_plane *plane = server->plane;
     struct transport *transport = server->transport;
     const bool leader = server->index == 0;
-    const uint64_t spin_ns = plane->config.spin_us * 1000ull;
-    uint64_t expired_ns = 0, crowded_ns = 0;
-    uint32_t run = 0, useless = 0;
+    /* Between an answer and a guest's next request lie two of its interrupts, and an emulated CPU. */
+    const uint64_t spin_ns = plane->config.spin_us * (transport->guest ? 1500ull : 1000ull);
+    uint64_t expired_ns = 0, crowded_ns = 0, idle_ns = 0;
+    uint32_t run = 0;
+    int lucks[2] = {LUCK_MAX / 2, LUCK_MAX / 2}, *luck = lucks; /* the second: while our own I/O is under way */
     bool spinning = false, trimmed = false;
     for (;;) {
         bool reading = server->reader || atomic_load(&server->active);
@@ -112,14 +116,17 @@ static void *server_main(void *argument) {
                 mux_flush(plane);
         }
         if (work) {
-            if (spinning)
-                useless = 0;
+            if (idle_ns)
+                *luck = idle_ns - server->last_work_ns <= spin_ns ? *luck + (*luck < LUCK_MAX) : *luck < 2 ? 0 : *luck - 2;
+            idle_ns = 0;
             server->last_work_ns = now;
             trimmed = false;
             continue;
         }
-        /* Poll for a while; after many whiles without success only now and then, so that a rare request does not cost a spin each time. */
-        if (server->reader && spin_ns && now > crowded_ns && now - server->last_work_ns < spin_ns && (useless < 8 || spinning)) {
+        if (!idle_ns)
+            luck = &lucks[!ring_idle(&server->ring)];
+        idle_ns = now;
+        if (server->reader && now > crowded_ns && now - server->last_work_ns < spin_ns && *luck >= LUCK_MAX / 2) {
             if (!spinning && !atomic_exchange(&plane->spinning, true)) {
                 spinning = true;
                 COUNT(plane, spins, 1);
@@ -132,7 +139,6 @@ static void *server_main(void *argument) {
         if (spinning) {
             spinning = false;
             atomic_store(&plane->spinning, false);
-            useless++;
         }
         if (reading)
             atomic_store(&server->active, false);
@@ -143,9 +149,7 @@ static void *server_main(void *argument) {
             timeout = 20000000;
         if (!sleep_until_work(server, leader, timeout))
             continue;
-        now = now_ns();
-        if (useless >= 8 && now - server->last_work_ns < spin_ns * 4)
-            useless = 0; /* traffic is dense again */
+        idle_ns = now = now_ns();
         if (leader && !trimmed && now - server->last_work_ns > IDLE_NS) {
             trimmed = true;
             arena_trim(&plane->staging);
