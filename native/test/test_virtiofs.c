@@ -1,4 +1,4 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c server.c store.c vhost_user.c virtqueue.c worker.c */
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c server.c shared_memory.c store.c vhost_user.c virtqueue.c worker.c */
 /* Guests of the data plane, without a kernel or a VMM: this program plays the front end and the guest (front_end.h, a double), and Python
  * (the session's end). What it proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy;
  * what a hostile guest puts into its rings stops its queue and nothing else; resets, vanished front ends and vanished memory with requests
@@ -748,6 +748,27 @@ static void test_two_guests(void) {
     free(data);
 }
 
+/* A front end that cuts its memory off: its queue breaks, the daemon and other guests go on. */
+static void test_cut_memory(void) {
+    struct front f, other;
+    front_start(&other, other_path, 128);
+    fuse_init(&other);
+    for (int round = 0; round < 3; round++) {
+        front_start(&f, path, 128);
+        fuse_init(&f);
+        CHECK(ftruncate(f.memory_fd, 0) == 0); /* from here on the double may not touch it either */
+        front_kick(&f.queues[1]);
+        struct pollfd p = {.fd = f.queues[1].error, .events = POLLIN};
+        CHECK(poll(&p, 1, 10000) == 1);
+        fuse_init(&other);
+        front_end(&f);
+        wait_gone(number);
+    }
+    CHECK(statistics(number).descriptor_errors >= 3);
+    front_end(&other);
+    wait_gone(other_number);
+}
+
 /* Rings as the oldest drivers have them: no EVENT_IDX, no indirect descriptors. */
 static void test_plain_rings(void) {
     struct front f;
@@ -818,6 +839,7 @@ int main(void) {
     RUN(test_inflight_tracking);
     RUN(test_lease);
     RUN(test_two_guests);
+    RUN(test_cut_memory);
     RUN(test_end);
     struct front f; /* the plane ends under a guest */
     front_start(&f, other_path, 128);
