@@ -197,7 +197,7 @@ class Kvfs:
 
     def umount(self) -> None:
         pid = self.pid()
-        self.command("umount", self.mountpoint)
+        self.command("umount", self.pool)  # exports too
         wait_until(lambda: not alive(pid), f"the end of the daemon {pid}", timeout_s=120)
 
     def status(self) -> Json:

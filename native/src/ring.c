@@ -6,6 +6,7 @@
 #include "internal.h"
 
 #include <limits.h>
+#include <linux/magic.h>
 #include <poll.h>
 #include <stdio.h>
 #include <sys/stat.h>
@@ -420,7 +421,7 @@ bool device_is_memory(int fd) {
  * a filesystem can fail to answer fstatfs: many a FUSE server knows no such call. */
 bool device_blocks(int fd) {
     struct statfs st;
-    return fstatfs(fd, &st) < 0 || st.f_type == 0x65735546 /* FUSE */ || st.f_type == 0x6969 /* NFS */ || st.f_type == (__fsword_t)0xfe534d42 /* SMB2 */;
+    return fstatfs(fd, &st) < 0 || st.f_type == FUSE_SUPER_MAGIC || st.f_type == NFS_SUPER_MAGIC || st.f_type == (__fsword_t)SMB2_SUPER_MAGIC;
 }
 
 void ring_wait(struct ring *ring, uint64_t timeout_ns) {

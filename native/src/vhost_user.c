@@ -389,11 +389,12 @@ static int inflight_map(struct front_end *front, const struct inflight_message *
         layout->map_offset % PAGE || layout->map_size < size || fstat(fd, &st) < 0 || layout->map_offset > INT64_MAX - size ||
         (uint64_t)st.st_size < layout->map_offset + size)
         return -EINVAL;
-    void *map = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)layout->map_offset);
-    if (map == MAP_FAILED)
-        return -errno;
+    int error;
+    void *map = shared_map(fd, layout->map_offset, size, &error);
+    if (!map)
+        return error;
     if (front->inflight)
-        munmap(front->inflight, front->inflight_size);
+        shared_unmap(front->inflight, front->inflight_size);
     front->inflight = map;
     front->inflight_size = size;
     front->inflight_layout = *layout;
@@ -564,6 +565,6 @@ void vhost_user_serve(struct guest *guest, int fd) {
     guest_disconnect(guest);
     guest_memory_put(front.memory);
     if (front.inflight)
-        munmap(front.inflight, front.inflight_size);
+        shared_unmap(front.inflight, front.inflight_size);
     free(message);
 }

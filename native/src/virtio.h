@@ -16,6 +16,12 @@
 #define REGIONS_MAX 256u
 #define CHAIN_BYTES_MAX ((uint64_t)16 << 20)
 
+/* ---- shared_memory.c ---- */
+
+/* Memory of another process, who may cut it off: then it reads as zeros instead of ending us. NULL and *error: -errno. */
+void *shared_map(int fd, uint64_t offset, uint64_t size, int *error);
+void shared_unmap(void *map, uint64_t size);
+
 /* ---- virtqueue.c: memory ---- */
 
 struct guest_region {

@@ -1,7 +1,6 @@
 /* Guest memory, and split virtqueues in it: indirect descriptors, EVENT_IDX, in-flight tracking. virtio 1.1, section 2.6. */
 #include "virtio.h"
 
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,20 +14,19 @@ int region_map(int fd, const struct region_description *from, struct guest_regio
     if (from->size == 0 || __builtin_add_overflow(from->offset, from->size, &end) || end > INT64_MAX ||
         from->guest_address > UINT64_MAX - from->size || from->user_address > UINT64_MAX - from->size)
         return -EINVAL;
-    if (!S_ISREG(st.st_mode) || (uint64_t)st.st_size < end) /* what lies beyond its end would be a SIGBUS */
+    if (!S_ISREG(st.st_mode) || (uint64_t)st.st_size < end)
         return -EINVAL;
     struct guest_region *region = calloc(1, sizeof(*region));
     if (!region)
         return -ENOMEM;
     /* From the file's start: a huge page's offset need not be a multiple of ours. Whole (huge) pages: munmap asks for them. */
     region->map_size = round_up(end, st.st_blksize > 0 ? (uint64_t)st.st_blksize : PAGE);
-    region->map = mmap(NULL, region->map_size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (region->map == MAP_FAILED) {
-        int error = -errno;
+    int error;
+    region->map = shared_map(fd, 0, region->map_size, &error);
+    if (!region->map) {
         free(region);
         return error;
     }
-    madvise(region->map, region->map_size, MADV_DONTDUMP);
     atomic_store(&region->refs, 1);
     region->data = (uint8_t *)region->map + from->offset;
     region->guest_address = from->guest_address;
@@ -41,7 +39,7 @@ int region_map(int fd, const struct region_description *from, struct guest_regio
 void region_put(struct guest_region *region) {
     if (!region || atomic_fetch_sub(&region->refs, 1) != 1)
         return;
-    munmap(region->map, region->map_size);
+    shared_unmap(region->map, region->map_size);
     free(region);
 }
 

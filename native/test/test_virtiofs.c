@@ -1,81 +1,17 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c server.c store.c vhost_user.c virtqueue.c worker.c */
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c server.c shared_memory.c store.c vhost_user.c virtqueue.c worker.c */
 /* Guests of the data plane, without a kernel or a VMM: this program plays the front end and the guest (front_end.h, a double), and Python
  * (the session's end). What it proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy;
  * what a hostile guest puts into its rings stops its queue and nothing else; resets, vanished front ends and vanished memory with requests
  * in flight leave nothing behind; requests survive a back end where the front end tracks them. */
 #include "front_end.h"
+#include "plane_harness.h"
 
 #include <sys/stat.h>
 
-#define DEVICES 4
-#define ZONE ((uint64_t)16 << 20)
-#define SEGMENTS 8u
-#define SECRET 0x1234567890abcdefull
 #define MIB ((uint32_t)1 << 20)
 
-static struct kvfs_plane *plane;
-static int session = -1, device_fds[DEVICES];
-static uint64_t next_inode = 1000, next_page = 1;
 static char directory[] = "/tmp/kvfs-virtiofs-XXXXXX", path[128], other_path[128];
 static int number, other_number;
-
-/* ---- the double of Python ---- */
-
-static uint8_t forwarded[1 << 20];
-
-static struct fuse_in_header *forwarded_request(void) {
-    struct timeval limit = {.tv_sec = 20};
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)forwarded;
-    int flags = fcntl(session, F_GETFL);
-    fcntl(session, F_SETFL, flags & ~O_NONBLOCK);
-    CHECK(setsockopt(session, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
-    do
-        CHECK(recv(session, forwarded, sizeof(forwarded), 0) > 0);
-    while (in->opcode == FUSE_INIT);
-    return in;
-}
-
-static void session_reply(uint64_t id, int error, const void *body, size_t size) {
-    uint8_t out[4096];
-    struct fuse_out_header head = {.len = (uint32_t)(sizeof(head) + size), .error = error, .unique = id};
-    memcpy(out, &head, sizeof(head));
-    if (size)
-        memcpy(out + sizeof(head), body, size);
-    CHECK(send(session, out, head.len, 0) == (ssize_t)head.len);
-}
-
-static size_t make_record(uint8_t *out, uint64_t inode, const char *name, uint64_t size, uint8_t flags, uint32_t page, uint32_t header_pages) {
-    size_t name_size = strlen(name);
-    struct kvfs_inode_record r = {.record_size = (uint32_t)(sizeof(r) + round_up(name_size, 8)), .kind = KVFS_KIND_FILE, .flags = flags,
-                                  .name_size = (uint16_t)name_size, .inode = inode, .parent = 1, .version = inode, .size = size, .generation = 7,
-                                  .segment = 0, .page = page, .header_pages = header_pages, .mode = 0100644, .nlink = 1};
-    memset(out, 0, r.record_size);
-    memcpy(out, &r, sizeof(r));
-    memcpy(out + sizeof(r), name, name_size);
-    return r.record_size;
-}
-
-static int64_t seal(uint64_t inode, const char *name) {
-    struct kvfs_seal_info info;
-    struct kvfs_completion done;
-    CHECK(kvfs_seal_begin(plane, inode, &info) == 0 && info.dirty);
-    uint8_t record[4096];
-    size_t size = make_record(record, inode, name, info.size, KVFS_INODE_SEALED, (uint32_t)next_page, 0);
-    uint32_t header_pages = kvfs_header_pages(info.size, (uint32_t)size, 0, info.ranges + info.kept_extents + 2);
-    size = make_record(record, inode, name, info.size, KVFS_INODE_SEALED, (uint32_t)next_page, header_pages);
-    struct kvfs_run run = {.generation = 7, .segment = 0, .page = (uint32_t)next_page, .page_count = header_pages + info.data_pages};
-    next_page += run.page_count;
-    CHECK(next_page < plane->segment_pages);
-    CHECK(kvfs_seal_write(plane, 1, inode, &run, 1, header_pages, record, (uint32_t)size, "", 0) == 0);
-    CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1);
-    if (done.result == 0) {
-        uint8_t final[4096];
-        CHECK(kvfs_seal_record(plane, inode, final, sizeof(final)) > 0);
-        CHECK(kvfs_inode_update(plane, final) == 0);
-    }
-    CHECK(kvfs_seal_end(plane, inode, done.result == 0) == 0);
-    return done.result;
-}
 
 /* ---- FUSE through a ring ---- */
 
@@ -174,7 +110,7 @@ static int flush_and_seal(struct front *f, uint64_t inode, uint64_t fh, const ch
     struct fuse_in_header *got = forwarded_request();
     CHECK(got->opcode == FUSE_FLUSH);
     uint64_t id = got->unique;
-    int64_t r = seal(inode, name);
+    int64_t r = seal(inode, name, false);
     session_reply(id, r < 0 ? -EIO : 0, NULL, 0);
     return wait_answer(f, 1, REQUEST_AT, NULL);
 }
@@ -243,19 +179,6 @@ static uint64_t open_handles(void) {
     return s.open_handles;
 }
 
-static void fault(uint32_t kind, uint32_t direction, uint32_t value) {
-    for (uint32_t i = 0; i < DEVICES; i++)
-        CHECK(kvfs_fault_set(plane, i, kind, direction, 1, value) == 0);
-}
-
-static uint8_t *pattern(uint64_t size, unsigned seed) {
-    uint8_t *data = malloc(size + 1);
-    CHECK(data);
-    for (uint64_t i = 0; i < size; i++)
-        data[i] = (uint8_t)((seed = seed * 1103515245u + 12345u) >> 16);
-    return data;
-}
-
 static uint64_t make_block(struct front *f, const char *name, const uint8_t *data, uint64_t size) {
     uint64_t fh, inode = create(f, name, &fh);
     for (uint64_t at = 0; at < size; at += MIB)
@@ -278,27 +201,7 @@ static int listen_at(const char *at) {
 }
 
 static void start(void) {
-    uint64_t offsets[DEVICES];
-    static struct kvfs_member members[SEGMENTS * DEVICES];
-    for (uint32_t i = 0; i < DEVICES; i++) {
-        char device[200];
-        snprintf(device, sizeof(device), "%s/device%u", directory, i);
-        device_fds[i] = open(device, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-        CHECK(device_fds[i] >= 0 && ftruncate(device_fds[i], (off_t)(ZONE * SEGMENTS + MIB)) == 0);
-        offsets[i] = MIB;
-        for (uint32_t s = 0; s < SEGMENTS; s++)
-            members[s * DEVICES + i] = (struct kvfs_member){(i + s) % DEVICES, s};
-    }
-    struct kvfs_plane_config config = {.secret = SECRET, .mount_epoch = 3, .zone_size = ZONE, .stripe_unit = 65536, .staging_size = 64 << 20,
-                                       .read_memory_size = 32 << 20, .records_max = 100000, .stripe_width = DEVICES, .segment_count = SEGMENTS,
-                                       .device_count = DEVICES, .io_timeout_ms = 400, .request_timeout_ms = 500, .server_threads = 2,
-                                       .store_threads = 2, .max_read = 1 << 20, .verify = 1, .spin_us = 20};
-    CHECK(kvfs_plane_create(&config, device_fds, offsets, members, &plane) == 0);
-    kvfs_table_set_complete(kvfs_plane_table(plane), 1);
-    struct kvfs_record root = {.inode = 1, .parent = 1, .mode = 040755, .nlink = 2, .kind = KVFS_KIND_DIRECTORY};
-    CHECK(kvfs_table_put(kvfs_plane_table(plane), &root, "", 0, 0) == 0);
-    session = kvfs_session_open(plane);
-    CHECK(session >= 0);
+    start_plane(directory, 2);
     snprintf(path, sizeof(path), "%s/guest", directory);
     snprintf(other_path, sizeof(other_path), "%s/other", directory);
     number = listen_at(path);
@@ -748,6 +651,27 @@ static void test_two_guests(void) {
     free(data);
 }
 
+/* A front end that cuts its memory off: its queue breaks, the daemon and other guests go on. */
+static void test_cut_memory(void) {
+    struct front f, other;
+    front_start(&other, other_path, 128);
+    fuse_init(&other);
+    for (int round = 0; round < 3; round++) {
+        front_start(&f, path, 128);
+        fuse_init(&f);
+        CHECK(ftruncate(f.memory_fd, 0) == 0); /* from here on the double may not touch it either */
+        front_kick(&f.queues[1]);
+        struct pollfd p = {.fd = f.queues[1].error, .events = POLLIN};
+        CHECK(poll(&p, 1, 10000) == 1);
+        fuse_init(&other);
+        front_end(&f);
+        wait_gone(number);
+    }
+    CHECK(statistics(number).descriptor_errors >= 3);
+    front_end(&other);
+    wait_gone(other_number);
+}
+
 /* Rings as the oldest drivers have them: no EVENT_IDX, no indirect descriptors. */
 static void test_plain_rings(void) {
     struct front f;
@@ -818,6 +742,7 @@ int main(void) {
     RUN(test_inflight_tracking);
     RUN(test_lease);
     RUN(test_two_guests);
+    RUN(test_cut_memory);
     RUN(test_end);
     struct front f; /* the plane ends under a guest */
     front_start(&f, other_path, 128);
