@@ -286,7 +286,7 @@ def fio(
     words += [f"--loops={passes}", f"--randseed={seed}", "--thread"]
     for index, device in enumerate(devices):
         words += [f"--name=device{index}", f"--filename={device}"]
-    return _fio(pattern, words)
+    return raw_fio(pattern, words)
 
 
 def fio_stripe(
@@ -297,13 +297,14 @@ def fio_stripe(
     common = [f"--rw={pattern}", f"--bs={block_size}", f"--iodepth={depth}", f"--offset={RAW_BASE}"]
     common += [f"--randseed={seed}", "--name=stripe", f"--filename={':'.join(map(str, devices))}"]
     common += ["--file_service_type=roundrobin"]
-    document = _fio(pattern, [*common, f"--size={size}", f"--loops={passes}"])
-    start = _fio(pattern, [*common, f"--size={block_size * len(devices)}"])
+    document = raw_fio(pattern, [*common, f"--size={size}", f"--loops={passes}"])
+    start = raw_fio(pattern, [*common, f"--size={block_size * len(devices)}"])
     used = number_at(document, "client_cpu_s") - number_at(start, "client_cpu_s")
     return {**document, "client_cpu_s": max(used, number_at(document, "thread_cpu_s"), 1e-4)}
 
 
-def _fio(pattern: str, words: Sequence[str]) -> Json:
+def raw_fio(pattern: str, words: Sequence[str]) -> Json:
+    """fio with O_DIRECT on what these words name; they may replace its engine."""
     program = needs_program("fio")
     common = ["--output-format=json", "--ioengine=io_uring", "--direct=1", "--fallocate=none", "--allow_file_create=0"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
