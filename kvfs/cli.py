@@ -135,8 +135,9 @@ def parser() -> argparse.ArgumentParser:
     sub = verb("format", _format, "make a pool")
     sub.add_argument("pool", metavar="POOL", help="directory to make")
     sub.add_argument(
-        "--device", action="append", default=[], metavar="PATH", help="a block device or file; once for each"
-    )
+        "--device", action="append", default=[], metavar="PATH|URL",
+        help="a block device, a file, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each",
+    )  # fmt: skip
     sub.add_argument("--files", type=_count, metavar="N", help="make N files in the pool's own directory the devices")
     sub.add_argument("--size", type=_size, metavar="SIZE", help="of each of the files (64M, 4G)")
     sub.add_argument(
@@ -196,6 +197,9 @@ def parser() -> argparse.ArgumentParser:
     amount = sub.add_mutually_exclusive_group(required=True)
     amount.add_argument("--size", type=_size, metavar="SIZE", help="free at least this much")
     amount.add_argument("--all", action="store_true", help="evict every block that is neither pinned nor open")
+
+    sub = verb("discover", _discover, "list the subsystems of an NVMe/TCP enclosure")
+    sub.add_argument("address", metavar="HOST:PORT", help="of its discovery controller")
 
     verb("doctor", _doctor, "what this machine has of what kvfs needs, and what to do")
 
@@ -258,9 +262,28 @@ class ProgressPrinter:
 # ---- verbs ----
 
 
+def _expanded(devices: list[str]) -> list[str]:
+    """Every namespace where a URL names a subsystem or an enclosure."""
+    from kvfs.store import nvme
+
+    return [one for device in devices for one in (nvme.expand(device) if nvme.is_url(device) else [device])]
+
+
+def _discover(args: argparse.Namespace) -> int:
+    from kvfs.store import nvme
+
+    found = nvme.discover(f"{nvme.SCHEME}://{args.address}")
+    if args.output == "json":
+        _print_json({"subsystems": [asdict(subsystem) for subsystem in found]})
+        return 0
+    for subsystem in found:
+        print(f"{subsystem.transport} {subsystem.address}:{subsystem.port} {subsystem.kind} {subsystem.nqn}")
+    return 0
+
+
 def _format(args: argparse.Namespace) -> int:
     from kvfs.config import format_size
-    from kvfs.store.devices import FormatRequest, format_devices
+    from kvfs.store.devices import FormatRequest, format_devices, place_of
 
     if args.device and args.files:
         raise UsageError("--files: not together with --device")
@@ -273,7 +296,7 @@ def _format(args: argparse.Namespace) -> int:
     result = format_devices(
         FormatRequest(
             pool=Path(args.pool),
-            devices=tuple(Path(path) for path in args.device),
+            devices=tuple(place_of(device) for device in _expanded(args.device)),
             files=args.files or 0,
             file_size=args.size or 0,
             stripe_width=args.stripe_width,
@@ -552,9 +575,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from kvfs.store.devices import import_pool
+    from kvfs.store.devices import import_pool, place_of
 
-    config = import_pool(Path(args.pool), [Path(path) for path in args.device])
+    config = import_pool(Path(args.pool), [place_of(device) for device in _expanded(args.device)])
     if args.output == "json":
         _print_json({"pool": os.path.abspath(args.pool), "uuid": str(config.uuid), "devices": len(config.devices)})
     else:
