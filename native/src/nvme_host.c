@@ -142,7 +142,7 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
 
 /* ---- the thread ---- */
 
-struct service { struct nvme_host *host; uint64_t alive_asked_ns; bool alive_due, namespaces_changed, watching; };
+struct service { uint64_t alive_asked_ns; bool namespaces_changed, watching; };
 
 static void alive_done(struct nvme_link *link, struct nvme_request *request, int result) {
     (void)link, (void)result; /* any answer will do */
@@ -190,8 +190,7 @@ static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
 }
 
 /* Until the association is lost, or the host is to stop (-ECANCELED). */
-static int serve(struct nvme_host *host, struct nvme_admin *admin) {
-    struct service service = {.host = host};
+static int serve(struct nvme_host *host, struct nvme_admin *admin, struct service *service) {
     const uint64_t kato_ns = kato_ms(host) * 1000000ull;
     uint64_t next_alive = now_ns() + kato_ns / 2;
     int r = 0;
@@ -205,28 +204,28 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin) {
             pthread_mutex_unlock(&host->lock);
             return -ENOTCONN;
         }
-        if (service.alive_asked_ns && now - service.alive_asked_ns > kato_ns)
+        if (service->alive_asked_ns && now - service->alive_asked_ns > kato_ns)
             return nvme_admin_fail(admin, -ETIMEDOUT, "no answer to keep alive in %u ms", kato_ms(host));
-        if (now >= next_alive && !service.alive_asked_ns) {
-            service.alive_asked_ns = now;
+        if (now >= next_alive && !service->alive_asked_ns) {
+            service->alive_asked_ns = now;
             next_alive = now + kato_ns / 2;
-            send_admin(&service, admin, (struct nvme_command){.opcode = NVME_ADMIN_KEEP_ALIVE}, alive_done);
+            send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_KEEP_ALIVE}, alive_done);
         }
-        if (!service.watching && admin->oaes & NVME_ASYNC_NAMESPACES) {
-            service.watching = true;
-            send_admin(&service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ASYNC_EVENT}, event_done);
+        if (!service->watching && admin->oaes & NVME_ASYNC_NAMESPACES) {
+            service->watching = true;
+            send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ASYNC_EVENT}, event_done);
         }
         pthread_mutex_lock(&host->lock);
         if (host->abort_count && admin->link.in_flight < 8) { /* one at a time: few controllers take many */
             uint16_t qid = host->aborts[0].qid, cid = host->aborts[0].cid;
             memmove(host->aborts, host->aborts + 1, --host->abort_count * sizeof(host->aborts[0]));
-            send_admin(&service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ABORT, .cdw10 = (uint32_t)cid << 16 | qid}, NULL);
+            send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ABORT, .cdw10 = (uint32_t)cid << 16 | qid}, NULL);
         }
         bool more = host->abort_count && admin->link.in_flight < 8;
         pthread_mutex_unlock(&host->lock);
         r = nvme_link_send(&admin->link);
         if (r == 0 && !more) {
-            uint64_t until = service.alive_asked_ns ? service.alive_asked_ns + kato_ns : next_alive;
+            uint64_t until = service->alive_asked_ns ? service->alive_asked_ns + kato_ns : next_alive;
             struct pollfd fds[2] = {{.fd = admin->link.fd, .events = (short)(POLLIN | (nvme_link_sending(&admin->link) ? POLLOUT : 0))},
                                     {.fd = host->wake_fd, .events = POLLIN}};
             poll(fds, 2, until > now ? (int)((until - now) / 1000000 + 1) : 0);
@@ -240,8 +239,8 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin) {
             r = nvme_link_receive(&admin->link);
         if (r < 0)
             return nvme_admin_fail(admin, r, "%s", admin->link.reason);
-        if (service.namespaces_changed) {
-            service.namespaces_changed = false;
+        if (service->namespaces_changed) {
+            service->namespaces_changed = false;
             r = namespaces_look(host, admin);
         }
     }
@@ -276,6 +275,7 @@ static void *host_main(void *argument) {
     struct nvme_host *host = argument;
     uint32_t backoff_ms = BACKOFF_MIN_MS;
     while (!atomic_load(&host->stopping)) {
+        struct service service = {0}; /* as long as the link: closing it ends requests that lead here */
         struct nvme_admin admin = {.wake_fd = host->wake_fd, .link.fd = -1};
         uint64_t count, deadline = now_ns() + timeout_ns(host);
         ssize_t n = read(host->wake_fd, &count, sizeof(count)); /* what was meant for the association before */
@@ -291,7 +291,7 @@ static void *host_main(void *argument) {
             state_set(host, NVME_HOST_UP, &admin);
             if (again)
                 tell(host, NULL, "connected again");
-            r = serve(host, &admin);
+            r = serve(host, &admin, &service);
             if (r != -ECANCELED && now_ns() - up_ns >= STEADY_NS)
                 backoff_ms = 0;
         }

@@ -391,11 +391,11 @@ uint32_t ring_reap(struct ring *ring) {
         int result = cqe->res;
         uint32_t flags = cqe->flags;
         io_uring_cqe_seen(&ring->uring, cqe);
-        if (data & 6) {
-            nvme_ring_event(ring, data, flags);
-        } else if (data & 1) {
+        if (data & 1) {
             if (data >> 1 != TAG_CANCEL)
                 ring->armed &= ~(1u << (data >> 1));
+        } else if (data & 6) {
+            nvme_ring_event(ring, data, flags);
         } else {
             seen++;
             ring_part_complete(ring, (struct io_part *)(uintptr_t)data, result);
