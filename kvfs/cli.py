@@ -162,6 +162,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--staging", type=_memory_size, metavar="SIZE", help="memory for blocks being written")
     sub.add_argument("--read-memory", type=_memory_size, metavar="SIZE", help="memory for reads under way")
     sub.add_argument("--threads", type=_count, metavar="N", help="server threads (default: one a core, at most 8)")
+    sub.add_argument("--io-timeout", type=_count, metavar="MS", help="deadline of a device's I/O (default 10000)")
     sub.add_argument(
         "--timeout", type=_seconds, default=120.0, metavar="S", help="give up starting after this long without progress"
     )
@@ -343,6 +344,7 @@ def _mount(args: argparse.Namespace) -> int:
         staging_size=args.staging,
         read_memory_size=args.read_memory,
         server_threads=args.threads,
+        io_timeout_ms=args.io_timeout,
         start_timeout_s=args.timeout,
     )
     result = mount(options)

@@ -63,7 +63,8 @@ static_assert(sizeof(struct kvfs_nvme_target) == 768, "ABI");
  * kvfs_plane_create, and in a native client. */
 int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target);
 
-/* A controller, for labels and sizes. Every call blocks, timeout_ms at most; connects anew if the connection was lost; one thread at a time. */
+/* A controller, for labels and sizes. Every call blocks, timeout_ms at most, and connects anew if the connection was lost; one thread at
+ * a time. */
 struct kvfs_nvme;
 struct kvfs_nvme_info {
     uint64_t size;               /* of the namespace, in bytes; 0 without nsid */
@@ -75,7 +76,13 @@ struct kvfs_nvme_info {
     char serial[21];
     char reserved[2];
 };
-struct kvfs_nvme_subsystem { uint32_t type; /* 1 referral, 2 NVM, 3 discovery */ uint32_t transport; char nqn[256]; char address[256]; char port[32]; };
+struct kvfs_nvme_subsystem {
+    uint32_t type;               /* 1 referral, 2 NVM, 3 discovery */
+    uint32_t transport;          /* 3 TCP */
+    char nqn[256];
+    char address[256];
+    char port[32];
+};
 int kvfs_nvme_open(const struct kvfs_nvme_target *target, struct kvfs_nvme **out);
 void kvfs_nvme_close(struct kvfs_nvme *nvme);
 int kvfs_nvme_info(struct kvfs_nvme *nvme, struct kvfs_nvme_info *out);
@@ -241,7 +248,7 @@ struct kvfs_statistics {
     uint64_t open_bytes;         /* of open blocks and files being written: what eviction must keep */
 };
 void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out);
-/* The last news of an NVMe/TCP device's connection, as a sentence. Returns 1 if the device can be used, 0 if not; of other devices 1, and "". */
+/* The last news of an NVMe/TCP device's connection, as a sentence. Returns 1 if the device can be used, 0 if not; of others 1 and "". */
 int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, uint32_t capacity);
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out);
 /* operation: 0 lookup, 1 open, 2 read, 3 write, 4 forwarded. */

@@ -32,7 +32,8 @@ int nvme_admin_fail(struct nvme_admin *admin, int error, const char *format, ...
 /* Until the link is ready to go on; -ECANCELED: wake_fd; -ETIMEDOUT. */
 static int link_wait(struct nvme_admin *admin, const struct nvme_link *link, uint64_t deadline_ns) {
     uint64_t now = now_ns();
-    struct pollfd fds[2] = {{.fd = link->fd, .events = (short)(POLLIN | (nvme_link_sending(link) ? POLLOUT : 0))}, {.fd = admin->wake_fd, .events = POLLIN}};
+    struct pollfd fds[2] = {{.fd = link->fd, .events = (short)(POLLIN | (nvme_link_sending(link) ? POLLOUT : 0))},
+                            {.fd = admin->wake_fd, .events = POLLIN}};
     int r = now >= deadline_ns ? 0 : poll(fds, 2, (int)((deadline_ns - now) / 1000000 + 1));
     if (r < 0 && errno != EINTR)
         return -errno;
@@ -58,8 +59,8 @@ static void execute_done(struct nvme_link *link, struct nvme_request *request, i
     waiting->completion = request->completion;
 }
 
-int nvme_execute(struct nvme_admin *admin, struct nvme_link *link, const struct nvme_command *command, void *data, uint32_t size, bool write,
-                 struct nvme_completion *completion, uint64_t deadline_ns) {
+int nvme_execute(struct nvme_admin *admin, struct nvme_link *link, const struct nvme_command *command, void *data, uint32_t size,
+                 bool write, struct nvme_completion *completion, uint64_t deadline_ns) {
     struct nvme_request *request = link->state == NVME_LINK_READY ? nvme_request_get(link) : NULL;
     if (!request)
         return nvme_admin_fail(admin, -ENOTCONN, "%s", link->reason[0] ? link->reason : "no connection");
@@ -88,7 +89,8 @@ int nvme_execute(struct nvme_admin *admin, struct nvme_link *link, const struct 
     if (waiting.result == -EBADMSG)
         return nvme_admin_fail(admin, -EBADMSG, "data digest of the answer to a command (opcode %#x) is wrong", command->opcode);
     if (waiting.result < 0)
-        return nvme_admin_fail(admin, waiting.result, "a command (opcode %#x) ended with status %#x", command->opcode, waiting.completion.status >> 1);
+        return nvme_admin_fail(admin, waiting.result, "a command (opcode %#x) ended with status %#x", command->opcode,
+                               waiting.completion.status >> 1);
     return 0;
 }
 
@@ -99,7 +101,8 @@ static int link_open(struct nvme_admin *admin, struct nvme_link *link, uint64_t 
     while (r == 0 && link->state != NVME_LINK_READY) {
         r = link_step(admin, link);
         if (r == 0 && link->state != NVME_LINK_READY && (r = link_wait(admin, link, deadline_ns)) == -ETIMEDOUT)
-            nvme_admin_fail(admin, r, "no answer to %s within the deadline", link->state == NVME_LINK_CONNECTING ? "a TCP connection" : "ICReq");
+            nvme_admin_fail(admin, r, "no answer to %s within the deadline",
+                            link->state == NVME_LINK_CONNECTING ? "a TCP connection" : "ICReq");
     }
     if (r < 0)
         nvme_link_close(link, -ENOTCONN);
@@ -110,7 +113,8 @@ static int link_open(struct nvme_admin *admin, struct nvme_link *link, uint64_t 
 
 void nvme_connect_fill(const struct kvfs_nvme_target *target, uint16_t cntlid, uint16_t qid, uint32_t entries, uint32_t kato_ms,
                        struct nvme_command *command, struct nvme_connect_data *data) {
-    struct nvme_connect connect = {.opcode = NVME_OPCODE_FABRICS, .fctype = NVME_CONNECT, .qid = qid, .sqsize = (uint16_t)(entries - 1), .kato_ms = kato_ms};
+    struct nvme_connect connect = {.opcode = NVME_OPCODE_FABRICS, .fctype = NVME_CONNECT, .qid = qid, .sqsize = (uint16_t)(entries - 1),
+                                   .cattr = NVME_CONNECT_NO_SQ_FLOW, .kato_ms = kato_ms};
     memcpy(command, &connect, sizeof(connect));
     memset(data, 0, sizeof(*data));
     memcpy(data->hostid, target->hostid, sizeof(data->hostid));
@@ -119,7 +123,8 @@ void nvme_connect_fill(const struct kvfs_nvme_target *target, uint16_t cntlid, u
     memcpy(data->hostnqn, target->hostnqn, strlen(target->hostnqn));
 }
 
-static int connect_queue(struct nvme_admin *admin, struct nvme_link *link, uint16_t qid, uint32_t entries, uint32_t kato_ms, uint64_t deadline_ns) {
+static int connect_queue(struct nvme_admin *admin, struct nvme_link *link, uint16_t qid, uint32_t entries, uint32_t kato_ms,
+                         uint64_t deadline_ns) {
     struct nvme_command command;
     struct nvme_connect_data data;
     struct nvme_completion completion = {0};
@@ -127,8 +132,8 @@ static int connect_queue(struct nvme_admin *admin, struct nvme_link *link, uint1
     int r = nvme_execute(admin, link, &command, &data, sizeof(data), true, &completion, deadline_ns);
     uint16_t status = completion.status >> 1 & 0x7ff;
     if (status == NVME_SC_CONNECT_PARAMETER)
-        return nvme_admin_fail(admin, -EINVAL, "Connect of queue %u: parameter at offset %u of the %s is refused: %s", qid, completion.dw0 & 0xffff,
-                               completion.dw0 >> 16 & 1 ? "data" : "command",
+        return nvme_admin_fail(admin, -EINVAL, "Connect of queue %u: parameter at offset %u of the %s is refused: %s", qid,
+                               completion.dw0 & 0xffff, completion.dw0 >> 16 & 1 ? "data" : "command",
                                completion.dw0 >> 16 & 1 && (completion.dw0 & 0xffff) == offsetof(struct nvme_connect_data, subnqn)
                                    ? "no such subsystem" : "not as it should be");
     if (status == NVME_SC_CONNECT_HOST)
@@ -226,14 +231,16 @@ static int features(struct nvme_admin *admin, uint64_t deadline_ns) {
     if (r < 0 || discovery)
         return r;
     uint32_t wanted = (uint32_t)min_u64(admin->target->queues ? admin->target->queues : 128, NVME_QUEUES_MAX);
-    struct nvme_command command = {.opcode = NVME_ADMIN_SET_FEATURES, .cdw10 = NVME_FEATURE_QUEUES, .cdw11 = (wanted - 1) << 16 | (wanted - 1)};
+    struct nvme_command command = {.opcode = NVME_ADMIN_SET_FEATURES, .cdw10 = NVME_FEATURE_QUEUES,
+                                   .cdw11 = (wanted - 1) << 16 | (wanted - 1)};
     struct nvme_completion completion;
     r = nvme_execute(admin, &admin->link, &command, NULL, 0, false, &completion, deadline_ns);
     if (r < 0)
         return r;
     admin->queue_count = (uint32_t)min_u64(wanted, min_u64(completion.dw0 & 0xffff, completion.dw0 >> 16) + 1);
     if (admin->oaes & NVME_ASYNC_NAMESPACES) {
-        command = (struct nvme_command){.opcode = NVME_ADMIN_SET_FEATURES, .cdw10 = NVME_FEATURE_ASYNC_EVENTS, .cdw11 = NVME_ASYNC_NAMESPACES};
+        command = (struct nvme_command){.opcode = NVME_ADMIN_SET_FEATURES, .cdw10 = NVME_FEATURE_ASYNC_EVENTS,
+                                        .cdw11 = NVME_ASYNC_NAMESPACES};
         r = nvme_execute(admin, &admin->link, &command, NULL, 0, false, NULL, deadline_ns);
     }
     return r;
@@ -265,7 +272,8 @@ void nvme_admin_close(struct nvme_admin *admin, bool orderly) {
     if (orderly && admin->link.state == NVME_LINK_READY) {
         uint64_t deadline = now_ns() + 500000000, status = 0;
         int r = property_set(admin, NVME_CC, NVME_CC_EN | NVME_CC_QUEUE_SIZES | NVME_CC_SHN_NORMAL, deadline);
-        while (r == 0 && (r = property_get(admin, NVME_CSTS, false, &status, deadline)) == 0 && (status & NVME_CSTS_SHST) != NVME_CSTS_SHST_DONE)
+        while (r == 0 && (r = property_get(admin, NVME_CSTS, false, &status, deadline)) == 0 &&
+               (status & NVME_CSTS_SHST) != NVME_CSTS_SHST_DONE)
             r = link_wait(admin, &admin->link, min_u64(deadline, now_ns() + 5000000)) == -ETIMEDOUT && now_ns() < deadline ? 0 : -ETIMEDOUT;
     }
     nvme_link_close(&admin->link, -ENOTCONN);
@@ -284,8 +292,8 @@ int nvme_admin_identity(struct nvme_admin *admin, uint32_t nsid, struct nvme_ide
     } else if (r == 0) {
         const struct nvme_lba_format *format = &namespace->lbaf[namespace->flbas & 15];
         if (format->lbads < 9 || format->lbads > 12 || format->metadata_size || namespace->nsze > UINT64_MAX >> 13)
-            r = nvme_admin_fail(admin, -ENOTSUP, "namespace %u: %llu blocks of 2^%u bytes with %u bytes of metadata; blocks of 512 to 4096 bytes without are possible",
-                                nsid, (unsigned long long)namespace->nsze, format->lbads, format->metadata_size);
+            r = nvme_admin_fail(admin, -ENOTSUP, "namespace %u: %llu blocks of 2^%u bytes with %u bytes of metadata; 512 to 4096 without it"
+                                " are possible", nsid, (unsigned long long)namespace->nsze, format->lbads, format->metadata_size);
         out->block_shift = format->lbads;
         out->size = r < 0 ? 0 : namespace->nsze << format->lbads;
         memcpy(out->nguid, namespace->nguid, sizeof(out->nguid));
@@ -320,13 +328,14 @@ int nvme_block_io(struct nvme_admin *admin, struct nvme_link *link, uint32_t nsi
                   uint64_t offset, void *data, uint32_t size, uint64_t deadline_ns) {
     const uint32_t block = 1u << identity->block_shift;
     if (offset % block || size % block || size > identity->size || offset > identity->size - size)
-        return nvme_admin_fail(admin, -EINVAL, "%u bytes at %llu: namespace %u has %llu, in blocks of %u", size, (unsigned long long)offset, nsid,
-                               (unsigned long long)identity->size, block);
+        return nvme_admin_fail(admin, -EINVAL, "%u bytes at %llu: namespace %u has %llu, in blocks of %u", size,
+                               (unsigned long long)offset, nsid, (unsigned long long)identity->size, block);
     int r = 0;
     for (uint32_t at = 0, step; at < size && r == 0; at += step) {
         step = (uint32_t)min_u64(size - at, min_u64(admin->transfer_size, 65536ull * block));
         uint64_t first = (offset + at) >> identity->block_shift;
-        struct nvme_command command = {.opcode = write ? NVME_IO_WRITE : NVME_IO_READ, .nsid = nsid, .cdw10 = (uint32_t)first, .cdw11 = (uint32_t)(first >> 32),
+        struct nvme_command command = {.opcode = write ? NVME_IO_WRITE : NVME_IO_READ, .nsid = nsid, .cdw10 = (uint32_t)first,
+                                       .cdw11 = (uint32_t)(first >> 32),
                                        .cdw12 = ((step >> identity->block_shift) - 1) | (write ? NVME_IO_FUA : 0)};
         r = nvme_execute(admin, link, &command, (uint8_t *)data + at, step, write, NULL, deadline_ns);
     }
@@ -355,8 +364,9 @@ static int target_check(const struct kvfs_nvme_target *t, char *why, size_t size
 bool nvme_target_of(int fd, struct kvfs_nvme_target *out) {
     char why[80];
     int seals = fcntl(fd, F_GET_SEALS);
-    return seals >= 0 && (seals & (F_SEAL_WRITE | F_SEAL_SHRINK)) == (F_SEAL_WRITE | F_SEAL_SHRINK) && pread(fd, out, sizeof(*out), 0) == sizeof(*out) &&
-           out->magic == TARGET_MAGIC && target_check(out, why, sizeof(why)) == 0 && out->nsid;
+    return seals >= 0 && (seals & (F_SEAL_WRITE | F_SEAL_SHRINK)) == (F_SEAL_WRITE | F_SEAL_SHRINK) &&
+           pread(fd, out, sizeof(*out), 0) == sizeof(*out) && out->magic == TARGET_MAGIC &&
+           target_check(out, why, sizeof(why)) == 0 && out->nsid;
 }
 
 int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target) {
@@ -366,7 +376,8 @@ int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target) {
     struct kvfs_nvme_target stored = *target;
     stored.magic = TARGET_MAGIC;
     int fd = memfd_create("kvfs-nvme-tcp", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd >= 0 && (write(fd, &stored, sizeof(stored)) != sizeof(stored) || fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0)) {
+    const int seals = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+    if (fd >= 0 && (write(fd, &stored, sizeof(stored)) != sizeof(stored) || fcntl(fd, F_ADD_SEALS, seals) < 0)) {
         r = -errno;
         close(fd);
         fd = r;
@@ -393,7 +404,9 @@ static int failed(struct kvfs_nvme *nvme, int r) {
     return r;
 }
 
-static uint64_t deadline_of(const struct kvfs_nvme *nvme) { return now_ns() + (nvme->target.timeout_ms ? nvme->target.timeout_ms : 5000) * 1000000ull; }
+static uint64_t deadline_of(const struct kvfs_nvme *nvme) {
+    return now_ns() + (nvme->target.timeout_ms ? nvme->target.timeout_ms : 5000) * 1000000ull;
+}
 
 static int connected(struct kvfs_nvme *nvme, uint64_t deadline) {
     if (nvme->admin.link.state == NVME_LINK_READY && (nvme->link.state == NVME_LINK_READY || !nvme->target.nsid))
@@ -436,8 +449,9 @@ void kvfs_nvme_close(struct kvfs_nvme *nvme) {
 }
 
 int kvfs_nvme_info(struct kvfs_nvme *nvme, struct kvfs_nvme_info *out) {
-    *out = (struct kvfs_nvme_info){.size = nvme->identity.size, .block_size = 1u << nvme->identity.block_shift, .transfer_size = nvme->admin.transfer_size,
-                                   .queues = nvme->admin.queue_count, .write_cache = nvme->admin.write_cache};
+    *out = (struct kvfs_nvme_info){.size = nvme->identity.size, .block_size = 1u << nvme->identity.block_shift,
+                                   .transfer_size = nvme->admin.transfer_size, .queues = nvme->admin.queue_count,
+                                   .write_cache = nvme->admin.write_cache};
     memcpy(out->model, nvme->admin.model, sizeof(out->model));
     memcpy(out->serial, nvme->admin.serial, sizeof(out->serial));
     return 0;
@@ -462,7 +476,9 @@ static int block_call(struct kvfs_nvme *nvme, bool write, uint64_t offset, void 
     return r < 0 ? failed(nvme, r) : 0;
 }
 
-int kvfs_nvme_read(struct kvfs_nvme *nvme, uint64_t offset, void *data, uint32_t size) { return block_call(nvme, false, offset, data, size); }
+int kvfs_nvme_read(struct kvfs_nvme *nvme, uint64_t offset, void *data, uint32_t size) {
+    return block_call(nvme, false, offset, data, size);
+}
 
 int kvfs_nvme_write(struct kvfs_nvme *nvme, uint64_t offset, const void *data, uint32_t size) {
     return block_call(nvme, true, offset, (void *)(uintptr_t)data, size);
@@ -485,8 +501,8 @@ int kvfs_nvme_namespaces(struct kvfs_nvme *nvme, uint32_t *out, uint32_t count) 
 
 static int log_page(struct nvme_admin *admin, uint64_t offset, void *out, uint32_t size, uint64_t deadline_ns) {
     uint32_t dwords = size / 4 - 1;
-    struct nvme_command command = {.opcode = NVME_ADMIN_GET_LOG_PAGE, .cdw10 = NVME_LOG_DISCOVERY | (dwords & 0xffff) << 16, .cdw11 = dwords >> 16,
-                                   .cdw12 = (uint32_t)offset, .cdw13 = (uint32_t)(offset >> 32)};
+    struct nvme_command command = {.opcode = NVME_ADMIN_GET_LOG_PAGE, .cdw10 = NVME_LOG_DISCOVERY | (dwords & 0xffff) << 16,
+                                   .cdw11 = dwords >> 16, .cdw12 = (uint32_t)offset, .cdw13 = (uint32_t)(offset >> 32)};
     return nvme_execute(admin, &admin->link, &command, out, size, false, NULL, deadline_ns);
 }
 
@@ -498,7 +514,8 @@ static int discovery(struct kvfs_nvme *nvme, struct kvfs_nvme_subsystem *out, ui
             return r;
         uint64_t generation = page.head.genctr, found = page.head.numrec;
         if (page.head.recfmt || found > DISCOVERY_MAX)
-            return nvme_admin_fail(&nvme->admin, -EPROTO, "a discovery log of format %u with %llu entries", page.head.recfmt, (unsigned long long)found);
+            return nvme_admin_fail(&nvme->admin, -EPROTO, "a discovery log of format %u with %llu entries", page.head.recfmt,
+                                   (unsigned long long)found);
         for (uint32_t i = 0; i < found && i < count; i++) {
             r = log_page(&nvme->admin, 1024ull * (i + 1), &page, sizeof(page), deadline);
             if (r < 0)

@@ -37,7 +37,8 @@ static void lane_prepare(void) {
 }
 
 static uint32_t lane_shift(uint32_t which, uint32_t crc) {
-    return crc_lane[which][0][crc & 255] ^ crc_lane[which][1][crc >> 8 & 255] ^ crc_lane[which][2][crc >> 16 & 255] ^ crc_lane[which][3][crc >> 24];
+    return crc_lane[which][0][crc & 255] ^ crc_lane[which][1][crc >> 8 & 255] ^
+           crc_lane[which][2][crc >> 16 & 255] ^ crc_lane[which][3][crc >> 24];
 }
 
 __attribute__((target("sse4.2"))) static uint32_t crc_sse(uint32_t crc, const uint8_t *data, uint64_t size) {

@@ -1,8 +1,8 @@
 /* The controllers that a plane's devices lie on. Each has a thread, which makes the association, keeps it alive, and makes it again when it
  * is lost; rings look at `state` and `generation` and connect queues of their own (nvme_queue.c).
  *
- * An association lives and dies as a whole (NVMe base 2.0, 3.3.2.4 of over fabrics): when one queue's connection breaks, all are shut down. A namespace
- * is used again only if it is the same one, and its label that of this pool, this device and this mount.
+ * An association lives and dies as a whole: when one queue's connection breaks, all are shut down. A namespace is used again only if it is
+ * the same one, and its label that of this pool, this device and this mount.
  */
 #include "nvme_tcp.h"
 
@@ -85,7 +85,8 @@ void nvme_host_abort(struct nvme_host *host, uint16_t qid, uint16_t cid) {
 
 static int label_check(struct nvme_remote *remote, const struct kvfs_label *label, struct nvme_admin *admin) {
     const struct kvfs_label *known = &remote->label;
-    if (label->magic != known->magic || memcmp(label->pool_uuid, known->pool_uuid, 16) != 0 || memcmp(label->device_uuid, known->device_uuid, 16) != 0)
+    if (label->magic != known->magic || memcmp(label->pool_uuid, known->pool_uuid, 16) != 0 ||
+        memcmp(label->device_uuid, known->device_uuid, 16) != 0)
         return nvme_admin_fail(admin, -ESTALE, "namespace %u came back with another label", remote->nsid);
     if (label->mount_epoch != known->mount_epoch && label->mount_epoch != remote->host->plane->config.mount_epoch)
         return nvme_admin_fail(admin, -ESTALE, "namespace %u came back with epoch %llu in its label, expected %llu", remote->nsid,
@@ -93,7 +94,7 @@ static int label_check(struct nvme_remote *remote, const struct kvfs_label *labe
     return 0;
 }
 
-static int remote_check(struct nvme_host *host, struct nvme_admin *admin, struct nvme_link *link, struct nvme_remote *remote, uint64_t deadline) {
+static int remote_check(struct nvme_admin *admin, struct nvme_link *link, struct nvme_remote *remote, uint64_t deadline) {
     struct nvme_identity identity;
     uint8_t *page = NULL;
     int r = nvme_admin_identity(admin, remote->nsid, &identity, deadline);
@@ -114,7 +115,6 @@ static int remote_check(struct nvme_host *host, struct nvme_admin *admin, struct
         remote->known = true;
     }
     free(page);
-    (void)host;
     return r;
 }
 
@@ -126,7 +126,7 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
         return nvme_admin_fail(admin, r, "no memory");
     uint32_t good = 0;
     for (struct nvme_remote *remote = host->remotes; remote; remote = remote->next) {
-        r = remote_check(host, admin, &link, remote, deadline);
+        r = remote_check(admin, &link, remote, deadline);
         atomic_store(&remote->usable, r == 0);
         if (r == 0)
             good++;
@@ -174,7 +174,8 @@ static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
     uint8_t *list = malloc(4096);
     if (!list)
         return 0;
-    struct nvme_command command = {.opcode = NVME_ADMIN_GET_LOG_PAGE, .nsid = UINT32_MAX, .cdw10 = NVME_LOG_CHANGED_NAMESPACES | 1023u << 16};
+    struct nvme_command command = {.opcode = NVME_ADMIN_GET_LOG_PAGE, .nsid = UINT32_MAX,
+                                   .cdw10 = NVME_LOG_CHANGED_NAMESPACES | 1023u << 16};
     int r = nvme_execute(admin, &admin->link, &command, list, 4096, false, NULL, deadline);
     free(list);
     for (struct nvme_remote *remote = host->remotes; remote && admin->link.state == NVME_LINK_READY; remote = remote->next) {

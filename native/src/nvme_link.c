@@ -273,8 +273,8 @@ static void data_pdu(struct nvme_link *link, struct nvme_request *request) {
     uint32_t size = (uint32_t)min_u64(request->granted, link->maxh2cdata);
     request->granted -= size;
     struct nvme_data *pdu = (struct nvme_data *)request->head;
-    *pdu = (struct nvme_data){.head = {.type = NVME_PDU_H2C_DATA, .flags = request->granted ? 0 : NVME_PDU_LAST}, .cid = request->command.cid,
-                              .ttag = request->ttag, .offset = request->moved, .size = size};
+    *pdu = (struct nvme_data){.head = {.type = NVME_PDU_H2C_DATA, .flags = request->granted ? 0 : NVME_PDU_LAST},
+                              .cid = request->command.cid, .ttag = request->ttag, .offset = request->moved, .size = size};
     pdu_finish(link, request, sizeof(*pdu), size);
 }
 
@@ -338,7 +338,8 @@ int nvme_link_send(struct nvme_link *link) {
         uint32_t count = 0;
         uint64_t wanted = 0;
         for (struct nvme_request *request = link->first; request && count + 3 <= NVME_IOVS && wanted < 1 << 20; request = request->next) {
-            uint32_t head = request->head_size - request->head_sent, data = request->data_left, trailer = request->trailer_size - request->trailer_sent;
+            uint32_t head = request->head_size - request->head_sent, data = request->data_left;
+            uint32_t trailer = request->trailer_size - request->trailer_sent;
             if (head)
                 iovs[count++] = (struct iovec){request->head + request->head_sent, head};
             uint32_t whole = data;
@@ -378,8 +379,8 @@ static int icresp(struct nvme_link *link) {
         return nvme_link_fail(link, -EPROTO, "the answer to ICReq is of type %u, hlen %u, plen %u, flags %#x: no ICResp; is this NVMe/TCP?",
                               pdu->head.type, pdu->head.hlen, pdu->head.plen, pdu->head.flags);
     if (pdu->pfv != 0 || pdu->cpda > 31 || pdu->maxh2cdata < 4096 || pdu->maxh2cdata % 4 || pdu->digests & ~wanted)
-        return nvme_link_fail(link, -EPROTO, "ICResp: format %u, alignment %u, maxh2cdata %u, digests %#x (wanted %#x)", pdu->pfv, pdu->cpda,
-                              pdu->maxh2cdata, pdu->digests, wanted);
+        return nvme_link_fail(link, -EPROTO, "ICResp: format %u, alignment %u, maxh2cdata %u, digests %#x (wanted %#x)", pdu->pfv,
+                              pdu->cpda, pdu->maxh2cdata, pdu->digests, wanted);
     if (pdu->digests != wanted)
         return nvme_link_fail(link, -EPROTO, "ICResp: digests %#x, but the URL asks for %#x", pdu->digests, wanted);
     link->align = (pdu->cpda + 1u) * 4;
@@ -405,24 +406,26 @@ static int response(struct nvme_link *link) {
     const struct nvme_completion *completion = &pdu->completion;
     struct nvme_request *request = request_of(link, completion->cid);
     if (pdu->head.plen != head_size(link) || pdu->head.flags & ~NVME_PDU_HDGST)
-        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 4), "response: plen %u, flags %#x", pdu->head.plen, pdu->head.flags);
+        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 4), "response: plen %u, flags %#x", pdu->head.plen,
+                              pdu->head.flags);
     if (!request)
         return nvme_link_fail(link, breach(link, NVME_FES_PARAMETER, 8 + 12), "response: cid %u is not under way", completion->cid);
     request->completion = *completion;
     if (request->queued) { /* its data is being sent: a PDU that has begun is sent to its end */
         request->granted = 0;
         request->answered = true;
-        if (request->head_sent || !nvme_status_error(completion->status))
-            return nvme_status_error(completion->status)
-                       ? 0
-                       : nvme_link_fail(link, breach(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u, whose data is still being sent", completion->cid);
+        if (!nvme_status_error(completion->status))
+            return nvme_link_fail(link, breach(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u, whose data is still being sent",
+                                  completion->cid);
+        if (request->head_sent)
+            return 0;
         unlink_request(link, request);
     }
     int result = nvme_status_error(completion->status);
     /* Fewer bytes than asked for are right for no command that is sent here. */
     if (result == 0 && request->moved != request->size)
-        return nvme_link_fail(link, breach(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u with %u of %u bytes moved", completion->cid,
-                              request->moved, request->size);
+        return nvme_link_fail(link, breach(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u with %u of %u bytes moved",
+                              completion->cid, request->moved, request->size);
     request_finish(link, request, result == 0 && request->corrupt ? -EBADMSG : result);
     return 0;
 }
@@ -437,8 +440,8 @@ static int ready_to_transfer(struct nvme_link *link) {
     if (request->queued)
         return nvme_link_fail(link, breach(link, NVME_FES_LIMIT, 0), "R2T: cid %u has one under way", pdu->cid);
     if (pdu->offset != request->moved || pdu->size == 0 || pdu->size > request->size - request->moved)
-        return nvme_link_fail(link, breach(link, NVME_FES_RANGE, 0), "R2T: %u bytes at %u of cid %u, which has sent %u of %u", pdu->size, pdu->offset,
-                              pdu->cid, request->moved, request->size);
+        return nvme_link_fail(link, breach(link, NVME_FES_RANGE, 0), "R2T: %u bytes at %u of cid %u, which has sent %u of %u",
+                              pdu->size, pdu->offset, pdu->cid, request->moved, request->size);
     request->granted = pdu->size;
     request->ttag = pdu->ttag;
     data_pdu(link, request);
@@ -452,15 +455,17 @@ static int data_begun(struct nvme_link *link) {
     uint32_t before = head_size(link), digest = link->data_digest ? NVME_DIGEST_SIZE : 0;
     if (pdu->head.pdo < before || pdu->head.pdo > before + PAD_MAX || pdu->size == 0 || pdu->head.plen < digest + pdu->head.pdo ||
         pdu->head.plen - digest - pdu->head.pdo != pdu->size)
-        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 3), "C2HData: pdo %u, plen %u for %u bytes", pdu->head.pdo, pdu->head.plen, pdu->size);
-    if (!!(pdu->head.flags & NVME_PDU_DDGST) != link->data_digest || (pdu->head.flags & NVME_PDU_SUCCESS && !(pdu->head.flags & NVME_PDU_LAST)))
+        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 3), "C2HData: pdo %u, plen %u for %u bytes",
+                              pdu->head.pdo, pdu->head.plen, pdu->size);
+    if (!!(pdu->head.flags & NVME_PDU_DDGST) != link->data_digest ||
+        (pdu->head.flags & NVME_PDU_SUCCESS && !(pdu->head.flags & NVME_PDU_LAST)))
         return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 1), "C2HData: flags %#x", pdu->head.flags);
     if (!request || request->write || request->size == 0)
         return nvme_link_fail(link, breach(link, NVME_FES_PARAMETER, 8), "C2HData: cid %u is no read under way", pdu->cid);
     if (pdu->offset != request->moved || pdu->size > request->size - request->moved ||
         (pdu->head.flags & NVME_PDU_SUCCESS && pdu->size != request->size - request->moved))
-        return nvme_link_fail(link, breach(link, NVME_FES_RANGE, 0), "C2HData: %u bytes at %u of cid %u, which has received %u of %u", pdu->size,
-                              pdu->offset, pdu->cid, request->moved, request->size);
+        return nvme_link_fail(link, breach(link, NVME_FES_RANGE, 0), "C2HData: %u bytes at %u of cid %u, which has received %u of %u",
+                              pdu->size, pdu->offset, pdu->cid, request->moved, request->size);
     link->into = request;
     link->in_data = true;
     link->success = pdu->head.flags & NVME_PDU_SUCCESS;
@@ -496,12 +501,14 @@ static int head_complete(struct nvme_link *link) {
     if (pdu->type != NVME_PDU_RESPONSE && pdu->type != NVME_PDU_C2H_DATA && pdu->type != NVME_PDU_R2T)
         return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 0), "a PDU of type %u", pdu->type);
     if (pdu->hlen != HEAD_SIZE || !!(pdu->flags & NVME_PDU_HDGST) != link->header_digest)
-        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 2), "PDU of type %u: hlen %u, flags %#x", pdu->type, pdu->hlen, pdu->flags);
+        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 2), "PDU of type %u: hlen %u, flags %#x", pdu->type,
+                              pdu->hlen, pdu->flags);
     if (link->header_digest) {
         uint32_t crc, actual = nvme_crc32c(0, link->head, HEAD_SIZE);
         memcpy(&crc, link->head + HEAD_SIZE, sizeof(crc));
         if (crc != actual)
-            return nvme_link_fail(link, breach(link, NVME_FES_HEADER_DIGEST, crc), "PDU of type %u: header digest %#x, expected %#x", pdu->type, crc, actual);
+            return nvme_link_fail(link, breach(link, NVME_FES_HEADER_DIGEST, crc), "PDU of type %u: header digest %#x, expected %#x",
+                                  pdu->type, crc, actual);
     }
     return pdu->type == NVME_PDU_RESPONSE ? response(link) : pdu->type == NVME_PDU_R2T ? ready_to_transfer(link) : data_begun(link);
 }
@@ -548,7 +555,8 @@ int nvme_link_receive(struct nvme_link *link) {
         if (got < 0)
             return nvme_link_fail(link, -errno, "receive: %s", strerror(errno));
         if (got == 0)
-            return nvme_link_fail(link, -ECONNRESET, "the controller closed the connection%s%s", link->in_data || link->head_have ? " in the middle of a PDU" : "",
+            return nvme_link_fail(link, -ECONNRESET, "the controller closed the connection%s%s",
+                                  link->in_data || link->head_have ? " in the middle of a PDU" : "",
                                   link->state == NVME_LINK_GREETING ? " before ICResp" : "");
         uint64_t n = (uint64_t)got;
         bool all = n == (uint64_t)pad + data + trailer + head;

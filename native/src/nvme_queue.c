@@ -227,7 +227,8 @@ static bool give_up(const struct nvme_queue *queue, uint64_t now) {
 /* Let the ring's io_uring watch the socket. */
 static void watch(struct nvme_queue *queue) {
     struct ring *ring = queue->ring;
-    bool in = queue->state != QUEUE_CLOSED && !queue->watched, out = queue->state != QUEUE_CLOSED && !queue->watched_out && nvme_link_sending(&queue->link);
+    bool open = queue->state != QUEUE_CLOSED, in = open && !queue->watched;
+    bool out = open && !queue->watched_out && nvme_link_sending(&queue->link);
     for (int i = 0; i < 3; i++) {
         if (!(i == 0 ? queue->cancel : i == 1 ? in : out))
             continue; /* one of three */
@@ -292,7 +293,8 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
         if (queue->error)
             queue_lost(queue, queue->error == -EPROTO ? -EPROTO : -ENOTCONN, queue->link.reason);
         else if (give_up(queue, now))
-            queue_lost(queue, -ETIMEDOUT, queue->state == QUEUE_READY ? "no answer to a command that was given up on" : "no answer to Connect");
+            queue_lost(queue, -ETIMEDOUT,
+                       queue->state == QUEUE_READY ? "no answer to a command that was given up on" : "no answer to Connect");
     }
     watch(queue);
     return queue->finished;
@@ -326,7 +328,8 @@ void nvme_ring_submit(struct ring *ring) {
     for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next) {
         if (!queue->first)
             continue;
-        if (queue->state != QUEUE_READY || queue->error || queue->generation != atomic_load_explicit(&queue->host->generation, memory_order_relaxed)) {
+        uint32_t generation = atomic_load_explicit(&queue->host->generation, memory_order_relaxed);
+        if (queue->state != QUEUE_READY || queue->error || queue->generation != generation) {
             ring->remote_ready = true;
             continue;
         }

@@ -133,8 +133,8 @@ void nvme_admin_close(struct nvme_admin *admin, bool orderly);
 int nvme_admin_identity(struct nvme_admin *admin, uint32_t nsid, struct nvme_identity *out, uint64_t deadline_ns);
 int nvme_admin_queue(struct nvme_admin *admin, struct nvme_link *link, uint16_t qid, uint64_t deadline_ns);
 /* One command on any link of the association, with flat data. Returns 0 and the completion, or -errno. */
-int nvme_execute(struct nvme_admin *admin, struct nvme_link *link, const struct nvme_command *command, void *data, uint32_t size, bool write,
-                 struct nvme_completion *completion, uint64_t deadline_ns);
+int nvme_execute(struct nvme_admin *admin, struct nvme_link *link, const struct nvme_command *command, void *data, uint32_t size,
+                 bool write, struct nvme_completion *completion, uint64_t deadline_ns);
 int nvme_block_io(struct nvme_admin *admin, struct nvme_link *link, uint32_t nsid, const struct nvme_identity *identity, bool write,
                   uint64_t offset, void *data, uint32_t size, uint64_t deadline_ns);
 void nvme_connect_fill(const struct kvfs_nvme_target *target, uint16_t cntlid, uint16_t qid, uint32_t entries, uint32_t kato_ms,
