@@ -1,7 +1,8 @@
 /* A ring's own queue to an NVMe/TCP controller: parts of I/O become commands. Only the ring's thread comes here; nothing is locked.
  *
- * A queue connects when the first I/O needs it. While the controller is down I/O fails at once; what waits for a connection has the I/O's
- * own deadline. The ring's io_uring only tells when a socket can be read or written.
+ * A queue connects when the first I/O needs it. While the controller is down reads fail at once: misses. Writes wait for it until their own
+ * deadline, as does what waits for a queue to connect: they would only be tried elsewhere, and use up segment after segment. The ring's
+ * io_uring only tells when a socket can be read or written.
  */
 #include "nvme_tcp.h"
 
@@ -25,6 +26,8 @@ struct nvme_queue {
     bool readable;
     bool watched, watched_out;          /* polls are under way */
     bool cancel;                        /* the one for reading is of a link that was closed */
+    bool fresh;                         /* parts have come since the last step */
+    bool full;                          /* the controller has no queue left for this thread */
     int error;                          /* the link is unusable */
     uint32_t finished;                  /* parts, in this step */
     struct iovec connect_iov;
@@ -124,10 +127,9 @@ static void queue_open(struct nvme_queue *queue, uint32_t generation, uint64_t n
         return;
     }
     queue->qid = nvme_host_join(host, &queue->link, generation);
-    if (!queue->qid) { /* the association is gone; or the controller has no queue left for this thread */
+    queue->full = !queue->qid && atomic_load(&host->generation) == generation && atomic_load(&host->state) == NVME_HOST_UP;
+    if (!queue->qid) {
         queue_close(queue, -ENOTCONN);
-        for (struct io_part *part = atomic_load(&host->generation) == generation ? queue->first : NULL; part; part = part->next)
-            part->error = -EUSERS;
         return;
     }
     queue->state = QUEUE_OPENING;
@@ -147,6 +149,15 @@ static void queue_connect(struct nvme_queue *queue) {
 }
 
 /* ---- parts to commands ---- */
+
+static void append(struct nvme_queue *queue, struct io_part *part) {
+    part->next = NULL;
+    if (queue->last)
+        queue->last->next = part;
+    else
+        queue->first = part;
+    queue->last = part;
+}
 
 static void pop(struct nvme_queue *queue) {
     queue->first = queue->first->next;
@@ -198,10 +209,16 @@ static void issue(struct nvme_queue *queue, bool finish) {
     }
 }
 
-static void fail_waiting(struct nvme_queue *queue, int error) {
-    while (queue->first) {
-        struct io_part *part = queue->first;
-        pop(queue);
+/* What waits fails, or its reads only. */
+static void fail_waiting(struct nvme_queue *queue, int error, bool writes) {
+    struct io_part *part = queue->first, *next;
+    queue->first = queue->last = NULL;
+    for (; part; part = next) {
+        next = part->next;
+        if (part->group->write && !writes && !part->error) {
+            append(queue, part);
+            continue;
+        }
         if (!part->error)
             part->error = error;
         part->begun = part->size;
@@ -262,18 +279,19 @@ static void watch(struct nvme_queue *queue) {
 static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
     struct nvme_host *host = queue->host;
     queue->finished = 0;
+    queue->fresh = false;
     uint32_t state = atomic_load(&host->state), generation = atomic_load(&host->generation);
     if (queue->state != QUEUE_CLOSED && (state != NVME_HOST_UP || queue->generation != generation))
         queue_close(queue, -ENOTCONN);
     if (state == NVME_HOST_DOWN || (state == NVME_HOST_UP && atomic_load(&host->lost) == generation)) {
-        fail_waiting(queue, -ENOTCONN);
+        fail_waiting(queue, -ENOTCONN, false);
         watch(queue);
         return queue->finished;
     }
     if (queue->state == QUEUE_CLOSED && queue->first && state == NVME_HOST_UP && !queue->watched) {
         queue_open(queue, generation, now);
         if (queue->state == QUEUE_CLOSED)
-            fail_waiting(queue, -ENOTCONN);
+            fail_waiting(queue, queue->full ? -EUSERS : -ENOTCONN, queue->full);
     }
     if (queue->state != QUEUE_CLOSED) {
         if (queue->state != QUEUE_READY && !queue->error) {
@@ -305,7 +323,6 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
 void nvme_part_start(struct ring *ring, struct io_part *part) {
     struct nvme_remote *remote = ring->plane->devices[part->device].remote;
     struct nvme_queue *queue = queue_of(ring, remote->host);
-    part->next = NULL;
     part->begun = 0;
     part->commands_left = 0;
     part->error = 0;
@@ -315,11 +332,8 @@ void nvme_part_start(struct ring *ring, struct io_part *part) {
         ring->remote_ready = true;
         return;
     }
-    if (queue->last)
-        queue->last->next = part;
-    else
-        queue->first = part;
-    queue->last = part;
+    append(queue, part);
+    queue->fresh = true;
 }
 
 void nvme_ring_submit(struct ring *ring) {
@@ -330,7 +344,7 @@ void nvme_ring_submit(struct ring *ring) {
             continue;
         uint32_t generation = atomic_load_explicit(&queue->host->generation, memory_order_relaxed);
         if (queue->state != QUEUE_READY || queue->error || queue->generation != generation) {
-            ring->remote_ready = true;
+            ring->remote_ready |= queue->fresh || queue->state == QUEUE_READY;
             continue;
         }
         issue(queue, false);

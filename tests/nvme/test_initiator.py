@@ -118,8 +118,9 @@ def test_discovery_lists_and_a_whole_enclosure_is_formatted_at_once():
             assert [device["path"].partition("/nqn")[2] for device in status["devices"]] == [
                 ".2026-11.test:a?nsid=1&depth=16", ".2026-11.test:a?nsid=2&depth=16", ".2026-11.test:b?nsid=1&depth=16",
             ]  # fmt: skip
-        held = pool.command("format", str(pool.path), "--device", urls(enclosure.port, NQNS[1], 1)[0], check=False)
-        assert held.returncode == 1 and "holds the label of kvfs pool" in held.stderr
+            url = urls(enclosure.port, NQNS[1], 1)[0]
+            held = pool.command("format", str(pool.base / "other"), "--device", url, check=False)
+            assert held.returncode == 1 and "holds the label of kvfs pool" in held.stderr
 
 
 def test_what_cannot_be_opened_is_said():
@@ -210,7 +211,9 @@ def test_faults_in_random_order_under_load_never_give_wrong_bytes(seed):
             for thread in threads:
                 thread.start()
             try:
-                for _ in range(100):
+                for round_ in range(100):
+                    if round_ % 20 == 0:
+                        enclosure.control("clear")
                     fault = random_.choice(FAULTS)
                     enclosure.control(f"fault {fault} queue=io count={random_.randrange(1, 4)}")
                     time.sleep(random_.uniform(0.05, 0.25))
