@@ -1,7 +1,7 @@
 /* The bytes of NVMe over TCP, for the initiator and the test enclosure: structures and numbers only. All little-endian.
  *
- * From the public specifications: NVM Express TCP Transport 1.0 (PDUs), NVM Express Base 2.0 (queue entries, properties, Identify, log pages,
- * Fabrics commands), NVM Command Set 1.0 (Read, Write, Identify Namespace).
+ * From the public specifications: NVM Express TCP Transport 1.0 (PDUs), NVM Express Base 2.0 (queue entries, properties, Identify,
+ * log pages, Fabrics commands), NVM Command Set 1.0 (Read, Write, Identify Namespace).
  */
 #ifndef KVFS_NVME_WIRE_H
 #define KVFS_NVME_WIRE_H
@@ -62,7 +62,8 @@ struct nvme_icresp {
 static_assert(sizeof(struct nvme_icresp) == 128, "wire");
 
 enum nvme_fatal_error {
-    NVME_FES_HEADER_FIELD = 1, NVME_FES_SEQUENCE = 2, NVME_FES_HEADER_DIGEST = 3, NVME_FES_RANGE = 4, NVME_FES_LIMIT = 5, NVME_FES_PARAMETER = 6
+    NVME_FES_HEADER_FIELD = 1, NVME_FES_SEQUENCE = 2, NVME_FES_HEADER_DIGEST = 3, NVME_FES_RANGE = 4, NVME_FES_LIMIT = 5,
+    NVME_FES_PARAMETER = 6
 };
 /* H2CTermReq and C2HTermReq. Behind it, as data, the header of the PDU that was in error. No digests. */
 struct nvme_term {
@@ -144,13 +145,14 @@ static_assert(sizeof(struct nvme_response_pdu) == 24, "wire");
 #define NVME_STATUS_MORE 0x2000
 #define NVME_STATUS_DNR 0x4000         /* do not retry */
 enum nvme_status {
-    NVME_SC_SUCCESS = 0, NVME_SC_INVALID_OPCODE = 0x001, NVME_SC_INVALID_FIELD = 0x002, NVME_SC_CID_CONFLICT = 0x003, NVME_SC_TRANSFER_ERROR = 0x004,
-    NVME_SC_INTERNAL = 0x006, NVME_SC_ABORTED = 0x007, NVME_SC_ABORTED_SQ_DELETED = 0x008, NVME_SC_INVALID_NAMESPACE = 0x00b,
-    NVME_SC_SEQUENCE = 0x00c, NVME_SC_SGL_LENGTH = 0x00f, NVME_SC_SGL_TYPE = 0x011, NVME_SC_SGL_OFFSET = 0x016,
-    NVME_SC_KATO_EXPIRED = 0x018, NVME_SC_TRANSIENT_TRANSPORT = 0x022, NVME_SC_LBA_RANGE = 0x080, NVME_SC_CAPACITY = 0x081, NVME_SC_NOT_READY = 0x082,
+    NVME_SC_SUCCESS = 0, NVME_SC_INVALID_OPCODE = 0x001, NVME_SC_INVALID_FIELD = 0x002, NVME_SC_CID_CONFLICT = 0x003,
+    NVME_SC_TRANSFER_ERROR = 0x004, NVME_SC_INTERNAL = 0x006, NVME_SC_ABORTED = 0x007, NVME_SC_ABORTED_SQ_DELETED = 0x008,
+    NVME_SC_INVALID_NAMESPACE = 0x00b, NVME_SC_SEQUENCE = 0x00c, NVME_SC_SGL_LENGTH = 0x00f, NVME_SC_SGL_TYPE = 0x011, NVME_SC_SGL_OFFSET = 0x016,
+    NVME_SC_KATO_EXPIRED = 0x018, NVME_SC_TRANSIENT_TRANSPORT = 0x022, NVME_SC_LBA_RANGE = 0x080, NVME_SC_CAPACITY = 0x081,
+    NVME_SC_NOT_READY = 0x082,
     NVME_SC_INVALID_QUEUE = 0x101, NVME_SC_AER_LIMIT = 0x105, NVME_SC_INVALID_LOG_PAGE = 0x109, NVME_SC_FEATURE_NOT_SAVEABLE = 0x10d,
-    NVME_SC_CONNECT_FORMAT = 0x180, NVME_SC_CONNECT_BUSY = 0x181, NVME_SC_CONNECT_PARAMETER = 0x182, NVME_SC_CONNECT_RESTART_DISCOVERY = 0x183,
-    NVME_SC_CONNECT_HOST = 0x184, NVME_SC_DISCONNECT_QUEUE_TYPE = 0x185,
+    NVME_SC_CONNECT_FORMAT = 0x180, NVME_SC_CONNECT_BUSY = 0x181, NVME_SC_CONNECT_PARAMETER = 0x182,
+    NVME_SC_CONNECT_RESTART_DISCOVERY = 0x183, NVME_SC_CONNECT_HOST = 0x184, NVME_SC_DISCONNECT_QUEUE_TYPE = 0x185,
     NVME_SC_WRITE_FAULT = 0x280, NVME_SC_READ_ERROR = 0x281, NVME_SC_PATH_INTERNAL = 0x300, NVME_SC_PATH_HOST_ABORTED = 0x371
 };
 
@@ -174,7 +176,7 @@ struct nvme_connect {
     uint8_t reserved3[12];
 } NVME_PACKED;
 static_assert(sizeof(struct nvme_connect) == 64, "wire");
-#define NVME_CONNECT_NO_SQ_FLOW 0x04   /* cattr: sqhd is not used */
+#define NVME_CONNECT_NO_SQ_FLOW 0x04   /* cattr: sqhd is not used; without this no C2HData may carry SUCCESS */
 
 struct nvme_connect_data {
     uint8_t hostid[16];
@@ -186,7 +188,8 @@ struct nvme_connect_data {
 } NVME_PACKED;
 static_assert(sizeof(struct nvme_connect_data) == 1024, "wire");
 #define NVME_CNTLID_DYNAMIC 0xffff
-/* Connect's answer: dw0's low half is the controller id; with CONNECT_PARAMETER the offset of what is wrong, bit 16 set if that is in the data. */
+/* Connect's answer: dw0's low half is the controller id; with CONNECT_PARAMETER the offset of what is wrong, bit 16 set if that is in
+ * the data. */
 
 struct nvme_property {
     uint8_t opcode, flags;
@@ -206,6 +209,7 @@ enum nvme_property_offset { NVME_CAP = 0x00, NVME_VS = 0x08, NVME_CC = 0x14, NVM
 #define NVME_CAP_TIMEOUT_MS(cap) ((uint32_t)((cap) >> 24 & 0xff) * 500)      /* for CSTS.RDY to follow CC.EN */
 #define NVME_CAP_CQR (1ull << 16)
 #define NVME_CAP_CSS_NVM (1ull << 37)
+#define NVME_VS_1_4 0x00010400u
 #define NVME_VS_2_0 0x00020000u
 #define NVME_CC_EN 0x1u
 #define NVME_CC_SHN 0xc000u
@@ -219,15 +223,16 @@ enum nvme_property_offset { NVME_CAP = 0x00, NVME_VS = 0x08, NVME_CC = 0x14, NVM
 /* ---- admin commands (base 5) ---- */
 
 enum nvme_admin_opcode {
-    NVME_ADMIN_GET_LOG_PAGE = 0x02, NVME_ADMIN_IDENTIFY = 0x06, NVME_ADMIN_ABORT = 0x08, NVME_ADMIN_SET_FEATURES = 0x09, NVME_ADMIN_GET_FEATURES = 0x0a,
-    NVME_ADMIN_ASYNC_EVENT = 0x0c, NVME_ADMIN_KEEP_ALIVE = 0x18
+    NVME_ADMIN_GET_LOG_PAGE = 0x02, NVME_ADMIN_IDENTIFY = 0x06, NVME_ADMIN_ABORT = 0x08, NVME_ADMIN_SET_FEATURES = 0x09,
+    NVME_ADMIN_GET_FEATURES = 0x0a, NVME_ADMIN_ASYNC_EVENT = 0x0c, NVME_ADMIN_KEEP_ALIVE = 0x18
 };
 enum nvme_identify_cns {
     NVME_CNS_NAMESPACE = 0x00, NVME_CNS_CONTROLLER = 0x01, NVME_CNS_ACTIVE_NAMESPACES = 0x02, NVME_CNS_DESCRIPTORS = 0x03,
     NVME_CNS_CSI_NAMESPACE = 0x05, NVME_CNS_CSI_CONTROLLER = 0x06
 };
 enum nvme_feature {
-    NVME_FEATURE_WRITE_CACHE = 0x06, NVME_FEATURE_QUEUES = 0x07, NVME_FEATURE_ASYNC_EVENTS = 0x0b, NVME_FEATURE_KATO = 0x0f, NVME_FEATURE_HOST_ID = 0x81
+    NVME_FEATURE_WRITE_CACHE = 0x06, NVME_FEATURE_QUEUES = 0x07, NVME_FEATURE_ASYNC_EVENTS = 0x0b, NVME_FEATURE_KATO = 0x0f,
+    NVME_FEATURE_HOST_ID = 0x81
 };
 enum nvme_log {
     NVME_LOG_ERRORS = 0x01, NVME_LOG_SMART = 0x02, NVME_LOG_FIRMWARE = 0x03, NVME_LOG_CHANGED_NAMESPACES = 0x04, NVME_LOG_EFFECTS = 0x05,
