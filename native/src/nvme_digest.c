@@ -1,4 +1,4 @@
-/* CRC32C: eight bytes an instruction where the CPU has one for it, three runs side by side, as an instruction's result takes three cycles. */
+/* CRC32C: eight bytes an instruction where the CPU has one for it, three runs side by side: an instruction's result takes three cycles. */
 #include "nvme_digest.h"
 
 #include <string.h>
