@@ -5,7 +5,7 @@
 #include <sys/uio.h>
 
 #include "enclosure.h"
-#include "nvme_digest.h"
+#include "digest.h"
 
 #define IOVS_MAX 96
 

@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "enclosure.h"
-#include "nvme_digest.h"
+#include "digest.h"
 
 #define HEAD_MAX 256            /* pdo is a byte */
 /* Data from here on is waited for as a whole: fewer wake-ups, each for more. */

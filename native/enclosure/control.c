@@ -105,7 +105,8 @@ static bool status(char *answer)
             used += (size_t)snprintf(answer + used, ANSWER_SIZE - used,
                 "%s{\"subsystem\": \"%s\", \"nsid\": %u, \"size\": %lu, \"attached\": %s, \"reads\": %lu, \"writes\": %lu, "
                 "\"read_bytes\": %lu, \"written_bytes\": %lu}", first ? "" : ", ", enclosure.subsystems[i]->nqn, backing->nsid,
-                backing->size, atomic_load(&backing->attached) ? "true" : "false", atomic_load(&backing->reads), atomic_load(&backing->writes),
+                backing->size, atomic_load(&backing->attached) ? "true" : "false", atomic_load(&backing->reads),
+                atomic_load(&backing->writes),
                 atomic_load(&backing->read_bytes), atomic_load(&backing->written_bytes));
         }
     if (used < ANSWER_SIZE)

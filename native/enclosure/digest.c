@@ -1,5 +1,5 @@
 /* CRC32C: eight bytes an instruction where the CPU has one for it, three runs side by side: an instruction's result takes three cycles. */
-#include "nvme_digest.h"
+#include "digest.h"
 
 #include <string.h>
 #if defined(__x86_64__)

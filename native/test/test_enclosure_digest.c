@@ -1,9 +1,9 @@
-/* sources: nvme_digest.c */
+/* sources: ../enclosure/digest.c */
 /* CRC32C against its published values and against itself bit by bit, at every length and alignment that the fast path tells apart. */
 #include <string.h>
 
 #include "check.h"
-#include "nvme_digest.h"
+#include "../enclosure/digest.h"
 
 static unsigned char data[3 * 4096 + 64];
 

@@ -1,6 +1,7 @@
-/* The digest of NVMe/TCP: CRC32C (iSCSI's, RFC 3720 B.4), as it stands in a PDU, little-endian. */
-#ifndef KVFS_NVME_DIGEST_H
-#define KVFS_NVME_DIGEST_H
+/* The digest of NVMe/TCP: CRC32C (iSCSI's, RFC 3720 B.4), as it stands in a PDU, little-endian. Not the initiator's code: each checks
+ * the other. */
+#ifndef KVFS_ENCLOSURE_DIGEST_H
+#define KVFS_ENCLOSURE_DIGEST_H
 
 #include <stddef.h>
 #include <stdint.h>
