@@ -126,7 +126,6 @@ static bool control(char *line, char *answer)
         return attach(line + 7, *line == 'a', answer);
     if (!strcmp(line, "quit")) {
         *answer = 0;
-        enclosure_quit();
         return true;
     }
     return fault_control(line, answer, ANSWER_SIZE);
@@ -151,6 +150,8 @@ static void *client(void *argument)
         if (ok ? dprintf(fileno(in), "{\"ok\": true%s%s}\n", *answer ? ", " : "", answer) < 0
                : dprintf(fileno(in), "{\"ok\": false, \"error\": \"%s\"}\n", answer) < 0)
             break;
+        if (!strcmp(line, "quit"))
+            enclosure_quit();
     }
     free(answer);
     if (in)
