@@ -13,16 +13,22 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from kvfs.errors import KvfsError, UsageError, first_error
+
+if TYPE_CHECKING:
+    from kvfs.daemon import MountOptions
+    from kvfs.frontend.virtiofs import Export
 
 JSON_VERSION = 1
 # Anything that takes longer than this says how far it is.
 PROGRESS_AFTER_S = 2.0
 UMOUNT_TIMEOUT_S = 120.0
+UMOUNT_STATUS_TIMEOUT_S = 5.0
 # They become another program. The module of each, in kvfs.client, is its first word.
 RUN_VERBS = {
     "cufile-run": "run a program whose cuFile reads on kvfs mounts take the native path",
@@ -153,20 +159,34 @@ def parser() -> argparse.ArgumentParser:
     sub = verb("mount", _mount, "mount a pool; returns once the mount answers")
     sub.add_argument("pool", metavar="POOL")
     sub.add_argument("mountpoint", metavar="MOUNTPOINT")
-    sub.add_argument("--foreground", action="store_true", help="stay, and log to stderr")
+    _add_daemon_arguments(sub)
     sub.add_argument("--allow-other", action="store_true", help="let other users in")
     sub.add_argument(
         "--options", default="", metavar="LIST", help="mount(8) options, comma separated: ro, noexec, suid, dev, ..."
     )
-    sub.add_argument("--staging", type=_memory_size, metavar="SIZE", help="memory for blocks being written")
-    sub.add_argument("--read-memory", type=_memory_size, metavar="SIZE", help="memory for reads under way")
-    sub.add_argument("--threads", type=_count, metavar="N", help="server threads (default: one a core, at most 8)")
-    sub.add_argument(
-        "--timeout", type=_seconds, default=120.0, metavar="S", help="give up starting after this long without progress"
-    )
 
-    sub = verb("umount", _umount, "unmount, and wait until the pool is clean")
-    sub.add_argument("mountpoint", metavar="MOUNTPOINT")
+    sub = verb("export", _export, "serve a pool to virtual machines or a DPU's host, without a mount here")
+    sub.add_argument("pool", metavar="POOL")
+    _add_daemon_arguments(sub)
+    sub.add_argument(
+        "--show-qemu", action="store_true", help="start nothing; print the QEMU command and the guest's mount command"
+    )
+    sub.add_argument("--show-libvirt", action="store_true", help="start nothing; print libvirt's XML")
+
+    sub = verbs.add_parser(
+        "keep",
+        help="stand between QEMU and an export, so that its guest outlives a restart of the daemon",
+        allow_abbrev=False,
+    )
+    sub.add_argument("socket", metavar="SOCKET", help="where the hypervisor connects")
+    sub.add_argument("export", metavar="EXPORT", help="a socket of kvfs export or mount --virtiofs")
+    sub.add_argument(
+        "--timeout", type=_seconds, default=60.0, metavar="S", help="without a daemon for this long the guest gets EIO"
+    )
+    sub.set_defaults(function=_keep)
+
+    sub = verb("umount", _umount, "unmount, and wait until the pool is clean; a POOL's exports end as well")
+    sub.add_argument("target", metavar="MOUNTPOINT|POOL")
     sub.add_argument("--lazy", action="store_true", help="also with files open: the rest follows when they are closed")
     sub.add_argument("--force", action="store_true", help="abort what is under way")
 
@@ -215,6 +235,24 @@ def parser() -> argparse.ArgumentParser:
 
     verbs.add_parser("bench", help="measure kvfs against its peers (kvfs bench --help)", add_help=False)
     return top
+
+
+def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
+    """What `kvfs mount` and `kvfs export` have in common."""
+    sub.add_argument(
+        "--virtiofs",
+        action="append",
+        default=[],
+        metavar="SOCKET[,tag=TAG][,queues=N]",
+        help="export by virtio-fs: one front end at a time connects to this socket; once for each",
+    )
+    sub.add_argument("--foreground", action="store_true", help="stay, and log to stderr")
+    sub.add_argument("--staging", type=_memory_size, metavar="SIZE", help="memory for blocks being written")
+    sub.add_argument("--read-memory", type=_memory_size, metavar="SIZE", help="memory for reads under way")
+    sub.add_argument("--threads", type=_count, metavar="N", help="server threads (default: one a core, at most 8)")
+    sub.add_argument(
+        "--timeout", type=_seconds, default=120.0, metavar="S", help="give up starting after this long without progress"
+    )
 
 
 def _version() -> str:
@@ -309,41 +347,186 @@ def _format(args: argparse.Namespace) -> int:
 
 
 def _mount(args: argparse.Namespace) -> int:
-    from kvfs.daemon import MountOptions, mount
+    from kvfs.daemon import MountOptions
+    from kvfs.frontend.virtiofs import parse_exports
 
-    options = MountOptions(
-        pool=Path(os.path.abspath(args.pool)),
-        mountpoint=Path(os.path.abspath(args.mountpoint)),
-        foreground=args.foreground,
-        allow_other=args.allow_other,
-        options=tuple(option for option in args.options.split(",") if option),
-        staging_size=args.staging,
-        read_memory_size=args.read_memory,
-        server_threads=args.threads,
-        start_timeout_s=args.timeout,
+    return _start(
+        args,
+        MountOptions(
+            pool=Path(os.path.abspath(args.pool)),
+            mountpoint=Path(os.path.abspath(args.mountpoint)),
+            exports=parse_exports(args.virtiofs),
+            allow_other=args.allow_other,
+            options=tuple(option for option in args.options.split(",") if option),
+        ),
     )
-    result = mount(options)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from kvfs.daemon import MountOptions
+    from kvfs.frontend.virtiofs import parse_exports
+
+    exports = parse_exports(args.virtiofs)
+    if args.show_qemu or args.show_libvirt:
+        return _show_export(args, exports or _running_exports(Path(args.pool)))
+    if not exports:
+        raise UsageError("export: give --virtiofs SOCKET (once for each guest)")
+    return _start(args, MountOptions(pool=Path(os.path.abspath(args.pool)), exports=exports))
+
+
+def _start(args: argparse.Namespace, options: MountOptions) -> int:
+    from kvfs.daemon import start
+
+    pid = start(
+        replace(
+            options,
+            foreground=args.foreground,
+            staging_size=args.staging,
+            read_memory_size=args.read_memory,
+            server_threads=args.threads,
+            start_timeout_s=args.timeout,
+        )
+    )
     if args.output == "json":
-        _print_json({"pool": os.path.abspath(args.pool), "mountpoint": os.path.abspath(args.mountpoint), "pid": result})
+        _print_json(
+            {
+                "pool": str(options.pool),
+                **({"mountpoint": str(options.mountpoint)} if options.mountpoint is not None else {}),
+                "exports": [_export_part(export) for export in options.exports],
+                "pid": pid,
+            }
+        )
+    return 0
+
+
+def _export_part(export: Export) -> dict[str, object]:
+    return {"socket": str(export.socket), "tag": export.tag, "queues": export.queues}
+
+
+def _running_exports(pool: Path) -> tuple[Export, ...]:
+    """Those of the pool's daemon."""
+    from kvfs import stats
+    from kvfs.frontend.control import ControlClient, NotRunningError
+    from kvfs.frontend.virtiofs import Export
+
+    try:
+        with ControlClient(pool) as client:
+            found = stats.items(cast(stats.Json, client.call("status")), "exports")
+    except NotRunningError:
+        found = []
+    if not found:
+        raise UsageError(f"export: {pool} is not exported now: give --virtiofs SOCKET")
+    return tuple(
+        Export(Path(str(item.get("socket"))), str(item.get("tag")), int(stats.number(item, "queues"))) for item in found
+    )
+
+
+def _show_export(args: argparse.Namespace, exports: Sequence[Export]) -> int:
+    from kvfs.frontend import hypervisor
+
+    if args.output == "json":
+        documents = [
+            {
+                **_export_part(export),
+                "qemu": hypervisor.qemu_arguments(export),
+                "guest": hypervisor.guest_arguments(export),
+                "libvirt": hypervisor.render_libvirt([export]),
+            }
+            for export in exports
+        ]
+        _print_json({"exports": documents})
+        return 0
+    if args.show_qemu:
+        print(hypervisor.render_qemu(exports))
+    if args.show_libvirt:
+        print(hypervisor.render_libvirt(exports))
+    return 0
+
+
+def _keep(args: argparse.Namespace) -> int:
+    import logging
+    import signal
+
+    from kvfs.frontend.keeper import keep
+    from kvfs.frontend.virtiofs import listen, parse_export
+
+    path, export = parse_export(args.socket).socket, parse_export(args.export).socket
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with listen(path) as listener:
+        try:
+            keep(listener, export, args.timeout)
+        finally:
+            path.unlink(missing_ok=True)
     return 0
 
 
 def _umount(args: argparse.Namespace) -> int:
     from kvfs.frontend import mount
 
-    present = mount.find_mount(args.mountpoint)
-    if present is None:
-        raise mount.MountError(f"{args.mountpoint}: not mounted")
-    if not present.is_kvfs:
-        raise mount.MountError(f"{args.mountpoint}: not a kvfs mount ({present.type})")
-    watch = _watch_daemon(Path(present.source))
+    present = mount.find_mount(args.target)
+    if present is None or not present.is_kvfs:
+        pool = Path(mount.resolve(args.target))
+        if (pool / "kvfs.pid").exists():
+            return _end_pool(args, pool)
+        if present is None:
+            raise mount.MountError(f"{args.target}: not mounted")
+        raise mount.MountError(f"{args.target}: not a kvfs mount ({present.type})")
+    pool = Path(present.source)
+    exports: list[str] = []
+    # One that does not answer can be unmounted all the same.
+    with suppress(KvfsError):
+        exports = _exports_of(pool)
+    watch = _watch_daemon(pool)
     mount.unmount(present.mountpoint, lazy=args.lazy, force=args.force)
+    clean = not exports
+    if exports:
+        print(
+            f"kvfs: {present.mountpoint}: unmounted; the pool is still exported ({', '.join(exports)}): "
+            f"kvfs umount {pool} ends that",
+            file=sys.stderr,
+        )
+    elif watch is not None and not args.lazy:
+        clean = _wait_for_end(watch, args.target)
+    if args.output == "json":
+        _print_json({"mountpoint": present.mountpoint, "pool": present.source, "clean": clean, "exports": exports})
+    return 0
+
+
+def _end_pool(args: argparse.Namespace, pool: Path) -> int:
+    """Unmount a pool from wherever it is mounted, and end its exports."""
+    from kvfs.frontend import mount
+    from kvfs.frontend.control import ControlClient, NotRunningError
+
+    exports = _exports_of(pool)
+    watch = _watch_daemon(pool)
+    mountpoints = [present.mountpoint for present in mount.mounts_of(pool)]
+    for mountpoint in mountpoints:
+        mount.unmount(mountpoint, lazy=args.lazy, force=args.force)
+    if exports:
+        with suppress(NotRunningError), ControlClient(pool) as client:
+            client.call("stop")
+    elif not mountpoints:
+        raise mount.MountError(f"{args.target}: not mounted")
     clean = True
     if watch is not None and not args.lazy:
-        clean = _wait_for_end(watch, args.mountpoint)
+        clean = _wait_for_end(watch, args.target)
     if args.output == "json":
-        _print_json({"mountpoint": present.mountpoint, "pool": present.source, "clean": clean})
+        _print_json({"mountpoints": mountpoints, "pool": str(pool), "clean": clean, "exports": exports})
     return 0
+
+
+def _exports_of(pool: Path) -> list[str]:
+    """The sockets that the pool's daemon serves."""
+    from kvfs import stats
+    from kvfs.frontend.control import ControlClient, NotRunningError
+
+    try:
+        with ControlClient(pool, timeout_s=UMOUNT_STATUS_TIMEOUT_S) as client:
+            document = cast(stats.Json, client.call("status"))
+    except NotRunningError:
+        return []
+    return [str(item.get("socket")) for item in stats.items(document, "exports")]
 
 
 def _watch_daemon(pool: Path) -> object:

@@ -1,9 +1,9 @@
-"""The daemon: builds every part of a mounted pool, runs them, takes them down in order. The one module that builds
-objects.
+"""The daemon: builds every part of a pool that is mounted, exported or both, runs them, takes them down in order. The
+one module that builds objects.
 
-The order matters. Up: limits, store (its lock, labels and epoch first), session, control socket, and last the mount, so
-that whoever sees the mount gets answers. Down: the unmount first, then the session, then the store, which seals what is
-dirty and marks the pool clean.
+The order matters. Up: limits, store (its lock, labels and epoch first), session, control socket, exports, and last the
+mount, so that whoever sees it gets answers. Down: exports and mount first, then the session, then the store, which
+seals what is dirty and marks the pool clean.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ from kvfs.frontend.clients import Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.fuse import Session
 from kvfs.frontend.status import live_counters, live_status
+from kvfs.frontend.virtiofs import Export, Exports
 from kvfs.namespace.files import Namespace
 from kvfs.store.pool import Store, StoreOptions
 from kvfs.types import PAGE_SIZE, InodeNumber
@@ -55,14 +57,17 @@ class Event(IntEnum):
 
     IDLE = 3
     TRANSPORTS_GONE = 6
+    GUEST = 8
 
 
 @dataclass(frozen=True, slots=True)
 class MountOptions:
-    """A `kvfs mount` command line. None: the default of the part it belongs to."""
+    """A `kvfs mount` or `kvfs export` command line. None: the default of the part it belongs to; no mount point: no
+    mount."""
 
     pool: Path
-    mountpoint: Path
+    mountpoint: Path | None = None
+    exports: tuple[Export, ...] = ()
     foreground: bool = False
     allow_other: bool = False
     options: tuple[str, ...] = ()
@@ -75,20 +80,21 @@ class MountOptions:
 # ---- starting ----
 
 
-def mount(options: MountOptions) -> int:
-    """Mount the pool. In the background: return the daemon's pid once the mount answers. In the foreground: return when
-    it has ended.
+def start(options: MountOptions) -> int:
+    """Mount the pool, export it, or both. In the background: return the daemon's pid once the mount answers and every
+    socket listens. In the foreground: return when it has ended.
 
     Raises KvfsError with what went wrong; the mount point and the pool are then as they were.
     """
+    assert options.mountpoint is not None or options.exports
     if options.foreground:
         _log_to_stderr(logging.INFO)
         _run(options, _Reporter(None))
         return os.getpid()
-    return _mount_in_background(options)
+    return _start_in_background(options)
 
 
-def _mount_in_background(options: MountOptions) -> int:
+def _start_in_background(options: MountOptions) -> int:
     # The child is a fork rather than a new interpreter: it sees the same files and needs no second start. Nothing here
     # has threads yet.
     reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -234,10 +240,12 @@ def _log_to_file(path: Path) -> None:
 
 
 def _run(options: MountOptions, reporter: _Reporter) -> None:
-    mountpoint = mounting.check_mountpoint(options.mountpoint, options.pool)
-    mounting.check_device()
+    mountpoint = None
+    if options.mountpoint is not None:
+        mountpoint = mounting.check_mountpoint(options.mountpoint, options.pool)
+        mounting.check_device()
+        _raise_fuse_pages()
     _raise_limits()
-    _raise_fuse_pages()
     try:
         trio.run(_serve, options, mountpoint, reporter)
     except BaseExceptionGroup as group:
@@ -273,7 +281,7 @@ def _fuse_pages() -> int:
         return 256
 
 
-async def _serve(options: MountOptions, mountpoint: str, reporter: _Reporter) -> None:
+async def _serve(options: MountOptions, mountpoint: str | None, reporter: _Reporter) -> None:
     daemon = Daemon(options, mountpoint)
     async with Store.open(options.pool, daemon.store_options()) as store:
         for note in store.notes:
@@ -281,10 +289,10 @@ async def _serve(options: MountOptions, mountpoint: str, reporter: _Reporter) ->
         namespace = Namespace(store)
         clients = Clients(store, namespace)
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
-        with _pid_file(options.pool), closing(control):
+        with _pid_file(options.pool), closing(control), closing(Exports(options.exports, store.plane)) as exports:
             # The session's end of the socket is pyfuse3's to close from here on.
             with closing(Session(namespace, store.plane.session_open())) as session:
-                await daemon.run(store, namespace, session, control, clients, reporter)
+                await daemon.run(store, namespace, session, control, clients, exports, reporter)
 
 
 @contextmanager
@@ -297,14 +305,25 @@ def _pid_file(pool: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
+def _tell_manager(state: str) -> None:
+    """Tell systemd, if it has started us with Type=notify (sd_notify(3))."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path.startswith(("/", "@")):
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        sender.connect(path.replace("@", "\0", 1) if path[0] == "@" else path)
+        sender.send(state.encode())
+
+
 class Daemon:
-    """A mounted pool: its tasks, its commands, its end."""
+    """A pool that is mounted or exported: its tasks, its commands, its end."""
 
     _store: Store
     _namespace: Namespace
     _clients: Clients
+    _exports: Exports
 
-    def __init__(self, options: MountOptions, mountpoint: str) -> None:
+    def __init__(self, options: MountOptions, mountpoint: str | None) -> None:
         self._options = options
         self._mountpoint = mountpoint
         self._started_s = time.time()
@@ -312,6 +331,7 @@ class Daemon:
         # Set when the last transport is gone: nobody can send a request any more.
         self._gone = trio.Event()
         self._mounted = False
+        self._ready = False
         self._stop = trio.Event()
 
     def store_options(self) -> StoreOptions:
@@ -327,86 +347,114 @@ class Daemon:
 
     async def run(
         self, store: Store, namespace: Namespace, session: Session, control: ControlServer, clients: Clients,
-        reporter: _Reporter,
+        exports: Exports, reporter: _Reporter,
     ) -> None:  # fmt: skip
-        """Mount, serve, and return when the mount is gone and the session has ended."""
-        self._store, self._namespace, self._clients = store, namespace, clients
+        """Mount and export, serve, and return when the last transport is gone and the session has ended."""
+        self._store, self._namespace, self._clients, self._exports = store, namespace, clients, exports
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._store.run)
             nursery.start_soon(session.run)
-            nursery.start_soon(self._mount, nursery, control, reporter)
+            nursery.start_soon(self._start, nursery, control, reporter)
             try:
                 await self._gone.wait()
             finally:
                 session.stop()
-                if self._mounted and not reporter.done and not self._gone.is_set():
+                if self._mountpoint is not None and self._mounted and not self._ready and not self._gone.is_set():
                     # The start has failed: whoever asked for the mount finds the directory as it was.
                     with suppress(KvfsError):
                         mounting.unmount(self._mountpoint, lazy=True)
             await clients.goodbye()
             nursery.cancel_scope.cancel()
 
-    async def _mount(self, nursery: trio.Nursery, control: ControlServer, reporter: _Reporter) -> None:
+    async def _start(self, nursery: trio.Nursery, control: ControlServer, reporter: _Reporter) -> None:
+        pool = self._options.pool
+        self._exports.serve()
+        if self._mountpoint is not None:
+            self._store.plane.fuse_add(await self._mount(self._mountpoint))
+        # Before anybody hears that we are ready: a signal that comes then must not kill.
+        await nursery.start(self._stop_on_signal)
+        nursery.start_soon(self._end_on_stop)
+        nursery.start_soon(control.run)
+        if self._mountpoint is not None:
+            await self._wait_answer(self._mountpoint)
+        self._ready = True
+        reporter.ready(pool)
+        _tell_manager("READY=1")
+        if self._mountpoint is not None:
+            log.info("pool %s mounted at %s by pid %d", pool, self._mountpoint, os.getpid())
+        for export in self._options.exports:
+            log.info("pool %s exported at %s by pid %d", pool, export.socket, os.getpid())
+        for note in self._store.notes:
+            log.warning("%s", note)
+
+    async def _mount(self, mountpoint: str) -> int:
         options = self._options
         fd = await trio.to_thread.run_sync(
             lambda: mounting.mount(
                 mounting.resolve(options.pool),
-                self._mountpoint,
+                mountpoint,
                 max_read=self._max_read,
                 allow_other=options.allow_other,
                 options=options.options,
             )
         )
         self._mounted = True
-        self._store.plane.fuse_add(fd)
-        nursery.start_soon(self._stop_on_signal)
-        nursery.start_soon(self._unmount_on_stop)
-        nursery.start_soon(control.run)
-        await self._wait_answer()
-        reporter.ready(options.pool)
-        log.info("pool %s mounted at %s by pid %d", options.pool, self._mountpoint, os.getpid())
-        for note in self._store.notes:
-            log.warning("%s", note)
+        return fd
 
-    async def _wait_answer(self) -> None:
+    async def _wait_answer(self, mountpoint: str) -> None:
         """Wait until a request through the mount is answered."""
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
-                await trio.to_thread.run_sync(os.statvfs, self._mountpoint, abandon_on_cancel=True)
+                await trio.to_thread.run_sync(os.statvfs, mountpoint, abandon_on_cancel=True)
         except (trio.TooSlowError, OSError) as error:
             with suppress(KvfsError):
-                await trio.to_thread.run_sync(lambda: mounting.unmount(self._mountpoint, lazy=True))
-            raise KvfsError(f"{self._mountpoint}: mounted, but gave no answer: {error or 'deadline'}") from error
+                await trio.to_thread.run_sync(lambda: mounting.unmount(mountpoint, lazy=True))
+            raise KvfsError(f"{mountpoint}: mounted, but gave no answer: {error or 'deadline'}") from error
+
+    def _mounts(self) -> list[str]:
+        """Where it is mounted now. With exports the daemon outlives its mount."""
+        if self._mountpoint is None:
+            return []
+        present = mounting.find_mount(self._mountpoint)
+        ours = present is not None and present.is_kvfs and present.source == mounting.resolve(self._options.pool)
+        return [self._mountpoint] if ours else []
 
     # ---- the end ----
 
     def _on_event(self, kind: int, inode: int, value: int) -> None:
         """What the store passes on of the data plane's events."""
         if kind == Event.TRANSPORTS_GONE:
-            # Unmounted, or the connection was aborted: nobody can send a request any more.
+            # Unmounted, or the connection was aborted, and nothing is exported: nobody can send a request any more.
             self._gone.set()
         elif kind == Event.IDLE:
             self._namespace.idle(InodeNumber(inode))
+        elif kind == Event.GUEST:
+            self._exports.broken(inode, value >> 32, value & 0xFFFFFFFF)
 
-    async def _stop_on_signal(self) -> None:
+    async def _stop_on_signal(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
             async for number in signals:
-                log.info("%s: unmounting", signal.Signals(number).name)
+                log.info("%s: ending", signal.Signals(number).name)
                 self._stop.set()
 
-    async def _unmount_on_stop(self) -> None:
+    async def _end_on_stop(self) -> None:
         await self._stop.wait()
-        try:
-            await trio.to_thread.run_sync(lambda: mounting.unmount(self._mountpoint), abandon_on_cancel=True)
-        except KvfsError as error:
-            log.warning("%s; files that are open get %.0f s", error, GRACE_S)
-            with suppress(KvfsError):
-                await trio.to_thread.run_sync(
-                    lambda: mounting.unmount(self._mountpoint, lazy=True), abandon_on_cancel=True
-                )
+        _tell_manager("STOPPING=1")
+        for mountpoint in self._mounts():
+            await self._unmount(mountpoint)
+        self._exports.stop()
         with trio.move_on_after(GRACE_S):
             await self._gone.wait()
         self._gone.set()
+
+    async def _unmount(self, mountpoint: str) -> None:
+        try:
+            await trio.to_thread.run_sync(lambda: mounting.unmount(mountpoint), abandon_on_cancel=True)
+        except KvfsError as error:
+            log.warning("%s; files that are open get %.0f s", error, GRACE_S)
+            with suppress(KvfsError):
+                await trio.to_thread.run_sync(lambda: mounting.unmount(mountpoint, lazy=True), abandon_on_cancel=True)
 
     # ---- commands ----
 
@@ -421,7 +469,8 @@ class Daemon:
 
     async def _command_status(self, arguments: Arguments, progress: Progress) -> object:
         counters = live_counters(self._store, self._clients)
-        return live_status(self._store, counters, self._options.pool, [self._mountpoint], self._started_s)
+        exports = self._exports.statistics()
+        return live_status(self._store, counters, self._options.pool, self._mounts(), exports, self._started_s)
 
     async def _command_sync(self, arguments: Arguments, progress: Progress) -> object:
         await self._namespace.sync()

@@ -16,6 +16,7 @@ import resource
 import shutil
 import stat
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,12 @@ MINIMUM_KERNEL = (5, 15)
 # Requests of 4 MiB; the default of 256 pages allows 1 MiB.
 WANTED_MAX_PAGES = 1024
 MAX_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
+# -machine memory-backend= came with it.
+MINIMUM_QEMU = (5, 0)
+PROGRAM_TIMEOUT_S = 10.0
+PLATFORM_DEVICES_PATH = Path("/sys/bus/platform/devices")
+DOCA_PATH = Path("/opt/mellanox/doca")
+SHMEM_HUGE_PATH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 IO_URING_DISABLED_PATH = Path("/proc/sys/kernel/io_uring_disabled")
 # Rings of a daemon with many cores: one a server thread, one a worker.
 RING_COUNT = 24
@@ -85,6 +92,9 @@ def examine() -> list[Check]:
         _memory,
         _zram,
         _loop,
+        _qemu,
+        _guest_memory,
+        _dpu,
         _gpu,
         _cufile,
     ):
@@ -105,7 +115,8 @@ def render(checks: list[Check]) -> str:
             lines.append(f"{'':{width}}           -> {check.action}")
     fatal = [check.name for check in checks if check.fatal]
     lines.append("")
-    lines.append(f"a mount cannot work: {', '.join(fatal)}" if fatal else "a mount can work here")
+    export = "; kvfs export can" if set(fatal) <= {"/dev/fuse", "fusermount3"} else ""
+    lines.append(f"a mount cannot work: {', '.join(fatal)}{export}" if fatal else "a mount can work here")
     return "\n".join(lines)
 
 
@@ -356,6 +367,58 @@ def _loop() -> Iterator[Check]:
         "ok" if found else "note",
         "there (files as block devices)" if found else "not there: modprobe loop; only tests use it",
     )
+
+
+def _qemu() -> Iterator[Check]:
+    """Needed only where guests run on this machine."""
+    program = f"qemu-system-{platform.machine()}"
+    path = shutil.which(program)
+    if path is None:
+        yield Check("qemu", "note", f"no {program}: no guest can run here; an export serves other front ends")
+        return
+    said = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, errors="replace", timeout=PROGRAM_TIMEOUT_S, check=False
+    ).stdout
+    match = re.search(r"version (\d+)\.(\d+)\S*", said)
+    if match is None:
+        yield Check("qemu", "note", f"{path} says no version")
+    elif (int(match[1]), int(match[2])) < MINIMUM_QEMU:
+        wanted = ".".join(map(str, MINIMUM_QEMU))
+        yield Check("qemu", "note", f"{match[0]}: older than {wanted}, without memory-backend= for a whole machine")
+    else:
+        yield Check("qemu", "ok", f"{match[0]}; kvfs export POOL --show-qemu prints the command")
+
+
+def _guest_memory() -> Iterator[Check]:
+    """Huge pages for the shared memory of guests, into which reads go: fewer pages to hold for each."""
+    numbers = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key in ("HugePages_Free", "Hugepagesize"):
+            numbers[key] = int(value.split()[0])
+    size = numbers.get("Hugepagesize", 0) >> 10
+    chosen = re.search(r"\[(\w+)\]", SHMEM_HUGE_PATH.read_text() if SHMEM_HUGE_PATH.exists() else "")
+    transparent = chosen[1] if chosen else "not there"
+    free = numbers.get("HugePages_Free", 0)
+    found = f"{free} huge pages of {size} MiB free; transparent ones for memfd: {transparent}"
+    if free or transparent not in ("never", "deny", "not there"):
+        yield Check("guest memory", "ok", found)
+    else:
+        yield Check(
+            "guest memory",
+            "note",
+            f"{found}: guests' memory is in pages of 4 KiB",
+            f"for guests: echo advise > {SHMEM_HUGE_PATH} (as root), or hugetlb=on at their memory-backend-memfd",
+        )
+
+
+def _dpu() -> Iterator[Check]:
+    """The Arm side of a BlueField: its firmware names its parts MLNXBF... (drivers/platform/mellanox of the kernel)."""
+    parts = sorted(path.name for path in PLATFORM_DEVICES_PATH.glob("MLNXBF*"))
+    if not parts:
+        return
+    doca = f"DOCA is at {DOCA_PATH}" if DOCA_PATH.exists() else f"no DOCA at {DOCA_PATH}"
+    yield Check("dpu", "note", f"a BlueField ({parts[0]}); {doca}; docs/virtiofs.md says how its host can be served")
 
 
 def _gpu() -> Iterator[Check]:

@@ -41,6 +41,7 @@ class EventType(IntEnum):
     IO_ERROR = 5
     TRANSPORTS_GONE = 6
     WRITERS_GONE = 7
+    GUEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,10 @@ _STATISTICS = [
 ]  # fmt: skip
 _DEVICE_STATISTICS = [
     "reads", "read_bytes", "writes", "write_bytes", "errors", "timeouts", "read_ns", "write_ns",
+]  # fmt: skip
+_VIRTIOFS_STATISTICS = [
+    "connected", "queues_running", "connections", "requests", "bytes_read", "bytes_written", "zero_copy_bytes",
+    "copied_bytes", "protocol_errors", "descriptor_errors", "io_errors",
 ]  # fmt: skip
 _TABLE_STATISTICS = ["records", "records_max", "bytes", "buckets", "overflow_buckets", "ambiguous"]
 OPERATIONS = ("lookup", "open", "read", "write", "forwarded")
@@ -247,6 +252,31 @@ class Plane:
 
     def transport_count(self) -> int:
         return _check(lib.kvfs_transport_count(self._plane), "transports")
+
+    def virtiofs_add(self, fd: int, tag: str, queues: int, queue_size_max: int = 1024) -> int:
+        """Serve guests whose front ends connect to `fd`, a listening Unix socket (duplicated). Returns the transport's
+        number."""
+        config = ffi.new("struct kvfs_virtiofs_config *")
+        name = tag.encode()
+        if not 0 < len(name) <= len(config.tag):
+            raise PlaneError(f"virtio-fs tag {tag!r}: {len(name)} bytes, 1 to {len(config.tag)} are possible")
+        ffi.memmove(config.tag, name, len(name))
+        config.queue_count = queues
+        config.queue_size_max = queue_size_max
+        return _check(
+            lib.kvfs_virtiofs_add(self._plane, fd, config),
+            f"virtio-fs tag {tag!r}, {queues} queues of up to {queue_size_max}",
+        )
+
+    def virtiofs_remove(self, number: int) -> None:
+        """Ask for the end of a guest's transport: what is in flight is answered first. It has gone when
+        virtiofs_statistics raises ENOENT."""
+        _check(lib.kvfs_virtiofs_remove(self._plane, number), f"virtio-fs transport {number}")
+
+    def virtiofs_statistics(self, number: int) -> dict[str, int]:
+        out = ffi.new("struct kvfs_virtiofs_statistics *")
+        _check(lib.kvfs_virtiofs_statistics(self._plane, number, out), f"virtio-fs transport {number}")
+        return {name: getattr(out, name) for name in _VIRTIOFS_STATISTICS}
 
     def notify_epoch(self) -> None:
         lib.kvfs_notify_epoch(self._plane)

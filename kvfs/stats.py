@@ -121,6 +121,13 @@ def advice(status: Json) -> list[str]:
             found.append(
                 f"device {device.get('path')}: {errors:.0f} errors, {timeouts:.0f} timeouts; see kvfs.log in the pool"
             )
+    for export in items(status, "exports"):
+        broken = number(export, "protocol_errors") + number(export, "descriptor_errors")
+        if broken:
+            found.append(
+                f"export {export.get('socket')}: {broken:.0f} requests or messages that break the protocol; its front "
+                "end or guest is broken or hostile"
+            )
     counters = section(status, "counters")
     if number(counters, "checksum_errors"):
         bad = number(counters, "checksum_errors")
@@ -143,10 +150,13 @@ def render_status(status: Json) -> str:
     pool, segments, space = section(status, "pool"), section(status, "segments"), section(status, "space")
     counters = section(status, "counters")
     lines = [f"  pool: {pool.get('path')}", f"  uuid: {pool.get('uuid')}", f" state: {pool.get('state')}"]
+    if "pid" in pool:
+        lines[-1] += f" (pid {number(pool, 'pid'):.0f}, epoch {number(pool, 'epoch'):.0f})"
     for mount in items(status, "mounts"):
-        lines.append(
-            f" mount: {mount.get('mountpoint')} (pid {number(pool, 'pid'):.0f}, epoch {number(pool, 'epoch'):.0f})"
-        )
+        lines.append(f" mount: {mount.get('mountpoint')}")
+    for export in items(status, "exports"):
+        guest = "connected" if number(export, "connected") else "waiting for a front end"
+        lines.append(f"export: {export.get('socket')} (tag {export.get('tag')}): {guest}")
     notes = advice(status)
     lines.append(f"advice: {notes[0] if notes else 'nothing to do'}")
     lines += [f"        {note}" for note in notes[1:]]
@@ -181,6 +191,8 @@ def render_status(status: Json) -> str:
             ]
         )
     lines += ["", *table(rows, indent="  ")]
+    if items(status, "exports"):
+        lines += ["", *table(_export_rows(status), indent="  ")]
     if counters:
         lookups, misses = number(counters, "lookups"), number(counters, "lookup_misses")
         hit = f"{(lookups - misses) * 100 / lookups:.1f}%" if lookups else "-"
@@ -200,6 +212,35 @@ def render_status(status: Json) -> str:
     )
     lines.append(f"errors: {f'{errors:.0f}, see advice' if errors else 'none known'}")
     return "\n".join(lines)
+
+
+def _export_rows(status: Json) -> list[list[str]]:
+    """What front ends have done, one row an export."""
+    rows = [["export", "queues", "connections", "requests", "read", "zero copy", "written", "errors"]]
+    for export in items(status, "exports"):
+        rows.append(
+            [
+                str(export.get("socket")),
+                f"{number(export, 'queues_running'):.0f}",
+                f"{number(export, 'connections'):.0f}",
+                f"{number(export, 'requests'):.0f}",
+                size_text(number(export, "bytes_read")),
+                _uncopied(export),
+                size_text(number(export, "bytes_written")),
+                f"{export_errors(export):.0f}",
+            ]
+        )
+    return rows
+
+
+def _uncopied(export: Json) -> str:
+    """The share of what was read that no CPU has copied."""
+    total = number(export, "bytes_read")
+    return f"{number(export, 'zero_copy_bytes') * 100 / total:.1f}%" if total else "-"
+
+
+def export_errors(export: Json) -> float:
+    return sum(number(export, key) for key in _EXPORT_ERRORS)
 
 
 def _native_line(counters: Json) -> list[str]:
@@ -240,20 +281,27 @@ def difference(now: Json, before: Json | None) -> dict[str, object]:
             "buckets": [a - b for a, b in zip(buckets_of(new), old_buckets, strict=True)],
         }
     result["latency"] = latencies
-    olds = {device.get("index"): device for device in items(before, "devices")}
-    result["devices"] = [
-        {
-            key: (number(device, key) - number(olds.get(device.get("index"), {}), key))
-            if key in _DEVICE_COUNTERS
-            else value
-            for key, value in device.items()
-        }
-        for device in items(now, "devices")
-    ]
+    result["devices"] = _differences(now, before, "devices", "index", _DEVICE_COUNTERS)
+    result["exports"] = _differences(now, before, "exports", "socket", _EXPORT_COUNTERS)
     return result
 
 
+def _differences(now: Json, before: Json, what: str, name: str, counters: Sequence[str]) -> list[Json]:
+    olds = {old.get(name): old for old in items(before, what)}
+    return [
+        {
+            key: number(item, key) - number(olds.get(item.get(name), {}), key) if key in counters else value
+            for key, value in item.items()
+        }
+        for item in items(now, what)
+    ]
+
+
 _DEVICE_COUNTERS = ("reads", "read_bytes", "writes", "write_bytes", "errors", "timeouts", "read_ns", "write_ns")
+_EXPORT_ERRORS = ("protocol_errors", "descriptor_errors", "io_errors")
+_EXPORT_COUNTERS = (
+    "connections", "requests", "bytes_read", "bytes_written", "zero_copy_bytes", "copied_bytes", *_EXPORT_ERRORS,
+)  # fmt: skip
 
 
 def render_stats_header() -> str:
@@ -310,7 +358,27 @@ def render_stats(change: Json) -> str:
         ]
         rows.append([name, f"{summary['count']:.0f}", *times])
     lines += [*table(rows), "", *_native_line(section(change, "counters"))]
-    return "\n".join(lines + render_devices(change, seconds))
+    lines += render_devices(change, seconds)
+    if items(change, "exports"):
+        lines += ["", *render_exports(change, seconds)]
+    return "\n".join(lines)
+
+
+def render_exports(change: Json, seconds: float) -> list[str]:
+    rows = [["export", "guest", "req/s", "read B/s", "zero copy", "write B/s", "errors"]]
+    for export in items(change, "exports"):
+        rows.append(
+            [
+                str(export.get("socket")),
+                "connected" if number(export, "connected") else "none",
+                count_text(number(export, "requests") / seconds),
+                size_text(number(export, "bytes_read") / seconds),
+                _uncopied(export),
+                size_text(number(export, "bytes_written") / seconds),
+                f"{export_errors(export):.0f}",
+            ]
+        )
+    return table(rows)
 
 
 def render_devices(change: Json, seconds: float) -> list[str]:
@@ -388,6 +456,16 @@ def _prometheus_lines(status: Json, label: str) -> Iterator[str]:
             if key in device
         ]
         yield from _family(f"kvfs_device_{key}_total", "counter", samples)
+    exports = {
+        f'{label},socket="{_escape(export.get("socket"))}",tag="{_escape(export.get("tag"))}"': export
+        for export in items(status, "exports")
+    }
+    for key in ("connected", "queues_running"):
+        samples = [(labels, number(export, key)) for labels, export in exports.items()]
+        yield from _family(f"kvfs_virtiofs_{key}", "gauge", samples)
+    for key in _EXPORT_COUNTERS:
+        samples = [(labels, number(export, key)) for labels, export in exports.items()]
+        yield from _family(f"kvfs_virtiofs_{key}_total", "counter", samples)
     yield from _histograms(section(status, "latency"), label)
 
 

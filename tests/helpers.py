@@ -43,6 +43,14 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 TEST_TIMEOUT_S = 120
 COMMAND_TIMEOUT_S = 60
 LOG_TAIL_LINES = 60
+# A guest under emulation is so many times slower than the machine it runs on: deadlines so many times as long, and what
+# is done often for its number's sake done so many times less.
+SLOWNESS = int(os.environ.get("KVFS_TEST_SLOWNESS", "1"))
+
+
+def repeated(count: int) -> int:
+    """How often to do what is done `count` times on a machine of the usual speed."""
+    return max(1, count // SLOWNESS)
 
 
 # --- commands and conditions -----------------------------------------------------------------------------------
@@ -60,6 +68,7 @@ def run(*command: str | os.PathLike[str], timeout_s: float = COMMAND_TIMEOUT_S, 
     Output goes to files, not pipes: a daemon that keeps a pipe open would make its parent look unfinished.
     """
     words = [os.fspath(word) for word in command]
+    timeout_s *= SLOWNESS
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd,
                                    env={**os.environ, **(environment or {})})
@@ -83,6 +92,7 @@ def run(*command: str | os.PathLike[str], timeout_s: float = COMMAND_TIMEOUT_S, 
 
 def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = 30, interval_s: float = 0.01) -> Any:
     """Poll until condition() is true and return its value; fail after timeout_s."""
+    timeout_s *= SLOWNESS
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()
@@ -448,6 +458,7 @@ def in_child(function: Callable[[], Any], *, user: int | None = None, group: int
         _be_child(function, user, group, sink)
     os.close(sink)
     received = b""
+    timeout_s *= SLOWNESS
     deadline = time.monotonic() + timeout_s
     try:
         while True:
@@ -492,8 +503,8 @@ def _be_child(function: Callable[[], Any], user: int | None, group: int | None, 
 class Service:
     """The filesystem under test: kvfs in a pool of its own, or any directory given by --directory."""
 
-    def __init__(self, root: pathlib.Path, pool: Pool | None) -> None:
-        self.root, self.pool = root, pool
+    def __init__(self, root: pathlib.Path, pool: Pool | None, *, is_kvfs: bool = True) -> None:
+        self.root, self.pool, self.is_kvfs = root, pool, is_kvfs
         self.device = os.stat(root).st_dev
 
     def revive(self) -> None:
@@ -528,6 +539,7 @@ _pools: list[Pool] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     with contextlib.suppress(ValueError):  # another black-box directory's conftest was first
         parser.addoption("--directory", metavar="DIR", help="test this directory instead of mounting kvfs")
+        parser.addoption("--kvfs", action="store_true", help="DIR is kvfs: ask of it what only kvfs owes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -536,8 +548,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.get_closest_marker("timeout") is None:
-        item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S, method="signal"))
+    given = item.get_closest_marker("timeout")
+    seconds = given.args[0] if given is not None else TEST_TIMEOUT_S
+    if given is None or SLOWNESS > 1:
+        item.add_marker(pytest.mark.timeout(seconds * SLOWNESS, method="signal"), append=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -559,7 +573,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
             made = pathlib.Path(tempfile.mkdtemp(prefix="kvfs-test-", dir=root))
             made.chmod(0o755)
             stack.callback(shutil.rmtree, made, ignore_errors=True)
-            current = Service(made, None)
+            current = Service(made, None, is_kvfs=request.config.getoption("kvfs"))
         else:
             requires_fuse()
             pool = stack.enter_context(Pool())
@@ -577,7 +591,7 @@ def mount(service: Service) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def is_kvfs(service: Service) -> bool:
     """Whether kvfs itself is under test: what only kvfs owes is asserted then, and skipped elsewhere."""
-    return service.pool is not None
+    return service.is_kvfs
 
 
 @pytest.fixture

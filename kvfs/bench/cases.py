@@ -39,6 +39,7 @@ from kvfs.bench.native import (
 )
 from kvfs.bench.report import size_text
 from kvfs.bench.stand import Kvfs, Side, Stand
+from kvfs.bench.virtiofs import case_virtiofs
 
 # ---- the cases ----
 
@@ -434,5 +435,6 @@ CASES = {
     "native-latency": Case(case_native_latency, BOTH),
     "native-put": Case(case_native_put, BOTH),
     "native-processes": Case(case_native_processes, BOTH),
+    "virtiofs": Case(case_virtiofs, BOTH),
     "million": Case(case_million, ("zram",)),
 }

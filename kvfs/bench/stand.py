@@ -188,8 +188,8 @@ class Kvfs:
         words += [] if segment_size is None else ["--segment-size", str(segment_size)]
         self.command("format", self.pool, *words, "--stripe-unit", str(STRIPE_UNIT), "--force")
 
-    def mount(self) -> Side:
-        self.command("mount", self.pool, self.mountpoint)
+    def mount(self, *words: str) -> Side:
+        self.command("mount", self.pool, self.mountpoint, *words)
         return Side("kvfs", self.mountpoint, self.mountpoint, self.pid())
 
     def pid(self) -> int:
@@ -197,7 +197,7 @@ class Kvfs:
 
     def umount(self) -> None:
         pid = self.pid()
-        self.command("umount", self.mountpoint)
+        self.command("umount", self.pool)  # exports too
         wait_until(lambda: not alive(pid), f"the end of the daemon {pid}", timeout_s=120)
 
     def status(self) -> Json:

@@ -65,9 +65,10 @@ def connect(
     gpu: GpuMode | None = "auto",
     verify: bool = True,
 ) -> Client:
-    """Connect to the pool that is mounted at path, or above it.
+    """Connect to the pool that is mounted at path or above it, or whose own directory path is.
 
-    path: a mount point of kvfs or a directory below one.
+    path: a mount point of kvfs, a directory below one, or the directory of the pool itself, mounted or only exported:
+    then as if it were the mount point.
     namespace: a relative path below it ("llama-3-8b", "team/llama"); "": the keys lie in path itself. It need not
     exist: the first put makes it.
     read_only: ask for no right to write.

@@ -260,28 +260,9 @@ def direct(
     files = gpu.examine_cufile()
     for readers in READER_COUNTS:
         reader = GpuReader(client, "gds", "", readers=readers, cufile=files.library, nvrtc=files.nvrtc)
-        shares = [keys[index::readers] for index in range(readers)]
-        memories = [DeviceMemory(driver, len(share) * BLOCK_SIZE) for share in shares]
-        places = [
-            [(memory.pointer + i * BLOCK_SIZE, BLOCK_SIZE, driver.device) for i in range(len(share))]
-            for memory, share in zip(memories, shares, strict=True)
-        ]
-        packed = [kvfs.client.keys.pack(share) for share in shares]
-
-        def work(
-            index: int,
-            reader: GpuReader = reader,
-            packed: list[kvfs.client.keys.Keys] = packed,
-            places: list[list[tuple[int, int, int]]] = places,
-        ) -> None:
-            if None in reader.get_into(packed[index], places[index], 0):
-                raise KvfsError("a block was missed")
-
-        rate = _rate(readers, seconds, len(keys) // readers * BLOCK_SIZE, work)
+        rate = _reader_rate(reader, driver, keys, readers, seconds)
         found = reader.direct_statistics()
         reader.close()
-        for memory in memories:
-            memory.free()
         report.line(
             f"gds, {readers} readers: {rate / sources[readers]:.2f} of devices to host: {rate:.2f} GB/s; "
             f"{found.blocks} blocks, {found.fallbacks} read staged, {found.mismatches} mismatches; by cuFile "
@@ -289,6 +270,27 @@ def direct(
         )
         report.check(f"gds, {readers} readers: direct by cuFile's statistics", found.direct)
         report.check(f"gds, {readers} readers: no block needed the ring", not found.fallbacks)
+
+
+def _reader_rate(reader: GpuReader, driver: Driver, keys: Sequence[str], readers: int, seconds: float) -> float:
+    """GB/s of that many threads, each with its share of the blocks and memory of the GPU for them."""
+    shares = [keys[index::readers] for index in range(readers)]
+    memories = [DeviceMemory(driver, len(share) * BLOCK_SIZE) for share in shares]
+    packed = [kvfs.client.keys.pack(share) for share in shares]
+    places = [
+        [(memory.pointer + i * BLOCK_SIZE, BLOCK_SIZE, driver.device) for i in range(len(share))]
+        for memory, share in zip(memories, shares, strict=True)
+    ]
+
+    def work(index: int) -> None:
+        if None in reader.get_into(packed[index], places[index], 0):
+            raise KvfsError("a block was missed")
+
+    try:
+        return _rate(readers, seconds, len(keys) // readers * BLOCK_SIZE, work)
+    finally:
+        for memory in memories:
+            memory.free()
 
 
 def matrix(
@@ -306,27 +308,8 @@ def matrix(
         for slot_count in SLOT_COUNTS:
             for readers in READER_COUNTS:
                 reader = GpuReader(client, "staged", "", slot_count=slot_count, slot_size=slot_size, readers=readers)
-                shares = [keys[index::readers] for index in range(readers)]
-                memories = [DeviceMemory(driver, len(share) * BLOCK_SIZE) for share in shares]
-                packed = [kvfs.client.keys.pack(share) for share in shares]
-                places = [
-                    [(memory.pointer + i * BLOCK_SIZE, BLOCK_SIZE, driver.device) for i in range(len(share))]
-                    for memory, share in zip(memories, shares, strict=True)
-                ]
-
-                def work(
-                    index: int,
-                    reader: GpuReader = reader,
-                    packed: list[kvfs.client.keys.Keys] = packed,
-                    places: list[list[tuple[int, int, int]]] = places,
-                ) -> None:
-                    if None in reader.get_into(packed[index], places[index], 0):
-                        raise KvfsError("a block was missed")
-
-                rate = _rate(readers, seconds, len(keys) // readers * BLOCK_SIZE, work)
+                rate = _reader_rate(reader, driver, keys, readers, seconds)
                 reader.close()
-                for memory in memories:
-                    memory.free()
                 ceiling = min(sources[readers], copies[max(size for size in COPY_SIZES if size <= slot_size)])
                 ratio = rate / ceiling
                 if slot_size == AIM_SLOT_SIZE:

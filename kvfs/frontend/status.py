@@ -72,6 +72,7 @@ def offline_status(pool: Path) -> dict[str, object]:
         "time_s": time.time(),
         "pool": _pool_part(pool, config, state),
         "mounts": [],
+        "exports": [],
         "segments": _layout_part(config),
         "devices": devices,
         "advice": notes,
@@ -79,11 +80,17 @@ def offline_status(pool: Path) -> dict[str, object]:
 
 
 def live_status(
-    store: Store, counters: dict[str, int], pool: Path, mounts: list[str], started_s: float
+    store: Store,
+    counters: dict[str, int],
+    pool: Path,
+    mounts: list[str],
+    exports: list[dict[str, object]],
+    started_s: float,
 ) -> dict[str, object]:
-    """A mounted pool, from its running parts."""
+    """A pool that is mounted or exported, from its running parts."""
     config, plane, numbers = store.config, store.plane, store.statistics()
     space, segments, now = numbers.space, numbers.segments, time.time()
+    state = "mounted" if mounts or not exports else "exported"
     devices = [
         {
             "index": described.index,
@@ -98,12 +105,13 @@ def live_status(
         "version": STATUS_VERSION,
         "time_s": now,
         "pool": {
-            **_pool_part(pool, config, "mounted, rebuilding its index" if numbers.rebuilding else "mounted"),
+            **_pool_part(pool, config, f"{state}, rebuilding its index" if numbers.rebuilding else state),
             "pid": os.getpid(),
             "epoch": numbers.epoch,
             "uptime_s": now - started_s,
         },
         "mounts": [{"mountpoint": mountpoint} for mountpoint in mounts],
+        "exports": exports,
         "space": {
             "size": space.size,
             "used": space.used,

@@ -91,6 +91,9 @@ class Index(Protocol):
         """The last batch that a commit has made durable."""
         ...
 
+    distrusted: bool
+    """Commits fail, and the next start, unless one goes well before it, makes the index anew from the devices."""
+
     async def commit(self) -> None:
         """Return when every change made so far is durable. KvfsError with the errno if it cannot be: the changes
         then stay pending."""

@@ -160,6 +160,7 @@ class LmdbIndex:
         self._failures = 0
         # While a rebuild runs: the names removed since, which must not come back from an old header.
         self.removed_names: set[tuple[int, bytes]] | None = None
+        self.distrusted = False
         # Called in the step that a commit begins with: what it puts is part of that commit.
         self.before_commit: Callable[[], None] | None = None
 
@@ -188,6 +189,20 @@ class LmdbIndex:
     def incomplete(self) -> bool:
         """A rebuild was begun and never finished: what is in here may be anything."""
         return (self._path / _INCOMPLETE_NAME).exists()
+
+    def distrust(self) -> None:
+        """Commits fail: should this be the end, the next start shall make the index anew from the devices. OSError."""
+        if not self.incomplete:
+            (self._path / _INCOMPLETE_NAME).touch(mode=0o600)
+            _sync_directory(self._path)
+            self.distrusted = True
+
+    def _trust(self) -> None:
+        """A commit has gone well again: it knows all that the devices know."""
+        if self.distrusted:
+            (self._path / _INCOMPLETE_NAME).unlink(missing_ok=True)
+            _sync_directory(self._path)
+            self.distrusted = False
 
     async def make_durable(self) -> None:
         """The rebuild is done: from now on commits are durable, and so is everything before."""
@@ -498,6 +513,7 @@ class LmdbIndex:
         else:
             self.durable_batch = self.pending_batch - 1
             self._commits += 1
+            self._trust()
         self._committing = None
         self._renew()
 

@@ -289,6 +289,11 @@ class Store:
             if not self._commit_failed:
                 log.error("%s; tried again every second", error)
             self._commit_failed = True
+            # Writers go on: nothing may wait for a disk that is not the pool's.
+            try:
+                self.index.distrust()
+            except OSError as failure:
+                log.error("index: cannot be marked for a rebuild: %s; freed segments wait for its commit", failure)
         await self.segments.flush_summaries()
         self.sealing.forget_ancestors()
         self.sealing.check_held()

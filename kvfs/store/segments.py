@@ -317,8 +317,10 @@ class Segments:
     @property
     def waits_for_commit(self) -> bool:
         """Freed segments are waiting for the index."""
-        known = self._index.durable_batch
-        return any(self.all[number].batch > known for number in self._resting)
+        return any(self._waits(self.all[number]) for number in self._resting)
+
+    def _waits(self, segment: Segment) -> bool:
+        return segment.batch > self._index.durable_batch and not self._index.distrusted
 
     # ---- places for blocks ----
 
@@ -558,11 +560,11 @@ class Segments:
         """Write the summaries that are not true any more, then release the segments freed before to be opened again.
 
         A freed segment has to wait for the index if a block in it was younger than the last commit: it may have taken
-        the name of an older one, of which the index does not know yet that it is gone.
+        the name of an older one, of which the index does not know yet that it is gone. Unless the index is distrusted:
+        after a crash nobody asks it.
         """
         async with self._flush_lock:
-            known = self._index.durable_batch
-            resting = [number for number in self._resting if self.all[number].batch <= known]
+            resting = [number for number in self._resting if not self._waits(self.all[number])]
             batch = sorted(self._dirty.difference(self._resting.difference(resting)))
             self._dirty.difference_update(batch)
             if batch:

@@ -51,9 +51,9 @@ struct kvfs_keys {                  /* back to back: key i is sizes[i] bytes, 1 
 
 struct kvfs_buffer { void *data; uint64_t size; };
 
-/* path: a mount point of kvfs, or a directory below one. space: a namespace, a relative path ("llama-3-8b", "team/llama"); NULL or "": none, then
- * keys lie in the directory itself. options may be NULL. -EINVAL: not a kvfs mount, or no namespace. -ENOTCONN: no daemon. -EACCES: the
- * daemon will not have this user. -EPROTO: a daemon of another version. -ETIMEDOUT. */
+/* path: a mount point of kvfs, a directory below one, or the pool's own directory, which stands for its mount point. space: a namespace, a
+ * relative path ("llama-3-8b", "team/llama"); NULL or "": none, then keys lie in the directory itself. options may be NULL. -EINVAL: not a kvfs
+ * mount, or no namespace. -ENOTCONN: no daemon. -EACCES: the daemon will not have this user. -EPROTO: a daemon of another version. -ETIMEDOUT. */
 int kvfs_connect(const char *path, const char *space, const struct kvfs_options *options, struct kvfs_client **out);
 /* Waits for what devices still owe, at most timeout_ms; memory that they have not let go of then stays the process's. */
 void kvfs_close(struct kvfs_client *client);

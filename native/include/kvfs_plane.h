@@ -57,7 +57,9 @@ enum kvfs_event_type {
     KVFS_EVENT_BAD_BLOCK = 4,   /* a block failed verification, value = segment: drop it */
     KVFS_EVENT_IO_ERROR = 5,    /* value = device << 32 | errno */
     KVFS_EVENT_TRANSPORTS_GONE = 6, /* the last transport ended; the session socket is closed */
-    KVFS_EVENT_WRITERS_GONE = 7 /* the last writer of a sealed, clean inode is gone */
+    KVFS_EVENT_WRITERS_GONE = 7, /* the last writer of a sealed, clean inode is gone */
+    KVFS_EVENT_GUEST = 8        /* a guest or its front end broke the rules; inode = its number, value = queue << 32 | errno (queue 0xffffffff: the
+                                 * protocol). The queue has stopped, or the connection has ended */
 };
 struct kvfs_event { uint32_t type; uint32_t reserved; uint64_t inode; uint64_t value; };
 struct kvfs_completion { uint64_t cookie; int64_t result; };
@@ -75,6 +77,28 @@ int kvfs_session_open(struct kvfs_plane *plane);
 /* Serve this mounted /dev/fuse descriptor (taken over). */
 int kvfs_fuse_add(struct kvfs_plane *plane, int fd);
 int kvfs_transport_count(struct kvfs_plane *plane);
+
+#define KVFS_VIRTIOFS_MAX 64
+struct kvfs_virtiofs_config {
+    char tag[36];                /* of the config space: UTF-8, padded with zeros */
+    uint32_t queue_count;        /* request queues, 1 to 64 */
+    uint32_t queue_size_max;     /* a power of two, 8 to 1024 */
+    uint32_t reserved[2];
+};
+/* Serve vhost-user-fs front ends that connect to listen_fd (an AF_UNIX stream socket that listens; dup'ed), one at a time. Returns the number
+ * of the transport, or -errno (-EUSERS: KVFS_VIRTIOFS_MAX are there). A front end that goes away is waited for again. */
+int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs_virtiofs_config *config);
+/* Stop: a front end gets what is in flight answered, within a deadline, then its socket closes. Only asks for it: the transport has gone when its
+ * statistics are -ENOENT. -ENOENT: no such number. */
+int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number);
+struct kvfs_virtiofs_statistics {
+    uint32_t connected, queues_running;
+    uint64_t connections, requests, bytes_read, bytes_written;
+    uint64_t zero_copy_bytes;    /* of bytes_read: the device wrote them to the guest's pages */
+    uint64_t copied_bytes;       /* payload that a CPU copied out of or into guest memory */
+    uint64_t protocol_errors, descriptor_errors, io_errors;
+};
+int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_virtiofs_statistics *out);
 /* Make every cached name of every host mount be looked up again (FUSE_NOTIFY_INC_EPOCH where there is one). Queued to the notifier thread. */
 void kvfs_notify_epoch(struct kvfs_plane *plane);
 /* Completion: 0 when the hosts have been told all that was queued before, -ENOMEM. */

@@ -118,7 +118,17 @@ static void unescape(char *text) { /* mountinfo writes space, tab, newline and b
     *out = 0;
 }
 
-/* The pool behind a path: the source of its mount. */
+/* A pool's own directory stands for the root of its files: the way to one that has no mount here. */
+static bool is_pool(const char *path, char pool[PATH_MAX], uint64_t *base) {
+    char file[PATH_MAX + 16];
+    snprintf(file, sizeof(file), "%s/pool.toml", path);
+    if (faccessat(AT_FDCWD, file, F_OK, AT_EACCESS) < 0 || !realpath(path, pool))
+        return false;
+    *base = 1;
+    return true;
+}
+
+/* The pool behind a path: the source of its mount, or the path itself. */
 static int pool_of(const char *path, char pool[PATH_MAX], uint64_t *base) {
     struct statx st;
     if (statx(AT_FDCWD, path, AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO | STATX_MNT_ID, &st) < 0)
@@ -141,7 +151,9 @@ static int pool_of(const char *path, char pool[PATH_MAX], uint64_t *base) {
         if (!kind || !source)
             break;
         unescape(source);
-        if (strcmp(kind, "fuse.kvfs") != 0)
+        if (strcmp(kind, "fuse.kvfs") != 0 && is_pool(path, pool, base))
+            r = 0;
+        else if (strcmp(kind, "fuse.kvfs") != 0)
             r = client_fail(-EINVAL, "%s: not on a kvfs mount: it lies on %s (%s)", path, kind, source);
         else if (source[0] != '/' || strlen(source) >= PATH_MAX)
             r = client_fail(-EINVAL, "%s: the pool of this mount, '%s', is no path from here", path, source);

@@ -9,10 +9,12 @@
 #endif
 #define FLAG2_DIRECT_IO_ALLOW_MMAP (1u << (36 - 32))
 #define FLAG_INIT_EXT (1u << 30)
+#define OPEN_DIRECT_IO (1u << 0)
 #define OPEN_KEEP_CACHE (1u << 1)
 #define OPEN_NOFLUSH (1u << 5)
 #define OPEN_PARALLEL_DIRECT_WRITES (1u << 6)
 #define LONG_SECONDS 3600u
+#define XATTR_NAME_SIZE_MAX 255
 
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr) {
     (void)plane;
@@ -53,12 +55,17 @@ bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *at
     return staged;
 }
 
-/* Blocks are immutable: where the kernel can be told of an eviction (INC_EPOCH) it may keep names and attributes for long. */
+/* Blocks are immutable: where the kernel can be told of an eviction (INC_EPOCH) it may keep names and attributes for long.
+ *
+ * A guest can be told nothing. So it keeps no name at all, not even a directory's: renamed, and another in its place, it would lead to the
+ * blocks that were there before. Every open asks, and finds what is there now. What a guest may keep, for a second, is the attributes of a
+ * directory, and of a block that it has open (node_lease): before each read its kernel wants to know whether the pages that it has are
+ * still the file's. */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry) {
     entry->entry_valid_nsec = entry->attr_valid_nsec = 0;
     entry->entry_valid = transport->inc_epoch && !staged ? LONG_SECONDS : 0;
     if (S_ISDIR(attr->mode)) {
-        entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : 1;
+        entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : transport->guest ? 0 : 1;
         entry->attr_valid = 1;
     } else {
         entry->attr_valid = transport->inc_epoch && !staged ? LONG_SECONDS : 0;
@@ -84,13 +91,17 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
     }
     uint64_t offered = init.flags | (init.flags & FLAG_INIT_EXT ? (uint64_t)init.flags2 << 32 : 0);
     uint64_t wanted = FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_ASYNC_DIO | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES |
-                      FUSE_EXPLICIT_INVAL_DATA | FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT |
-                      (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
+                      FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT | (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
+    /* Pages of a file that another kernel may rewrite: before a read of its cache a kernel looks at the file's mtime, as far as it does not
+     * trust the attributes that it has; a host is told to ask again. */
+    wanted |= transport->guest || guests_present(plane) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
     uint64_t flags = offered & wanted;
     out.minor = init.minor < 45 ? init.minor : 45;
     transport->minor = out.minor;
     /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). */
-    transport->inc_epoch = init.minor >= 44;
+    transport->inc_epoch = init.minor >= 44 && !transport->guest;
+    if (transport->guest) /* it has booted, or mounts again: nothing of before is open there */
+        transport_forget(transport);
     out.max_readahead = init.max_readahead;
     out.flags = (uint32_t)flags;
     out.flags2 = (uint32_t)(flags >> 32);
@@ -139,6 +150,7 @@ static void do_getattr(struct server *server, uint8_t *head, size_t size) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct kvfs_record record;
+    bool leased = server->transport->guest && node_lease(plane, in->nodeid);
     int r = kvfs_table_find_inode(plane->table, in->nodeid, &record);
     if (r < 0 || record.flags & KVFS_INODE_ASK) { /* -ENOENT: perhaps a removed directory that is held open, which Python knows */
         struct fuse_getattr_in *get = (struct fuse_getattr_in *)(void *)(in + 1);
@@ -152,9 +164,14 @@ static void do_getattr(struct server *server, uint8_t *head, size_t size) {
     bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &out.attr);
     if (S_ISDIR(record.mode))
         out.attr_valid = 1;
-    else if (!staged && record.flags & KVFS_INODE_SEALED && server->transport->inc_epoch)
-        out.attr_valid = LONG_SECONDS;
+    else if (!staged && record.flags & KVFS_INODE_SEALED)
+        out.attr_valid = server->transport->inc_epoch ? LONG_SECONDS : leased ? LEASE_S : 0;
     reply_data(server, in->unique, &out, sizeof(out));
+}
+
+bool host_opens_uncached(struct node *node) {
+    atomic_store(&node->host_cached, true); /* first: a guest that opens it now sees this, or we see it */
+    return atomic_load(&node->guest_wrote);
 }
 
 static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t arrived) {
@@ -194,7 +211,9 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
     bool written = node->file != NULL;
     pthread_mutex_unlock(&node->lock);
     out.open_flags = OPEN_NOFLUSH;
-    if (!written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
+    if (!server->transport->guest && host_opens_uncached(node))
+        out.open_flags |= OPEN_DIRECT_IO;
+    else if (!server->transport->guest && !written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
         out.open_flags |= OPEN_KEEP_CACHE;
     COUNT(plane, opens, 1);
     reply_data(server, in->unique, &out, sizeof(out));
@@ -247,22 +266,29 @@ static void read_staged(struct server *server, struct request *request) {
     }
 }
 
+/* A guest that has outlived a daemon reads on with handles that the new one has never given out: a node id is all that a sealed block
+ * needs. */
+static int find_lost(struct kvfs_plane *plane, uint64_t inode, struct handle *out) {
+    struct kvfs_record record;
+    if (kvfs_table_find_inode(plane->table, inode, &record) < 0 || !(record.flags & KVFS_INODE_SEALED) || !S_ISREG(record.mode))
+        return -EBADF;
+    out->node = node_get(plane, inode, true);
+    return out->node ? 0 : -ENOMEM;
+}
+
 static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_read_in read;
     memcpy(&read, in + 1, sizeof(read));
-    struct handle *handle = handle_find(plane, server->transport, read.fh);
-    if (!handle || handle->node->inode != in->nodeid || read.size > server->transport->max_read) {
-        if (handle)
-            node_put(plane, handle->node);
-        reply_error(server, in->unique, handle ? -EINVAL : -EBADF);
-        return;
-    }
-    struct request *request = request_new(server, in, handle->node, arrived);
+    struct handle handle = {0};
+    int r = handle_find(plane, server->transport, read.fh, &handle) ? 0 : server->transport->guest ? find_lost(plane, in->nodeid, &handle) : -EBADF;
+    if (r == 0 && (handle.node->inode != in->nodeid || read.size > server->transport->max_read))
+        r = -EINVAL;
+    struct request *request = r == 0 ? request_new(server, in, handle.node, arrived) : NULL;
     if (!request) {
-        node_put(plane, handle->node);
-        reply_error(server, in->unique, -ENOMEM);
+        node_put(plane, handle.node);
+        reply_error(server, in->unique, r < 0 ? r : -ENOMEM);
         return;
     }
     request->offset = read.offset;
@@ -275,10 +301,22 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
         atomic_fetch_add(&request->desc->refs, 1);
     }
     pthread_mutex_unlock(&node->lock);
-    if (staged)
+    if (staged) {
         read_staged(server, request);
-    else
-        read_submit(request);
+        return;
+    }
+    if (server->transport->guest)
+        request->direct = guest_targets(request);
+    read_submit(request);
+}
+
+static void written_without_handle(struct kvfs_plane *plane, struct node *node) {
+    struct shard *shard = shard_of(plane, node->inode);
+    pthread_mutex_lock(&shard->lock);
+    bool nobody = node->writers == 0;
+    pthread_mutex_unlock(&shard->lock);
+    if (nobody)
+        node_released(plane, node, true);
 }
 
 static void reply_write(struct kvfs_plane *plane, struct request *request, int r) {
@@ -291,6 +329,11 @@ static void reply_write(struct kvfs_plane *plane, struct request *request, int r
         reply_data(request->server, request->unique, &out, sizeof(out));
         latency_add(plane, LATENCY_WRITE, request->arrived_ns);
     }
+    if (request->transport->guest) {
+        if (atomic_load(&request->node->host_cached))
+            notify_inode(plane, request->node->inode);
+        written_without_handle(plane, request->node); /* it may have released the handle meanwhile: then nobody would seal this */
+    }
     request_put(plane, request);
 }
 
@@ -299,13 +342,13 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_write_in write;
     memcpy(&write, in + 1, sizeof(write));
-    struct handle *handle = handle_find(plane, server->transport, write.fh);
-    bool good = handle && handle->writer && handle->node->inode == in->nodeid && write.size == size - REQUEST_HEAD && write.size <= CHUNK_SIZE;
-    struct request *request = good ? request_new(server, in, handle->node, arrived) : NULL;
+    struct handle handle = {0};
+    bool found = handle_find(plane, server->transport, write.fh, &handle);
+    bool good = found && handle.writer && handle.node->inode == in->nodeid && write.size == size - REQUEST_HEAD && write.size <= CHUNK_SIZE;
+    struct request *request = good ? request_new(server, in, handle.node, arrived) : NULL;
     if (!request) {
-        if (handle)
-            node_put(plane, handle->node);
-        reply_error(server, in->unique, !handle ? -EBADF : good ? -ENOMEM : -EINVAL);
+        node_put(plane, handle.node);
+        reply_error(server, in->unique, !found ? -EBADF : good ? -ENOMEM : -EINVAL);
         return;
     }
     request->offset = write.offset;
@@ -399,26 +442,27 @@ static void do_fallocate(struct server *server, uint8_t *head) {
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_fallocate_in fallocate;
     memcpy(&fallocate, in + 1, sizeof(fallocate));
-    struct handle *handle = handle_find(plane, server->transport, fallocate.fh);
-    int r = !handle || !handle->writer ? -EBADF : 0;
+    struct handle handle = {0};
+    int r = handle_find(plane, server->transport, fallocate.fh, &handle) && handle.writer ? 0 : -EBADF;
     uint64_t end = fallocate.offset + fallocate.length;
     if (r == 0 && fallocate.mode)
         r = -EOPNOTSUPP;
     if (r == 0 && (end < fallocate.offset || end > INT64_MAX))
         r = -EFBIG;
     if (r == 0) {
-        pthread_mutex_lock(&handle->node->lock);
-        struct file *file = handle->node->file;
+        pthread_mutex_lock(&handle.node->lock);
+        struct file *file = handle.node->file;
         if (!file)
             r = -EOPNOTSUPP;
         else if (end > file->size && atomic_load(&plane->open_bytes) + (end - file->size) > atomic_load(&plane->space))
             r = -ENOSPC;
         else if (end > file->size)
-            r = file->sealing ? -EBUSY : file_truncate(plane, handle->node, end);
-        pthread_mutex_unlock(&handle->node->lock);
+            r = file->sealing ? -EBUSY : file_truncate(plane, handle.node, end);
+        pthread_mutex_unlock(&handle.node->lock);
     }
-    if (handle)
-        node_put(plane, handle->node);
+    if (r == 0 && server->transport->guest && atomic_load(&handle.node->host_cached))
+        notify_inode(plane, in->nodeid);
+    node_put(plane, handle.node);
     reply_error(server, in->unique, r);
 }
 
@@ -427,16 +471,17 @@ static void do_flush(struct server *server, uint8_t *head, size_t size) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_flush_in *flush = (struct fuse_flush_in *)(void *)(in + 1);
-    struct handle *handle = handle_find(plane, server->transport, flush->fh);
-    bool dirty = false;
-    if (handle) {
-        pthread_mutex_lock(&handle->node->lock);
-        dirty = handle->writer && handle->node->file && (handle->node->file->dirty || handle->node->file->sealing);
-        pthread_mutex_unlock(&handle->node->lock);
-        node_put(plane, handle->node);
+    struct handle handle;
+    bool dirty = false, found = handle_find(plane, server->transport, flush->fh, &handle);
+    if (found) {
+        pthread_mutex_lock(&handle.node->lock);
+        dirty = handle.writer && handle.node->file && (handle.node->file->dirty || handle.node->file->sealing);
+        pthread_mutex_unlock(&handle.node->lock);
+        found = handle.node->inode == in->nodeid;
+        node_put(plane, handle.node);
     }
-    if (!handle || !dirty) {
-        reply_error(server, in->unique, handle ? 0 : -EBADF);
+    if (!found || !dirty) {
+        reply_error(server, in->unique, found ? 0 : -EBADF);
         return;
     }
     flush->fh = in->nodeid;
@@ -470,9 +515,78 @@ static size_t body_minimum(uint32_t opcode) {
     case FUSE_WRITE: return sizeof(struct fuse_write_in);
     case FUSE_FLUSH: return sizeof(struct fuse_flush_in);
     case FUSE_RELEASE: return sizeof(struct fuse_release_in);
-    case FUSE_FSYNC: return sizeof(struct fuse_fsync_in);
+    case FUSE_FSYNC:
+    case FUSE_FSYNCDIR: return sizeof(struct fuse_fsync_in);
     case FUSE_FALLOCATE: return sizeof(struct fuse_fallocate_in);
-    case FUSE_GETXATTR: return sizeof(struct fuse_getxattr_in) + 1;
+    case FUSE_OPENDIR: return sizeof(struct fuse_open_in);
+    case FUSE_RELEASEDIR: return sizeof(struct fuse_release_in);
+    case FUSE_MKNOD: return sizeof(struct fuse_mknod_in) + 1;
+    case FUSE_MKDIR: return sizeof(struct fuse_mkdir_in) + 1;
+    case FUSE_RENAME: return sizeof(struct fuse_rename_in) + 1;
+    case FUSE_RENAME2: return sizeof(struct fuse_rename2_in) + 1;
+    case FUSE_SETXATTR: return FUSE_COMPAT_SETXATTR_IN_SIZE + 1;
+    case FUSE_GETXATTR:
+    case FUSE_LISTXATTR: return sizeof(struct fuse_getxattr_in);
+    case FUSE_ACCESS: return sizeof(struct fuse_access_in);
+    default: return 0;
+    }
+}
+
+/* A string that begins at *at and ends before size; *at is then behind it. Its length, or -EINVAL: empty, or it does not end. */
+static ssize_t string_check(const uint8_t *body, size_t size, size_t *at) {
+    size_t length = *at < size ? strnlen((const char *)body + *at, size - *at) : 0;
+    if (length == 0 || *at + length == size)
+        return -EINVAL;
+    *at += length + 1;
+    return (ssize_t)length;
+}
+
+static int name_check(const uint8_t *body, size_t size, size_t *at) {
+    const char *name = (const char *)body + *at;
+    ssize_t length = string_check(body, size, at);
+    if (length < 0)
+        return (int)length;
+    if (length > KVFS_NAME_MAX)
+        return -ENAMETOOLONG;
+    return memchr(name, '/', (size_t)length) || strcmp(name, ".") == 0 || strcmp(name, "..") == 0 ? -EINVAL : 0;
+}
+
+/* Names and strings as every kernel sends them: libfuse and Python take them at their word, a guest may send anything. */
+static int strings_check(uint32_t opcode, const uint8_t *body, size_t size) {
+    size_t at = 0;
+    ssize_t length;
+    switch (opcode) {
+    case FUSE_LOOKUP:
+    case FUSE_UNLINK:
+    case FUSE_RMDIR: return name_check(body, size, &at);
+    case FUSE_CREATE: at = sizeof(struct fuse_create_in); return name_check(body, size, &at);
+    case FUSE_MKNOD: at = sizeof(struct fuse_mknod_in); return name_check(body, size, &at);
+    case FUSE_MKDIR: at = sizeof(struct fuse_mkdir_in); return name_check(body, size, &at);
+    case FUSE_RENAME:
+    case FUSE_RENAME2: {
+        at = opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) : sizeof(struct fuse_rename2_in);
+        int r = name_check(body, size, &at);
+        return r < 0 ? r : name_check(body, size, &at);
+    }
+    case FUSE_SYMLINK: {
+        int r = name_check(body, size, &at);
+        if (r < 0)
+            return r;
+        length = string_check(body, size, &at);
+        return length < 0 ? (int)length : length >= 4096 ? -ENAMETOOLONG : 0;
+    }
+    case FUSE_SETXATTR: {
+        struct fuse_setxattr_in set;
+        memcpy(&set, body, FUSE_COMPAT_SETXATTR_IN_SIZE);
+        at = FUSE_COMPAT_SETXATTR_IN_SIZE;
+        length = string_check(body, size, &at);
+        return length < 0 ? (int)length : length > XATTR_NAME_SIZE_MAX ? -ERANGE : set.size != size - at ? -EINVAL : 0;
+    }
+    case FUSE_GETXATTR:
+    case FUSE_REMOVEXATTR:
+        at = opcode == FUSE_GETXATTR ? sizeof(struct fuse_getxattr_in) : 0;
+        length = string_check(body, size, &at);
+        return length < 0 ? (int)length : length > XATTR_NAME_SIZE_MAX ? -ERANGE : 0;
     default: return 0;
     }
 }
@@ -492,15 +606,16 @@ void fastpath_request(struct server *server, size_t size, struct slot **landing)
         do_write(server, head, size, landing, arrived);
         return;
     }
-    /* The landing memory holds what did not fit into the head: bring it behind it. */
-    if (size > REQUEST_HEAD) {
-        if (size > REQUEST_SMALL) {
-            reply_error(server, in->unique, -E2BIG);
-            return;
-        }
-        memcpy(head + REQUEST_HEAD, (*landing)->data, size - REQUEST_HEAD);
+    if (size > REQUEST_SMALL) {
+        reply_error(server, in->unique, -E2BIG);
+        return;
     }
     head[size] = 0;
+    int r = strings_check(in->opcode, (uint8_t *)(in + 1), size - sizeof(*in));
+    if (r < 0) {
+        reply_error(server, in->unique, r);
+        return;
+    }
     switch (in->opcode) {
     case FUSE_INIT: do_init(server, in, (uint8_t *)(in + 1), size - sizeof(*in)); return;
     case FUSE_LOOKUP: do_lookup(server, head, size, arrived); return;
@@ -535,6 +650,12 @@ void fastpath_request(struct server *server, size_t size, struct slot **landing)
     }
     case FUSE_FSYNC: {
         struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
+        struct handle handle;
+        if (!handle_find(plane, server->transport, sync->fh, &handle)) { /* what it wrote went with the daemon of before */
+            reply_error(server, in->unique, -EBADF);
+            return;
+        }
+        node_put(plane, handle.node);
         sync->fh = in->nodeid;
         mux_forward(server, head, (uint32_t)size, 0, 0);
         return;
@@ -546,9 +667,25 @@ void fastpath_request(struct server *server, size_t size, struct slot **landing)
         return;
     }
     case FUSE_READDIR: {
-        struct fuse_read_in read;
-        memcpy(&read, in + 1, sizeof(read));
-        mux_forward(server, head, (uint32_t)size, 0, read.offset);
+        struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
+        read->fh = in->nodeid;
+        mux_forward(server, head, (uint32_t)size, 0, read->offset);
+        return;
+    }
+    case FUSE_RELEASEDIR: {
+        struct fuse_release_in *release = (struct fuse_release_in *)(void *)(in + 1);
+        if (!handle_close_directory(plane, server->transport, release->fh, in->nodeid)) {
+            reply_error(server, in->unique, 0);
+            return;
+        }
+        release->fh = in->nodeid;
+        mux_forward(server, head, (uint32_t)size, 0, 0);
+        return;
+    }
+    case FUSE_FSYNCDIR: {
+        struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
+        sync->fh = in->nodeid;
+        mux_forward(server, head, (uint32_t)size, 0, 0);
         return;
     }
     case FUSE_READLINK:
@@ -564,8 +701,6 @@ void fastpath_request(struct server *server, size_t size, struct slot **landing)
     case FUSE_LISTXATTR:
     case FUSE_REMOVEXATTR:
     case FUSE_OPENDIR:
-    case FUSE_RELEASEDIR:
-    case FUSE_FSYNCDIR:
     case FUSE_ACCESS: mux_forward(server, head, (uint32_t)size, 0, 0); return;
     default: reply_error(server, in->unique, -ENOSYS); return;
     }

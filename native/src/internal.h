@@ -1,7 +1,7 @@
 /* Inside the data plane: the parts and how they hold together. Not installed.
  *
- * Threads: server threads (one /dev/fuse clone each, one of them the leader, who also reads the session's replies), workers (store jobs from
- * Python; requests that must wait for a device in the middle), one notifier. Locks are taken in this order: shard, node, then any one leaf lock
+ * Threads: server threads of each transport (one of them the leader, who also reads the session's replies), one for the socket of each guest,
+ * workers (store jobs from Python; requests that must wait for a device in the middle), one notifier. Locks are taken in this order: shard, node, then any one leaf lock
  * (arena, queues, pending). No lock is held across a device wait.
  */
 #ifndef KVFS_INTERNAL_H
@@ -11,6 +11,7 @@
 #define _GNU_SOURCE
 #endif
 #include <errno.h>
+#include <fcntl.h>
 #include <liburing.h>
 #include <linux/fuse.h>
 #include <pthread.h>
@@ -38,6 +39,8 @@
 #define READ_SLOTS 5            /* 4 MiB and an unaligned page */
 #define READ_GROUPS 12
 #define PENDING_MAX 16384
+#define LEASE_S 1u
+#define LEASE_SLACK_NS 50000000ull      /* an answer's way to the guest */
 #define REQUEST_HEAD 80         /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
 #define REQUEST_SMALL (REQUEST_HEAD + 132 * 1024)
 
@@ -161,6 +164,12 @@ struct node {
     atomic_uint refs;                   /* handles, requests under way, and the file */
     uint32_t handles, writers;          /* under the shard's lock */
     uint64_t open_size;                 /* its share of plane->open_bytes; under the shard's lock */
+    /* One content, several kernels: from a guest's open for writing on no host opens it for its page cache, and one that has done so before is
+     * told of every change. (Guests cache nothing unasked: see do_init.) */
+    atomic_bool guest_wrote, host_cached;
+    /* What a guest was told of an open block's size and times holds until then; who wants to rewrite it waits. Under the lock. */
+    uint64_t lease_until_ns;
+    bool rewriting;
     pthread_mutex_t lock;               /* desc, file */
     struct desc *desc;
     struct file *file;
@@ -169,7 +178,8 @@ struct shard { pthread_mutex_t lock; struct node *nodes[1024]; };
 
 struct transport;
 struct handle {
-    struct node *node;
+    struct node *node;                  /* NULL: a directory */
+    uint64_t directory;
     struct transport *transport;
     uint32_t index, salt;
     uint32_t flags;                     /* O_ flags of the open */
@@ -187,6 +197,8 @@ void node_put(struct kvfs_plane *plane, struct node *node);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out);
 void node_unopen(struct kvfs_plane *plane, struct node *node, bool writer);
+/* Promise a guest that the content of an open block stays for LEASE_S seconds; false: it may change, or is not open. Before the table is asked. */
+bool node_lease(struct kvfs_plane *plane, uint64_t inode);
 struct desc *desc_new(uint32_t header_pages);
 void desc_put(struct desc *desc);
 /* Check a header that was read into desc->header against what the table (or index) said; fills the rest. 0 or -EBADMSG. */
@@ -199,7 +211,10 @@ int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8_t *rec
 void extent_header_build(struct kvfs_plane *plane, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page);
 void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to);
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, uint32_t flags, bool writer, uint64_t *fh);
-struct handle *handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh);
+/* A copy, whose node is referenced once more; false: no such file handle. A copy, because a hostile guest may release it at any moment. */
+bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, struct handle *out);
+int handle_open_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t inode, uint64_t *fh);
+bool handle_close_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode);
 /* Returns the node, whose handle count it has lowered; the caller calls node_released, then node_put. */
 struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer);
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
@@ -280,19 +295,31 @@ struct request {
     uint32_t retries;
     int result;
     bool load_header;                   /* desc is being read, not yet verified */
+    bool direct;                        /* READ into the guest's own pages: targets, and slots[0] for a last page that is not whole */
+    bool owed;                          /* direct and failed: the answer waits until no device can write there any more */
+    uint32_t target_count, placed_max;  /* bytes of the targets that are the guest's */
+    struct iovec *targets;              /* whole pages, in order */
+    struct guest_memory *memory;        /* keeps them mapped */
     struct kvfs_record record;
 };
 struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
-void reply_iov(struct kvfs_plane *plane, struct transport *transport, int fd, uint64_t unique, int error, struct iovec *iovs, uint32_t count);
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
 void reply_error(struct server *server, uint64_t unique, int error);
 void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size); /* from its slots */
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
 void latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
 
-/* ---- transports (fuse_dev.c) ---- */
+/* ---- transports: server.c, fuse_dev.c, guest.c ---- */
 
+struct guest;
+struct guest_memory;
+struct transport_ops {
+    int (*serve)(struct server *server, uint32_t *run);   /* one request, if there is one: 1, 0, or -errno when the transport has ended */
+    bool (*arm)(struct server *server);                   /* before a sleep: what arrives will end it. True: something is there already */
+    /* error: 0 or -errno. The first `placed` bytes of the body are where they belong. Any thread. */
+    void (*reply)(struct server *server, uint64_t unique, int error, uint32_t placed, const struct iovec *iovs, uint32_t count);
+};
 struct server {
     struct kvfs_plane *plane;
     struct transport *transport;
@@ -301,16 +328,21 @@ struct server {
     int wake_fd;
     uint32_t index;
     bool started;
-    atomic_bool active;                 /* followers: reading requests now */
+    bool reader;                        /* takes requests all the time; the others only while active */
+    atomic_bool active;                 /* asked to help */
     struct ring ring;
     uint8_t *head;                      /* REQUEST_SMALL bytes */
     struct slot *landing;
     uint64_t last_work_ns;
     struct request *waiting_reads;      /* for read memory; oldest first */
     struct request *waiting_last;
+    struct chain *chain;                /* guests: the request being taken */
+    uint32_t next_queue;
 };
 struct transport {
     struct kvfs_plane *plane;
+    const struct transport_ops *ops;
+    struct guest *guest;                /* NULL: /dev/fuse */
     struct server servers[SERVERS_MAX];
     uint32_t server_count;
     atomic_uint servers_running;
@@ -319,11 +351,26 @@ struct transport {
     bool inc_epoch;
     uint32_t minor;
     uint32_t max_read;
+    atomic_uint forwarded;              /* under way in the session */
+    atomic_uint session;                /* counts the kernels that came and went: what an earlier one opened is not this one's */
 };
 int transport_start(struct kvfs_plane *plane, int fd);
+int server_init(struct transport *transport, uint32_t index, int fd);  /* fd is the server's from then on, also after a failure */
+void server_free(struct server *server);
+int servers_start(struct transport *transport);
+void server_wake(struct server *server);
 void transport_stop(struct transport *transport);      /* ends its threads; blocks */
 void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
-void leader_wake(struct kvfs_plane *plane);
+void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, what it had open is released */
+
+/* ---- guest.c: virtio-fs ---- */
+
+/* Let a READ's targets be the guest's pages. False: they are not such pages, use slots. */
+bool guest_targets(struct request *request);
+void guest_memory_put(struct guest_memory *memory);
+bool guests_present(struct kvfs_plane *plane);         /* something is exported */
+void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
+void guests_free(struct kvfs_plane *plane);
 
 /* ---- fastpath.c: what C answers ---- */
 
@@ -332,6 +379,7 @@ void fastpath_retry_reads(struct server *server);
 void read_submit(struct request *request);
 void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request);  /* the slow half, on a worker */
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
+bool host_opens_uncached(struct node *node);
 bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
 
@@ -342,19 +390,21 @@ struct pending {
     struct server *server;
     uint64_t unique, node, deadline_ns, arrived_ns, offset;
     uint32_t opcode, flags, salt, index, size;
+    uint32_t session;                    /* of the transport, when it came */
     bool live, timed_out;
     struct pending *next, *previous;     /* by deadline; or free list */
 };
 struct message { struct message *next; size_t size; uint8_t data[]; };
 struct mux {
     pthread_mutex_t lock;
-    int fd;                              /* our end of the socketpair; -1 */
+    atomic_int fd;                       /* our end of the socketpair; -1 */
     struct pending *entries;
     struct pending *free, *oldest, *newest;
     struct message *queue, *queue_last;
-    uint32_t queue_count;
-    uint32_t live_count;
-    uint8_t *reply;                      /* leader only */
+    atomic_uint queue_count;
+    atomic_uint live_count;
+    pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
+    uint8_t *reply;
     uint8_t *strip;
 };
 int mux_init(struct kvfs_plane *plane);
@@ -366,11 +416,14 @@ void mux_expire(struct kvfs_plane *plane, uint64_t now);
 void mux_flush(struct kvfs_plane *plane);
 bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under way */
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
+void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
 void mux_close(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */
 
-struct notification { struct notification *next; uint64_t cookie; };
+struct notification { struct notification *next; uint64_t inode, cookie; };  /* inode 0: a flush */
+/* Hosts' kernels ask for the inode's attributes again, and drop its pages if its mtime has changed since (AUTO_INVAL_DATA). */
+void notify_inode(struct kvfs_plane *plane, uint64_t inode);
 int notifier_start(struct kvfs_plane *plane);
 void notifier_stop(struct kvfs_plane *plane);
 
@@ -434,9 +487,12 @@ struct kvfs_plane {
     struct mux mux;
     struct worker_pool store, slow;
     struct transport *transports[TRANSPORTS_MAX];
+    struct guest *guests[KVFS_VIRTIOFS_MAX];
+    struct guest *guests_ended;         /* late replies may still look at them */
     pthread_mutex_t transports_lock;
     atomic_uint transport_count;
     atomic_bool had_transport, stopping, spinning, faults;
+    atomic_ullong stuck_until_ns;       /* some device missed a deadline: for ten of them no read goes to a guest's own pages */
     struct counters count;
     struct { atomic_ullong count, total_ns, buckets[40]; } latency[5];
     int event_fd;

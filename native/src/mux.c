@@ -1,8 +1,8 @@
-/* The session behind the transports: requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a deadline.
+/* The session behind the transports: requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a
+ * deadline.
  *
- * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that the
- * kernel sees are ours.
- */
+ * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that
+ * the kernel sees are ours. / */
 #include "internal.h"
 
 #include <fcntl.h>
@@ -19,6 +19,7 @@
 int mux_init(struct kvfs_plane *plane) {
     struct mux *mux = &plane->mux;
     pthread_mutex_init(&mux->lock, NULL);
+    pthread_mutex_init(&mux->receiving, NULL);
     mux->fd = -1;
     mux->entries = calloc(PENDING_MAX, sizeof(*mux->entries));
     mux->reply = malloc(REPLY_MAX);
@@ -148,6 +149,7 @@ static void pending_unlink(struct mux *mux, struct pending *p) {
 
 static void pending_release(struct mux *mux, struct pending *p) {
     p->live = false;
+    atomic_fetch_sub(&p->transport->forwarded, 1);
     p->next = mux->free;
     mux->free = p;
     mux->live_count--;
@@ -168,7 +170,9 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
         uint32_t index = p->index, salt = p->salt + 1;
         *p = (struct pending){.transport = server->transport, .server = server, .unique = unique, .node = in->nodeid, .arrived_ns = now,
                               .deadline_ns = now + plane->config.request_timeout_ms * 1000000ull, .offset = offset, .opcode = in->opcode,
-                              .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .previous = mux->newest};
+                              .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .previous = mux->newest,
+                              .session = atomic_load(&server->transport->session)};
+        atomic_fetch_add(&server->transport->forwarded, 1);
         if (in->opcode == FUSE_READDIR) {
             struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
             p->size = read->size;
@@ -193,10 +197,10 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
     if (r < 0)
         reply_error(server, unique, -EIO);
     else if (server->index)
-        leader_wake(plane); /* the leader waits for the reply */
+        server_wake(&server->transport->servers[0]); /* the leader waits for the reply */
 }
 
-bool mux_waiting(struct kvfs_plane *plane) { return plane->mux.live_count || plane->mux.queue; }
+bool mux_waiting(struct kvfs_plane *plane) { return plane->mux.live_count || plane->mux.queue_count; }
 
 void mux_expire(struct kvfs_plane *plane, uint64_t now) {
     struct mux *mux = &plane->mux;
@@ -255,6 +259,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         return -EINTR;
     }
     uint64_t fh;
+    bool uncached = !p->transport->guest && host_opens_uncached(node);
     r = handle_open(plane, p->transport, node, p->flags, writer, &fh);
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
@@ -265,8 +270,19 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         node_put(plane, node);
         return r;
     }
+    if (atomic_load(&p->transport->session) != p->session) { /* its kernel went away meanwhile; whoever drops its handles may have passed */
+        bool was_writer = false;
+        node = handle_close(plane, p->transport, fh, &was_writer);
+        if (node) {
+            node_released(plane, node, was_writer);
+            node_put(plane, node);
+        }
+        return -EINTR;
+    }
     out->fh = fh;
     out->open_flags = writer ? 1u << 6 /* FOPEN_PARALLEL_DIRECT_WRITES */ : 0;
+    if (uncached)
+        out->open_flags |= 1u << 0; /* FOPEN_DIRECT_IO */
     return 0;
 }
 
@@ -319,17 +335,31 @@ static uint32_t strip_readdirplus(struct kvfs_plane *plane, const struct pending
     return used;
 }
 
-static void release_late_directory(struct kvfs_plane *plane, uint64_t node, uint64_t fh) {
+void mux_release_directory(struct kvfs_plane *plane, uint64_t inode) {
     struct {
         struct fuse_in_header head;
         struct fuse_release_in release;
     } message;
     memset(&message, 0, sizeof(message));
-    message.head = (struct fuse_in_header){.len = sizeof(message), .opcode = FUSE_RELEASEDIR, .unique = RELEASEDIR_UNIQUE, .nodeid = node};
-    message.release.fh = fh;
+    message.head = (struct fuse_in_header){.len = sizeof(message), .opcode = FUSE_RELEASEDIR, .unique = RELEASEDIR_UNIQUE, .nodeid = inode};
+    message.release.fh = inode;
     pthread_mutex_lock(&plane->mux.lock);
     message_send(&plane->mux, &message, sizeof(message));
     pthread_mutex_unlock(&plane->mux.lock);
+}
+
+/* What a guest has changed the kernels of hosts may still have cached. */
+static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uint64_t inode) {
+    switch (p->opcode) {
+    case FUSE_UNLINK:
+    case FUSE_RMDIR:
+    case FUSE_RENAME:
+    case FUSE_RENAME2: kvfs_notify_epoch(plane); return;
+    case FUSE_OPEN:
+    case FUSE_CREATE:
+    case FUSE_SETATTR: notify_inode(plane, inode); return;
+    default: return;
+    }
 }
 
 static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, uint32_t size, int error) {
@@ -372,8 +402,13 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
         case FUSE_OPENDIR:
             if (length >= sizeof(struct fuse_open_out)) {
                 struct fuse_open_out *open = (struct fuse_open_out *)(void *)body;
-                if (p->timed_out)
-                    release_late_directory(plane, p->node, open->fh);
+                r = p->timed_out ? -EINTR : handle_open_directory(plane, p->transport, p->node, &open->fh);
+                if (r < 0) {
+                    mux_release_directory(plane, p->node);
+                } else if (atomic_load(&p->transport->session) != p->session) {
+                    if (handle_close_directory(plane, p->transport, open->fh, p->node))
+                        mux_release_directory(plane, p->node);
+                }
                 open->open_flags = 0;
             } else {
                 r = -EIO;
@@ -386,14 +421,16 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
         default: break;
         }
     }
+    if (error == 0 && p->transport->guest)
+        guest_changed(plane, p, p->opcode == FUSE_CREATE && length >= 8 ? ((struct fuse_entry_out *)(void *)body)->nodeid : p->node);
     latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
     if (p->timed_out)
         return; /* answered long ago, or its transport is gone */
     struct iovec iov = {body, length};
-    reply_iov(plane, p->transport, p->server->fd, p->unique, r, &iov, r == 0 && length ? 1 : 0);
+    p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
 }
 
-bool mux_receive(struct kvfs_plane *plane) {
+static bool receive(struct kvfs_plane *plane) {
     struct mux *mux = &plane->mux;
     int fd = mux->fd;
     if (fd < 0)
@@ -423,7 +460,16 @@ bool mux_receive(struct kvfs_plane *plane) {
         pending_release(mux, p);
     }
     pthread_mutex_unlock(&mux->lock);
-    if (known)
+    if (known) {
         answer(plane, &copy, mux->reply, (uint32_t)n, head.error);
+    }
     return true;
+}
+
+bool mux_receive(struct kvfs_plane *plane) {
+    if (pthread_mutex_trylock(&plane->mux.receiving))
+        return false; /* another transport's leader is at it */
+    bool received = receive(plane);
+    pthread_mutex_unlock(&plane->mux.receiving);
+    return received;
 }

@@ -1,6 +1,8 @@
 /* What the control plane tells the data plane about names and files: block table changes that must agree with who has what open. */
 #include "internal.h"
 
+#include <unistd.h>
+
 static const char *record_name(const void *record) { return (const char *)record + sizeof(struct kvfs_inode_record); }
 
 /* With the shard's lock held. 0 not open, 1 open, 2 being written. */
@@ -146,7 +148,7 @@ int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode) {
     return r;
 }
 
-struct rewrite_job { struct job job; struct node *node; };
+struct rewrite_job { struct job job; struct node *node; uint64_t from_ns; bool keep_content; };
 
 static int rewrite(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
     struct kvfs_record record;
@@ -196,9 +198,32 @@ int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node) 
     return r == -EAGAIN ? -EIO : r;
 }
 
+/* With the node's lock held. */
+static int rewrite_empty(struct kvfs_plane *plane, struct node *node) {
+    if (node->file) /* frozen while a seal or spill is under way: the caller comes again */
+        return node->file->sealing || node->file->spilling ? -EBUSY : file_truncate(plane, node, 0);
+    int r = file_install(plane, node);
+    if (r == 0)
+        node->file->dirty = true;
+    return r;
+}
+
 static void rewrite_job_run(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
     struct rewrite_job *job = (struct rewrite_job *)base;
-    int r = file_reopen(plane, ring, job->node);
+    uint64_t now = now_ns();
+    if (job->from_ns > now) /* LEASE_S at most */
+        usleep((useconds_t)((job->from_ns - now) / 1000 + 1));
+    int r;
+    if (job->keep_content) {
+        r = file_reopen(plane, ring, job->node);
+    } else {
+        pthread_mutex_lock(&job->node->lock);
+        r = rewrite_empty(plane, job->node);
+        pthread_mutex_unlock(&job->node->lock);
+    }
+    pthread_mutex_lock(&job->node->lock);
+    job->node->rewriting = false; /* the file itself says so from here on */
+    pthread_mutex_unlock(&job->node->lock);
     uint64_t cookie = job->job.cookie;
     node_put(plane, job->node);
     free(job);
@@ -210,18 +235,12 @@ int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode,
     if (!node)
         return -ENOMEM;
     int r = 0;
-    bool done = true;
     pthread_mutex_lock(&node->lock);
-    if (node->file) {
-        if (!keep_content) /* frozen while a seal or spill is under way: the caller comes again */
-            r = node->file->sealing || node->file->spilling ? -EBUSY : file_truncate(plane, node, 0);
-    } else if (!keep_content) {
-        r = file_install(plane, node);
-        if (r == 0)
-            node->file->dirty = true;
-    } else {
-        done = false;
-    }
+    uint64_t from_ns = node->file ? 0 : node->lease_until_ns;
+    bool done = node->file || (!keep_content && from_ns <= now_ns());
+    if (done && !keep_content)
+        r = rewrite_empty(plane, node);
+    node->rewriting = !done;
     pthread_mutex_unlock(&node->lock);
     COUNT(plane, jobs_in_flight, 1);
     if (done) {
@@ -231,6 +250,9 @@ int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode,
     }
     struct rewrite_job *job = calloc(1, sizeof(*job));
     if (!job) {
+        pthread_mutex_lock(&node->lock);
+        node->rewriting = false;
+        pthread_mutex_unlock(&node->lock);
         atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
         node_put(plane, node);
         return -ENOMEM;
@@ -238,6 +260,8 @@ int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode,
     job->job.run = rewrite_job_run;
     job->job.cookie = cookie;
     job->node = node;
+    job->from_ns = from_ns;
+    job->keep_content = keep_content;
     pool_add(&plane->store, &job->job);
     return 0;
 }

@@ -57,6 +57,22 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs
     return r == -ENOENT ? -ESTALE : r < 0 ? r : node ? 0 : -ENOMEM;
 }
 
+bool node_lease(struct kvfs_plane *plane, uint64_t inode) {
+    struct node *node = node_get(plane, inode, false);
+    if (!node)
+        return false;
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    pthread_mutex_lock(&node->lock);
+    bool good = node->handles && node->writers == 0 && !node->file && !node->rewriting;
+    if (good)
+        node->lease_until_ns = now_ns() + LEASE_S * 1000000000ull + LEASE_SLACK_NS;
+    pthread_mutex_unlock(&node->lock);
+    pthread_mutex_unlock(&shard->lock);
+    node_put(plane, node);
+    return good;
+}
+
 void node_put(struct kvfs_plane *plane, struct node *node) {
     if (!node)
         return;
@@ -86,16 +102,13 @@ static struct handle **handle_place(struct handle_table *table, uint32_t index) 
     return &table->chunks[index / 1024][index % 1024];
 }
 
-int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, uint32_t flags, bool writer, uint64_t *fh) {
+static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint64_t *fh) {
     struct handle_table *table = &plane->handles;
     struct handle *handle = calloc(1, sizeof(*handle));
     if (!handle)
         return -ENOMEM;
     static atomic_uint salts;
-    handle->node = node;
-    handle->transport = transport;
-    handle->flags = flags;
-    handle->writer = writer;
+    *handle = *from;
     handle->salt = atomic_fetch_add(&salts, 1) + 1;
     int r = 0;
     pthread_mutex_lock(&table->lock);
@@ -123,6 +136,18 @@ int handle_open(struct kvfs_plane *plane, struct transport *transport, struct no
     return 0;
 }
 
+int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, uint32_t flags, bool writer, uint64_t *fh) {
+    struct handle handle = {.node = node, .transport = transport, .flags = flags, .writer = writer};
+    if (transport->guest && writer)
+        atomic_store(&node->guest_wrote, true);
+    return handle_add(plane, &handle, fh);
+}
+
+int handle_open_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t inode, uint64_t *fh) {
+    struct handle handle = {.directory = inode, .transport = transport};
+    return handle_add(plane, &handle, fh);
+}
+
 static struct handle *handle_look(struct handle_table *table, struct transport *transport, uint64_t fh) {
     uint32_t index = (uint32_t)fh;
     if (index >= table->count)
@@ -131,15 +156,16 @@ static struct handle *handle_look(struct handle_table *table, struct transport *
     return handle && handle->salt == (uint32_t)(fh >> 32) && handle->transport == transport ? handle : NULL;
 }
 
-/* The kernel never uses a handle after its RELEASE and sends no RELEASE while requests on it are under way, so the pointer stays good for the
- * request that looked it up; a transport that does otherwise finds the slot empty or another salt. */
-struct handle *handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh) {
+bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, struct handle *out) {
     pthread_mutex_lock(&plane->handles.lock);
     struct handle *handle = handle_look(&plane->handles, transport, fh);
-    if (handle)
+    bool found = handle && handle->node;
+    if (found) {
         atomic_fetch_add(&handle->node->refs, 1);
+        *out = *handle;
+    }
     pthread_mutex_unlock(&plane->handles.lock);
-    return handle;
+    return found;
 }
 
 static void handle_free_index(struct handle_table *table, uint32_t index) {
@@ -158,6 +184,8 @@ struct node *handle_close(struct kvfs_plane *plane, struct transport *transport,
     struct handle_table *table = &plane->handles;
     pthread_mutex_lock(&table->lock);
     struct handle *handle = handle_look(table, transport, fh);
+    if (handle && !handle->node)
+        handle = NULL;
     if (handle) {
         *handle_place(table, handle->index) = NULL;
         handle_free_index(table, handle->index);
@@ -174,6 +202,23 @@ struct node *handle_close(struct kvfs_plane *plane, struct transport *transport,
     atomic_fetch_sub(&plane->count.open_handles, 1);
     free(handle);
     return node;
+}
+
+bool handle_close_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode) {
+    struct handle_table *table = &plane->handles;
+    pthread_mutex_lock(&table->lock);
+    struct handle *handle = handle_look(table, transport, fh);
+    if (handle && (handle->node || handle->directory != inode))
+        handle = NULL;
+    if (handle) {
+        *handle_place(table, handle->index) = NULL;
+        handle_free_index(table, handle->index);
+    }
+    pthread_mutex_unlock(&table->lock);
+    if (handle)
+        atomic_fetch_sub(&plane->count.open_handles, 1);
+    free(handle);
+    return handle != NULL;
 }
 
 /* After a handle has gone: tell Python what it has to do, and return a file that is sealed and has no writer to the fast path. */
@@ -211,11 +256,17 @@ void handles_drop(struct kvfs_plane *plane, struct transport *transport) {
         bool end = index >= table->count;
         struct handle *handle = end ? NULL : *handle_place(table, index);
         uint64_t fh = handle && handle->transport == transport ? (uint64_t)handle->salt << 32 | handle->index : 0;
+        uint64_t directory = fh && !handle->node ? handle->directory : 0;
         pthread_mutex_unlock(&table->lock);
         if (end)
             return;
         if (!fh)
             continue;
+        if (directory) {
+            if (handle_close_directory(plane, transport, fh, directory))
+                mux_release_directory(plane, directory);
+            continue;
+        }
         bool was_writer = false;
         struct node *node = handle_close(plane, transport, fh, &was_writer);
         if (node) {

@@ -157,6 +157,7 @@ static void nodes_free(struct kvfs_plane *plane) {
 
 void kvfs_plane_destroy(struct kvfs_plane *plane) {
     atomic_store(&plane->stopping, true);
+    guests_stop(plane);
     for (uint32_t i = 0; i < TRANSPORTS_MAX; i++)
         if (plane->transports[i])
             transport_stop(plane->transports[i]);
@@ -166,6 +167,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
     for (uint32_t i = 0; i < TRANSPORTS_MAX; i++)
         if (plane->transports[i])
             transport_free(plane->transports[i]);
+    guests_free(plane);
     if (plane->mux.entries)
         mux_free(plane);
     if (plane->segment_busy)

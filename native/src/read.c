@@ -25,13 +25,23 @@ static bool read_slots(struct kvfs_plane *plane, struct request *request, uint64
     return true;
 }
 
+/* Bytes that are not proven are not left with a guest. */
+static void targets_clear(struct request *request) {
+    for (uint32_t i = 0; i < request->target_count; i++)
+        memset(request->targets[i].iov_base, 0, request->targets[i].iov_len);
+}
+
 static void read_finish(struct request *request, int error) {
     struct kvfs_plane *plane = request->server->plane;
-    if (error < 0) {
-        COUNT(plane, read_errors, 1);
+    COUNT(plane, read_errors, 1);
+    /* A device that gave no answer may still write into these slots and this header: the groups hold the slots, we hold the header. The
+     * pages of a guest are nobody's to hold: once answered it uses them for something else. So it waits for the device, longer than the
+     * deadline: until the kernel gives up on it. Reads that come now go through slots. */
+    request->owed = request->direct && request->groups_held;
+    if (!request->owed) {
+        targets_clear(request);
         reply_error(request->server, request->unique, error);
     }
-    /* A device that gave no answer may still write into these slots and this header: the groups hold the slots, we hold the header. */
     if (request->groups_held == 0)
         request_put(plane, request);
     else
@@ -68,7 +78,7 @@ static int read_io(struct request *request, uint32_t segment, uint32_t page, con
 }
 
 /* The memory of file pages [from, to) of a read that begins at page `first`. */
-static uint32_t read_memory(const struct request *request, uint32_t first, uint32_t from, uint32_t to, struct iovec *iovs) {
+static uint32_t slots_memory(const struct request *request, uint32_t first, uint32_t from, uint32_t to, struct iovec *iovs) {
     uint32_t count = 0;
     uint64_t at = (uint64_t)(from - first) * PAGE, end = (uint64_t)(to - first) * PAGE;
     while (at < end) {
@@ -83,10 +93,44 @@ static uint32_t read_memory(const struct request *request, uint32_t first, uint3
     return count;
 }
 
+static uint32_t targets_memory(const struct request *request, uint32_t first, uint32_t from, uint32_t to, struct iovec *iovs) {
+    uint32_t count = 0;
+    uint64_t at = (uint64_t)(from - first) * PAGE, end = (uint64_t)(to - first) * PAGE; /* counted from the target's start */
+    for (uint32_t i = 0; at < end; i++) {
+        const struct iovec *target = &request->targets[i];
+        if (at < target->iov_len) {
+            iovs[count++] = (struct iovec){(uint8_t *)target->iov_base + at, min_u64(target->iov_len, end) - at};
+            at = target->iov_len;
+        }
+        at -= target->iov_len;
+        end = end > target->iov_len ? end - target->iov_len : 0;
+    }
+    return count;
+}
+
+static uint32_t read_memory(const struct request *request, uint32_t first, uint32_t from, uint32_t to, struct iovec *iovs) {
+    return (request->direct ? targets_memory : slots_memory)(request, first, from, to, iovs);
+}
+
+/* A guest's pages are many pieces: no more than CHUNK_PAGES of them in an I/O. */
+static uint32_t read_step(const struct request *request, uint32_t from, uint32_t to) {
+    return request->direct && to - from > CHUNK_PAGES ? from + CHUNK_PAGES : to;
+}
+
+/* Read file pages [from, to), which lie in the segment from `page` on. */
+static int read_pages(struct request *request, uint32_t segment, uint32_t page, uint32_t first, uint32_t from, uint32_t to, struct iovec *iovs) {
+    int r = 0;
+    for (uint32_t at = from, stop; at < to && r == 0; at = stop) {
+        stop = read_step(request, at, to);
+        r = read_io(request, segment, page + (at - from), iovs, read_memory(request, first, at, stop, iovs));
+    }
+    return r;
+}
+
 /* Start (or start again) a read: request->node, offset, size are set; desc is known or not. */
 void read_submit(struct request *request) {
     struct kvfs_plane *plane = request->server->plane;
-    struct iovec iovs[READ_SLOTS + 1];
+    struct iovec iovs[CHUNK_PAGES + 1];
     int r;
     if (!request->desc) {
         r = kvfs_table_find_inode(plane->table, request->node->inode, &request->record);
@@ -104,7 +148,7 @@ void read_submit(struct request *request) {
     uint64_t end = min_u64(request->offset + request->size, file_size);
     uint32_t first = (uint32_t)(request->offset / PAGE), last = (uint32_t)pages_of(end);
     request->skip = (uint32_t)(request->offset % PAGE);
-    if (request->slot_count == 0 && !read_slots(plane, request, (last - first) * PAGE)) {
+    if (request->slot_count == 0 && !request->direct && !read_slots(plane, request, (last - first) * PAGE)) {
         read_wait_memory(request);
         return;
     }
@@ -118,14 +162,14 @@ void read_submit(struct request *request) {
         r = request->desc ? 0 : -ENOMEM;
         iovs[0] = (struct iovec){request->desc ? request->desc->header : NULL, record->header_pages * PAGE};
         if (r == 0 && record->extent_count == 0 && first == 0 && record->header_pages < 64) { /* header and data lie together: one I/O */
-            uint32_t count = 1 + read_memory(request, first, first, last, iovs + 1);
+            uint32_t stop = read_step(request, first, last), count = 1 + read_memory(request, first, first, stop, iovs + 1);
             r = read_io(request, record->segment, record->page, iovs, count);
+            if (r == 0)
+                r = read_pages(request, record->segment, record->page + record->header_pages + stop, first, stop, last, iovs);
         } else if (r == 0) {
             r = read_io(request, record->segment, record->page, iovs, 1);
-            if (r == 0 && record->extent_count == 0) {
-                uint32_t count = read_memory(request, first, first, last, iovs);
-                r = read_io(request, record->segment, record->page + record->header_pages + first, iovs, count);
-            }
+            if (r == 0 && record->extent_count == 0)
+                r = read_pages(request, record->segment, record->page + record->header_pages + first, first, first, last, iovs);
         }
     } else {
         const struct desc *desc = request->desc;
@@ -142,10 +186,8 @@ void read_submit(struct request *request) {
                     read_memory(request, first, hole, hole + 1, iovs);
                     memset(iovs[0].iov_base, 0, PAGE);
                 }
-            if (from < to) {
-                uint32_t count = read_memory(request, first, from, to, iovs);
-                r = read_io(request, e->segment, e->page + (from - e->file_page), iovs, count);
-            }
+            if (from < to)
+                r = read_pages(request, e->segment, e->page + (from - e->file_page), first, from, to, iovs);
             at = to > at ? to : at;
         }
         for (; at < last; at++) {
@@ -190,9 +232,10 @@ static void read_complete(struct request *request) {
         if (plane->config.verify) {
             uint32_t page = (uint32_t)(request->offset / PAGE), last = (uint32_t)pages_of(end);
             uint64_t left = min_u64((uint64_t)last * PAGE, desc->size) - (uint64_t)page * PAGE;
-            for (uint32_t i = 0; i < request->slot_count && left; i++) {
-                uint64_t length = min_u64(left, request->slots[i]->size);
-                if (kvfs_leaf_verify(request->slots[i]->data, length, plane->config.secret, desc->leaves + page)) {
+            for (uint32_t i = 0; left; i++) {
+                uint8_t *data = request->direct ? request->targets[i].iov_base : request->slots[i]->data;
+                uint64_t length = min_u64(left, request->direct ? request->targets[i].iov_len : request->slots[i]->size);
+                if (kvfs_leaf_verify(data, length, plane->config.secret, desc->leaves + page)) {
                     error = -EBADMSG;
                     break;
                 }
@@ -200,6 +243,12 @@ static void read_complete(struct request *request) {
                 left -= length;
             }
         }
+    }
+    if (error == 0 && request->direct && end % PAGE && end == desc->size) { /* what pads the block is not the file's */
+        struct iovec last;
+        uint32_t first = (uint32_t)(request->offset / PAGE), page = (uint32_t)(end / PAGE);
+        read_memory(request, first, page, page + 1, &last);
+        memset((uint8_t *)last.iov_base + end % PAGE, 0, PAGE - end % PAGE);
     }
     /* The bytes are those of this place; is the place still this inode's? A segment is reused only after its blocks have left the table. */
     struct kvfs_record record = {0};
@@ -241,8 +290,13 @@ static void read_complete(struct request *request) {
 static void read_part_done(struct io_group *group, bool reaped) {
     struct request *request = group->owner;
     if (reaped) {
-        if (--request->groups_held == 0 && request->groups_left == 0)
+        if (--request->groups_held == 0 && request->groups_left == 0) {
+            if (request->owed) {
+                targets_clear(request);
+                reply_error(request->server, request->unique, -EIO);
+            }
             request_put(request->server->plane, request);
+        }
         return;
     }
     if (!group->expired)

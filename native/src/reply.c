@@ -21,6 +21,8 @@ void request_put(struct kvfs_plane *plane, struct request *request) {
         slot_put(request->slots[i]);
     desc_put(request->desc);
     node_put(plane, request->node);
+    free(request->targets);
+    guest_memory_put(request->memory);
     pthread_mutex_lock(&plane->request_lock);
     request->next = plane->requests_free;
     plane->requests_free = request;
@@ -37,35 +39,19 @@ void latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_
     atomic_fetch_add_explicit(&plane->latency[operation].buckets[bucket], 1, memory_order_relaxed);
 }
 
-/* error: 0 or -errno. A failed write means that the request was interrupted or the transport is gone: nobody waits. */
-void reply_iov(struct kvfs_plane *plane, struct transport *transport, int fd, uint64_t unique, int error, struct iovec *iovs, uint32_t count) {
-    (void)plane;
-    struct iovec out[READ_SLOTS + 2];
-    struct fuse_out_header head = {.len = sizeof(head), .error = error, .unique = unique};
-    out[0] = (struct iovec){&head, sizeof(head)};
-    for (uint32_t i = 0; i < count && error == 0; i++) {
-        out[i + 1] = iovs[i];
-        head.len += (uint32_t)iovs[i].iov_len;
-    }
-    if (atomic_load_explicit(&transport->ended, memory_order_relaxed))
-        return;
-    ssize_t n = writev(fd, out, error == 0 ? (int)count + 1 : 1);
-    (void)n;
-}
-
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size) {
     struct iovec iov = {(void *)(uintptr_t)data, size};
-    reply_iov(server->plane, server->transport, server->fd, unique, 0, &iov, size ? 1 : 0);
+    server->transport->ops->reply(server, unique, 0, 0, &iov, size ? 1 : 0);
 }
 
 void reply_error(struct server *server, uint64_t unique, int error) {
-    reply_iov(server->plane, server->transport, server->fd, unique, error, NULL, 0);
+    server->transport->ops->reply(server, unique, error, 0, NULL, 0);
 }
 
-/* size bytes from request->skip on, out of its slots. */
+/* size bytes of what was read: from request->skip on out of its slots, or where they are in a guest's memory. */
 void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size) {
     struct iovec iovs[READ_SLOTS];
-    uint32_t count = 0, left = size;
+    uint32_t count = 0, placed = request->direct ? (uint32_t)min_u64(size, request->placed_max) : 0, left = size - placed;
     uint64_t skip = request->skip;
     for (uint32_t i = 0; i < request->slot_count && left; i++) {
         struct slot *slot = request->slots[i];
@@ -75,7 +61,7 @@ void request_reply_read(struct kvfs_plane *plane, struct request *request, uint3
         skip = 0;
     }
     assert(left == 0);
-    reply_iov(plane, request->transport, request->server->fd, request->unique, 0, iovs, count);
+    request->server->transport->ops->reply(request->server, request->unique, 0, placed, iovs, count);
     COUNT(plane, reads, 1);
     COUNT(plane, read_bytes, size);
     latency_add(plane, LATENCY_READ, request->arrived_ns);

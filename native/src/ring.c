@@ -6,6 +6,7 @@
 #include "internal.h"
 
 #include <limits.h>
+#include <linux/magic.h>
 #include <poll.h>
 #include <stdio.h>
 #include <sys/stat.h>
@@ -345,6 +346,7 @@ static void expire(struct ring *ring) {
         group->expired = true;
         if (!group->result)
             group->result = -ETIMEDOUT;
+        atomic_store(&ring->plane->stuck_until_ns, now + ring->plane->config.io_timeout_ms * 10000000ull);
         atomic_fetch_add(&ring->plane->count.zombies, 1);
         for (uint32_t i = 0; i < group->part_count; i++) {
             struct io_part *part = &group->parts[i];
@@ -418,7 +420,7 @@ bool device_is_memory(int fd) {
  * a filesystem can fail to answer fstatfs: many a FUSE server knows no such call. */
 bool device_blocks(int fd) {
     struct statfs st;
-    return fstatfs(fd, &st) < 0 || st.f_type == 0x65735546 /* FUSE */ || st.f_type == 0x6969 /* NFS */ || st.f_type == (__fsword_t)0xfe534d42 /* SMB2 */;
+    return fstatfs(fd, &st) < 0 || st.f_type == FUSE_SUPER_MAGIC || st.f_type == NFS_SUPER_MAGIC || st.f_type == (__fsword_t)SMB2_SUPER_MAGIC;
 }
 
 void ring_wait(struct ring *ring, uint64_t timeout_ns) {

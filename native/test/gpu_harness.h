@@ -390,4 +390,23 @@ static inline void blocks_add(void) {
     block_add(70, 12 * MIB, 0);
 }
 
+/* Rewrites one block until told to stop: one name, one inode, contents 80 and 81 in turn, each at the next of four places, so that pieces of
+ * both may meet in one read. */
+#define REWRITTEN 80u
+#define REWRITTEN_SIZE (600 * KIB + 77)
+struct rewriter { uint64_t inode; uint32_t pause_us; atomic_bool stopping; };
+static void *rewrite_main(void *argument) {
+    struct rewriter *rewriter = argument;
+    uint8_t key[6];
+    char name[13];
+    key_name(key, name, REWRITTEN);
+    for (uint32_t turn = 0; !atomic_load(&rewriter->stopping); turn++) {
+        uint32_t segment = (4 + turn % 2) / stripe_width, page = (uint32_t)(ZONE / PAGE - 1000 + (turn / 2 % 2) * 400);
+        struct kvfs_record record = block_write(rewriter->inode, name, segment, page, REWRITTEN_SIZE, REWRITTEN + turn % 3 % 2);
+        CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), 0) == 0);
+        usleep(rewriter->pause_us);
+    }
+    return NULL;
+}
+
 #endif

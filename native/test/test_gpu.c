@@ -450,35 +450,17 @@ static void test_prestaged_blocks(void) {
 
 /* ---- threads ---- */
 
-#define REWRITTEN 80u
-static atomic_bool stopping;
-
-/* One name, one inode, contents 80 and 81 in turn, each at the next of four places: pieces of both may meet in one read. */
-static void *rewrite_main(void *argument) {
-    uint8_t key[6];
-    char name[13];
-    uint64_t inode = *(uint64_t *)argument, size = 600 * KIB + 77;
-    key_name(key, name, REWRITTEN);
-    for (uint32_t turn = 0; !atomic_load(&stopping); turn++) {
-        uint32_t segment = 4 + turn % 2, page = (uint32_t)(ZONE / PAGE - 1000 + (turn / 2 % 2) * 400);
-        struct kvfs_record record = block_write(inode, name, segment, page, size, REWRITTEN + turn % 3 % 2);
-        CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), 0) == 0);
-        usleep(200);
-    }
-    return NULL;
-}
-
 static void test_a_rewritten_block_is_never_torn(void) {
     struct kvfs_gpu *gpu = reader_open(4, 64 * KIB);
     struct batch batch;
-    uint64_t inode = ++next_inode, size = 600 * KIB + 77, misses = 0, seen[2] = {0};
+    struct rewriter rewriter = {.inode = ++next_inode, .pause_us = 200};
+    uint64_t size = REWRITTEN_SIZE, misses = 0, seen[2] = {0};
     uint8_t *got = malloc(size), *expected[2] = {malloc(size + 8), malloc(size + 8)};
     pattern(expected[0], size, REWRITTEN);
     pattern(expected[1], size, REWRITTEN + 1);
     batch_open(&batch, (uint32_t[]){REWRITTEN}, 1, size);
     pthread_t thread;
-    atomic_store(&stopping, false);
-    CHECK(pthread_create(&thread, NULL, rewrite_main, &inode) == 0);
+    CHECK(pthread_create(&thread, NULL, rewrite_main, &rewriter) == 0);
     uint64_t until = now_ns() + 3000000000ull;
     cuda.fake_cuda_delay(100);
     while (now_ns() < until || seen[0] + seen[1] == 0) {
@@ -495,7 +477,7 @@ static void test_a_rewritten_block_is_never_torn(void) {
         CHECK(now_ns() < until + 20000000000ull);
     }
     cuda.fake_cuda_delay(0);
-    atomic_store(&stopping, true);
+    atomic_store(&rewriter.stopping, true);
     CHECK(pthread_join(thread, NULL) == 0);
     printf("   %llu and %llu reads of the two contents, %llu misses, %llu begun again\n", (unsigned long long)seen[0],
            (unsigned long long)seen[1], (unsigned long long)misses, (unsigned long long)statistics_of(gpu).restarts);

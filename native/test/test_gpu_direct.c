@@ -426,35 +426,17 @@ static void test_a_gpu_that_hangs_while_it_proves(void) {
 
 /* ---- threads ---- */
 
-#define REWRITTEN 80u
-static atomic_bool stopping;
-
-/* One name, one inode, contents 80 and 81 in turn, each at the next of four places. */
-static void *rewrite_main(void *argument) {
-    uint8_t key[6];
-    char name[13];
-    uint64_t inode = *(uint64_t *)argument, size = 600 * KIB + 77;
-    key_name(key, name, REWRITTEN);
-    for (uint32_t turn = 0; !atomic_load(&stopping); turn++) {
-        uint32_t segment = (4 + turn % 2) / stripe_width, page = (uint32_t)(ZONE / PAGE - 1000 + (turn / 2 % 2) * 400);
-        struct kvfs_record record = block_write(inode, name, segment, page, size, REWRITTEN + turn % 3 % 2);
-        CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), 0) == 0);
-        usleep(2000);
-    }
-    return NULL;
-}
-
 static void test_a_rewritten_block_is_never_torn(void) {
     struct kvfs_gpu *gpu = direct_reader();
     struct batch batch;
-    uint64_t inode = ++next_inode, size = 600 * KIB + 77, misses = 0, seen[2] = {0};
+    struct rewriter rewriter = {.inode = ++next_inode, .pause_us = 2000};
+    uint64_t size = REWRITTEN_SIZE, misses = 0, seen[2] = {0};
     uint8_t *got = malloc(size), *expected[2] = {malloc(size + 8), malloc(size + 8)};
     pattern(expected[0], size, REWRITTEN);
     pattern(expected[1], size, REWRITTEN + 1);
     batch_open(&batch, (uint32_t[]){REWRITTEN}, 1, 601 * KIB);
     pthread_t thread;
-    atomic_store(&stopping, false);
-    CHECK(pthread_create(&thread, NULL, rewrite_main, &inode) == 0);
+    CHECK(pthread_create(&thread, NULL, rewrite_main, &rewriter) == 0);
     uint64_t until = now_ns() + 3000000000ull;
     while (now_ns() < until || direct_of(gpu).blocks == 0) {
         int r = get(gpu, &batch, NULL);
@@ -471,7 +453,7 @@ static void test_a_rewritten_block_is_never_torn(void) {
         seen[which]++;
         CHECK(now_ns() < until + 20000000000ull);
     }
-    atomic_store(&stopping, true);
+    atomic_store(&rewriter.stopping, true);
     CHECK(pthread_join(thread, NULL) == 0);
     struct kvfs_gpu_direct_statistics statistics = direct_of(gpu);
     printf("   %llu and %llu reads of the two contents, %llu direct, %llu misses, %llu mismatches\n", (unsigned long long)seen[0],

@@ -1,24 +1,11 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c header.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c store.c worker.c */
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c server.c shared_memory.c store.c vhost_user.c virtqueue.c worker.c */
 /* The whole data plane without a kernel: this program plays both the kernel (a socketpair in place of /dev/fuse: a double) and Python (the
  * session's end). Devices are files. What it proves under the sanitizers: writes in any order are sealed and read back, faults become EIO within
  * the deadline and never wrong bytes, late replies are dropped, a transport that goes away leaves nothing. */
-#include "internal.h"
+#include "plane_harness.h"
 
-#include <fcntl.h>
-#include <stdio.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include "check.h"
-
-#define DEVICES 4
-#define ZONE ((uint64_t)16 << 20)
-#define SEGMENTS 8u
-#define SECRET 0x1234567890abcdefull
-
-static struct kvfs_plane *plane;
-static int kernel = -1, session = -1, device_fds[DEVICES];
-static uint64_t unique = 100, next_inode = 1000, next_page = 1;
+static int kernel = -1;
+static uint64_t unique = 100;
 
 /* ---- the double of the kernel ---- */
 
@@ -53,48 +40,6 @@ static int answer(void **body, size_t *size) {
     }
 }
 
-/* ---- the double of Python ---- */
-
-static uint8_t forwarded[1 << 20];
-
-static struct fuse_in_header *forwarded_request(void) {
-    struct timeval limit = {.tv_sec = 20};
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)forwarded;
-    int flags = fcntl(session, F_GETFL);
-    fcntl(session, F_SETFL, flags & ~O_NONBLOCK);
-    CHECK(setsockopt(session, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
-    do
-        CHECK(recv(session, forwarded, sizeof(forwarded), 0) > 0);
-    while (in->opcode == FUSE_INIT);
-    return in;
-}
-
-static void session_reply(uint64_t id, int error, const void *body, size_t size) {
-    uint8_t out[4096];
-    struct fuse_out_header head = {.len = (uint32_t)(sizeof(head) + size), .error = error, .unique = id};
-    memcpy(out, &head, sizeof(head));
-    if (size)
-        memcpy(out + sizeof(head), body, size);
-    CHECK(send(session, out, head.len, 0) == (ssize_t)head.len);
-}
-
-static int64_t completion(void) {
-    struct kvfs_completion done;
-    CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1);
-    return done.result;
-}
-
-static size_t make_record(uint8_t *out, uint64_t inode, const char *name, uint64_t size, uint8_t flags, uint32_t page, uint32_t header_pages) {
-    size_t name_size = strlen(name);
-    struct kvfs_inode_record r = {.record_size = (uint32_t)(sizeof(r) + round_up(name_size, 8)), .kind = KVFS_KIND_FILE, .flags = flags,
-                                  .name_size = (uint16_t)name_size, .inode = inode, .parent = 1, .version = inode, .size = size, .generation = 7,
-                                  .segment = 0, .page = page, .header_pages = header_pages, .mode = 0100644, .nlink = 1};
-    memset(out, 0, r.record_size);
-    memcpy(out, &r, sizeof(r));
-    memcpy(out + sizeof(r), name, name_size);
-    return r.record_size;
-}
-
 static uint64_t create(const char *name, uint64_t *fh) {
     struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
     ask(FUSE_CREATE, 1, &in, sizeof(in), name, strlen(name) + 1);
@@ -122,29 +67,6 @@ static int write_at(uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t 
 }
 
 /* As the control plane seals: allocate, write, publish. Returns the completion. */
-static int64_t seal(uint64_t inode, const char *name) {
-    struct kvfs_seal_info info;
-    CHECK(kvfs_seal_begin(plane, inode, &info) == 0);
-    CHECK(info.dirty);
-    uint8_t record[4096];
-    size_t size = make_record(record, inode, name, info.size, KVFS_INODE_SEALED, (uint32_t)next_page, 0);
-    uint32_t header_pages = kvfs_header_pages(info.size, (uint32_t)size, 0, info.ranges + info.kept_extents + 2);
-    size = make_record(record, inode, name, info.size, KVFS_INODE_SEALED, (uint32_t)next_page, header_pages);
-    uint32_t first = header_pages + info.data_pages / 2, second = info.data_pages - info.data_pages / 2;
-    struct kvfs_run runs[2] = {{.generation = 7, .segment = 0, .page = (uint32_t)next_page, .page_count = first},
-                               {.generation = 7, .segment = 0, .page = (uint32_t)next_page + first, .page_count = second + 1}};
-    next_page += first + second + 1;
-    CHECK(next_page < plane->segment_pages);
-    CHECK(kvfs_seal_write(plane, 1, inode, runs, 2, header_pages, record, (uint32_t)size, "", 0) == 0);
-    int64_t r = completion();
-    if (r == 0) {
-        uint8_t final[4096];
-        CHECK(kvfs_seal_record(plane, inode, final, sizeof(final)) > 0);
-        CHECK(kvfs_inode_update(plane, final) == 0);
-    }
-    CHECK(kvfs_seal_end(plane, inode, r == 0) == 0);
-    return r;
-}
 
 static int flush_and_seal(uint64_t inode, uint64_t fh, const char *name) {
     struct fuse_flush_in in = {.fh = fh};
@@ -152,7 +74,7 @@ static int flush_and_seal(uint64_t inode, uint64_t fh, const char *name) {
     struct fuse_in_header *got = forwarded_request();
     CHECK(got->opcode == FUSE_FLUSH);
     uint64_t id = got->unique;
-    int64_t r = seal(inode, name);
+    int64_t r = seal(inode, name, true);
     session_reply(id, r < 0 ? -EIO : 0, NULL, 0);
     return answer(NULL, NULL);
 }
@@ -189,33 +111,8 @@ static int read_check(uint64_t inode, uint64_t fh, uint64_t offset, uint32_t siz
     return 0;
 }
 
-static void fault(uint32_t kind, uint32_t direction, uint32_t value) {
-    for (uint32_t i = 0; i < DEVICES; i++)
-        CHECK(kvfs_fault_set(plane, i, kind, direction, 1, value) == 0);
-}
-
 static void start(const char *directory) {
-    uint64_t offsets[DEVICES];
-    static struct kvfs_member members[SEGMENTS * DEVICES];
-    for (uint32_t i = 0; i < DEVICES; i++) {
-        char path[512];
-        snprintf(path, sizeof(path), "%s/device%u", directory, i);
-        device_fds[i] = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-        CHECK(device_fds[i] >= 0 && ftruncate(device_fds[i], (off_t)(ZONE * SEGMENTS + (1 << 20))) == 0);
-        offsets[i] = 1 << 20;
-        for (uint32_t s = 0; s < SEGMENTS; s++)
-            members[s * DEVICES + i] = (struct kvfs_member){(i + s) % DEVICES, s};
-    }
-    struct kvfs_plane_config config = {.secret = SECRET, .mount_epoch = 3, .zone_size = ZONE, .stripe_unit = 65536, .staging_size = 64 << 20,
-                                       .read_memory_size = 32 << 20, .records_max = 100000, .stripe_width = DEVICES, .segment_count = SEGMENTS,
-                                       .device_count = DEVICES, .io_timeout_ms = 400, .request_timeout_ms = 500, .server_threads = 1,
-                                       .store_threads = 2, .max_read = 1 << 20, .verify = 1, .spin_us = 20};
-    CHECK(kvfs_plane_create(&config, device_fds, offsets, members, &plane) == 0);
-    kvfs_table_set_complete(kvfs_plane_table(plane), 1);
-    struct kvfs_record root = {.inode = 1, .parent = 1, .mode = 040755, .nlink = 2, .kind = KVFS_KIND_DIRECTORY};
-    CHECK(kvfs_table_put(kvfs_plane_table(plane), &root, "", 0, 0) == 0);
-    session = kvfs_session_open(plane);
-    CHECK(session >= 0);
+    start_plane(directory, 1);
     int pair[2], size = 8 << 20;
     CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair) == 0);
     for (int i = 0; i < 2; i++)
@@ -225,14 +122,6 @@ static void start(const char *directory) {
     struct fuse_init_in init = {.major = FUSE_KERNEL_VERSION, .minor = 45, .flags = 0xffffffff};
     ask(FUSE_INIT, 0, &init, sizeof(init), NULL, 0);
     CHECK(answer(NULL, NULL) == 0);
-}
-
-static uint8_t *pattern(uint64_t size, unsigned seed) {
-    uint8_t *data = malloc(size);
-    CHECK(data);
-    for (uint64_t i = 0; i < size; i++)
-        data[i] = (uint8_t)((seed = seed * 1103515245u + 12345u) >> 16);
-    return data;
 }
 
 static void test_write_seal_read(void) {

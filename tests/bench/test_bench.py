@@ -20,7 +20,7 @@ import pytest
 from kvfs.bench.common import Row
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-TIMEOUT_S = 280
+TIMEOUT_S = 450
 BOTH = ("zram", "files")
 # Every case, and the kinds of devices that it is run on.
 CASES = {
@@ -37,6 +37,7 @@ CASES = {
     "native-latency": BOTH,
     "native-put": BOTH,
     "native-processes": BOTH,
+    "virtiofs": BOTH,
     "million": ("zram",),
 }
 Result = tuple[dict[str, Any], subprocess.CompletedProcess[str], pathlib.Path]

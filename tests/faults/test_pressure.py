@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -13,8 +14,20 @@ import time
 from collections.abc import Callable
 
 import pytest
-from helpers import KIB, MIB, Pool, assert_same, content, raises_errno, read_file, wait_until, write_file
-from workload import Child
+from helpers import (
+    KIB,
+    MIB,
+    Pool,
+    assert_same,
+    content,
+    raises_errno,
+    read_file,
+    requires_root,
+    run,
+    wait_until,
+    write_file,
+)
+from workload import GRACE_S, Child
 
 PIN = "user.kvfs.pin"
 LABELS_AND_START = MIB + 64 * KIB
@@ -322,3 +335,47 @@ def test_a_name_that_many_clients_replace_always_opens(own_pool: Callable[..., P
 
     children = [Child(functools.partial(process, number)) for number in range(40)]
     assert sum(child.result() for child in children) == 40 * 60
+
+
+@pytest.mark.timeout(240)
+def test_a_full_disk_under_the_index_stops_no_writer_and_brings_nothing_old_back(tmp_path: pathlib.Path) -> None:
+    """The index cannot be committed any more: three times the pool is written all the same, each name many times; after
+    a crash the index is made anew from the devices."""
+    requires_root()
+    small, names = tmp_path / "small", 40
+    small.mkdir()
+    devices = [tmp_path / f"device{index}" for index in range(4)]
+    for device in devices:
+        device.touch()
+        os.truncate(device, 16 * MIB + LABELS_AND_START)
+    run("mount", "-t", "tmpfs", "-o", "size=16M", "tmpfs", str(small))
+    try:
+        with Pool(devices=[str(device) for device in devices], base=str(small)) as pool:
+            with (small / "filler").open("wb") as filler, contextlib.suppress(OSError):
+                while True:
+                    filler.write(bytes(MIB))
+                    filler.flush()
+            versions = {}
+            for turn in range(12):
+                for index in range(names):
+                    put(pool.mount / f"{index}", content(400 * KIB, (index, turn)))
+                    versions[index] = turn
+            counters = pool.status()["counters"]
+            assert counters["commit_failures"] > 0, counters
+            time.sleep(GRACE_S)  # a rename of the last second may be undone
+            pool.kill()
+            (small / "filler").unlink()
+            pool.remount()
+            found = 0
+            for index, turn in versions.items():
+                path = pool.mount / f"{index}"
+                if path.exists():
+                    assert_same(read_file(path), content(400 * KIB, (index, turn)), f"file {index}, version {turn}")
+                    found += 1
+            assert found > names // 2, f"{found} of {names}"
+            put(pool.mount / "after", content(MIB, "after"))
+            pool.remount()
+            assert_same(read_file(pool.mount / "after"), content(MIB, "after"), "a file written later")
+            assert not (pool.path / "index/incomplete").exists()
+    finally:
+        run("umount", "-l", str(small))

@@ -11,7 +11,7 @@ import pytest
 from helpers import KIB, MIB, REPOSITORY, assert_same, content, opened, read_file, wait_until, write_file
 
 import kvfs
-from kvfs.errors import ClientError, InvalidKeyError, PutError
+from kvfs.errors import ClientError, InvalidKeyError, NotMountedError, PutError
 
 SIZES = [0, 1, 4095, 4096, 4097, 128 * KIB, MIB + 1, 2 * MIB, 9 * MIB]
 
@@ -46,6 +46,19 @@ def test_a_file_is_a_block(client, block_path, size):
     assert client.exists([b"key"]) == [True]
     assert client.sizes([b"key"]) == [size]
     assert_same(client.get(b"key"), data, "get")
+
+
+def test_the_pool_s_own_directory_is_as_good_as_its_mount_point(own_pool):
+    pool = own_pool(files=2, size="64M")
+    data = content(MIB, 1)
+    with kvfs.connect(pool.path, "team/llama", gpu=None) as client:
+        client.put([(b"key", data)])
+        assert_same(read_file(pool.mount / "team" / "llama" / b"key".hex()[:2] / b"key".hex()), data, "the file")
+        store_file(pool.mount / "team" / "llama" / b"two".hex()[:2] / b"two".hex(), data)
+        assert_same(client.get(b"two"), data, "get")
+    pool.umount()
+    with pytest.raises(NotMountedError, match="no daemon answers"):
+        kvfs.connect(pool.path, gpu=None)
 
 
 def test_a_file_that_is_being_written_is_a_miss_until_it_is_closed(client, block_path):

@@ -7,7 +7,7 @@ import struct
 import threading
 
 import pytest
-from helpers import MIB, assert_same, content, in_child, opened, read_file, write_file
+from helpers import MIB, assert_same, content, in_child, opened, read_file, repeated, write_file
 
 PAGES = 64
 
@@ -50,7 +50,7 @@ def test_rewrite_with_truncation_is_seen_by_an_open_reader(directory):
 def test_cached_pages_of_an_old_version_are_never_served_for_the_new(directory):
     """The page cache belongs to the inode: 8,192 bytes once came back half new, half old."""
     path = directory / "block"
-    for version in range(30):
+    for version in range(repeated(30)):
         write_file(path, bytes([version]) * (2 * MIB), flags=os.O_CREAT | os.O_WRONLY)
         with opened(path, os.O_RDONLY) as first, opened(path, os.O_RDONLY) as second:
             assert set(os.pread(first, 4096, 0)) == {version}  # caches some pages

@@ -6,7 +6,7 @@ import os
 import stat
 
 import pytest
-from helpers import content, opened, raises_errno, read_file, write_file
+from helpers import content, opened, raises_errno, read_file, repeated, write_file
 
 
 def test_created_file_is_there_with_its_exact_size_and_mode(directory):
@@ -91,10 +91,11 @@ def test_a_miss_becomes_a_hit_and_a_miss_again_at_once(directory):
 
 
 def test_lookup_batches_tell_hits_from_misses(directory):
-    present = {f"{index:064x}" for index in range(0, 1024, 2)}
+    count = 2 * repeated(512)
+    present = {f"{index:064x}" for index in range(0, count, 2)}
     for name in present:
         write_file(directory / name, name.encode())
-    names = [f"{index:064x}" for index in range(1024)]
+    names = [f"{index:064x}" for index in range(count)]
     for _ in range(4):
         assert {name for name in names if os.access(directory / name, os.F_OK)} == present
         assert {name for name in names if os.path.isfile(directory / name)} == present
@@ -158,7 +159,8 @@ def test_directory_link_counts_follow_posix_or_stay_one(directory):
 @pytest.mark.timeout(180)
 def test_thousands_of_directories_by_makedirs_from_eight_threads(directory):
     """vLLM makes 4,096 x 256 of them; each of its threads makes whatever is missing of its path."""
-    paths = [directory / "model_r0" / f"{index % 400:03x}" / f"{index % 7:02x}_g0" for index in range(2800)]
+    count = repeated(400)
+    paths = [directory / "model_r0" / f"{index % count:03x}" / f"{index // count:02x}_g0" for index in range(7 * count)]
 
     def make(path):
         os.makedirs(path, exist_ok=True)
@@ -167,7 +169,7 @@ def test_thousands_of_directories_by_makedirs_from_eight_threads(directory):
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         assert all(threads.map(make, paths + paths[::-1]))
-    assert sorted(os.listdir(directory / "model_r0")) == [f"{index:03x}" for index in range(400)]
+    assert sorted(os.listdir(directory / "model_r0")) == [f"{index:03x}" for index in range(count)]
     assert sorted(os.listdir(directory / "model_r0" / "003")) == [f"{index:02x}_g0" for index in range(7)]
 
 

@@ -6,9 +6,9 @@ import os
 import threading
 
 import pytest
-from helpers import libc, opened, write_file
+from helpers import libc, opened, repeated, write_file
 
-ENTRIES = 20_000
+ENTRIES = repeated(20_000)
 DT_DIR, DT_REG, DT_LNK = 4, 8, 10
 
 
@@ -182,7 +182,7 @@ def test_names_that_stay_are_listed_exactly_once_while_others_come_and_go(large)
 
 def test_names_removed_while_scanning_leave_the_rest_exactly_once(directory):
     """rm -r: the scan's own caller removes what it was given."""
-    names = {f"{index:04d}" for index in range(3000)}
+    names = {f"{index:04d}" for index in range(repeated(3000))}
     for name in names:
         write_file(directory / name, b"")
     seen = []

@@ -24,9 +24,13 @@ from helpers import (
     process_alive,
     raises_errno,
     read_file,
+    repeated,
     wait_until,
     write_file,
 )
+
+# The largest of blocks.
+LARGE = max(8, repeated(80)) * MIB
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 FALLOC_FL_COLLAPSE_RANGE, FALLOC_FL_ZERO_RANGE, FALLOC_FL_INSERT_RANGE = 0x08, 0x10, 0x20
@@ -50,15 +54,15 @@ def test_one_write_of_a_whole_block_reads_back_exactly(directory, size):
 
 
 def test_80_mib_go_in_one_write_and_one_read(directory):
-    data = content(80 * MIB)
+    data = content(LARGE)
     with opened(directory / "block.tmp", os.O_CREAT | os.O_EXCL | os.O_WRONLY) as descriptor:
-        assert os.write(descriptor, data) == 80 * MIB
+        assert os.write(descriptor, data) == LARGE
     os.rename(directory / "block.tmp", directory / "block")
-    target = bytearray(80 * MIB)
+    target = bytearray(LARGE)
     with opened(directory / "block", os.O_RDONLY) as descriptor:
-        assert os.readv(descriptor, [target]) == 80 * MIB
-        assert_same(target, data, "80 MiB by readv")
-        assert_same(os.pread(descriptor, 80 * MIB, 0), data, "80 MiB by pread")
+        assert os.readv(descriptor, [target]) == LARGE
+        assert_same(target, data, "all by readv")
+        assert_same(os.pread(descriptor, LARGE, 0), data, "all by pread")
 
 
 def test_writes_in_any_order_before_the_seal(directory):
@@ -489,7 +493,7 @@ def test_two_writers_of_shards_on_one_tmp_name_make_one_whole_block(directory):
 ENDLESS_WRITER = """
 import os, sys
 descriptor = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
-data = b"k" * (80 << 20)
+data = b"k" * int(sys.argv[2])
 print("writing", flush=True)
 while True:
     os.pwrite(descriptor, data, 0)
@@ -499,16 +503,17 @@ while True:
 def test_kill_of_a_client_in_the_middle_of_a_write_leaves_a_working_mount(directory):
     temporary = directory / "block.tmp"
     for attempt in range(3):
-        writer = subprocess.Popen([sys.executable, "-c", ENDLESS_WRITER, str(temporary)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen([sys.executable, "-c", ENDLESS_WRITER, str(temporary), str(LARGE)],
+                                  stdout=subprocess.PIPE)
         with writer:
             assert writer.stdout.readline() == b"writing\n"
-            enough = (attempt * 20 + 1) * MIB
+            enough = attempt * LARGE // 4 + MIB
             wait_until(lambda enough=enough: temporary.stat().st_size >= enough, "some bytes of the write")
             writer.send_signal(signal.SIGKILL)
             assert writer.wait(30) == -signal.SIGKILL
             wait_until(lambda pid=writer.pid: not process_alive(pid), "the end of the writer")
         assert not (directory / "block").exists()
-        assert temporary.stat().st_size <= 80 * MIB
+        assert temporary.stat().st_size <= LARGE
         assert set(read_file(temporary)) <= {ord("k")}
         # The next client stores the same key.
         write_file(temporary, content(2 * MIB, attempt))

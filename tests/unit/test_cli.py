@@ -48,7 +48,17 @@ def tree(path: Path) -> list[tuple[str, int]]:
         (["format", "{pool}", "--files", "2", "--size", "64M", "--stripe-width", "3"], "3"),
         (["mount", "{pool}"], "MOUNTPOINT"),
         (["mount", "{pool}", "{pool}", "--staging", "1Q"], "1Q"),
-        (["umount"], "MOUNTPOINT"),
+        (["mount", "{pool}", "{pool}", "--virtiofs", "/tmp/a.sock,queues=0"], "queues=0"),
+        (["export"], "POOL"),
+        (["export", "{pool}"], "--virtiofs"),
+        (["export", "{pool}", "--show-qemu"], "not exported now"),
+        (["export", "{pool}", "--virtiofs", "/tmp/a.sock,tag="], "0 bytes"),
+        (["export", "{pool}", "--virtiofs", "/tmp/a.sock", "--virtiofs", "/tmp/a.sock"], "given twice"),
+        (["export", "{pool}", "--allow-other"], "--allow-other"),
+        (["keep", "/tmp/a.sock"], "EXPORT"),
+        (["keep", "/tmp/a.sock", "/tmp/b.sock", "--timeout", "0"], "'0'"),
+        (["keep", "/tmp/a.sock,queues=0", "/tmp/b.sock"], "queues=0"),
+        (["umount"], "MOUNTPOINT|POOL"),
         (["stats"], "POOL|MOUNTPOINT"),
         (["stats", "{pool}", "--interval", "soon"], "soon"),
         (["stats", "{pool}", "--interval", "0"], "'0'"),
@@ -78,6 +88,11 @@ def test_a_command_line_without_sense_is_one_line_and_status_2(
         (["mount", "{directory}", "{directory}"], "directory: "),
         (["mount", "{directory}", "/proc"], ""),
         (["mount", "{file}", "{directory}"], "file: "),
+        (["export", "{none}", "--virtiofs", "{socket}"], "none: "),
+        (["export", "{directory}", "--virtiofs", "{socket}"], "directory: "),
+        (["export", "{file}", "--virtiofs", "{socket}"], "file: "),
+        (["mount", "{directory}", "{directory}", "--virtiofs", "{socket}"], "directory: "),
+        (["keep", "{file}", "{socket}"], "file: exists and is no socket"),
         (["umount", "{directory}"], "directory: not mounted"),
         (["umount", "{none}"], "none: not mounted"),
         (["umount", "/proc"], "/proc: not a kvfs mount (proc)"),
@@ -98,7 +113,7 @@ def test_a_command_line_without_sense_is_one_line_and_status_2(
 def test_what_cannot_be_done_is_one_line_that_names_the_object(
     arguments: Sequence[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {name: tmp_path / name for name in ("none", "directory", "file", "pool")}
+    names = {name: tmp_path / name for name in ("none", "directory", "file", "pool", "socket")}
     names["directory"].mkdir()
     names["file"].write_bytes(b"x")
     before = tree(tmp_path)
@@ -152,7 +167,8 @@ def test_doctor_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_completion_is_bash_and_knows_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run("completion", capsys=capsys)
     assert status == 0
-    for verb in ("format", "mount", "umount", "status", "stats", "fsck", "pin", "unpin", "evict", "doctor", "import"):
+    verbs = "format mount export keep umount status stats fsck pin unpin evict doctor import"
+    for verb in verbs.split():
         assert verb in out
     assert subprocess.run(["bash", "-n"], input=out, text=True, check=False).returncode == 0
     script = out + '\nCOMP_WORDS=(kvfs fsck --re); COMP_CWORD=2; _kvfs; echo "${COMPREPLY[@]}"'

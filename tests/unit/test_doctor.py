@@ -31,7 +31,12 @@ def test_an_old_kernel_cannot_mount(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = next(check for check in doctor.examine() if check.name == "kernel")
     assert kernel.fatal and "newer" in kernel.action
     text = doctor.render([kernel])
-    assert "a mount cannot work: kernel" in text
+    assert text.endswith("a mount cannot work: kernel")
+
+
+def test_an_export_needs_no_fuse() -> None:
+    check = doctor.Check("/dev/fuse", "missing", "not there", "modprobe fuse", required=True)
+    assert doctor.render([check]).endswith("a mount cannot work: /dev/fuse; kvfs export can")
 
 
 def test_a_kernel_before_6_16_is_slower_but_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +64,58 @@ def test_a_probe_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("os.stat", explode)
     assert any("no sysfs here" in check.found for check in doctor.examine())
+
+
+def check_of(name: str) -> doctor.Check:
+    return next(check for check in doctor.examine() if check.name == name)
+
+
+def test_qemu_is_told_with_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "qemu-system-test"
+    monkeypatch.setattr("platform.machine", lambda: "test")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert check_of("qemu").state == "note" and "no qemu-system-test" in check_of("qemu").found
+    for said, state, words in (
+        ("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7)", "ok", "version 7.2.22;"),
+        ("QEMU emulator version 10.0.2", "ok", "version 10.0.2;"),
+        ("QEMU emulator version 4.2.0", "note", "older than 5.0"),
+        ("no emulator", "note", "says no version"),
+    ):
+        program.write_text(f"#!/bin/sh\necho '{said}'\n")
+        program.chmod(0o755)
+        found = check_of("qemu")
+        assert found.state == state and words in found.found, found
+
+
+def test_a_qemu_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "qemu-system-test"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("platform.machine", lambda: "test")
+    monkeypatch.setattr(doctor, "PROGRAM_TIMEOUT_S", 0.2)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert "timed out" in check_of("qemu").found
+
+
+def test_huge_pages_for_guests_are_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chosen = tmp_path / "shmem_enabled"
+    monkeypatch.setattr(doctor, "SHMEM_HUGE_PATH", chosen)
+    chosen.write_text("always within_size [advise] never deny force\n")
+    assert check_of("guest memory").state == "ok"
+    chosen.write_text("always within_size advise [never] deny force\n")
+    found = check_of("guest memory")
+    assert "never" in found.found and (found.state == "note") == found.found.endswith("4 KiB")
+
+
+def test_a_bluefield_is_recognized_by_its_platform_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "PLATFORM_DEVICES_PATH", tmp_path)
+    monkeypatch.setattr(doctor, "DOCA_PATH", tmp_path / "doca")
+    assert not any(check.name == "dpu" for check in doctor.examine())
+    (tmp_path / "MLNXBF01:00").mkdir()
+    (tmp_path / "alarmtimer.0").mkdir()
+    assert "MLNXBF01:00" in check_of("dpu").found and "no DOCA" in check_of("dpu").found
+    (tmp_path / "doca").mkdir()
+    assert f"DOCA is at {tmp_path}/doca" in check_of("dpu").found
 
 
 def test_small_request_limits_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

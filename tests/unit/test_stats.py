@@ -178,3 +178,38 @@ def test_prometheus_text_is_well_formed() -> None:
     assert counts == sorted(counts) and counts[-1] == 100
     assert "# TYPE kvfs_staged_bytes gauge" in lines
     assert "# TYPE kvfs_lookups_total counter" in lines
+
+
+EXPORT = {
+    "socket": "/run/kvfs/vm1.sock", "tag": "kv", "queues": 2, "connected": 1, "queues_running": 3, "connections": 1,
+    "requests": 1000, "bytes_read": 4 << 20, "bytes_written": 1 << 20, "zero_copy_bytes": 3 << 20,
+    "copied_bytes": 1 << 20, "protocol_errors": 0, "descriptor_errors": 0, "io_errors": 0,
+}  # fmt: skip
+
+
+def test_exports_are_in_every_text() -> None:
+    exported = document(mounts=[], exports=[EXPORT])
+    text = stats.render_status(exported)
+    assert "export: /run/kvfs/vm1.sock (tag kv): connected" in text and "75.0%" in text and "pid 4" in text
+    assert "advice: nothing to do" in text
+    row = next(line for line in stats.render_stats(stats.difference(exported, None)).splitlines() if "vm1" in line)
+    assert row.split() == ["/run/kvfs/vm1.sock", "connected", "10", "40.96K", "75.0%", "10.24K", "0"]
+    lines = stats.render_prometheus(exported).splitlines()
+    labels = 'pool="/srv/pool",socket="/run/kvfs/vm1.sock",tag="kv"'
+    assert f"kvfs_virtiofs_requests_total{{{labels}}} 1000" in lines
+    assert f"kvfs_virtiofs_connected{{{labels}}} 1" in lines
+    assert "# TYPE kvfs_virtiofs_zero_copy_bytes_total counter" in lines
+
+
+def test_an_export_s_counters_are_differences_too() -> None:
+    later = document(time_s=1002.0, exports=[{**EXPORT, "requests": 1500, "connected": 0}])
+    change = stats.difference(later, document(exports=[EXPORT]))
+    (export,) = stats.items(change, "exports")
+    assert export["requests"] == 500 and export["bytes_read"] == 0
+    assert export["connected"] == 0 and export["queues"] == 2
+    assert stats.items(stats.difference(later, document()), "exports")[0]["requests"] == 1500
+
+
+def test_a_guest_that_breaks_the_protocol_is_advice() -> None:
+    text = stats.render_status(document(exports=[{**EXPORT, "descriptor_errors": 2, "protocol_errors": 1}]))
+    assert "export /run/kvfs/vm1.sock: 3 requests or messages that break the protocol" in text

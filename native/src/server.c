@@ -1,0 +1,247 @@
+/* The threads of a transport: each takes requests, answers what it can, and reaps its own ring.
+ *
+ * One, the leader, also waits for the session's replies. Some take requests all the time (the leader of /dev/fuse; all of a guest's, each
+ * for its own queues), the others help: they are woken when requests queue up, take part while there is work, and go back to sleep. So one
+ * client costs one wake-up a request and many clients use every core. Before it sleeps a thread polls for a short while, as long as that
+ * has lately been worth it and no more than one client seems to be at work; one thread of the plane at a time. / */
+#include "internal.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define POLL_SESSION 1
+#define POLL_WAKE 2
+/* Weight of requests served without finding the queue empty in between, from which on a helper is worth its wake-up. A RELEASE that comes
+ * with the next OPEN weighs nothing: one client would wake the second thread for every file. */
+#define BACKLOG 4
+#define IDLE_NS 1000000000ull
+/* After requests have queued up, several clients are at work: what a poll would burn they can use (8 readers of 2 MiB on two cores: 9.3
+ * against 5.1 GB/s). */
+#define CROWDED_NS 5000000ull
+
+void server_wake(struct server *server) {
+    uint64_t one = 1;
+    if (write(server->wake_fd, &one, sizeof(one)) < 0)
+        return; /* the counter is at its limit: it is awake */
+}
+
+static void wake_helper(struct server *server) {
+    struct transport *transport = server->transport;
+    for (uint32_t i = 0; i < transport->server_count; i++) {
+        struct server *other = &transport->servers[i];
+        if (other != server && (transport->guest || i) && !atomic_exchange(&other->active, true)) {
+            COUNT(server->plane, wakeups, 1);
+            server_wake(other);
+            return;
+        }
+    }
+}
+
+/* False: there is work after all. */
+static bool sleep_until_work(struct server *server, bool leader, uint64_t timeout_ns) {
+    struct kvfs_plane *plane = server->plane;
+    if (server->reader && server->transport->ops->arm(server))
+        return false;
+    COUNT(plane, sleeps, 1);
+    if (leader && plane->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
+        ring_poll(&server->ring, plane->mux.fd, POLL_SESSION);
+    if (!(server->ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
+        uint64_t count;
+        ssize_t n = read(server->wake_fd, &count, sizeof(count));
+        (void)n;
+    }
+    ring_poll(&server->ring, server->wake_fd, POLL_WAKE);
+    ring_wait(&server->ring, timeout_ns);
+    return true;
+}
+
+void transport_forget(struct transport *transport) {
+    atomic_fetch_add(&transport->session, 1);
+    mux_transport_ended(transport->plane, transport);
+    handles_drop(transport->plane, transport);
+}
+
+static void transport_end(struct transport *transport) {
+    struct kvfs_plane *plane = transport->plane;
+    transport_forget(transport);
+    if (atomic_fetch_sub(&plane->transport_count, 1) == 1) {
+        mux_close(plane);
+        event_add(plane, KVFS_EVENT_TRANSPORTS_GONE, 0, 0);
+    }
+}
+
+static void *server_main(void *argument) {
+    struct server *server = argument;
+    struct kvfs_plane *plane = server->plane;
+    struct transport *transport = server->transport;
+    const bool leader = server->index == 0;
+    const uint64_t spin_ns = plane->config.spin_us * 1000ull;
+    uint64_t expired_ns = 0, crowded_ns = 0;
+    uint32_t run = 0, useless = 0;
+    bool spinning = false, trimmed = false;
+    for (;;) {
+        bool reading = server->reader || atomic_load(&server->active);
+        int work = (int)ring_reap(&server->ring);
+        if (work && server->waiting_reads)
+            fastpath_retry_reads(server);
+        if (reading) {
+            int r = transport->ops->serve(server, &run);
+            if (r < 0)
+                break;
+            if (r > 0 && run >= BACKLOG) {
+                wake_helper(server);
+                crowded_ns = now_ns() + CROWDED_NS;
+                run = 0;
+            } else if (r == 0) {
+                run = 0;
+            }
+            work += r;
+        }
+        if (leader && plane->mux.live_count && mux_receive(plane))
+            work++;
+        ring_submit(&server->ring);
+        if (atomic_load_explicit(&transport->ended, memory_order_relaxed) || atomic_load_explicit(&plane->stopping, memory_order_relaxed))
+            break;
+        uint64_t now = now_ns();
+        if (leader && now - expired_ns > 50000000) {
+            expired_ns = now;
+            mux_expire(plane, now);
+            if (plane->mux.queue_count)
+                mux_flush(plane);
+        }
+        if (work) {
+            if (spinning)
+                useless = 0;
+            server->last_work_ns = now;
+            trimmed = false;
+            continue;
+        }
+        /* Poll for a while; after many whiles without success only now and then, so that a rare request does not cost a spin each time. */
+        if (server->reader && spin_ns && now > crowded_ns && now - server->last_work_ns < spin_ns && (useless < 8 || spinning)) {
+            if (!spinning && !atomic_exchange(&plane->spinning, true)) {
+                spinning = true;
+                COUNT(plane, spins, 1);
+            }
+            if (spinning) {
+                sched_yield();
+                continue;
+            }
+        }
+        if (spinning) {
+            spinning = false;
+            atomic_store(&plane->spinning, false);
+            useless++;
+        }
+        if (reading)
+            atomic_store(&server->active, false);
+        uint64_t timeout = leader ? trimmed ? 60 * IDLE_NS : IDLE_NS : 60 * IDLE_NS;
+        if (server->waiting_reads)
+            timeout = 1000000;
+        else if (leader && mux_waiting(plane))
+            timeout = 20000000;
+        if (!sleep_until_work(server, leader, timeout))
+            continue;
+        now = now_ns();
+        if (useless >= 8 && now - server->last_work_ns < spin_ns * 4)
+            useless = 0; /* traffic is dense again */
+        if (leader && !trimmed && now - server->last_work_ns > IDLE_NS) {
+            trimmed = true;
+            arena_trim(&plane->staging);
+            arena_trim(&plane->reading);
+            arena_trim(&plane->reading_small);
+            arena_trim(&plane->staging_small);
+        }
+        if (server->waiting_reads)
+            fastpath_retry_reads(server);
+        if (leader && now - server->last_work_ns > 100000000)
+            memory_unpark(plane); /* nothing that waits for memory waits for ever */
+        server->last_work_ns = server->last_work_ns == 0 ? now : server->last_work_ns;
+    }
+    if (spinning)
+        atomic_store(&plane->spinning, false);
+    atomic_store(&transport->ended, true);
+    for (uint32_t i = 0; i < transport->server_count; i++)
+        if (&transport->servers[i] != server)
+            server_wake(&transport->servers[i]);
+    uint64_t until = now_ns() + plane->config.io_timeout_ms * 2000000ull;
+    while (!ring_idle(&server->ring) && now_ns() < until) {
+        ring_wait(&server->ring, 10000000);
+        ring_reap(&server->ring);
+    }
+    while (server->waiting_reads) {
+        struct request *request = server->waiting_reads;
+        server->waiting_reads = request->next;
+        request_put(plane, request);
+    }
+    slot_put(server->landing);
+    server->landing = NULL;
+    if (atomic_fetch_sub(&transport->servers_running, 1) == 1)
+        transport_end(transport);
+    return NULL;
+}
+
+int server_init(struct transport *transport, uint32_t index, int fd) {
+    struct server *server = &transport->servers[index];
+    server->plane = transport->plane;
+    server->transport = transport;
+    server->index = index;
+    server->fd = fd;
+    server->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (server->wake_fd < 0)
+        return -errno;
+    server->head = malloc(REQUEST_SMALL + 8);
+    if (!server->head)
+        return -ENOMEM;
+    return ring_init(&server->ring, transport->plane, 256);
+}
+
+void server_free(struct server *server) {
+    if (!server->plane)
+        return;
+    ring_free(&server->ring);
+    free(server->head);
+    free(server->chain);
+    if (server->wake_fd >= 0)
+        close(server->wake_fd);
+    if (server->fd >= 0)
+        close(server->fd);
+    memset(server, 0, sizeof(*server));
+}
+
+void transport_free(struct transport *transport) {
+    for (uint32_t i = 0; i < SERVERS_MAX; i++)
+        server_free(&transport->servers[i]);
+    free(transport);
+}
+
+/* The transport counts from here on, and ends when its last thread does. */
+int servers_start(struct transport *transport) {
+    int r = 0;
+    atomic_fetch_add(&transport->plane->transport_count, 1);
+    atomic_store(&transport->servers_running, transport->server_count);
+    for (uint32_t i = 0; i < transport->server_count; i++) {
+        struct server *server = &transport->servers[i];
+        int error = pthread_create(&server->thread, NULL, server_main, server);
+        if (error) {
+            atomic_store(&transport->ended, true);
+            atomic_fetch_sub(&transport->servers_running, 1);
+            r = -error;
+        } else {
+            server->started = true;
+        }
+    }
+    return r;
+}
+
+void transport_stop(struct transport *transport) {
+    atomic_store(&transport->ended, true);
+    for (uint32_t i = 0; i < transport->server_count; i++)
+        server_wake(&transport->servers[i]);
+    for (uint32_t i = 0; i < transport->server_count; i++)
+        if (transport->servers[i].started) {
+            pthread_join(transport->servers[i].thread, NULL);
+            transport->servers[i].started = false;
+        }
+}

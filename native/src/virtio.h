@@ -1,0 +1,152 @@
+/* Guests: shared memory, split virtqueues, and what a vhost-user front end may change of them. Part of the data plane, not installed.
+ *
+ * Nothing that a guest can write is believed: every structure is copied before it is looked at, every address is translated, every length
+ * bounded. A queue whose guest breaks the rules stops (its error descriptor is signalled) until the guest resets it.
+ */
+#ifndef KVFS_VIRTIO_H
+#define KVFS_VIRTIO_H
+
+#include "internal.h"
+
+#include <linux/virtio_ring.h>
+
+#define QUEUE_SIZE_MAX 1024u
+#define QUEUES_MAX 65u                  /* the one of high priority, then the request queues */
+#define CHAIN_IOVS 1152u                /* descriptors, and what the borders of regions cut them into */
+#define REGIONS_MAX 256u
+#define CHAIN_BYTES_MAX ((uint64_t)16 << 20)
+
+/* ---- shared_memory.c ---- */
+
+/* Memory of another process, who may cut it off: then it reads as zeros instead of ending us. NULL and *error: -errno. */
+void *shared_map(int fd, uint64_t offset, uint64_t size, int *error);
+void shared_unmap(void *map, uint64_t size);
+
+/* ---- virtqueue.c: memory ---- */
+
+struct guest_region {
+    atomic_uint refs;
+    uint64_t guest_address, user_address, size;
+    uint8_t *data;
+    void *map;
+    uint64_t map_size;
+};
+/* What a guest's addresses mean at one time. Requests hold the one they began with: its regions stay mapped until the last of them has
+ * ended. */
+struct guest_memory {
+    atomic_uint refs;
+    uint32_t count;
+    struct guest_region *regions[];
+};
+struct region_description { uint64_t guest_address, size, user_address, offset; };
+int region_map(int fd, const struct region_description *from, struct guest_region **out);
+void region_put(struct guest_region *region);
+/* A copy of `from` (NULL: empty) with `add` (taken over) or without `remove`; either may be NULL. NULL: no memory. */
+struct guest_memory *memory_change(const struct guest_memory *from, struct guest_region *add, const struct guest_region *remove);
+struct guest_region *memory_find(const struct guest_memory *memory, const struct region_description *region);
+bool memory_overlaps(const struct guest_memory *memory, const struct region_description *region);
+/* By a front end's own address, as ring addresses are given; NULL unless all of it is in one region. */
+void *memory_user(const struct guest_memory *memory, uint64_t address, uint64_t size);
+
+/* ---- virtqueue.c: queues ---- */
+
+/* A request under way, by the head of its descriptor chain. */
+struct element {
+    bool live, answering, direct;
+    uint32_t salt, opcode, cost;        /* cost: bytes of the transport's share */
+    uint32_t iov_count;
+    uint64_t unique, capacity;          /* the guest's id; bytes that the reply may have */
+    struct iovec *iovs;                 /* where it goes */
+    struct guest_memory *memory;
+};
+/* A chain that was just taken: what the guest gave, in private memory or bounds-checked. */
+struct chain {
+    uint16_t head;
+    uint32_t in_count, out_count;       /* in: what we read */
+    uint64_t in_size, out_size;
+    struct iovec in[CHAIN_IOVS], out[CHAIN_IOVS];
+    struct vring_desc table[QUEUE_SIZE_MAX];
+};
+/* Who has been given a request and has not published its answer (vhost-user's inflight tracking): survives us in the front end. */
+struct inflight_entry { uint8_t inflight; uint8_t padding[5]; uint16_t next; uint64_t counter; };
+struct inflight_queue { uint64_t features; uint16_t version, size, last_batch_head, used_index; struct inflight_entry entries[]; };
+
+struct virtqueue {
+    pthread_mutex_t serve;              /* taking: avail, last_avail, state */
+    pthread_mutex_t lock;               /* answering: used, elements; taken after serve */
+    pthread_cond_t idle;
+    uint32_t index;
+    uint32_t size;
+    uint64_t desc_user, avail_user, used_user;
+    struct guest_memory *memory;        /* under both locks, as all addresses */
+    const struct vring_desc *desc;
+    struct vring_avail *avail;
+    struct vring_used *used;
+    uint16_t last_avail, used_index;
+    bool enabled, started, broken, event_index, indirect;
+    atomic_bool running;                /* enabled, mapped, has a kick: may be looked at */
+    int kick_fd, call_fd, error_fd;
+    struct element *elements;           /* QUEUE_SIZE_MAX */
+    uint32_t in_flight;
+    struct inflight_queue *inflight;    /* NULL: not tracked */
+    uint64_t inflight_counter;
+    uint16_t *again;                    /* heads to be taken once more after a reconnect */
+    uint32_t again_count, again_next;
+};
+int virtqueue_init(struct virtqueue *queue, uint32_t index);
+void virtqueue_free(struct virtqueue *queue);
+/* As new, without a front end; both locks held, nothing in flight. */
+void virtqueue_reset(struct virtqueue *queue);
+/* Translate the ring addresses anew; both locks held. -EFAULT: they lie nowhere. */
+int virtqueue_map(struct virtqueue *queue);
+/* Take a request; serve held. 1, 0, or -errno: the guest broke the rules. On 1 an element is live. */
+int virtqueue_take(struct virtqueue *queue, struct chain *chain);
+/* Ask for a kick at the next request; serve held. True: one is there already. */
+bool virtqueue_arm(struct virtqueue *queue);
+void virtqueue_quiet(struct virtqueue *queue);
+bool virtqueue_pending(const struct virtqueue *queue);
+/* Publish an answer of `size` bytes; lock held, element live. Signals the guest where it wants that. */
+void virtqueue_publish(struct virtqueue *queue, uint16_t head, uint32_t size);
+/* Forget an element without an answer; lock held. */
+void virtqueue_drop(struct virtqueue *queue, uint16_t head);
+/* No more of it until it is reset; serve held. */
+void virtqueue_break(struct virtqueue *queue);
+/* What a front end kept of the requests of before; both locks held, queue mapped, nothing in flight. */
+int virtqueue_resume(struct virtqueue *queue);
+
+/* ---- guest.c ---- */
+
+struct guest {
+    struct transport *transport;
+    struct guest *next;                 /* of those that have ended */
+    uint32_t number, queue_count;       /* queues: with the one of high priority */
+    struct kvfs_virtiofs_config config;
+    struct virtqueue queues[QUEUES_MAX];
+    int listen_fd, stop_fd;
+    pthread_t thread;
+    bool threaded;
+    atomic_bool stopping, limited;
+    atomic_uint dispatching;            /* requests that have been taken and not yet looked at */
+    atomic_ullong in_flight_bytes;
+    atomic_uint connected;
+    atomic_ullong connections, requests, bytes_read, bytes_written, zero_copy_bytes, copied_bytes, protocol_errors, descriptor_errors, io_errors;
+};
+/* A transport without threads: for kvfs_virtiofs_add, and for tests that call its parts. */
+int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *config, struct guest **out);
+int guest_serve(struct server *server, uint32_t *run);
+void guest_error(struct guest *guest, uint32_t queue, int error);
+/* Both locks held: whether the queue may run has perhaps changed. */
+void guest_queue_update(struct guest *guest, struct virtqueue *queue);
+/* Both locks held. fd (-1: none) is the queue's from then on. */
+int guest_queue_kick(struct guest *guest, struct virtqueue *queue, int fd);
+/* No request is taken any more; wait until none is under way, then give up on what is left: with an answer (EIO), or silently. */
+void guest_queue_stop(struct guest *guest, struct virtqueue *queue, bool answer, uint32_t timeout_ms);
+/* The front end is gone. */
+void guest_disconnect(struct guest *guest);
+
+/* ---- vhost_user.c ---- */
+
+/* Speak with one front end until it goes away, breaks the protocol, or the guest is to stop. */
+void vhost_user_serve(struct guest *guest, int fd);
+
+#endif

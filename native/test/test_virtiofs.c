@@ -1,0 +1,764 @@
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c plane.c read.c reply.c ring.c seal.c server.c shared_memory.c store.c vhost_user.c virtqueue.c worker.c */
+/* Guests of the data plane, without a kernel or a VMM: this program plays the front end and the guest (front_end.h, a double), and Python
+ * (the session's end). What it proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy;
+ * what a hostile guest puts into its rings stops its queue and nothing else; resets, vanished front ends and vanished memory with requests
+ * in flight leave nothing behind; requests survive a back end where the front end tracks them. */
+#include "front_end.h"
+#include "plane_harness.h"
+
+#include <sys/stat.h>
+
+#define MIB ((uint32_t)1 << 20)
+
+static char directory[] = "/tmp/kvfs-virtiofs-XXXXXX", path[128], other_path[128];
+static int number, other_number;
+
+/* ---- FUSE through a ring ---- */
+
+#define REQUEST_AT FRONT_DATA
+#define TABLE_AT (FRONT_DATA + 0x40000)
+#define REPLY_AT (FRONT_DATA + 0x60000)
+#define IN_AT (FRONT_DATA + 0x100000)   /* payload that the guest writes */
+#define OUT_AT (FRONT_DATA + 0x400000)  /* room for what it reads */
+
+/* Put a request into the queue: header and body at `place`, payload and room as they are. Head `head`. */
+static void put(struct front *f, uint32_t queue, uint16_t head, uint64_t place, uint32_t opcode, uint64_t node, const void *body, uint32_t body_size,
+                struct piece *payload, uint32_t payload_count, bool indirect) {
+    struct front_queue *q = &f->queues[queue];
+    uint32_t in_size = 0, count = 0;
+    struct piece pieces[600];
+    for (uint32_t i = 0; i < payload_count; i++)
+        in_size += payload[i].writable ? 0 : payload[i].size;
+    struct fuse_in_header in = {.len = (uint32_t)sizeof(in) + body_size + in_size, .opcode = opcode, .unique = ++f->unique, .nodeid = node};
+    memcpy(f->memory + place, &in, sizeof(in));
+    if (body_size)
+        memcpy(f->memory + place + sizeof(in), body, body_size);
+    pieces[count++] = (struct piece){f->memory + place, sizeof(in), false};
+    if (body_size)
+        pieces[count++] = (struct piece){f->memory + place + sizeof(in), body_size, false};
+    for (uint32_t i = 0; i < payload_count; i++)
+        if (!payload[i].writable)
+            pieces[count++] = payload[i];
+    pieces[count++] = (struct piece){f->memory + place + 0x8000, sizeof(struct fuse_out_header), true};
+    for (uint32_t i = 0; i < payload_count; i++)
+        if (payload[i].writable)
+            pieces[count++] = payload[i];
+    front_chain(f, q, head, indirect ? f->memory + place + 0xa000 : NULL, pieces, count);
+    front_offer(q, head);
+}
+
+static int wait_answer(struct front *f, uint32_t queue, uint64_t place, uint32_t *body_size) {
+    uint32_t head, length;
+    struct fuse_out_header out;
+    CHECK(front_wait(&f->queues[queue], 20000, &head, &length));
+    CHECK(length >= sizeof(out));
+    memcpy(&out, f->memory + place + 0x8000, sizeof(out));
+    CHECK(out.unique == f->unique && out.len == length);
+    if (body_size)
+        *body_size = length - (uint32_t)sizeof(out);
+    return out.error;
+}
+
+static int ask(struct front *f, uint32_t opcode, uint64_t node, const void *body, uint32_t body_size, void *out, uint32_t out_size) {
+    struct piece room = {f->memory + REPLY_AT, 4096, true};
+    memset(f->memory + REPLY_AT, 0, 4096);
+    put(f, 1, 0, REQUEST_AT, opcode, node, body, body_size, &room, 1, true);
+    int error = wait_answer(f, 1, REQUEST_AT, NULL);
+    if (out && error == 0)
+        memcpy(out, f->memory + REPLY_AT, out_size);
+    return error;
+}
+
+static void fuse_init(struct front *f) {
+    struct fuse_init_in init = {.major = FUSE_KERNEL_VERSION, .minor = 38, .flags = 0xffffffff, .flags2 = 0xffffffff};
+    struct fuse_init_out out;
+    CHECK(ask(f, FUSE_INIT, 0, &init, sizeof(init), &out, sizeof(out)) == 0);
+    CHECK(out.major == FUSE_KERNEL_VERSION && out.minor == 38 && out.flags & FUSE_AUTO_INVAL_DATA && !(out.flags & FUSE_EXPLICIT_INVAL_DATA));
+}
+
+static uint64_t create(struct front *f, const char *name, uint64_t *fh) {
+    struct { struct fuse_create_in in; char name[64]; } body = {.in = {.flags = O_RDWR | O_CREAT, .mode = 0100644}};
+    struct piece room = {f->memory + REPLY_AT, 4096, true};
+    snprintf(body.name, sizeof(body.name), "%s", name);
+    put(f, 1, 0, REQUEST_AT, FUSE_CREATE, 1, &body, (uint32_t)(sizeof(body.in) + strlen(name) + 1), &room, 1, true);
+    struct fuse_in_header *got = forwarded_request();
+    CHECK(got->opcode == FUSE_CREATE);
+    uint64_t inode = ++next_inode;
+    uint8_t record[512];
+    make_record(record, inode, name, 0, 0, 0, 0);
+    CHECK(kvfs_name_put(plane, record, 0) == 0 && kvfs_file_create(plane, inode) == 0);
+    struct { struct fuse_entry_out entry; struct fuse_open_out open; } out = {.entry = {.nodeid = inode, .attr = {.ino = inode, .mode = 0100644, .nlink = 1}}};
+    session_reply(got->unique, 0, &out, sizeof(out));
+    CHECK(wait_answer(f, 1, REQUEST_AT, NULL) == 0);
+    memcpy(&out, f->memory + REPLY_AT, sizeof(out));
+    CHECK(out.entry.entry_valid == 0 && out.entry.attr_valid == 0);
+    *fh = out.open.fh;
+    return inode;
+}
+
+static int write_at(struct front *f, uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t *data, uint32_t size) {
+    struct fuse_write_in in = {.fh = fh, .offset = offset, .size = size};
+    struct piece pieces[2] = {{f->memory + IN_AT, size, false}, {f->memory + REPLY_AT, sizeof(struct fuse_write_out), true}};
+    memcpy(f->memory + IN_AT, data, size);
+    put(f, 1, 0, REQUEST_AT, FUSE_WRITE, inode, &in, sizeof(in), pieces, size ? 2 : 0, true);
+    return wait_answer(f, 1, REQUEST_AT, NULL);
+}
+
+static int flush_and_seal(struct front *f, uint64_t inode, uint64_t fh, const char *name) {
+    struct fuse_flush_in in = {.fh = fh};
+    put(f, 1, 0, REQUEST_AT, FUSE_FLUSH, inode, &in, sizeof(in), NULL, 0, true);
+    struct fuse_in_header *got = forwarded_request();
+    CHECK(got->opcode == FUSE_FLUSH);
+    uint64_t id = got->unique;
+    int64_t r = seal(inode, name, false);
+    session_reply(id, r < 0 ? -EIO : 0, NULL, 0);
+    return wait_answer(f, 1, REQUEST_AT, NULL);
+}
+
+static uint64_t open_read(struct front *f, uint64_t inode) {
+    struct fuse_open_in in = {.flags = O_RDONLY};
+    struct fuse_open_out out;
+    CHECK(ask(f, FUSE_OPEN, inode, &in, sizeof(in), &out, sizeof(out)) == 0);
+    CHECK(!(out.open_flags & 2)); /* never FOPEN_KEEP_CACHE */
+    return out.fh;
+}
+
+static void release(struct front *f, uint64_t inode, uint64_t fh) {
+    struct fuse_release_in in = {.fh = fh};
+    CHECK(ask(f, FUSE_RELEASE, inode, &in, sizeof(in), NULL, 0) == 0);
+}
+
+/* Room for a read in pages of its own each, every second one from the far end: no two lie side by side. */
+static uint32_t scattered(struct front *f, uint32_t size, uint32_t shift, struct piece *pieces) {
+    uint32_t count = 0;
+    for (uint32_t done = 0; done < size; count++) {
+        uint32_t length = (uint32_t)min_u64(4096, size - done);
+        pieces[count] = (struct piece){f->memory + OUT_AT + (count % 2 ? 1000 - count : count) * 8192ull + shift, length, true};
+        done += length;
+    }
+    return count;
+}
+
+static int read_check(struct front *f, uint64_t inode, uint64_t fh, uint64_t offset, uint32_t size, uint32_t shift, const uint8_t *expected,
+                      uint64_t file_size) {
+    struct fuse_read_in in = {.fh = fh, .offset = offset, .size = size};
+    struct piece pieces[400];
+    uint32_t count = scattered(f, size, shift, pieces), length;
+    memset(f->memory + OUT_AT, 0xee, (size_t)8 << 20);
+    put(f, 1, 0, REQUEST_AT, FUSE_READ, inode, &in, sizeof(in), pieces, count, true);
+    int error = wait_answer(f, 1, REQUEST_AT, &length);
+    if (error) { /* nothing unproven is left behind */
+        for (uint32_t i = 0; i < count; i++)
+            for (uint32_t k = 0; k < pieces[i].size; k++)
+                CHECK(((uint8_t *)pieces[i].data)[k] == 0 || ((uint8_t *)pieces[i].data)[k] == 0xee);
+        return error;
+    }
+    uint64_t want = offset >= file_size ? 0 : min_u64(size, file_size - offset);
+    CHECK(length == want);
+    for (uint32_t i = 0, at = 0; at < want; at += pieces[i++].size)
+        CHECK(memcmp(pieces[i].data, expected + offset + at, min_u64(pieces[i].size, want - at)) == 0);
+    return 0;
+}
+
+static struct kvfs_virtiofs_statistics statistics(int of) {
+    struct kvfs_virtiofs_statistics s;
+    CHECK(kvfs_virtiofs_statistics(plane, of, &s) == 0);
+    return s;
+}
+
+static void wait_gone(int of) {
+    uint64_t until = now_ns() + 20000000000ull;
+    while (statistics(of).connected && now_ns() < until)
+        usleep(1000);
+    CHECK(!statistics(of).connected);
+}
+
+static uint64_t open_handles(void) {
+    struct kvfs_statistics s;
+    kvfs_statistics_get(plane, &s);
+    return s.open_handles;
+}
+
+static uint64_t make_block(struct front *f, const char *name, const uint8_t *data, uint64_t size) {
+    uint64_t fh, inode = create(f, name, &fh);
+    for (uint64_t at = 0; at < size; at += MIB)
+        CHECK(write_at(f, inode, fh, at, data + at, (uint32_t)min_u64(MIB, size - at)) == 0);
+    CHECK(flush_and_seal(f, inode, fh, name) == 0);
+    release(f, inode, fh);
+    return inode;
+}
+
+static int listen_at(const char *at) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    snprintf(address.sun_path, sizeof(address.sun_path), "%s", at);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(fd >= 0 && bind(fd, (struct sockaddr *)&address, sizeof(address)) == 0 && listen(fd, 4) == 0);
+    struct kvfs_virtiofs_config config = {.tag = "kvfs", .queue_count = 3, .queue_size_max = 1024};
+    int r = kvfs_virtiofs_add(plane, fd, &config);
+    CHECK(r >= 0);
+    close(fd);
+    return r;
+}
+
+static void start(void) {
+    start_plane(directory, 2);
+    snprintf(path, sizeof(path), "%s/guest", directory);
+    snprintf(other_path, sizeof(other_path), "%s/other", directory);
+    number = listen_at(path);
+    other_number = listen_at(other_path);
+    CHECK(number == 0 && other_number == 1 && kvfs_transport_count(plane) == 2);
+}
+
+/* ---- tests ---- */
+
+static void test_protocol(void) {
+    struct front f;
+    front_connect(&f, path);
+    front_negotiate(&f);
+    CHECK(vu_ask(&f, VU_GET_QUEUE_NUM) == 4 && vu_ask(&f, VU_GET_MAX_MEM_SLOTS) >= 32);
+    struct { uint32_t offset, size, flags; uint8_t data[40]; } config = {0, 40, 0, {0}};
+    CHECK(vu_send(&f, VU_GET_CONFIG, 0, &config, sizeof(config), NULL, 0) == 0 && vu_receive(&f, &config, sizeof(config), NULL) == sizeof(config));
+    CHECK(memcmp(config.data, "kvfs\0\0", 6) == 0 && config.data[36] == 3);
+    config.offset = 8;
+    CHECK(vu_send(&f, VU_GET_CONFIG, 0, &config, sizeof(config), NULL, 0) == 0 && vu_receive(&f, &config, sizeof(config), NULL) == 0);
+    /* Refused one by one; the connection stays, because they ask for an acknowledgement. */
+    uint64_t odd = 1ull << 40 | FRONT_FEATURES, negative[5] = {0, FRONT_GUEST, UINT64_MAX - 4096, FRONT_USER, 0};
+    CHECK(vu_tell(&f, VU_SET_FEATURES, &odd, 8, NULL, 0) == 1);
+    CHECK(vu_state(&f, VU_SET_VRING_NUM, 0, 100) == 1 && vu_state(&f, VU_SET_VRING_NUM, 0, 2048) == 1 && vu_state(&f, VU_SET_VRING_NUM, 9, 128) == 1);
+    CHECK(vu_tell(&f, VU_ADD_MEM_REG, negative, sizeof(negative), &f.memory_fd, 1) == 1);
+    CHECK(vu_region(&f, VU_ADD_MEM_REG, 0, FRONT_MEMORY + 4096) == 1); /* longer than the file */
+    CHECK(vu_region(&f, VU_ADD_MEM_REG, 0, FRONT_MEMORY / 2) == 0);
+    CHECK(vu_region(&f, VU_ADD_MEM_REG, 4096, 8192) == 1);             /* lies over another */
+    CHECK(vu_region(&f, VU_REM_MEM_REG, 4096, 8192) == 1);
+    CHECK(vu_region(&f, VU_REM_MEM_REG, 0, FRONT_MEMORY / 2) == 0);
+    uint64_t kick = 0;
+    CHECK(vu_tell(&f, VU_SET_VRING_KICK, &kick, 8, &f.memory_fd, 1) == 1); /* not an eventfd */
+    CHECK(statistics(number).protocol_errors >= 8 && statistics(number).connected == 1);
+    struct front second;
+    front_connect(&second, path);
+    CHECK(recv(second.fd, &kick, 1, 0) == 0); /* one at a time: turned away, not left waiting */
+    front_end(&second);
+    /* Not asking for one, and a message that is too long: hung up. */
+    CHECK(vu_send(&f, VU_SET_FEATURES, 0, &odd, 8, NULL, 0) == 0);
+    CHECK(vu_receive(&f, &odd, 8, NULL) == -1);
+    front_end(&f);
+    wait_gone(number);
+    static uint8_t long_message[2000];
+    front_connect(&f, path);
+    CHECK(vu_send(&f, VU_SET_MEM_TABLE, 0, long_message, sizeof(long_message), NULL, 0) == 0 && vu_receive(&f, &odd, 8, NULL) == -1);
+    front_end(&f);
+    wait_gone(number);
+}
+
+static void test_blocks(void) {
+    static const uint64_t sizes[] = {0, 1, 4095, 4096, 65537, 1000001, 1 << 20, (1 << 20) + 1, 3000017};
+    static const uint32_t queue_sizes[] = {128, 1024};
+    for (unsigned round = 0; round < 2; round++) {
+        struct front f;
+        front_start(&f, path, queue_sizes[round]);
+        fuse_init(&f);
+        CHECK(ask(&f, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);
+        for (unsigned i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+            uint64_t size = sizes[i];
+            uint8_t *data = pattern(size, i + 1);
+            char name[64];
+            snprintf(name, sizeof(name), "block%u.%u", round, i);
+            uint64_t inode = make_block(&f, name, data, size), fh = open_read(&f, inode);
+            struct fuse_entry_out entry;
+            CHECK(ask(&f, FUSE_LOOKUP, 1, name, (uint32_t)strlen(name) + 1, &entry, sizeof(entry)) == 0);
+            CHECK(entry.nodeid == inode && entry.attr.size == size && entry.entry_valid == 0 && entry.entry_valid_nsec == 0 && entry.attr_valid == 0);
+            struct kvfs_virtiofs_statistics before = statistics(number), after;
+            uint64_t aligned = 0;
+            for (uint64_t at = 0; at <= size; at += MIB) {
+                CHECK(read_check(&f, inode, fh, at, MIB, 0, data, size) == 0);
+                aligned += min_u64(MIB, size - at);
+            }
+            after = statistics(number);
+            CHECK(after.zero_copy_bytes - before.zero_copy_bytes == aligned && after.copied_bytes == before.copied_bytes);
+            /* Not whole pages, not at pages, not in pages: right too, by copying. */
+            CHECK(read_check(&f, inode, fh, 0, 10000, 0, data, size) == 0);
+            CHECK(read_check(&f, inode, fh, 4096, 100, 0, data, size) == 0);
+            CHECK(read_check(&f, inode, fh, 777, 500000, 0, data, size) == 0);
+            CHECK(read_check(&f, inode, fh, 0, 500000, 512, data, size) == 0);
+            after = statistics(number);
+            CHECK(size == 0 || after.copied_bytes > before.copied_bytes);
+            release(&f, inode, fh);
+            /* By node id alone, with a handle of another daemon: reads on. Writing by it does not. */
+            CHECK(read_check(&f, inode, 0xdeadbeefcafe, 0, 65536, 0, data, size) == 0);
+            CHECK(write_at(&f, inode, 0xdeadbeefcafe, 0, (const uint8_t *)"x", 1) == -EBADF);
+            free(data);
+        }
+        front_end(&f);
+        wait_gone(number);
+        CHECK(open_handles() == 0);
+    }
+}
+
+static void test_faults(void) {
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    uint64_t size = 2 * MIB;
+    uint8_t *data = pattern(size, 99);
+    uint64_t inode = make_block(&f, "faulty", data, size), fh = open_read(&f, inode);
+    CHECK(read_check(&f, inode, fh, 0, MIB, 0, data, size) == 0);
+    static const struct { uint32_t kind, value; const char *name; } faults[] = {
+        {KVFS_FAULT_ERROR, EIO, "error"}, {KVFS_FAULT_SHORT, 0, "short read"}, {KVFS_FAULT_FLIP, 4097, "flipped bit"}, {KVFS_FAULT_DELAY, 1200, "silence"}};
+    for (unsigned i = 0; i < 4; i++) {
+        fault(faults[i].kind, 1, faults[i].value);
+        uint64_t began = now_ns();
+        CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == -EIO);
+        uint64_t took = now_ns() - began;
+        /* The guest's pages are the device's until it has answered, or the answer would be written over what they are used for next. */
+        CHECK(took < 5000000000ull && (faults[i].kind != KVFS_FAULT_DELAY || took > 1100000000ull));
+        if (faults[i].kind == KVFS_FAULT_DELAY) { /* while a device is stuck reads go through our own memory, and have a deadline */
+            began = now_ns();
+            CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == -EIO);
+            CHECK(now_ns() - began < 1100000000ull);
+        }
+        fault(KVFS_FAULT_NONE, 3, 0);
+        CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == 0);
+        printf("ok a device's %s is EIO to a guest, and clean pages\n", faults[i].name);
+    }
+    CHECK(statistics(number).io_errors >= 4);
+    atomic_store(&plane->stuck_until_ns, 0);
+    front_end(&f);
+    wait_gone(number);
+    free(data);
+}
+
+struct hostile { const char *name; struct vring_desc desc[4]; uint16_t head; };
+
+static void test_hostile_chains(void) {
+    const uint64_t good = FRONT_GUEST + REQUEST_AT, end = FRONT_GUEST + FRONT_MEMORY;
+    const uint16_t NEXT = VRING_DESC_F_NEXT, WRITE = VRING_DESC_F_WRITE, INDIRECT = VRING_DESC_F_INDIRECT;
+    const struct hostile cases[] = {
+        {"a loop", {{good, 40, NEXT, 1}, {good, 40, NEXT, 0}}, 0},
+        {"a loop of itself", {{good, 0, NEXT, 0}}, 0},
+        {"an address below", {{FRONT_GUEST - 8, 40, 0, 0}}, 0},
+        {"an address beyond", {{end - 8, 40, 0, 0}}, 0},
+        {"an address that wraps", {{UINT64_MAX - 8, 40, 0, 0}}, 0},
+        {"a huge length", {{good, UINT32_MAX, 0, 0}}, 0},
+        {"huge lengths together", {{FRONT_GUEST, 12u << 20, NEXT, 1}, {FRONT_GUEST, 12u << 20, 0, 0}}, 0},
+        {"writable before readable", {{good, 64, (uint16_t)(WRITE | NEXT), 1}, {good, 40, 0, 0}}, 0},
+        {"a next beyond the queue", {{good, 40, NEXT, 128}}, 0},
+        {"a head beyond the queue", {{good, 40, 0, 0}}, 128},
+        {"an indirect table of no entry", {{good, 0, INDIRECT, 0}}, 0},
+        {"an indirect table of half an entry", {{good, 24, INDIRECT, 0}}, 0},
+        {"an indirect table too long", {{good, 1025 * 16, INDIRECT, 0}}, 0},
+        {"an indirect table beyond", {{end - 16, 64, INDIRECT, 0}}, 0},
+        {"an indirect table with a next", {{good, 16, (uint16_t)(INDIRECT | NEXT), 1}, {good, 40, 0, 0}}, 0},
+        {"an indirect table in another", {{FRONT_GUEST + TABLE_AT, 16, INDIRECT, 0}}, 0},
+        {"an indirect loop", {{FRONT_GUEST + TABLE_AT + 16, 32, INDIRECT, 0}}, 0},
+    };
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    for (unsigned i = 0; i < sizeof(cases) / sizeof(cases[0]) + 2; i++) {
+        struct front_queue *q = &f.queues[1];
+        const char *name = i < sizeof(cases) / sizeof(cases[0]) ? cases[i].name : i % 2 ? "an available index that jumps" : "a head that is in use";
+        uint64_t before = statistics(number).descriptor_errors, count;
+        struct vring_desc *table = (struct vring_desc *)(void *)(f.memory + TABLE_AT);
+        table[0] = (struct vring_desc){good, 16, INDIRECT, 0};
+        table[1] = (struct vring_desc){good, 40, NEXT, 1};
+        table[2] = (struct vring_desc){good, 40, NEXT, 0};
+        if (i < sizeof(cases) / sizeof(cases[0])) {
+            memcpy(q->desc, cases[i].desc, sizeof(cases[i].desc));
+            front_offer(q, cases[i].head);
+        } else if (strchr(name, 'j')) {
+            __atomic_store_n(&q->avail->idx, (uint16_t)(q->next + 129), __ATOMIC_RELEASE);
+            front_kick(q);
+        } else { /* twice the same, the first one waits for Python */
+            struct piece room = {f.memory + REPLY_AT, 4096, true};
+            put(&f, 1, 5, REQUEST_AT, FUSE_MKDIR, 1, "\0\0\0\0\0\0\0\0name", 13, &room, 1, true);
+            CHECK(forwarded_request()->opcode == FUSE_MKDIR);
+            front_offer(q, 5);
+        }
+        struct pollfd p = {.fd = q->error, .events = POLLIN};
+        CHECK_SAY(poll(&p, 1, 10000) == 1 && read(q->error, &count, 8) == 8, "%s", name);
+        CHECK_SAY(statistics(number).descriptor_errors == before + 1 && statistics(number).queues_running == 1, "%s", name);
+        /* The driver resets the device: it works again. */
+        front_queue_stop(&f, 1);
+        front_queue_start(&f, 1, 128, 0, false);
+        CHECK_SAY(ask(&f, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT, "%s", name);
+        printf("ok %s stops the queue, a reset heals it\n", name);
+    }
+    front_end(&f);
+    wait_gone(number);
+    struct kvfs_event events[64];
+    int n, seen = 0;
+    while ((n = kvfs_take_events(plane, events, 64)) > 0)
+        for (int i = 0; i < n; i++)
+            seen += events[i].type == KVFS_EVENT_GUEST && events[i].inode == (uint64_t)number && events[i].value >> 32 == 1;
+    CHECK(seen == 7); /* one for each kind of error: the same one is not told twice */
+}
+
+static void test_hostile_requests(void) {
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    uint8_t *data = pattern(100000, 8);
+    uint64_t inode = make_block(&f, "target", data, 100000), fh = open_read(&f, inode);
+    char name[600];
+    memset(name, 'x', sizeof(name));
+    CHECK(ask(&f, FUSE_LOOKUP, 1, name, 300, NULL, 0) == -EINVAL);             /* no end */
+    name[299] = 0;
+    CHECK(ask(&f, FUSE_LOOKUP, 1, name, 300, NULL, 0) == -ENAMETOOLONG);
+    static const struct { uint32_t opcode, size; const char *body; int error; } cases[] = {
+        {FUSE_LOOKUP, 1, "", -EINVAL}, {FUSE_LOOKUP, 4, "a/b", -EINVAL}, {FUSE_LOOKUP, 2, ".", -EINVAL}, {FUSE_LOOKUP, 3, "..", -EINVAL},
+        {FUSE_LOOKUP, 0, "", -EINVAL}, {FUSE_UNLINK, 3, "abc", -EINVAL}, {FUSE_RMDIR, 3, "..", -EINVAL}, {FUSE_MKDIR, 8, "\0\0\0\0\0\0\0\0", -EINVAL},
+        {FUSE_MKDIR, 12, "\0\0\0\0\0\0\0\0a/b", -EINVAL}, {FUSE_MKNOD, 17, "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0n", -EINVAL},
+        {FUSE_SYMLINK, 5, "name", -EINVAL}, {FUSE_SYMLINK, 8, "name\0abc", -EINVAL}, {FUSE_RENAME, 12, "\1\0\0\0\0\0\0\0old", -EINVAL},
+        {FUSE_RENAME2, 23, "\1\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0old\0new", -EINVAL}, {FUSE_SETXATTR, 16, "\xff\0\0\0\0\0\0\0user.a\0", -EINVAL},
+        {FUSE_GETXATTR, 12, "\1\0\0\0\0\0\0\0abcd", -EINVAL}, {FUSE_REMOVEXATTR, 4, "abcd", -EINVAL}, {FUSE_READ, 8, "12345678", -EINVAL},
+        {FUSE_OPEN, 3, "abc", -EINVAL}, {FUSE_RELEASEDIR, 4, "abcd", -EINVAL}, {FUSE_SETATTR, 8, "12345678", -EINVAL}, {9999, 4, "abcd", -ENOSYS},
+        {FUSE_IOCTL, 0, "", -ENOTTY}, {FUSE_LINK, 13, "\1\0\0\0\0\0\0\0name", -EPERM}, {FUSE_SETLK, 0, "", -ENOSYS}, {0, 0, "", -ENOSYS},
+    };
+    for (unsigned i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        int error = ask(&f, cases[i].opcode, 1, cases[i].body, cases[i].size, NULL, 0);
+        CHECK_SAY(error == cases[i].error, "opcode %u, case %u: %d", cases[i].opcode, i, error);
+    }
+    /* A length that is not the chain's; a reply that has too little room, or none. */
+    struct piece room = {f.memory + REPLY_AT, 8, true};
+    struct fuse_getattr_in get = {0};
+    put(&f, 1, 0, REQUEST_AT, FUSE_GETATTR, inode, &get, sizeof(get), &room, 1, true);
+    CHECK(wait_answer(&f, 1, REQUEST_AT, NULL) == -EIO);
+    struct fuse_read_in read = {.fh = fh, .offset = 0, .size = MIB};
+    room.size = 4096;
+    put(&f, 1, 0, REQUEST_AT, FUSE_READ, inode, &read, sizeof(read), &room, 1, true);
+    CHECK(wait_answer(&f, 1, REQUEST_AT, NULL) == -EIO);
+    struct fuse_read_in beyond[] = {{.fh = fh, .offset = UINT64_MAX - 100, .size = 4096}, {.fh = fh, .offset = 1ull << 62, .size = 65536},
+                                    {.fh = fh, .offset = 0, .size = UINT32_MAX}, {.fh = fh ^ 1ull << 40, .offset = 1ull << 45, .size = 4096}};
+    for (unsigned i = 0; i < 4; i++) {
+        uint32_t length = 0;
+        put(&f, 1, 0, REQUEST_AT, FUSE_READ, inode, &beyond[i], sizeof(read), &room, 1, true);
+        int error = wait_answer(&f, 1, REQUEST_AT, &length);
+        CHECK_SAY(i == 2 ? error == -EINVAL : (error == 0 && length == 0) || error == -EINVAL, "case %u: %d", i, error);
+    }
+    uint32_t head, length;
+    struct front_queue *q = &f.queues[1];
+    struct piece bare[2] = {{f.memory + REQUEST_AT, 12, false}, {f.memory + REPLY_AT, 4, true}};
+    uint64_t errors = statistics(number).descriptor_errors;
+    front_chain(&f, q, 0, NULL, bare, 2); /* shorter than any header, and no room */
+    front_offer(q, 0);
+    CHECK(front_wait(q, 10000, &head, &length) && head == 0 && length == 0);
+    CHECK(statistics(number).descriptor_errors == errors + 1);
+    /* The queue of high priority: FORGET has no reply, and more descriptors than it needs do no harm. */
+    struct { struct fuse_in_header in; struct fuse_forget_in forget; } forget = {.in = {.len = sizeof(forget), .opcode = FUSE_FORGET, .nodeid = inode}};
+    memcpy(f.memory + REQUEST_AT, &forget, sizeof(forget));
+    struct piece one = {f.memory + REQUEST_AT, sizeof(forget), false};
+    front_chain(&f, &f.queues[0], 3, NULL, &one, 1);
+    front_offer(&f.queues[0], 3);
+    CHECK(front_wait(&f.queues[0], 10000, &head, &length) && head == 3 && length == 0);
+    CHECK(read_check(&f, inode, fh, 0, 65536, 0, data, 100000) == 0);
+    front_end(&f);
+    wait_gone(number);
+    free(data);
+}
+
+static void test_gone_in_flight(void) {
+    uint64_t size = MIB;
+    uint8_t *data = pattern(size, 31);
+    struct front f;
+    struct piece room, pieces[400];
+    struct fuse_in_header *got;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    uint64_t inode = make_block(&f, "inflight", data, size);
+    for (int round = 0; round < 4; round++) {
+        uint64_t fh = open_read(&f, inode), writer;
+        char name[32];
+        snprintf(name, sizeof(name), "half%d", round);
+        uint64_t half = create(&f, name, &writer);
+        CHECK(write_at(&f, half, writer, 0, data, 5000) == 0 && open_handles() == 2);
+        room = (struct piece){f.memory + REPLY_AT, 4096, true};
+        put(&f, 1, 1, REQUEST_AT + 0x10000, FUSE_OPENDIR, 1, &(struct fuse_open_in){0}, sizeof(struct fuse_open_in), &room, 1, true);
+        got = forwarded_request();
+        CHECK(got->opcode == FUSE_OPENDIR);
+        uint64_t id = got->unique;
+        fault(KVFS_FAULT_DELAY, 1, 300);
+        struct fuse_read_in in = {.fh = fh, .offset = 0, .size = MIB};
+        uint32_t count = scattered(&f, MIB, 0, pieces);
+        put(&f, 1, 2, REQUEST_AT + 0x20000, FUSE_READ, inode, &in, sizeof(in), pieces, count, true);
+        usleep(50000);
+        if (round % 2 == 0) { /* memory goes first, then the front end */
+            CHECK(vu_region(&f, VU_REM_MEM_REG, 0, FRONT_MEMORY) == 0);
+            CHECK(statistics(number).queues_running == 0);
+        }
+        if (round == 3) { /* a reset: waits for the device, and answers both */
+            front_queue_stop(&f, 1);
+            CHECK(f.queues[1].used->idx == f.queues[1].next);
+        }
+        front_end(&f);
+        wait_gone(number);
+        CHECK(open_handles() == 0);
+        struct fuse_open_out out = {.fh = 1};
+        session_reply(id, 0, &out, sizeof(out)); /* late: dropped, and closed again */
+        do
+            got = forwarded_request();
+        while (got->opcode != FUSE_RELEASEDIR);
+        CHECK(got->nodeid == 1 && open_handles() == 0);
+        fault(KVFS_FAULT_NONE, 3, 0);
+        CHECK(kvfs_inode_remove(plane, half) == 0);
+        front_start(&f, path, 128);
+        fuse_init(&f);
+        fh = open_read(&f, inode);
+        CHECK(read_check(&f, inode, fh, 0, MIB, 0, data, size) == 0);
+        release(&f, inode, fh);
+    }
+    front_end(&f);
+    wait_gone(number);
+    free(data);
+}
+
+/* A back end that dies is played by hanging up; the front end has kept what was in flight, and memory and rings are as they were. */
+static void test_inflight_tracking(void) {
+    struct front f;
+    front_connect(&f, path);
+    front_negotiate(&f);
+    CHECK(vu_region(&f, VU_ADD_MEM_REG, 0, FRONT_MEMORY) == 0);
+    struct { uint64_t map_size, map_offset; uint16_t queue_count, queue_size; } layout = {0, 0, 2, 128};
+    int inflight = -1;
+    CHECK(vu_send(&f, VU_GET_INFLIGHT_FD, 0, &layout, sizeof(layout), NULL, 0) == 0);
+    CHECK(vu_receive(&f, &layout, sizeof(layout), &inflight) > 0 && inflight >= 0 && layout.map_size >= 2 * 128 * 16);
+    CHECK(vu_tell(&f, VU_SET_INFLIGHT_FD, &layout, sizeof(layout), &inflight, 1) == 0);
+    for (uint32_t i = 0; i < 2; i++)
+        front_queue_start(&f, i, 128, 65530, false); /* the indexes wrap on the way */
+    fuse_init(&f);
+    for (int i = 0; i < 10; i++)
+        CHECK(ask(&f, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);
+    struct piece room = {f.memory + REPLY_AT, 4096, true};
+    put(&f, 1, 7, REQUEST_AT + 0x10000, FUSE_UNLINK, 1, "name", 5, &room, 1, true);
+    CHECK(forwarded_request()->opcode == FUSE_UNLINK);
+    close(f.fd);
+    wait_gone(number);
+    struct front again;
+    front_connect(&again, path);
+    close(again.memory_fd);
+    munmap(again.memory, FRONT_MEMORY);
+    int fd = again.fd;
+    again = f;
+    again.fd = fd;
+    front_negotiate(&again);
+    CHECK(vu_region(&again, VU_ADD_MEM_REG, 0, FRONT_MEMORY) == 0);
+    CHECK(vu_tell(&again, VU_SET_INFLIGHT_FD, &layout, sizeof(layout), &inflight, 1) == 0);
+    for (uint32_t i = 0; i < 2; i++)
+        front_queue_start(&again, i, 128, 0, true); /* a base that is wrong: what was tracked counts */
+    struct fuse_in_header *got = forwarded_request();
+    CHECK(got->opcode == FUSE_UNLINK);
+    session_reply(got->unique, -ENOENT, NULL, 0);
+    uint32_t head, length;
+    CHECK(front_wait(&again.queues[1], 10000, &head, &length) && head == 7 && length == 16);
+    CHECK(ask(&again, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);
+    close(inflight);
+    front_end(&again);
+    wait_gone(number);
+}
+
+static struct fuse_attr_out attributes(struct front *f, uint64_t inode) {
+    struct fuse_getattr_in in = {0};
+    struct fuse_attr_out out;
+    CHECK(ask(f, FUSE_GETATTR, inode, &in, sizeof(in), &out, sizeof(out)) == 0);
+    return out;
+}
+
+/* What a guest may believe of an open block for a second stays true for that long, whoever wants to rewrite it. */
+static void test_lease(void) {
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    uint8_t *data = pattern(70000, 3);
+    uint64_t inode = make_block(&f, "leased", data, 70000);
+    CHECK(attributes(&f, inode).attr_valid == 0); /* not open: nobody would know of the promise */
+    for (int keep = 0; keep < 2; keep++) {
+        struct kvfs_completion done;
+        uint64_t fh = open_read(&f, inode), began = now_ns();
+        CHECK(attributes(&f, inode).attr_valid == 1);
+        CHECK(kvfs_file_rewrite(plane, 9, inode, keep) == 0);
+        struct fuse_attr_out out = attributes(&f, inode);
+        CHECK(out.attr_valid == 0 && out.attr.size == 70000);
+        CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1 && done.result == 0);
+        CHECK(now_ns() - began >= 1000000000ull);
+        out = attributes(&f, inode);
+        CHECK(out.attr_valid == 0 && out.attr.size == (keep ? 70000 : 0));
+        CHECK(read_check(&f, inode, fh, 0, 65536, 0, data, keep ? 70000 : 0) == 0);
+        release(&f, inode, fh);
+        CHECK(kvfs_file_discard(plane, inode) == 0);
+        began = now_ns();
+        CHECK(kvfs_file_rewrite(plane, 9, inode, keep) == 0); /* nobody was told anything: at once */
+        CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1 && done.result == 0 && now_ns() - began < 1000000000ull);
+        CHECK(kvfs_file_discard(plane, inode) == 0);
+    }
+    front_end(&f);
+    wait_gone(number);
+    free(data);
+}
+
+struct storm { const char *path; uint64_t inode; const uint8_t *data; uint64_t size; unsigned seed; uint64_t done; };
+
+/* A guest with many reads at once, on both request queues; now and then it vanishes in the middle. */
+static void *storm_main(void *argument) {
+    struct storm *s = argument;
+    uint64_t seed = s->seed;
+    for (int life = 0; life < 6; life++) {
+        struct front f;
+        front_start(&f, s->path, 128);
+        front_queue_start(&f, 2, 128, 0, false);
+        for (uint32_t batch = 0; batch < 12; batch++) {
+            struct { uint64_t offset; uint8_t *at; } reads[16];
+            for (uint16_t i = 0; i < 16; i++) {
+                reads[i].offset = random_below(&seed, s->size / 4096) * 4096;
+                reads[i].at = f.memory + OUT_AT + i * 0x100000ull;
+                struct fuse_read_in in = {.fh = 77, .offset = reads[i].offset, .size = 262144};
+                struct piece room = {reads[i].at, 262144, true};
+                put(&f, 1 + i % 2, (uint16_t)(i * 8), REQUEST_AT + i * 0x10000ull, FUSE_READ, s->inode, &in, sizeof(in), &room, 1, i % 4 < 2);
+            }
+            if (batch == 11 && life % 2)
+                break; /* gone, with 16 reads under way */
+            for (uint32_t i = 0; i < 16; i++) {
+                uint32_t head, length;
+                CHECK(front_wait(&f.queues[1 + i % 2], 20000, &head, &length) && head < 128 && head % 8 == 0);
+                head /= 8;
+                uint64_t want = min_u64(262144, s->size - reads[head].offset);
+                CHECK(length == sizeof(struct fuse_out_header) + want);
+                CHECK(memcmp(reads[head].at, s->data + reads[head].offset, want) == 0);
+                s->done++;
+            }
+        }
+        front_end(&f);
+    }
+    return NULL;
+}
+
+static void test_two_guests(void) {
+    uint64_t size = 4 * MIB;
+    uint8_t *data = pattern(size, 55);
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    uint64_t inode = make_block(&f, "shared", data, size);
+    front_end(&f);
+    wait_gone(number);
+    struct storm storms[2] = {{path, inode, data, size, 1, 0}, {other_path, inode, data, size, 2, 0}};
+    pthread_t threads[2];
+    for (int i = 0; i < 2; i++)
+        CHECK(pthread_create(&threads[i], NULL, storm_main, &storms[i]) == 0);
+    for (int i = 0; i < 2; i++)
+        CHECK(pthread_join(threads[i], NULL) == 0 && storms[i].done > 1000);
+    wait_gone(number);
+    wait_gone(other_number);
+    CHECK(statistics(other_number).zero_copy_bytes > 0 && statistics(other_number).descriptor_errors == 0);
+    free(data);
+}
+
+/* A front end that cuts its memory off: its queue breaks, the daemon and other guests go on. */
+static void test_cut_memory(void) {
+    struct front f, other;
+    front_start(&other, other_path, 128);
+    fuse_init(&other);
+    for (int round = 0; round < 3; round++) {
+        front_start(&f, path, 128);
+        fuse_init(&f);
+        CHECK(ftruncate(f.memory_fd, 0) == 0); /* from here on the double may not touch it either */
+        front_kick(&f.queues[1]);
+        struct pollfd p = {.fd = f.queues[1].error, .events = POLLIN};
+        CHECK(poll(&p, 1, 10000) == 1);
+        fuse_init(&other);
+        front_end(&f);
+        wait_gone(number);
+    }
+    CHECK(statistics(number).descriptor_errors >= 3);
+    front_end(&other);
+    wait_gone(other_number);
+}
+
+/* Rings as the oldest drivers have them: no EVENT_IDX, no indirect descriptors. */
+static void test_plain_rings(void) {
+    struct front f;
+    front_connect(&f, path);
+    f.features = 1ull << VIRTIO_F_VERSION_1 | 1ull << 30;
+    front_negotiate(&f);
+    uint64_t table[1 + 4 * 2] = {2, FRONT_GUEST, FRONT_MEMORY / 2, FRONT_USER, 0, FRONT_GUEST + FRONT_MEMORY / 2, FRONT_MEMORY / 2,
+                                 FRONT_USER + FRONT_MEMORY / 2, FRONT_MEMORY / 2};
+    int fds[2] = {f.memory_fd, f.memory_fd};
+    CHECK(vu_tell(&f, VU_SET_MEM_TABLE, table, sizeof(table), fds, 2) == 0);
+    for (uint32_t i = 0; i < 2; i++)
+        front_queue_start(&f, i, 8, 0, false);
+    struct front_queue *q = &f.queues[1];
+    for (int i = 0; i < 300; i++) {
+        /* The name lies across two regions. */
+        uint8_t *name = f.memory + FRONT_MEMORY / 2 - 3;
+        memcpy(name, "nothing", 8);
+        struct fuse_in_header in = {.len = sizeof(in) + 8, .opcode = FUSE_LOOKUP, .unique = 1, .nodeid = 1};
+        memcpy(f.memory + REQUEST_AT, &in, sizeof(in));
+        struct piece pieces[3] = {{f.memory + REQUEST_AT, sizeof(in), false}, {name, 8, false}, {f.memory + REPLY_AT, 16, true}};
+        front_chain(&f, q, (uint16_t)(i % 2 * 4), NULL, pieces, 3);
+        front_offer(q, (uint16_t)(i % 2 * 4));
+        uint32_t head, length;
+        struct fuse_out_header out;
+        CHECK(front_wait(q, 10000, &head, &length) && length == 16);
+        memcpy(&out, f.memory + REPLY_AT, sizeof(out));
+        CHECK(out.error == -ENOENT);
+    }
+    q->desc[0] = (struct vring_desc){FRONT_GUEST + TABLE_AT, 16, VRING_DESC_F_INDIRECT, 0}; /* was not negotiated */
+    front_offer(q, 0);
+    struct pollfd p = {.fd = q->error, .events = POLLIN};
+    CHECK(poll(&p, 1, 10000) == 1);
+    front_end(&f);
+    wait_gone(number);
+}
+
+static void test_end(void) {
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    struct piece room = {f.memory + REPLY_AT, 4096, true};
+    put(&f, 1, 3, REQUEST_AT + 0x10000, FUSE_UNLINK, 1, "name", 5, &room, 1, true);
+    CHECK(forwarded_request()->opcode == FUSE_UNLINK);
+    CHECK(kvfs_virtiofs_remove(plane, number) == 0 && kvfs_virtiofs_remove(plane, 40) == -ENOENT);
+    uint32_t head, length;
+    CHECK(front_wait(&f.queues[1], 20000, &head, &length) && head == 3 && length == 16); /* the session's deadline: answered, not lost */
+    uint64_t value;
+    CHECK(vu_receive(&f, &value, 8, NULL) == -1);
+    front_end(&f);
+    struct kvfs_virtiofs_statistics s;
+    uint64_t until = now_ns() + 20000000000ull;
+    while (kvfs_virtiofs_statistics(plane, number, &s) == 0 && now_ns() < until)
+        usleep(1000);
+    CHECK(kvfs_virtiofs_statistics(plane, number, &s) == -ENOENT && kvfs_transport_count(plane) == 1);
+    CHECK(unlink(path) == 0 && listen_at(path) == number); /* its number is free again */
+}
+
+int main(void) {
+    CHECK(mkdtemp(directory));
+    start();
+    RUN(test_protocol);
+    RUN(test_blocks);
+    RUN(test_plain_rings);
+    RUN(test_hostile_chains);
+    RUN(test_hostile_requests);
+    RUN(test_faults);
+    RUN(test_gone_in_flight);
+    RUN(test_inflight_tracking);
+    RUN(test_lease);
+    RUN(test_two_guests);
+    RUN(test_cut_memory);
+    RUN(test_end);
+    struct front f; /* the plane ends under a guest */
+    front_start(&f, other_path, 128);
+    fuse_init(&f);
+    kvfs_plane_destroy(plane);
+    front_end(&f);
+    close(session);
+    for (uint32_t i = 0; i < DEVICES; i++) {
+        char device[200];
+        snprintf(device, sizeof(device), "%s/device%u", directory, i);
+        unlink(device);
+        close(device_fds[i]);
+    }
+    unlink(path);
+    unlink(other_path);
+    rmdir(directory);
+    printf("ok the plane comes down under a guest with nothing left\n");
+    return 0;
+}
