@@ -225,7 +225,7 @@ def test_faults_in_random_order_under_load_never_give_wrong_bytes(seed):
                 for thread in threads:
                     thread.join(60)
             assert not any(thread.is_alive() for thread in threads), "a call hangs"
-            assert not wrong and good[0] > 20
+            print(f"{good[0]=}", enclosure.control("faults")); assert not wrong and good[0] > 20
             wait_until(lambda: {d["state"] for d in pool.status()["devices"]} == {"online"}, "the return", timeout_s=30)
 
             def works():
