@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import random
+import signal
 import sys
 import threading
 import time
@@ -181,6 +182,63 @@ def test_an_enclosure_that_is_killed_is_misses_and_is_used_when_it_is_back():
                 again, _ = read_all(pool, 60, MIB)
                 assert again >= good
                 pool.umount()
+
+
+def states(pool):
+    return [device["state"] for device in pool.status()["devices"]]
+
+
+def test_a_namespace_that_goes_is_misses_and_is_used_when_it_is_back():
+    with files(2) as paths, Enclosure({NQNS[0]: paths}) as enclosure:
+        arguments = ("--allow-other", "--io-timeout", str(DEADLINE_MS))
+        devices = urls(enclosure.port, NQNS[0], 2)
+        with Pool(devices=devices, format_args=("--stripe-width", "1"), mount_args=arguments) as pool:
+            for number in range(40):
+                (pool.mount / f"f{number}").write_bytes(content(number, MIB))
+            pool.umount()
+            pool.start()
+            enclosure.control(f"detach {NQNS[0]} 2")
+            wait_until(lambda: states(pool) == ["online", "unreachable"], "the loss is seen")
+            good, bad = read_all(pool, 40, MIB)
+            assert good > 0
+            assert bad > 0
+            enclosure.control(f"attach {NQNS[0]} 2")
+            wait_until(lambda: states(pool) == ["online", "online"], "the return")
+            assert read_all(pool, 40, MIB)[0] >= good
+            # Its label is what a fault hits when the connection is made again: it alone is looked at later.
+            enclosure.control("fault status status=641 op=read namespace=2 queue=io count=2")
+            enclosure.control("reset")
+            wait_until(lambda: not enclosure.control("faults")["faults"][0]["left"], "the fault hits")
+            wait_until(lambda: states(pool) == ["online", "online"], "the return")
+            assert read_all(pool, 40, MIB)[0] >= good
+
+
+def test_a_silent_enclosure_costs_one_deadline_and_is_used_when_it_speaks_again():
+    with files(4) as paths, Enclosure({NQNS[0]: paths[:2]}) as first, Enclosure({NQNS[1]: paths[2:]}) as second:
+        devices = urls(first.port, NQNS[0], 2) + urls(second.port, NQNS[1], 2)
+        arguments = ("--allow-other", "--io-timeout", str(DEADLINE_MS))
+        with Pool(devices=devices, format_args=("--stripe-width", "1"), mount_args=arguments) as pool:
+            for number in range(60):
+                (pool.mount / f"f{number}").write_bytes(content(number, MIB))
+            pool.umount()
+            pool.start()
+            os.kill(second.pid, signal.SIGSTOP)
+            try:
+                began = time.monotonic()
+                good, bad = read_all(pool, 60, MIB)
+                assert good > 0
+                assert bad > 0
+                # The first read that is not answered, and then keep alive has a second: the rest fails at once.
+                assert time.monotonic() - began < 2 * (DEADLINE_MS / 1000 + 1)
+                assert "unreachable" in states(pool)
+                began = time.monotonic()
+                assert read_all(pool, 60, MIB) == (good, bad)
+                assert time.monotonic() - began < DEADLINE_MS / 1000
+            finally:
+                os.kill(second.pid, signal.SIGCONT)
+            wait_until(lambda: set(states(pool)) == {"online"}, "the return", timeout_s=30)
+            assert read_all(pool, 60, MIB)[0] >= good
+            pool.umount()
 
 
 def resident_mib(pid):
