@@ -19,7 +19,7 @@ from enclosure import Enclosure
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from helpers import MIB, Pool, requires_program, run, wait_until
+from helpers import MIB, SLOWNESS, Pool, requires_program, run, wait_until
 
 import kvfs
 from kvfs.errors import DeviceError, UsageError
@@ -327,7 +327,8 @@ def test_faults_in_random_order_under_load_never_give_wrong_bytes():
             assert worked >= FAULT_COUNT * 0.9
             # The header and the data are one I/O after the other, at worst.
             assert load.slowest_s < 2 * (DEADLINE_MS / 1000 + 0.1) + 0.3
-            assert after[0] < before[0] + 20 and after[1] < before[1] + 100
+            assert after[0] < before[0] + 20
+            assert after[1] < before[1] + (100 if SLOWNESS == 1 else 600)  # a sanitizer keeps what is freed
             wait_until(lambda: {d["state"] for d in pool.status()["devices"]} == {"online"}, "the return", timeout_s=30)
             (pool.mount / "last").write_bytes(content(0, MIB))
             assert (pool.mount / "last").read_bytes() == content(0, MIB)
