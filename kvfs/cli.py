@@ -141,8 +141,9 @@ def parser() -> argparse.ArgumentParser:
     sub = verb("format", _format, "make a pool")
     sub.add_argument("pool", metavar="POOL", help="directory to make")
     sub.add_argument(
-        "--device", action="append", default=[], metavar="PATH", help="a block device or file; once for each"
-    )
+        "--device", action="append", default=[], metavar="PATH|URL",
+        help="a block device, a file, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each",
+    )  # fmt: skip
     sub.add_argument("--files", type=_count, metavar="N", help="make N files in the pool's own directory the devices")
     sub.add_argument("--size", type=_size, metavar="SIZE", help="of each of the files (64M, 4G)")
     sub.add_argument(
@@ -217,6 +218,9 @@ def parser() -> argparse.ArgumentParser:
     amount.add_argument("--size", type=_size, metavar="SIZE", help="free at least this much")
     amount.add_argument("--all", action="store_true", help="evict every block that is neither pinned nor open")
 
+    sub = verb("discover", _discover, "list the subsystems of an NVMe/TCP enclosure")
+    sub.add_argument("address", metavar="HOST:PORT", help="of its discovery controller")
+
     verb("doctor", _doctor, "what this machine has of what kvfs needs, and what to do")
 
     sub = verb("import", _import, "write a lost pool.toml again, from the labels of its devices")
@@ -250,6 +254,7 @@ def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--staging", type=_memory_size, metavar="SIZE", help="memory for blocks being written")
     sub.add_argument("--read-memory", type=_memory_size, metavar="SIZE", help="memory for reads under way")
     sub.add_argument("--threads", type=_count, metavar="N", help="server threads (default: one a core, at most 8)")
+    sub.add_argument("--io-timeout", type=_count, metavar="MS", help="deadline of a device's I/O (default 10000)")
     sub.add_argument(
         "--timeout", type=_seconds, default=120.0, metavar="S", help="give up starting after this long without progress"
     )
@@ -296,9 +301,28 @@ class ProgressPrinter:
 # ---- verbs ----
 
 
+def _expanded(devices: list[str]) -> list[str]:
+    """Every namespace where a URL names a subsystem or an enclosure."""
+    from kvfs.store import nvme
+
+    return [one for device in devices for one in (nvme.expand(device) if nvme.is_url(device) else [device])]
+
+
+def _discover(args: argparse.Namespace) -> int:
+    from kvfs.store import nvme
+
+    found = nvme.discover(f"{nvme.SCHEME}://{args.address}")
+    if args.output == "json":
+        _print_json({"subsystems": [asdict(subsystem) for subsystem in found]})
+        return 0
+    for subsystem in found:
+        print(f"{subsystem.transport} {subsystem.address}:{subsystem.port} {subsystem.kind} {subsystem.nqn}")
+    return 0
+
+
 def _format(args: argparse.Namespace) -> int:
     from kvfs.config import format_size
-    from kvfs.store.devices import FormatRequest, format_devices
+    from kvfs.store.devices import FormatRequest, format_devices, place_of
 
     if args.device and args.files:
         raise UsageError("--files: not together with --device")
@@ -311,7 +335,7 @@ def _format(args: argparse.Namespace) -> int:
     result = format_devices(
         FormatRequest(
             pool=Path(args.pool),
-            devices=tuple(Path(path) for path in args.device),
+            devices=tuple(place_of(device) for device in _expanded(args.device)),
             files=args.files or 0,
             file_size=args.size or 0,
             stripe_width=args.stripe_width,
@@ -384,6 +408,7 @@ def _start(args: argparse.Namespace, options: MountOptions) -> int:
             staging_size=args.staging,
             read_memory_size=args.read_memory,
             server_threads=args.threads,
+            io_timeout_ms=args.io_timeout,
             start_timeout_s=args.timeout,
         )
     )
@@ -735,9 +760,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from kvfs.store.devices import import_pool
+    from kvfs.store.devices import import_pool, place_of
 
-    config = import_pool(Path(args.pool), [Path(path) for path in args.device])
+    config = import_pool(Path(args.pool), [place_of(device) for device in _expanded(args.device)])
     if args.output == "json":
         _print_json({"pool": os.path.abspath(args.pool), "uuid": str(config.uuid), "devices": len(config.devices)})
     else:

@@ -74,6 +74,7 @@ class MountOptions:
     staging_size: int | None = None
     read_memory_size: int | None = None
     server_threads: int | None = None
+    io_timeout_ms: int | None = None
     start_timeout_s: float = 120.0
 
 
@@ -341,6 +342,7 @@ class Daemon:
             staging_size=default.staging_size if asked.staging_size is None else asked.staging_size,
             read_memory_size=default.read_memory_size if asked.read_memory_size is None else asked.read_memory_size,
             server_threads=asked.server_threads or default.server_threads,
+            io_timeout_ms=asked.io_timeout_ms or default.io_timeout_ms,
             max_read=self._max_read,
             on_event=self._on_event,
         )

@@ -42,6 +42,7 @@ class EventType(IntEnum):
     TRANSPORTS_GONE = 6
     WRITERS_GONE = 7
     GUEST = 8
+    DEVICE = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,6 +506,12 @@ class Plane:
         out = ffi.new("struct kvfs_device_statistics *")
         _check(lib.kvfs_device_statistics_get(self._plane, device, out), f"device {device}")
         return {name: getattr(out, name) for name in _DEVICE_STATISTICS}
+
+    def device_message(self, device: int) -> tuple[bool, str]:
+        """Whether an NVMe/TCP device can be used now, and the last news of its connection."""
+        out = ffi.new("char[]", 512)
+        usable = _check(lib.kvfs_device_message(self._plane, device, out, 512), f"device {device}")
+        return bool(usable), ffi.string(out).decode(errors="replace")
 
     def table_statistics(self) -> dict[str, int]:
         out = ffi.new("struct kvfs_table_statistics *")

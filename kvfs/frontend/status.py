@@ -64,7 +64,7 @@ def offline_status(pool: Path) -> dict[str, object]:
             entry["state"] = "online"
             notes += found
         except KvfsError as error:
-            entry["state"] = "missing" if not path.exists() else "faulted"
+            entry["state"] = "missing" if not os.path.exists(path) else "faulted"
             notes.append(str(error))
         devices.append(entry)
     return {
@@ -96,7 +96,7 @@ def live_status(
             "index": described.index,
             "path": str(device_path(pool, described)),
             "size": described.size,
-            "state": "online",
+            "state": "online" if plane.device_message(described.index)[0] else "unreachable",
             **plane.device_statistics(described.index),
         }
         for described in config.devices

@@ -34,9 +34,12 @@ from kvfs.config import (
 )
 from kvfs.errors import DeviceError, FormatError, PoolError, UsageError
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.store import nvme
 from kvfs.store.format import META_CLEAN, META_UUID, Label, holds_label, pack_label, unpack_label
 from kvfs.types import PAGE_SIZE
 
+# Where a device is: a path, or the URL of an NVMe/TCP namespace.
+Place = Path | str
 # Labels, and eight zones of the smallest kind.
 DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
 LOCK_NAME = "lock"
@@ -73,7 +76,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 class Device:
     """An open device. Close it by closing fd."""
 
-    path: Path
+    path: Place
     fd: int
     size: int
     is_block: bool
@@ -81,6 +84,14 @@ class Device:
 
     def close(self) -> None:
         os.close(self.fd)
+
+    def same(self, place: Place) -> bool:
+        """Whether `place` leads to this device."""
+        return not nvme.is_url(place) and os.path.exists(self.path) and os.path.samefile(self.path, place)
+
+    def sync(self) -> None:
+        """What was written is durable when this returns. OSError, DeviceError."""
+        os.fdatasync(self.fd)
 
     def read(self, offset: int, size: int) -> bytes:
         """Read whole pages; raises DeviceError, also at the end of the device."""
@@ -106,8 +117,50 @@ class Device:
                 raise DeviceError(f"{self.path}: write of {len(data)} bytes at {offset} took {done}")
 
 
-def open_device(path: Path, *, exclusive: bool = True, writable: bool = True) -> Device:
+@dataclass(slots=True)
+class RemoteDevice(Device):
+    """An NVMe/TCP namespace. Its fd stands for it in the data plane and in native clients; labels go by a connection of
+    its own."""
+
+    controller: nvme.Controller
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.controller.close()
+
+    def same(self, place: Place) -> bool:
+        return isinstance(place, str) and nvme.parse(place).where == nvme.parse(str(self.path)).where
+
+    def sync(self) -> None:
+        self.controller.flush()
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.controller.read(offset, size)
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.controller.write(offset, data)
+
+
+def _open_remote(url: str) -> Device:
+    controller = nvme.Controller(url)
+    try:
+        if not controller.size:
+            raise UsageError(f"{url}: names no namespace (nsid)")
+        return RemoteDevice(url, controller.descriptor(), controller.size, True, False, controller)
+    except BaseException:
+        controller.close()
+        raise
+
+
+def place_of(text: str) -> Place:
+    """A device as a user, or pool.toml, names it."""
+    return text if nvme.is_url(text) else Path(text)
+
+
+def open_device(path: Place, *, exclusive: bool = True, writable: bool = True) -> Device:
     """Open for direct I/O. A block device that is mounted or otherwise claimed is an error when exclusive."""
+    if isinstance(path, str):
+        return _open_remote(path)
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -158,10 +211,10 @@ def signature(device: Device) -> str | None:
     return _blkid(device.path)
 
 
-def _blkid(path: Path) -> str | None:
+def _blkid(path: Place) -> str | None:
     """What blkid (util-linux) finds where it is installed: it knows the rare ones."""
     program = shutil.which("blkid") or shutil.which("blkid", path="/usr/sbin:/sbin")
-    if program is None:
+    if program is None or nvme.is_url(path):
         return None
     try:
         found = subprocess.run(
@@ -218,9 +271,9 @@ def write_labels(config: PoolConfig, devices: Sequence[Device], epoch: int) -> N
             device.write(offset, pack_label(config, described.index, epoch))
 
 
-def device_path(pool: Path, device: DeviceConfig) -> Path:
+def device_path(pool: Path, device: DeviceConfig) -> Place:
     """Relative paths are relative to the pool."""
-    return pool / device.path
+    return device.path if nvme.is_url(device.path) else pool / device.path
 
 
 # ---- opening a pool ----
@@ -322,9 +375,9 @@ def discover(pool: Path) -> PoolConfig:
     return config_from_labels(candidates, pool)
 
 
-def config_from_labels(paths: Sequence[Path], pool: Path) -> PoolConfig:
+def config_from_labels(paths: Sequence[Place], pool: Path) -> PoolConfig:
     """The configuration that the labels of these devices agree on, with their present paths. PoolError."""
-    found: dict[int, tuple[Path, Label]] = {}
+    found: dict[int, tuple[Place, Label]] = {}
     for path in paths:
         device = open_device(path, exclusive=False, writable=False)
         try:
@@ -350,8 +403,10 @@ def config_from_labels(paths: Sequence[Path], pool: Path) -> PoolConfig:
     return replace(config, devices=devices)
 
 
-def _stored_path(path: Path, pool: Path) -> str:
+def _stored_path(path: Place, pool: Path) -> str:
     """As pool.toml has it: relative inside the pool, absolute outside."""
+    if isinstance(path, str):
+        return path
     absolute, base = Path(os.path.abspath(path)), Path(os.path.abspath(pool))
     return os.fspath(absolute.relative_to(base) if absolute.is_relative_to(base) else absolute)
 
@@ -385,10 +440,10 @@ def _sync_directory(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FormatRequest:
-    """`kvfs format`: block devices or existing files, or `files` sparse files of `file_size` bytes in the pool."""
+    """`kvfs format`: devices that are there, or `files` sparse files of `file_size` bytes in the pool."""
 
     pool: Path
-    devices: tuple[Path, ...] = ()
+    devices: tuple[Place, ...] = ()
     files: int = 0
     file_size: int = 0
     stripe_width: int | None = None
@@ -428,7 +483,7 @@ def format_devices(request: FormatRequest) -> FormatResult:
     opened: list[Device] = []
     try:
         for path in request.devices:
-            if any(os.path.exists(other.path) and os.path.samefile(other.path, path) for other in opened):
+            if any(other.same(path) for other in opened):
                 raise UsageError(f"{path}: given twice")
             device = open_device(path)
             opened.append(device)
@@ -537,7 +592,7 @@ def _make_files(paths: Sequence[Path], size: int) -> None:
         raise PoolError(f"{paths[0].parent}: {os.strerror(error.errno or 0)}") from error
 
 
-def import_pool(pool: Path, paths: Sequence[Path]) -> PoolConfig:
+def import_pool(pool: Path, paths: Sequence[Place]) -> PoolConfig:
     """Write pool.toml again from the labels of the devices at `paths`. Whatever can be refused is refused before
     anything changes."""
     if (pool / CONFIG_NAME).exists():

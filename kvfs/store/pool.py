@@ -368,6 +368,10 @@ class Store:
                 log.error(
                     "device %d (%s): %s, %d so far", device, path, os.strerror(number), self._device_errors[device]
                 )
+        elif event.type == EventType.DEVICE:
+            usable, message = self.plane.device_message(event.value)
+            where = self.config.devices[event.value].path
+            log.log(logging.INFO if usable else logging.ERROR, "device %d (%s): %s", event.value, where, message)
         elif self._options.on_event is not None:
             self._options.on_event(int(event.type), event.inode, event.value)
 
@@ -523,7 +527,7 @@ class Store:
     def _sync_devices(self) -> None:
         for device in self._opened.devices:
             try:
-                os.fdatasync(device.fd)
+                device.sync()
             except OSError as error:
                 failure = KvfsError(f"{device.path}: {os.strerror(error.errno or 0)}")
                 failure.errno = error.errno or failure.errno

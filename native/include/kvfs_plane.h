@@ -37,6 +37,66 @@ struct kvfs_plane_config {
     uint32_t reserved;
 };
 
+/* ---- NVMe/TCP targets ---- */
+
+/* A namespace, or with nsid 0 a subsystem, and how to reach it. All checked by whoever takes it. */
+struct kvfs_nvme_target {
+    uint64_t magic;              /* the data plane's */
+    uint32_t reserved;
+    uint32_t nsid;
+    uint32_t queues;             /* I/O queues, at most; 0: 128 */
+    uint32_t depth;              /* commands at once in a queue; 0: 128 */
+    uint32_t kato_ms;            /* keep alive; 0: 5000 */
+    uint32_t timeout_ms;         /* to connect, and of a command that is no I/O of the plane; 0: 5000 */
+    uint32_t header_digest;      /* 0, 1 */
+    uint32_t data_digest;
+    uint32_t port;
+    uint32_t reserved2;
+    uint8_t hostid[16];
+    char host[256];              /* name or address; all three end with a zero */
+    char nqn[224];
+    char hostnqn[224];
+};
+static_assert(sizeof(struct kvfs_nvme_target) == 768, "ABI");
+
+/* A descriptor (a sealed memfd; the caller's to close) that stands for the target wherever a device's descriptor is asked for: in
+ * kvfs_plane_create, and in a native client. */
+int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target);
+
+/* A controller, for labels and sizes. Every call blocks, timeout_ms at most, and connects anew if the connection was lost; one thread at
+ * a time. */
+struct kvfs_nvme;
+struct kvfs_nvme_info {
+    uint64_t size;               /* of the namespace, in bytes; 0 without nsid */
+    uint32_t block_size;
+    uint32_t transfer_size;      /* of one command */
+    uint32_t queues;             /* I/O queues that it grants */
+    uint32_t write_cache;
+    char model[41];
+    char serial[21];
+    char reserved[2];
+};
+struct kvfs_nvme_subsystem {
+    uint32_t type;               /* 1 referral, 2 NVM, 3 discovery */
+    uint32_t transport;          /* 3 TCP */
+    char nqn[256];
+    char address[256];
+    char port[32];
+};
+int kvfs_nvme_open(const struct kvfs_nvme_target *target, struct kvfs_nvme **out);
+void kvfs_nvme_close(struct kvfs_nvme *nvme);
+int kvfs_nvme_info(struct kvfs_nvme *nvme, struct kvfs_nvme_info *out);
+/* Whole blocks; a write is durable when it returns. */
+int kvfs_nvme_read(struct kvfs_nvme *nvme, uint64_t offset, void *data, uint32_t size);
+int kvfs_nvme_write(struct kvfs_nvme *nvme, uint64_t offset, const void *data, uint32_t size);
+int kvfs_nvme_flush(struct kvfs_nvme *nvme);
+/* Active namespaces, of at most `count`: how many there are. */
+int kvfs_nvme_namespaces(struct kvfs_nvme *nvme, uint32_t *out, uint32_t count);
+/* What a discovery controller lists: how many, of which at most `count` are written. The target's nqn is ignored. */
+int kvfs_nvme_discover(const struct kvfs_nvme_target *target, struct kvfs_nvme_subsystem *out, uint32_t count);
+/* What went wrong in the last failing kvfs_nvme_ call on this thread, as a sentence. */
+const char *kvfs_nvme_error(void);
+
 /* device_fds stay the caller's and must outlive the plane; zones_offset[device] is where its zone 0 begins;
  * members is segment_count * stripe_width long. */
 int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset,
@@ -58,8 +118,9 @@ enum kvfs_event_type {
     KVFS_EVENT_IO_ERROR = 5,    /* value = device << 32 | errno */
     KVFS_EVENT_TRANSPORTS_GONE = 6, /* the last transport ended; the session socket is closed */
     KVFS_EVENT_WRITERS_GONE = 7, /* the last writer of a sealed, clean inode is gone */
-    KVFS_EVENT_GUEST = 8        /* a guest or its front end broke the rules; inode = its number, value = queue << 32 | errno (queue 0xffffffff: the
+    KVFS_EVENT_GUEST = 8,       /* a guest or its front end broke the rules; inode = its number, value = queue << 32 | errno (queue 0xffffffff: the
                                  * protocol). The queue has stopped, or the connection has ended */
+    KVFS_EVENT_DEVICE = 9       /* value = device: its connection was lost, or is back; kvfs_device_message */
 };
 struct kvfs_event { uint32_t type; uint32_t reserved; uint64_t inode; uint64_t value; };
 struct kvfs_completion { uint64_t cookie; int64_t result; };
@@ -211,6 +272,8 @@ struct kvfs_statistics {
     uint64_t open_bytes;         /* of open blocks and files being written: what eviction must keep */
 };
 void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out);
+/* The last news of an NVMe/TCP device's connection, as a sentence. Returns 1 if the device can be used, 0 if not; of others 1 and "". */
+int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, uint32_t capacity);
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out);
 /* operation: 0 lookup, 1 open, 2 read, 3 write, 4 forwarded. */
 int kvfs_latency_get(struct kvfs_plane *plane, uint32_t operation, struct kvfs_latency *out);

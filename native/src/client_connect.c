@@ -1,5 +1,6 @@
 /* How libkvfs finds a daemon, and what it gets from it: devices, block table, and answers. */
 #include "client.h"
+#include "nvme_tcp.h"
 
 #include <fcntl.h>
 #include <limits.h>
@@ -226,6 +227,7 @@ static void session_free(struct session *session) {
     session->table = NULL;
     if (owed)
         return;
+    nvme_hosts_stop(&session->plane);
     for (uint32_t i = 0; session->fds && i < session->plane.config.device_count; i++)
         if (session->fds[i] >= 0)
             close(session->fds[i]);
@@ -408,6 +410,12 @@ static int session_open(struct kvfs_client *client, struct session **out) {
         uint32_t alignment = memory_alignment(device->fd);
         if (alignment > session->memory_alignment)
             session->memory_alignment = alignment;
+    }
+    if (r == 0) {
+        char reason[NVME_REASON];
+        r = nvme_hosts_start(&session->plane, session->fds, false, reason, sizeof(reason)); /* one that is not there: misses, not an error */
+        if (r < 0)
+            client_fail(r, "%s: %s", client->pool, reason);
     }
     if (r < 0)
         session_put(session);

@@ -101,6 +101,10 @@ struct io_part {
     uint16_t iov_first, iov_count;
     uint8_t fault;
     bool done;
+    struct io_part *next;                /* from here on: of an NVMe/TCP device, until done (nvme_queue.c) */
+    uint32_t begun;                      /* bytes that commands cover */
+    uint16_t commands_left;
+    int error;
 };
 struct io_group {
     struct io_group *next, *previous;   /* in flight, oldest first */
@@ -127,6 +131,9 @@ struct ring {
     struct { uint64_t due_ns; struct io_part *part; int result; } *delayed;  /* fault injection */
     uint32_t delayed_count;
     uint32_t armed;                      /* bit per poll tag: a poll is under way */
+    struct nvme_queue *queues;           /* to NVMe/TCP controllers */
+    struct io_part *remote_failed;
+    bool remote_ready, remote_busy;      /* there is work for the next reap; it is under way */
 };
 int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries);
 void ring_free(struct ring *ring);
@@ -138,6 +145,7 @@ void ring_submit(struct ring *ring);
 uint32_t ring_reap(struct ring *ring);
 /* Submits and sleeps until a completion or timeout; then the caller reaps. */
 void ring_wait(struct ring *ring, uint64_t timeout_ns);
+void ring_part_complete(struct ring *ring, struct io_part *part, int result);
 /* Let readability of fd end the next ring_wait; one-shot, armed once a tag (0 to 7). */
 void ring_poll(struct ring *ring, int fd, uint32_t tag);
 /* The ring's memory is in use by a device that gave no answer: it can not be freed. */
@@ -456,6 +464,7 @@ void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t
 struct fault_rule { atomic_uint fault, direction, every, value, counter; };
 struct device {
     int fd;
+    struct nvme_remote *remote;          /* NVMe/TCP: fd only stands for it. Else NULL */
     bool memory;                         /* a RAM disk: I/O of at most inline_max bytes is done inline */
     bool blocks;                         /* submitting its I/O may wait for it: a kernel thread does that */
     atomic_ullong stuck_until_ns;        /* fail_fast: it missed a deadline, until then its I/O fails at once */
@@ -471,6 +480,7 @@ struct counters {
 struct kvfs_plane {
     struct kvfs_plane_config config;
     struct device *devices;
+    struct nvme_host *hosts;
     struct kvfs_member *members;
     uint64_t segment_size;
     uint32_t segment_pages;

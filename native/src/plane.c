@@ -1,5 +1,5 @@
 /* The plane: builds and takes down the parts, counts. */
-#include "internal.h"
+#include "nvme_tcp.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -107,6 +107,10 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
     r = kvfs_table_create(c->records_max, c->secret, c->mount_epoch, &plane->table);
     if (r < 0)
         return fail(r, "block table of %llu records: %s", (unsigned long long)c->records_max, strerror(-r));
+    char reason[NVME_REASON];
+    r = nvme_hosts_start(plane, device_fds, true, reason, sizeof(reason));
+    if (r < 0)
+        return fail(r, "%s", reason);
     r = pool_start(plane, &plane->store, c->store_threads);
     if (r == 0)
         r = pool_start(plane, &plane->slow, 4);
@@ -168,6 +172,8 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         if (plane->transports[i])
             transport_free(plane->transports[i]);
     guests_free(plane);
+    if (plane->devices)
+        nvme_hosts_stop(plane);
     if (plane->mux.entries)
         mux_free(plane);
     if (plane->segment_busy)

@@ -1,9 +1,9 @@
-/* Device I/O: io_uring, one ring a thread, requests striped over devices, every one with a deadline.
+/* Device I/O: io_uring, one ring a thread, requests striped over devices, every one with a deadline. Parts on NVMe/TCP devices go to nvme_queue.c.
  *
  * A group is one run of a segment's pages; it becomes at most one vectored I/O per device of the stripe. A group that misses its deadline is
  * reported at once and cancelled; its memory stays the kernel's until every part has been reaped.
  */
-#include "internal.h"
+#include "nvme_tcp.h"
 
 #include <limits.h>
 #include <linux/magic.h>
@@ -56,6 +56,7 @@ bool ring_idle(const struct ring *ring) { return ring->in_flight == 0; }
 void ring_free(struct ring *ring) {
     if (!ring->plane)
         return;
+    nvme_ring_free(ring);
     io_uring_queue_exit(&ring->uring);
     while (ring->free) {
         struct io_group *next = ring->free->next;
@@ -232,6 +233,11 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
             ring->in_flight++;
             continue;
         }
+        if (plane->devices[part->device].remote && part->fault != KVFS_FAULT_LOST_WRITE) {
+            nvme_part_start(ring, part);
+            ring->in_flight++;
+            continue;
+        }
         struct io_uring_sqe *sqe = sqe_get(ring);
         int fd = (int)part->device;
         if (part->fault == KVFS_FAULT_LOST_WRITE)
@@ -253,6 +259,8 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
 }
 
 void ring_submit(struct ring *ring) {
+    if (ring->queues)
+        nvme_ring_submit(ring);
     if (!ring->queued)
         return;
     int r = io_uring_submit(&ring->uring);
@@ -310,7 +318,7 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
     group_release(group);
 }
 
-static void part_complete(struct ring *ring, struct io_part *part, int result) {
+void ring_part_complete(struct ring *ring, struct io_part *part, int result) {
     struct device *device = &ring->plane->devices[part->device];
     unsigned value = atomic_load(&device->faults.value);
     struct iovec *iov = &part->group->iovs[part->iov_first];
@@ -346,16 +354,19 @@ static void expire(struct ring *ring) {
         group->expired = true;
         if (!group->result)
             group->result = -ETIMEDOUT;
+        uint32_t remote = 0;
         atomic_store(&ring->plane->stuck_until_ns, now + ring->plane->config.io_timeout_ms * 10000000ull);
         atomic_fetch_add(&ring->plane->count.zombies, 1);
         for (uint32_t i = 0; i < group->part_count; i++) {
             struct io_part *part = &group->parts[i];
             if (part->done)
                 continue;
+            if (ring->plane->devices[part->device].remote)
+                remote++;
             atomic_fetch_add(&ring->plane->devices[part->device].timeouts, 1);
             atomic_store(&ring->plane->devices[part->device].stuck_until_ns, now + ring->plane->config.io_timeout_ms * 1000000ull);
             event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | ETIMEDOUT);
-            struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
+            struct io_uring_sqe *sqe = ring->plane->devices[part->device].remote ? NULL : io_uring_get_sqe(&ring->uring);
             if (!sqe)
                 continue;
             ring->queued++;
@@ -363,6 +374,13 @@ static void expire(struct ring *ring) {
             sqe->user_data = TAG_CANCEL << 1 | 1;
         }
         group->callback(group, false);
+        for (uint32_t i = 0; remote; i++) { /* with the last part the group may be gone */
+            struct io_part *part = &group->parts[i];
+            if (part->done || !ring->plane->devices[part->device].remote)
+                continue;
+            remote--;
+            nvme_part_expire(ring, part, now);
+        }
         ring_submit(ring);
     }
 }
@@ -373,15 +391,20 @@ uint32_t ring_reap(struct ring *ring) {
     while (io_uring_peek_cqe(&ring->uring, &cqe) == 0) {
         uint64_t data = cqe->user_data;
         int result = cqe->res;
+        uint32_t flags = cqe->flags;
         io_uring_cqe_seen(&ring->uring, cqe);
         if (data & 1) {
             if (data >> 1 != TAG_CANCEL)
                 ring->armed &= ~(1u << (data >> 1));
+        } else if (data & 6) {
+            nvme_ring_event(ring, data, flags);
         } else {
             seen++;
-            part_complete(ring, (struct io_part *)(uintptr_t)data, result);
+            ring_part_complete(ring, (struct io_part *)(uintptr_t)data, result);
         }
     }
+    if (ring->queues || ring->remote_failed)
+        seen += nvme_ring_reap(ring);
     if (ring->delayed_count) {
         uint64_t now = now_ns();
         for (uint32_t i = 0; i < ring->delayed_count;) {
@@ -431,6 +454,7 @@ void ring_wait(struct ring *ring, uint64_t timeout_ns) {
         uint64_t left = ring->oldest->deadline_ns > now ? ring->oldest->deadline_ns - now : 1;
         timeout_ns = min_u64(timeout_ns, left);
     }
+    timeout_ns = nvme_ring_timeout(ring, timeout_ns);
     struct __kernel_timespec ts = {.tv_sec = (long long)(timeout_ns / 1000000000u), .tv_nsec = (long long)(timeout_ns % 1000000000u)};
     struct io_uring_cqe *cqe;
     int r = io_uring_submit_and_wait_timeout(&ring->uring, &cqe, 1, &ts, NULL);

@@ -1,0 +1,435 @@
+/* A ring's own queue to an NVMe/TCP controller: parts of I/O become commands. Only the ring's thread comes here; nothing is locked.
+ *
+ * A queue connects when the first I/O needs it. While the controller is down reads fail at once: misses. Writes wait for it until their own
+ * deadline, as does what waits for a queue to connect: they would only be tried elsewhere, and use up segment after segment. The ring's
+ * io_uring only tells when a socket can be read or written.
+ */
+#include "nvme_tcp.h"
+
+#include <poll.h>
+#include <stdio.h>
+
+#define TAG_IN 2u                       /* in user_data, beside the queue's address */
+#define TAG_OUT 4u
+
+enum queue_state { QUEUE_CLOSED, QUEUE_OPENING, QUEUE_CONNECTING, QUEUE_READY };
+struct nvme_queue {
+    struct nvme_link link;              /* first: callbacks get back from it */
+    struct ring *ring;
+    struct nvme_host *host;
+    struct nvme_queue *next;
+    enum queue_state state;
+    uint32_t generation, entries, transfer_size;
+    uint16_t qid, cntlid;
+    uint64_t opened_ns;
+    struct io_part *first, *last;       /* not begun, or not all of it */
+    bool readable;
+    bool watched, watched_out;          /* polls are under way */
+    bool cancel;                        /* the one for reading is of a link that was closed */
+    bool fresh;                         /* parts have come since the last step */
+    bool full;                          /* the controller has no queue left for this thread */
+    int error;                          /* the link is unusable */
+    uint32_t finished;                  /* parts, in this step */
+    struct iovec connect_iov;
+    struct nvme_connect_data connect;
+};
+
+static struct nvme_queue *queue_of(struct ring *ring, struct nvme_host *host) {
+    for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next)
+        if (queue->host == host)
+            return queue;
+    struct nvme_queue *queue = calloc(1, sizeof(*queue));
+    if (!queue)
+        return NULL;
+    if (nvme_link_init(&queue->link, host->target.depth ? host->target.depth : 128) < 0) {
+        free(queue);
+        return NULL;
+    }
+    queue->ring = ring;
+    queue->host = host;
+    queue->next = ring->queues;
+    ring->queues = queue;
+    return queue;
+}
+
+static void part_finish(struct nvme_queue *queue, struct io_part *part) {
+    queue->finished++;
+    ring_part_complete(queue->ring, part, part->error ? part->error : (int)part->size);
+}
+
+static void part_done(struct nvme_link *link, struct nvme_request *request, int result) {
+    struct nvme_queue *queue = (struct nvme_queue *)link;
+    struct io_part *part = request->owner;
+    if (result < 0 && !part->error)
+        part->error = result;
+    if (--part->commands_left == 0 && part->begun == part->size)
+        part_finish(queue, part);
+}
+
+/* ---- opening and closing ---- */
+
+static void queue_close(struct nvme_queue *queue, int error) {
+    if (queue->qid)
+        nvme_host_leave(queue->host, queue->qid, &queue->link);
+    queue->qid = 0;
+    queue->state = QUEUE_CLOSED;
+    queue->cancel = queue->watched;
+    queue->readable = false;
+    queue->error = 0;
+    nvme_link_close(&queue->link, error);
+    struct io_part **at = &queue->first; /* those of which commands have failed go; the rest may find another association */
+    queue->last = NULL;
+    while (*at) {
+        struct io_part *part = *at;
+        if (part->error && part->commands_left == 0) {
+            *at = part->next;
+            part->begun = part->size;
+            part_finish(queue, part);
+        } else {
+            queue->last = part;
+            at = &part->next;
+        }
+    }
+}
+
+static void queue_lost(struct nvme_queue *queue, int error, const char *reason) {
+    char text[NVME_REASON + 32];
+    snprintf(text, sizeof(text), "queue %u: %s", queue->qid, reason);
+    nvme_host_lost(queue->host, queue->generation, text);
+    queue_close(queue, error);
+}
+
+static void connect_done(struct nvme_link *link, struct nvme_request *request, int result) {
+    struct nvme_queue *queue = (struct nvme_queue *)link;
+    if (result == 0) {
+        queue->state = QUEUE_READY;
+    } else if (!queue->error) {
+        queue->error = result;
+        if (!link->reason[0])
+            snprintf(link->reason, sizeof(link->reason), "Connect ended with status %#x", request->completion.status >> 1);
+    }
+}
+
+static void queue_open(struct nvme_queue *queue, uint32_t generation, uint64_t now) {
+    struct nvme_host *host = queue->host;
+    pthread_mutex_lock(&host->lock);
+    struct sockaddr_storage address = host->address;
+    queue->link.in_capsule_size = host->in_capsule_size;
+    queue->entries = host->entries;
+    queue->transfer_size = host->transfer_size;
+    queue->cntlid = host->cntlid;
+    pthread_mutex_unlock(&host->lock);
+    queue->generation = generation;
+    queue->opened_ns = now;
+    int r = nvme_link_connect(&queue->link, &address, host->target.header_digest, host->target.data_digest);
+    if (r < 0) {
+        queue_lost(queue, -ENOTCONN, queue->link.reason);
+        return;
+    }
+    queue->qid = nvme_host_join(host, &queue->link, generation);
+    queue->full = !queue->qid && atomic_load(&host->generation) == generation && atomic_load(&host->state) == NVME_HOST_UP;
+    if (!queue->qid) {
+        queue_close(queue, -ENOTCONN);
+        return;
+    }
+    queue->state = QUEUE_OPENING;
+    queue->readable = true;
+}
+
+static void queue_connect(struct nvme_queue *queue) {
+    struct nvme_request *request = nvme_request_get(&queue->link);
+    nvme_connect_fill(&queue->host->target, queue->cntlid, queue->qid, queue->entries, 0, &request->command, &queue->connect);
+    queue->connect_iov = (struct iovec){&queue->connect, sizeof(queue->connect)};
+    request->data = (struct nvme_cursor){&queue->connect_iov, 0};
+    request->size = sizeof(queue->connect);
+    request->write = true;
+    request->done = connect_done;
+    nvme_request_send(&queue->link, request);
+    queue->state = QUEUE_CONNECTING;
+}
+
+/* ---- parts to commands ---- */
+
+static void append(struct nvme_queue *queue, struct io_part *part) {
+    part->next = NULL;
+    if (queue->last)
+        queue->last->next = part;
+    else
+        queue->first = part;
+    queue->last = part;
+}
+
+static void pop(struct nvme_queue *queue) {
+    queue->first = queue->first->next;
+    if (!queue->first)
+        queue->last = NULL;
+}
+
+/* finish: parts that cannot begin may end here; else the next reap ends them. */
+static void issue(struct nvme_queue *queue, bool finish) {
+    while (queue->first && queue->link.in_flight < queue->entries - 1) {
+        struct io_part *part = queue->first;
+        const struct nvme_remote *remote = queue->ring->plane->devices[part->device].remote;
+        const uint32_t shift = remote->identity.block_shift;
+        if (!part->error && !atomic_load_explicit(&remote->usable, memory_order_relaxed))
+            part->error = -ENODEV;
+        if (!part->error && (part->size > remote->identity.size || part->device_offset > remote->identity.size - part->size))
+            part->error = -EIO; /* the device is smaller than its label says */
+        if (part->error && !finish) {
+            queue->ring->remote_ready = true;
+            return;
+        }
+        if (part->error) {
+            part->begun = part->size;
+            pop(queue);
+            if (part->commands_left == 0)
+                part_finish(queue, part);
+            continue;
+        }
+        struct nvme_request *request = nvme_request_get(&queue->link);
+        if (!request)
+            return;
+        uint32_t size = (uint32_t)min_u64(part->size - part->begun, min_u64(queue->transfer_size, 65536ull << shift));
+        uint64_t first = (part->device_offset + part->begun) >> shift;
+        request->command = (struct nvme_command){.opcode = part->group->write ? NVME_IO_WRITE : NVME_IO_READ, .nsid = remote->nsid,
+                                                 .cdw10 = (uint32_t)first, .cdw11 = (uint32_t)(first >> 32), .cdw12 = (size >> shift) - 1};
+        struct nvme_cursor cursor = {&part->group->iovs[part->iov_first], part->begun};
+        while (cursor.inside >= cursor.iov->iov_len)
+            cursor.inside -= cursor.iov->iov_len, cursor.iov++;
+        request->data = cursor;
+        request->size = size;
+        request->write = part->group->write;
+        request->done = part_done;
+        request->owner = part;
+        part->commands_left++;
+        part->begun += size;
+        if (part->begun == part->size)
+            pop(queue);
+        nvme_request_send(&queue->link, request);
+    }
+}
+
+/* What waits fails, or its reads only. */
+static void fail_waiting(struct nvme_queue *queue, int error, bool writes) {
+    struct io_part *part = queue->first, *next;
+    queue->first = queue->last = NULL;
+    for (; part; part = next) {
+        next = part->next;
+        if (part->group->write && !writes && !part->error) {
+            append(queue, part);
+            continue;
+        }
+        if (!part->error)
+            part->error = error;
+        part->begun = part->size;
+        if (part->commands_left == 0)
+            part_finish(queue, part);
+    }
+}
+
+/* ---- steps ---- */
+
+static bool give_up(const struct nvme_queue *queue, uint64_t now) {
+    uint64_t patience = queue->ring->plane->config.io_timeout_ms * 1000000ull;
+    if (queue->state == QUEUE_OPENING || queue->state == QUEUE_CONNECTING)
+        return now - queue->opened_ns > patience;
+    for (uint32_t i = 0; queue->link.abandoned && i < queue->link.depth; i++) {
+        const struct nvme_request *request = &queue->link.requests[i];
+        if (request->used && request->abandoned && now - request->abandoned_ns > patience)
+            return true;
+    }
+    return false;
+}
+
+/* Let the ring's io_uring watch the socket. */
+static void watch(struct nvme_queue *queue) {
+    struct ring *ring = queue->ring;
+    bool open = queue->state != QUEUE_CLOSED, in = open && !queue->watched;
+    bool out = open && !queue->watched_out && nvme_link_sending(&queue->link);
+    for (int i = 0; i < 3; i++) {
+        if (!(i == 0 ? queue->cancel : i == 1 ? in : out))
+            continue; /* one of three */
+        struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
+        if (!sqe) {
+            io_uring_submit(&ring->uring);
+            sqe = io_uring_get_sqe(&ring->uring);
+        }
+        if (!sqe) {
+            ring->remote_ready = true; /* tried again */
+            return;
+        }
+        ring->queued++;
+        uint64_t tag = (uint64_t)(uintptr_t)queue;
+        if (i == 0) {
+            io_uring_prep_cancel64(sqe, tag | TAG_IN, 0);
+            sqe->user_data = 255u << 1 | 1;
+            queue->cancel = false;
+        } else if (i == 1) {
+            io_uring_prep_poll_multishot(sqe, queue->link.fd, POLLIN);
+            sqe->user_data = tag | TAG_IN;
+            queue->watched = true;
+        } else {
+            io_uring_prep_poll_add(sqe, queue->link.fd, POLLOUT);
+            sqe->user_data = tag | TAG_OUT;
+            queue->watched_out = true;
+        }
+    }
+}
+
+static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
+    struct nvme_host *host = queue->host;
+    queue->finished = 0;
+    queue->fresh = false;
+    uint32_t state = atomic_load(&host->state), generation = atomic_load(&host->generation);
+    if (queue->state != QUEUE_CLOSED && (state != NVME_HOST_UP || queue->generation != generation))
+        queue_close(queue, -ENOTCONN);
+    if (state == NVME_HOST_DOWN || (state == NVME_HOST_UP && atomic_load(&host->lost) == generation)) {
+        fail_waiting(queue, -ENOTCONN, false);
+        watch(queue);
+        return queue->finished;
+    }
+    if (queue->state == QUEUE_CLOSED && queue->first && state == NVME_HOST_UP && !queue->watched) {
+        queue_open(queue, generation, now);
+        if (queue->state == QUEUE_CLOSED)
+            fail_waiting(queue, queue->full ? -EUSERS : -ENOTCONN, queue->full);
+    }
+    if (queue->state != QUEUE_CLOSED) {
+        if (queue->state != QUEUE_READY && !queue->error) {
+            queue->error = nvme_link_send(&queue->link);
+            queue->readable = true;
+        }
+        if (queue->readable && !queue->error) {
+            queue->readable = false;
+            queue->error = nvme_link_receive(&queue->link);
+        }
+        if (queue->state == QUEUE_OPENING && !queue->error && queue->link.state == NVME_LINK_READY)
+            queue_connect(queue);
+        if (queue->state == QUEUE_READY && !queue->error)
+            issue(queue, true);
+        if (!queue->error)
+            queue->error = nvme_link_send(&queue->link);
+        if (queue->error)
+            queue_lost(queue, queue->error == -EPROTO ? -EPROTO : -ENOTCONN, queue->link.reason);
+        else if (give_up(queue, now))
+            queue_lost(queue, -ETIMEDOUT,
+                       queue->state == QUEUE_READY ? "no answer to a command that was given up on" : "no answer to Connect");
+    }
+    watch(queue);
+    return queue->finished;
+}
+
+/* ---- what ring.c calls ---- */
+
+void nvme_part_start(struct ring *ring, struct io_part *part) {
+    struct nvme_remote *remote = ring->plane->devices[part->device].remote;
+    struct nvme_queue *queue = queue_of(ring, remote->host);
+    part->begun = 0;
+    part->commands_left = 0;
+    part->error = 0;
+    if (!queue) { /* told at the next reap, like all others */
+        part->next = ring->remote_failed;
+        ring->remote_failed = part;
+        ring->remote_ready = true;
+        return;
+    }
+    append(queue, part);
+    queue->fresh = true;
+}
+
+void nvme_ring_submit(struct ring *ring) {
+    if (ring->remote_busy) /* from a callback: the step under way sends it */
+        return;
+    for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next) {
+        if (!queue->first)
+            continue;
+        uint32_t generation = atomic_load_explicit(&queue->host->generation, memory_order_relaxed);
+        if (queue->state != QUEUE_READY || queue->error || queue->generation != generation) {
+            ring->remote_ready |= queue->fresh || queue->state == QUEUE_READY;
+            continue;
+        }
+        issue(queue, false);
+        queue->error = nvme_link_send(&queue->link);
+        if (queue->error)
+            ring->remote_ready = true;
+        watch(queue);
+    }
+}
+
+uint32_t nvme_ring_reap(struct ring *ring) {
+    if (ring->remote_busy)
+        return 0;
+    uint32_t finished = 0;
+    uint64_t now = now_ns();
+    ring->remote_busy = true;
+    ring->remote_ready = false;
+    while (ring->remote_failed) {
+        struct io_part *part = ring->remote_failed;
+        ring->remote_failed = part->next;
+        ring_part_complete(ring, part, -ENOMEM);
+        finished++;
+    }
+    for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next)
+        finished += queue_step(queue, now);
+    ring->remote_busy = false;
+    return finished;
+}
+
+void nvme_ring_event(struct ring *ring, uint64_t user_data, uint32_t flags) {
+    struct nvme_queue *queue = (struct nvme_queue *)(uintptr_t)(user_data & ~7ull);
+    if ((user_data & 7) == TAG_IN) {
+        queue->readable = true;
+        if (!(flags & IORING_CQE_F_MORE))
+            queue->watched = false;
+    } else {
+        queue->watched_out = false;
+    }
+    ring->remote_ready = true;
+}
+
+void nvme_part_expire(struct ring *ring, struct io_part *part, uint64_t now) {
+    struct nvme_queue *queue = queue_of(ring, ring->plane->devices[part->device].remote->host);
+    if (!queue)
+        return;
+    struct io_part **at = &queue->first, *before = NULL;
+    while (*at && *at != part)
+        before = *at, at = &before->next;
+    if (*at) {
+        *at = part->next;
+        if (queue->last == part)
+            queue->last = before;
+    }
+    part->begun = part->size;
+    if (!part->error)
+        part->error = -ETIMEDOUT;
+    for (uint32_t i = 0; i < queue->link.depth && part->commands_left; i++) {
+        struct nvme_request *request = &queue->link.requests[i];
+        if (!request->used || request->done != part_done || request->owner != part || request->abandoned)
+            continue;
+        if (request->sent)
+            nvme_host_abort(queue->host, queue->qid, request->command.cid);
+        if (nvme_request_abandon(&queue->link, request, now))
+            part->commands_left--;
+    }
+    if (part->commands_left == 0)
+        part_finish(queue, part);
+}
+
+uint64_t nvme_ring_timeout(struct ring *ring, uint64_t timeout_ns) {
+    if (ring->remote_ready)
+        return 0;
+    for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next)
+        if (queue->state != QUEUE_READY ? queue->first != NULL : queue->link.abandoned != 0)
+            timeout_ns = min_u64(timeout_ns, 10000000); /* a host that starts tells nobody; nor does time */
+    return timeout_ns;
+}
+
+void nvme_ring_free(struct ring *ring) {
+    while (ring->queues) {
+        struct nvme_queue *queue = ring->queues;
+        ring->queues = queue->next;
+        if (queue->qid)
+            nvme_host_leave(queue->host, queue->qid, &queue->link);
+        nvme_link_free(&queue->link);
+        free(queue);
+    }
+}

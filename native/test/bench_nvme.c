@@ -1,0 +1,136 @@
+/* sources: arena.c events.c nvme_admin.c nvme_crc32c.c nvme_host.c nvme_link.c nvme_queue.c ring.c */
+/* The NVMe/TCP initiator against bare TCP, in turns, in one process: bench_nvme PORT NQN [digests]. The target is a process of its own, with
+ * a namespace 1 of 64 MiB or more; bare TCP's other end is a child of this one. Reads into the same memory; CPU of the receiving thread.
+ */
+#include "nvme_tcp.h"
+
+#include <arpa/inet.h>
+#include <netinet/tcp.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+
+#define MIB ((uint64_t)1 << 20)
+#define DEPTH 8u
+#define ROUNDS 5u
+
+static uint8_t *memory;
+static struct kvfs_plane plane;
+static struct kvfs_member members[64];
+static struct ring ring;
+
+static uint64_t cpu_ns(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_THREAD, &usage);
+    return (uint64_t)(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1000000000u + (uint64_t)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1000u;
+}
+
+/* Sends as many bytes as each 8 byte message asks for. */
+static void bare_peer(int fd) {
+    uint8_t *data = calloc(1, 4 * MIB);
+    uint64_t wanted;
+    while (recv(fd, &wanted, sizeof(wanted), MSG_WAITALL) == sizeof(wanted))
+        for (uint64_t at = 0; at < wanted;) {
+            ssize_t n = send(fd, data, min_u64(wanted - at, MIB), MSG_NOSIGNAL);
+            if (n <= 0)
+                _exit(0);
+            at += (uint64_t)n;
+        }
+    _exit(0);
+}
+
+static int bare_open(pid_t *child) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof(address);
+    int listener = socket(AF_INET, SOCK_STREAM, 0), fd = socket(AF_INET, SOCK_STREAM, 0), one = 1;
+    CHECK(bind(listener, (struct sockaddr *)&address, size) == 0 && listen(listener, 1) == 0 && getsockname(listener, (struct sockaddr *)&address, &size) == 0);
+    if ((*child = fork()) == 0) {
+        close(fd);
+        int peer = accept(listener, NULL, NULL);
+        setsockopt(peer, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+        bare_peer(peer);
+    }
+    CHECK(connect(fd, (struct sockaddr *)&address, size) == 0);
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+    close(listener);
+    return fd;
+}
+
+static void bare_run(int fd, uint64_t size, uint32_t depth, uint32_t count) {
+    uint32_t asked = 0;
+    for (uint32_t got = 0; got < count; got++) {
+        for (; asked < count && asked < got + depth; asked++)
+            CHECK(send(fd, &size, sizeof(size), MSG_NOSIGNAL) == sizeof(size));
+        CHECK(recv(fd, memory + got % DEPTH * MIB, size, MSG_WAITALL) == (ssize_t)size);
+    }
+}
+
+static void io_done(struct io_group *group, bool reaped) {
+    CHECK(!reaped && group->result == 0);
+    ++*(uint32_t *)group->owner;
+}
+
+static void nvme_run(uint64_t size, uint32_t depth, uint32_t count) {
+    uint32_t asked = 0, got = 0;
+    while (got < count) {
+        for (; asked < count && asked < got + depth; asked++) {
+            struct iovec iov = {memory + asked % DEPTH * MIB, size};
+            CHECK(ring_io(&ring, false, asked % 32, 0, &iov, 1, NULL, 0, io_done, &got) == 0);
+        }
+        ring_submit(&ring);
+        if (!ring_reap(&ring))
+            ring_wait(&ring, 1000000000), ring_reap(&ring);
+    }
+}
+
+int main(int argc, char **argv) {
+    if (argc < 3)
+        return 0; /* `make bench` runs it without a target */
+    struct kvfs_nvme_target target = {.nsid = 1, .port = (uint32_t)atoi(argv[1]), .host = "127.0.0.1", .hostnqn = "nqn.2026-11.test:bench"};
+    strncpy(target.nqn, argv[2], sizeof(target.nqn) - 1);
+    target.header_digest = argc > 3 ? (uint32_t)atoi(argv[3]) & 1 : 0;
+    target.data_digest = argc > 3 ? (uint32_t)atoi(argv[3]) >> 1 : 0;
+    int target_fd = kvfs_nvme_descriptor(&target);
+    struct device device = {.fd = target_fd, .zones_offset = MIB};
+    plane.config = (struct kvfs_plane_config){.stripe_unit = MIB, .zone_size = MIB, .stripe_width = 1, .segment_count = 32, .device_count = 1, .io_timeout_ms = 5000};
+    plane.segment_size = MIB;
+    plane.segment_pages = 256;
+    plane.devices = &device;
+    plane.members = members;
+    plane.segment_busy = calloc(32, sizeof(*plane.segment_busy));
+    for (uint32_t i = 0; i < 32; i++)
+        members[i] = (struct kvfs_member){0, i};
+    char error[NVME_REASON];
+    CHECK(posix_memalign((void **)&memory, 2 * MIB, DEPTH * MIB) == 0);
+    memset(memory, 1, DEPTH * MIB);
+    CHECK_SAY(target_fd >= 0 && nvme_hosts_start(&plane, &target_fd, true, error, sizeof(error)) == 0, "%s", error);
+    CHECK(ring_init(&ring, &plane, 256) == 0);
+    pid_t child;
+    int bare = bare_open(&child);
+    const struct { const char *name; uint64_t size; uint32_t depth, count; } cases[] = {{"4 KiB depth 1", 4096, 1, 10000}, {"1 MiB depth 8", MIB, 8, 1500}};
+    for (uint32_t c = 0; c < 2; c++)
+        for (uint32_t round = 0; round < ROUNDS; round++) {
+            uint64_t ns[2], cpu[2];
+            for (uint32_t which = 0; which < 2; which++) {
+                uint64_t began = now_ns(), began_cpu = cpu_ns();
+                if (which)
+                    nvme_run(cases[c].size, cases[c].depth, cases[c].count);
+                else
+                    bare_run(bare, cases[c].size, cases[c].depth, cases[c].count);
+                ns[which] = now_ns() - began, cpu[which] = cpu_ns() - began_cpu;
+            }
+            double gib = (double)cases[c].size * cases[c].count / (double)(1 << 30);
+            printf("%s: nvme/bare rate %.3f, cpu %.3f; bare %.1f us, nvme %.1f us each; bare %.2f nvme %.2f GiB/s; cpu s/GiB bare %.3f nvme %.3f\n", cases[c].name,
+                   (double)ns[0] / (double)ns[1], (double)cpu[1] / (double)cpu[0], (double)ns[0] / cases[c].count / 1000, (double)ns[1] / cases[c].count / 1000,
+                   gib * 1e9 / (double)ns[0], gib * 1e9 / (double)ns[1], (double)cpu[0] / 1e9 / gib, (double)cpu[1] / 1e9 / gib);
+            fflush(stdout);
+        }
+    kill(child, SIGTERM);
+    waitpid(child, NULL, 0);
+    ring_free(&ring);
+    nvme_hosts_stop(&plane);
+    return 0;
+}
