@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("pool", metavar="POOL", help="directory to make")
     sub.add_argument(
         "--device", action="append", default=[], metavar="PATH|URL",
-        help="a block device, a file, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each",
+        help="a block device, a file, ng:/dev/ngXnY, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each",
     )  # fmt: skip
     sub.add_argument("--files", type=_count, metavar="N", help="make N files in the pool's own directory the devices")
     sub.add_argument("--size", type=_size, metavar="SIZE", help="of each of the files (64M, 4G)")
