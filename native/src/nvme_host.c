@@ -13,7 +13,10 @@
 #include <unistd.h>
 
 #define BACKOFF_MIN_MS 100u
-#define BACKOFF_MAX_MS 5000u
+#define BACKOFF_UP_MAX_MS 400u          /* after an association that was made */
+#define BACKOFF_MAX_MS 2000u            /* after one that was not */
+#define LOOK_NS 500000000ull            /* at a namespace that could not be used */
+#define SUSPECT_NS 1000000000ull        /* for keep alive, when a command got no answer in time */
 #define STEADY_NS 2000000000ull         /* lost after at least this long: tried again at once */
 
 static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
@@ -118,7 +121,7 @@ static int remote_check(struct nvme_admin *admin, struct nvme_link *link, struct
     return r;
 }
 
-/* A namespace that fails is left out; the others are used. The last failure, if all fail. */
+/* Those that are not usable. One that fails is left out, and looked at again later; the others are used. The last failure, if none is. */
 static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint64_t deadline) {
     struct nvme_link link;
     int r = nvme_link_init(&link, 3), failure = 0;
@@ -126,13 +129,19 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
         return nvme_admin_fail(admin, r, "no memory");
     uint32_t good = 0;
     for (struct nvme_remote *remote = host->remotes; remote; remote = remote->next) {
-        r = remote_check(admin, &link, remote, deadline);
-        atomic_store(&remote->usable, r == 0);
+        r = atomic_load(&remote->usable) ? 0 : remote_check(admin, &link, remote, deadline);
         if (r == 0)
             good++;
         else
             failure = r;
-        if (r < 0 && admin->link.state == NVME_LINK_READY)
+        bool back = r == 0 && !atomic_exchange(&remote->usable, true) && atomic_load(&host->state) == NVME_HOST_UP;
+        bool news = back || (r < 0 && admin->link.state == NVME_LINK_READY && strcmp(remote->reason, admin->reason) != 0);
+        pthread_mutex_lock(&host->lock);
+        snprintf(remote->reason, sizeof(remote->reason), "%s", r < 0 ? admin->reason : "");
+        pthread_mutex_unlock(&host->lock);
+        if (back)
+            tell(host, remote, "namespace %u is back", remote->nsid);
+        else if (news)
             tell(host, remote, "%s", admin->reason);
     }
     nvme_link_close(&link, -ENOTCONN);
@@ -142,7 +151,11 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
 
 /* ---- the thread ---- */
 
-struct service { uint64_t alive_asked_ns; bool namespaces_changed, watching; };
+struct service {
+    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: 0, or when it was sent, and when its answer is overdue */
+    bool suspect;                               /* a command missed its deadline: is the controller there? */
+    bool namespaces_changed, watching;
+};
 
 static void alive_done(struct nvme_link *link, struct nvme_request *request, int result) {
     (void)link, (void)result; /* any answer will do */
@@ -170,7 +183,7 @@ static void send_admin(struct service *service, struct nvme_admin *admin, struct
 
 /* Reading the log of changed namespaces allows the next event of this kind. */
 static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
-    uint64_t deadline = now_ns() + timeout_ns(host);
+    uint64_t deadline = now_ns() + kato_ms(host) * 500000ull;
     uint8_t *list = malloc(4096);
     if (!list)
         return 0;
@@ -184,16 +197,21 @@ static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
         bool same = found == 0 && remote->known && memcmp(&identity, &remote->identity, sizeof(identity)) == 0;
         if (!same && atomic_exchange(&remote->usable, false))
             tell(host, remote, "namespace %u is gone or another one now: %s", remote->nsid, found < 0 ? admin->reason : "it has changed");
-        else if (same && !atomic_load(&remote->usable))
-            r = nvme_admin_fail(admin, -ESTALE, "namespace %u is back", remote->nsid); /* a new association looks at its label */
     }
-    return admin->link.state == NVME_LINK_READY && r != -ESTALE ? 0 : -ESTALE;
+    return admin->link.state == NVME_LINK_READY ? 0 : r < 0 ? r : -ENOTCONN;
+}
+
+static bool all_usable(const struct nvme_host *host) {
+    for (const struct nvme_remote *remote = host->remotes; remote; remote = remote->next)
+        if (!atomic_load(&remote->usable))
+            return false;
+    return true;
 }
 
 /* Until the association is lost, or the host is to stop (-ECANCELED). */
 static int serve(struct nvme_host *host, struct nvme_admin *admin, struct service *service) {
     const uint64_t kato_ns = kato_ms(host) * 1000000ull;
-    uint64_t next_alive = now_ns() + kato_ns / 2;
+    uint64_t next_alive = now_ns() + kato_ns / 2, next_look = now_ns() + LOOK_NS;
     int r = 0;
     while (r == 0) {
         uint64_t now = now_ns();
@@ -205,13 +223,18 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
             pthread_mutex_unlock(&host->lock);
             return -ENOTCONN;
         }
-        if (service->alive_asked_ns && now - service->alive_asked_ns > kato_ns)
-            return nvme_admin_fail(admin, -ETIMEDOUT, "no answer to keep alive in %u ms", kato_ms(host));
-        if (now >= next_alive && !service->alive_asked_ns) {
+        if (service->alive_asked_ns && now > service->alive_until_ns)
+            return nvme_admin_fail(admin, -ETIMEDOUT, "no answer to keep alive in %llu ms",
+                                   (unsigned long long)(now - service->alive_asked_ns) / 1000000);
+        if (service->suspect && service->alive_asked_ns)
+            service->alive_until_ns = min_u64(service->alive_until_ns, now + SUSPECT_NS);
+        if ((now >= next_alive || service->suspect) && !service->alive_asked_ns) {
             service->alive_asked_ns = now;
+            service->alive_until_ns = now + (service->suspect ? min_u64(kato_ns, SUSPECT_NS) : kato_ns);
             next_alive = now + kato_ns / 2;
             send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_KEEP_ALIVE}, alive_done);
         }
+        service->suspect = false;
         if (!service->watching && admin->oaes & NVME_ASYNC_NAMESPACES) {
             service->watching = true;
             send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ASYNC_EVENT}, event_done);
@@ -221,12 +244,15 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
             uint16_t qid = host->aborts[0].qid, cid = host->aborts[0].cid;
             memmove(host->aborts, host->aborts + 1, --host->abort_count * sizeof(host->aborts[0]));
             send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ABORT, .cdw10 = (uint32_t)cid << 16 | qid}, NULL);
+            service->suspect = true;
         }
-        bool more = host->abort_count && admin->link.in_flight < 8;
+        bool more = service->suspect || (host->abort_count && admin->link.in_flight < 8);
         pthread_mutex_unlock(&host->lock);
         r = nvme_link_send(&admin->link);
         if (r == 0 && !more) {
-            uint64_t until = service->alive_asked_ns ? service->alive_asked_ns + kato_ns : next_alive;
+            uint64_t until = service->alive_asked_ns ? service->alive_until_ns : next_alive;
+            if (!all_usable(host))
+                until = min_u64(until, next_look);
             struct pollfd fds[2] = {{.fd = admin->link.fd, .events = (short)(POLLIN | (nvme_link_sending(&admin->link) ? POLLOUT : 0))},
                                     {.fd = host->wake_fd, .events = POLLIN}};
             poll(fds, 2, until > now ? (int)((until - now) / 1000000 + 1) : 0);
@@ -240,10 +266,18 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
             r = nvme_link_receive(&admin->link);
         if (r < 0)
             return nvme_admin_fail(admin, r, "%s", admin->link.reason);
+        admin->wake_fd = -1; /* these have short deadlines of their own */
         if (service->namespaces_changed) {
             service->namespaces_changed = false;
             r = namespaces_look(host, admin);
+            next_look = 0;
         }
+        if (r == 0 && now_ns() >= next_look && !all_usable(host)) {
+            remotes_check(host, admin, now_ns() + kato_ns / 2); /* keep alive has to wait for it */
+            next_look = now_ns() + LOOK_NS;
+            r = admin->link.state == NVME_LINK_READY ? 0 : -ENOTCONN;
+        }
+        admin->wake_fd = host->wake_fd;
     }
     return r;
 }
@@ -265,6 +299,8 @@ static void state_set(struct nvme_host *host, enum nvme_host_state state, const 
                 nvme_link_shutdown(host->links[i]);
                 host->links[i] = NULL;
             }
+        for (struct nvme_remote *remote = host->remotes; remote; remote = remote->next)
+            atomic_store(&remote->usable, false);
         snprintf(host->reason, sizeof(host->reason), "%s", admin->reason);
     }
     atomic_store(&host->state, state);
@@ -293,8 +329,8 @@ static void *host_main(void *argument) {
             if (again)
                 tell(host, NULL, "connected again");
             r = serve(host, &admin, &service);
-            if (r != -ECANCELED && now_ns() - up_ns >= STEADY_NS)
-                backoff_ms = 0;
+            if (r != -ECANCELED)
+                backoff_ms = now_ns() - up_ns >= STEADY_NS ? 0 : (uint32_t)min_u64(backoff_ms, BACKOFF_UP_MAX_MS);
         }
         bool first = atomic_load(&host->state) != NVME_HOST_DOWN;
         state_set(host, NVME_HOST_DOWN, &admin);
@@ -374,7 +410,9 @@ int nvme_hosts_start(struct kvfs_plane *plane, const int *device_fds, bool wait,
             return -ENOTCONN;
         for (struct nvme_remote *remote = host->remotes; remote; remote = remote->next)
             if (!atomic_load(&remote->usable)) {
-                snprintf(error, error_size, "%s", host->message);
+                pthread_mutex_lock(&host->lock);
+                snprintf(error, error_size, "%.80s:%u: %s", host->target.host, host->target.port, remote->reason);
+                pthread_mutex_unlock(&host->lock);
                 return -ENODEV;
             }
     }

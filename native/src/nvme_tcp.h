@@ -150,6 +150,7 @@ struct nvme_remote {
     struct nvme_identity identity;
     bool known;                             /* identity and label are those of the first connection */
     atomic_bool usable;
+    char reason[NVME_REASON];               /* why it was not, last */
     struct kvfs_label label;
     struct nvme_remote *next;               /* of the host */
 };
