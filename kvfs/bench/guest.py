@@ -42,7 +42,7 @@ CACHE = REPOSITORY / "build/vm"
 KERNEL = "linux-image-amd64"
 # Loaded by every guest, in this order, and by those that ask for them; what they depend on is added.
 MODULES = ("virtio_pci", "virtio_console", "9pnet_virtio", "9p", "virtiofs")
-MORE_MODULES = ("virtio_net", "nvme", "nvme_tcp", "nvmet_tcp", "loop", "brd", "null_blk", "crc32c_generic")
+MORE_MODULES = ("virtio_net", "nvme", "nvme_tcp", "nvmet_tcp", "crc32c_generic")
 # Without what costs an emulated CPU much and protects nobody here.
 KERNEL_ARGUMENTS = "console=ttyS0 quiet panic=-1 mitigations=off"
 PORTS = 4  # commands at once
@@ -70,10 +70,10 @@ mount -t tmpfs -o mode=755 tmpfs /host/run
 mkdir -p /host/run/shares /host/run/tmp /host/run/lock
 chmod 1777 /host/run/tmp
 mount -t fusectl fusectl /sys/fs/fuse/connections
+[ ! -e /sys/kernel/config ] || mount -t configfs configfs /sys/kernel/config
 for directory in proc sys dev; do mount --rbind /$directory /host/$directory; done
 ip link set lo up
 if [ -e /sys/class/net/eth0 ]; then ip address add 10.0.2.15/24 dev eth0; ip link set eth0 up; fi
-[ ! -e /sys/kernel/config ] || mount -t configfs configfs /sys/kernel/config
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export HOME=/run/tmp TMPDIR=/run/tmp PYTHONDONTWRITEBYTECODE=1 LC_ALL=C.UTF-8
 
