@@ -221,7 +221,8 @@ def parser() -> argparse.ArgumentParser:
     sub = verb("discover", _discover, "list the subsystems of an NVMe/TCP enclosure")
     sub.add_argument("address", metavar="HOST:PORT", help="of its discovery controller")
 
-    verb("doctor", _doctor, "what this machine has of what kvfs needs, and what to do")
+    sub = verb("doctor", _doctor, "what this machine has of what kvfs needs, and what to do")
+    sub.add_argument("device", nargs="*", metavar="DEVICE|POOL", help="look at these devices too, or those of a pool")
 
     sub = verb("import", _import, "write a lost pool.toml again, from the labels of its devices")
     sub.add_argument("pool", metavar="POOL")
@@ -750,7 +751,7 @@ def _evict(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from kvfs import doctor
 
-    checks = doctor.examine()
+    checks = doctor.examine(args.device)
     status = 1 if any(check.fatal for check in checks) else 0
     if args.output == "json":
         _print_json({"checks": [asdict(check) for check in checks], "mount_can_work": status == 0})

@@ -34,7 +34,7 @@ from kvfs.config import (
 )
 from kvfs.errors import DeviceError, FormatError, PoolError, UsageError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.store import nvme, nvme_generic
+from kvfs.store import nvme, nvme_generic, nvme_kernel
 from kvfs.store.format import META_CLEAN, META_UUID, Label, holds_label, pack_label, unpack_label
 from kvfs.types import PAGE_SIZE
 
@@ -161,8 +161,8 @@ class GenericDevice(Device):
         self.namespace.close()
 
     def same(self, place: Place) -> bool:
-        path = nvme_generic.path_of(self.path)
-        return nvme_generic.is_generic(place) and os.path.samefile(path, nvme_generic.path_of(place))
+        path = nvme_kernel.path_of(self.path)
+        return nvme_kernel.is_generic(place) and os.path.samefile(path, nvme_kernel.path_of(place))
 
     def sync(self) -> None:
         self.namespace.flush()
@@ -192,7 +192,7 @@ def _open_remote(url: str) -> Device:
 
 def place_of(text: str) -> Place:
     """A device as a user, or pool.toml, names it."""
-    return text if nvme.is_url(text) or nvme_generic.is_generic(text) else Path(text)
+    return text if nvme.is_url(text) or nvme_kernel.is_generic(text) else Path(text)
 
 
 def open_device(path: Place, *, exclusive: bool = True, writable: bool = True) -> Device:
@@ -252,7 +252,7 @@ def signature(device: Device) -> str | None:
 def _blkid(path: Place) -> str | None:
     """What blkid (util-linux) finds where it is installed: it knows the rare ones."""
     program = shutil.which("blkid") or shutil.which("blkid", path="/usr/sbin:/sbin")
-    block = nvme_generic.block_device_of(nvme_generic.path_of(path)) if nvme_generic.is_generic(path) else path
+    block = nvme_kernel.block_device_of(nvme_kernel.path_of(path)) if nvme_kernel.is_generic(path) else path
     if program is None or block is None or nvme.is_url(block):
         return None
     try:

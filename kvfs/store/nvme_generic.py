@@ -8,30 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
-from pathlib import Path
 
 from kvfs._native import ffi, lib
 from kvfs.errors import DeviceError, UsageError
-
-PREFIX = "ng:"
-
-
-def is_generic(text: object) -> bool:
-    return isinstance(text, str) and text.startswith(PREFIX)
-
-
-def path_of(place: object) -> Path:
-    return Path(str(place).removeprefix(PREFIX))
-
-
-def block_device_of(path: Path) -> Path | None:
-    """/dev/nvme0n1 of /dev/ng0n1; None if the kernel made none."""
-    real = Path(os.path.realpath(path))
-    found = re.fullmatch(r"ng(\d+n\d+)", real.name)
-    block = real.with_name(f"nvme{found[1]}") if found is not None else None
-    return block if block is not None and block.is_block_device() else None
+from kvfs.store.nvme_kernel import PREFIX, block_device_of, path_of
 
 
 class Namespace:

@@ -36,13 +36,8 @@ def visit(guest, verb, *words):
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_pool_is_written_verified_evicted_and_remounted(guest, width):
-    """Width 1: a run of a chunk is several commands."""
+    """And clients read it. Width 1: a run of a chunk is several commands."""
     visit(guest, "cycle", width)
-
-
-def test_native_clients_need_no_privilege_of_passthrough(guest):
-    """The kernel lets only CAP_SYS_ADMIN pass commands through; a client gets the block device."""
-    visit(guest, "client")
 
 
 def test_a_device_in_use_or_of_another_kind_is_refused(guest):

@@ -64,6 +64,15 @@ def test_discovery_finds_its_subsystems(target):
     assert {(DISKS, "nvm", "tcp", str(PORT)), (FILE, "nvm", "tcp", str(PORT))} <= found
 
 
+def test_the_doctor_describes_its_namespaces(target):
+    _, port = target
+    words = ("doctor", *urls(port), "-o", "json")
+    checks = json.loads(run(sys.executable, "-m", "kvfs", *words).stdout)["checks"][-3:]
+    assert [check["name"] for check in checks] == urls(port)
+    for check, nqn, block_size in zip(checks, (DISKS, DISKS, FILE), (512, 512, 4096), strict=True):
+        assert check["state"] == "ok" and nqn in check["found"] and f"blocks of {block_size} bytes" in check["found"]
+
+
 @pytest.mark.parametrize("options", ["", "&hdgst=1&ddgst=1"], ids=("plain", "digests"))
 def test_a_pool_is_written_verified_evicted_and_remounted(target, options):
     requires_program("fio")
