@@ -37,6 +37,7 @@ from kvfs.bench.native import (
     exists_among,
     key_path,
 )
+from kvfs.bench.nvme import case_nvme
 from kvfs.bench.report import size_text
 from kvfs.bench.stand import Kvfs, Side, Stand
 from kvfs.bench.virtiofs import case_virtiofs
@@ -436,5 +437,6 @@ CASES = {
     "native-put": Case(case_native_put, BOTH),
     "native-processes": Case(case_native_processes, BOTH),
     "virtiofs": Case(case_virtiofs, BOTH),
+    "nvme": Case(case_nvme, ("zram",)),
     "million": Case(case_million, ("zram",)),
 }

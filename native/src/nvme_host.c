@@ -21,16 +21,18 @@
 
 static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
 static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
+    char text[NVME_REASON + 64];
     va_list arguments;
     va_start(arguments, format);
-    pthread_mutex_lock(&host->lock);
-    int n = snprintf(host->message, sizeof(host->message), "%.80s:%u: ", host->target.host, host->target.port);
-    vsnprintf(host->message + n, sizeof(host->message) - (size_t)n, format, arguments);
-    pthread_mutex_unlock(&host->lock);
+    vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
     for (struct nvme_remote *remote = host->remotes; remote; remote = remote->next)
-        if (!only || remote == only)
+        if (!only || remote == only) {
+            pthread_mutex_lock(&host->lock);
+            snprintf(remote->message, sizeof(remote->message), "%.80s:%u: %s", host->target.host, host->target.port, text);
+            pthread_mutex_unlock(&host->lock);
             event_add(host->plane, KVFS_EVENT_DEVICE, 0, remote->device);
+        }
 }
 
 static uint64_t timeout_ns(const struct nvme_host *host) { return (host->target.timeout_ms ? host->target.timeout_ms : 5000) * 1000000ull; }
@@ -326,8 +328,9 @@ static void *host_main(void *argument) {
         bool again = r == 0 && atomic_load(&host->generation) > 0;
         if (r == 0) {
             state_set(host, NVME_HOST_UP, &admin);
-            if (again)
-                tell(host, NULL, "connected again");
+            for (struct nvme_remote *remote = host->remotes; remote && again; remote = remote->next)
+                if (atomic_load(&remote->usable))
+                    tell(host, remote, "connected again");
             r = serve(host, &admin, &service);
             if (r != -ECANCELED)
                 backoff_ms = now_ns() - up_ns >= STEADY_NS ? 0 : (uint32_t)min_u64(backoff_ms, BACKOFF_UP_MAX_MS);
@@ -450,7 +453,7 @@ int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, ui
     if (!remote)
         return 1;
     pthread_mutex_lock(&remote->host->lock);
-    snprintf(out, capacity, "%s", remote->host->message);
+    snprintf(out, capacity, "%s", remote->message);
     pthread_mutex_unlock(&remote->host->lock);
     return atomic_load(&remote->usable) && atomic_load(&remote->host->state) == NVME_HOST_UP;
 }

@@ -151,6 +151,7 @@ struct nvme_remote {
     bool known;                             /* identity and label are those of the first connection */
     atomic_bool usable;
     char reason[NVME_REASON];               /* why it was not, last */
+    char message[NVME_REASON + 160];        /* the last thing worth a line in a log */
     struct kvfs_label label;
     struct nvme_remote *next;               /* of the host */
 };
@@ -177,7 +178,6 @@ struct nvme_host {
     struct { uint16_t qid, cid; } aborts[64];
     uint32_t abort_count;
     char reason[NVME_REASON];
-    char message[NVME_REASON + 64];         /* the last thing worth a line in a log */
 };
 /* Makes hosts and remotes of those device descriptors that are NVMe/TCP targets, and starts them. wait: until each is up or has failed. */
 int nvme_hosts_start(struct kvfs_plane *plane, const int *device_fds, bool wait, char *error, size_t error_size);

@@ -1,11 +1,13 @@
 /* sources: arena.c events.c nvme_admin.c nvme_crc32c.c nvme_host.c nvme_link.c nvme_queue.c ring.c */
-/* The NVMe/TCP initiator against bare TCP, in turns, in one process: bench_nvme PORT NQN [digests]. The target is a process of its own, with
- * a namespace 1 of 64 MiB or more; bare TCP's other end is a child of this one. Reads into the same memory; CPU of the receiving thread.
+/* The NVMe/TCP initiator against bare TCP, in turns, in one process: bench_nvme PORT NQN ROUNDS READS [digests: 1 header, 2 data]. The
+ * target is a process of its own, best on CPU 0, with a namespace 1 of 64 MiB or more; bare TCP's other end is a child of this one, there too. Reads into
+ * the same memory, in a thread on the last CPU, whose CPU time counts. A line of JSON a round.
  */
 #include "nvme_tcp.h"
 
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -15,7 +17,6 @@
 
 #define MIB ((uint64_t)1 << 20)
 #define DEPTH 8u
-#define ROUNDS 5u
 
 static uint8_t *memory;
 static struct kvfs_plane plane;
@@ -26,6 +27,13 @@ static uint64_t cpu_ns(void) {
     struct rusage usage;
     getrusage(RUSAGE_THREAD, &usage);
     return (uint64_t)(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1000000000u + (uint64_t)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1000u;
+}
+
+static void run_on(uint32_t cpu) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpu, &set);
+    CHECK(sched_setaffinity(0, sizeof(set), &set) == 0);
 }
 
 /* Sends as many bytes as each 8 byte message asks for. */
@@ -49,6 +57,7 @@ static int bare_open(pid_t *child) {
     CHECK(bind(listener, (struct sockaddr *)&address, size) == 0 && listen(listener, 1) == 0 && getsockname(listener, (struct sockaddr *)&address, &size) == 0);
     if ((*child = fork()) == 0) {
         close(fd);
+        run_on(0);
         int peer = accept(listener, NULL, NULL);
         setsockopt(peer, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
         bare_peer(peer);
@@ -87,12 +96,13 @@ static void nvme_run(uint64_t size, uint32_t depth, uint32_t count) {
 }
 
 int main(int argc, char **argv) {
-    if (argc < 3)
+    if (argc < 5)
         return 0; /* `make bench` runs it without a target */
+    run_on((uint32_t)sysconf(_SC_NPROCESSORS_ONLN) - 1);
     struct kvfs_nvme_target target = {.nsid = 1, .port = (uint32_t)atoi(argv[1]), .host = "127.0.0.1", .hostnqn = "nqn.2026-11.test:bench"};
     strncpy(target.nqn, argv[2], sizeof(target.nqn) - 1);
-    target.header_digest = argc > 3 ? (uint32_t)atoi(argv[3]) & 1 : 0;
-    target.data_digest = argc > 3 ? (uint32_t)atoi(argv[3]) >> 1 : 0;
+    target.header_digest = argc > 5 ? (uint32_t)atoi(argv[5]) & 1 : 0;
+    target.data_digest = argc > 5 ? (uint32_t)atoi(argv[5]) >> 1 : 0;
     int target_fd = kvfs_nvme_descriptor(&target);
     struct device device = {.fd = target_fd, .zones_offset = MIB};
     plane.config = (struct kvfs_plane_config){.stripe_unit = MIB, .zone_size = MIB, .stripe_width = 1, .segment_count = 32, .device_count = 1, .io_timeout_ms = 5000};
@@ -110,9 +120,9 @@ int main(int argc, char **argv) {
     CHECK(ring_init(&ring, &plane, 256) == 0);
     pid_t child;
     int bare = bare_open(&child);
-    const struct { const char *name; uint64_t size; uint32_t depth, count; } cases[] = {{"4 KiB depth 1", 4096, 1, 10000}, {"1 MiB depth 8", MIB, 8, 1500}};
+    const struct { uint64_t size; uint32_t depth, count; } cases[] = {{4096, 1, (uint32_t)atoi(argv[4])}, {MIB, DEPTH, (uint32_t)atoi(argv[4]) / 8}};
     for (uint32_t c = 0; c < 2; c++)
-        for (uint32_t round = 0; round < ROUNDS; round++) {
+        for (int round = 0; round < atoi(argv[3]); round++) {
             uint64_t ns[2], cpu[2];
             for (uint32_t which = 0; which < 2; which++) {
                 uint64_t began = now_ns(), began_cpu = cpu_ns();
@@ -123,9 +133,9 @@ int main(int argc, char **argv) {
                 ns[which] = now_ns() - began, cpu[which] = cpu_ns() - began_cpu;
             }
             double gib = (double)cases[c].size * cases[c].count / (double)(1 << 30);
-            printf("%s: nvme/bare rate %.3f, cpu %.3f; bare %.1f us, nvme %.1f us each; bare %.2f nvme %.2f GiB/s; cpu s/GiB bare %.3f nvme %.3f\n", cases[c].name,
-                   (double)ns[0] / (double)ns[1], (double)cpu[1] / (double)cpu[0], (double)ns[0] / cases[c].count / 1000, (double)ns[1] / cases[c].count / 1000,
-                   gib * 1e9 / (double)ns[0], gib * 1e9 / (double)ns[1], (double)cpu[0] / 1e9 / gib, (double)cpu[1] / 1e9 / gib);
+            printf("{\"size\": %llu, \"depth\": %u, \"bare_us\": %.2f, \"nvme_us\": %.2f, \"bare_cpu_s_per_gib\": %.4f, \"nvme_cpu_s_per_gib\": %.4f}\n",
+                   (unsigned long long)cases[c].size, cases[c].depth, (double)ns[0] / cases[c].count / 1000, (double)ns[1] / cases[c].count / 1000,
+                   (double)cpu[0] / 1e9 / gib, (double)cpu[1] / 1e9 / gib);
             fflush(stdout);
         }
     kill(child, SIGTERM);

@@ -38,6 +38,7 @@ CASES = {
     "native-put": BOTH,
     "native-processes": BOTH,
     "virtiofs": BOTH,
+    "nvme": ("zram",),
     "million": ("zram",),
 }
 Result = tuple[dict[str, Any], subprocess.CompletedProcess[str], pathlib.Path]

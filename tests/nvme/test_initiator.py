@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import random
+import signal
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from enclosure import Enclosure
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from helpers import MIB, Pool, requires_program, run, wait_until
+from helpers import MIB, SLOWNESS, Pool, requires_program, run, wait_until
 
 import kvfs
 from kvfs.errors import DeviceError, UsageError
@@ -183,6 +184,63 @@ def test_an_enclosure_that_is_killed_is_misses_and_is_used_when_it_is_back():
                 pool.umount()
 
 
+def states(pool):
+    return [device["state"] for device in pool.status()["devices"]]
+
+
+def test_a_namespace_that_goes_is_misses_and_is_used_when_it_is_back():
+    with files(2) as paths, Enclosure({NQNS[0]: paths}) as enclosure:
+        arguments = ("--allow-other", "--io-timeout", str(DEADLINE_MS))
+        devices = urls(enclosure.port, NQNS[0], 2)
+        with Pool(devices=devices, format_args=("--stripe-width", "1"), mount_args=arguments) as pool:
+            for number in range(40):
+                (pool.mount / f"f{number}").write_bytes(content(number, MIB))
+            pool.umount()
+            pool.start()
+            enclosure.control(f"detach {NQNS[0]} 2")
+            wait_until(lambda: states(pool) == ["online", "unreachable"], "the loss is seen")
+            good, bad = read_all(pool, 40, MIB)
+            assert good > 0
+            assert bad > 0
+            enclosure.control(f"attach {NQNS[0]} 2")
+            wait_until(lambda: states(pool) == ["online", "online"], "the return")
+            assert read_all(pool, 40, MIB)[0] >= good
+            # Its label is what a fault hits when the connection is made again: it alone is looked at later.
+            enclosure.control("fault status status=641 op=read namespace=2 queue=io count=2")
+            enclosure.control("reset")
+            wait_until(lambda: not enclosure.control("faults")["faults"][0]["left"], "the fault hits")
+            wait_until(lambda: states(pool) == ["online", "online"], "the return")
+            assert read_all(pool, 40, MIB)[0] >= good
+
+
+def test_a_silent_enclosure_costs_one_deadline_and_is_used_when_it_speaks_again():
+    with files(4) as paths, Enclosure({NQNS[0]: paths[:2]}) as first, Enclosure({NQNS[1]: paths[2:]}) as second:
+        devices = urls(first.port, NQNS[0], 2) + urls(second.port, NQNS[1], 2)
+        arguments = ("--allow-other", "--io-timeout", str(DEADLINE_MS))
+        with Pool(devices=devices, format_args=("--stripe-width", "1"), mount_args=arguments) as pool:
+            for number in range(60):
+                (pool.mount / f"f{number}").write_bytes(content(number, MIB))
+            pool.umount()
+            pool.start()
+            os.kill(second.pid, signal.SIGSTOP)
+            try:
+                began = time.monotonic()
+                good, bad = read_all(pool, 60, MIB)
+                assert good > 0
+                assert bad > 0
+                # The first read that is not answered, and then keep alive has a second: the rest fails at once.
+                assert time.monotonic() - began < 2 * (DEADLINE_MS / 1000 + 1)
+                assert "unreachable" in states(pool)
+                began = time.monotonic()
+                assert read_all(pool, 60, MIB) == (good, bad)
+                assert time.monotonic() - began < DEADLINE_MS / 1000
+            finally:
+                os.kill(second.pid, signal.SIGCONT)
+            wait_until(lambda: set(states(pool)) == {"online"}, "the return", timeout_s=30)
+            assert read_all(pool, 60, MIB)[0] >= good
+            pool.umount()
+
+
 def resident_mib(pid):
     text = pathlib.Path(f"/proc/{pid}/status").read_text()
     return int(text.partition("VmRSS:")[2].split()[0]) // 1024
@@ -269,7 +327,8 @@ def test_faults_in_random_order_under_load_never_give_wrong_bytes():
             assert worked >= FAULT_COUNT * 0.9
             # The header and the data are one I/O after the other, at worst.
             assert load.slowest_s < 2 * (DEADLINE_MS / 1000 + 0.1) + 0.3
-            assert after[0] < before[0] + 20 and after[1] < before[1] + 100
+            assert after[0] < before[0] + 20
+            assert after[1] < before[1] + (100 if SLOWNESS == 1 else 600)  # a sanitizer keeps what is freed
             wait_until(lambda: {d["state"] for d in pool.status()["devices"]} == {"online"}, "the return", timeout_s=30)
             (pool.mount / "last").write_bytes(content(0, MIB))
             assert (pool.mount / "last").read_bytes() == content(0, MIB)
