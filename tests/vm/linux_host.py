@@ -7,9 +7,9 @@
     fill DEVICE SEED                   every block written, in requests of 4 KiB to 1 MiB
     sum DEVICE SEED                    SHA-256 of the device, read in such requests
     discard | zero DEVICE OFFSET SIZE  BLKDISCARD, BLKZEROOUT
-    storm DEVICE SECONDS SEED          blocks that describe themselves are written and read; requests may fail. A block
-                                       that is read is what was last written there; where a write failed, also the
-                                       one before
+    storm DEVICE STOP SEED             blocks that describe themselves are written and read until a file STOP is there;
+                                       requests may fail. A block that is read is what was last written there; where a
+                                       write failed, also the one before
 """
 
 import ctypes
@@ -141,7 +141,7 @@ def block_of(index, version):
     return struct.pack("<QQ", index, version).ljust(64, b"s") * (BLOCK // 64)
 
 
-def storm(device, seconds, seed):
+def storm(device, stop, seed):
     fd = os.open(device, os.O_RDWR | os.O_DIRECT)
     dice = random.Random(int(seed))
     count = size_of(fd) // BLOCK
@@ -149,8 +149,8 @@ def storm(device, seconds, seed):
     view = memoryview(memory)
     possible = {}  # index -> versions that it may hold; absent: never written by this storm
     done = dict(writes=0, reads=0, failed=0, longest_s=0.0)
-    deadline, version = time.monotonic() + float(seconds), 0
-    while time.monotonic() < deadline:
+    version = 0
+    while not os.path.exists(stop):
         length = dice.choice((1, 1, 1, 2, 16, 64))
         first = dice.randrange(count - length)
         part = view[: length * BLOCK]
