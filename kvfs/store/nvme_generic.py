@@ -71,7 +71,7 @@ class Namespace:
             return
         words = {
             -errno.ENOTTY: "not an NVMe namespace",
-            -errno.EMEDIUMTYPE: "its blocks have metadata, or are not of 512 to 4096 bytes",
+            -errno.EMEDIUMTYPE: "its blocks have metadata or are not of 512 to 4096 bytes, or its MDTS is below 64 KiB",
             -errno.EACCES: "the kernel wants CAP_SYS_ADMIN for NVMe passthrough",
         }
         why = f"NVMe status {result:#x}" if result > 0 else words.get(result, os.strerror(-result))

@@ -107,7 +107,7 @@ struct kvfs_generic_info {
     uint32_t write_cache;
 };
 /* For labels and sizes; they block. 0, -errno, or the status of NVMe. -ENOTTY: no such device; -EMEDIUMTYPE: its blocks have metadata, or are not
- * of 512 to 4096 bytes. */
+ * of 512 to 4096 bytes, or its commands carry less than 64 KiB. */
 int kvfs_generic_info(int fd, struct kvfs_generic_info *out);
 /* Whole blocks. */
 int kvfs_generic_io(int fd, const struct kvfs_generic_info *info, uint32_t write, uint64_t offset, void *data, uint32_t size);

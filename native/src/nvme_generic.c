@@ -11,6 +11,7 @@
 
 /* The kernel refuses a command of more segments than the controller's driver takes, 127 for PCIe; at worst each page is one. */
 #define TRANSFER_MAX (256u << 10)
+#define MDTS_MIN 4 /* 64 KiB: a run in smaller pieces would be more than a group holds */
 #define ADMIN_TIMEOUT_MS 10000
 
 bool generic_is(int fd) {
@@ -55,7 +56,8 @@ int kvfs_generic_info(int fd, struct kvfs_generic_info *out) {
     if (r)
         goto out;
     const struct nvme_lba_format *format = &data->namespace.lbaf[data->namespace.flbas & 15];
-    if (format->lbads < 9 || format->lbads > 12 || format->metadata_size || data->namespace.nsze == 0 || data->namespace.nsze > UINT64_MAX >> 13) {
+    if ((mdts && mdts < MDTS_MIN) || format->lbads < 9 || format->lbads > 12 || format->metadata_size ||
+        data->namespace.nsze == 0 || data->namespace.nsze > UINT64_MAX >> 13) {
         r = -EMEDIUMTYPE;
         goto out;
     }

@@ -1,5 +1,5 @@
-/* Device I/O: io_uring, one ring a thread, requests striped over devices, every one with a deadline. Parts on NVMe/TCP devices go to nvme_queue.c,
- * those by NVMe passthrough to nvme_generic.c.
+/* Device I/O: io_uring, one ring a thread, requests striped over devices, every one with a deadline. Parts on NVMe/TCP devices go to
+ * nvme_queue.c, those by NVMe passthrough to nvme_generic.c.
  *
  * A group is one run of a segment's pages; it becomes at most one vectored I/O per device of the stripe. A group that misses its deadline is
  * reported at once and cancelled; its memory stays the kernel's until every part has been reaped.
