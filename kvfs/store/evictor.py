@@ -15,7 +15,7 @@ from typing import Protocol
 
 import trio
 
-from kvfs.errors import NoSpaceError
+from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane
 from kvfs.store.eviction import BlockUse, Candidate, EvictionPolicy, Stream
@@ -265,6 +265,10 @@ class Evictor:
                     if await self._mover.carry(record):
                         self.counters.carried_blocks += 1
                 except NoSpaceError:
+                    full = True
+                    return
+                except DeviceError as error:  # the devices take no writes now
+                    log.warning("a block was not carried over: %s", error)
                     full = True
                     return
 
