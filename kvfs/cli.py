@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("pool", metavar="POOL", help="directory to make")
     sub.add_argument(
         "--device", action="append", default=[], metavar="PATH|URL",
-        help="a block device, a file, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each",
+        help="a block device, a file, ng:/dev/ngXnY, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each",
     )  # fmt: skip
     sub.add_argument("--files", type=_count, metavar="N", help="make N files in the pool's own directory the devices")
     sub.add_argument("--size", type=_size, metavar="SIZE", help="of each of the files (64M, 4G)")
@@ -221,7 +221,8 @@ def parser() -> argparse.ArgumentParser:
     sub = verb("discover", _discover, "list the subsystems of an NVMe/TCP enclosure")
     sub.add_argument("address", metavar="HOST:PORT", help="of its discovery controller")
 
-    verb("doctor", _doctor, "what this machine has of what kvfs needs, and what to do")
+    sub = verb("doctor", _doctor, "what this machine has of what kvfs needs, and what to do")
+    sub.add_argument("device", nargs="*", metavar="DEVICE|POOL", help="look at these devices too, or those of a pool")
 
     sub = verb("import", _import, "write a lost pool.toml again, from the labels of its devices")
     sub.add_argument("pool", metavar="POOL")
@@ -750,7 +751,7 @@ def _evict(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from kvfs import doctor
 
-    checks = doctor.examine()
+    checks = doctor.examine(args.device)
     status = 1 if any(check.fatal for check in checks) else 0
     if args.output == "json":
         _print_json({"checks": [asdict(check) for check in checks], "mount_can_work": status == 0})

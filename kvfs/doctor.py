@@ -18,11 +18,15 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kvfs.client.gpu import examine_cuda, examine_cufile
+from kvfs.config import load
+from kvfs.errors import PoolError
+from kvfs.store import nvme_kernel
 
 # FUSE_NOTIFY_INC_EPOCH came with 6.16: without it every name is looked up again on each use, so that an evicted one is
 # never seen.
@@ -73,10 +77,11 @@ class Check:
         return self.required and self.state == "missing"
 
 
-def examine() -> list[Check]:
-    """Run every check. A check that fails itself is reported as missing rather than raised."""
+def examine(devices: Sequence[str] = ()) -> list[Check]:
+    """Run every check, and look at each of the devices, or devices of pools. A check that fails itself is reported as
+    missing rather than raised."""
     found: list[Check] = []
-    for check in (
+    checks: list[Callable[[], Iterable[Check]]] = [
         _python,
         _native,
         _pyfuse3,
@@ -92,16 +97,20 @@ def examine() -> list[Check]:
         _memory,
         _zram,
         _loop,
+        _nvme,
         _qemu,
         _guest_memory,
         _dpu,
         _gpu,
         _cufile,
-    ):
+    ]
+    named = [(check.__name__.strip("_"), check) for check in checks]
+    named += [(device, partial(_device, device)) for device in devices]
+    for name, check in named:
         try:
             found.extend(check())
         except Exception as error:  # a broken probe is a finding, not a crash
-            found.append(Check(check.__name__.strip("_"), "missing", f"cannot be examined: {error}"))
+            found.append(Check(name, "missing", f"cannot be examined: {error}", "see that it is there and answers"))
     return found
 
 
@@ -367,6 +376,41 @@ def _loop() -> Iterator[Check]:
         "ok" if found else "note",
         "there (files as block devices)" if found else "not there: modprobe loop; only tests use it",
     )
+
+
+def _nvme() -> Iterator[Check]:
+    """Namespaces that the kernel has connected, whether a pool uses them or not."""
+    return (_namespace(namespace.name, namespace) for namespace in nvme_kernel.namespaces())
+
+
+def _namespace(name: str, namespace: nvme_kernel.Namespace) -> Check:
+    return Check(name, "ok" if namespace.reachable else "note", namespace.text)
+
+
+def _device(place: str) -> Iterator[Check]:
+    """A device as `kvfs format` takes it, or those of a pool. Raises what opening it raises."""
+    from kvfs.store import devices, nvme
+
+    if Path(place).is_dir():
+        config = load(Path(place))
+        if config is None:
+            raise PoolError(f"{place} is no pool")
+        for device in config.devices:
+            yield from _device(str(devices.device_path(Path(place), device)))
+    elif nvme.is_url(place):
+        controller = nvme.Controller(place)
+        try:
+            limits = nvme_kernel.limits_text(*controller.limits)
+        finally:
+            controller.close()
+        yield Check(place, "ok", f"tcp (by kvfs itself), {nvme.parse(place).nqn}, {limits}, no multipath")
+    elif (namespace := nvme_kernel.namespace_at(place)) is not None:
+        how = "NVMe passthrough, " if nvme_kernel.is_generic(place) else ""
+        check = _namespace(place, namespace)
+        yield replace(check, found=how + check.found)
+    else:
+        block = stat.S_ISBLK(os.stat(place).st_mode)
+        yield Check(place, "ok", "a block device, no NVMe" if block else "a file")
 
 
 def _qemu() -> Iterator[Check]:

@@ -30,7 +30,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
@@ -40,8 +40,9 @@ from kvfs.errors import DeadlineError, KvfsError
 
 CACHE = REPOSITORY / "build/vm"
 KERNEL = "linux-image-amd64"
-# In the order of need; what they depend on is added.
+# Loaded by every guest, in this order, and by those that ask for them; what they depend on is added.
 MODULES = ("virtio_pci", "virtio_console", "9pnet_virtio", "9p", "virtiofs")
+MORE_MODULES = ("virtio_net", "nvme", "nvme_tcp", "nvmet_tcp", "crc32c_generic")
 # Without what costs an emulated CPU much and protects nobody here.
 KERNEL_ARGUMENTS = "console=ttyS0 quiet panic=-1 mitigations=off"
 PORTS = 4  # commands at once
@@ -50,6 +51,8 @@ COMMAND_TIMEOUT_S = 60.0
 # A guest's own kill of a command comes first; then it is the guest that does not answer.
 GRACE_S = 5.0
 SHARES = Path("/run/shares")
+# What QEMU's user network calls this machine.
+HOST_ADDRESS = "10.0.2.2"
 
 INIT = r"""#!/bin/busybox sh
 /bin/busybox --install -s /bin
@@ -57,14 +60,20 @@ export PATH=/bin
 mount -t proc proc /proc; mount -t sysfs sysfs /sys; mount -t devtmpfs devtmpfs /dev; mount -t tmpfs tmpfs /tmp
 mkdir -p /dev/shm /dev/pts
 mount -t tmpfs tmpfs /dev/shm; mount -t devpts devpts /dev/pts
-while read -r module; do insmod /modules/$module.ko || echo "guest: insmod $module failed"; done < /modules/order
+for wanted in order $more_modules; do
+    while read -r module; do
+        grep -q "^$module " /proc/modules || insmod /modules/$module.ko || echo "guest: insmod $module failed"
+    done < /modules/$wanted
+done
 mount -t 9p -o ro,trans=virtio,version=9p2000.L,cache=loose,msize=512000 host /host || echo "guest: no host root"
 mount -t tmpfs -o mode=755 tmpfs /host/run
 mkdir -p /host/run/shares /host/run/tmp /host/run/lock
 chmod 1777 /host/run/tmp
 mount -t fusectl fusectl /sys/fs/fuse/connections
+[ ! -e /sys/kernel/config ] || mount -t configfs configfs /sys/kernel/config
 for directory in proc sys dev; do mount --rbind /$directory /host/$directory; done
 ip link set lo up
+if [ -e /sys/class/net/eth0 ]; then ip address add 10.0.2.15/24 dev eth0; ip link set eth0 up; fi
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export HOME=/run/tmp TMPDIR=/run/tmp PYTHONDONTWRITEBYTECODE=1 LC_ALL=C.UTF-8
 
@@ -130,7 +139,7 @@ def prepare() -> tuple[Path, Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         package = _kernel_package()
         directory = CACHE / package.stem
-        if not (directory / "modules/order").exists():
+        if not all((directory / "modules" / name).exists() for name in ("order", *MORE_MODULES)):
             shutil.rmtree(directory, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
                 _unpack(package, Path(scratch))
@@ -163,7 +172,8 @@ def _kernel_package() -> Path:
 
 
 def _unpack(package: Path, target: Path) -> None:
-    """The decompressed kernel as `vmlinux`, and under modules/ MODULES with what they need, in `order`."""
+    """The decompressed kernel as `vmlinux`, and modules/*.ko: `order` lists MODULES with what they need, and a file of
+    its name what one of MORE_MODULES needs."""
     process = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE)
     assert process.stdout is not None
     modules: dict[str, bytes] = {}
@@ -178,12 +188,13 @@ def _unpack(package: Path, target: Path) -> None:
     if process.wait():
         raise MissingError(f"dpkg-deb cannot unpack {package}")
     (target / "modules").mkdir()
-    order: list[str] = []
-    for name in MODULES:
-        _add_module(modules, name, order)
-    for name in order:
-        (target / f"modules/{name}.ko").write_bytes(modules[name])
-    (target / "modules/order").write_text("".join(f"{name}\n" for name in order))
+    for file, names in (("order", MODULES), *((name, (name,)) for name in MORE_MODULES)):
+        order: list[str] = []
+        for name in names:
+            _add_module(modules, name, order)
+        for name in order:
+            (target / f"modules/{name}.ko").write_bytes(modules[name])
+        (target / f"modules/{file}").write_text("".join(f"{name}\n" for name in order))
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
@@ -335,6 +346,10 @@ class Guest:
     cpu_count: int = 1
     memory_mib: int = 512
     lifetime_s: float = 600.0
+    disks: Sequence[Path] = ()  # raw images, each the only namespace of an NVMe controller: /dev/nvme0n1, ...
+    modules: Sequence[str] = ()  # of MORE_MODULES
+    network: bool = False  # of QEMU's own: this machine is HOST_ADDRESS there
+    forwards: Mapping[int, int] = field(default_factory=dict)  # ports of 127.0.0.1 here that lead to the guest's
     directory: Path = field(default_factory=Path)
     _process: subprocess.Popen[bytes] | None = None
     _ports: list[socket.socket] = field(default_factory=list)
@@ -364,7 +379,10 @@ class Guest:
         words += ["-object", f"memory-backend-memfd,id=memory,size={memory},share=on"]
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
         words += ["-name", f"{self.name},debug-threads=on", "-serial", f"file:{self.directory}/console.log"]
-        words += ["-kernel", f"{kernel}", "-initrd", f"{initrd}", "-append", KERNEL_ARGUMENTS]
+        modules = [*self.modules, *(["nvme"] if self.disks else []), *(["virtio_net"] if self.network else [])]
+        # The kernel hands init what it does not know itself, as its environment.
+        arguments = f'{KERNEL_ARGUMENTS} more_modules="{" ".join(modules)}"'
+        words += ["-kernel", f"{kernel}", "-initrd", f"{initrd}", "-append", arguments]
         words += ["-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"]
         words += ["-device", "virtio-9p-pci,fsdev=host,mount_tag=host", "-device", "virtio-serial-pci"]
         for index in range(PORTS):
@@ -374,6 +392,12 @@ class Guest:
             queues = f"queue-size={share.queue_size},num-request-queues={share.queue_count}"
             words += ["-chardev", f"socket,id=share{index},path={share.socket}"]
             words += ["-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag},{queues}"]
+        for index, path in enumerate(self.disks):
+            words += ["-drive", f"file={path},if=none,id=disk{index},format=raw,cache=unsafe"]
+            words += ["-device", f"nvme,serial=kvfs{index},drive=disk{index}"]
+        if self.network:
+            forwards = "".join(f",hostfwd=tcp:127.0.0.1:{here}-:{there}" for here, there in self.forwards.items())
+            words += ["-netdev", f"user,id=network{forwards}", "-device", "virtio-net-pci,netdev=network,romfile="]
         return words
 
     # ---- what is done in it ----

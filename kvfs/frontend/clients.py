@@ -306,7 +306,7 @@ class _Connection:
         try:
             fds.append(_reopen(self._store.plane.table_fd(), os.O_RDONLY))
             for device in self._store.devices:
-                fds.append(_reopen(device.fd, mode | (os.O_DIRECT if device.direct else 0)))
+                fds.append(_reopen(device.shared_fd, mode | (os.O_DIRECT if device.direct else 0)))
         except OSError as error:
             raise RefusedError(error.errno or errno.EIO, f"devices cannot be opened: {error.strerror}") from error
 

@@ -34,11 +34,11 @@ from kvfs.config import (
 )
 from kvfs.errors import DeviceError, FormatError, PoolError, UsageError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.store import nvme
+from kvfs.store import nvme, nvme_generic, nvme_kernel
 from kvfs.store.format import META_CLEAN, META_UUID, Label, holds_label, pack_label, unpack_label
 from kvfs.types import PAGE_SIZE
 
-# Where a device is: a path, or the URL of an NVMe/TCP namespace.
+# Where a device is: a path, the URL of an NVMe/TCP namespace, or `ng:` and the path of a generic NVMe device.
 Place = Path | str
 # Labels, and eight zones of the smallest kind.
 DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
@@ -82,12 +82,17 @@ class Device:
     is_block: bool
     direct: bool
 
+    @property
+    def shared_fd(self) -> int:
+        """What native clients get a file of their own of."""
+        return self.fd
+
     def close(self) -> None:
         os.close(self.fd)
 
     def same(self, place: Place) -> bool:
         """Whether `place` leads to this device."""
-        return not nvme.is_url(place) and os.path.exists(self.path) and os.path.samefile(self.path, place)
+        return isinstance(place, Path) and os.path.exists(self.path) and os.path.samefile(self.path, place)
 
     def sync(self) -> None:
         """What was written is durable when this returns. OSError, DeviceError."""
@@ -129,7 +134,7 @@ class RemoteDevice(Device):
         self.controller.close()
 
     def same(self, place: Place) -> bool:
-        return isinstance(place, str) and nvme.parse(place).where == nvme.parse(str(self.path)).where
+        return nvme.is_url(place) and nvme.parse(str(place)).where == nvme.parse(str(self.path)).where
 
     def sync(self) -> None:
         self.controller.flush()
@@ -139,6 +144,39 @@ class RemoteDevice(Device):
 
     def write(self, offset: int, data: bytes) -> None:
         self.controller.write(offset, data)
+
+
+@dataclass(slots=True)
+class GenericDevice(Device):
+    """An NVMe namespace by passthrough. Native clients get its block device where there is one: that needs no
+    privilege."""
+
+    namespace: nvme_generic.Namespace
+
+    @property
+    def shared_fd(self) -> int:
+        return self.fd if self.namespace.block_fd < 0 else self.namespace.block_fd
+
+    def close(self) -> None:
+        self.namespace.close()
+
+    def same(self, place: Place) -> bool:
+        path = nvme_kernel.path_of(self.path)
+        return nvme_kernel.is_generic(place) and os.path.samefile(path, nvme_kernel.path_of(place))
+
+    def sync(self) -> None:
+        self.namespace.flush()
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.namespace.read(offset, size)
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.namespace.write(offset, data)
+
+
+def _open_generic(place: str, *, exclusive: bool, writable: bool) -> Device:
+    namespace = nvme_generic.Namespace(place, exclusive=exclusive, writable=writable)
+    return GenericDevice(place, namespace.fd, namespace.size, True, namespace.block_fd >= 0, namespace)
 
 
 def _open_remote(url: str) -> Device:
@@ -154,13 +192,13 @@ def _open_remote(url: str) -> Device:
 
 def place_of(text: str) -> Place:
     """A device as a user, or pool.toml, names it."""
-    return text if nvme.is_url(text) else Path(text)
+    return text if nvme.is_url(text) or nvme_kernel.is_generic(text) else Path(text)
 
 
 def open_device(path: Place, *, exclusive: bool = True, writable: bool = True) -> Device:
     """Open for direct I/O. A block device that is mounted or otherwise claimed is an error when exclusive."""
     if isinstance(path, str):
-        return _open_remote(path)
+        return _open_remote(path) if nvme.is_url(path) else _open_generic(path, exclusive=exclusive, writable=writable)
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -214,11 +252,12 @@ def signature(device: Device) -> str | None:
 def _blkid(path: Place) -> str | None:
     """What blkid (util-linux) finds where it is installed: it knows the rare ones."""
     program = shutil.which("blkid") or shutil.which("blkid", path="/usr/sbin:/sbin")
-    if program is None or nvme.is_url(path):
+    block = nvme_kernel.block_device_of(nvme_kernel.path_of(path)) if nvme_kernel.is_generic(path) else path
+    if program is None or block is None or nvme.is_url(block):
         return None
     try:
         found = subprocess.run(
-            [program, "-p", "-o", "value", "-s", "TYPE", "-s", "PTTYPE", "--", os.fspath(path)],
+            [program, "-p", "-o", "value", "-s", "TYPE", "-s", "PTTYPE", "--", os.fspath(block)],
             capture_output=True, text=True, timeout=10, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
@@ -273,7 +312,8 @@ def write_labels(config: PoolConfig, devices: Sequence[Device], epoch: int) -> N
 
 def device_path(pool: Path, device: DeviceConfig) -> Place:
     """Relative paths are relative to the pool."""
-    return device.path if nvme.is_url(device.path) else pool / device.path
+    place = place_of(device.path)
+    return pool / place if isinstance(place, Path) else place
 
 
 # ---- opening a pool ----

@@ -168,6 +168,13 @@ class Controller:
         lib.kvfs_nvme_info(self._nvme, info)
         return int(info.size)
 
+    @property
+    def limits(self) -> tuple[int, int, bool]:
+        """Block size, largest transfer of one command, whether there is a volatile write cache."""
+        info = ffi.new("struct kvfs_nvme_info *")
+        lib.kvfs_nvme_info(self._nvme, info)
+        return info.block_size, info.transfer_size, bool(info.write_cache)
+
     def descriptor(self) -> int:
         """What stands for the namespace where a file descriptor is asked for; the caller's to close."""
         return _check(lib.kvfs_nvme_descriptor(_native(self._target)), self._url)

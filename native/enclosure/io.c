@@ -8,6 +8,8 @@
 
 #include "enclosure.h"
 
+#define DATASET_SIZE_MAX (256 * sizeof(struct nvme_range))
+
 static struct backing *find_backing(const struct connection *connection, uint32_t nsid)
 {
     struct subsystem *subsystem = connection->subsystem;
@@ -59,9 +61,12 @@ uint16_t io_prepare(struct connection *connection, struct request *request)
         return NVME_SC_SUCCESS;
     case NVME_IO_WRITE_ZEROES: return check_range(request, first_block(command), count);
     case NVME_IO_DATASET:
+        /* Linux always sends the largest list, of which the first ranges count. */
         request->size = ((command->cdw10 & 0xff) + 1) * (uint32_t)sizeof(struct nvme_range);
+        if (command->sgl.size > request->size && command->sgl.size <= DATASET_SIZE_MAX)
+            request->size = command->sgl.size;
         request->data = request->own = malloc(request->size);
-        return NVME_SC_SUCCESS;
+        return request->own ? NVME_SC_SUCCESS : NVME_SC_INTERNAL;
     case NVME_IO_FLUSH: return NVME_SC_SUCCESS;
     default: return NVME_SC_INVALID_OPCODE | NVME_STATUS_DNR;
     }

@@ -101,10 +101,10 @@ struct io_part {
     uint16_t iov_first, iov_count;
     uint8_t fault;
     bool done;
-    struct io_part *next;                /* from here on: of an NVMe/TCP device, until done (nvme_queue.c) */
-    uint32_t begun;                      /* bytes that commands cover */
-    uint16_t commands_left;
+    uint16_t commands_left;              /* from here on: of an NVMe/TCP device, or by passthrough, until done */
     int error;
+    struct io_part *next;                /* NVMe/TCP (nvme_queue.c) */
+    uint32_t begun;                      /* bytes that commands cover */
 };
 struct io_group {
     struct io_group *next, *previous;   /* in flight, oldest first */
@@ -146,12 +146,21 @@ uint32_t ring_reap(struct ring *ring);
 /* Submits and sleeps until a completion or timeout; then the caller reaps. */
 void ring_wait(struct ring *ring, uint64_t timeout_ns);
 void ring_part_complete(struct ring *ring, struct io_part *part, int result);
+struct io_uring_sqe *ring_sqe(struct ring *ring);
 /* Let readability of fd end the next ring_wait; armed once a tag (0 to 7). One-shot, or at every edge from now on: then nobody needs to read fd. */
 void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges);
 /* The ring's memory is in use by a device that gave no answer: it can not be freed. */
 bool ring_idle(const struct ring *ring);
 bool device_is_memory(int fd);
 bool device_blocks(int fd);
+
+/* ---- nvme_generic.c: NVMe passthrough ---- */
+
+struct device;
+bool generic_is(int fd);
+int generic_device(struct device *device);                     /* asks the device; blocks */
+void generic_part_start(struct ring *ring, struct io_part *part, bool write);
+bool generic_command_done(struct io_part *part, int result);   /* the part's last: part->error says how */
 
 /* ---- node.c: open inodes and handles ---- */
 
@@ -465,6 +474,8 @@ struct fault_rule { atomic_uint fault, direction, every, value, counter; };
 struct device {
     int fd;
     struct nvme_remote *remote;          /* NVMe/TCP: fd only stands for it. Else NULL */
+    uint32_t nsid;                       /* NVMe passthrough: I/O is commands of at most transfer_size. Else 0 */
+    uint32_t block_size, transfer_size;
     bool memory;                         /* a RAM disk: I/O of at most inline_max bytes is done inline */
     bool blocks;                         /* submitting its I/O may wait for it: a kernel thread does that */
     atomic_ullong stuck_until_ns;        /* fail_fast: it missed a deadline, until then its I/O fails at once */
@@ -486,6 +497,7 @@ struct kvfs_plane {
     uint32_t segment_pages;
     uint32_t inline_max;
     bool fail_fast;
+    bool passthrough;                    /* some device has it: rings have large entries */
     struct kvfs_table *table;
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;

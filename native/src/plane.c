@@ -79,6 +79,12 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
         plane->devices[i].memory = device_is_memory(device_fds[i]);
         plane->devices[i].blocks = device_blocks(device_fds[i]);
         plane->devices[i].zones_offset = zones_offset[i];
+        if (generic_is(device_fds[i])) {
+            int r = generic_device(&plane->devices[i]);
+            if (r < 0)
+                return fail(r, "device %u: NVMe passthrough: %s", i, strerror(-r));
+            plane->passthrough = true;
+        }
     }
     for (uint32_t i = 0; i < SHARDS; i++)
         pthread_mutex_init(&plane->shards[i].lock, NULL);

@@ -1,4 +1,5 @@
-/* Device I/O: io_uring, one ring a thread, requests striped over devices, every one with a deadline. Parts on NVMe/TCP devices go to nvme_queue.c.
+/* Device I/O: io_uring, one ring a thread, requests striped over devices, every one with a deadline. Parts on NVMe/TCP devices go to
+ * nvme_queue.c, those by NVMe passthrough to nvme_generic.c.
  *
  * A group is one run of a segment's pages; it becomes at most one vectored I/O per device of the stripe. A group that misses its deadline is
  * reported at once and cancelled; its memory stays the kernel's until every part has been reaped.
@@ -21,8 +22,10 @@ int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
     memset(ring, 0, sizeof(*ring));
     ring->plane = plane;
     struct io_uring_params params = {.flags = IORING_SETUP_CQSIZE | IORING_SETUP_COOP_TASKRUN | IORING_SETUP_CLAMP, .cq_entries = entries * 4};
+    if (plane->passthrough)
+        params.flags |= IORING_SETUP_SQE128 | IORING_SETUP_CQE32;
     int r = io_uring_queue_init_params(entries, &ring->uring, &params);
-    if (r == -EINVAL) { /* before 5.19 */
+    if (r == -EINVAL && !plane->passthrough) { /* before 5.19 */
         memset(&params, 0, sizeof(params));
         params.flags = IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP;
         params.cq_entries = entries * 4;
@@ -92,7 +95,7 @@ static void group_release(struct io_group *group) {
     ring->free = group;
 }
 
-static struct io_uring_sqe *sqe_get(struct ring *ring) {
+struct io_uring_sqe *ring_sqe(struct ring *ring) {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
     while (!sqe) {
         ring_submit(ring);
@@ -123,14 +126,18 @@ static int group_fill(struct io_group *group, const struct kvfs_plane *plane, ui
     uint64_t starts[KVFS_STRIPE_WIDTH_MAX], sizes[KVFS_STRIPE_WIDTH_MAX];
     memset(counts, 0, sizeof(counts));
     uint32_t piece_count = 0;
+    const struct kvfs_member *members = &plane->members[(uint64_t)group->segment * width];
     for (uint32_t i = 0; i < iov_count; i++) {
         uint8_t *data = iovs[i].iov_base;
         uint64_t left = iovs[i].iov_len;
         while (left) {
             uint64_t unit_index = offset / unit, inside = offset % unit;
             uint32_t member = (uint32_t)(unit_index % width);
-            uint64_t size = min_u64(left, unit - inside);
-            if (counts[member]) { /* contiguous in memory too? then one iovec */
+            uint64_t size = min_u64(left, unit - inside), transfer = plane->devices[members[member].device].transfer_size;
+            bool whole = counts[member] && transfer && sizes[member] % transfer == 0; /* the next command begins with a piece */
+            if (transfer)
+                size = min_u64(size, transfer - (counts[member] ? sizes[member] % transfer : 0));
+            if (counts[member] && !whole) { /* contiguous in memory too? then one iovec */
                 struct piece *before = &pieces[last[member]];
                 if ((uint8_t *)before->iov.iov_base + before->iov.iov_len == data) {
                     before->iov.iov_len += size;
@@ -155,7 +162,6 @@ static int group_fill(struct io_group *group, const struct kvfs_plane *plane, ui
             data += size, left -= size, offset += size;
         }
     }
-    const struct kvfs_member *members = &plane->members[(uint64_t)group->segment * width];
     for (uint32_t m = 0; m < width; m++) {
         if (!counts[m])
             continue;
@@ -238,7 +244,12 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
             ring->in_flight++;
             continue;
         }
-        struct io_uring_sqe *sqe = sqe_get(ring);
+        if (plane->devices[part->device].nsid && part->fault != KVFS_FAULT_LOST_WRITE) {
+            generic_part_start(ring, part, write);
+            ring->in_flight++;
+            continue;
+        }
+        struct io_uring_sqe *sqe = ring_sqe(ring);
         int fd = (int)part->device;
         if (part->fault == KVFS_FAULT_LOST_WRITE)
             io_uring_prep_nop(sqe);
@@ -400,7 +411,11 @@ uint32_t ring_reap(struct ring *ring) {
             nvme_ring_event(ring, data, flags);
         } else {
             seen++;
-            ring_part_complete(ring, (struct io_part *)(uintptr_t)data, result);
+            struct io_part *part = (struct io_part *)(uintptr_t)data;
+            if (!ring->plane->devices[part->device].nsid || part->fault == KVFS_FAULT_LOST_WRITE)
+                ring_part_complete(ring, part, result);
+            else if (generic_command_done(part, result))
+                ring_part_complete(ring, part, part->error ? part->error : (int)part->size);
         }
     }
     if (ring->queues || ring->remote_failed)
@@ -465,7 +480,7 @@ void ring_wait(struct ring *ring, uint64_t timeout_ns) {
 void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges) {
     if (ring->armed & (1u << tag))
         return;
-    struct io_uring_sqe *sqe = sqe_get(ring);
+    struct io_uring_sqe *sqe = ring_sqe(ring);
     if (edges)
         io_uring_prep_poll_multishot(sqe, fd, POLLIN);
     else

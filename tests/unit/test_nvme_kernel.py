@@ -1,0 +1,81 @@
+"""What the kernel's sysfs tells of NVMe namespaces, and devices that are not what `ng:` asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvfs import doctor
+from kvfs.errors import DeviceError, UsageError
+from kvfs.store import nvme_kernel
+from kvfs.store.devices import open_device, place_of
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def add_controller(path: Path, transport: str, state: str, address: str) -> None:
+    for name, text in (("transport", transport), ("state", state), ("address", address), ("subsysnqn", "nqn.a")):
+        write(path / name, text)
+
+
+def add_block(sysfs: Path, owner: Path, name: str, cache: str) -> None:
+    for attribute, text in (("logical_block_size", "4096"), ("max_hw_sectors_kb", "512"), ("write_cache", cache)):
+        write(owner / name / "queue" / attribute, text)
+    (owner / name / "device").symlink_to(owner)
+    (sysfs / "class/block").mkdir(parents=True, exist_ok=True)
+    (sysfs / "class/block" / name).symlink_to(owner / name)
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(nvme_kernel, "SYSFS", tmp_path)
+    return tmp_path
+
+
+def test_a_pcie_namespace(sysfs: Path) -> None:
+    controller = sysfs / "devices/pci/nvme/nvme0"
+    add_controller(controller, "pcie", "live", "0000:00:04.0")
+    add_block(sysfs, controller, "nvme0n1", "write back")
+    add_block(sysfs, controller, "nvme0n1p1", "write back")
+    [found] = nvme_kernel.namespaces()
+    assert found.text == "pcie, nqn.a, blocks of 4096 bytes, MDTS 512 KiB, volatile write cache, no multipath"
+    assert found == nvme_kernel.namespace_at("ng:/dev/nvme0n1") and nvme_kernel.namespace_at("/dev/sda") is None
+    assert ("nvme0n1", "ok") in {(check.name, check.state) for check in doctor.examine()}
+
+
+def test_a_namespace_of_several_paths(sysfs: Path) -> None:
+    """Two lead to it, of three controllers of the subsystem."""
+    subsystem = sysfs / "devices/virtual/nvme-subsystem/nvme-subsys0"
+    write(subsystem / "subsysnqn", "nqn.a")
+    write(subsystem / "iopolicy", "round-robin")
+    for number, state in ((0, "live"), (1, "connecting"), (2, "live")):
+        add_controller(sysfs / f"devices/nvme{number}", "tcp", state, f"traddr=10.0.0.{number}")
+        (subsystem / f"nvme{number}").symlink_to(sysfs / f"devices/nvme{number}")
+    for number in (0, 1):
+        (sysfs / f"devices/nvme{number}/nvme0c{number}n1").mkdir()
+    add_block(sysfs, subsystem, "nvme0n1", "write through")
+    [found] = nvme_kernel.namespaces()
+    assert found.reachable and found.text == (
+        "tcp, nqn.a, blocks of 4096 bytes, MDTS 512 KiB, no volatile write cache, "
+        "multipath (round-robin): nvme0 live traddr=10.0.0.0, nvme1 connecting traddr=10.0.0.1"
+    )
+    write(sysfs / "devices/nvme0/state", "connecting")
+    assert not nvme_kernel.namespaces()[0].reachable
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "words"),
+    [
+        ("ng:/dev/null", DeviceError, "not an NVMe namespace"),
+        ("ng:/dev/nothing", DeviceError, "No such file"),
+        ("ng:ng0n1", UsageError, "ng:/dev/ngXnY"),
+        (f"ng:{__file__}", DeviceError, "not a generic NVMe device"),
+    ],
+)
+def test_what_is_no_generic_device_is_refused(place: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        open_device(place_of(place))
