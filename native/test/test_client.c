@@ -2065,20 +2065,23 @@ static void test_incomplete_table(void) {
 static void test_hostile_welcomes(void) {
     pool_new(16384);
     struct kvfs_client *client;
-    struct kvfs_options options = {.size = sizeof(options), .timeout_ms = 150};
+    struct kvfs_options options = {.size = sizeof(options)};
     for (enum trick trick = SILENT; trick < TRICKS_OF_WELCOME; trick++) {
         locked();
         d.trick = trick;
         unlocked();
-        uint64_t started = milliseconds();
-        int r = client_open("/mnt/test", d.directory, 1, "team/llama", &options, &client), expected = -EPROTO;
-        CHECK_SAY(milliseconds() - started < 1000, "trick %d: %llu ms", trick, (unsigned long long)(milliseconds() - started));
+        int expected = -EPROTO;
         if (trick == SILENT || trick == HALF_WELCOME_FRAME || trick == FEW_DESCRIPTORS)
             expected = -ETIMEDOUT;
         else if (trick == TRUNCATED_WELCOME)
             expected = -ENOTCONN;
         else if (trick == REFUSE)
             expected = -EACCES;
+        options.timeout_ms = expected == -ETIMEDOUT ? 150 : 5000; /* the others answer, on a busy machine late */
+        uint64_t started = milliseconds();
+        int r = client_open("/mnt/test", d.directory, 1, "team/llama", &options, &client);
+        uint64_t took_ms = milliseconds() - started;
+        CHECK_SAY(took_ms < options.timeout_ms + 1000, "trick %d: %llu ms", trick, (unsigned long long)took_ms);
         CHECK_SAY(r == expected, "trick %d: %d: %s", trick, r, kvfs_error());
         CHECK_SAY(says(d.directory), "trick %d: %s", trick, kvfs_error());
         CHECK(trick != REFUSE || says("no, not you"));
