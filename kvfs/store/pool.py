@@ -208,6 +208,7 @@ class Store:
             self._nursery.start_soon(self._rebuild, job)
         self._nursery.start_soon(self._commit_loop)
         self._nursery.start_soon(self._flush_loop)
+        self._nursery.start_soon(self._retry_loop)
         self._nursery.start_soon(self.reservations.run)
         self._nursery.start_soon(self.evictor.run, lambda: not self.rebuilding)
         self._nursery.start_soon(self._prepare_loop)
@@ -299,7 +300,12 @@ class Store:
         self.sealing.check_held()
         self._end_lingering()
         self._set_space()
-        await self.sealing.retry()
+
+    async def _retry_loop(self) -> None:
+        """By itself: a seal may wait for space, which commits and summaries make."""
+        while True:
+            await trio.sleep(self._options.commit_interval_s)
+            await self.sealing.retry()
 
     async def _prepare_loop(self) -> None:
         while True:

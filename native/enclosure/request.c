@@ -123,7 +123,7 @@ void request_command(struct connection *connection, const struct nvme_command *c
     }
     /* More than the command's own data, or data of a command that fails: through a buffer. */
     own = malloc(inline_size);
-    if (!request->status && request->data == request->own)
+    if (!request->status && request->size && request->data == request->own)
         request->data = own + command->sgl.address;
     else
         request->copy = !request->status && request->size;

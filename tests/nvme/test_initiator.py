@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 
 NQNS = ["nqn.2026-11.test:a", "nqn.2026-11.test:b"]
 # How many faults the storm has; the same seed makes the same choices.
-FAULT_COUNT = int(os.environ.get("KVFS_NVME_FAULTS", "100"))
+FAULT_COUNT = int(os.environ.get("KVFS_NVME_FAULTS", "60"))
 SEED = int(os.environ.get("KVFS_NVME_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 SANITIZED = bool(os.environ.get("KVFS_TEST_SANITIZED"))
 DEADLINE_MS = 1500  # of the daemon's device I/O, in tests of faults
