@@ -37,7 +37,7 @@ FAULTS = (
     "protocol what=type count=1", "protocol what=plen count=1", "protocol what=cid count=1",
 )  # fmt: skip
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,6 @@ def test_linux_comes_back_after_a_reset_of_all_connections(guest, files):
         ask(guest, "disconnect", found["controller"])
 
 
-@pytest.mark.timeout(200)
 def test_linux_gets_over_every_fault_and_reads_no_wrong_byte(guest, files):
     """Under load, one fault after another; then the enclosure is sound again, and all is as was last written."""
     with Enclosure({NQN: files[:1]}) as enclosure:
