@@ -506,6 +506,20 @@ class Plane:
         _check(lib.kvfs_device_statistics_get(self._plane, device, out), f"device {device}")
         return {name: getattr(out, name) for name in _DEVICE_STATISTICS}
 
+    def device_latency(self, device: int) -> dict[str, list[int]]:
+        """Histograms of single I/Os: bucket i counts those below 2**i ns."""
+        out = ffi.new("struct kvfs_device_statistics *")
+        _check(lib.kvfs_device_statistics_get(self._plane, device, out), f"device {device}")
+        return {"read": list(out.read_buckets), "write": list(out.write_buckets)}
+
+    def device_stop(self, device: int) -> None:
+        """I/O of segments that touch the device fails at once from now on."""
+        _check(lib.kvfs_device_stop(self._plane, device), f"device {device}")
+
+    def device_use(self, device: int) -> None:
+        """I/O goes to where its descriptor leads now. Blocks if what the device lies on does: for a thread."""
+        _check(lib.kvfs_device_use(self._plane, device), f"device {device}")
+
     def table_statistics(self) -> dict[str, int]:
         out = ffi.new("struct kvfs_table_statistics *")
         lib.kvfs_table_statistics(self._table, out)

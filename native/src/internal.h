@@ -127,6 +127,7 @@ struct ring {
     struct { uint64_t due_ns; struct io_part *part; int result; } *delayed;  /* fault injection */
     uint32_t delayed_count;
     uint32_t armed;                      /* bit per poll tag: a poll is under way */
+    uint32_t devices_seen;               /* plane->devices_changed when the registered files were last looked at */
 };
 int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries);
 void ring_free(struct ring *ring);
@@ -455,12 +456,14 @@ void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t
 
 struct fault_rule { atomic_uint fault, direction, every, value, counter; };
 struct device {
-    int fd;
-    bool memory;                         /* a RAM disk: I/O of at most inline_max bytes is done inline */
-    bool blocks;                         /* submitting its I/O may wait for it: a kernel thread does that */
+    int fd;                              /* the number stays; what it leads to may change (kvfs_device_use) */
+    atomic_bool stopped;                 /* out of service: its I/O fails at once */
+    atomic_bool memory;                  /* a RAM disk: I/O of at most inline_max bytes is done inline */
+    atomic_bool blocks;                  /* submitting its I/O may wait for it: a kernel thread does that */
     atomic_ullong stuck_until_ns;        /* fail_fast: it missed a deadline, until then its I/O fails at once */
     uint64_t zones_offset;
     atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
+    atomic_ullong buckets[2][KVFS_DEVICE_BUCKETS];  /* of reads, of writes: by their times */
     struct fault_rule faults;
 };
 struct counters {
@@ -471,6 +474,7 @@ struct counters {
 struct kvfs_plane {
     struct kvfs_plane_config config;
     struct device *devices;
+    atomic_uint devices_changed;         /* counts kvfs_device_use: every ring then registers the files anew */
     struct kvfs_member *members;
     uint64_t segment_size;
     uint32_t segment_pages;

@@ -30,6 +30,7 @@ int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
     }
     if (r < 0)
         return r;
+    ring->devices_seen = atomic_load(&plane->devices_changed);
     int *fds = calloc(plane->config.device_count, sizeof(int));
     ring->delayed = calloc(DELAYED_MAX, sizeof(*ring->delayed));
     if (!fds || !ring->delayed) {
@@ -49,6 +50,13 @@ int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
         ring->plane = NULL;
     }
     return r;
+}
+
+/* Descriptors that lead elsewhere since the ring last looked. A file that is replaced is the kernel's until its I/O has ended. */
+static void files_renew(struct ring *ring, uint32_t changed) {
+    for (uint32_t i = 0; i < ring->plane->config.device_count; i++)
+        io_uring_register_files_update(&ring->uring, i, &ring->plane->devices[i].fd, 1);
+    ring->devices_seen = changed;
 }
 
 bool ring_idle(const struct ring *ring) { return ring->in_flight == 0; }
@@ -196,6 +204,14 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         group_release(group);
         return r;
     }
+    for (uint32_t i = 0; i < group->part_count; i++)
+        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stopped, memory_order_relaxed)) {
+            group_release(group);
+            return -EIO;
+        }
+    uint32_t changed = atomic_load_explicit(&plane->devices_changed, memory_order_acquire);
+    if (changed != ring->devices_seen)
+        files_renew(ring, changed);
     uint64_t now = now_ns();
     for (uint32_t i = 0; plane->fail_fast && i < group->part_count; i++)
         if (atomic_load_explicit(&plane->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now) {
@@ -271,6 +287,11 @@ static void group_unlink(struct ring *ring, struct io_group *group) {
         ring->newest = group->previous;
 }
 
+static uint32_t bucket_of(uint64_t ns) {
+    uint32_t bucket = ns ? 64 - (uint32_t)__builtin_clzll(ns) : 0;
+    return bucket < KVFS_DEVICE_BUCKETS ? bucket : KVFS_DEVICE_BUCKETS - 1;
+}
+
 static void part_finish(struct ring *ring, struct io_part *part, int result) {
     struct io_group *group = part->group;
     struct device *device = &ring->plane->devices[part->device];
@@ -285,6 +306,7 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
         if (!group->expired)
             event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | (uint32_t)-error);
     }
+    atomic_fetch_add_explicit(&device->buckets[group->write][bucket_of(took)], 1, memory_order_relaxed);
     if (group->write) {
         atomic_fetch_add_explicit(&device->writes, 1, memory_order_relaxed);
         atomic_fetch_add_explicit(&device->write_bytes, part->size, memory_order_relaxed);
