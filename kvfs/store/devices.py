@@ -341,10 +341,6 @@ def open_pool(pool: Path, *, writable: bool = True, degraded: bool = False) -> O
         for device in devices:
             device.close()
         raise
-    notes += [
-        f"device {index} is missing, what lies on it is not there until it is back: {reason}"
-        for index, reason in absent.items() if not config.devices[index].removed
-    ]  # fmt: skip
     return OpenPool(pool, config, devices, max(epochs.values(), default=0), notes, absent, epochs)
 
 
@@ -614,6 +610,63 @@ def _make_files(paths: Sequence[Path], size: int) -> None:
                 os.close(fd)
     except OSError as error:
         raise PoolError(f"{paths[0].parent}: {os.strerror(error.errno or 0)}") from error
+
+
+def add_devices(pool: Path, paths: Sequence[Path], *, force: bool) -> tuple[PoolConfig, PoolConfig]:
+    """Add devices to a pool that nobody uses: new segments on them alone. Returns the pool as it was and as it is.
+
+    The new devices' labels come first, then pool.toml, then the labels of the others: whoever reads in between finds
+    the pool as it was, or older labels, which are known by their revision.
+    """
+    with locked(pool):
+        opened = open_pool(pool)
+        fresh: list[Device] = []
+        try:
+            config, geometry = opened.config, opened.config.geometry
+            for path in paths:
+                fresh.append(open_new(path, [*opened.devices, *fresh], force=force))
+            first, group = len(config.devices), 1 + max(device.group for device in config.devices)
+            added = new_config(geometry, [(stored_path(device.path, pool), device.size) for device in fresh]).devices
+            changed = replace(
+                config, revision=config.revision + 1,
+                devices=(*config.devices, *(replace(d, index=first + d.index, group=group) for d in added)),
+            )  # fmt: skip
+            if len(changed.devices) > DEVICES_MAX:
+                raise UsageError(f"{len(changed.devices)} devices: at most {DEVICES_MAX} are possible")
+            if changed.segment_count == config.segment_count:
+                raise UsageError(
+                    f"{len(fresh)} devices: a segment needs {geometry.stripe_width}, with a zone of "
+                    f"{format_size(geometry.zone_size)} on each: add that many at a time"
+                )
+            devices = [*opened.devices, *fresh]
+            new, old = range(first, len(devices)), range(first)
+            for absent in (old, new):
+                if absent is new:
+                    write_config(pool, changed)
+                for failed in write_labels(changed, devices, opened.epoch, {*absent, *opened.absent}).values():
+                    raise DeviceError(failed)
+            return config, changed
+        finally:
+            for device in fresh:
+                device.close()
+            opened.close()
+
+
+def open_new(path: Path, others: Sequence[Device], *, force: bool) -> Device:
+    """A device that is to become one of a pool. UsageError, PoolError, DeviceError."""
+    if any(path.exists() and other.path.exists() and os.path.samefile(path, other.path) for other in others):
+        raise UsageError(f"{path}: is a device of this pool, or given twice")
+    device = open_device(path)
+    try:
+        if device.size < DEVICE_SIZE_MIN:
+            raise UsageError(f"{path}: {device.size} bytes; a device needs at least {DEVICE_SIZE_MIN}")
+        what = None if force else signature(device)
+        if what is not None:
+            raise PoolError(f"{path}: holds {what}; use --force to overwrite it")
+    except BaseException:
+        device.close()
+        raise
+    return device
 
 
 def import_pool(pool: Path, paths: Sequence[Path]) -> PoolConfig:

@@ -30,7 +30,7 @@ from kvfs.store.devices import (
     check_device,
     device_path,
     open_device,
-    signature,
+    open_new,
     stored_path,
     write_config,
     write_label,
@@ -50,6 +50,8 @@ _COMPARE_TURNS = 8
 # A device that failed is looked for this often at first, then less and less.
 _PROBE_S = 1.0
 _PROBE_MAX_S = 15.0
+# A device that was back for this long has nothing behind it any more.
+_SETTLED_S = 60.0
 # What opens, reads or writes a label, or syncs, and takes longer is given up on.
 _LABEL_TIMEOUT_S = 20.0
 _BATCH = 256
@@ -69,6 +71,7 @@ class Service:
     pace: Pace = field(default_factory=Pace)
     probe_at: float = 0.0
     probe_s: float = _PROBE_S
+    back_at: float = float("-inf")
     errors: int = 0
 
 
@@ -113,6 +116,11 @@ class Devices:
             self._plane.device_stop(number)
         if self._opened.absent:
             self._place()
+
+    def missing(self) -> list[str]:
+        """Why each device that failed did."""
+        return [f"device {device}: {service.reason}" for device, service in enumerate(self.all)
+                if service.state == DeviceState.FAILED]  # fmt: skip
 
     def segments_of(self, device: int) -> Sequence[SegmentIndex]:
         return self._of[device]
@@ -208,7 +216,11 @@ class Devices:
         log.error("device %d (%s): failed: %s", device, self._path(device), reason)
         self._plane.device_stop(device)
         self._set(device, DeviceState.FAILED, reason)
-        service.probe_at, service.probe_s = trio.current_time() + _PROBE_S, _PROBE_S
+        now = trio.current_time()
+        # One that failed again soon after it came back is looked for less and less often.
+        again = now - service.back_at < _SETTLED_S
+        service.probe_s = min(2 * service.probe_s, _PROBE_MAX_S) if again else _PROBE_S
+        service.probe_at = now + service.probe_s
         self._take_away(device)
 
     def _take_away(self, device: int) -> None:
@@ -294,6 +306,7 @@ class Devices:
                 self._take_away(device)
                 return
             self._set(device, DeviceState.ONLINE, "")
+            self.all[device].back_at = trio.current_time()
             self._place()
             self._index.shown.clear()
         self._plane.notify_epoch()
@@ -336,7 +349,11 @@ class Devices:
         away = {number for i, service in enumerate(self.all) if service.state.away and i != device
                 for number in self._of[i]}  # fmt: skip
         back = [number for number in self._of[device] if number not in away]
+        before = self._plane.device_statistics(device)
         headers, blank = await self._segments.read_headers(back)
+        after = self._plane.device_statistics(device)
+        if (after["errors"], after["timeouts"]) != (before["errors"], before["timeouts"]):
+            raise DeviceError(f"{self._path(device)}: its label can be read, its segments cannot")
         count = 0
         for number in back:
             segment, header = self._segments.all[number], headers[number]
@@ -427,7 +444,7 @@ class Devices:
     async def replace(self, device: int, path: Path, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
         described = self.config.devices[device]
-        fresh = await _in_thread(lambda: _open_new(path, self._opened, force), path)
+        fresh = await _in_thread(lambda: open_new(path, self._opened.devices, force=force), path)
         try:
             needed = described.zones_offset + described.zone_count * self.config.geometry.zone_size + LABEL_SIZE
             if fresh.size < needed:
@@ -445,10 +462,12 @@ class Devices:
                 self._take_away(device)
                 await self._vanish_all()
                 count = await self._purge(self._of[device])
-                for number in self._of[device]:
-                    segment = self._segments.all[number]
-                    if segment.state == State.CLOSED:
-                        self._segments.forget_life(segment, 0)
+                with trio.fail_after(_LABEL_TIMEOUT_S):
+                    for number in self._of[device]:
+                        while self._segments.all[number].state in (State.OPEN, State.EVICTING):
+                            await trio.sleep(0.01)
+                        # Free ones as well: the new device may have been this pool's before, and name blocks.
+                        self._segments.forget_life(self._segments.all[number], 0)
                 await _in_thread(lambda: write_label(changed, fresh, device, self._epoch), path)
                 await self._describe(replace(self.config, devices=tuple(devices)))
                 await self._take_in(device, fresh)
@@ -514,18 +533,3 @@ def _leads_to(device: Device, path: Path) -> bool:
         return False
     same = (named.st_dev, named.st_ino, named.st_rdev) == (is_open.st_dev, is_open.st_ino, is_open.st_rdev)
     return same and os.lseek(device.fd, 0, os.SEEK_END) >= device.size > 0
-
-
-def _open_new(path: Path, opened: OpenPool, force: bool) -> Device:
-    for other in opened.devices:
-        if path.exists() and other.path.exists() and os.path.samefile(path, other.path):
-            raise UsageError(f"{path}: is a device of this pool")
-    device = open_device(path)
-    try:
-        what = None if force else signature(device)
-        if what is not None:
-            raise PoolError(f"{path}: holds {what}; use --force to overwrite it")
-    except BaseException:
-        device.close()
-        raise
-    return device
