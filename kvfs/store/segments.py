@@ -45,6 +45,8 @@ _OPEN_TRIES = 8
 _PIECE_PAGES_MIN = 16
 _SUMMARY_WRITERS = 4
 _YIELD_EVERY = 256
+# So many freed at once are those of a device.
+_ROTATE = 16
 # What a compressed summary may unpack to.
 _SUMMARY_EXPANSION_MAX = 64
 # What a dead client's process had under way has landed, or failed, by then.
@@ -254,6 +256,15 @@ class Segments:
                     self._add_free(segment.index)
             if segment.dirty:
                 self._dirty.add(segment.index)
+        self._rotate()
+
+    def _rotate(self) -> None:
+        """Let free segments that come in turn lie on different devices: those of one that is new, or back, are many."""
+        queues: dict[int, list[SegmentIndex]] = {}
+        for number in self._free:
+            queues.setdefault(self.members[number][0][0], []).append(number)
+        order = [((i + 0.5) / len(queue), number) for queue in queues.values() for i, number in enumerate(queue)]
+        self._free = deque(number for _, number in sorted(order))
 
     def free_count(self) -> int:
         """Free segments, those that still rest included, unless for late writes: that can take long."""
@@ -281,6 +292,7 @@ class Segments:
             if not self.all[number].avoided:
                 self._aside.discard(number)
                 self._free.append(number)
+        self._rotate()
         if self._ready is not None and self._ready.avoided:
             segment, self._ready = self._ready, None
             self.retire(segment)
@@ -630,6 +642,8 @@ class Segments:
                 if not self.all[number].lost:
                     self._resting.discard(number)
                     self._add_free(number)
+            if len(resting) >= _ROTATE:
+                self._rotate()
             if resting:
                 self.exhausted = False
                 self.wake_waiters()

@@ -342,7 +342,7 @@ def test_another_device_in_its_place_is_not_taken_in_until_it_is_told_to(faulty:
     assert f"{len(files) - len(there)} blocks went" in said, said
     assert state(pool) == "online" and pool.status()["devices"][SICK]["path"] == str(new)
     before = pool.status()["devices"][SICK]["write_bytes"]
-    more = {f"more-{index}": content(BLOCK, ("more", index)) for index in range(80)}
+    more = {f"more-{index}": content(BLOCK, ("more", index)) for index in range(160)}
     for name, data in more.items():
         write_file(pool.mount / name, data)
     assert pool.status()["devices"][SICK]["write_bytes"] - before > 5 * BLOCK
