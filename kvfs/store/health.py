@@ -26,9 +26,8 @@ SILENCE_S = 5.0
 SLOW_FACTOR = 10.0
 SLOW_NS = 10_000_000
 SLOW_TURNS = 2
-# Not slow any more: below so many times that of its peers, or this short, in so many turns.
+# Not slow any more: below so many times that of its peers, or too short for that, in so many turns.
 FAST_FACTOR = 4.0
-FAST_NS = SLOW_NS // 4
 FAST_TURNS = 3
 # A turn needs this many I/Os of a kind to say anything.
 SAMPLES = 32
@@ -135,7 +134,7 @@ def judge(paces: Mapping[int, Pace], slow: frozenset[int], now: float) -> dict[i
                 worst, kind_of_worst, peers_ns = own / max(1.0, median(others)), kind, median(others)
         if device in slow:
             if worst:
-                fast = worst < FAST_FACTOR or max(pace.p99_ns.values()) < FAST_NS
+                fast = worst < FAST_FACTOR or max(pace.p99_ns.values()) < SLOW_NS
                 pace.fast_turns = pace.fast_turns + 1 if fast else 0
             if pace.fast_turns >= FAST_TURNS or now - pace.heard > UNHEARD_S:
                 pace.clear()

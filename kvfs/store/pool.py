@@ -219,6 +219,7 @@ class Store:
             await self.segments.flush_summaries()
         self.evictor = Evictor(self.segments, self.index, self.plane, self._policy, self.pins, self)
         self._set_space()
+        await self.service.take_in_stale()
         assert self._nursery is not None
         self.rebuilding = rebuild
         if rebuild:

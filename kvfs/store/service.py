@@ -117,6 +117,15 @@ class Devices:
         if self._opened.absent:
             self._place()
 
+    async def take_in_stale(self) -> None:
+        """Those that are there, but missed a mount: before anybody asks for what lies on them."""
+        for device, service in enumerate(self.all):
+            if service.state == DeviceState.FAILED and self._opened.devices[device].size:
+                try:
+                    await self.bring_back(device)
+                except (KvfsError, OSError) as error:
+                    log.error("device %d (%s): %s", device, self._path(device), error)
+
     def missing(self) -> list[str]:
         """Why each device that failed did."""
         return [f"device {device}: {service.reason}" for device, service in enumerate(self.all)
