@@ -586,12 +586,16 @@ class Store:
 
     async def _drain(self, numbers: Sequence[SegmentIndex]) -> None:
         for number in numbers:
-            with trio.fail_after(_DRAIN_TIMEOUT_S):
+            done = False
+            with trio.move_on_after(_DRAIN_TIMEOUT_S):
                 while not await self.evictor.drain(self.segments.all[number]):
                     # No room: others go first.
                     if not await self.evictor.free_until(lambda: self.segments.free_count() > self.evictor.low):
-                        raise NoSpaceError(f"segment {number}: no room to carry its blocks over")
+                        await trio.sleep(0.1)
                     await self._commit_and_flush()
+                done = True
+            if not done:
+                raise NoSpaceError(f"segment {number}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
 
     # ---- closing ----
 

@@ -200,6 +200,7 @@ class Segments:
         self._free: deque[SegmentIndex] = deque()
         # Free, and avoided.
         self._aside: set[SegmentIndex] = set()
+        self._lost: set[SegmentIndex] = set()
         self._resting: set[SegmentIndex] = set()
         # Lent to native clients, or late writes may land there until this (trio) time.
         self._late: dict[SegmentIndex, float] = {}
@@ -277,9 +278,9 @@ class Segments:
         else:
             self._free.append(number)
 
-    def set_places(self, lost: Iterable[int], avoided: Iterable[int]) -> None:
+    def set_places(self, lost: set[SegmentIndex], avoided: set[SegmentIndex]) -> None:
         """Which segments lie on devices that are away, and which others are not to be written. Runs in one step."""
-        lost, avoided = set(lost), set(avoided)
+        self._lost = lost
         for segment in self.all:
             segment.lost = segment.index in lost
             segment.avoided = segment.lost or segment.index in avoided
@@ -628,7 +629,7 @@ class Segments:
         """
         async with self._flush_lock:
             # Those on devices that are away stay dirty, and resting, until they are back.
-            lost = {segment.index for segment in self.all if segment.lost}
+            lost = self._lost
             resting = [number for number in self._resting - lost if not self._waits(self.all[number])]
             batch = sorted(self._dirty.difference(self._resting.difference(resting), lost))
             self._dirty.difference_update(batch)

@@ -8,6 +8,7 @@ What the device itself says of blocks is never believed. What is removed or repl
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -34,7 +35,6 @@ from kvfs.store.devices import (
     stored_path,
     write_config,
     write_label,
-    write_labels,
 )
 from kvfs.store.health import DeviceState, Failures, Pace, judge
 from kvfs.store.segments import Segments, State, usage
@@ -72,6 +72,10 @@ class Service:
     probe_at: float = 0.0
     probe_s: float = _PROBE_S
     back_at: float = float("-inf")
+    # The index has nothing of it any more: nothing has to be hidden.
+    forgotten: bool = False
+    # What blocks on a device, one at a time: threads that it never answers must not be many.
+    limit: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     errors: int = 0
 
 
@@ -113,6 +117,7 @@ class Devices:
         for number, reason in self._opened.absent.items():
             removed = self.config.devices[number].removed
             self._set(number, DeviceState.REMOVED if removed else DeviceState.FAILED, reason)
+            self.all[number].forgotten = removed
             self._plane.device_stop(number)
         if self._opened.absent:
             self._place()
@@ -155,7 +160,10 @@ class Devices:
                 more = avoided.union(self._of[device])
                 if len(self._segments.all) - len(lost | more) >= (len(self._segments.all) - len(lost)) // _AVOID_LEAVES:
                     avoided = more
-        self._index.lost = set(lost)
+        self._index.lost = {
+            number for device, service in enumerate(self.all) if service.state.away and not service.forgotten
+            for number in self._of[device]
+        }  # fmt: skip
         self._segments.set_places(lost, avoided)
         self._blocks.places_changed()
 
@@ -300,7 +308,7 @@ class Devices:
             if self.all[device].state != DeviceState.FAILED:
                 return
             was = self.all[device].reason
-            found = await _in_thread(lambda: self._find(device), self._path(device))
+            found = await _in_thread(self.all[device].limit, self._path(device), lambda: self._find(device), _close)
             self._set(device, DeviceState.RETURNING, "its segments are being checked")
             try:
                 await self._take_in(device, found)
@@ -350,7 +358,7 @@ class Devices:
             fresh.fd = number
             self._opened.devices[device] = fresh
         self._opened.absent.pop(device, None)
-        await _in_thread(lambda: self._plane.device_use(device), self._path(device))
+        await _in_thread(self.all[device].limit, self._path(device), lambda: self._plane.device_use(device))
 
     async def _reconcile(self, device: int) -> int | None:
         """Compare its segments with what the index has of them, and show what is there again. None if the device went
@@ -443,9 +451,14 @@ class Devices:
             self._plane.device_stop(device)
             self._set(device, DeviceState.REMOVED, "")
             self._take_away(device)
-            await self._vanish_all()
-            await self._describe(replace(self.config, devices=tuple(devices)))
-            count = await self._purge(self._of[device])
+            try:
+                count = await self._forget(device)
+                await self._describe(replace(self.config, devices=tuple(devices)))
+            except BaseException as error:
+                self._set(device, DeviceState.FAILED, f"could not be removed: {error}")
+                raise
+            self.all[device].forgotten = True
+            self._place()
         log.info("device %d (%s): removed, %d blocks with it", device, self._path(device), count)
         self._blocks.devices_changed()
         return count
@@ -453,7 +466,8 @@ class Devices:
     async def replace(self, device: int, path: Path, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
         described = self.config.devices[device]
-        fresh = await _in_thread(lambda: open_new(path, self._opened.devices, force=force), path)
+        limit = trio.CapacityLimiter(1)
+        fresh = await _in_thread(limit, path, lambda: open_new(path, self._opened.devices, force=force), _close)
         try:
             needed = described.zones_offset + described.zone_count * self.config.geometry.zone_size + LABEL_SIZE
             if fresh.size < needed:
@@ -469,18 +483,18 @@ class Devices:
                 self._set(device, DeviceState.FAILED, "being replaced")
                 self.all[device].probe_at = float("inf")
                 self._take_away(device)
-                await self._vanish_all()
-                count = await self._purge(self._of[device])
-                with trio.fail_after(_LABEL_TIMEOUT_S):
-                    for number in self._of[device]:
-                        while self._segments.all[number].state in (State.OPEN, State.EVICTING):
-                            await trio.sleep(0.01)
-                        # Free ones as well: the new device may have been this pool's before, and name blocks.
-                        self._segments.forget_life(self._segments.all[number], 0)
-                await _in_thread(lambda: write_label(changed, fresh, device, self._epoch), path)
+                count = await self._forget(device)
+                for number in self._of[device]:
+                    # What was under way fails, at its deadline at the latest. Free ones as well: the new device may
+                    # have been this pool's before, and name blocks.
+                    while self._segments.all[number].state in (State.OPEN, State.EVICTING):
+                        await trio.sleep(0.01)
+                    self._segments.forget_life(self._segments.all[number], 0)
+                await _in_thread(limit, path, lambda: write_label(changed, fresh, device, self._epoch))
                 await self._describe(replace(self.config, devices=tuple(devices)))
                 await self._take_in(device, fresh)
                 self._set(device, DeviceState.ONLINE, "")
+                self.all[device].forgotten = False
                 self._place()
         except BaseException:
             if fresh.fd != self._opened.devices[device].fd:
@@ -491,17 +505,32 @@ class Devices:
         self._blocks.devices_changed()
         return count
 
+    async def _forget(self, device: int) -> int:
+        """Nothing of what lies there is in the index any more, durably. With the lock."""
+        await self._vanish_all()
+        count = await self._purge(self._of[device])
+        await self._index.commit()
+        return count
+
     async def _describe(self, config: PoolConfig) -> None:
         """A new description of the pool: pool.toml first, then the labels; older labels are taken for what they are."""
         config = replace(config, revision=self.config.revision + 1)
-        await _in_thread(lambda: write_config(self._opened.path, config), self._opened.path / CONFIG_NAME)
+        await trio.to_thread.run_sync(write_config, self._opened.path, config)
         self._opened.config = config
-        absent = {device for device, service in enumerate(self.all) if service.state.away}
-        failed = await _in_thread(
-            lambda: write_labels(config, self._opened.devices, self._epoch, absent), self._opened.path
-        )
-        for device, reason in failed.items():
-            self.fail(device, reason)
+
+        async def label(device: int) -> None:
+            try:
+                await _in_thread(
+                    self.all[device].limit, self._path(device),
+                    lambda: write_label(config, self._opened.devices[device], device, self._epoch),
+                )  # fmt: skip
+            except KvfsError as error:
+                self.fail(device, str(error))
+
+        async with trio.open_nursery() as nursery:
+            for device, service in enumerate(self.all):
+                if not service.state.away:
+                    nursery.start_soon(label, device)
 
     # ---- durability ----
 
@@ -511,12 +540,13 @@ class Devices:
 
         async def one(number: int, device: Device) -> None:
             try:
-                await _in_thread(lambda: os.fdatasync(device.fd), device.path)
+                await _in_thread(self.all[number].limit, device.path, lambda: os.fdatasync(device.fd))
             except OSError as error:
                 failure = KvfsError(f"{device.path}: {os.strerror(error.errno or 0)}")
                 failure.errno = error.errno or failure.errno
                 failed.append(failure)
             except KvfsError as error:
+                self.note_error(number, errno.ETIMEDOUT)
                 failed.append(error)
 
         async with trio.open_nursery() as nursery:
@@ -527,11 +557,27 @@ class Devices:
             raise failed[0]
 
 
-async def _in_thread(work: Callable[[], T], what: Path) -> T:
-    """Blocking work on a device. One that does not answer is given up on; its thread waits on."""
+async def _in_thread(
+    limit: trio.CapacityLimiter, what: Path, work: Callable[[], T], undo: Callable[[T], None] | None = None
+) -> T:
+    """Blocking work on a device. One that does not answer is given up on; the thread waits on, and undoes."""
+    late = False
+
+    def run() -> T:
+        result = work()
+        if late and undo is not None:
+            undo(result)
+        return result
+
     with trio.move_on_after(_LABEL_TIMEOUT_S):
-        return await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+        return await trio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=limit)
+    late = True
     raise DeviceError(f"{what}: no answer within {_LABEL_TIMEOUT_S:.0f} s")
+
+
+def _close(device: Device | None) -> None:
+    if device is not None:
+        device.close()
 
 
 def _leads_to(device: Device, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""python stoppable.py TARGET MOUNTPOINT: a filesystem of one file, MOUNTPOINT/device, that can be told to hang or to fail.
+"""python stoppable.py TARGET MOUNTPOINT: a filesystem of one file, MOUNTPOINT/device, that can be told to be sick.
 
 A test double of a sick device. Reads and writes go through to TARGET; a line "stop read" or "stop write" on stdin holds
 the ones that come from then on, "fail now" fails them with EIO, "slow MS" delays each, "go" lets them all through; each

@@ -1,4 +1,4 @@
-"""Devices that fail, hang, are slow, vanish and come back, under a mount: some misses, never a wrong byte, never a hang.
+"""Devices that fail, hang, are slow, vanish and come back, under a mount: misses, never a wrong byte, never a hang.
 
 Four devices, the second of them on a filesystem that can be told to be sick (stoppable.py, a double of such a device).
 """
@@ -229,7 +229,7 @@ def test_a_device_that_hangs_costs_its_deadline_once_and_the_others_nothing(faul
     assert look(pool, files) == set(files)
 
 
-def test_a_slow_device_gets_no_new_segments_and_is_reported_until_it_is_fast_again(faulty: Callable[..., Faulty]) -> None:
+def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(faulty: Callable[..., Faulty]) -> None:
     pool, sick = faulty(1)
     files = fill(pool)
     stop = threading.Event()
