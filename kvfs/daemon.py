@@ -273,7 +273,7 @@ async def device_command(store: Store, action: str, arguments: Mapping[str, obje
     path = arguments.get("path")
     if not isinstance(path, str) or not os.path.isabs(path):
         raise UsageError(f"device replace: path {path!r} is no absolute path")
-    count = await store.service.replace(device, Path(path), bool(arguments.get("force")))
+    count = await store.replace_device(device, Path(path), force=bool(arguments.get("force")))
     return {"device": device, "path": path, "lost_blocks": count}
 
 

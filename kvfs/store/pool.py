@@ -580,9 +580,17 @@ class Store:
     async def remove_device(self, device: int, *, drain: bool) -> int:
         """Take a device out for good; `drain`: what is pinned, open or hot is carried over first. Returns how many
         blocks went."""
-        if self.rebuilding:
-            raise KvfsError("the index is being rebuilt; no device can be removed until that is done")
+        self._check_settled()
         return await self.service.remove(device, self._drain if drain else None)
+
+    async def replace_device(self, device: int, path: Path, *, force: bool) -> int:
+        """Let another device take its place, empty. Returns how many blocks went with the old one."""
+        self._check_settled()
+        return await self.service.replace(device, path, force)
+
+    def _check_settled(self) -> None:
+        if self.rebuilding:
+            raise KvfsError("the index is being rebuilt; devices can be changed when that is done")
 
     async def _drain(self, numbers: Sequence[SegmentIndex]) -> None:
         for number in numbers:

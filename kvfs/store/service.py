@@ -47,6 +47,8 @@ T = TypeVar("T")
 _WATCH_S = 0.25
 # Times are compared at every so many turns.
 _COMPARE_TURNS = 8
+# A device that nothing was asked of is asked this often: native clients tell nobody what they see.
+_BEAT_S = 1.0
 # A device that failed is looked for this often at first, then less and less.
 _PROBE_S = 1.0
 _PROBE_MAX_S = 15.0
@@ -77,6 +79,9 @@ class Service:
     # What blocks on a device, one at a time: threads that it never answers must not be many.
     limit: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     errors: int = 0
+    good: int = -1
+    good_at: float = 0.0
+    beating: bool = False
 
 
 class Blocks(Protocol):
@@ -185,11 +190,22 @@ class Devices:
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch)
+            nursery.start_soon(self._watch, nursery)
             nursery.start_soon(self._vanish_loop)
             nursery.start_soon(self._probe_loop)
 
-    async def _watch(self) -> None:
+    async def _beat(self, device: int) -> None:
+        """Read a page. What comes of it the data plane counts, and says."""
+        number = self._of[device][0]
+        member = [of for of, _ in self._segments.members[number]].index(device)
+        try:
+            await self._plane.store_read(number, member * self.config.geometry.stripe_unit // PAGE_SIZE, PAGE_SIZE)
+        except KvfsError as error:
+            log.debug("device %d: %s", device, error)
+        finally:
+            self.all[device].beating = False
+
+    async def _watch(self, nursery: trio.Nursery) -> None:
         turn = 0
         while True:
             await trio.sleep(_WATCH_S)
@@ -203,6 +219,11 @@ class Devices:
                 reason = service.failures.verdict(good, now)
                 if reason is not None:
                     self.fail(device, reason)
+                elif good != service.good:
+                    service.good, service.good_at = good, now
+                elif now - service.good_at >= _BEAT_S and not service.beating and self._of[device]:
+                    service.beating, service.good_at = True, now
+                    nursery.start_soon(self._beat, device)
             if turn % _COMPARE_TURNS == 0:
                 self._compare(now)
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import threading
@@ -19,6 +20,8 @@ from typing import Any
 import helpers
 import pytest
 from helpers import KIB, MIB, Pool, assert_same, content, raises_errno, read_file, wait_until, write_file
+
+import kvfs
 
 SICK = 1
 COUNT = 120
@@ -321,6 +324,33 @@ def test_a_device_that_is_pulled_out_under_load_is_taken_in_by_a_new_descriptor(
     assert look(pool, files) == set(files)
 
 
+def test_a_native_client_misses_what_is_lost_and_connects_again_when_it_is_back(faulty: Callable[..., Faulty]) -> None:
+    pool, sick = faulty(1)
+    blocks = {f"block {index}".encode(): content(BLOCK, index) for index in range(COUNT)}
+    with kvfs.connect(pool.mount, namespace="native") as client:
+        client.put(blocks.items())
+        sick.vanish()
+        for key in blocks:
+            client.get(key)
+        assert None in [client.get(key) for key in blocks]
+        # Clients tell the daemon nothing of it: it finds out by itself.
+        wait_state(pool, "failed")
+        found = {key: client.get(key) for key in blocks}
+        there = {key for key, data in found.items() if data is not None}
+        assert 0.65 < len(there) / len(blocks) < 0.85
+        assert all(found[key] == blocks[key] for key in there)
+        more = {f"more {index}".encode(): content(BLOCK, ("more", index)) for index in range(20)}
+        client.put(more.items())
+        sick.appear()
+        wait_state(pool, "online")
+        before = client.statistics().reconnects
+        wait_until(lambda: all(client.get(key) == data for key, data in (blocks | more).items()), "all blocks")
+        assert client.statistics().reconnects == before + 1
+        again = {f"again {index}".encode(): content(BLOCK, ("again", index)) for index in range(200)}
+        client.put(again.items())
+        assert all(client.get(key) == data for key, data in again.items())
+
+
 def test_another_device_in_its_place_is_not_taken_in_until_it_is_told_to(faulty: Callable[..., Faulty],
                                                                         tmp_path: pathlib.Path) -> None:
     pool, sick = faulty(1)
@@ -395,6 +425,69 @@ def test_a_device_is_removed_drained_and_devices_are_added(faulty: Callable[...,
     pool.command("import", str(pool.path), *given)
     pool.start()
     assert {f"more-{index}" for index in range(390, 400)} <= set(os.listdir(pool.mount))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_device_that_comes_and_goes_under_load_costs_misses_and_never_a_wrong_or_an_old_byte(
+    faulty: Callable[..., Faulty], width: int
+) -> None:
+    """KVFS_STORM_S: how long."""
+    pool, sick = faulty(width)
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    until = time.monotonic() + float(os.environ.get("KVFS_STORM_S", "12"))
+    wrong: list[BaseException] = []
+    passing = (errno.EIO, errno.ENOENT, errno.ENOSPC)
+
+    def work(worker: int) -> None:
+        """Names of its own: each is missing, or what was last renamed over it."""
+        chooser, latest, version = random.Random(f"{seed} {worker}"), {}, 0
+        while time.monotonic() < until and not wrong:
+            name = f"{worker}-{chooser.randrange(40)}"
+            try:
+                what = chooser.randrange(4)
+                if what == 0:
+                    version += 1
+                    size = chooser.choice((3000, 100 * KIB, BLOCK))
+                    write_file(pool.mount / f".{name}", content(size, (name, version)))
+                    os.rename(pool.mount / f".{name}", pool.mount / name)
+                    latest[name] = (size, version)
+                elif what == 1 and chooser.randrange(4) == 0:
+                    os.unlink(pool.mount / name)  # ENOENT while it is lost: then it may come back
+                    latest.pop(name, None)
+                else:
+                    data = uncached(pool.mount / name)
+                    assert name in latest, f"{name} is back"
+                    assert_same(data, content(latest[name][0], (name, latest[name][1])), name)
+            except OSError as error:
+                if error.errno not in passing:
+                    wrong.append(error)
+            except BaseException as error:
+                wrong.append(error)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    chooser = random.Random(seed)
+    try:
+        while time.monotonic() < until and not wrong:
+            if chooser.randrange(2):
+                sick("fail now")
+                time.sleep(chooser.uniform(0.1, 2))
+                sick("go")
+            else:
+                sick.vanish()
+                time.sleep(chooser.uniform(0.1, 2))
+                sick.appear()
+            time.sleep(chooser.uniform(0.1, 3))
+    finally:
+        for worker in workers:
+            worker.join(60)
+    assert not any(worker.is_alive() for worker in workers)
+    assert not wrong, wrong[0]
+    wait_state(pool, "online", timeout_s=60)
+    pool.umount()
+    assert "nothing is damaged" in pool.command("fsck", str(pool.path), "--verify-data").stdout
 
 
 def test_what_would_leave_no_segments_is_refused(faulty: Callable[..., Faulty]) -> None:
