@@ -437,9 +437,7 @@ def new_config(geometry: Geometry, devices: list[tuple[str, int]]) -> PoolConfig
     )  # fmt: skip
 
 
-def compare(
-    found: PoolConfig, origin: str, expected: PoolConfig, source: str, own: int | None = None
-) -> None:
+def compare(found: PoolConfig, origin: str, expected: PoolConfig, source: str, own: int | None = None) -> None:
     """Raise PoolError naming the first key where `found` (at origin) disagrees with `expected` (at source). Paths
     may differ. With `own` only that device counts: one of the two is older than a change of the pool's devices."""
 

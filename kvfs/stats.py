@@ -181,7 +181,8 @@ def render_status(status: Json) -> str:
         )
     if segments:
         states = ", ".join(
-            f"{number(segments, key):.0f} {key}" for key in _SEGMENT_STATES
+            f"{number(segments, key):.0f} {key}"
+            for key in _SEGMENT_STATES
             if key in segments and (key != "lost" or number(segments, key))
         )
         lines.append(
@@ -455,11 +456,7 @@ def _prometheus_lines(status: Json, label: str) -> Iterator[str]:
     for key, value in section(status, "space").items():
         yield from _family(f"kvfs_space_{key}_bytes", "gauge", [(label, _plain(value))])
     segments = section(status, "segments")
-    states = [
-        (f'{label},state="{key}"', number(segments, key))
-        for key in _SEGMENT_STATES
-        if key in segments
-    ]
+    states = [(f'{label},state="{key}"', number(segments, key)) for key in _SEGMENT_STATES if key in segments]
     yield from _family("kvfs_segments", "gauge", states)
     yield from _family("kvfs_blocks", "gauge", [(label, number(status, "blocks"))])
     for key, value in section(status, "counters").items():
