@@ -569,6 +569,10 @@ class Store:
 
     # ---- devices ----
 
+    def leave_table(self, number: InodeNumber) -> None:
+        """Somebody asked for an inode that is not there: if its device has just gone, its name goes at once."""
+        self.service.leave_table([number])
+
     def places_changed(self) -> None:
         """What can be written became more or less."""
         self._set_space()

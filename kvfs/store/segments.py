@@ -83,6 +83,7 @@ class Segment:
     dirty: bool = False  # the summary on the device does not say what is live
     copy_stale: bool = False  # the summary in the other slot names blocks that are gone
     writing: bool = False  # a summary is on its way to the device: until it is there, a crash must find this dirty
+    opening: bool = False  # its header is on its way
     closing: bool = False  # full; closed with its last run in flight
     held: int = 0  # files being written with pages here
     in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
@@ -562,7 +563,7 @@ class Segments:
     async def _format(self, segment: Segment, stream: Stream) -> bool:
         """Give it a new generation and write its header. False if that failed: then it is free again, as the last."""
         assert segment.state == State.FREE and not segment.in_flight and not segment.live_pages
-        segment.state = State.OPEN
+        segment.state, segment.opening = State.OPEN, True
         segment.generation = self._generations.next()
         segment.stream, segment.next_page, segment.slot = stream, 1, 1
         segment.dirty = segment.copy_stale = segment.closing = False
@@ -581,6 +582,8 @@ class Segments:
             self._open_error = error
             log.warning("segment %d: cannot be opened: %s", segment.index, error)
             return False
+        finally:
+            segment.opening = False
         self._changed.add(segment.index)
         return True
 

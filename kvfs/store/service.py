@@ -281,13 +281,14 @@ class Devices:
             segment = self._vanish.pop()
             inodes = self._index.segment_inodes(segment)
             for at in range(0, len(inodes), _BATCH):
-                count += self._leave_table(inodes[at : at + _BATCH])
+                count += self.leave_table(inodes[at : at + _BATCH])
                 await trio.lowlevel.checkpoint()
         if count:
             self._plane.notify_epoch()
             log.info("%d blocks are not there until their device is back", count)
 
-    def _leave_table(self, inodes: Iterable[InodeNumber]) -> int:
+    def leave_table(self, inodes: Iterable[InodeNumber]) -> int:
+        """Those of them that are hidden; returns how many."""
         hidden = [number for number in inodes if self._index.hidden(number) is not None]
         for number, is_open in zip(hidden, self._plane.inode_evict(hidden), strict=True):
             if is_open:
@@ -329,6 +330,12 @@ class Devices:
             if self.all[device].state != DeviceState.FAILED:
                 return
             was = self.all[device].reason
+            with trio.move_on_after(_LABEL_TIMEOUT_S):
+                # What has begun to open one fails, and must not succeed instead.
+                while any(self._segments.all[number].opening for number in self._of[device]):
+                    await trio.sleep(0.01)
+            if any(self._segments.all[number].opening for number in self._of[device]):
+                raise DeviceError(f"{self._path(device)}: still owes an answer")
             found = await _in_thread(self.all[device].limit, self._path(device), lambda: self._find(device), _close)
             self._set(device, DeviceState.RETURNING, "its segments are being checked")
             try:
