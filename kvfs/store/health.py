@@ -103,6 +103,8 @@ class Pace:
 
     before: dict[str, Sequence[int]] = field(default_factory=dict)
     p99_ns: dict[str, float] = field(default_factory=dict)
+    # The last one of each kind, for comparison: turns with enough samples need not be those of its peers.
+    last_ns: dict[str, float] = field(default_factory=dict)
     slow_turns: int = 0
     fast_turns: int = 0
     heard: float = 0.0
@@ -114,7 +116,7 @@ class Pace:
         for kind, counts in buckets.items():
             change = [a - b for a, b in zip(counts, self.before.get(kind, [0] * len(counts)), strict=True)]
             if sum(change) >= SAMPLES:
-                self.p99_ns[kind] = percentile_ns(change, 99)
+                self.p99_ns[kind] = self.last_ns[kind] = percentile_ns(change, 99)
                 self.before[kind] = counts
                 self.heard = now
 
@@ -129,7 +131,7 @@ def judge(paces: Mapping[int, Pace], slow: frozenset[int], now: float) -> dict[i
     for device, pace in paces.items():
         worst, kind_of_worst, peers_ns = 0.0, "", 0.0
         for kind, own in pace.p99_ns.items():
-            others = [other.p99_ns[kind] for key, other in paces.items() if key != device and kind in other.p99_ns]
+            others = [other.last_ns[kind] for key, other in paces.items() if key != device and kind in other.last_ns]
             if others and own / max(1.0, median(others)) > worst:
                 worst, kind_of_worst, peers_ns = own / max(1.0, median(others)), kind, median(others)
         if device in slow:

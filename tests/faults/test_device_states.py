@@ -235,14 +235,16 @@ def test_a_device_that_hangs_costs_its_deadline_once_and_the_others_nothing(faul
 def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(faulty: Callable[..., Faulty]) -> None:
     pool, sick = faulty(1)
     files = fill(pool)
-    stop = threading.Event()
+    stop, gently = threading.Event(), threading.Event()
 
     def read(offset: int) -> None:
-        names = list(files)[offset::4]
         while not stop.is_set():
-            for name in names:
+            for name in list(files)[offset::4]:
+                if gently.is_set():  # the double is never as fast as a file: less so when many ask
+                    if offset:
+                        return
+                    time.sleep(0.01)
                 assert_same(uncached(pool.mount / name), files[name], name)
-            time.sleep(0.05)
 
     readers = [threading.Thread(target=read, args=(offset,)) for offset in range(4)]
     for reader in readers:
@@ -250,8 +252,8 @@ def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(fau
     try:
         time.sleep(3)
         assert state(pool) == "online"
-        sick("slow 60")
-        wait_state(pool, "slow", timeout_s=40)
+        sick("slow 150")
+        wait_state(pool, "slow", timeout_s=60)
         text = pool.command("status", str(pool.path)).stdout
         assert "is slow: p99 of reads" in text, text
         assert 'state="slow"} 1' in pool.command("stats", str(pool.path), "--prometheus").stdout
@@ -263,8 +265,9 @@ def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(fau
         # A summary of a segment that was closed may be written; no block is.
         assert after[SICK]["write_bytes"] - before[SICK]["write_bytes"] < BLOCK
         assert all(after[i]["write_bytes"] - before[i]["write_bytes"] > 4 * BLOCK for i in (0, 2, 3))
+        gently.set()
         sick("go")
-        wait_state(pool, "online", timeout_s=40)
+        wait_state(pool, "online", timeout_s=60)
     finally:
         stop.set()
         for reader in readers:
@@ -435,7 +438,7 @@ def test_a_device_that_comes_and_goes_under_load_costs_misses_and_never_a_wrong_
     pool, sick = faulty(width)
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    until = time.monotonic() + float(os.environ.get("KVFS_STORM_S", "12"))
+    until = time.monotonic() + float(os.environ.get("KVFS_STORM_S", "5"))
     wrong: list[BaseException] = []
     passing = (errno.EIO, errno.ENOENT, errno.ENOSPC)
 
