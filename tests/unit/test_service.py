@@ -23,7 +23,7 @@ from kvfs.types import ROOT_INODE, InodeNumber, Kind
 MIB = 1 << 20
 FAULT_ERROR, BOTH = 1, 3
 SICK = 1
-SIZE = 20 * 4096
+SIZE = 64 * MIB  # of zeros: its header alone takes 18 pages, so some blocks lie on every device
 
 
 def pool_of(path: Path, width: int) -> Path:
