@@ -221,6 +221,15 @@ def parser() -> argparse.ArgumentParser:
     sub = verb("discover", _discover, "list the subsystems of an NVMe/TCP enclosure")
     sub.add_argument("address", metavar="HOST:PORT", help="of its discovery controller")
 
+    sub = verb("device", _device, "list a pool's devices, remove or replace one, add more")
+    sub.add_argument("action", choices=("list", "add", "remove", "replace"))
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT")
+    sub.add_argument(
+        "devices", metavar="DEVICE", nargs="*", help="add: PATH...; remove: a device's number or path; replace: OLD NEW"
+    )
+    sub.add_argument("--drain", action="store_true", help="remove: carry over what is pinned, open or hot before")
+    sub.add_argument("--force", action="store_true", help="add, replace: overwrite what the new device holds")
+
     sub = verb("doctor", _doctor, "what this machine has of what kvfs needs, and what to do")
     sub.add_argument("device", nargs="*", metavar="DEVICE|POOL", help="look at these devices too, or those of a pool")
 
@@ -745,6 +754,70 @@ def _evict(args: argparse.Namespace) -> int:
         blocks, segments = number(document, "evicted_blocks"), number(document, "evicted_segments")
         size = size_text(number(document, "evicted_bytes"))
         print(f"freed {size} in {segments:.0f} segments, {blocks:.0f} blocks evicted")
+    return 0
+
+
+def _device(args: argparse.Namespace) -> int:
+    from kvfs import stats
+    from kvfs.frontend.control import ControlClient, NotRunningError
+
+    pool, count = _pool_of(args.target), len(args.devices)
+    wanted = {"list": count == 0, "add": count > 0, "remove": count == 1, "replace": count == 2}
+    if not wanted[args.action]:
+        raise UsageError(f"device {args.action}: {count} devices given (try kvfs device --help)")
+    if (args.drain and args.action != "remove") or (args.force and args.action not in ("add", "replace")):
+        raise UsageError(f"device {args.action}: {'--drain' if args.drain else '--force'} has no meaning there")
+    if args.action == "list":
+        document = _status_of(pool)
+        if args.output == "json":
+            _print_json({"pool": os.path.abspath(pool), "devices": document["devices"]})
+        else:
+            print("\n".join(stats.render_device_list(document)))
+        return 0
+    if args.action == "add":
+        return _device_add(args, pool)
+    arguments: dict[str, object] = {"device": args.devices[0], "drain": args.drain}
+    if args.action == "replace":
+        arguments = {"device": args.devices[0], "path": _absolute(args.devices[1]), "force": args.force}
+    printer = ProgressPrinter()
+    started = time.monotonic()
+    try:
+        with ControlClient(pool, timeout_s=120.0) as client:
+            result = client.call(
+                f"device_{args.action}", lambda _: printer("seconds", int(time.monotonic() - started), 0), **arguments
+            )
+    except NotRunningError:
+        from kvfs.daemon import change_device
+
+        result = change_device(pool, args.action, arguments)
+    printer.close()
+    document = cast(Mapping[str, object], result)
+    if args.output == "json":
+        _print_json(document)
+    else:
+        by = f" by {document['path']}" if "path" in document else ""
+        print(f"device {document['device']}: {args.action}d{by}, {document['lost_blocks']} blocks went with it")
+    return 0
+
+
+def _absolute(device: str) -> str:
+    from kvfs.store.devices import place_of
+
+    place = place_of(device)
+    return os.path.abspath(place) if isinstance(place, Path) else place
+
+
+def _device_add(args: argparse.Namespace, pool: Path) -> int:
+    from kvfs.store.devices import add_devices, place_of
+
+    before, after = add_devices(pool, [place_of(device) for device in _expanded(args.devices)], force=args.force)
+    if args.output == "json":
+        _print_json({"pool": os.path.abspath(pool), "devices": len(after.devices), "segments": after.segment_count})
+    else:
+        print(
+            f"pool {pool}: {len(after.devices) - len(before.devices)} devices added, "
+            f"{after.segment_count - before.segment_count} segments more, {after.segment_count} now"
+        )
     return 0
 
 

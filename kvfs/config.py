@@ -98,6 +98,10 @@ class DeviceConfig:
     size: int
     zone_count: int
     zones_offset: int
+    # Devices that came together: 0 those that the pool was made of, then one number for each addition.
+    group: int = 0
+    # Taken out for good; its entry stays, so that the others' segments keep their numbers.
+    removed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +111,22 @@ class PoolConfig:
     created: str
     geometry: Geometry
     devices: tuple[DeviceConfig, ...]
+    # Raised when devices are added, removed or replaced: of two descriptions of a pool the higher one is true.
+    revision: int = 0
 
     @property
     def segment_count(self) -> int:
-        return len(layout([device.zone_count for device in self.devices], self.geometry.stripe_width))
+        return len(self.members())
+
+    def members(self) -> list[tuple[tuple[int, int], ...]]:
+        """The members, (device, zone), of every segment. Segments of devices that were added follow on the others and
+        lie on their own devices."""
+        found: list[tuple[tuple[int, int], ...]] = []
+        for group in sorted({device.group for device in self.devices}):
+            here = [device for device in self.devices if device.group == group]
+            for segment in layout([device.zone_count for device in here], self.geometry.stripe_width):
+                found.append(tuple((here[device].index, zone) for device, zone in segment))
+        return found
 
     def dump(self) -> str:
         """pool.toml's text."""
@@ -120,6 +136,7 @@ class PoolConfig:
             f'uuid = "{self.uuid}"',
             f'secret = "{self.secret:016x}"',
             f'created = "{self.created}"',
+            *([f"revision = {self.revision}"] if self.revision else []),
             "",
             "[geometry]",
             f"stripe_width = {self.geometry.stripe_width}",
@@ -136,6 +153,8 @@ class PoolConfig:
                 f"size = {device.size}",
                 f"zone_count = {device.zone_count}",
                 f"zones_offset = {device.zones_offset}",
+                *([f"group = {device.group}"] if device.group else []),
+                *(["removed = true"] if device.removed else []),
             ]
         return "\n".join(lines) + "\n"
 
@@ -173,12 +192,15 @@ def parse(text: str, origin: str) -> PoolConfig:
                 size=device.integer("size", PAGE_SIZE, 1 << 62),
                 zone_count=device.integer("zone_count", 1, 1 << 31),
                 zones_offset=device.integer("zones_offset", LABEL_SIZE, 1 << 40),
+                group=device.integer("group", 1, DEVICES_MAX) if device.has("group") else 0,
+                removed=device.has("removed") and device.boolean("removed"),
             )
         )
         device.finish()
     config = PoolConfig(
-        reader.uuid("uuid"), reader.hexadecimal("secret"), reader.text("created"), geometry, tuple(devices)
-    )
+        reader.uuid("uuid"), reader.hexadecimal("secret"), reader.text("created"), geometry, tuple(devices),
+        reader.integer("revision", 1, 1 << 31) if reader.has("revision") else 0,
+    )  # fmt: skip
     reader.finish()
     _check(config, origin)
     return config
@@ -231,6 +253,15 @@ class _Reader:
         value = self._table.pop(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; {what} is needed")
+        return value
+
+    def has(self, key: str) -> bool:
+        return key in self._table
+
+    def boolean(self, key: str) -> bool:
+        value = self._table.pop(key)
+        if not isinstance(value, bool):
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; true or false is needed")
         return value
 
     def integer(self, key: str, least: int, most: int) -> int:
@@ -406,9 +437,9 @@ def new_config(geometry: Geometry, devices: list[tuple[str, int]]) -> PoolConfig
     )  # fmt: skip
 
 
-def compare(found: PoolConfig, origin: str, expected: PoolConfig, source: str) -> None:
+def compare(found: PoolConfig, origin: str, expected: PoolConfig, source: str, own: int | None = None) -> None:
     """Raise PoolError naming the first key where `found` (at origin) disagrees with `expected` (at source). Paths
-    may differ."""
+    may differ. With `own` only that device counts: one of the two is older than a change of the pool's devices."""
 
     def check(key: str, a: object, b: object) -> None:
         if a != b:
@@ -419,7 +450,15 @@ def compare(found: PoolConfig, origin: str, expected: PoolConfig, source: str) -
         raise PoolError(f"{origin}: secret differs from that of {source}")
     for key in ("stripe_width", "stripe_unit", "zone_size"):
         check(f"geometry.{key}", getattr(found.geometry, key), getattr(expected.geometry, key))
-    check("number of devices", len(found.devices), len(expected.devices))
-    for a, b in zip(found.devices, expected.devices, strict=True):
-        for key in ("uuid", "size", "zone_count", "zones_offset"):
+    if own is None:
+        check("revision", found.revision, expected.revision)
+        check("number of devices", len(found.devices), len(expected.devices))
+        pairs = list(zip(found.devices, expected.devices, strict=True))
+    else:
+        for which, where in ((found, origin), (expected, source)):
+            if own >= len(which.devices):
+                raise PoolError(f"{where}: device[{own}] is missing")
+        pairs = [(found.devices[own], expected.devices[own])]
+    for a, b in pairs:
+        for key in ("uuid", "size", "zone_count", "zones_offset", "group", *(() if own is not None else ("removed",))):
             check(f"device[{a.index}].{key}", getattr(a, key), getattr(b, key))

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -35,6 +35,7 @@ from kvfs.frontend.fuse import Session
 from kvfs.frontend.status import live_counters, live_status
 from kvfs.frontend.virtiofs import Export, Exports
 from kvfs.namespace.files import Namespace
+from kvfs.store.devices import place_of
 from kvfs.store.pool import Store, StoreOptions
 from kvfs.types import PAGE_SIZE, InodeNumber
 
@@ -253,6 +254,32 @@ def _run(options: MountOptions, reporter: _Reporter) -> None:
         raise first_error(group) from None
 
 
+def change_device(pool: Path, action: str, arguments: Mapping[str, object]) -> Mapping[str, object]:
+    """Remove or replace a device of a pool that nobody uses: as its daemon would. KvfsError."""
+
+    async def change() -> Mapping[str, object]:
+        async with Store.open(pool) as store:
+            return await device_command(store, action, arguments)
+
+    try:
+        return trio.run(change)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+async def device_command(store: Store, action: str, arguments: Mapping[str, object]) -> Mapping[str, object]:
+    """`kvfs device remove` and `replace`."""
+    device = store.service.find(str(arguments.get("device")))
+    if action == "remove":
+        return {"device": device, "lost_blocks": await store.remove_device(device, drain=bool(arguments.get("drain")))}
+    path = arguments.get("path")
+    place = place_of(path) if isinstance(path, str) else Path()
+    if isinstance(place, Path) and not place.is_absolute():
+        raise UsageError(f"device replace: path {path!r} is no absolute path")
+    count = await store.replace_device(device, place, force=bool(arguments.get("force")))
+    return {"device": device, "path": path, "lost_blocks": count}
+
+
 def _raise_limits() -> None:
     """As many descriptors and as much locked memory as this user may have. What is then too little is said by who needs
     it."""
@@ -287,6 +314,8 @@ async def _serve(options: MountOptions, mountpoint: str | None, reporter: _Repor
     async with Store.open(options.pool, daemon.store_options()) as store:
         for note in store.notes:
             reporter.info(note)
+        for reason in store.service.missing():
+            reporter.info(f"degraded: {reason}; what lies there is not there until it is back")
         namespace = Namespace(store)
         clients = Clients(store, namespace)
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
@@ -345,6 +374,7 @@ class Daemon:
             io_timeout_ms=asked.io_timeout_ms or default.io_timeout_ms,
             max_read=self._max_read,
             on_event=self._on_event,
+            on_devices=self._on_devices,
         )
 
     async def run(
@@ -433,6 +463,11 @@ class Daemon:
         elif kind == Event.GUEST:
             self._exports.broken(inode, value >> 32, value & 0xFFFFFFFF)
 
+    def _on_devices(self) -> None:
+        # They hold descriptors of their own, and learn of the new ones when they connect again.
+        if hasattr(self, "_clients"):
+            self._clients.hang_up()
+
     async def _stop_on_signal(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             task_status.started()
@@ -466,6 +501,8 @@ class Daemon:
             "status": self._command_status,
             "evict": self._command_evict,
             "sync": self._command_sync,
+            "device_remove": self._command_device_remove,
+            "device_replace": self._command_device_replace,
             "stop": self._command_stop,
         }
 
@@ -477,6 +514,34 @@ class Daemon:
     async def _command_sync(self, arguments: Arguments, progress: Progress) -> object:
         await self._namespace.sync()
         return {}
+
+    async def _command_device_remove(self, arguments: Arguments, progress: Progress) -> object:
+        return await self._telling(lambda: device_command(self._store, "remove", arguments), progress)
+
+    async def _command_device_replace(self, arguments: Arguments, progress: Progress) -> object:
+        return await self._telling(lambda: device_command(self._store, "replace", arguments), progress)
+
+    async def _telling(self, work: Callable[[], Awaitable[object]], progress: Progress) -> object:
+        """What may take long: once a second the client hears that it goes on."""
+
+        async def tell() -> None:
+            while True:
+                await trio.sleep(1)
+                with suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+                    await progress({})
+
+        result: object = None
+        failure: KvfsError | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tell)
+            try:
+                result = await work()
+            except KvfsError as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return result
 
     async def _command_stop(self, arguments: Arguments, progress: Progress) -> object:
         self._stop.set()

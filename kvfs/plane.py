@@ -513,6 +513,24 @@ class Plane:
         usable = _check(lib.kvfs_device_message(self._plane, device, out, 512), f"device {device}")
         return bool(usable), ffi.string(out).decode(errors="replace")
 
+    def device_latency(self, device: int) -> dict[str, list[int]]:
+        """Histograms of single I/Os: bucket i counts those below 2**i ns."""
+        out = ffi.new("struct kvfs_device_statistics *")
+        _check(lib.kvfs_device_statistics_get(self._plane, device, out), f"device {device}")
+        return {"read": list(out.read_buckets), "write": list(out.write_buckets)}
+
+    def device_stop(self, device: int) -> None:
+        """I/O of segments that touch the device fails at once from now on."""
+        _check(lib.kvfs_device_stop(self._plane, device), f"device {device}")
+
+    def device_use(self, device: int) -> None:
+        """I/O goes to where its descriptor leads now. Blocks if what the device lies on does: for a thread."""
+        result = lib.kvfs_device_use(self._plane, device)
+        if result < 0:
+            error = PlaneError(f"device {device}: {ffi.string(lib.kvfs_plane_error()).decode(errors='replace')}")
+            error.errno = -result
+            raise error
+
     def table_statistics(self) -> dict[str, int]:
         out = ffi.new("struct kvfs_table_statistics *")
         lib.kvfs_table_statistics(self._table, out)

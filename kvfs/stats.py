@@ -109,6 +109,8 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "", left: int = 1) -> 
     return lines
 
 
+_SEGMENT_STATES = ("free", "open", "closed", "evicting", "lost")
+
 # ---- status ----
 
 
@@ -116,6 +118,15 @@ def advice(status: Json) -> list[str]:
     """What the one who runs the pool should know or do, worst first."""
     found = [str(item) for item in cast(Sequence[object], status.get("advice", ()))]
     for device in items(status, "devices"):
+        state = str(device.get("state", ""))
+        if state.startswith(("failed", "returning", "slow")) and device.get("reason"):
+            what = {
+                "failed": "its blocks are misses until it is back; kvfs device replace or remove, if it does not come",
+                "slow": "it gets no new segments while others can take them",
+            }.get(state, "its blocks are being looked for")
+            who = f"device {device.get('index')} {device.get('path')}"
+            found.append(f"{who} is {state}: {device.get('reason')}; {what}")
+            continue
         errors, timeouts = number(device, "errors"), number(device, "timeouts")
         if errors or timeouts:
             found.append(
@@ -170,27 +181,16 @@ def render_status(status: Json) -> str:
         )
     if segments:
         states = ", ".join(
-            f"{number(segments, key):.0f} {key}" for key in ("free", "open", "closed", "evicting") if key in segments
+            f"{number(segments, key):.0f} {key}"
+            for key in _SEGMENT_STATES
+            if key in segments and (key != "lost" or number(segments, key))
         )
         lines.append(
             f"layout: {number(segments, 'count'):.0f} segments of {size_text(number(segments, 'size'))}, width "
             f"{number(segments, 'stripe_width'):.0f}, unit {size_text(number(segments, 'stripe_unit'))}"
             + (f": {states}" if states else "")
         )
-    rows = [["device", "size", "state", "read", "written", "errors", "timeouts"]]
-    for device in items(status, "devices"):
-        rows.append(
-            [
-                str(device.get("path")),
-                size_text(number(device, "size")),
-                str(device.get("state", "-")),
-                size_text(number(device, "read_bytes")),
-                size_text(number(device, "write_bytes")),
-                f"{number(device, 'errors'):.0f}",
-                f"{number(device, 'timeouts'):.0f}",
-            ]
-        )
-    lines += ["", *table(rows, indent="  ")]
+    lines += ["", *(f"  {line}" for line in render_device_list(status))]
     if items(status, "exports"):
         lines += ["", *table(_export_rows(status), indent="  ")]
     if counters:
@@ -212,6 +212,26 @@ def render_status(status: Json) -> str:
     )
     lines.append(f"errors: {f'{errors:.0f}, see advice' if errors else 'none known'}")
     return "\n".join(lines)
+
+
+def render_device_list(status: Json) -> list[str]:
+    """The text of `kvfs device list`: since the mount."""
+    rows = [["device", "size", "state", "read", "written", "errors", "timeouts", "rd p99", "wr p99"]]
+    for device in items(status, "devices"):
+        times = [latency_summary(section(section(device, "latency"), kind)) for kind in ("read", "write")]
+        rows.append(
+            [
+                f"{number(device, 'index'):.0f} {device.get('path')}",
+                size_text(number(device, "size")),
+                str(device.get("state", "-")),
+                size_text(number(device, "read_bytes")),
+                size_text(number(device, "write_bytes")),
+                f"{number(device, 'errors'):.0f}",
+                f"{number(device, 'timeouts'):.0f}",
+                *(time_text(summary["p99_us"]) if summary["count"] else "-" for summary in times),
+            ]
+        )
+    return table(rows)
 
 
 def _export_rows(status: Json) -> list[list[str]]:
@@ -436,11 +456,7 @@ def _prometheus_lines(status: Json, label: str) -> Iterator[str]:
     for key, value in section(status, "space").items():
         yield from _family(f"kvfs_space_{key}_bytes", "gauge", [(label, _plain(value))])
     segments = section(status, "segments")
-    states = [
-        (f'{label},state="{key}"', number(segments, key))
-        for key in ("free", "open", "closed", "evicting")
-        if key in segments
-    ]
+    states = [(f'{label},state="{key}"', number(segments, key)) for key in _SEGMENT_STATES if key in segments]
     yield from _family("kvfs_segments", "gauge", states)
     yield from _family("kvfs_blocks", "gauge", [(label, number(status, "blocks"))])
     for key, value in section(status, "counters").items():
@@ -467,23 +483,41 @@ def _prometheus_lines(status: Json, label: str) -> Iterator[str]:
         samples = [(labels, number(export, key)) for labels, export in exports.items()]
         yield from _family(f"kvfs_virtiofs_{key}_total", "counter", samples)
     yield from _histograms(section(status, "latency"), label)
+    states = [
+        (f'{label},device="{_escape(device.get("path"))}",state="{state}"', str(device.get("state")).startswith(state))
+        for device in devices
+        for state in ("online", "slow", "failed", "removed", "returning")
+    ]
+    yield from _family("kvfs_device_state", "gauge", states)
+    yield from _device_histograms(devices, label)
 
 
 def _histograms(latencies: Json, label: str) -> Iterator[str]:
-    if not latencies:
-        return
-    name = "kvfs_latency_seconds"
-    yield f"# TYPE {name} histogram"
+    if latencies:
+        yield "# TYPE kvfs_latency_seconds histogram"
     for operation, value in latencies.items():
-        latency, labels, below = cast(Json, value), f'{label},operation="{_escape(operation)}"', 0
-        for index, here in enumerate(buckets_of(latency)):
-            below += here
-            # Below 1 us and above 16 s nothing is worth a time series.
-            if 10 <= index <= 34:
-                yield f'{name}_bucket{{{labels},le="{(1 << index) / 1e9:.9g}"}} {below}'
-        yield f'{name}_bucket{{{labels},le="+Inf"}} {below}'
-        yield f"{name}_sum{{{labels}}} {number(latency, 'total_ns') / 1e9:.9g}"
-        yield f"{name}_count{{{labels}}} {below}"
+        yield from _histogram("kvfs_latency_seconds", f'{label},operation="{_escape(operation)}"', cast(Json, value))
+
+
+def _device_histograms(devices: Sequence[Json], label: str) -> Iterator[str]:
+    if any("latency" in device for device in devices):
+        yield "# TYPE kvfs_device_latency_seconds histogram"
+    for device in devices:
+        for kind, value in section(device, "latency").items():
+            labels = f'{label},device="{_escape(device.get("path"))}",operation="{kind}"'
+            yield from _histogram("kvfs_device_latency_seconds", labels, cast(Json, value))
+
+
+def _histogram(name: str, labels: str, latency: Json) -> Iterator[str]:
+    below = 0
+    for index, here in enumerate(buckets_of(latency)):
+        below += here
+        # Below 1 us and above 16 s nothing is worth a time series.
+        if 10 <= index <= 34:
+            yield f'{name}_bucket{{{labels},le="{(1 << index) / 1e9:.9g}"}} {below}'
+    yield f'{name}_bucket{{{labels},le="+Inf"}} {below}'
+    yield f"{name}_sum{{{labels}}} {number(latency, 'total_ns') / 1e9:.9g}"
+    yield f"{name}_count{{{labels}}} {below}"
 
 
 def _family(name: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:

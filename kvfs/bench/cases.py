@@ -396,7 +396,7 @@ def _timed_mount(pool: Kvfs, blocks: int) -> float:
 
 def _erase_summaries(pool: Kvfs) -> None:
     """Overwrite both summary slots of every segment, so that only block headers are left to rebuild from."""
-    from kvfs.config import layout, load
+    from kvfs.config import load
     from kvfs.types import PAGE_SIZE
 
     config = load(pool.pool)
@@ -404,7 +404,7 @@ def _erase_summaries(pool: Kvfs) -> None:
     geometry = config.geometry
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(device.path, "r+b", buffering=0)) for device in config.devices]
-        for members in layout([device.zone_count for device in config.devices], geometry.stripe_width):
+        for members in config.members():
             for page in range(geometry.end_page, geometry.segment_pages):
                 stripe, inside = divmod(page * PAGE_SIZE, geometry.stripe_unit)
                 row, column = divmod(stripe, geometry.stripe_width)

@@ -173,6 +173,11 @@ class Clients:
             for connection in list(self._connections):
                 nursery.start_soon(connection.goodbye)
 
+    def hang_up(self) -> None:
+        """The devices are others than they were told: who connects again is told anew."""
+        for connection in list(self._connections):
+            connection.hang_up()
+
     def counters(self) -> dict[str, int]:
         """Totals of all clients so far, and how many there are."""
         totals = [
@@ -238,6 +243,9 @@ class _Connection:
         left = memoryview(data)
         while left:
             left = left[await self._socket.send(left) :]
+
+    def hang_up(self) -> None:
+        self._scope.cancel()
 
     async def goodbye(self) -> None:
         with trio.move_on_after(GOODBYE_TIMEOUT_S), suppress(OSError):

@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from kvfs.config import PoolConfig, load
+from kvfs.config import DeviceConfig, PoolConfig, load
 from kvfs.errors import KvfsError, PoolError
 from kvfs.frontend.clients import Clients
 from kvfs.stats import OPERATIONS, STATUS_VERSION
@@ -55,6 +55,10 @@ def offline_status(pool: Path) -> dict[str, object]:
     for described in config.devices:
         path = device_path(pool, described)
         entry: dict[str, object] = {"index": described.index, "path": str(path), "size": described.size}
+        devices.append(entry)
+        if described.removed:
+            entry["state"] = "removed"
+            continue
         try:
             device = open_device(path, exclusive=False, writable=False)
             try:
@@ -64,9 +68,8 @@ def offline_status(pool: Path) -> dict[str, object]:
             entry["state"] = "online"
             notes += found
         except KvfsError as error:
-            entry["state"] = "missing" if not os.path.exists(path) else "faulted"
+            entry["state"] = "failed"
             notes.append(str(error))
-        devices.append(entry)
     return {
         "version": STATUS_VERSION,
         "time_s": time.time(),
@@ -91,21 +94,16 @@ def live_status(
     config, plane, numbers = store.config, store.plane, store.statistics()
     space, segments, now = numbers.space, numbers.segments, time.time()
     state = "mounted" if mounts or not exports else "exported"
-    devices = [
-        {
-            "index": described.index,
-            "path": str(device_path(pool, described)),
-            "size": described.size,
-            "state": "online" if plane.device_message(described.index)[0] else "unreachable",
-            **plane.device_statistics(described.index),
-        }
-        for described in config.devices
-    ]
+    devices = [_device_part(store, pool, described) for described in config.devices]
+    if numbers.rebuilding:
+        state += ", rebuilding its index"
+    if any(service.state.away and not config.devices[i].removed for i, service in enumerate(store.service.all)):
+        state += ", degraded"
     return {
         "version": STATUS_VERSION,
         "time_s": now,
         "pool": {
-            **_pool_part(pool, config, f"{state}, rebuilding its index" if numbers.rebuilding else state),
+            **_pool_part(pool, config, state),
             "pid": os.getpid(),
             "epoch": numbers.epoch,
             "uptime_s": now - started_s,
@@ -124,12 +122,34 @@ def live_status(
             "open": segments.open,
             "closed": segments.closed,
             "evicting": segments.evicting,
+            "lost": segments.lost,
         },
         "blocks": numbers.blocks,
         "devices": devices,
         "counters": counters,
         "latency": {operation: plane.latency(operation) for operation in OPERATIONS},
         "advice": list(numbers.notes),
+    }
+
+
+def _device_part(store: Store, pool: Path, described: DeviceConfig) -> dict[str, object]:
+    """One device of a pool in use. What is lost counts for each device that it lies on."""
+    index = described.index
+    service, plane = store.service.all[index], store.plane
+    counts, latency = plane.device_statistics(index), plane.device_latency(index)
+    return {
+        "index": index,
+        "path": str(device_path(pool, described)),
+        "size": described.size,
+        "state": str(service.state) + (", draining" if service.draining else ""),
+        "reason": service.reason,
+        "since_s": service.since_s,
+        "segments": len(store.service.segments_of(index)),
+        **counts,
+        "latency": {
+            kind: {"count": sum(buckets), "total_ns": counts[f"{kind}_ns"], "buckets": buckets}
+            for kind, buckets in latency.items()
+        },
     }
 
 

@@ -8,7 +8,7 @@ said otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,6 +89,24 @@ class Index(Protocol):
     @property
     def durable_batch(self) -> int:
         """The last batch that a commit has made durable."""
+        ...
+
+    lost: set[int]
+    """Segments on devices that are away: what has a part there is hidden. raw, get, lookup and list do not find it, and
+    it goes for good when its name is given to another or its directory is removed."""
+
+    shown: set[int]
+    """Inodes that are not hidden all the same: those of a device that comes back, until `lost` has none of it."""
+
+    on_purge: Callable[[Inode], None] | None
+    """Called with each hidden inode that went for good."""
+
+    def hidden(self, inode: int) -> bytes | None:
+        """The record of an inode that is hidden; None if it is not."""
+        ...
+
+    def purge(self, inode: int) -> bool:
+        """Let a hidden inode go for good. False if it is not hidden."""
         ...
 
     distrusted: bool

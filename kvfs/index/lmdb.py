@@ -38,6 +38,10 @@ _U64 = struct.Struct(">Q")
 _MEMBER = struct.Struct(">IQ")
 _U32 = struct.Struct(">I")
 _VALUE = struct.Struct("<Q")
+_LIST_BATCH = 512
+# Of struct kvfs_inode_record: kind, flags, inode; home segment; extent_count.
+KIND_OFFSET, FLAGS_OFFSET, _NUMBER_OFFSET = 4, 5, 8
+_PLACE, _PLACE_OFFSET = struct.Struct("<I8xI"), 48
 # Present while the index is being rebuilt.
 _INCOMPLETE_NAME = "incomplete"
 
@@ -163,6 +167,9 @@ class LmdbIndex:
         self.distrusted = False
         # Called in the step that a commit begins with: what it puts is part of that commit.
         self.before_commit: Callable[[], None] | None = None
+        self.lost: set[int] = set()
+        self.shown: set[int] = set()
+        self.on_purge: Callable[[Inode], None] | None = None
 
     def _open(self, durable: bool) -> None:
         path, marker = self._path, self._path / _INCOMPLETE_NAME
@@ -218,6 +225,10 @@ class LmdbIndex:
     # ---- reading ----
 
     def raw(self, inode: int) -> bytes | None:
+        record = self._raw(inode)
+        return None if record is not None and self.lost and self._hides(record) else record
+
+    def _raw(self, inode: int) -> bytes | None:
         for layer in (self._volatile, self._pending, self._committing):
             if layer is not None and inode in layer.inodes:
                 return layer.inodes[inode]
@@ -227,7 +238,48 @@ class LmdbIndex:
         record = self.raw(inode)
         return None if record is None else Inode.unpack(record)
 
+    # ---- what lies on devices that are away ----
+
+    def _hides(self, record: bytes) -> bool:
+        if record[KIND_OFFSET] != Kind.FILE or not record[FLAGS_OFFSET] & InodeFlags.SEALED:
+            return False
+        home, extent_count = _PLACE.unpack_from(record, _PLACE_OFFSET)
+        if home not in self.lost and (not extent_count or self.lost.isdisjoint(segments_of(Inode.unpack(record)))):
+            return False
+        return not self.shown or _VALUE.unpack_from(record, _NUMBER_OFFSET)[0] not in self.shown
+
+    def hidden(self, inode: int) -> bytes | None:
+        record = self._raw(inode) if self.lost else None
+        return record if record is not None and self._hides(record) else None
+
+    def purge(self, inode: int) -> bool:
+        record = self.hidden(inode)
+        if record is None:
+            return False
+        old = Inode.unpack(record)
+        self.delete(old)
+        if self.on_purge is not None:
+            self.on_purge(old)
+        return True
+
+    def _purge_holder(self, parent: InodeNumber, name: bytes, successor: int) -> None:
+        """A name that a hidden block has is given to another: the block must not come back with its device."""
+        holder = self._lookup(parent, name)
+        if holder is not None and holder != successor:
+            self.purge(holder)
+
+    def _purge_below(self, directory: InodeNumber) -> None:
+        while names := self._list(directory, b"", _LIST_BATCH):
+            if not any([self.purge(number) for _, number in names]):
+                return
+
+    # ---- names ----
+
     def lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None:
+        number = self._lookup(parent, name)
+        return None if number is not None and self.lost and self.hidden(number) is not None else number
+
+    def _lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None:
         for layer in (self._volatile, self._pending, self._committing):
             if layer is not None:
                 names = layer.names.get(parent)
@@ -238,6 +290,16 @@ class LmdbIndex:
         return None if value is None else InodeNumber(_VALUE.unpack(value)[0])
 
     def list(self, parent: InodeNumber, after: bytes, limit: int) -> Names:
+        found = self._list(parent, after, limit)
+        if not self.lost:
+            return found
+        visible = [item for item in found if self.hidden(item[1]) is None]
+        while len(found) == limit and len(visible) < limit:
+            found = self._list(parent, found[-1][0], limit)
+            visible += [item for item in found if self.hidden(item[1]) is None]
+        return visible[:limit]
+
+    def _list(self, parent: InodeNumber, after: bytes, limit: int) -> Names:
         layers = [layer for layer in (self._volatile, self._pending, self._committing) if layer is not None]
         changed: dict[bytes, int | None] = {}
         for layer in reversed(layers):
@@ -377,6 +439,8 @@ class LmdbIndex:
     def put(self, new: Inode, old: Inode | None) -> None:
         number = int(new.inode)
         assert old is None or old.inode == number
+        if self.lost and new.name and InodeFlags.NAMELESS not in new.flags:
+            self._purge_holder(new.parent, new.name, number)
         if new.kind == Kind.FILE and (not new.sealed or InodeFlags.NAMELESS in new.flags):
             self._put_volatile(new, old)
             return
@@ -429,12 +493,14 @@ class LmdbIndex:
         if not old.name:
             return
         # A name that leads elsewhere by now has been taken over by its new owner.
-        if self.lookup(old.parent, old.name) == old.inode:
+        if self._lookup(old.parent, old.name) == old.inode:
             self._pending.set_name(old.parent, old.name, None)
         if self.removed_names is not None:
             self.removed_names.add((int(old.parent), old.name))
 
     def delete(self, old: Inode) -> None:
+        if self.lost and old.kind == Kind.DIRECTORY:
+            self._purge_below(old.inode)
         if int(old.inode) in self._volatile.inodes:
             self._drop_volatile(int(old.inode))
             if self.removed_names is not None:

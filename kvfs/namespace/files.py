@@ -93,6 +93,7 @@ class Namespace:
         """The inode. StaleInodeError if it is gone."""
         inode = self._index.get(number)
         if inode is None:
+            self._store.leave_table(number)
             raise StaleInodeError(f"inode {number}: gone")
         return inode
 

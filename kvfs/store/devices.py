@@ -12,9 +12,9 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvfs.config import (
@@ -94,6 +94,27 @@ class Device:
         """Whether `place` leads to this device."""
         return isinstance(place, Path) and os.path.exists(self.path) and os.path.samefile(self.path, place)
 
+    def leads_to(self, place: Place) -> bool:
+        """Whether the open descriptor is still what is found there."""
+        if not isinstance(place, Path):
+            return False
+        try:
+            named, is_open = os.stat(place), os.fstat(self.fd)
+        except OSError:
+            return False
+        same = (named.st_dev, named.st_ino, named.st_rdev) == (is_open.st_dev, is_open.st_ino, is_open.st_rdev)
+        return same and os.lseek(self.fd, 0, os.SEEK_END) >= self.size > 0
+
+    def take_over(self, old: Device) -> None:
+        """Get the number of its descriptor, by which the data plane knows it. It is done with."""
+        os.dup2(self.fd, old.fd, inheritable=False)
+        os.close(self.fd)
+        self.fd = old.fd
+        old.let_go()
+
+    def let_go(self) -> None:
+        """Close all but the descriptor."""
+
     def sync(self) -> None:
         """What was written is durable when this returns. OSError, DeviceError."""
         os.fdatasync(self.fd)
@@ -129,6 +150,13 @@ class RemoteDevice(Device):
 
     controller: nvme.Controller
 
+    def leads_to(self, place: Place) -> bool:
+        """The connection is made again, and the namespace compared, when it is used next."""
+        return self.same(place)
+
+    def let_go(self) -> None:
+        self.controller.close()
+
     def close(self) -> None:
         os.close(self.fd)
         self.controller.close()
@@ -156,6 +184,22 @@ class GenericDevice(Device):
     @property
     def shared_fd(self) -> int:
         return self.fd if self.namespace.block_fd < 0 else self.namespace.block_fd
+
+    def leads_to(self, place: Place) -> bool:
+        try:
+            return nvme_kernel.is_generic(place) and (
+                os.stat(nvme_kernel.path_of(place)).st_rdev == os.fstat(self.fd).st_rdev
+            )
+        except OSError:
+            return False
+
+    def take_over(self, old: Device) -> None:
+        Device.take_over(self, old)
+        self.namespace.fd = self.fd
+
+    def let_go(self) -> None:
+        self.namespace.fd = -1
+        self.namespace.close()
 
     def close(self) -> None:
         self.namespace.close()
@@ -219,7 +263,9 @@ def open_device(path: Place, *, exclusive: bool = True, writable: bool = True) -
         size = os.lseek(fd, 0, os.SEEK_END)
     except OSError as error:
         if error.errno == errno.EBUSY:
-            raise DeviceError(f"{path}: in use (mounted, or part of another device)") from error
+            busy = DeviceError(f"{path}: in use (mounted, or part of another device)")
+            busy.errno = errno.EBUSY
+            raise busy from error
         raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}") from error
     return Device(path, fd, size, is_block, direct)
 
@@ -302,12 +348,28 @@ def _read_label(device: Device, offset: int, which: str) -> Label | FormatError 
         return FormatError(str(error))
 
 
-def write_labels(config: PoolConfig, devices: Sequence[Device], epoch: int) -> None:
-    """Both copies on every device, one after the other: a crash in between leaves one of them whole."""
+def write_labels(
+    config: PoolConfig, devices: Sequence[Device], epoch: int, absent: Container[int] = ()
+) -> dict[int, str]:
+    """Both copies on every device but those `absent`, one after the other: a crash in between leaves one of them whole.
+    Returns what failed on which device."""
+    failed: dict[int, str] = {}
     for second in (False, True):
         for device, described in zip(devices, config.devices, strict=True):
+            if described.index in absent or described.index in failed:
+                continue
             offset = described.size - LABEL_SIZE if second else 0
-            device.write(offset, pack_label(config, described.index, epoch))
+            try:
+                device.write(offset, pack_label(config, described.index, epoch))
+            except DeviceError as error:
+                failed[described.index] = str(error)
+    return failed
+
+
+def write_label(config: PoolConfig, device: Device, number: int, epoch: int) -> None:
+    """Both copies on one device. DeviceError."""
+    for offset in (0, config.devices[number].size - LABEL_SIZE):
+        device.write(offset, pack_label(config, number, epoch))
 
 
 def device_path(pool: Path, device: DeviceConfig) -> Place:
@@ -328,6 +390,18 @@ class OpenPool:
     devices: list[Device]
     epoch: int
     notes: list[str]
+    # Devices that could not be opened, or were removed, and why. Their descriptors give nothing.
+    absent: dict[int, str] = field(default_factory=dict)
+    # Of the labels of the others.
+    epochs: dict[int, int] = field(default_factory=dict)
+
+    def leave_stale(self, epoch: int) -> None:
+        """Count those as absent that missed a mount, `epoch` being the last that the index knows: what is on them has
+        to be compared first."""
+        self.epoch = max(self.epoch, epoch)
+        for index, known in self.epochs.items():
+            if known < self.epoch:
+                self.absent[index] = f"its label has mount epoch {known}, the pool {self.epoch}"
 
     def close(self) -> None:
         for device in self.devices:
@@ -355,8 +429,19 @@ def locked(pool: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def open_pool(pool: Path, *, writable: bool = True) -> OpenPool:
-    """Open and check every device. The caller holds the lock and closes the result. PoolError, DeviceError."""
+def open_absent(path: Place) -> Device:
+    """Stands for a device that is not there: reads give nothing, writes fail."""
+    fd = os.memfd_create("kvfs-absent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return Device(path, fd, 0, False, False)
+
+
+def open_pool(pool: Path, *, writable: bool = True, degraded: bool = False) -> OpenPool:
+    """Open and check every device. The caller holds the lock and closes the result. PoolError, DeviceError.
+
+    `degraded`: those that cannot be opened or read are absent, unless none is left.
+    """
     config, notes = load(pool), []
     if config is None:
         config = discover(pool)
@@ -364,19 +449,39 @@ def open_pool(pool: Path, *, writable: bool = True) -> OpenPool:
             write_config(pool, config)
         notes.append(f"{pool / CONFIG_NAME} was missing; {'written' if writable else 'read'} again from the labels")
     devices: list[Device] = []
+    absent: dict[int, str] = {}
+    epochs: dict[int, int] = {}
+    failure = None
     try:
         for described in config.devices:
-            devices.append(open_device(device_path(pool, described), exclusive=writable, writable=writable))
-        epoch = 0
-        for device, described in zip(devices, config.devices, strict=True):
-            label, note = check_device(config, device, described, str(pool / CONFIG_NAME))
-            epoch = max(epoch, label.mount_epoch)
-            notes += note
+            path = device_path(pool, described)
+            if described.removed:
+                absent[described.index] = "removed"
+                devices.append(open_absent(path))
+                continue
+            device = None
+            try:
+                device = open_device(path, exclusive=writable, writable=writable)
+                label, note = check_device(config, device, described, str(pool / CONFIG_NAME))
+                epochs[described.index] = label.mount_epoch
+                notes += note
+                devices.append(device)
+            except BaseException as error:
+                if device is not None:
+                    device.close()
+                # One that somebody else uses is there: nobody may write around it.
+                if not degraded or not isinstance(error, DeviceError) or error.errno == errno.EBUSY:
+                    raise
+                failure = failure or error
+                absent[described.index] = str(error)
+                devices.append(open_absent(path))
+        if failure is not None and len(absent) == len(devices):
+            raise failure
     except BaseException:
         for device in devices:
             device.close()
         raise
-    return OpenPool(pool, config, devices, epoch, notes)
+    return OpenPool(pool, config, devices, max(epochs.values(), default=0), notes, absent, epochs)
 
 
 def check_device(config: PoolConfig, device: Device, described: DeviceConfig, origin: str) -> tuple[Label, list[str]]:
@@ -400,7 +505,15 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
             f"{origin}: device[{described.index}].uuid is {described.uuid}, but the label of {device.path} says "
             f"{label.device_uuid} (device {label.device_index})"
         )
-    compare(config, origin, label.config(f"{device.path}: label"), f"the label of {device.path}")
+    described_there = label.config(f"{device.path}: label")
+    if described_there.revision > config.revision:
+        raise PoolError(
+            f"{origin}: revision is {config.revision}, but the label of {device.path} has {described_there.revision}: "
+            "remove the file, and mount or import the pool by its labels"
+        )
+    # Devices were added, removed or replaced while this one was away.
+    own = described.index if described_there.revision < config.revision else None
+    compare(config, origin, described_there, f"the label of {device.path}", own)
     return label, [f"{copy}; the other copy is used" for copy in found.copies if not isinstance(copy, Label)]
 
 
@@ -431,19 +544,27 @@ def config_from_labels(paths: Sequence[Place], pool: Path) -> PoolConfig:
         if other is not None:
             raise PoolError(f"{path}: says it is device {label.device_index}, and so does {other[0]}")
         found[label.device_index] = (path, label)
-    first_path, first = found[min(found)]
+    # The one with the latest description; of those the first.
+    first_path, first = max(
+        (found[index] for index in sorted(found)), key=lambda item: item[1].config(str(item[0])).revision
+    )
     config = first.config(f"{first_path}: label")
     for path, label in found.values():
-        compare(label.config(f"{path}: label"), f"{path}: label", config, f"the label of {first_path}")
-    missing = [device.index for device in config.devices if device.index not in found]
+        own = label.config(f"{path}: label")
+        older = label.device_index if own.revision < config.revision else None
+        compare(own, f"{path}: label", config, f"the label of {first_path}", older)
+    missing = [device.index for device in config.devices if device.index not in found and not device.removed]
     if missing:
         listed = ", ".join(str(index) for index in missing)
         raise PoolError(f"pool {config.uuid}: device {listed} of {len(config.devices)} is missing")
-    devices = tuple(replace(device, path=_stored_path(found[device.index][0], pool)) for device in config.devices)
+    devices = tuple(
+        device if device.index not in found else replace(device, path=stored_path(found[device.index][0], pool))
+        for device in config.devices
+    )
     return replace(config, devices=devices)
 
 
-def _stored_path(path: Place, pool: Path) -> str:
+def stored_path(path: Place, pool: Path) -> str:
     """As pool.toml has it: relative inside the pool, absolute outside."""
     if isinstance(path, str):
         return path
@@ -559,11 +680,12 @@ def _pool_lock(pool: Path) -> Iterator[None]:
 
 
 def _write_pool(request: FormatRequest, geometry: Geometry, notes: list[str], opened: list[Device]) -> FormatResult:
-    config = new_config(geometry, [(_stored_path(device.path, request.pool), device.size) for device in opened])
+    config = new_config(geometry, [(stored_path(device.path, request.pool), device.size) for device in opened])
     try:
         # The index of a pool that was here before describes other blocks.
         shutil.rmtree(request.pool / INDEX_NAME, ignore_errors=True)
-        write_labels(config, opened, 0)
+        for failed in write_labels(config, opened, 0).values():
+            raise DeviceError(failed)
         _make_index(request.pool / INDEX_NAME, config)
     finally:
         if request.files:
@@ -630,6 +752,63 @@ def _make_files(paths: Sequence[Path], size: int) -> None:
                 os.close(fd)
     except OSError as error:
         raise PoolError(f"{paths[0].parent}: {os.strerror(error.errno or 0)}") from error
+
+
+def add_devices(pool: Path, paths: Sequence[Place], *, force: bool) -> tuple[PoolConfig, PoolConfig]:
+    """Add devices to a pool that nobody uses: new segments on them alone. Returns the pool as it was and as it is.
+
+    The new devices' labels come first, then pool.toml, then the labels of the others: whoever reads in between finds
+    the pool as it was, or older labels, which are known by their revision.
+    """
+    with locked(pool):
+        opened = open_pool(pool)
+        fresh: list[Device] = []
+        try:
+            config, geometry = opened.config, opened.config.geometry
+            for path in paths:
+                fresh.append(open_new(path, [*opened.devices, *fresh], force=force))
+            first, group = len(config.devices), 1 + max(device.group for device in config.devices)
+            added = new_config(geometry, [(stored_path(device.path, pool), device.size) for device in fresh]).devices
+            changed = replace(
+                config, revision=config.revision + 1,
+                devices=(*config.devices, *(replace(d, index=first + d.index, group=group) for d in added)),
+            )  # fmt: skip
+            if len(changed.devices) > DEVICES_MAX:
+                raise UsageError(f"{len(changed.devices)} devices: at most {DEVICES_MAX} are possible")
+            if changed.segment_count == config.segment_count:
+                raise UsageError(
+                    f"{len(fresh)} devices: a segment needs {geometry.stripe_width}, with a zone of "
+                    f"{format_size(geometry.zone_size)} on each: add that many at a time"
+                )
+            devices = [*opened.devices, *fresh]
+            new, old = range(first, len(devices)), range(first)
+            for absent in (old, new):
+                if absent is new:
+                    write_config(pool, changed)
+                for failed in write_labels(changed, devices, opened.epoch, {*absent, *opened.absent}).values():
+                    raise DeviceError(failed)
+            return config, changed
+        finally:
+            for device in fresh:
+                device.close()
+            opened.close()
+
+
+def open_new(path: Place, others: Sequence[Device], *, force: bool) -> Device:
+    """A device that is to become one of a pool. UsageError, PoolError, DeviceError."""
+    if any(other.same(path) for other in others):
+        raise UsageError(f"{path}: is a device of this pool, or given twice")
+    device = open_device(path)
+    try:
+        if device.size < DEVICE_SIZE_MIN:
+            raise UsageError(f"{path}: {device.size} bytes; a device needs at least {DEVICE_SIZE_MIN}")
+        what = None if force else signature(device)
+        if what is not None:
+            raise PoolError(f"{path}: holds {what}; use --force to overwrite it")
+    except BaseException:
+        device.close()
+        raise
+    return device
 
 
 def import_pool(pool: Path, paths: Sequence[Place]) -> PoolConfig:

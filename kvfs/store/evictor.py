@@ -81,10 +81,16 @@ class Evictor:
         self._ordered_at = float("-inf")
         self._lock = trio.Lock()
         self._pages_at_start = segments.pages_written
-        count = len(segments.all)
-        # Free segments, of which `reserve` are not for writers: below low the evictor works, up to high.
-        self.low = segments.reserve + max(2, min(16, count // 50))
-        self.high = self.low + max(1, min(16, count // 50))
+
+    # Free segments, of which `reserve` are not for writers: below low the evictor works, up to high.
+
+    @property
+    def low(self) -> int:
+        return self._segments.reserve + max(2, min(16, self._segments.usable // 50))
+
+    @property
+    def high(self) -> int:
+        return self.low + max(1, min(16, self._segments.usable // 50))
 
     async def run(self, allowed: Callable[[], bool]) -> None:
         """Keep segments free, while `allowed`. Until cancelled."""
@@ -125,6 +131,14 @@ class Evictor:
                 await trio.lowlevel.checkpoint()
         return freed
 
+    async def drain(self, segment: Segment) -> bool:
+        """Empty a segment for good: what is pinned, open or was hit since it was written is carried over, however much
+        that is; the rest goes. False if there is no room for it."""
+        async with self._lock:
+            while segment.state == State.OPEN:
+                await trio.sleep(0.01)
+            return segment.state != State.CLOSED or segment.lost or await self._evict(segment, drain=True)
+
     # ---- choosing ----
 
     async def _choose(self) -> Segment | None:
@@ -139,7 +153,10 @@ class Evictor:
             hot = await self._hot_pages(candidate.segment)
             weighed.append(Candidate(candidate.segment, candidate.stream, candidate.age, candidate.live_pages, hot))
         # Waiting above: some may have been freed meanwhile.
-        weighed = [c for c in weighed if self._segments.all[c.segment].state == State.CLOSED]
+        weighed = [
+            c for c in weighed
+            if self._segments.all[c.segment].state == State.CLOSED and not self._segments.all[c.segment].avoided
+        ]  # fmt: skip
         victim = self._policy.victim(weighed)
         return None if victim is None else self._segments.all[victim.segment]
 
@@ -159,6 +176,7 @@ class Evictor:
             may_go = (
                 s for s, generation in order
                 if s.generation == generation and s.state == State.CLOSED and not s.held and s.avoid_until <= now
+                and not s.avoided
             )  # fmt: skip
             found += [Candidate(s.index, stream, s.generation, s.live_pages, 0) for s in islice(may_go, _OLDEST)]
         return found
@@ -181,7 +199,7 @@ class Evictor:
 
     # ---- evicting ----
 
-    async def _evict(self, segment: Segment) -> bool:
+    async def _evict(self, segment: Segment, *, drain: bool = False) -> bool:
         """Empty one segment and free it. False if too much of it must stay; then it is as it was."""
         assert segment.state == State.CLOSED, segment
         segment.state = State.EVICTING
@@ -189,10 +207,12 @@ class Evictor:
         removed = 0
         try:
             for turn in range(_PASSES):
+                if segment.lost:
+                    return False
                 inodes = self._index.segment_inodes(segment.index)
                 if not inodes:
                     break
-                stay = await self._plan(segment, inodes, first=turn == 0)
+                stay = await self._plan(segment, inodes, first=turn == 0, drain=drain)
                 if stay is None:
                     return False
                 if not await self._carry_all(stay):
@@ -216,7 +236,9 @@ class Evictor:
                 self._segments.changed(segment)
                 self._segments.free_if_empty(segment)
 
-    async def _plan(self, segment: Segment, inodes: Sequence[InodeNumber], *, first: bool) -> list[bytes] | None:
+    async def _plan(
+        self, segment: Segment, inodes: Sequence[InodeNumber], *, first: bool, drain: bool
+    ) -> list[bytes] | None:
         """Records of the blocks to carry over; None if the segment has to stay."""
         must: list[bytes] = []
         others: list[tuple[bytes, InodeNumber]] = []
@@ -235,6 +257,9 @@ class Evictor:
                 must_pages += sum(usage(Inode.unpack(record)).values())
             elif first:
                 others.append((record, number))
+        if drain:
+            hits = self._plane.inode_hits([number for _, number in others], clear=False)
+            return must + [record for (record, _), hit in zip(others, hits, strict=True) if hit]
         if must_pages > _KEEP_SHARE * self._segments.area:
             return None
         return must + (self._worth_keeping(others) if first else [])
@@ -282,10 +307,15 @@ class Evictor:
         """Take those that are still there out of the table and the index, unless they were opened meanwhile."""
         removed = 0
         for at in range(0, len(inodes), _EVICT_BATCH):
+            if segment.lost:
+                break
             here: list[InodeNumber] = []
             found: list[Inode] = []
             for number in inodes[at : at + _EVICT_BATCH]:
                 record = self._index.raw(number)
+                # Here is a part of a block whose other parts are on a device that is away: it cannot come back whole.
+                if record is None and self._index.purge(number):
+                    removed += 1
                 # Carried over, unlinked or sealed anew since it was listed; or pinned.
                 if record is None or record[FLAGS_OFFSET] & InodeFlags.PINNED or self._mover.is_busy(number):
                     continue

@@ -29,13 +29,14 @@ from kvfs.store.devices import (
     device_path,
     discover,
     locked,
+    open_absent,
     open_device,
     read_labels,
     write_config,
     write_labels,
 )
 from kvfs.store.format import META_CLEAN, META_UUID, split_records
-from kvfs.store.pool import Store, StoreOptions, make_plane, segment_members
+from kvfs.store.pool import Store, StoreOptions, make_plane
 from kvfs.store.segments import Segment, Segments, State, usage
 from kvfs.types import ROOT_INODE, Inode, InodeNumber, Kind
 
@@ -140,9 +141,14 @@ def _ignore(event: Event) -> None:
 def _open_devices(pool: Path) -> OpenPool:
     config = configuration.load(pool) or discover(pool)
     devices: list[Device] = []
+    absent: dict[int, str] = {}
     epoch = 0
     try:
         for described in config.devices:
+            if described.removed:
+                absent[described.index] = "removed"
+                devices.append(open_absent(device_path(pool, described)))
+                continue
             device = open_device(device_path(pool, described))
             devices.append(device)
             best = read_labels(device, described.size).best()
@@ -151,7 +157,7 @@ def _open_devices(pool: Path) -> OpenPool:
         for device in devices:
             device.close()
         raise
-    return OpenPool(pool, config, devices, epoch, [])
+    return OpenPool(pool, config, devices, epoch, [], absent)
 
 
 def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
@@ -165,6 +171,8 @@ def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
     try:
         bad: list[str] = []
         for device, described in zip(opened.devices, config.devices, strict=True):
+            if described.removed:
+                continue
             try:
                 _, notes = check_device(config, device, described, str(pool / configuration.CONFIG_NAME))
             except DeviceError as error:
@@ -174,7 +182,8 @@ def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
                 notes = [str(error)]
             bad += notes
         if bad and repair:
-            write_labels(config, opened.devices, opened.epoch)
+            for failed in write_labels(config, opened.devices, opened.epoch, opened.absent).values():
+                raise DeviceError(failed)
         for message in bad:
             report.add(Finding("label", message, repaired=repair))
     finally:
@@ -184,7 +193,7 @@ def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
 def _others_agree(opened: OpenPool, config: PoolConfig, index: int) -> bool:
     """Whether another device has a label of this pool."""
     for device, described in zip(opened.devices, config.devices, strict=True):
-        if described.index != index:
+        if described.index != index and not described.removed:
             label = read_labels(device, described.size).best()
             if label is not None and label.pool_uuid == config.uuid:
                 return True
@@ -227,12 +236,16 @@ class _Check:
                  progress: Progress, report: FsckReport) -> None:  # fmt: skip
         self._index, self._plane, self._repair, self._verify = index, plane, repair, verify_data
         self._progress, self._report = progress, report
-        self._segments = Segments(opened.config, segment_members(opened), plane, index, opened.epoch)
+        self._config = opened.config
+        self._segments = Segments(opened.config, opened.config.members(), plane, index, opened.epoch)
         # After a crash the index is a second old: what does not fit is for recovery to judge.
         self._stale = not report.clean
         self._bad: dict[InodeNumber, Inode] = {}
 
     async def run(self) -> None:
+        removed = {device.index for device in self._config.devices if device.removed}
+        for segment, members in zip(self._segments.all, self._segments.members, strict=True):
+            segment.lost = any(device in removed for device, _ in members)
         try:
             self._segments.load(self._index.segment_items())
         except FormatError as error:
@@ -267,7 +280,7 @@ class _Check:
                     self._add("index", f"inode record: {error}")
 
     async def _check_headers(self) -> None:
-        numbers = [segment.index for segment in self._segments.all if segment.state != State.FREE]
+        numbers = [s.index for s in self._segments.all if s.state != State.FREE and not s.lost]
         self._report.segments = len(numbers)
         headers, _ = await self._segments.read_headers(numbers)
         for number in numbers:
@@ -426,7 +439,7 @@ class _Check:
         if self._stale:
             return
         for done, segment in enumerate(self._segments.all):
-            if segment.state != State.CLOSED:
+            if segment.state != State.CLOSED or segment.lost:
                 continue
             self._progress("checking summaries", done, len(self._segments.all))
             if segment.dirty or await self._segments.read_summary(segment.index, segment.generation) is not None:

@@ -68,7 +68,8 @@ class Pins:
         for number in list(self._pinned):
             inode = self._index.get(InodeNumber(number))
             if inode is None:
-                self.remove(number)
+                if self._index.hidden(number) is None:
+                    self.remove(number)
             elif inode.kind == Kind.DIRECTORY:
                 directories.append(inode.inode)
             else:

@@ -14,27 +14,37 @@ import shutil
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from errno import EBADMSG
 from pathlib import Path
 
 import trio
 
-from kvfs.config import layout
-from kvfs.errors import KvfsError
+from kvfs.config import PoolConfig
+from kvfs.errors import DeviceError, KvfsError, NoSpaceError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
 from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, check_records
 from kvfs.store import recovery
-from kvfs.store.devices import INDEX_NAME, Device, OpenPool, locked, open_pool, write_labels
+from kvfs.store.devices import INDEX_NAME, Device, OpenPool, Place, locked, open_pool, write_labels
 from kvfs.store.eviction import EvictionPolicy, OldestLeastLive
 from kvfs.store.evictor import EvictionCounters, Evictor
-from kvfs.store.format import META_CLEAN, META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_UUID, META_VERSION
+from kvfs.store.format import (
+    META_CLEAN,
+    META_EPOCH,
+    META_IN_FLIGHT,
+    META_NUMBER,
+    META_UUID,
+    META_VERSION,
+    RECORD_HEAD,
+    split_records,
+)
 from kvfs.store.pins import Pins
 from kvfs.store.reservations import Reservations, ReservationStatistics
 from kvfs.store.sealing import BEING_WRITTEN, Sealing
 from kvfs.store.segments import Counter, Segments, SegmentStatistics, Versions, usage
-from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.store.service import Devices
+from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +54,8 @@ _PIN_COUNT_S = 60.0
 _LINGER_S = 1.0
 _SEAL_AT_CLOSE_S = 60.0
 _WALK_BATCH = 512
+# One segment of a device that is being drained.
+_DRAIN_TIMEOUT_S = 120.0
 _CHUNK = 1 << 20
 
 
@@ -73,6 +85,8 @@ class StoreOptions:
     commit_interval_s: float = 1.0
     # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE).
     on_event: Callable[[int, int, int], None] | None = None
+    # Descriptors lead to other devices than before, or there are others: who holds them must ask again.
+    on_devices: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +98,6 @@ class StoreStatistics:
     space: Space
     eviction: EvictionCounters
     bad_blocks: int
-    device_errors: dict[int, int]
     sealed: int
     seal_retries: int
     index_bytes: int
@@ -102,12 +115,12 @@ class Store:
     def __init__(self, opened: OpenPool, index: LmdbIndex, plane: Plane, options: StoreOptions, epoch: int,
                  records_max: int, policy: EvictionPolicy) -> None:  # fmt: skip
         """For Store.open only."""
-        self.config, self.path, self.epoch = opened.config, opened.path, epoch
+        self.path, self.epoch = opened.path, epoch
         self.index, self.plane = index, plane
         self._opened, self._options, self._records_max = opened, options, records_max
         self._policy = policy
-        members = segment_members(opened)
-        self.segments = Segments(opened.config, members, plane, index, epoch)
+        self.segments = Segments(opened.config, opened.config.members(), plane, index, epoch)
+        self.service = Devices(opened, index, plane, self.segments, self, epoch)
         self.notes = list(opened.notes)
         self._inodes, self._versions = Counter(epoch), Versions(epoch)
         self.sealing = Sealing(self.segments, index, plane, policy, self._versions, self)
@@ -119,7 +132,6 @@ class Store:
         self._directory_moved = trio.Event()
         self._lingering: deque[tuple[float, InodeNumber]] = deque()
         self._bad_blocks = 0
-        self._device_errors: dict[int, int] = {}
         self.rebuilding = False
         self._closed = False
         self._commit_failed = False
@@ -138,12 +150,13 @@ class Store:
         options = options or StoreOptions()
         with ExitStack() as stack:
             stack.enter_context(locked(pool))
-            opened = open_pool(pool)
+            opened = open_pool(pool, degraded=True)
             stack.callback(opened.close)
-            epoch = opened.epoch + 1
+            opened.leave_stale(_index_epoch(pool) if opened.absent else 0)
             # Tried out before anything is written: what this machine lacks is found here.
             size = sum(device.size for device in opened.config.devices)
             records_max = options.records_max or min(64 << 20, max(2 << 20, (size >> 13) + (1 << 20)))
+            epoch = opened.epoch + 1
             plane = make_plane(opened, options, epoch, records_max)
             stack.callback(plane.destroy)
             index, rebuild = _open_index(opened)
@@ -151,7 +164,10 @@ class Store:
             epoch_known = index.meta_get(META_EPOCH)
             if epoch_known is not None and META_NUMBER.unpack(epoch_known)[0] > opened.epoch:
                 raise IndexError_(f"index {pool / INDEX_NAME}: epoch is newer than that of the labels: other devices?")
-            write_labels(opened.config, opened.devices, epoch)
+            failed = write_labels(opened.config, opened.devices, epoch, opened.absent)
+            opened.absent.update(failed)
+            if failed and len(opened.absent) == len(opened.devices):
+                raise DeviceError(next(iter(failed.values())))
             store = cls(opened, index, plane, options, epoch, records_max, policy or OldestLeastLive())
             failure: BaseException | None = None
             async with trio.open_nursery() as nursery:
@@ -180,6 +196,7 @@ class Store:
         index.commit_now()
         self.segments.load(index.segment_items())
         self.pins = Pins(index)
+        self.service.start()
         if rebuild:
             self.notes.append("the index was missing or unreadable; it is being rebuilt from the devices")
             job = recovery.Rebuild(self.index, self.segments, self.plane, self.pins)
@@ -191,7 +208,7 @@ class Store:
         index.commit_now()
         if not rebuild:
             for chunk in index.records(_CHUNK):
-                self.plane.table_load(chunk)
+                self.plane.table_load(self._visible(chunk) if index.lost else chunk)
                 await trio.lowlevel.checkpoint()
             self.plane.table_set_complete(True)
         else:
@@ -202,10 +219,12 @@ class Store:
             await self.segments.flush_summaries()
         self.evictor = Evictor(self.segments, self.index, self.plane, self._policy, self.pins, self)
         self._set_space()
+        await self.service.take_in_stale()
         assert self._nursery is not None
         self.rebuilding = rebuild
         if rebuild:
             self._nursery.start_soon(self._rebuild, job)
+        self._nursery.start_soon(self.service.run)
         self._nursery.start_soon(self._commit_loop)
         self._nursery.start_soon(self._flush_loop)
         self._nursery.start_soon(self._retry_loop)
@@ -222,6 +241,12 @@ class Store:
             inode=ROOT_INODE, parent=ROOT_INODE, name=b"", kind=Kind.DIRECTORY, mode=0o040755, uid=owner.st_uid,
             gid=owner.st_gid, nlink=2, mtime_ns=now, ctime_ns=now, atime_ns=now,
         )  # fmt: skip
+
+    def _visible(self, records: bytes) -> bytes:
+        """Those of the records that do not lie on devices that are away."""
+        places = split_records(records)
+        pieces = [records[at : at + size] for at, size in places]
+        return b"".join(piece for piece in pieces if self.index.raw(RECORD_HEAD.unpack_from(piece)[4]) is not None)
 
     def _root_record(self) -> bytes:
         record = self.index.raw(ROOT_INODE)
@@ -348,7 +373,7 @@ class Store:
         A tenth is left for the tails of segments and for headers. So a write fails while the close after it still
         succeeds.
         """
-        count = len(self.segments.all)
+        count = self.segments.usable
         segments = max(count - self.segments.reserve - 5, count // 2)
         pages = segments * self.segments.area * 9 // 10 - self.pins.pages - self.reservations.pages
         self.plane.set_space(max(0, pages) * PAGE_SIZE)
@@ -367,17 +392,13 @@ class Store:
                 return
             self.drop_bad(InodeNumber(event.inode), event.value)
         elif event.type == EventType.IO_ERROR:
-            device, number = event.value >> 32, event.value & 0xFFFFFFFF
-            self._device_errors[device] = self._device_errors.get(device, 0) + 1
-            if self._device_errors[device] in (1, 10, 100) or self._device_errors[device] % 1000 == 0:
-                path = self.config.devices[device].path if device < len(self.config.devices) else "?"
-                log.error(
-                    "device %d (%s): %s, %d so far", device, path, os.strerror(number), self._device_errors[device]
-                )
+            self.service.note_error(event.value >> 32, event.value & 0xFFFFFFFF)
         elif event.type == EventType.DEVICE:
-            usable, message = self.plane.device_message(event.value)
-            where = self.config.devices[event.value].path
-            log.log(logging.INFO if usable else logging.ERROR, "device %d (%s): %s", event.value, where, message)
+            self.service.note_connection(event.value, *self.plane.device_message(event.value))
+        elif event.type == EventType.IDLE and self.index.hidden(event.inode) is not None:
+            # Open when its device went: now nobody has it any more.
+            with suppress(PlaneError):
+                self.plane.inode_remove(event.inode)
         elif self._options.on_event is not None:
             self._options.on_event(int(event.type), event.inode, event.value)
 
@@ -527,17 +548,12 @@ class Store:
 
     async def sync(self) -> None:
         """Everything sealed and changed so far is durable when this returns. KvfsError if it cannot be."""
-        await trio.to_thread.run_sync(self._sync_devices)
+        await self.service.sync()
         await self.index.commit()
 
-    def _sync_devices(self) -> None:
-        for device in self._opened.devices:
-            try:
-                device.sync()
-            except OSError as error:
-                failure = KvfsError(f"{device.path}: {os.strerror(error.errno or 0)}")
-                failure.errno = error.errno or failure.errno
-                raise failure from error
+    @property
+    def config(self) -> PoolConfig:
+        return self._opened.config
 
     @property
     def devices(self) -> Sequence[Device]:
@@ -553,11 +569,53 @@ class Store:
         return StoreStatistics(
             uuid=str(self.config.uuid), epoch=self.epoch, blocks=self.plane.table_statistics()["records"],
             segments=self.segments.statistics(), space=self.space(), eviction=self.evictor.counters,
-            bad_blocks=self._bad_blocks, device_errors=dict(self._device_errors), sealed=self.sealing.sealed,
+            bad_blocks=self._bad_blocks, sealed=self.sealing.sealed,
             seal_retries=self.sealing.retries, index_bytes=index.bytes, index_pending=index.changes_pending,
             commit_failures=index.commit_failures, rebuilding=self.rebuilding, notes=tuple(self.notes),
             reservations=self.reservations.statistics(),
         )  # fmt: skip
+
+    # ---- devices ----
+
+    def leave_table(self, number: InodeNumber) -> None:
+        """Somebody asked for an inode that is not there: if its device has just gone, its name goes at once."""
+        self.service.leave_table([number])
+
+    def places_changed(self) -> None:
+        """What can be written became more or less."""
+        self._set_space()
+
+    def devices_changed(self) -> None:
+        if self._options.on_devices is not None:
+            self._options.on_devices()
+
+    async def remove_device(self, device: int, *, drain: bool) -> int:
+        """Take a device out for good; `drain`: what is pinned, open or hot is carried over first. Returns how many
+        blocks went."""
+        self._check_settled()
+        return await self.service.remove(device, self._drain if drain else None)
+
+    async def replace_device(self, device: int, path: Place, *, force: bool) -> int:
+        """Let another device take its place, empty. Returns how many blocks went with the old one."""
+        self._check_settled()
+        return await self.service.replace(device, path, force)
+
+    def _check_settled(self) -> None:
+        if self.rebuilding:
+            raise KvfsError("the index is being rebuilt; devices can be changed when that is done")
+
+    async def _drain(self, numbers: Sequence[SegmentIndex]) -> None:
+        for number in numbers:
+            done = False
+            with trio.move_on_after(_DRAIN_TIMEOUT_S):
+                while not await self.evictor.drain(self.segments.all[number]):
+                    # No room: others go first.
+                    if not await self.evictor.free_until(lambda: self.segments.free_count() > self.evictor.low):
+                        await trio.sleep(0.1)
+                    await self._commit_and_flush()
+                done = True
+            if not done:
+                raise NoSpaceError(f"segment {number}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
 
     # ---- closing ----
 
@@ -582,7 +640,7 @@ class Store:
             await self.index.commit()
             for _ in range(2):  # the second writes the other copy where the first names what is gone
                 await self.segments.flush_summaries()
-            await trio.to_thread.run_sync(self._sync_devices)
+            await self.service.sync()
             self.index.meta_put(META_CLEAN, b"1" if clean else b"0")
             await self.index.commit()
         except KvfsError as error:
@@ -597,15 +655,10 @@ class Store:
         await self.sealing.wait_idle()
 
 
-def segment_members(opened: OpenPool) -> list[tuple[tuple[int, int], ...]]:
-    config = opened.config
-    return layout([device.zone_count for device in config.devices], config.geometry.stripe_width)
-
-
 def make_plane(opened: OpenPool, options: StoreOptions, epoch: int, records_max: int) -> Plane:
     """A data plane over the pool's devices."""
     config = opened.config
-    members = segment_members(opened)
+    members = config.members()
     return Plane(
         PlaneOptions(
             secret=config.secret, mount_epoch=epoch, zone_size=config.geometry.zone_size,
@@ -644,6 +697,20 @@ def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
             index.close()
         shutil.rmtree(path, ignore_errors=True)
     return LmdbIndex(path, durable=False), True
+
+
+def _index_epoch(pool: Path) -> int:
+    """The last mount that the index knows; 0 if there is no index that can say."""
+    if not (pool / INDEX_NAME / "data.mdb").exists():
+        return 0
+    try:
+        index = LmdbIndex(pool / INDEX_NAME, read_only=True)
+    except KvfsError:
+        return 0
+    try:
+        return _number(index, META_EPOCH)
+    finally:
+        index.close()
 
 
 def _number(index: LmdbIndex, key: bytes) -> int:

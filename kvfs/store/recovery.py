@@ -75,6 +75,12 @@ async def recover(
     lost: set[int] = set()
     for segment in segments.all:
         header = headers[segment.index]
+        if segment.lost:
+            # Nothing is known of it but what the index has. Its device's return is service.py's.
+            if segment.state != State.FREE:
+                segment.state, segment.next_page = State.CLOSED, segments.geometry.end_page
+                segments.changed(segment)
+            continue
         if segment.state == State.FREE:
             if header is not None and header.generation > segment.generation:
                 # Opened after the last commit.
@@ -354,7 +360,7 @@ class Rebuild:
             header = headers[segment.index]
             if header is not None:
                 segment.state, segment.generation, segment.stream = State.CLOSED, header.generation, header.stream
-            elif segment.index not in blank:
+            elif segment.index not in blank and not segment.lost:
                 damaged.append(segment)
         queue = iter(damaged)
         async with trio.open_nursery() as nursery:

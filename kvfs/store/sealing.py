@@ -15,7 +15,7 @@ from typing import Protocol
 
 import trio
 
-from kvfs.errors import KvfsError
+from kvfs.errors import DeviceError, KvfsError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, PlaneError, Run, SealInfo
 from kvfs.store.eviction import EvictionPolicy, Stream
@@ -121,6 +121,9 @@ class Sealing:
         runs: list[Run] = []
         sealed: Inode | None = None
         try:
+            for segment in self._extent_segments(number):
+                if self._segments.all[segment].lost:
+                    raise DeviceError(f"inode {number}: part of it lies in segment {segment}, whose device is away")
             written = await self._write(inode, info, version, runs)
             if self._enter(inode, written, copy=False):
                 sealed = written

@@ -45,6 +45,8 @@ _OPEN_TRIES = 8
 _PIECE_PAGES_MIN = 16
 _SUMMARY_WRITERS = 4
 _YIELD_EVERY = 256
+# So many freed at once are those of a device.
+_ROTATE = 16
 # What a compressed summary may unpack to.
 _SUMMARY_EXPANSION_MAX = 64
 # What a dead client's process had under way has landed, or failed, by then.
@@ -81,6 +83,7 @@ class Segment:
     dirty: bool = False  # the summary on the device does not say what is live
     copy_stale: bool = False  # the summary in the other slot names blocks that are gone
     writing: bool = False  # a summary is on its way to the device: until it is there, a crash must find this dirty
+    opening: bool = False  # its header is on its way
     closing: bool = False  # full; closed with its last run in flight
     held: int = 0  # files being written with pages here
     in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
@@ -88,6 +91,8 @@ class Segment:
     avoid_until: float = 0.0  # eviction freed nothing here; trio time
     lent: int = 0  # runs that a native client may be writing to, entitled or late
     late: bool = False  # one that is gone may have had writes under way here
+    lost: bool = False  # a device that it lies on is away: nothing of it can be read or written
+    avoided: bool = False  # not to be opened, and not worth evicting: lost, on a slow device, or on one being drained
 
     def covered_page(self) -> int:
         """Every block before this page is in the index, or is none."""
@@ -129,6 +134,7 @@ class SegmentStatistics:
     summaries_written: int
     summaries_too_large: int
     write_errors: int
+    lost: int
 
 
 def usage(inode: Inode) -> dict[int, int]:
@@ -180,8 +186,8 @@ class Segments:
         self.members = members
         self.all = [Segment(SegmentIndex(i)) for i in range(len(members))]
         self.epoch = epoch
-        # Left to carried-over blocks, so that eviction itself never waits for a free segment.
-        self.reserve = min(3, max(1, len(members) // 8))
+        # Segments that can be written.
+        self.usable = len(members)
         # Set by the evictor: nothing can be freed now.
         self.exhausted = False
         self.need_space = trio.Event()
@@ -193,6 +199,9 @@ class Segments:
         self._generations = Counter(epoch)
         self._sequences = Counter(epoch)
         self._free: deque[SegmentIndex] = deque()
+        # Free, and avoided.
+        self._aside: set[SegmentIndex] = set()
+        self._lost: set[SegmentIndex] = set()
         self._resting: set[SegmentIndex] = set()
         # Lent to native clients, or late writes may land there until this (trio) time.
         self._late: dict[SegmentIndex, float] = {}
@@ -212,6 +221,11 @@ class Segments:
         self._open_error = KvfsError("none")
 
     # ---- states ----
+
+    @property
+    def reserve(self) -> int:
+        """Left to carried-over blocks, so that eviction itself never waits for a free segment."""
+        return min(3, max(1, self.usable // 8))
 
     @property
     def area(self) -> int:
@@ -241,13 +255,62 @@ class Segments:
                 if segment.dirty:
                     self._resting.add(segment.index)
                 else:
-                    self._free.append(segment.index)
+                    self._add_free(segment.index)
             if segment.dirty:
                 self._dirty.add(segment.index)
+        self._rotate()
+
+    def _rotate(self) -> None:
+        """Let free segments that come in turn lie on different devices: those of one that is new, or back, are many."""
+        queues: dict[int, list[SegmentIndex]] = {}
+        for number in self._free:
+            queues.setdefault(self.members[number][0][0], []).append(number)
+        order = [((i + 0.5) / len(queue), number) for queue in queues.values() for i, number in enumerate(queue)]
+        self._free = deque(number for _, number in sorted(order))
 
     def free_count(self) -> int:
         """Free segments, those that still rest included, unless for late writes: that can take long."""
-        return len(self._free) + len(self._resting) + (self._ready is not None) - self._late_count()
+        resting = sum(not self.all[number].avoided for number in self._resting)
+        return len(self._free) + resting + (self._ready is not None) - self._late_count()
+
+    def _add_free(self, number: SegmentIndex) -> None:
+        if self.all[number].avoided:
+            self._aside.add(number)
+        else:
+            self._free.append(number)
+
+    def set_places(self, lost: set[SegmentIndex], avoided: set[SegmentIndex]) -> None:
+        """Which segments lie on devices that are away, and which others are not to be written. Runs in one step."""
+        self._lost = lost
+        for segment in self.all:
+            segment.lost = segment.index in lost
+            segment.avoided = segment.lost or segment.index in avoided
+        self.usable = sum(not segment.avoided for segment in self.all)
+        for number in list(self._free):
+            if self.all[number].avoided:
+                self._free.remove(number)
+                self._aside.add(number)
+        for number in list(self._aside):
+            if not self.all[number].avoided:
+                self._aside.discard(number)
+                self._free.append(number)
+        self._rotate()
+        if self._ready is not None and self._ready.avoided:
+            segment, self._ready = self._ready, None
+            self.retire(segment)
+        for open_segment in list(self._open.values()):
+            if open_segment is not None and open_segment.avoided:
+                self.retire(open_segment)
+        self.look_again()
+        self.wake_waiters()
+
+    def forget_life(self, segment: Segment, generation: int) -> None:
+        """What was in it is not: nothing counts, and it rests until a summary says so. `generation`: on the device."""
+        segment.state, segment.held = State.CLOSED, 0
+        segment.generation = max(segment.generation, generation)
+        segment.next_page = self.geometry.end_page
+        self._aside.discard(segment.index)
+        self.free(segment)
 
     def _late_count(self) -> int:
         """Free segments that a native client may still write to."""
@@ -255,7 +318,7 @@ class Segments:
         for number, until in list(self._late.items()):
             segment = self.all[number]
             if segment.lent or until > now:
-                count += segment.state == State.FREE
+                count += segment.state == State.FREE and not segment.avoided
             else:
                 del self._late[number]
                 segment.late = False
@@ -317,7 +380,7 @@ class Segments:
     @property
     def waits_for_commit(self) -> bool:
         """Freed segments are waiting for the index."""
-        return any(self._waits(self.all[number]) for number in self._resting)
+        return any(self._waits(self.all[number]) for number in self._resting if not self.all[number].lost)
 
     def _waits(self, segment: Segment) -> bool:
         return segment.batch > self._index.durable_batch and not self._index.distrusted
@@ -500,7 +563,7 @@ class Segments:
     async def _format(self, segment: Segment, stream: Stream) -> bool:
         """Give it a new generation and write its header. False if that failed: then it is free again, as the last."""
         assert segment.state == State.FREE and not segment.in_flight and not segment.live_pages
-        segment.state = State.OPEN
+        segment.state, segment.opening = State.OPEN, True
         segment.generation = self._generations.next()
         segment.stream, segment.next_page, segment.slot = stream, 1, 1
         segment.dirty = segment.copy_stale = segment.closing = False
@@ -512,17 +575,21 @@ class Segments:
             # The write may still land: the generation is used up, nothing of it is in use.
             self._write_errors += 1
             segment.state = State.FREE
-            self._free.append(segment.index)
+            self._add_free(segment.index)
             self._changed.add(segment.index)
             if not isinstance(error, KvfsError):
                 raise
             self._open_error = error
             log.warning("segment %d: cannot be opened: %s", segment.index, error)
             return False
+        finally:
+            segment.opening = False
         self._changed.add(segment.index)
         return True
 
     async def _wait_for_space(self, stream: Stream, deadline: float) -> None:
+        if not self.usable:
+            raise NoSpaceError("every segment lies on a device that is away")
         if self._resting:
             self.need_flush.set()
         self.need_space.set()
@@ -564,8 +631,10 @@ class Segments:
         after a crash nobody asks it.
         """
         async with self._flush_lock:
-            resting = [number for number in self._resting if not self._waits(self.all[number])]
-            batch = sorted(self._dirty.difference(self._resting.difference(resting)))
+            # Those on devices that are away stay dirty, and resting, until they are back.
+            lost = self._lost
+            resting = [number for number in self._resting - lost if not self._waits(self.all[number])]
+            batch = sorted(self._dirty.difference(self._resting.difference(resting), lost))
             self._dirty.difference_update(batch)
             if batch:
                 queue = iter(batch)
@@ -573,8 +642,12 @@ class Segments:
                     for _ in range(min(_SUMMARY_WRITERS, len(batch))):
                         nursery.start_soon(self._flush_some, queue)
             for number in resting:
-                self._resting.discard(number)
-                self._free.append(number)
+                # Its device may have gone meanwhile, and its summary with it: then it is dirty still.
+                if not self.all[number].lost:
+                    self._resting.discard(number)
+                    self._add_free(number)
+            if len(resting) >= _ROTATE:
+                self._rotate()
             if resting:
                 self.exhausted = False
                 self.wake_waiters()
@@ -590,7 +663,7 @@ class Segments:
                 self._write_errors += 1
                 log.warning("segment %d: summary not written: %s", number, error)
                 # Tried again with the next flush, unless it has a new life already.
-                if segment.generation == generation and segment.state != State.FREE:
+                if segment.generation == generation and (segment.state != State.FREE or segment.lost):
                     self.mark_dirty(segment, gone=segment.copy_stale)
             finally:
                 segment.writing = False
@@ -721,13 +794,16 @@ class Segments:
 
     def statistics(self) -> SegmentStatistics:
         counts = dict.fromkeys(State, 0)
-        live = 0
+        live = lost = 0
         for segment in self.all:
-            counts[segment.state] += 1
-            live += segment.live_pages
+            if segment.lost:
+                lost += 1
+            else:
+                counts[segment.state] += 1
+                live += segment.live_pages
         return SegmentStatistics(
             count=len(self.all), size=self.geometry.segment_size, free=counts[State.FREE], open=counts[State.OPEN],
             closed=counts[State.CLOSED], evicting=counts[State.EVICTING], live_bytes=live * PAGE_SIZE,
-            capacity=len(self.all) * self.area * PAGE_SIZE, summaries_written=self._summaries_written,
-            summaries_too_large=self._summaries_too_large, write_errors=self._write_errors,
+            capacity=(len(self.all) - lost) * self.area * PAGE_SIZE, summaries_written=self._summaries_written,
+            summaries_too_large=self._summaries_too_large, write_errors=self._write_errors, lost=lost,
         )  # fmt: skip

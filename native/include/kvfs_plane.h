@@ -119,9 +119,14 @@ int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_
                       const struct kvfs_member *members, struct kvfs_plane **out);
 /* Blocks until every device I/O has been reaped or io_timeout_ms is over, twice. Aborts transports that are still there. */
 void kvfs_plane_destroy(struct kvfs_plane *plane);
+/* Take a device out of service: from now on I/O of segments that touch it fails at once, what is under way has its deadlines. */
+int kvfs_device_stop(struct kvfs_plane *plane, uint32_t device);
+/* Take it into service (again), after its descriptor was opened, or made to lead elsewhere (dup2). Blocks while an NVMe/TCP controller is
+ * connected. What went wrong: as for create. */
+int kvfs_device_use(struct kvfs_plane *plane, uint32_t device);
 /* The block table; the plane's. Table writes go through the kvfs_name_ and kvfs_inode_ functions below. */
 struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane);
-/* What went wrong in the last failing create on this thread, as a sentence. */
+/* What went wrong in the last failing create or use of a device on this thread, as a sentence. */
 const char *kvfs_plane_error(void);
 
 /* ---- events and completions: one eventfd, readable while either queue holds something ---- */
@@ -279,7 +284,11 @@ uint32_t kvfs_segment_busy(struct kvfs_plane *plane, uint32_t segment);
 /* ---- statistics ---- */
 
 struct kvfs_latency { uint64_t count; uint64_t total_ns; uint64_t buckets[40]; }; /* bucket i: below 2^i ns... of a request, arrival to reply */
-struct kvfs_device_statistics { uint64_t reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns; };
+#define KVFS_DEVICE_BUCKETS 40
+struct kvfs_device_statistics {
+    uint64_t reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
+    uint64_t read_buckets[KVFS_DEVICE_BUCKETS], write_buckets[KVFS_DEVICE_BUCKETS]; /* as in kvfs_latency, of one I/O each */
+};
 struct kvfs_statistics {
     uint64_t requests, forwarded, forward_timeouts, forwarded_in_flight;
     uint64_t lookups, lookup_misses, opens, stale_opens, reads, read_bytes, writes, write_bytes;

@@ -101,6 +101,8 @@ struct io_part {
     uint16_t iov_first, iov_count;
     uint8_t fault;
     bool done;
+    bool passthrough;                    /* as the device was when it began, like `remote` */
+    struct nvme_remote *remote;
     uint16_t commands_left;              /* from here on: of an NVMe/TCP device, or by passthrough, until done */
     int error;
     struct io_part *next;                /* NVMe/TCP (nvme_queue.c) */
@@ -134,6 +136,7 @@ struct ring {
     struct nvme_queue *queues;           /* to NVMe/TCP controllers */
     struct io_part *remote_failed;
     bool remote_ready, remote_busy;      /* there is work for the next reap; it is under way */
+    uint32_t devices_seen;               /* plane->devices_changed when the registered files were last looked at */
 };
 int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries);
 void ring_free(struct ring *ring);
@@ -472,15 +475,17 @@ void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t
 
 struct fault_rule { atomic_uint fault, direction, every, value, counter; };
 struct device {
-    int fd;
-    struct nvme_remote *remote;          /* NVMe/TCP: fd only stands for it. Else NULL */
-    uint32_t nsid;                       /* NVMe passthrough: I/O is commands of at most transfer_size. Else 0 */
-    uint32_t block_size, transfer_size;
-    bool memory;                         /* a RAM disk: I/O of at most inline_max bytes is done inline */
-    bool blocks;                         /* submitting its I/O may wait for it: a kernel thread does that */
+    int fd;                              /* the number stays; what it leads to may change (kvfs_device_use) */
+    _Atomic(struct nvme_remote *) remote;   /* NVMe/TCP: fd only stands for it. Else NULL */
+    atomic_uint nsid;                    /* NVMe passthrough: I/O is commands of at most transfer_size. Else 0 */
+    atomic_uint block_size, transfer_size;
+    atomic_bool stopped;                 /* out of service: its I/O fails at once */
+    atomic_bool memory;                  /* a RAM disk: I/O of at most inline_max bytes is done inline */
+    atomic_bool blocks;                  /* submitting its I/O may wait for it: a kernel thread does that */
     atomic_ullong stuck_until_ns;        /* fail_fast: it missed a deadline, until then its I/O fails at once */
     uint64_t zones_offset;
     atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
+    atomic_ullong buckets[2][KVFS_DEVICE_BUCKETS];  /* of reads, of writes: by their times */
     struct fault_rule faults;
 };
 struct counters {
@@ -492,6 +497,7 @@ struct kvfs_plane {
     struct kvfs_plane_config config;
     struct device *devices;
     struct nvme_host *hosts;
+    atomic_uint devices_changed;         /* counts kvfs_device_use: every ring then registers the files anew */
     struct kvfs_member *members;
     uint64_t segment_size;
     uint32_t segment_pages;

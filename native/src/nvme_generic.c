@@ -100,7 +100,7 @@ int generic_device(struct device *device) {
 }
 
 void generic_part_start(struct ring *ring, struct io_part *part, bool write) {
-    const struct device *device = &ring->plane->devices[part->device];
+    struct device *device = &ring->plane->devices[part->device];
     const struct iovec *iov = &part->group->iovs[part->iov_first], *end = iov + part->iov_count;
     uint64_t block = part->device_offset / device->block_size;
     part->error = 0;

@@ -31,7 +31,8 @@ static void tell(struct nvme_host *host, struct nvme_remote *only, const char *f
             pthread_mutex_lock(&host->lock);
             snprintf(remote->message, sizeof(remote->message), "%.80s:%u: %s", host->target.host, host->target.port, text);
             pthread_mutex_unlock(&host->lock);
-            event_add(host->plane, KVFS_EVENT_DEVICE, 0, remote->device);
+            if (atomic_load(&host->plane->devices[remote->device].remote) == remote) /* else another has its place now */
+                event_add(host->plane, KVFS_EVENT_DEVICE, 0, remote->device);
         }
 }
 
@@ -102,6 +103,8 @@ static int label_check(struct nvme_remote *remote, const struct kvfs_label *labe
 static int remote_check(struct nvme_admin *admin, struct nvme_link *link, struct nvme_remote *remote, uint64_t deadline) {
     struct nvme_identity identity;
     uint8_t *page = NULL;
+    if (atomic_exchange(&remote->anew, false))
+        remote->known = false;
     int r = nvme_admin_identity(admin, remote->nsid, &identity, deadline);
     if (r == 0 && remote->known && memcmp(&identity, &remote->identity, sizeof(identity)) != 0)
         r = nvme_admin_fail(admin, -ESTALE, "namespace %u came back as another one: %llu bytes, before %llu", remote->nsid,
@@ -274,6 +277,8 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
             r = namespaces_look(host, admin);
             next_look = 0;
         }
+        if (atomic_exchange(&host->look, false))
+            next_look = 0;
         if (r == 0 && now_ns() >= next_look && !all_usable(host)) {
             remotes_check(host, admin, now_ns() + kato_ns / 2); /* keep alive has to wait for it */
             next_look = now_ns() + LOOK_NS;
@@ -379,22 +384,66 @@ static struct nvme_host *host_of(struct kvfs_plane *plane, const struct kvfs_nvm
     return host->wake_fd < 0 ? NULL : host;
 }
 
+/* Made now, or when the device lay there before. */
+static struct nvme_remote *remote_of(struct kvfs_plane *plane, uint32_t device, const struct kvfs_nvme_target *target) {
+    struct nvme_host *host = host_of(plane, target);
+    struct nvme_remote *remote = host ? atomic_load(&host->remotes) : NULL;
+    while (remote && (remote->device != device || remote->nsid != target->nsid))
+        remote = remote->next;
+    if (!host || remote || !(remote = calloc(1, sizeof(*remote))))
+        return remote;
+    remote->host = host;
+    remote->device = device;
+    remote->nsid = target->nsid;
+    remote->next = atomic_load(&host->remotes);
+    atomic_store(&host->remotes, remote);
+    return remote;
+}
+
+int nvme_device_use(struct kvfs_plane *plane, uint32_t device, char *error, size_t error_size) {
+    struct kvfs_nvme_target target;
+    if (!nvme_target_of(plane->devices[device].fd, &target)) {
+        atomic_store(&plane->devices[device].remote, NULL);
+        return 0;
+    }
+    snprintf(error, error_size, "no memory for NVMe/TCP controllers");
+    struct nvme_remote *remote = remote_of(plane, device, &target);
+    if (!remote)
+        return -ENOMEM;
+    struct nvme_host *host = remote->host;
+    atomic_store(&remote->anew, true);
+    atomic_store(&remote->usable, false);
+    atomic_store(&host->look, true);
+    if (!host->started) {
+        int r = -pthread_create(&host->thread, NULL, host_main, host);
+        if (r < 0)
+            return r;
+        host->started = true;
+    }
+    wake(host);
+    uint64_t until = now_ns() + timeout_ns(host) + BACKOFF_MAX_MS * 1000000ull;
+    bool usable;
+    while (!(usable = atomic_load(&remote->usable) && atomic_load(&host->state) == NVME_HOST_UP) && now_ns() < until)
+        usleep(5000);
+    pthread_mutex_lock(&host->lock);
+    snprintf(error, error_size, "%.80s:%u: %s", host->target.host, host->target.port, remote->reason[0] ? remote->reason : host->reason);
+    pthread_mutex_unlock(&host->lock);
+    if (!usable)
+        return -ENOTCONN;
+    atomic_store(&plane->devices[device].remote, remote);
+    return 0;
+}
+
 int nvme_hosts_start(struct kvfs_plane *plane, const int *device_fds, bool wait, char *error, size_t error_size) {
     snprintf(error, error_size, "no memory for NVMe/TCP controllers");
     for (uint32_t i = 0; i < plane->config.device_count; i++) {
         struct kvfs_nvme_target target;
         if (!nvme_target_of(device_fds[i], &target))
             continue;
-        struct nvme_host *host = host_of(plane, &target);
-        struct nvme_remote *remote = host ? calloc(1, sizeof(*remote)) : NULL;
+        struct nvme_remote *remote = remote_of(plane, i, &target);
         if (!remote)
             return -ENOMEM;
-        remote->host = host;
-        remote->device = i;
-        remote->nsid = target.nsid;
-        remote->next = host->remotes;
-        host->remotes = remote;
-        plane->devices[i].remote = remote;
+        atomic_store(&plane->devices[i].remote, remote);
     }
     for (struct nvme_host *host = plane->hosts; host; host = host->next) {
         int r = -pthread_create(&host->thread, NULL, host_main, host);
@@ -432,10 +481,9 @@ void nvme_hosts_stop(struct kvfs_plane *plane) {
         plane->hosts = host->next;
         if (host->started)
             pthread_join(host->thread, NULL);
-        while (host->remotes) {
-            struct nvme_remote *next = host->remotes->next;
-            free(host->remotes);
-            host->remotes = next;
+        for (struct nvme_remote *remote = atomic_load(&host->remotes), *next; remote; remote = next) {
+            next = remote->next;
+            free(remote);
         }
         if (host->wake_fd >= 0)
             close(host->wake_fd);

@@ -169,7 +169,7 @@ static void pop(struct nvme_queue *queue) {
 static void issue(struct nvme_queue *queue, bool finish) {
     while (queue->first && queue->link.in_flight < queue->entries - 1) {
         struct io_part *part = queue->first;
-        const struct nvme_remote *remote = queue->ring->plane->devices[part->device].remote;
+        const struct nvme_remote *remote = part->remote;
         const uint32_t shift = remote->identity.block_shift;
         if (!part->error && !atomic_load_explicit(&remote->usable, memory_order_relaxed))
             part->error = -ENODEV;
@@ -321,8 +321,7 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
 /* ---- what ring.c calls ---- */
 
 void nvme_part_start(struct ring *ring, struct io_part *part) {
-    struct nvme_remote *remote = ring->plane->devices[part->device].remote;
-    struct nvme_queue *queue = queue_of(ring, remote->host);
+    struct nvme_queue *queue = queue_of(ring, part->remote->host);
     part->begun = 0;
     part->commands_left = 0;
     part->error = 0;
@@ -387,7 +386,7 @@ void nvme_ring_event(struct ring *ring, uint64_t user_data, uint32_t flags) {
 }
 
 void nvme_part_expire(struct ring *ring, struct io_part *part, uint64_t now) {
-    struct nvme_queue *queue = queue_of(ring, ring->plane->devices[part->device].remote->host);
+    struct nvme_queue *queue = queue_of(ring, part->remote->host);
     if (!queue)
         return;
     struct io_part **at = &queue->first, *before = NULL;

@@ -149,6 +149,7 @@ struct nvme_remote {
     uint32_t nsid;
     struct nvme_identity identity;
     bool known;                             /* identity and label are those of the first connection */
+    atomic_bool anew;                       /* or are to be learnt again: the label was written meanwhile */
     atomic_bool usable;
     char reason[NVME_REASON];               /* why it was not, last */
     char message[NVME_REASON + 160];        /* the last thing worth a line in a log */
@@ -160,12 +161,12 @@ struct nvme_host {
     struct nvme_host *next;
     struct kvfs_plane *plane;
     struct kvfs_nvme_target target;
-    struct nvme_remote *remotes;
+    _Atomic(struct nvme_remote *) remotes;  /* grows in front */
     uint32_t index;
     pthread_t thread;
     bool started;
     int wake_fd;
-    atomic_bool stopping;
+    atomic_bool stopping, look;             /* look: at the namespaces that are not usable, now */
     /* What rings look at. They change under the lock. */
     atomic_uint state, generation;
     atomic_uint lost;                       /* the generation that a ring found dead */
@@ -181,6 +182,8 @@ struct nvme_host {
 };
 /* Makes hosts and remotes of those device descriptors that are NVMe/TCP targets, and starts them. wait: until each is up or has failed. */
 int nvme_hosts_start(struct kvfs_plane *plane, const int *device_fds, bool wait, char *error, size_t error_size);
+/* One device, whose descriptor was opened anew: blocks until it is usable, as long as a connection may take. -errno; error says why not. */
+int nvme_device_use(struct kvfs_plane *plane, uint32_t device, char *error, size_t error_size);
 void nvme_hosts_stop(struct kvfs_plane *plane);
 /* A qid for a link of this generation, 0: none is left. Then the link is shut down with the association. */
 uint16_t nvme_host_join(struct nvme_host *host, struct nvme_link *link, uint32_t generation);

@@ -38,6 +38,15 @@ static int config_check(const struct kvfs_plane_config *c, const struct kvfs_mem
     return 0;
 }
 
+static int device_look(struct device *device) {
+    atomic_store(&device->memory, device_is_memory(device->fd));
+    atomic_store(&device->blocks, device_blocks(device->fd));
+    if (generic_is(device->fd))
+        return generic_device(device);
+    device->nsid = device->block_size = device->transfer_size = 0;
+    return 0;
+}
+
 static int plane_build(struct kvfs_plane *plane, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members) {
     struct kvfs_plane_config *c = &plane->config;
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
@@ -76,15 +85,11 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
     memcpy(plane->members, members, (uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
     for (uint32_t i = 0; i < c->device_count; i++) {
         plane->devices[i].fd = device_fds[i];
-        plane->devices[i].memory = device_is_memory(device_fds[i]);
-        plane->devices[i].blocks = device_blocks(device_fds[i]);
         plane->devices[i].zones_offset = zones_offset[i];
-        if (generic_is(device_fds[i])) {
-            int r = generic_device(&plane->devices[i]);
-            if (r < 0)
-                return fail(r, "device %u: NVMe passthrough: %s", i, strerror(-r));
-            plane->passthrough = true;
-        }
+        plane->passthrough |= generic_is(device_fds[i]);
+        int r = device_look(&plane->devices[i]);
+        if (r < 0)
+            return fail(r, "device %u: NVMe passthrough: %s", i, strerror(-r));
     }
     for (uint32_t i = 0; i < SHARDS; i++)
         pthread_mutex_init(&plane->shards[i].lock, NULL);
@@ -237,8 +242,41 @@ int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct
     if (device >= plane->config.device_count)
         return -ERANGE;
     struct device *d = &plane->devices[device];
-    *out = (struct kvfs_device_statistics){atomic_load(&d->reads), atomic_load(&d->read_bytes), atomic_load(&d->writes), atomic_load(&d->write_bytes),
-                                           atomic_load(&d->errors), atomic_load(&d->timeouts), atomic_load(&d->read_ns), atomic_load(&d->write_ns)};
+    *out = (struct kvfs_device_statistics){.reads = atomic_load(&d->reads), .read_bytes = atomic_load(&d->read_bytes),
+                                           .writes = atomic_load(&d->writes), .write_bytes = atomic_load(&d->write_bytes),
+                                           .errors = atomic_load(&d->errors), .timeouts = atomic_load(&d->timeouts),
+                                           .read_ns = atomic_load(&d->read_ns), .write_ns = atomic_load(&d->write_ns)};
+    for (uint32_t i = 0; i < KVFS_DEVICE_BUCKETS; i++) {
+        out->read_buckets[i] = atomic_load_explicit(&d->buckets[0][i], memory_order_relaxed);
+        out->write_buckets[i] = atomic_load_explicit(&d->buckets[1][i], memory_order_relaxed);
+    }
+    return 0;
+}
+
+/* ---- devices that come and go ---- */
+
+int kvfs_device_stop(struct kvfs_plane *plane, uint32_t device) {
+    if (device >= plane->config.device_count)
+        return -ERANGE;
+    atomic_store(&plane->devices[device].stopped, true);
+    return 0;
+}
+
+int kvfs_device_use(struct kvfs_plane *plane, uint32_t device) {
+    if (device >= plane->config.device_count)
+        return -ERANGE;
+    if (generic_is(plane->devices[device].fd) && !plane->passthrough)
+        return fail(-EOPNOTSUPP, "NVMe passthrough beside devices that were opened without it: mount the pool again");
+    int r = device_look(&plane->devices[device]);
+    if (r < 0)
+        return fail(r, "NVMe passthrough: %s", strerror(-r));
+    char reason[NVME_REASON + 96];
+    r = nvme_device_use(plane, device, reason, sizeof(reason));
+    if (r < 0)
+        return fail(r, "%s", reason);
+    atomic_store(&plane->devices[device].stuck_until_ns, 0);
+    atomic_fetch_add(&plane->devices_changed, 1);
+    atomic_store(&plane->devices[device].stopped, false);
     return 0;
 }
 

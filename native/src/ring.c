@@ -33,6 +33,7 @@ int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
     }
     if (r < 0)
         return r;
+    ring->devices_seen = atomic_load(&plane->devices_changed);
     int *fds = calloc(plane->config.device_count, sizeof(int));
     ring->delayed = calloc(DELAYED_MAX, sizeof(*ring->delayed));
     if (!fds || !ring->delayed) {
@@ -52,6 +53,13 @@ int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
         ring->plane = NULL;
     }
     return r;
+}
+
+/* Descriptors that lead elsewhere since the ring last looked. A file that is replaced is the kernel's until its I/O has ended. */
+static void files_renew(struct ring *ring, uint32_t changed) {
+    for (uint32_t i = 0; i < ring->plane->config.device_count; i++)
+        io_uring_register_files_update(&ring->uring, i, &ring->plane->devices[i].fd, 1);
+    ring->devices_seen = changed;
 }
 
 bool ring_idle(const struct ring *ring) { return ring->in_flight == 0; }
@@ -203,6 +211,14 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         group_release(group);
         return r;
     }
+    for (uint32_t i = 0; i < group->part_count; i++)
+        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stopped, memory_order_relaxed)) {
+            group_release(group);
+            return -EIO;
+        }
+    uint32_t changed = atomic_load_explicit(&plane->devices_changed, memory_order_acquire);
+    if (changed != ring->devices_seen)
+        files_renew(ring, changed);
     uint64_t now = now_ns();
     for (uint32_t i = 0; plane->fail_fast && i < group->part_count; i++)
         if (atomic_load_explicit(&plane->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now) {
@@ -229,6 +245,8 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         const struct iovec *iov = &group->iovs[part->iov_first];
         part->started_ns = now;
         part->fault = fault_for(plane, &plane->devices[part->device], write);
+        part->remote = part->fault == KVFS_FAULT_LOST_WRITE ? NULL : atomic_load(&plane->devices[part->device].remote);
+        part->passthrough = part->fault != KVFS_FAULT_LOST_WRITE && atomic_load(&plane->devices[part->device].nsid) != 0;
         if (plane->devices[part->device].memory && part->size <= plane->inline_max && !part->fault && ring->delayed_count < DELAYED_MAX) {
             /* Memory answers at once: io_uring would hand it to a kernel thread, and the wake-ups cost more than the copy. */
             ssize_t n = write ? pwritev(plane->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset)
@@ -239,12 +257,12 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
             ring->in_flight++;
             continue;
         }
-        if (plane->devices[part->device].remote && part->fault != KVFS_FAULT_LOST_WRITE) {
+        if (part->remote) {
             nvme_part_start(ring, part);
             ring->in_flight++;
             continue;
         }
-        if (plane->devices[part->device].nsid && part->fault != KVFS_FAULT_LOST_WRITE) {
+        if (part->passthrough) {
             generic_part_start(ring, part, write);
             ring->in_flight++;
             continue;
@@ -290,6 +308,11 @@ static void group_unlink(struct ring *ring, struct io_group *group) {
         ring->newest = group->previous;
 }
 
+static uint32_t bucket_of(uint64_t ns) {
+    uint32_t bucket = ns ? 64 - (uint32_t)__builtin_clzll(ns) : 0;
+    return bucket < KVFS_DEVICE_BUCKETS ? bucket : KVFS_DEVICE_BUCKETS - 1;
+}
+
 static void part_finish(struct ring *ring, struct io_part *part, int result) {
     struct io_group *group = part->group;
     struct device *device = &ring->plane->devices[part->device];
@@ -304,6 +327,7 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
         if (!group->expired)
             event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | (uint32_t)-error);
     }
+    atomic_fetch_add_explicit(&device->buckets[group->write][bucket_of(took)], 1, memory_order_relaxed);
     if (group->write) {
         atomic_fetch_add_explicit(&device->writes, 1, memory_order_relaxed);
         atomic_fetch_add_explicit(&device->write_bytes, part->size, memory_order_relaxed);
@@ -372,12 +396,12 @@ static void expire(struct ring *ring) {
             struct io_part *part = &group->parts[i];
             if (part->done)
                 continue;
-            if (ring->plane->devices[part->device].remote)
+            if (part->remote)
                 remote++;
             atomic_fetch_add(&ring->plane->devices[part->device].timeouts, 1);
             atomic_store(&ring->plane->devices[part->device].stuck_until_ns, now + ring->plane->config.io_timeout_ms * 1000000ull);
             event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | ETIMEDOUT);
-            struct io_uring_sqe *sqe = ring->plane->devices[part->device].remote ? NULL : io_uring_get_sqe(&ring->uring);
+            struct io_uring_sqe *sqe = part->remote ? NULL : io_uring_get_sqe(&ring->uring);
             if (!sqe)
                 continue;
             ring->queued++;
@@ -387,7 +411,7 @@ static void expire(struct ring *ring) {
         group->callback(group, false);
         for (uint32_t i = 0; remote; i++) { /* with the last part the group may be gone */
             struct io_part *part = &group->parts[i];
-            if (part->done || !ring->plane->devices[part->device].remote)
+            if (part->done || !part->remote)
                 continue;
             remote--;
             nvme_part_expire(ring, part, now);
@@ -412,7 +436,7 @@ uint32_t ring_reap(struct ring *ring) {
         } else {
             seen++;
             struct io_part *part = (struct io_part *)(uintptr_t)data;
-            if (!ring->plane->devices[part->device].nsid || part->fault == KVFS_FAULT_LOST_WRITE)
+            if (!part->passthrough)
                 ring_part_complete(ring, part, result);
             else if (generic_command_done(part, result))
                 ring_part_complete(ring, part, part->error ? part->error : (int)part->size);

@@ -188,6 +188,50 @@ static void test_faults(void) {
     free(data);
 }
 
+static int64_t store_page(bool write, uint32_t segment, uint8_t *page) {
+    CHECK((write ? kvfs_store_write(plane, 9, segment, 1, page, 4096) : kvfs_store_read(plane, 9, segment, 1, page, 4096)) == 0);
+    return completion();
+}
+
+static uint64_t sum(const uint64_t *buckets) {
+    uint64_t total = 0;
+    for (int i = 0; i < KVFS_DEVICE_BUCKETS; i++)
+        total += buckets[i];
+    return total;
+}
+
+static void test_a_device_that_stops_and_is_another_file_afterwards(void) {
+    uint8_t *page = aligned_alloc(4096, 4096), *back = aligned_alloc(4096, 4096);
+    CHECK(page && back);
+    memset(page, 'a', 4096);
+    const uint32_t segment = 5, device = plane->members[segment * DEVICES].device;
+    struct kvfs_device_statistics before, after;
+    CHECK(kvfs_device_statistics_get(plane, device, &before) == 0);
+    CHECK(sum(before.read_buckets) == before.reads && sum(before.write_buckets) == before.writes);
+    CHECK(store_page(true, segment, page) == 4096);
+    CHECK(kvfs_device_statistics_get(plane, device, &after) == 0);
+    CHECK(sum(after.write_buckets) == sum(before.write_buckets) + 1);
+    CHECK(kvfs_device_stop(plane, device) == 0);
+    CHECK(store_page(true, segment, page) == -EIO);
+    CHECK(store_page(false, segment, back) == -EIO);
+    CHECK(kvfs_device_statistics_get(plane, device, &before) == 0);
+    CHECK(before.writes == after.writes && before.errors == after.errors); /* nothing was tried */
+    /* The number leads to an empty file now: every ring has to notice. */
+    int fresh = open("/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    CHECK(fresh >= 0 && ftruncate(fresh, (off_t)(ZONE * SEGMENTS + (1 << 20))) == 0);
+    CHECK(dup2(fresh, device_fds[device]) >= 0 && close(fresh) == 0);
+    CHECK(kvfs_device_use(plane, device) == 0);
+    for (int i = 0; i < 16; i++) {
+        CHECK(store_page(false, segment, back) == 4096);
+        CHECK(back[0] == 0 && back[4095] == 0);
+    }
+    CHECK(store_page(true, segment, page) == 4096 && store_page(false, segment, back) == 4096 && memcmp(page, back, 4096) == 0);
+    CHECK(kvfs_device_stop(plane, DEVICES) == -ERANGE && kvfs_device_use(plane, DEVICES) == -ERANGE);
+    free(page);
+    free(back);
+    printf("ok a device that stops fails at once, and is another file when it is used again\n");
+}
+
 static void test_deadline_of_forwarded_requests(void) {
     struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
     uint64_t began = now_ns();
@@ -302,6 +346,7 @@ int main(void) {
     test_deadline_of_forwarded_requests();
     test_rewrite_in_place();
     test_unlinked_while_open();
+    test_a_device_that_stops_and_is_another_file_afterwards();
     close(kernel); /* unmount */
     uint64_t until = now_ns() + 5000000000ull;
     while (kvfs_transport_count(plane) && now_ns() < until)

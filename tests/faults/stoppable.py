@@ -1,8 +1,8 @@
-"""python stoppable.py TARGET MOUNTPOINT: a filesystem of one file, MOUNTPOINT/device, that can be told to hang.
+"""python stoppable.py TARGET MOUNTPOINT: a filesystem of one file, MOUNTPOINT/device, that can be told to be sick.
 
-A test double of a device that hangs. Reads and writes go through to TARGET; a line "stop read" or "stop write" on stdin
-holds the ones that come from then on, "go" lets them all through; each line is answered by one. It ends with its stdin,
-and whoever waits for an answer then gets ENOTCONN.
+A test double of a sick device. Reads and writes go through to TARGET; a line "stop read" or "stop write" on stdin holds
+the ones that come from then on, "fail now" fails them with EIO, "slow MS" delays each, "go" lets them all through; each
+line is answered by one. It ends with its stdin, and whoever waits for an answer then gets ENOTCONN.
 """
 
 from __future__ import annotations
@@ -27,11 +27,22 @@ class Stoppable(pyfuse3.Operations):
         self.go()
 
     def go(self) -> None:
+        self.failing, self.delay_s = False, 0.0
         for gate in self.gates.values():
             gate.set()
 
     def stop(self, what: str) -> None:
         self.gates[what] = trio.Event()
+
+    def obey(self, verb: str, what: str) -> None:
+        if verb == "stop":
+            self.stop(what)
+        elif verb == "fail":
+            self.failing = True
+        elif verb == "slow":
+            self.delay_s = int(what) / 1000
+        else:
+            self.go()
 
     async def getattr(self, inode, ctx=None):
         entry = pyfuse3.EntryAttributes()
@@ -49,12 +60,19 @@ class Stoppable(pyfuse3.Operations):
     async def open(self, inode, flags, ctx):
         return pyfuse3.FileInfo(fh=inode)
 
+    async def turn(self, kind):
+        await self.gates[kind].wait()
+        if self.delay_s:
+            await trio.sleep(self.delay_s)
+        if self.failing:
+            raise pyfuse3.FUSEError(errno.EIO)
+
     async def read(self, fh, offset, size):
-        await self.gates["read"].wait()
+        await self.turn("read")
         return os.pread(self._target, size, offset)
 
     async def write(self, fh, offset, data):
-        await self.gates["write"].wait()
+        await self.turn("write")
         return os.pwrite(self._target, data, offset)
 
     async def fsync(self, fh, datasync):
@@ -77,7 +95,7 @@ async def serve(operations: Stoppable) -> None:
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 verb, _, what = line.decode().partition(" ")
-                operations.stop(what) if verb == "stop" else operations.go()
+                operations.obey(verb, what)
                 print(verb, flush=True)
         os._exit(0)  # without an answer to what is held: the kernel aborts it
 

@@ -152,6 +152,9 @@ class StoreDouble:
         self.counter += 1
         return self.counter
 
+    def leave_table(self, number: InodeNumber) -> None:
+        assert self.index.get(number) is None
+
     def linger(self, inode: InodeNumber) -> None:
         assert inode in self.plane.table
 
