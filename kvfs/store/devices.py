@@ -497,7 +497,9 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
         raise newer
     label = found.best()
     if label is None:
-        raise DeviceError(f"{device.path}: device {described.index} of the pool has no valid kvfs label")
+        raise DeviceError(
+            f"{device.path}: device {described.index} of the pool has no valid kvfs label: {found.copies[0]}"
+        )
     if label.pool_uuid != config.uuid:
         raise PoolError(f"{origin}: uuid is {config.uuid}, but the label of {device.path} says {label.pool_uuid}")
     if label.device_uuid != described.uuid:

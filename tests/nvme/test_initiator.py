@@ -173,7 +173,7 @@ def test_an_enclosure_that_is_killed_is_misses_and_is_used_when_it_is_back():
             pool.umount()
             pool.start()
             second.kill()
-            wait_until(lambda: "unreachable" in {d["state"] for d in pool.status()["devices"]}, "the loss is seen")
+            wait_until(lambda: "failed" in {d["state"] for d in pool.status()["devices"]}, "the loss is seen")
             good, bad = read_all(pool, 60, MIB)
             assert bad > 0
             with Enclosure({NQNS[1]: paths[2:]}, port=second.port):
@@ -199,7 +199,7 @@ def test_a_namespace_that_goes_is_misses_and_is_used_when_it_is_back():
             pool.umount()
             pool.start()
             enclosure.control(f"detach {NQNS[0]} 2")
-            wait_until(lambda: states(pool) == ["online", "unreachable"], "the loss is seen")
+            wait_until(lambda: states(pool) == ["online", "failed"], "the loss is seen")
             good, bad = read_all(pool, 40, MIB)
             assert good > 0
             assert bad > 0
@@ -231,7 +231,7 @@ def test_a_silent_enclosure_costs_one_deadline_and_is_used_when_it_speaks_again(
                 assert bad > 0
                 # The first read that is not answered, and then keep alive has a second: the rest fails at once.
                 assert time.monotonic() - began < 2 * (DEADLINE_MS / 1000 + 1)
-                assert "unreachable" in states(pool)
+                wait_until(lambda: "failed" in states(pool), "the loss is seen")
                 began = time.monotonic()
                 assert read_all(pool, 60, MIB) == (good, bad)
                 assert time.monotonic() - began < DEADLINE_MS / 1000
