@@ -444,15 +444,17 @@ class Guest:
         if self._ports:
             return
         deadline = time.monotonic() + BOOT_TIMEOUT_S
-        ports = [self._connected(index, deadline) for index in range(PORTS)]
-        for port in ports:
-            try:
-                port.settimeout(max(0.001, deadline - time.monotonic()))
-                answer = port.recv(6, socket.MSG_WAITALL)
-            except TimeoutError:
-                answer = b""
-            if answer != b"ready\n":
-                raise GuestError(f"{self.name} did not boot\n{self.told()}")
+        with contextlib.ExitStack() as stack:
+            ports = [stack.enter_context(self._connected(index, deadline)) for index in range(PORTS)]
+            for port in ports:
+                try:
+                    port.settimeout(max(0.001, deadline - time.monotonic()))
+                    answer = port.recv(6, socket.MSG_WAITALL)
+                except (TimeoutError, ConnectionError):
+                    answer = b""
+                if answer != b"ready\n":
+                    raise GuestError(f"{self.name} did not boot\n{self.told()}")
+            stack.pop_all()
         self._ports, self._free = ports, list(ports)
 
     def _connected(self, index: int, deadline: float) -> socket.socket:

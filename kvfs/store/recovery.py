@@ -251,22 +251,46 @@ class Admission:
         if not self._is_new(inode):
             return
         known = self.index.get(inode.inode)
-        parent = self._directory(inode.parent, directories, 0)
-        if parent is None:
-            return
-        inode.parent = parent
-        other_number = self.index.lookup(parent, inode.name)
-        other = None if other_number is None else self.index.get(other_number)
-        if other is not None and other.inode != inode.inode:
-            if other.kind == Kind.DIRECTORY or other.version > inode.version:
+        if not self._take_name(inode, directories):
+            if known is None:
                 return
-            self.index.delete(other)
-            self._dirty(other)
+            # What has the name is newer. Under its old name the file has at least its last content.
+            inode.parent, inode.name = known.parent, known.name
         if known is not None:
             self._dirty(known)
         self.index.put(inode, known)
         self.admitted += 1
         self.readmitted += inode.inode in self.lost
+
+    def _take_name(self, inode: Inode, directories: dict[int, Inode]) -> bool:
+        """Make the name of its header free for it. False if its directory is gone, or something newer has the name."""
+        parent = self._directory(inode.parent, directories, 0)
+        if parent is None:
+            return False
+        inode.parent = parent
+        number = self.index.lookup(parent, inode.name)
+        other = None if number is None else self.index.get(number)
+        if other is None or other.inode == inode.inode:
+            return True
+        if other.version > inode.version:
+            return False
+        self._delete(other)
+        return True
+
+    def _delete(self, old: Inode) -> None:
+        """Remove what lost its name before the crash, after the last commit: a directory with what is still in it."""
+        doomed = [old]
+        for inode in doomed:
+            after = b""
+            while inode.kind == Kind.DIRECTORY and (names := self.index.list(inode.inode, after, _YIELD_EVERY)):
+                after = names[-1][0]
+                doomed += [below for _, number in names if (below := self.index.get(number)) is not None]
+        for inode in doomed:
+            self.index.delete(inode)
+            self._dirty(inode)
+        if len(doomed) > 1:
+            log.warning("directory %d (%r) gave way to a newer file of its name, with %d entries in it", old.inode,
+                        old.name, len(doomed) - 1)  # fmt: skip
 
     def _in_place(self, inode: Inode) -> bool:
         home = self.segments.all[inode.segment] if inode.segment < len(self.segments.all) else None

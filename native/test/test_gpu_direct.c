@@ -440,7 +440,11 @@ static void test_a_rewritten_block_is_never_torn(void) {
     uint64_t until = now_ns() + 3000000000ull;
     while (now_ns() < until || direct_of(gpu).blocks == 0) {
         int r = get(gpu, &batch, NULL);
-        CHECK_SAY(r >= 0 || r == -EBUSY, "%s", kvfs_error()); /* a slow machine may miss the deadline */
+        CHECK_SAY(r >= 0 || r == -EBUSY || r == -ETIMEDOUT, "%s", kvfs_error()); /* a slow machine may miss the deadline */
+        if (r == -ETIMEDOUT) {
+            misses++;
+            continue;
+        }
         if (batch.results[0] < 0) {
             CHECK_SAY(r == -EBUSY || batch.results[0] == -ENOENT || batch.results[0] == -EIO || batch.results[0] == -ETIMEDOUT, "%lld",
                       (long long)batch.results[0]);

@@ -119,6 +119,54 @@ def test_a_committed_removal_is_not_undone_by_the_header(pool: Path) -> None:
     assert found(pool) == {b"kept", b"new"} == found(pool)
 
 
+def test_a_file_that_took_the_name_of_a_removed_directory_is_found_with_its_last_content(pool: Path) -> None:
+    """Nothing of it is in the index: neither that the directory went, nor the name, nor the content."""
+
+    async def work(store: Store) -> None:
+        taken = make(store, ROOT_INODE, b"taken", Kind.DIRECTORY)
+        deep = make(store, taken.inode, b"deep", Kind.DIRECTORY)
+        await write(store, b"file", parent=deep.inode)
+        moving = await write(store, b"moving")
+        await store.sync()
+        rename(store, taken.inode, b"elsewhere")
+        rename(store, moving.inode, b"taken")
+        await store.rewrite(moving.inode, True)
+        store.plane.file_truncate(moving.inode, 20_000)
+        assert await store.seal(moving.inode) is not None
+
+    crashed_store(pool, work, LAZY)
+
+    async def look(store: Store) -> None:
+        assert names(store) == {b"taken"}
+        number = store.index.lookup(ROOT_INODE, b"taken")
+        inode = None if number is None else store.index.get(number)
+        assert inode is not None and inode.kind == Kind.FILE and inode.size == 20_000
+        await verify_all(store)
+
+    with_store(pool, look)
+
+
+def test_a_rewritten_file_whose_new_name_was_taken_again_never_has_its_old_content(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        first = await write(store, b"a")
+        await store.sync()
+        rename(store, first.inode, b"b")
+        await store.rewrite(first.inode, True)
+        store.plane.file_truncate(first.inode, 20_000)
+        assert await store.seal(first.inode) is not None
+        rename(store, first.inode, b"c")
+        await write(store, b"b", size=5)
+
+    crashed_store(pool, work, LAZY)
+
+    async def look(store: Store) -> None:
+        found = [store.index.get(number) for _, number in store.index.list(ROOT_INODE, b"", 10)]
+        sizes = {inode.name: inode.size for inode in found if inode is not None}
+        assert sizes in ({b"b": 5}, {b"a": 20_000, b"b": 5})
+
+    with_store(pool, look)
+
+
 @pytest.mark.parametrize("clean", [False, True])
 def test_what_was_removed_stays_removed_without_the_index(pool: Path, clean: bool) -> None:
     async def work(store: Store) -> None:
