@@ -407,12 +407,6 @@ static int session_open(struct kvfs_client *client, struct session **out) {
         device->fd = session->fds[i];
         device->memory = device_is_memory(device->fd);
         device->blocks = device_blocks(device->fd);
-        if (generic_is(device->fd)) {
-            session->plane.passthrough = true;
-            r = generic_device(device);
-            if (r < 0)
-                client_fail(r, "%s: device %u: NVMe passthrough: %s", client->pool, i, strerror(-r));
-        }
         uint32_t alignment = memory_alignment(device->fd);
         if (alignment > session->memory_alignment)
             session->memory_alignment = alignment;
