@@ -17,6 +17,8 @@
 
 #define DELAYED_MAX 1024
 #define TAG_CANCEL 255u
+/* A device that missed a deadline is left alone for so many of them: until the daemon has judged it. */
+#define STUCK_FACTOR 4u
 
 int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
     memset(ring, 0, sizeof(*ring));
@@ -217,6 +219,21 @@ static void group_unlink(struct ring *ring, struct io_group *group) {
         ring->newest = group->previous;
 }
 
+/* Whether a device that missed a deadline is left alone still. When that is over one I/O finds out whether it answers; others do not wait
+ * with it. */
+static bool group_stuck(const struct io_group *group, struct kvfs_plane *plane, uint64_t now) {
+    for (uint32_t i = 0; i < group->part_count; i++)
+        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now)
+            return true;
+    for (uint32_t i = 0; i < group->part_count; i++) {
+        atomic_ullong *until = &plane->devices[group->parts[i].device].stuck_until_ns;
+        unsigned long long seen = atomic_load_explicit(until, memory_order_relaxed);
+        if (seen && !(seen <= now && atomic_compare_exchange_strong(until, &seen, now + plane->config.io_timeout_ms * 1000000ull)))
+            return true;
+    }
+    return false;
+}
+
 int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
             struct slot *const *slots, uint32_t slot_count, io_callback callback, void *owner) {
     struct kvfs_plane *plane = ring->plane;
@@ -253,11 +270,10 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         group_release(group);
         return -ETIMEDOUT;
     }
-    for (uint32_t i = 0; plane->fail_fast && i < group->part_count; i++)
-        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now) {
-            group_release(group);
-            return -ETIMEDOUT;
-        }
+    if (plane->fail_fast && group_stuck(group, plane, now)) {
+        group_release(group);
+        return -ETIMEDOUT;
+    }
     for (uint32_t i = 0; i < slot_count; i++) {
         slot_ref(slots[i]);
         group->slots[i] = slots[i];
@@ -416,7 +432,7 @@ static void expire(struct ring *ring) {
                 remote++;
             if (now - part->started_ns >= patience / 2) { /* else it is what came before that took the time */
                 atomic_fetch_add(&ring->plane->devices[part->device].timeouts, 1);
-                atomic_store(&ring->plane->devices[part->device].stuck_until_ns, now + patience);
+                atomic_store(&ring->plane->devices[part->device].stuck_until_ns, now + STUCK_FACTOR * patience);
                 event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | ETIMEDOUT);
             }
             struct io_uring_sqe *sqe = part->remote ? NULL : io_uring_get_sqe(&ring->uring);
