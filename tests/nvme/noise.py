@@ -12,7 +12,7 @@ class Noise(threading.Thread):
     STEP_S = 0.002
 
     def __init__(self):
-        super().__init__(daemon=True)
+        super().__init__()
         self.halt, self.late = threading.Event(), []
 
     def run(self):

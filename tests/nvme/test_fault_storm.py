@@ -14,15 +14,13 @@ import time
 
 import pytest
 from enclosure import Enclosure
+from load import Load, MountLoad, NativeLoad, content, files, running, urls
 from noise import Noise
-from test_initiator import content, files, urls
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from helpers import MIB, Pool, wait_until
 
-import kvfs
-from kvfs.errors import KvfsError
 from kvfs.frontend.control import ControlClient
 
 FAULT_COUNT = int(os.environ.get("KVFS_NVME_FAULTS", "120"))
@@ -41,102 +39,6 @@ FAULTS = [
 SILENCE_S = 0.3
 # Between two faults of an enclosure: a pool whose devices are all out of service would hide what faults do.
 PAUSE_S = 0.25
-
-
-class Load(threading.Thread):
-    """Stores blocks and reads them back, until told to stop."""
-
-    SIZE = 300_000
-    CONTENTS = 300  # so many different ones
-    READS = 3
-
-    def __init__(self, pool, which):
-        super().__init__()
-        self.pool, self.first, self.random = pool, which * 1_000_000, random.Random(which)
-        self.halt, self.error = threading.Event(), None
-        self.good, self.failed, self.longest, self.wrong = 0, 0, [], []
-
-    def run(self):
-        try:
-            with self.opened():
-                number = self.first
-                while not self.halt.is_set():
-                    number += 1
-                    with contextlib.suppress(OSError, KvfsError):
-                        self.store(number, content(number % self.CONTENTS, self.SIZE))
-                    for _ in range(self.READS):
-                        self._check(self.random.randrange(max(self.first + 1, number - 200), number + 1))
-        except BaseException as error:
-            self.error = error
-
-    def _check(self, number):
-        try:
-            data = self.load(number)
-        except OSError:
-            data = None
-        if data is None:
-            self.failed += 1
-            time.sleep(0.001)
-        elif not self.right(data, content(number % self.CONTENTS, self.SIZE)):
-            self.wrong.append(number)
-        else:
-            self.good += len(data) == self.SIZE
-
-    @contextlib.contextmanager
-    def timed(self):
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            ended = time.monotonic()
-            if ended - began > DEADLINE_S / 2:
-                self.longest.append((began, ended))
-
-
-class MountLoad(Load):
-    STEP = 128 * 1024  # what the kernel reads ahead: a request, so a read
-
-    def opened(self):
-        return contextlib.nullcontext()
-
-    def store(self, number, data):
-        (self.pool.mount / f"n{number}").write_bytes(data)
-
-    def load(self, number):
-        fd = os.open(self.pool.mount / f"n{number}", os.O_RDONLY)
-        try:
-            pieces, at = [b" "], 0
-            while pieces[-1]:
-                with self.timed():
-                    pieces.append(os.pread(fd, self.STEP, at))
-                at += len(pieces[-1])
-            return b"".join(pieces[1:])
-        finally:
-            os.close(fd)
-
-    def right(self, data, wanted):
-        return data == wanted[: len(data)]  # a write that failed leaves a shorter file or none
-
-
-class NativeLoad(Load):
-    READS = 8
-
-    @contextlib.contextmanager
-    def opened(self):
-        with kvfs.connect(str(self.pool.mount), namespace="n", timeout_s=DEADLINE_S) as self.client:
-            self.target = self.client.buffer(self.SIZE)
-            yield
-
-    def store(self, number, data):
-        self.client.put([(number.to_bytes(8, "big"), data)])
-
-    def load(self, number):
-        with self.timed():
-            (size,) = self.client.get_into([(number.to_bytes(8, "big"), self.target)])
-        return None if size is None else self.target[:size]
-
-    def right(self, data, wanted):
-        return data == wanted
 
 
 class Driver(threading.Thread):
@@ -200,49 +102,35 @@ def test_faults_in_random_order_under_load_never_give_wrong_bytes():
         ]
         arguments = ("--allow-other", "--io-timeout", str(round(DEADLINE_S * 1000)))
         with Pool(devices=devices, format_args=("--stripe-width", "1"), mount_args=arguments) as pool:
-            loads = [MountLoad(pool, which) for which in range(3)] + [NativeLoad(pool, which) for which in range(3, 5)]
+            loads = [MountLoad(pool, which, DEADLINE_S) for which in range(3)]
+            loads += [NativeLoad(pool, which, DEADLINE_S) for which in range(3, 5)]
             drivers = [
                 Driver(one, FAULT_COUNT // ENCLOSURES, f"{SEED} {index}") for index, one in enumerate(enclosures)
             ]
-            noise, threads = Noise(), [*loads, *drivers]
-            noise.start()
+            noise = Noise()
             uses, turns, outages = [], 0, collections.Counter()
 
             def good():
                 return sum(load.good for load in loads)
 
-            try:
-                for load in loads:
-                    load.start()
+            with running(noise, *loads):
                 wait_until(lambda: good() > 500, "the load runs")
-                for driver in drivers:
-                    driver.start()
-                seen, seen_at = good(), time.monotonic()
-                while any(driver.is_alive() for driver in drivers):
-                    with ControlClient(pool.path) as control:
-                        devices = control.call("status")["devices"]
-                    for driver, device in zip(drivers, devices, strict=True):
-                        (driver.in_service.set if device["state"] == "online" else driver.in_service.clear)()
-                        outages[device["index"]] += device["state"] == "failed"
-                    turns += 1
-                    time.sleep(0.2)
-                    if good() > seen + 5:
-                        seen, seen_at = good(), time.monotonic()
-                    assert time.monotonic() < seen_at + 30, "no block came in 30 s"
-                    hits = sum(driver.hits.total() for driver in drivers)
-                    if hits * 8 >= FAULT_COUNT * (len(uses) + 1):
-                        uses.append((hits, use(pool.pid()), use(os.getpid())))
-            finally:
-                for thread in threads:
-                    thread.halt.set()
-                for thread in threads:
-                    if thread.ident:
-                        thread.join(60)
-                noise.halt.set()
-            assert not any(thread.is_alive() for thread in threads), "a call hangs"
-            for thread in threads:
-                if thread.error:
-                    raise thread.error
+                with running(*drivers):
+                    seen, seen_at = good(), time.monotonic()
+                    while any(driver.is_alive() for driver in drivers):
+                        with ControlClient(pool.path) as control:
+                            devices = control.call("status")["devices"]
+                        for driver, device in zip(drivers, devices, strict=True):
+                            (driver.in_service.set if device["state"] == "online" else driver.in_service.clear)()
+                            outages[device["index"]] += device["state"] == "failed"
+                        turns += 1
+                        time.sleep(0.2)
+                        if good() > seen + 5:
+                            seen, seen_at = good(), time.monotonic()
+                        assert time.monotonic() < seen_at + 30, "no block came in 30 s"
+                        hits = sum(driver.hits.total() for driver in drivers)
+                        if hits * 8 >= FAULT_COUNT * (len(uses) + 1):
+                            uses.append((hits, use(pool.pid()), use(os.getpid())))
             hits = sum((driver.hits for driver in drivers), collections.Counter())
             longest = [call for load in loads for call in load.longest]
             beyond = noise.beyond(DEADLINE_S, longest)

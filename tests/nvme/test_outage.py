@@ -18,8 +18,8 @@ import time
 
 import pytest
 from enclosure import Enclosure
+from load import DEADLINE_MS, DEADLINE_S, files, running, states, urls
 from noise import Noise
-from test_initiator import DEADLINE_MS, files, states, urls
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -34,7 +34,6 @@ from kvfs.store.segments import usage
 pytestmark = pytest.mark.timeout(180)
 
 ENCLOSURES, EACH = 4, 4
-DEADLINE_S = DEADLINE_MS / 1000
 # Of a prompt: an engine looks them up, reads those that are there and computes and stores the others.
 RUN, SIZE = 4, 256 * 1024
 ENGINES = 6
@@ -126,23 +125,6 @@ class Engine(threading.Thread):
             stored = self.world.put(client, missing)
             self.stored += stored
             self.refused += len(missing) - stored
-
-
-@contextlib.contextmanager
-def running(*threads):
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        for thread in threads:
-            thread.halt.set()
-        for thread in threads:
-            thread.join(60)
-        assert not any(thread.is_alive() for thread in threads), "a call hangs"
-        for thread in threads:
-            if getattr(thread, "error", None):
-                raise thread.error
 
 
 @contextlib.contextmanager
