@@ -375,7 +375,9 @@ class Devices:
             self._place()
             self._index.shown.clear()
         self._plane.notify_epoch()
-        self._blocks.devices_changed()
+        if found is not None:
+            # Else native clients have the right descriptor: to connect again would hold up their reads of all devices.
+            self._blocks.devices_changed()
         log.info("device %d (%s): back, with %d blocks", device, self._path(device), back)
 
     def _find(self, device: int) -> Device | None:
