@@ -86,16 +86,18 @@ void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size) {
 
 /* ---- memory that devices still own ---- */
 
-static bool session_overlaps(struct session *session, const uint8_t *data, uint64_t size, uint32_t *zombies) {
+/* *owed: whether devices owe answers, to reads or, which are no zombies, to writes. */
+static bool session_overlaps(struct session *session, const uint8_t *data, uint64_t size, bool *owed) {
     bool found = false;
     pthread_mutex_lock(&session->lock);
     for (struct lane *lane = session->idle; lane; lane = lane->next)
-        if (!ring_idle(&lane->ring))
+        if (!ring_idle(&lane->ring)) {
             lane_reap(lane, true);
-    for (struct fetch *fetch = session->zombies; fetch; fetch = fetch->next) {
-        ++*zombies;
+            *owed = *owed || !ring_idle(&lane->ring);
+        }
+    *owed = *owed || session->zombies;
+    for (struct fetch *fetch = session->zombies; fetch; fetch = fetch->next)
         found = found || (fetch->data < data + size && data < fetch->data + fetch->size);
-    }
     pthread_mutex_unlock(&session->lock);
     return found;
 }
@@ -104,8 +106,8 @@ static bool session_overlaps(struct session *session, const uint8_t *data, uint6
 void client_prune(struct kvfs_client *client) {
     for (struct session **link = &client->retired; *link;) {
         struct session *session = *link;
-        uint32_t zombies = 0;
-        if (atomic_load(&session->refs) > 1 || (session_overlaps(session, NULL, 0, &zombies), zombies)) {
+        bool owed = false;
+        if (atomic_load(&session->refs) > 1 || (session_overlaps(session, NULL, 0, &owed), owed)) {
             link = &session->next;
             continue;
         }
@@ -152,11 +154,11 @@ bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64
         return true;
     if (!atomic_load(&client->zombies))
         return false;
-    uint32_t zombies = 0;
+    bool owed = false;
     pthread_mutex_lock(&client->lock);
-    bool found = session_overlaps(client->session, data, size, &zombies);
+    bool found = session_overlaps(client->session, data, size, &owed);
     for (struct session *session = client->retired; session; session = session->next)
-        found = session_overlaps(session, data, size, &zombies) || found;
+        found = session_overlaps(session, data, size, &owed) || found;
     client_prune(client);
     pthread_mutex_unlock(&client->lock);
     return found;

@@ -31,7 +31,7 @@ def pairs(count, size):
     return [(b"%032x" % number, content(number, size)) for number in range(count)]
 
 
-@pytest.mark.parametrize("options", ["", "&hdgst=1", "&ddgst=1", "&hdgst=1&ddgst=1&depth=4"])
+@pytest.mark.parametrize("options", ["", "&ddgst=1", "&hdgst=1&ddgst=1&depth=4"])
 def test_a_pool_is_written_verified_evicted_and_remounted(options):
     requires_program("fio")
     with files(4, 128 * MIB) as paths, Enclosure({NQNS[0]: paths[:2], NQNS[1]: paths[2:]}) as enclosure:
