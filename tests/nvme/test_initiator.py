@@ -171,6 +171,27 @@ def test_a_namespace_that_goes_is_misses_and_is_used_when_it_is_back():
             assert read_all(pool, 40, MIB)[0] >= good
 
 
+def test_connections_that_break_and_are_made_again_take_no_device_out_of_service():
+    with files(2) as paths, Enclosure({NQNS[0]: paths}) as enclosure:
+        arguments = ("--allow-other", "--io-timeout", str(DEADLINE_MS))
+        with Pool(devices=urls(enclosure.port, NQNS[0], 2), mount_args=arguments) as pool:
+            loads = [MountLoad(pool, which) for which in range(3)]
+
+            def good():
+                return sum(load.good for load in loads)
+
+            with running(*loads):
+                for _ in range(4):
+                    before = good()
+                    wait_until(lambda before=before: good() > before + 100, "the load goes on")
+                    enclosure.control("reset")
+                    time.sleep(2)
+            log = (pool.path / "kvfs.log").read_text()
+            assert "connection lost" in log
+            assert "failed:" not in log
+            assert states(pool) == ["online", "online"]
+
+
 def test_a_silent_enclosure_costs_one_deadline_and_is_used_when_it_speaks_again():
     with files(4) as paths, Enclosure({NQNS[0]: paths[:2]}) as first, Enclosure({NQNS[1]: paths[2:]}) as second:
         devices = urls(first.port, NQNS[0], 2) + urls(second.port, NQNS[1], 2)
