@@ -24,6 +24,7 @@ from kvfs.config import CONFIG_NAME, LABEL_SIZE, SEGMENTS_MIN, PoolConfig
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.plane import Plane
+from kvfs.store import nvme
 from kvfs.store.devices import (
     Device,
     OpenPool,
@@ -187,6 +188,8 @@ class Devices:
         service.errors += 1
         if service.errors in (1, 10, 100) or service.errors % 1000 == 0:
             log.error("device %d (%s): %s, %d so far", device, self._path(device), os.strerror(number), service.errors)
+        if number == errno.ENOTCONN and nvme.is_url(self._path(device)):
+            return  # the news of its connection says whether it is gone; what was under way then says no more
         if service.cut_at is None and (not service.state.away or service.state == DeviceState.RETURNING):
             gone = service.failures.note(number, trio.current_time())
             if gone is not None:
@@ -204,6 +207,7 @@ class Devices:
                 service.probe_at = trio.current_time()
         elif service.cut_at is None:
             service.cut_at, service.cut = trio.current_time(), message
+            service.failures.note(errno.EIO, service.cut_at)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -375,7 +379,9 @@ class Devices:
             self._place()
             self._index.shown.clear()
         self._plane.notify_epoch()
-        self._blocks.devices_changed()
+        if found is not None:
+            # Else native clients have the right descriptor: to connect again would hold up their reads of all devices.
+            self._blocks.devices_changed()
         log.info("device %d (%s): back, with %d blocks", device, self._path(device), back)
 
     def _find(self, device: int) -> Device | None:

@@ -10,7 +10,10 @@ int lane_take(struct kvfs_client *client, struct session *session, struct lane *
     pthread_mutex_lock(&session->lock);
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += client->options.timeout_ms / 1000 + 1;
+    until.tv_sec += client->options.timeout_ms / 1000;
+    until.tv_nsec += client->options.timeout_ms % 1000 * 1000000;
+    if (until.tv_nsec >= 1000000000)
+        until.tv_sec++, until.tv_nsec -= 1000000000;
     int r = 0;
     while (!session->idle && session->lane_count >= LANES_MAX && r == 0)
         r = pthread_cond_timedwait(&session->lane_idle, &session->lock, &until);
@@ -83,16 +86,18 @@ void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size) {
 
 /* ---- memory that devices still own ---- */
 
-static bool session_overlaps(struct session *session, const uint8_t *data, uint64_t size, uint32_t *zombies) {
+/* *owed: whether devices owe answers, to reads or, which are no zombies, to writes. */
+static bool session_overlaps(struct session *session, const uint8_t *data, uint64_t size, bool *owed) {
     bool found = false;
     pthread_mutex_lock(&session->lock);
     for (struct lane *lane = session->idle; lane; lane = lane->next)
-        if (!ring_idle(&lane->ring))
+        if (!ring_idle(&lane->ring)) {
             lane_reap(lane, true);
-    for (struct fetch *fetch = session->zombies; fetch; fetch = fetch->next) {
-        ++*zombies;
+            *owed = *owed || !ring_idle(&lane->ring);
+        }
+    *owed = *owed || session->zombies;
+    for (struct fetch *fetch = session->zombies; fetch; fetch = fetch->next)
         found = found || (fetch->data < data + size && data < fetch->data + fetch->size);
-    }
     pthread_mutex_unlock(&session->lock);
     return found;
 }
@@ -101,8 +106,8 @@ static bool session_overlaps(struct session *session, const uint8_t *data, uint6
 void client_prune(struct kvfs_client *client) {
     for (struct session **link = &client->retired; *link;) {
         struct session *session = *link;
-        uint32_t zombies = 0;
-        if (atomic_load(&session->refs) > 1 || (session_overlaps(session, NULL, 0, &zombies), zombies)) {
+        bool owed = false;
+        if (atomic_load(&session->refs) > 1 || (session_overlaps(session, NULL, 0, &owed), owed)) {
             link = &session->next;
             continue;
         }
@@ -149,11 +154,11 @@ bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64
         return true;
     if (!atomic_load(&client->zombies))
         return false;
-    uint32_t zombies = 0;
+    bool owed = false;
     pthread_mutex_lock(&client->lock);
-    bool found = session_overlaps(client->session, data, size, &zombies);
+    bool found = session_overlaps(client->session, data, size, &owed);
     for (struct session *session = client->retired; session; session = session->next)
-        found = session_overlaps(session, data, size, &zombies) || found;
+        found = session_overlaps(session, data, size, &owed) || found;
     client_prune(client);
     pthread_mutex_unlock(&client->lock);
     return found;
@@ -321,7 +326,7 @@ struct get_call {
 
 static void get_done(struct lane *lane, struct fetch *fetch);
 
-static void get_start(struct get_call *call, struct lane *lane, uint32_t i) {
+static void get_start(struct get_call *call, struct lane *lane, uint32_t i, uint64_t until_ns) {
     struct kvfs_record record;
     int r = key_find(call->client, call->session, &call->shards, call->places[i], call->keys->sizes[i], &record);
     if (r < 0 && r != -ENOENT && !call->error)
@@ -334,7 +339,7 @@ static void get_start(struct get_call *call, struct lane *lane, uint32_t i) {
             TALLY(call->client, misses, 1);
         return;
     }
-    if (stage_take(call->client, &record, call->buffers[i].data)) {
+    if (stage_take(call->client, &record, call->buffers[i].data, until_ns)) {
         call->results[i] = (int64_t)record.size;
         call->read++;
         client_hit(call->client, call->session, record.inode);
@@ -351,6 +356,7 @@ static void get_start(struct get_call *call, struct lane *lane, uint32_t i) {
     fetch->record = record;
     fetch->size = record.size;
     fetch->data = call->buffers[i].data;
+    fetch->until_ns = until_ns;
     fetch->done = get_done;
     fetch->owner = call;
     fetch->cookie = i;
@@ -362,7 +368,7 @@ static void get_done(struct lane *lane, struct fetch *fetch) {
     uint32_t i = (uint32_t)fetch->cookie;
     if (fetch->result == -ESTALE && call->tries[i]++ < CLIENT_RETRIES) { /* replaced or evicted meanwhile: what does the name say now? */
         memset(&call->shards, 0, sizeof(call->shards));
-        get_start(call, lane, i);
+        get_start(call, lane, i, fetch->until_ns);
         return;
     }
     call->results[i] = fetch->result == -ESTALE ? -ENOENT : fetch->result;
@@ -380,6 +386,7 @@ static void get_done(struct lane *lane, struct fetch *fetch) {
 int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results) {
     struct get_call call = {.client = client, .keys = keys, .buffers = buffers, .results = results};
     struct lane *lane;
+    uint64_t began = now_ns(); /* a block's turn; that of the first is the call's beginning */
     int r = session_get(client, &call.session);
     if (r < 0)
         return r;
@@ -397,12 +404,15 @@ int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const str
         for (uint32_t i = 0; i < keys->count; key += keys->sizes[i++])
             call.places[i] = key;
         uint32_t next = 0;
+        bool more;
         do {
             /* A block that waits for its proof keeps no device busy: up to two more are read meanwhile. */
             while (next < keys->count && lane->active_count - lane->ready_count < client->options.depth &&
                    lane->active_count < client->options.depth + 2)
-                get_start(&call, lane, next++);
-        } while (lane_step(lane, 1000000000) || next < keys->count);
+                get_start(&call, lane, next++, began + client->options.timeout_ms * 1000000ull);
+            more = lane_step(lane, 1000000000) || next < keys->count;
+            began = now_ns();
+        } while (more);
     } else {
         call.error = client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
     }
@@ -527,6 +537,7 @@ int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint
     struct session *session;
     struct lane *lane;
     struct kvfs_record record;
+    uint64_t until = now_ns() + client->options.timeout_ms * 1000000ull;
     int64_t result = session_get(client, &session);
     if (result < 0)
         return result;
@@ -547,6 +558,7 @@ int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint
         fetch->offset = offset;
         fetch->size = min_u64(size, record.size - offset);
         fetch->data = data;
+        fetch->until_ns = until;
         fetch->done = file_read_done;
         fetch->owner = file;
         fetch->cookie = (uintptr_t)&result;

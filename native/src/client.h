@@ -55,6 +55,7 @@ struct fetch {
     struct kvfs_record record;           /* as the table has it: a sealed file */
     struct desc *desc;                   /* verified, of this very place, if known: the fetch takes this reference over */
     uint64_t offset, size;               /* of the file; offset + size <= record.size; size may be 0 */
+    uint64_t until_ns;                   /* done by then, however many I/Os it takes; 0: timeout_ms from fetch_start() on */
     uint8_t *data;                       /* where the bytes go, any alignment */
     void (*done)(struct lane *lane, struct fetch *fetch);   /* once, from lane_run(); then the fetch is gone. It may start others. */
     void *owner;
@@ -177,7 +178,7 @@ void lane_reap(struct lane *lane, bool locked);
 /* ---- client_stage.c ---- */
 
 void stage_stop(struct kvfs_client *client);
-/* If this very block is staged: copy it to data (size bytes) and give it up. 1, or 0: not staged. Waits for one that is being read. */
-int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint8_t *data);
+/* If this very block is staged: copy it to data (size bytes) and give it up. 1, or 0: not staged. Waits for one that is being read, until then. */
+int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint8_t *data, uint64_t until_ns);
 
 #endif

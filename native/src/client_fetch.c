@@ -46,7 +46,10 @@ static void fetch_ready(struct fetch *fetch) {
 }
 
 static int fetch_io(struct fetch *fetch, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t count) {
-    int r = ring_io(&fetch->lane->ring, false, segment, page, iovs, count, NULL, 0, group_done, fetch);
+    struct ring *ring = &fetch->lane->ring;
+    ring->until_ns = fetch->until_ns;
+    int r = ring_io(ring, false, segment, page, iovs, count, NULL, 0, group_done, fetch);
+    ring->until_ns = 0;
     if (r == 0) {
         fetch->groups_left++;
         fetch->groups_held++;
@@ -166,6 +169,8 @@ static void fetch_submit(struct fetch *fetch) {
 
 void fetch_start(struct lane *lane, struct fetch *fetch) {
     lane->active_count++;
+    if (!fetch->until_ns)
+        fetch->until_ns = now_ns() + lane->client->options.timeout_ms * 1000000ull;
     fetch_submit(fetch);
 }
 

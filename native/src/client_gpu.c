@@ -747,7 +747,7 @@ static void block_find(struct gpu_call *call, struct gpu_block *block) {
     }
     block_stage(call, block, 0);
     struct gpu_slot *slot = gpu->client->stage && block->pieces <= gpu->ring_slots ? slots_side_by_side(gpu, block->pieces) : NULL;
-    if (!slot || !stage_take(gpu->client, &block->record, slot->memory)) {
+    if (!slot || !stage_take(gpu->client, &block->record, slot->memory, now_ns() + gpu->client->options.timeout_ms * 1000000ull)) {
         if (call->direct && block->record.size >= PAGE)
             header_start(call, block);
         return;

@@ -217,7 +217,7 @@ void stage_stop(struct kvfs_client *client) {
     client->stage = NULL;
 }
 
-int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint8_t *data) {
+int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint8_t *data, uint64_t until_ns) {
     struct stage *stage = __atomic_load_n(&client->stage, __ATOMIC_ACQUIRE);
     if (!stage)
         return 0;
@@ -228,9 +228,7 @@ int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uin
         return 0;
     }
     block->takers++;
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += client->options.timeout_ms / 1000 + 1;
+    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u), .tv_nsec = (long)(until_ns % 1000000000u)};
     int waited = 0;
     while ((block->state == STAGED_WANTED || block->state == STAGED_READING) && !stage->stopping && waited == 0)
         waited = pthread_cond_timedwait(&stage->changed, &stage->lock, &until);

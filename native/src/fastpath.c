@@ -14,6 +14,8 @@
 #define OPEN_NOFLUSH (1u << 5)
 #define OPEN_PARALLEL_DIRECT_WRITES (1u << 6)
 #define LONG_SECONDS 3600u
+/* A page that could not be read the kernel asks for once more: to whoever reads that is one read, with one deadline. */
+#define AGAIN_NS 500000000ull
 #define XATTR_NAME_SIZE_MAX 255
 
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr) {
@@ -293,8 +295,11 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
     }
     request->offset = read.offset;
     request->size = read.size;
+    request->until_ns = arrived + plane->config.io_timeout_ms * 1000000ull;
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
+    if (node->failed_ns && arrived < node->failed_ns + AGAIN_NS && node->failed_until_ns < request->until_ns)
+        request->until_ns = node->failed_until_ns;
     bool staged = node->file != NULL;
     if (!staged && node->desc) {
         request->desc = node->desc;

@@ -109,7 +109,7 @@ struct io_part {
     uint32_t begun;                      /* bytes that commands cover */
 };
 struct io_group {
-    struct io_group *next, *previous;   /* in flight, oldest first */
+    struct io_group *next, *previous;   /* in flight, by deadline */
     struct ring *ring;
     io_callback callback;
     void *owner;
@@ -126,8 +126,9 @@ struct io_group {
 struct ring {
     struct io_uring uring;
     struct kvfs_plane *plane;
-    struct io_group *oldest, *newest;
+    struct io_group *oldest, *newest;    /* the first and the last to expire */
     struct io_group *free;
+    uint64_t until_ns;                   /* I/O that begins now ends by then: what it is a part of has a deadline. 0: nothing more */
     uint32_t in_flight;                  /* parts */
     uint32_t queued;                     /* SQEs not yet submitted */
     struct { uint64_t due_ns; struct io_part *part; int result; } *delayed;  /* fault injection */
@@ -193,6 +194,7 @@ struct node {
     pthread_mutex_t lock;               /* desc, file */
     struct desc *desc;
     struct file *file;
+    uint64_t failed_ns, failed_until_ns; /* the last read that failed: when, and its deadline. Under the lock */
 };
 struct shard { pthread_mutex_t lock; struct node *nodes[1024]; };
 
@@ -305,6 +307,7 @@ struct request {
     struct node *node;
     struct desc *desc;
     uint64_t unique, arrived_ns, fh, offset;
+    uint64_t until_ns;                  /* READ: answered by then, however many I/Os it takes */
     uint32_t opcode, size, flags;
     uint8_t *payload;                   /* WRITE: inside slots[0] */
     struct slot *slots[READ_SLOTS];

@@ -34,6 +34,12 @@ static void targets_clear(struct request *request) {
 static void read_finish(struct request *request, int error) {
     struct kvfs_plane *plane = request->server->plane;
     COUNT(plane, read_errors, 1);
+    pthread_mutex_lock(&request->node->lock);
+    if (request->node->failed_until_ns != request->until_ns) { /* what was asked again does not prolong it */
+        request->node->failed_ns = now_ns();
+        request->node->failed_until_ns = request->until_ns;
+    }
+    pthread_mutex_unlock(&request->node->lock);
     /* A device that gave no answer may still write into these slots and this header: the groups hold the slots, we hold the header. The
      * pages of a guest are nobody's to hold: once answered it uses them for something else. So it waits for the device, longer than the
      * deadline: until the kernel gives up on it. Reads that come now go through slots. */
@@ -69,7 +75,10 @@ void fastpath_retry_reads(struct server *server) {
 }
 
 static int read_io(struct request *request, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t count) {
-    int r = ring_io(&request->server->ring, false, segment, page, iovs, count, request->slots, request->slot_count, read_part_done, request);
+    struct ring *ring = &request->server->ring;
+    ring->until_ns = request->until_ns;
+    int r = ring_io(ring, false, segment, page, iovs, count, request->slots, request->slot_count, read_part_done, request);
+    ring->until_ns = 0;
     if (r == 0) {
         request->groups_left++;
         request->groups_held++;
@@ -132,6 +141,10 @@ void read_submit(struct request *request) {
     struct kvfs_plane *plane = request->server->plane;
     struct iovec iovs[CHUNK_PAGES + 1];
     int r;
+    if (request->until_ns <= now_ns()) {
+        read_finish(request, -EIO);
+        return;
+    }
     if (!request->desc) {
         r = kvfs_table_find_inode(plane->table, request->node->inode, &request->record);
         if (r < 0 || !(request->record.flags & KVFS_INODE_SEALED) || request->record.header_pages == 0) {

@@ -17,6 +17,8 @@
 
 #define DELAYED_MAX 1024
 #define TAG_CANCEL 255u
+/* A device that missed a deadline is left alone for so many of them: until the daemon has judged it. */
+#define STUCK_FACTOR 4u
 
 int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
     memset(ring, 0, sizeof(*ring));
@@ -190,6 +192,48 @@ static int group_fill(struct io_group *group, const struct kvfs_plane *plane, ui
     return 0;
 }
 
+static void group_link(struct ring *ring, struct io_group *group) {
+    struct io_group *before = ring->newest;
+    while (before && before->deadline_ns > group->deadline_ns)
+        before = before->previous;
+    group->previous = before;
+    group->next = before ? before->next : ring->oldest;
+    if (before)
+        before->next = group;
+    else
+        ring->oldest = group;
+    if (group->next)
+        group->next->previous = group;
+    else
+        ring->newest = group;
+}
+
+static void group_unlink(struct ring *ring, struct io_group *group) {
+    if (group->previous)
+        group->previous->next = group->next;
+    else
+        ring->oldest = group->next;
+    if (group->next)
+        group->next->previous = group->previous;
+    else
+        ring->newest = group->previous;
+}
+
+/* Whether a device that missed a deadline is left alone still. When that is over one I/O finds out whether it answers; others do not wait
+ * with it. */
+static bool group_stuck(const struct io_group *group, struct kvfs_plane *plane, uint64_t now) {
+    for (uint32_t i = 0; i < group->part_count; i++)
+        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now)
+            return true;
+    for (uint32_t i = 0; i < group->part_count; i++) {
+        atomic_ullong *until = &plane->devices[group->parts[i].device].stuck_until_ns;
+        unsigned long long seen = atomic_load_explicit(until, memory_order_relaxed);
+        if (seen && !(seen <= now && atomic_compare_exchange_strong(until, &seen, now + plane->config.io_timeout_ms * 1000000ull)))
+            return true;
+    }
+    return false;
+}
+
 int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
             struct slot *const *slots, uint32_t slot_count, io_callback callback, void *owner) {
     struct kvfs_plane *plane = ring->plane;
@@ -219,26 +263,25 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
     uint32_t changed = atomic_load_explicit(&plane->devices_changed, memory_order_acquire);
     if (changed != ring->devices_seen)
         files_renew(ring, changed);
-    uint64_t now = now_ns();
-    for (uint32_t i = 0; plane->fail_fast && i < group->part_count; i++)
-        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now) {
-            group_release(group);
-            return -ETIMEDOUT;
-        }
+    uint64_t now = now_ns(), deadline = now + plane->config.io_timeout_ms * 1000000ull;
+    if (ring->until_ns && ring->until_ns < deadline)
+        deadline = ring->until_ns;
+    if (deadline <= now) {
+        group_release(group);
+        return -ETIMEDOUT;
+    }
+    if (plane->fail_fast && group_stuck(group, plane, now)) {
+        group_release(group);
+        return -ETIMEDOUT;
+    }
     for (uint32_t i = 0; i < slot_count; i++) {
         slot_ref(slots[i]);
         group->slots[i] = slots[i];
     }
     group->slot_count = slot_count;
-    group->deadline_ns = now + plane->config.io_timeout_ms * 1000000ull;
+    group->deadline_ns = deadline;
     group->parts_left = group->part_count;
-    group->next = NULL;
-    group->previous = ring->newest;
-    if (ring->newest)
-        ring->newest->next = group;
-    else
-        ring->oldest = group;
-    ring->newest = group;
+    group_link(ring, group);
     atomic_fetch_add(&plane->segment_busy[segment], group->part_count);
     for (uint32_t i = 0; i < group->part_count; i++) {
         struct io_part *part = &group->parts[i];
@@ -295,17 +338,6 @@ void ring_submit(struct ring *ring) {
     int r = io_uring_submit(&ring->uring);
     if (r >= 0)
         ring->queued -= min_u64((uint64_t)r, ring->queued);
-}
-
-static void group_unlink(struct ring *ring, struct io_group *group) {
-    if (group->previous)
-        group->previous->next = group->next;
-    else
-        ring->oldest = group->next;
-    if (group->next)
-        group->next->previous = group->previous;
-    else
-        ring->newest = group->previous;
 }
 
 static uint32_t bucket_of(uint64_t ns) {
@@ -382,7 +414,7 @@ void ring_part_complete(struct ring *ring, struct io_part *part, int result) {
 static void expire(struct ring *ring) {
     if (!ring->oldest)
         return;
-    uint64_t now = now_ns();
+    const uint64_t now = now_ns(), patience = ring->plane->config.io_timeout_ms * 1000000ull;
     while (ring->oldest && ring->oldest->deadline_ns <= now) {
         struct io_group *group = ring->oldest;
         group_unlink(ring, group);
@@ -390,7 +422,7 @@ static void expire(struct ring *ring) {
         if (!group->result)
             group->result = -ETIMEDOUT;
         uint32_t remote = 0;
-        atomic_store(&ring->plane->stuck_until_ns, now + ring->plane->config.io_timeout_ms * 10000000ull);
+        atomic_store(&ring->plane->stuck_until_ns, now + 10 * patience);
         atomic_fetch_add(&ring->plane->count.zombies, 1);
         for (uint32_t i = 0; i < group->part_count; i++) {
             struct io_part *part = &group->parts[i];
@@ -398,9 +430,11 @@ static void expire(struct ring *ring) {
                 continue;
             if (part->remote)
                 remote++;
-            atomic_fetch_add(&ring->plane->devices[part->device].timeouts, 1);
-            atomic_store(&ring->plane->devices[part->device].stuck_until_ns, now + ring->plane->config.io_timeout_ms * 1000000ull);
-            event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | ETIMEDOUT);
+            if (now - part->started_ns >= patience / 2) { /* else it is what came before that took the time */
+                atomic_fetch_add(&ring->plane->devices[part->device].timeouts, 1);
+                atomic_store(&ring->plane->devices[part->device].stuck_until_ns, now + STUCK_FACTOR * patience);
+                event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | ETIMEDOUT);
+            }
             struct io_uring_sqe *sqe = part->remote ? NULL : io_uring_get_sqe(&ring->uring);
             if (!sqe)
                 continue;

@@ -86,7 +86,9 @@ void pool_add(struct worker_pool *pool, struct job *job) {
 static void run_request(struct kvfs_plane *plane, struct ring *ring, struct job *job) {
     struct request *request = job->request;
     free(job);
+    ring->until_ns = request->opcode == FUSE_READ ? request->until_ns : 0;
     worker_request(plane, ring, request);
+    ring->until_ns = 0;
 }
 
 int worker_request_add(struct kvfs_plane *plane, struct request *request) {

@@ -1727,6 +1727,31 @@ static void test_restart_while_stuck(void) {
     daemon_stop(false);
 }
 
+/* The same for a write, whose memory the client may have back at once. */
+static void test_restart_while_a_write_is_stuck(void) {
+    enum { TIMEOUT = 200, LATE = 1000 };
+    static const uint64_t size = 100000;
+    pool_new(16384);
+    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = TIMEOUT});
+    struct batch *b = put_batch(client, 0, 3, &size, 1, 1), *other = batch_new(3, 3, &size, 1, 0);
+    batch_fill(other, 1);
+    fault_all(client, KVFS_FAULT_DELAY, 2, 1, LATE);
+    CHECK(kvfs_put(client, &other->keys, other->buffers, other->results) == 0 && other->results[0] == -ETIMEDOUT);
+    daemon_stop(false);
+    daemon_start();
+    batch_get(client, b, 1);
+    CHECK(statistics(client).busy == 0 && client->retired);
+    usleep(LATE * 1000);
+    daemon_stop(false);
+    daemon_start();
+    batch_get(client, b, 1);
+    CHECK(statistics(client).reconnects == 2 && !client->retired);
+    batch_free(other);
+    batch_free(b);
+    kvfs_close(client);
+    daemon_stop(false);
+}
+
 /* One device of four is stuck, and 200 blocks are wanted: about one deadline, not one each. */
 static void test_one_stuck_device(void) {
     enum { TIMEOUT = 500, COUNT = 200 };
@@ -2486,6 +2511,7 @@ int main(void) {
     RUN(test_device_errors);
     RUN(test_deadlines);
     RUN(test_restart_while_stuck);
+    RUN(test_restart_while_a_write_is_stuck);
     RUN(test_one_stuck_device);
     RUN(test_close_while_stuck);
     RUN(test_more_threads_than_lanes);

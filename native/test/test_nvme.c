@@ -823,6 +823,77 @@ static void memory_of_a_read_given_up_on_is_not_written(void) {
     free(data), free(back);
 }
 
+/* I/O that is a part of something ends when that is to end, if what began before takes longer, too; then no device is to blame. */
+static void a_part_ends_with_the_deadline_of_the_whole(void) {
+    world_start(0, 0, 4000);
+    struct ring ring;
+    struct wait whole = {.left = 1}, part = {.left = 1};
+    uint8_t *data = malloc(PAGE * 64), *back = malloc(PAGE * 128);
+    CHECK(data && back && ring_init(&ring, &world.plane, 64) == 0);
+    fill(data, PAGE * 64, 1);
+    CHECK(io(&ring, true, 1, 0, data, PAGE * 64, &whole) == 0);
+    atomic_store(&world.targets[1].delay_ms, 500);
+    whole = (struct wait){.left = 1};
+    CHECK(ring_io(&ring, false, 1, 0, &(struct iovec){back, PAGE * 64}, 1, NULL, 0, io_done, &whole) == 0);
+    uint64_t began = now_ns();
+    ring.until_ns = began;
+    CHECK(ring_io(&ring, false, 1, 0, &(struct iovec){back + PAGE * 64, PAGE * 64}, 1, NULL, 0, io_done, &part) == -ETIMEDOUT);
+    ring.until_ns = began + 100 * MS;
+    CHECK(ring_io(&ring, false, 1, 0, &(struct iovec){back + PAGE * 64, PAGE * 64}, 1, NULL, 0, io_done, &part) == 0);
+    ring.until_ns = 0;
+    ring_submit(&ring);
+    while (whole.left || part.left) {
+        ring_wait(&ring, 1000 * MS);
+        ring_reap(&ring);
+    }
+    CHECK(part.result == -ETIMEDOUT && part.ended_ns >= began + 100 * MS && part.ended_ns < whole.ended_ns);
+    CHECK(whole.result == 0 && memcmp(data, back, PAGE * 64) == 0);
+    for (uint32_t i = 0; i < world.plane.config.device_count; i++)
+        CHECK(atomic_load(&world.plane.devices[i].timeouts) == 0);
+    settle(&ring, &part);
+    ring_free(&ring);
+    world_end();
+    free(data), free(back);
+}
+
+/* A client leaves a device alone that missed a deadline; then one I/O finds out whether it answers, and the others do not wait with it. */
+static void a_silent_device_is_tried_by_one(void) {
+    const uint32_t timeout = 300;
+    world_start(0, 0, timeout);
+    world.plane.fail_fast = true;
+    struct ring ring;
+    struct wait wait;
+    uint8_t *data = malloc(PAGE * 64), *back = malloc(PAGE * 64);
+    const struct iovec iov = {back, PAGE * 64};
+    CHECK(data && back && ring_init(&ring, &world.plane, 64) == 0);
+    fill(data, PAGE * 64, 1);
+    CHECK(io(&ring, true, 1, 0, data, PAGE * 64, &wait) == 0);
+    atomic_store(&world.targets[1].delay_ms, 2 * timeout);
+    CHECK(io(&ring, false, 1, 0, back, PAGE * 64, &wait) == -ETIMEDOUT);
+    settle(&ring, &wait);
+    for (int turn = 0; turn < 2; turn++) {
+        CHECK(ring_io(&ring, false, 1, 0, &iov, 1, NULL, 0, io_done, &wait) == -ETIMEDOUT);
+        usleep(5 * timeout * 1000);
+        if (turn == 1)
+            atomic_store(&world.targets[1].delay_ms, 0);
+        struct wait other;
+        wait = (struct wait){.left = 1};
+        CHECK(ring_io(&ring, false, 1, 0, &iov, 1, NULL, 0, io_done, &wait) == 0);
+        CHECK(ring_io(&ring, false, 1, 0, &iov, 1, NULL, 0, io_done, &other) == -ETIMEDOUT);
+        ring_submit(&ring);
+        while (wait.left) {
+            ring_wait(&ring, 1000 * MS);
+            ring_reap(&ring);
+        }
+        CHECK(turn == 0 ? wait.result == -ETIMEDOUT : wait.result == 0 && memcmp(data, back, PAGE * 64) == 0);
+        settle(&ring, &wait);
+    }
+    CHECK(io(&ring, false, 1, 0, back, PAGE * 64, &wait) == 0);
+    ring_free(&ring);
+    world_end();
+    free(data), free(back);
+}
+
 static void a_target_that_is_gone_fails_at_once_and_is_used_when_it_is_back(void) {
     world_start(0, 0, 2000);
     struct ring ring;
@@ -899,6 +970,8 @@ int main(void) {
     RUN(what_is_written_is_read_in_every_shape);
     RUN(threads_have_queues_of_their_own);
     RUN(memory_of_a_read_given_up_on_is_not_written);
+    RUN(a_part_ends_with_the_deadline_of_the_whole);
+    RUN(a_silent_device_is_tried_by_one);
     RUN(a_target_that_is_gone_fails_at_once_and_is_used_when_it_is_back);
     RUN(a_silent_target_is_noticed_by_keep_alive);
     RUN(more_rings_than_queues_is_an_error_not_a_hang);
