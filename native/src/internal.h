@@ -438,6 +438,8 @@ bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under 
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
 void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
 void mux_close(struct kvfs_plane *plane);
+/* The session has ended: what it owed to hosts is answered with EIO, and what comes is refused. A guest's keeper asks the next daemon. */
+void mux_end(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */
 
