@@ -416,8 +416,9 @@ class Plane:
                 ]
             capacity = count
 
-    def set_space(self, size: int) -> None:
-        lib.kvfs_set_space(self._plane, size)
+    def set_space(self, size: int, error: int) -> None:
+        """What may be open or being written; a write that needs more ends with this errno."""
+        lib.kvfs_set_space(self._plane, size, error)
 
     # ---- the store ----
 

@@ -662,6 +662,12 @@ def format_devices(request: FormatRequest) -> FormatResult:
             [device.size for device in opened], stripe_width=request.stripe_width, stripe_unit=request.stripe_unit,
             segment_size=request.segment_size,
         )  # fmt: skip
+        if 1 < geometry.stripe_width == len(opened):
+            notes.append(
+                f"stripe width {geometry.stripe_width} of {len(opened)} devices: each segment lies on all of them, so "
+                "one that fails takes the whole cache, and writes fail until it is back; "
+                f"--stripe-width {geometry.stripe_width - 1} leaves some of it"
+            )
         pool.mkdir(mode=0o700, exist_ok=True)
         with _pool_lock(pool):
             return _write_pool(request, geometry, notes, opened)

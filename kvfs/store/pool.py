@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from errno import EBADMSG
+from errno import EBADMSG, EIO, ENOSPC
 from pathlib import Path
 from typing import TypeVarTuple
 
@@ -402,7 +402,7 @@ class Store:
         count = self.segments.usable
         segments = max(count - self.segments.reserve - 5, count // 2)
         pages = segments * self.segments.area * 9 // 10 - self.pins.pages - self.reservations.pages
-        self.plane.set_space(max(0, pages) * PAGE_SIZE)
+        self.plane.set_space(max(0, pages) * PAGE_SIZE, ENOSPC if count else EIO)
 
     # ---- events ----
 

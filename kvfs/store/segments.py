@@ -591,7 +591,7 @@ class Segments:
 
     async def _wait_for_space(self, stream: Stream, deadline: float) -> None:
         if not self.usable:
-            raise NoSpaceError("every segment lies on a device that is away")
+            raise DeviceError("every segment lies on a device that is away")
         if self._resting:
             self.need_flush.set()
         self.need_space.set()

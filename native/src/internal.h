@@ -510,6 +510,7 @@ struct kvfs_plane {
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
     atomic_ullong open_bytes, space;     /* content that eviction must keep: open or being written; what the pool has for it */
+    atomic_int space_error;              /* what a write gets that needs more */
     struct shard shards[SHARDS];
     struct handle_table handles;
     atomic_uint *segment_busy;

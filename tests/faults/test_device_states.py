@@ -156,9 +156,13 @@ def test_a_device_that_fails_is_some_misses_and_everything_is_back_when_it_is(fa
     (there,) = wait_until(lambda: (left,) if (left := look(pool, files)) != set(files) else None, "misses")
     if width == 4:
         assert not there
-        with raises_errno(errno.ENOSPC):
+        with raises_errno(errno.EIO):
             write_file(pool.mount / "new", content(BLOCK, "new"))
         os.unlink(pool.mount / "new")
+        said = pool.command("status", str(pool.path)).stdout
+        assert f"writes get EIO: each lies on a device that is away ({SICK})" in said, said
+        assert "width 4, unit 128K, all of them on every device" in said, said
+        assert (pool.path / "kvfs.log").read_text().count("no segment can be written") == 1
     else:
         # All segments of a width come in turn; segments of width 2 are those of two pairs of devices.
         share = len(there) / len(files)

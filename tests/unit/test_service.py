@@ -13,7 +13,7 @@ import trio
 from store_pools import crashed_store, make, make_pool, names, rename, unlink, verify_all, with_store, write
 
 from kvfs.config import load
-from kvfs.errors import KvfsError, NoSpaceError, UsageError
+from kvfs.errors import DeviceError, KvfsError, UsageError
 from kvfs.store.fsck import fsck
 from kvfs.store.health import DeviceState
 from kvfs.store.pool import Store
@@ -86,7 +86,7 @@ def test_what_is_lost_is_what_the_layout_says_at_once_and_all_of_it_comes_back(t
         lost = {s.index for s in store.segments.all if s.lost}
         assert lost == {i for i, members in enumerate(store.segments.members) if any(d == SICK for d, _ in members)}
         if width == 4:
-            with pytest.raises(NoSpaceError, match="away"):
+            with pytest.raises(DeviceError, match="away"):
                 await write(store, b"new")
         for i in range(50 * (width < 4)):
             block = await write(store, b"new %d" % i, SIZE)
