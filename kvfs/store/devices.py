@@ -412,8 +412,8 @@ class OpenPool:
 
 
 @contextmanager
-def locked(pool: Path) -> Iterator[None]:
-    """Hold the pool's lock. PoolError if it is no pool or somebody else has it."""
+def locked(pool: Path, hint: str = "") -> Iterator[None]:
+    """Hold the pool's lock. PoolError if it is no pool or somebody else has it; `hint`: what to do then."""
     if not pool.is_dir():
         raise PoolError(f"{pool}: {'not a directory' if pool.exists() else 'no such pool'}")
     if not (pool / CONFIG_NAME).exists() and not (pool / INDEX_NAME).is_dir() and not (pool / DEVICES_NAME).is_dir():
@@ -426,7 +426,7 @@ def locked(pool: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise PoolError(f"{pool}: in use by another kvfs (mounted, or being checked)") from error
+            raise PoolError(f"{pool}: in use by another kvfs (mounted, or being checked){hint}") from error
         yield
     finally:
         os.close(fd)
@@ -771,7 +771,7 @@ def add_devices(pool: Path, paths: Sequence[Place], *, force: bool) -> tuple[Poo
     The new devices' labels come first, then pool.toml, then the labels of the others: whoever reads in between finds
     the pool as it was, or older labels, which are known by their revision.
     """
-    with locked(pool):
+    with locked(pool, f"; devices are added to a pool that is not: kvfs umount {pool} first"):
         opened = open_pool(pool)
         fresh: list[Device] = []
         try:

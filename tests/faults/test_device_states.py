@@ -409,9 +409,11 @@ def test_a_device_is_removed_drained_and_devices_are_added(faulty: Callable[...,
     sick.vanish()
     write_file(pool.mount / "after", content(BLOCK, "after"))
     files["after"] = content(BLOCK, "after")
-    pool.umount()
     new = tmp_path / "new"
     helpers.run("truncate", "--size", "20M", new)
+    refused = pool.command("device", "add", str(pool.path), str(new), check=False)
+    assert refused.returncode == 1 and f"kvfs umount {pool.path} first" in refused.stderr, refused.stderr
+    pool.umount()
     said = pool.command("device", "add", str(pool.path), str(new)).stdout
     assert "1 devices added, 18 segments more" in said, said
     assert "nothing is damaged" in pool.command("fsck", str(pool.path), "--verify-data").stdout
