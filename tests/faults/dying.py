@@ -1,7 +1,7 @@
 """`python dying.py DIRECTORY mount ...`: kvfs with a store that can be told to die: a double of a bug in it.
 
-DIRECTORY/hold: from when it is there no job of the data plane is completed, and no sync ends. DIRECTORY/die: a
-background task of the store raises.
+DIRECTORY/hold: from when it is there no job of the data plane is completed, and no sync ends; DIRECTORY/held says so.
+DIRECTORY/die: a background task of the store raises.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ async def dying(store: Store) -> None:
         if (DIRECTORY / "hold").exists():
             store.plane._deliver = lambda count: None  # type: ignore[method-assign]
             Store.sync = sleep_for_ever  # type: ignore[method-assign]
+            (DIRECTORY / "held").touch()
     raise LookupError("the task that dies")
 
 

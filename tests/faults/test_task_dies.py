@@ -27,7 +27,8 @@ def test_a_store_task_that_dies_ends_the_daemon_and_answers_whoever_waits(
         write_file(pool.mount / name, data)
     pid = pool.pid()
     (tmp_path / "hold").touch()
-    time.sleep(0.2)
+    wait_until((tmp_path / "held").exists, "no job is completed")
+    begun: list[str] = []
     answers: list[tuple[str, int | None]] = []
 
     late = {f"late-{index}": content(MIB, ("late", index)) for index in range(8)}
@@ -35,6 +36,7 @@ def test_a_store_task_that_dies_ends_the_daemon_and_answers_whoever_waits(
     def close(name: str) -> None:
         descriptor = os.open(pool.mount / name, os.O_CREAT | os.O_WRONLY)
         os.write(descriptor, late[name])
+        begun.append(name)
         try:
             os.close(descriptor)
             answers.append(("close", None))
@@ -43,16 +45,22 @@ def test_a_store_task_that_dies_ends_the_daemon_and_answers_whoever_waits(
 
     def sync() -> None:
         with helpers.opened(pool.mount, os.O_RDONLY | os.O_DIRECTORY) as directory:
+            begun.append("sync")
             try:
                 os.fsync(directory)
                 answers.append(("sync", None))
             except OSError as error:
                 answers.append(("sync", error.errno))
 
-    waiting = [threading.Thread(target=close, args=(name,)) for name in late] + [threading.Thread(target=sync)]
+    # The kernel makes no file in a directory that is being synced: that comes last.
+    waiting = [threading.Thread(target=close, args=(name,)) for name in late]
     for thread in waiting:
         thread.start()
-    time.sleep(1)
+    wait_until(lambda: len(begun) == len(late), "all files are being closed")
+    waiting.append(threading.Thread(target=sync))
+    waiting[-1].start()
+    wait_until(lambda: "sync" in begun, "the sync has begun")
+    time.sleep(0.5)
     assert not answers, answers
     began = time.monotonic()
     (tmp_path / "die").touch()
