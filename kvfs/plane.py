@@ -169,6 +169,8 @@ class Plane:
             raise error
         self._plane = out[0]
         self._closed = False
+        # Why nobody waits for jobs any more.
+        self.abandoned: str | None = None
         self._cookie = 0
         self._jobs: dict[int, _Job] = {}
         self._completions = ffi.new("struct kvfs_completion[]", _BATCH)
@@ -220,8 +222,17 @@ class Plane:
                 job.result = completion.result
                 job.done.set()
 
+    def abandon(self, reason: str) -> None:
+        """Whoever waits for a job gets EIO now, whoever starts one at once. Their memory is kept until destroy()."""
+        self.abandoned = reason
+        for job in self._jobs.values():
+            job.result = -errno.EIO
+            job.done.set()
+
     async def _run(self, start: Callable[[int], int], what: str, *keep: object) -> int:
         """Start a job and wait for it. Its memory stays until the completion is reaped."""
+        if self.abandoned is not None:
+            raise PlaneError(f"{what}: {self.abandoned}")
         self._cookie += 1
         cookie = self._cookie
         job = _Job(trio.Event(), keep)
@@ -405,8 +416,9 @@ class Plane:
                 ]
             capacity = count
 
-    def set_space(self, size: int) -> None:
-        lib.kvfs_set_space(self._plane, size)
+    def set_space(self, size: int, error: int) -> None:
+        """What may be open or being written; a write that needs more ends with this errno."""
+        lib.kvfs_set_space(self._plane, size, error)
 
     # ---- the store ----
 

@@ -180,6 +180,8 @@ def render_status(status: Json) -> str:
             f"blocks {number(status, 'blocks'):.0f}"
         )
     if segments:
+        devices = [device for device in items(status, "devices") if device.get("state") != "removed"]
+        everywhere = 1 < len(devices) == number(segments, "stripe_width")
         states = ", ".join(
             f"{number(segments, key):.0f} {key}"
             for key in _SEGMENT_STATES
@@ -188,6 +190,7 @@ def render_status(status: Json) -> str:
         lines.append(
             f"layout: {number(segments, 'count'):.0f} segments of {size_text(number(segments, 'size'))}, width "
             f"{number(segments, 'stripe_width'):.0f}, unit {size_text(number(segments, 'stripe_unit'))}"
+            + (", all of them on every device" if everywhere else "")
             + (f": {states}" if states else "")
         )
     lines += ["", *(f"  {line}" for line in render_device_list(status))]

@@ -128,8 +128,16 @@ def live_status(
         "devices": devices,
         "counters": counters,
         "latency": {operation: plane.latency(operation) for operation in OPERATIONS},
-        "advice": list(numbers.notes),
+        "advice": [*numbers.notes, *_takes_no_writes(store)],
     }
+
+
+def _takes_no_writes(store: Store) -> list[str]:
+    away = [str(i) for i, service in enumerate(store.service.all) if service.state.away and not service.forgotten]
+    if store.segments.usable or not away:
+        return []
+    return [f"no segment can be written, writes get EIO: each lies on a device that is away ({', '.join(away)}); bring "
+            "it back, or kvfs device replace"]  # fmt: skip
 
 
 def _device_part(store: Store, pool: Path, described: DeviceConfig) -> dict[str, object]:

@@ -13,6 +13,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -404,13 +405,15 @@ class OpenPool:
                 self.absent[index] = f"its label has mount epoch {known}, the pool {self.epoch}"
 
     def close(self) -> None:
-        for device in self.devices:
-            device.close()
+        # At once: a controller that is silent has half a second to say that it has shut down.
+        with ThreadPoolExecutor(len(self.devices)) as threads:
+            for device in self.devices:
+                threads.submit(device.close)
 
 
 @contextmanager
-def locked(pool: Path) -> Iterator[None]:
-    """Hold the pool's lock. PoolError if it is no pool or somebody else has it."""
+def locked(pool: Path, hint: str = "") -> Iterator[None]:
+    """Hold the pool's lock. PoolError if it is no pool or somebody else has it; `hint`: what to do then."""
     if not pool.is_dir():
         raise PoolError(f"{pool}: {'not a directory' if pool.exists() else 'no such pool'}")
     if not (pool / CONFIG_NAME).exists() and not (pool / INDEX_NAME).is_dir() and not (pool / DEVICES_NAME).is_dir():
@@ -423,7 +426,7 @@ def locked(pool: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise PoolError(f"{pool}: in use by another kvfs (mounted, or being checked)") from error
+            raise PoolError(f"{pool}: in use by another kvfs (mounted, or being checked){hint}") from error
         yield
     finally:
         os.close(fd)
@@ -659,6 +662,12 @@ def format_devices(request: FormatRequest) -> FormatResult:
             [device.size for device in opened], stripe_width=request.stripe_width, stripe_unit=request.stripe_unit,
             segment_size=request.segment_size,
         )  # fmt: skip
+        if 1 < geometry.stripe_width == len(opened):
+            notes.append(
+                f"stripe width {geometry.stripe_width} of {len(opened)} devices: each segment lies on all of them, so "
+                "one that fails takes the whole cache, and writes fail until it is back; "
+                f"--stripe-width {geometry.stripe_width - 1} leaves some of it"
+            )
         pool.mkdir(mode=0o700, exist_ok=True)
         with _pool_lock(pool):
             return _write_pool(request, geometry, notes, opened)
@@ -762,7 +771,7 @@ def add_devices(pool: Path, paths: Sequence[Place], *, force: bool) -> tuple[Poo
     The new devices' labels come first, then pool.toml, then the labels of the others: whoever reads in between finds
     the pool as it was, or older labels, which are known by their revision.
     """
-    with locked(pool):
+    with locked(pool, f"; devices are added to a pool that is not: kvfs umount {pool} first"):
         opened = open_pool(pool)
         fresh: list[Device] = []
         try:

@@ -99,7 +99,7 @@ class Evictor:
             with trio.move_on_after(0.5):
                 await self._segments.need_space.wait()
             self._segments.need_space = trio.Event()
-            if not allowed() or self._segments.free_count() >= self.low:
+            if not allowed() or not self._segments.usable or self._segments.free_count() >= self.low:
                 stuck_since = None
                 self._segments.exhausted = False
                 continue

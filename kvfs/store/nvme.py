@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import uuid as uuids
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -158,9 +161,30 @@ class Controller:
         out = ffi.new("struct kvfs_nvme **")
         _check(lib.kvfs_nvme_open(_native(self._target), out), url)
         self._nvme = out[0]
+        # A call that takes too long is given up on, in a thread that waits on: then that closes.
+        self._lock = threading.Lock()
+        self._closed = False
 
     def close(self) -> None:
-        lib.kvfs_nvme_close(self._nvme)
+        self._closed = True
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        if self._closed and self._lock.acquire(blocking=False):
+            nvme, self._nvme = self._nvme, None
+            self._lock.release()
+            if nvme is not None:
+                lib.kvfs_nvme_close(nvme)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                if self._closed:
+                    raise DeviceError(f"{self._url}: closed")
+                yield
+        finally:
+            self._close_idle()
 
     @property
     def size(self) -> int:
@@ -181,15 +205,18 @@ class Controller:
 
     def read(self, offset: int, size: int) -> bytes:
         out = ffi.new("uint8_t[]", size)
-        _check(lib.kvfs_nvme_read(self._nvme, offset, out, size), f"{self._url}: read at {offset}")
+        with self._used():
+            _check(lib.kvfs_nvme_read(self._nvme, offset, out, size), f"{self._url}: read at {offset}")
         return bytes(ffi.buffer(out))
 
     def write(self, offset: int, data: bytes) -> None:
         """Durable when it returns."""
-        _check(lib.kvfs_nvme_write(self._nvme, offset, data, len(data)), f"{self._url}: write at {offset}")
+        with self._used():
+            _check(lib.kvfs_nvme_write(self._nvme, offset, data, len(data)), f"{self._url}: write at {offset}")
 
     def flush(self) -> None:
-        _check(lib.kvfs_nvme_flush(self._nvme), f"{self._url}: flush")
+        with self._used():
+            _check(lib.kvfs_nvme_flush(self._nvme), f"{self._url}: flush")
 
     def namespaces(self) -> list[int]:
         out = ffi.new("uint32_t[]", _NAMESPACES_MAX)

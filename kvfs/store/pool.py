@@ -13,11 +13,12 @@ import os
 import shutil
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from errno import EBADMSG
+from errno import EBADMSG, EIO, ENOSPC
 from pathlib import Path
+from typing import TypeVarTuple
 
 import trio
 
@@ -57,6 +58,8 @@ _WALK_BATCH = 512
 # One segment of a device that is being drained.
 _DRAIN_TIMEOUT_S = 120.0
 _CHUNK = 1 << 20
+
+Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +175,18 @@ class Store:
             failure: BaseException | None = None
             async with trio.open_nursery() as nursery:
                 store._nursery = nursery
-                nursery.start_soon(plane.pump, store._on_event)
+                pumping = trio.CancelScope(shield=True)
+                store._start_task(store._pump, pumping)
                 # Not raised in here: the nursery would wrap it, and the caller looks for a KvfsError.
                 try:
                     await store._start(rebuild)
                     yield store
                 except BaseException as error:
                     failure = error
-                with trio.CancelScope(shield=True):
-                    await store.close()
+                if plane.abandoned is None:
+                    with trio.CancelScope(shield=True):
+                        await store.close()
+                pumping.cancel()
                 nursery.cancel_scope.cancel()
             if failure is not None:
                 raise failure
@@ -220,19 +226,18 @@ class Store:
         self.evictor = Evictor(self.segments, self.index, self.plane, self._policy, self.pins, self)
         self._set_space()
         await self.service.take_in_stale()
-        assert self._nursery is not None
         self.rebuilding = rebuild
         if rebuild:
-            self._nursery.start_soon(self._rebuild, job)
-        self._nursery.start_soon(self.service.run)
-        self._nursery.start_soon(self._commit_loop)
-        self._nursery.start_soon(self._flush_loop)
-        self._nursery.start_soon(self._retry_loop)
-        self._nursery.start_soon(self.reservations.run)
-        self._nursery.start_soon(self.evictor.run, lambda: not self.rebuilding)
-        self._nursery.start_soon(self._prepare_loop)
-        self._nursery.start_soon(self._count_pins_loop)
-        self._nursery.start_soon(self._moved_loop)
+            self._start_task(self._rebuild, job)
+        self._start_task(self.service.run)
+        self._start_task(self._commit_loop)
+        self._start_task(self._flush_loop)
+        self._start_task(self._retry_loop)
+        self._start_task(self.reservations.run)
+        self._start_task(self.evictor.run, lambda: not self.rebuilding)
+        self._start_task(self._prepare_loop)
+        self._start_task(self._count_pins_loop)
+        self._start_task(self._moved_loop)
 
     def _root(self) -> Inode:
         owner = os.stat(self.path)
@@ -285,6 +290,27 @@ class Store:
     async def run(self) -> None:
         """Until cancelled. The background tasks are the store's own; a failure in one ends `async with Store.open`."""
         await trio.sleep_forever()
+
+    def _start_task(self, task: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments) -> None:
+        """In the background. If it fails the store ends as after a crash: at once, and nothing more is written, as
+        nobody knows what is true any more."""
+
+        async def run() -> None:
+            try:
+                await task(*arguments)
+            except Exception as error:
+                log.critical("a task of the store failed (%s): %s: %s; it ends as after a crash",
+                             task.__qualname__, type(error).__name__, error)  # fmt: skip
+                self.plane.abandon("a task of the store failed")
+                raise
+
+        assert self._nursery is not None
+        self._nursery.start_soon(run)
+
+    async def _pump(self, scope: trio.CancelScope) -> None:
+        """Until the scope is cancelled: what is shielded waits for completions also when all else was cancelled."""
+        with scope:
+            await self.plane.pump(self._on_event)
 
     async def _commit_loop(self) -> None:
         while True:
@@ -376,16 +402,15 @@ class Store:
         count = self.segments.usable
         segments = max(count - self.segments.reserve - 5, count // 2)
         pages = segments * self.segments.area * 9 // 10 - self.pins.pages - self.reservations.pages
-        self.plane.set_space(max(0, pages) * PAGE_SIZE)
+        self.plane.set_space(max(0, pages) * PAGE_SIZE, ENOSPC if count else EIO)
 
     # ---- events ----
 
     def _on_event(self, event: Event) -> None:
-        assert self._nursery is not None
         if event.type == EventType.SPILL:
-            self._nursery.start_soon(self.sealing.spill_quietly, InodeNumber(event.inode))
+            self._start_task(self.sealing.spill_quietly, InodeNumber(event.inode))
         elif event.type == EventType.RESEAL:
-            self._nursery.start_soon(self.sealing.seal_quietly, InodeNumber(event.inode))
+            self._start_task(self.sealing.seal_quietly, InodeNumber(event.inode))
         elif event.type == EventType.BAD_BLOCK:
             # Being moved or written right now: whoever reads it again says so again.
             if self.is_busy(event.inode):

@@ -519,6 +519,8 @@ class Segments:
         deadline = trio.current_time() + SPACE_TIMEOUT_S
         failed = 0
         while True:
+            if self._plane.abandoned is not None:
+                raise DeviceError(f"no segment can be opened: {self._plane.abandoned}")
             if stream != Stream.CARRIED and self._ready is not None:
                 segment, self._ready = self._ready, None
                 segment.stream = stream
@@ -589,7 +591,7 @@ class Segments:
 
     async def _wait_for_space(self, stream: Stream, deadline: float) -> None:
         if not self.usable:
-            raise NoSpaceError("every segment lies on a device that is away")
+            raise DeviceError("every segment lies on a device that is away")
         if self._resting:
             self.need_flush.set()
         self.need_space.set()

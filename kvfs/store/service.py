@@ -175,7 +175,10 @@ class Devices:
             number for device, service in enumerate(self.all) if service.state.away and not service.forgotten
             for number in self._of[device]
         }  # fmt: skip
+        before = self._segments.usable
         self._segments.set_places(lost, avoided)
+        if before and not self._segments.usable:
+            log.error("no segment can be written: each lies on a device that is away; writes get EIO until it is back")
         self._blocks.places_changed()
 
     # ---- watching ----

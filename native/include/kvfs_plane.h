@@ -248,8 +248,9 @@ int kvfs_spill_cancel(struct kvfs_plane *plane, uint64_t inode);
 /* Extents of a file being written that are on the devices already: the segments they lie in must not be freed. Returns the count;
  * with more than capacity, only capacity are written. */
 int kvfs_file_extents(struct kvfs_plane *plane, uint64_t inode, struct kvfs_extent *out, uint32_t capacity);
-/* Bytes that the pool can hold of what must stay: open blocks and files being written. A WRITE that would go beyond is ENOSPC. */
-void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes);
+/* Bytes that the pool can hold of what must stay: open blocks and files being written. A WRITE that would go beyond ends with `error`, a
+ * positive errno. */
+void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error);
 
 /* ---- the store: jobs, each with a completion ---- */
 

@@ -460,7 +460,7 @@ static void do_fallocate(struct server *server, uint8_t *head) {
         if (!file)
             r = -EOPNOTSUPP;
         else if (end > file->size && atomic_load(&plane->open_bytes) + (end - file->size) > atomic_load(&plane->space))
-            r = -ENOSPC;
+            r = -atomic_load(&plane->space_error);
         else if (end > file->size)
             r = file->sealing ? -EBUSY : file_truncate(plane, handle.node, end);
         pthread_mutex_unlock(&handle.node->lock);

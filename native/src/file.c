@@ -195,7 +195,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
     }
     uint64_t growth = end > file->size ? end - file->size : 0;
     if (growth && atomic_load(&plane->open_bytes) + growth > atomic_load(&plane->space))
-        return -ENOSPC;
+        return -atomic_load(&plane->space_error);
     uint32_t first = (uint32_t)(offset / CHUNK_SIZE), last = (uint32_t)((end - 1) / CHUNK_SIZE);
     int r = file_grow_chunks(file, last + 1);
     if (r < 0)

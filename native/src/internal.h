@@ -441,6 +441,8 @@ bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under 
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
 void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
 void mux_close(struct kvfs_plane *plane);
+/* The session has ended: what it owed to hosts is answered with EIO, and what comes is refused. A guest's keeper asks the next daemon. */
+void mux_end(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */
 
@@ -511,6 +513,7 @@ struct kvfs_plane {
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
     atomic_ullong open_bytes, space;     /* content that eviction must keep: open or being written; what the pool has for it */
+    atomic_int space_error;              /* what a write gets that needs more */
     struct shard shards[SHARDS];
     struct handle_table handles;
     atomic_uint *segment_busy;

@@ -223,6 +223,26 @@ void mux_expire(struct kvfs_plane *plane, uint64_t now) {
     }
 }
 
+void mux_end(struct kvfs_plane *plane) {
+    struct mux *mux = &plane->mux;
+    mux_close(plane);
+    for (struct pending *p;;) {
+        pthread_mutex_lock(&mux->lock);
+        for (p = mux->oldest; p && p->transport->guest; p = p->next)
+            ;
+        if (!p) {
+            pthread_mutex_unlock(&mux->lock);
+            return;
+        }
+        struct server *server = p->server;
+        uint64_t unique = p->unique;
+        pending_unlink(mux, p);
+        pending_release(mux, p);
+        pthread_mutex_unlock(&mux->lock);
+        reply_error(server, unique, -EIO);
+    }
+}
+
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport) {
     struct mux *mux = &plane->mux;
     pthread_mutex_lock(&mux->lock);
@@ -437,7 +457,7 @@ static bool receive(struct kvfs_plane *plane) {
         return false;
     ssize_t n = recv(fd, mux->reply, REPLY_MAX, MSG_DONTWAIT);
     if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) {
-        mux_close(plane); /* the session has ended: what it owed is answered at the deadline, what comes is refused at once */
+        mux_end(plane);
         return false;
     }
     if (n < (ssize_t)sizeof(struct fuse_out_header))

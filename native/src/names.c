@@ -332,4 +332,7 @@ int kvfs_file_extents(struct kvfs_plane *plane, uint64_t inode, struct kvfs_exte
     return r;
 }
 
-void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes) { atomic_store(&plane->space, bytes); }
+void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error) {
+    atomic_store(&plane->space_error, error);
+    atomic_store(&plane->space, bytes);
+}

@@ -1,8 +1,8 @@
 /* A ring's own queue to an NVMe/TCP controller: parts of I/O become commands. Only the ring's thread comes here; nothing is locked.
  *
  * A queue connects when the first I/O needs it. While the controller is down reads fail at once: misses. Writes wait for it until their own
- * deadline, as does what waits for a queue to connect: they would only be tried elsewhere, and use up segment after segment. The ring's
- * io_uring only tells when a socket can be read or written.
+ * deadline or until their device is out of service, as does what waits for a queue to connect: they would only be tried elsewhere, and use
+ * up segment after segment. The ring's io_uring only tells when a socket can be read or written.
  */
 #include "nvme_tcp.h"
 
@@ -209,13 +209,14 @@ static void issue(struct nvme_queue *queue, bool finish) {
     }
 }
 
-/* What waits fails, or its reads only. */
+/* What waits fails, or its reads only, and writes to a device that is out of service: nobody waits for it any more. */
 static void fail_waiting(struct nvme_queue *queue, int error, bool writes) {
+    const struct device *devices = queue->ring->plane->devices;
     struct io_part *part = queue->first, *next;
     queue->first = queue->last = NULL;
     for (; part; part = next) {
         next = part->next;
-        if (part->group->write && !writes && !part->error) {
+        if (part->group->write && !writes && !part->error && !atomic_load(&devices[part->device].stopped)) {
             append(queue, part);
             continue;
         }

@@ -171,6 +171,8 @@ static void nodes_free(struct kvfs_plane *plane) {
 }
 
 void kvfs_plane_destroy(struct kvfs_plane *plane) {
+    if (plane->mux.entries)
+        mux_end(plane);
     atomic_store(&plane->stopping, true);
     guests_stop(plane);
     for (uint32_t i = 0; i < TRANSPORTS_MAX; i++)

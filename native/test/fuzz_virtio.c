@@ -44,7 +44,7 @@ static void start(void) {
         CHECK(kvfs_table_put(kvfs_plane_table(plane), &file, inode == 3 ? "sealed" : "written", inode == 3 ? 6 : 7, 0) == 0);
     }
     CHECK(kvfs_file_create(plane, 2) == 0);
-    kvfs_set_space(plane, (uint64_t)64 << 20);
+    kvfs_set_space(plane, (uint64_t)64 << 20, ENOSPC);
     session = kvfs_session_open(plane);
     CHECK(session >= 0);
     struct kvfs_virtiofs_config virtiofs = {.tag = "fuzz", .queue_count = 1, .queue_size_max = 1024};

@@ -156,9 +156,13 @@ def test_a_device_that_fails_is_some_misses_and_everything_is_back_when_it_is(fa
     (there,) = wait_until(lambda: (left,) if (left := look(pool, files)) != set(files) else None, "misses")
     if width == 4:
         assert not there
-        with raises_errno(errno.ENOSPC):
+        with raises_errno(errno.EIO):
             write_file(pool.mount / "new", content(BLOCK, "new"))
         os.unlink(pool.mount / "new")
+        said = pool.command("status", str(pool.path)).stdout
+        assert f"writes get EIO: each lies on a device that is away ({SICK})" in said, said
+        assert "width 4, unit 128K, all of them on every device" in said, said
+        assert (pool.path / "kvfs.log").read_text().count("no segment can be written") == 1
     else:
         # All segments of a width come in turn; segments of width 2 are those of two pairs of devices.
         share = len(there) / len(files)
@@ -405,9 +409,11 @@ def test_a_device_is_removed_drained_and_devices_are_added(faulty: Callable[...,
     sick.vanish()
     write_file(pool.mount / "after", content(BLOCK, "after"))
     files["after"] = content(BLOCK, "after")
-    pool.umount()
     new = tmp_path / "new"
     helpers.run("truncate", "--size", "20M", new)
+    refused = pool.command("device", "add", str(pool.path), str(new), check=False)
+    assert refused.returncode == 1 and f"kvfs umount {pool.path} first" in refused.stderr, refused.stderr
+    pool.umount()
     said = pool.command("device", "add", str(pool.path), str(new)).stdout
     assert "1 devices added, 18 segments more" in said, said
     assert "nothing is damaged" in pool.command("fsck", str(pool.path), "--verify-data").stdout

@@ -236,5 +236,6 @@ def test_a_pool_that_evicts_outlives_devices_that_take_no_writes():
                     time.sleep(2)
                     enclosure.control("clear")
                     before = good()
-                    wait_until(lambda before=before: good() > before + 20, "the load goes on")
+                    # One that failed again and again is looked for every 15 s.
+                    wait_until(lambda before=before: good() > before + 20, "the load goes on", timeout_s=60)
             assert not any(load.wrong for load in loads)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from store_pools import crashed_store, make, make_pool, names, rename, unlink, verify_all, with_store, write
+from store_pools import OPTIONS, crashed_store, make, make_pool, names, rename, unlink, verify_all, with_store, write
 
 from kvfs.config import load
-from kvfs.errors import KvfsError, NoSpaceError, UsageError
+from kvfs.errors import DeviceError, KvfsError, UsageError
+from kvfs.index.lmdb import LmdbIndex
+from kvfs.store.format import META_CLEAN
 from kvfs.store.fsck import fsck
 from kvfs.store.health import DeviceState
 from kvfs.store.pool import Store
@@ -86,7 +88,7 @@ def test_what_is_lost_is_what_the_layout_says_at_once_and_all_of_it_comes_back(t
         lost = {s.index for s in store.segments.all if s.lost}
         assert lost == {i for i, members in enumerate(store.segments.members) if any(d == SICK for d, _ in members)}
         if width == 4:
-            with pytest.raises(NoSpaceError, match="away"):
+            with pytest.raises(DeviceError, match="away"):
                 await write(store, b"new")
         for i in range(50 * (width < 4)):
             block = await write(store, b"new %d" % i, SIZE)
@@ -353,3 +355,28 @@ def test_eviction_goes_on_beside_a_device_that_is_away(tmp_path: Path) -> None:
         await verify_all(store)
 
     with_store(pool_of(tmp_path, 1), work)
+
+
+def test_a_store_that_is_cancelled_from_outside_still_closes_cleanly(tmp_path: Path) -> None:
+    """Seals under way cannot be cancelled: their completions come until the store has closed."""
+    pool = pool_of(tmp_path, 2)
+
+    async def main() -> None:
+        with trio.fail_after(60), trio.CancelScope() as scope:
+            async with Store.open(pool, OPTIONS) as store:
+                await fill(store, 10)
+                late = make(store, ROOT_INODE, b"late")
+                store.plane.file_truncate(late.inode, SIZE)
+                scope.cancel()
+                await store.seal(late.inode)
+        assert scope.cancelled_caught
+
+    trio.run(main)
+
+    async def look(store: Store) -> None:
+        assert seen(store) == {b"%d" % i for i in range(10)} | {b"late"}
+
+    index = LmdbIndex(pool / "index", read_only=True)
+    assert index.meta_get(META_CLEAN) == b"1"
+    index.close()
+    with_store(pool, look)
