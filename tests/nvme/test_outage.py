@@ -41,7 +41,7 @@ ENGINES = 6
 USED, KEPT = range(240), range(1000, 1120)
 # A device's time for a command is so many times 20 us and 0.5 ns a byte: 8 ms for its 64 KiB of a block.
 PACE = 150
-BEFORE_S, OUTAGE_S, RECOVERY_S = 3, 8, 3
+BEFORE_S, OUTAGE_S, RECOVERY_S = 3, 7, 3
 
 
 def key(number):
