@@ -225,7 +225,10 @@ void mux_expire(struct kvfs_plane *plane, uint64_t now) {
 
 void mux_end(struct kvfs_plane *plane) {
     struct mux *mux = &plane->mux;
-    mux_close(plane);
+    pthread_mutex_lock(&mux->lock);
+    if (mux->fd >= 0)
+        shutdown(mux->fd, SHUT_RDWR); /* a server thread may be reading it: closed when all have ended */
+    pthread_mutex_unlock(&mux->lock);
     for (struct pending *p;;) {
         pthread_mutex_lock(&mux->lock);
         for (p = mux->oldest; p && p->transport->guest; p = p->next)
@@ -457,6 +460,7 @@ static bool receive(struct kvfs_plane *plane) {
         return false;
     ssize_t n = recv(fd, mux->reply, REPLY_MAX, MSG_DONTWAIT);
     if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) {
+        mux_close(plane);
         mux_end(plane);
         return false;
     }
