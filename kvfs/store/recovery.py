@@ -246,10 +246,10 @@ class Admission:
             return
         known = self.index.get(inode.inode)
         if not self._take_name(inode, directories):
-            if known is None:
-                return
-            # What has the name is newer. Under its old name the file has at least its last content.
-            inode.parent, inode.name = known.parent, known.name
+            # It is gone, and what it was before has no right to stay.
+            if known is not None:
+                self._delete(known)
+            return
         if known is not None:
             self._dirty(known)
         self.index.put(inode, known)
