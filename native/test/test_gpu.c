@@ -464,9 +464,11 @@ static void test_a_rewritten_block_is_never_torn(void) {
     uint64_t until = now_ns() + 3000000000ull;
     cuda.fake_cuda_delay(100);
     while (now_ns() < until || seen[0] + seen[1] == 0) {
-        CHECK(get(gpu, &batch, NULL) >= 0);
-        if (batch.results[0] < 0) {
-            CHECK_SAY(batch.results[0] == -ENOENT || batch.results[0] == -EIO, "%lld", (long long)batch.results[0]);
+        int r = get(gpu, &batch, NULL);
+        CHECK_SAY(r >= 0 || r == -EBUSY || r == -ETIMEDOUT, "%s", kvfs_error()); /* a slow machine may miss the deadline */
+        if (r < 0 || batch.results[0] < 0) {
+            CHECK_SAY(r < 0 || batch.results[0] == -ENOENT || batch.results[0] == -EIO || batch.results[0] == -ETIMEDOUT, "%lld",
+                      (long long)batch.results[0]);
             misses++;
             continue;
         }
