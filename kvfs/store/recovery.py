@@ -250,8 +250,9 @@ class Admission:
     def _admit(self, inode: Inode, directories: dict[int, Inode]) -> None:
         if not self._is_new(inode):
             return
-        known = self.index.get(inode.inode)
-        if not self._take_name(inode, directories):
+        placed = self._take_name(inode, directories)
+        known = self.index.get(inode.inode)  # not before: it may have lain in a directory that gave way
+        if not placed:
             # It is gone, and what it was before has no right to stay.
             if known is not None:
                 self._delete(known)
