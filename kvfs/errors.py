@@ -42,6 +42,10 @@ class NoSpaceError(KvfsError):
     errno = errno.ENOSPC
 
 
+class FileTooLargeError(KvfsError):
+    errno = errno.EFBIG
+
+
 class DeadlineError(KvfsError):
     errno = errno.ETIMEDOUT
 

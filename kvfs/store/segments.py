@@ -18,7 +18,7 @@ from enum import IntEnum
 import trio
 
 from kvfs.config import Geometry, PoolConfig
-from kvfs.errors import DeviceError, FormatError, KvfsError, NoSpaceError
+from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run
 from kvfs.store.eviction import Stream
@@ -388,11 +388,14 @@ class Segments:
     # ---- places for blocks ----
 
     async def allocate(self, stream: Stream, header_pages: int, data_pages: int) -> list[Run]:
-        """Runs for a block (header_pages > 0) or a spill (0: each run begins with an extent header). NoSpaceError.
+        """Runs for a block (header_pages > 0) or a spill (0: each run begins with an extent header). NoSpaceError,
+        FileTooLargeError.
 
         The caller hands every run back by release(), whatever happened.
         """
         overhead = header_pages or 1
+        if overhead >= self.area:  # a file of very many pieces: the data plane bounds those of one
+            raise FileTooLargeError(f"a header of {overhead} pages does not fit in a segment of {self.area}")
         segment = self._open[stream]
         # Almost always there is room, and nobody waits for a segment: then this does not suspend.
         if segment is not None and not self._locks[stream].locked():

@@ -6,6 +6,11 @@
 
 #define FILE_CHUNKS_MAX (1u << 22) /* 4 TiB */
 
+/* Bytes. The header of a block, 4 bytes for each leaf, has to fit in a segment: it gets half of one at most. */
+static uint64_t size_max(const struct kvfs_plane *plane) {
+    return min_u64(FILE_CHUNKS_MAX * CHUNK_SIZE, plane->config.zone_size * plane->config.stripe_width * 512);
+}
+
 struct file *file_new(void) {
     struct file *file = calloc(1, sizeof(*file));
     if (!file)
@@ -184,7 +189,7 @@ static int park_for_memory(struct kvfs_plane *plane, struct node *node, struct r
 int file_write(struct kvfs_plane *plane, struct node *node, struct request *request) {
     struct file *file = node->file;
     uint64_t offset = request->offset, end = offset + request->size;
-    if (end > FILE_CHUNKS_MAX * CHUNK_SIZE)
+    if (end > size_max(plane))
         return -EFBIG;
     if (request->size == 0)
         return 0;
@@ -288,7 +293,7 @@ int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8
 
 int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     struct file *file = node->file;
-    if (size > FILE_CHUNKS_MAX * CHUNK_SIZE)
+    if (size > size_max(plane))
         return -EFBIG;
     if (size < file->size) {
         uint32_t keep = (uint32_t)((size + CHUNK_SIZE - 1) / CHUNK_SIZE);

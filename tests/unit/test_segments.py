@@ -9,7 +9,7 @@ import pytest
 import trio
 from store_pools import crashed_store, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
 
-from kvfs.errors import DeviceError
+from kvfs.errors import DeviceError, FileTooLargeError
 from kvfs.plane import PlaneError
 from kvfs.store.eviction import Stream
 from kvfs.store.pool import Store
@@ -110,6 +110,23 @@ def test_a_failing_write_goes_to_other_segments(tmp_path: Path) -> None:
             assert store.segments.members[block.segment][0][0] != device
         assert store.statistics().seal_retries
         store.plane.fault_set(device, 0, WRITES | READS, 0, 0)
+        await verify_all(store)
+
+    with_store(pool, work)
+
+
+def test_a_file_whose_header_fits_in_no_segment_is_refused_when_it_is_written(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        area = store.segments.area
+        largest = 512 * store.segments.geometry.segment_size
+        inode = make(store, ROOT_INODE, b"x")
+        with pytest.raises(PlaneError) as refused:
+            store.plane.file_truncate(inode.inode, largest + 1)
+        assert refused.value.errno == errno.EFBIG
+        store.plane.file_truncate(inode.inode, largest)
+        assert await store.seal(inode.inode) is not None
+        with trio.fail_after(5), pytest.raises(FileTooLargeError, match=f"{area} pages does not fit"):
+            await store.segments.allocate(Stream.NEW, area, 0)
         await verify_all(store)
 
     with_store(pool, work)
