@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
 /* Add what helps to repeat a failure, say the seed, as a printf format and its arguments. */
 #define CHECK_SAY(condition, ...)                                                           \
@@ -24,6 +25,33 @@
         printf("ok %s\n", #test); \
         fflush(stdout);           \
     } while (0)
+
+static inline double seconds_of(clockid_t clock)
+{
+    struct timespec ts;
+
+    clock_gettime(clock, &ts);
+    return (double)ts.tv_sec + (double)ts.tv_nsec / 1e9;
+}
+
+/* By what a test multiplies its deadlines: 1 on an idle machine, more where others have the CPU. Measured once, which takes 0.4 s. */
+static inline uint32_t slowness(void)
+{
+    static uint32_t known;
+    double worst = 1;
+
+    for (int i = 0; !known && i < 8; i++) {
+        double wall = seconds_of(CLOCK_MONOTONIC), cpu = seconds_of(CLOCK_THREAD_CPUTIME_ID), used;
+        while ((used = seconds_of(CLOCK_THREAD_CPUTIME_ID) - cpu) < 0.025)
+            ;
+        wall = (seconds_of(CLOCK_MONOTONIC) - wall) / used;
+        worst = wall > worst ? wall : worst;
+        nanosleep(&(struct timespec){.tv_nsec = 25000000}, NULL);
+    }
+    if (!known)
+        known = worst < 1.5 ? 1 : worst > 3 ? 6 : (uint32_t)(2 * worst);
+    return known;
+}
 
 /* splitmix64 */
 static inline uint64_t random_next(uint64_t *state)

@@ -24,9 +24,10 @@
 #define SEGMENTS (DEVICES * ZONES)
 #define GENERATION 7u
 #define SECRET 0x1234567890abcdefull
-#ifndef TIMEOUT_MS
-#define TIMEOUT_MS 400u
+#ifndef IDLE_TIMEOUT_MS
+#define IDLE_TIMEOUT_MS 400u
 #endif
+#define TIMEOUT_MS (IDLE_TIMEOUT_MS * slowness())
 #define STALL_MS (5 * TIMEOUT_MS)
 #define KIB ((uint64_t)1 << 10)
 #define MIB ((uint64_t)1 << 20)
@@ -375,6 +376,11 @@ static inline void faults(uint32_t device, uint32_t fault, uint32_t value) {
 }
 
 static inline bool says(const char *text) { return strstr(kvfs_error(), text) != NULL; }
+static inline bool says_after(const char *text, uint32_t ms) {
+    char all[200];
+    snprintf(all, sizeof(all), "%s %u ms", text, ms);
+    return says(all);
+}
 
 /* ---- the blocks: 0..11 of odd sizes, 20..59 of 200 KiB, alternately on the two devices; 70: large ---- */
 

@@ -1011,7 +1011,7 @@ static uint64_t device_reads(struct kvfs_client *client) {
 }
 
 static void wait_idle(struct kvfs_client *client) {
-    uint64_t until = milliseconds() + 10000;
+    uint64_t until = milliseconds() + 30000;
     while (statistics(client).busy) {
         CHECK(milliseconds() < until);
         kvfs_busy(client, "", 1);
@@ -1129,13 +1129,13 @@ static void test_keys(void) {
     uint64_t started = milliseconds();
     CHECK(get_one(client, "nothing", memory, sizeof(memory)) == -ENOENT);
     CHECK(get_one(client, "nothing else", memory, sizeof(memory)) == -ENOENT);
-    CHECK_SAY(milliseconds() - started < 900, "two misses took %llu ms", (unsigned long long)(milliseconds() - started));
+    CHECK_SAY(milliseconds() - started < 900 * slowness(), "two misses took %llu ms", (unsigned long long)(milliseconds() - started));
     fill(memory, 5000, 77);
     CHECK(put_one(client, "a", memory, 5000) == 0);
     CHECK(get_one(client, "a", memory, sizeof(memory)) == 5000 && filled(memory, 5000, 77));
     started = milliseconds();
     CHECK(get_one(client, "b", memory, sizeof(memory)) == -ENOENT);
-    CHECK_SAY(milliseconds() - started < 900, "a miss took %llu ms", (unsigned long long)(milliseconds() - started));
+    CHECK_SAY(milliseconds() - started < 900 * slowness(), "a miss took %llu ms", (unsigned long long)(milliseconds() - started));
     /* The buffer is too small, by one byte: nothing is read. */
     memset(memory, 0x22, sizeof(memory));
     CHECK(get_one(client, "a", memory, 4999) == -ERANGE);
@@ -1506,7 +1506,7 @@ static void test_churn(void) {
 /* ---- devices that lie, fail and stay silent ---- */
 
 static void bad_block_wait(uint32_t count, uint64_t inode) {
-    uint64_t until = milliseconds() + 5000;
+    uint64_t until = milliseconds() + 30000;
     for (;;) {
         locked();
         bool there = d.bad_blocks >= count;
@@ -1640,16 +1640,16 @@ static void test_device_errors(void) {
 }
 
 static void test_deadlines(void) {
-    enum { TIMEOUT = 200, LATE = 600 };
+    const uint32_t timeout_ms = 200 * slowness(), late_ms = 600 * slowness();
     pool_new(16384);
-    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = TIMEOUT});
+    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = timeout_ms});
     static const uint64_t sizes[] = {100000, 100001};
     struct batch *b = put_batch(client, 0, 6, sizes, 2, 1);
     uint8_t *unaligned = malloc(100010);
-    fault(client, 3, KVFS_FAULT_DELAY, 1, 1, LATE);
+    fault(client, 3, KVFS_FAULT_DELAY, 1, 1, late_ms);
     uint64_t started = milliseconds();
     CHECK(kvfs_get(client, &b->keys, b->buffers, b->results) == 0);
-    CHECK(milliseconds() - started >= TIMEOUT && milliseconds() - started < 3 * TIMEOUT);
+    CHECK(milliseconds() - started >= timeout_ms && milliseconds() - started < 3 * timeout_ms);
     for (uint32_t i = 0; i < 6; i++)
         CHECK_SAY(b->results[i] == -ETIMEDOUT, "block %u: %lld", i, (long long)b->results[i]);
     struct kvfs_client_statistics s = statistics(client);
@@ -1661,38 +1661,38 @@ static void test_deadlines(void) {
     /* Other devices go on, to other memory; this one fails at once. */
     started = milliseconds();
     CHECK(get_one(client, "key-0", unaligned + 1, 100009) == -ETIMEDOUT);
-    CHECK(milliseconds() - started < TIMEOUT);
+    CHECK(milliseconds() - started < timeout_ms);
     while (kvfs_busy(client, data, 100000))
-        CHECK(milliseconds() - started < 10000);
-    CHECK(milliseconds() - started + TIMEOUT >= LATE - 100);
+        CHECK(milliseconds() - started < late_ms + 10000);
+    CHECK(milliseconds() - started + timeout_ms >= late_ms - 100);
     wait_idle(client);
     fault_all(client, KVFS_FAULT_NONE, 3, 0, 0);
-    usleep(TIMEOUT * 1000);
+    usleep(timeout_ms * 1000);
     batch_get(client, b, 1);
     /* Unaligned: the device writes elsewhere, but the caller need not know. */
-    fault(client, 0, KVFS_FAULT_DELAY, 1, 1, LATE);
+    fault(client, 0, KVFS_FAULT_DELAY, 1, 1, late_ms);
     CHECK(get_one(client, "key-1", unaligned + 1, 100009) == -ETIMEDOUT);
     fault_all(client, KVFS_FAULT_NONE, 3, 0, 0);
     wait_idle(client);
-    usleep(TIMEOUT * 1000);
+    usleep(timeout_ms * 1000);
     CHECK(get_one(client, "key-1", unaligned + 1, 100009) == 100001 && filled(unaligned + 1, 100001, (1ull << 32) + 1));
     /* A read that is late within the deadline is none the worse. */
     fault_all(client, KVFS_FAULT_DELAY, 1, 3, 40);
     batch_get(client, b, 1);
     /* Writes: taken back, and the block that was there stays. */
     fault_all(client, KVFS_FAULT_NONE, 3, 0, 0);
-    fault(client, 3, KVFS_FAULT_DELAY, 2, 1, LATE);
+    fault(client, 3, KVFS_FAULT_DELAY, 2, 1, late_ms);
     batch_fill(b, 2);
     started = milliseconds();
     CHECK_SAY(kvfs_put(client, &b->keys, b->buffers, b->results) == 0, "%s", kvfs_error());
-    CHECK(milliseconds() - started < 3 * TIMEOUT);
+    CHECK(milliseconds() - started < 3 * timeout_ms);
     for (uint32_t i = 0; i < 6; i++)
         CHECK(b->results[i] == -ETIMEDOUT);
     locked();
     CHECK(d.aborted == 6);
     unlocked();
     fault_all(client, KVFS_FAULT_NONE, 3, 0, 0);
-    usleep(LATE * 1000);
+    usleep(late_ms * 1000);
     batch_get(client, b, 1);
     batch_free(b);
     free(unaligned);
@@ -1702,12 +1702,12 @@ static void test_deadlines(void) {
 
 /* A device owes an answer to a session that is over: its memory is known all the same, and the session goes when it has answered. */
 static void test_restart_while_stuck(void) {
-    enum { TIMEOUT = 200, LATE = 600 };
+    const uint32_t timeout_ms = 200 * slowness(), late_ms = 600 * slowness();
     static const uint64_t size = 100000;
     pool_new(16384);
-    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = TIMEOUT});
+    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = timeout_ms});
     struct batch *b = put_batch(client, 0, 3, &size, 1, 1), *other = batch_new(0, 3, &size, 1, 0);
-    fault_all(client, KVFS_FAULT_DELAY, 1, 1, LATE);
+    fault_all(client, KVFS_FAULT_DELAY, 1, 1, late_ms);
     CHECK(kvfs_get(client, &b->keys, b->buffers, b->results) == 0 && b->results[0] == -ETIMEDOUT);
     daemon_stop(false);
     daemon_start();
@@ -1729,19 +1729,19 @@ static void test_restart_while_stuck(void) {
 
 /* The same for a write, whose memory the client may have back at once. */
 static void test_restart_while_a_write_is_stuck(void) {
-    enum { TIMEOUT = 200, LATE = 1000 };
+    const uint32_t timeout_ms = 200 * slowness(), late_ms = 1000 * slowness();
     static const uint64_t size = 100000;
     pool_new(16384);
-    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = TIMEOUT});
+    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = timeout_ms});
     struct batch *b = put_batch(client, 0, 3, &size, 1, 1), *other = batch_new(3, 3, &size, 1, 0);
     batch_fill(other, 1);
-    fault_all(client, KVFS_FAULT_DELAY, 2, 1, LATE);
+    fault_all(client, KVFS_FAULT_DELAY, 2, 1, late_ms);
     CHECK(kvfs_put(client, &other->keys, other->buffers, other->results) == 0 && other->results[0] == -ETIMEDOUT);
     daemon_stop(false);
     daemon_start();
     batch_get(client, b, 1);
     CHECK(statistics(client).busy == 0 && client->retired);
-    usleep(LATE * 1000);
+    usleep(late_ms * 1000);
     daemon_stop(false);
     daemon_start();
     batch_get(client, b, 1);
@@ -1754,16 +1754,17 @@ static void test_restart_while_a_write_is_stuck(void) {
 
 /* One device of four is stuck, and 200 blocks are wanted: about one deadline, not one each. */
 static void test_one_stuck_device(void) {
-    enum { TIMEOUT = 500, COUNT = 200 };
+    enum { COUNT = 200 };
+    const uint32_t timeout_ms = 500 * slowness();
     static const uint64_t sizes[] = {9000, 100000};
     pool_new(16384);
-    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = TIMEOUT});
+    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = timeout_ms});
     struct batch *b = put_batch(client, 0, COUNT, sizes, 2, 1);
-    fault(client, 3, KVFS_FAULT_DELAY, 1, 1, 5 * TIMEOUT / 2);
+    fault(client, 3, KVFS_FAULT_DELAY, 1, 1, 5 * timeout_ms / 2);
     uint64_t started = milliseconds();
     int read = kvfs_get(client, &b->keys, b->buffers, b->results);
     uint64_t took = milliseconds() - started;
-    CHECK_SAY(took < 2 * TIMEOUT, "%llu ms", (unsigned long long)took);
+    CHECK_SAY(took < 2 * timeout_ms, "%llu ms", (unsigned long long)took);
     for (uint32_t i = 0; i < COUNT; i++) {
         CHECK(b->results[i] == -ETIMEDOUT ||
               (b->results[i] == (int64_t)b->buffers[i].size && filled(b->buffers[i].data, b->buffers[i].size, (1ull << 32) + i)));
@@ -1774,7 +1775,7 @@ static void test_one_stuck_device(void) {
     CHECK(kvfs_busy(client, b->buffers[1].data, 100000) == 1);
     fault_all(client, KVFS_FAULT_NONE, 3, 0, 0);
     wait_idle(client);
-    usleep(TIMEOUT * 1000);
+    usleep(timeout_ms * 1000);
     batch_get(client, b, 1);
     batch_free(b);
     kvfs_close(client);
@@ -1789,20 +1790,20 @@ __attribute__((weak)) void __lsan_enable(void);
 
 /* A client is closed while a device owes it an answer: soon, and later than anybody waits. */
 static void test_close_while_stuck(void) {
-    enum { TIMEOUT = 200 };
+    const uint32_t timeout_ms = 200 * slowness();
     static const uint64_t size = 100000;
     pool_new(16384);
-    for (uint32_t late = TIMEOUT + 100; late <= 2000; late += 1700) {
-        bool never = late > 1000;
+    for (int never = 0; never < 2; never++) {
+        uint32_t late = never ? 10 * timeout_ms : timeout_ms + 100;
         if (never && __lsan_disable)
             __lsan_disable(); /* what a device still owns is not freed, ever */
-        struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = TIMEOUT});
+        struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = timeout_ms});
         struct batch *b = put_batch(client, 0, 3, &size, 1, 1);
         fault_all(client, KVFS_FAULT_DELAY, 1, 1, late);
         CHECK(kvfs_get(client, &b->keys, b->buffers, b->results) == 0 && b->results[2] == -ETIMEDOUT);
         uint64_t started = milliseconds();
         kvfs_close(client);
-        CHECK(milliseconds() - started < 5 * TIMEOUT);
+        CHECK(milliseconds() - started < 5 * timeout_ms);
         batch_free(b); /* the double's devices have written already */
         if (never && __lsan_enable)
             __lsan_enable();
@@ -1844,7 +1845,7 @@ static void test_more_threads_than_lanes(void) {
 /* ---- prestaging ---- */
 
 static void staged_wait(struct kvfs_client *client, uint64_t reads) {
-    uint64_t until = milliseconds() + 5000;
+    uint64_t until = milliseconds() + 30000;
     while (device_reads(client) < reads)
         CHECK(milliseconds() < until);
     usleep(50000); /* verified, too */
@@ -2106,7 +2107,7 @@ static void test_hostile_welcomes(void) {
         uint64_t started = milliseconds();
         int r = client_open("/mnt/test", d.directory, 1, "team/llama", &options, &client);
         uint64_t took_ms = milliseconds() - started;
-        CHECK_SAY(took_ms < options.timeout_ms + 1000, "trick %d: %llu ms", trick, (unsigned long long)took_ms);
+        CHECK_SAY(took_ms < options.timeout_ms + 1000 * slowness(), "trick %d: %llu ms", trick, (unsigned long long)took_ms);
         CHECK_SAY(r == expected, "trick %d: %d: %s", trick, r, kvfs_error());
         CHECK_SAY(says(d.directory), "trick %d: %s", trick, kvfs_error());
         CHECK(trick != REFUSE || says("no, not you"));
@@ -2164,7 +2165,7 @@ static void test_hostile_answers(void) {
             } else {
                 r = kvfs_list(client, NULL, 0, names, sizeof(names), name_sizes, 5);
             }
-            CHECK_SAY(milliseconds() - started < 2000, "type %u, trick %d: %llu ms", types[t], trick,
+            CHECK_SAY(milliseconds() - started < 2000 * slowness(), "type %u, trick %d: %llu ms", types[t], trick,
                       (unsigned long long)(milliseconds() - started));
             if (trick == HANG_UP || trick == GOODBYE_INSTEAD)
                 CHECK_SAY(r == -ENOTCONN || (t == 0 && r == 0), "type %u, trick %d: %d", types[t], trick, r);
@@ -2305,9 +2306,10 @@ static void test_a_look_up_passes_a_put_that_waits(void) {
     struct put_job job = {client, other, 0};
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, put_in_thread, &job) == 0);
-    uint64_t until = milliseconds() + 10000;
+    uint64_t until = milliseconds() + 30000;
     for (bool waits = false; !waits;) {
         CHECK(milliseconds() < until);
+        usleep(1000);
         locked();
         waits = d.held_count >= 1;
         unlocked();
@@ -2468,9 +2470,10 @@ static void test_reports(void) {
     struct batch *b = put_batch(client, 0, 300, &size, 1, 1);
     batch_get(client, b, 1);
     batch_get(client, b, 1);
-    uint64_t until = milliseconds() + 5000, hits = 0;
+    uint64_t until = milliseconds() + 30000, hits = 0;
     while (hits < CLIENT_HITS_MAX) { /* 600 reads: told before the client ends */
         CHECK(milliseconds() < until);
+        usleep(1000);
         locked();
         hits = d.hits;
         unlocked();
@@ -2480,6 +2483,7 @@ static void test_reports(void) {
     uint32_t reports = 0;
     while (!reports) {
         CHECK(milliseconds() < until);
+        usleep(1000);
         locked();
         reports = d.reports;
         unlocked();
@@ -2487,6 +2491,7 @@ static void test_reports(void) {
     kvfs_close(client);
     for (bool all = false; !all;) {
         CHECK(milliseconds() < until);
+        usleep(1000);
         locked();
         all = d.hits == 900 && d.report.gets == 900 && d.report.get_bytes == 900 * size && d.report.puts == 300;
         unlocked();
@@ -2496,7 +2501,7 @@ static void test_reports(void) {
 }
 
 int main(void) {
-    alarm(300);
+    alarm(300 * slowness());
     signal(SIGPIPE, SIG_DFL); /* it must not be needed */
     devices_open();
     RUN(test_keys);

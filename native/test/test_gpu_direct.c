@@ -3,7 +3,7 @@
  * CPU's; no byte that the GPU did not prove is a result; a read that hangs leaves its memory claimed until it is back, and touches nothing
  * else; what cuFile cannot do, the ring does; every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile) the
  * reads that need no double of it are done by that, on host memory that the double of libcuda calls a GPU's. Argument: the stripe width. */
-#define TIMEOUT_MS 1000u                 /* under a sanitizer the CPU is slow as a GPU */
+#define IDLE_TIMEOUT_MS 1000u            /* under a sanitizer the CPU is slow as a GPU */
 #include "gpu_harness.h"
 
 #define GPU_LEAF(...) __VA_ARGS__
@@ -351,7 +351,9 @@ static void test_every_condition_is_named(void) {
     CHECK(pwrite(device_fds[1], &magic, 8, 0) == 8);
     CHECK(cuda.fake_cuda_left() == left && cufile.left() == handles);
     cufile.hold(1);
-    open_refused("device 0: cuFileRead gave no answer in 1000 ms");
+    char late[100];
+    snprintf(late, sizeof(late), "device 0: cuFileRead gave no answer in %u ms", TIMEOUT_MS);
+    open_refused(late);
     cufile.hold(0);
     const char *ptx;
     CHECK(kvfs_gpu_kernel("/nowhere/libnvrtc.so", 80, &ptx) == -EOPNOTSUPP && !ptx && says("no libnvrtc"));
@@ -417,7 +419,7 @@ static void test_a_gpu_that_hangs_while_it_proves(void) {
     struct batch batch;
     batch_open(&batch, many, MANY, 210 * KIB);
     cuda.fake_cuda_hold(1);
-    CHECK_SAY(get(gpu, &batch, NULL) == -ETIMEDOUT && says("have not ended in 5000 ms"), "%s", kvfs_error());
+    CHECK_SAY(get(gpu, &batch, NULL) == -ETIMEDOUT && says_after("have not ended in", STALL_MS), "%s", kvfs_error());
     CHECK(get(gpu, &batch, NULL) == -ETIMEDOUT && says("out of use"));
     cuda.fake_cuda_hold(0);
     kvfs_gpu_close(gpu);

@@ -310,12 +310,12 @@ static void test_faults(void) {
         CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == -EIO);
         uint64_t took = now_ns() - began;
         /* The guest's pages are the device's until it has answered, or the answer would be written over what they are used for next. */
-        CHECK(took < 5000000000ull && (faults[i].kind != KVFS_FAULT_DELAY || took > 1100000000ull));
+        CHECK(took < 5000000000ull * slowness() && (faults[i].kind != KVFS_FAULT_DELAY || took > 1100000000ull));
         if (faults[i].kind == KVFS_FAULT_DELAY) { /* while a device is stuck reads go through our own memory, and have a deadline */
             usleep(600000); /* else it is the same read asked again, and its deadline is over */
             began = now_ns();
             CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == -EIO);
-            CHECK(now_ns() - began < 1100000000ull);
+            CHECK(now_ns() - began < 1100000000ull * slowness());
             usleep(600000);
         }
         fault(KVFS_FAULT_NONE, 3, 0);
@@ -588,7 +588,7 @@ static void test_lease(void) {
         CHECK(kvfs_file_discard(plane, inode) == 0);
         began = now_ns();
         CHECK(kvfs_file_rewrite(plane, 9, inode, keep) == 0); /* nobody was told anything: at once */
-        CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1 && done.result == 0 && now_ns() - began < 1000000000ull);
+        CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1 && done.result == 0 && now_ns() - began < 1000000000ull * slowness());
         CHECK(kvfs_file_discard(plane, inode) == 0);
     }
     front_end(&f);
