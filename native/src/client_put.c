@@ -590,7 +590,7 @@ static void late_tell(struct kvfs_client *client, struct session *session) {
             memcpy(request.data, &count, sizeof(count));
         uint8_t *reply = NULL;
         uint32_t reply_size;
-        ask(client, session, WIRE_COMMIT, &request, client->options.timeout_ms, &reply, &reply_size); /* it has nothing to say to that */
+        ask(client, session, WIRE_COMMIT, &request, RESERVE_TIMEOUT_MS, &reply, &reply_size); /* it has nothing to say to that */
         free(reply);
     }
 }
