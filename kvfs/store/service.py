@@ -421,6 +421,8 @@ class Devices:
     async def _take_in(self, device: int, fresh: Device | None) -> None:
         """Let the data plane use a device that was opened anew: by the number that it knows."""
         old = self._opened.devices[device]
+        # What is known of a connection is of the last one; this waits for the next.
+        self.all[device].cut_at = None
 
         def use() -> None:
             if fresh is not None:
@@ -430,8 +432,6 @@ class Devices:
 
         await _in_thread(self.all[device].limit, self._path(device), use)
         self._opened.absent.pop(device, None)
-        if self._plane.device_message(device)[0]:
-            self.all[device].cut_at = None  # the news of its connection may be on their way still
 
     def _away_without(self, device: int) -> set[SegmentIndex]:
         """Segments that would be away if this device was not."""

@@ -201,6 +201,25 @@ def test_a_device_that_is_back_is_used_soon_however_often_it_went_and_whatever_o
     with_store(pool_of(tmp_path, 2), work)
 
 
+def test_the_loss_of_a_connection_is_not_held_against_the_device_that_comes_after_it(tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    with new.open("wb") as file:
+        file.truncate(33 * MIB)
+
+    async def work(store: Store) -> None:
+        await fill(store, 20)
+        for replaced in (False, True):
+            store.service.note_connection(SICK, False, "connection lost, as the test says")
+            await until(store, DeviceState.FAILED)
+            if replaced:
+                await store.service.replace(SICK, new, force=False)
+            await until(store, DeviceState.ONLINE)
+            await trio.sleep(1.5)
+            assert store.service.all[SICK].state == DeviceState.ONLINE, store.service.all[SICK].reason
+
+    with_store(pool_of(tmp_path, 1), work)
+
+
 def test_two_devices_of_a_stripe_come_back_at_once_with_all_that_lies_on_both(tmp_path: Path) -> None:
     async def work(store: Store) -> None:
         blocks = await fill(store, 120)
