@@ -49,7 +49,8 @@ T = TypeVar("T")
 _WATCH_S = 0.25
 # Times are compared at every so many turns.
 _COMPARE_TURNS = 8
-# A device that nothing was asked of is asked this often: native clients tell nobody what they see.
+# A device that nothing was asked of is asked this often, a slow one at each turn: native clients tell nobody what they
+# see, and it takes some answers to say that a device is not slow any more.
 _BEAT_S = 1.0
 # A connection that is lost for so long takes its devices along.
 _CUT_S = 1.0
@@ -256,9 +257,11 @@ class Devices:
                     reason = service.cut if now - service.cut_at >= _CUT_S else None
                 if reason is not None:
                     self.fail(device, reason)
-                elif good != service.good:
+                    continue
+                if good != service.good:
                     service.good, service.good_at = good, now
-                elif now - service.good_at >= _BEAT_S and not service.beating and self._of[device]:
+                beat_s = 0.0 if service.state == DeviceState.SLOW else _BEAT_S
+                if now - service.good_at >= beat_s and not service.beating and self._of[device]:
                     service.beating, service.good_at = True, now
                     nursery.start_soon(self._beat, device)
             if turn % _COMPARE_TURNS == 0:

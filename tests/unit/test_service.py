@@ -16,6 +16,7 @@ from store_pools import OPTIONS, crashed_store, make, make_pool, names, rename, 
 from kvfs.config import load
 from kvfs.errors import DeviceError, KvfsError, NoSpaceError, UsageError
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.store import health
 from kvfs.store.devices import Device
 from kvfs.store.eviction import Stream
 from kvfs.store.format import META_CLEAN
@@ -428,6 +429,26 @@ def test_a_slow_device_gets_no_new_segments_unless_too_few_were_left(tmp_path: P
     for width in (1, 2, 4):
         (tmp_path / str(width)).mkdir()
         slow(avoided if width < 4 else used, width)
+
+
+def test_a_device_that_was_slow_is_not_for_long_though_nobody_asks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "SAMPLES", 8)
+
+    async def work(store: Store) -> None:
+        await fill(store, 100)
+        await verify_all(store)
+        with trio.fail_after(30):
+            while not all("read" in service.pace.last_ns for service in store.service.all):
+                await trio.sleep(0.1)
+        store.service._set(SICK, DeviceState.SLOW, "as the test says")
+        store.service._place()
+        began = trio.current_time()
+        await until(store, DeviceState.ONLINE)
+        assert trio.current_time() - began < 15, "as if it was asked once a second"
+
+    with_store(pool_of(tmp_path, 1), work)
 
 
 def test_eviction_goes_on_beside_a_device_that_is_away(tmp_path: Path) -> None:
