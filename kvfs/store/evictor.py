@@ -212,11 +212,14 @@ class Evictor:
                 inodes = self._index.segment_inodes(segment.index)
                 if not inodes:
                     break
-                stay = await self._plan(segment, inodes, first=turn == 0, drain=drain)
-                if stay is None:
+                plan = await self._plan(segment, inodes, first=turn == 0, drain=drain)
+                if plan is None:
                     return False
-                if not await self._carry_all(stay):
+                must, hot = plan
+                if not await self._carry_all(must):
                     return False
+                # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
+                await self._carry_all(hot)
                 removed += await self._remove(segment, inodes)
             else:
                 return False
@@ -238,8 +241,9 @@ class Evictor:
 
     async def _plan(
         self, segment: Segment, inodes: Sequence[InodeNumber], *, first: bool, drain: bool
-    ) -> list[bytes] | None:
-        """Records of the blocks to carry over; None if the segment has to stay."""
+    ) -> tuple[list[bytes], list[bytes]] | None:
+        """Records of the blocks that must be carried over, and of those that are worth it; None if the segment has to
+        stay."""
         must: list[bytes] = []
         others: list[tuple[bytes, InodeNumber]] = []
         must_pages = 0
@@ -259,10 +263,10 @@ class Evictor:
                 others.append((record, number))
         if drain:
             hits = self._plane.inode_hits([number for _, number in others], clear=False)
-            return must + [record for (record, _), hit in zip(others, hits, strict=True) if hit]
+            return must + [record for (record, _), hit in zip(others, hits, strict=True) if hit], []
         if must_pages > _KEEP_SHARE * self._segments.area:
             return None
-        return must + (self._worth_keeping(others) if first else [])
+        return must, self._worth_keeping(others) if first else []
 
     def _worth_keeping(self, blocks: Sequence[tuple[bytes, InodeNumber]]) -> list[bytes]:
         written = self._segments.pages_written - self._pages_at_start

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from errno import EFBIG, EIO, ENOSPC, ETIMEDOUT
+from errno import ECANCELED, EFBIG, EIO, ENOSPC, ETIMEDOUT
 from typing import NamedTuple, Protocol
 
 import trio
@@ -71,8 +71,8 @@ class Holder:
 
     open: dict[int, Reservation] = field(default_factory=dict)
     pages: int = 0
-    # Taken back while the client lives: it may write there as long as it does.
-    late: list[Run] = field(default_factory=list)
+    # Taken back while the client may still write there: until it says that it cannot any more, or ends.
+    late: dict[int, list[Run]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,8 @@ class Reservations:
             self._holders.discard(holder)
             for reservation in list(holder.open.values()):
                 self._take_back(holder, reservation)
-            self._segments.end_lending(holder.late)
+            for runs in holder.late.values():
+                self._segments.end_lending(runs)
             holder.late.clear()
 
     # ---- reserving ----
@@ -219,6 +220,8 @@ class Reservations:
                 await trio.lowlevel.checkpoint()
             reservation = holder.open.get(number)
             if reservation is None:
+                if error != -ETIMEDOUT and number in holder.late:
+                    self._segments.end_lending(holder.late.pop(number))
                 answers.append(-ETIMEDOUT)
                 continue
             version = reservation.inode.version
@@ -229,7 +232,7 @@ class Reservations:
                     error = -(failure.errno or EIO)
             answers.append(error)
             if error:
-                self._take_back(holder, reservation, late=error == -ETIMEDOUT)
+                self._take_back(holder, reservation, late=error == -ETIMEDOUT, begun=error != -ECANCELED)
                 continue
             durable |= reservation.inode.version != version
             for run in reservation.runs:
@@ -280,14 +283,16 @@ class Reservations:
 
     # ---- taking back ----
 
-    def _take_back(self, holder: Holder, reservation: Reservation, *, late: bool = False) -> None:
-        """`late`: the client lives and may write there still."""
+    def _take_back(
+        self, holder: Holder, reservation: Reservation, *, late: bool = False, begun: bool = True
+    ) -> None:
+        """`late`: the client lives and may write there still. Not `begun`: it never wrote there."""
         self._close(holder, reservation)
         self._reclaimed += 1
         if late:
-            holder.late += reservation.runs
+            holder.late[reservation.number] = reservation.runs
         else:
-            self._segments.end_lending(reservation.runs)
+            self._segments.end_lending(reservation.runs, rest=begun)
         self._returned.append(reservation)
         self._work.set()
 

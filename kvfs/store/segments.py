@@ -595,12 +595,14 @@ class Segments:
     async def _wait_for_space(self, stream: Stream, deadline: float) -> None:
         if not self.usable:
             raise DeviceError("every segment lies on a device that is away")
-        if self._resting:
+        # Those on devices that are away rest until they are back.
+        resting = bool(self._resting - self._lost)
+        if resting:
             self.need_flush.set()
         self.need_space.set()
-        if stream == Stream.CARRIED and not self._resting:
+        if stream == Stream.CARRIED and not resting:
             raise NoSpaceError("no free segment to carry blocks over to")
-        if self.exhausted and not self._resting and not self._late_count():
+        if self.exhausted and not resting and not self._late_count():
             raise NoSpaceError("everything left in the pool is pinned or open")
         # Now and then without being woken: a device may have drained meanwhile.
         with trio.move_on_after(_SPACE_POLL_S):

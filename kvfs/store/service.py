@@ -37,6 +37,7 @@ from kvfs.store.devices import (
     write_config,
     write_label,
 )
+from kvfs.store.format import SegmentHeader
 from kvfs.store.health import DeviceState, Failures, Pace, judge
 from kvfs.store.segments import Segments, State, usage
 from kvfs.types import PAGE_SIZE, Inode, InodeNumber, SegmentIndex
@@ -48,15 +49,13 @@ T = TypeVar("T")
 _WATCH_S = 0.25
 # Times are compared at every so many turns.
 _COMPARE_TURNS = 8
-# A device that nothing was asked of is asked this often: native clients tell nobody what they see.
+# A device that nothing was asked of is asked this often, a slow one at each turn: native clients tell nobody what they
+# see, and it takes some answers to say that a device is not slow any more.
 _BEAT_S = 1.0
 # A connection that is lost for so long takes its devices along.
 _CUT_S = 1.0
-# A device that failed is looked for this often at first, then less and less.
+# A device that failed is looked for this often.
 _PROBE_S = 1.0
-_PROBE_MAX_S = 15.0
-# A device that was back for this long has nothing behind it any more.
-_SETTLED_S = 60.0
 # What opens, reads or writes a label, or syncs, and takes longer is given up on.
 _LABEL_TIMEOUT_S = 20.0
 _BATCH = 256
@@ -75,10 +74,12 @@ class Service:
     failures: Failures = field(default_factory=Failures)
     pace: Pace = field(default_factory=Pace)
     probe_at: float = 0.0
-    probe_s: float = _PROBE_S
-    back_at: float = float("-inf")
+    # Why it was not back when it was last looked for.
+    missed: str = ""
     # The index has nothing of it any more: nothing has to be hidden.
     forgotten: bool = False
+    # It comes back, goes for good or is replaced by one of these at a time. Taken before the lock of all, if both are.
+    turn: trio.Lock = field(default_factory=trio.Lock)
     # What blocks on a device, one at a time: threads that it never answers must not be many.
     limit: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     errors: int = 0
@@ -88,6 +89,14 @@ class Service:
     # Of an NVMe/TCP device: since when it cannot be used, and why.
     cut_at: float | None = None
     cut: str = ""
+
+
+@dataclass(slots=True)
+class _Headers:
+    """Segment headers as a device has them, and the segments where never one was written."""
+
+    found: dict[int, SegmentHeader | None] = field(default_factory=dict)
+    blank: set[int] = field(default_factory=set)
 
 
 class Blocks(Protocol):
@@ -217,7 +226,9 @@ class Devices:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, nursery)
             nursery.start_soon(self._vanish_loop)
-            nursery.start_soon(self._probe_loop)
+            # By itself each: one that gives no answer must not keep the others away.
+            for device in range(len(self.all)):
+                nursery.start_soon(self._probe_loop, device)
 
     async def _beat(self, device: int) -> None:
         """Read a page. What comes of it the data plane counts, and says."""
@@ -246,9 +257,11 @@ class Devices:
                     reason = service.cut if now - service.cut_at >= _CUT_S else None
                 if reason is not None:
                     self.fail(device, reason)
-                elif good != service.good:
+                    continue
+                if good != service.good:
                     service.good, service.good_at = good, now
-                elif now - service.good_at >= _BEAT_S and not service.beating and self._of[device]:
+                beat_s = 0.0 if service.state == DeviceState.SLOW else _BEAT_S
+                if now - service.good_at >= beat_s and not service.beating and self._of[device]:
                     service.beating, service.good_at = True, now
                     nursery.start_soon(self._beat, device)
             if turn % _COMPARE_TURNS == 0:
@@ -281,11 +294,7 @@ class Devices:
         log.error("device %d (%s): failed: %s", device, self._path(device), reason)
         self._plane.device_stop(device)
         self._set(device, DeviceState.FAILED, reason)
-        now = trio.current_time()
-        # One that failed again soon after it came back is looked for less and less often.
-        again = now - service.back_at < _SETTLED_S
-        service.probe_s = min(2 * service.probe_s, _PROBE_MAX_S) if again else _PROBE_S
-        service.probe_at = now + service.probe_s
+        service.probe_at = trio.current_time() + _PROBE_S
         self._take_away(device)
 
     def _take_away(self, device: int) -> None:
@@ -337,23 +346,23 @@ class Devices:
 
     # ---- coming back ----
 
-    async def _probe_loop(self) -> None:
+    async def _probe_loop(self, device: int) -> None:
+        service = self.all[device]
         while True:
             await trio.sleep(_WATCH_S)
-            for device, service in enumerate(self.all):
-                if service.state == DeviceState.FAILED and service.probe_at <= trio.current_time():
-                    try:
-                        await self.bring_back(device)
-                    except (KvfsError, OSError) as error:
-                        if str(error) != service.reason:
-                            log.info("device %d (%s): not back: %s", device, self._path(device), error)
-                        service.probe_s = min(2 * service.probe_s, _PROBE_MAX_S)
-                        service.probe_at = trio.current_time() + service.probe_s
+            if service.state == DeviceState.FAILED and service.probe_at <= trio.current_time():
+                try:
+                    await self.bring_back(device)
+                    service.missed = ""
+                except (KvfsError, OSError) as error:
+                    if str(error) not in (service.missed, service.reason):
+                        log.info("device %d (%s): not back: %s", device, self._path(device), error)
+                    service.missed = str(error)
+                    service.probe_at = trio.current_time() + _PROBE_S
 
     async def bring_back(self, device: int) -> None:
         """Take a failed device into service if it is the one that went. KvfsError: why not."""
-        async with self._lock:
-            await self._vanish_all()
+        async with self.all[device].turn:
             if self.all[device].state != DeviceState.FAILED:
                 return
             was = self.all[device].reason
@@ -365,9 +374,19 @@ class Devices:
                 raise DeviceError(f"{self._path(device)}: still owes an answer")
             found = await _in_thread(self.all[device].limit, self._path(device), lambda: self._find(device), _close)
             self._set(device, DeviceState.RETURNING, "its segments are being checked")
+            headers = _Headers()
             try:
                 await self._take_in(device, found)
-                back = await self._reconcile(device)
+                # Without the lock: the others must not wait for this device.
+                await self._read_headers(device, headers)
+                async with self._lock:
+                    await self._vanish_all()
+                    await self._read_headers(device, headers)
+                    back = await self._reconcile(device, headers)
+                    if back is not None:
+                        self._set(device, DeviceState.ONLINE, "")
+                        self._place()
+                        self._index.shown.clear()
             except BaseException as error:
                 if self.all[device].state == DeviceState.RETURNING:
                     self._plane.device_stop(device)
@@ -377,10 +396,6 @@ class Devices:
             if back is None:
                 self._take_away(device)
                 return
-            self._set(device, DeviceState.ONLINE, "")
-            self.all[device].back_at = trio.current_time()
-            self._place()
-            self._index.shown.clear()
         self._plane.notify_epoch()
         if found is not None:
             # Else native clients have the right descriptor: to connect again would hold up their reads of all devices.
@@ -409,6 +424,8 @@ class Devices:
     async def _take_in(self, device: int, fresh: Device | None) -> None:
         """Let the data plane use a device that was opened anew: by the number that it knows."""
         old = self._opened.devices[device]
+        # What is known of a connection is of the last one; this waits for the next.
+        self.all[device].cut_at = None
 
         def use() -> None:
             if fresh is not None:
@@ -419,25 +436,37 @@ class Devices:
         await _in_thread(self.all[device].limit, self._path(device), use)
         self._opened.absent.pop(device, None)
 
-    async def _reconcile(self, device: int) -> int | None:
-        """Compare its segments with what the index has of them, and show what is there again. None if the device went
-        again."""
-        away = {number for i, service in enumerate(self.all) if service.state.away and i != device
+    def _away_without(self, device: int) -> set[SegmentIndex]:
+        """Segments that would be away if this device was not."""
+        return {number for i, service in enumerate(self.all) if service.state.away and i != device
                 for number in self._of[i]}  # fmt: skip
-        back = [number for number in self._of[device] if number not in away]
+
+    async def _read_headers(self, device: int, headers: _Headers) -> None:
+        """Those of its segments that have no part on another device that is away, and are not read yet."""
+        away = self._away_without(device)
+        wanted = [number for number in self._of[device] if number not in away and number not in headers.found]
         before = self._plane.device_statistics(device)
-        headers, blank = await self._segments.read_headers(back)
+        found, blank = await self._segments.read_headers(wanted)
         after = self._plane.device_statistics(device)
         if (after["errors"], after["timeouts"]) != (before["errors"], before["timeouts"]):
             raise DeviceError(f"{self._path(device)}: its label can be read, its segments cannot")
+        headers.found.update(found)
+        headers.blank.update(blank)
+
+    async def _reconcile(self, device: int, headers: _Headers) -> int | None:
+        """Compare its segments with what the index has of them, and show what is there again. None if the device went
+        again. With the lock."""
+        away = self._away_without(device)
         count = 0
-        for number in back:
-            segment, header = self._segments.all[number], headers[number]
+        for number in self._of[device]:
+            if number in away:
+                continue
+            segment, header = self._segments.all[number], headers.found[number]
             generation = 0 if header is None else header.generation
             if segment.state == State.FREE:
                 if generation > segment.generation:
                     self._segments.forget_life(segment, generation)
-            elif number in blank or (header is not None and generation != segment.generation):
+            elif number in headers.blank or (header is not None and generation != segment.generation):
                 await self._purge([number])
                 self._segments.forget_life(segment, generation)
             else:
@@ -506,7 +535,7 @@ class Devices:
                 self._place()
         devices = list(self.config.devices)
         devices[device] = replace(devices[device], removed=True)
-        async with self._lock:
+        async with self.all[device].turn, self._lock:
             self._plane.device_stop(device)
             self._set(device, DeviceState.REMOVED, "")
             self._take_away(device)
@@ -539,7 +568,7 @@ class Devices:
                 size=fresh.size // PAGE_SIZE * PAGE_SIZE,
             )  # fmt: skip
             changed = replace(self.config, devices=tuple(devices), revision=self.config.revision + 1)
-            async with self._lock:
+            async with self.all[device].turn, self._lock:
                 self._plane.device_stop(device)
                 self._set(device, DeviceState.FAILED, "being replaced")
                 self.all[device].probe_at = float("inf")

@@ -86,16 +86,28 @@ void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size) {
 
 /* ---- memory that devices still own ---- */
 
+/* session->lock is held. Whether devices owe answers to idle lanes. */
+static bool idle_reap(struct session *session) {
+    bool owed = false;
+    for (struct lane *lane = session->idle; lane; lane = lane->next)
+        if (!ring_idle(&lane->ring)) {
+            lane_reap(lane, true);
+            owed = owed || !ring_idle(&lane->ring);
+        }
+    return owed;
+}
+
+void session_reap(struct session *session) {
+    pthread_mutex_lock(&session->lock);
+    idle_reap(session);
+    pthread_mutex_unlock(&session->lock);
+}
+
 /* *owed: whether devices owe answers, to reads or, which are no zombies, to writes. */
 static bool session_overlaps(struct session *session, const uint8_t *data, uint64_t size, bool *owed) {
     bool found = false;
     pthread_mutex_lock(&session->lock);
-    for (struct lane *lane = session->idle; lane; lane = lane->next)
-        if (!ring_idle(&lane->ring)) {
-            lane_reap(lane, true);
-            *owed = *owed || !ring_idle(&lane->ring);
-        }
-    *owed = *owed || session->zombies;
+    *owed = idle_reap(session) || *owed || session->zombies;
     for (struct fetch *fetch = session->zombies; fetch; fetch = fetch->next)
         found = found || (fetch->data < data + size && data < fetch->data + fetch->size);
     pthread_mutex_unlock(&session->lock);

@@ -19,6 +19,7 @@
 #define CLIENT_HITS_MAX 500
 
 struct lane;
+struct put_item;
 struct session {
     struct session *next;                /* retired ones */
     atomic_uint refs;
@@ -46,6 +47,8 @@ struct session {
     struct fetch *zombies;               /* of all lanes: done with -ETIMEDOUT, memory still the device's */
     uint32_t lane_count;
     pthread_cond_t lane_idle;
+    _Atomic(struct put_item *) landed;   /* writes that the daemon was told may still land, and that cannot any more */
+    atomic_uint late;                    /* these, and those that still can */
 };
 
 /* One read of (a part of) a sealed file into memory. */
@@ -157,6 +160,7 @@ int wire_ask(struct kvfs_client *client, struct session *session, uint16_t type,
 struct claim { struct claim *next; const uint8_t *data; uint64_t size; };
 void claim_add(struct claim *claim);
 void claim_remove(struct claim *claim);
+void session_reap(struct session *session);                                                /* lane_reap() for all idle lanes */
 bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64_t size);
 void client_prune(struct kvfs_client *client);                                             /* client->lock held */
 /* -EINVAL, -EBUSY: destinations that overlap each other, or memory that a device still owns. */
@@ -174,6 +178,10 @@ uint32_t lane_step(struct lane *lane, uint64_t timeout_ns);
 uint32_t lane_run(struct lane *lane, uint64_t timeout_ns);
 /* Let go of zombies whose devices have answered. By the lane's holder; or, locked, of an idle lane with session->lock held. */
 void lane_reap(struct lane *lane, bool locked);
+
+/* ---- client_put.c ---- */
+
+void late_free(struct session *session);
 
 /* ---- client_stage.c ---- */
 

@@ -227,6 +227,7 @@ static void session_free(struct session *session) {
     session->table = NULL;
     if (owed)
         return;
+    late_free(session);
     nvme_hosts_stop(&session->plane);
     for (uint32_t i = 0; session->fds && i < session->plane.config.device_count; i++)
         if (session->fds[i] >= 0)

@@ -75,6 +75,7 @@ static int writer_get(struct kvfs_client *client, struct session **out) {
 
 struct window;
 struct put_item {
+    struct put_item *next;               /* in session->landed */
     struct lane *lane;
     struct put_call *call;
     struct window *window;
@@ -89,6 +90,8 @@ struct put_item {
     uint64_t bounce_size;
     uint32_t groups_left, groups_held;
     int error;
+    bool begun;                          /* some of it was queued for a device */
+    bool late;                           /* the daemon was told that some of it may still land */
     bool dismissed;                      /* its call is over, but a device owes an answer */
 };
 
@@ -132,9 +135,17 @@ static void item_release(struct put_item *item) {
     item->side = item->bounce = NULL;
 }
 
-static void item_free(struct put_item *item) {
+/* Its call is over, and no device needs it. */
+static void item_end(struct put_item *item) {
+    struct session *session = item->lane->session;
     item_release(item);
-    free(item);
+    if (!item->late) {
+        free(item);
+        return;
+    }
+    item->next = atomic_load(&session->landed);
+    while (!atomic_compare_exchange_weak(&session->landed, &item->next, item))
+        ;
 }
 
 /* One of its groups has an outcome, or all have been started. */
@@ -156,7 +167,7 @@ static void write_done(struct io_group *group, bool reaped) {
             item->error = group->result;
         item_advance(item);
     } else if (item->groups_held == 0 && item->dismissed) {
-        item_free(item); /* given up on long ago; its device has answered */
+        item_end(item); /* given up on long ago; its device has answered */
     }
 }
 
@@ -165,6 +176,7 @@ static int item_io(struct put_item *item, const struct wire_run *run, uint32_t p
     if (r == 0) {
         item->groups_left++;
         item->groups_held++;
+        item->begun = true;
     }
     return r;
 }
@@ -443,16 +455,28 @@ static void item_start(struct put_call *call, struct put_item *item) {
     ring_submit(&call->lane->ring);
 }
 
+/* What the daemon is told of a write: that it may still land is said of no other. */
+static int64_t outcome(struct put_item *item) {
+    item->late = item->groups_held > 0;
+    if (item->late)
+        return -ETIMEDOUT;
+    if (item->error && !item->begun)
+        return -ECANCELED;
+    return item->error == -ETIMEDOUT ? -EIO : item->error;
+}
+
 /* All of it is written, or never will be: have it entered. */
 static void window_commit(struct put_call *call, struct window *window) {
     uint64_t entered = window->item_count;
     memcpy(window->commit, &entered, 8);
     for (uint32_t i = 0; i < window->item_count; i++) {
         struct put_item *item = window->items[i];
-        struct wire_commit commit = {item->reserved.reservation, item->error};
+        struct wire_commit commit = {item->reserved.reservation, outcome(item)};
         memcpy(window->commit + 8 + i * sizeof(commit), &commit, sizeof(commit));
+        if (item->late)
+            atomic_fetch_add(&call->session->late, 1);
         if (item->index < window->first + window->count)
-            call->results[item->index] = commit.error;
+            call->results[item->index] = item->error;
     }
     window->committing = true;
     wire_send(call->session, WIRE_COMMIT, window->commit, 8 + window->item_count * (uint32_t)sizeof(struct wire_commit), RESERVE_TIMEOUT_MS,
@@ -488,7 +512,7 @@ static void window_close(struct put_call *call, struct window *window) {
         }
         item->dismissed = true;
         if (item->groups_held == 0) /* else a device still reads what it was to write */
-            item_free(item);
+            item_end(item);
     }
     free(answer);
     free(window->items);
@@ -545,6 +569,39 @@ static void put_run(struct put_call *call) {
     } while (call->windows || call->next < call->count);
 }
 
+/* Tell the daemon which writes that it knows as late cannot land any more: it keeps their segments from being used until then. */
+static void late_tell(struct kvfs_client *client, struct session *session) {
+    if (!atomic_load(&session->late))
+        return;
+    session_reap(session);
+    struct put_item *item = atomic_exchange(&session->landed, NULL), *next;
+    while (item) {
+        struct message_buffer request = {0};
+        uint64_t count = 0;
+        append(&request, &count, sizeof(count));
+        for (; item && count < KVFS_WIRE_ITEMS_MAX; item = next, count++) {
+            struct wire_commit commit = {item->reserved.reservation, -EIO};
+            append(&request, &commit, sizeof(commit));
+            next = item->next;
+            free(item);
+        }
+        atomic_fetch_sub(&session->late, (unsigned)count);
+        if (!request.failed)
+            memcpy(request.data, &count, sizeof(count));
+        uint8_t *reply = NULL;
+        uint32_t reply_size;
+        ask(client, session, WIRE_COMMIT, &request, RESERVE_TIMEOUT_MS, &reply, &reply_size); /* it has nothing to say to that */
+        free(reply);
+    }
+}
+
+void late_free(struct session *session) {
+    for (struct put_item *item = atomic_exchange(&session->landed, NULL), *next; item; item = next) {
+        next = item->next;
+        free(item);
+    }
+}
+
 struct key_place { const uint8_t *data; uint32_t size, index; };
 
 static int by_key(const void *a, const void *b) {
@@ -592,8 +649,10 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
         if (r == 0 && client_overlaps_zombie(client, buffers[i].data, buffers[i].size))
             r = client_fail(-EBUSY, "buffer %u: a device that gave no answer in time may still write into it", i);
     }
-    if (r == 0)
+    if (r == 0) {
+        late_tell(client, call.session);
         r = lane_take(client, call.session, &call.lane);
+    }
     if (r < 0) {
         session_put(call.session);
         free(places);

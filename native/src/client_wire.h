@@ -71,7 +71,8 @@ static_assert(sizeof(struct wire_reserved) == 32, "wire");
 struct wire_run { uint64_t generation; uint32_t segment; uint32_t page; uint32_t page_count; uint32_t reserved; };
 static_assert(sizeof(struct wire_run) == 24, "wire");
 
-/* COMMIT: uint64_t count, then items. error: 0 written, or -errno: not written, take it back. Answer: count int64_t, 0 or -errno. */
+/* COMMIT: uint64_t count, then items. error: 0 written, or -errno: not written, take it back. -ECANCELED: nothing of it was begun; -ETIMEDOUT: some
+ * may still land, and another item for it says when it cannot any more. Answer: count int64_t, 0 or -errno. */
 struct wire_commit { uint64_t reservation; int64_t error; };
 
 /* DELETE items: uint64_t name_size, name, padded to 8. Answer: count uint8_t, 1 if there was one. */

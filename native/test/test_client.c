@@ -37,7 +37,7 @@ struct block {
     char name[2 * KVFS_KEY_MAX];
     uint32_t name_size;
     int connection;                     /* that reserved it; -1: nobody */
-    bool live;
+    bool live, late;                    /* late: its client said that its writes may still land */
     uint64_t size, seed;
     uint32_t header_pages, run_count;
     struct kvfs_run runs[RUNS_MAX];
@@ -86,7 +86,7 @@ static struct {
     struct bytes held[8];
     uint32_t held_count;
     /* What they look at. */
-    uint32_t accepted, reserved, committed, aborted, lookups, reports, bad_blocks, reserves, commits, open, open_most;
+    uint32_t accepted, reserved, committed, aborted, late, not_begun, lookups, reports, bad_blocks, reserves, commits, open, open_most;
     uint64_t hits, bad_inode, bad_segment;
     struct kvfs_client_statistics report;
 } d;
@@ -522,7 +522,17 @@ static void commit(uint8_t *payload, struct bytes *out) {
         memcpy(&item, payload + 8 + i * sizeof(item), sizeof(item));
         struct block *block = block_of(item.reservation);
         int64_t result = item.error ? item.error : i % 2 ? d.fail_odd : 0;
+        if (block->late) { /* it was answered before */
+            CHECK(item.error == -EIO);
+            block->late = false;
+            d.late--;
+            add(out, &item.error, 8);
+            continue;
+        }
         CHECK(block->connection >= 0);
+        block->late = item.error == -ETIMEDOUT;
+        d.late += block->late;
+        d.not_begun += item.error == -ECANCELED;
         block->connection = -1;
         d.open--;
         if (result == 0) {
@@ -812,7 +822,7 @@ static void pool_new(uint64_t stripe_unit) {
     d.honest = d.held_until = 0;
     d.room = d.room_in_all = UINT32_MAX;
     d.reserves = d.commits = d.open = d.open_most = 0;
-    d.accepted = d.reserved = d.committed = d.aborted = d.lookups = d.reports = d.bad_blocks = 0;
+    d.accepted = d.reserved = d.committed = d.aborted = d.late = d.not_begun = d.lookups = d.reports = d.bad_blocks = 0;
     d.hits = 0;
     memset(d.uuid, 7, sizeof(d.uuid));
     daemon_start();
@@ -1752,6 +1762,37 @@ static void test_restart_while_a_write_is_stuck(void) {
     daemon_stop(false);
 }
 
+/* The daemon hears of a write that is late that it is, and by the next put that it is not any more; of one that was never begun neither. */
+static void test_a_late_write_is_told_again_when_it_has_landed(void) {
+    enum { TIMEOUT = 200, LATE = 600 };
+    static const uint64_t size = 100000;
+    pool_new(16384);
+    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = TIMEOUT});
+    struct batch *b = batch_new(0, 3, &size, 1, 1);
+    batch_fill(b, 1);
+    fault_all(client, KVFS_FAULT_DELAY, 2, 1, LATE);
+    CHECK(kvfs_put(client, &b->keys, b->buffers, b->results) == 0);
+    for (uint32_t i = 0; i < 3; i++)
+        CHECK(b->results[i] == -ETIMEDOUT);
+    locked();
+    CHECK(d.late == 3 && d.not_begun == 0 && d.aborted == 3);
+    unlocked();
+    fault_all(client, KVFS_FAULT_NONE, 2, 0, 0);
+    CHECK(kvfs_put(client, &b->keys, b->buffers, b->results) == 0 && b->results[0] == -ETIMEDOUT); /* the devices are left alone */
+    locked();
+    CHECK(d.late == 3 && d.not_begun == 3 && d.aborted == 6);
+    unlocked();
+    usleep(LATE * 1000);
+    CHECK(kvfs_put(client, &b->keys, b->buffers, b->results) == 3);
+    locked();
+    CHECK(d.late == 0 && d.not_begun == 3 && d.open == 0);
+    unlocked();
+    batch_get(client, b, 1);
+    batch_free(b);
+    kvfs_close(client);
+    daemon_stop(false);
+}
+
 /* One device of four is stuck, and 200 blocks are wanted: about one deadline, not one each. */
 static void test_one_stuck_device(void) {
     enum { COUNT = 200 };
@@ -2517,6 +2558,7 @@ int main(void) {
     RUN(test_deadlines);
     RUN(test_restart_while_stuck);
     RUN(test_restart_while_a_write_is_stuck);
+    RUN(test_a_late_write_is_told_again_when_it_has_landed);
     RUN(test_one_stuck_device);
     RUN(test_close_while_stuck);
     RUN(test_more_threads_than_lanes);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from errno import EFBIG, EISDIR, ENOENT, ENOSPC, ETIMEDOUT
+from errno import ECANCELED, EFBIG, EIO, EISDIR, ENOENT, ENOSPC, ETIMEDOUT
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from store_pools import OPTIONS, crashed_store, make_pool, names, rename, settle
 
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.store import reservations
+from kvfs.store import segments as segments_module
 from kvfs.store.fsck import fsck
 from kvfs.store.pool import Store, StoreOptions
 from kvfs.store.reservations import Holder, Reservation, Wanted
@@ -360,8 +361,8 @@ def test_an_expired_reservation_is_taken_back(pool: Path, monkeypatch: pytest.Mo
         # Its client lives and may write there at any time: not before its end is the segment anybody's.
         assert segment.lent == 1 and not segment.late
         await writer.write(place)
+        # Or before it says that it has written.
         assert await writer.commit(place) == [-ETIMEDOUT]
-        writer.leave()
         assert segment.lent == 0 and segment.late
         assert names(store) == set()
 
@@ -379,6 +380,38 @@ def test_a_write_that_failed_is_taken_back(pool: Path) -> None:
         assert answers == [-5, 0]
         await until(lambda: not store.reservations.pages, "taken back")
         assert names(store) == {b"good"}
+
+    with_store(pool, work)
+    assert damage(pool) == []
+
+
+def test_writes_that_time_out_do_not_use_up_the_pool_while_their_client_lives(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments_module, "_LATE_WRITES_S", 0.2)
+
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        segments = store.segments.all
+        for error in (-ETIMEDOUT, -ECANCELED):
+            # Each time-out takes a segment out of use; those that were never begun do not.
+            late = []
+            for i in range(3 * len(segments)):
+                (place,) = await writer.reserve([b"%d" % i])
+                assert isinstance(place, Reservation), f"block {i} of {3 * len(segments)}: {place}"
+                assert await writer.commit(place, error=error) == [error]
+                await until(lambda: not store.reservations.pages, "taken back")
+                if error == -ETIMEDOUT:
+                    late.append(place)
+                    assert segments[place.runs[0].segment].lent
+                # What the client says when a device has answered after all.
+                if len(late) == 3:
+                    assert await writer.commit(*late, error=-EIO) == [-ETIMEDOUT] * 3
+                    assert not any(segments[place.runs[0].segment].lent for place in late)
+                    late.clear()
+            assert not any(segment.lent for segment in segments)
+        await writer.put(b"last")
+        assert await letter_of(store, b"last") == b"x"
 
     with_store(pool, work)
     assert damage(pool) == []

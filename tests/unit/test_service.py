@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,13 +14,17 @@ import trio
 from store_pools import OPTIONS, crashed_store, make, make_pool, names, rename, unlink, verify_all, with_store, write
 
 from kvfs.config import load
-from kvfs.errors import DeviceError, KvfsError, UsageError
+from kvfs.errors import DeviceError, KvfsError, NoSpaceError, UsageError
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.store import health
+from kvfs.store.devices import Device
+from kvfs.store.eviction import Stream
 from kvfs.store.format import META_CLEAN
 from kvfs.store.fsck import fsck
 from kvfs.store.health import DeviceState
 from kvfs.store.pool import Store
 from kvfs.store.segments import usage
+from kvfs.store.service import Devices
 from kvfs.types import ROOT_INODE, InodeNumber, Kind
 
 MIB = 1 << 20
@@ -158,12 +163,97 @@ def test_errors_of_the_device_alone_take_it_out_of_service_and_its_end_puts_it_b
                     assert error.errno == errno.EIO
         await until(store, DeviceState.FAILED)
         assert names(store) == {name for name, lost in blocks.items() if not lost}
-        # The label can be read all along: but not its segments, so it stays out, and is tried less and less often.
+        # The label can be read all along: but not its segments, so it stays out.
         await trio.sleep(3)
         assert store.service.all[SICK].state == DeviceState.FAILED
-        assert store.service.all[SICK].probe_s > 1
         await back(store)
         assert names(store) >= set(blocks)
+
+    with_store(pool_of(tmp_path, 1), work)
+
+
+def test_a_device_that_is_back_is_used_soon_however_often_it_went_and_whatever_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, answer = 0, threading.Event()
+    find = Devices._find
+
+    def find_or_hang(self: Devices, device: int) -> Device | None:
+        if device == silent:
+            answer.wait(30)
+        return find(self, device)
+
+    async def work(store: Store) -> None:
+        blocks = await fill(store, 60)
+        store.service.fail(silent, "as the test says: it does not answer")
+        for _ in range(5):
+            store.service.fail(SICK, "as the test says")
+            began = trio.current_time()
+            await until(store, DeviceState.ONLINE)
+            assert trio.current_time() - began < 2
+            await write(store, b"more")
+        assert store.service.all[silent].state == DeviceState.FAILED
+        answer.set()
+        await until(store, DeviceState.ONLINE, silent)
+        assert names(store) >= set(blocks)
+        await verify_all(store)
+
+    monkeypatch.setattr(Devices, "_find", find_or_hang)
+    with_store(pool_of(tmp_path, 2), work)
+
+
+def test_the_loss_of_a_connection_is_not_held_against_the_device_that_comes_after_it(tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    with new.open("wb") as file:
+        file.truncate(33 * MIB)
+
+    async def work(store: Store) -> None:
+        await fill(store, 20)
+        for replaced in (False, True):
+            store.service.note_connection(SICK, False, "connection lost, as the test says")
+            await until(store, DeviceState.FAILED)
+            if replaced:
+                await store.service.replace(SICK, new, force=False)
+            await until(store, DeviceState.ONLINE)
+            await trio.sleep(1.5)
+            assert store.service.all[SICK].state == DeviceState.ONLINE, store.service.all[SICK].reason
+
+    with_store(pool_of(tmp_path, 1), work)
+
+
+def test_two_devices_of_a_stripe_come_back_at_once_with_all_that_lies_on_both(tmp_path: Path) -> None:
+    async def work(store: Store) -> None:
+        blocks = await fill(store, 120)
+        for _ in range(5):
+            for device in range(4):
+                store.service.fail(device, "as the test says")
+            assert not seen(store)
+            for device in range(4):
+                await until(store, DeviceState.ONLINE, device)
+            assert names(store) == set(blocks)
+        await verify_all(store)
+
+    with_store(pool_of(tmp_path, 2), work)
+
+
+def test_nobody_waits_for_segments_that_rest_on_a_device_that_is_away(tmp_path: Path) -> None:
+    async def work(store: Store) -> None:
+        segments = store.segments
+        for i in range(300):
+            await write(store, b"%d" % i, SIZE)
+        segments.retire_open()
+        for name in names(store):
+            unlink(store, name)
+        fail(store)  # no await in between: all that was freed rests still
+        assert segments._resting.intersection(store.service.segments_of(SICK))
+        taken = []
+        with trio.fail_after(20), pytest.raises(NoSpaceError, match="carry"):
+            while True:
+                taken.append(await segments._next(Stream.CARRIED))
+        assert len(taken) >= len(segments.all) // 2
+        for segment in taken:
+            segments.retire(segment)
+        await write(store, b"more")
 
     with_store(pool_of(tmp_path, 1), work)
 
@@ -339,6 +429,26 @@ def test_a_slow_device_gets_no_new_segments_unless_too_few_were_left(tmp_path: P
     for width in (1, 2, 4):
         (tmp_path / str(width)).mkdir()
         slow(avoided if width < 4 else used, width)
+
+
+def test_a_device_that_was_slow_is_not_for_long_though_nobody_asks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "SAMPLES", 8)
+
+    async def work(store: Store) -> None:
+        await fill(store, 100)
+        await verify_all(store)
+        with trio.fail_after(30):
+            while not all("read" in service.pace.last_ns for service in store.service.all):
+                await trio.sleep(0.1)
+        store.service._set(SICK, DeviceState.SLOW, "as the test says")
+        store.service._place()
+        began = trio.current_time()
+        await until(store, DeviceState.ONLINE)
+        assert trio.current_time() - began < 15, "as if it was asked once a second"
+
+    with_store(pool_of(tmp_path, 1), work)
 
 
 def test_eviction_goes_on_beside_a_device_that_is_away(tmp_path: Path) -> None:
