@@ -485,6 +485,12 @@ def stoppable(own_pool, tmp_path):
         yield make
 
 
+def store(pool, contents):
+    """By a client that has the usual time, on a slow machine too."""
+    with kvfs.connect(pool.mount, gpu=None) as client:
+        client.put(contents.items())
+
+
 @pytest.mark.timeout(180)
 def test_a_stuck_device_is_a_miss_and_keeps_the_memory_until_it_answers(stoppable):
     pool, devices, throttle = stoppable(2)
@@ -535,8 +541,8 @@ def exported(destination):
 @pytest.mark.timeout(180)
 def test_closing_while_a_device_owes_an_answer_neither_hangs_nor_lets_go_of_its_memory(stoppable):
     pool, devices, throttle = stoppable(1)
+    store(pool, {b"key": content(100_000)})
     client = kvfs.connect(pool.mount, timeout_s=0.3, gpu=None)
-    client.put([(b"key", content(100_000))])
     destination = bytearray(100_000)
     throttle.stop(devices[0])
     assert client.get_into([(b"key", destination)]) == [None]
@@ -553,22 +559,22 @@ def test_closing_while_a_device_owes_an_answer_neither_hangs_nor_lets_go_of_its_
 @pytest.mark.timeout(180)
 def test_a_client_that_is_dropped_while_a_device_owes_an_answer_does_not_hang(stoppable):
     pool, devices, throttle = stoppable(1)
+    store(pool, {b"key": content(100_000)})
     client = kvfs.connect(pool.mount, timeout_s=0.3, gpu=None)
-    client.put([(b"key", content(100_000))])
     throttle.stop(devices[0])
     assert client.get(b"key") is None
     before = time.monotonic()
     with pytest.warns(ResourceWarning, match="not closed"):
         del client
         gc.collect()
-    assert time.monotonic() - before < 0.2
+    assert time.monotonic() - before < 2
 
 
 @pytest.mark.timeout(180)
 def test_a_prestaged_block_of_a_stuck_device_is_a_miss(stoppable):
     pool, devices, throttle = stoppable(1)
+    store(pool, {b"key": content(100_000)})
     with kvfs.connect(pool.mount, timeout_s=0.3, gpu=None) as client:
-        client.put([(b"key", content(100_000))])
         throttle.stop(devices[0])
         assert client.prestage([b"key"]) == 1
         before = time.monotonic()
