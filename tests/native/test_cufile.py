@@ -684,7 +684,8 @@ def test_a_batch_may_hold_files_of_both_kinds(sealed, reference, preloads):
     # Nine of eight: refused, and then nothing is heard of the others.
     assert outcomes[13] == [0, 0] and outcomes[14] == [5037, 0] and outcomes[15] == [0, 0, []]
     assert outcomes[17][0] == [[1, 16, 10], [2, 16, 10]] and outcomes[18][:2] == [5, 0]
-    assert 9 <= counts["native_reads"] <= 12 and counts["forwarded_reads"] == 0
+    # Of the six, three are of kvfs: read before the end of the batch, or not.
+    assert 8 <= counts["native_reads"] <= 12 and counts["forwarded_reads"] == 0
 
 
 def test_files_that_are_not_on_kvfs_are_the_real_ones(stage):
