@@ -965,6 +965,7 @@ static void more_rings_than_queues_is_an_error_not_a_hang(void) {
 }
 
 int main(void) {
+    slowness(); /* measured now: later it would take time from what is timed */
     RUN(crc_of_known_and_odd_pieces);
     RUN(helpers_read_write_list_discover);
     RUN(greetings_that_are_wrong_are_errors);

@@ -735,6 +735,7 @@ static void test_end(void) {
 }
 
 int main(void) {
+    slowness(); /* measured now: later it would take time from what is timed */
     CHECK(mkdtemp(directory));
     start();
     RUN(test_protocol);
