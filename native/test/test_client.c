@@ -1764,13 +1764,13 @@ static void test_restart_while_a_write_is_stuck(void) {
 
 /* The daemon hears of a write that is late that it is, and by the next put that it is not any more; of one that was never begun neither. */
 static void test_a_late_write_is_told_again_when_it_has_landed(void) {
-    enum { TIMEOUT = 200, LATE = 600 };
+    const uint32_t timeout_ms = 200 * slowness(), late_ms = 600 * slowness();
     static const uint64_t size = 100000;
     pool_new(16384);
-    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = TIMEOUT});
+    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = timeout_ms});
     struct batch *b = batch_new(0, 3, &size, 1, 1);
     batch_fill(b, 1);
-    fault_all(client, KVFS_FAULT_DELAY, 2, 1, LATE);
+    fault_all(client, KVFS_FAULT_DELAY, 2, 1, late_ms);
     CHECK(kvfs_put(client, &b->keys, b->buffers, b->results) == 0);
     for (uint32_t i = 0; i < 3; i++)
         CHECK(b->results[i] == -ETIMEDOUT);
@@ -1782,7 +1782,7 @@ static void test_a_late_write_is_told_again_when_it_has_landed(void) {
     locked();
     CHECK(d.late == 3 && d.not_begun == 3 && d.aborted == 6);
     unlocked();
-    usleep(LATE * 1000);
+    usleep(late_ms * 1000);
     CHECK(kvfs_put(client, &b->keys, b->buffers, b->results) == 3);
     locked();
     CHECK(d.late == 0 && d.not_begun == 3 && d.open == 0);
