@@ -167,11 +167,11 @@ def _prepare(
     run.window = min(WINDOW_MAX, max(1, settings.memory // (2 * settings.threads * settings.block_size)))
     run.flags = _BUFFERED * settings.buffered | _VERIFY * settings.verify | _TOUCH * settings.touch
     if settings.native:
-        import kvfs.client
+        from kvfs.client.client import connect
 
         # As many blocks in flight as the files' threads have, over all requests.
         depth = min(64, max(1, settings.io_threads // settings.threads))
-        client = stack.enter_context(kvfs.client.connect(settings.target, depth=depth, timeout_s=10, gpu=None))
+        client = stack.enter_context(connect(settings.target, depth=depth, timeout_s=10, gpu=None))
         run.client, run.directory = stack.enter_context(client.library), -1
     else:
         run.directory = os.open(settings.target, os.O_RDONLY | os.O_DIRECTORY)
@@ -227,4 +227,6 @@ def _record(entry: ffi.CData, request: Request) -> Record | None:
 
 
 def _errors(counts: ffi.CData) -> dict[str, int]:
-    return {errno.errorcode.get(number, str(number)): counts[number] for number in range(_ERRNO_COUNT) if counts[number]}
+    return {
+        errno.errorcode.get(number, str(number)): counts[number] for number in range(_ERRNO_COUNT) if counts[number]
+    }

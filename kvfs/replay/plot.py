@@ -1,5 +1,5 @@
-"""Replays over time as an SVG: the prefix hit ratio above, load latency below. One line a replay, so that several can be
-held against each other."""
+"""Replays over time as an SVG: the prefix hit ratio above, load latency below. One line a replay, so that several can
+be held against each other."""
 
 from __future__ import annotations
 

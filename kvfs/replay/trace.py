@@ -41,7 +41,9 @@ def read_trace(path: Path) -> list[Request]:
                 try:
                     request = _request(line)
                     if requests and request.due_ms < requests[-1].due_ms:
-                        raise ValueError(f"timestamp {request.due_ms:g} is before the last one, {requests[-1].due_ms:g}")
+                        raise ValueError(
+                            f"timestamp {request.due_ms:g} is before the last one, {requests[-1].due_ms:g}"
+                        )
                 except (ValueError, RecursionError) as error:
                     raise UsageError(f"{path}:{number}: {error}") from error
                 requests.append(request)
