@@ -39,6 +39,7 @@ CASES = {
     "native-processes": BOTH,
     "virtiofs": BOTH,
     "nvme": ("zram",),
+    "replay": ("files",),
     "million": ("zram",),
 }
 Result = tuple[dict[str, Any], subprocess.CompletedProcess[str], pathlib.Path]
