@@ -116,6 +116,30 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1e-6 <= value <= 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r}: not a positive number")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: not a share from 0 to below 1")
+    return value
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -239,6 +263,8 @@ def parser() -> argparse.ArgumentParser:
         "--device", action="append", default=[], metavar="PATH", required=True, help="once for each device of the pool"
     )
 
+    _add_replay(verb("replay", _replay, "replay a trace of requests against a directory, as an inference engine would"))
+
     sub = verbs.add_parser("completion", help="shell completion: source <(kvfs completion)")
     sub.add_argument("shell", nargs="?", choices=("bash",), default="bash")
     sub.set_defaults(function=_completion)
@@ -249,6 +275,41 @@ def parser() -> argparse.ArgumentParser:
 
     verbs.add_parser("bench", help="measure kvfs against its peers (kvfs bench --help)", add_help=False)
     return top
+
+
+def _add_replay(sub: argparse.ArgumentParser) -> None:
+    from kvfs.replay.trace import BLOCK_TOKENS, MODELS
+
+    sub.add_argument("trace", metavar="TRACE", help="JSON lines: timestamp (ms), input_length, hash_ids")
+    sub.add_argument("--target", metavar="DIR", required=True, help="where the blocks are; any directory will do")
+    sub.add_argument("--native", action="store_true", help="DIR is in a kvfs mount: by libkvfs, not by files")
+    size = sub.add_mutually_exclusive_group(required=True)
+    size.add_argument("--model", choices=sorted(MODELS), help="what a token takes, bf16, all ranks")
+    size.add_argument("--bytes-per-token", type=_count, metavar="N", help=f"a block is {BLOCK_TOKENS} tokens")
+    size.add_argument("--block-size", type=_size, metavar="SIZE", help="bytes of a block")
+    pace = sub.add_mutually_exclusive_group()
+    pace.add_argument("--time-scale", type=_positive, default=1.0, metavar="X", help="X times as fast (default 1)")
+    pace.add_argument("--full-speed", action="store_true", help="no request waits for its time")
+    sub.add_argument("--threads", type=_count, default=4, metavar="N", help="requests at once (default 4)")
+    sub.add_argument(
+        "--io-threads", type=_count, default=16, metavar="N",
+        help="blocks loaded at once, and as many stored (default 16); with --native their number in all",
+    )  # fmt: skip
+    sub.add_argument("--skip", type=_whole, default=0, metavar="N", help="leave out the first N requests")
+    sub.add_argument("--requests", type=_count, metavar="N", help="replay so many (default: all)")
+    sub.add_argument("--warmup", type=_share, default=0.0, metavar="SHARE", help="of the requests, not counted: 0.3")
+    sub.add_argument(
+        "--prefill-tokens-per-second", type=_positive, default=8000.0, metavar="N",
+        help="what the engine computes, for the time to the first token (default 8000)",
+    )  # fmt: skip
+    sub.add_argument("--memory", type=_memory_size, default=1 << 30, metavar="SIZE", help="of blocks on their way (1G)")
+    sub.add_argument("--buffered", action="store_true", help="files without O_DIRECT")
+    sub.add_argument("--verify", action="store_true", help="compare every byte that is loaded")
+    sub.add_argument("--touch", action="store_true", help="set a file's atime at each load")
+    sub.add_argument(
+        "--lru", type=_size, default=0, metavar="SIZE", help="keep at most so much in DIR, by an LRU in memory"
+    )
+    sub.add_argument("--plot", metavar="FILE.svg", help="draw hit ratio and load latency over time")
 
 
 def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
@@ -842,6 +903,59 @@ def _import(args: argparse.Namespace) -> int:
     else:
         print(f"pool {args.pool}: pool.toml written, {len(config.devices)} devices, uuid {config.uuid}")
     return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from kvfs.replay.trace import BLOCK_TOKENS, MODELS, read_trace
+
+    trace = read_trace(Path(args.trace))
+    requests = trace[args.skip :][: args.requests]
+    if not requests:
+        raise UsageError(f"--skip: {args.trace} has {len(trace)} requests, {args.skip} are to be left out")
+    for name, count, most in (("--threads", args.threads, 256), ("--io-threads", args.io_threads, 1024)):
+        if count > most:
+            raise UsageError(f"{name}: {count}; {most} at most")
+    plot = None if args.plot is None else Path(args.plot)
+    if plot is not None and plot.suffix != ".svg":
+        raise UsageError(f"--plot: {plot}: an SVG is drawn, so FILE.svg is expected")
+
+    from kvfs.replay import engine, report
+    from kvfs.replay.plot import render as render_plot
+
+    tokens = MODELS[args.model] if args.model else args.bytes_per_token
+    settings = engine.Settings(
+        target=Path(args.target),
+        block_size=args.block_size or tokens * BLOCK_TOKENS,
+        native=args.native,
+        threads=args.threads,
+        io_threads=args.io_threads,
+        memory=args.memory,
+        speed=None if args.full_speed else args.time_scale,
+        buffered=args.buffered,
+        verify=args.verify,
+        touch=args.touch,
+        lru_bytes=args.lru,
+    )
+    printer = ProgressPrinter()
+    outcome = engine.replay(settings, trace, requests, lambda done, total: printer("requests", done, total))
+    printer.close()
+    document = report.document(
+        settings, args.trace, trace[: args.skip], requests, outcome,
+        prefill_tokens_per_s=args.prefill_tokens_per_second, warmup=args.warmup,
+    )  # fmt: skip
+    if plot is not None:
+        try:
+            plot.write_text(render_plot({args.target: document}, f"replay of {args.trace}"))
+        except OSError as error:
+            raise KvfsError(f"{plot}: {error.strerror}") from error
+    if args.output == "json":
+        _print_json(document)
+    else:
+        print(report.render(document))
+    wrong = sum(record.wrong for record in outcome.records if record is not None)
+    if wrong:
+        raise KvfsError(f"replay: {wrong} blocks of {args.target} were not what was stored")
+    return 130 if outcome.interrupted else 0
 
 
 def _completion(args: argparse.Namespace) -> int:

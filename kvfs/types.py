@@ -6,7 +6,6 @@ The inode record's bytes are `struct kvfs_inode_record` of native/include/kvfs_f
 from __future__ import annotations
 
 import struct
-from copy import copy
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import NewType
@@ -39,6 +38,12 @@ class InodeFlags(IntFlag):
     ASK = 16
 
 
+# Looked up, not called: a member of a number takes Python a microsecond, and every request unpacks several records.
+_KINDS = {int(kind): kind for kind in Kind}
+_FLAGS = tuple(InodeFlags(value) for value in range(256))
+_SEALED = int(InodeFlags.SEALED)
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """page_count pages of `segment` from `page` on hold a file's pages from file_page on."""
@@ -54,10 +59,6 @@ _RECORD = struct.Struct("<IBBHQQQQQIIIIqqqIIIIIIQQ")
 _EXTENT = struct.Struct("<QIIII")
 RECORD_SIZE = _RECORD.size
 assert RECORD_SIZE == 128 and _EXTENT.size == 24
-
-
-def _round_up(size: int, unit: int) -> int:
-    return (size + unit - 1) // unit * unit
 
 
 @dataclass(slots=True)
@@ -87,14 +88,14 @@ class Inode:
 
     def pack(self) -> bytes:
         """The inode record: RECORD_SIZE bytes, name, extents, xattrs, each part 8-byte aligned."""
-        name = self.name.ljust(_round_up(len(self.name), 8), b"\0")
-        extents = b"".join(
+        name = self.name.ljust(len(self.name) + 7 & ~7, b"\0")
+        extents = b"" if not self.extents else b"".join(
             _EXTENT.pack(e.generation, e.segment, e.page, e.page_count, e.file_page) for e in self.extents
         )
-        xattrs = b"".join(
+        xattrs = b"" if not self.xattrs else b"".join(
             struct.pack("<HI", len(key), len(value)) + key + value for key, value in self.xattrs.items()
         )
-        size = RECORD_SIZE + len(name) + len(extents) + _round_up(len(xattrs), 8)
+        size = RECORD_SIZE + len(name) + len(extents) + (len(xattrs) + 7 & ~7)
         head = _RECORD.pack(
             size,
             self.kind,
@@ -133,18 +134,20 @@ class Inode:
             extent_count, mtime_ns, ctime_ns, atime_ns, mode, uid, gid, nlink, xattr_size, _, _, _,
         ) = _RECORD.unpack_from(data, offset)  # fmt: skip
         name_at = offset + RECORD_SIZE
-        extents_at = name_at + _round_up(name_size, 8)
+        extents_at = name_at + (name_size + 7 & ~7)
         xattrs_at = extents_at + extent_count * _EXTENT.size
-        end = xattrs_at + _round_up(xattr_size, 8)
-        if record_size != end - offset or end > len(data) or name_size > NAME_MAX or kind not in (1, 2, 3):
+        end = xattrs_at + (xattr_size + 7 & ~7)
+        if record_size != end - offset or end > len(data) or name_size > NAME_MAX or kind not in _KINDS:
             raise FormatError(
                 f"inode record at {offset}: record_size {record_size}, name_size {name_size}, extents {extent_count}, "
                 f"xattr_size {xattr_size}, kind {kind} do not fit together in {len(data)} bytes"
             )
-        extents = tuple(
-            Extent(g, SegmentIndex(s), p, c, f)
-            for g, s, p, c, f in _EXTENT.iter_unpack(data[extents_at:xattrs_at])
-        )
+        extents: tuple[Extent, ...] = ()
+        if extent_count:
+            extents = tuple(
+                Extent(g, SegmentIndex(s), p, c, f)
+                for g, s, p, c, f in _EXTENT.iter_unpack(data[extents_at:xattrs_at])
+            )
         xattrs: dict[bytes, bytes] = {}
         at, xattrs_end = xattrs_at, xattrs_at + xattr_size
         while at < xattrs_end:
@@ -157,15 +160,14 @@ class Inode:
             xattrs[bytes(data[at : at + key_size])] = bytes(data[at + key_size : at + key_size + value_size])
             at += key_size + value_size
         return cls(
-            inode=InodeNumber(inode), parent=InodeNumber(parent), name=bytes(data[name_at : name_at + name_size]),
-            kind=Kind(kind), mode=mode, uid=uid, gid=gid, nlink=nlink, flags=InodeFlags(flags), version=version,
-            size=size, generation=generation, segment=SegmentIndex(segment), page=page, header_pages=header_pages,
-            mtime_ns=mtime_ns, ctime_ns=ctime_ns, atime_ns=atime_ns, extents=extents, xattrs=xattrs,
+            inode, parent, bytes(data[name_at : name_at + name_size]), _KINDS[kind], mode, uid, gid, nlink,
+            _FLAGS[flags], version, size, generation, segment, page, header_pages, mtime_ns, ctime_ns, atime_ns,
+            extents, xattrs,
         )  # fmt: skip
 
     @property
     def sealed(self) -> bool:
-        return InodeFlags.SEALED in self.flags
+        return bool(self.flags._value_ & _SEALED)
 
     @property
     def data_pages(self) -> int:
@@ -178,6 +180,8 @@ class Inode:
         return (Extent(self.generation, self.segment, self.page + self.header_pages, self.data_pages, 0),)
 
     def copy(self) -> Inode:
-        new = copy(self)
-        new.xattrs = dict(self.xattrs)
-        return new
+        return Inode(
+            self.inode, self.parent, self.name, self.kind, self.mode, self.uid, self.gid, self.nlink, self.flags,
+            self.version, self.size, self.generation, self.segment, self.page, self.header_pages, self.mtime_ns,
+            self.ctime_ns, self.atime_ns, self.extents, dict(self.xattrs),
+        )  # fmt: skip

@@ -17,7 +17,7 @@ from pathlib import Path
 from cffi import FFI
 
 NATIVE = Path(__file__).resolve().parent
-HEADERS = ["kvfs_format.h", "kvfs_checksum.h", "kvfs_table.h", "kvfs_plane.h", "kvfs.h", "kvfs_gpu.h"]
+HEADERS = ["kvfs_format.h", "kvfs_checksum.h", "kvfs_table.h", "kvfs_plane.h", "kvfs.h", "kvfs_gpu.h", "kvfs_replay.h"]
 # cffi's own generated code is not held to -Werror: its casts warn. `make -C native/test warnings` holds ours to it.
 FLAGS = ["-std=gnu11", "-O2", "-g", "-fno-strict-aliasing", "-Wall", "-Wextra", "-UNDEBUG", "-fvisibility=hidden"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-O1"]

@@ -38,6 +38,7 @@ from kvfs.bench.native import (
     key_path,
 )
 from kvfs.bench.nvme import case_nvme
+from kvfs.bench.replay import case_replay
 from kvfs.bench.report import size_text
 from kvfs.bench.stand import Kvfs, Side, Stand
 from kvfs.bench.virtiofs import case_virtiofs
@@ -438,5 +439,6 @@ CASES = {
     "native-processes": Case(case_native_processes, BOTH),
     "virtiofs": Case(case_virtiofs, BOTH),
     "nvme": Case(case_nvme, ("zram",)),
+    "replay": Case(case_replay, ("files",)),
     "million": Case(case_million, ("zram",)),
 }

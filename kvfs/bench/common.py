@@ -62,6 +62,8 @@ class Scale:
     million: int
     few: int  # what a million is compared with
     idle_s: int
+    replay_requests: int  # of a trace, in a round
+    replay_block: int
     settle_s: float  # until the daemon has done what it does a little later
 
 
@@ -83,6 +85,8 @@ FULL = Scale(
     million=1_000_000,
     few=10_000,
     idle_s=5,
+    replay_requests=1_000,
+    replay_block=512 * KIB,
     settle_s=3.0,
 )
 QUICK = Scale(
@@ -103,6 +107,8 @@ QUICK = Scale(
     million=2_000,
     few=500,
     idle_s=2,
+    replay_requests=60,
+    replay_block=512 * KIB,
     settle_s=1.0,
 )
 

@@ -46,8 +46,18 @@ from kvfs.errors import KvfsError, UsageError
 
 
 class Bench:
-    def __init__(self, scale: Scale, *, client: Path, passthrough_hp: Path, quick: bool) -> None:
+    def __init__(
+        self,
+        scale: Scale,
+        *,
+        client: Path,
+        passthrough_hp: Path,
+        quick: bool,
+        trace: Path | None = None,
+        plots: Path | None = None,
+    ) -> None:
         self.scale, self.client_path, self.passthrough_hp, self.quick = scale, client, passthrough_hp, quick
+        self.trace, self.plots = trace, plots
         self.rows: list[Row] = []
         self.skipped: list[Json] = []
         self.failed: list[Json] = []
@@ -180,6 +190,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="where files as devices are made (default build/bench)"
     )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="what `replay` replays (with --quick one is invented)"
+    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw `replay` there")
     parser.add_argument("--client", type=Path, default=REPOSITORY / "build/bench/bench_client", help=argparse.SUPPRESS)
     parser.add_argument("--peer", type=Path, default=REPOSITORY / "build/peers/passthrough_hp", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -216,10 +230,19 @@ def _main(arguments: argparse.Namespace) -> int:
         if arguments.rounds < 1:
             raise UsageError("--rounds: at least 1")
         scale = replace(scale, rounds=arguments.rounds)
+    if arguments.trace is not None and not arguments.trace.is_file():
+        raise UsageError(f"--trace: {arguments.trace}: no such file")
     directory = arguments.directory or REPOSITORY / "build/bench"
     directory.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was made is removed
-    bench = Bench(scale, client=arguments.client, passthrough_hp=arguments.peer, quick=arguments.quick)
+    bench = Bench(
+        scale,
+        client=arguments.client,
+        passthrough_hp=arguments.peer,
+        quick=arguments.quick,
+        trace=arguments.trace and arguments.trace.resolve(),
+        plots=arguments.plots,
+    )
     base = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
     try:
         bench.run(cases, devices, base)

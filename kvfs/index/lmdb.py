@@ -136,8 +136,9 @@ def segments_of(inode: Inode) -> set[int]:
     """The segments that hold the inode's header or data."""
     if not inode.sealed:
         return {extent.segment for extent in inode.extents}
-    found = {int(inode.segment)}
-    found.update(extent.segment for extent in inode.extents)
+    found: set[int] = {inode.segment}
+    if inode.extents:
+        found.update(extent.segment for extent in inode.extents)
     return found
 
 
@@ -229,9 +230,14 @@ class LmdbIndex:
         return None if record is not None and self.lost and self._hides(record) else record
 
     def _raw(self, inode: int) -> bytes | None:
-        for layer in (self._volatile, self._pending, self._committing):
-            if layer is not None and inode in layer.inodes:
-                return layer.inodes[inode]
+        inodes = self._volatile.inodes
+        if inode in inodes:
+            return inodes[inode]
+        inodes = self._pending.inodes
+        if inode in inodes:
+            return inodes[inode]
+        if self._committing is not None and inode in self._committing.inodes:
+            return self._committing.inodes[inode]
         return self._read.get(_U64.pack(inode), None, self._inodes_db)
 
     def get(self, inode: InodeNumber) -> Inode | None:

@@ -40,6 +40,8 @@ _PASSES = 6
 _ORDER_S = 1.0
 # Candidates a policy sees of each stream.
 _OLDEST = 64
+# The newest segments, one in so many, go only when no other can.
+_SPARED = 4
 # Everything left is pinned or open: said only after this long without a segment that could go.
 _PATIENCE_S = 2.0
 
@@ -147,6 +149,10 @@ class Evictor:
         if not closed and self._ordered_at < now:
             self._ordered_at = float("-inf")
             closed = self._oldest(now)
+        if not closed:
+            self._ordered_at = float("-inf")
+            closed = self._oldest(now, spare=False)
+            self._ordered_at = float("-inf")
         shortlist = self._policy.shortlist(closed)
         weighed = []
         for candidate in shortlist:
@@ -160,14 +166,18 @@ class Evictor:
         victim = self._policy.victim(weighed)
         return None if victim is None else self._segments.all[victim.segment]
 
-    def _oldest(self, now: float) -> list[Candidate]:
-        """The oldest closed segments of each stream, more of them than a policy weighs.
+    def _oldest(self, now: float, *, spare: bool = True) -> list[Candidate]:
+        """The oldest closed segments of each stream, more of them than a policy weighs. `spare`: none of the newest.
 
         They are sorted once a second: to look at every segment for every victim took a fifth of the daemon's time.
         """
         if now - self._ordered_at >= _ORDER_S:
             closed = [s for s in self._segments.all if s.state == State.CLOSED]
             closed.sort(key=lambda s: s.generation)
+            # A stream that few write to has no old ones, and its newest may be the emptiest of all: there lie files
+            # that were closed a moment ago and are about to be renamed.
+            if spare:
+                del closed[len(closed) - len(closed) // _SPARED :]
             self._order = {stream: [(s, s.generation) for s in closed if s.stream == stream] for stream in Stream}
             self._ordered_at = now
         found: list[Candidate] = []

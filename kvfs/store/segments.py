@@ -141,9 +141,9 @@ def usage(inode: Inode) -> dict[int, int]:
     """Pages that a sealed block takes in each segment, headers included."""
     if not inode.sealed or inode.kind != Kind.FILE:
         return {}
-    used = {int(inode.segment): inode.header_pages}
     if not inode.extents:
-        used[int(inode.segment)] += inode.data_pages
+        return {inode.segment: inode.header_pages + inode.data_pages}
+    used: dict[int, int] = {inode.segment: inode.header_pages}
     for extent in inode.extents:
         used[extent.segment] = used.get(extent.segment, 0) + extent.page_count
     return used

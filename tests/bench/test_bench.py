@@ -20,7 +20,7 @@ import pytest
 from kvfs.bench.common import Row
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-TIMEOUT_S = 450
+TIMEOUT_S = 600
 BOTH = ("zram", "files")
 # Every case, and the kinds of devices that it is run on.
 CASES = {
@@ -39,6 +39,7 @@ CASES = {
     "native-processes": BOTH,
     "virtiofs": BOTH,
     "nvme": ("zram",),
+    "replay": ("files",),
     "million": ("zram",),
 }
 Result = tuple[dict[str, Any], subprocess.CompletedProcess[str], pathlib.Path]

@@ -2,9 +2,12 @@
 
 import errno
 import os
+import time
 
 import pytest
 from helpers import MIB, assert_same, content, opened, raises_errno, read_file, write_file
+
+import kvfs
 
 BLOCK = 4 * MIB + 100
 
@@ -145,3 +148,30 @@ def test_status_is_json_with_a_version_and_the_devices(own_pool):
     status = pool.status()
     assert "version" in status
     assert len(status["devices"]) == 3
+
+
+def test_files_just_closed_stay_while_older_blocks_are_there(own_pool):
+    """Between close and rename an engine's temporary file has nobody who holds it. It is in the newest segment of its
+    stream, and that may be the emptiest one; still all that libkvfs has filled the pool with before goes first."""
+    pool = own_pool(files=4, size="64M")
+    with kvfs.connect(pool.mount, "old", gpu=None) as client:
+        block = content(MIB // 4)
+        written = 0
+
+        def put(size):
+            nonlocal written
+            for _ in range(size // (4 * MIB)):
+                client.put([(f"{written + i}", block) for i in range(16)])
+                written += 16
+
+        put(512 * MIB)
+        (pool.mount / "new").mkdir()
+        for index in range(64):
+            write_file(pool.mount / "new" / f"{index}.tmp", content(MIB // 16, index))
+            write_file(pool.mount / "new" / "junk", content(MIB // 16))
+            os.unlink(pool.mount / "new" / "junk")
+        for _ in range(4):  # the evictor looks once a second which segments are old
+            put(16 * MIB)
+            time.sleep(1.1)
+        for index in range(64):
+            os.rename(pool.mount / "new" / f"{index}.tmp", pool.mount / "new" / f"{index}")

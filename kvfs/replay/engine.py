@@ -1,0 +1,232 @@
+"""One replay: the settings, the arrays that C runs over, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfs._native import ffi, lib
+from kvfs.errors import KvfsError, UsageError
+from kvfs.replay.trace import Request
+
+PAGE = 4096
+BLOCK_SIZE_MAX = 1 << 40
+WINDOW_MAX = 64
+PROGRESS_INTERVAL_S = 0.2
+_BUFFERED, _VERIFY, _TOUCH = 1, 2, 4
+_ERRNO_COUNT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """block_size: bytes of a block. threads: requests at once; io_threads: blocks of them being loaded at once, and as
+    many being stored. memory: bytes for blocks on their way. speed: the trace's time runs so many times as fast; None:
+    requests do not wait for their time. lru_bytes: keep at most so much in the directory, by an index in memory."""
+
+    target: Path
+    block_size: int
+    native: bool = False
+    threads: int = 4
+    io_threads: int = 16
+    memory: int = 1 << 30
+    speed: float | None = 1.0
+    buffered: bool = False
+    verify: bool = False
+    touch: bool = False
+    lru_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A request that ended. Times are seconds, start and end since the replay began; the rest are blocks."""
+
+    request: Request
+    start_s: float
+    end_s: float
+    lookup_s: float
+    load_s: float
+    store_s: float
+    found: int
+    loaded: int
+    stored: int
+    present: int
+    lost: int
+    failed: int
+    wrong: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """records: by request, None: it never began. errors: of loads and stores, a count by errno's name."""
+
+    records: list[Record | None]
+    load_errors: dict[str, int]
+    store_errors: dict[str, int]
+    cpu_user_s: float
+    cpu_system_s: float
+    interrupted: bool
+
+
+def check(settings: Settings) -> None:
+    """Raises UsageError for what makes no sense, KvfsError for a target that cannot be used."""
+    size = settings.block_size
+    if not 0 < size <= BLOCK_SIZE_MAX or size % PAGE:
+        raise UsageError(
+            f"a block of {size} bytes: a multiple of {PAGE}, at most {BLOCK_SIZE_MAX}, is needed (--block-size)"
+        )
+    if size > settings.memory:
+        raise UsageError(f"--memory: {settings.memory} bytes do not hold a block of {size}")
+    if settings.native and (settings.lru_bytes or settings.touch or settings.buffered):
+        raise UsageError("--native: not together with --lru, --touch or --buffered, which are about files")
+    if settings.lru_bytes and settings.lru_bytes < size:
+        raise UsageError(f"--lru: {settings.lru_bytes} bytes do not hold a block of {size}")
+    if not settings.target.is_dir():
+        raise KvfsError(f"{settings.target}: not a directory")
+    if not settings.native:
+        _probe(settings)
+
+
+def _probe(settings: Settings) -> None:
+    """A file can be written there, in the way that blocks will be."""
+    path = settings.target / f".replay-probe.{os.getpid()}"
+    direct = 0 if settings.buffered else os.O_DIRECT
+    try:
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | direct, 0o600)
+        os.close(file)
+    except OSError as error:
+        if error.errno == errno.EINVAL and direct:
+            raise KvfsError(f"{settings.target}: no O_DIRECT there; --buffered goes without") from error
+        raise KvfsError(f"{settings.target}: no file can be made there: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def replay(
+    settings: Settings,
+    trace: Sequence[Request],
+    requests: Sequence[Request],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Replay requests, a part of trace; the whole trace says which blocks there are (settings.lru_bytes needs to know).
+
+    progress(done, total) is called from time to time. KeyboardInterrupt ends it early: what is under way is finished.
+    Raises what check() does, and the errors of kvfs.connect().
+    """
+    check(settings)
+    with contextlib.ExitStack() as stack:
+        run, keep = _prepare(settings, trace, requests, stack)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        interrupted = _run(run, len(requests), progress)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        del keep  # the arrays that `run` points into
+        return Outcome(
+            [_record(run.records[index], request) for index, request in enumerate(requests)],
+            _errors(run.load_errors),
+            _errors(run.store_errors),
+            after.ru_utime - before.ru_utime,
+            after.ru_stime - before.ru_stime,
+            interrupted,
+        )
+
+
+def _prepare(
+    settings: Settings, trace: Sequence[Request], requests: Sequence[Request], stack: contextlib.ExitStack
+) -> tuple[ffi.CData, list[object]]:
+    numbers: dict[int, int] = {}
+    for request in trace:
+        for block in request.blocks:
+            numbers.setdefault(block, len(numbers))
+    hashes = array("Q", numbers)
+    blocks = array("I", (numbers[block] for request in requests for block in request.blocks))
+    resident = array("I", _resident(settings.target, numbers) if settings.lru_bytes else ())
+    run = ffi.new("struct kvfs_replay *")
+    listed = ffi.new("struct kvfs_replay_request[]", len(requests))
+    records = ffi.new("struct kvfs_replay_record[]", len(requests))
+    first, start_ms = 0, requests[0].due_ms
+    for request, entry in zip(requests, listed, strict=True):
+        entry.first, entry.count = first, len(request.blocks)
+        if settings.speed is not None:
+            entry.due_ns = round((request.due_ms - start_ms) * 1e6 / settings.speed)
+        first += len(request.blocks)
+    memory = [ffi.from_buffer(f"{kind}[]", values) for kind, values in (
+        ("uint32_t", blocks), ("uint64_t", hashes), ("uint32_t", resident)
+    )]  # fmt: skip
+    run.blocks, run.hashes, run.resident = memory
+    run.requests, run.request_count, run.records = listed, len(requests), records
+    run.hash_count, run.resident_count = len(hashes), len(resident)
+    run.lru_blocks = settings.lru_bytes // settings.block_size
+    run.block_size, run.threads, run.io_threads = settings.block_size, settings.threads, settings.io_threads
+    run.window = min(WINDOW_MAX, max(1, settings.memory // (2 * settings.threads * settings.block_size)))
+    run.flags = _BUFFERED * settings.buffered | _VERIFY * settings.verify | _TOUCH * settings.touch
+    if settings.native:
+        from kvfs.client.client import connect
+
+        # As many blocks in flight as the files' threads have, over all requests.
+        depth = min(64, max(1, settings.io_threads // settings.threads))
+        client = stack.enter_context(connect(settings.target, depth=depth, timeout_s=10, gpu=None))
+        run.client, run.directory = stack.enter_context(client.library), -1
+    else:
+        run.directory = os.open(settings.target, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, run.directory)
+    return run, [listed, records, blocks, hashes, resident, *memory]
+
+
+def _resident(target: Path, numbers: dict[int, int]) -> Iterator[int]:
+    """The trace's blocks that are in the directory, those written first before others."""
+    found: list[tuple[int, int]] = []
+    for directory in os.scandir(target):
+        if len(directory.name) == 2 and directory.is_dir():
+            for entry in os.scandir(directory.path):
+                try:
+                    number = numbers.get(int(entry.name[16:], 16)) if len(entry.name) == 32 else None
+                except ValueError:
+                    continue
+                if number is not None:
+                    found.append((entry.stat().st_mtime_ns, number))
+    return (number for _, number in sorted(found))
+
+
+def _run(run: ffi.CData, total: int, progress: Callable[[int, int], None]) -> bool:
+    """Let C run in a thread of its own, so that this one can tell how far it is and be interrupted. Returns whether it
+    was."""
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(lib.kvfs_replay_run(run)), name="replay")
+    interrupted = False
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join(PROGRESS_INTERVAL_S)
+            progress(run.done, total)
+        except KeyboardInterrupt:
+            run.stop, interrupted = 1, True
+    if results[0] < 0:
+        raise KvfsError(f"replay: {os.strerror(-results[0])}")
+    return interrupted
+
+
+def _record(entry: ffi.CData, request: Request) -> Record | None:
+    if not entry.end_ns:
+        return None
+    return Record(
+        request,
+        entry.start_ns / 1e9,
+        entry.end_ns / 1e9,
+        entry.lookup_ns / 1e9,
+        entry.load_ns / 1e9,
+        entry.store_ns / 1e9,
+        *(entry.found, entry.loaded, entry.stored, entry.present, entry.lost, entry.failed, entry.wrong),
+    )
+
+
+def _errors(counts: ffi.CData) -> dict[str, int]:
+    return {
+        errno.errorcode.get(number, str(number)): counts[number] for number in range(_ERRNO_COUNT) if counts[number]
+    }
