@@ -145,3 +145,33 @@ def test_status_is_json_with_a_version_and_the_devices(own_pool):
     status = pool.status()
     assert "version" in status
     assert len(status["devices"]) == 3
+
+
+@pytest.mark.timeout(240)
+def test_in_a_full_pool_a_write_to_what_ftruncate_added_fails_not_the_close(own_pool):
+    """ftruncate(2) takes no space, so nobody has asked for it when the bytes come."""
+    pool = own_pool(files=2, size="32M")
+    write_file(pool.mount / "before", content(BLOCK))
+    full = None
+    for index in range(2 * 32 * MIB // BLOCK + 20):
+        path = pool.mount / f"pinned-{index}"
+        try:
+            write_file(path, content(BLOCK, index))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            full = index
+            break
+        os.setxattr(path, "user.kvfs.pin", b"1")
+    assert full, "more was pinned than the pool can hold"
+    (pool.mount / f"pinned-{full}").unlink(missing_ok=True)
+    descriptor = os.open(pool.mount / "late", os.O_CREAT | os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, 4 * BLOCK)
+        with raises_errno(errno.ENOSPC):
+            for at in range(0, 4 * BLOCK, MIB):
+                os.pwrite(descriptor, content(MIB, at), at)
+    finally:
+        os.unlink(pool.mount / "late")
+        os.close(descriptor)  # must not fail
+    for index in range(full):
+        assert_same(read_file(pool.mount / f"pinned-{index}"), content(BLOCK, index), f"pinned block {index}")
