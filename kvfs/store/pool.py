@@ -372,6 +372,7 @@ class Store:
     async def _count_pins_loop(self) -> None:
         while True:
             await self.pins.count()
+            self._set_space()
             with trio.move_on_after(_PIN_COUNT_S if self.pins else float("inf")):
                 await self.pins.changed.wait()
             self.pins.changed = trio.Event()

@@ -155,15 +155,18 @@ def test_in_a_full_pool_a_write_to_what_ftruncate_added_fails_not_the_close(own_
     full = None
     for index in range(2 * 32 * MIB // BLOCK + 20):
         path = pool.mount / f"pinned-{index}"
-        try:
-            write_file(path, content(BLOCK, index))
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
-            full = index
-            break
-        os.setxattr(path, "user.kvfs.pin", b"1")
+        with opened(path, os.O_CREAT | os.O_WRONLY) as descriptor:
+            os.setxattr(descriptor, "user.kvfs.pin", b"1")
+            try:
+                for at in range(0, BLOCK, MIB):
+                    part = content(BLOCK, index)[at : at + MIB]
+                    assert os.pwrite(descriptor, part, at) == len(part)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                full = index
+                path.unlink()
+                break
     assert full, "more was pinned than the pool can hold"
-    (pool.mount / f"pinned-{full}").unlink(missing_ok=True)
     descriptor = os.open(pool.mount / "late", os.O_CREAT | os.O_WRONLY)
     try:
         os.ftruncate(descriptor, 4 * BLOCK)

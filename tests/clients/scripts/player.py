@@ -92,7 +92,8 @@ class LmcacheFsNative(Engine):
         return f"meta-llama/Llama-3.1-8B@00000000@0@{block:064x}"
 
     def file(self, block):
-        return f"{self.directory}/{self.key(block).replace('/', '-SEP-')}.data"
+        [name] = [name for name in os.listdir(self.directory) if f"{block:064x}" in name]
+        return f"{self.directory}/{name}"
 
     def done(self):
         deadline = time.monotonic() + 60
