@@ -32,8 +32,8 @@ class Case:
     """An engine as the player knows it, the parts of build/clients that it needs, and what is told to it.
 
     index: it believes its own memory about what is there, so a look-up says nothing about files. mapped: it loads
-    through a mapping, and of a damaged page there the kernel tells by SIGBUS. stumps: it writes under the final name, so
-    a store that failed leaves a file that a look-up finds and a load does not take.
+    through a mapping, and of a damaged page there the kernel tells by SIGBUS. stumps: it writes under the final name,
+    so a store that failed leaves a file that a look-up finds and a load does not take.
     """
 
     engine: str
