@@ -304,22 +304,16 @@ class Evictor:
         hits = self._hits([number for _, number in blocks], groups, clear=True)
         if budget <= 0 or not any(hits):
             return []
-        # A block, or what of a group lies here: kept or not as one.
-        units: dict[InodeNumber | Group, list[bytes]] = {}
-        unit_hits: list[int] = []
-        for (record, number), h in zip(blocks, hits, strict=True):
-            unit = units.setdefault(groups.get(number, number), [])
-            if not unit:
-                unit_hits.append(h)
-            unit.append(record)
-        records = list(units.values())
         uses = [
-            BlockUse(sum(sum(usage(Inode.unpack(record)).values()) for record in unit) if h else 0, h)
-            for unit, h in zip(records, unit_hits, strict=True)
+            BlockUse(sum(usage(Inode.unpack(record)).values()) if h else 0, h)
+            for (record, _), h in zip(blocks, hits, strict=True)
         ]
-        chosen = self._policy.carry(uses, budget)
-        self.counters.carried_pages += sum(uses[i].pages for i in chosen)
-        return [record for i in chosen for record in records[i]]
+        chosen = set(self._policy.carry(uses, budget))
+        # With one of a group the others stay, also those that went beyond the budget: the next ones pay for them.
+        kept_groups = {groups[blocks[i][1]] for i in chosen if blocks[i][1] in groups}
+        kept = [i for i, (_, number) in enumerate(blocks) if i in chosen or groups.get(number) in kept_groups]
+        self.counters.carried_pages += sum(uses[i].pages for i in kept)
+        return [blocks[i][0] for i in kept]
 
     async def _carry_all(self, records: Sequence[bytes]) -> bool:
         """Carry blocks over, several at a time. False if there was no room for one."""
