@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvfs.errors import PoolError, UsageError
-from kvfs.types import PAGE_SIZE
+from kvfs.types import NAME_MAX, PAGE_SIZE
 
 CONFIG_NAME = "pool.toml"
 CONFIG_VERSION = 1
@@ -33,6 +33,8 @@ SEGMENTS_WANTED = 256
 SEGMENTS_BEFORE_GROWTH = 16384
 SEGMENTS_MAX = 32768
 SEGMENTS_MIN = 8
+GROUPS_MAX = 64
+GROUP_ENDINGS_MAX = 16
 SUMMARY_SHARE = 64
 SUMMARY_PAGES_MIN = 2
 
@@ -105,6 +107,15 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRule:
+    """Files that are evicted together: those of one directory whose names differ only in these endings, or all in a
+    directory whose path fits the pattern. One of the two is set."""
+
+    endings: tuple[str, ...] = ()
+    directory: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolConfig:
     uuid: uuids.UUID
     secret: int
@@ -113,6 +124,7 @@ class PoolConfig:
     devices: tuple[DeviceConfig, ...]
     # Raised when devices are added, removed or replaced: of two descriptions of a pool the higher one is true.
     revision: int = 0
+    groups: tuple[GroupRule, ...] = ()
 
     @property
     def segment_count(self) -> int:
@@ -156,6 +168,10 @@ class PoolConfig:
                 *([f"group = {device.group}"] if device.group else []),
                 *(["removed = true"] if device.removed else []),
             ]
+        for rule in self.groups:
+            endings = ", ".join(_quoted(ending) for ending in rule.endings)
+            lines += ["", "[[group]]",
+                      f"directory = {_quoted(rule.directory)}" if rule.directory else f"suffixes = [{endings}]"]
         return "\n".join(lines) + "\n"
 
 
@@ -200,10 +216,30 @@ def parse(text: str, origin: str) -> PoolConfig:
     config = PoolConfig(
         reader.uuid("uuid"), reader.hexadecimal("secret"), reader.text("created"), geometry, tuple(devices),
         reader.integer("revision", 1, 1 << 31) if reader.has("revision") else 0,
+        tuple(_group_rule(group) for group in reader.tables("group", GROUPS_MAX)) if reader.has("group") else (),
     )  # fmt: skip
     reader.finish()
     _check(config, origin)
     return config
+
+
+def _group_rule(reader: _Reader) -> GroupRule:
+    if reader.has("suffixes") == reader.has("directory"):
+        raise reader.error("", "one of suffixes and directory is needed")
+    rule = (
+        GroupRule(endings=reader.texts("suffixes", GROUP_ENDINGS_MAX)) if reader.has("suffixes")
+        else GroupRule(directory=reader.text("directory"))
+    )  # fmt: skip
+    reader.finish()
+    if rule.directory:
+        parts = rule.directory.split("/")
+        if "" in parts or "." in parts or ".." in parts or "**" in parts:
+            raise reader.error("directory", f"{rule.directory!r} is no path of directories, as kv/*/prompts")
+    elif len(set(rule.endings)) != len(rule.endings) or len(rule.endings) < 2:
+        raise reader.error("suffixes", f"{list(rule.endings)!r}: two or more, all different, are needed")
+    elif any("/" in ending or "\0" in ending or len(ending.encode()) > NAME_MAX for ending in rule.endings):
+        raise reader.error("suffixes", f"{list(rule.endings)!r}: names of files do not end so")
+    return rule
 
 
 def _check(config: PoolConfig, origin: str) -> None:
@@ -255,6 +291,9 @@ class _Reader:
             raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; {what} is needed")
         return value
 
+    def error(self, key: str, what: str) -> PoolError:
+        return PoolError(f"{self._origin}: {(self._prefix + key).removesuffix('.')}: {what}")
+
     def has(self, key: str) -> bool:
         return key in self._table
 
@@ -279,6 +318,13 @@ class _Reader:
             raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; a string that is not empty is needed")
         return value
 
+    def texts(self, key: str, most: int) -> tuple[str, ...]:
+        value = self._take(key, list, "an array of strings")
+        assert isinstance(value, list)
+        if len(value) > most or not all(isinstance(item, str) for item in value):
+            raise self.error(key, f"an array of at most {most} strings is needed")
+        return tuple(value)
+
     def uuid(self, key: str) -> uuids.UUID:
         value = self.text(key)
         try:
@@ -297,11 +343,13 @@ class _Reader:
         assert isinstance(value, dict)
         return _Reader(self._origin, f"{self._prefix}{key}.", value)
 
-    def tables(self, key: str) -> list[_Reader]:
+    def tables(self, key: str, most: int | None = None) -> list[_Reader]:
         value = self._take(key, list, "an array of tables")
         assert isinstance(value, list)
         if not all(isinstance(item, dict) for item in value):
             raise PoolError(f"{self._origin}: {self._prefix}{key}: write it as [[{key}]] tables")
+        if most is not None and len(value) > most:
+            raise self.error(key, f"{len(value)} of them; at most {most} are possible")
         return [_Reader(self._origin, f"{self._prefix}{key}[{i}].", item) for i, item in enumerate(value)]
 
     def finish(self) -> None:

@@ -18,6 +18,9 @@ DeviceIndex = NewType("DeviceIndex", int)
 
 PAGE_SIZE = 4096
 NAME_MAX = 255
+# Names the group that a file belongs to; on a directory it makes the files in it a group.
+GROUP_ATTRIBUTE = b"user.kvfs.group"
+GROUP_NAME_MAX = 255
 ROOT_INODE = InodeNumber(1)
 # Mount epoch in the high bits, a counter in the low ones: numbers never go back, whatever a crash forgot.
 COUNTER_BITS = 36
@@ -168,6 +171,12 @@ class Inode:
     @property
     def sealed(self) -> bool:
         return bool(self.flags._value_ & _SEALED)
+
+    @property
+    def group(self) -> bytes:
+        """The group that its extended attribute names; empty if none. What is too long to be one names none."""
+        name = self.xattrs.get(GROUP_ATTRIBUTE, b"") if self.xattrs else b""
+        return name if len(name) <= GROUP_NAME_MAX else b""
 
     @property
     def data_pages(self) -> int:

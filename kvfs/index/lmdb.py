@@ -26,7 +26,7 @@ import trio
 
 from kvfs.errors import KvfsError
 from kvfs.index.interface import IndexStatistics, Names, Numbers, Pairs, States
-from kvfs.types import Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
+from kvfs.types import GROUP_ATTRIBUTE, Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class _Layer:
     inodes: dict[int, bytes | None] = field(default_factory=dict)
     names: dict[int, dict[bytes, int | None]] = field(default_factory=dict)
     members: dict[int, dict[int, bool]] = field(default_factory=dict)
+    groups: dict[bytes, dict[int, bool]] = field(default_factory=dict)
     segments: dict[int, bytes] = field(default_factory=dict)
     meta: dict[bytes, bytes | None] = field(default_factory=dict)
     count: int = 0
@@ -110,6 +111,16 @@ class _Layer:
             if not members:
                 del self.members[segment]
 
+    def set_group(self, group: bytes, inode: int, present: bool) -> None:
+        self.groups.setdefault(group, {})[inode] = present
+
+    def drop_group(self, group: bytes, inode: int) -> None:
+        inodes = self.groups.get(group)
+        if inodes is not None:
+            inodes.pop(inode, None)
+            if not inodes:
+                del self.groups[group]
+
     def names_after(self, parent: int, after: bytes) -> list[bytes]:
         names = self.names.get(parent)
         if not names:
@@ -126,6 +137,8 @@ class _Layer:
             self.names.setdefault(parent, {}).update(names)
         for segment, members in newer.members.items():
             self.members.setdefault(segment, {}).update(members)
+        for group, inodes in newer.groups.items():
+            self.groups.setdefault(group, {}).update(inodes)
         self.segments.update(newer.segments)
         self.meta.update(newer.meta)
         self.count += newer.count
@@ -189,9 +202,17 @@ class LmdbIndex:
             self._members_db = self._env.open_db(b"segment_inodes")
             self._segments_db = self._env.open_db(b"segments")
             self._meta_db = self._env.open_db(b"meta")
+            self._groups_db = self._open_groups()
             self._read = cast(Transaction, self._env.begin())
         except (lmdb.Error, OSError) as error:
             raise IndexError_(f"index {path}: {error}") from error
+
+    def _open_groups(self) -> object | None:
+        """None for a reader of an index that was made before there were groups."""
+        try:
+            return cast(object, self._env.open_db(b"groups"))
+        except (lmdb.NotFoundError, lmdb.ReadonlyError):
+            return None
 
     @property
     def incomplete(self) -> bool:
@@ -377,6 +398,35 @@ class LmdbIndex:
                     return
                 yield _MEMBER.unpack(key)[1]
 
+    @property
+    def groups_used(self) -> bool:
+        if any(layer is not None and layer.groups for layer in (self._volatile, self._pending, self._committing)):
+            return True
+        return self._groups_db is not None and self._read.stat(self._groups_db)["entries"] > 0
+
+    def group_inodes(self, group: bytes) -> Numbers:
+        found = set(self._stored_group(group))
+        for layer in (self._committing, self._pending, self._volatile):
+            for number, present in ({} if layer is None else layer.groups.get(group, {})).items():
+                if present:
+                    found.add(number)
+                else:
+                    found.discard(number)
+        # A rebuild enters what it finds, and not all of that stays.
+        inodes = [self.get(InodeNumber(number)) for number in sorted(found)]
+        return [inode.inode for inode in inodes if inode is not None and inode.group == group]
+
+    def _stored_group(self, group: bytes) -> Iterator[int]:
+        if self._groups_db is None:
+            return
+        cursor = self._read.cursor(self._groups_db)
+        if cursor.set_range(_group_key(group, 0)):
+            for item in cursor.iternext(values=False):
+                key = cast(bytes, item)
+                if key[1:-8] != group:
+                    return
+                yield _U64.unpack(key[-8:])[0]
+
     def segment_get(self, segment: SegmentIndex) -> bytes | None:
         for layer in (self._pending, self._committing):
             if layer is not None and segment in layer.segments:
@@ -469,6 +519,10 @@ class LmdbIndex:
             pending.set_member(segment, number, True)
         for segment in before - after:
             pending.set_member(segment, number, False)
+        if old is not None and old.group and old.group != new.group:
+            pending.set_group(old.group, number, False)
+        if new.group:
+            pending.set_group(new.group, number, True)
         pending.count += 1
 
     def _put_volatile(self, new: Inode, old: Inode | None) -> None:
@@ -483,6 +537,8 @@ class LmdbIndex:
             volatile.set_name(new.parent, new.name, number)
         for segment in segments_of(new):
             volatile.set_member(segment, number, True)
+        if new.group:
+            volatile.set_group(new.group, number, True)
 
     def _drop_volatile(self, number: int) -> Inode | None:
         record = self._volatile.inodes.pop(number, None)
@@ -493,6 +549,8 @@ class LmdbIndex:
             self._volatile.drop_name(inode.parent, inode.name)
         for segment in segments_of(inode):
             self._volatile.drop_member(segment, number)
+        if inode.group:
+            self._volatile.drop_group(inode.group, number)
         return inode
 
     def _remove_name(self, old: Inode) -> None:
@@ -522,6 +580,8 @@ class LmdbIndex:
         if old.kind == Kind.FILE:
             for segment in segments_of(old):
                 pending.set_member(segment, number, False)
+        if old.group:
+            pending.set_group(old.group, number, False)
         pending.count += 1
 
     def segment_put(self, segment: SegmentIndex, state: bytes) -> None:
@@ -630,6 +690,13 @@ class LmdbIndex:
                     txn.delete(_MEMBER.pack(segment, inode), db=self._members_db)
         members.sort()
         txn.cursor(self._members_db).putmulti(members)
+        if self._groups_db is not None:
+            for group, inodes in batch.groups.items():
+                for number, present in inodes.items():
+                    if present:
+                        txn.put(_group_key(group, number), b"", db=self._groups_db)
+                    else:
+                        txn.delete(_group_key(group, number), db=self._groups_db)
         txn.cursor(self._segments_db).putmulti(
             [(_U32.pack(segment), state) for segment, state in batch.segments.items()]
         )
@@ -648,7 +715,8 @@ class LmdbIndex:
         """
         try:
             with self._write_lock, self._env.begin(write=True) as plain:
-                work(Bulk(cast(Transaction, plain), self._inodes_db, self._names_db, self._members_db))
+                databases = (self._inodes_db, self._names_db, self._members_db, self._groups_db)
+                work(Bulk(cast(Transaction, plain), *databases))
         except lmdb.Error as error:
             raise _commit_error(self._path, errno.EIO, error) from error
 
@@ -696,12 +764,13 @@ class LmdbIndex:
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """One bulk transaction: the three databases of inodes, raw."""
+    """One bulk transaction: the databases of inodes, raw."""
 
     txn: Transaction
     inodes_db: object
     names_db: object
     members_db: object
+    groups_db: object
 
     def record(self, inode: int) -> bytes | None:
         return self.txn.get(_U64.pack(inode), None, self.inodes_db)
@@ -718,6 +787,8 @@ class Bulk:
         if inode.kind == Kind.FILE:
             for segment in segments_of(inode):
                 self.txn.delete(_MEMBER.pack(segment, number), db=self.members_db)
+        if inode.group:
+            self.txn.delete(_group_key(inode.group, number), db=self.groups_db)
 
     def remove_name(self, parent: int, name: bytes) -> None:
         self.txn.delete(_U64.pack(parent) + name, db=self.names_db)
@@ -732,6 +803,14 @@ class Bulk:
         for db, items in ((self.inodes_db, inodes), (self.names_db, names), (self.members_db, members)):
             items.sort()
             self.txn.cursor(db).putmulti(items)
+        for _, record in inodes:
+            if GROUP_ATTRIBUTE in record and (inode := Inode.unpack(record)).group:
+                self.txn.put(_group_key(inode.group, inode.inode), b"", db=self.groups_db)
+
+
+def _group_key(group: bytes, inode: int) -> bytes:
+    # The length first: then the keys of one group lie side by side, whatever bytes the names of others are.
+    return bytes([len(group)]) + group + _U64.pack(inode)
 
 
 def _sync_directory(path: Path) -> None:

@@ -33,7 +33,17 @@ from kvfs.errors import (
     StaleInodeError,
 )
 from kvfs.namespace.storage import PIN_ATTRIBUTE, SYMLINK_KEY, Storage
-from kvfs.types import NAME_MAX, PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.types import (
+    GROUP_ATTRIBUTE,
+    GROUP_NAME_MAX,
+    NAME_MAX,
+    PAGE_SIZE,
+    ROOT_INODE,
+    Inode,
+    InodeFlags,
+    InodeNumber,
+    Kind,
+)
 
 RENAME_NOREPLACE = 1
 # A directory's times change at most this often: it is the step of the kernel's own file times, and it saves most of the
@@ -531,14 +541,19 @@ class Namespace:
         if name == PIN_ATTRIBUTE:
             await self.set_pinned(number, value not in (b"", b"0"))
             return
+        if name == GROUP_ATTRIBUTE and not 1 <= len(value) <= GROUP_NAME_MAX:
+            raise InvalidArgumentError(
+                f"inode {number}: the name of a group has 1 to {GROUP_NAME_MAX} bytes, not {len(value)}"
+            )
         if not name.startswith((b"user.", b"trusted.")):
             raise NotSupportedError(f"extended attribute {name!r}: only user.* and trusted.* can be set")
-        inode = self.get(number)
+        before = self.get(number)
+        inode = before.copy()
         used = sum(6 + len(key) + len(old) for key, old in inode.xattrs.items() if key != name)
         if used + 6 + len(name) + len(value) > XATTRS_SIZE_MAX:
             raise NoSpaceError(f"inode {number}: extended attributes of more than {XATTRS_SIZE_MAX} bytes")
         inode.xattrs[name] = value
-        self._changed_xattrs(inode)
+        self._changed_xattrs(inode, before)
 
     def getxattr(self, number: InodeNumber, name: bytes) -> bytes:
         inode = self.get(number)
@@ -561,12 +576,14 @@ class Namespace:
             return
         if name == SYMLINK_KEY or name not in inode.xattrs:
             raise NoAttributeError(f"inode {number}: no extended attribute {name!r}")
+        before = inode.copy()
         del inode.xattrs[name]
-        self._changed_xattrs(inode)
+        self._changed_xattrs(inode, before)
 
-    def _changed_xattrs(self, inode: Inode) -> None:
+    def _changed_xattrs(self, inode: Inode, before: Inode) -> None:
         inode.ctime_ns = time.time_ns()
-        self._put(inode)
+        self._index.put(inode, before)
+        self._plane.inode_update(inode.pack())
         if inode.sealed or inode.kind == Kind.DIRECTORY:
             self._store.renamed(inode)
 

@@ -20,6 +20,7 @@ from kvfs.index.interface import Index
 from kvfs.plane import Plane
 from kvfs.store.eviction import BlockUse, Candidate, EvictionPolicy, Stream
 from kvfs.store.format import FLAGS_OFFSET
+from kvfs.store.groups import Group, Groups
 from kvfs.store.pins import Pins
 from kvfs.store.segments import Segment, Segments, State, usage
 from kvfs.types import PAGE_SIZE, Inode, InodeFlags, InodeNumber
@@ -73,10 +74,11 @@ class EvictionCounters:
 
 class Evictor:
     def __init__(
-        self, segments: Segments, index: Index, plane: Plane, policy: EvictionPolicy, pins: Pins, mover: BlockMover
+        self, segments: Segments, index: Index, plane: Plane, policy: EvictionPolicy, pins: Pins, groups: Groups,
+        mover: BlockMover,
     ) -> None:
         self._segments, self._index, self._plane = segments, index, plane
-        self._policy, self._pins, self._mover = policy, pins, mover
+        self._policy, self._pins, self._groups, self._mover = policy, pins, groups, mover
         self.counters = EvictionCounters()
         self._hot: dict[int, tuple[float, int]] = {}
         self._order: dict[Stream, list[tuple[Segment, int]]] = {}
@@ -222,7 +224,9 @@ class Evictor:
                 inodes = self._index.segment_inodes(segment.index)
                 if not inodes:
                     break
-                plan = await self._plan(segment, inodes, first=turn == 0, drain=drain)
+                groups = await self._groups.of(inodes)
+                await self._look_at(groups)
+                plan = await self._plan(segment, inodes, groups, first=turn == 0, drain=drain)
                 if plan is None:
                     return False
                 must, hot = plan
@@ -230,7 +234,8 @@ class Evictor:
                     return False
                 # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
                 await self._carry_all(hot)
-                removed += await self._remove(segment, inodes)
+                await self._look_at(groups)
+                removed += await self._remove(segment, inodes, groups)
             else:
                 return False
             if segment.held:
@@ -249,8 +254,25 @@ class Evictor:
                 self._segments.changed(segment)
                 self._segments.free_if_empty(segment)
 
+    async def _look_at(self, groups: dict[InodeNumber, Group]) -> None:
+        """Learn of each group what decides about all of it: whether one is in use, and the hits of the best."""
+        looked = 0
+        for group in set(groups.values()):
+            group.held, group.hits = False, max(self._plane.inode_hits(group.inodes, clear=False))
+            for number in group.inodes:
+                record = self._index.raw(number)
+                group.held = record is not None and (
+                    bool(self._plane.inode_is_open(number)) or self._mover.is_busy(number) or self._pins.holds(record)
+                )
+                looked += 1
+                if group.held:
+                    break
+                if looked % _EVICT_BATCH == 0:
+                    await trio.lowlevel.checkpoint()
+
     async def _plan(
-        self, segment: Segment, inodes: Sequence[InodeNumber], *, first: bool, drain: bool
+        self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group], *, first: bool,
+        drain: bool,
     ) -> tuple[list[bytes], list[bytes]] | None:
         """Records of the blocks that must be carried over, and of those that are worth it; None if the segment has to
         stay."""
@@ -266,31 +288,42 @@ class Evictor:
             state = self._plane.inode_is_open(number)
             if state == _WRITTEN or self._mover.is_busy(number):
                 return None
-            if state or self._pins.holds(record):
+            group = groups.get(number)
+            if state or self._pins.holds(record) or (group is not None and group.held):
                 must.append(record)
                 must_pages += sum(usage(Inode.unpack(record)).values())
             elif first:
                 others.append((record, number))
         if drain:
-            hits = self._plane.inode_hits([number for _, number in others], clear=False)
+            hits = self._hits([number for _, number in others], groups, clear=False)
             return must + [record for (record, _), hit in zip(others, hits, strict=True) if hit], []
         if must_pages > _KEEP_SHARE * self._segments.area:
             return None
-        return must, self._worth_keeping(others) if first else []
+        return must, self._worth_keeping(others, groups) if first else []
 
-    def _worth_keeping(self, blocks: Sequence[tuple[bytes, InodeNumber]]) -> list[bytes]:
+    def _hits(self, numbers: Sequence[InodeNumber], groups: dict[InodeNumber, Group], *, clear: bool) -> list[int]:
+        """The hits of each, or of the best in its group."""
+        hits = self._plane.inode_hits(numbers, clear=clear)
+        return [groups[n].hits if n in groups else h for n, h in zip(numbers, hits, strict=True)]
+
+    def _worth_keeping(
+        self, blocks: Sequence[tuple[bytes, InodeNumber]], groups: dict[InodeNumber, Group]
+    ) -> list[bytes]:
         written = self._segments.pages_written - self._pages_at_start
         budget = int(written * CARRY_SHARE) - self.counters.carried_pages
-        hits = self._plane.inode_hits([number for _, number in blocks], clear=True)
+        hits = self._hits([number for _, number in blocks], groups, clear=True)
         if budget <= 0 or not any(hits):
             return []
         uses = [
             BlockUse(sum(usage(Inode.unpack(record)).values()) if h else 0, h)
             for (record, _), h in zip(blocks, hits, strict=True)
         ]
-        chosen = self._policy.carry(uses, budget)
-        self.counters.carried_pages += sum(uses[i].pages for i in chosen)
-        return [blocks[i][0] for i in chosen]
+        chosen = set(self._policy.carry(uses, budget))
+        # With one of a group the others stay, also those that went beyond the budget: the next ones pay for them.
+        kept_groups = {groups[blocks[i][1]] for i in chosen if blocks[i][1] in groups}
+        kept = [i for i, (_, number) in enumerate(blocks) if i in chosen or groups.get(number) in kept_groups]
+        self.counters.carried_pages += sum(uses[i].pages for i in kept)
+        return [blocks[i][0] for i in kept]
 
     async def _carry_all(self, records: Sequence[bytes]) -> bool:
         """Carry blocks over, several at a time. False if there was no room for one."""
@@ -317,9 +350,13 @@ class Evictor:
                     nursery.start_soon(work)
         return not full
 
-    async def _remove(self, segment: Segment, inodes: Sequence[InodeNumber]) -> int:
-        """Take those that are still there out of the table and the index, unless they were opened meanwhile."""
+    async def _remove(
+        self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]
+    ) -> int:
+        """Take those that are still there out of the table and the index, and with them the rest of their groups; not
+        those that were opened meanwhile, nor a group with such a one."""
         removed = 0
+        inodes, elsewhere = self._with_groups(segment, inodes, groups)
         for at in range(0, len(inodes), _EVICT_BATCH):
             if segment.lost:
                 break
@@ -334,7 +371,7 @@ class Evictor:
                 if record is None or record[FLAGS_OFFSET] & InodeFlags.PINNED or self._mover.is_busy(number):
                     continue
                 inode = Inode.unpack(record)
-                if segment.index in usage(inode) and not self._pins.holds(record):
+                if (segment.index in usage(inode) or number in elsewhere) and not self._pins.holds(record):
                     here.append(number)
                     found.append(inode)
             # No await between the table's answer and the index: an open in between would find a block that is gone.
@@ -347,3 +384,24 @@ class Evictor:
                     removed += 1
             await trio.lowlevel.checkpoint()
         return removed
+
+    def _with_groups(
+        self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]
+    ) -> tuple[Sequence[InodeNumber], set[InodeNumber]]:
+        """All that go with what is left in the segment, and which of them lie elsewhere."""
+        if not groups:
+            return inodes, set()
+        here: list[InodeNumber] = []
+        elsewhere: dict[InodeNumber, None] = {}
+        for number in inodes:
+            group = groups.get(number)
+            if group is None:
+                here.append(number)
+                continue
+            inode = self._index.get(number)
+            if not group.held and inode is not None and segment.index in usage(inode):
+                here.append(number)
+                elsewhere.update(dict.fromkeys(group.inodes))
+        for number in here:
+            elsewhere.pop(number, None)
+        return [*here, *elsewhere], set(elsewhere)

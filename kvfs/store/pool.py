@@ -40,6 +40,7 @@ from kvfs.store.format import (
     RECORD_HEAD,
     split_records,
 )
+from kvfs.store.groups import Groups
 from kvfs.store.pins import Pins
 from kvfs.store.reservations import Reservations, ReservationStatistics
 from kvfs.store.sealing import BEING_WRITTEN, Sealing
@@ -223,7 +224,8 @@ class Store:
         if not clean and not rebuild:
             # What was found is what stays, even if the next thing that happens is a crash that takes the index along.
             await self.segments.flush_summaries()
-        self.evictor = Evictor(self.segments, self.index, self.plane, self._policy, self.pins, self)
+        self.evictor = Evictor(self.segments, self.index, self.plane, self._policy, self.pins,
+                               Groups(self.index, self.config.groups), self)  # fmt: skip
         self._set_space()
         await self.service.take_in_stale()
         self.rebuilding = rebuild
@@ -370,6 +372,7 @@ class Store:
     async def _count_pins_loop(self) -> None:
         while True:
             await self.pins.count()
+            self._set_space()
             with trio.move_on_after(_PIN_COUNT_S if self.pins else float("inf")):
                 await self.pins.changed.wait()
             self.pins.changed = trio.Event()

@@ -205,6 +205,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
     int r = file_grow_chunks(file, last + 1);
     if (r < 0)
         return r;
+    bool fills = false;
     for (uint32_t i = first; i <= last; i++) {
         struct chunk *chunk = &file->chunks[i];
         if (chunk->spilling) {
@@ -215,7 +216,11 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
         bool whole = offset <= i * CHUNK_SIZE && end >= (i + 1) * CHUNK_SIZE;
         if (chunk->state == CHUNK_PLACED && !whole)
             return -EINPROGRESS;
+        fills |= min_u64(end, (i + 1) * CHUNK_SIZE) - i * CHUNK_SIZE > chunk->filled;
     }
+    /* ftruncate(2) asks for no space, so what it added is asked for here, when bytes come to lie there. */
+    if (fills && atomic_load(&plane->open_bytes) + growth > atomic_load(&plane->space))
+        return -atomic_load(&plane->space_error);
     const uint8_t *payload = request->payload;
     uint64_t at = offset;
     for (uint32_t i = first; i <= last; i++) {

@@ -9,6 +9,8 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "faults"))
+
 import helpers
 
 for _name in helpers.FIXTURES:

@@ -175,3 +175,36 @@ def test_files_just_closed_stay_while_older_blocks_are_there(own_pool):
             time.sleep(1.1)
         for index in range(64):
             os.rename(pool.mount / "new" / f"{index}.tmp", pool.mount / "new" / f"{index}")
+
+
+@pytest.mark.timeout(240)
+def test_in_a_full_pool_a_write_to_what_ftruncate_added_fails_not_the_close(own_pool):
+    """ftruncate(2) takes no space, so nobody has asked for it when the bytes come."""
+    pool = own_pool(files=2, size="32M")
+    write_file(pool.mount / "before", content(BLOCK))
+    full = None
+    for index in range(2 * 32 * MIB // BLOCK + 20):
+        path = pool.mount / f"pinned-{index}"
+        with opened(path, os.O_CREAT | os.O_WRONLY) as descriptor:
+            os.setxattr(descriptor, "user.kvfs.pin", b"1")
+            try:
+                for at in range(0, BLOCK, MIB):
+                    part = content(BLOCK, index)[at : at + MIB]
+                    assert os.pwrite(descriptor, part, at) == len(part)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                full = index
+                path.unlink()
+                break
+    assert full, "more was pinned than the pool can hold"
+    descriptor = os.open(pool.mount / "late", os.O_CREAT | os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, 4 * BLOCK)
+        with raises_errno(errno.ENOSPC):
+            for at in range(0, 4 * BLOCK, MIB):
+                os.pwrite(descriptor, content(MIB, at), at)
+    finally:
+        os.unlink(pool.mount / "late")
+        os.close(descriptor)  # must not fail
+    for index in range(full):
+        assert_same(read_file(pool.mount / f"pinned-{index}"), content(BLOCK, index), f"pinned block {index}")
