@@ -1,18 +1,39 @@
 """Eviction policy: which stream a block goes to, which segment goes next, and which of its blocks are carried over.
 
-Pure and small, to be replaced: it sees numbers, changes nothing, and knows neither index nor devices. Simulated on the
-real trace with 100 to 500 segments, choosing the segment with the least live value among the oldest of each stream beat
-plain FIFO and two-stream S3-FIFO.
+Pure, to be replaced: it sees numbers, changes nothing, and knows neither index nor devices. `tools/simulate` runs this
+very module on traces; docs/performance.md has what came out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from heapq import nsmallest
+from typing import NamedTuple, Protocol
 
-_STEPS = 8
+# Blocks age by a clock of pages written, not of seconds: what a block's place costs is what could be written there. So
+# nothing here depends on the size of a pool or the speed of its engines. As much as the pool holds is so many ticks.
+TICKS_PER_POOL = 1024
+# The clock has 24 bits and goes round, after 16,384 times the pool.
+TICK_MASK = (1 << 24) - 1
+
+# The chance of a next use falls with the time since the last: as 1/age where popularity alone decides, faster where
+# blocks belong to conversations that end. Between the two.
+_AGE_POWER = -1.5
+# Some 2% of the pool: ages below say only that a burst is not over.
+_AGE_SOFT = 20
+# Each use so far makes the next one likelier by the first's worth, as far as that goes on: not beyond the third.
+_HIT_WORTH = 1.0
+_HITS_MAX = 3
+# A copy costs a page written besides the page kept: it has to be worth so much more than what eviction loses a page.
+_COPY_FACTOR = 1.5
+# The price rises as the budget runs out, so that it is there for what comes: doubled at so many segments left.
+_BUDGET_LOW = 0.3
+# Of what a segment costs, in the running mean of what eviction loses a page: the last 20 count.
+_SMOOTHING = 0.05
+# How many segments are weighed for one that goes: the next in turn, and those that seem best.
+_TURN = 16
+_AGAIN = 8
 
 
 class Stream(IntEnum):
@@ -21,23 +42,15 @@ class Stream(IntEnum):
     CLIENT = 2  # written by native clients themselves
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A closed segment that may be evicted."""
-
-    segment: int
-    stream: int
-    age: int  # grows with every opening: the smallest is the oldest
-    live_pages: int
-    hot_pages: int  # of blocks that were hit since they were written or carried over
+# How a block was used: the tick of its last open, or of its creation; and how many opens there were since that.
+Use = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockUse:
-    """A block of a segment that is being evicted."""
+class Contents(NamedTuple):
+    """What lies in a closed segment."""
 
-    pages: int
-    hits: int
+    uses: Sequence[Use]  # of its blocks, or of a sample of them
+    live_share: float  # of its pages
 
 
 class EvictionPolicy(Protocol):
@@ -45,48 +58,81 @@ class EvictionPolicy(Protocol):
         """Where a new block of `size` bytes goes."""
         ...
 
-    def shortlist(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those worth counting hits for. Their hot_pages is not known yet."""
+    def choose(
+        self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int
+    ) -> int | None:
+        """The segment of `closed` that goes; None if that is empty.
+
+        contents() is asked of a bounded number of segments. budget: what may be carried over now, in segments; tick:
+        the clock.
+        """
         ...
 
-    def victim(self, candidates: Sequence[Candidate]) -> Candidate | None: ...
+    def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
+        """Indexes of the blocks of a segment that are worth a copy, those worth most first.
 
-    def carry(self, blocks: Sequence[BlockUse], budget_pages: int) -> list[int]:
-        """Indexes of the blocks to carry over, of at most budget_pages together."""
+        uses: in the order of their creation. Of equals the first is first: a chain's head is of use without its tail.
+        """
+        ...
+
+    def gone(self, segment: int, lost: Contents, tick: int) -> None:
+        """The segment was emptied. lost: what was not carried over, and its share of the pages that were gained."""
         ...
 
 
-class OldestLeastLive:
-    """The least live value among the `depth` oldest segments of each stream; blocks hit since written are carried
-    over."""
+class LeastLoss:
+    """A block is worth its estimated chance of being used within the next tick; a segment what is lost with it: of each
+    block its worth, or the price of a copy where that is less. The one of least loss goes.
 
-    def __init__(self, depth: int = 8, hot_weight: int = 8) -> None:
-        self._depth = depth
-        self._hot_weight = hot_weight
+    The price follows from what is lost elsewhere, by the page, and from how much may still be copied.
+    """
+
+    def __init__(self) -> None:
+        self._losses: dict[int, tuple[float, int]] = {}  # by segment: a page's, and when it was weighed
+        self._next = 0
+        self._lost = 0.0  # by the page of what was gained: running mean
 
     def stream_of(self, size: int) -> Stream:
         return Stream.NEW
 
-    def shortlist(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        oldest: list[Candidate] = []
-        for stream in Stream:
-            of_stream = sorted((c for c in candidates if c.stream == stream), key=lambda c: c.age)
-            oldest += of_stream[: self._depth]
-        return oldest
+    def choose(
+        self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int
+    ) -> int | None:
+        if not closed:
+            return None
+        price, losses = self._price(budget), self._losses
 
-    def victim(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        # In coarse steps: between nearly equal segments age decides, else the fullest of the old ones would never go.
-        step = max(1, max((c.live_pages for c in candidates), default=0) // _STEPS)
-        return min(
-            candidates, key=lambda c: ((c.live_pages + self._hot_weight * c.hot_pages) // step, c.age), default=None
-        )
+        def weigh(segment: int) -> float:
+            uses, live_share = contents(segment)
+            loss = sum(min(worth, price) for worth in _worths(uses, tick)) * live_share / max(1, len(uses))
+            losses[segment] = loss, tick
+            return loss
 
-    def carry(self, blocks: Sequence[BlockUse], budget_pages: int) -> list[int]:
-        # Most hits a page first: a small block that is read often costs little to keep.
-        hit = [i for i, block in enumerate(blocks) if block.hits]
-        chosen: list[int] = []
-        for i in sorted(hit, key=lambda i: (-blocks[i].hits / max(1, blocks[i].pages), i)):
-            if blocks[i].pages <= budget_pages:
-                budget_pages -= blocks[i].pages
-                chosen.append(i)
-        return chosen
+        for i in range(min(_TURN, len(closed))):
+            weigh(closed[(self._next + i) % len(closed)])
+        self._next = (self._next + _TURN) % len(closed)
+        # What was weighed before may have been used since, and is older.
+        likely = nsmallest(_AGAIN, (s for s in closed if s in losses), key=losses.__getitem__)
+        return min(likely, key=lambda s: losses[s][0] if losses[s][1] == tick else weigh(s))
+
+    def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
+        price = self._price(budget)
+        worths = _worths(uses, tick)
+        return sorted((i for i, worth in enumerate(worths) if worth > price), key=lambda i: -worths[i])
+
+    def gone(self, segment: int, lost: Contents, tick: int) -> None:
+        self._losses.pop(segment, None)
+        loss = sum(_worths(lost.uses, tick)) * lost.live_share / max(1, len(lost.uses))
+        self._lost += (loss - self._lost) * _SMOOTHING
+
+    def _price(self, budget: float) -> float:
+        if budget <= 0:
+            return float("inf")
+        return _COPY_FACTOR * self._lost * (1 + _BUDGET_LOW / budget)
+
+
+_HIT_FACTORS = [1 + _HIT_WORTH * min(hits, _HITS_MAX) for hits in range(256)]
+
+
+def _worths(uses: Sequence[Use], tick: int) -> list[float]:
+    return [_HIT_FACTORS[hits] * (((tick - used) & TICK_MASK) + _AGE_SOFT) ** _AGE_POWER for used, hits in uses]
