@@ -34,8 +34,8 @@ from kvfs.store.pool import Store, StoreOptions
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, Kind
 
 _JSON_VERSION = 1
-# Free when a segment is opened for writers: as many as the pool's evictor keeps, which its copies may use.
-_SPARE = 3
+# Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
+_SPARE = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ very module on traces; docs/performance.md has what came out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from heapq import nsmallest
@@ -22,9 +23,15 @@ TICK_MASK = (1 << 24) - 1
 _AGE_POWER = -1.5
 # Some 2% of the pool: ages below say only that a burst is not over.
 _AGE_SOFT = 20
-# Each use so far makes the next one likelier by the first's worth, as far as that goes on: not beyond the third.
-_HIT_WORTH = 1.0
+# Hits beyond these say no more.
 _HITS_MAX = 3
+# What a hit says of the next one is learnt from blocks that were lost: of those that had so many, how many had one more.
+# But the policy itself decides who is lost, so that no block counts for more than 1 + 2 of those never hit for each hit.
+_HIT_WORTH_MAX = 2.0
+# What is taken to have been seen before anything is: blocks with 0, 1, ... hits and more.
+_REACHED = (200.0, 60.0, 30.0, 15.0, 8.0)
+# Of what was seen, at each segment that goes: some 200 count.
+_REACHED_KEPT = 0.995
 # A copy costs a page written besides the page kept: it has to be worth so much more than what eviction loses a page.
 _COPY_FACTOR = 1.5
 # The price rises as the budget runs out, so that it is there for what comes: doubled at so many segments left.
@@ -91,6 +98,8 @@ class LeastLoss:
         self._losses: dict[int, tuple[float, int]] = {}  # by segment: a page's, and when it was weighed
         self._next = 0
         self._lost = 0.0  # by the page of what was gained: running mean
+        self._reached = list(_REACHED)
+        self._factors = _factors(self._reached)
 
     def stream_of(self, size: int) -> Stream:
         return Stream.NEW
@@ -104,7 +113,7 @@ class LeastLoss:
 
         def weigh(segment: int) -> float:
             uses, live_share = contents(segment)
-            loss = sum(min(worth, price) for worth in _worths(uses, tick)) * live_share / max(1, len(uses))
+            loss = sum(min(worth, price) for worth in self._worths(uses, tick)) * live_share / max(1, len(uses))
             losses[segment] = loss, tick
             return loss
 
@@ -117,22 +126,38 @@ class LeastLoss:
 
     def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
         price = self._price(budget)
-        worths = _worths(uses, tick)
+        worths = self._worths(uses, tick)
         return sorted((i for i, worth in enumerate(worths) if worth > price), key=lambda i: -worths[i])
 
     def gone(self, segment: int, lost: Contents, tick: int) -> None:
         self._losses.pop(segment, None)
-        loss = sum(_worths(lost.uses, tick)) * lost.live_share / max(1, len(lost.uses))
+        loss = sum(self._worths(lost.uses, tick)) * lost.live_share / max(1, len(lost.uses))
         self._lost += (loss - self._lost) * _SMOOTHING
+        had = Counter(min(hits, _HITS_MAX + 1) for _, hits in lost.uses)
+        for hits in range(_HITS_MAX, -1, -1):
+            had[hits] += had[hits + 1]
+        self._reached = [seen * _REACHED_KEPT + had[hits] for hits, seen in enumerate(self._reached)]
+        self._factors = _factors(self._reached)
 
     def _price(self, budget: float) -> float:
         if budget <= 0:
             return float("inf")
         return _COPY_FACTOR * self._lost * (1 + _BUDGET_LOW / budget)
 
+    def _worths(self, uses: Sequence[Use], tick: int) -> list[float]:
+        """Of each block; only ratios mean something."""
+        factors = self._factors
+        return [
+            factors[min(hits, _HITS_MAX)] * (((tick - used) & TICK_MASK) + _AGE_SOFT) ** _AGE_POWER
+            for used, hits in uses
+        ]  # fmt: skip
 
-_HIT_FACTORS = [1 + _HIT_WORTH * min(hits, _HITS_MAX) for hits in range(256)]
 
-
-def _worths(uses: Sequence[Use], tick: int) -> list[float]:
-    return [_HIT_FACTORS[hits] * (((tick - used) & TICK_MASK) + _AGE_SOFT) ** _AGE_POWER for used, hits in uses]
+def _factors(reached: Sequence[float]) -> list[float]:
+    """By hits: how much likelier the next one is than the first is of a block never hit."""
+    first = (reached[1] + 1) / (reached[0] + 1)
+    factors = []
+    for hits in range(_HITS_MAX + 1):
+        likelier = (reached[hits + 1] + 1) / (reached[hits] + 1) / first
+        factors.append(max(1.0, min(1 + _HIT_WORTH_MAX * hits, likelier)))
+    return factors

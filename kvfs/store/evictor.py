@@ -94,7 +94,7 @@ class Evictor:
 
     @property
     def high(self) -> int:
-        return self.low + self._ahead
+        return self.low + self._ahead // 2
 
     def _look_ahead(self, now: float) -> None:
         """More free segments while writers had to wait for one, fewer when they have not for long."""
@@ -195,7 +195,7 @@ class Evictor:
             sample = array("Q", inodes[:: max(1, len(inodes) // _SAMPLE)])
             self._samples[number] = segment.generation, sample
         # Those that were removed since are there no more: never used, and so worth next to nothing.
-        return Contents(self._plane.inode_uses(sample), segment.live_pages / self._segments.area)
+        return Contents(self._plane.inode_uses(sample.tolist()), segment.live_pages / self._segments.area)
 
     def _budget_pages(self) -> int:
         """What may still be carried over."""
