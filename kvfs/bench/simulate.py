@@ -2,7 +2,7 @@
 
 The pool's own policy (kvfs/store/eviction.py) runs on whole segments with a budget for copies, as the pool uses it; the
 references evict single blocks, at equal bytes, which no log-structured store can. With --pool the real pool is asked:
-segments, index, block table and evictor, with blocks of one page.
+segments, index, block table and evictor, with small blocks.
 
 A hit is a block of a prompt that is there with all those before it. All blocks of a prompt are stored that are not
 there.
@@ -278,14 +278,16 @@ def segmented(trace: Trace, capacity: int, segments: int) -> Result:
 
 # ---- the real pool ----
 
+_BLOCK_PAGES = 2
+
 
 def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
-    """The trace over a pool in a file below `directory`. Blocks are holes, so that each takes a page, for its header; a
-    segment is a power of two of them, so there are not quite as many as wanted. KvfsError."""
+    """The trace over a pool in a file below `directory`. A block takes two pages, one for its header. Segments are
+    powers of two of pages, so there are not quite as many as wanted. KvfsError."""
     start = time.monotonic()
-    geometry = min((Geometry(1, STRIPE_UNIT_MIN, PAGE_SIZE << i) for i in range(5, 20)),
-                   key=lambda g: abs(math.log(capacity / (g.end_page - 1) / segments)))  # fmt: skip
-    area = geometry.end_page - 1
+    geometry = min((Geometry(1, STRIPE_UNIT_MIN, PAGE_SIZE << i) for i in range(6, 20)),
+                   key=lambda g: abs(math.log(capacity / _blocks_in(g) / segments)))  # fmt: skip
+    area = _blocks_in(geometry)
     count = round(capacity / area)
     options = StoreOptions(
         staging_size=16 << 20, read_memory_size=16 << 20, records_max=2 * capacity + 4096, commit_interval_s=0.2
@@ -293,7 +295,7 @@ def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
 
     async def main(pool: Path) -> tuple[int, int, int]:
         async with Store.open(pool, options) as store:
-            assert len(store.segments.all) == count and store.segments.area == area
+            assert len(store.segments.all) == count
             hits, stored = await _replay(store, trace)
             return hits, stored, stored + store.evictor.counters.carried_blocks
 
@@ -306,6 +308,10 @@ def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
         hits, stored, written = trio.run(main, request.pool)
     looked_up = sum(map(len, trace))
     return Result("real pool", count * area, count, looked_up, hits, stored, written, time.monotonic() - start)
+
+
+def _blocks_in(geometry: Geometry) -> int:
+    return (geometry.end_page - 1) // _BLOCK_PAGES
 
 
 async def _replay(store: Store, trace: Trace) -> tuple[int, int]:
@@ -330,7 +336,7 @@ async def _replay(store: Store, trace: Trace) -> tuple[int, int]:
 
 
 async def _store_block(store: Store, name: bytes) -> None:
-    """As the namespace makes a file, one page long and all hole, and closes it."""
+    """As the namespace makes a file, a page of zeros, and closes it."""
     now = time.time_ns()
     inode = Inode(
         inode=store.next_inode(), parent=ROOT_INODE, name=name, kind=Kind.FILE, mode=0o100644, nlink=1,

@@ -25,8 +25,8 @@ _AGE_POWER = -1.5
 _AGE_SOFT = 20
 # Hits beyond these say no more.
 _HITS_MAX = 3
-# What a hit says of the next one is learnt from blocks that were lost: of those that had so many, how many had one more.
-# But the policy itself decides who is lost, so that no block counts for more than 1 + 2 of those never hit for each hit.
+# What a hit says of the next one is learnt from blocks that were lost: of those with so many, how many had one more. But
+# the policy itself decides which are lost: so a hit makes a block worth two that were never hit more, and not beyond.
 _HIT_WORTH_MAX = 2.0
 # What is taken to have been seen before anything is: blocks with 0, 1, ... hits and more.
 _REACHED = (200.0, 60.0, 30.0, 15.0, 8.0)
@@ -140,7 +140,7 @@ class LeastLoss:
         self._factors = _factors(self._reached)
 
     def _price(self, budget: float) -> float:
-        if budget <= 0:
+        if budget <= 0 or not self._lost:  # nothing was lost yet: then nobody knows what a page is worth
             return float("inf")
         return _COPY_FACTOR * self._lost * (1 + _BUDGET_LOW / budget)
 
