@@ -25,8 +25,8 @@ _AGE_POWER = -1.5
 _AGE_SOFT = 20
 # Hits beyond these say no more.
 _HITS_MAX = 3
-# What a hit says of the next one is learnt from blocks that were lost: of those with so many, how many had one more. But
-# the policy itself decides which are lost: so a hit makes a block worth two that were never hit more, and not beyond.
+# What a hit says of the next one is learnt from blocks that were lost: of those with so many, how many had one more.
+# But the policy itself decides which are lost: so a hit makes a block worth two that were never hit more, not beyond.
 _HIT_WORTH_MAX = 2.0
 # What is taken to have been seen before anything is: blocks with 0, 1, ... hits and more.
 _REACHED = (200.0, 60.0, 30.0, 15.0, 8.0)
