@@ -11,6 +11,7 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import trio
@@ -36,6 +37,7 @@ _KEEP_SHARE = 0.75
 _AVOID_S = 5.0
 # Blocks that a segment is weighed by: of one with 32,000 to look at each takes as long as to evict it.
 _SAMPLE = 256
+_SAMPLES_AT_ONCE = 16
 _PASSES = 6
 _ORDER_S = 1.0
 _AHEAD_MAX = 16
@@ -77,7 +79,7 @@ class Evictor:
         self._policy, self._pins, self._mover = policy, pins, mover
         self.counters = EvictionCounters()
         self._order: list[tuple[Segment, int]] = []
-        # By segment: its generation, and some of its blocks, as they were when it was first asked for.
+        # By segment: its generation, and some of the blocks that were in it when it was closed.
         self._samples: dict[int, tuple[int, array[int]]] = {}
         self._ordered_at = float("-inf")
         # Free segments kept for writers; when that changed; how often they had waited by then.
@@ -162,12 +164,12 @@ class Evictor:
         if not closed and self._ordered_at < now:
             self._ordered_at = float("-inf")
             closed = self._may_go(now)
-        victim = self._policy.choose(closed, self._contents, self._budget_segments(), self._segments.tick)
-        await trio.lowlevel.checkpoint()
-        # Waiting above: it may have been freed meanwhile.
-        if victim is None or not self._can_go(self._segments.all[victim], trio.current_time()):
-            return None
-        return self._segments.all[victim]
+        await self._take_samples(closed)
+        now = trio.current_time()
+        # Waiting above: some may have been freed meanwhile.
+        known = [n for n in closed if self._is_sampled(n) and self._can_go(self._segments.all[n], now)]
+        victim = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick)
+        return None if victim is None else self._segments.all[victim]
 
     def _may_go(self, now: float) -> list[int]:
         """Closed segments, the oldest first.
@@ -187,15 +189,22 @@ class Evictor:
             segment.state == State.CLOSED and not segment.held and segment.avoid_until <= now and not segment.avoided
         )
 
-    def _contents(self, number: int) -> Contents:
-        segment = self._segments.all[number]
-        generation, sample = self._samples.get(number, (0, array("Q")))
-        if generation != segment.generation:
+    def _is_sampled(self, number: int) -> bool:
+        known = self._samples.get(number)
+        return known is not None and known[0] == self._segments.all[number].generation
+
+    async def _take_samples(self, closed: Sequence[int]) -> None:
+        """Of the oldest that have none; of a few, as it takes a while."""
+        for number in islice((number for number in closed if not self._is_sampled(number)), _SAMPLES_AT_ONCE):
+            segment = self._segments.all[number]
             inodes = self._index.segment_inodes(segment.index)
-            sample = array("Q", inodes[:: max(1, len(inodes) // _SAMPLE)])
-            self._samples[number] = segment.generation, sample
+            self._samples[number] = segment.generation, array("Q", inodes[:: max(1, len(inodes) // _SAMPLE)])
+            await trio.lowlevel.checkpoint()
+
+    def _contents(self, number: int) -> Contents:
         # Those that were removed since are there no more: never used, and so worth next to nothing.
-        return Contents(self._plane.inode_uses(sample.tolist()), segment.live_pages / self._segments.area)
+        uses = self._plane.inode_uses(self._samples[number][1].tolist())
+        return Contents(uses, self._segments.all[number].live_pages / self._segments.area)
 
     def _budget_pages(self) -> int:
         """What may still be carried over."""
