@@ -319,15 +319,22 @@ class Plane:
         )
         return bytes(ffi.buffer(busy))
 
-    def inode_hits(self, inodes: Sequence[int], clear: bool) -> bytes:
+    def inode_uses(self, inodes: Sequence[int]) -> list[tuple[int, int]]:
+        """Of each: the tick of its last use, and hits: opens since the mount, 255 at most.
+
+        Its creation is a use, but no hit. (0, 0) for what was there at the mount and not opened since, and for what is
+        not there.
+        """
         if not inodes:
-            return b""
-        hits = ffi.new("uint8_t[]", len(inodes))
-        _check(
-            lib.kvfs_inode_hits(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), hits, int(clear)),
-            "block table: hits",
-        )
-        return bytes(ffi.buffer(hits))
+            return []
+        words = ffi.new("uint32_t[]", len(inodes))
+        uses = lib.kvfs_inode_uses(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), words)
+        _check(uses, "block table: uses")
+        return [(word >> 8, word & 0xFF) for word in ffi.unpack(words, len(inodes))]
+
+    def tick(self, tick: int) -> None:
+        """The time of uses from now on; 24 bits."""
+        lib.kvfs_set_tick(self._plane, tick)
 
     def inode_touch(self, inodes: Sequence[int]) -> None:
         """One hit for each that is there."""

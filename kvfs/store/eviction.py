@@ -1,18 +1,46 @@
 """Eviction policy: which stream a block goes to, which segment goes next, and which of its blocks are carried over.
 
-Pure and small, to be replaced: it sees numbers, changes nothing, and knows neither index nor devices. Simulated on the
-real trace with 100 to 500 segments, choosing the segment with the least live value among the oldest of each stream beat
-plain FIFO and two-stream S3-FIFO.
+Pure, to be replaced: it sees numbers, changes nothing, and knows neither index nor devices. `tools/simulate` runs this
+very module on traces; docs/performance.md has what came out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from heapq import nsmallest
+from typing import NamedTuple, Protocol
 
-_STEPS = 8
+# Blocks age by a clock of pages written, not of seconds: what a block's place costs is what could be written there. So
+# nothing here depends on the size of a pool or the speed of its engines. As much as the pool holds is so many ticks.
+TICKS_PER_POOL = 1024
+# The clock has 24 bits and goes round, after 16,384 times the pool.
+TICK_MASK = (1 << 24) - 1
+
+# The chance of a next use falls with the time since the last: as 1/age where popularity alone decides, faster where
+# blocks belong to conversations that end. Between the two.
+_AGE_POWER = -1.5
+# Some 2% of the pool: ages below say only that a burst is not over.
+_AGE_SOFT = 20
+# Hits beyond these say no more.
+_HITS_MAX = 3
+# What a hit says of the next one is learnt from blocks that were lost: of those with so many, how many had one more.
+# But the policy itself decides which are lost: so a hit makes a block worth two that were never hit more, not beyond.
+_HIT_WORTH_MAX = 2.0
+# What is taken to have been seen before anything is: blocks with 0, 1, ... hits and more.
+_REACHED = (200.0, 60.0, 30.0, 15.0, 8.0)
+# Of what was seen, at each segment that goes: some 200 count.
+_REACHED_KEPT = 0.995
+# A copy costs a page written besides the page kept: it has to be worth so much more than what eviction loses a page.
+_COPY_FACTOR = 1.5
+# The price rises as the budget runs out, so that it is there for what comes: doubled at so many segments left.
+_BUDGET_LOW = 0.3
+# Of what a segment costs, in the running mean of what eviction loses a page: the last 20 count.
+_SMOOTHING = 0.05
+# How many segments are weighed for one that goes: the next in turn, and those that seem best.
+_TURN = 16
+_AGAIN = 8
 
 
 class Stream(IntEnum):
@@ -21,23 +49,15 @@ class Stream(IntEnum):
     CLIENT = 2  # written by native clients themselves
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A closed segment that may be evicted."""
-
-    segment: int
-    stream: int
-    age: int  # grows with every opening: the smallest is the oldest
-    live_pages: int
-    hot_pages: int  # of blocks that were hit since they were written or carried over
+# How a block was used: the tick of its last open, or of its creation; and how many opens there were since that.
+Use = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockUse:
-    """A block of a segment that is being evicted."""
+class Contents(NamedTuple):
+    """What lies in a closed segment."""
 
-    pages: int
-    hits: int
+    uses: Sequence[Use]  # of its blocks, or of a sample of them
+    live_share: float  # of its pages
 
 
 class EvictionPolicy(Protocol):
@@ -45,48 +65,99 @@ class EvictionPolicy(Protocol):
         """Where a new block of `size` bytes goes."""
         ...
 
-    def shortlist(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those worth counting hits for. Their hot_pages is not known yet."""
+    def choose(
+        self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int
+    ) -> int | None:
+        """The segment of `closed` that goes; None if that is empty.
+
+        contents() is asked of a bounded number of segments. budget: what may be carried over now, in segments; tick:
+        the clock.
+        """
         ...
 
-    def victim(self, candidates: Sequence[Candidate]) -> Candidate | None: ...
+    def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
+        """Indexes of the blocks of a segment that are worth a copy, those worth most first.
 
-    def carry(self, blocks: Sequence[BlockUse], budget_pages: int) -> list[int]:
-        """Indexes of the blocks to carry over, of at most budget_pages together."""
+        uses: in the order of their creation. Of equals the first is first: a chain's head is of use without its tail.
+        """
+        ...
+
+    def gone(self, segment: int, lost: Contents, tick: int) -> None:
+        """The segment was emptied. lost: what was not carried over, and its share of the pages that were gained."""
         ...
 
 
-class OldestLeastLive:
-    """The least live value among the `depth` oldest segments of each stream; blocks hit since written are carried
-    over."""
+class LeastLoss:
+    """A block is worth its estimated chance of being used within the next tick; a segment what is lost with it: of each
+    block its worth, or the price of a copy where that is less. The one of least loss goes.
 
-    def __init__(self, depth: int = 8, hot_weight: int = 8) -> None:
-        self._depth = depth
-        self._hot_weight = hot_weight
+    The price follows from what is lost elsewhere, by the page, and from how much may still be copied.
+    """
+
+    def __init__(self) -> None:
+        self._losses: dict[int, tuple[float, int]] = {}  # by segment: a page's, and when it was weighed
+        self._next = 0
+        self._lost = 0.0  # by the page of what was gained: running mean
+        self._reached = list(_REACHED)
+        self._factors = _factors(self._reached)
 
     def stream_of(self, size: int) -> Stream:
         return Stream.NEW
 
-    def shortlist(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        oldest: list[Candidate] = []
-        for stream in Stream:
-            of_stream = sorted((c for c in candidates if c.stream == stream), key=lambda c: c.age)
-            oldest += of_stream[: self._depth]
-        return oldest
+    def choose(
+        self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int
+    ) -> int | None:
+        if not closed:
+            return None
+        price, losses = self._price(budget), self._losses
 
-    def victim(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        # In coarse steps: between nearly equal segments age decides, else the fullest of the old ones would never go.
-        step = max(1, max((c.live_pages for c in candidates), default=0) // _STEPS)
-        return min(
-            candidates, key=lambda c: ((c.live_pages + self._hot_weight * c.hot_pages) // step, c.age), default=None
-        )
+        def weigh(segment: int) -> float:
+            uses, live_share = contents(segment)
+            loss = sum(min(worth, price) for worth in self._worths(uses, tick)) * live_share / max(1, len(uses))
+            losses[segment] = loss, tick
+            return loss
 
-    def carry(self, blocks: Sequence[BlockUse], budget_pages: int) -> list[int]:
-        # Most hits a page first: a small block that is read often costs little to keep.
-        hit = [i for i, block in enumerate(blocks) if block.hits]
-        chosen: list[int] = []
-        for i in sorted(hit, key=lambda i: (-blocks[i].hits / max(1, blocks[i].pages), i)):
-            if blocks[i].pages <= budget_pages:
-                budget_pages -= blocks[i].pages
-                chosen.append(i)
-        return chosen
+        for i in range(min(_TURN, len(closed))):
+            weigh(closed[(self._next + i) % len(closed)])
+        self._next = (self._next + _TURN) % len(closed)
+        # What was weighed before may have been used since, and is older.
+        likely = nsmallest(_AGAIN, (s for s in closed if s in losses), key=losses.__getitem__)
+        return min(likely, key=lambda s: losses[s][0] if losses[s][1] == tick else weigh(s))
+
+    def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
+        price = self._price(budget)
+        worths = self._worths(uses, tick)
+        return sorted((i for i, worth in enumerate(worths) if worth > price), key=lambda i: -worths[i])
+
+    def gone(self, segment: int, lost: Contents, tick: int) -> None:
+        self._losses.pop(segment, None)
+        loss = sum(self._worths(lost.uses, tick)) * lost.live_share / max(1, len(lost.uses))
+        self._lost += (loss - self._lost) * _SMOOTHING
+        had = Counter(min(hits, _HITS_MAX + 1) for _, hits in lost.uses)
+        for hits in range(_HITS_MAX, -1, -1):
+            had[hits] += had[hits + 1]
+        self._reached = [seen * _REACHED_KEPT + had[hits] for hits, seen in enumerate(self._reached)]
+        self._factors = _factors(self._reached)
+
+    def _price(self, budget: float) -> float:
+        if budget <= 0 or not self._lost:  # nothing was lost yet: then nobody knows what a page is worth
+            return float("inf")
+        return _COPY_FACTOR * self._lost * (1 + _BUDGET_LOW / budget)
+
+    def _worths(self, uses: Sequence[Use], tick: int) -> list[float]:
+        """Of each block; only ratios mean something."""
+        factors = self._factors
+        return [
+            factors[min(hits, _HITS_MAX)] * (((tick - used) & TICK_MASK) + _AGE_SOFT) ** _AGE_POWER
+            for used, hits in uses
+        ]  # fmt: skip
+
+
+def _factors(reached: Sequence[float]) -> list[float]:
+    """By hits: how much likelier the next one is than the first is of a block never hit."""
+    first = (reached[1] + 1) / (reached[0] + 1)
+    factors = []
+    for hits in range(_HITS_MAX + 1):
+        likelier = (reached[hits + 1] + 1) / (reached[hits] + 1) / first
+        factors.append(max(1.0, min(1 + _HIT_WORTH_MAX * hits, likelier)))
+    return factors

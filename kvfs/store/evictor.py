@@ -8,6 +8,7 @@ name lead to a block that is not there.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +19,7 @@ import trio
 from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane
-from kvfs.store.eviction import BlockUse, Candidate, EvictionPolicy, Stream
+from kvfs.store.eviction import Contents, EvictionPolicy
 from kvfs.store.format import FLAGS_OFFSET
 from kvfs.store.groups import Group, Groups
 from kvfs.store.pins import Pins
@@ -30,19 +31,20 @@ log = logging.getLogger(__name__)
 _WRITTEN = 2  # plane.inode_is_open
 _EVICT_BATCH = 256
 _CARRY_TASKS = 8
-# Bytes carried over because they were hit, of bytes written.
-CARRY_SHARE = 0.10
+# Bytes carried over because they are worth it, of bytes stored.
+CARRY_SHARE = 0.12
 # A segment of which eviction would keep more than this is left alone for a while: copying it frees next to nothing.
 _KEEP_SHARE = 0.75
 _AVOID_S = 5.0
-_HOT_SAMPLE = 512
-_HOT_AGE_S = 10.0
-_PASSES = 6
-_ORDER_S = 1.0
-# Candidates a policy sees of each stream.
-_OLDEST = 64
+# Blocks that a segment is weighed by: of one with 32,000 to look at each takes as long as to evict it.
+_SAMPLE = 256
+_SAMPLES_AT_ONCE = 16
 # The newest segments, one in so many, go only when no other can.
 _SPARED = 4
+_PASSES = 6
+_ORDER_S = 1.0
+_AHEAD_MAX = 16
+_AHEAD_S = 10.0
 # Everything left is pinned or open: said only after this long without a segment that could go.
 _PATIENCE_S = 2.0
 
@@ -80,21 +82,36 @@ class Evictor:
         self._segments, self._index, self._plane = segments, index, plane
         self._policy, self._pins, self._groups, self._mover = policy, pins, groups, mover
         self.counters = EvictionCounters()
-        self._hot: dict[int, tuple[float, int]] = {}
-        self._order: dict[Stream, list[tuple[Segment, int]]] = {}
+        self._order: list[tuple[Segment, int]] = []
+        self._newest: set[int] = set()
+        # By segment: its generation, and some of the blocks that were in it when it was closed.
+        self._samples: dict[int, tuple[int, array[int]]] = {}
         self._ordered_at = float("-inf")
+        # Free segments kept for writers; when that changed; how often they had waited by then.
+        self._ahead, self._ahead_at, self._waits = 1, 0.0, 0
         self._lock = trio.Lock()
         self._pages_at_start = segments.pages_written
 
-    # Free segments, of which `reserve` are not for writers: below low the evictor works, up to high.
+    # Free segments, of which `reserve` are not for writers: below low the evictor works, up to high. As few as writers
+    # let it: what stands empty keeps nothing.
 
     @property
     def low(self) -> int:
-        return self._segments.reserve + max(2, min(16, self._segments.usable // 50))
+        return self._segments.reserve + self._ahead
 
     @property
     def high(self) -> int:
-        return self.low + max(1, min(16, self._segments.usable // 50))
+        return self.low + self._ahead // 2
+
+    def _look_ahead(self, now: float) -> None:
+        """More free segments while writers had to wait for one, fewer when they have not for long."""
+        if self._segments.waits != self._waits:
+            self._ahead = min(2 * self._ahead, max(2, min(_AHEAD_MAX, self._segments.usable // 50)))
+            self._ahead_at = now
+        elif now - self._ahead_at > _AHEAD_S and self._ahead > 1:
+            self._ahead -= 1
+            self._ahead_at = now
+        self._waits = self._segments.waits
 
     async def run(self, allowed: Callable[[], bool]) -> None:
         """Keep segments free, while `allowed`. Until cancelled."""
@@ -103,6 +120,7 @@ class Evictor:
             with trio.move_on_after(0.5):
                 await self._segments.need_space.wait()
             self._segments.need_space = trio.Event()
+            self._look_ahead(trio.current_time())
             if not allowed() or not self._segments.usable or self._segments.free_count() >= self.low:
                 stuck_since = None
                 self._segments.exhausted = False
@@ -147,67 +165,63 @@ class Evictor:
 
     async def _choose(self) -> Segment | None:
         now = trio.current_time()
-        closed = self._oldest(now)
+        closed = self._may_go(now)
         if not closed and self._ordered_at < now:
             self._ordered_at = float("-inf")
-            closed = self._oldest(now)
-        if not closed:
-            self._ordered_at = float("-inf")
-            closed = self._oldest(now, spare=False)
-            self._ordered_at = float("-inf")
-        shortlist = self._policy.shortlist(closed)
-        weighed = []
-        for candidate in shortlist:
-            hot = await self._hot_pages(candidate.segment)
-            weighed.append(Candidate(candidate.segment, candidate.stream, candidate.age, candidate.live_pages, hot))
+            closed = self._may_go(now)
+        await self._take_samples(closed)
+        now = trio.current_time()
         # Waiting above: some may have been freed meanwhile.
-        weighed = [
-            c for c in weighed
-            if self._segments.all[c.segment].state == State.CLOSED and not self._segments.all[c.segment].avoided
-        ]  # fmt: skip
-        victim = self._policy.victim(weighed)
-        return None if victim is None else self._segments.all[victim.segment]
+        known = [n for n in closed if self._is_sampled(n) and self._can_go(self._segments.all[n], now)]
+        # Not the newest, as long as another can: files that were closed a moment ago and are about to be renamed lie
+        # there, and of a stream that few write to the newest segment may be the emptiest of all.
+        known = [n for n in known if n not in self._newest] or known
+        victim = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick)
+        return None if victim is None else self._segments.all[victim]
 
-    def _oldest(self, now: float, *, spare: bool = True) -> list[Candidate]:
-        """The oldest closed segments of each stream, more of them than a policy weighs. `spare`: none of the newest.
+    def _may_go(self, now: float) -> list[int]:
+        """Closed segments, the oldest first.
 
-        They are sorted once a second: to look at every segment for every victim took a fifth of the daemon's time.
+        They are sorted once a second: to do that for every victim took a fifth of the daemon's time.
         """
         if now - self._ordered_at >= _ORDER_S:
             closed = [s for s in self._segments.all if s.state == State.CLOSED]
             closed.sort(key=lambda s: s.generation)
-            # A stream that few write to has no old ones, and its newest may be the emptiest of all: there lie files
-            # that were closed a moment ago and are about to be renamed.
-            if spare:
-                del closed[len(closed) - len(closed) // _SPARED :]
-            self._order = {stream: [(s, s.generation) for s in closed if s.stream == stream] for stream in Stream}
+            self._order = [(s, s.generation) for s in closed]
+            self._newest = {s.index for s in closed[len(closed) - len(closed) // _SPARED :]}
             self._ordered_at = now
-        found: list[Candidate] = []
-        for stream, order in self._order.items():
-            # One that was freed and filled again since is not old any more, and perhaps of the other stream.
-            may_go = (
-                s for s, generation in order
-                if s.generation == generation and s.state == State.CLOSED and not s.held and s.avoid_until <= now
-                and not s.avoided
-            )  # fmt: skip
-            found += [Candidate(s.index, stream, s.generation, s.live_pages, 0) for s in islice(may_go, _OLDEST)]
-        return found
+        # One that was freed and filled again since is not old any more.
+        return [s.index for s, generation in self._order if s.generation == generation and self._can_go(s, now)]
 
-    async def _hot_pages(self, number: int) -> int:
-        """An estimate from a sample, some seconds old at most."""
-        now = trio.current_time()
-        known = self._hot.get(number)
-        if known is not None and now - known[0] < _HOT_AGE_S:
-            return known[1]
-        segment = self._segments.all[number]
-        inodes = self._index.segment_inodes(segment.index)
-        step = max(1, len(inodes) // _HOT_SAMPLE)
-        sample = inodes[::step]
-        hits = self._plane.inode_hits(sample, clear=False)
-        hot = segment.live_pages * sum(1 for h in hits if h) // max(1, len(sample))
-        self._hot[number] = (now, hot)
-        await trio.lowlevel.checkpoint()
-        return hot
+    def _can_go(self, segment: Segment, now: float) -> bool:
+        return (
+            segment.state == State.CLOSED and not segment.held and segment.avoid_until <= now and not segment.avoided
+        )
+
+    def _is_sampled(self, number: int) -> bool:
+        known = self._samples.get(number)
+        return known is not None and known[0] == self._segments.all[number].generation
+
+    async def _take_samples(self, closed: Sequence[int]) -> None:
+        """Of the oldest that have none; of a few, as it takes a while."""
+        for number in islice((number for number in closed if not self._is_sampled(number)), _SAMPLES_AT_ONCE):
+            segment = self._segments.all[number]
+            inodes = self._index.segment_inodes(segment.index)
+            self._samples[number] = segment.generation, array("Q", inodes[:: max(1, len(inodes) // _SAMPLE)])
+            await trio.lowlevel.checkpoint()
+
+    def _contents(self, number: int) -> Contents:
+        # Those that were removed since are there no more: never used, and so worth next to nothing.
+        uses = self._plane.inode_uses(self._samples[number][1].tolist())
+        return Contents(uses, self._segments.all[number].live_pages / self._segments.area)
+
+    def _budget_pages(self) -> int:
+        """What may still be carried over."""
+        written = self._segments.pages_written - self._pages_at_start - self.counters.carried_pages
+        return int(written * CARRY_SHARE) - self.counters.carried_pages
+
+    def _budget_segments(self) -> float:
+        return self._budget_pages() / self._segments.area
 
     # ---- evicting ----
 
@@ -215,7 +229,6 @@ class Evictor:
         """Empty one segment and free it. False if too much of it must stay; then it is as it was."""
         assert segment.state == State.CLOSED, segment
         segment.state = State.EVICTING
-        self._hot.pop(segment.index, None)
         removed = 0
         try:
             for turn in range(_PASSES):
@@ -255,10 +268,11 @@ class Evictor:
                 self._segments.free_if_empty(segment)
 
     async def _look_at(self, groups: dict[InodeNumber, Group]) -> None:
-        """Learn of each group what decides about all of it: whether one is in use, and the hits of the best."""
+        """Learn of each group what decides about all of it: whether one is in use, and the last use of
+        the best."""
         looked = 0
         for group in set(groups.values()):
-            group.held, group.hits = False, max(self._plane.inode_hits(group.inodes, clear=False))
+            group.held, group.use = False, max(self._plane.inode_uses(group.inodes))
             for number in group.inodes:
                 record = self._index.raw(number)
                 group.held = record is not None and (
@@ -295,35 +309,42 @@ class Evictor:
             elif first:
                 others.append((record, number))
         if drain:
-            hits = self._hits([number for _, number in others], groups, clear=False)
-            return must + [record for (record, _), hit in zip(others, hits, strict=True) if hit], []
+            uses = self._uses([number for _, number in others], groups)
+            return must + [record for (record, _), (_, hits) in zip(others, uses, strict=True) if hits], []
         if must_pages > _KEEP_SHARE * self._segments.area:
             return None
-        return must, self._worth_keeping(others, groups) if first else []
+        return must, self._worth_keeping(others, groups, segment) if first else []
 
-    def _hits(self, numbers: Sequence[InodeNumber], groups: dict[InodeNumber, Group], *, clear: bool) -> list[int]:
-        """The hits of each, or of the best in its group."""
-        hits = self._plane.inode_hits(numbers, clear=clear)
-        return [groups[n].hits if n in groups else h for n, h in zip(numbers, hits, strict=True)]
+    def _uses(self, numbers: Sequence[InodeNumber], groups: dict[InodeNumber, Group]) -> list[tuple[int, int]]:
+        """The uses of each, or of the best in its group."""
+        uses = self._plane.inode_uses(numbers)
+        return [groups[n].use if n in groups else use for n, use in zip(numbers, uses, strict=True)]
 
     def _worth_keeping(
-        self, blocks: Sequence[tuple[bytes, InodeNumber]], groups: dict[InodeNumber, Group]
+        self, blocks: Sequence[tuple[bytes, InodeNumber]], groups: dict[InodeNumber, Group], segment: Segment
     ) -> list[bytes]:
-        written = self._segments.pages_written - self._pages_at_start
-        budget = int(written * CARRY_SHARE) - self.counters.carried_pages
-        hits = self._hits([number for _, number in blocks], groups, clear=True)
-        if budget <= 0 or not any(hits):
-            return []
-        uses = [
-            BlockUse(sum(usage(Inode.unpack(record)).values()) if h else 0, h)
-            for (record, _), h in zip(blocks, hits, strict=True)
-        ]
-        chosen = set(self._policy.carry(uses, budget))
-        # With one of a group the others stay, also those that went beyond the budget: the next ones pay for them.
-        kept_groups = {groups[blocks[i][1]] for i in chosen if blocks[i][1] in groups}
-        kept = [i for i, (_, number) in enumerate(blocks) if i in chosen or groups.get(number) in kept_groups]
-        self.counters.carried_pages += sum(uses[i].pages for i in kept)
-        return [blocks[i][0] for i in kept]
+        """Records of the blocks that are worth a copy, within the budget. The rest is lost, and the policy is told."""
+        uses = self._uses([number for _, number in blocks], groups)
+        budget, tick = self._budget_pages(), self._segments.tick
+        pages = [usage(Inode.unpack(record)).get(int(segment.index), 0) for record, _ in blocks]
+        mates: dict[Group, list[int]] = {}
+        for i, (_, number) in enumerate(blocks):
+            if number in groups:
+                mates.setdefault(groups[number], []).append(i)
+        kept: set[int] = set()
+        kept_pages = 0
+        for i in self._policy.carry(uses, budget / self._segments.area, tick):
+            group = groups.get(blocks[i][1])
+            unit = [i] if group is None else mates[group]
+            size = sum(pages[j] for j in unit)
+            if i not in kept and kept_pages + size <= budget:
+                kept_pages += size
+                kept.update(unit)
+        self.counters.carried_pages += kept_pages
+        lost = [use for i, use in enumerate(uses) if i not in kept]
+        gained = max(1, self._segments.area - kept_pages)
+        self._policy.gone(segment.index, Contents(lost, max(0, segment.live_pages - kept_pages) / gained), tick)
+        return [blocks[i][0] for i in sorted(kept)]
 
     async def _carry_all(self, records: Sequence[bytes]) -> bool:
         """Carry blocks over, several at a time. False if there was no room for one."""

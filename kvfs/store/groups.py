@@ -29,7 +29,7 @@ class Group:
 
     inodes: list[InodeNumber]
     held: bool = False  # one of them is open, pinned or being written: all stay
-    hits: int = 0  # of the best of them
+    use: tuple[int, int] = (0, 0)  # of the best of them: the tick of its last use, and hits
 
 
 class Groups:

@@ -28,7 +28,7 @@ from kvfs.index.lmdb import IndexError_, LmdbIndex
 from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, check_records
 from kvfs.store import recovery
 from kvfs.store.devices import INDEX_NAME, Device, OpenPool, Place, locked, open_pool, write_labels
-from kvfs.store.eviction import EvictionPolicy, OldestLeastLive
+from kvfs.store.eviction import EvictionPolicy, LeastLoss
 from kvfs.store.evictor import EvictionCounters, Evictor
 from kvfs.store.format import (
     META_CLEAN,
@@ -172,7 +172,7 @@ class Store:
             opened.absent.update(failed)
             if failed and len(opened.absent) == len(opened.devices):
                 raise DeviceError(next(iter(failed.values())))
-            store = cls(opened, index, plane, options, epoch, records_max, policy or OldestLeastLive())
+            store = cls(opened, index, plane, options, epoch, records_max, policy or LeastLoss())
             failure: BaseException | None = None
             async with trio.open_nursery() as nursery:
                 store._nursery = nursery

@@ -21,7 +21,7 @@ from kvfs.config import Geometry, PoolConfig
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run
-from kvfs.store.eviction import Stream
+from kvfs.store.eviction import TICKS_PER_POOL, Stream
 from kvfs.store.format import (
     RECORD_HEAD,
     SegmentHeader,
@@ -217,6 +217,11 @@ class Segments:
         self._summaries_too_large = 0
         self._write_errors = 0
         self.pages_written = 0
+        # How often a writer found no free segment.
+        self.waits = 0
+        # The clock by which blocks age (eviction.py).
+        self.tick = 0
+        self._tick_pages = max(1, len(members) * self.area // TICKS_PER_POOL)
         self._stopped = False
         self._open_error = KvfsError("none")
 
@@ -438,6 +443,9 @@ class Segments:
         segment.in_flight.add(segment.next_page)
         segment.next_page += pages
         self.pages_written += pages
+        if self.pages_written // self._tick_pages != self.tick:
+            self.tick = self.pages_written // self._tick_pages
+            self._plane.tick(self.tick)
         self._changed.add(segment.index)
         return run
 
@@ -596,6 +604,7 @@ class Segments:
         if not self.usable:
             raise DeviceError("every segment lies on a device that is away")
         # Those on devices that are away rest until they are back.
+        self.waits += stream != Stream.CARRIED
         resting = bool(self._resting - self._lost)
         if resting:
             self.need_flush.set()

@@ -217,6 +217,7 @@ struct handle_table {
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
 void node_put(struct kvfs_plane *plane, struct node *node);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
+void use_add(struct kvfs_plane *plane, uint32_t slot);
 int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out);
 void node_unopen(struct kvfs_plane *plane, struct node *node, bool writer);
 /* Promise a guest that the content of an open block stays for LEASE_S seconds; false: it may change, or is not open. Before the table is asked. */
@@ -517,7 +518,8 @@ struct kvfs_plane {
     struct shard shards[SHARDS];
     struct handle_table handles;
     atomic_uint *segment_busy;
-    atomic_uchar *hits;                  /* by table slot */
+    atomic_uint *uses;                   /* by table slot: tick of the last use << 8 | hits, which stop at 255 */
+    atomic_uint tick;                    /* 24 bits */
     struct mux mux;
     struct worker_pool store, slow;
     struct transport *transports[TRANSPORTS_MAX];

@@ -59,13 +59,23 @@ static int change_remove(struct kvfs_plane *plane, uint64_t inode, int keep, con
     return kvfs_table_remove(plane->table, inode, keep);
 }
 
+static uint32_t tick_now(struct kvfs_plane *plane) { return atomic_load_explicit(&plane->tick, memory_order_relaxed); }
+
 static int change_put(struct kvfs_plane *plane, uint64_t inode, int keep, const void *record) {
     (void)inode;
     struct kvfs_inode_record r;
     struct kvfs_record to;
     memcpy(&r, record, sizeof(r));
     record_from_inode(&r, &to);
-    return kvfs_table_put(plane->table, &to, record_name(record), r.name_size, keep);
+    struct kvfs_record before, after;
+    bool known = kvfs_table_find_inode(plane->table, to.inode, &before) == 0;
+    int error = kvfs_table_put(plane->table, &to, record_name(record), r.name_size, keep);
+    /* A new inode is used now; one that is renamed has another slot, and was used as before. */
+    if (error == 0 && kvfs_table_find_inode(plane->table, to.inode, &after) == 0 && !(known && after.slot == before.slot)) {
+        uint32_t use = known ? atomic_load_explicit(&plane->uses[before.slot], memory_order_relaxed) : tick_now(plane) << 8;
+        atomic_store_explicit(&plane->uses[after.slot], use, memory_order_relaxed);
+    }
+    return error;
 }
 
 int kvfs_name_put(struct kvfs_plane *plane, const void *record, uint64_t replaced) {
@@ -98,15 +108,18 @@ int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
     return total;
 }
 
-int kvfs_inode_hits(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *hits, int clear) {
+/* ---- uses: what eviction goes by. Hints: a word may be another block's for a moment, or miss one of two opens at once. ---- */
+
+void use_add(struct kvfs_plane *plane, uint32_t slot) {
+    uint32_t hits = atomic_load_explicit(&plane->uses[slot], memory_order_relaxed) & 0xff;
+    atomic_store_explicit(&plane->uses[slot], tick_now(plane) << 8 | (hits < 255 ? hits + 1 : hits), memory_order_relaxed);
+}
+
+int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses) {
     for (uint32_t i = 0; i < count; i++) {
         struct kvfs_record record;
-        hits[i] = 0;
-        if (kvfs_table_find_inode(plane->table, inodes[i], &record) < 0)
-            continue;
-        hits[i] = atomic_load_explicit(&plane->hits[record.slot], memory_order_relaxed);
-        if (clear)
-            atomic_store_explicit(&plane->hits[record.slot], 0, memory_order_relaxed);
+        bool found = kvfs_table_find_inode(plane->table, inodes[i], &record) == 0;
+        uses[i] = found ? atomic_load_explicit(&plane->uses[record.slot], memory_order_relaxed) : 0;
     }
     return 0;
 }
@@ -114,13 +127,13 @@ int kvfs_inode_hits(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t c
 int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
         struct kvfs_record record;
-        if (kvfs_table_find_inode(plane->table, inodes[i], &record) < 0)
-            continue;
-        if (atomic_load_explicit(&plane->hits[record.slot], memory_order_relaxed) < 255)
-            atomic_fetch_add_explicit(&plane->hits[record.slot], 1, memory_order_relaxed);
+        if (kvfs_table_find_inode(plane->table, inodes[i], &record) == 0)
+            use_add(plane, record.slot);
     }
     return 0;
 }
+
+void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick) { atomic_store_explicit(&plane->tick, tick & 0xffffff, memory_order_relaxed); }
 
 /* ---- files ---- */
 

@@ -46,6 +46,8 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs
     int r = kvfs_table_find_inode(plane->table, inode, record);
     struct node *node = r == 0 ? node_get_locked(shard, inode, true) : NULL;
     if (node) {
+        if (!writer && record->flags & KVFS_INODE_SEALED)
+            use_add(plane, record->slot);
         if (node->handles++ == 0) {
             node->open_size = record->size;
             atomic_fetch_add(&plane->open_bytes, node->open_size);

@@ -76,11 +76,11 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
     plane->devices = calloc(c->device_count, sizeof(*plane->devices));
     plane->members = malloc((uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
     plane->segment_busy = calloc(c->segment_count, sizeof(*plane->segment_busy));
-    plane->hits = calloc(c->records_max + 1, 1); /* untouched pages cost nothing */
+    plane->uses = calloc(c->records_max + 1, sizeof(*plane->uses)); /* untouched pages cost nothing */
     plane->event_capacity = plane->completion_capacity = 1024;
     plane->events = malloc(plane->event_capacity * sizeof(*plane->events));
     plane->completions = malloc(plane->completion_capacity * sizeof(*plane->completions));
-    if (!plane->devices || !plane->members || !plane->segment_busy || !plane->hits || !plane->events || !plane->completions)
+    if (!plane->devices || !plane->members || !plane->segment_busy || !plane->uses || !plane->events || !plane->completions)
         return fail(-ENOMEM, "no memory for %u segments", c->segment_count);
     memcpy(plane->members, members, (uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
     for (uint32_t i = 0; i < c->device_count; i++) {
@@ -211,7 +211,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         close(plane->event_fd);
     free(plane->events);
     free(plane->completions);
-    free(plane->hits);
+    free(plane->uses);
     free(plane->segment_busy);
     free(plane->members);
     free(plane->devices);

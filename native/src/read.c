@@ -294,8 +294,6 @@ static void read_complete(struct request *request) {
         node->desc = desc;
     }
     pthread_mutex_unlock(&node->lock);
-    if (request->offset == 0 && atomic_load_explicit(&plane->hits[record.slot], memory_order_relaxed) < 255)
-        atomic_fetch_add_explicit(&plane->hits[record.slot], 1, memory_order_relaxed);
     request_reply_read(plane, request, (uint32_t)(end - request->offset));
     request_put(plane, request);
 }

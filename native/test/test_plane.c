@@ -320,6 +320,43 @@ static void test_unlinked_while_open(void) {
     printf("ok an unlinked file lives as long as its handle, then opening it is ESTALE\n");
 }
 
+static uint32_t use_of(uint64_t inode) {
+    uint32_t use;
+    CHECK(kvfs_inode_uses(plane, &inode, 1, &use) == 0);
+    return use;
+}
+
+static void test_opens_are_uses(void) {
+    uint64_t fh;
+    uint8_t *data = pattern(10000, 8);
+    kvfs_set_tick(plane, 0x1000005);
+    uint64_t inode = create("used", &fh);
+    CHECK(use_of(inode) == 5 << 8);
+    kvfs_set_tick(plane, 6);
+    CHECK(write_at(inode, fh, 0, data, 10000) == 0);
+    CHECK(flush_and_seal(inode, fh, "used") == 0);
+    CHECK(read_check(inode, fh, 0, 10000, data, 10000) == 0);
+    release(inode, fh);
+    CHECK(use_of(inode) == 5 << 8); /* neither the writer's own reads nor the seal */
+    int error;
+    for (uint32_t i = 1; i <= 2; i++) {
+        kvfs_set_tick(plane, 10 + i);
+        fh = open_read(inode, &error);
+        CHECK(error == 0);
+        CHECK(read_check(inode, fh, 0, 10000, data, 10000) == 0);
+        CHECK(read_check(inode, fh, 0, 10000, data, 10000) == 0);
+        release(inode, fh);
+        CHECK(use_of(inode) == ((10 + i) << 8 | i)); /* once an open, however often it is read */
+    }
+    for (int i = 0; i < 300; i++)
+        CHECK(kvfs_inode_touch(plane, &inode, 1) == 0);
+    CHECK(use_of(inode) == (12 << 8 | 255));
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    CHECK(use_of(inode) == 0);
+    free(data);
+    printf("ok opens are uses\n");
+}
+
 static void test_bad_requests(void) {
     /* Lengths, handles and opcodes that no kernel would send. */
     struct fuse_read_in read = {.fh = 0xdeadbeef, .size = 4096};
@@ -353,6 +390,7 @@ int main(void) {
     test_deadline_of_forwarded_requests();
     test_rewrite_in_place();
     test_unlinked_while_open();
+    test_opens_are_uses();
     test_a_device_that_stops_and_is_another_file_afterwards();
     close(kernel); /* unmount */
     uint64_t until = now_ns() + 30000000000ull;

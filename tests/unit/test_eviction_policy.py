@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from store_pools import OPTIONS, make, make_pool, names, settle, verify_all, with_store, write
+from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
 
 from kvfs.errors import NoSpaceError
-from kvfs.store.eviction import BlockUse, Candidate, OldestLeastLive, Stream
+from kvfs.store.eviction import TICK_MASK, TICKS_PER_POOL, Contents, LeastLoss, Use
+from kvfs.store.evictor import CARRY_SHARE
 from kvfs.store.pool import Store
 from kvfs.store.segments import State
 from kvfs.types import Kind
@@ -18,31 +19,98 @@ from kvfs.types import Kind
 BIG, HEADER_PAGES = 64 << 20, 18
 
 
-def candidate(segment: int, live: int = 100, hot: int = 0, stream: Stream = Stream.NEW) -> Candidate:
-    return Candidate(segment, stream, segment, live, hot)
+def closed(segments: dict[int, list[Use]], live_share: float = 1.0) -> dict[int, Contents]:
+    return {segment: Contents(uses, live_share) for segment, uses in segments.items()}
 
 
-def test_only_the_oldest_of_each_stream_are_considered() -> None:
-    policy = OldestLeastLive(depth=2)
-    some = [candidate(i) for i in range(5)] + [candidate(10 + i, stream=Stream.CARRIED) for i in range(5)]
-    assert [c.segment for c in policy.shortlist(some)] == [0, 1, 10, 11]
+def choose(policy: LeastLoss, contents: dict[int, Contents], tick: int, budget: float = 1.0) -> int | None:
+    return policy.choose(list(contents), contents.__getitem__, budget, tick)
 
 
-def test_the_victim_has_the_least_live_value_and_then_the_greatest_age() -> None:
-    policy = OldestLeastLive()
-    assert policy.victim([candidate(1), candidate(2, live=50), candidate(3)]) == candidate(2, live=50)
-    assert policy.victim([candidate(1, live=50, hot=20), candidate(2, live=100)]) == candidate(2)
-    assert policy.victim([candidate(3), candidate(1)]) == candidate(1)
-    assert policy.victim([candidate(1, live=103), candidate(2, live=100)]) == candidate(1, live=103)
-    assert policy.victim([]) is None
+def test_nothing_closed_is_nothing_to_evict() -> None:
+    assert choose(LeastLoss(), {}, 5) is None
 
 
-def test_carry_over_keeps_what_is_hit_most_within_the_budget() -> None:
-    policy = OldestLeastLive()
-    blocks = [BlockUse(10, 0), BlockUse(10, 1), BlockUse(10, 5), BlockUse(100, 200), BlockUse(5, 1)]
-    assert policy.carry(blocks, 20) == [2, 4]
-    assert policy.carry(blocks, 0) == []
-    assert 0 not in policy.carry(blocks, 1000)
+def test_the_segment_whose_blocks_were_not_used_for_longest_goes() -> None:
+    some = closed({1: [(500, 0)] * 4, 2: [(100, 0)] * 4, 3: [(900, 0)] * 4})
+    assert choose(LeastLoss(), some, 1000) == 2
+
+
+def test_opens_count_and_dead_pages_are_free() -> None:
+    assert choose(LeastLoss(), closed({1: [(100, 2)] * 4, 2: [(100, 0)] * 4}), 1000) == 2
+    some = closed({1: [(100, 0)] * 4, 2: [(100, 0)] * 4})
+    some[1] = Contents(some[1].uses[:2], 0.5)
+    assert choose(LeastLoss(), some, 1000) == 1
+    # Those that were removed from under a sample are (0, 0); a segment with nothing in it costs nothing.
+    assert choose(LeastLoss(), {1: Contents([(900, 0)], 1.0), 2: Contents([], 0.0)}, 1000) == 2
+
+
+def test_the_clock_goes_round() -> None:
+    some = closed({1: [(TICK_MASK - 10, 0)] * 4, 2: [(3, 0)] * 4})
+    assert choose(LeastLoss(), some, 20) == 1
+
+
+def test_what_can_be_copied_is_not_what_a_segment_is_worth() -> None:
+    """A segment with one hot block and else old ones goes before one in which everything is somewhat younger."""
+    def lose(policy: LeastLoss) -> LeastLoss:
+        for number in range(200):
+            policy.gone(number, Contents([(0, 0)] * 10, 1.0), 1000)
+        return policy
+
+    some = closed({1: [(990, 3)] + [(100, 0)] * 9, 2: [(400, 0)] * 10})
+    assert choose(lose(LeastLoss()), some, 1000, budget=5.0) == 1
+    # Without a budget the hot one would be lost.
+    assert choose(lose(LeastLoss()), some, 1000, budget=0.0) == 2
+
+
+def test_a_bounded_number_of_segments_is_weighed_and_all_in_turn() -> None:
+    policy, asked = LeastLoss(), set()
+    some = closed({segment: [(100 + segment, 0)] * 4 for segment in range(500)})
+
+    def contents(segment: int) -> Contents:
+        asked.add(segment)
+        return some[segment]
+
+    for turn in range(40):
+        before = len(asked)
+        assert policy.choose(list(some), contents, 1.0, 2000) is not None
+        assert len(asked) - before <= 24, turn
+    assert len(asked) == 500
+    assert policy.choose(list(some), contents, 1.0, 2000) == 0
+
+
+def test_one_that_was_used_since_it_was_weighed_is_weighed_again() -> None:
+    policy = LeastLoss()
+    some = closed({segment: [(100 + segment, 0)] * 4 for segment in range(40)})
+    for _ in range(3):
+        assert choose(policy, some, 1000) == 0
+    some[0] = Contents([(1001, 5)] * 4, 1.0)
+    assert choose(policy, some, 1002) == 1
+
+
+def test_what_is_worth_a_copy_is_carried_the_best_first_and_heads_before_tails() -> None:
+    policy = LeastLoss()
+    for number in range(200):
+        policy.gone(number, Contents([(500, 0)] * 10, 1.0), 1000)
+    uses = [(400, 0), (990, 1), (990, 1), (999, 3), (500, 0)]
+    assert policy.carry(uses, 10.0, 1000) == [3, 1, 2]
+    assert policy.carry(uses, 0.0, 1000) == []
+    # Little is left of the budget: only the best is worth it.
+    assert policy.carry([(800, 0), (999, 3)], 0.05, 1000) == [1]
+
+
+def test_what_hits_say_is_learnt_within_bounds() -> None:
+    """Where every block is opened once and never again, a hit must not keep one for long."""
+    policy = LeastLoss()
+    some = closed({1: [(500, 1)] * 4, 2: [(600, 0)] * 4})
+    assert choose(policy, some, 1000) == 2
+    for number in range(100):
+        policy.gone(number, Contents([(500, 1)] * 100, 1.0), 1000)
+    assert choose(policy, some, 1000) == 1
+    # And where those that were hit are always hit again, there is an end to what that counts.
+    for number in range(100):
+        policy.gone(number, Contents([(500, 0)] * 99 + [(500, 200)], 1.0), 1000)
+    assert choose(policy, closed({1: [(100, 200)] * 4, 2: [(900, 0)] * 4}), 1000) == 1
 
 
 def test_writing_more_than_the_pool_holds_evicts(tmp_path: Path) -> None:
@@ -109,3 +177,62 @@ def test_evict_frees_what_is_asked_for(tmp_path: Path) -> None:
         assert State.CLOSED not in states and State.EVICTING not in states
 
     with_store(pool, work, OPTIONS)
+
+
+def test_what_is_used_stays_and_copies_keep_to_their_budget(tmp_path: Path) -> None:
+    """Blocks that are opened again and again among many that are not; the clock goes on as pages are written."""
+    pool = make_pool(tmp_path / "pool", files=1, size=96 << 20)
+
+    async def work(store: Store) -> None:
+        hot = [b"hot%d" % i for i in range(8)]
+        for name in hot:
+            await write(store, name, BIG)
+        numbers = [store.plane.table_find_name(1, name) for name in hot]
+        blocks = 4 * store.space().size // (HEADER_PAGES * 4096)
+        for i in range(blocks):
+            await write(store, b"%06d" % i, BIG)
+            store.plane.inode_touch([number for number in numbers if number is not None])
+        assert names(store) >= set(hot)
+        counters, written = store.evictor.counters, store.segments.pages_written
+        assert 8 <= counters.carried_blocks < blocks // 4
+        assert counters.carried_pages <= CARRY_SHARE * (written - counters.carried_pages)
+        assert 3 * TICKS_PER_POOL < store.segments.tick < 6 * TICKS_PER_POOL
+        await verify_all(store)
+
+    with_store(pool, work)
+
+
+def test_uses_are_opens_on_the_clock_and_follow_a_rename(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "pool")
+
+    async def work(store: Store) -> None:
+        plane = store.plane
+        plane.tick(7)
+        first = (await write(store, b"a")).inode
+        plane.tick(9)
+        assert plane.inode_uses([first, 99999]) == [(7, 0), (0, 0)]
+        plane.inode_touch([first, 99999])
+        rename(store, first, b"b")
+        plane.tick(TICK_MASK + 12)
+        second = (await write(store, b"c")).inode
+        assert plane.inode_uses([first, second]) == [(9, 1), (11, 0)]
+        unlink(store, b"b")
+        third = (await write(store, b"d")).inode  # perhaps in the record's place
+        assert plane.inode_uses([first, third]) == [(0, 0), (11, 0)]
+        assert plane.inode_uses([]) == []
+
+    with_store(pool, work)
+
+
+def test_a_block_carried_over_keeps_its_uses(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "pool")
+
+    async def work(store: Store) -> None:
+        block = await write(store, b"block")
+        store.plane.tick(3)
+        store.plane.inode_touch([block.inode] * 2)
+        record = store.index.raw(block.inode)
+        assert record is not None and await store.carry(record)
+        assert store.plane.inode_uses([block.inode]) == [(3, 2)]
+
+    with_store(pool, work)

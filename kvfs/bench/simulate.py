@@ -1,0 +1,445 @@
+"""`tools/simulate`: how many blocks of a trace's prompts a policy finds, beside FIFO, LRU, S3-FIFO and Belady.
+
+The pool's own policy (kvfs/store/eviction.py) runs on whole segments with a budget for copies, as the pool uses it; the
+references evict single blocks, at equal bytes, which no log-structured store can. With --pool the real pool is asked:
+segments, index, block table and evictor, with small blocks.
+
+A hit is a block of a prompt that is there with all those before it. All blocks of a prompt are stored that are not
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import sys
+import tempfile
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import trio
+
+from kvfs.bench.traces import SHAPES, Trace, invent, load
+from kvfs.config import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
+from kvfs.errors import KvfsError, UsageError
+from kvfs.store.devices import FormatRequest, format_devices
+from kvfs.store.eviction import TICKS_PER_POOL, Contents, LeastLoss, Use
+from kvfs.store.evictor import CARRY_SHARE
+from kvfs.store.pool import Store, StoreOptions
+from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, Kind
+
+_JSON_VERSION = 1
+# Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
+_SPARE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    policy: str
+    capacity: int  # blocks
+    segments: int  # 0: single blocks
+    looked_up: int
+    hits: int
+    stored: int  # blocks
+    written: int  # blocks, copies included
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.hits / self.looked_up
+
+    @property
+    def write_ratio(self) -> float:
+        return self.written / max(1, self.stored)
+
+
+def unique_blocks(trace: Trace) -> int:
+    return len({block for request in trace for block in request})
+
+
+# ---- references: single blocks ----
+
+
+def _play(trace: Trace, holds: Callable[[int], bool], use: Callable[[int, int], None]) -> tuple[int, int]:
+    """Hits, and blocks stored. use(block, place of this look-up in the trace) makes it present."""
+    hits = stored = place = 0
+    for request in trace:
+        whole = True
+        for block in request:
+            present = holds(block)
+            whole = whole and present
+            hits += whole
+            stored += not present
+            use(block, place)
+            place += 1
+    return hits, stored
+
+
+def fifo(trace: Trace, capacity: int) -> tuple[int, int]:
+    cache: OrderedDict[int, None] = OrderedDict()
+
+    def use(block: int, place: int) -> None:
+        cache[block] = None
+        if len(cache) > capacity:
+            cache.popitem(last=False)
+
+    return _play(trace, cache.__contains__, use)
+
+
+def lru(trace: Trace, capacity: int) -> tuple[int, int]:
+    cache: OrderedDict[int, None] = OrderedDict()
+
+    def use(block: int, place: int) -> None:
+        cache[block] = None
+        cache.move_to_end(block)
+        if len(cache) > capacity:
+            cache.popitem(last=False)
+
+    return _play(trace, cache.__contains__, use)
+
+
+def s3fifo(trace: Trace, capacity: int) -> tuple[int, int]:
+    """Yang et al., SOSP 2023: a tenth small, the rest main, as many ghosts as main has blocks."""
+    small_max = max(1, capacity // 10)
+    small: deque[int] = deque()
+    main: deque[int] = deque()
+    ghosts: OrderedDict[int, None] = OrderedDict()
+    uses: dict[int, int] = {}
+
+    def evict_small() -> None:
+        while small:
+            block = small.popleft()
+            if uses[block] > 1:
+                uses[block] = 0
+                main.append(block)
+                continue
+            del uses[block]
+            ghosts[block] = None
+            if len(ghosts) > capacity - small_max:
+                ghosts.popitem(last=False)
+            return
+
+    def evict_main() -> None:
+        while main:
+            block = main.popleft()
+            if not uses[block]:
+                del uses[block]
+                return
+            uses[block] -= 1
+            main.append(block)
+
+    def use(block: int, place: int) -> None:
+        if block in uses:
+            uses[block] = min(3, uses[block] + 1)
+            return
+        while len(uses) >= capacity:
+            evict_small() if len(small) >= small_max or not main else evict_main()
+        uses[block] = 0
+        if block in ghosts:
+            del ghosts[block]
+            main.append(block)
+        else:
+            small.append(block)
+
+    return _play(trace, uses.__contains__, use)
+
+
+def belady(trace: Trace, capacity: int) -> tuple[int, int]:
+    """What is needed again the latest goes: the bound, with the whole trace known."""
+    following: list[int] = []
+    seen: dict[int, int] = {}
+    never = sum(map(len, trace))
+    for request in reversed(trace):
+        for block in reversed(request):
+            following.append(seen.get(block, never + block))
+            seen[block] = never - len(following)
+    following.reverse()
+    cache: dict[int, int] = {}
+    queue: list[tuple[int, int]] = []
+
+    def use(block: int, place: int) -> None:
+        cache[block] = following[place]
+        heapq.heappush(queue, (-following[place], block))
+        while len(cache) > capacity:
+            next_use, victim = heapq.heappop(queue)
+            if cache.get(victim) == -next_use:
+                del cache[victim]
+
+    return _play(trace, cache.__contains__, use)
+
+
+REFERENCES = {"fifo": fifo, "lru": lru, "s3-fifo": s3fifo, "belady": belady}
+
+
+def reference(name: str, trace: Trace, capacity: int) -> Result:
+    start = time.monotonic()
+    hits, stored = REFERENCES[name](trace, capacity)
+    looked_up = sum(map(len, trace))
+    return Result(name, capacity, 0, looked_up, hits, stored, stored, time.monotonic() - start)
+
+
+# ---- the pool's policy ----
+
+
+class _Segments:
+    """A pool without devices: blocks in segments, the policy, and the evictor's budget."""
+
+    def __init__(self, capacity: int, segments: int) -> None:
+        self.area = capacity // segments
+        self.free = segments
+        self.policy = LeastLoss()
+        self.uses: dict[int, Use] = {}
+        self.stored = self.copied = 0
+        self._tick_blocks = capacity / TICKS_PER_POOL
+        self._of: dict[int, int] = {}
+        self._blocks: dict[int, dict[int, None]] = {}
+        self._open = [0, 0]  # the writers' segment, and that of copies
+        self._room = [0, 0]
+        self._closed: dict[int, None] = {}
+        self._last = 0
+
+    @property
+    def tick(self) -> int:
+        return int((self.stored + self.copied) / self._tick_blocks)
+
+    def open(self, block: int) -> None:
+        self.uses[block] = self.tick, min(255, self.uses[block][1] + 1)
+
+    def store(self, block: int) -> None:
+        if not self._room[0]:
+            while self.free <= _SPARE and self._closed:
+                self._evict()
+        self._append(0, block)
+        self.stored += 1
+        self.uses[block] = self.tick, 0
+
+    def _append(self, stream: int, block: int) -> None:
+        if not self._room[stream]:
+            if self._open[stream]:
+                self._closed[self._open[stream]] = None
+            self._last += 1
+            self._open[stream], self._room[stream] = self._last, self.area
+            self._blocks[self._last] = {}
+            self.free -= 1
+            assert self.free >= 0
+        self._room[stream] -= 1
+        self._blocks[self._open[stream]][block] = None
+        self._of[block] = self._open[stream]
+
+    def _contents(self, segment: int) -> Contents:
+        blocks = self._blocks[segment]
+        return Contents([self.uses[block] for block in blocks], len(blocks) / self.area)
+
+    def _evict(self) -> None:
+        budget = int(self.stored * CARRY_SHARE) - self.copied
+        closed = list(self._closed)
+        victim = self.policy.choose(closed, self._contents, budget / self.area, self.tick)
+        assert victim is not None
+        blocks = list(self._blocks[victim])
+        uses = [self.uses[block] for block in blocks]
+        kept = set(self.policy.carry(uses, budget / self.area, self.tick)[: max(0, budget)])
+        lost = [use for i, use in enumerate(uses) if i not in kept]
+        self.policy.gone(victim, Contents(lost, len(lost) / max(1, self.area - len(kept))), self.tick)
+        del self._blocks[victim], self._closed[victim]
+        for i, block in enumerate(blocks):
+            if i in kept:
+                self._append(1, block)
+                self.copied += 1
+            else:
+                del self.uses[block], self._of[block]
+        self.free += 1
+
+
+def segmented(trace: Trace, capacity: int, segments: int) -> Result:
+    """The pool's policy over `segments` segments of `capacity` blocks together. UsageError if those are too few."""
+    if segments < 2 * _SPARE + 2 or capacity < segments:
+        raise UsageError(f"{capacity} blocks in {segments} segments: at least {2 * _SPARE + 2}, with a block in each")
+    start = time.monotonic()
+    pool = _Segments(capacity, segments)
+    hits = 0
+    for request in trace:
+        prefix = 0
+        while prefix < len(request) and request[prefix] in pool.uses:
+            pool.open(request[prefix])
+            prefix += 1
+        hits += prefix
+        for block in request[prefix:]:
+            if block not in pool.uses:
+                pool.store(block)
+    looked_up = sum(map(len, trace))
+    written = pool.stored + pool.copied
+    return Result("pool", capacity, segments, looked_up, hits, pool.stored, written, time.monotonic() - start)
+
+
+# ---- the real pool ----
+
+_BLOCK_PAGES = 2
+
+
+def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
+    """The trace over a pool in a file below `directory`. A block takes two pages, one for its header. Segments are
+    powers of two of pages, so there are not quite as many as wanted. KvfsError."""
+    start = time.monotonic()
+    geometry = min((Geometry(1, STRIPE_UNIT_MIN, PAGE_SIZE << i) for i in range(6, 20)),
+                   key=lambda g: abs(math.log(capacity / _blocks_in(g) / segments)))  # fmt: skip
+    area = _blocks_in(geometry)
+    count = round(capacity / area)
+    options = StoreOptions(
+        staging_size=16 << 20, read_memory_size=16 << 20, records_max=2 * capacity + 4096, commit_interval_s=0.2
+    )
+
+    async def main(pool: Path) -> tuple[int, int, int]:
+        async with Store.open(pool, options) as store:
+            assert len(store.segments.all) == count
+            hits, stored = await _replay(store, trace)
+            return hits, stored, stored + store.evictor.counters.carried_blocks
+
+    with tempfile.TemporaryDirectory(prefix="kvfs-simulate-", dir=directory) as path:
+        request = FormatRequest(
+            pool=Path(path) / "pool", files=1, file_size=ZONES_OFFSET + LABEL_SIZE + count * geometry.zone_size,
+            stripe_width=1, stripe_unit=geometry.stripe_unit, segment_size=geometry.zone_size,
+        )  # fmt: skip
+        format_devices(request)
+        hits, stored, written = trio.run(main, request.pool)
+    looked_up = sum(map(len, trace))
+    return Result("real pool", count * area, count, looked_up, hits, stored, written, time.monotonic() - start)
+
+
+def _blocks_in(geometry: Geometry) -> int:
+    return (geometry.end_page - 1) // _BLOCK_PAGES
+
+
+async def _replay(store: Store, trace: Trace) -> tuple[int, int]:
+    hits = stored = 0
+    for request in trace:
+        found: list[int] = []
+        for block in request:
+            number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
+            if number is None:
+                break
+            found.append(number)
+        hits += len(found)
+        store.plane.inode_touch(found)
+        for block in request[len(found) :]:
+            if store.plane.table_find_name(ROOT_INODE, b"%d" % block) is None:
+                await _store_block(store, b"%d" % block)
+                stored += 1
+        # A prompt takes seconds to compute: the evictor's turn.
+        while store.segments.free_count() < store.evictor.low:
+            await trio.sleep(0.0005)
+    return hits, stored
+
+
+async def _store_block(store: Store, name: bytes) -> None:
+    """As the namespace makes a file, a page of zeros, and closes it."""
+    now = time.time_ns()
+    inode = Inode(
+        inode=store.next_inode(), parent=ROOT_INODE, name=name, kind=Kind.FILE, mode=0o100644, nlink=1,
+        version=store.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
+    )  # fmt: skip
+    store.plane.name_put(inode.pack(), 0)
+    store.index.put(inode, None)
+    store.plane.file_create(inode.inode)
+    store.plane.file_truncate(inode.inode, PAGE_SIZE)
+    await store.seal(inode.inode)
+
+
+# ---- command line ----
+
+
+def run(trace: Trace, shares: Sequence[float], segments: Sequence[int], references: Sequence[str],
+        pool: Path | None) -> list[Result]:  # fmt: skip
+    """Results for each share of the trace's unique blocks. With `pool` the real one's too, in a file there."""
+    results: list[Result] = []
+    unique = unique_blocks(trace)
+    for share in shares:
+        capacity = max(1, int(share * unique))
+        for name in references:
+            results.append(reference(name, trace, capacity))
+            _say(results[-1])
+        for count in segments:
+            results.append(segmented(trace, capacity, count))
+            _say(results[-1])
+            if pool is not None:
+                results.append(real(trace, capacity, count, pool))
+                _say(results[-1])
+    return results
+
+
+def _say(result: Result) -> None:
+    print(f"{result.policy}, {result.capacity} blocks: {result.ratio:.4f} in {result.seconds:.1f} s", file=sys.stderr)
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = ["| policy | blocks | segments | prefix hits | written / stored |", "|---|---|---|---|---|"]
+    for r in results:
+        lines.append(f"| {r.policy} | {r.capacity:,} | {r.segments or ''} | {r.ratio:.4f} | {r.write_ratio:.3f} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 if the pool failed; 2 for wrong arguments or a trace that is none."""
+    try:
+        arguments = _arguments(argv)
+        trace = load(arguments.trace) if arguments.trace else invent(arguments.invent, arguments.seed)
+        results = run(trace, arguments.shares, arguments.segments, arguments.references, arguments.pool)
+    except UsageError as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    except KvfsError as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 1
+    if arguments.output == "json":
+        rows = [{**asdict(r), "ratio": r.ratio, "write_ratio": r.write_ratio} for r in results]
+        source = {"trace": str(arguments.trace)} if arguments.trace else {"invent": arguments.invent}
+        print(json.dumps({"version": _JSON_VERSION, **source, "unique_blocks": unique_blocks(trace), "results": rows}))
+    else:
+        print(table(results))
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=raw)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("trace", nargs="?", type=Path, help="JSON lines with hash_ids, as Mooncake's traces")
+    source.add_argument("--invent", choices=list(SHAPES), help="make a trace up")
+    parser.add_argument("--seed", type=int, default=1, help="of an invented trace")
+    parser.add_argument("--shares", type=_list(_share), default=[0.05, 0.1, 0.25], metavar="SHARE,...",
+                        help="capacities, of the trace's unique blocks (default: 0.05,0.1,0.25)")  # fmt: skip
+    parser.add_argument("--segments", type=_list(int), default=[200], metavar="COUNT,...", help="default: 200")
+    parser.add_argument("--references", type=_list(_reference), default=list(REFERENCES), metavar="NAME,...",
+                        help=f"of {', '.join(REFERENCES)}; '' for none")  # fmt: skip
+    parser.add_argument("--pool", type=Path, metavar="DIRECTORY", help="run the real pool too, in a file there")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
+    return parser.parse_args(argv)
+
+
+def _list(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
+    def parse(text: str) -> list[object]:
+        return [kind(word) for word in text.split(",") if word]
+
+    parse.__name__ = "list"
+    return parse
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: a share is above 0, and 1 at most")
+    return share
+
+
+def _reference(text: str) -> str:
+    if text not in REFERENCES:
+        raise argparse.ArgumentTypeError(f"{text}: not one of {', '.join(REFERENCES)}")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
