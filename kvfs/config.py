@@ -18,6 +18,7 @@ from kvfs.errors import PoolError, UsageError
 from kvfs.types import PAGE_SIZE
 
 CONFIG_NAME = "pool.toml"
+SLAB_QUOTA = 0.25
 CONFIG_VERSION = 1
 LABEL_SIZE = 65536
 LABEL_TEXT_OFFSET = 4096
@@ -113,6 +114,8 @@ class PoolConfig:
     devices: tuple[DeviceConfig, ...]
     # Raised when devices are added, removed or replaced: of two descriptions of a pool the higher one is true.
     revision: int = 0
+    # The part of the pool's segments that slabs may have.
+    slab_quota: float = SLAB_QUOTA
 
     @property
     def segment_count(self) -> int:
@@ -137,6 +140,7 @@ class PoolConfig:
             f'secret = "{self.secret:016x}"',
             f'created = "{self.created}"',
             *([f"revision = {self.revision}"] if self.revision else []),
+            *([f"slab_quota = {self.slab_quota}"] if self.slab_quota != SLAB_QUOTA else []),
             "",
             "[geometry]",
             f"stripe_width = {self.geometry.stripe_width}",
@@ -200,6 +204,7 @@ def parse(text: str, origin: str) -> PoolConfig:
     config = PoolConfig(
         reader.uuid("uuid"), reader.hexadecimal("secret"), reader.text("created"), geometry, tuple(devices),
         reader.integer("revision", 1, 1 << 31) if reader.has("revision") else 0,
+        reader.fraction("slab_quota") if reader.has("slab_quota") else SLAB_QUOTA,
     )  # fmt: skip
     reader.finish()
     _check(config, origin)
@@ -271,6 +276,12 @@ class _Reader:
             wanted = str(least) if least == most else f"{least} to {most}"
             raise PoolError(f"{self._origin}: {self._prefix}{key} is {value}; {wanted} is possible")
         return value
+
+    def fraction(self, key: str) -> float:
+        value = self._table.pop(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; a number from 0 to 1 is needed")
+        return float(value)
 
     def text(self, key: str) -> str:
         value = self._take(key, str, "a string")

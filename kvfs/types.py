@@ -37,6 +37,7 @@ class InodeFlags(IntFlag):
     REWRITTEN = 4
     NAMELESS = 8
     ASK = 16
+    SLAB = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class Stream(IntEnum):
     NEW = 0
     CARRIED = 1
     CLIENT = 2  # written by native clients themselves
+    SLAB = 3  # whole segments, overwritten in place; never evicted as long as they are
 
 
 @dataclass(frozen=True, slots=True)

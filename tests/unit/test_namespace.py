@@ -126,6 +126,9 @@ class PlaneDouble:
             raise OSError(errno.ENOENT, "not being written")
         self.written[inode] = size
 
+    def slab_wanted(self, inode: int, size: int) -> bool:
+        return False
+
     def file_set_mtime(self, inode: int, mtime_ns: int) -> None:
         if inode not in self.written:
             raise errors.NotFoundError(f"inode {inode}: not being written")
