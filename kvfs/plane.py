@@ -45,6 +45,7 @@ class EventType(IntEnum):
     DEVICE = 9
     SLAB_CLOSED = 10
     SLAB_FREE = 11
+    SLAB_WANTED = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +451,10 @@ class Plane:
 
     def slab_close(self, inode: int) -> None:
         _check(lib.kvfs_slab_close(self._plane, inode), f"slab of inode {inode}")
+
+    def slab_answer(self, inode: int) -> None:
+        """After SLAB_WANTED: writes that waited for it go on."""
+        _check(lib.kvfs_slab_answer(self._plane, inode), f"slab of inode {inode}")
 
     def slab_fail(self, inode: int) -> None:
         """Every read and write of it ends with EIO from now on."""

@@ -65,7 +65,7 @@ Arguments = TypeVarTuple("Arguments")
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Bytes of the pool: all of it, in use by live blocks and slabs, and of those the ones eviction leaves alone: what is
+    """Bytes of the pool: all of it, in use by live blocks and slabs, and of those what eviction leaves alone: what is
     pinned, and slabs. And inodes."""
 
     size: int
@@ -420,6 +420,8 @@ class Store:
             if self.is_busy(event.inode):
                 return
             self.drop_bad(InodeNumber(event.inode), event.value)
+        elif event.type == EventType.SLAB_WANTED:
+            self._start_task(self.slabs.wanted, InodeNumber(event.inode), event.value)
         elif event.type == EventType.SLAB_CLOSED:
             self._start_task(self.slabs.closed, InodeNumber(event.inode), bool(event.value))
         elif event.type == EventType.SLAB_FREE:

@@ -114,6 +114,17 @@ class Slabs:
         except PlaneError as error:
             raise _refused(number, error) from error
 
+    async def wanted(self, number: InodeNumber, size: int) -> None:
+        """A file of that size, with no content, is written with O_DIRECT (KVFS_EVENT_SLAB_WANTED). If it cannot be a slab
+        it is a file as any other: its writes wait for this, and do not fail by it."""
+        try:
+            await self.make(number, size)
+        except KvfsError as error:
+            log.warning("inode %d: is written like a slab, and is none: %s", number, error)
+        finally:
+            with suppress(PlaneError):
+                self._plane.slab_answer(number)
+
     async def choose(self, number: InodeNumber) -> None:
         """As make(), of the size that the file has, because its owner says so. It may be one already."""
         try:

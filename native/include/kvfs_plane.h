@@ -144,7 +144,8 @@ enum kvfs_event_type {
     KVFS_EVENT_DEVICE = 9,      /* value = device: its connection was lost, or is back; kvfs_device_message */
     KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name; value 1: it lost its last handle, and goes (kvfs_slab_close); 0: its last writer, and is a
                                   * file as any other (kvfs_slab_settle) */
-    KVFS_EVENT_SLAB_FREE = 11   /* an inode's slab is no more, and nothing of it is under way: its segments are free */
+    KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab is no more, and nothing of it is under way: its segments are free */
+    KVFS_EVENT_SLAB_WANTED = 12 /* a file of `value` bytes without content is written with O_DIRECT: let it be a slab, then kvfs_slab_answer */
 };
 struct kvfs_event { uint32_t type; uint32_t reserved; uint64_t inode; uint64_t value; };
 struct kvfs_completion { uint64_t cookie; int64_t result; };
@@ -243,6 +244,8 @@ int kvfs_slab_resize(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, 
 int kvfs_slab_settle(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode);
 /* Remove a slab that nobody has open from the table, with its content. -EBUSY: somebody has; -ENOENT. */
 int kvfs_slab_close(struct kvfs_plane *plane, uint64_t inode);
+/* After KVFS_EVENT_SLAB_WANTED, whatever came of it: writes that waited go on. -ENOENT. */
+int kvfs_slab_answer(struct kvfs_plane *plane, uint64_t inode);
 /* Its I/O fails from now on. -ENOENT. */
 int kvfs_slab_fail(struct kvfs_plane *plane, uint64_t inode);
 

@@ -376,7 +376,9 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
     bool slab = node->file && node->file->slab && request->size;
-    int r = slab ? slab_write_begin(node, request, false) : node->file ? file_write(plane, node, request) : -EINPROGRESS;
+    int r = slab ? slab_write_begin(node, request, false) : -EINPROGRESS;
+    if (node->file && !slab)
+        r = write.flags & O_DIRECT && slab_ask(plane, node, request) ? -EAGAIN : file_write(plane, node, request);
     pthread_mutex_unlock(&node->lock);
     if (r == -EAGAIN)
         return; /* parked */

@@ -268,6 +268,7 @@ struct file {
     uint64_t counted;                   /* its share of plane->open_bytes: the size; a slab has none */
     struct slab *slab;                  /* its content lies there, and is written in place */
     bool direct;                        /* somebody opened it with O_DIRECT, to write */
+    bool slab_asked, slab_refused;      /* it should be one: Python makes it, and writes wait; it is none */
     bool dirty, sealing, spilling, spill_asked, discarded;
     struct desc *sealed;                /* header just written, until seal_end */
     struct request *parked, *parked_last;
@@ -306,12 +307,14 @@ int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, 
 
 struct slab *slab_ref(struct slab *slab);
 void slab_put(struct slab *slab);
-/* These five with the node's lock held. */
+/* These six with the node's lock held. */
 bool file_untouched(const struct file *file);
 uint64_t slab_capacity(const struct slab *slab);                 /* bytes */
 bool slab_passes(struct kvfs_plane *plane, const struct file *file);
 bool slab_read_begin(struct node *node, struct request *request);
 int slab_write_begin(struct node *node, struct request *request, bool worker);
+/* Whether a WRITE waits for its file to become a slab: then it is parked. */
+bool slab_ask(struct kvfs_plane *plane, struct node *node, struct request *request);
 /* Without it. Both answer, and end with the request. */
 void slab_read(struct request *request, bool good);
 void slab_write(struct request *request);

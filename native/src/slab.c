@@ -233,6 +233,23 @@ int slab_write_begin(struct node *node, struct request *request, bool worker) {
 
 void slab_write(struct request *request) { slab_submit(request); }
 
+/* A file that has its size, and no content, and is written with O_DIRECT: it is to be overwritten in place, however it came to O_DIRECT. */
+bool slab_ask(struct kvfs_plane *plane, struct node *node, struct request *request) {
+    struct file *file = node->file;
+    if (file->size < KVFS_SLAB_MIN || file->slab_refused || request->offset + request->size > file->size)
+        return false;
+    if (!file->slab_asked) {
+        if (!file_untouched(file)) {
+            file->slab_refused = true;
+            return false;
+        }
+        file->slab_asked = true;
+        event_add(plane, KVFS_EVENT_SLAB_WANTED, node->inode, file->size);
+    }
+    write_park(plane, file, request);
+    return true;
+}
+
 /* What was written counts, before it is answered. */
 static void write_end(struct request *request, int error) {
     struct slab *slab = request->slab;
@@ -507,6 +524,23 @@ int kvfs_slab_close(struct kvfs_plane *plane, uint64_t inode) {
         kvfs_file_discard(plane, inode);
     node_put(plane, node);
     return r;
+}
+
+int kvfs_slab_answer(struct kvfs_plane *plane, uint64_t inode) {
+    struct node *node = node_get(plane, inode, false);
+    if (!node)
+        return -ENOENT;
+    pthread_mutex_lock(&node->lock);
+    struct file *file = node->file;
+    if (file) {
+        file->slab_asked = false;
+        file->slab_refused = !file->slab;
+        if (!file->sealing)
+            file_unpark(plane, file);
+    }
+    pthread_mutex_unlock(&node->lock);
+    node_put(plane, node);
+    return file ? 0 : -ENOENT;
 }
 
 int kvfs_slab_fail(struct kvfs_plane *plane, uint64_t inode) {
