@@ -61,6 +61,8 @@ class Scale:
     small_files: int
     million: int
     few: int  # what a million is compared with
+    slab: int
+    slab_s: int
     idle_s: int
     settle_s: float  # until the daemon has done what it does a little later
 
@@ -82,6 +84,8 @@ FULL = Scale(
     small_files=4_000,
     million=1_000_000,
     few=10_000,
+    slab=GIB,
+    slab_s=5,
     idle_s=5,
     settle_s=3.0,
 )
@@ -102,6 +106,8 @@ QUICK = Scale(
     small_files=100,
     million=2_000,
     few=500,
+    slab=32 * MIB,
+    slab_s=1,
     idle_s=2,
     settle_s=1.0,
 )

@@ -115,8 +115,8 @@ class Slabs:
             raise _refused(number, error) from error
 
     async def wanted(self, number: InodeNumber, size: int) -> None:
-        """A file of that size, with no content, is written with O_DIRECT (KVFS_EVENT_SLAB_WANTED). If it cannot be a slab
-        it is a file as any other: its writes wait for this, and do not fail by it."""
+        """A file of that size, with no content, is written with O_DIRECT (KVFS_EVENT_SLAB_WANTED). If it cannot be a
+        slab it is a file as any other: its writes wait for this, and do not fail by it."""
         try:
             await self.make(number, size)
         except KvfsError as error:
