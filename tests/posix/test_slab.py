@@ -449,6 +449,9 @@ def test_preallocated_file_that_is_written_once_stays(own_pool, size):
     check(pool.mount / "x", "renamed")
     wait_until(lambda: slab_bytes(pool) == 0, "the end of the slab")
     check(pool.mount / "x", "sealed")
+    pool.kill()
+    pool.remount()
+    check(pool.mount / "x", "after a crash")
     pool.umount()
     assert "nothing is damaged" in pool.command("fsck", str(pool.path), "--verify-data").stdout
     pool.start()
