@@ -451,8 +451,7 @@ class Namespace:
             raise IsDirectoryError(f"inode {number}: is a directory")
         if inode.kind != Kind.FILE:
             raise InvalidArgumentError(f"inode {number}: not a file")
-        if InodeFlags.SLAB in inode.flags:
-            await self._store.slabs.resize(number, size)
+        if InodeFlags.SLAB in inode.flags and await self._store.slabs.resize(number, size):
             return
         if through_handle and self._plane.slab_wanted(number, size):
             await self._store.slabs.make(number, size)

@@ -24,6 +24,10 @@ from kvfs.types import PAGE_SIZE, InodeFlags, InodeNumber
 
 log = logging.getLogger(__name__)
 
+# Who changes a slab waits this long for another change of it: that it becomes a file, at most.
+_TURN_TIMEOUT_S = 60.0
+_TURN_POLL_S = 0.005
+
 
 @dataclass(slots=True)
 class _Slab:
@@ -93,10 +97,7 @@ class Slabs:
                 Run(generation, segment.index, self._first_page, self._run_pages)
                 for segment, generation in slab.segments
             ]
-            try:
-                self._plane.slab_extend(number, size, chosen, runs)
-            except PlaneError as error:
-                raise _refused(number, error) from error
+            await self._extend(number, size, chosen, runs)
         except BaseException:
             self._release(slab)
             raise
@@ -107,6 +108,17 @@ class Slabs:
             inode.flags |= InodeFlags.SLAB
             self._index.put(inode, inode)
             self._plane.inode_update(inode.pack())
+
+    async def _extend(self, number: InodeNumber, size: int, chosen: bool, runs: list[Run]) -> None:
+        with trio.fail_after(_TURN_TIMEOUT_S):
+            while True:
+                try:
+                    self._plane.slab_extend(number, size, chosen, runs)
+                    return
+                except PlaneError as error:
+                    if error.errno != errno.EAGAIN:
+                        raise _refused(number, error) from error
+                await trio.sleep(_TURN_POLL_S)
 
     def _pages(self, number: InodeNumber) -> int:
         try:
@@ -133,13 +145,33 @@ class Slabs:
             raise _refused(number, error) from error
         await self.make(number, size, chosen=True)
 
-    async def resize(self, number: InodeNumber, size: int) -> None:
-        """ftruncate of a slab. What it has room for it keeps."""
-        async with self._lock:
-            if size > self._pages(number) * PAGE_SIZE:
-                await self._make(number, size, False)
-            else:
-                await self._plane.slab_resize(number, size)
+    async def resize(self, number: InodeNumber, size: int) -> bool:
+        """ftruncate of a slab. What it has room for it keeps. False if it is none any more."""
+        with trio.fail_after(_TURN_TIMEOUT_S):
+            while True:
+                async with self._lock:
+                    try:
+                        pages = self._plane.slab_pages(number)
+                        if not pages:
+                            return False
+                        if size > pages * PAGE_SIZE:
+                            await self._make(number, size, False)
+                        else:
+                            await self._plane.slab_resize(number, size)
+                        return True
+                    except PlaneError as error:
+                        if error.errno not in (errno.EBUSY, errno.ENOENT):
+                            raise
+                    if not self._is_slab(number):
+                        return False
+                # It is just becoming a file.
+                await trio.sleep(_TURN_POLL_S)
+
+    def _is_slab(self, number: InodeNumber) -> bool:
+        try:
+            return self._plane.slab_pages(number) > 0
+        except PlaneError:
+            return False
 
     # ---- the end of one ----
 

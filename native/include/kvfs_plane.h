@@ -235,9 +235,11 @@ int64_t kvfs_file_size(struct kvfs_plane *plane, uint64_t inode);
 /* 1: truncated to `size`, the file should be a slab. */
 int kvfs_slab_wanted(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
 /* Make a file a slab, or a slab larger: append runs, all of one page_count, and let the file have at least `size` bytes. chosen: it goes with its last
- * handle, whatever was done with it. 0, -ENOENT, -EBUSY, -EFBIG, -ENOMEM, -ERANGE (runs that do not fit). */
+ * handle, whatever was done with it. 0, -ENOENT, -EBUSY, -EAGAIN (a job on it is under way), -EFBIG, -ENOMEM, -ERANGE
+ * (runs that do not fit). */
 int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, int chosen, const struct kvfs_run *runs, uint32_t run_count);
-/* Set the size, up to what it has room for. What is cut off is zeros when it grows again. Completion: 0, -ENOENT, -ENOSPC, -EBUSY, or -errno of an I/O. */
+/* Set the size, up to what it has room for. What is cut off is zeros when it grows again. Completion: 0, -ENOENT, -ENOSPC,
+ * -EBUSY (a job on it is under way), or -errno of an I/O. */
 int kvfs_slab_resize(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, uint64_t size);
 /* Make it an ordinary file being written, dirty, whose content is placed (kvfs_file_extents). Completion: 0; -EBUSY: it is open for writing; -EPERM: it has been
  * overwritten, and goes; -ENOENT; -errno of an I/O. */

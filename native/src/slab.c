@@ -478,7 +478,7 @@ int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, in
     struct slab *fresh = NULL;
     pthread_mutex_lock(&node->lock);
     struct file *file = node->file;
-    int r = !file || file->discarded ? -ENOENT : !file->slab && !file_untouched(file) ? -EBUSY : 0;
+    int r = !file || file->discarded ? -ENOENT : file->slab && file->sealing ? -EAGAIN : !file->slab && !file_untouched(file) ? -EBUSY : 0;
     if (r == 0 && !file->slab && run_count && !(fresh = slab_new(plane, inode, runs[0].page_count)))
         r = -ENOMEM;
     struct slab *slab = fresh ? fresh : r == 0 ? file->slab : NULL;

@@ -154,8 +154,9 @@ class SlabsDouble:
     async def choose(self, number: InodeNumber) -> None:
         await self.make(number, 0)
 
-    async def resize(self, number: InodeNumber, size: int) -> None:
+    async def resize(self, number: InodeNumber, size: int) -> bool:
         self.calls.append(("resize", number, size))
+        return True
 
 
 class StoreDouble:

@@ -151,6 +151,7 @@ def test_one_that_was_not_overwritten_becomes_a_file(tmp_path: Path) -> None:
         await store.slabs.make(number, 5 * MIB)
         await store.slabs.closed(number, False)
         await freed(store)
+        assert not await store.slabs.resize(number, MIB)
         inode = store.index.get(number)
         assert inode is not None and inode.sealed and inode.size == 5 * MIB and InodeFlags.SLAB not in inode.flags
         chosen = new_file(store, b"chosen")
