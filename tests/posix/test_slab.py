@@ -447,6 +447,7 @@ def test_preallocated_file_that_is_written_once_stays(own_pool, size):
     check(pool.mount / "x.tmp", "closed")
     os.rename(pool.mount / "x.tmp", pool.mount / "x")
     check(pool.mount / "x", "renamed")
+    wait_until(lambda: pool.status()["counters"]["sealed_blocks"] == 1, "the seal")
     wait_until(lambda: slab_bytes(pool) == 0, "the end of the slab")
     check(pool.mount / "x", "sealed")
     pool.kill()
