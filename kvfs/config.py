@@ -18,6 +18,7 @@ from kvfs.errors import PoolError, UsageError
 from kvfs.types import NAME_MAX, PAGE_SIZE
 
 CONFIG_NAME = "pool.toml"
+SLAB_QUOTA = 0.25
 CONFIG_VERSION = 1
 LABEL_SIZE = 65536
 LABEL_TEXT_OFFSET = 4096
@@ -126,6 +127,10 @@ class PoolConfig:
     revision: int = 0
     groups: tuple[GroupRule, ...] = ()
 
+
+    # The part of the pool's segments that slabs may have.
+    slab_quota: float = SLAB_QUOTA
+
     @property
     def segment_count(self) -> int:
         return len(self.members())
@@ -149,6 +154,7 @@ class PoolConfig:
             f'secret = "{self.secret:016x}"',
             f'created = "{self.created}"',
             *([f"revision = {self.revision}"] if self.revision else []),
+            *([f"slab_quota = {self.slab_quota}"] if self.slab_quota != SLAB_QUOTA else []),
             "",
             "[geometry]",
             f"stripe_width = {self.geometry.stripe_width}",
@@ -217,6 +223,7 @@ def parse(text: str, origin: str) -> PoolConfig:
         reader.uuid("uuid"), reader.hexadecimal("secret"), reader.text("created"), geometry, tuple(devices),
         reader.integer("revision", 1, 1 << 31) if reader.has("revision") else 0,
         tuple(_group_rule(group) for group in reader.tables("group", GROUPS_MAX)) if reader.has("group") else (),
+        reader.fraction("slab_quota") if reader.has("slab_quota") else SLAB_QUOTA,
     )  # fmt: skip
     reader.finish()
     _check(config, origin)
@@ -310,6 +317,12 @@ class _Reader:
             wanted = str(least) if least == most else f"{least} to {most}"
             raise PoolError(f"{self._origin}: {self._prefix}{key} is {value}; {wanted} is possible")
         return value
+
+    def fraction(self, key: str) -> float:
+        value = self._table.pop(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; a number from 0 to 1 is needed")
+        return float(value)
 
     def text(self, key: str) -> str:
         value = self._take(key, str, "a string")

@@ -89,6 +89,10 @@ class NotPermittedError(KvfsError):
     errno = errno.EPERM
 
 
+class BusyError(KvfsError):
+    errno = errno.EBUSY
+
+
 class NotSupportedError(KvfsError):
     errno = errno.EOPNOTSUPP
 

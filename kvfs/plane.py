@@ -43,6 +43,9 @@ class EventType(IntEnum):
     WRITERS_GONE = 7
     GUEST = 8
     DEVICE = 9
+    SLAB_CLOSED = 10
+    SLAB_FREE = 11
+    SLAB_WANTED = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,6 +425,47 @@ class Plane:
                     for e in out[0:count]
                 ]
             capacity = count
+
+    # ---- slabs ----
+
+    def slab_pages(self, inode: int) -> int:
+        """The pages that a slab has room for; 0 if the file is none yet, but may become one."""
+        return _check(lib.kvfs_slab_pages(self._plane, inode), f"slab of inode {inode}")
+
+    def file_size(self, inode: int) -> int:
+        return _check(lib.kvfs_file_size(self._plane, inode), f"size of inode {inode}")
+
+    def slab_wanted(self, inode: int, size: int) -> bool:
+        """Whether the file, truncated to `size`, should be a slab."""
+        return bool(lib.kvfs_slab_wanted(self._plane, inode, size))
+
+    def slab_extend(self, inode: int, size: int, chosen: bool, runs: Sequence[Run]) -> None:
+        array = _runs(runs)
+        _check(
+            lib.kvfs_slab_extend(self._plane, inode, size, int(chosen), array, len(runs)),
+            f"slab of inode {inode}, {size} bytes",
+        )
+
+    async def slab_resize(self, inode: int, size: int) -> None:
+        await self._run(
+            lambda cookie: lib.kvfs_slab_resize(self._plane, cookie, inode, size),
+            f"slab of inode {inode}: new size {size}",
+        )
+
+    async def slab_settle(self, inode: int) -> None:
+        """Make a slab an ordinary file that is being written, its content where it lies."""
+        await self._run(lambda cookie: lib.kvfs_slab_settle(self._plane, cookie, inode), f"slab of inode {inode}")
+
+    def slab_close(self, inode: int) -> None:
+        _check(lib.kvfs_slab_close(self._plane, inode), f"slab of inode {inode}")
+
+    def slab_answer(self, inode: int) -> None:
+        """After SLAB_WANTED: writes that waited for it go on."""
+        _check(lib.kvfs_slab_answer(self._plane, inode), f"slab of inode {inode}")
+
+    def slab_fail(self, inode: int) -> None:
+        """Every read and write of it ends with EIO from now on."""
+        _check(lib.kvfs_slab_fail(self._plane, inode), f"slab of inode {inode}")
 
     def set_space(self, size: int, error: int) -> None:
         """What may be open or being written; a write that needs more ends with this errno."""

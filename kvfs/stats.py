@@ -177,7 +177,7 @@ def render_status(status: Json) -> str:
         share = f" ({used * 100 / size:.1f}%)" if size else ""
         lines.append(
             f"   use: {size_text(used)} of {size_text(size)}{share}, pinned {size_text(number(space, 'pinned'))}, "
-            f"blocks {number(status, 'blocks'):.0f}"
+            f"slabs {size_text(number(space, 'slabs'))}, blocks {number(status, 'blocks'):.0f}"
         )
     if segments:
         devices = [device for device in items(status, "devices") if device.get("state") != "removed"]

@@ -39,6 +39,7 @@ class InodeFlags(IntFlag):
     REWRITTEN = 4
     NAMELESS = 8
     ASK = 16
+    SLAB = 32
 
 
 # Looked up, not called: a member of a number takes Python a microsecond, and every request unpacks several records.

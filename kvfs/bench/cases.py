@@ -40,6 +40,7 @@ from kvfs.bench.native import (
 from kvfs.bench.nvme import case_nvme
 from kvfs.bench.replay import case_replay
 from kvfs.bench.report import size_text
+from kvfs.bench.slab import case_slab
 from kvfs.bench.stand import Kvfs, Side, Stand
 from kvfs.bench.virtiofs import case_virtiofs
 
@@ -432,6 +433,7 @@ CASES = {
     "idle": Case(case_idle, BOTH),
     "small-files": Case(case_small_files, BOTH),
     "block-write": Case(case_block_write, BOTH),
+    "slab": Case(case_slab, ("files",)),
     "native-read": Case(case_native_read, BOTH),
     "native-exists": Case(case_native_exists, ("zram",)),
     "native-latency": Case(case_native_latency, BOTH),

@@ -61,6 +61,8 @@ class Scale:
     small_files: int
     million: int
     few: int  # what a million is compared with
+    slab: int
+    slab_s: int
     idle_s: int
     replay_requests: int  # of a trace, in a round
     replay_block: int
@@ -84,6 +86,8 @@ FULL = Scale(
     small_files=4_000,
     million=1_000_000,
     few=10_000,
+    slab=GIB,
+    slab_s=5,
     idle_s=5,
     replay_requests=1_000,
     replay_block=512 * KIB,
@@ -106,6 +110,8 @@ QUICK = Scale(
     small_files=100,
     million=2_000,
     few=500,
+    slab=32 * MIB,
+    slab_s=1,
     idle_s=2,
     replay_requests=60,
     replay_block=512 * KIB,

@@ -115,6 +115,7 @@ def live_status(
             "used": space.used,
             "free": max(space.size - space.used, 0),
             "pinned": space.pinned,
+            "slabs": space.slabs,
         },
         "segments": {
             **_layout_part(config),

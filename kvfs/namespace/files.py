@@ -32,7 +32,7 @@ from kvfs.errors import (
     NotSupportedError,
     StaleInodeError,
 )
-from kvfs.namespace.storage import PIN_ATTRIBUTE, SYMLINK_KEY, Storage
+from kvfs.namespace.storage import PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY, Storage
 from kvfs.types import (
     GROUP_ATTRIBUTE,
     GROUP_NAME_MAX,
@@ -146,12 +146,13 @@ class Namespace:
     def statfs(self) -> FilesystemSpace:
         """Sizes as clients expect them of a cache that evicts: what it may drop is as good as free.
 
-        Use is reported as at most USED_PERCENT_MAX unless more is pinned: SGLang deletes files from 80% on, others stop
-        storing.
+        Use is reported as at most USED_PERCENT_MAX unless more is pinned or in slabs: SGLang deletes files from 80% on,
+        others stop storing.
         """
         space = self._store.space()
         blocks = space.size // PAGE_SIZE
-        used = max(space.pinned // PAGE_SIZE, min(space.used // PAGE_SIZE, blocks * USED_PERCENT_MAX // 100))
+        kept = (space.pinned + space.slabs) // PAGE_SIZE
+        used = max(kept, min(space.used // PAGE_SIZE, blocks * USED_PERCENT_MAX // 100))
         free_inodes = max(space.inodes_max - space.inodes, 0)
         return FilesystemSpace(blocks, max(blocks - used, 0), space.inodes + free_inodes, free_inodes)
 
@@ -417,7 +418,7 @@ class Namespace:
     async def setattr(self, number: InodeNumber, changes: Changes) -> Inode:
         """Apply the changes and return the inode. A new size counts at once, also for those who have the file open."""
         if changes.size is not None:
-            await self._truncate(number, changes.size)
+            await self._truncate(number, changes.size, through_handle=changes.through_handle)
         # No await from here to _put(): the record is changed in one step.
         inode = self.get(number)
         now = time.time_ns()
@@ -454,12 +455,17 @@ class Namespace:
             return await self._store.seal(number) or self.get(number)
         return inode
 
-    async def _truncate(self, number: InodeNumber, size: int) -> None:
+    async def _truncate(self, number: InodeNumber, size: int, *, through_handle: bool = False) -> None:
         inode = self.get(number)
         if inode.kind == Kind.DIRECTORY:
             raise IsDirectoryError(f"inode {number}: is a directory")
         if inode.kind != Kind.FILE:
             raise InvalidArgumentError(f"inode {number}: not a file")
+        if InodeFlags.SLAB in inode.flags and await self._store.slabs.resize(number, size):
+            return
+        if through_handle and self._plane.slab_wanted(number, size):
+            await self._store.slabs.make(number, size)
+            return
         with trio.fail_after(_SEAL_TIMEOUT_S):
             while True:
                 try:
@@ -545,6 +551,11 @@ class Namespace:
             raise InvalidArgumentError(
                 f"inode {number}: the name of a group has 1 to {GROUP_NAME_MAX} bytes, not {len(value)}"
             )
+
+
+        if name in (SLAB_ATTRIBUTE, SLAB_REQUEST):
+            await self._make_slab(number, name, value)
+            return
         if not name.startswith((b"user.", b"trusted.")):
             raise NotSupportedError(f"extended attribute {name!r}: only user.* and trusted.* can be set")
         before = self.get(number)
@@ -555,9 +566,23 @@ class Namespace:
         inode.xattrs[name] = value
         self._changed_xattrs(inode, before)
 
+    async def _make_slab(self, number: InodeNumber, name: bytes, value: bytes) -> None:
+        if self.get(number).kind != Kind.FILE:
+            raise InvalidArgumentError(f"inode {number}: not a file: no slab")
+        if name == SLAB_ATTRIBUTE:
+            if value != b"1":
+                raise InvalidArgumentError(f"inode {number}: {SLAB_ATTRIBUTE.decode()} is {value!r}; 1 is possible")
+            await self._store.slabs.choose(number)
+            return
+        if not value.isdigit() or len(value) > 19:
+            raise InvalidArgumentError(f"inode {number}: a slab of {value!r} bytes")
+        await self._store.slabs.make(number, int(value))
+
     def getxattr(self, number: InodeNumber, name: bytes) -> bytes:
         inode = self.get(number)
         if name == PIN_ATTRIBUTE and InodeFlags.PINNED in inode.flags:
+            return b"1"
+        if name == SLAB_ATTRIBUTE and InodeFlags.SLAB in inode.flags:
             return b"1"
         value = None if name == SYMLINK_KEY else inode.xattrs.get(name)
         if value is None:
@@ -567,13 +592,19 @@ class Namespace:
     def listxattr(self, number: InodeNumber) -> list[bytes]:
         inode = self.get(number)
         names = [name for name in inode.xattrs if name != SYMLINK_KEY]
-        return [*names, PIN_ATTRIBUTE] if InodeFlags.PINNED in inode.flags else names
+        if InodeFlags.PINNED in inode.flags:
+            names.append(PIN_ATTRIBUTE)
+        if InodeFlags.SLAB in inode.flags:
+            names.append(SLAB_ATTRIBUTE)
+        return names
 
     async def removexattr(self, number: InodeNumber, name: bytes) -> None:
         inode = self.get(number)
         if name == PIN_ATTRIBUTE and InodeFlags.PINNED in inode.flags:
             await self.set_pinned(number, False)
             return
+        if name == SLAB_ATTRIBUTE and InodeFlags.SLAB in inode.flags:
+            raise NotPermittedError(f"inode {number}: a slab stays one")
         if name == SYMLINK_KEY or name not in inode.xattrs:
             raise NoAttributeError(f"inode {number}: no extended attribute {name!r}")
         before = inode.copy()

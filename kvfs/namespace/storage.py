@@ -13,6 +13,10 @@ from kvfs.types import Inode, InodeNumber
 SYMLINK_KEY = b"kvfs.symlink"
 # Reads as b"1" on what is pinned itself; setting it pins, removing it unpins.
 PIN_ATTRIBUTE = b"user.kvfs.pin"
+# Reads as b"1" on a slab; setting it to that makes an empty file that is open for writing one.
+SLAB_ATTRIBUTE = b"user.kvfs.slab"
+# How the data plane passes on a FALLOCATE: a slab of so many bytes, in decimal digits.
+SLAB_REQUEST = b"kvfs.slab"
 
 
 class Index(Protocol):
@@ -49,10 +53,22 @@ class Plane(Protocol):
 
     def file_set_mtime(self, inode: int, mtime_ns: int) -> object: ...
 
+    def slab_wanted(self, inode: int, size: int) -> bool: ...
+
+
+class Slabs(Protocol):
+    """Files that are overwritten in place."""
+
+    async def make(self, number: InodeNumber, size: int) -> object: ...
+
+    async def choose(self, number: InodeNumber) -> object: ...
+
+    async def resize(self, number: InodeNumber, size: int) -> bool: ...
+
 
 class Space(Protocol):
-    """Bytes of the pool: all of it, in use by live blocks, and of those the ones that eviction leaves alone. And
-    inodes."""
+    """Bytes of the pool: all of it, in use by live blocks and slabs, and of those the ones that eviction leaves alone.
+    And inodes."""
 
     @property
     def size(self) -> int: ...
@@ -62,6 +78,9 @@ class Space(Protocol):
 
     @property
     def pinned(self) -> int: ...
+
+    @property
+    def slabs(self) -> int: ...
 
     @property
     def inodes(self) -> int: ...
@@ -78,6 +97,9 @@ class Storage(Protocol):
 
     @property
     def plane(self) -> Plane: ...
+
+    @property
+    def slabs(self) -> Slabs: ...
 
     def next_inode(self) -> InodeNumber: ...
 

@@ -47,6 +47,7 @@ class Stream(IntEnum):
     NEW = 0
     CARRIED = 1
     CLIENT = 2  # written by native clients themselves
+    SLAB = 3  # whole segments, overwritten in place; never evicted as long as they are
 
 
 # How a block was used: the tick of its last open, or of its creation; and how many opens there were since that.

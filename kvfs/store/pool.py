@@ -23,7 +23,7 @@ from typing import TypeVarTuple
 import trio
 
 from kvfs.config import PoolConfig
-from kvfs.errors import DeviceError, KvfsError, NoSpaceError
+from kvfs.errors import DeviceError, KvfsError, NoSpaceError, UsageError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
 from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, check_records
 from kvfs.store import recovery
@@ -46,6 +46,7 @@ from kvfs.store.reservations import Reservations, ReservationStatistics
 from kvfs.store.sealing import BEING_WRITTEN, Sealing
 from kvfs.store.segments import Counter, Segments, SegmentStatistics, Versions, usage
 from kvfs.store.service import Devices
+from kvfs.store.slabs import Slabs
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,13 @@ Arguments = TypeVarTuple("Arguments")
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Bytes of the pool: all of it, in use by live blocks, and of those the ones eviction leaves alone. And inodes."""
+    """Bytes of the pool: all of it, in use by live blocks and slabs, and of those what eviction leaves alone: what is
+    pinned, and slabs. And inodes."""
 
     size: int
     used: int
     pinned: int
+    slabs: int
     inodes: int
     inodes_max: int
 
@@ -132,6 +135,7 @@ class Store:
         self.seal, self.rewrite = self.sealing.seal, self.sealing.rewrite
         self.carry, self.is_busy = self.sealing.carry, self.sealing.is_busy
         self.reservations = Reservations(self.segments, index, plane, self._inodes, self._versions, self.sealing)
+        self.slabs = Slabs(self.segments, index, plane, self.sealing, opened.config.slab_quota, self._set_space)
         self._moved_directories: list[InodeNumber] = []
         self._directory_moved = trio.Event()
         self._lingering: deque[tuple[float, InodeNumber]] = deque()
@@ -403,7 +407,7 @@ class Store:
         succeeds.
         """
         count = self.segments.usable
-        segments = max(count - self.segments.reserve - 5, count // 2)
+        segments = max(count - self.segments.reserve - 5, count // 2) - self.slabs.segment_count
         pages = segments * self.segments.area * 9 // 10 - self.pins.pages - self.reservations.pages
         self.plane.set_space(max(0, pages) * PAGE_SIZE, ENOSPC if count else EIO)
 
@@ -419,6 +423,12 @@ class Store:
             if self.is_busy(event.inode):
                 return
             self.drop_bad(InodeNumber(event.inode), event.value)
+        elif event.type == EventType.SLAB_WANTED:
+            self._start_task(self.slabs.wanted, InodeNumber(event.inode), event.value)
+        elif event.type == EventType.SLAB_CLOSED:
+            self._start_task(self.slabs.closed, InodeNumber(event.inode), bool(event.value))
+        elif event.type == EventType.SLAB_FREE:
+            self.slabs.freed(InodeNumber(event.inode))
         elif event.type == EventType.IO_ERROR:
             self.service.note_error(event.value >> 32, event.value & 0xFFFFFFFF)
         elif event.type == EventType.DEVICE:
@@ -590,7 +600,10 @@ class Store:
     def space(self) -> Space:
         statistics = self.segments.statistics()
         table = self.plane.table_statistics()
-        return Space(statistics.capacity, statistics.live_bytes, self.pins.bytes, table["records"], self._records_max)
+        return Space(
+            statistics.capacity, statistics.live_bytes, self.pins.bytes, self.slabs.bytes, table["records"],
+            self._records_max,
+        )  # fmt: skip
 
     def statistics(self) -> StoreStatistics:
         index = self.index.statistics()
@@ -608,6 +621,19 @@ class Store:
     def leave_table(self, number: InodeNumber) -> None:
         """Somebody asked for an inode that is not there: if its device has just gone, its name goes at once."""
         self.service.leave_table([number])
+
+    def device_away(self, segments: Sequence[SegmentIndex]) -> None:
+        """Nothing in these can be read or written."""
+        self.slabs.fail(segments)
+
+    def check_slabs(self, device: int, segments: Sequence[SegmentIndex]) -> None:
+        """UsageError if a slab lies there: it can be neither moved nor read from anywhere else."""
+        found = self.slabs.on_segments(segments)
+        if found:
+            inodes = ", ".join(str(number) for number in found[:8])
+            raise UsageError(
+                f"device {device}: {len(found)} slabs lie there (inodes {inodes}); end the programs that have them open"
+            )
 
     def places_changed(self) -> None:
         """What can be written became more or less."""
@@ -659,6 +685,7 @@ class Store:
         if scope.cancelled_caught:
             log.error("not everything could be sealed within %.0f s", _SEAL_AT_CLOSE_S)
             clean = clean and not self.reservations.pages  # segments with clients' runs in flight stay open
+        self.slabs.close()
         self.segments.stop()
         for number in self.index.volatile_inodes():
             inode = self.index.get(number)

@@ -19,6 +19,7 @@ import trio
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import Bulk, LmdbIndex
 from kvfs.plane import Plane
+from kvfs.store.eviction import Stream
 from kvfs.store.format import RECORD_HEAD, SegmentHeader, split_records
 from kvfs.store.pins import Pins
 from kvfs.store.segments import Segment, Segments, State, usage
@@ -104,6 +105,8 @@ async def recover(
             to_scan.append((segment, segment.next_page))
         if segment.state != State.FREE:
             segment.state = State.CLOSED
+            # The daemon that died may have had writes of a slab under way.
+            segment.late |= segment.stream == Stream.SLAB
         segments.changed(segment)
     admission = Admission(index, segments, plane, lost, known_version, in_flight)
     for segment, first_page in sorted(to_scan, key=lambda item: -item[0].generation):
@@ -385,6 +388,7 @@ class Rebuild:
             header = headers[segment.index]
             if header is not None:
                 segment.state, segment.generation, segment.stream = State.CLOSED, header.generation, header.stream
+                segment.late |= segment.stream == Stream.SLAB  # as in recover()
             elif segment.index not in blank and not segment.lost:
                 damaged.append(segment)
         queue = iter(damaged)

@@ -222,6 +222,10 @@ class Sealing:
             self._segments.all[segment].held -= 1
             self._segments.free_if_empty(self._segments.all[segment])
 
+    def hold_extents(self, number: int) -> None:
+        """A file that is being written has pages that the data plane placed by itself."""
+        self._hold(number, self._extent_segments(number))
+
     def check_held(self) -> None:
         """Files that were discarded hold nothing any more."""
         for number in list(self._held):

@@ -434,6 +434,28 @@ class Segments:
                 overhead = 1
             self.retire(segment)
 
+    async def take_whole(self) -> Segment:
+        """A segment for a slab, to itself: neither evicted nor written by anybody else until give_back(). NoSpaceError,
+        DeviceError."""
+        async with self._locks[Stream.SLAB]:
+            segment = await self._next(Stream.SLAB)
+        segment.state, segment.next_page = State.CLOSED, self.geometry.end_page
+        segment.held += 1
+        segment.live_pages += self.area
+        # There is no block header in it for a scan to look for.
+        self.mark_dirty(segment, gone=False)
+        self._changed.add(segment.index)
+        return segment
+
+    def give_back(self, segment: Segment, generation: int) -> None:
+        """The slab that took it is no more. Blocks may lie there by now."""
+        if segment.state != State.CLOSED or segment.generation != generation or not segment.held:
+            return  # its device was away, or another's: it has a new life
+        segment.held -= 1
+        segment.live_pages = max(0, segment.live_pages - self.area)
+        self._changed.add(segment.index)
+        self.free_if_empty(segment)
+
     def runs_bound(self, pages: int) -> int:
         """How many runs a block of that many pages gets at most."""
         return 2 + pages // max(1, self.area - 1)
@@ -532,7 +554,7 @@ class Segments:
         while True:
             if self._plane.abandoned is not None:
                 raise DeviceError(f"no segment can be opened: {self._plane.abandoned}")
-            if stream != Stream.CARRIED and self._ready is not None:
+            if stream not in (Stream.CARRIED, Stream.SLAB) and self._ready is not None:
                 segment, self._ready = self._ready, None
                 segment.stream = stream
                 self.ready_taken.set()

@@ -104,6 +104,10 @@ class Blocks(Protocol):
 
     def forget(self, inode: Inode) -> None: ...
 
+    def device_away(self, segments: Sequence[SegmentIndex]) -> None: ...
+
+    def check_slabs(self, device: int, segments: Sequence[SegmentIndex]) -> None: ...
+
     def places_changed(self) -> None: ...
 
     def devices_changed(self) -> None: ...
@@ -298,6 +302,7 @@ class Devices:
         self._take_away(device)
 
     def _take_away(self, device: int) -> None:
+        self._blocks.device_away(self._of[device])
         self._vanish.update(self._of[device])
         self._index.shown.clear()
         self._place()
@@ -525,6 +530,7 @@ class Devices:
     async def remove(self, device: int, drain: Callable[[Sequence[SegmentIndex]], Awaitable[None]] | None) -> int:
         """For good. `drain` empties segments before. Returns how many blocks went with it."""
         self.check_removable(device)
+        self._blocks.check_slabs(device, self._of[device])
         if drain is not None and not self.all[device].state.away:
             self.all[device].draining = True
             self._place()
@@ -536,6 +542,7 @@ class Devices:
         devices = list(self.config.devices)
         devices[device] = replace(devices[device], removed=True)
         async with self.all[device].turn, self._lock:
+            self._blocks.check_slabs(device, self._of[device])
             self._plane.device_stop(device)
             self._set(device, DeviceState.REMOVED, "")
             self._take_away(device)
@@ -569,6 +576,7 @@ class Devices:
             )  # fmt: skip
             changed = replace(self.config, devices=tuple(devices), revision=self.config.revision + 1)
             async with self.all[device].turn, self._lock:
+                self._blocks.check_slabs(device, self._of[device])
                 self._plane.device_stop(device)
                 self._set(device, DeviceState.FAILED, "being replaced")
                 self.all[device].probe_at = float("inf")

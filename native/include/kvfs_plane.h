@@ -141,7 +141,11 @@ enum kvfs_event_type {
     KVFS_EVENT_WRITERS_GONE = 7, /* the last writer of a sealed, clean inode is gone */
     KVFS_EVENT_GUEST = 8,       /* a guest or its front end broke the rules; inode = its number, value = queue << 32 | errno (queue 0xffffffff: the
                                  * protocol). The queue has stopped, or the connection has ended */
-    KVFS_EVENT_DEVICE = 9       /* value = device: its connection was lost, or is back; kvfs_device_message */
+    KVFS_EVENT_DEVICE = 9,      /* value = device: its connection was lost, or is back; kvfs_device_message */
+    KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name; value 1: it lost its last handle, and goes (kvfs_slab_close); 0: its last writer, and is a
+                                  * file as any other (kvfs_slab_settle) */
+    KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab is no more, and nothing of it is under way: its segments are free */
+    KVFS_EVENT_SLAB_WANTED = 12 /* a file of `value` bytes without content is written with O_DIRECT: let it be a slab, then kvfs_slab_answer */
 };
 struct kvfs_event { uint32_t type; uint32_t reserved; uint64_t inode; uint64_t value; };
 struct kvfs_completion { uint64_t cookie; int64_t result; };
@@ -219,6 +223,36 @@ int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
 int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns);
 /* Forget the staged bytes of an inode that nobody will seal (unlinked and closed). */
 int kvfs_file_discard(struct kvfs_plane *plane, uint64_t inode);
+
+/* ---- slabs: files that are overwritten in place, in whole segments ---- */
+
+/* An untouched file of at least so many bytes becomes a slab by FALLOCATE, and by ftruncate through a handle opened with O_DIRECT. 256 MiB: more than
+ * any engine's block. */
+#define KVFS_SLAB_MIN 268435456
+struct kvfs_run;
+/* The pages that a slab has room for; 0: a file being written that is none yet, but may become one; -EBUSY: it has content already, or is being sealed;
+ * -ENOENT: it is not being written. */
+int64_t kvfs_slab_pages(struct kvfs_plane *plane, uint64_t inode);
+/* The size of a file that is being written, in bytes; -ENOENT. */
+int64_t kvfs_file_size(struct kvfs_plane *plane, uint64_t inode);
+/* 1: truncated to `size`, the file should be a slab. */
+int kvfs_slab_wanted(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
+/* Make a file a slab, or a slab larger: append runs, all of one page_count, and let the file have at least `size` bytes. chosen: it goes with its last
+ * handle, whatever was done with it. 0, -ENOENT, -EBUSY, -EAGAIN (a job on it is under way), -EFBIG, -ENOMEM, -ERANGE
+ * (runs that do not fit). */
+int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, int chosen, const struct kvfs_run *runs, uint32_t run_count);
+/* Set the size, up to what it has room for. What is cut off is zeros when it grows again. Completion: 0, -ENOENT, -ENOSPC,
+ * -EBUSY (a job on it is under way), or -errno of an I/O. */
+int kvfs_slab_resize(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, uint64_t size);
+/* Make it an ordinary file being written, dirty, whose content is placed (kvfs_file_extents). Completion: 0; -EBUSY: it is open for writing; -EPERM: it has been
+ * overwritten, and goes; -ENOENT; -errno of an I/O. */
+int kvfs_slab_settle(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode);
+/* Remove a slab that nobody has open from the table, with its content. -EBUSY: somebody has; -ENOENT. */
+int kvfs_slab_close(struct kvfs_plane *plane, uint64_t inode);
+/* After KVFS_EVENT_SLAB_WANTED, whatever came of it: writes that waited go on. -ENOENT. */
+int kvfs_slab_answer(struct kvfs_plane *plane, uint64_t inode);
+/* Its I/O fails from now on. -ENOENT. */
+int kvfs_slab_fail(struct kvfs_plane *plane, uint64_t inode);
 
 struct kvfs_seal_info {
     uint64_t size;              /* bytes */

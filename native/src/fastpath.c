@@ -2,6 +2,7 @@
 #include "internal.h"
 
 #include <fcntl.h>
+#include <stdio.h>
 #include <sys/stat.h>
 
 #ifndef FUSE_HANDLE_KILLPRIV_V2
@@ -17,6 +18,7 @@
 /* A page that could not be read the kernel asks for once more: to whoever reads that is one read, with one deadline. */
 #define AGAIN_NS 500000000ull
 #define XATTR_NAME_SIZE_MAX 255
+#define KVFS_SLAB_REQUEST "kvfs.slab" /* frontend/fuse.py takes it */
 
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr) {
     (void)plane;
@@ -300,12 +302,16 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
     pthread_mutex_lock(&node->lock);
     if (node->failed_ns && arrived < node->failed_ns + AGAIN_NS && node->failed_until_ns < request->until_ns)
         request->until_ns = node->failed_until_ns;
-    bool staged = node->file != NULL;
+    bool staged = node->file != NULL, slab = staged && node->file->slab, good = slab && slab_read_begin(node, request);
     if (!staged && node->desc) {
         request->desc = node->desc;
         atomic_fetch_add(&request->desc->refs, 1);
     }
     pthread_mutex_unlock(&node->lock);
+    if (slab) {
+        slab_read(request, good);
+        return;
+    }
     if (staged) {
         read_staged(server, request);
         return;
@@ -324,7 +330,7 @@ static void written_without_handle(struct kvfs_plane *plane, struct node *node) 
         node_released(plane, node, true);
 }
 
-static void reply_write(struct kvfs_plane *plane, struct request *request, int r) {
+void request_reply_write(struct kvfs_plane *plane, struct request *request, int r) {
     if (r < 0) {
         reply_error(request->server, request->unique, r);
     } else {
@@ -339,6 +345,10 @@ static void reply_write(struct kvfs_plane *plane, struct request *request, int r
             notify_inode(plane, request->node->inode);
         written_without_handle(plane, request->node); /* it may have released the handle meanwhile: then nobody would seal this */
     }
+}
+
+static void reply_write(struct kvfs_plane *plane, struct request *request, int r) {
+    request_reply_write(plane, request, r);
     request_put(plane, request);
 }
 
@@ -361,13 +371,21 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
     request->slots[0] = *landing;
     request->slot_count = 1;
     request->payload = (*landing)->data;
+    request->flags = write.write_flags;
     *landing = NULL;
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
-    int r = node->file ? file_write(plane, node, request) : -EINPROGRESS;
+    bool slab = node->file && node->file->slab && request->size;
+    int r = slab ? slab_write_begin(node, request, false) : -EINPROGRESS;
+    if (node->file && !slab)
+        r = write.flags & O_DIRECT && slab_ask(plane, node, request) ? -EAGAIN : file_write(plane, node, request);
     pthread_mutex_unlock(&node->lock);
     if (r == -EAGAIN)
         return; /* parked */
+    if (slab && r == 0) {
+        slab_write(request);
+        return;
+    }
     if (r == -EINPROGRESS) {
         r = worker_request_add(plane, request);
         if (r == 0)
@@ -385,6 +403,8 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
     struct node *node = request->node;
     int r = 0;
     if (request->opcode == FUSE_WRITE) {
+        if (slab_worker_write(plane, ring, request))
+            return;
         for (int attempt = 0; attempt < 64; attempt++) {
             pthread_mutex_lock(&node->lock);
             r = node->file ? file_write(plane, node, request) : -ENOENT;
@@ -442,6 +462,19 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
     request_put(plane, request);
 }
 
+/* Python makes slabs, and makes them larger; of FALLOCATE pyfuse3 knows nothing, so it is asked as by setxattr(2). Both are answered alike. */
+static void forward_slab(struct server *server, uint8_t *head, uint64_t size) {
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct fuse_setxattr_in set = {0};
+    char *name = (char *)(in + 1) + FUSE_COMPAT_SETXATTR_IN_SIZE;
+    int length = sprintf(name, "%s%c%llu", KVFS_SLAB_REQUEST, 0, (unsigned long long)size);
+    set.size = (uint32_t)(length - (int)sizeof(KVFS_SLAB_REQUEST));
+    memcpy(in + 1, &set, FUSE_COMPAT_SETXATTR_IN_SIZE);
+    in->opcode = FUSE_SETXATTR;
+    in->len = (uint32_t)(sizeof(*in) + FUSE_COMPAT_SETXATTR_IN_SIZE) + (uint32_t)length;
+    mux_forward(server, head, in->len, 0, 0);
+}
+
 static void do_fallocate(struct server *server, uint8_t *head) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
@@ -457,6 +490,13 @@ static void do_fallocate(struct server *server, uint8_t *head) {
     if (r == 0) {
         pthread_mutex_lock(&handle.node->lock);
         struct file *file = handle.node->file;
+        bool ask = file && (file->slab ? end > file->size : end >= KVFS_SLAB_MIN && file_untouched(file));
+        if (ask) {
+            pthread_mutex_unlock(&handle.node->lock);
+            node_put(plane, handle.node);
+            forward_slab(server, head, end);
+            return;
+        }
         if (!file)
             r = -EOPNOTSUPP;
         else if (end > file->size && atomic_load(&plane->open_bytes) + (end - file->size) > atomic_load(&plane->space))
@@ -480,7 +520,7 @@ static void do_flush(struct server *server, uint8_t *head, size_t size) {
     bool dirty = false, found = handle_find(plane, server->transport, flush->fh, &handle);
     if (found) {
         pthread_mutex_lock(&handle.node->lock);
-        dirty = handle.writer && handle.node->file && (handle.node->file->dirty || handle.node->file->sealing);
+        dirty = handle.writer && handle.node->file && !handle.node->file->slab && (handle.node->file->dirty || handle.node->file->sealing);
         pthread_mutex_unlock(&handle.node->lock);
         found = handle.node->inode == in->nodeid;
         node_put(plane, handle.node);

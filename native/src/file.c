@@ -7,7 +7,7 @@
 #define FILE_CHUNKS_MAX (1u << 22) /* 4 TiB */
 
 /* Bytes. The header of a block, 4 bytes for each leaf, has to fit in a segment: it gets half of one at most. */
-static uint64_t size_max(const struct kvfs_plane *plane) {
+uint64_t file_size_max(const struct kvfs_plane *plane) {
     return min_u64(FILE_CHUNKS_MAX * CHUNK_SIZE, plane->config.zone_size * plane->config.stripe_width * 512);
 }
 
@@ -52,9 +52,10 @@ int file_grow_leaves(struct file *file, uint32_t count) {
 }
 
 /* The size has changed: so has what eviction must keep. */
-static void file_count(struct kvfs_plane *plane, struct file *file) {
-    atomic_fetch_add(&plane->open_bytes, file->size - file->counted); /* modulo 2^64 where it shrinks */
-    file->counted = file->size;
+void file_count(struct kvfs_plane *plane, struct file *file) {
+    uint64_t size = file->slab ? 0 : file->size;
+    atomic_fetch_add(&plane->open_bytes, size - file->counted); /* modulo 2^64 where it shrinks */
+    file->counted = size;
 }
 
 /* Take over a sealed content: every chunk placed. */
@@ -189,7 +190,7 @@ static int park_for_memory(struct kvfs_plane *plane, struct node *node, struct r
 int file_write(struct kvfs_plane *plane, struct node *node, struct request *request) {
     struct file *file = node->file;
     uint64_t offset = request->offset, end = offset + request->size;
-    if (end > size_max(plane))
+    if (end > file_size_max(plane))
         return -EFBIG;
     if (request->size == 0)
         return 0;
@@ -298,7 +299,7 @@ int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8
 
 int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     struct file *file = node->file;
-    if (size > size_max(plane))
+    if (size > file_size_max(plane))
         return -EFBIG;
     if (size < file->size) {
         uint32_t keep = (uint32_t)((size + CHUNK_SIZE - 1) / CHUNK_SIZE);
@@ -363,6 +364,7 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
     atomic_fetch_sub(&plane->open_bytes, file->counted);
     file_unpark(plane, file); /* they find no file, and end as EIO */
     desc_put(file->sealed);
+    slab_put(file->slab);
     free(file->chunks);
     free(file->placed);
     free(file->leaves);

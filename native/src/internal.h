@@ -254,6 +254,7 @@ struct chunk {
     bool reload;                        /* PLACED, but cut or grown inside a page: must be staged and written again at the seal */
 };
 struct request;
+struct slab;
 struct file {
     uint64_t size;
     int64_t mtime_ns;
@@ -265,7 +266,10 @@ struct file {
     uint32_t leaf_capacity;
     uint32_t short_page, short_size;    /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
     uint64_t staged_bytes;              /* of slots */
-    uint64_t counted;                   /* its share of plane->open_bytes: the size */
+    uint64_t counted;                   /* its share of plane->open_bytes: the size; a slab has none */
+    struct slab *slab;                  /* its content lies there, and is written in place */
+    bool direct;                        /* somebody opened it with O_DIRECT, to write */
+    bool slab_asked, slab_refused;      /* it should be one: Python makes it, and writes wait; it is none */
     bool dirty, sealing, spilling, spill_asked, discarded;
     struct desc *sealed;                /* header just written, until seal_end */
     struct request *parked, *parked_last;
@@ -278,6 +282,8 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
 /* Copy [offset, offset + size) out; -EINPROGRESS: part of it lies on the devices. */
 int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8_t *out);
 int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size);
+uint64_t file_size_max(const struct kvfs_plane *plane);
+void file_count(struct kvfs_plane *plane, struct file *file);    /* the size has changed */
 int file_grow_chunks(struct file *file, uint32_t count);
 int file_grow_leaves(struct file *file, uint32_t count);
 int file_stage_zeros(struct kvfs_plane *plane, struct file *file);      /* one byte, at the start */
@@ -298,6 +304,23 @@ int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed
 int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
                 struct slot *const *slots, uint32_t slot_count);
 
+/* ---- slab.c: files that are overwritten in place ---- */
+
+struct slab *slab_ref(struct slab *slab);
+void slab_put(struct slab *slab);
+/* These six with the node's lock held. */
+bool file_untouched(const struct file *file);
+uint64_t slab_capacity(const struct slab *slab);                 /* bytes */
+bool slab_passes(struct kvfs_plane *plane, const struct file *file);
+bool slab_read_begin(struct node *node, struct request *request);
+int slab_write_begin(struct node *node, struct request *request, bool worker);
+/* Whether a WRITE waits for its file to become a slab: then it is parked. */
+bool slab_ask(struct kvfs_plane *plane, struct node *node, struct request *request);
+/* Without it. Both answer, and end with the request. */
+void slab_read(struct request *request, bool good);
+void slab_write(struct request *request);
+bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct request *request);
+
 /* ---- requests ---- */
 
 struct server;
@@ -307,6 +330,9 @@ struct request {
     struct transport *transport;
     struct node *node;
     struct desc *desc;
+    struct slab *slab;
+    struct request *previous;           /* of a slab's writes under way, with `next` */
+    bool exclusive;                     /* alone on its pages */
     uint64_t unique, arrived_ns, fh, offset;
     uint64_t until_ns;                  /* READ: answered by then, however many I/Os it takes */
     uint32_t opcode, size, flags;
@@ -330,6 +356,7 @@ struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
 void reply_error(struct server *server, uint64_t unique, int error);
+void request_reply_write(struct kvfs_plane *plane, struct request *request, int error);
 void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size); /* from its slots */
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
 void latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
@@ -357,6 +384,7 @@ struct server {
     struct ring ring;
     uint8_t *head;                      /* REQUEST_SMALL bytes */
     struct slot *landing;
+    bool batching;                      /* a slab's I/O is queued: more of it may come at once */
     uint64_t last_work_ns;
     struct request *waiting_reads;      /* for read memory; oldest first */
     struct request *waiting_last;

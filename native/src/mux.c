@@ -380,6 +380,7 @@ static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uin
     case FUSE_RENAME2: kvfs_notify_epoch(plane); return;
     case FUSE_OPEN:
     case FUSE_CREATE:
+    case FUSE_SETXATTR:
     case FUSE_SETATTR: notify_inode(plane, inode); return;
     default: return;
     }

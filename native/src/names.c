@@ -214,7 +214,7 @@ int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node) 
 /* With the node's lock held. */
 static int rewrite_empty(struct kvfs_plane *plane, struct node *node) {
     if (node->file) /* frozen while a seal or spill is under way: the caller comes again */
-        return node->file->sealing || node->file->spilling ? -EBUSY : file_truncate(plane, node, 0);
+        return node->file->sealing || node->file->spilling || node->file->slab ? -EBUSY : file_truncate(plane, node, 0);
     int r = file_install(plane, node);
     if (r == 0)
         node->file->dirty = true;
@@ -291,8 +291,8 @@ static int with_file(struct kvfs_plane *plane, uint64_t inode, int (*change)(str
 }
 
 static int change_size(struct kvfs_plane *plane, struct node *node, int64_t size) {
-    if (node->file->sealing || node->file->spilling)
-        return -EBUSY;
+    if (node->file->sealing || node->file->spilling || node->file->slab)
+        return -EBUSY; /* a slab: kvfs_slab_resize */
     return file_truncate(plane, node, (uint64_t)size);
 }
 

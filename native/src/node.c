@@ -142,6 +142,12 @@ int handle_open(struct kvfs_plane *plane, struct transport *transport, struct no
     struct handle handle = {.node = node, .transport = transport, .flags = flags, .writer = writer};
     if (transport->guest && writer)
         atomic_store(&node->guest_wrote, true);
+    if (writer && flags & O_DIRECT) {
+        pthread_mutex_lock(&node->lock);
+        if (node->file)
+            node->file->direct = true;
+        pthread_mutex_unlock(&node->lock);
+    }
     return handle_add(plane, &handle, fh);
 }
 
@@ -229,6 +235,18 @@ void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer)
     pthread_mutex_lock(&shard->lock);
     bool last = node->handles == 0, last_writer = was_writer && node->writers == 0;
     pthread_mutex_unlock(&shard->lock);
+    struct kvfs_record record;
+    if (last || last_writer) { /* one without a name goes as any file does */
+        pthread_mutex_lock(&node->lock);
+        bool slab = node->file && node->file->slab, passes = slab && slab_passes(plane, node->file);
+        pthread_mutex_unlock(&node->lock);
+        if (slab) {
+            last_writer = false;
+            bool named = kvfs_table_find_inode(plane->table, node->inode, &record) == 0 && !(record.flags & KVFS_INODE_NAMELESS);
+            if (named && (last || !passes))
+                event_add(plane, KVFS_EVENT_SLAB_CLOSED, node->inode, passes);
+        }
+    }
     if (last_writer) {
         bool file_gone = false;
         pthread_mutex_lock(&node->lock);
@@ -245,7 +263,6 @@ void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer)
         }
     }
     if (last) {
-        struct kvfs_record record;
         if (kvfs_table_find_inode(plane->table, node->inode, &record) == 0 && record.flags & KVFS_INODE_NAMELESS)
             event_add(plane, KVFS_EVENT_IDLE, node->inode, 0);
     }

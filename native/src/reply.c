@@ -20,6 +20,7 @@ void request_put(struct kvfs_plane *plane, struct request *request) {
     for (uint32_t i = 0; i < request->slot_count; i++)
         slot_put(request->slots[i]);
     desc_put(request->desc);
+    slab_put(request->slab);
     node_put(plane, request->node);
     free(request->targets);
     guest_memory_put(request->memory);

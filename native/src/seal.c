@@ -491,7 +491,7 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
         return -ENOENT;
     pthread_mutex_lock(&node->lock);
     struct file *file = node->file;
-    int r = !file ? -ENOENT : file->sealing || file->spilling ? -EBUSY : 0;
+    int r = !file ? -ENOENT : !file->slab && (file->sealing || file->spilling) ? -EBUSY : 0;
     if (r == 0 && file->dirty) {
         uint32_t pages;
         /* A file of nothing but a hole gets one page: no extents would mean one right behind the header. */

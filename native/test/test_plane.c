@@ -1,4 +1,4 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c read.c reply.c ring.c seal.c server.c shared_memory.c store.c vhost_user.c virtqueue.c worker.c */
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
 /* The whole data plane without a kernel: this program plays both the kernel (a socketpair in place of /dev/fuse: a double) and Python (the
  * session's end). Devices are files. What it proves under the sanitizers: writes in any order are sealed and read back, faults become EIO within
  * the deadline and never wrong bytes, late replies are dropped, a transport that goes away leaves nothing. */
@@ -379,6 +379,134 @@ static void test_bad_requests(void) {
     printf("ok malformed requests get an error each\n");
 }
 
+/* ---- slabs ---- */
+
+static struct kvfs_event slab_event(uint32_t type, uint64_t inode) {
+    struct kvfs_event events[64];
+    uint64_t until = now_ns() + 20000000000ull;
+    while (now_ns() < until) {
+        int count = kvfs_take_events(plane, events, 64);
+        for (int i = 0; i < count; i++)
+            if (events[i].type == type && events[i].inode == inode)
+                return events[i];
+        usleep(1000);
+    }
+    CHECK(!"an event came");
+    return events[0];
+}
+
+static int preallocate(uint64_t inode, uint64_t fh, uint64_t size, const struct kvfs_run *runs, uint32_t run_count) {
+    struct fuse_fallocate_in in = {.fh = fh, .length = size};
+    ask(FUSE_FALLOCATE, inode, &in, sizeof(in), NULL, 0);
+    struct fuse_in_header *got = forwarded_request();
+    CHECK(got->opcode == FUSE_SETXATTR && got->nodeid == inode);
+    struct fuse_setxattr_in set;
+    memcpy(&set, got + 1, FUSE_COMPAT_SETXATTR_IN_SIZE);
+    const char *name = (const char *)(got + 1) + FUSE_COMPAT_SETXATTR_IN_SIZE, *value = name + strlen(name) + 1;
+    CHECK(strcmp(name, "kvfs.slab") == 0 && set.size == (size_t)(forwarded + got->len - (const uint8_t *)value));
+    CHECK(strtoull(value, NULL, 10) == size);
+    uint64_t id = got->unique;
+    /* Here segments are small: the file gets a tenth of what it asked for. */
+    int r = kvfs_slab_extend(plane, inode, run_count * (uint64_t)runs[0].page_count * PAGE, 0, runs, run_count);
+    session_reply(id, r, NULL, 0);
+    CHECK(answer(NULL, NULL) == r);
+    return r;
+}
+
+static void test_slab(void) {
+    const struct kvfs_run runs[2] = {{.generation = 7, .segment = 6, .page = 16, .page_count = 1000}, {.generation = 7, .segment = 7, .page = 16, .page_count = 1000}};
+    const uint64_t size = 2000 * PAGE;
+    uint64_t fh;
+    uint8_t *shadow = calloc(1, size), *data = pattern(2 << 20, 17);
+    CHECK(shadow);
+    uint64_t inode = create("slab", &fh);
+    CHECK(kvfs_slab_pages(plane, inode) == 0 && kvfs_slab_wanted(plane, inode, KVFS_SLAB_MIN) == 0);
+    CHECK(preallocate(inode, fh, KVFS_SLAB_MIN, runs, 2) == 0);
+    CHECK(kvfs_slab_pages(plane, inode) == 2000 && kvfs_file_size(plane, inode) == (int64_t)size);
+    CHECK(kvfs_slab_extend(plane, inode, 1ull << 40, 0, NULL, 0) == -ERANGE && kvfs_slab_extend(plane, inode + 999, 0, 0, runs, 1) == -ENOENT);
+    CHECK(read_check(inode, fh, 999 * PAGE, 1 << 20, shadow, size) == 0); /* zeros, over the end of a run */
+    /* Whole pages and parts, also over the end of a run; each is there at once, and nothing beside it changes. */
+    static const struct { uint64_t offset; uint32_t size; } writes[] = {
+        {0, 4096}, {999 * 4096, 8192}, {1, 100}, {4095, 2}, {900 * 4096, 1 << 20}, {900 * 4096 + 77, 900001}, {1999 * 4096, 4096}, {1999 * 4096 + 5, 4091}};
+    for (unsigned i = 0; i < sizeof(writes) / sizeof(writes[0]); i++) {
+        CHECK(write_at(inode, fh, writes[i].offset, data + i, writes[i].size) == 0);
+        memcpy(shadow + writes[i].offset, data + i, writes[i].size);
+        for (uint64_t at = 0; at < size; at += 1000001)
+            CHECK(read_check(inode, fh, at, 1 << 20, shadow, size) == 0);
+    }
+    CHECK(write_at(inode, fh, size - 4096, data, 8192) == -ENOSPC);
+    struct kvfs_seal_info info;
+    CHECK(kvfs_seal_begin(plane, inode, &info) == 0 && !info.dirty && kvfs_file_truncate(plane, inode, 1) == -EBUSY);
+    /* Cut inside a page and grown again: zeros. */
+    const uint64_t cut = 950 * PAGE + 1000;
+    CHECK(kvfs_slab_resize(plane, 3, inode, cut) == 0 && completion() == 0);
+    memset(shadow + cut, 0, size - cut);
+    CHECK(read_check(inode, fh, 940 * PAGE, 1 << 20, shadow, cut) == 0);
+    CHECK(kvfs_slab_resize(plane, 3, inode, size + 1) == 0 && completion() == -ENOSPC);
+    CHECK(kvfs_slab_resize(plane, 3, inode, size) == 0 && completion() == 0);
+    for (uint64_t at = 0; at < size; at += 1 << 20)
+        CHECK(read_check(inode, fh, at, 1 << 20, shadow, size) == 0);
+    fault(KVFS_FAULT_ERROR, 3, EIO);
+    CHECK(read_check(inode, fh, 0, 4096, shadow, size) == -EIO && write_at(inode, fh, 50 * PAGE, data, 4096) == -EIO);
+    fault(KVFS_FAULT_NONE, 3, 0);
+    CHECK(read_check(inode, fh, 0, 1 << 20, shadow, size) == 0); /* what was not written is zeros still */
+    CHECK(kvfs_slab_close(plane, inode) == -EBUSY && kvfs_slab_settle(plane, 4, inode) == 0 && completion() == -EBUSY);
+    release(inode, fh);
+    CHECK(slab_event(KVFS_EVENT_SLAB_CLOSED, inode).value == 1); /* overwritten */
+    CHECK(kvfs_slab_settle(plane, 4, inode) == 0 && completion() == -EPERM);
+    CHECK(kvfs_slab_close(plane, inode) == 0);
+    slab_event(KVFS_EVENT_SLAB_FREE, inode);
+    CHECK(kvfs_slab_pages(plane, inode) == -ENOENT && kvfs_inode_is_open(plane, inode) == 0);
+    printf("ok a slab is read and written in place, in whole pages and in parts\n");
+
+    /* Written once: an ordinary file. */
+    inode = create("once", &fh);
+    CHECK(preallocate(inode, fh, KVFS_SLAB_MIN, runs, 2) == 0);
+    CHECK(kvfs_slab_resize(plane, 3, inode, size - 100) == 0 && completion() == 0);
+    memset(shadow, 0, size);
+    for (uint64_t at = 300 * PAGE; at < 1200 * PAGE; at += 250 * PAGE + 10) { /* the devices hold the other slab's bytes there */
+        CHECK(write_at(inode, fh, at, data, 70000) == 0);
+        memcpy(shadow + at, data, 70000);
+    }
+    CHECK(write_at(inode, fh, size - 3000, data, 2900) == 0);
+    memcpy(shadow + size - 3000, data, 2900);
+    int error;
+    uint64_t reader = open_read(inode, &error);
+    CHECK(error == 0);
+    release(inode, fh);
+    CHECK(slab_event(KVFS_EVENT_SLAB_CLOSED, inode).value == 0);
+    CHECK(kvfs_slab_settle(plane, 4, inode) == 0 && completion() == 0);
+    slab_event(KVFS_EVENT_SLAB_FREE, inode);
+    struct kvfs_extent extents[8];
+    CHECK(kvfs_file_extents(plane, inode, extents, 8) == 2);
+    for (int sealed = 0; sealed < 2; sealed++) {
+        for (uint64_t at = 0; at < size; at += 1 << 20)
+            CHECK(read_check(inode, reader, at, 1 << 20, shadow, size - 100) == 0);
+        if (!sealed)
+            CHECK(seal(inode, "once", false) == 0);
+    }
+    release(inode, reader);
+    printf("ok a slab that was not overwritten becomes a block\n");
+
+    /* A write that a device gave no answer to may land at any time: no more is read or written. */
+    inode = create("silent", &fh);
+    CHECK(preallocate(inode, fh, KVFS_SLAB_MIN, runs, 1) == 0);
+    CHECK(write_at(inode, fh, 0, data, 65536) == 0);
+    fault(KVFS_FAULT_DELAY, 2, 2000);
+    CHECK(write_at(inode, fh, 0, data, 65536) == -EIO);
+    fault(KVFS_FAULT_NONE, 3, 0);
+    CHECK(read_check(inode, fh, 0, 4096, data, size) == -EIO && write_at(inode, fh, 8192, data, 4096) == -EIO);
+    CHECK(kvfs_inode_remove(plane, inode) == 1);
+    release(inode, fh);
+    slab_event(KVFS_EVENT_IDLE, inode);
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    slab_event(KVFS_EVENT_SLAB_FREE, inode); /* when the device has answered */
+    CHECK(kvfs_segment_busy(plane, 6) == 0);
+    free(shadow);
+    free(data);
+    printf("ok a slab has failed with a write whose fate is unknown\n");
+}
+
 int main(void) {
     slowness(); /* measured now: later it would take time from what is timed */
     char directory[] = "/tmp/kvfs-plane-XXXXXX";
@@ -391,6 +519,7 @@ int main(void) {
     test_rewrite_in_place();
     test_unlinked_while_open();
     test_opens_are_uses();
+    test_slab();
     test_a_device_that_stops_and_is_another_file_afterwards();
     close(kernel); /* unmount */
     uint64_t until = now_ns() + 30000000000ull;

@@ -32,6 +32,7 @@ CASES = {
     "idle": BOTH,
     "small-files": BOTH,
     "block-write": BOTH,
+    "slab": ("files",),
     "native-read": BOTH,
     "native-exists": ("zram",),
     "native-latency": BOTH,

@@ -13,8 +13,10 @@ import trio
 
 from kvfs import errors
 from kvfs.namespace.files import RENAME_NOREPLACE, USED_PERCENT_MAX, XATTRS_SIZE_MAX, Changes, Namespace
-from kvfs.namespace.storage import PIN_ATTRIBUTE, SYMLINK_KEY
+from kvfs.namespace.storage import PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+
+SLAB_SIZE = 256 << 20
 
 
 def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -34,6 +36,7 @@ class Space:
     pinned: int
     inodes: int
     inodes_max: int
+    slabs: int = 0
 
 
 class IndexDouble:
@@ -126,15 +129,41 @@ class PlaneDouble:
             raise OSError(errno.ENOENT, "not being written")
         self.written[inode] = size
 
+    def slab_wanted(self, inode: int, size: int) -> bool:
+        return size >= SLAB_SIZE
+
     def file_set_mtime(self, inode: int, mtime_ns: int) -> None:
         if inode not in self.written:
             raise errors.NotFoundError(f"inode {inode}: not being written")
+
+
+class SlabsDouble:
+    """Notes what was asked of it."""
+
+    def __init__(self, index: IndexDouble) -> None:
+        self.index = index
+        self.calls: list[tuple[object, ...]] = []
+
+    async def make(self, number: InodeNumber, size: int) -> None:
+        self.calls.append(("make", number, size))
+        inode = self.index.get(number)
+        assert inode is not None
+        inode.flags |= InodeFlags.SLAB
+        self.index.put(inode, inode)
+
+    async def choose(self, number: InodeNumber) -> None:
+        await self.make(number, 0)
+
+    async def resize(self, number: InodeNumber, size: int) -> bool:
+        self.calls.append(("resize", number, size))
+        return True
 
 
 class StoreDouble:
     def __init__(self) -> None:
         self.index = IndexDouble()
         self.plane = PlaneDouble()
+        self.slabs = SlabsDouble(self.index)
         self.counter = 1
         self.forgotten: list[int] = []
         self.dirty_summaries: list[int] = []
@@ -541,6 +570,36 @@ async def test_the_pin_attribute_pins(namespace: Namespace) -> None:
     assert InodeFlags.PINNED not in namespace.get(inode.inode).flags
 
 
+@in_trio
+async def test_slabs_are_made_by_attribute_request_and_size(namespace: Namespace, store: StoreDouble) -> None:
+    chosen = namespace.create(ROOT_INODE, b"chosen", 0o644, 0, 0).inode
+    with pytest.raises(errors.InvalidArgumentError):
+        await namespace.setxattr(chosen, SLAB_ATTRIBUTE, b"yes")
+    with pytest.raises(errors.InvalidArgumentError):
+        await namespace.setxattr(ROOT_INODE, SLAB_ATTRIBUTE, b"1")
+    with pytest.raises(errors.NoAttributeError):
+        namespace.getxattr(chosen, SLAB_ATTRIBUTE)
+    await namespace.setxattr(chosen, SLAB_ATTRIBUTE, b"1")
+    assert namespace.getxattr(chosen, SLAB_ATTRIBUTE) == b"1"
+    assert namespace.listxattr(chosen) == [SLAB_ATTRIBUTE]
+    with pytest.raises(errors.NotPermittedError):
+        await namespace.removexattr(chosen, SLAB_ATTRIBUTE)
+    asked = namespace.create(ROOT_INODE, b"asked", 0o644, 0, 0).inode
+    for wrong in (b"", b"x", b"-1", b"9" * 20):
+        with pytest.raises(errors.InvalidArgumentError):
+            await namespace.setxattr(asked, SLAB_REQUEST, wrong)
+    await namespace.setxattr(asked, SLAB_REQUEST, b"4096")
+    cut = namespace.create(ROOT_INODE, b"cut", 0o644, 0, 0).inode
+    await namespace.setattr(cut, Changes(size=SLAB_SIZE))  # by truncate(2)
+    by_handle = namespace.create(ROOT_INODE, b"handle", 0o644, 0, 0).inode
+    await namespace.setattr(by_handle, Changes(size=SLAB_SIZE, through_handle=True))
+    await namespace.setattr(by_handle, Changes(size=10, through_handle=True))
+    assert store.slabs.calls == [
+        ("make", chosen, 0), ("make", asked, 4096), ("make", by_handle, SLAB_SIZE), ("resize", by_handle, 10),
+    ]  # fmt: skip
+    assert namespace.get(by_handle).size == 10
+
+
 def test_statfs_never_looks_full_unless_pinned(namespace: Namespace, store: StoreDouble) -> None:
     store.numbers = Space(size=100 << 20, used=99 << 20, pinned=0, inodes=10, inodes_max=100)
     space = namespace.statfs()
@@ -548,6 +607,8 @@ def test_statfs_never_looks_full_unless_pinned(namespace: Namespace, store: Stor
     assert space.block_count - space.free_count == space.block_count * USED_PERCENT_MAX // 100
     assert (space.inode_count, space.free_inode_count) == (100, 90)
     store.numbers = Space(size=100 << 20, used=99 << 20, pinned=90 << 20, inodes=10, inodes_max=100)
+    assert namespace.statfs().free_count == 10 << 8
+    store.numbers = Space(size=100 << 20, used=99 << 20, pinned=60 << 20, inodes=10, inodes_max=100, slabs=30 << 20)
     assert namespace.statfs().free_count == 10 << 8
 
 
