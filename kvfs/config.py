@@ -126,8 +126,6 @@ class PoolConfig:
     # Raised when devices are added, removed or replaced: of two descriptions of a pool the higher one is true.
     revision: int = 0
     groups: tuple[GroupRule, ...] = ()
-
-
     # The part of the pool's segments that slabs may have.
     slab_quota: float = SLAB_QUOTA
 
