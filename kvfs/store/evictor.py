@@ -138,11 +138,15 @@ class Evictor:
             await trio.sleep(0.1)
 
     async def free_until(self, enough: Callable[[], bool]) -> int:
-        """Evict segments until enough() or none is left to evict; returns how many went."""
+        """Evict segments until enough() or none is left to evict; returns how many went.
+
+        None that was opened since: pinned blocks that fill more than half a segment each would be copied for ever.
+        """
         freed = 0
         async with self._lock:
+            newest = max((s.generation for s in self._segments.all), default=0)
             while not enough():
-                segment = await self._choose()
+                segment = await self._choose(newest)
                 if segment is None:
                     break
                 if await self._evict(segment):
@@ -163,12 +167,13 @@ class Evictor:
 
     # ---- choosing ----
 
-    async def _choose(self) -> Segment | None:
+    async def _choose(self, newest: int) -> Segment | None:
+        """Of those of a generation up to `newest`."""
         now = trio.current_time()
-        closed = self._may_go(now)
+        closed = self._may_go(now, newest)
         if not closed and self._ordered_at < now:
             self._ordered_at = float("-inf")
-            closed = self._may_go(now)
+            closed = self._may_go(now, newest)
         await self._take_samples(closed)
         now = trio.current_time()
         # Waiting above: some may have been freed meanwhile.
@@ -179,8 +184,8 @@ class Evictor:
         victim = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick)
         return None if victim is None else self._segments.all[victim]
 
-    def _may_go(self, now: float) -> list[int]:
-        """Closed segments, the oldest first.
+    def _may_go(self, now: float, newest: int) -> list[int]:
+        """Closed segments of a generation up to `newest`, the oldest first.
 
         They are sorted once a second: to do that for every victim took a fifth of the daemon's time.
         """
@@ -191,7 +196,10 @@ class Evictor:
             self._newest = {s.index for s in closed[len(closed) - len(closed) // _SPARED :]}
             self._ordered_at = now
         # One that was freed and filled again since is not old any more.
-        return [s.index for s, generation in self._order if s.generation == generation and self._can_go(s, now)]
+        return [
+            s.index for s, generation in self._order
+            if s.generation == generation <= newest and self._can_go(s, now)
+        ]  # fmt: skip
 
     def _can_go(self, segment: Segment, now: float) -> bool:
         return (

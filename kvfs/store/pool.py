@@ -577,8 +577,10 @@ class Store:
         if self.rebuilding:
             raise KvfsError("the index is being rebuilt; nothing can be evicted until that is done")
         await self.evictor.free_until(enough)
-        if not enough():
-            # What is left lies in segments that are still written to.
+        before = -1
+        while not enough() and self.evictor.counters.bytes > before:
+            # What is left lies in segments that are still written to, or were when this began.
+            before = self.evictor.counters.bytes
             self.segments.retire_open()
             await self.evictor.free_until(enough)
         await self._commit_and_flush()

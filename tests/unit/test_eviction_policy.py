@@ -163,6 +163,25 @@ def test_pinned_blocks_stay_and_everything_pinned_is_enospc(tmp_path: Path) -> N
     with_store(pool, lambda store: verify_all(store))
 
 
+def test_to_evict_all_ends_where_pinned_blocks_fill_more_than_half_a_segment_each(tmp_path: Path) -> None:
+    """To empty such a segment takes another: it frees nothing, however often it is done."""
+    pool = make_pool(tmp_path / "pool", files=1, size=16 << 20)
+
+    async def work(store: Store) -> None:
+        pages = store.segments.area * 35 // 100  # two in a segment, and no third
+        for i in range(8):
+            pinned = await write(store, b"p%d" % i, pages * 1024 * 4096)  # 4 bytes of header for each 4 KiB
+            await store.pin(pinned.inode)
+            await write(store, b"q%d" % i)
+        with trio.fail_after(20):
+            await store.evict(1 << 60)
+        assert {b"p%d" % i for i in range(8)} <= names(store)
+        assert store.evictor.counters.carried_blocks <= 3 * 8
+        await verify_all(store)
+
+    with_store(pool, work)
+
+
 def test_evict_frees_what_is_asked_for(tmp_path: Path) -> None:
     pool = make_pool(tmp_path / "pool")
 
