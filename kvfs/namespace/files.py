@@ -351,9 +351,9 @@ class Namespace:
             return False
 
     def idle(self, number: InodeNumber) -> None:
-        """The last handle of a nameless inode was closed: now it goes."""
+        """The last handle of a nameless inode was closed: now it goes, unless who looked it up may still open it."""
         inode = self._index.get(number)
-        if inode is None or InodeFlags.NAMELESS not in inode.flags:
+        if inode is None or InodeFlags.NAMELESS not in inode.flags or self._store.lingers(number):
             return
         # Opened again through /proc meanwhile: another idle() follows.
         if not self._remove(number):

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 from array import array
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -138,7 +137,7 @@ class Store:
         self.slabs = Slabs(self.segments, index, plane, self.sealing, opened.config.slab_quota, self._set_space)
         self._moved_directories: list[InodeNumber] = []
         self._directory_moved = trio.Event()
-        self._lingering: deque[tuple[float, InodeNumber]] = deque()
+        self._lingering: dict[InodeNumber, float] = {}  # until when; the first is the next
         self._bad_blocks = 0
         self.rebuilding = False
         self._closed = False
@@ -493,11 +492,16 @@ class Store:
 
     def linger(self, inode: InodeNumber) -> None:
         """A block whose name was taken by another: it can be opened for another second by who just looked it up."""
-        self._lingering.append((trio.current_time() + _LINGER_S, inode))
+        self._lingering[inode] = trio.current_time() + _LINGER_S
+
+    def lingers(self, inode: InodeNumber) -> bool:
+        """It is not to go when its last handle is closed; an IDLE event follows when its time is over."""
+        return inode in self._lingering
 
     def _end_lingering(self) -> None:
-        while self._lingering and self._lingering[0][0] <= trio.current_time():
-            _, number = self._lingering.popleft()
+        while self._lingering and next(iter(self._lingering.values())) <= trio.current_time():
+            number = next(iter(self._lingering))
+            del self._lingering[number]
             if self._options.on_event is not None:
                 self._options.on_event(int(EventType.IDLE), number, 0)
 

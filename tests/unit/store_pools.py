@@ -114,7 +114,8 @@ def names(store: Store, parent: int = ROOT_INODE) -> set[bytes]:
 async def verify_all(store: Store, parent: int = ROOT_INODE) -> None:
     for _, number in store.index.list(InodeNumber(parent), b"", 100_000):
         record = store.index.raw(number)
-        assert record is not None
+        if record is None:  # evicted while others were read: the evictor works on
+            continue
         if Inode.unpack(record).sealed:
             await store.plane.store_verify(record, True)
 

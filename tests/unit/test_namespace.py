@@ -166,6 +166,7 @@ class StoreDouble:
         self.slabs = SlabsDouble(self.index)
         self.counter = 1
         self.forgotten: list[int] = []
+        self.lingering: set[int] = set()
         self.dirty_summaries: list[int] = []
         self.syncs = 0
         self.numbers = Space(size=1 << 30, used=0, pinned=0, inodes=0, inodes_max=1000)
@@ -186,6 +187,10 @@ class StoreDouble:
 
     def linger(self, inode: InodeNumber) -> None:
         assert inode in self.plane.table
+        self.lingering.add(inode)
+
+    def lingers(self, inode: InodeNumber) -> bool:
+        return inode in self.lingering
 
     async def rewrite(self, inode: InodeNumber, keep_content: bool) -> None:
         await self.plane.file_rewrite(inode, keep_content)
@@ -348,6 +353,23 @@ async def test_unlinking_a_closed_block_frees_it(namespace: Namespace, store: St
     assert inode.inode not in store.plane.table
     with pytest.raises(errors.NotFoundError):
         namespace.unlink(ROOT_INODE, b"x")
+
+
+@in_trio
+async def test_a_replaced_block_can_be_opened_after_a_reader_has_closed_it(
+    namespace: Namespace, store: StoreDouble
+) -> None:
+    """Somebody else may have looked the name up just before, and is about to open what it led to."""
+    old = await sealed(namespace, b"x")
+    await sealed(namespace, b"x.tmp")
+    store.plane.open.add(old.inode)
+    namespace.rename(ROOT_INODE, b"x.tmp", ROOT_INODE, b"x")
+    store.plane.open.clear()
+    namespace.idle(old.inode)
+    assert old.inode in store.plane.table and store.forgotten == []
+    store.lingering.clear()
+    namespace.idle(old.inode)
+    assert store.forgotten == [old.inode]
 
 
 @in_trio

@@ -30,8 +30,8 @@ DIRECTORY_BOUND_S = 1.0
 SLOWNESS = 16
 # Files of the POSIX suite, half for each guest; what lasts longest is apart.
 SUITE = {
-    "small": ["test_create.py", "test_eviction.py", "test_mmap.py", "test_permissions.py", "test_rename.py",
-              "test_storm.py", "test_unlink.py", "test_xattr.py"],
+    "small": ["test_create.py", "test_eviction.py", "test_groups.py", "test_mmap.py", "test_permissions.py",
+              "test_rename.py", "test_slab.py", "test_storm.py", "test_unlink.py", "test_xattr.py"],
     "large": ["test_coherence.py", "test_directory.py", "test_filesystem.py", "test_fio.py", "test_read.py",
               "test_write.py"],
 }
@@ -116,10 +116,10 @@ def suite(tag, root):
     return f"cd {REPOSITORY} && KVFS_TEST_SLOWNESS={SLOWNESS} {shlex.join(command)}"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_the_posix_suite_passes_in_guests_beside_each_other(guests, sides):
     """All of what the host's mount passes, fio with its verification too, but what needs a pool of its own."""
-    running = {tag: guest.start(suite(tag, sides[tag]), timeout_s=800) for tag, guest in guests.items()}
+    running = {tag: guest.start(suite(tag, sides[tag]), timeout_s=1100) for tag, guest in guests.items()}
     passed, left_out = set(), set()
     for tag, guest in guests.items():
         output = running[tag].wait(check=False)
