@@ -142,7 +142,7 @@ class Evictor:
     async def free_until(self, enough: Callable[[], bool]) -> int:
         """Evict segments until enough() or none is left to evict; returns how many went.
 
-        None that was opened since: pinned blocks that fill more than half a segment each would be copied for ever.
+        None that was opened since: pinned blocks that cannot lie closer together would be copied for ever.
         """
         freed = 0
         async with self._lock:
