@@ -10,7 +10,7 @@ from helpers import MIB, REPOSITORY
 
 from kvfs.bench.guest import Guest
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(500)
 
 DISK_SIZE = 48 * MIB
 MOUNT = "/run/tmp/mount"
@@ -23,7 +23,7 @@ def guest():
         for disk in disks:
             with disk.open("wb") as file:
                 file.truncate(DISK_SIZE)
-        with Guest([], disks=disks, memory_mib=1536, cpu_count=2, lifetime_s=900) as running:
+        with Guest([], disks=disks, memory_mib=1536, cpu_count=2, lifetime_s=1600) as running:
             running.run(f"mkdir -p {MOUNT}")
             yield running
 
@@ -31,7 +31,7 @@ def guest():
 def visit(guest, verb, *words):
     visitor = pathlib.Path(__file__).with_name("passthrough_visitor.py")
     command = shlex.join([sys.executable, str(visitor), verb, MOUNT, *map(str, words)])
-    guest.run(f"cd {REPOSITORY} && PYTHONPATH={REPOSITORY} {command}", timeout_s=180)
+    guest.run(f"cd {REPOSITORY} && PYTHONPATH={REPOSITORY} {command}", timeout_s=450)
 
 
 @pytest.mark.parametrize("width", [1, 2])
