@@ -28,8 +28,7 @@ from kvfs.bench.traces import SHAPES, Trace, invent, load
 from kvfs.config import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
 from kvfs.errors import KvfsError, UsageError
 from kvfs.store.devices import FormatRequest, format_devices
-from kvfs.store.eviction import TICKS_PER_POOL, Contents, LeastLoss, Use
-from kvfs.store.evictor import CARRY_SHARE
+from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, LeastLoss, Use
 from kvfs.store.pool import Store, StoreOptions
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, Kind
 
@@ -195,6 +194,7 @@ class _Segments:
         self.policy = LeastLoss()
         self.uses: dict[int, Use] = {}
         self.stored = self.copied = 0
+        self._budget = CopyBudget(segments * self.area, self.area)
         self._tick_blocks = capacity / TICKS_PER_POOL
         self._of: dict[int, int] = {}
         self._blocks: dict[int, dict[int, None]] = {}
@@ -236,7 +236,7 @@ class _Segments:
         return Contents([self.uses[block] for block in blocks], len(blocks) / self.area)
 
     def _evict(self) -> None:
-        budget = int(self.stored * CARRY_SHARE) - self.copied
+        budget = self._budget.left(self.stored)
         closed = list(self._closed)
         victim = self.policy.choose(closed, self._contents, budget / self.area, self.tick)
         assert victim is not None
@@ -246,6 +246,7 @@ class _Segments:
         lost = [use for i, use in enumerate(uses) if i not in kept]
         self.policy.gone(victim, Contents(lost, len(lost) / max(1, self.area - len(kept))), self.tick)
         del self._blocks[victim], self._closed[victim]
+        self._budget.spend(len(kept))
         for i, block in enumerate(blocks):
             if i in kept:
                 self._append(1, block)

@@ -43,6 +43,14 @@ _TURN = 16
 _AGAIN = 8
 
 
+# Pages copied because they are worth it, of pages stored; and how many may be saved up: what a segment has in so much
+# of the pool, but of two segments at least. More, and a pool that has been filled for the first time copies for
+# seconds, while those who write wait for a free segment.
+CARRY_SHARE = 0.12
+_SAVED_SHARE = 1 / 64
+_SAVED_SEGMENTS = 2
+
+
 class Stream(IntEnum):
     NEW = 0
     CARRIED = 1
@@ -59,6 +67,23 @@ class Contents(NamedTuple):
 
     uses: Sequence[Use]  # of its blocks, or of a sample of them
     live_share: float  # of its pages
+
+
+class CopyBudget:
+    """What may be copied because it is worth it. Of any unit: the pool counts pages, the simulator blocks."""
+
+    def __init__(self, pool_size: int, segment_size: int) -> None:
+        self._most = max(pool_size * _SAVED_SHARE, _SAVED_SEGMENTS * segment_size)
+        self._left, self._stored = 0.0, 0
+
+    def left(self, stored: int) -> int:
+        """stored: all that was written and is no copy."""
+        self._left = min(self._most, self._left + (stored - self._stored) * CARRY_SHARE)
+        self._stored = stored
+        return int(self._left)
+
+    def spend(self, size: int) -> None:
+        self._left -= size
 
 
 class EvictionPolicy(Protocol):

@@ -19,7 +19,7 @@ import trio
 from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane
-from kvfs.store.eviction import Contents, EvictionPolicy
+from kvfs.store.eviction import Contents, CopyBudget, EvictionPolicy
 from kvfs.store.format import FLAGS_OFFSET
 from kvfs.store.groups import Group, Groups
 from kvfs.store.pins import Pins
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 _WRITTEN = 2  # plane.inode_is_open
 _EVICT_BATCH = 256
 _CARRY_TASKS = 8
-# Bytes carried over because they are worth it, of bytes stored.
-CARRY_SHARE = 0.12
+# Segments emptied at once while writers need some: one that copies blocks waits for devices.
+_AT_ONCE = 3
 # A segment of which eviction would keep more than this is left alone for a while: copying it frees next to nothing.
 _KEEP_SHARE = 0.75
 _AVOID_S = 5.0
@@ -93,6 +93,8 @@ class Evictor:
         self._ahead, self._ahead_at, self._waits = 1, 0.0, 0
         self._lock = trio.Lock()
         self._pages_at_start = segments.pages_written
+        self._budget = CopyBudget(len(segments.all) * segments.area, segments.area)
+        self._emptying = 0
 
     # Free segments, of which `reserve` are not for writers: below low the evictor works, up to high. As few as writers
     # let it: what stands empty keeps nothing.
@@ -127,7 +129,9 @@ class Evictor:
                 stuck_since = None
                 self._segments.exhausted = False
                 continue
-            freed = await self.free_until(lambda: self._segments.free_count() >= self.high)
+            freed = await self.free_until(
+                lambda: self._segments.free_count() + self._emptying >= self.high, at_once=_AT_ONCE
+            )
             if freed:
                 stuck_since = None
                 continue
@@ -139,24 +143,37 @@ class Evictor:
                 self._segments.wake_waiters()
             await trio.sleep(0.1)
 
-    async def free_until(self, enough: Callable[[], bool]) -> int:
-        """Evict segments until enough() or none is left to evict; returns how many went.
+    async def free_until(self, enough: Callable[[], bool], *, at_once: int = 1) -> int:
+        """Evict segments, `at_once` at a time, until enough() or none is left to evict; returns how many went.
 
         None that was opened since: pinned blocks that cannot lie closer together would be copied for ever.
         """
         freed = 0
-        async with self._lock:
-            newest = max((s.generation for s in self._segments.all), default=0)
-            while not enough():
-                segment = await self._choose(newest)
-                if segment is None:
-                    break
+        turns = trio.Semaphore(at_once)
+
+        async def evict(segment: Segment) -> None:
+            nonlocal freed
+            try:
                 if await self._evict(segment):
                     freed += 1
                 else:
                     segment.avoid_until = trio.current_time() + _AVOID_S
-                self._segments.need_flush.set()
-                await trio.lowlevel.checkpoint()
+            finally:
+                self._emptying -= 1
+            self._segments.need_flush.set()
+            await trio.lowlevel.checkpoint()
+            turns.release()
+
+        async with self._lock, trio.open_nursery() as nursery:
+            newest = max((s.generation for s in self._segments.all), default=0)
+            while True:
+                await turns.acquire()
+                segment = None if enough() else await self._choose(newest)
+                if segment is None:
+                    break
+                segment.state = State.EVICTING
+                self._emptying += 1
+                nursery.start_soon(evict, segment)
         return freed
 
     async def drain(self, segment: Segment) -> bool:
@@ -165,7 +182,10 @@ class Evictor:
         async with self._lock:
             while segment.state == State.OPEN:
                 await trio.sleep(0.01)
-            return segment.state != State.CLOSED or segment.lost or await self._evict(segment, drain=True)
+            if segment.state != State.CLOSED or segment.lost:
+                return True
+            segment.state = State.EVICTING
+            return await self._evict(segment, drain=True)
 
     # ---- choosing ----
 
@@ -227,8 +247,7 @@ class Evictor:
 
     def _budget_pages(self) -> int:
         """What may still be carried over."""
-        written = self._segments.pages_written - self._pages_at_start - self.counters.carried_pages
-        return int(written * CARRY_SHARE) - self.counters.carried_pages
+        return self._budget.left(self._segments.pages_written - self._pages_at_start - self.counters.carried_pages)
 
     def _budget_segments(self) -> float:
         return self._budget_pages() / self._segments.area
@@ -236,9 +255,8 @@ class Evictor:
     # ---- evicting ----
 
     async def _evict(self, segment: Segment, *, drain: bool = False) -> bool:
-        """Empty one segment and free it. False if too much of it must stay; then it is as it was."""
-        assert segment.state == State.CLOSED, segment
-        segment.state = State.EVICTING
+        """Empty one segment, which is EVICTING, and free it. False if too much of it must stay; then it is CLOSED
+        again."""
         removed = 0
         try:
             for turn in range(_PASSES):
@@ -351,6 +369,7 @@ class Evictor:
                 kept_pages += size
                 kept.update(unit)
         self.counters.carried_pages += kept_pages
+        self._budget.spend(kept_pages)
         lost = [use for i, use in enumerate(uses) if i not in kept]
         gained = max(1, self._segments.area - kept_pages)
         self._policy.gone(segment.index, Contents(lost, max(0, segment.live_pages - kept_pages) / gained), tick)

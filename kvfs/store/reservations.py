@@ -28,7 +28,7 @@ from kvfs.errors import KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run
 from kvfs.store.eviction import Stream
-from kvfs.store.segments import Counter, Segments, Versions
+from kvfs.store.segments import Counter, Head, Segments, Versions
 from kvfs.types import PAGE_SIZE, RECORD_SIZE, Extent, Inode, InodeFlags, InodeNumber, Kind
 
 log = logging.getLogger(__name__)
@@ -139,6 +139,7 @@ class Reservations:
         answers: list[Reservation | int] = []
         first = self._numbers + 1
         header_pages: dict[tuple[int, int, int], int] = {}
+        head = self._segments.head(Stream.CLIENT)
         with trio.move_on_after(_SPACE_TIMEOUT_S):
             for i, item in enumerate(wanted):
                 if i % _YIELD_EVERY == _YIELD_EVERY - 1:
@@ -147,7 +148,7 @@ class Reservations:
                     answers.append(item)
                     continue
                 try:
-                    answers.append(await self._reserve(holder, item, header_pages))
+                    answers.append(await self._reserve(holder, head, item, header_pages))
                 except NoSpaceError:
                     break
                 except KvfsError as error:
@@ -159,7 +160,7 @@ class Reservations:
         return answers
 
     async def _reserve(
-        self, holder: Holder, item: Wanted, known: dict[tuple[int, int, int], int]
+        self, holder: Holder, head: Head, item: Wanted, known: dict[tuple[int, int, int], int]
     ) -> Reservation | int:
         data_pages = (item.size + PAGE_SIZE - 1) // PAGE_SIZE
         share = len(self._segments.all) * self._segments.area // _SHARE
@@ -183,7 +184,7 @@ class Reservations:
         # Counted before the wait for a place, so that two that wait do not both find room.
         self.pages += pages
         try:
-            runs = await self._segments.allocate(Stream.CLIENT, header_pages, data_pages)
+            runs = await self._segments.allocate(head, header_pages, data_pages)
         except BaseException:
             self.pages -= pages
             self._wake()

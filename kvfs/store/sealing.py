@@ -154,7 +154,7 @@ class Sealing:
         new.header_pages = header_pages
         stream = self._policy.stream_of(info.size)
         for attempt in range(1, _WRITE_TRIES + 1):
-            runs.extend(await self._segments.allocate(stream, header_pages, info.data_pages))
+            runs.extend(await self._segments.allocate(self._segments.head(stream), header_pages, info.data_pages))
             new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
             try:
                 await self._plane.seal_write(inode.inode, runs, header_pages, new.pack(), ancestors)
@@ -190,7 +190,8 @@ class Sealing:
         if not info.dirty:
             return
         try:
-            runs = await self._segments.allocate(self._policy.stream_of(info.size), 0, info.data_pages)
+            head = self._segments.head(self._policy.stream_of(info.size))
+            runs = await self._segments.allocate(head, 0, info.data_pages)
         except BaseException:
             self._plane.spill_cancel(number)
             raise
@@ -266,7 +267,7 @@ class Sealing:
         ancestors = self.ancestors(before.parent)
         extents = len(before.all_extents()) + self._segments.runs_bound(data_pages)
         new.header_pages = self._plane.header_pages(before.size, len(new.pack()), len(ancestors), extents)
-        runs = await self._segments.allocate(Stream.CARRIED, new.header_pages, data_pages)
+        runs = await self._segments.allocate(self._segments.head(Stream.CARRIED), new.header_pages, data_pages)
         try:
             new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
             capacity = len(old_record) + 24 * extents + _RECORD_SLACK

@@ -45,6 +45,10 @@ _OPEN_TRIES = 8
 _PIECE_PAGES_MIN = 16
 _SUMMARY_WRITERS = 4
 _YIELD_EVERY = 256
+# Append points of native clients, and segments opened ahead: at most so many, and one in so many that can be written.
+_HEADS_MAX = 4
+_READY_MAX = 4
+_SEGMENTS_A_HEAD = 48
 # So many freed at once are those of a device.
 _ROTATE = 16
 # What a compressed summary may unpack to.
@@ -121,6 +125,15 @@ class Segment:
         self.late = bool(flags & _STATE_LENT)
 
 
+@dataclass(slots=True, eq=False)
+class Head:
+    """Where a stream is appended to. Segments changes it."""
+
+    stream: Stream
+    segment: Segment | None = None
+    lock: trio.Lock = field(default_factory=trio.Lock)
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentStatistics:
     count: int
@@ -192,7 +205,7 @@ class Segments:
         self.exhausted = False
         self.need_space = trio.Event()
         self.need_flush = trio.Event()
-        # The segment opened ahead was taken, or there may be room for one.
+        # One of the segments opened ahead was taken, or there may be room for one.
         self.ready_taken = trio.Event()
         self._plane = plane
         self._index = index
@@ -205,9 +218,9 @@ class Segments:
         self._resting: set[SegmentIndex] = set()
         # Lent to native clients, or late writes may land there until this (trio) time.
         self._late: dict[SegmentIndex, float] = {}
-        self._ready: Segment | None = None
-        self._open: dict[int, Segment | None] = dict.fromkeys(Stream)
-        self._locks = {stream: trio.Lock() for stream in Stream}
+        self._ready: deque[Segment] = deque()
+        # A commit of native clients waits for what others were given before in its segments: so they have several.
+        self._heads = {s: [Head(s) for _ in range(_HEADS_MAX if s == Stream.CLIENT else 1)] for s in Stream}
         self._flush_lock = trio.Lock()
         self._freed = trio.Event()
         self._dirty: set[SegmentIndex] = set()
@@ -276,7 +289,7 @@ class Segments:
     def free_count(self) -> int:
         """Free segments, those that still rest included, unless for late writes: that can take long."""
         resting = sum(not self.all[number].avoided for number in self._resting)
-        return len(self._free) + resting + (self._ready is not None) - self._late_count()
+        return len(self._free) + resting + len(self._ready) - self._late_count()
 
     def _add_free(self, number: SegmentIndex) -> None:
         if self.all[number].avoided:
@@ -300,12 +313,9 @@ class Segments:
                 self._aside.discard(number)
                 self._free.append(number)
         self._rotate()
-        if self._ready is not None and self._ready.avoided:
-            segment, self._ready = self._ready, None
-            self.retire(segment)
-        for open_segment in list(self._open.values()):
-            if open_segment is not None and open_segment.avoided:
-                self.retire(open_segment)
+        for segment in (*self._ready, *self._appended()):
+            if segment.avoided:
+                self.retire(segment)
         self.look_again()
         self.wake_waiters()
 
@@ -392,7 +402,19 @@ class Segments:
 
     # ---- places for blocks ----
 
-    async def allocate(self, stream: Stream, header_pages: int, data_pages: int) -> list[Run]:
+    def head(self, stream: Stream) -> Head:
+        """Where to append what belongs together: of the stream's heads the one with least in flight."""
+        count = min(len(self._heads[stream]), max(1, self.usable // _SEGMENTS_A_HEAD))
+
+        def busy(head: Head) -> tuple[bool, int]:
+            return head.lock.locked(), 0 if head.segment is None else len(head.segment.in_flight)
+
+        return min(self._heads[stream][:count], key=busy)
+
+    def _appended(self) -> list[Segment]:
+        return [head.segment for heads in self._heads.values() for head in heads if head.segment is not None]
+
+    async def allocate(self, head: Head, header_pages: int, data_pages: int) -> list[Run]:
         """Runs for a block (header_pages > 0) or a spill (0: each run begins with an extent header). NoSpaceError,
         FileTooLargeError.
 
@@ -401,26 +423,26 @@ class Segments:
         overhead = header_pages or 1
         if overhead >= self.area:  # a file of very many pieces: the data plane bounds those of one
             raise FileTooLargeError(f"a header of {overhead} pages does not fit in a segment of {self.area}")
-        segment = self._open[stream]
+        segment = head.segment
         # Almost always there is room, and nobody waits for a segment: then this does not suspend.
-        if segment is not None and not self._locks[stream].locked():
+        if segment is not None and not head.lock.locked():
             need = overhead + data_pages
             if segment.next_page + need <= self.geometry.end_page:
                 return [self._take(segment, need)]
-        async with self._locks[stream]:
+        async with head.lock:
             runs: list[Run] = []
             try:
-                await self._allocate(stream, overhead, data_pages, runs)
+                await self._allocate(head, overhead, data_pages, runs)
             except BaseException:
                 self.release(runs)
                 raise
             return runs
 
-    async def _allocate(self, stream: Stream, overhead: int, left: int, runs: list[Run]) -> None:
+    async def _allocate(self, head: Head, overhead: int, left: int, runs: list[Run]) -> None:
         while True:
-            segment = self._open[stream]
+            segment = head.segment
             if segment is None:
-                segment = self._open[stream] = await self._next(stream)
+                segment = head.segment = await self._next(head.stream)
             room = self.geometry.end_page - segment.next_page
             need = overhead + left
             if need <= room:
@@ -437,7 +459,7 @@ class Segments:
     async def take_whole(self) -> Segment:
         """A segment for a slab, to itself: neither evicted nor written by anybody else until give_back(). NoSpaceError,
         DeviceError."""
-        async with self._locks[Stream.SLAB]:
+        async with self.head(Stream.SLAB).lock:
             segment = await self._next(Stream.SLAB)
         segment.state, segment.next_page = State.CLOSED, self.geometry.end_page
         segment.held += 1
@@ -532,9 +554,12 @@ class Segments:
 
     def retire(self, segment: Segment) -> None:
         """Append no more to it; it is closed when its last run is."""
-        for stream, open_segment in self._open.items():
-            if open_segment is segment:
-                self._open[stream] = None
+        if segment in self._ready:
+            self._ready.remove(segment)
+        for heads in self._heads.values():
+            for head in heads:
+                if head.segment is segment:
+                    head.segment = None
         if segment.state == State.OPEN and not segment.closing:
             segment.closing = True
             if not segment.in_flight:
@@ -554,8 +579,8 @@ class Segments:
         while True:
             if self._plane.abandoned is not None:
                 raise DeviceError(f"no segment can be opened: {self._plane.abandoned}")
-            if stream not in (Stream.CARRIED, Stream.SLAB) and self._ready is not None:
-                segment, self._ready = self._ready, None
+            if stream not in (Stream.CARRIED, Stream.SLAB) and self._ready:
+                segment = self._ready.popleft()
                 segment.stream = stream
                 self.ready_taken.set()
                 self.need_space.set()
@@ -573,14 +598,12 @@ class Segments:
                     raise failure
 
     async def prepare(self) -> None:
-        """Keep a segment open ahead, so that a writer at the end of one does not wait for a header."""
-        if self._ready is not None:
-            return
-        segment = self._pick(self.reserve)
-        # Both may have found nothing ready meanwhile: then this one goes to the next.
-        if segment is not None and await self._format(segment, Stream.NEW):
-            assert self._ready is None
-            self._ready = segment
+        """Keep segments open ahead, so that a writer at the end of one does not wait for a header."""
+        while len(self._ready) < min(_READY_MAX, max(1, self.usable // _SEGMENTS_A_HEAD)):
+            segment = self._pick(self.reserve)
+            if segment is None or not await self._format(segment, Stream.NEW):
+                return
+            self._ready.append(segment)
             if self._stopped:
                 self.retire_open()
 
@@ -823,12 +846,8 @@ class Segments:
 
     def retire_open(self) -> None:
         """Append no more to any open segment."""
-        if self._ready is not None:
-            segment, self._ready = self._ready, None
+        for segment in (*self._ready, *self._appended()):
             self.retire(segment)
-        for open_segment in list(self._open.values()):
-            if open_segment is not None:
-                self.retire(open_segment)
 
     def statistics(self) -> SegmentStatistics:
         counts = dict.fromkeys(State, 0)

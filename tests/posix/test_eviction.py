@@ -170,7 +170,7 @@ def test_files_just_closed_stay_while_older_blocks_are_there(own_pool):
             write_file(pool.mount / "new" / f"{index}.tmp", content(MIB // 16, index))
             write_file(pool.mount / "new" / "junk", content(MIB // 16))
             os.unlink(pool.mount / "new" / "junk")
-        for _ in range(4):  # less than the quarter that goes last; the evictor looks once a second which segments are old
+        for _ in range(4):  # less than the quarter that goes last; which that is is looked up once a second
             put(8 * MIB)
             time.sleep(1.1)
         for index in range(64):

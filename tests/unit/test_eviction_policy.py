@@ -9,8 +9,7 @@ import trio
 from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
 
 from kvfs.errors import NoSpaceError
-from kvfs.store.eviction import TICK_MASK, TICKS_PER_POOL, Contents, LeastLoss, Use
-from kvfs.store.evictor import CARRY_SHARE
+from kvfs.store.eviction import CARRY_SHARE, TICK_MASK, TICKS_PER_POOL, Contents, LeastLoss, Use
 from kvfs.store.pool import Store
 from kvfs.store.segments import State
 from kvfs.types import Kind

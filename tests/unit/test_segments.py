@@ -83,7 +83,7 @@ def test_runs_never_overlap_and_stay_inside(pool: Path) -> None:
         segments = store.segments
         taken: set[tuple[int, int, int]] = set()
         for pages in (1, 5, 100, segments.area // 2, segments.area, 3 * segments.area, 7):
-            runs = await segments.allocate(Stream.NEW, 1, pages)
+            runs = await segments.allocate(store.segments.head(Stream.NEW), 1, pages)
             assert sum(run.page_count for run in runs) == pages + 1 + len(runs) - 1
             assert len(runs) <= segments.runs_bound(pages)
             for run in runs:
@@ -126,7 +126,7 @@ def test_a_file_whose_header_fits_in_no_segment_is_refused_when_it_is_written(po
         store.plane.file_truncate(inode.inode, largest)
         assert await store.seal(inode.inode) is not None
         with trio.fail_after(5), pytest.raises(FileTooLargeError, match=f"{area} pages does not fit"):
-            await store.segments.allocate(Stream.NEW, area, 0)
+            await store.segments.allocate(store.segments.head(Stream.NEW), area, 0)
         await verify_all(store)
 
     with_store(pool, work)

@@ -12,7 +12,7 @@ import pytest
 from kvfs.bench.simulate import REFERENCES, lru, main, real, reference, segmented, unique_blocks
 from kvfs.bench.traces import SHAPES, invent, load
 from kvfs.errors import UsageError
-from kvfs.store.evictor import CARRY_SHARE
+from kvfs.store.eviction import CARRY_SHARE
 
 
 def hits(name: str, trace: list[list[int]], capacity: int) -> int:
