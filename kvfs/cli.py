@@ -293,7 +293,7 @@ def _add_replay(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--threads", type=_count, default=4, metavar="N", help="requests at once (default 4)")
     sub.add_argument(
         "--io-threads", type=_count, default=16, metavar="N",
-        help="blocks loaded at once, and as many stored (default 16); with --native their number in all",
+        help="blocks loaded at once, and as many stored (default 16); with --native those of each request",
     )  # fmt: skip
     sub.add_argument("--skip", type=_whole, default=0, metavar="N", help="leave out the first N requests")
     sub.add_argument("--requests", type=_count, metavar="N", help="replay so many (default: all)")

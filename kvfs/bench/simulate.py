@@ -238,8 +238,7 @@ class _Segments:
     def _evict(self) -> None:
         budget = self._budget.left(self.stored)
         closed = list(self._closed)
-        victim = self.policy.choose(closed, self._contents, budget / self.area, self.tick)
-        assert victim is not None
+        (victim,) = self.policy.choose(closed, self._contents, budget / self.area, self.tick)
         blocks = list(self._blocks[victim])
         uses = [self.uses[block] for block in blocks]
         kept = set(self.policy.carry(uses, budget / self.area, self.tick)[: max(0, budget)])

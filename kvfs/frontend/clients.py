@@ -235,9 +235,12 @@ class _Connection:
         return True
 
     async def answer(self, kind: Type, id_: int, payload: bytes, *, status: int = 0) -> None:
-        async with self._sending:
+        await _acquire(self._sending)
+        try:
             with trio.fail_after(FRAME_TIMEOUT_S):
                 await self._send(_FRAME.pack(len(payload), kind, 0, status, id_) + payload)
+        finally:
+            self._sending.release()
 
     async def _send(self, data: bytes) -> None:
         left = memoryview(data)
@@ -344,7 +347,7 @@ class _Connection:
             del self._data[: _FRAME.size + size]
             if entry.answered:
                 # Side by side: a reservation that waits for room needs the commit behind it.
-                await self._under_way.acquire()
+                await _acquire(self._under_way)
                 self._nursery.start_soon(self._answer, entry, Type(kind), id_, payload)
             else:
                 with suppress(KvfsError):
@@ -384,7 +387,7 @@ class _Connection:
             place = directories.get(shard)
             if place is None:
                 place = directories[shard] = self._shard(root, shard, uid, gid)
-                if i % _YIELD_EVERY == 0:
+                if i % _YIELD_EVERY == _YIELD_EVERY - 1:
                     await trio.lowlevel.checkpoint()
             wanted.append(place if isinstance(place, int) else Wanted(place[0], name, size, uid, place[1]))
         _end(payload, at)
@@ -554,6 +557,14 @@ _REQUESTS = {
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
     int(Type.REPORT): _Request(_Connection.report, 8 * 64, answered=False),
 }
+
+
+async def _acquire(lock: trio.Lock | trio.Semaphore) -> None:
+    """At once if it is free: trio would let all other tasks run first, and a client waits for each such turn."""
+    try:
+        lock.acquire_nowait()
+    except trio.WouldBlock:
+        await lock.acquire()
 
 
 def _sentence(error: KvfsError) -> bytes:

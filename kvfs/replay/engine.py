@@ -169,8 +169,8 @@ def _prepare(
     if settings.native:
         from kvfs.client.client import connect
 
-        # As many blocks in flight as the files' threads have, over all requests.
-        depth = min(64, max(1, settings.io_threads // settings.threads))
+        # A request that is alone has all of the files' threads to itself.
+        depth = min(64, settings.io_threads)
         client = stack.enter_context(connect(settings.target, depth=depth, timeout_s=10, gpu=None))
         run.client, run.directory = stack.enter_context(client.library), -1
     else:

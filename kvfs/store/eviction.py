@@ -40,7 +40,7 @@ _BUDGET_LOW = 0.3
 _SMOOTHING = 0.05
 # How many segments are weighed for one that goes: the next in turn, and those that seem best.
 _TURN = 16
-_AGAIN = 8
+_AGAIN = 7
 
 
 # Pages copied because they are worth it, of pages stored; and how many may be saved up: what a segment has in so much
@@ -92,9 +92,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def choose(
-        self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int
-    ) -> int | None:
-        """The segment of `closed` that goes; None if that is empty.
+        self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int, count: int = 1
+    ) -> list[int]:
+        """The segments of `closed` that go, the first first: `count`, or fewer where there are not so many.
 
         contents() is asked of a bounded number of segments. budget: what may be carried over now, in segments; tick:
         the clock.
@@ -131,10 +131,10 @@ class LeastLoss:
         return Stream.NEW
 
     def choose(
-        self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int
-    ) -> int | None:
+        self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int, count: int = 1
+    ) -> list[int]:
         if not closed:
-            return None
+            return []
         price, losses = self._price(budget), self._losses
 
         def weigh(segment: int) -> float:
@@ -147,8 +147,8 @@ class LeastLoss:
             weigh(closed[(self._next + i) % len(closed)])
         self._next = (self._next + _TURN) % len(closed)
         # What was weighed before may have been used since, and is older.
-        likely = nsmallest(_AGAIN, (s for s in closed if s in losses), key=losses.__getitem__)
-        return min(likely, key=lambda s: losses[s][0] if losses[s][1] == tick else weigh(s))
+        likely = nsmallest(_AGAIN + count, (s for s in closed if s in losses), key=losses.__getitem__)
+        return nsmallest(count, likely, key=lambda s: losses[s][0] if losses[s][1] == tick else weigh(s))
 
     def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
         price = self._price(budget)

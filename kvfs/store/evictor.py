@@ -29,7 +29,8 @@ from kvfs.types import PAGE_SIZE, Inode, InodeFlags, InodeNumber
 log = logging.getLogger(__name__)
 
 _WRITTEN = 2  # plane.inode_is_open
-_EVICT_BATCH = 256
+# Blocks looked at or removed in one go: others wait meanwhile.
+_EVICT_BATCH = 16
 _CARRY_TASKS = 8
 # Segments emptied at once while writers need some: one that copies blocks waits for devices.
 _AT_ONCE = 3
@@ -166,11 +167,16 @@ class Evictor:
 
         async with self._lock, trio.open_nursery() as nursery:
             newest = max((s.generation for s in self._segments.all), default=0)
+            chosen: list[Segment] = []
             while True:
                 await turns.acquire()
-                segment = None if enough() else await self._choose(newest)
-                if segment is None:
+                if enough():
                     break
+                chosen = [segment for segment in chosen if self._can_go(segment, trio.current_time())]
+                chosen = chosen or await self._choose(newest, at_once)
+                if not chosen:
+                    break
+                segment = chosen.pop(0)
                 segment.state = State.EVICTING
                 self._emptying += 1
                 nursery.start_soon(evict, segment)
@@ -189,8 +195,8 @@ class Evictor:
 
     # ---- choosing ----
 
-    async def _choose(self, newest: int) -> Segment | None:
-        """Of those of a generation up to `newest`."""
+    async def _choose(self, newest: int, count: int) -> list[Segment]:
+        """Up to `count` of those of a generation up to `newest`."""
         now = trio.current_time()
         closed = self._may_go(now, newest)
         if not closed and self._ordered_at < now:
@@ -203,8 +209,8 @@ class Evictor:
         # Not the newest, as long as another can: files that were closed a moment ago and are about to be renamed lie
         # there, and of a stream that few write to the newest segment may be the emptiest of all.
         known = [n for n in known if n not in self._newest] or known
-        victim = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick)
-        return None if victim is None else self._segments.all[victim]
+        chosen = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick, count)
+        return [self._segments.all[number] for number in chosen]
 
     def _may_go(self, now: float, newest: int) -> list[int]:
         """Closed segments of a generation up to `newest`, the oldest first.
@@ -246,7 +252,10 @@ class Evictor:
         return Contents(uses, self._segments.all[number].live_pages / self._segments.area)
 
     def _budget_pages(self) -> int:
-        """What may still be carried over."""
+        """What may still be carried over: nothing while writers use up free segments faster than eviction makes them.
+        Copies would take from them what the devices can do."""
+        if self._segments.free_count() < self._segments.reserve + self._ahead // 2:
+            return 0
         return self._budget.left(self._segments.pages_written - self._pages_at_start - self.counters.carried_pages)
 
     def _budget_segments(self) -> float:

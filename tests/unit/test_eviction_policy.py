@@ -23,7 +23,7 @@ def closed(segments: dict[int, list[Use]], live_share: float = 1.0) -> dict[int,
 
 
 def choose(policy: LeastLoss, contents: dict[int, Contents], tick: int, budget: float = 1.0) -> int | None:
-    return policy.choose(list(contents), contents.__getitem__, budget, tick)
+    return next(iter(policy.choose(list(contents), contents.__getitem__, budget, tick)), None)
 
 
 def test_nothing_closed_is_nothing_to_evict() -> None:
@@ -72,10 +72,12 @@ def test_a_bounded_number_of_segments_is_weighed_and_all_in_turn() -> None:
 
     for turn in range(40):
         before = len(asked)
-        assert policy.choose(list(some), contents, 1.0, 2000) is not None
+        assert policy.choose(list(some), contents, 1.0, 2000)
         assert len(asked) - before <= 24, turn
     assert len(asked) == 500
-    assert policy.choose(list(some), contents, 1.0, 2000) == 0
+    assert policy.choose(list(some), contents, 1.0, 2000) == [0]
+    assert policy.choose(list(some), contents, 1.0, 2000, 3) == [0, 1, 2]
+    assert sorted(policy.choose([7, 5], contents, 1.0, 2000, 3)) == [5, 7]
 
 
 def test_one_that_was_used_since_it_was_weighed_is_weighed_again() -> None:
