@@ -38,8 +38,9 @@ from kvfs.bench.common import (
     run_command,
     say,
 )
-from kvfs.bench.report import render, render_markdown, row_text
+from kvfs.bench.report import render, render_markdown, row_text, size_text
 from kvfs.bench.stand import Stand
+from kvfs.config import parse_size
 from kvfs.errors import KvfsError, UsageError
 
 # ---- the run ----
@@ -194,6 +195,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--trace", type=Path, metavar="FILE", help="what `replay` replays (with --quick one is invented)"
     )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw `replay` there")
+    size = size_text(FULL.replay_block)
+    parser.add_argument("--replay-block", metavar="SIZE", help=f"of `replay`; as many bytes a round (default {size})")
     parser.add_argument("--client", type=Path, default=REPOSITORY / "build/bench/bench_client", help=argparse.SUPPRESS)
     parser.add_argument("--peer", type=Path, default=REPOSITORY / "build/peers/passthrough_hp", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -230,6 +233,10 @@ def _main(arguments: argparse.Namespace) -> int:
         if arguments.rounds < 1:
             raise UsageError("--rounds: at least 1")
         scale = replace(scale, rounds=arguments.rounds)
+    if arguments.replay_block is not None:
+        block = parse_size(arguments.replay_block, what="--replay-block")
+        requests = max(1, scale.replay_requests * scale.replay_block // max(1, block))
+        scale = replace(scale, replay_block=block, replay_requests=requests)
     if arguments.trace is not None and not arguments.trace.is_file():
         raise UsageError(f"--trace: {arguments.trace}: no such file")
     directory = arguments.directory or REPOSITORY / "build/bench"

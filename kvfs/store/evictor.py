@@ -44,9 +44,10 @@ _SAMPLES_AT_ONCE = 16
 _SPARED = 4
 _PASSES = 6
 _ORDER_S = 1.0
-# Segments kept free for writers that wait, and an eighth of the pool: one that was freed waits for summaries and the
-# index, while fast writers fill five of 16 MiB in 50 ms.
+# Segments kept free for writers that wait, and 1/20 of the pool: one that was freed waits for summaries and the index,
+# while fast writers fill five of 16 MiB in 50 ms.
 _AHEAD_MAX = 32
+_AHEAD_SHARE = 20
 _AHEAD_S = 10.0
 # Everything left is pinned or open: said only after this long without a segment that could go.
 _PATIENCE_S = 2.0
@@ -111,7 +112,7 @@ class Evictor:
     def _look_ahead(self, now: float) -> None:
         """More free segments while writers had to wait for one, fewer when they have not for long."""
         if self._segments.waits != self._waits:
-            self._ahead = min(2 * self._ahead, max(2, min(_AHEAD_MAX, self._segments.usable // 8)))
+            self._ahead = min(2 * self._ahead, max(2, min(_AHEAD_MAX, self._segments.usable // _AHEAD_SHARE)))
             self._ahead_at = now
         elif now - self._ahead_at > _AHEAD_S and self._ahead > 1:
             self._ahead -= 1
@@ -252,10 +253,7 @@ class Evictor:
         return Contents(uses, self._segments.all[number].live_pages / self._segments.area)
 
     def _budget_pages(self) -> int:
-        """What may still be carried over: nothing while writers use up free segments faster than eviction makes them.
-        Copies would take from them what the devices can do."""
-        if self._segments.free_count() < self._segments.reserve + self._ahead // 2:
-            return 0
+        """What may still be carried over."""
         return self._budget.left(self._segments.pages_written - self._pages_at_start - self.counters.carried_pages)
 
     def _budget_segments(self) -> float:
