@@ -604,6 +604,9 @@ class Segments:
             if segment is None or not await self._format(segment, Stream.NEW):
                 return
             self._ready.append(segment)
+            # A writer may have found nothing while this one was being opened.
+            self._freed.set()
+            self._freed = trio.Event()
             if self._stopped:
                 self.retire_open()
 
