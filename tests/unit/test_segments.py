@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+from collections import deque
 from pathlib import Path
 
 import pytest
 import trio
 from store_pools import crashed_store, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
 
+import kvfs.store.segments as segments_module
 from kvfs.errors import DeviceError, FileTooLargeError
 from kvfs.plane import PlaneError
 from kvfs.store.eviction import Stream
 from kvfs.store.pool import Store
-from kvfs.store.segments import State, usage
+from kvfs.store.segments import Segment, Segments, State, usage
 from kvfs.types import ROOT_INODE, InodeFlags, InodeNumber
 
 BIG = 64 << 20
@@ -92,6 +94,33 @@ def test_runs_never_overlap_and_stay_inside(pool: Path) -> None:
                 assert not places & taken
                 taken |= places
             segments.release(runs)
+
+    with_store(pool, work)
+
+
+def test_a_writer_that_found_no_segment_gets_the_one_that_was_being_opened_ahead(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one that may be opened is on its way as the writer looks: it does not wait for a poll."""
+
+    async def work(store: Store) -> None:
+        segments, opened = store.segments, Segments._format
+
+        async def slowly(self: Segments, segment: Segment, stream: Stream) -> bool:
+            await trio.sleep(0.1)
+            return await opened(self, segment, stream)
+
+        segments.retire_open()
+        kept = list(segments._free)[: segments.reserve + 1]
+        monkeypatch.setattr(segments, "_free", deque(kept))
+        monkeypatch.setattr(Segments, "_format", slowly)
+        monkeypatch.setattr(segments_module, "_SPACE_POLL_S", 30.0)
+        segments.ready_taken.set()
+        await trio.sleep(0.05)
+        assert len(segments._free) == segments.reserve and not segments._ready
+        with trio.fail_after(1):  # without being told it took 2.4 s, until the index's next commit
+            segments.release(await segments.allocate(segments.head(Stream.NEW), 1, 1))
+        assert segments.waits
 
     with_store(pool, work)
 
