@@ -46,7 +46,7 @@ _AGAIN = 7
 # Pages copied because they are worth it, of pages stored; and how many may be saved up: what a segment has in so much
 # of the pool, but of two segments at least. More, and a pool that has been filled for the first time copies for
 # seconds, while those who write wait for a free segment.
-CARRY_SHARE = 0.12
+CARRY_SHARE = 0.14
 _SAVED_SHARE = 1 / 64
 _SAVED_SEGMENTS = 2
 
