@@ -41,8 +41,6 @@ _SMOOTHING = 0.05
 # How many segments are weighed for one that goes: the next in turn, and those that seem best.
 _TURN = 16
 _AGAIN = 7
-
-
 # Pages copied because they are worth it, of pages stored; and how many may be saved up: what a segment has in so much
 # of the pool, but of two segments at least. More, and a pool that has been filled for the first time copies for
 # seconds, while those who write wait for a free segment.
