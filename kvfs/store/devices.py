@@ -396,13 +396,17 @@ class OpenPool:
     # Of the labels of the others.
     epochs: dict[int, int] = field(default_factory=dict)
 
-    def leave_stale(self, epoch: int) -> None:
-        """Count those as absent that missed a mount, `epoch` being the last that the index knows: what is on them has
-        to be compared first."""
-        self.epoch = max(self.epoch, epoch)
-        for index, known in self.epochs.items():
-            if known < self.epoch:
-                self.absent[index] = f"its label has mount epoch {known}, the pool {self.epoch}"
+    def leave_stale(self, known: int) -> None:
+        """Count those as absent that missed a mount: what is on them has to be compared first.
+
+        `known`: the last mount that the index knows, 0 if it cannot say. A mount that ended while it wrote the labels
+        wrote nothing else, and the index does not know of it: the devices that it did not come to missed nothing.
+        """
+        last = known or self.epoch
+        for index, epoch in self.epochs.items():
+            if epoch < last:
+                self.absent[index] = f"its label has mount epoch {epoch}, the pool {last}"
+        self.epoch = max(self.epoch, known)
 
     def close(self) -> None:
         # At once: a controller that is silent has half a second to say that it has shut down.

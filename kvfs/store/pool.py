@@ -159,7 +159,11 @@ class Store:
             stack.enter_context(locked(pool))
             opened = open_pool(pool, degraded=True)
             stack.callback(opened.close)
-            opened.leave_stale(_index_epoch(pool) if opened.absent else 0)
+            known = _index_epoch(opened)
+            if known > opened.epoch and not opened.absent:
+                raise IndexError_(f"index {pool / INDEX_NAME}: it knows mount {known}, the labels none after "
+                                  f"{opened.epoch}: other devices?")  # fmt: skip
+            opened.leave_stale(known)
             # Tried out before anything is written: what this machine lacks is found here.
             size = sum(device.size for device in opened.config.devices)
             records_max = options.records_max or min(64 << 20, max(2 << 20, (size >> 13) + (1 << 20)))
@@ -168,9 +172,6 @@ class Store:
             stack.callback(plane.destroy)
             index, rebuild = _open_index(opened)
             stack.callback(index.close)
-            epoch_known = index.meta_get(META_EPOCH)
-            if epoch_known is not None and META_NUMBER.unpack(epoch_known)[0] > opened.epoch:
-                raise IndexError_(f"index {pool / INDEX_NAME}: epoch is newer than that of the labels: other devices?")
             failed = write_labels(opened.config, opened.devices, epoch, opened.absent)
             opened.absent.update(failed)
             if failed and len(opened.absent) == len(opened.devices):
@@ -760,16 +761,21 @@ def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
     return LmdbIndex(path, durable=False), True
 
 
-def _index_epoch(pool: Path) -> int:
+def _index_epoch(opened: OpenPool) -> int:
     """The last mount that the index knows; 0 if there is no index that can say."""
-    if not (pool / INDEX_NAME / "data.mdb").exists():
+    path = opened.path / INDEX_NAME
+    if not (path / "data.mdb").exists():
         return 0
     try:
-        index = LmdbIndex(pool / INDEX_NAME, read_only=True)
+        index = LmdbIndex(path, read_only=True)
     except KvfsError:
         return 0
     try:
-        return _number(index, META_EPOCH)
+        own = index.meta_get(META_UUID) == opened.config.uuid.bytes and not index.incomplete
+        return _number(index, META_EPOCH) if own else 0
+    except Exception as error:  # whatever LMDB says of a damaged file: _open_index says what becomes of it
+        log.warning("index %s: %s", path, error)
+        return 0
     finally:
         index.close()
 

@@ -25,6 +25,7 @@ from workload import Child, Ledger, walk, write_until_dead
 
 import kvfs
 from kvfs.errors import KvfsError
+from kvfs.store import devices
 
 KILLS = int(os.environ.get("KVFS_KILLS", "60"))
 SEED = int(os.environ.get("KVFS_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
@@ -205,3 +206,20 @@ def test_what_a_recovery_found_survives_another_kill_that_takes_the_index_along(
     pool.start()
     pool.wait_rebuilt()
     assert os.listdir(directory) == ["after"]
+
+
+@pytest.mark.parametrize("labelled", (1, 3))
+def test_killed_while_it_labels_the_devices_the_next_mount_has_what_was_closed_before(
+        own_pool: Callable[..., Pool], labelled: int) -> None:
+    """The first labels say that there was another mount, the others do not: they have missed nothing."""
+    pool = own_pool(files=4, size="64M")
+    helpers.write_file(pool.mount / "before", b"x" * 50_000)
+    pool.kill()
+    helpers.detach(pool.mount)
+    opened = devices.open_pool(pool.path)
+    for number, device in enumerate(opened.devices[:labelled]):
+        devices.write_label(opened.config, device, number, opened.epoch + 1)
+    opened.close()
+    pool.start()
+    assert helpers.read_file(pool.mount / "before") == b"x" * 50_000
+    assert {device["state"] for device in pool.status()["devices"]} == {"online"}
