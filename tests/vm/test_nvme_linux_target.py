@@ -89,7 +89,7 @@ def test_a_pool_is_written_verified_evicted_and_remounted(target, options):
         for number in range(18):  # more than the pool holds
             (pool.mount / f"f{number}").write_bytes(content(8 * MIB, number))
         names = {path.name for path in pool.mount.iterdir()} & {f"f{number}" for number in range(18)}
-        assert "f17" in names and "f0" not in names
+        assert "f17" in names and len(names) < 18
         right = 0
         for name in names:
             # The evictor may still be making room: what it takes now is a miss.

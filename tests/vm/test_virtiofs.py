@@ -121,8 +121,10 @@ def test_the_posix_suite_passes_in_guests_beside_each_other(guests, sides):
     """All of what the host's mount passes, fio with its verification too, but what needs a pool of its own."""
     running = {tag: guest.start(suite(tag, sides[tag]), timeout_s=1100) for tag, guest in guests.items()}
     passed, left_out = set(), set()
+    # Of both before anything is said: what still runs in one would disturb the tests after this.
+    outputs = {tag: started.wait(check=False) for tag, started in running.items()}
     for tag, guest in guests.items():
-        output = running[tag].wait(check=False)
+        output = outputs[tag]
         assert output.status == 0, f"in guest {tag}:\n{output.text[-20_000:]}"
         for case in xml.etree.ElementTree.fromstring(guest.get("/run/tmp/results.xml")).iter("testcase"):
             name = f"{case.get('classname').rpartition('.')[2]}.py::{case.get('name')}"
