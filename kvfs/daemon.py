@@ -8,6 +8,7 @@ seals what is dirty and marks the pool clean.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import logging.handlers
@@ -29,6 +30,7 @@ import trio
 
 from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
 from kvfs.frontend import mount as mounting
+from kvfs.frontend.calls import Calls
 from kvfs.frontend.clients import Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.fuse import Session
@@ -51,6 +53,8 @@ FUSE_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
 # Files that are open when the daemon is told to go get this long to be closed.
 GRACE_S = 10.0
 ANSWER_TIMEOUT_S = 30.0
+# Of the garbage collector: most of what a request makes goes by itself.
+_GC_THRESHOLDS = (20_000, 20, 20)
 
 
 class Event(IntEnum):
@@ -385,6 +389,7 @@ class Daemon:
         self._store, self._namespace, self._clients, self._exports = store, namespace, clients, exports
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._store.run)
+            await nursery.start(Calls(namespace, store.plane).run)
             nursery.start_soon(session.run)
             nursery.start_soon(self._start, nursery, control, reporter)
             try:
@@ -410,6 +415,9 @@ class Daemon:
         if self._mountpoint is not None:
             await self._wait_answer(self._mountpoint)
         self._ready = True
+        # What is there now stays: no collection need look at it, and none is needed often.
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         reporter.ready(pool)
         _tell_manager("READY=1")
         if self._mountpoint is not None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import cast
+from typing import Any, cast
 
 import trio
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 # The data plane answers every job by itself after its own deadlines; this is for a job that it lost.
 JOB_TIMEOUT_S = 300.0
 _BATCH = 256
+# Calls of one turn of the event loop.
+_CALLS = 16
 RECORD_CAPACITY = 1 << 20
 
 
@@ -108,19 +110,74 @@ class PlaneOptions:
 
 @dataclass(slots=True)
 class _Job:
-    """A job under way: who waits for it, and the memory it uses."""
+    """A job under way: whom to tell its result, and the memory it uses."""
 
-    done: trio.Event
+    done: Callable[[int], None]
     keep: tuple[object, ...]
-    result: int = 0
+    until: float
+
+
+def failure(result: int, what: str) -> PlaneError:
+    """The error that a negative result stands for."""
+    error = PlaneError(f"{what}: {os.strerror(-result)}")
+    error.errno = -result
+    return error
 
 
 def _check(result: int, what: str) -> int:
     if result < 0:
-        error = PlaneError(f"{what}: {os.strerror(-result)}")
-        error.errno = -result
-        raise error
+        raise failure(result, what)
     return result
+
+
+async def wait_job(begin: Callable[[Callable[[int], None]], None], what: str) -> int:
+    """Begin a job and return its result. PlaneError if that is negative, or does not come."""
+    event, results = trio.Event(), []
+
+    def done(result: int) -> None:
+        results.append(result)
+        event.set()
+
+    begin(done)
+    with trio.move_on_after(JOB_TIMEOUT_S):
+        await event.wait()
+    if not results:
+        error = PlaneError(f"{what}: no completion after {JOB_TIMEOUT_S:.0f} s")
+        error.errno = errno.ETIMEDOUT
+        raise error
+    return _check(results[0], what)
+
+
+def _nobody(result: int) -> None:
+    pass
+
+
+def _tell(job: _Job, result: int) -> None:
+    done, job.done = job.done, _nobody
+    done(result)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """struct kvfs_call: a request that Python answers by answer(), perhaps later."""
+
+    id: int
+    opcode: int
+    inode: int
+    new_parent: int
+    flags: int
+    mode: int
+    uid: int
+    gid: int
+    name: bytes
+    new_name: bytes
+
+
+def _call(c: Any) -> Call:
+    return Call(
+        c.id, c.opcode, c.inode, c.new_parent, c.flags, c.mode, c.uid, c.gid, ffi.unpack(c.name, c.name_size),
+        ffi.unpack(c.new_name, c.new_name_size),
+    )  # fmt: skip
 
 
 _STATISTICS = [
@@ -178,6 +235,9 @@ class Plane:
         self._jobs: dict[int, _Job] = {}
         self._completions = ffi.new("struct kvfs_completion[]", _BATCH)
         self._events = ffi.new("struct kvfs_event[]", _BATCH)
+        self._calls = ffi.new("struct kvfs_call[]", _CALLS)
+        # Set by who answers calls (open_calls); what it raises ends the pump.
+        self.on_call: Callable[[Call], None] | None = None
         self._info = ffi.new("struct kvfs_seal_info *")
         self._record = ffi.new("uint8_t[]", RECORD_CAPACITY)
         self._table = lib.kvfs_plane_table(self._plane)
@@ -195,14 +255,14 @@ class Plane:
         return cast(int, lib.kvfs_event_fd(self._plane))
 
     async def pump(self, handler: Callable[[Event], None]) -> None:
-        """Deliver completions to who awaits them and events to the handler, until cancelled."""
+        """Deliver completions to who awaits them, events to the handler and calls to on_call, until cancelled."""
         fd = self.event_fd()
         while True:
             await trio.lowlevel.wait_readable(fd)
             self.take(handler)
 
     def take(self, handler: Callable[[Event], None]) -> None:
-        """Deliver what is there now."""
+        """Deliver what is there now; of the calls a few, so that nobody else waits for long."""
         while count := lib.kvfs_take_completions(self._plane, self._completions, _BATCH):
             self._deliver(count)
             if count < _BATCH:
@@ -216,41 +276,49 @@ class Plane:
                     log.exception("event %s of inode %d", event.type.name, event.inode)
             if count < _BATCH:
                 break
+        calls = [_call(self._calls[i]) for i in range(lib.kvfs_take_calls(self._plane, self._calls, _CALLS))]
+        if self.on_call is not None:
+            for call in calls:
+                self.on_call(call)
 
     def _deliver(self, count: int) -> None:
         for i in range(count):
             completion = self._completions[i]
             job = self._jobs.pop(completion.cookie, None)
             if job is not None:
-                job.result = completion.result
-                job.done.set()
+                _tell(job, completion.result)
+
+    def expire(self) -> None:
+        """Jobs of which nothing was heard for too long are over for who waits for them; their memory is kept. Call it
+        now and then."""
+        now = trio.current_time()
+        for job in self._jobs.values():
+            if job.until > now:
+                break  # those after it began later
+            _tell(job, -errno.ETIMEDOUT)
 
     def abandon(self, reason: str) -> None:
         """Whoever waits for a job gets EIO now, whoever starts one at once. Their memory is kept until destroy()."""
         self.abandoned = reason
         for job in self._jobs.values():
-            job.result = -errno.EIO
-            job.done.set()
+            _tell(job, -errno.EIO)
 
-    async def _run(self, start: Callable[[int], int], what: str, *keep: object) -> int:
-        """Start a job and wait for it. Its memory stays until the completion is reaped."""
+    def _begin(self, start: Callable[[int], int], what: str, done: Callable[[int], None], *keep: object) -> None:
+        """Start a job; `done` gets its result, once, in the trio thread. Its memory stays until the completion is
+        reaped."""
         if self.abandoned is not None:
             raise PlaneError(f"{what}: {self.abandoned}")
         self._cookie += 1
         cookie = self._cookie
-        job = _Job(trio.Event(), keep)
-        self._jobs[cookie] = job
+        self._jobs[cookie] = _Job(done, keep, trio.current_time() + JOB_TIMEOUT_S)
         started = start(cookie)
         if started < 0:
             del self._jobs[cookie]
             _check(started, what)
-        with trio.move_on_after(JOB_TIMEOUT_S):
-            await job.done.wait()
-        if not job.done.is_set():
-            error = PlaneError(f"{what}: no completion after {JOB_TIMEOUT_S:.0f} s")
-            error.errno = errno.ETIMEDOUT
-            raise error
-        return _check(job.result, what)
+
+    async def _run(self, start: Callable[[int], int], what: str, *keep: object) -> int:
+        """Start a job and wait for it."""
+        return await wait_job(lambda done: self._begin(start, what, done, *keep), what)
 
     @property
     def jobs(self) -> int:
@@ -261,6 +329,15 @@ class Plane:
 
     def session_open(self) -> int:
         return _check(lib.kvfs_session_open(self._plane), "session")
+
+    def open_calls(self, on_call: Callable[[Call], None] | None) -> None:
+        """From now on CREATE, UNLINK, RENAME and FLUSH come to on_call, not to the session; None: as before."""
+        self.on_call = on_call
+        lib.kvfs_calls_open(self._plane, int(on_call is not None))
+
+    def answer(self, number: int, error: int, inode: int = 0) -> None:
+        """Of a call: an errno or 0, and the inode that a CREATE made or found."""
+        lib.kvfs_answer(self._plane, number, -error, inode)
 
     def fuse_add(self, fd: int) -> int:
         return _check(lib.kvfs_fuse_add(self._plane, fd), "transport")
@@ -378,16 +455,18 @@ class Plane:
         i = self._info
         return SealInfo(i.size, i.mtime_ns, i.data_pages, i.ranges, i.kept_extents, bool(i.dirty))
 
-    async def seal_write(
-        self, inode: int, runs: Sequence[Run], header_pages: int, record: bytes, ancestors: bytes
-    ) -> None:
+    def seal_write(
+        self, inode: int, runs: Sequence[Run], header_pages: int, record: bytes, ancestors: bytes,
+        done: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """`done` gets the result when data and header are on the devices, or -errno."""
         array = _runs(runs)
-        await self._run(
+        self._begin(
             lambda cookie: lib.kvfs_seal_write(
                 self._plane, cookie, inode, array, len(runs), header_pages, record, len(record), ancestors,
                 len(ancestors),
             ),
-            f"seal of inode {inode}",
+            f"seal of inode {inode}", done,
         )  # fmt: skip
 
     def seal_record(self, inode: int) -> bytes:

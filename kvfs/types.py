@@ -128,6 +128,12 @@ class Inode:
         )
         return (head + name + extents + xattrs).ljust(size, b"\0")
 
+    @property
+    def record_size(self) -> int:
+        """Bytes of pack()."""
+        xattrs = sum(6 + len(key) + len(value) for key, value in self.xattrs.items()) if self.xattrs else 0
+        return RECORD_SIZE + (len(self.name) + 7 & ~7) + len(self.extents) * _EXTENT.size + (xattrs + 7 & ~7)
+
     @classmethod
     def unpack(cls, data: bytes | memoryview, offset: int = 0) -> Inode:
         """Read the record at `offset`. Raises FormatError on anything a writer of this format cannot have written."""

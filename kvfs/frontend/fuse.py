@@ -2,8 +2,8 @@
 
 One session serves every transport, through the mux of the data plane (native/include/kvfs_plane.h). Two things follow.
 A file handle is always the inode number: the mux makes the handles that the kernel sees. And READ, WRITE, RELEASE of
-files, FORGET and the attributes of files being written never come here: the mux answers or completes them. Protocol:
-fuse(4), linux/fuse.h.
+files, FORGET and the attributes of files being written never come here: the mux answers or completes them; what comes
+with every block goes by calls.py. Protocol: fuse(4), linux/fuse.h.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyfuse3
 import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
-from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, NotPermittedError, StaleInodeError
+from kvfs.errors import KvfsError, NotPermittedError, StaleInodeError
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.types import NAME_MAX, PAGE_SIZE, Inode, InodeNumber, Kind
 
@@ -52,15 +52,20 @@ def _answers(function: Handler[P, R]) -> Handler[P, R]:
             return await function(self, *args, **kwargs)
         except FUSEError:
             raise
-        except (KvfsError, OSError) as error:
-            if error.errno in _WORTH_LOGGING or error.errno is None:
-                log.warning("%s: %s", function.__name__, error)
-            raise FUSEError(error.errno or errno.EIO) from error
         except Exception as error:
-            log.exception("%s%r failed", function.__name__, args)
-            raise FUSEError(errno.EIO) from error
+            raise FUSEError(errno_of(error, function.__name__, args)) from error
 
     return cast("Handler[P, R]", handler)
+
+
+def errno_of(error: Exception, what: str, arguments: object) -> int:
+    """What the kernel is told of a failed request; the log, of what is not the caller's own affair."""
+    if not isinstance(error, (KvfsError, OSError)):
+        log.error("%s%r failed", what, arguments, exc_info=error)
+        return errno.EIO
+    if error.errno in _WORTH_LOGGING or error.errno is None:
+        log.warning("%s: %s", what, error)
+    return error.errno or errno.EIO
 
 
 class Operations(pyfuse3.Operations):
@@ -110,29 +115,6 @@ class Operations(pyfuse3.Operations):
     # ---- making and removing ----
 
     @_answers
-    async def create(
-        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
-    ) -> tuple[FileInfo, EntryAttributes]:
-        try:
-            inode = self._namespace.create(InodeNumber(parent_inode), name, mode, ctx.uid, ctx.gid)
-        except ExistsError:
-            # Another transport was faster.
-            if flags & os.O_EXCL:
-                raise
-            inode = await self._open_existing(InodeNumber(parent_inode), name, flags, ctx)
-        return FileInfo(fh=inode.inode, keep_cache=False), attributes(inode)
-
-    async def _open_existing(self, parent: InodeNumber, name: bytes, flags: int, ctx: RequestContext) -> Inode:
-        inode = self._namespace.lookup(parent, name)
-        if inode.kind == Kind.DIRECTORY:
-            raise IsDirectoryError(f"{name!r} in directory {parent}: is a directory")
-        if inode.kind != Kind.FILE:
-            raise StaleInodeError(f"{name!r} in directory {parent}: a symbolic link by now")
-        return await self._namespace.open_for_write(
-            inode.inode, truncate=bool(flags & os.O_TRUNC), kill_suid=ctx.uid != 0
-        )
-
-    @_answers
     async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
         if not stat.S_ISREG(mode) and stat.S_IFMT(mode):
             raise NotPermittedError(f"mknod {name!r}: only regular files")
@@ -151,24 +133,8 @@ class Operations(pyfuse3.Operations):
         raise NotPermittedError(f"link {new_name!r}: a block has one name")
 
     @_answers
-    async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
-        self._namespace.unlink(InodeNumber(parent_inode), name)
-
-    @_answers
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         self._namespace.rmdir(InodeNumber(parent_inode), name)
-
-    @_answers
-    async def rename(
-        self,
-        parent_inode_old: int,
-        name_old: bytes,
-        parent_inode_new: int,
-        name_new: bytes,
-        flags: int,
-        ctx: RequestContext,
-    ) -> None:
-        self._namespace.rename(InodeNumber(parent_inode_old), name_old, InodeNumber(parent_inode_new), name_new, flags)
 
     # ---- attributes ----
 
@@ -215,10 +181,6 @@ class Operations(pyfuse3.Operations):
         else:
             self._namespace.get(InodeNumber(inode))
         return FileInfo(fh=inode, keep_cache=False)
-
-    @_answers
-    async def flush(self, fh: int) -> None:
-        await self._namespace.flush(InodeNumber(fh))
 
     @_answers
     async def fsync(self, fh: int, datasync: bool) -> None:

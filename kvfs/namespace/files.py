@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -528,9 +528,9 @@ class Namespace:
             self._put(inode)
         return inode
 
-    async def flush(self, number: InodeNumber) -> None:
-        """close(2): the content is on the devices and in the index when this returns."""
-        await self._store.seal(number)
+    def flush(self, number: InodeNumber, done: Callable[[KvfsError | None], None]) -> None:
+        """close(2): `done` is told when the content is on the devices and in the index, or why it is not."""
+        self._store.seal_soon(number, done)
 
     async def fsync(self, number: InodeNumber) -> None:
         """As flush, and durable."""

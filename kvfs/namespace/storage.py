@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from kvfs.errors import KvfsError
 from kvfs.types import Inode, InodeNumber
 
 # Where a symbolic link keeps its target; never shown to callers.
@@ -106,6 +108,8 @@ class Storage(Protocol):
     def next_version(self) -> int: ...
 
     async def seal(self, inode: InodeNumber) -> Inode | None: ...
+
+    def seal_soon(self, number: InodeNumber, done: Callable[[KvfsError | None], None]) -> object: ...
 
     async def rewrite(self, inode: InodeNumber, keep_content: bool) -> object: ...
 

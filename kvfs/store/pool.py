@@ -131,7 +131,7 @@ class Store:
         self._inodes, self._versions = Counter(epoch), Versions(epoch)
         self.sealing = Sealing(self.segments, index, plane, policy, self._versions, self)
         # What the namespace and the evictor ask of the store, and it does.
-        self.seal, self.rewrite = self.sealing.seal, self.sealing.rewrite
+        self.seal, self.seal_soon, self.rewrite = self.sealing.seal, self.sealing.seal_soon, self.sealing.rewrite
         self.carry, self.is_busy = self.sealing.carry, self.sealing.is_busy
         self.reservations = Reservations(self.segments, index, plane, self._inodes, self._versions, self.sealing)
         self.slabs = Slabs(self.segments, index, plane, self.sealing, opened.config.slab_quota, self._set_space)
@@ -181,7 +181,7 @@ class Store:
             async with trio.open_nursery() as nursery:
                 store._nursery = nursery
                 pumping = trio.CancelScope(shield=True)
-                store._start_task(store._pump, pumping)
+                store.start_task(store._pump, pumping)
                 # Not raised in here: the nursery would wrap it, and the caller looks for a KvfsError.
                 try:
                     await store._start(rebuild)
@@ -234,16 +234,16 @@ class Store:
         await self.service.take_in_stale()
         self.rebuilding = rebuild
         if rebuild:
-            self._start_task(self._rebuild, job)
-        self._start_task(self.service.run)
-        self._start_task(self._commit_loop)
-        self._start_task(self._flush_loop)
-        self._start_task(self._retry_loop)
-        self._start_task(self.reservations.run)
-        self._start_task(self.evictor.run, lambda: not self.rebuilding)
-        self._start_task(self._prepare_loop)
-        self._start_task(self._count_pins_loop)
-        self._start_task(self._moved_loop)
+            self.start_task(self._rebuild, job)
+        self.start_task(self.service.run)
+        self.start_task(self._commit_loop)
+        self.start_task(self._flush_loop)
+        self.start_task(self._retry_loop)
+        self.start_task(self.reservations.run)
+        self.start_task(self.evictor.run, lambda: not self.rebuilding)
+        self.start_task(self._prepare_loop)
+        self.start_task(self._count_pins_loop)
+        self.start_task(self._moved_loop)
 
     def _root(self) -> Inode:
         owner = os.stat(self.path)
@@ -297,7 +297,7 @@ class Store:
         """Until cancelled. The background tasks are the store's own; a failure in one ends `async with Store.open`."""
         await trio.sleep_forever()
 
-    def _start_task(self, task: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments) -> None:
+    def start_task(self, task: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments) -> None:
         """In the background. If it fails the store ends as after a crash: at once, and nothing more is written, as
         nobody knows what is true any more."""
 
@@ -338,6 +338,7 @@ class Store:
                 await self._commit_and_flush()
 
     async def _commit_and_flush(self) -> None:
+        self.plane.expire()
         try:
             await self.index.commit()
             if self._commit_failed:
@@ -415,18 +416,18 @@ class Store:
 
     def _on_event(self, event: Event) -> None:
         if event.type == EventType.SPILL:
-            self._start_task(self.sealing.spill_quietly, InodeNumber(event.inode))
+            self.start_task(self.sealing.spill_quietly, InodeNumber(event.inode))
         elif event.type == EventType.RESEAL:
-            self._start_task(self.sealing.seal_quietly, InodeNumber(event.inode))
+            self.start_task(self.sealing.seal_quietly, InodeNumber(event.inode))
         elif event.type == EventType.BAD_BLOCK:
             # Being moved or written right now: whoever reads it again says so again.
             if self.is_busy(event.inode):
                 return
             self.drop_bad(InodeNumber(event.inode), event.value)
         elif event.type == EventType.SLAB_WANTED:
-            self._start_task(self.slabs.wanted, InodeNumber(event.inode), event.value)
+            self.start_task(self.slabs.wanted, InodeNumber(event.inode), event.value)
         elif event.type == EventType.SLAB_CLOSED:
-            self._start_task(self.slabs.closed, InodeNumber(event.inode), bool(event.value))
+            self.start_task(self.slabs.closed, InodeNumber(event.inode), bool(event.value))
         elif event.type == EventType.SLAB_FREE:
             self.slabs.freed(InodeNumber(event.inode))
         elif event.type == EventType.IO_ERROR:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import AsyncIterator
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from errno import EBADMSG, ENOENT
-from typing import Protocol
+from typing import Protocol, TypeVarTuple
 
 import trio
 
 from kvfs.errors import DeviceError, KvfsError
 from kvfs.index.interface import Index
-from kvfs.plane import Plane, PlaneError, Run, SealInfo
+from kvfs.plane import Plane, PlaneError, Run, SealInfo, failure, wait_job
 from kvfs.store.eviction import EvictionPolicy, Stream
 from kvfs.store.format import PARENT_OFFSET
-from kvfs.store.segments import Segments, Versions
+from kvfs.store.segments import Head, Segments, Versions
 from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ _ANCESTORS_MAX = 8192
 _ANCESTORS_SIZE_MAX = 1 << 20
 _RECORD_SLACK = 4096
 
+Arguments = TypeVarTuple("Arguments")
+
 
 class Blocks(Protocol):
     """What is asked of the store."""
@@ -40,6 +44,26 @@ class Blocks(Protocol):
     def count_pinned(self, before: Inode | None, after: Inode | None) -> None: ...
 
     def drop_bad(self, number: InodeNumber, segment: int) -> None: ...
+
+    def start_task(
+        self, task: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments
+    ) -> None: ...
+
+
+@dataclass(slots=True)
+class _Seal:
+    """A seal that has begun."""
+
+    inode: Inode  # as it was then
+    info: SealInfo
+    new: Inode  # as its header will have it, but for the place
+    ancestors: bytes
+    head: Head
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def pages(self) -> int:
+        return self.new.header_pages + self.info.data_pages
 
 
 class Sealing:
@@ -54,6 +78,8 @@ class Sealing:
         self._ancestors: dict[int, bytes] = {}
         self._held: dict[int, set[int]] = {}
         self._reseal: set[InodeNumber] = set()
+        # Seals that wait for room in the segment of their head.
+        self._waiting: defaultdict[Head, deque[tuple[_Seal, Callable[[KvfsError | None], None]]]] = defaultdict(deque)
         self.directory_moves = 0
         self.sealed = self.retries = 0
 
@@ -82,7 +108,8 @@ class Sealing:
         dirty.
         """
         async with self._turn(inode):
-            return await self._seal(inode)
+            seal = self._begin(inode)
+            return None if seal is None else await self._finish(seal)
 
     async def seal_quietly(self, inode: InodeNumber) -> None:
         """Nobody waits for it: if it fails, the bytes stay staged, and retry() tries again."""
@@ -105,7 +132,92 @@ class Sealing:
         while self._busy:
             await next(iter(self._busy.values())).wait()
 
-    async def _seal(self, number: InodeNumber) -> Inode | None:
+    def seal_soon(self, number: InodeNumber, done: Callable[[KvfsError | None], None]) -> None:
+        """As seal(), for who does not wait: `done` is told the end, perhaps before this returns. Most seals need no
+        task: there is room, and the writes succeed."""
+        if number in self._busy:
+            self._blocks.start_task(self._seal_late, number, done)
+            return
+        try:
+            seal = self._begin(number)
+        except KvfsError as error:
+            done(error)
+            return
+        if seal is None:
+            done(None)
+            return
+        self._busy[number] = trio.Event()
+        waiting = self._waiting[seal.head]
+        if not waiting and (run := self._segments.allocate_now(seal.head, seal.pages)) is not None:
+            self._write_soon(seal, [run], done)
+            return
+        waiting.append((seal, done))
+        if len(waiting) == 1:
+            self._blocks.start_task(self._find_room, seal.head)
+
+    async def _find_room(self, head: Head) -> None:
+        """For all that wait: what comes while this waits for a segment waits too."""
+        waiting = self._waiting[head]
+        while waiting:
+            seal, done = waiting[0]
+            try:
+                with trio.CancelScope(shield=True):
+                    runs = await self._segments.allocate(head, seal.new.header_pages, seal.info.data_pages)
+            except KvfsError as error:
+                waiting.popleft()
+                self._end(seal, None)
+                self._busy.pop(seal.inode.inode).set()
+                done(error)
+            else:
+                waiting.popleft()
+                self._write_soon(seal, runs, done)
+
+    def _write_soon(self, seal: _Seal, runs: list[Run], done: Callable[[KvfsError | None], None]) -> None:
+        seal.runs.extend(runs)
+        try:
+            self._start_write(seal, lambda result: self._on_written(seal, result, done))
+        except PlaneError as error:
+            self._blocks.start_task(self._finish_late, seal, error, done)
+
+    def _on_written(self, seal: _Seal, result: int, done: Callable[[KvfsError | None], None]) -> None:
+        number = seal.inode.inode
+        try:
+            if result < 0:
+                raise failure(result, f"seal of inode {number}")
+            written = Inode.unpack(self._plane.seal_record(number))
+        except PlaneError as error:
+            self._blocks.start_task(self._finish_late, seal, error, done)
+            return
+
+        def settled() -> None:
+            self._busy.pop(number).set()
+            done(None)
+
+        self._end(seal, written)
+        self._segments.when_settled(seal.runs, settled)
+
+    async def _seal_late(self, number: InodeNumber, done: Callable[[KvfsError | None], None]) -> None:
+        try:
+            await self.seal(number)
+        except KvfsError as error:
+            done(error)
+        else:
+            done(None)
+
+    async def _finish_late(self, seal: _Seal, error: PlaneError, done: Callable[[KvfsError | None], None]) -> None:
+        """The first try to write it has failed."""
+        problem: KvfsError | None = None
+        try:
+            with trio.CancelScope(shield=True):
+                await self._finish(seal, error)
+        except KvfsError as caught:
+            problem = caught
+        finally:
+            self._busy.pop(seal.inode.inode).set()
+        done(problem)
+
+    def _begin(self, number: InodeNumber) -> _Seal | None:
+        """Freeze what is staged, and find out what its block needs. None if there is nothing to seal."""
         inode = self._index.get(number)
         if inode is None or InodeFlags.NAMELESS in inode.flags:
             return None
@@ -118,57 +230,80 @@ class Sealing:
         if not info.dirty:
             return None
         version = self._versions.begin()
-        runs: list[Run] = []
-        sealed: Inode | None = None
         try:
-            for segment in self._extent_segments(number):
+            for segment in self._extent_segments(number) if info.kept_extents else ():
                 if self._segments.all[segment].lost:
                     raise DeviceError(f"inode {number}: part of it lies in segment {segment}, whose device is away")
-            written = await self._write(inode, info, version, runs)
-            if self._enter(inode, written, copy=False):
+            new = inode.copy()
+            new.size, new.mtime_ns, new.version, new.extents = info.size, info.mtime_ns, version, ()
+            new.ctime_ns = max(inode.ctime_ns, info.mtime_ns)
+            new.flags = (inode.flags | InodeFlags.SEALED) & ~InodeFlags.ASK
+            if inode.sealed:
+                new.flags |= InodeFlags.REWRITTEN
+            ancestors = self.ancestors(inode.parent)
+            extents = info.ranges + info.kept_extents + self._segments.runs_bound(info.data_pages)
+            new.header_pages = self._plane.header_pages(info.size, new.record_size, len(ancestors), extents)
+            return _Seal(inode, info, new, ancestors, self._segments.head(self._policy.stream_of(info.size)))
+        except BaseException:
+            with suppress(PlaneError):
+                self._plane.seal_end(number, False)
+            self._versions.end(version)
+            raise
+
+    async def _finish(self, seal: _Seal, error: PlaneError | None = None) -> Inode | None:
+        """Write it and let it enter. `error`: the first try to write it has failed by that."""
+        written: Inode | None = None
+        try:
+            written = await self._write(seal, error)
+        finally:
+            sealed = self._end(seal, written)
+        await self._segments.settle(seal.runs)
+        return sealed
+
+    def _end(self, seal: _Seal, written: Inode | None) -> Inode | None:
+        """The new inode enters, and what was frozen is let go. None if it was not written, or has lost its name."""
+        number, sealed = seal.inode.inode, None
+        try:
+            if written is not None and self._enter(seal.inode, written, copy=False):
                 sealed = written
         finally:
             with suppress(PlaneError):
                 self._plane.seal_end(number, sealed is not None)
-            self._versions.end(version)
-            self._segments.release(runs)
-        await self._segments.settle(runs)
+            self._versions.end(seal.new.version)
+            self._segments.release(seal.runs)
         if sealed is not None:
             self._hold(number, set())
             self.sealed += 1
         return sealed
 
-    async def _write(self, inode: Inode, info: SealInfo, version: int, runs: list[Run]) -> Inode:
-        """Write data and header to new runs; returns the inode as its header has it. `runs` are the caller's to
-        release."""
-        new = inode.copy()
-        new.size, new.mtime_ns, new.version, new.extents = info.size, info.mtime_ns, version, ()
-        new.ctime_ns = max(inode.ctime_ns, info.mtime_ns)
-        new.flags = (inode.flags | InodeFlags.SEALED) & ~InodeFlags.ASK
-        if inode.sealed:
-            new.flags |= InodeFlags.REWRITTEN
-        ancestors = self.ancestors(inode.parent)
-        extents = info.ranges + info.kept_extents + self._segments.runs_bound(info.data_pages)
-        record_size = len(new.pack())
-        header_pages = self._plane.header_pages(info.size, record_size, len(ancestors), extents)
-        new.header_pages = header_pages
-        stream = self._policy.stream_of(info.size)
+    async def _write(self, seal: _Seal, error: PlaneError | None) -> Inode:
+        """Write data and header to new runs, which are the caller's to release; returns the inode as its header has
+        it."""
+        number = seal.inode.inode
         for attempt in range(1, _WRITE_TRIES + 1):
-            runs.extend(await self._segments.allocate(self._segments.head(stream), header_pages, info.data_pages))
-            new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
-            try:
-                await self._plane.seal_write(inode.inode, runs, header_pages, new.pack(), ancestors)
-                return Inode.unpack(self._plane.seal_record(inode.inode))
-            except PlaneError as error:
-                # Nothing more goes to these segments, other devices come next.
-                await self._segments.bury(runs)
-                self._segments.release(runs)
-                runs.clear()
-                if attempt == _WRITE_TRIES or error.errno == ENOENT:
-                    raise
-                self.retries += 1
-                log.warning("inode %d: %s; trying other segments", inode.inode, error)
+            if error is None:
+                needed = (seal.head, seal.new.header_pages, seal.info.data_pages)
+                seal.runs.extend(await self._segments.allocate(*needed))
+                try:
+                    await wait_job(lambda done: self._start_write(seal, done), f"seal of inode {number}")
+                    return Inode.unpack(self._plane.seal_record(number))
+                except PlaneError as caught:
+                    error = caught
+            # Nothing more goes to these segments, other devices come next.
+            await self._segments.bury(seal.runs)
+            self._segments.release(seal.runs)
+            seal.runs.clear()
+            if attempt == _WRITE_TRIES or error.errno == ENOENT:
+                raise error
+            self.retries += 1
+            log.warning("inode %d: %s; trying other segments", number, error)
+            error = None
         raise AssertionError
+
+    def _start_write(self, seal: _Seal, done: Callable[[int], None]) -> None:
+        new, first = seal.new, seal.runs[0]
+        new.segment, new.page, new.generation = first.segment, first.page, first.generation
+        self._plane.seal_write(seal.inode.inode, seal.runs, new.header_pages, new.pack(), seal.ancestors, done)
 
     # ---- spilling ----
 
@@ -214,6 +349,8 @@ class Sealing:
 
     def _hold(self, number: int, after: set[int]) -> None:
         """A file that is being written has pages in these segments, which its record does not say."""
+        if not after and number not in self._held:
+            return
         before = self._held.pop(number, set())
         if after:
             self._held[number] = after

@@ -11,7 +11,7 @@ import logging
 import struct
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -224,7 +224,8 @@ class Segments:
         self._flush_lock = trio.Lock()
         self._freed = trio.Event()
         self._dirty: set[SegmentIndex] = set()
-        self._settled: dict[int, trio.Event] = {}
+        # Told when the runs before theirs are released; by segment.
+        self._unsettled: dict[int, list[tuple[Sequence[Run], Callable[[], None]]]] = {}
         self._changed: set[SegmentIndex] = set()
         self._summaries_written = 0
         self._summaries_too_large = 0
@@ -423,12 +424,9 @@ class Segments:
         overhead = header_pages or 1
         if overhead >= self.area:  # a file of very many pieces: the data plane bounds those of one
             raise FileTooLargeError(f"a header of {overhead} pages does not fit in a segment of {self.area}")
-        segment = head.segment
-        # Almost always there is room, and nobody waits for a segment: then this does not suspend.
-        if segment is not None and not head.lock.locked():
-            need = overhead + data_pages
-            if segment.next_page + need <= self.geometry.end_page:
-                return [self._take(segment, need)]
+        run = self.allocate_now(head, overhead + data_pages)
+        if run is not None:
+            return [run]
         async with head.lock:
             runs: list[Run] = []
             try:
@@ -437,6 +435,14 @@ class Segments:
                 self.release(runs)
                 raise
             return runs
+
+    def allocate_now(self, head: Head, pages: int) -> Run | None:
+        """One run in the segment that is open, for a block all of whose pages these are. None: there is no room, or
+        others wait for a segment. Almost always there is."""
+        segment = head.segment
+        if segment is None or head.lock.locked() or segment.next_page + pages > self.geometry.end_page:
+            return None
+        return self._take(segment, pages)
 
     async def _allocate(self, head: Head, overhead: int, left: int, runs: list[Run]) -> None:
         while True:
@@ -499,9 +505,9 @@ class Segments:
             segment = self.all[run.segment]
             segment.in_flight.discard(run.page)
             self._changed.add(segment.index)
-            settled = self._settled.pop(segment.index, None)
-            if settled is not None:
-                settled.set()
+            if segment.index in self._unsettled:
+                for waiting, told in self._unsettled.pop(segment.index):
+                    self.when_settled(waiting, told)
             if segment.closing and not segment.in_flight:
                 self._close(segment)
 
@@ -523,25 +529,29 @@ class Segments:
 
     def is_settled(self, runs: Iterable[Run]) -> bool:
         """Whether settle() would return at once."""
-        return all(
-            self.all[run.segment].generation != run.generation
-            or min(self.all[run.segment].in_flight, default=run.page) >= run.page
-            for run in runs
-        )
+        return all(not self._has_before(run) for run in runs)
 
-    async def settle(self, runs: Iterable[Run]) -> None:
-        """Return when every run before these in their segments has been released.
+    def _has_before(self, run: Run) -> bool:
+        segment = self.all[run.segment]
+        return segment.generation == run.generation and min(segment.in_flight, default=run.page) < run.page
+
+    def when_settled(self, runs: Sequence[Run], told: Callable[[], None]) -> None:
+        """Call `told`, perhaps now, when every run before these in their segments has been released.
 
         A scan after a crash walks headers from one to the next and ends at the first that is torn: so a block is
         acknowledged only when nothing before it can be. Writes before it began before it and have deadlines.
         """
         for run in runs:
-            segment = self.all[run.segment]
-            while segment.generation == run.generation and min(segment.in_flight, default=run.page) < run.page:
-                settled = self._settled.get(segment.index)
-                if settled is None:
-                    settled = self._settled[segment.index] = trio.Event()
-                await settled.wait()
+            if self._has_before(run):
+                self._unsettled.setdefault(run.segment, []).append((runs, told))
+                return
+        told()
+
+    async def settle(self, runs: Sequence[Run]) -> None:
+        """As when_settled; returns then."""
+        settled = trio.Event()
+        self.when_settled(runs, settled.set)
+        await settled.wait()
 
     async def bury(self, runs: Iterable[Run]) -> None:
         """Writes to these runs failed: put something there that a scan can step over, and append no more behind it."""

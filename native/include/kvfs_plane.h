@@ -129,7 +129,7 @@ struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane);
 /* What went wrong in the last failing create or use of a device on this thread, as a sentence. */
 const char *kvfs_plane_error(void);
 
-/* ---- events and completions: one eventfd, readable while either queue holds something ---- */
+/* ---- events, completions and calls: one eventfd, readable while one of the queues holds something ---- */
 
 enum kvfs_event_type {
     KVFS_EVENT_SPILL = 1,       /* inode holds more than its share of staging: spill it */
@@ -160,6 +160,23 @@ int kvfs_wait_completions(struct kvfs_plane *plane, struct kvfs_completion *out,
 
 /* Makes the socketpair and returns the end for pyfuse3 ("/dev/fd/N"), the caller's to close. INIT towards the session is sent at once. */
 int kvfs_session_open(struct kvfs_plane *plane);
+/* CREATE, UNLINK, RENAME and FLUSH, which come with every block that is stored: handed over as they are, many at once, rather than by the
+ * session. From kvfs_calls_open() on. The deadline is that of all requests. */
+struct kvfs_call {
+    uint64_t id;                 /* for the answer */
+    uint64_t inode;              /* the directory; FLUSH: the file */
+    uint64_t new_parent;         /* RENAME */
+    uint32_t opcode;             /* linux/fuse.h; RENAME2 as RENAME */
+    uint32_t flags;              /* CREATE: of open(2); RENAME: of renameat2(2) */
+    uint32_t mode, uid, gid;
+    uint16_t name_size, new_name_size;
+    char name[256], new_name[256];
+};
+/* on 0: as before it. What is taken after that is nobody's any more: the end of the session answers it, or a guest's keeper asks the next daemon. */
+void kvfs_calls_open(struct kvfs_plane *plane, int on);
+int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count);
+/* error: 0 or -errno; inode: of a CREATE, which is in the block table and being written. Late answers are dropped. */
+void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inode);
 /* Serve this mounted /dev/fuse descriptor (taken over). */
 int kvfs_fuse_add(struct kvfs_plane *plane, int fd);
 int kvfs_transport_count(struct kvfs_plane *plane);

@@ -1,4 +1,4 @@
-/* What the data plane tells Python: events and completions, behind one eventfd. */
+/* What the data plane tells Python: events, completions and calls, behind one eventfd. */
 #include "internal.h"
 
 #include <unistd.h>
@@ -7,6 +7,14 @@ static void queue_signal(struct kvfs_plane *plane) {
     uint64_t one = 1;
     ssize_t n = write(plane->event_fd, &one, sizeof(one));
     (void)n;
+}
+
+static void queue_drained(struct kvfs_plane *plane) {
+    uint64_t count;
+    if (plane->event_count == 0 && plane->completion_count == 0 && !plane->calls) {
+        ssize_t n = read(plane->event_fd, &count, sizeof(count));
+        (void)n;
+    }
 }
 
 void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value) {
@@ -56,15 +64,33 @@ void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result) {
     queue_signal(plane);
 }
 
-int kvfs_event_fd(struct kvfs_plane *plane) { return plane->event_fd; }
-
-static void queue_drained(struct kvfs_plane *plane) {
-    uint64_t count;
-    if (plane->event_count == 0 && plane->completion_count == 0) {
-        ssize_t n = read(plane->event_fd, &count, sizeof(count));
-        (void)n;
-    }
+void call_add(struct kvfs_plane *plane, struct call *call) {
+    call->next = NULL;
+    pthread_mutex_lock(&plane->queue_lock);
+    if (plane->calls)
+        plane->calls_last->next = call;
+    else
+        plane->calls = call;
+    plane->calls_last = call;
+    pthread_mutex_unlock(&plane->queue_lock);
+    queue_signal(plane);
 }
+
+int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count) {
+    uint32_t n = 0;
+    pthread_mutex_lock(&plane->queue_lock);
+    while (plane->calls && n < count) {
+        struct call *call = plane->calls;
+        plane->calls = call->next;
+        out[n++] = call->body;
+        free(call);
+    }
+    queue_drained(plane);
+    pthread_mutex_unlock(&plane->queue_lock);
+    return (int)n;
+}
+
+int kvfs_event_fd(struct kvfs_plane *plane) { return plane->event_fd; }
 
 int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t count) {
     pthread_mutex_lock(&plane->queue_lock);

@@ -447,6 +447,7 @@ struct pending {
     struct pending *next, *previous;     /* by deadline; or free list */
 };
 struct message { struct message *next; size_t size; uint8_t data[]; };
+struct call { struct call *next; struct kvfs_call body; };
 struct mux {
     pthread_mutex_t lock;
     atomic_int fd;                       /* our end of the socketpair; -1 */
@@ -455,6 +456,7 @@ struct mux {
     struct message *queue, *queue_last;
     atomic_uint queue_count;
     atomic_uint live_count;
+    atomic_bool calls_open;
     pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
     uint8_t *reply;
     uint8_t *strip;
@@ -503,6 +505,7 @@ void pool_stop(struct worker_pool *pool);
 void pool_add(struct worker_pool *pool, struct job *job);
 int worker_request_add(struct kvfs_plane *plane, struct request *request);
 void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result);
+void call_add(struct kvfs_plane *plane, struct call *call);     /* taken over */
 void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value);
 
 /* ---- the plane ---- */
@@ -565,6 +568,7 @@ struct kvfs_plane {
     struct kvfs_event *events;
     struct kvfs_completion *completions;
     uint32_t event_count, event_capacity, completion_count, completion_capacity;
+    struct call *calls, *calls_last;
     pthread_mutex_t request_lock;
     struct request *requests_free;
     struct request *memory_parked, *memory_parked_last;     /* WRITEs that wait for staging; under request_lock */

@@ -1,5 +1,5 @@
 /* The session behind the transports: requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a
- * deadline.
+ * deadline. Those that come with every block go another way to Python, as calls, without its tasks.
  *
  * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that
  * the kernel sees are ours. / */
@@ -155,11 +155,59 @@ static void pending_release(struct mux *mux, struct pending *p) {
     mux->live_count--;
 }
 
+/* What Python takes as a call; NULL: no memory, or it goes by the session. `*is`: whether it is one. Names have been checked. */
+static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, bool *is) {
+    const uint8_t *body = (const uint8_t *)(in + 1);
+    const char *name = (const char *)body;
+    *is = atomic_load(&mux->calls_open) &&
+          (in->opcode == FUSE_CREATE || in->opcode == FUSE_UNLINK || in->opcode == FUSE_RENAME || in->opcode == FUSE_RENAME2 || in->opcode == FUSE_FLUSH);
+    struct call *call = *is ? malloc(sizeof(*call)) : NULL;
+    if (!call)
+        return NULL;
+    struct kvfs_call *c = &call->body;
+    memset(c, 0, offsetof(struct kvfs_call, name));
+    c->inode = in->nodeid;
+    c->opcode = in->opcode;
+    c->uid = in->uid;
+    c->gid = in->gid;
+    if (in->opcode == FUSE_CREATE) {
+        struct fuse_create_in create;
+        memcpy(&create, body, sizeof(create));
+        c->flags = create.flags;
+        c->mode = create.mode;
+        name += sizeof(create);
+    } else if (in->opcode == FUSE_RENAME) {
+        struct fuse_rename_in rename;
+        memcpy(&rename, body, sizeof(rename));
+        c->new_parent = rename.newdir;
+        name += sizeof(rename);
+    } else if (in->opcode == FUSE_RENAME2) {
+        struct fuse_rename2_in rename;
+        memcpy(&rename, body, sizeof(rename));
+        c->new_parent = rename.newdir;
+        c->flags = rename.flags;
+        c->opcode = FUSE_RENAME;
+        name += sizeof(rename);
+    }
+    if (in->opcode != FUSE_FLUSH) {
+        c->name_size = (uint16_t)strlen(name);
+        memcpy(c->name, name, c->name_size);
+        name += c->name_size + 1;
+    }
+    if (c->opcode == FUSE_RENAME) {
+        c->new_name_size = (uint16_t)strlen(name);
+        memcpy(c->new_name, name, c->new_name_size);
+    }
+    return call;
+}
+
 void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset) {
     struct kvfs_plane *plane = server->plane;
     struct mux *mux = &plane->mux;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     uint64_t unique = in->unique, now = now_ns();
+    bool is_call;
+    struct call *call = call_make(mux, in, &is_call);
     COUNT(plane, forwarded, 1);
     pthread_mutex_lock(&mux->lock);
     struct pending *p = mux->free;
@@ -187,16 +235,25 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
         mux->newest = p;
         in->unique = (uint64_t)p->salt << 32 | (index + 1);
         in->len = size;
-        r = message_send(mux, head, size);
+        if (!is_call) {
+            r = message_send(mux, head, size);
+        } else if (!call || mux->fd < 0) {
+            r = call ? -ENOTCONN : -ENOMEM;
+        } else {
+            call->body.id = in->unique;
+            call_add(plane, call);
+            call = NULL;
+        }
         if (r < 0) {
             pending_unlink(mux, p);
             pending_release(mux, p);
         }
     }
     pthread_mutex_unlock(&mux->lock);
+    free(call);
     if (r < 0)
         reply_error(server, unique, -EIO);
-    else if (server->index)
+    else if (server->index && !is_call)
         server_wake(&server->transport->servers[0]); /* the leader waits for the reply */
 }
 
@@ -454,6 +511,24 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
     p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
 }
 
+/* The request that an id of ours stands for, which is over with this; false if it is over. */
+static bool pending_take(struct mux *mux, uint64_t id, struct pending *out) {
+    uint32_t index = (uint32_t)id - 1;
+    if (index >= PENDING_MAX)
+        return false;
+    pthread_mutex_lock(&mux->lock);
+    struct pending *p = &mux->entries[index];
+    bool known = p->live && p->salt == (uint32_t)(id >> 32);
+    if (known) {
+        if (!p->timed_out)
+            pending_unlink(mux, p);
+        *out = *p;
+        pending_release(mux, p);
+    }
+    pthread_mutex_unlock(&mux->lock);
+    return known;
+}
+
 static bool receive(struct kvfs_plane *plane) {
     struct mux *mux = &plane->mux;
     int fd = mux->fd;
@@ -471,23 +546,9 @@ static bool receive(struct kvfs_plane *plane) {
     memcpy(&head, mux->reply, sizeof(head));
     if (head.unique == INIT_UNIQUE || head.unique == RELEASEDIR_UNIQUE || head.unique == 0 || head.len != (uint32_t)n)
         return true;
-    uint32_t index = (uint32_t)head.unique - 1;
-    if (index >= PENDING_MAX)
-        return true;
-    pthread_mutex_lock(&mux->lock);
-    struct pending *p = &mux->entries[index];
-    bool known = p->live && p->salt == (uint32_t)(head.unique >> 32);
-    struct pending copy;
-    if (known) {
-        if (!p->timed_out)
-            pending_unlink(mux, p);
-        copy = *p;
-        pending_release(mux, p);
-    }
-    pthread_mutex_unlock(&mux->lock);
-    if (known) {
-        answer(plane, &copy, mux->reply, (uint32_t)n, head.error);
-    }
+    struct pending pending;
+    if (pending_take(mux, head.unique, &pending))
+        answer(plane, &pending, mux->reply, (uint32_t)n, head.error);
     return true;
 }
 
@@ -497,4 +558,31 @@ bool mux_receive(struct kvfs_plane *plane) {
     bool received = receive(plane);
     pthread_mutex_unlock(&plane->mux.receiving);
     return received;
+}
+
+void kvfs_calls_open(struct kvfs_plane *plane, int on) { atomic_store(&plane->mux.calls_open, on != 0); }
+
+void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inode) {
+    struct pending pending;
+    struct {
+        struct fuse_out_header head;
+        struct fuse_entry_out entry;
+        struct fuse_open_out open;
+    } reply;
+    uint32_t size = sizeof(reply.head);
+    /* The session has ended: hosts have their answer, guests ask the next daemon. */
+    if (plane->mux.fd < 0 || !pending_take(&plane->mux, id, &pending))
+        return;
+    if (pending.opcode == FUSE_CREATE && error == 0) {
+        struct kvfs_record record;
+        memset(&reply, 0, sizeof(reply));
+        if (kvfs_table_find_inode(plane->table, inode, &record) < 0) {
+            error = -EIO;
+        } else {
+            reply.entry.nodeid = inode;
+            fill_attr(plane, &record, &reply.entry.attr);
+            size = sizeof(reply);
+        }
+    }
+    answer(plane, &pending, (uint8_t *)&reply, size, error);
 }

@@ -211,6 +211,11 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         close(plane->event_fd);
     free(plane->events);
     free(plane->completions);
+    while (plane->calls) {
+        struct call *next = plane->calls->next;
+        free(plane->calls);
+        plane->calls = next;
+    }
     free(plane->uses);
     free(plane->segment_busy);
     free(plane->members);

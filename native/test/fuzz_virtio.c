@@ -47,6 +47,7 @@ static void start(void) {
     kvfs_set_space(plane, (uint64_t)64 << 20, ENOSPC);
     session = kvfs_session_open(plane);
     CHECK(session >= 0);
+    kvfs_calls_open(plane, 1);
     struct kvfs_virtiofs_config virtiofs = {.tag = "fuzz", .queue_count = 1, .queue_size_max = 1024};
     CHECK(guest_new(plane, &virtiofs, &guest) == 0);
     struct region_description description = {GUEST, MEMORY, GUEST, 0};
@@ -81,6 +82,13 @@ static void session_drain(void) {
         struct fuse_out_header out = {.len = sizeof(out), .error = -EIO, .unique = in.unique};
         if (in.opcode != FUSE_RELEASEDIR || in.unique != UINT64_MAX - 1)
             CHECK(send(session, &out, sizeof(out), MSG_DONTWAIT) == sizeof(out) || errno == EAGAIN);
+    }
+    struct kvfs_call call;
+    while (kvfs_take_calls(plane, &call, 1) > 0) {
+        CHECK(call.name_size <= KVFS_NAME_MAX && call.new_name_size <= KVFS_NAME_MAX);
+        CHECK(!memchr(call.name, '/', call.name_size) && !memchr(call.new_name, '/', call.new_name_size));
+        CHECK((call.opcode == FUSE_FLUSH) == (call.name_size == 0) && (call.opcode == FUSE_RENAME) == (call.new_name_size > 0));
+        kvfs_answer(plane, call.id, call.opcode == FUSE_CREATE ? 0 : -EIO, 2);
     }
 }
 

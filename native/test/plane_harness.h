@@ -43,6 +43,7 @@ static void start_plane(const char *directory, uint32_t server_threads) {
     CHECK(kvfs_table_put(kvfs_plane_table(plane), &root, "", 0, 0) == 0);
     session = kvfs_session_open(plane);
     CHECK(session >= 0);
+    kvfs_calls_open(plane, 1);
 }
 
 static struct fuse_in_header *forwarded_request(void) {
@@ -64,6 +65,18 @@ static void session_reply(uint64_t id, int error, const void *body, size_t size)
     if (size)
         memcpy(out + sizeof(head), body, size);
     CHECK(send(session, out, head.len, 0) == (ssize_t)head.len);
+}
+
+/* The next call; CHECKs what it is. */
+static struct kvfs_call forwarded_call(uint32_t opcode) {
+    struct kvfs_call call;
+    uint64_t until = now_ns() + 20000000000ull;
+    while (kvfs_take_calls(plane, &call, 1) == 0) {
+        CHECK(now_ns() < until);
+        usleep(200);
+    }
+    CHECK(call.opcode == opcode);
+    return call;
 }
 
 static int64_t completion(void) {

@@ -43,17 +43,20 @@ static int answer(void **body, size_t *size) {
 static uint64_t create(const char *name, uint64_t *fh) {
     struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
     ask(FUSE_CREATE, 1, &in, sizeof(in), name, strlen(name) + 1);
-    struct fuse_in_header *got = forwarded_request();
-    CHECK(got->opcode == FUSE_CREATE);
+    struct kvfs_call call = forwarded_call(FUSE_CREATE);
+    CHECK(call.inode == 1 && call.mode == 0100644 && call.flags == (O_RDWR | O_CREAT));
+    CHECK(call.name_size == strlen(name) && memcmp(call.name, name, call.name_size) == 0 && call.new_name_size == 0);
     uint64_t inode = ++next_inode;
     uint8_t record[512];
     make_record(record, inode, name, 0, 0, 0, 0);
     CHECK(kvfs_name_put(plane, record, 0) == 0);
     CHECK(kvfs_file_create(plane, inode) == 0);
-    struct { struct fuse_entry_out entry; struct fuse_open_out open; } out = {.entry = {.nodeid = inode, .attr = {.ino = inode, .mode = 0100644, .nlink = 1}}};
-    session_reply(got->unique, 0, &out, sizeof(out));
+    kvfs_answer(plane, call.id, 0, inode);
     void *body;
     CHECK(answer(&body, NULL) == 0);
+    struct fuse_entry_out entry;
+    memcpy(&entry, body, sizeof(entry));
+    CHECK(entry.nodeid == inode && entry.attr.ino == inode && entry.attr.mode == 0100644 && entry.attr.nlink == 1 && entry.attr.size == 0);
     struct fuse_open_out open;
     memcpy(&open, (uint8_t *)body + sizeof(struct fuse_entry_out), sizeof(open));
     *fh = open.fh;
@@ -71,11 +74,10 @@ static int write_at(uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t 
 static int flush_and_seal(uint64_t inode, uint64_t fh, const char *name) {
     struct fuse_flush_in in = {.fh = fh};
     ask(FUSE_FLUSH, inode, &in, sizeof(in), NULL, 0);
-    struct fuse_in_header *got = forwarded_request();
-    CHECK(got->opcode == FUSE_FLUSH);
-    uint64_t id = got->unique;
+    struct kvfs_call call = forwarded_call(FUSE_FLUSH);
+    CHECK(call.inode == inode && call.name_size == 0);
     int64_t r = seal(inode, name, true);
-    session_reply(id, r < 0 ? -EIO : 0, NULL, 0);
+    kvfs_answer(plane, call.id, r < 0 ? -EIO : 0, 0);
     return answer(NULL, NULL);
 }
 
@@ -242,7 +244,7 @@ static void test_deadline_of_forwarded_requests(void) {
     struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
     uint64_t began = now_ns();
     ask(FUSE_CREATE, 1, &in, sizeof(in), "late", 5);
-    uint64_t id = forwarded_request()->unique;
+    uint64_t id = forwarded_call(FUSE_CREATE).id;
     CHECK(answer(NULL, NULL) == -EIO);
     CHECK(now_ns() - began < 2000000000ull * slowness());
     /* The late reply is dropped, and the file it opened is released: it comes back as one to seal. */
@@ -250,8 +252,8 @@ static void test_deadline_of_forwarded_requests(void) {
     uint8_t record[512];
     make_record(record, inode, "late", 0, 0, 0, 0);
     CHECK(kvfs_name_put(plane, record, 0) == 0 && kvfs_file_create(plane, inode) == 0);
-    struct { struct fuse_entry_out entry; struct fuse_open_out open; } out = {.entry = {.nodeid = inode, .attr = {.ino = inode, .mode = 0100644}}};
-    session_reply(id, 0, &out, sizeof(out));
+    kvfs_answer(plane, id, 0, inode);
+    kvfs_answer(plane, id, 0, inode); /* an answer counts once */
     uint64_t until = now_ns() + 30000000000ull;
     bool seen = false;
     while (!seen && now_ns() < until) {
@@ -266,6 +268,50 @@ static void test_deadline_of_forwarded_requests(void) {
     CHECK(kvfs_inode_remove(plane, inode) == 0);
     CHECK(kvfs_inode_is_open(plane, inode) == 0);
     printf("ok a forwarded request has its deadline, and a late reply leaves nothing open\n");
+}
+
+static void test_calls(void) {
+    struct { struct fuse_rename2_in in; char names[300]; } two = {.in = {.newdir = 77, .flags = 1}};
+    struct { struct fuse_rename_in in; char names[300]; } one = {.in = {.newdir = 78}};
+    char longest[257];
+    memset(longest, 'n', 255);
+    longest[255] = 0;
+    memcpy(two.names, "old", 4);
+    memcpy(two.names + 4, longest, 256);
+    ask(FUSE_RENAME2, 1, &two, sizeof(two.in) + 4 + 256, NULL, 0);
+    struct kvfs_call call = forwarded_call(FUSE_RENAME);
+    CHECK(call.inode == 1 && call.new_parent == 77 && call.flags == 1 && call.name_size == 3 && call.new_name_size == 255);
+    CHECK(memcmp(call.name, "old", 3) == 0 && memcmp(call.new_name, longest, 255) == 0);
+    kvfs_answer(plane, call.id, -EEXIST, 0);
+    CHECK(answer(NULL, NULL) == -EEXIST);
+    memcpy(one.names, "a\0b", 4);
+    ask(FUSE_RENAME, 1, &one, sizeof(one.in) + 4, NULL, 0);
+    call = forwarded_call(FUSE_RENAME);
+    CHECK(call.new_parent == 78 && call.flags == 0 && call.name[0] == 'a' && call.new_name[0] == 'b' && call.new_name_size == 1);
+    kvfs_answer(plane, call.id, 0, 0);
+    CHECK(answer(NULL, NULL) == 0);
+    ask(FUSE_UNLINK, 1, longest, 256, NULL, 0);
+    call = forwarded_call(FUSE_UNLINK);
+    CHECK(call.inode == 1 && call.name_size == 255);
+    kvfs_answer(plane, call.id + 1, -EPERM, 0); /* nobody's */
+    kvfs_answer(plane, 0, -EPERM, 0);
+    kvfs_answer(plane, UINT64_MAX, -EPERM, 0);
+    kvfs_answer(plane, call.id, -ENOENT, 0);
+    CHECK(answer(NULL, NULL) == -ENOENT);
+    /* A CREATE whose inode is gone again is an error, not a handle. */
+    struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
+    ask(FUSE_CREATE, 1, &in, sizeof(in), "gone", 5);
+    kvfs_answer(plane, forwarded_call(FUSE_CREATE).id, 0, 999999);
+    CHECK(answer(NULL, NULL) == -EIO);
+    /* Closed: by the session again. */
+    kvfs_calls_open(plane, 0);
+    ask(FUSE_UNLINK, 1, "x", 2, NULL, 0);
+    struct fuse_in_header *got = forwarded_request();
+    CHECK(got->opcode == FUSE_UNLINK);
+    session_reply(got->unique, -EACCES, NULL, 0);
+    CHECK(answer(NULL, NULL) == -EACCES);
+    kvfs_calls_open(plane, 1);
+    printf("ok calls come whole, and an answer counts once\n");
 }
 
 static void test_rewrite_in_place(void) {
@@ -516,6 +562,7 @@ int main(void) {
     test_write_seal_read();
     test_faults();
     test_deadline_of_forwarded_requests();
+    test_calls();
     test_rewrite_in_place();
     test_unlinked_while_open();
     test_opens_are_uses();

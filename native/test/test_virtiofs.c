@@ -81,14 +81,13 @@ static uint64_t create(struct front *f, const char *name, uint64_t *fh) {
     struct piece room = {f->memory + REPLY_AT, 4096, true};
     snprintf(body.name, sizeof(body.name), "%s", name);
     put(f, 1, 0, REQUEST_AT, FUSE_CREATE, 1, &body, (uint32_t)(sizeof(body.in) + strlen(name) + 1), &room, 1, true);
-    struct fuse_in_header *got = forwarded_request();
-    CHECK(got->opcode == FUSE_CREATE);
+    struct kvfs_call call = forwarded_call(FUSE_CREATE);
     uint64_t inode = ++next_inode;
     uint8_t record[512];
     make_record(record, inode, name, 0, 0, 0, 0);
     CHECK(kvfs_name_put(plane, record, 0) == 0 && kvfs_file_create(plane, inode) == 0);
-    struct { struct fuse_entry_out entry; struct fuse_open_out open; } out = {.entry = {.nodeid = inode, .attr = {.ino = inode, .mode = 0100644, .nlink = 1}}};
-    session_reply(got->unique, 0, &out, sizeof(out));
+    struct { struct fuse_entry_out entry; struct fuse_open_out open; } out;
+    kvfs_answer(plane, call.id, 0, inode);
     CHECK(wait_answer(f, 1, REQUEST_AT, NULL) == 0);
     memcpy(&out, f->memory + REPLY_AT, sizeof(out));
     CHECK(out.entry.entry_valid == 0 && out.entry.attr_valid == 0);
@@ -107,11 +106,10 @@ static int write_at(struct front *f, uint64_t inode, uint64_t fh, uint64_t offse
 static int flush_and_seal(struct front *f, uint64_t inode, uint64_t fh, const char *name) {
     struct fuse_flush_in in = {.fh = fh};
     put(f, 1, 0, REQUEST_AT, FUSE_FLUSH, inode, &in, sizeof(in), NULL, 0, true);
-    struct fuse_in_header *got = forwarded_request();
-    CHECK(got->opcode == FUSE_FLUSH);
-    uint64_t id = got->unique;
+    struct kvfs_call call = forwarded_call(FUSE_FLUSH);
+    CHECK(call.inode == inode);
     int64_t r = seal(inode, name, false);
-    session_reply(id, r < 0 ? -EIO : 0, NULL, 0);
+    kvfs_answer(plane, call.id, r < 0 ? -EIO : 0, 0);
     return wait_answer(f, 1, REQUEST_AT, NULL);
 }
 
@@ -531,7 +529,7 @@ static void test_inflight_tracking(void) {
         CHECK(ask(&f, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);
     struct piece room = {f.memory + REPLY_AT, 4096, true};
     put(&f, 1, 7, REQUEST_AT + 0x10000, FUSE_UNLINK, 1, "name", 5, &room, 1, true);
-    CHECK(forwarded_request()->opcode == FUSE_UNLINK);
+    forwarded_call(FUSE_UNLINK);
     close(f.fd);
     wait_gone(number);
     struct front again;
@@ -546,9 +544,7 @@ static void test_inflight_tracking(void) {
     CHECK(vu_tell(&again, VU_SET_INFLIGHT_FD, &layout, sizeof(layout), &inflight, 1) == 0);
     for (uint32_t i = 0; i < 2; i++)
         front_queue_start(&again, i, 128, 0, true); /* a base that is wrong: what was tracked counts */
-    struct fuse_in_header *got = forwarded_request();
-    CHECK(got->opcode == FUSE_UNLINK);
-    session_reply(got->unique, -ENOENT, NULL, 0);
+    kvfs_answer(plane, forwarded_call(FUSE_UNLINK).id, -ENOENT, 0);
     uint32_t head, length;
     CHECK(front_wait(&again.queues[1], 10000, &head, &length) && head == 7 && length == 16);
     CHECK(ask(&again, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);
@@ -719,7 +715,7 @@ static void test_end(void) {
     fuse_init(&f);
     struct piece room = {f.memory + REPLY_AT, 4096, true};
     put(&f, 1, 3, REQUEST_AT + 0x10000, FUSE_UNLINK, 1, "name", 5, &room, 1, true);
-    CHECK(forwarded_request()->opcode == FUSE_UNLINK);
+    forwarded_call(FUSE_UNLINK);
     CHECK(kvfs_virtiofs_remove(plane, number) == 0 && kvfs_virtiofs_remove(plane, 40) == -ENOENT);
     uint32_t head, length;
     CHECK(front_wait(&f.queues[1], 20000, &head, &length) && head == 3 && length == 16); /* the session's deadline: answered, not lost */

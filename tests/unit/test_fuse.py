@@ -63,7 +63,7 @@ def test_refusals_of_the_namespace_become_errnos(operations: Operations) -> None
     assert refused(operations.open(99, os.O_RDONLY, CONTEXT)) == "ESTALE"
     assert refused(operations.link(2, ROOT_INODE, b"second", CONTEXT)) == "EPERM"
     assert refused(operations.mknod(ROOT_INODE, b"pipe", stat.S_IFIFO | 0o644, 0, CONTEXT)) == "EPERM"
-    assert refused(operations.unlink(ROOT_INODE, b"none", CONTEXT)) == "ENOENT"
+    assert refused(operations.rmdir(ROOT_INODE, b"none", CONTEXT)) == "ENOENT"
     assert refused(operations.mkdir(ROOT_INODE, b"n" * 256, 0o755, CONTEXT)) == "ENAMETOOLONG"
     assert refused(operations.removexattr(ROOT_INODE, b"user.none", CONTEXT)) == "ENODATA"
 
@@ -87,22 +87,8 @@ def test_an_error_of_the_pool_is_logged_with_its_words(
 
     monkeypatch.setattr(store, "seal", fail)
     with caplog.at_level(logging.WARNING):
-        assert refused(operations.flush(5)) == "EIO"
+        assert refused(operations.fsync(5, datasync=False)) == "EIO"
     assert "segment 41 on nvme1" in caplog.text
-
-
-def test_create_gives_the_inode_as_handle_and_never_a_generation(operations: Operations) -> None:
-    info, entry = call(operations.create(ROOT_INODE, b"x", 0o640, os.O_WRONLY | os.O_EXCL, CONTEXT))
-    assert info.fh == entry.st_ino and entry.generation == 0 and not info.keep_cache
-    assert (entry.st_mode, entry.st_uid, entry.st_size) == (stat.S_IFREG | 0o640, 1000, 0)
-    assert refused(operations.create(ROOT_INODE, b"x", 0o640, os.O_WRONLY | os.O_EXCL, CONTEXT)) == "EEXIST"
-    again, _ = call(operations.create(ROOT_INODE, b"x", 0o640, os.O_WRONLY, CONTEXT))
-    assert again.fh == info.fh
-
-
-def test_create_over_a_directory_is_eisdir(operations: Operations) -> None:
-    call(operations.mkdir(ROOT_INODE, b"d", 0o755, CONTEXT))
-    assert refused(operations.create(ROOT_INODE, b"d", 0o640, os.O_WRONLY, CONTEXT)) == "EISDIR"
 
 
 def test_attributes_keep_nanoseconds(operations: Operations, store: StoreDouble) -> None:

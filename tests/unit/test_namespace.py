@@ -196,6 +196,13 @@ class StoreDouble:
         await self.plane.file_rewrite(inode, keep_content)
 
     async def seal(self, inode: InodeNumber) -> Inode | None:
+        return self._seal(inode)
+
+    def seal_soon(self, number: InodeNumber, done: Callable[[errors.KvfsError | None], None]) -> None:
+        self._seal(number)
+        done(None)
+
+    def _seal(self, inode: InodeNumber) -> Inode | None:
         old = self.index.get(inode)
         if old is None or inode not in self.plane.written:
             return None
@@ -244,7 +251,9 @@ def namespace(store: StoreDouble) -> Namespace:
 
 async def sealed(namespace: Namespace, name: bytes, parent: InodeNumber = ROOT_INODE) -> Inode:
     inode = namespace.create(parent, name, 0o644, 1000, 1000)
-    await namespace.flush(inode.inode)
+    failures: list[errors.KvfsError | None] = []
+    namespace.flush(inode.inode, failures.append)
+    assert failures == [None]
     return namespace.get(inode.inode)
 
 

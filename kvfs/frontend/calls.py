@@ -1,0 +1,103 @@
+"""What comes with every block that is stored: CREATE, UNLINK, RENAME and FLUSH, answered without a task for each.
+
+The data plane hands them over many at once (struct kvfs_call, native/include/kvfs_plane.h), from every transport; all
+but a FLUSH are done when the handler returns. What has to wait (a CREATE of a file that is there, a FLUSH that finds no
+room) goes on in a task. The session (fuse.py) has all other requests. Protocol: fuse(4), linux/fuse.h.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+
+import trio
+
+from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, StaleInodeError
+from kvfs.frontend.fuse import errno_of
+from kvfs.namespace.files import Namespace
+from kvfs.plane import Call, Plane
+from kvfs.types import Inode, InodeNumber, Kind
+
+# linux/fuse.h
+_UNLINK, _RENAME, _FLUSH, _CREATE = 10, 12, 25, 35
+
+
+class Calls:
+    """Handlers over one namespace, all in the one trio thread."""
+
+    def __init__(self, namespace: Namespace, plane: Plane) -> None:
+        self._namespace, self._plane = namespace, plane
+        self._handlers: dict[int, Callable[[Call], None]] = {
+            _CREATE: self._create, _UNLINK: self._unlink, _RENAME: self._rename, _FLUSH: self._flush,
+        }  # fmt: skip
+        self._nursery: trio.Nursery
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Answer calls until cancelled. `started` when they come here: the session knows none of them."""
+        async with trio.open_nursery() as self._nursery:
+            self._plane.open_calls(self.take)
+            try:
+                task_status.started()
+                await trio.sleep_forever()
+            finally:
+                self._plane.open_calls(None)
+
+    def take(self, call: Call) -> None:
+        """Begin to answer one. Whatever happens, it is answered."""
+        handler = self._handlers[call.opcode]
+        try:
+            handler(call)
+        except Exception as error:
+            self._refuse(call, error)
+
+    def _refuse(self, call: Call, error: Exception) -> None:
+        name = self._handlers[call.opcode].__name__.lstrip("_")
+        self._plane.answer(call.id, errno_of(error, name, call))
+
+    def _create(self, call: Call) -> None:
+        try:
+            made = self._namespace.create(InodeNumber(call.inode), call.name, call.mode, call.uid, call.gid)
+        except ExistsError:
+            # Another transport was faster.
+            if call.flags & os.O_EXCL:
+                raise
+            self._nursery.start_soon(self._open_existing, call)
+            return
+        self._plane.answer(call.id, 0, made.inode)
+
+    async def _open_existing(self, call: Call) -> None:
+        try:
+            inode = await self._opened(call)
+        except Exception as error:
+            self._refuse(call, error)
+        else:
+            self._plane.answer(call.id, 0, inode.inode)
+
+    async def _opened(self, call: Call) -> Inode:
+        inode = self._namespace.lookup(InodeNumber(call.inode), call.name)
+        if inode.kind == Kind.DIRECTORY:
+            raise IsDirectoryError(f"{call.name!r} in directory {call.inode}: is a directory")
+        if inode.kind != Kind.FILE:
+            raise StaleInodeError(f"{call.name!r} in directory {call.inode}: a symbolic link by now")
+        return await self._namespace.open_for_write(
+            inode.inode, truncate=bool(call.flags & os.O_TRUNC), kill_suid=call.uid != 0
+        )
+
+    def _unlink(self, call: Call) -> None:
+        self._namespace.unlink(InodeNumber(call.inode), call.name)
+        self._plane.answer(call.id, 0)
+
+    def _rename(self, call: Call) -> None:
+        parent, new_parent = InodeNumber(call.inode), InodeNumber(call.new_parent)
+        self._namespace.rename(parent, call.name, new_parent, call.new_name, call.flags)
+        self._plane.answer(call.id, 0)
+
+    def _flush(self, call: Call) -> None:
+        self._namespace.flush(InodeNumber(call.inode), functools.partial(self._flushed, call))
+
+    def _flushed(self, call: Call, error: KvfsError | None) -> None:
+        if error is not None:
+            self._refuse(call, error)
+        else:
+            self._plane.answer(call.id, 0)
