@@ -116,6 +116,12 @@ def suite(tag, root):
     return f"cd {REPOSITORY} && KVFS_TEST_SLOWNESS={SLOWNESS} {shlex.join(command)}"
 
 
+def _said(text):
+    """What pytest has to say of failures; all of its end if that is nothing."""
+    lines = [line for line in text.splitlines() if line.startswith(("E  ", "FAILED", "ERROR", "____"))]
+    return "\n".join(lines)[-8000:] or text[-8000:]
+
+
 @pytest.mark.timeout(1200)
 def test_the_posix_suite_passes_in_guests_beside_each_other(guests, sides):
     """All of what the host's mount passes, fio with its verification too, but what needs a pool of its own."""
@@ -125,7 +131,7 @@ def test_the_posix_suite_passes_in_guests_beside_each_other(guests, sides):
     outputs = {tag: started.wait(check=False) for tag, started in running.items()}
     for tag, guest in guests.items():
         output = outputs[tag]
-        assert output.status == 0, f"in guest {tag}:\n{output.text[-20_000:]}"
+        assert output.status == 0, f"in guest {tag}, ended with {output.status}:\n{_said(output.text)}"
         for case in xml.etree.ElementTree.fromstring(guest.get("/run/tmp/results.xml")).iter("testcase"):
             name = f"{case.get('classname').rpartition('.')[2]}.py::{case.get('name')}"
             skipped = case.find("skipped")
