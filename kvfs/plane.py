@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import trio
 
@@ -157,8 +157,7 @@ def _tell(job: _Job, result: int) -> None:
     done(result)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """struct kvfs_call: a request that Python answers by answer(), perhaps later."""
 
     id: int

@@ -45,7 +45,7 @@ class InodeFlags(IntFlag):
 # Looked up, not called: a member of a number takes Python a microsecond, and every request unpacks several records.
 _KINDS = {int(kind): kind for kind in Kind}
 _FLAGS = tuple(InodeFlags(value) for value in range(256))
-_SEALED = int(InodeFlags.SEALED)
+_SEALED, _NAMELESS = int(InodeFlags.SEALED), int(InodeFlags.NAMELESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +178,10 @@ class Inode:
     @property
     def sealed(self) -> bool:
         return bool(self.flags._value_ & _SEALED)
+
+    @property
+    def nameless(self) -> bool:
+        return bool(self.flags._value_ & _NAMELESS)
 
     @property
     def group(self) -> bytes:

@@ -42,9 +42,9 @@ class Index(Protocol):
 
     def lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None: ...
 
-    def put(self, new: Inode, old: Inode | None) -> None:
+    def put(self, new: Inode, old: Inode | None, record: bytes | None = None) -> None:
         """Insert or change. `old` is this inode's previous record, None if it is new; its dentry and memberships
-        follow."""
+        follow. `record`: new.pack(), if the caller has it."""
         ...
 
     def delete(self, old: Inode) -> None: ...

@@ -492,22 +492,23 @@ class LmdbIndex:
 
     # ---- changing ----
 
-    def put(self, new: Inode, old: Inode | None) -> None:
+    def put(self, new: Inode, old: Inode | None, record: bytes | None = None) -> None:
+        """`record`: new.pack(), if the caller has it."""
         number = int(new.inode)
         assert old is None or old.inode == number
-        if self.lost and new.name and InodeFlags.NAMELESS not in new.flags:
+        if self.lost and new.name and not new.nameless:
             self._purge_holder(new.parent, new.name, number)
-        if new.kind == Kind.FILE and (not new.sealed or InodeFlags.NAMELESS in new.flags):
-            self._put_volatile(new, old)
+        if new.kind == Kind.FILE and (not new.sealed or new.nameless):
+            self._put_volatile(new, old, record)
             return
         pending = self._pending
         if number in self._volatile.inodes:
             self._drop_volatile(number)
-        pending.inodes[number] = new.pack()
-        named = InodeFlags.NAMELESS not in new.flags and bool(new.name)  # the root has none
+        pending.inodes[number] = record or new.pack()
+        named = not new.nameless and bool(new.name)  # the root has none
         if (
             old is not None
-            and InodeFlags.NAMELESS not in old.flags
+            and not old.nameless
             and (not named or old.parent != new.parent or old.name != new.name)
         ):
             self._remove_name(old)
@@ -525,15 +526,15 @@ class LmdbIndex:
             pending.set_group(new.group, number, True)
         pending.count += 1
 
-    def _put_volatile(self, new: Inode, old: Inode | None) -> None:
+    def _put_volatile(self, new: Inode, old: Inode | None, record: bytes | None) -> None:
         number = int(new.inode)
         if old is not None and number in self._volatile.inodes:
             self._drop_volatile(number)
         elif old is not None:
             self._delete_durable(old)
         volatile = self._volatile
-        volatile.inodes[number] = new.pack()
-        if InodeFlags.NAMELESS not in new.flags:
+        volatile.inodes[number] = record or new.pack()
+        if not new.nameless:
             volatile.set_name(new.parent, new.name, number)
         for segment in segments_of(new):
             volatile.set_member(segment, number, True)
@@ -575,7 +576,7 @@ class LmdbIndex:
     def _delete_durable(self, old: Inode) -> None:
         pending, number = self._pending, int(old.inode)
         pending.inodes[number] = None
-        if InodeFlags.NAMELESS not in old.flags:
+        if not old.nameless:
             self._remove_name(old)
         if old.kind == Kind.FILE:
             for segment in segments_of(old):

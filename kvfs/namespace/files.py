@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ USED_PERCENT_MAX = 65
 _SEAL_TIMEOUT_S = 60.0
 # Of struct kvfs_inode_record: a listing needs the kind alone, and unpacking a million records for it takes seconds.
 KIND_OFFSET = 4
+_MTIME, _MTIME_OFFSET = struct.Struct("<q"), 64
 _KINDS = {int(kind): kind for kind in Kind}
 # readlink gives at most a page.
 _SYMLINK_MAX = 4095
@@ -140,7 +142,7 @@ class Namespace:
             return
         self._open_directories.pop(number, None)
         directory = self._index.get(number)
-        if directory is not None and InodeFlags.NAMELESS in directory.flags:
+        if directory is not None and directory.nameless:
             self._index.delete(directory)
 
     def statfs(self) -> FilesystemSpace:
@@ -261,8 +263,9 @@ class Namespace:
 
     def _enter(self, inode: Inode, links: int = 0) -> None:
         # The table first: it is the one that can be full, and then nothing has changed.
-        self._plane.name_put(inode.pack(), 0)
-        self._index.put(inode, None)
+        record = inode.pack()
+        self._plane.name_put(record, 0)
+        self._index.put(inode, None, record)
         self._touch(inode.parent, inode.ctime_ns, links)
 
     def _directory(self, number: InodeNumber) -> Inode:
@@ -271,12 +274,15 @@ class Namespace:
             raise NotFoundError(f"directory {number}: gone")
         if inode.kind != Kind.DIRECTORY:
             raise NotDirectoryError(f"inode {number}: not a directory")
-        if InodeFlags.NAMELESS in inode.flags:
+        if inode.nameless:
             raise NotFoundError(f"directory {number}: removed")
         return inode
 
     def _touch(self, number: InodeNumber, now: int, links: int = 0) -> None:
         """A directory's entries changed: its times, and its link count with the number of subdirectories."""
+        record = self._index.raw(number)
+        if record is None or (links == 0 and 0 <= now - _MTIME.unpack_from(record, _MTIME_OFFSET)[0] < _TIME_STEP_NS):
+            return
         directory = self._index.get(number)
         if directory is not None:
             self._touch_directory(directory, now, links)
@@ -353,7 +359,7 @@ class Namespace:
     def idle(self, number: InodeNumber) -> None:
         """The last handle of a nameless inode was closed: now it goes, unless who looked it up may still open it."""
         inode = self._index.get(number)
-        if inode is None or InodeFlags.NAMELESS not in inode.flags or self._store.lingers(number):
+        if inode is None or not inode.nameless or self._store.lingers(number):
             return
         # Opened again through /proc meanwhile: another idle() follows.
         if not self._remove(number):
@@ -383,15 +389,19 @@ class Namespace:
         now = time.time_ns()
         renamed = inode.copy()
         renamed.parent, renamed.name, renamed.ctime_ns = new_parent, new_name, now
-        kept = self._plane.name_put(renamed.pack(), 0 if target is None else target.inode)
+        lasting = renamed.sealed or renamed.kind == Kind.DIRECTORY
+        if lasting:
+            renamed.version = self._store.next_version()
+        record = renamed.pack()
+        kept = self._plane.name_put(record, 0 if target is None else target.inode)
         # The old holder of the name leaves the index before the new one takes the name over.
         if target is not None:
             self._vanish(target, bool(kept) or target.inode in self._open_directories, now)
             if kept:
                 self._store.linger(target.inode)
-        self._index.put(renamed, inode)
-        if renamed.sealed or renamed.kind == Kind.DIRECTORY:
-            self._store.renamed(renamed)
+        self._index.put(renamed, inode, record)
+        if lasting:
+            self._store.renamed(renamed, entered=True)
         moved = int(inode.kind == Kind.DIRECTORY)
         replaced = int(target is not None and target.kind == Kind.DIRECTORY)
         if parent == new_parent:

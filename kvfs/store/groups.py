@@ -16,7 +16,7 @@ import trio
 
 from kvfs.config import GroupRule
 from kvfs.index.interface import Index
-from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.types import ROOT_INODE, Inode, InodeNumber, Kind
 
 _BATCH = 256
 # What names a group: the attribute's value; or the directory; or the directory, the rule, and the name less its ending.
@@ -68,7 +68,7 @@ class Groups:
         return found
 
     def _key(self, inode: Inode, units: dict[InodeNumber, bool]) -> _Key | None:
-        if inode.kind != Kind.FILE or InodeFlags.NAMELESS in inode.flags:
+        if inode.kind != Kind.FILE or inode.nameless:
             return None
         if inode.group:
             return inode.group

@@ -464,7 +464,7 @@ class Store:
             return
         self._bad_blocks += 1
         log.error("inode %d in segment %d: failed its checksums; dropped", number, inode.segment)
-        if InodeFlags.NAMELESS in inode.flags:
+        if inode.nameless:
             return
         try:
             kept = self.plane.inode_remove(number)
@@ -529,9 +529,10 @@ class Store:
         self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
         self.segments.account(inode, None)
 
-    def renamed(self, inode: Inode) -> None:
-        """Name or attributes of what is in the index have changed: summaries must say so. The version rises with it."""
-        if InodeFlags.NAMELESS not in inode.flags:
+    def renamed(self, inode: Inode, *, entered: bool = False) -> None:
+        """Name or attributes of what is in the index have changed: summaries must say so. The version rises with it,
+        unless it did when it `entered`."""
+        if not entered and not inode.nameless:
             inode.version = self.next_version()
             self.index.put(inode, inode)
             self.plane.inode_update(inode.pack())

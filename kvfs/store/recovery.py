@@ -241,7 +241,7 @@ class Admission:
 
     def _is_new(self, inode: Inode) -> bool:
         """Whether the index may be without it only because it is older."""
-        if not inode.sealed or InodeFlags.NAMELESS in inode.flags or not self._in_place(inode):
+        if not inode.sealed or inode.nameless or not self._in_place(inode):
             return False
         # Sealed before the last commit: if the index does not have it, it was removed, unless its segment was lost.
         known_then = inode.version <= self.known_version and inode.version not in self.in_flight

@@ -219,7 +219,7 @@ class Sealing:
     def _begin(self, number: InodeNumber) -> _Seal | None:
         """Freeze what is staged, and find out what its block needs. None if there is nothing to seal."""
         inode = self._index.get(number)
-        if inode is None or InodeFlags.NAMELESS in inode.flags:
+        if inode is None or inode.nameless:
             return None
         try:
             info = self._plane.seal_begin(number)
@@ -426,19 +426,20 @@ class Sealing:
         a copy is of what the file was: then it is an orphan in its segment, that no summary will name."""
         current = self._index.get(written.inode)
         home = self._segments.all[written.segment]
-        if current is None or (self._overtaken(before, current) if copy else InodeFlags.NAMELESS in current.flags):
+        if current is None or (self._overtaken(before, current) if copy else current.nameless):
             self._segments.mark_dirty(home, gone=True)
             return False
         if current != before:
             _take_changes(written, before, current)
             self._segments.mark_dirty(home, gone=True)
-        self._index.put(written, current)
+        record = written.pack()
+        self._index.put(written, current, record)
         if current.sealed:
             self._segments.mark_dirty(self._segments.all[current.segment], gone=True)
         self._segments.account(current if current.sealed else None, written)
         if not copy:
             self._blocks.count_pinned(current, written)
-        self._plane.inode_update(written.pack())
+        self._plane.inode_update(record)
         return True
 
     def _overtaken(self, before: Inode, current: Inode) -> bool:

@@ -60,7 +60,8 @@ class IndexDouble:
         if self.dentries.get((inode.parent, inode.name)) == inode.inode:
             del self.dentries[inode.parent, inode.name]
 
-    def put(self, new: Inode, old: Inode | None) -> None:
+    def put(self, new: Inode, old: Inode | None, record: bytes | None = None) -> None:
+        assert record is None or record == new.pack()
         if old is not None:
             self._unname(old)
         if InodeFlags.NAMELESS not in new.flags and new.inode != ROOT_INODE:
@@ -217,7 +218,8 @@ class StoreDouble:
     def forget(self, inode: Inode) -> None:
         self.forgotten.append(inode.inode)
 
-    def renamed(self, inode: Inode) -> None:
+    def renamed(self, inode: Inode, *, entered: bool = False) -> None:
+        assert not entered or self.index.records[inode.inode] == inode.pack() == self.plane.table[inode.inode].pack()
         self.dirty_summaries.append(inode.inode)
 
     async def pin(self, inode: InodeNumber) -> None:

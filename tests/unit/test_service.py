@@ -163,9 +163,9 @@ def test_errors_of_the_device_alone_take_it_out_of_service_and_its_end_puts_it_b
                     assert error.errno == errno.EIO
         await until(store, DeviceState.FAILED)
         assert names(store) == {name for name, lost in blocks.items() if not lost}
-        # The label can be read all along: but not its segments, so it stays out.
+        # The label can be read all along: but not its segments, so it stays out, however often it is tried.
         await trio.sleep(3)
-        assert store.service.all[SICK].state in (DeviceState.FAILED, DeviceState.RETURNING)  # the latter while it is tried
+        assert store.service.all[SICK].state in (DeviceState.FAILED, DeviceState.RETURNING)
         await back(store)
         assert names(store) >= set(blocks)
 
