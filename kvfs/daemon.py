@@ -53,6 +53,8 @@ FUSE_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
 # Files that are open when the daemon is told to go get this long to be closed.
 GRACE_S = 10.0
 ANSWER_TIMEOUT_S = 30.0
+# Of the threads that answer requests: the kernel holds a directory's lock, and others wait, until they do.
+_NICENESS = -10
 # Of the garbage collector: most of what a request makes goes by itself.
 _GC_THRESHOLDS = (20_000, 20, 20)
 
@@ -387,6 +389,8 @@ class Daemon:
     ) -> None:  # fmt: skip
         """Mount and export, serve, and return when the last transport is gone and the session has ended."""
         self._store, self._namespace, self._clients, self._exports = store, namespace, clients, exports
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._store.run)
             await nursery.start(Calls(namespace, store.plane).run)

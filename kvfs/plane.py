@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,8 +27,10 @@ log = logging.getLogger(__name__)
 # The data plane answers every job by itself after its own deadlines; this is for a job that it lost.
 JOB_TIMEOUT_S = 300.0
 _BATCH = 256
-# Calls of one turn of the event loop.
 _CALLS = 16
+# Completions and FLUSHes of one turn of the event loop: some milliseconds at most, as others wait for theirs.
+_STEPS = 16
+FUSE_FLUSH = 25  # linux/fuse.h
 RECORD_CAPACITY = 1 << 20
 
 
@@ -237,6 +240,9 @@ class Plane:
         self._calls = ffi.new("struct kvfs_call[]", _CALLS)
         # Set by who answers calls (open_calls); what it raises ends the pump.
         self.on_call: Callable[[Call], None] | None = None
+        # Taken from the data plane, and to be delivered.
+        self._done: deque[tuple[int, int]] = deque()
+        self._flushes: deque[Call] = deque()
         self._info = ffi.new("struct kvfs_seal_info *")
         self._record = ffi.new("uint8_t[]", RECORD_CAPACITY)
         self._table = lib.kvfs_plane_table(self._plane)
@@ -257,15 +263,18 @@ class Plane:
         """Deliver completions to who awaits them, events to the handler and calls to on_call, until cancelled."""
         fd = self.event_fd()
         while True:
-            await trio.lowlevel.wait_readable(fd)
+            if self._done or self._flushes:
+                await trio.lowlevel.checkpoint()
+            else:
+                await trio.lowlevel.wait_readable(fd)
             self.take(handler)
 
     def take(self, handler: Callable[[Event], None]) -> None:
-        """Deliver what is there now; of the calls a few, so that nobody else waits for long."""
-        while count := lib.kvfs_take_completions(self._plane, self._completions, _BATCH):
-            self._deliver(count)
-            if count < _BATCH:
-                break
+        """Deliver what is there: events first, then the rest until a moment has passed, what is left by the next call.
+
+        Calls that change a directory come before everything else: its lock, which the kernel holds meanwhile, makes all
+        others wait that store there. A FLUSH takes its time anyway.
+        """
         while count := lib.kvfs_take_events(self._plane, self._events, _BATCH):
             events = [Event(EventType(e.type), e.inode, e.value) for e in self._events[0:count]]
             for event in events:
@@ -275,17 +284,31 @@ class Plane:
                     log.exception("event %s of inode %d", event.type.name, event.inode)
             if count < _BATCH:
                 break
-        calls = [_call(self._calls[i]) for i in range(lib.kvfs_take_calls(self._plane, self._calls, _CALLS))]
-        if self.on_call is not None:
-            for call in calls:
-                self.on_call(call)
+        for _ in range(_STEPS):
+            self._take_calls()
+            if not self._done:
+                count = lib.kvfs_take_completions(self._plane, self._completions, _BATCH)
+                self._done.extend((c.cookie, c.result) for c in self._completions[0:count])
+            if self._done:
+                cookie, result = self._done.popleft()
+                job = self._jobs.pop(cookie, None)
+                if job is not None:
+                    _tell(job, result)
+            elif self._flushes:
+                call = self._flushes.popleft()
+                if self.on_call is not None:
+                    self.on_call(call)
+            else:
+                return
 
-    def _deliver(self, count: int) -> None:
-        for i in range(count):
-            completion = self._completions[i]
-            job = self._jobs.pop(completion.cookie, None)
-            if job is not None:
-                _tell(job, completion.result)
+    def _take_calls(self) -> None:
+        while count := lib.kvfs_take_calls(self._plane, self._calls, _CALLS):
+            for i in range(count):
+                call = _call(self._calls[i])
+                if call.opcode == FUSE_FLUSH:
+                    self._flushes.append(call)
+                elif self.on_call is not None:
+                    self.on_call(call)
 
     def expire(self) -> None:
         """Jobs of which nothing was heard for too long are over for who waits for them; their memory is kept. Call it

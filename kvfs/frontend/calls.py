@@ -16,11 +16,11 @@ import trio
 from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, StaleInodeError
 from kvfs.frontend.fuse import errno_of
 from kvfs.namespace.files import Namespace
-from kvfs.plane import Call, Plane
+from kvfs.plane import FUSE_FLUSH, Call, Plane
 from kvfs.types import Inode, InodeNumber, Kind
 
 # linux/fuse.h
-_UNLINK, _RENAME, _FLUSH, _CREATE = 10, 12, 25, 35
+_UNLINK, _RENAME, _CREATE = 10, 12, 35
 
 
 class Calls:
@@ -29,7 +29,7 @@ class Calls:
     def __init__(self, namespace: Namespace, plane: Plane) -> None:
         self._namespace, self._plane = namespace, plane
         self._handlers: dict[int, Callable[[Call], None]] = {
-            _CREATE: self._create, _UNLINK: self._unlink, _RENAME: self._rename, _FLUSH: self._flush,
+            _CREATE: self._create, _UNLINK: self._unlink, _RENAME: self._rename, FUSE_FLUSH: self._flush,
         }  # fmt: skip
         self._nursery: trio.Nursery
 

@@ -195,7 +195,7 @@ class LmdbIndex:
                 _sync_directory(path)
             self._env = lmdb.open(
                 os.fspath(path), map_size=MAP_SIZE, max_dbs=8, max_readers=32, subdir=True, readonly=self._read_only,
-                sync=durable, metasync=durable,
+                sync=durable, metasync=durable, lock=not self._read_only,
             )  # fmt: skip
             self._inodes_db = self._env.open_db(b"inodes")
             self._names_db = self._env.open_db(b"dentries")
