@@ -102,6 +102,7 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
     uint64_t flags = offered & wanted;
     out.minor = init.minor < 45 ? init.minor : 45;
     transport->minor = out.minor;
+    transport->direct_mmap = flags >> 32 & FLAG2_DIRECT_IO_ALLOW_MMAP;
     /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). */
     transport->inc_epoch = init.minor >= 44 && !transport->guest;
     if (transport->guest) /* it has booted, or mounts again: nothing of before is open there */

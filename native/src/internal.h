@@ -401,6 +401,7 @@ struct transport {
     atomic_bool ended;
     atomic_bool initialized;
     bool inc_epoch;
+    bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
     uint32_t max_read;
     atomic_uint forwarded;              /* under way in the session */
