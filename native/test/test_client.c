@@ -970,7 +970,7 @@ static struct kvfs_client *connect_with(struct kvfs_options options) {
     return client;
 }
 
-static struct kvfs_client *connect_plain(void) { return connect_with((struct kvfs_options){.timeout_ms = 10000}); }
+static struct kvfs_client *connect_plain(void) { return connect_with((struct kvfs_options){.timeout_ms = 30000}); }
 
 static struct batch *put_batch(struct kvfs_client *client, uint32_t first, uint32_t count, const uint64_t *sizes, uint32_t size_count,
                                uint64_t version) {
