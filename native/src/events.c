@@ -3,18 +3,23 @@
 
 #include <unistd.h>
 
-static void queue_signal(struct kvfs_plane *plane) {
+/* Something was added: unlocks, then wakes Python unless it has been woken; who wakes must not hold the lock that the woken one wants. */
+static void unlock_and_wake(struct kvfs_plane *plane) {
+    bool wake = !plane->signalled;
     uint64_t one = 1;
-    ssize_t n = write(plane->event_fd, &one, sizeof(one));
-    (void)n;
-}
-
-static void queue_drained(struct kvfs_plane *plane) {
-    uint64_t count;
-    if (plane->event_count == 0 && plane->completion_count == 0 && !plane->calls) {
-        ssize_t n = read(plane->event_fd, &count, sizeof(count));
+    plane->signalled = true;
+    pthread_mutex_unlock(&plane->queue_lock);
+    if (wake) {
+        ssize_t n = write(plane->event_fd, &one, sizeof(one));
         (void)n;
     }
+}
+
+/* With the lock. Who is about to wake Python may not have written yet: then it stays signalled, and is readable soon. */
+static void queue_drained(struct kvfs_plane *plane) {
+    uint64_t count;
+    if (plane->signalled && plane->event_count == 0 && plane->completion_count == 0 && !plane->calls)
+        plane->signalled = read(plane->event_fd, &count, sizeof(count)) != sizeof(count);
 }
 
 void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value) {
@@ -39,8 +44,7 @@ void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t
     }
     if (plane->event_count < plane->event_capacity)
         plane->events[plane->event_count++] = (struct kvfs_event){.type = type, .inode = inode, .value = value};
-    pthread_mutex_unlock(&plane->queue_lock);
-    queue_signal(plane);
+    unlock_and_wake(plane);
 }
 
 void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result) {
@@ -59,9 +63,8 @@ void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result) {
     }
     plane->completions[plane->completion_count++] = (struct kvfs_completion){cookie, result};
     pthread_cond_signal(&plane->queue_more);
-    pthread_mutex_unlock(&plane->queue_lock);
     atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
-    queue_signal(plane);
+    unlock_and_wake(plane);
 }
 
 void call_add(struct kvfs_plane *plane, struct call *call) {
@@ -72,8 +75,7 @@ void call_add(struct kvfs_plane *plane, struct call *call) {
     else
         plane->calls = call;
     plane->calls_last = call;
-    pthread_mutex_unlock(&plane->queue_lock);
-    queue_signal(plane);
+    unlock_and_wake(plane);
 }
 
 int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count) {

@@ -444,7 +444,7 @@ struct pending {
     uint64_t unique, node, deadline_ns, arrived_ns, offset;
     uint32_t opcode, flags, salt, index, size;
     uint32_t session;                    /* of the transport, when it came */
-    bool live, timed_out;
+    bool live, timed_out, call;
     struct pending *next, *previous;     /* by deadline; or free list */
 };
 struct message { struct message *next; size_t size; uint8_t data[]; };
@@ -457,6 +457,7 @@ struct mux {
     struct message *queue, *queue_last;
     atomic_uint queue_count;
     atomic_uint live_count;
+    atomic_uint session_count;           /* of those: not calls, the session will reply */
     atomic_bool calls_open;
     pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
     uint8_t *reply;
@@ -569,6 +570,7 @@ struct kvfs_plane {
     struct kvfs_event *events;
     struct kvfs_completion *completions;
     uint32_t event_count, event_capacity, completion_count, completion_capacity;
+    bool signalled;                      /* event_fd is readable, or will be at once */
     struct call *calls, *calls_last;
     pthread_mutex_t request_lock;
     struct request *requests_free;

@@ -153,6 +153,7 @@ static void pending_release(struct mux *mux, struct pending *p) {
     p->next = mux->free;
     mux->free = p;
     mux->live_count--;
+    mux->session_count -= !p->call;
 }
 
 /* What Python takes as a call; NULL: no memory, or it goes by the session. `*is`: whether it is one. Names have been checked. */
@@ -215,10 +216,11 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
     if (p) {
         mux->free = p->next;
         mux->live_count++;
+        mux->session_count += !is_call;
         uint32_t index = p->index, salt = p->salt + 1;
         *p = (struct pending){.transport = server->transport, .server = server, .unique = unique, .node = in->nodeid, .arrived_ns = now,
                               .deadline_ns = now + plane->config.request_timeout_ms * 1000000ull, .offset = offset, .opcode = in->opcode,
-                              .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .previous = mux->newest,
+                              .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .call = is_call, .previous = mux->newest,
                               .session = atomic_load(&server->transport->session)};
         atomic_fetch_add(&server->transport->forwarded, 1);
         if (in->opcode == FUSE_READDIR) {

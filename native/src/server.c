@@ -105,7 +105,7 @@ static void *server_main(void *argument) {
             requested = r > 0;
             work += r;
         }
-        if (leader && plane->mux.live_count && mux_receive(plane))
+        if (leader && plane->mux.session_count && mux_receive(plane))
             work++;
         /* I/O of a slab comes many requests at a time: one call for those that are there, up to BATCH. */
         if (server->batching && requested && server->ring.queued && server->ring.queued < BATCH)
