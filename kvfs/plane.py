@@ -68,6 +68,7 @@ class SealInfo:
     ranges: int
     kept_extents: int
     dirty: bool
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,7 +476,7 @@ class Plane:
 
     def _seal_info(self) -> SealInfo:
         i = self._info
-        return SealInfo(i.size, i.mtime_ns, i.data_pages, i.ranges, i.kept_extents, bool(i.dirty))
+        return SealInfo(i.size, i.mtime_ns, i.data_pages, i.ranges, i.kept_extents, bool(i.dirty), bool(i.shared))
 
     def seal_write(
         self, inode: int, runs: Sequence[Run], header_pages: int, record: bytes, ancestors: bytes,

@@ -238,7 +238,7 @@ class Sealing:
             new.size, new.mtime_ns, new.version, new.extents = info.size, info.mtime_ns, version, ()
             new.ctime_ns = max(inode.ctime_ns, info.mtime_ns)
             new.flags = (inode.flags | InodeFlags.SEALED) & ~InodeFlags.ASK
-            if inode.sealed:
+            if inode.sealed or info.shared:
                 new.flags |= InodeFlags.REWRITTEN
             ancestors = self.ancestors(inode.parent)
             extents = info.ranges + info.kept_extents + self._segments.runs_bound(info.data_pages)

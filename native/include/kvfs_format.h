@@ -29,7 +29,7 @@ enum kvfs_kind { KVFS_KIND_FILE = 1, KVFS_KIND_DIRECTORY = 2, KVFS_KIND_SYMLINK 
 enum kvfs_inode_flags {
     KVFS_INODE_SEALED = 1,    /* has a block on the devices */
     KVFS_INODE_PINNED = 2,    /* never evicted */
-    KVFS_INODE_REWRITTEN = 4, /* sealed more than once: never FOPEN_KEEP_CACHE */
+    KVFS_INODE_REWRITTEN = 4, /* sealed more than once, or open elsewhere while it was written: never FOPEN_KEEP_CACHE */
     KVFS_INODE_NAMELESS = 8,  /* unlinked or replaced while open; only found by inode number */
     KVFS_INODE_ASK = 16,      /* the data plane must ask Python */
     KVFS_INODE_SLAB = 32      /* overwritten in place, in segments of its own; never on a device */

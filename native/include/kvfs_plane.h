@@ -278,6 +278,8 @@ struct kvfs_seal_info {
     uint32_t ranges;            /* contiguous file ranges they form */
     uint32_t kept_extents;      /* extents that stay where they are */
     uint32_t dirty;             /* 0: nothing to seal (then seal_begin changed nothing) */
+    uint32_t shared;            /* pages that kernels keep of it may be old: it needs KVFS_INODE_REWRITTEN */
+    uint32_t reserved;
 };
 /* A place to write to. In the first run of a seal, header_pages come first; in every other run one extent header page. */
 struct kvfs_run { uint64_t generation; uint32_t segment; uint32_t page; uint32_t page_count; uint32_t reserved; };

@@ -269,6 +269,7 @@ struct file {
     uint64_t counted;                   /* its share of plane->open_bytes: the size; a slab has none */
     struct slab *slab;                  /* its content lies there, and is written in place */
     bool direct;                        /* somebody opened it with O_DIRECT, to write */
+    bool past_cache, shared;            /* its writer bypasses its kernel's page cache; and others opened it meanwhile: cache_bypass() */
     bool slab_asked, slab_refused;      /* it should be one: Python makes it, and writes wait; it is none */
     bool dirty, sealing, spilling, spill_asked, discarded;
     struct desc *sealed;                /* header just written, until seal_end */
@@ -401,7 +402,6 @@ struct transport {
     atomic_bool ended;
     atomic_bool initialized;
     bool inc_epoch;
-    bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
     uint32_t max_read;
     atomic_uint forwarded;              /* under way in the session */
@@ -433,6 +433,8 @@ void read_submit(struct request *request);
 void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request);  /* the slow half, on a worker */
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
 bool host_opens_uncached(struct node *node);
+/* An open while the file is being written: whether it must bypass the kernel's page cache, as the writer does. `created`: it is the writer. */
+bool cache_bypass(struct kvfs_plane *plane, struct node *node, bool created);
 bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
 

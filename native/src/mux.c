@@ -363,8 +363,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     }
     out->fh = fh;
     out->open_flags = writer ? 1u << 6 /* FOPEN_PARALLEL_DIRECT_WRITES */ : 0;
-    /* What is written goes from the writer's pages to ours: not by the kernel's, which the next eviction would drop unread. */
-    if (uncached || (p->opcode == FUSE_CREATE && p->transport->direct_mmap))
+    if (cache_bypass(plane, node, p->opcode == FUSE_CREATE && (p->flags & O_ACCMODE) == O_WRONLY) || uncached)
         out->open_flags |= 1u << 0; /* FOPEN_DIRECT_IO */
     return 0;
 }

@@ -503,6 +503,7 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
         out->dirty = 1;
         out->size = file->size;
         out->mtime_ns = file->mtime_ns;
+        out->shared = file->shared;
         out->ranges = ranges_collect(file, false, NULL, &out->data_pages);
         out->kept_extents = file_kept_extents(file, NULL, 0);
     }

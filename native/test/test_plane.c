@@ -40,11 +40,13 @@ static int answer(void **body, size_t *size) {
     }
 }
 
-static uint64_t create(const char *name, uint64_t *fh) {
-    struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
+static struct fuse_open_out created;
+
+static uint64_t create_with(const char *name, uint32_t flags, uint64_t *fh) {
+    struct fuse_create_in in = {.flags = flags, .mode = 0100644};
     ask(FUSE_CREATE, 1, &in, sizeof(in), name, strlen(name) + 1);
     struct kvfs_call call = forwarded_call(FUSE_CREATE);
-    CHECK(call.inode == 1 && call.mode == 0100644 && call.flags == (O_RDWR | O_CREAT));
+    CHECK(call.inode == 1 && call.mode == 0100644 && call.flags == flags);
     CHECK(call.name_size == strlen(name) && memcmp(call.name, name, call.name_size) == 0 && call.new_name_size == 0);
     uint64_t inode = ++next_inode;
     uint8_t record[512];
@@ -57,11 +59,12 @@ static uint64_t create(const char *name, uint64_t *fh) {
     struct fuse_entry_out entry;
     memcpy(&entry, body, sizeof(entry));
     CHECK(entry.nodeid == inode && entry.attr.ino == inode && entry.attr.mode == 0100644 && entry.attr.nlink == 1 && entry.attr.size == 0);
-    struct fuse_open_out open;
-    memcpy(&open, (uint8_t *)body + sizeof(struct fuse_entry_out), sizeof(open));
-    *fh = open.fh;
+    memcpy(&created, (uint8_t *)body + sizeof(struct fuse_entry_out), sizeof(created));
+    *fh = created.fh;
     return inode;
 }
+
+static uint64_t create(const char *name, uint64_t *fh) { return create_with(name, O_RDWR | O_CREAT, fh); }
 
 static int write_at(uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t *data, uint32_t size) {
     struct fuse_write_in in = {.fh = fh, .offset = offset, .size = size};
@@ -87,15 +90,17 @@ static void release(uint64_t inode, uint64_t fh) {
     CHECK(answer(NULL, NULL) == 0);
 }
 
+static struct fuse_open_out opened;
+
 static uint64_t open_read(uint64_t inode, int *error) {
     struct fuse_open_in in = {.flags = O_RDONLY};
     void *body;
     ask(FUSE_OPEN, inode, &in, sizeof(in), NULL, 0);
     *error = answer(&body, NULL);
-    struct fuse_open_out out = {0};
+    memset(&opened, 0, sizeof(opened));
     if (*error == 0)
-        memcpy(&out, body, sizeof(out));
-    return out.fh;
+        memcpy(&opened, body, sizeof(opened));
+    return opened.fh;
 }
 
 /* Read and compare; returns the error of the reply. */
@@ -312,6 +317,50 @@ static void test_calls(void) {
     CHECK(answer(NULL, NULL) == -EACCES);
     kvfs_calls_open(plane, 1);
     printf("ok calls come whole, and an answer counts once\n");
+}
+
+/* FOPEN_DIRECT_IO is 1, FOPEN_KEEP_CACHE 2. */
+static void test_page_caches_are_bypassed(void) {
+    uint8_t *data = pattern(70000, 11);
+    for (int others = 0; others < 3; others++) { /* who opens it meanwhile: nobody, a reader, a reader and a writer */
+        uint64_t fh, inode = create_with(others ? "shared" : "alone", O_WRONLY | O_CREAT, &fh);
+        CHECK(created.open_flags & 1);
+        CHECK(write_at(inode, fh, 0, data, 70000) == 0);
+        int error;
+        uint64_t reader = others ? open_read(inode, &error) : 0;
+        CHECK(!others || (error == 0 && opened.open_flags & 1 && read_check(inode, reader, 0, 65536, data, 70000) == 0));
+        if (others == 2) {
+            struct fuse_open_in in = {.flags = O_RDWR};
+            ask(FUSE_OPEN, inode, &in, sizeof(in), NULL, 0);
+            struct fuse_in_header *got = forwarded_request();
+            CHECK(got->opcode == FUSE_OPEN);
+            struct fuse_open_out out = {.fh = inode};
+            void *body;
+            session_reply(got->unique, 0, &out, sizeof(out));
+            CHECK(answer(&body, NULL) == 0);
+            memcpy(&out, body, sizeof(out));
+            CHECK(out.open_flags & 1);
+            release(inode, out.fh);
+        }
+        struct kvfs_seal_info info;
+        CHECK(kvfs_seal_begin(plane, inode, &info) == 0 && info.dirty && info.shared == (others > 0));
+        CHECK(kvfs_seal_end(plane, inode, 0) == 0);
+        CHECK(flush_and_seal(inode, fh, others ? "shared" : "alone") == 0);
+        release(inode, fh);
+        if (others)
+            release(inode, reader);
+        reader = open_read(inode, &error);
+        CHECK(error == 0 && !(opened.open_flags & 1)); /* sealed: cached like any other */
+        CHECK(read_check(inode, reader, 0, 65536, data, 70000) == 0);
+        release(inode, reader);
+        CHECK(kvfs_inode_remove(plane, inode) == 0);
+    }
+    uint64_t fh, inode = create("mapped", &fh);
+    CHECK(!(created.open_flags & 1)); /* it may be mapped */
+    release(inode, fh);
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    free(data);
+    printf("ok what is only written bypasses the page cache, and so do those who open it meanwhile\n");
 }
 
 static void test_rewrite_in_place(void) {
@@ -563,6 +612,7 @@ int main(void) {
     test_faults();
     test_deadline_of_forwarded_requests();
     test_calls();
+    test_page_caches_are_bypassed();
     test_rewrite_in_place();
     test_unlinked_while_open();
     test_opens_are_uses();

@@ -142,3 +142,41 @@ def test_another_process_sees_a_rewrite_at_once(directory):
         in_child(lambda version=version: write_file(path, content(100_000 + version, version)))
         assert read_file(path) == content(100_000 + version, version)
         assert path.stat().st_size == 100_000 + version
+
+
+def test_a_new_file_that_is_read_while_it_is_written_is_what_its_writer_says(directory):
+    """A writer bypasses the page cache: no page that somebody read or mapped meanwhile may outlive what was written."""
+    path = directory / "growing"
+    size = 40 * 4096 + 77
+    draw = random.Random(5)
+    for turn in range(repeated(6)):
+        expected = bytearray(content(size, ("first", turn)))
+        stop = threading.Event()
+
+        def read_on(stop=stop):
+            with opened(path, os.O_RDONLY) as reader, mmap.mmap(reader, 8192, prot=mmap.PROT_READ) as pages:
+                while not stop.is_set():
+                    os.pread(reader, size, 0)
+                    assert len(pages[:]) == 8192
+
+        with opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as writer:
+            for at in range(0, size, 50_000):
+                os.pwrite(writer, expected[at : at + 50_000], at)
+            with opened(path, os.O_RDONLY) as other:
+                assert_same(os.pread(other, size + 1, 0), bytes(expected), "while it is written")
+                thread = threading.Thread(target=read_on)
+                thread.start()
+                for _ in range(100):
+                    at = draw.randrange(size - 5000)
+                    piece = draw.randbytes(draw.randrange(1, 5000))
+                    expected[at : at + len(piece)] = piece
+                    assert os.pwrite(writer, piece, at) == len(piece)
+                    assert os.pread(other, len(piece), at) == piece
+        assert_same(read_file(path), bytes(expected), "after the close, while another has it open")
+        stop.set()
+        thread.join(30)
+        for _ in range(2):
+            assert_same(read_file(path), bytes(expected), "after the close")
+        with opened(path, os.O_RDONLY) as reader, mmap.mmap(reader, 0, prot=mmap.PROT_READ) as pages:
+            assert_same(pages[:], bytes(expected), "mapped after the close")
+        path.unlink()
