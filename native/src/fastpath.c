@@ -102,6 +102,7 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
     uint64_t flags = offered & wanted;
     out.minor = init.minor < 45 ? init.minor : 45;
     transport->minor = out.minor;
+    transport->direct_mmap = flags >> 32 & FLAG2_DIRECT_IO_ALLOW_MMAP;
     /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). */
     transport->inc_epoch = init.minor >= 44 && !transport->guest;
     if (transport->guest) /* it has booted, or mounts again: nothing of before is open there */
@@ -180,17 +181,18 @@ bool host_opens_uncached(struct node *node) {
 
 /* What is written once goes from the writer's pages to ours: not by the kernel's, which it would fill and copy for nobody, and which the next
  * eviction would drop. Only of a new file open for nothing but writing, which nobody can have mapped. Pages that others then read would not
- * follow what is written: so they bypass the cache too, and what they mapped is not kept beyond the seal (KVFS_INODE_REWRITTEN). */
-bool cache_bypass(struct kvfs_plane *plane, struct node *node, bool created) {
-    struct shard *shard = shard_of(plane, node->inode);
+ * follow what is written: so they bypass the cache too, and what they mapped is not kept beyond the seal (KVFS_INODE_REWRITTEN). A kernel that
+ * cannot map such files has them cached, its writers' too. */
+bool cache_bypass(const struct transport *transport, struct node *node, bool created) {
+    struct shard *shard = shard_of(transport->plane, node->inode);
     pthread_mutex_lock(&shard->lock); /* whoever opens it next counts as a handle after this, and finds what is said here */
     pthread_mutex_lock(&node->lock);
     struct file *file = node->file;
-    if (file && created && node->handles == 1 && !file->slab)
+    if (file && created && node->handles == 1 && !file->slab && transport->direct_mmap)
         file->past_cache = true;
     else if (file && file->past_cache)
         file->shared = true;
-    bool bypass = file && file->past_cache;
+    bool bypass = file && file->past_cache && transport->direct_mmap;
     pthread_mutex_unlock(&node->lock);
     pthread_mutex_unlock(&shard->lock);
     return bypass;
@@ -233,7 +235,7 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
     bool written = node->file != NULL;
     pthread_mutex_unlock(&node->lock);
     out.open_flags = OPEN_NOFLUSH;
-    if ((written && cache_bypass(plane, node, false)) || (!server->transport->guest && host_opens_uncached(node)))
+    if ((written && cache_bypass(server->transport, node, false)) || (!server->transport->guest && host_opens_uncached(node)))
         out.open_flags |= OPEN_DIRECT_IO;
     else if (!server->transport->guest && !written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
         out.open_flags |= OPEN_KEEP_CACHE;

@@ -402,6 +402,7 @@ struct transport {
     atomic_bool ended;
     atomic_bool initialized;
     bool inc_epoch;
+    bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
     uint32_t max_read;
     atomic_uint forwarded;              /* under way in the session */
@@ -434,7 +435,7 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
 bool host_opens_uncached(struct node *node);
 /* An open while the file is being written: whether it must bypass the kernel's page cache, as the writer does. `created`: it is the writer. */
-bool cache_bypass(struct kvfs_plane *plane, struct node *node, bool created);
+bool cache_bypass(const struct transport *transport, struct node *node, bool created);
 bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
 

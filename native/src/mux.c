@@ -363,7 +363,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     }
     out->fh = fh;
     out->open_flags = writer ? 1u << 6 /* FOPEN_PARALLEL_DIRECT_WRITES */ : 0;
-    if (cache_bypass(plane, node, p->opcode == FUSE_CREATE && (p->flags & O_ACCMODE) == O_WRONLY) || uncached)
+    if (cache_bypass(p->transport, node, p->opcode == FUSE_CREATE && (p->flags & O_ACCMODE) == O_WRONLY) || uncached)
         out->open_flags |= 1u << 0; /* FOPEN_DIRECT_IO */
     return 0;
 }

@@ -118,6 +118,12 @@ static int read_check(uint64_t inode, uint64_t fh, uint64_t offset, uint32_t siz
     return 0;
 }
 
+static void say_hello(uint32_t flags2) {
+    struct fuse_init_in init = {.major = FUSE_KERNEL_VERSION, .minor = 45, .flags = 0xffffffff, .flags2 = flags2};
+    ask(FUSE_INIT, 0, &init, sizeof(init), NULL, 0);
+    CHECK(answer(NULL, NULL) == 0);
+}
+
 static void start(const char *directory) {
     start_plane(directory, 1);
     int pair[2], size = 8 << 20;
@@ -126,9 +132,7 @@ static void start(const char *directory) {
         CHECK(setsockopt(pair[i], SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof(size)) == 0);
     kernel = pair[0];
     CHECK(kvfs_fuse_add(plane, pair[1]) == 0);
-    struct fuse_init_in init = {.major = FUSE_KERNEL_VERSION, .minor = 45, .flags = 0xffffffff};
-    ask(FUSE_INIT, 0, &init, sizeof(init), NULL, 0);
-    CHECK(answer(NULL, NULL) == 0);
+    say_hello(0);
 }
 
 static void test_write_seal_read(void) {
@@ -322,6 +326,11 @@ static void test_calls(void) {
 /* FOPEN_DIRECT_IO is 1, FOPEN_KEEP_CACHE 2. */
 static void test_page_caches_are_bypassed(void) {
     uint8_t *data = pattern(70000, 11);
+    uint64_t old, kept = create_with("kept", O_WRONLY | O_CREAT, &old);
+    CHECK(!(created.open_flags & 1)); /* a kernel that could not map it, were it open like that */
+    release(kept, old);
+    CHECK(kvfs_inode_remove(plane, kept) == 0);
+    say_hello(UINT32_MAX); /* one that can: FUSE_DIRECT_IO_ALLOW_MMAP */
     for (int others = 0; others < 3; others++) { /* who opens it meanwhile: nobody, a reader, a reader and a writer */
         uint64_t fh, inode = create_with(others ? "shared" : "alone", O_WRONLY | O_CREAT, &fh);
         CHECK(created.open_flags & 1);
@@ -359,6 +368,7 @@ static void test_page_caches_are_bypassed(void) {
     CHECK(!(created.open_flags & 1)); /* it may be mapped */
     release(inode, fh);
     CHECK(kvfs_inode_remove(plane, inode) == 0);
+    say_hello(0);
     free(data);
     printf("ok what is only written bypasses the page cache, and so do those who open it meanwhile\n");
 }
