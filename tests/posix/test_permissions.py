@@ -6,9 +6,11 @@ import stat
 import time
 
 import pytest
-from helpers import content, in_child, opened, raises_errno, read_file, requires_root, write_file
+from helpers import SLOWNESS, content, in_child, opened, raises_errno, read_file, requires_root, write_file
 
 ALICE, BOB = 20_001, 20_002
+# The kernel's clock for times is coarse; and a guest's clock, which falls behind on an emulated CPU, is not the daemon's.
+CLOCKS_S = 1 if SLOWNESS == 1 else 30
 
 
 @pytest.fixture
@@ -221,21 +223,21 @@ def test_futimens_on_a_file_being_written_holds_after_the_close(directory):
 def test_writing_moves_mtime_and_ctime_to_now(directory):
     write_file(directory / "block", b"x")
     os.utime(directory / "block", (1000, 1000))
-    begin = time.time() - 1  # the kernel's clock for times is coarse
+    begin = time.time() - CLOCKS_S
     with opened(directory / "block", os.O_WRONLY) as descriptor:
         os.write(descriptor, b"y")
-        assert begin <= os.fstat(descriptor).st_mtime <= time.time() + 1
+        assert begin <= os.fstat(descriptor).st_mtime <= time.time() + CLOCKS_S
     status = os.stat(directory / "block")
-    assert begin <= status.st_mtime <= time.time() + 1
-    assert begin <= status.st_ctime <= time.time() + 1
+    assert begin <= status.st_mtime <= time.time() + CLOCKS_S
+    assert begin <= status.st_ctime <= time.time() + CLOCKS_S
 
 
 def test_new_files_have_times_of_now_and_reading_leaves_mtime_alone(directory):
-    begin = time.time() - 1
+    begin = time.time() - CLOCKS_S
     write_file(directory / "block", content(10_000))
     first = os.stat(directory / "block")
     for moment in (first.st_atime, first.st_mtime, first.st_ctime):
-        assert begin <= moment <= time.time() + 1
+        assert begin <= moment <= time.time() + CLOCKS_S
     read_file(directory / "block")
     assert os.stat(directory / "block").st_mtime_ns == first.st_mtime_ns
 
