@@ -9,7 +9,7 @@ import pytest
 from helpers import SLOWNESS, content, in_child, opened, raises_errno, read_file, requires_root, write_file
 
 ALICE, BOB = 20_001, 20_002
-# The kernel's clock for times is coarse; and a guest's clock, which falls behind on an emulated CPU, is not the daemon's.
+# The kernel's clock for times is coarse; and a guest's, which falls behind on an emulated CPU, is not the daemon's.
 CLOCKS_S = 1 if SLOWNESS == 1 else 30
 
 
