@@ -291,10 +291,7 @@ class Plane:
                 count = lib.kvfs_take_completions(self._plane, self._completions, _BATCH)
                 self._done.extend((c.cookie, c.result) for c in self._completions[0:count])
             if self._done:
-                cookie, result = self._done.popleft()
-                job = self._jobs.pop(cookie, None)
-                if job is not None:
-                    _tell(job, result)
+                self._deliver(*self._done.popleft())
             elif self._flushes:
                 call = self._flushes.popleft()
                 if self.on_call is not None:
@@ -310,6 +307,11 @@ class Plane:
                     self._flushes.append(call)
                 elif self.on_call is not None:
                     self.on_call(call)
+
+    def _deliver(self, cookie: int, result: int) -> None:
+        job = self._jobs.pop(cookie, None)
+        if job is not None:
+            _tell(job, result)
 
     def expire(self) -> None:
         """Jobs of which nothing was heard for too long are over for who waits for them; their memory is kept. Call it

@@ -27,7 +27,7 @@ async def dying(store: Store) -> None:
     while not (DIRECTORY / "die").exists():
         await trio.sleep(0.02)
         if (DIRECTORY / "hold").exists():
-            store.plane._deliver = lambda count: None  # type: ignore[method-assign]
+            store.plane._deliver = lambda cookie, result: None  # type: ignore[method-assign]
             Store.sync = sleep_for_ever  # type: ignore[method-assign]
             (DIRECTORY / "held").touch()
     raise LookupError("the task that dies")
