@@ -505,7 +505,8 @@ class Segments:
             segment = self.all[run.segment]
             segment.in_flight.discard(run.page)
             self._changed.add(segment.index)
-            if segment.index in self._unsettled:
+            # Only what was the first in flight can have kept others from being settled.
+            if segment.index in self._unsettled and run.page < min(segment.in_flight, default=self.geometry.end_page):
                 for waiting, told in self._unsettled.pop(segment.index):
                     self.when_settled(waiting, told)
             if segment.closing and not segment.in_flight:

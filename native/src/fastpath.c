@@ -235,7 +235,8 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
     bool written = node->file != NULL;
     pthread_mutex_unlock(&node->lock);
     out.open_flags = OPEN_NOFLUSH;
-    if ((written && cache_bypass(server->transport, node, false)) || (!server->transport->guest && host_opens_uncached(node)))
+    bool uncached = !server->transport->guest && host_opens_uncached(node);
+    if ((written && cache_bypass(server->transport, node, false)) || uncached)
         out.open_flags |= OPEN_DIRECT_IO;
     else if (!server->transport->guest && !written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
         out.open_flags |= OPEN_KEEP_CACHE;

@@ -207,7 +207,7 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
     struct mux *mux = &plane->mux;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     uint64_t unique = in->unique, now = now_ns();
-    bool is_call;
+    bool is_call, first = false;
     struct call *call = call_make(mux, in, &is_call);
     COUNT(plane, forwarded, 1);
     pthread_mutex_lock(&mux->lock);
@@ -215,7 +215,7 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
     int r = p ? 0 : -EBUSY;
     if (p) {
         mux->free = p->next;
-        mux->live_count++;
+        first = mux->live_count++ == 0;
         mux->session_count += !is_call;
         uint32_t index = p->index, salt = p->salt + 1;
         *p = (struct pending){.transport = server->transport, .server = server, .unique = unique, .node = in->nodeid, .arrived_ns = now,
@@ -255,8 +255,8 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
     free(call);
     if (r < 0)
         reply_error(server, unique, -EIO);
-    else if (server->index && !is_call)
-        server_wake(&server->transport->servers[0]); /* the leader waits for the reply */
+    else if (server->index && (!is_call || first))
+        server_wake(&server->transport->servers[0]); /* the leader waits for the session's reply, and sees to deadlines */
 }
 
 bool mux_waiting(struct kvfs_plane *plane) { return plane->mux.live_count || plane->mux.queue_count; }
