@@ -47,6 +47,10 @@ class Index(Protocol):
         follow. `record`: new.pack(), if the caller has it."""
         ...
 
+    def replace_directory(self, number: InodeNumber, record: bytes) -> None:
+        """Of a directory that is there: only times and links differ."""
+        ...
+
     def delete(self, old: Inode) -> None: ...
 
     def list(self, parent: InodeNumber, after: bytes, limit: int) -> Names:

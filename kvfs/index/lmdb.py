@@ -526,6 +526,10 @@ class LmdbIndex:
             pending.set_group(new.group, number, True)
         pending.count += 1
 
+    def replace_directory(self, number: InodeNumber, record: bytes) -> None:
+        self._pending.inodes[number] = record
+        self._pending.count += 1
+
     def _put_volatile(self, new: Inode, old: Inode | None, record: bytes | None) -> None:
         number = int(new.inode)
         if old is not None and number in self._volatile.inodes:

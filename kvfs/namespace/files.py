@@ -57,7 +57,9 @@ USED_PERCENT_MAX = 65
 _SEAL_TIMEOUT_S = 60.0
 # Of struct kvfs_inode_record: a listing needs the kind alone, and unpacking a million records for it takes seconds.
 KIND_OFFSET = 4
-_MTIME, _MTIME_OFFSET = struct.Struct("<q"), 64
+# And mtime with ctime, and the link count, which change at nearly every entry of a name.
+_TIMES, _TIMES_OFFSET = struct.Struct("<qq"), 64
+_LINKS, _LINKS_OFFSET = struct.Struct("<I"), 100
 _KINDS = {int(kind): kind for kind in Kind}
 # readlink gives at most a page.
 _SYMLINK_MAX = 4095
@@ -243,7 +245,7 @@ class Namespace:
                 self._store.linger(target.inode)
         self._index.put(block, None)
         self._store.entered(block)
-        self._touch_directory(directory, now)
+        self._touch(directory.inode, now)
         return True
 
     def _new(self, parent: InodeNumber, name: bytes, kind: Kind, mode: int, uid: int, gid: int) -> Inode:
@@ -281,18 +283,15 @@ class Namespace:
     def _touch(self, number: InodeNumber, now: int, links: int = 0) -> None:
         """A directory's entries changed: its times, and its link count with the number of subdirectories."""
         record = self._index.raw(number)
-        if record is None or (links == 0 and 0 <= now - _MTIME.unpack_from(record, _MTIME_OFFSET)[0] < _TIME_STEP_NS):
+        if record is None or (links == 0 and 0 <= now - _TIMES.unpack_from(record, _TIMES_OFFSET)[0] < _TIME_STEP_NS):
             return
-        directory = self._index.get(number)
-        if directory is not None:
-            self._touch_directory(directory, now, links)
-
-    def _touch_directory(self, directory: Inode, now: int, links: int = 0) -> None:
-        if links == 0 and 0 <= now - directory.mtime_ns < _TIME_STEP_NS:
-            return
-        directory.mtime_ns = directory.ctime_ns = now
-        directory.nlink += links
-        self._put(directory)
+        changed = bytearray(record)
+        _TIMES.pack_into(changed, _TIMES_OFFSET, now, now)
+        if links:
+            _LINKS.pack_into(changed, _LINKS_OFFSET, _LINKS.unpack_from(record, _LINKS_OFFSET)[0] + links)
+        record = bytes(changed)
+        self._index.replace_directory(number, record)
+        self._plane.inode_update(record)
 
     def _put(self, inode: Inode) -> None:
         """Attributes changed, name and place did not."""

@@ -3,19 +3,20 @@
 
 #include <sys/mman.h>
 
+/* Slots are aligned to these, so that huge pages back them where the kernel grants them: fewer pages to pin for each I/O. */
+#define UNIT ((uint64_t)2 << 20)
+
 int arena_init(struct arena *arena, uint64_t slot_size, uint32_t slot_count) {
     memset(arena, 0, sizeof(*arena));
     pthread_mutex_init(&arena->lock, NULL);
     uint64_t size = slot_size * slot_count;
-    /* Aligned to 2 MiB, so that huge pages back it where the kernel grants them: fewer pages to pin for each I/O. */
-    uint64_t align = (uint64_t)2 << 20;
-    uint8_t *memory = mmap(NULL, size + align, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *memory = mmap(NULL, size + UNIT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
         return -ENOMEM;
-    uint8_t *start = (uint8_t *)round_up((uint64_t)(uintptr_t)memory, align);
+    uint8_t *start = (uint8_t *)round_up((uint64_t)(uintptr_t)memory, UNIT);
     if (start > memory)
         munmap(memory, (size_t)(start - memory));
-    uint64_t tail = align - (uint64_t)(start - memory);
+    uint64_t tail = UNIT - (uint64_t)(start - memory);
     if (tail)
         munmap(start + size, tail);
     madvise(start, size, MADV_HUGEPAGE);
@@ -100,15 +101,23 @@ void slot_put(struct slot *slot) {
     pthread_mutex_unlock(&arena->lock);
 }
 
+/* Whole huge pages: one that is given back in parts comes back as small ones, for good. */
 void arena_trim(struct arena *arena) {
+    uint64_t size = arena->slot_size * arena->slot_count;
+    uint32_t each = arena->slot_size < UNIT ? (uint32_t)(UNIT / arena->slot_size) : 1;
+    uint64_t unit = each * arena->slot_size;
+    uint32_t *free_slots = calloc(arena->slot_count / each + 1, sizeof(*free_slots));
+    if (!free_slots)
+        return;
     pthread_mutex_lock(&arena->lock);
     uint32_t kept = 0; /* a few stay, for the next request */
     for (struct slot *slot = arena->free; slot; slot = slot->next) {
         uint32_t index = (uint32_t)(slot - arena->slots);
-        if (index >= arena->touched)
-            continue;
-        if (kept++ >= 4)
-            madvise(slot->data, slot->size, MADV_DONTNEED);
+        free_slots[index / each] += index >= arena->touched || kept++ >= 4;
     }
+    for (uint64_t at = 0; at < size && at < arena->touched * arena->slot_size; at += unit)
+        if (free_slots[at / unit] == min_u64(each, (size - at) / arena->slot_size))
+            madvise(arena->memory + at, min_u64(unit, size - at), MADV_DONTNEED);
     pthread_mutex_unlock(&arena->lock);
+    free(free_slots);
 }

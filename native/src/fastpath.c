@@ -59,7 +59,8 @@ bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *at
     return staged;
 }
 
-/* Blocks are immutable: where the kernel can be told of an eviction (INC_EPOCH) it may keep names and attributes for long.
+/* Blocks are immutable: where the kernel can be told of an eviction (INC_EPOCH) it may keep names and attributes for long; of what is still
+ * being written the name alone.
  *
  * A guest can be told nothing. So it keeps no name at all, not even a directory's: renamed, and another in its place, it would lead to the
  * blocks that were there before. Every open asks, and finds what is there now. What a guest may keep, for a second, is the attributes of a
@@ -67,7 +68,7 @@ bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *at
  * still the file's. */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry) {
     entry->entry_valid_nsec = entry->attr_valid_nsec = 0;
-    entry->entry_valid = transport->inc_epoch && !staged ? LONG_SECONDS : 0;
+    entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : 0;
     if (S_ISDIR(attr->mode)) {
         entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : transport->guest ? 0 : 1;
         entry->attr_valid = 1;

@@ -15,6 +15,8 @@
 #define QUEUE_MAX 4096u
 #define REPLY_MAX (256u * 1024)
 #define READDIR_MAX (128u * 1024)
+/* A kernel looks at the mode of a file that it has just created, and would ask for it. What it writes it counts itself. */
+#define CREATED_NS 100000000u
 
 int mux_init(struct kvfs_plane *plane) {
     struct mux *mux = &plane->mux;
@@ -464,6 +466,8 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
             if (length >= sizeof(struct fuse_entry_out) + sizeof(struct fuse_open_out)) {
                 struct fuse_entry_out *entry = (struct fuse_entry_out *)(void *)body;
                 entry_patch(plane, p->transport, entry);
+                if (p->transport->inc_epoch)
+                    entry->attr_valid_nsec = CREATED_NS;
                 r = open_reply(plane, p, entry->nodeid, true, (struct fuse_open_out *)(void *)(entry + 1));
             } else {
                 r = -EIO;

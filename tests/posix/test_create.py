@@ -277,3 +277,43 @@ def _umask():
     current = os.umask(0)
     os.umask(current)
     return current
+
+
+def test_a_block_is_stored_with_few_requests(own_pool):
+    """As engines do: asked for, written under another name, renamed. The kernel itself asks for two names that are not
+    there and twice for the directory's mode, and sends CREATE, WRITE, FLUSH, RELEASE and RENAME."""
+    if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) < (6, 16):
+        pytest.skip("needs FUSE_NOTIFY_INC_EPOCH (Linux 6.16): before it the kernel caches no names")
+    pool = own_pool()
+    directory = pool.mount / "blocks"
+    directory.mkdir()
+
+    def requests():
+        return pool.status()["counters"]["requests"]
+
+    before = requests()
+    for i in range(50):
+        path = directory / f"{i}.bin"
+        assert not path.exists()
+        write_file(directory / f".{i}.tmp", content(65_536))
+        (directory / f".{i}.tmp").rename(path)
+    assert (requests() - before) / 50 < 11
+    assert all(read_file(directory / f"{i}.bin") == content(65_536) for i in range(50))
+
+
+def test_attributes_of_a_new_file_follow_what_is_written_at_once(directory):
+    """The kernel keeps those that came with CREATE for a moment."""
+    path = directory / "block"
+    with opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as descriptor:
+        assert os.fstat(descriptor).st_size == 0
+        os.write(descriptor, content(5000))
+        assert (os.fstat(descriptor).st_size, path.stat().st_size) == (5000, 5000)
+        os.ftruncate(descriptor, 100)
+        assert (os.fstat(descriptor).st_size, path.stat().st_size) == (100, 100)
+        os.fchmod(descriptor, 0o600)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        os.utime(descriptor, ns=(10**18, 10**18))
+        assert path.stat().st_mtime_ns == 10**18
+    with opened(path, os.O_WRONLY | os.O_APPEND) as descriptor:
+        os.write(descriptor, b"end")
+    assert read_file(path) == content(5000)[:100] + b"end"

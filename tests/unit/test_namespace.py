@@ -68,6 +68,12 @@ class IndexDouble:
             self.dentries[new.parent, new.name] = new.inode
         self.records[new.inode] = new.pack()
 
+    def replace_directory(self, number: InodeNumber, record: bytes) -> None:
+        new, old = Inode.unpack(record), self.get(number)
+        assert old is not None and new.kind == old.kind == Kind.DIRECTORY
+        assert (new.inode, new.parent, new.name) == (number, old.parent, old.name)
+        self.records[number] = record
+
     def delete(self, old: Inode) -> None:
         self._unname(old)
         del self.records[old.inode]
