@@ -374,7 +374,8 @@ class Namespace:
             raise InvalidArgumentError(f"rename of {name!r}: flags 0x{flags:x} are not supported")
         _check_name(new_name, new_parent)
         inode = self.lookup(parent, name)
-        self._directory(new_parent)
+        if new_parent != parent:
+            self._directory(new_parent)
         target_number = self._index.lookup(new_parent, new_name)
         target = None if target_number is None else self._index.get(target_number)
         if target is not None:
@@ -560,8 +561,6 @@ class Namespace:
             raise InvalidArgumentError(
                 f"inode {number}: the name of a group has 1 to {GROUP_NAME_MAX} bytes, not {len(value)}"
             )
-
-
         if name in (SLAB_ATTRIBUTE, SLAB_REQUEST):
             await self._make_slab(number, name, value)
             return

@@ -55,6 +55,7 @@ class _Seal:
     """A seal that has begun."""
 
     inode: Inode  # as it was then
+    record: bytes  # the same, packed
     info: SealInfo
     new: Inode  # as its header will have it, but for the place
     ancestors: bytes
@@ -218,8 +219,11 @@ class Sealing:
 
     def _begin(self, number: InodeNumber) -> _Seal | None:
         """Freeze what is staged, and find out what its block needs. None if there is nothing to seal."""
-        inode = self._index.get(number)
-        if inode is None or inode.nameless:
+        record = self._index.raw(number)
+        if record is None:
+            return None
+        inode = Inode.unpack(record)
+        if inode.nameless:
             return None
         try:
             info = self._plane.seal_begin(number)
@@ -243,7 +247,7 @@ class Sealing:
             ancestors = self.ancestors(inode.parent)
             extents = info.ranges + info.kept_extents + self._segments.runs_bound(info.data_pages)
             new.header_pages = self._plane.header_pages(info.size, new.record_size, len(ancestors), extents)
-            return _Seal(inode, info, new, ancestors, self._segments.head(self._policy.stream_of(info.size)))
+            return _Seal(inode, record, info, new, ancestors, self._segments.head(self._policy.stream_of(info.size)))
         except BaseException:
             with suppress(PlaneError):
                 self._plane.seal_end(number, False)
@@ -264,7 +268,7 @@ class Sealing:
         """The new inode enters, and what was frozen is let go. None if it was not written, or has lost its name."""
         number, sealed = seal.inode.inode, None
         try:
-            if written is not None and self._enter(seal.inode, written, copy=False):
+            if written is not None and self._enter(seal.inode, seal.record, written, copy=False):
                 sealed = written
         finally:
             with suppress(PlaneError):
@@ -409,7 +413,7 @@ class Sealing:
             new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
             capacity = len(old_record) + 24 * extents + _RECORD_SLACK
             copied = await self._plane.store_copy(old_record, runs, new.header_pages, new.pack(), ancestors, capacity)
-            return self._enter(before, Inode.unpack(copied), copy=True)
+            return self._enter(before, old_record, Inode.unpack(copied), copy=True)
         except PlaneError as error:
             await self._segments.bury(runs)
             log.warning("inode %d: not carried over: %s", number, error)
@@ -421,25 +425,26 @@ class Sealing:
 
     # ---- entering ----
 
-    def _enter(self, before: Inode, written: Inode, *, copy: bool) -> bool:
+    def _enter(self, before: Inode, record: bytes, written: Inode, *, copy: bool) -> bool:
         """The block is on the devices: index, table and accounts learn of it in one step. False if it lost its name, or
         a copy is of what the file was: then it is an orphan in its segment, that no summary will name."""
-        current = self._index.get(written.inode)
+        found = self._index.raw(written.inode)
+        current = None if found is None else before if found == record else Inode.unpack(found)
         home = self._segments.all[written.segment]
         if current is None or (self._overtaken(before, current) if copy else current.nameless):
             self._segments.mark_dirty(home, gone=True)
             return False
-        if current != before:
+        if current is not before:
             _take_changes(written, before, current)
             self._segments.mark_dirty(home, gone=True)
-        record = written.pack()
-        self._index.put(written, current, record)
+        entered = written.pack()
+        self._index.put(written, current, entered)
         if current.sealed:
             self._segments.mark_dirty(self._segments.all[current.segment], gone=True)
         self._segments.account(current if current.sealed else None, written)
         if not copy:
             self._blocks.count_pinned(current, written)
-        self._plane.inode_update(record)
+        self._plane.inode_update(entered)
         return True
 
     def _overtaken(self, before: Inode, current: Inode) -> bool:
