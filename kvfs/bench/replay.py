@@ -26,13 +26,14 @@ from kvfs.bench.common import (
     Json,
     MissingError,
     column_at,
+    cpu_s,
     number_at,
     parse_json,
     run_command,
     say,
 )
 from kvfs.bench.report import size_text
-from kvfs.bench.stand import Kvfs, Stand, disk_files, filesystem, loops
+from kvfs.bench.stand import Kvfs, Side, Stand, disk_files, filesystem, loops
 from kvfs.replay import plot
 
 HIGH, LOW = 0.9, 0.8
@@ -43,12 +44,14 @@ KVFS, NATIVE = "kvfs", "kvfs native"
 
 @dataclass(frozen=True, slots=True)
 class ReplaySide:
-    """words: what `kvfs replay` is told besides. janitor: files are deleted by one beside it."""
+    """words: what `kvfs replay` is told besides. janitor: files are deleted by one beside it. server: the process that
+    serves the target."""
 
     name: str
     target: Path
     words: tuple[str, ...] = ()
     janitor: bool = False
+    server: int | None = None
 
 
 def case_replay(stand: Stand) -> None:
@@ -93,15 +96,16 @@ def _sides(stand: Stand, stack: contextlib.ExitStack, count: int, size: int) -> 
         paths = stack.enter_context(disk_files(base, f"replay-{count}-{name}", number, each))
         return stack.enter_context(loops(paths))
 
-    def pool(name: str) -> Path:
+    def mounted(name: str) -> Side:
         kvfs = Kvfs(base / f"replay-{count}-{name}", devices(name, count, size))
         stack.callback(kvfs.stop)
         kvfs.format()
-        return kvfs.mount().root
+        return kvfs.mount()
 
+    by_files, native = mounted("kvfs"), mounted("native")
     sides = [
-        ReplaySide(KVFS, pool("kvfs")),
-        ReplaySide(NATIVE, pool("native"), ("--native",)),
+        ReplaySide(KVFS, by_files.root, server=by_files.pid),
+        ReplaySide(NATIVE, native.root, ("--native",), server=native.pid),
     ]
     for kind, name, numbers in (
         ("ext4", "ext4", 1),
@@ -126,11 +130,12 @@ def _sides(stand: Stand, stack: contextlib.ExitStack, count: int, size: int) -> 
 
 
 @contextlib.contextmanager
-def janitor(directory: Path) -> Iterator[None]:
+def janitor(directory: Path) -> Iterator[int]:
+    """Yields its process."""
     words = [sys.executable, "-m", "kvfs.bench.janitor", str(directory), "--high", str(HIGH), "--low", str(LOW)]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL)
     try:
-        yield
+        yield process.pid
         if process.poll() is not None:
             raise BenchError(f"the janitor of {directory} ended with {process.returncode}")
     finally:
@@ -144,9 +149,17 @@ def _run(stand: Stand, trace: Path, side: ReplaySide, part: int) -> Json:
     words = ["replay", str(trace), "--target", str(side.target), "--block-size", str(scale.replay_block)]
     words += ["--full-speed", "--threads", "4", "--io-threads", "16", "-o", "json", *side.words]
     words += ["--skip", str(part * scale.replay_requests), "--requests", str(scale.replay_requests)]
-    with janitor(side.target) if side.janitor else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        beside = [] if side.server is None else [side.server]
+        if side.janitor:
+            beside.append(stack.enter_context(janitor(side.target)))
+        before = sum(map(cpu_s, beside))
         result = run_command(sys.executable, "-m", "kvfs", *words)
+        used = sum(map(cpu_s, beside)) - before
     document = parse_json(result.stdout, f"kvfs replay on {side.name}")
+    used += number_at(document, "cpu_s", "user") + number_at(document, "cpu_s", "system")
+    moved = number_at(document, "stored_bytes") + number_at(document, "loaded_bytes")
+    document["cpu_ms_per_block"] = 1000 * used / max(1.0, moved / scale.replay_block)
     if number_at(document, "errors", "wrong"):
         raise BenchError(f"replay on {side.name}: blocks came back as other bytes")
     return document
@@ -157,6 +170,8 @@ def _add_rows(stand: Stand, places: str, results: dict[str, list[Json]]) -> None
     speeds = {name: column_at(documents, "requests_per_s") for name, documents in results.items()}
     loads = {name: column_at(documents, "latency_ms", "load", "p99") for name, documents in results.items()}
     hits = {name: column_at(documents, "prefix_hit_ratio") for name, documents in results.items()}
+    # Of the client, and of what serves the target or deletes there; not of the kernel's own threads.
+    spent = {name: column_at(documents, "cpu_ms_per_block") for name, documents in results.items()}
     best = max(peers, key=lambda name: statistics.median(speeds[name]), default=None)
     for ours in (KVFS, NATIVE):
         how = "by files" if ours == KVFS else "by libkvfs"
@@ -168,6 +183,8 @@ def _add_rows(stand: Stand, places: str, results: dict[str, list[Json]]) -> None
             add(what, "/s", speeds[ours], peer, speeds[peer], "share", 1.5 if first else None)
             what = f"p99 of a request's load, {how}, {places}"
             add(what, "ms", loads[ours], peer, loads[peer], "faster", 2.0 if first else None)
+            what = f"CPU of a block stored or loaded, {how}, {places}"
+            add(what, "ms", spent[ours], peer, spent[peer], "cost")
             what = f"prefix hit ratio, {how}, {places}"
             add(what, "of blocks", hits[ours], peer, hits[peer], "share")
 
