@@ -2,7 +2,7 @@
  * deadline. Those that come with every block go another way to Python, as calls, without its tasks.
  *
  * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that
- * the kernel sees are ours. / */
+ * the kernel sees are ours. */
 #include "internal.h"
 
 #include <fcntl.h>
