@@ -183,8 +183,10 @@ out:
 void listen_end(void)
 {
     pthread_mutex_lock(&enclosure.lock);
-    if (enclosure.listen_fd >= 0)
+    if (enclosure.listen_fd >= 0) {
+        shutdown(enclosure.listen_fd, SHUT_RDWR); /* who polls it keeps it, and it would go on to take connections */
         close(enclosure.listen_fd);
+    }
     enclosure.listen_fd = -1;
     pthread_mutex_unlock(&enclosure.lock);
     look();

@@ -176,6 +176,16 @@ bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64
     return found;
 }
 
+bool client_owed(struct kvfs_client *client) {
+    bool owed = false;
+    pthread_mutex_lock(&client->lock);
+    session_overlaps(client->session, NULL, 0, &owed);
+    for (struct session *session = client->retired; session; session = session->next)
+        session_overlaps(session, NULL, 0, &owed);
+    pthread_mutex_unlock(&client->lock);
+    return owed;
+}
+
 int kvfs_busy(struct kvfs_client *client, const void *data, uint64_t size) {
     if (client->pid != getpid())
         return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);

@@ -162,6 +162,7 @@ void claim_add(struct claim *claim);
 void claim_remove(struct claim *claim);
 void session_reap(struct session *session);                                                /* lane_reap() for all idle lanes */
 bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64_t size);
+bool client_owed(struct kvfs_client *client);                                              /* devices owe answers, to reads or to writes */
 void client_prune(struct kvfs_client *client);                                             /* client->lock held */
 /* -EINVAL, -EBUSY: destinations that overlap each other, or memory that a device still owns. */
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count);

@@ -720,10 +720,8 @@ void kvfs_close(struct kvfs_client *client) {
     struct session *session = client->session;
     client_hit(client, session, 0);
     uint64_t until = now_ns() + client->options.timeout_ms * 1000000ull;
-    while (atomic_load(&client->zombies) && now_ns() < until) {
-        client_overlaps_zombie(client, NULL, 0);
+    while (client_owed(client) && now_ns() < until)
         usleep(1000);
-    }
     while (client->retired) {
         struct session *next = client->retired->next;
         session_put(client->retired);
