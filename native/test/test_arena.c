@@ -62,22 +62,28 @@ static void test_trim_gives_back_whole_huge_pages(void)
     trim(UNIT, 1);
 }
 
-static void test_trim_leaves_what_was_never_used(void)
+/* 100 slots of 64 KiB: three units, and a piece that is not one. The first four are given back last, and stay. */
+static void test_the_piece_at_the_end_goes_too(void)
 {
     struct arena arena;
+    struct slot *slots[100];
 
-    CHECK(arena_init(&arena, SMALL_SIZE, 100) == 0); /* no whole units */
-    struct slot *slot = slot_get(&arena);
-    slot->data[0] = 1;
-    slot_put(slot);
+    CHECK(arena_init(&arena, SMALL_SIZE, 100) == 0);
+    for (int i = 0; i < 100; i++) {
+        slots[i] = slot_get(&arena);
+        memset(slots[i]->data, 1, SMALL_SIZE);
+    }
+    for (int i = 100; i-- > 0;)
+        slot_put(slots[i]);
     arena_trim(&arena);
-    CHECK(resident(arena.memory, 100 * SMALL_SIZE) > 0);
+    CHECK(resident(arena.memory, UNIT) == UNIT);
+    CHECK(resident(arena.memory + UNIT, 100 * SMALL_SIZE - UNIT) == 0);
     arena_free(&arena);
 }
 
 int main(void)
 {
     RUN(test_trim_gives_back_whole_huge_pages);
-    RUN(test_trim_leaves_what_was_never_used);
+    RUN(test_the_piece_at_the_end_goes_too);
     return 0;
 }
