@@ -427,8 +427,8 @@ class Sealing:
 
     def _enter(self, before: Inode, record: bytes, written: Inode, *, copy: bool) -> bool:
         """The block is on the devices: index, table and accounts learn of it in one step. False if it lost its name, or
-        a copy is of what the file was: then it is an orphan in its segment, that no summary will name. `record`: before,
-        packed."""
+        a copy is of what the file was: then it is an orphan in its segment, that no summary will name. `record`:
+        before, packed."""
         found = self._index.raw(written.inode)
         current = None if found is None else before if found == record else Inode.unpack(found)
         home = self._segments.all[written.segment]
