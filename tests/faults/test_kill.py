@@ -100,7 +100,7 @@ def _rounds(pool: Pool, rounds: int, *, names: int, sizes: tuple[int, int], may_
         figures["missing"] += max(0, known - len(found))
         for path in found:
             if "/.k." in path:  # its rename was undone; unlinked now, it must not come back
-                os.unlink(pool.mount / path)
+                (pool.mount / path).unlink(missing_ok=may_miss)  # an evicting pool may have taken it since
                 ledger.removed(path)
                 figures["left"] += 1
     print(f"seed {SEED}: {rounds} kills, {figures}")
