@@ -190,11 +190,12 @@ class _Segments:
 
     def __init__(self, capacity: int, segments: int) -> None:
         self.area = capacity // segments
-        self.free = segments
+        self.count = capacity // self.area  # as many as fit: with few blocks in each that is more than wanted
+        self.free = self.count
         self.policy = LeastLoss()
         self.uses: dict[int, Use] = {}
         self.stored = self.copied = 0
-        self._budget = CopyBudget(segments * self.area, self.area)
+        self._budget = CopyBudget(self.count * self.area, self.area)
         self._tick_blocks = capacity / TICKS_PER_POOL
         self._of: dict[int, int] = {}
         self._blocks: dict[int, dict[int, None]] = {}
@@ -271,9 +272,11 @@ def segmented(trace: Trace, capacity: int, segments: int) -> Result:
         for block in request[prefix:]:
             if block not in pool.uses:
                 pool.store(block)
+            else:  # computed anew, as one before it was lost: the engine looks for it, finds it and does not store it
+                pool.open(block)
     looked_up = sum(map(len, trace))
     written = pool.stored + pool.copied
-    return Result("pool", capacity, segments, looked_up, hits, pool.stored, written, time.monotonic() - start)
+    return Result("pool", capacity, pool.count, looked_up, hits, pool.stored, written, time.monotonic() - start)
 
 
 # ---- the real pool ----
@@ -326,9 +329,12 @@ async def _replay(store: Store, trace: Trace) -> tuple[int, int]:
         hits += len(found)
         store.plane.inode_touch(found)
         for block in request[len(found) :]:
-            if store.plane.table_find_name(ROOT_INODE, b"%d" % block) is None:
+            number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
+            if number is None:
                 await _store_block(store, b"%d" % block)
                 stored += 1
+            else:
+                store.plane.inode_touch([number])
         # A prompt takes seconds to compute: the evictor's turn.
         while store.segments.free_count() < store.evictor.low:
             await trio.sleep(0.0005)

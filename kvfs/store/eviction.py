@@ -38,8 +38,11 @@ _COPY_FACTOR = 1.5
 _BUDGET_LOW = 0.3
 # Of what a segment costs, in the running mean of what eviction loses a page: the last 20 count.
 _SMOOTHING = 0.05
-# How many segments are weighed for one that goes: the next in turn, and those that seem best.
+# How many segments are weighed for one that goes: the next in turn, at least so many, else one in so many of all while
+# these have fewer than so many blocks together; and those that seem best.
 _TURN = 16
+_TURN_SHARE = 8
+_TURN_BLOCKS = 4096
 _AGAIN = 7
 # Pages copied because they are worth it, of pages stored; and how many may be saved up: what a segment has in so much
 # of the pool, but of two segments at least. More, and a pool that has been filled for the first time copies for
@@ -135,18 +138,26 @@ class LeastLoss:
             return []
         price, losses = self._price(budget), self._losses
 
-        def weigh(segment: int) -> float:
+        def weigh(segment: int) -> int:
             uses, live_share = contents(segment)
-            loss = sum(min(worth, price) for worth in self._worths(uses, tick)) * live_share / max(1, len(uses))
-            losses[segment] = loss, tick
-            return loss
+            # A burst's blocks are used at one tick, and so are worth the same.
+            alike = Counter(uses)
+            worths = zip(self._worths(list(alike), tick), alike.values(), strict=True)
+            loss = sum(min(worth, price) * count for worth, count in worths)
+            losses[segment] = loss * live_share / max(1, len(uses)), tick
+            return len(uses)
 
-        for i in range(min(_TURN, len(closed))):
-            weigh(closed[(self._next + i) % len(closed)])
-        self._next = (self._next + _TURN) % len(closed)
+        weighed = blocks = 0
+        while weighed < min(_TURN, len(closed)) or (weighed < len(closed) // _TURN_SHARE and blocks < _TURN_BLOCKS):
+            blocks += weigh(closed[(self._next + weighed) % len(closed)])
+            weighed += 1
+        self._next = (self._next + weighed) % len(closed)
         # What was weighed before may have been used since, and is older.
         likely = nsmallest(_AGAIN + count, (s for s in closed if s in losses), key=losses.__getitem__)
-        return nsmallest(count, likely, key=lambda s: losses[s][0] if losses[s][1] == tick else weigh(s))
+        for segment in likely:
+            if losses[segment][1] != tick:
+                weigh(segment)
+        return nsmallest(count, likely, key=losses.__getitem__)
 
     def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
         price = self._price(budget)

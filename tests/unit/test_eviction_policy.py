@@ -70,11 +70,22 @@ def test_a_bounded_number_of_segments_is_weighed_and_all_in_turn() -> None:
         asked.add(segment)
         return some[segment]
 
-    for turn in range(40):
+    for turn in range(10):
         before = len(asked)
         assert policy.choose(list(some), contents, 1.0, 2000)
-        assert len(asked) - before <= 24, turn
+        assert len(asked) - before <= 500 // 8 + 8, turn
     assert len(asked) == 500
+    # Of segments with many blocks fewer.
+    large = closed({segment: [(100 + segment, 0)] * 256 for segment in range(500)})
+    weighed = 0
+
+    def count(segment: int) -> Contents:
+        nonlocal weighed
+        weighed += 1
+        return large[segment]
+
+    LeastLoss().choose(list(large), count, 1.0, 2000)
+    assert weighed == 16
     assert policy.choose(list(some), contents, 1.0, 2000) == [0]
     assert policy.choose(list(some), contents, 1.0, 2000, 3) == [0, 1, 2]
     assert sorted(policy.choose([7, 5], contents, 1.0, 2000, 3)) == [5, 7]
