@@ -41,7 +41,7 @@ _SMOOTHING = 0.05
 # How many segments are weighed for one that goes: the next in turn, at least so many, else one in so many of all while
 # these have fewer than so many blocks together; and those that seem best.
 _TURN = 16
-_TURN_SHARE = 8
+_TURN_SHARE = 16
 _TURN_BLOCKS = 4096
 _AGAIN = 7
 # Pages copied because they are worth it, of pages stored; and how many may be saved up: what a segment has in so much

@@ -70,10 +70,10 @@ def test_a_bounded_number_of_segments_is_weighed_and_all_in_turn() -> None:
         asked.add(segment)
         return some[segment]
 
-    for turn in range(10):
+    for turn in range(17):
         before = len(asked)
         assert policy.choose(list(some), contents, 1.0, 2000)
-        assert len(asked) - before <= 500 // 8 + 8, turn
+        assert len(asked) - before <= 500 // 16 + 8, turn
     assert len(asked) == 500
     # Of segments with many blocks fewer.
     large = closed({segment: [(100 + segment, 0)] * 256 for segment in range(500)})
