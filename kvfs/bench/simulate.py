@@ -272,8 +272,6 @@ def segmented(trace: Trace, capacity: int, segments: int) -> Result:
         for block in request[prefix:]:
             if block not in pool.uses:
                 pool.store(block)
-            else:  # computed anew, as one before it was lost: the engine looks for it, finds it and does not store it
-                pool.open(block)
     looked_up = sum(map(len, trace))
     written = pool.stored + pool.copied
     return Result("pool", capacity, pool.count, looked_up, hits, pool.stored, written, time.monotonic() - start)
@@ -329,12 +327,9 @@ async def _replay(store: Store, trace: Trace) -> tuple[int, int]:
         hits += len(found)
         store.plane.inode_touch(found)
         for block in request[len(found) :]:
-            number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
-            if number is None:
+            if store.plane.table_find_name(ROOT_INODE, b"%d" % block) is None:
                 await _store_block(store, b"%d" % block)
                 stored += 1
-            else:
-                store.plane.inode_touch([number])
         # A prompt takes seconds to compute: the evictor's turn.
         while store.segments.free_count() < store.evictor.low:
             await trio.sleep(0.0005)

@@ -219,11 +219,11 @@ int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
 /* For each inode: if open, busy[i] = 1 and nothing changes; else its record is removed and busy[i] = 0. Returns the busy count. */
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);
 /* Of each: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its first
- * use, and no hit; a LOOKUP of a sealed file is a use, and no hit. 0 for what was there at the mount and not opened since, and for what is not there. */
+ * use, and no hit. 0 for what was there at the mount and not opened since, and for what is not there. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);
 /* The clock of uses; its low 24 bits count. */
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick);
-/* One hit for each: blocks that native clients read, or found behind a missing one. Inodes that are not there are passed over. */
+/* One hit for each: blocks that native clients read. Inodes that are not there are passed over. */
 int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count);
 /* 0 not open, 1 open, 2 being written. */
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);

@@ -309,7 +309,6 @@ static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, int
     struct session *session;
     struct shards shards = {0};
     const uint8_t *key = keys->data;
-    bool gap = false;
     int r = session_get(client, &session);
     if (r < 0)
         return r;
@@ -322,10 +321,6 @@ static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, int
             sizes[i] = r == 0 ? (int64_t)record.size : -ENOENT;
         if (found)
             found[i] = r == 0;
-        /* A block behind one that is missing: an engine computes it anew, and then neither reads nor stores it. It was of use. */
-        if (r == 0 && gap)
-            client_hit(client, session, record.inode);
-        gap = gap || r < 0;
     }
     TALLY(client, lookups, keys->count);
     session_put(session);

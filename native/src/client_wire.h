@@ -80,7 +80,7 @@ struct wire_commit { uint64_t reservation; int64_t error; };
  * count, then items like DELETE's: names, in order; none at the end. */
 /* LOOKUP: uint64_t parent, uint64_t name_size, name. Answer: the inode record, or status -ENOENT. */
 /* BAD_BLOCK: uint64_t inode, uint64_t segment: its checksums failed twice. */
-/* HITS: uint64_t inodes of blocks read, or found behind a missing one. */
+/* HITS: uint64_t inodes of blocks read. */
 /* REPORT: uint64_t, in the order of struct kvfs_client_statistics: totals of this client so far. */
 
 #endif

@@ -146,8 +146,6 @@ static void do_lookup(struct server *server, uint8_t *head, size_t size, uint64_
         entry.nodeid = record.inode;
         fill_attr(plane, &record, &entry.attr);
         bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &entry.attr);
-        if (S_ISREG(record.mode) && record.flags & KVFS_INODE_SEALED)
-            use_renew(plane, record.slot); /* whoever looks for a block wants it: it is opened next, or behind a gap in its chain */
         entry_timeouts(server->transport, &entry.attr, staged || !(record.flags & KVFS_INODE_SEALED), &entry);
         reply_data(server, in->unique, &entry, sizeof(entry));
     }

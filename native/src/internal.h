@@ -218,7 +218,6 @@ struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
 void node_put(struct kvfs_plane *plane, struct node *node);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 void use_add(struct kvfs_plane *plane, uint32_t slot);
-void use_renew(struct kvfs_plane *plane, uint32_t slot);
 int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out);
 void node_unopen(struct kvfs_plane *plane, struct node *node, bool writer);
 /* Promise a guest that the content of an open block stays for LEASE_S seconds; false: it may change, or is not open. Before the table is asked. */

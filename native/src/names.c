@@ -115,13 +115,6 @@ void use_add(struct kvfs_plane *plane, uint32_t slot) {
     atomic_store_explicit(&plane->uses[slot], tick_now(plane) << 8 | (hits < 255 ? hits + 1 : hits), memory_order_relaxed);
 }
 
-/* A use that is no hit. */
-void use_renew(struct kvfs_plane *plane, uint32_t slot) {
-    uint32_t word = atomic_load_explicit(&plane->uses[slot], memory_order_relaxed), now = tick_now(plane) & 0xffffff;
-    if (word >> 8 != now)
-        atomic_store_explicit(&plane->uses[slot], now << 8 | (word & 0xff), memory_order_relaxed);
-}
-
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses) {
     for (uint32_t i = 0; i < count; i++) {
         struct kvfs_record record;
