@@ -38,10 +38,11 @@ _COPY_FACTOR = 1.5
 _BUDGET_LOW = 0.3
 # Of what a segment costs, in the running mean of what eviction loses a page: the last 20 count.
 _SMOOTHING = 0.05
-# How many segments are weighed for one that goes: the next in turn, at least so many, else one in so many of all while
-# these have fewer than so many blocks together; and those that seem best.
+# How many segments are weighed for one that goes: the next in turn, at least so many, beyond these one in so many of
+# all, so many at most, and none once so many blocks were looked at; and those that seem best.
 _TURN = 16
 _TURN_SHARE = 16
+_TURN_MAX = 128
 _TURN_BLOCKS = 4096
 _AGAIN = 7
 # Pages copied because they are worth it, of pages stored; and how many may be saved up: what a segment has in so much
@@ -147,8 +148,9 @@ class LeastLoss:
             losses[segment] = loss * live_share / max(1, len(uses)), tick
             return len(uses)
 
+        turn = min(len(closed), max(_TURN, min(_TURN_MAX, len(closed) // _TURN_SHARE)))
         weighed = blocks = 0
-        while weighed < min(_TURN, len(closed)) or (weighed < len(closed) // _TURN_SHARE and blocks < _TURN_BLOCKS):
+        while weighed < turn and (weighed < _TURN or blocks < _TURN_BLOCKS):
             blocks += weigh(closed[(self._next + weighed) % len(closed)])
             weighed += 1
         self._next = (self._next + weighed) % len(closed)

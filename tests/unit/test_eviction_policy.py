@@ -75,17 +75,16 @@ def test_a_bounded_number_of_segments_is_weighed_and_all_in_turn() -> None:
         assert policy.choose(list(some), contents, 1.0, 2000)
         assert len(asked) - before <= 500 // 16 + 8, turn
     assert len(asked) == 500
-    # Of segments with many blocks fewer.
-    large = closed({segment: [(100 + segment, 0)] * 256 for segment in range(500)})
-    weighed = 0
+    # Of segments with many blocks fewer; and of very many, with a block in each, no more than 128.
+    for blocks, segments, most in ((256, 500, 16), (1, 5000, 128), (1, 3, 3)):
+        weighed: list[int] = []
 
-    def count(segment: int) -> Contents:
-        nonlocal weighed
-        weighed += 1
-        return large[segment]
+        def count(segment: int, blocks: int = blocks, weighed: list[int] = weighed) -> Contents:
+            weighed.append(segment)
+            return Contents([(100 + segment, 0)] * blocks, 1.0)
 
-    LeastLoss().choose(list(large), count, 1.0, 2000)
-    assert weighed == 16
+        LeastLoss().choose(range(segments), count, 1.0, 20_000)
+        assert len(weighed) == most
     assert policy.choose(list(some), contents, 1.0, 2000) == [0]
     assert policy.choose(list(some), contents, 1.0, 2000, 3) == [0, 1, 2]
     assert sorted(policy.choose([7, 5], contents, 1.0, 2000, 3)) == [5, 7]
