@@ -230,13 +230,20 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def _log_to_stderr(level: int) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT if level <= logging.INFO else "kvfs: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    handler.setLevel(level)
+    # What stderr is not told is kept for the log file.
+    early = logging.handlers.MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
+    handlers = [handler, early] if level > logging.INFO else [handler]
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
 
 
 def _log_to_file(path: Path) -> None:
     # A rotated log is noticed and made anew.
     handler = logging.handlers.WatchedFileHandler(path)
     handler.setFormatter(logging.Formatter(_FORMAT))
+    for early in logging.getLogger().handlers:
+        if isinstance(early, logging.handlers.MemoryHandler):
+            early.setTarget(handler)  # which it gives all to when it is closed, next
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     os.dup2(fd, 1)

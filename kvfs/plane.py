@@ -592,14 +592,14 @@ class Plane:
         )
         return bytes(ffi.buffer(out))
 
-    async def store_read_headers(self, segments: Sequence[int]) -> bytes:
-        """First pages, one after the other; 0xff bytes where one could not be read."""
+    async def store_read_pages(self, segments: Sequence[int], page: int) -> bytes:
+        """This page of each segment, one after the other; 0xff bytes where one could not be read."""
         if not segments:
             return b""
         out = ffi.new("uint8_t[]", len(segments) * PAGE_SIZE)
         await self._run(
-            lambda cookie: lib.kvfs_store_read_headers(self._plane, cookie, list(segments), len(segments), out),
-            f"headers of {len(segments)} segments",
+            lambda cookie: lib.kvfs_store_read_pages(self._plane, cookie, list(segments), len(segments), page, out),
+            f"page {page} of {len(segments)} segments",
             out,
         )
         return bytes(ffi.buffer(out))

@@ -239,6 +239,15 @@ def summary_size(first_page: bytes | memoryview) -> int:
     return _SUMMARY.size + int(fields[10])
 
 
+def summary_age(first_page: bytes | memoryview) -> tuple[int, int]:
+    """(generation, sequence) that the summary beginning here claims: a later one is greater. (0, 0) if none begins
+    here. Unchecked: its checksum is over all of it."""
+    fields = _SUMMARY.unpack_from(first_page)
+    if fields[0] != MAGIC_SUMMARY or fields[1] != FORMAT_VERSION:
+        return 0, 0
+    return int(fields[4]), int(fields[5])
+
+
 def unpack_summary(config: PoolConfig, segment: SegmentIndex, data: bytes) -> Summary | None:
     """The summary, or None if there is no valid one of this pool and segment."""
     size = summary_size(data)

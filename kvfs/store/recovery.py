@@ -2,9 +2,10 @@
 
 After an unclean end the index is right but up to a second old (or older, if commits failed): segments that were opened
 since, and open segments from the committed append point on, are scanned for block headers, and blocks that the index
-cannot know enter it. Without an index everything is found again: by the summaries of all segments, then by the block
-headers that no summary covers. The highest version of a name wins, and of an inode. What is found is admitted only if
-every extent's generation is that of its segment, so nothing of an overwritten segment comes back.
+cannot know enter it. Summaries that are newer than the index are written again: they leave out what the crash brought
+back. Without an index everything is found again: by the summaries of all segments, then by the block headers that no
+summary covers. The highest version of a name wins, and of an inode. What is found is admitted only if every extent's
+generation is that of its segment, so nothing of an overwritten segment comes back.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ async def recover(
         # Nothing is appended any more, and what was not admitted must not be found by a later scan either.
         segment.next_page = segments.geometry.end_page
     await recount(index, segments)
+    await segments.mark_overtaken()
     if to_scan or lost:
         log.info("recovered: %d segments scanned, %d blocks found, %d lost with overwritten segments",
                  len(to_scan), admission.admitted, max(0, len(lost) - admission.readmitted))  # fmt: skip

@@ -11,7 +11,7 @@ import logging
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -29,6 +29,7 @@ from kvfs.store.format import (
     pack_extent_header,
     pack_segment_header,
     pack_summary,
+    summary_age,
     summary_size,
     unpack_segment_header,
     unpack_summary,
@@ -841,15 +842,31 @@ class Segments:
         found: dict[int, SegmentHeader | None] = {}
         blank: set[int] = set()
         nothing = bytes(PAGE_SIZE)
+        async for number, page in self._read_pages(numbers, 0):
+            found[number] = unpack_segment_header(self.config, SegmentIndex(number), self.members[number], page)
+            if found[number] is None and page == nothing:
+                blank.add(number)
+        return found, blank
+
+    async def mark_overtaken(self) -> None:
+        """After a crash: have the summaries written again that are newer than what the index knows.
+
+        They leave out what had gone by then, and the crash undid some of that: an eviction, a removal, a carry-over.
+        """
+        used = [segment.index for segment in self.all if segment.state != State.FREE and not segment.lost]
+        for slot in (0, 1):
+            async for number, page in self._read_pages(used, self.geometry.summary_page(slot)):
+                segment = self.all[number]
+                if summary_age(page) > (segment.generation, segment.sequence):
+                    self.mark_dirty(segment, gone=True)
+
+    async def _read_pages(self, numbers: Sequence[int], page: int) -> AsyncIterator[tuple[int, memoryview]]:
+        """This page of each of the segments."""
         for at in range(0, len(numbers), 512):
             some = numbers[at : at + 512]
-            data = memoryview(await self._plane.store_read_headers(some))
+            data = memoryview(await self._plane.store_read_pages(some, page))
             for i, number in enumerate(some):
-                page = data[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-                found[number] = unpack_segment_header(self.config, SegmentIndex(number), self.members[number], page)
-                if found[number] is None and page == nothing:
-                    blank.add(number)
-        return found, blank
+                yield number, data[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
 
     # ---- the end ----
 

@@ -314,8 +314,8 @@ void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error);
 int kvfs_store_write(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint32_t page, const void *data, uint64_t size);
 /* out is the caller's and must live until the completion; size a multiple of 4096. Completion: size or -errno. */
 int kvfs_store_read(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint32_t page, void *out, uint64_t size);
-/* First pages of many segments: out is count * 4096 bytes; a page that could not be read is all 0xff. Completion: 0. */
-int kvfs_store_read_headers(struct kvfs_plane *plane, uint64_t cookie, const uint32_t *segments, uint32_t count, void *out);
+/* The same page of many segments: out is count * 4096 bytes; a page that could not be read is all 0xff. Completion: 0. */
+int kvfs_store_read_pages(struct kvfs_plane *plane, uint64_t cookie, const uint32_t *segments, uint32_t count, uint32_t page, void *out);
 struct kvfs_scan_result {
     uint64_t size;              /* bytes of inode records written to out */
     uint32_t next_page;         /* where the scan stopped: no valid header there, end_page, or out is full */

@@ -105,12 +105,12 @@ int kvfs_store_read(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment,
     return 0;
 }
 
-/* ---- segment headers, many at once ---- */
+/* ---- the same page of many segments at once ---- */
 
-struct header_read { uint32_t *left; uint8_t *out; struct slot *slot; };
+struct page_read { uint32_t *left; uint8_t *out; struct slot *slot; };
 
-static void header_done(struct io_group *group, bool reaped) {
-    struct header_read *read = group->owner;
+static void page_done(struct io_group *group, bool reaped) {
+    struct page_read *read = group->owner;
     if (!reaped) {
         if (group->result)
             memset(read->out, 0xff, PAGE);
@@ -124,18 +124,18 @@ static void header_done(struct io_group *group, bool reaped) {
     }
 }
 
-static void run_read_headers(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
+static void run_read_pages(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
     struct store_job *job = (struct store_job *)base;
     uint32_t left = 0, next = 0;
     while (next < job->count || left) {
         while (next < job->count && left < 64) {
             uint8_t *out = (uint8_t *)job->out + next * PAGE;
-            struct header_read *read = malloc(sizeof(*read));
+            struct page_read *read = malloc(sizeof(*read));
             struct slot *slot = slot_get_extra(&plane->reading_small);
             if (read && slot) {
-                *read = (struct header_read){&left, out, slot};
+                *read = (struct page_read){&left, out, slot};
                 left++;
-                if (ring_io(ring, false, job->segments[next], 0, &(struct iovec){slot->data, PAGE}, 1, NULL, 0, header_done, read) == 0) {
+                if (ring_io(ring, false, job->segments[next], job->page, &(struct iovec){slot->data, PAGE}, 1, NULL, 0, page_done, read) == 0) {
                     next++;
                     continue;
                 }
@@ -154,8 +154,10 @@ static void run_read_headers(struct kvfs_plane *plane, struct ring *ring, struct
     store_done(plane, job, 0);
 }
 
-int kvfs_store_read_headers(struct kvfs_plane *plane, uint64_t cookie, const uint32_t *segments, uint32_t count, void *out) {
-    struct store_job *job = store_job_new(run_read_headers, cookie);
+int kvfs_store_read_pages(struct kvfs_plane *plane, uint64_t cookie, const uint32_t *segments, uint32_t count, uint32_t page, void *out) {
+    if (page >= plane->segment_pages)
+        return -ERANGE;
+    struct store_job *job = store_job_new(run_read_pages, cookie);
     if (job)
         job->segments = malloc(count * sizeof(uint32_t) + 1);
     if (!job || !job->segments) {
@@ -171,6 +173,7 @@ int kvfs_store_read_headers(struct kvfs_plane *plane, uint64_t cookie, const uin
         job->segments[i] = segments[i];
     }
     job->count = count;
+    job->page = page;
     job->out = out;
     store_add(plane, job);
     return 0;

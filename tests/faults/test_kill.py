@@ -124,6 +124,7 @@ def test_killed_at_any_moment_without_eviction_nothing_acknowledged_is_missing(o
     assert figures["found"] > 0
     status = pool.status()
     assert status["counters"]["evicted_blocks"] == 0
+    assert "recovered: " in (pool.path / "kvfs.log").read_text()
 
 
 def _replace_files(directory: pathlib.Path) -> None:

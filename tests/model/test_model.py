@@ -65,15 +65,16 @@ class Node:
     def name(self) -> str:
         return self.places[-1][1]
 
-    def paths(self, settled: float) -> set[str]:
-        """Where it may be found when what happened since `settled` may be undone."""
+    def paths(self, settled: float, below: tuple[Node, ...] = ()) -> set[str]:
+        """Where it may be found when what happened since `settled` may be undone. `below` are those that this one is
+        asked for: two directories may each have been in the other."""
         if self.parent is None:
             return {""}
         possible = set()
         for i, (parent, name, _) in enumerate(self.places):
             present = i + 1 == len(self.places)
-            if parent is not None and (present or self.places[i + 1][2] > settled):
-                possible |= {f"{above}/{name}".lstrip("/") for above in parent.paths(settled)}
+            if parent is not None and parent not in below and (present or self.places[i + 1][2] > settled):
+                possible |= {f"{above}/{name}".lstrip("/") for above in parent.paths(settled, (*below, self))}
         return possible
 
     def path(self) -> str:

@@ -468,6 +468,15 @@ def test_gpu_check_goes_through_all_steps_with_the_double(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.timeout(300)
+def test_gpu_check_on_a_gpu(tmp_path):
+    found = gpu.examine_cuda()
+    if found.error or found.double:
+        pytest.skip(f"no GPU, so nothing that reads into one was exercised on it: {found.error or 'a double'}")
+    result = helpers.run("tools/gpu_check", "--quick", "--directory", str(tmp_path), check=False, timeout_s=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_gpu_check_without_a_gpu_says_so(tmp_path):
     result = helpers.run(
         "tools/gpu_check", "--quick", "--directory", str(tmp_path), check=False, timeout_s=100,

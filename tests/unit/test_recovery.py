@@ -229,6 +229,23 @@ def test_an_evicted_and_replaced_name_does_not_come_back_older(pool: Path) -> No
     assert found(pool) == set()
 
 
+def test_a_removal_that_the_crash_undid_stays_undone_without_the_index(pool: Path) -> None:
+    """The summary knew of it before the index did; what a mount then gave back may not go with the index later."""
+
+    async def work(store: Store) -> None:
+        for name in (b"kept", b"removed"):
+            await write(store, name)
+        store.segments.retire_open()
+        await store.sync()
+        unlink(store, b"removed")
+        await store.segments.flush_summaries()
+
+    crashed_store(pool, work, LAZY)
+    assert found(pool) == {b"kept", b"removed"}
+    lose_index(pool)
+    assert found(pool) == {b"kept", b"removed"}
+
+
 def test_carried_over_blocks_survive_the_reuse_of_their_segment(pool: Path) -> None:
     async def work(store: Store) -> None:
         kept = await write(store, b"kept")
