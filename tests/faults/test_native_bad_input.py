@@ -762,7 +762,7 @@ def _on_stuck(client: kvfs.Client, filesystem: Stuck) -> list[bytes]:
 @pytest.mark.timeout(180)
 def test_a_stuck_device_costs_one_deadline_and_keeps_the_memory(stuck: tuple[Pool, Stuck]) -> None:
     pool, filesystem = stuck
-    with kvfs.connect(pool.mount, gpu=None, timeout_s=0.5) as client:
+    with kvfs.connect(pool.mount, gpu=None, timeout_s=2) as client:
         client.put(MANY.items())
         on_it = _on_stuck(client, filesystem)
         filesystem("stop read")
@@ -770,7 +770,7 @@ def test_a_stuck_device_costs_one_deadline_and_keeps_the_memory(stuck: tuple[Poo
         begun = time.monotonic()
         results = client.get_into(memory.items())
         took = time.monotonic() - begun
-        assert took < 2, f"{took:.1f} s for a deadline of 0.5 s"
+        assert took < 6, f"{took:.1f} s for a deadline of 2 s"
         for key, size in zip(MANY, results, strict=True):
             assert (size is None) == (key in on_it), key
             if size is not None:
@@ -787,7 +787,7 @@ def test_a_stuck_device_costs_one_deadline_and_keeps_the_memory(stuck: tuple[Poo
         assert None not in client.get_into([(key, bytearray(len(MANY[key]))) for key in sound])
         assert all(client.exists(MANY))
         assert client.get(on_it[-1]) is None
-        assert time.monotonic() - begun < 1.5
+        assert time.monotonic() - begun < 6
         filesystem("go")
         wait_until(lambda: client.statistics().busy == 0, "the device's late answers")
         gc.collect()  # the tracebacks of the errors above
@@ -811,7 +811,7 @@ def _is_held(memory: bytearray) -> bool:
 def test_memory_given_away_too_early_gets_no_late_bytes_where_it_was_mapped_anew(stuck: tuple[Pool, Stuck]) -> None:
     """Against the rules, in C: what was unmapped stays the device's, and what comes in its place is not written to."""
     pool, filesystem = stuck
-    with kvfs.connect(pool.mount, "c", gpu=None, timeout_s=0.5) as client:
+    with kvfs.connect(pool.mount, "c", gpu=None, timeout_s=2) as client:
         client.put(MANY.items())
         on_it = _on_stuck(client, filesystem)
 
@@ -841,7 +841,7 @@ def test_memory_given_away_too_early_gets_no_late_bytes_where_it_was_mapped_anew
 @pytest.mark.timeout(180)
 def test_a_cancelled_read_of_a_stuck_device_ends_at_once_and_keeps_its_memory(stuck: tuple[Pool, Stuck]) -> None:
     pool, filesystem = stuck
-    with kvfs.connect(pool.mount, gpu=None, timeout_s=1) as client:
+    with kvfs.connect(pool.mount, gpu=None, timeout_s=3) as client:
         client.put(MANY.items())
         on_it = _on_stuck(client, filesystem)
         filesystem("stop read")
@@ -854,9 +854,9 @@ def test_a_cancelled_read_of_a_stuck_device_ends_at_once_and_keeps_its_memory(st
             assert scope.cancelled_caught
             return time.monotonic() - begun
 
-        assert trio.run(main) < 0.6
-        wait_until(lambda: _is_held(memory), "the call to go on in its thread", timeout_s=0.5)
-        time.sleep(1.2)  # its deadline
+        assert trio.run(main) < 2
+        wait_until(lambda: _is_held(memory), "the call to go on in its thread", timeout_s=2)
+        time.sleep(3.2)  # its deadline
         assert _is_held(memory), "the device has not answered"
         filesystem("go")
         wait_until(lambda: client.statistics().busy == 0, "the device's late answer")
@@ -866,7 +866,7 @@ def test_a_cancelled_read_of_a_stuck_device_ends_at_once_and_keeps_its_memory(st
 @pytest.mark.timeout(180)
 def test_writing_to_a_stuck_device_fails_in_time_and_leaves_nothing(stuck: tuple[Pool, Stuck]) -> None:
     pool, filesystem = stuck
-    with kvfs.connect(pool.mount, gpu=None, timeout_s=0.5) as client:
+    with kvfs.connect(pool.mount, gpu=None, timeout_s=2) as client:
         client.put(MANY.items())
         filesystem("stop write")
         begun = time.monotonic()

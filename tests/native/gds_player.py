@@ -105,7 +105,7 @@ def flipped(driver, mount, cufile):
 
 def hangs(driver, mount, cufile):
     """A miss in time; the memory is refused, and its owner kept, until the read is back."""
-    with kvfs.connect(mount, gpu="gds", timeout_s=0.5) as client:
+    with kvfs.connect(mount, gpu="gds", timeout_s=2) as client:
         contents = fill(client, [300 * KIB] * 6)
         batch = batch_of(driver, [300 * KIB] * 6)
         assert None not in read(client, batch, contents)

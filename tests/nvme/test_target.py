@@ -578,11 +578,11 @@ def test_no_bytes_from_outside_harm_it(files, sanitizer):
 
 
 def test_delay_holds_the_command_it_hits_and_lets_others_pass(host, enclosure):
-    enclosure.control("fault delay op=read ms=300 count=1")
+    enclosure.control("fault delay op=read ms=1500 count=1")
     start = time.monotonic()
     late, soon = host[1].submit_read(1, 0, 1), host[1].submit_read(1, 1, 1)
-    assert host[1].take() == soon and time.monotonic() < start + 0.25
-    assert host[1].take() == late and time.monotonic() >= start + 0.3
+    assert host[1].take() == soon and time.monotonic() < start + 1.4
+    assert host[1].take() == late and time.monotonic() >= start + 1.5
 
 
 def test_a_write_delayed_as_a_command_lands_late(host, enclosure):
@@ -686,7 +686,7 @@ def test_slow_is_a_device_so_many_times_slower(host, enclosure):
     cids = [host[1].submit_read(1, block, 1) for block in range(10)]
     for cid in cids:
         assert host[1].take() == cid
-    assert 0.21 <= time.monotonic() - start < 2
+    assert 0.21 <= time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import errno
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
-from store_pools import crashed_store, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
+from store_pools import (
+    OPTIONS,
+    crashed_store,
+    make,
+    make_pool,
+    names,
+    rename,
+    settle,
+    unlink,
+    verify_all,
+    with_store,
+    write,
+)
 
 import kvfs.store.segments as segments_module
 from kvfs.errors import DeviceError, FileTooLargeError
@@ -118,11 +131,11 @@ def test_a_writer_that_found_no_segment_gets_the_one_that_was_being_opened_ahead
         segments.ready_taken.set()
         await trio.sleep(0.05)
         assert len(segments._free) == segments.reserve and not segments._ready
-        with trio.fail_after(1):  # without being told it took 2.4 s, until the index's next commit
+        with trio.fail_after(15):  # without being told it takes until the next poll, or commit of the index
             segments.release(await segments.allocate(segments.head(Stream.NEW), 1, 1))
         assert segments.waits
 
-    with_store(pool, work)
+    with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
 
 
 def test_a_failing_write_goes_to_other_segments(tmp_path: Path) -> None:
