@@ -301,6 +301,23 @@ static bool guest_arm(struct server *server) {
     return found;
 }
 
+void guest_look_again(struct guest *guest) {
+    for (uint32_t i = 0; i < guest->queue_count; i++) {
+        struct virtqueue *queue = &guest->queues[i];
+        pthread_mutex_lock(&queue->serve);
+        bool running = atomic_load(&queue->running);
+        bool missed = running && virtqueue_pending(queue) && queue->seen_avail == queue->last_avail;
+        queue->seen_avail = queue->last_avail;
+        pthread_mutex_lock(&queue->lock);
+        if (running)
+            virtqueue_remind(queue);
+        pthread_mutex_unlock(&queue->lock);
+        pthread_mutex_unlock(&queue->serve);
+        if (missed)
+            server_wake(queue_server(guest, i));
+    }
+}
+
 static const struct transport_ops guest_ops = {guest_serve, guest_arm, guest_reply};
 
 /* ---- what the front end changes ---- */

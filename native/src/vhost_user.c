@@ -43,6 +43,8 @@ enum {
 /* A message's rest must follow within this. Front ends wait for answers without any limit of their own: ours come within the deadlines
  * below. */
 #define MESSAGE_TIMEOUT_S 5
+/* A lost kick or signal would be a hang of the guest. */
+#define LOOK_AGAIN_MS 1000
 /* GET_VRING_BASE and the end: what is under way gets this long, then it is answered with EIO. */
 #define DRAIN_TIMEOUT_MS 5000u
 
@@ -290,6 +292,8 @@ static int set_event(struct guest *guest, struct virtqueue *queue, struct vhost_
     if (*place >= 0)
         close(*place);
     *place = fd;
+    if (message->header.request == SET_VRING_CALL && queue->used)
+        virtqueue_signal(queue); /* what came just before went to the old one, which nobody may listen to any more */
     return 0;
 }
 
@@ -530,7 +534,10 @@ void vhost_user_serve(struct guest *guest, int fd) {
     while (r >= 0) {
         /* A second front end is turned away at once rather than left waiting for its first answer. */
         struct pollfd polls[3] = {{.fd = fd, .events = POLLIN}, {.fd = guest->stop_fd, .events = POLLIN}, {.fd = guest->listen_fd, .events = POLLIN}};
-        if (poll(polls, 3, -1) < 0)
+        int ready = poll(polls, 3, LOOK_AGAIN_MS);
+        if (ready == 0)
+            guest_look_again(guest);
+        if (ready <= 0)
             continue;
         stopping = polls[1].revents != 0;
         if (stopping)

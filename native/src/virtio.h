@@ -92,6 +92,8 @@ struct virtqueue {
     uint64_t inflight_counter;
     uint16_t *again;                    /* heads to be taken once more after a reconnect */
     uint32_t again_count, again_next;
+    uint16_t seen_avail, seen_used;     /* at the last look (guest_look_again) */
+    bool reminded;
 };
 int virtqueue_init(struct virtqueue *queue, uint32_t index);
 void virtqueue_free(struct virtqueue *queue);
@@ -107,6 +109,9 @@ void virtqueue_quiet(struct virtqueue *queue);
 bool virtqueue_pending(const struct virtqueue *queue);
 /* Publish an answer of `size` bytes; lock held, element live. Signals the guest where it wants that. */
 void virtqueue_publish(struct virtqueue *queue, uint16_t head, uint32_t size);
+void virtqueue_signal(struct virtqueue *queue);
+/* Called once a second, lock held: signal again if the guest has not come to the answers of a second ago: a front end may lose a signal. */
+void virtqueue_remind(struct virtqueue *queue);
 /* Forget an element without an answer; lock held. */
 void virtqueue_drop(struct virtqueue *queue, uint16_t head);
 /* No more of it until it is reset; serve held. */
@@ -135,6 +140,8 @@ struct guest {
 int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *config, struct guest **out);
 int guest_serve(struct server *server, uint32_t *run);
 void guest_error(struct guest *guest, uint32_t queue, int error);
+/* Called once a second while a front end is there: make up for kicks and signals that were lost on the way. */
+void guest_look_again(struct guest *guest);
 /* Both locks held: whether the queue may run has perhaps changed. */
 void guest_queue_update(struct guest *guest, struct virtqueue *queue);
 /* Both locks held. fd (-1: none) is the queue's from then on. */

@@ -165,7 +165,8 @@ void virtqueue_reset(struct virtqueue *queue) {
     queue->inflight = NULL;
     queue->desc_user = queue->avail_user = queue->used_user = 0;
     queue->size = queue->again_count = queue->again_next = 0;
-    queue->last_avail = queue->used_index = 0;
+    queue->last_avail = queue->used_index = queue->seen_avail = queue->seen_used = 0;
+    queue->reminded = false;
     queue->enabled = queue->started = queue->broken = queue->event_index = queue->indirect = false;
 }
 
@@ -357,9 +358,27 @@ void virtqueue_publish(struct virtqueue *queue, uint16_t head, uint32_t size) {
         wanted = vring_need_event(__atomic_load_n(event_of_avail(queue), __ATOMIC_RELAXED), queue->used_index, before);
     else
         wanted = !(__atomic_load_n(&queue->avail->flags, __ATOMIC_RELAXED) & VRING_AVAIL_F_NO_INTERRUPT);
+    if (wanted)
+        virtqueue_signal(queue);
+}
+
+void virtqueue_signal(struct virtqueue *queue) {
     uint64_t one = 1;
-    ssize_t n = wanted && queue->call_fd >= 0 ? write(queue->call_fd, &one, sizeof(one)) : 0;
+    ssize_t n = queue->call_fd >= 0 ? write(queue->call_fd, &one, sizeof(one)) : 0;
     (void)n;
+}
+
+void virtqueue_remind(struct virtqueue *queue) {
+    if (!queue->used)
+        return;
+    bool quiet = queue->seen_used == queue->used_index;
+    /* With events the guest says how far it has come; without, only that it wants to be told at all. */
+    bool heard = queue->event_index ? __atomic_load_n(event_of_avail(queue), __ATOMIC_RELAXED) == queue->used_index
+                                    : queue->reminded || __atomic_load_n(&queue->avail->flags, __ATOMIC_RELAXED) & VRING_AVAIL_F_NO_INTERRUPT;
+    queue->seen_used = queue->used_index;
+    queue->reminded = quiet;
+    if (quiet && !heard)
+        virtqueue_signal(queue);
 }
 
 static int later(const void *a, const void *b, void *argument) {

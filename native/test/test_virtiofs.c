@@ -709,6 +709,49 @@ static void test_plain_rings(void) {
     wait_gone(number);
 }
 
+/* A front end may lose a kick or a signal, or change descriptors while one is on its way: a pause, never a hang. */
+static void test_lost_signals(void) {
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    struct front_queue *q = &f.queues[1];
+    uint16_t *used_event = (uint16_t *)(void *)&q->avail->ring[q->size];
+    struct pollfd called = {.fd = q->call, .events = POLLIN};
+    struct piece room = {f.memory + REPLY_AT, 4096, true};
+    uint64_t count, until = now_ns() + 20000000000ull;
+    uint32_t head, length;
+    *used_event = (uint16_t)(q->seen + 100); /* as if the signal had been lost */
+    while (poll(&called, 1, 0) == 1)
+        CHECK(read(q->call, &count, 8) == 8);
+    put(&f, 1, 0, REQUEST_AT, FUSE_LOOKUP, 1, "nothing", 8, &room, 1, true);
+    while (__atomic_load_n(&q->used->idx, __ATOMIC_ACQUIRE) == q->seen && now_ns() < until)
+        usleep(1000);
+    CHECK(poll(&called, 1, 200) == 0);
+    CHECK(poll(&called, 1, 20000) == 1);
+    CHECK(front_wait(q, 1000, &head, &length));
+    *used_event = q->seen; /* heard: no more */
+    while (poll(&called, 1, 0) == 1)
+        CHECK(read(q->call, &count, 8) == 8);
+    CHECK(poll(&called, 1, 2500) == 0);
+
+    int kick = q->kick, nobody = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    q->kick = nobody;
+    put(&f, 1, 0, REQUEST_AT, FUSE_LOOKUP, 1, "nothing", 8, &room, 1, true);
+    q->kick = kick;
+    CHECK(front_wait(q, 20000, &head, &length));
+
+    uint64_t payload = 1;
+    CHECK(vu_tell(&f, VU_SET_VRING_CALL, &payload, 8, &nobody, 1) == 0);
+    called.fd = nobody;
+    CHECK(read(nobody, &count, 8) == 8); /* the kick above */
+    CHECK(vu_tell(&f, VU_SET_VRING_CALL, &payload, 8, &nobody, 1) == 0);
+    CHECK(poll(&called, 1, 1000) == 1);
+    close(q->call);
+    q->call = nobody;
+    front_end(&f);
+    wait_gone(number);
+}
+
 static void test_end(void) {
     struct front f;
     front_start(&f, path, 128);
@@ -737,6 +780,7 @@ int main(void) {
     RUN(test_protocol);
     RUN(test_blocks);
     RUN(test_plain_rings);
+    RUN(test_lost_signals);
     RUN(test_hostile_chains);
     RUN(test_hostile_requests);
     RUN(test_faults);
