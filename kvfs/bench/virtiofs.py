@@ -120,7 +120,8 @@ class _Guest:
             path = base / f"{index}.socket"
             self.doors[name] = _Door(Path(), lower, stand.stack.enter_context(virtiofsd(lower, path, options)))
             shares.append(Share(path, f"virtiofsd{index}"))
-        self.guest = stand.stack.enter_context(Guest(shares, memory_mib=1024, lifetime_s=3600))
+        # Of one CPU, as in the figures so far: a second one would take the back end's.
+        self.guest = stand.stack.enter_context(Guest(shares, cpu_count=1, memory_mib=1024, lifetime_s=3600))
         for share, door in zip(shares, self.doors.values(), strict=True):
             door.root = self.guest.mount(share.tag)
         for lower in {door.lower for door in self.doors.values()}:

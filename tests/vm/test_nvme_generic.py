@@ -23,7 +23,7 @@ def guest():
         for disk in disks:
             with disk.open("wb") as file:
                 file.truncate(DISK_SIZE)
-        with Guest([], disks=disks, memory_mib=1536, cpu_count=2, lifetime_s=1600) as running:
+        with Guest([], disks=disks, memory_mib=1536, lifetime_s=1600) as running:
             running.run(f"mkdir -p {MOUNT}")
             yield running
 

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture(scope="module")
 def guest():
-    with Guest([], cpu_count=2, modules=("nvme_tcp", "crc32c_generic"), network=True, lifetime_s=900) as running:
+    with Guest([], modules=("nvme_tcp", "crc32c_generic"), network=True, lifetime_s=900) as running:
         running.run(f"echo {IO_TIMEOUT_S} > /sys/module/nvme_core/parameters/io_timeout")
         running.run(f"echo {IO_TIMEOUT_S} > /sys/module/nvme_core/parameters/admin_timeout")
         # A command is asked for again until it is answered.

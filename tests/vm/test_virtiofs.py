@@ -84,7 +84,7 @@ def pool():
 @pytest.fixture(scope="module")
 def guests(pool):
     """Two guests that have the pool mounted."""
-    with pool.guest("small", 128, lifetime_s=2400) as small, pool.guest("large", cpu_count=2, lifetime_s=2400) as large:
+    with pool.guest("small", 128, lifetime_s=2400) as small, pool.guest("large", lifetime_s=2400) as large:
         small.mount("small")
         large.mount("large")
         yield {"small": small, "large": large}
