@@ -343,8 +343,8 @@ class Guest:
 
     shares: Sequence[Share]
     name: str = "guest"
-    # Not one: QEMU's emulation then leaves out the guest's memory barriers (7.2; -d op shows it), and sooner or later a
-    # guest waits for an interrupt that its device had no reason to send.
+    # Not one: QEMU's emulation then leaves out the guest's memory barriers (7.2; -d op shows it), so that a guest may
+    # wait for an interrupt that its device had no reason to send.
     cpu_count: int = 2
     memory_mib: int = 512
     lifetime_s: float = 600.0
