@@ -192,7 +192,23 @@ class Pool:
         pid = self.pid()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not process_alive(pid), f"the end of daemon {pid} after SIGKILL")
+        self.wait_dead(pid)
+
+    def wait_dead(self, pid: int, *, timeout_s: float = 30) -> None:
+        """Wait for the end of a daemon that did not unmount, and until its mount says ENOTCONN.
+
+        What io_uring held of its files is closed by the kernel a moment after its last thread: what is asked until
+        then is answered by ECONNABORTED."""
+        wait_until(lambda: not process_alive(pid), f"the end of daemon {pid}", timeout_s=timeout_s)
+
+        def disconnected() -> bool:
+            try:
+                os.statvfs(self.mount)
+            except OSError as error:
+                return error.errno == errno.ENOTCONN
+            return mount_device(self.mount) is None
+
+        wait_until(disconnected, f"the end of daemon {pid}'s mount")
 
     def remount(self, *extra: str) -> None:
         """Mount again, after umount(), kill() or an abort."""

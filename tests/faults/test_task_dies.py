@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import helpers
-from helpers import MIB, Pool, assert_same, content, process_alive, raises_errno, read_file, wait_until, write_file
+from helpers import MIB, Pool, assert_same, content, raises_errno, read_file, wait_until, write_file
 
 END_S = 10.0
 
@@ -67,7 +67,7 @@ def test_a_store_task_that_dies_ends_the_daemon_and_answers_whoever_waits(
     for thread in waiting:
         thread.join(END_S)
     assert sorted(answers) == [("close", errno.EIO)] * 8 + [("sync", errno.EIO)]
-    wait_until(lambda: not process_alive(pid), "the end of the daemon", timeout_s=END_S)
+    pool.wait_dead(pid, timeout_s=END_S)
     assert time.monotonic() - began < END_S
     log = (pool.path / "kvfs.log").read_text()
     assert "CRITICAL" in log and "LookupError: the task that dies" in log, log
