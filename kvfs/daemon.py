@@ -31,7 +31,7 @@ import trio
 from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
 from kvfs.frontend import mount as mounting
 from kvfs.frontend.calls import Calls
-from kvfs.frontend.clients import Clients
+from kvfs.frontend.clients import HOSTS_TIMEOUT_S, Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.fuse import Session
 from kvfs.frontend.status import live_counters, live_status
@@ -594,6 +594,9 @@ class Daemon:
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
+        # Who asks a mount after the answer sees what has gone.
+        with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
+            await self._store.plane.notify_flush()
         after = live_counters(self._store, self._clients)
         names = ("evicted_segments", "evicted_blocks", "evicted_bytes")
         return {name: after.get(name, 0) - before.get(name, 0) for name in names}

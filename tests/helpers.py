@@ -53,6 +53,14 @@ def repeated(count: int) -> int:
     return max(1, count // SLOWNESS)
 
 
+def give_devices_time() -> None:
+    """A block is a miss for a client whose device takes two seconds, unless it says otherwise. A sound device on a busy
+    machine may take as long: from here on it is given twenty."""
+    import kvfs
+
+    kvfs.connect.__kwdefaults__["timeout_s"] = 20.0
+
+
 # --- commands and conditions -----------------------------------------------------------------------------------
 
 
@@ -228,7 +236,7 @@ class Pool:
 
     def _stop(self) -> None:
         """End daemon and mount by any means."""
-        with contextlib.suppress(CommandError, OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AssertionError):
             pid = self.pid()
             if mount_device(self.mount) is not None and process_alive(pid):
                 self.umount(timeout_s=20)

@@ -22,6 +22,8 @@ import helpers
 for _name in helpers.FIXTURES:
     globals()[_name] = getattr(helpers, _name)
 
+helpers.give_devices_time()
+
 _WATCHDOG = """
 import os, select, signal, sys
 if not select.select([0], [], [], float(sys.argv[1]))[0]:

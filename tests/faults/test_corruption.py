@@ -21,12 +21,26 @@ from collections.abc import Callable, Iterator
 import helpers
 import image
 import pytest
-from helpers import KIB, MIB, CommandError, Pool, assert_same, content, raises_errno, read_file, run, wait_until
+from helpers import KIB, MIB, Pool, assert_same, content, raises_errno, read_file, run, wait_until
 
 SEED = int(os.environ.get("KVFS_CORRUPTION_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 ALL = bool(os.environ.get("KVFS_FAULTS_ALL"))
 # Names and removals are in the index after a second, in the summaries within two more.
 QUIET_S = 5.0
+
+
+def quiet(pool: Pool) -> None:
+    """Wait until all of it is on the devices, on a machine that is slow too."""
+    time.sleep(QUIET_S)
+    wait_until(lambda: pool.status()["counters"]["index_pending"] == 0, "the commit of the index")
+    seen = -1
+
+    def still() -> bool:
+        nonlocal seen
+        before, seen = seen, pool.status()["counters"]["summaries_written"]
+        return before == seen
+
+    wait_until(still, "the summaries", interval_s=1.5)
 
 
 @dataclasses.dataclass
@@ -78,14 +92,14 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
                 removed[name] = [files[name]]
                 files[name] = content(len(files[name]) + 1, ("second", index))
                 put(pool.mount / name, files[name])
-        time.sleep(QUIET_S)  # what is claimed of here on is what is older than that
+        quiet(pool)  # what is claimed of here on is what is older than that
         inodes = {name: os.stat(pool.mount / name).st_ino for name in files}
         pool.kill()
         helpers.detach(pool.mount)
         template = {"killed": base / "killed", "clean": base / "clean"}
         run("cp", "--archive", "--sparse=always", pool.path, template["killed"])
         pool.start()
-        time.sleep(QUIET_S)
+        quiet(pool)
         pool.umount()
         run("cp", "--archive", "--sparse=always", pool.path, template["clean"])
     yield Stored(template, files, inodes, removed, old_names)
@@ -393,14 +407,14 @@ def test_labels_that_land_late_do_not_turn_the_epoch_back(own_pool: Callable[...
         put(pool.mount / f"a{index}", files[f"a{index}"])
     devices = image.Image(pool.path)
     old = {(device, copy): devices.read_label(device, copy) for device in range(4) for copy in copies}
-    time.sleep(QUIET_S)
+    quiet(pool)
     pool.kill()
     pool.remount()
     second = epoch_of(pool)
     for index in range(20):
         files[f"b{index}"] = content(200 * KIB, ("b", index))
         put(pool.mount / f"b{index}", files[f"b{index}"])
-    time.sleep(QUIET_S)
+    quiet(pool)
     for (device, copy), data in old.items():
         devices.write_label(device, copy, data)
     pool.kill()
@@ -409,7 +423,7 @@ def test_labels_that_land_late_do_not_turn_the_epoch_back(own_pool: Callable[...
     assert survey(pool.mount, list(files), files) == {}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_block_writes_that_land_late_never_give_wrong_bytes(own_pool: Callable[..., Pool],
                                                             tmp_path: pathlib.Path) -> None:
     """A daemon dies with writes in flight; they arrive while its successor serves, reuses segments and removes files.
@@ -422,7 +436,7 @@ def test_block_writes_that_land_late_never_give_wrong_bytes(own_pool: Callable[.
     for index in range(60):
         old[f"old{index}"] = content(300 * KIB, ("old", index))
         put(pool.mount / f"old{index}", old[f"old{index}"])
-    time.sleep(QUIET_S)
+    quiet(pool)
     before = tmp_path / "before"
     run("cp", "--archive", "--sparse=always", pool.path, before)
     for index in range(40):
@@ -442,7 +456,7 @@ def test_block_writes_that_land_late_never_give_wrong_bytes(own_pool: Callable[.
     for index in range(100):
         new[f"new{index}"] = content(300 * KIB, ("new", index))
         put(pool.mount / f"new{index}", new[f"new{index}"])
-    time.sleep(QUIET_S)
+    quiet(pool)
     devices, written = image.Image(pool.path), 0
     for device, data in after.items():
         past = (before / "devices" / str(device)).read_bytes()
@@ -476,7 +490,7 @@ def test_block_writes_that_land_late_never_give_wrong_bytes(own_pool: Callable[.
     print(f"{written} pages late, {len(failed)} + {len(more)} of {len(served)} blocks hit")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_summaries_that_land_late_do_not_change_what_is_served(own_pool: Callable[..., Pool]) -> None:
     """Old summaries over newer ones: the index is the truth of a pool that has one."""
     pool = own_pool(files=4, size="16M")
@@ -484,7 +498,7 @@ def test_summaries_that_land_late_do_not_change_what_is_served(own_pool: Callabl
     for index in range(60):
         files[f"a{index}"] = content(200 * KIB, ("a", index))
         put(pool.mount / f"a{index}", files[f"a{index}"])
-    time.sleep(QUIET_S)
+    quiet(pool)
     devices = image.Image(pool.path)
     pages = devices.geometry.summary_pages
     old = {(segment, slot): devices.read(segment, devices.geometry.summary_page(slot), pages)
@@ -498,7 +512,7 @@ def test_summaries_that_land_late_do_not_change_what_is_served(own_pool: Callabl
     for index in range(40):
         files[f"b{index}"] = content(200 * KIB, ("b", index))
         put(pool.mount / f"b{index}", files[f"b{index}"])
-    time.sleep(QUIET_S)
+    quiet(pool)
     for (segment, slot), data in old.items():
         devices.write(segment, devices.geometry.summary_page(slot), data)
     for _ in range(2):
@@ -547,7 +561,7 @@ def _targets(devices: image.Image, inodes: dict[int, str], files: dict[str, byte
     return found
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_flipped_bit_anywhere_is_found_on_read_and_counted(own_pool: Callable[..., Pool]) -> None:
     """One random bit at a time, under a running daemon: exactly the file it hit fails, with EIO, and it counts."""
     pool = own_pool(files=4, size="32M")
@@ -633,5 +647,5 @@ def test_a_device_cut_short_under_a_running_daemon_is_eio_never_short(own_pool: 
     assert failed
     status = pool.status()
     assert sum(device["errors"] for device in status["devices"]) + status["counters"]["read_errors"] > 0
-    with contextlib.suppress(CommandError):
+    with contextlib.suppress(AssertionError):
         pool.umount()

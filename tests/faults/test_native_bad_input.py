@@ -44,12 +44,13 @@ SEED = int(os.environ.get("KVFS_FUZZ_SEED", "0")) or random.SystemRandom().randr
 class Native:
     """libkvfs's own functions, without Python's checks before them."""
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, timeout_ms: int = 20_000) -> None:
         from kvfs._native import ffi, lib
 
         self.ffi, self.lib = ffi, lib
         out = ffi.new("struct kvfs_client **")
-        assert lib.kvfs_connect(bytes(path), b"c", ffi.NULL, out) == 0, self.said()
+        options = ffi.new("struct kvfs_options *", (ffi.sizeof("struct kvfs_options"), 0, timeout_ms, 0, 0))
+        assert lib.kvfs_connect(bytes(path), b"c", options, out) == 0, self.said()
         self.client = out[0]
 
     def said(self) -> str:
@@ -379,7 +380,7 @@ class Liar:
             daemon.shutdown(socket.SHUT_RDWR)
 
 
-def use(pool: Pool, limit_s: float = 4.0) -> dict[str, str]:
+def use(pool: Pool, *, timeout_s: float = 10, limit_s: float = 20) -> dict[str, str]:
     """Connect and try everything, in a child: "ok" or the name of the KvfsError, by call. Nothing else may happen:
     no other exception, no wrong byte, no call that takes long, no descriptor left."""
     def body() -> dict[str, str]:
@@ -399,7 +400,7 @@ def use(pool: Pool, limit_s: float = 4.0) -> dict[str, str]:
 
         kvfs.Client.buffer(1)  # what is loaded once
         before = len(os.listdir("/proc/self/fd"))
-        client = attempt("connect", lambda: kvfs.connect(pool.mount, "bad", timeout_s=1, gpu=None))
+        client = attempt("connect", lambda: kvfs.connect(pool.mount, "bad", timeout_s=timeout_s, gpu=None))
         if client is not None:
             memory = {key: bytearray(len(data)) for key, data in BLOCKS.items()}
             for turn in ("", " again"):
@@ -499,7 +500,7 @@ def test_a_welcome_that_is_wrong_is_refused_or_harmless(pool: Pool) -> None:
     for name, (edit, expected) in _WELCOMES.items():
         try:
             with Liar(pool, edit):
-                outcome = use(pool)
+                outcome = use(pool, timeout_s=1 if expected in ("DeadlineError", None) else 10)
             assert expected is None or outcome["connect"] == expected, outcome
         except BaseException as error:
             error.add_note(f"a welcome: {name}")
@@ -562,7 +563,7 @@ def test_descriptors_that_are_wrong_are_refused_or_harmless(pool: Pool) -> None:
     for name, (edit, expected) in _DESCRIPTORS.items():
         try:
             with Liar(pool, edit):
-                outcome = use(pool)
+                outcome = use(pool, timeout_s=1 if expected in ("DeadlineError", None) else 10)
             assert expected is None or outcome["connect"] == expected, outcome
         except BaseException as error:
             error.add_note(f"descriptors: {name}")
@@ -668,7 +669,8 @@ def test_noise_in_what_the_daemon_says_neither_crashes_nor_hangs_a_client(pool: 
 
         try:
             with Liar(pool, edit):
-                use(pool, limit_s=35)  # a size that is too large is waited for: 30 s where the daemon may have to evict
+                # A size that is too large is waited for: 30 s where the daemon may have to evict.
+                use(pool, timeout_s=1, limit_s=35)
         except BaseException as error:
             error.add_note(f"round {number}; repeat with KVFS_FUZZ_SEED={SEED}")
             raise
@@ -762,7 +764,7 @@ def _on_stuck(client: kvfs.Client, filesystem: Stuck) -> list[bytes]:
 @pytest.mark.timeout(180)
 def test_a_stuck_device_costs_one_deadline_and_keeps_the_memory(stuck: tuple[Pool, Stuck]) -> None:
     pool, filesystem = stuck
-    with kvfs.connect(pool.mount, gpu=None, timeout_s=2) as client:
+    with kvfs.connect(pool.mount, gpu=None, timeout_s=5) as client:
         client.put(MANY.items())
         on_it = _on_stuck(client, filesystem)
         filesystem("stop read")
@@ -770,7 +772,7 @@ def test_a_stuck_device_costs_one_deadline_and_keeps_the_memory(stuck: tuple[Poo
         begun = time.monotonic()
         results = client.get_into(memory.items())
         took = time.monotonic() - begun
-        assert took < 6, f"{took:.1f} s for a deadline of 2 s"
+        assert took < 15, f"{took:.1f} s for a deadline of 5 s; one after the other they take 20"
         for key, size in zip(MANY, results, strict=True):
             assert (size is None) == (key in on_it), key
             if size is not None:
@@ -787,7 +789,7 @@ def test_a_stuck_device_costs_one_deadline_and_keeps_the_memory(stuck: tuple[Poo
         assert None not in client.get_into([(key, bytearray(len(MANY[key]))) for key in sound])
         assert all(client.exists(MANY))
         assert client.get(on_it[-1]) is None
-        assert time.monotonic() - begun < 6
+        assert time.monotonic() - begun < 15
         filesystem("go")
         wait_until(lambda: client.statistics().busy == 0, "the device's late answers")
         gc.collect()  # the tracebacks of the errors above
@@ -816,7 +818,7 @@ def test_memory_given_away_too_early_gets_no_late_bytes_where_it_was_mapped_anew
         on_it = _on_stuck(client, filesystem)
 
     def body() -> None:
-        c = Native(pool.mount)
+        c = Native(pool.mount, 2000)
         libc = helpers.libc
         libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_long] * 5]
         size = 256 * KIB
@@ -841,7 +843,7 @@ def test_memory_given_away_too_early_gets_no_late_bytes_where_it_was_mapped_anew
 @pytest.mark.timeout(180)
 def test_a_cancelled_read_of_a_stuck_device_ends_at_once_and_keeps_its_memory(stuck: tuple[Pool, Stuck]) -> None:
     pool, filesystem = stuck
-    with kvfs.connect(pool.mount, gpu=None, timeout_s=3) as client:
+    with kvfs.connect(pool.mount, gpu=None, timeout_s=5) as client:
         client.put(MANY.items())
         on_it = _on_stuck(client, filesystem)
         filesystem("stop read")
@@ -854,9 +856,9 @@ def test_a_cancelled_read_of_a_stuck_device_ends_at_once_and_keeps_its_memory(st
             assert scope.cancelled_caught
             return time.monotonic() - begun
 
-        assert trio.run(main) < 2
-        wait_until(lambda: _is_held(memory), "the call to go on in its thread", timeout_s=2)
-        time.sleep(3.2)  # its deadline
+        assert trio.run(main) < 4, "it waits for its deadline"
+        wait_until(lambda: _is_held(memory), "the call to go on in its thread", timeout_s=5)
+        time.sleep(5.2)  # its deadline
         assert _is_held(memory), "the device has not answered"
         filesystem("go")
         wait_until(lambda: client.statistics().busy == 0, "the device's late answer")

@@ -27,7 +27,7 @@ from helpers import (
     wait_until,
     write_file,
 )
-from workload import GRACE_S, Child
+from workload import Child
 
 PIN = "user.kvfs.pin"
 LABELS_AND_START = MIB + 64 * KIB
@@ -60,7 +60,13 @@ def test_a_pool_of_100_segments_with_64_random_files_open_takes_writes(own_pool:
         contents[index] = content(block, index)
         put(pool.mount / f"{index}", contents[index])
     alive = [index for index in contents if os.path.exists(pool.mount / f"{index}")]
-    held = {index: os.open(pool.mount / f"{index}", os.O_RDONLY) for index in chooser.sample(alive, 64)}
+    held: dict[int, int] = {}
+    for index in chooser.sample(alive, len(alive)):
+        with contextlib.suppress(FileNotFoundError):  # evicted since
+            held[index] = os.open(pool.mount / f"{index}", os.O_RDONLY)
+        if len(held) == 64:
+            break
+    assert len(held) == 64, f"{len(held)} of {len(alive)} files"
     try:
         for index in range(3 * count):
             put(pool.mount / f"new{index}", content(block, ("new", index)))  # ENOSPC here fails the test
@@ -178,7 +184,8 @@ def test_readers_under_eviction_see_right_bytes_or_a_miss_and_stat_agrees(own_po
     def write(writer: int) -> int:
         index = 350
         while time.monotonic() < deadline:
-            put(pool.mount / f"{writer}-{index % 600}", content(block, (writer, index % 600)))
+            with contextlib.suppress(FileNotFoundError):  # evicted before it was renamed
+                put(pool.mount / f"{writer}-{index % 600}", content(block, (writer, index % 600)))
             index += 1
         return index - 350
 
@@ -216,7 +223,8 @@ def test_readers_under_eviction_see_right_bytes_or_a_miss_and_stat_agrees(own_po
                 assert_same(read_file(path), content(block, (writer, index)), path.name)
                 assert there, f"{path.name}: open finds what stat did not"
             except FileNotFoundError:
-                assert not there, f"{path.name}: a stale hit: stat found it, open did not"
+                # It may have been evicted in between.
+                assert not there or not os.path.exists(path), f"{path.name}: a stale hit: stat finds it, open does not"
 
 
 def test_no_stale_hit_after_evict(own_pool: Callable[..., Pool]) -> None:
@@ -360,12 +368,15 @@ def test_a_full_disk_under_the_index_stops_no_writer_and_brings_nothing_old_back
                 for index in range(names):
                     put(pool.mount / f"{index}", content(400 * KIB, (index, turn)))
                     versions[index] = turn
-            counters = pool.status()["counters"]
-            assert counters["commit_failures"] > 0, counters
-            time.sleep(GRACE_S)  # a rename of the last second may be undone
+            failures = pool.status()["counters"]["commit_failures"]
+            # A rename of the last second may be undone. A commit and the summaries take turns: after three commits the
+            # summaries that were begun after the last rename are written.
+            time.sleep(3)
+            wait_until(lambda: pool.status()["counters"]["commit_failures"] >= failures + 3, "three commits that fail")
             pool.kill()
             (small / "filler").unlink()
             pool.remount()
+            pool.wait_rebuilt()
             found = 0
             for index, turn in versions.items():
                 path = pool.mount / f"{index}"
@@ -375,6 +386,7 @@ def test_a_full_disk_under_the_index_stops_no_writer_and_brings_nothing_old_back
             assert found > names // 2, f"{found} of {names}"
             put(pool.mount / "after", content(MIB, "after"))
             pool.remount()
+            pool.wait_rebuilt()
             assert_same(read_file(pool.mount / "after"), content(MIB, "after"), "a file written later")
             assert not (pool.path / "index/incomplete").exists()
     finally:

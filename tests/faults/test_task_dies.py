@@ -13,7 +13,7 @@ from collections.abc import Callable
 import helpers
 from helpers import MIB, Pool, assert_same, content, raises_errno, read_file, wait_until, write_file
 
-END_S = 10.0
+END_S = 40.0
 
 
 def test_a_store_task_that_dies_ends_the_daemon_and_answers_whoever_waits(

@@ -26,8 +26,9 @@ _HEAD = struct.Struct("<8sIIQ32s")
 _MAGIC = b"kvfstest"
 # What a client sees of a daemon that died.
 DEAD = {errno.ENOTCONN, errno.ECONNABORTED}
-# A rename or unlink of the last second may be undone; the rest is for a machine and disk that are busy.
-GRACE_S = 3.0
+# A rename or unlink of the last second may be undone; the rest is for a machine and disk that are busy. A round is
+# shorter than this: what was there before it is settled, and must stay.
+GRACE_S = 30.0
 
 _noise = random.Random(0x6B766673).randbytes(2 << 20)
 

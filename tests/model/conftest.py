@@ -9,3 +9,5 @@ import helpers
 
 for _name in helpers.FIXTURES:
     globals()[_name] = getattr(helpers, _name)
+
+helpers.give_devices_time()

@@ -14,6 +14,8 @@ import kvfs
 for _name in helpers.FIXTURES:
     globals()[_name] = getattr(helpers, _name)
 
+helpers.give_devices_time()
+
 
 @pytest.fixture
 def client(directory):
