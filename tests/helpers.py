@@ -55,9 +55,10 @@ def repeated(count: int) -> int:
 
 def give_devices_time() -> None:
     """A block is a miss for a client whose device takes two seconds, unless it says otherwise. A sound device on a busy
-    machine may take as long: from here on it is given twenty."""
+    machine may take as long: from here on it is given twenty, also by the programs that a test starts."""
     import kvfs
 
+    os.environ.setdefault("KVFS_TIMEOUT_MS", "20000")
     kvfs.connect.__kwdefaults__["timeout_s"] = 20.0
 
 

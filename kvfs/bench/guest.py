@@ -46,8 +46,8 @@ MORE_MODULES = ("virtio_net", "nvme", "nvme_tcp", "nvmet_tcp", "crc32c_generic")
 # Without what costs an emulated CPU much and protects nobody here.
 KERNEL_ARGUMENTS = "console=ttyS0 quiet panic=-1 mitigations=off"
 PORTS = 4  # commands at once
-BOOT_TIMEOUT_S = 60.0
-COMMAND_TIMEOUT_S = 60.0
+BOOT_TIMEOUT_S = 180.0
+COMMAND_TIMEOUT_S = 180.0
 # A guest's own kill of a command comes first; then it is the guest that does not answer.
 GRACE_S = 5.0
 SHARES = Path("/run/shares")

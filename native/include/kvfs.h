@@ -37,7 +37,7 @@ enum kvfs_client_flags {
 struct kvfs_options {
     uint32_t size;                  /* sizeof(struct kvfs_options): what this caller knows of */
     uint32_t flags;                 /* enum kvfs_client_flags */
-    uint32_t timeout_ms;            /* what a device or the daemon may take; 0: 2000 */
+    uint32_t timeout_ms;            /* what a device or the daemon may take; 0: $KVFS_TIMEOUT_MS, or 2000 */
     uint32_t depth;                 /* blocks a call has in flight, 1 to 64; 0: 8 */
     uint64_t staging_size;          /* bytes of pinned memory for kvfs_prestage(), at most; 0: 256 MiB */
 };

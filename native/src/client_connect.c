@@ -668,11 +668,28 @@ static int space_check(const char *space) {
     return 0;
 }
 
+/* For programs that cannot say it themselves, those under libkvfs_preload or libcufile. 0 from the environment is refused too. */
+static int timeout_from_environment(uint32_t *timeout_ms) {
+    const char *text = getenv("KVFS_TIMEOUT_MS");
+    if (!text || !*text) {
+        *timeout_ms = 2000;
+        return 0;
+    }
+    char *end;
+    errno = 0;
+    unsigned long value = strtoul(text, &end, 10);
+    if (*text < '0' || *text > '9' || *end || errno || value < 1 || value > 3600000)
+        return client_fail(-EINVAL, "KVFS_TIMEOUT_MS is '%.32s': 1 to 3600000 are possible", text);
+    *timeout_ms = (uint32_t)value;
+    return 0;
+}
+
 int client_open(const char *path, const char *pool, uint64_t base, const char *space, const struct kvfs_options *options, struct kvfs_client **out) {
     struct kvfs_options o = {0};
     if (options)
         memcpy(&o, options, min_u64(options->size, sizeof(o)));
-    o.timeout_ms = o.timeout_ms ? o.timeout_ms : 2000;
+    if (!o.timeout_ms && timeout_from_environment(&o.timeout_ms) < 0)
+        return -EINVAL;
     o.depth = o.depth ? o.depth : 8;
     o.staging_size = o.staging_size ? o.staging_size : 256ull << 20;
     if (o.flags & ~(uint32_t)(KVFS_READ_ONLY | KVFS_NO_VERIFY) || o.depth > 64 || o.timeout_ms > 3600000 || o.staging_size >> 42)

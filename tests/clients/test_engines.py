@@ -119,7 +119,7 @@ class Player:
         """End of input; it must have lived until now."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(30) == 0, self.tail()
+        assert self.process.wait(60) == 0, self.tail()
 
     def stop(self):
         if self.process.poll() is None:
@@ -245,7 +245,7 @@ def after_damage(player, block):
     if answer is not None:
         assert answer[0] in MISSES
         return player
-    assert player.process.wait(10) == -signal.SIGBUS
+    assert player.process.wait(60) == -signal.SIGBUS
     player.stop()
     again = Player(player.case, player.directory, player.home)
     assert again.answer() == "ready", again.tail()

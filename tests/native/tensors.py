@@ -20,7 +20,7 @@ def refused(call, words):
 
 def main(directory):
     generator = numpy.random.default_rng(7)
-    with kvfs.connect(directory, "tensors", gpu=None) as client:
+    with kvfs.connect(directory, "tensors", gpu=None, timeout_s=20) as client:
         for kind in ("uint8", "float16", "float32", "int64", "complex64", "bool", ">i4"):
             source = (generator.integers(0, 2, (3, 500, 7)) * 100).astype(kind)
             client.put([(kind, source)])

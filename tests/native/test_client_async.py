@@ -22,15 +22,24 @@ def run(colour, function, *arguments):
     return asyncio.run(function(*arguments))
 
 
-async def cancelled_after(colour, seconds, function):
-    """Await function() for so long. Returns whether it was cancelled."""
+async def cancelled_once_begun(colour, slow, function):
+    """Await function() until its call is under way, then cancel it. Returns whether it was cancelled."""
     if colour == "trio":
-        with trio.move_on_after(seconds) as scope:
-            await function()
-        return scope.cancelled_caught
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(function)
+            with trio.fail_after(30):
+                while not slow.begun.is_set():
+                    await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        return nursery.cancel_scope.cancelled_caught
+    task = asyncio.create_task(function())
+    async with asyncio.timeout(30):
+        while not slow.begun.is_set():
+            await asyncio.sleep(0.01)
+    task.cancel()
     try:
-        await asyncio.wait_for(function(), seconds)
-    except TimeoutError:
+        await task
+    except asyncio.CancelledError:
         return True
     return False
 
@@ -122,8 +131,8 @@ def test_a_cancelled_call_keeps_its_memory_until_the_device_is_done(client, colo
         view = getattr(client, colour)()
         items = [(b"key", kept), (b"key", second)]
         del second
-        assert await cancelled_after(colour, 0.2, lambda: view.get_into(items))
-        assert slow.begun.is_set() and not slow.ended.is_set()
+        assert await cancelled_once_begun(colour, slow, lambda: view.get_into(items))
+        assert not slow.ended.is_set()
         items.clear()
         gc.collect()
         assert alive() is not None, "the device is not done with it"
@@ -154,11 +163,13 @@ def test_a_view_closes_its_client_also_when_it_is_cancelled(directory, colour, m
 
     async def use():
         async with getattr(client, colour)() as view:
-            await view.get(b"key")
+            try:
+                await view.get(b"key")
+            finally:
+                threading.Timer(0.3, slow.go.set).start()  # it was cancelled, and is closed before its call has ended
 
     async def main():
-        threading.Timer(0.5, slow.go.set).start()
-        assert await cancelled_after(colour, 0.2, use)
+        assert await cancelled_once_begun(colour, slow, use)
         assert slow.ended.is_set(), "close waits for the call that was left behind"
 
     run(colour, main)

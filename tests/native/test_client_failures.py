@@ -155,8 +155,8 @@ def test_a_daemon_that_answers_otherwise(own_pool, answer, kind, words):
     with FakeDaemon(pool, answer):
         before = time.monotonic()
         with pytest.raises(kind, match=words):
-            kvfs.connect(pool.mount, timeout_s=0.3, gpu=None)
-        assert time.monotonic() - before < 10
+            kvfs.connect(pool.mount, timeout_s=20 if answer else 0.3, gpu=None)
+        assert time.monotonic() - before < 15
     with kvfs.connect(pool.mount, gpu=None) as client:
         assert client.exists([b"key"]) == [False]
 
@@ -170,7 +170,7 @@ def test_reads_go_on_after_the_daemon_was_killed_and_puts_when_it_is_back(own_po
     with kvfs.connect(pool.mount, "space", gpu=None, timeout_s=20) as client:
         client.put(old.items())
         assert_reads(client, old)
-        time.sleep(1.5)  # the index is durable
+        run("sync", "-f", pool.mount)
         pool.kill()
         assert_reads(client, old)
         assert client.exists([*old, b"none"]) == [True] * 50 + [False]
@@ -413,7 +413,7 @@ def test_connecting_and_closing_leaves_no_descriptor_no_thread_and_no_mapping_be
         once()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert len(os.listdir("/proc/self/task")) <= threads
+    wait_until(lambda: len(os.listdir("/proc/self/task")) <= threads, "the end of its threads")
     assert len(pathlib.Path("/proc/self/maps").read_text().splitlines()) < mappings + 20
 
 
@@ -495,14 +495,14 @@ def store(pool, contents):
 def test_a_stuck_device_is_a_miss_and_keeps_the_memory_until_it_answers(stoppable):
     pool, devices, throttle = stoppable(2)
     old = blocks(40, 1_000_000)
-    with kvfs.connect(pool.mount, timeout_s=2, gpu=None) as client:
+    with kvfs.connect(pool.mount, timeout_s=5, gpu=None) as client:
         client.put(old.items())
         assert_reads(client, old)
         throttle.stop(devices[0])
         destinations = {key: bytearray(len(data)) for key, data in old.items()}
         before = time.monotonic()
         results = client.get_into(destinations.items())
-        assert time.monotonic() - before < 6, "one timeout, not one for each block"
+        assert time.monotonic() - before < 20, "one timeout, not one for each block"
         missed = [key for key, result in zip(old, results, strict=True) if result is None]
         assert 0 < len(missed) < 40
         for key, result in zip(old, results, strict=True):
@@ -518,13 +518,13 @@ def test_a_stuck_device_is_a_miss_and_keeps_the_memory_until_it_answers(stoppabl
         before = time.monotonic()
         assert client.get(owed[0]) is None
         client.get_into((key, bytearray(len(old[key]))) for key in missed)
-        assert time.monotonic() - before < 6
+        assert time.monotonic() - before < 20
         throttle.go_on(devices[0])
         wait_until(lambda: client.library.held == 0, "the device's late answers")
         for destination in destinations.values():
             destination.extend(b"resized")
         assert client.statistics().busy == 0
-        wait_until(lambda: client.get(missed[0]) is not None, "the device's return")
+        wait_until(lambda: all(client.get(key) is not None for key in old), "the device's return")
         assert_reads(client, old)
 
 
@@ -542,13 +542,13 @@ def exported(destination):
 def test_closing_while_a_device_owes_an_answer_neither_hangs_nor_lets_go_of_its_memory(stoppable):
     pool, devices, throttle = stoppable(1)
     store(pool, {b"key": content(100_000)})
-    client = kvfs.connect(pool.mount, timeout_s=0.3, gpu=None)
+    client = kvfs.connect(pool.mount, timeout_s=3, gpu=None)
     destination = bytearray(100_000)
     throttle.stop(devices[0])
     assert client.get_into([(b"key", destination)]) == [None]
     before = time.monotonic()
     client.close()
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 20
     with pytest.raises(BufferError):
         destination.extend(b"resized")
     throttle.go_on(devices[0])
@@ -560,26 +560,26 @@ def test_closing_while_a_device_owes_an_answer_neither_hangs_nor_lets_go_of_its_
 def test_a_client_that_is_dropped_while_a_device_owes_an_answer_does_not_hang(stoppable):
     pool, devices, throttle = stoppable(1)
     store(pool, {b"key": content(100_000)})
-    client = kvfs.connect(pool.mount, timeout_s=0.3, gpu=None)
+    client = kvfs.connect(pool.mount, timeout_s=3, gpu=None)
     throttle.stop(devices[0])
     assert client.get(b"key") is None
     before = time.monotonic()
     with pytest.warns(ResourceWarning, match="not closed"):
         del client
         gc.collect()
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 20
 
 
 @pytest.mark.timeout(180)
 def test_a_prestaged_block_of_a_stuck_device_is_a_miss(stoppable):
     pool, devices, throttle = stoppable(1)
     store(pool, {b"key": content(100_000)})
-    with kvfs.connect(pool.mount, timeout_s=1, gpu=None) as client:
+    with kvfs.connect(pool.mount, timeout_s=3, gpu=None) as client:
         throttle.stop(devices[0])
         assert client.prestage([b"key"]) == 1
         before = time.monotonic()
         assert client.get(b"key") is None
-        assert time.monotonic() - before < 10
+        assert time.monotonic() - before < 20
         throttle.go_on(devices[0])
         wait_until(lambda: client.get(b"key") is not None, "the device's return")
         assert_same(client.get(b"key"), content(100_000), "the block")

@@ -34,6 +34,10 @@ def test_the_example_says_what_is_wrong(example, directory, tmp_path):
         assert result.stderr.startswith(f"get_put: connect: {argument}") and words in result.stderr, result.stderr
         assert result.stderr.count("\n") == 1
     assert run(example, check=False).returncode == 2
+    for timeout in ("0", "-1", "soon", "2s", "3600001", "99999999999999999999"):
+        result = run(example, directory, check=False, environment={"KVFS_TIMEOUT_MS": timeout})
+        words = f"get_put: connect: KVFS_TIMEOUT_MS is '{timeout}': 1 to 3600000 are possible\n"
+        assert (result.returncode, result.stdout, result.stderr) == (1, "", words)
 
 
 def test_the_example_is_clean_under_the_address_sanitizer(directory, tmp_path):
@@ -55,7 +59,7 @@ _CPP = """
 int main(int, char **argv) {
     kvfs_options options{};
     options.size = sizeof(options);
-    options.timeout_ms = 1000;
+    options.timeout_ms = 20000;
     options.flags = KVFS_READ_ONLY;
     kvfs_client *client = nullptr;
     if (kvfs_connect(argv[1], nullptr, &options, &client) < 0)

@@ -215,7 +215,7 @@ def test_a_replaced_block_is_never_torn(client, driver):
         driver.library.fake_cuda_delay(200)
         with Batch(driver, [len(contents[0])]) as batch:
             deadline = time.monotonic() + 3
-            while time.monotonic() < deadline or not sum(seen):
+            while time.monotonic() < deadline or sum(seen) < 4:
                 results = client.get_into([("key", batch.parts[0])])
                 if results == [None]:
                     continue
@@ -267,7 +267,7 @@ def test_a_stuck_device_is_a_miss_and_the_slots_come_back(driver, tmp_path):
         helpers.loop_devices(tmp_path, 2, "128M") as devices,
         helpers.Pool(devices=devices, format_args=("--stripe-width", "1")) as pool,
         Throttle() as throttle,
-        kvfs.connect(pool.mount, gpu="staged", timeout_s=2) as client,
+        kvfs.connect(pool.mount, gpu="staged", timeout_s=5) as client,
     ):
         contents = fill(client, [MIB + i for i in range(40)])
         with Batch(driver, [len(content) for content in contents.values()]) as batch:
@@ -276,7 +276,7 @@ def test_a_stuck_device_is_a_miss_and_the_slots_come_back(driver, tmp_path):
             throttle.stop(devices[0])
             began = time.monotonic()
             results = client.get_into(items)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 25
             batch.check(results, contents.values())
             assert 0 < results.count(None) < 40
             reader = client.gpu_reader()
@@ -302,17 +302,18 @@ def test_failures_of_cuda_are_errors_and_it_goes_on(client, driver):
 
 
 def test_a_gpu_that_hangs_is_an_error_in_time(driver, directory):
-    with kvfs.connect(directory, "gpu", gpu="staged", timeout_s=1) as client:
+    with kvfs.connect(directory, "gpu", gpu=None) as client:
         contents = fill(client, [300 * KIB] * 6)
+    with kvfs.connect(directory, "gpu", gpu="staged", timeout_s=3) as client:
         with Batch(driver, [300 * KIB] * 6) as batch:
             items = list(zip(contents, batch.parts, strict=True))
             driver.library.fake_cuda_hold(1)
             driver.broken = True  # what a GPU that hangs may still use is kept
             began = time.monotonic()
             try:
-                with pytest.raises(DeadlineError, match="has not ended in 5000 ms"):
+                with pytest.raises(DeadlineError, match="has not ended in 15000 ms"):
                     client.get_into(items)
-                assert time.monotonic() - began < 30
+                assert time.monotonic() - began < 60
                 with pytest.raises(KvfsError, match="out of use"):
                     client.get_into(items)
             finally:
@@ -445,7 +446,7 @@ def test_the_probe_survives_a_driver_that_hangs_crashes_or_fails(tmp_path, monke
         )
         helpers.run("gcc", "-shared", "-fPIC", "-o", library, source)
         monkeypatch.setenv("KVFS_CUDA_LIBRARY", str(library))
-        monkeypatch.setattr(gpu, "PROBE_TIMEOUT_S", 1.0)
+        monkeypatch.setattr(gpu, "PROBE_TIMEOUT_S", 1.0 if name == "hangs" else 20.0)
         found = gpu.examine_cuda()
         assert re.search(words, found.error), found
         assert gpu.examine_cuda() is not None and not found.devices

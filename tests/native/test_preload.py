@@ -28,6 +28,7 @@ from helpers import (
     requires_program,
     requires_root,
     run,
+    wait_until,
     write_file,
 )
 
@@ -319,7 +320,15 @@ def test_replaced_and_unlinked_files_stay_readable_where_they_are_open(directory
     assert counters["absent"] >= 2 and counters["opens_absent"] >= 1, counters
 
 
-def test_a_file_that_is_written_is_the_mounts(directory, pair):
+def wait_sealed(pool):
+    """The kernel tells the daemon of the last close some time later."""
+    if pool is None:  # --directory
+        time.sleep(1)
+    else:
+        wait_until(lambda: pool.status()["counters"]["staged_files"] == 0, "the seal of what was written")
+
+
+def test_a_file_that_is_written_is_the_mounts(directory, pair, service):
     path = str(directory / "f")
     with opened(path, os.O_CREAT | os.O_WRONLY) as descriptor:
         for step in range(4):
@@ -328,7 +337,7 @@ def test_a_file_that_is_written_is_the_mounts(directory, pair):
             assert pair("access", path, os.R_OK)
             pair("open", "f", path, os.O_DIRECT)
             assert pair("pread", "f", [4 * MIB], 0, True)[0] == 700_000 * (step + 1)
-    time.sleep(0.3)  # the kernel tells the daemon of the last close some time later
+    wait_sealed(service.pool)
     assert pair("stat", path)[7] == 2_800_000
     pair("open", "f", path, os.O_DIRECT)
     assert pair("pread", "f", [4 * MIB], 0, True)[0] == 2_800_000
@@ -364,19 +373,30 @@ def test_a_file_that_is_rewritten_in_place_is_the_mounts_until_its_seal(director
     assert pair.end()["reads"] >= 2
 
 
+def same(pair, *call):
+    """As pair(), of what may be evicted between the two questions."""
+    for last in (False, False, True):
+        try:
+            return pair(*call)
+        except AssertionError:
+            if last:
+                raise
+
+
 def test_evicted_files_vanish_and_open_ones_stay_readable(own_pool, stats):
     pool = own_pool(size="128M", files=2)
     pair = Pair(stats)
     try:
         write_file(pool.mount / "open", content(2 * MIB, "open"))
         write_file(pool.mount / "gone", content(2 * MIB, "gone"))
+        wait_sealed(pool)
         pair("open", "f", str(pool.mount / "open"), os.O_DIRECT)
         first = pair("pread", "f", [2 * MIB], 0, True)
         for index in range(300):
             write_file(pool.mount / f"filler{index}", content(2 * MIB, index))
             if index % 10 == 0:
-                pair("stat", str(pool.mount / "gone"))
-                pair("access", str(pool.mount / f"filler{max(0, index - 60)}"), os.F_OK)
+                same(pair, "stat", str(pool.mount / "gone"))
+                same(pair, "access", str(pool.mount / f"filler{max(0, index - 60)}"), os.F_OK)
                 assert pair("pread", "f", [2 * MIB], 0, True) == first
         assert pair("stat", str(pool.mount / "gone")) == "ENOENT"
         assert pair("whole", str(pool.mount / "gone")) == "ENOENT"
@@ -526,6 +546,8 @@ _SIGNALS = """
 static int file;
 static char *expected, *other;
 static long size, handled;
+static volatile sig_atomic_t over;
+static const struct itimerval once = {{0, 0}, {0, 3000}};
 
 static void handle(int number) {
     int error = errno, fd = open("/proc/self/stat", O_RDONLY);
@@ -537,11 +559,12 @@ static void handle(int number) {
     if (pread(file, other, size, 0) != size || memcmp(other, expected, size))
         abort();
     handled += number > 0;
+    if (number && !over)  /* only now: on a slow machine signals would leave no time for anything else */
+        setitimer(ITIMER_REAL, &once, NULL);
     errno = error;
 }
 
 int main(int count, char **words) {
-    struct itimerval every = {{0, 3000}, {0, 3000}};
     struct stat st;
     char path[4096];
     file = open(words[1], O_RDONLY | O_DIRECT);
@@ -555,7 +578,7 @@ int main(int count, char **words) {
         return 3;
     handle(0);
     signal(SIGALRM, handle);
-    setitimer(ITIMER_REAL, &every, NULL);
+    setitimer(ITIMER_REAL, &once, NULL);
     for (int i = 0; i < 1500; i++) {
         snprintf(path, sizeof(path), "%s%d", words[1], i);
         errno = 0;
@@ -565,6 +588,7 @@ int main(int count, char **words) {
         if (pread(file, data, size, 0) != size || memcmp(data, expected, size))
             return 5;
     }
+    over = 1;
     setitimer(ITIMER_REAL, &(struct itimerval){{0, 0}, {0, 0}}, NULL);
     printf("%ld\\n", handled);
     return 0;
@@ -682,7 +706,8 @@ def test_daemon_killed(own_pool, stats):
         pair("open", "f", path, os.O_DIRECT)
         first = pair("pread", "f", [2 * MIB], 0, True)
         pair("stat", path)
-        time.sleep(1.5)  # the index is committed
+        run("sync", "-f", pool.mount)
+        time.sleep(1.5)  # what the kernel keeps of attributes runs out
         pool.kill()
         time.sleep(PERIOD_S)
         for _ in range(3):

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 NQN = "nqn.2026-01.test:kv"
-START_TIMEOUT_S = 60  # it may have to be built
+START_TIMEOUT_S = 240  # it may have to be built
 
 
 class EnclosureError(AssertionError):
@@ -107,7 +107,7 @@ class Enclosure:
     def status(self) -> dict[str, Any]:
         return self.control("status")
 
-    def wait_connections(self, count: int, timeout_s: float = 10) -> None:
+    def wait_connections(self, count: int, timeout_s: float = 30) -> None:
         deadline = time.monotonic() + timeout_s
         while (there := self.status()["connections"]) != count:
             if time.monotonic() > deadline:

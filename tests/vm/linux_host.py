@@ -29,7 +29,7 @@ import time
 HOST = "nqn.2014-08.org.nvmexpress:uuid:11111111-2222-3333-4444-555555555555"
 ADDRESS = "10.0.2.2"
 BLOCK, MIB = 4096, 1 << 20
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 BLKDISCARD, BLKZEROOUT = 0x1277, 0x127F
 # What the statuses and the loss of a connection become.
 FAILURES = (errno.EIO, errno.ENODATA, errno.ENOSPC, errno.EREMOTEIO, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOLINK,

@@ -76,7 +76,7 @@ def cycle(mount, width):
         assert sectors_moved() == before
         said = command("format", "/run/tmp/other", "--device", "/dev/nvme0n1", "--force", expected=1)
         assert "in use" in said
-        with kvfs.connect(mount, namespace="n") as client:
+        with kvfs.connect(mount, namespace="n", timeout_s=60) as client:
             client.put(list(zip(KEYS, DATA, strict=True)))
         drop = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
         subprocess.run([*drop, sys.executable, __file__, "get", mount], check=True, timeout=180)
@@ -87,7 +87,7 @@ def cycle(mount, width):
 
 def get(mount):
     """The kernel lets only CAP_SYS_ADMIN pass commands through; this client has it not, and reads the block device."""
-    with kvfs.connect(mount, namespace="n") as connected:
+    with kvfs.connect(mount, namespace="n", timeout_s=60) as connected:
         targets = [(key, bytearray(len(one))) for key, one in zip(KEYS, DATA, strict=True)]
         assert connected.get_into(targets) == [len(one) for one in DATA]
         assert all(bytes(target) == one for (_, target), one in zip(targets, DATA, strict=True))

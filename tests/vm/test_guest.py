@@ -14,7 +14,7 @@ from helpers import MIB, content, process_alive
 from kvfs.bench.common import MissingError
 from kvfs.bench.guest import Guest, GuestError, GuestTimeoutError, Share, children, virtiofsd
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

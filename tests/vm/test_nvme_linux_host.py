@@ -37,12 +37,12 @@ FAULTS = (
     "protocol what=type count=1", "protocol what=plen count=1", "protocol what=cid count=1",
 )  # fmt: skip
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(700)
 
 
 @pytest.fixture(scope="module")
 def guest():
-    with Guest([], modules=("nvme_tcp", "crc32c_generic"), network=True, lifetime_s=900) as running:
+    with Guest([], modules=("nvme_tcp", "crc32c_generic"), network=True, lifetime_s=3000) as running:
         running.run(f"echo {IO_TIMEOUT_S} > /sys/module/nvme_core/parameters/io_timeout")
         running.run(f"echo {IO_TIMEOUT_S} > /sys/module/nvme_core/parameters/admin_timeout")
         # A command is asked for again until it is answered.
@@ -154,14 +154,14 @@ def test_linux_gets_over_every_fault_and_reads_no_wrong_byte(guest, files):
     with Enclosure({NQN: files[:1]}) as enclosure:
         options = ("reconnect_delay=1", "keep_alive_tmo=2", "hdr_digest", "data_digest")
         found = ask(guest, "connect", NQN, enclosure.port, 1, *options)
-        storm = guest.start(words_of("storm", found["devices"][0], STOP, 1), timeout_s=100)
+        storm = guest.start(words_of("storm", found["devices"][0], STOP, 1), timeout_s=500)
         for fault in random.Random(2).sample(FAULTS, len(FAULTS)):
             if fault.startswith("silence"):
                 enclosure.control(f"fault {fault}")
                 time.sleep(1)
             else:
                 enclosure.control(f"fault {fault} skip=20")  # some work in between
-                wait_until(lambda: over(enclosure), f"a command for {fault}", timeout_s=20)
+                wait_until(lambda: over(enclosure), f"a command for {fault}", timeout_s=90)
             enclosure.control("clear")
         guest.run(f"touch {STOP}")
         done = json.loads(storm.wait().stdout)

@@ -17,7 +17,7 @@ from helpers import KIB, MIB, Pool, content, requires_program, run, wait_until
 
 from kvfs.bench.guest import Guest
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 
 DISKS, FILE = "nqn.2026-11.test:disks", "nqn.2026-11.test:file"
 SIZE = 40 * MIB
@@ -43,7 +43,7 @@ def target():
                 file.truncate(SIZE)
         port = free_port()
         modules = ("nvmet_tcp", "crc32c_generic")
-        with Guest([], disks=disks, modules=modules, network=True, forwards={port: PORT}, lifetime_s=900) as guest:
+        with Guest([], disks=disks, modules=modules, network=True, forwards={port: PORT}, lifetime_s=2400) as guest:
             guest.run(f"{TARGET} {DISKS} {PORT} /dev/nvme0n1 /dev/nvme1n1")
             guest.run(f"truncate -s {SIZE} /run/tmp/file && {TARGET} {FILE} {PORT} /run/tmp/file")
             yield guest, port
@@ -77,15 +77,16 @@ def test_the_doctor_describes_its_namespaces(target):
 def test_a_pool_is_written_verified_evicted_and_remounted(target, options):
     requires_program("fio")
     _, port = target
-    with Pool(devices=urls(port, options), format_args=("--force",)) as pool:
+    arguments = ("--allow-other", "--io-timeout", "60000")  # the guest's emulated CPU is everybody's
+    with Pool(devices=urls(port, options), format_args=("--force",), mount_args=arguments) as pool:
         words = [
             "fio", "--name=v", f"--directory={pool.mount}", "--size=16M", "--bs=256k", "--numjobs=2", "--thread",
             "--verify=crc32c", "--verify_fatal=1", "--fallocate=none", "--verify_state_save=0",
         ]  # fmt: skip
-        run(*words, "--rw=write", "--do_verify=1")
+        run(*words, "--rw=write", "--do_verify=1", timeout_s=180)
         pool.umount()
         pool.start()
-        run(*words, "--rw=read", "--verify_only=1")
+        run(*words, "--rw=read", "--verify_only=1", timeout_s=180)
         for number in range(18):  # more than the pool holds
             (pool.mount / f"f{number}").write_bytes(content(8 * MIB, number))
         names = {path.name for path in pool.mount.iterdir()} & {f"f{number}" for number in range(18)}
