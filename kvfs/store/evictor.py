@@ -16,7 +16,7 @@ from typing import Protocol
 
 import trio
 
-from kvfs.errors import DeviceError, NoSpaceError
+from kvfs.errors import DeviceError, NoSpaceError, first_error
 from kvfs.index.interface import Index
 from kvfs.plane import Plane
 from kvfs.store.eviction import Contents, CopyBudget, EvictionPolicy
@@ -166,21 +166,24 @@ class Evictor:
             await trio.lowlevel.checkpoint()
             turns.release()
 
-        async with self._lock, trio.open_nursery() as nursery:
-            newest = max((s.generation for s in self._segments.all), default=0)
-            chosen: list[Segment] = []
-            while True:
-                await turns.acquire()
-                if enough():
-                    break
-                chosen = [segment for segment in chosen if self._can_go(segment, trio.current_time())]
-                chosen = chosen or await self._choose(newest, at_once)
-                if not chosen:
-                    break
-                segment = chosen.pop(0)
-                segment.state = State.EVICTING
-                self._emptying += 1
-                nursery.start_soon(evict, segment)
+        try:
+            async with self._lock, trio.open_nursery() as nursery:
+                newest = max((s.generation for s in self._segments.all), default=0)
+                chosen: list[Segment] = []
+                while True:
+                    await turns.acquire()
+                    if enough():
+                        break
+                    chosen = [segment for segment in chosen if self._can_go(segment, trio.current_time())]
+                    chosen = chosen or await self._choose(newest, at_once)
+                    if not chosen:
+                        break
+                    segment = chosen.pop(0)
+                    segment.state = State.EVICTING
+                    self._emptying += 1
+                    nursery.start_soon(evict, segment)
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
         return freed
 
     async def drain(self, segment: Segment) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import trio
 from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
 
-from kvfs.errors import NoSpaceError
+from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.store.eviction import CARRY_SHARE, TICK_MASK, TICKS_PER_POOL, Contents, LeastLoss, Use
 from kvfs.store.pool import Store
 from kvfs.store.segments import State
@@ -205,6 +205,27 @@ def test_evict_frees_what_is_asked_for(tmp_path: Path) -> None:
         await settle(store)
         states = {segment.state for segment in store.segments.all if segment.generation}
         assert State.CLOSED not in states and State.EVICTING not in states
+
+    with_store(pool, work, OPTIONS)
+
+
+def test_an_evict_that_fails_says_why_in_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(tmp_path / "pool")
+
+    async def work(store: Store) -> None:
+        for i in range(100):
+            await write(store, b"%03d" % i, BIG)
+
+        async def fail(*_: object, **__: object) -> int:
+            raise DeviceError("device 1: gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.evictor, "_remove", fail)
+            with pytest.raises(DeviceError, match="device 1: gone"):
+                await store.evict(store.space().used)
+        assert State.EVICTING not in {segment.state for segment in store.segments.all}
+        await store.evict(store.space().used)
+        assert names(store) == set()
 
     with_store(pool, work, OPTIONS)
 
