@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
+#include <unistd.h>
 
 /* Add what helps to repeat a failure, say the seed, as a printf format and its arguments. */
 #define CHECK_SAY(condition, ...)                                                           \
@@ -34,7 +35,8 @@ static inline double seconds_of(clockid_t clock)
     return (double)ts.tv_sec + (double)ts.tv_nsec / 1e9;
 }
 
-/* By what a test multiplies its deadlines: 1 on an idle machine, more where others have the CPU. Measured once, which takes 0.4 s. */
+/* By what a test multiplies its deadlines: 3 on an idle machine, for it may not stay so, more where others have the CPU. Measured once, which
+ * takes 0.4 s. */
 static inline uint32_t slowness(void)
 {
     static uint32_t known;
@@ -49,8 +51,16 @@ static inline uint32_t slowness(void)
         nanosleep(&(struct timespec){.tv_nsec = 25000000}, NULL);
     }
     if (!known)
-        known = worst < 1.5 ? 1 : worst > 3 ? 6 : (uint32_t)(2 * worst);
+        known = worst < 1.5 ? 3 : worst > 3 ? 6 : (uint32_t)(2 * worst);
     return known;
+}
+
+/* Where a test makes its devices: $TMPDIR, or memory, for a disk may pause for longer than the deadlines of a test. */
+static inline const char *scratch(void)
+{
+    const char *given = getenv("TMPDIR");
+
+    return given ? given : access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
 }
 
 /* splitmix64 */

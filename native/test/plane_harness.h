@@ -35,7 +35,7 @@ static void start_plane(const char *directory, uint32_t server_threads) {
     }
     struct kvfs_plane_config config = {.secret = SECRET, .mount_epoch = 3, .zone_size = ZONE, .stripe_unit = 65536, .staging_size = 64 << 20,
                                        .read_memory_size = 32 << 20, .records_max = 100000, .stripe_width = DEVICES, .segment_count = SEGMENTS,
-                                       .device_count = DEVICES, .io_timeout_ms = 400, .request_timeout_ms = 500, .server_threads = server_threads,
+                                       .device_count = DEVICES, .io_timeout_ms = 400 * slowness(), .request_timeout_ms = 500 * slowness(), .server_threads = server_threads,
                                        .store_threads = 2, .max_read = 1 << 20, .verify = 1, .spin_us = 20};
     CHECK(kvfs_plane_create(&config, device_fds, offsets, members, &plane) == 0);
     kvfs_table_set_complete(kvfs_plane_table(plane), 1);

@@ -829,8 +829,7 @@ static void pool_new(uint64_t stripe_unit) {
 }
 
 static void devices_open(void) {
-    const char *parent = getenv("TMPDIR");
-    snprintf(d.directory, sizeof(d.directory), "%.32s/kvfs-client-XXXXXX", parent ? parent : "/tmp");
+    snprintf(d.directory, sizeof(d.directory), "%.32s/kvfs-client-XXXXXX", scratch());
     CHECK(mkdtemp(d.directory));
     d.direct = true;
     d.blocks = calloc(BLOCKS_MAX, sizeof(*d.blocks));
@@ -1892,7 +1891,7 @@ static void staged_wait(struct kvfs_client *client, uint64_t reads) {
     uint64_t until = milliseconds() + 30000;
     while (device_reads(client) < reads)
         CHECK(milliseconds() < until);
-    usleep(50000); /* verified, too */
+    usleep(50000 * slowness()); /* verified, too */
 }
 
 static void *stage_taker(void *argument) {
@@ -1931,9 +1930,9 @@ static void test_prestage(void) {
     /* Bounded: 8 slots of 2 MiB; the oldest make room. */
     struct batch *more = put_batch(client, 20, 12, &size, 1, 2);
     CHECK(kvfs_prestage(client, &more->keys) <= 12);
-    usleep(200000);
+    usleep(200000 * slowness());
     CHECK(kvfs_prestage(client, &more->keys) >= 4);
-    usleep(200000);
+    usleep(200000 * slowness());
     CHECK(statistics(client).prestage_wasted >= 4);
     batch_get(client, more, 2);
     batch_get(client, more, 2);
@@ -1951,7 +1950,7 @@ static void test_prestage(void) {
     unlocked();
     /* Replaced, moved, deleted while staged: never what was. */
     CHECK(kvfs_prestage(client, &b->keys) == 8);
-    usleep(100000);
+    usleep(100000 * slowness());
     batch_free(put_batch(client, 0, 3, &size, 1, 3));
     locked();
     for (unsigned i = 3; i < 6; i++) {
@@ -1981,12 +1980,13 @@ static void test_prestage(void) {
     batch_free(missing);
     kvfs_close(client);
     /* Closed with reads in flight: on time, and late. */
-    for (uint32_t late = 100; late <= 300; late += 200) {
-        client = connect_with((struct kvfs_options){.timeout_ms = 200, .staging_size = 64 << 20});
-        fault_all(client, KVFS_FAULT_DELAY, 1, 1, late);
+    const uint32_t timeout_ms = 500 * slowness();
+    for (uint32_t late = 0; late < 2; late++) {
+        client = connect_with((struct kvfs_options){.timeout_ms = timeout_ms, .staging_size = 64 << 20});
+        fault_all(client, KVFS_FAULT_DELAY, 1, 1, timeout_ms / 2 + late * timeout_ms);
         CHECK(kvfs_prestage(client, &b->keys) == 8);
         usleep(20000);
-        if (late > 200) { /* a taker does not wait for ever */
+        if (late) { /* a taker does not wait for ever */
             CHECK(kvfs_get(client, &b->keys, b->buffers, b->results) == 0);
             CHECK(b->results[0] == -ETIMEDOUT);
         }
@@ -2075,13 +2075,17 @@ static void test_daemon_restarts_under_readers(void) {
     pthread_t threads[4];
     for (int i = 0; i < 4; i++)
         CHECK(pthread_create(&threads[i], NULL, crowd_exist, NULL) == 0);
-    for (int i = 0; i < 8; i++) {
+    for (uint64_t i = 0; i < 8; i++) {
         usleep(60000);
         daemon_stop(false);
         usleep(20000);
         daemon_start();
+        uint64_t until = milliseconds() + 5000 * slowness();
+        while (statistics(crowd.client).reconnects < i / 2 + 1) {
+            CHECK(milliseconds() < until);
+            usleep(1000);
+        }
     }
-    usleep(60000);
     atomic_store(&churn.stop, true);
     for (int i = 0; i < 4; i++)
         pthread_join(threads[i], NULL);
@@ -2147,7 +2151,7 @@ static void test_hostile_welcomes(void) {
             expected = -ENOTCONN;
         else if (trick == REFUSE)
             expected = -EACCES;
-        options.timeout_ms = expected == -ETIMEDOUT ? 150 : 5000; /* the others answer, on a busy machine late */
+        options.timeout_ms = expected == -ETIMEDOUT ? 150 : 5000 * slowness(); /* the others answer, on a busy machine late */
         uint64_t started = milliseconds();
         int r = client_open("/mnt/test", d.directory, 1, "team/llama", &options, &client);
         uint64_t took_ms = milliseconds() - started;
@@ -2182,7 +2186,7 @@ static void test_hostile_answers(void) {
             if (t > 0 && (trick == HANG || trick == HALF_FRAME || trick == HALF_PAYLOAD))
                 continue;
             pool_new(16384);
-            struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = 250});
+            struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = 250 * slowness()});
             struct batch *b = put_batch(client, 0, 3, &size, 1, 1);
             uint8_t deleted[3], names[1000];
             uint32_t name_sizes[5];

@@ -179,9 +179,11 @@ static void test_faults(void) {
     release(inode, fh);
     int error;
     fh = open_read(inode, &error);
-    static const struct { uint32_t kind, value; const char *name; } faults[] = {
-        {KVFS_FAULT_ERROR, EIO, "error"}, {KVFS_FAULT_SHORT, 0, "short read"}, {KVFS_FAULT_FLIP, 4097, "flipped bit"}, {KVFS_FAULT_DELAY, 2000, "silence"}};
+    const struct { uint32_t kind, value; const char *name; } faults[] = {
+        {KVFS_FAULT_ERROR, EIO, "error"}, {KVFS_FAULT_SHORT, 0, "short read"}, {KVFS_FAULT_FLIP, 4097, "flipped bit"},
+        {KVFS_FAULT_DELAY, 2000 * slowness(), "silence"}};
     for (unsigned i = 0; i < 4; i++) {
+        usleep(600000); /* else it is the last fault's read, asked again */
         fault(faults[i].kind, 1, faults[i].value);
         uint64_t began = now_ns();
         CHECK(read_check(inode, fh, 1 << 20, 1 << 20, data, size) == -EIO);
@@ -234,7 +236,7 @@ static void test_a_device_that_stops_and_is_another_file_afterwards(void) {
     CHECK(kvfs_device_statistics_get(plane, device, &before) == 0);
     CHECK(before.writes == after.writes && before.errors == after.errors); /* nothing was tried */
     /* The number leads to an empty file now: every ring has to notice. */
-    int fresh = open("/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    int fresh = open(scratch(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     CHECK(fresh >= 0 && ftruncate(fresh, (off_t)(ZONE * SEGMENTS + (1 << 20))) == 0);
     CHECK(dup2(fresh, device_fds[device]) >= 0 && close(fresh) == 0);
     CHECK(kvfs_device_use(plane, device) == 0);
@@ -597,7 +599,7 @@ static void test_slab(void) {
     inode = create("silent", &fh);
     CHECK(preallocate(inode, fh, KVFS_SLAB_MIN, runs, 1) == 0);
     CHECK(write_at(inode, fh, 0, data, 65536) == 0);
-    fault(KVFS_FAULT_DELAY, 2, 2000);
+    fault(KVFS_FAULT_DELAY, 2, 2000 * slowness());
     CHECK(write_at(inode, fh, 0, data, 65536) == -EIO);
     fault(KVFS_FAULT_NONE, 3, 0);
     CHECK(read_check(inode, fh, 0, 4096, data, size) == -EIO && write_at(inode, fh, 8192, data, 4096) == -EIO);
@@ -614,7 +616,8 @@ static void test_slab(void) {
 
 int main(void) {
     slowness(); /* measured now: later it would take time from what is timed */
-    char directory[] = "/tmp/kvfs-plane-XXXXXX";
+    char directory[64];
+    snprintf(directory, sizeof(directory), "%.32s/kvfs-plane-XXXXXX", scratch());
     CHECK(mkdtemp(directory));
     start(directory);
     test_bad_requests();

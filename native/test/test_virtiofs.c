@@ -10,7 +10,7 @@
 
 #define MIB ((uint32_t)1 << 20)
 
-static char directory[] = "/tmp/kvfs-virtiofs-XXXXXX", path[128], other_path[128];
+static char directory[64], path[128], other_path[128];
 static int number, other_number;
 
 /* ---- FUSE through a ring ---- */
@@ -300,21 +300,22 @@ static void test_faults(void) {
     uint8_t *data = pattern(size, 99);
     uint64_t inode = make_block(&f, "faulty", data, size), fh = open_read(&f, inode);
     CHECK(read_check(&f, inode, fh, 0, MIB, 0, data, size) == 0);
-    static const struct { uint32_t kind, value; const char *name; } faults[] = {
-        {KVFS_FAULT_ERROR, EIO, "error"}, {KVFS_FAULT_SHORT, 0, "short read"}, {KVFS_FAULT_FLIP, 4097, "flipped bit"}, {KVFS_FAULT_DELAY, 1200, "silence"}};
+    const struct { uint32_t kind, value; const char *name; } faults[] = {
+        {KVFS_FAULT_ERROR, EIO, "error"}, {KVFS_FAULT_SHORT, 0, "short read"}, {KVFS_FAULT_FLIP, 4097, "flipped bit"},
+        {KVFS_FAULT_DELAY, 1200 * slowness(), "silence"}};
     for (unsigned i = 0; i < 4; i++) {
         fault(faults[i].kind, 1, faults[i].value);
         uint64_t began = now_ns();
         CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == -EIO);
         uint64_t took = now_ns() - began;
         /* The guest's pages are the device's until it has answered, or the answer would be written over what they are used for next. */
-        CHECK(took < 5000000000ull * slowness() && (faults[i].kind != KVFS_FAULT_DELAY || took > 1100000000ull));
+        CHECK(took < 5000000000ull * slowness() && (faults[i].kind != KVFS_FAULT_DELAY || took > 1100000000ull * slowness()));
         if (faults[i].kind == KVFS_FAULT_DELAY) { /* while a device is stuck reads go through our own memory, and have a deadline */
-            usleep(600000); /* else it is the same read asked again, and its deadline is over */
+            usleep(600000 * slowness()); /* else it is the same read asked again, and its deadline is over */
             began = now_ns();
             CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == -EIO);
             CHECK(now_ns() - began < 1100000000ull * slowness());
-            usleep(600000);
+            usleep(600000 * slowness());
         }
         fault(KVFS_FAULT_NONE, 3, 0);
         CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == 0);
@@ -775,6 +776,7 @@ static void test_end(void) {
 
 int main(void) {
     slowness(); /* measured now: later it would take time from what is timed */
+    snprintf(directory, sizeof(directory), "%.32s/kvfs-virtiofs-XXXXXX", scratch());
     CHECK(mkdtemp(directory));
     start();
     RUN(test_protocol);
