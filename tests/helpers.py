@@ -40,8 +40,8 @@ FIXTURES = (
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 # Long enough for a busy two-core machine, short enough that a hang is seen the same day.
-TEST_TIMEOUT_S = 120
-COMMAND_TIMEOUT_S = 60
+TEST_TIMEOUT_S = 300
+COMMAND_TIMEOUT_S = 180
 LOG_TAIL_LINES = 60
 # A guest under emulation is so many times slower than the machine it runs on: deadlines so many times as long, and what
 # is done often for its number's sake done so many times less.
@@ -99,7 +99,7 @@ def run(*command: str | os.PathLike[str], timeout_s: float = COMMAND_TIMEOUT_S, 
     return result
 
 
-def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = 30, interval_s: float = 0.01) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = 90, interval_s: float = 0.01) -> Any:
     """Poll until condition() is true and return its value; fail after timeout_s."""
     timeout_s *= SLOWNESS
     deadline = time.monotonic() + timeout_s
@@ -574,9 +574,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     given = item.get_closest_marker("timeout")
-    seconds = given.args[0] if given is not None else TEST_TIMEOUT_S
-    if given is None or SLOWNESS > 1:
-        item.add_marker(pytest.mark.timeout(seconds * SLOWNESS, method="signal"), append=False)
+    seconds = max(given.args[0] if given is not None else 0, TEST_TIMEOUT_S)
+    item.add_marker(pytest.mark.timeout(seconds * SLOWNESS, method="signal"), append=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -637,6 +636,7 @@ def own_pool(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pool]]:
     if request.config.getoption("directory", default=None):
         pytest.skip("needs a kvfs pool of its own, not --directory")
     requires_fuse()
+    give_devices_time()
     with contextlib.ExitStack() as stack:
         def make(**arguments: Any) -> Pool:
             pool = stack.enter_context(Pool(**arguments))

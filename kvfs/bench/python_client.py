@@ -103,7 +103,7 @@ def main() -> None:
     clock = Clock()
     first = MISSING if arguments.missing else 0
     numbers = list(range(first, first + arguments.count))
-    with kvfs.connect(arguments.mount, arguments.space, depth=arguments.depth, gpu=None) as client:
+    with kvfs.connect(arguments.mount, arguments.space, depth=arguments.depth, gpu=None, timeout_s=20) as client:
         (_get if arguments.command == "get" else _exists)(client, arguments, numbers, clock)
     seconds, before, after = sorted(clock.seconds), clock.before, clock.after
     operations = arguments.count * arguments.passes

@@ -249,7 +249,7 @@ def served(words: Sequence[str | Path], name: str, lower: Path, mountpoint: Path
             raise BenchError(f"{name} ended with {process.returncode}")
         yield Side(name, mountpoint, lower, process.pid)
     finally:
-        if run_command("umount", mountpoint, check=False, timeout_s=30).returncode:
+        if run_command("umount", mountpoint, check=False, timeout_s=300).returncode:
             _abort(mountpoint)
             run_command("umount", "-l", mountpoint, check=False, timeout_s=30)
         try:

@@ -168,7 +168,7 @@ class _Guest:
             "seconds": max(seconds, 0.001),
             "latency_us": number_at(job, direction, "lat_ns", "mean") / 1000,
             "daemon_cpu_s": used,
-            "host_cpu_s": max(host - vcpu, 0.0),
+            "host_cpu_s": max(host - vcpu, 0.001),  # in ticks of 10 ms
             "vcpu_s": vcpu,
             "elapsed_s": elapsed_s,
         }

@@ -20,7 +20,7 @@ import pytest
 from kvfs.bench.common import Row
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-TIMEOUT_S = 1500
+TIMEOUT_S = 3000
 END_S = 120
 BOTH = ("zram", "files")
 # Every case, and the kinds of devices that it is run on.

@@ -38,8 +38,8 @@ EXAMPLES_A_POOL = 15
 # Of one run: each costs as much as hundreds of other steps.
 RESTARTS, EVICTIONS = 4, 4
 # The index follows in a second, the summaries in two more; the rest is for a machine and disk that are busy.
-INDEX_GRACE_S = 5.0
-SUMMARY_GRACE_S = 8.0
+INDEX_GRACE_S = 15.0
+SUMMARY_GRACE_S = 20.0
 FOREVER = -1e9
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e.tmp", "f"])

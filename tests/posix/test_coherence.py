@@ -7,7 +7,7 @@ import struct
 import threading
 
 import pytest
-from helpers import MIB, assert_same, content, in_child, opened, read_file, repeated, write_file
+from helpers import MIB, assert_same, content, in_child, opened, read_file, repeated, wait_until, write_file
 
 PAGES = 64
 
@@ -126,6 +126,7 @@ def test_concurrent_readers_of_pages_see_only_what_was_written_there(directory, 
                 assert os.pwritev(descriptor, [memory], index * 4096) == 4096
                 ended[index] = version
             os.close(descriptor)
+        wait_until(lambda: failures or min(reads) > 0, "a read by every reader")
     finally:
         done.set()
         for thread in threads:

@@ -25,7 +25,7 @@ def fio(directory, name, **options):
         "fallocate": "none", "end_fsync": 1,
         "verify_state_save": 0,
     } | options
-    result = run("fio", *(f"--{key}={value}" for key, value in words.items()), timeout_s=70, check=False)
+    result = run("fio", *(f"--{key}={value}" for key, value in words.items()), timeout_s=140, check=False)
     text = (directory / f"{name}.json").read_text()
     assert result.returncode == 0, f"fio: {result.stderr}{result.stdout}{text[:2000]}"
     # fio prints its notes before the JSON.

@@ -103,7 +103,7 @@ def test_a_file_that_is_open_keeps_its_group(pool):
         pool.command("evict", str(pool.path), "--all")
         return [path.name for path in pair if path.exists()] == []
 
-    wait_until(evicted, "the eviction of both, which were read and so may stay once more")
+    wait_until(evicted, "the eviction of both, which were read and so may stay once more", timeout_s=120)
 
 
 def test_a_file_that_is_read_often_keeps_its_group(pool):

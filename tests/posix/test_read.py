@@ -95,7 +95,7 @@ def test_128_threads_open_and_read_at_once(directory):
     gate = threading.Barrier(128)
 
     def read(thread):
-        gate.wait(60)
+        gate.wait(120)
         for step in range(4):
             index = (thread + step) % blocks
             assert_same(read_file(directory / f"{index}"), content(256 * KIB + index, index), f"block {index}")

@@ -15,6 +15,7 @@ from helpers import (
     raises_errno,
     read_file,
     renameat2,
+    wait_until,
     write_file,
 )
 
@@ -67,6 +68,7 @@ def test_rename_over_an_existing_name_is_atomic(directory):
         for step in range(150):
             write_file(directory / f"block.{step}.tmp", versions[step % 4])
             os.rename(directory / f"block.{step}.tmp", path)
+        wait_until(lambda: failures or min(reads) > 0, "a read by every reader")
     finally:
         done.set()
         for thread in threads:

@@ -488,7 +488,7 @@ def _close_dead(descriptor):
 def test_a_killed_daemon_leaves_nothing_of_a_slab(own_pool):
     pool = own_pool(files=2, size="256M")
     write_file(pool.mount / "block", content(5 * MIB))
-    os.sync()
+    run("sync", "-f", pool.mount)
     descriptor = make_slab(pool.mount / "slab", 64 * MIB)
     overwrite(descriptor, 64 * MIB, 50)
     write_file(pool.mount / "after", content(5 * MIB, 1))
@@ -520,6 +520,7 @@ def test_a_killed_daemon_leaves_nothing_of_a_slab(own_pool):
     assert_same(read_file(pool.mount / "block"), content(5 * MIB), "a block after the rebuild")
 
 
+@pytest.mark.timeout(600)
 def test_a_slab_in_use_while_the_pool_evicts(own_pool):
     """Blocks of twice the pool pass by; the slab is never touched, and gets its room from them."""
     pool = own_pool(files=2, size="256M")
@@ -575,7 +576,7 @@ def test_native_clients_miss_a_slab(own_pool):
     (pool.mount / name[:2]).mkdir()
     code = """if True:
         import kvfs, sys
-        with kvfs.connect(sys.argv[1], gpu=None) as client:
+        with kvfs.connect(sys.argv[1], gpu=None, timeout_s=20) as client:
             assert client.exists(["slab", "block"]) == [False, True]
             assert client.sizes(["slab"]) == [None]
             assert client.get("slab") is None

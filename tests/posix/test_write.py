@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from helpers import (
@@ -335,13 +334,16 @@ def test_truncate_of_a_sealed_file_by_path(directory, size):
     assert_same(read_file(path), data[:size] + bytes(max(0, size - len(data))), f"truncate to {size}")
 
 
-def test_posix_fallocate_is_fast_and_sets_the_size(directory):
-    begin = time.monotonic()
+def test_posix_fallocate_is_fast_and_sets_the_size(directory, service):
+    def requests():
+        return service.pool.status()["counters"]["requests"] if service.pool else 0
+
+    begin = requests()
     with opened(directory / "slab", os.O_CREAT | os.O_RDWR) as descriptor:
         os.posix_fallocate(descriptor, 0, 240 * MIB)
         assert os.fstat(descriptor).st_size == 240 * MIB
-        # Emulated by glibc it would be 61,440 writes of one byte: seconds on any FUSE.
-        assert time.monotonic() - begin < 2
+        # Emulated by glibc it would be 61,440 writes of one byte.
+        assert requests() - begin < 1000
         os.pwrite(descriptor, b"data", 32 * MIB)
         os.posix_fallocate(descriptor, 0, MIB)
         assert os.fstat(descriptor).st_size == 240 * MIB, "fallocate never shrinks"
@@ -461,7 +463,7 @@ def test_two_writers_on_one_fixed_tmp_name_do_not_corrupt_each_other(directory, 
         final = directory / f"key-{attempt}"
         writers = [subprocess.Popen([sys.executable, "-c", STORE, str(directory / "key.tmp"), str(final), seed,
                                      str(size), "12"]) for seed in seeds]
-        assert [writer.wait(60) for writer in writers] == [0, 0]
+        assert [writer.wait(120) for writer in writers] == [0, 0]
         result = read_file(final)
         assert len(result) == size
         assert result in whole, "the block is a mixture"
@@ -510,7 +512,7 @@ def test_kill_of_a_client_in_the_middle_of_a_write_leaves_a_working_mount(direct
             enough = attempt * LARGE // 4 + MIB
             wait_until(lambda enough=enough: temporary.stat().st_size >= enough, "some bytes of the write")
             writer.send_signal(signal.SIGKILL)
-            assert writer.wait(30) == -signal.SIGKILL
+            assert writer.wait(120) == -signal.SIGKILL
             wait_until(lambda pid=writer.pid: not process_alive(pid), "the end of the writer")
         assert not (directory / "block").exists()
         assert temporary.stat().st_size <= LARGE

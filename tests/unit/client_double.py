@@ -82,11 +82,11 @@ class Place:
 
 
 class WireClient:
-    """One connection. Everything has a deadline of 20 s."""
+    """One connection. Everything has a deadline of 50 s."""
 
     def __init__(self, pool: Path, flags: int = 0, version: int = 1, magic: bytes = b"KVFSCLI1") -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(20)
+        self.socket.settimeout(50)
         self.socket.connect(str(pool / "control.sock"))
         self.fds: list[int] = []
         self._id = 0

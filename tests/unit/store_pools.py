@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import trio
@@ -12,7 +13,11 @@ from kvfs.store.devices import FormatRequest, format_devices
 from kvfs.store.pool import Store, StoreOptions
 from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
 
-OPTIONS = StoreOptions(staging_size=16 << 20, read_memory_size=16 << 20, commit_interval_s=0.1, records_max=1 << 16)
+# A disk that others use may pause for as long as a device's usual deadline.
+OPTIONS = StoreOptions(
+    staging_size=16 << 20, read_memory_size=16 << 20, commit_interval_s=0.1, records_max=1 << 16, io_timeout_ms=50_000
+)
+LAZY = replace(OPTIONS, commit_interval_s=1000)
 
 
 def make_pool(path: Path, *, files: int = 2, size: int = 32 << 20, **arguments: object) -> Path:
@@ -24,7 +29,7 @@ def with_store(path: Path, work: Callable[[Store], Awaitable[None]], options: St
     """Open, work, close cleanly."""
 
     async def main() -> None:
-        with trio.fail_after(60):
+        with trio.fail_after(240):
             async with Store.open(path, options) as store:
                 await rebuilt(store)
                 await work(store)
@@ -36,7 +41,7 @@ def crashed_store(path: Path, work: Callable[[Store], Awaitable[None]], options:
     """As with_store, but the end is that of a kill: nothing is sealed, closed or committed."""
 
     async def main() -> None:
-        with trio.fail_after(60):
+        with trio.fail_after(240):
             async with Store.open(path, options) as store:
                 await rebuilt(store)
                 await work(store)
@@ -121,5 +126,17 @@ async def verify_all(store: Store, parent: int = ROOT_INODE) -> None:
 
 
 async def settle(store: Store, seconds: float = 0.5) -> None:
-    """Let commits and summaries follow."""
+    """Let commits and summaries follow; a busy disk takes its time."""
+
+    def followed() -> bool:
+        segments = store.segments
+        return (
+            not store.index.changes_pending
+            and not segments._changed
+            and not any(segment.dirty or segment.copy_stale or segment.writing for segment in segments.all)
+        )
+
     await trio.sleep(seconds)
+    with trio.fail_after(45):
+        while not followed():
+            await trio.sleep(0.01)

@@ -288,7 +288,7 @@ def test_qemu_takes_the_line(place: Path) -> None:
     # TCG alone: where there is KVM it may not be ours to use.
     words = [word.replace("accel=kvm:tcg", "accel=tcg") for word in words]
     result = subprocess.run(
-        ["timeout", "30", *words, "-display", "none", "-S"], capture_output=True, text=True, check=False, timeout=60
+        ["timeout", "120", *words, "-display", "none", "-S"], capture_output=True, text=True, check=False, timeout=150
     )
     assert result.returncode == 1
     assert "Failed to connect" in result.stderr and "none.sock" in result.stderr, result.stderr

@@ -236,4 +236,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestModel.settings = settings(max_examples=30, stateful_step_count=40)

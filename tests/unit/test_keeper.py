@@ -253,8 +253,8 @@ class DaemonDouble:
 class FrontEnd:
     """A double of QEMU's end."""
 
-    def __init__(self, front: socket.socket, guest: GuestDouble) -> None:
-        self.socket, self.guest = front, guest
+    def __init__(self, front: socket.socket, guest: GuestDouble, session: keeper.Session) -> None:
+        self.socket, self.guest, self.session = front, guest, session
         self.socket.settimeout(10)
 
     def say(self, request: int, payload: bytes = b"", fds: tuple[int, ...] = (), *, ack: bool = False) -> bytes:
@@ -284,13 +284,13 @@ class FrontEnd:
 
 @pytest.fixture
 def front_end(tmp_path: Path, guest: GuestDouble) -> Iterator[FrontEnd]:
-    """Behind a keeper that gives a daemon half a second; there is no daemon yet."""
+    """Behind a keeper; there is no daemon yet."""
     ours, theirs = socket.socketpair()
-    session = keeper.Session(theirs, tmp_path / "export.sock", 0.5)
+    session = keeper.Session(theirs, tmp_path / "export.sock", 30)
     thread = threading.Thread(target=session.run, daemon=True)
     thread.start()
     with ours:
-        yield FrontEnd(ours, guest)
+        yield FrontEnd(ours, guest, session)
     thread.join(10)
     theirs.close()
     assert not thread.is_alive()
@@ -338,8 +338,9 @@ def test_without_a_daemon_a_guest_gets_errors_and_its_front_end_answers(
     front_end.set_up()
     guest.ask(0, unique=5)
     guest.offer(0)
-    first.end()
+    front_end.session._timeout_s = 0.5
     began = time.monotonic()
+    first.end()
     assert select.select([guest.call], [], [], 10)[0], "the guest is signalled"
     assert time.monotonic() - began > 0.3, "a daemon that comes back soon is waited for"
     assert guest.used() == [(0, 16)] and guest.answer(0) == (16, -errno.EIO, 5)

@@ -12,6 +12,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_pools import (
+    LAZY,
     OPTIONS,
     crashed_store,
     make,
@@ -26,13 +27,12 @@ from store_pools import (
 )
 
 from kvfs import config as configuration
-from kvfs.store.pool import Store, StoreOptions
+from kvfs.store.pool import Store
 from kvfs.store.segments import State
 from kvfs.types import ROOT_INODE, InodeNumber, Kind
 
 BIG = 64 << 20
 # Nothing is committed but by sync(): what the index knows at the crash is then exact.
-LAZY = StoreOptions(staging_size=16 << 20, read_memory_size=16 << 20, commit_interval_s=1000, records_max=1 << 16)
 Work = Callable[[Store], Awaitable[None]]
 
 
@@ -490,6 +490,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.timeout(1200)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(histories=st.lists(st.tuples(STEPS, st.sampled_from(["clean", "crash"]), st.booleans()), min_size=1, max_size=3))
 def test_any_history_ends_in_what_was_or_a_miss(

@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from store_pools import crashed_store, make_pool, names, rename, unlink, verify_all, with_store, write
+from store_pools import LAZY, crashed_store, make_pool, names, rename, unlink, verify_all, with_store, write
 
-from kvfs.store.pool import Store, StoreOptions
+from kvfs.store.pool import Store
 from kvfs.store.segments import State
 from kvfs.types import ROOT_INODE, InodeNumber
 
 HISTORIES = int(os.environ.get("KVFS_HISTORIES", "20"))
 LIVES, STEPS = 4, 30
-LAZY = StoreOptions(staging_size=16 << 20, read_memory_size=16 << 20, commit_interval_s=1000, records_max=1 << 16)
 KINDS = ["write"] * 6 + ["rename"] * 3 + ["unlink", "pin", "carry", "drain", "evict", "commit", "flush", "settle"]
 NAMES = [b"n%d" % i for i in range(12)]
 # Sparse files: their headers alone take a page or a whole part of a segment.
@@ -189,6 +188,7 @@ def observe(pool: Path, *, crash: bool) -> dict[bytes, int]:
     return found
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("group", range(6))
 def test_what_recovery_finds_is_allowed_and_stays(tmp_path: Path, group: int) -> None:
     for number in range(HISTORIES):

@@ -127,11 +127,11 @@ def test_a_writer_that_found_no_segment_gets_the_one_that_was_being_opened_ahead
         kept = list(segments._free)[: segments.reserve + 1]
         monkeypatch.setattr(segments, "_free", deque(kept))
         monkeypatch.setattr(Segments, "_format", slowly)
-        monkeypatch.setattr(segments_module, "_SPACE_POLL_S", 30.0)
+        monkeypatch.setattr(segments_module, "_SPACE_POLL_S", 120.0)
         segments.ready_taken.set()
         await trio.sleep(0.05)
         assert len(segments._free) == segments.reserve and not segments._ready
-        with trio.fail_after(15):  # without being told it takes until the next poll, or commit of the index
+        with trio.fail_after(50):  # without being told it takes until the next poll, or commit of the index
             segments.release(await segments.allocate(segments.head(Stream.NEW), 1, 1))
         assert segments.waits
 
@@ -167,14 +167,18 @@ def test_a_file_whose_header_fits_in_no_segment_is_refused_when_it_is_written(po
         assert refused.value.errno == errno.EFBIG
         store.plane.file_truncate(inode.inode, largest)
         assert await store.seal(inode.inode) is not None
-        with trio.fail_after(5), pytest.raises(FileTooLargeError, match=f"{area} pages does not fit"):
+        with trio.fail_after(50), pytest.raises(FileTooLargeError, match=f"{area} pages does not fit"):
             await store.segments.allocate(store.segments.head(Stream.NEW), area, 0)
         await verify_all(store)
 
     with_store(pool, work)
 
 
-def test_when_every_device_fails_the_seal_fails_and_the_file_stays_dirty(pool: Path) -> None:
+def test_when_every_device_fails_the_seal_fails_and_the_file_stays_dirty(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfs.store.health.FAILURES", 10**6)  # or both go out of service
+
     async def work(store: Store) -> None:
         inode = make(store, ROOT_INODE, b"x")
         store.plane.file_truncate(inode.inode, 4096)

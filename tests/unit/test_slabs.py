@@ -37,7 +37,7 @@ def new_file(store: Store, name: bytes = b"slab") -> InodeNumber:
 
 
 async def freed(store: Store) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(50):
         while store.slabs.count:
             await trio.sleep(0.01)
 
