@@ -34,12 +34,15 @@ static void targets_clear(struct request *request) {
 static void read_finish(struct request *request, int error) {
     struct kvfs_plane *plane = request->server->plane;
     COUNT(plane, read_errors, 1);
-    pthread_mutex_lock(&request->node->lock);
-    if (request->node->failed_until_ns != request->until_ns) { /* what was asked again does not prolong it */
-        request->node->failed_ns = now_ns();
-        request->node->failed_until_ns = request->until_ns;
+    struct node *node = request->node;
+    uint64_t now = now_ns();
+    pthread_mutex_lock(&node->lock);
+    /* What was asked again does not prolong it, but for the end of the deadline that it has from the first: the next has that one, too. */
+    if (node->failed_until_ns != request->until_ns || (now >= request->until_ns && node->failed_ns < request->until_ns)) {
+        node->failed_ns = now;
+        node->failed_until_ns = request->until_ns;
     }
-    pthread_mutex_unlock(&request->node->lock);
+    pthread_mutex_unlock(&node->lock);
     /* A device that gave no answer may still write into these slots and this header: the groups hold the slots, we hold the header. The
      * pages of a guest are nobody's to hold: once answered it uses them for something else. So it waits for the device, longer than the
      * deadline: until the kernel gives up on it. Reads that come now go through slots. */
