@@ -172,7 +172,7 @@ static void issue(struct nvme_queue *queue, bool finish) {
         const struct nvme_remote *remote = part->remote;
         const uint32_t shift = remote->identity.block_shift;
         if (!part->error && !atomic_load_explicit(&remote->usable, memory_order_relaxed))
-            part->error = -ENODEV;
+            part->error = -ENOTCONN; /* not "gone": whether it is, and why, the news of its connection says, which may come later */
         if (!part->error && (part->size > remote->identity.size || part->device_offset > remote->identity.size - part->size))
             part->error = -EIO; /* the device is smaller than its label says */
         if (part->error && !finish) {
