@@ -6,7 +6,9 @@ A back end that is known to work tells a wrong harness from a wrong kvfs.
 import hashlib
 import os
 import pathlib
+import subprocess
 import time
+import types
 
 import pytest
 from helpers import MIB, content, process_alive
@@ -92,6 +94,23 @@ def test_a_guest_that_cannot_boot_says_why(tmp_path):
     with Guest([Share(tmp_path / "nobody")]) as guest:
         with pytest.raises(GuestError, match="nobody"):
             guest.run("true")
+
+
+def test_a_guest_whose_kernel_stops_is_started_once_more(monkeypatch, capsys):
+    """QEMU's -S holds the CPUs of the first still before their first instruction."""
+    begun = []
+
+    def popen(words, **arguments):
+        begun.append(subprocess.Popen([*words, *([] if begun else ["-S"])], **arguments))
+        return begun[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvfs.bench.guest.KERNEL_TIMEOUT_S", 2.0)
+        patch.setattr("kvfs.bench.guest.subprocess", types.SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
+        with Guest([], name="held") as guest:
+            assert guest.run("echo up").stdout == b"up\n"
+            assert [process.poll() is None for process in begun] == [False, True]
+    assert "the kernel of held has stopped" in capsys.readouterr().err
 
 
 def test_a_guest_nobody_ends_ends_by_itself():
