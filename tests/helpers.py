@@ -568,7 +568,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "error")
+    if not config.getini("filterwarnings"):  # the project's own say it already, and the last said counts
+        config.addinivalue_line("filterwarnings", "error")
     config.addinivalue_line("markers", "timeout(seconds): the longest a test may take")
 
 
