@@ -47,12 +47,13 @@ MORE_MODULES = ("virtio_net", "nvme", "nvme_tcp", "nvmet_tcp", "crc32c_generic")
 # Without what costs an emulated CPU much and protects nobody here.
 KERNEL_ARGUMENTS = "console=ttyS0 quiet panic=-1 mitigations=off"
 # For more than one CPU, clocks that tick by themselves: the emulation may lose the interrupt of a second CPU's timer
-# (QEMU 7.2; seen once in some thousand boots), and one set for each wake-up alone is then never set again. A guest that
-# waits costs 0.08 of a CPU by it.
+# (QEMU 7.2; seen once, in a boot), and one set for each wake-up alone is then never set again. A guest that waits costs
+# 0.08 of a CPU by it.
 TICKING_ARGUMENTS = "nohz=off highres=off"
 PORTS = 4  # commands at once
 BOOT_TIMEOUT_S = 180.0
-# The emulated kernel alone, until init: some seconds. One that takes longer has stopped, and is started once more.
+# The emulated kernel alone, until init: some seconds. One that takes longer has stopped, and is started once more; so
+# is one whose back ends do not let QEMU start, hence the warning.
 KERNEL_TIMEOUT_S = 60.0
 INIT_BEGINS = "guest: init"
 COMMAND_TIMEOUT_S = 180.0
