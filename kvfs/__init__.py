@@ -43,3 +43,8 @@ def __getattr__(name: str) -> object:
 
         return getattr(client, name)
     raise AttributeError(f"module 'kvfs' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Also what is loaded when it is first asked for."""
+    return sorted({*globals(), *__all__})

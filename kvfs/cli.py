@@ -8,17 +8,21 @@ when the verb runs, so that `kvfs doctor` and `kvfs --help` work where the data 
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
+import itertools
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from kvfs.errors import KvfsError, UsageError, first_error
+from kvfs.errors import KvfsError, NotFoundError, UsageError, first_error, printable
 
 if TYPE_CHECKING:
     from kvfs.daemon import MountOptions
@@ -29,6 +33,9 @@ JSON_VERSION = 1
 PROGRESS_AFTER_S = 2.0
 UMOUNT_TIMEOUT_S = 120.0
 UMOUNT_STATUS_TIMEOUT_S = 5.0
+_SLOW_MS_MAX = 86_400_000
+# What the extra "daemon" of pyproject.toml installs: a client has none of it.
+DAEMON_PACKAGES = frozenset({"pyfuse3", "trio", "lmdb", "xxhash"})
 # They become another program. The module of each, in kvfs.client, is its first word.
 RUN_VERBS = {
     "cufile-run": "run a program whose cuFile reads on kvfs mounts take the native path",
@@ -36,56 +43,102 @@ RUN_VERBS = {
 }
 
 
+class _WrongCommandLine(UsageError):
+    """What argparse refuses. Its text begins with the command."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line and exits with 2."""
+    """Reports a wrong command line in one line; main() exits with 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (try {self.prog} --help)\n")
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if wrong:
+            message += _guess(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        raise _WrongCommandLine(f"{self.prog}: {message} (try {self.prog} --help)")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        known, extra = super().parse_known_args(args, namespace)
+        for word in extra:
+            guess = _guess(word.partition("=")[0], self._option_string_actions)
+            if word.startswith("--") and guess:
+                self.error(f"unrecognized arguments: {word}{guess}")
+        return known, extra
+
+
+def _guess(word: str, known: Iterable[str]) -> str:
+    """What was meant by a mistyped word, if one comes near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:
-        return _guarded(lambda: _bench(arguments[1:]))
-    args = parser().parse_args(arguments)
-    return _guarded(lambda: cast(int, args.function(args)))
+        return _guarded(lambda: _bench(arguments[1:]), False)
+
+    def command() -> int:
+        args = parser().parse_args(arguments)
+        return cast(int, args.function(args))
+
+    return _guarded(command, _asks_for_json(arguments))
 
 
-def _guarded(command: Callable[[], int]) -> int:
-    """Turn every failure into one line and a status. KVFS_DEBUG=1 shows the traceback."""
+def _asks_for_json(arguments: Sequence[str]) -> bool:
+    """Whether an error is told in JSON too: known before the command line is understood, as that may be the error."""
+    if arguments[:1] and arguments[0] in RUN_VERBS:
+        return False
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    pairs = itertools.pairwise(words)
+    return any(pair in (("-o", "json"), ("--output", "json")) for pair in pairs) or bool(
+        {"-ojson", "--output=json"} & set(words)
+    )
+
+
+def _guarded(command: Callable[[], int], as_json: bool) -> int:
+    """Turn every failure into one line on stderr and a status, and into a document on stdout if that is asked for.
+    KVFS_DEBUG=1 shows the traceback."""
     debug = os.environ.get("KVFS_DEBUG") == "1"
+
+    def fail(error: object, status: int, text: str | None = None) -> int:
+        return _fail(error, debug, status, as_json, text)
+
     try:
         try:
             return command()
         except BaseExceptionGroup as group:
             raise first_error(group) from group
     except UsageError as error:
-        return _fail(error, debug, 2)
+        return fail(error, 2)
     except KvfsError as error:
-        return _fail(error, debug, 1)
+        return fail(error, 1)
     except KeyboardInterrupt:
-        print("kvfs: interrupted", file=sys.stderr)
-        return 130
+        return fail(InterruptedError(errno.EINTR, "interrupted"), 130, "interrupted")
     except BrokenPipeError:
         # Whoever read our output has seen enough; without this the interpreter complains at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ImportError as error:
-        return _fail(f"{error.name or 'kvfs'}: cannot be loaded ({error}); run tools/setup", debug, 1)
+        if error.name in DAEMON_PACKAGES:
+            needs = "this verb needs what the daemon needs: pip install 'kvfs[daemon]'"
+            return fail(error, 1, f"{error.name}: not installed; {needs}")
+        return fail(error, 1, f"{error.name or 'kvfs'}: cannot be loaded ({error}); run tools/setup")
     except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error, debug, 1)
+        return fail(error, 1, f"{error.filename}: {error.strerror}" if error.filename else None)
     except Exception as error:  # our bug, but the user gets one line
-        return _fail(f"internal error: {type(error).__name__}: {error} (KVFS_DEBUG=1 shows where)", debug, 1)
+        return fail(error, 1, f"internal error: {type(error).__name__}: {error} (KVFS_DEBUG=1 shows where)")
 
 
-def _fail(error: object, debug: bool, status: int) -> int:
-    if debug and sys.exc_info()[0] is not None:
+def _fail(error: object, debug: bool, status: int, as_json: bool, text: str | None) -> int:
+    if debug and status != 130:
         import traceback
 
         traceback.print_exc()
-    message = " ".join(str(error).split("\n"))
-    print(f"kvfs: {message}", file=sys.stderr)
+    message = " ".join((text or str(error)).split("\n"))
+    if as_json:
+        number = getattr(error, "errno", None)
+        _print_json({"error": message, "errno": number if isinstance(number, int) else None})
+    print(printable(message if isinstance(error, _WrongCommandLine) else f"kvfs: {message}"), file=sys.stderr)
     return status
 
 
@@ -120,6 +173,13 @@ def _whole(text: str) -> int:
     return 0 if text == "0" else _count(text)
 
 
+def _slow_ms(text: str) -> int:
+    value = _whole(text)
+    if value > _SLOW_MS_MAX:
+        raise argparse.ArgumentTypeError(f"{text}: at most {_SLOW_MS_MAX} ms, a day")
+    return value
+
+
 def _positive(text: str) -> float:
     try:
         value = float(text)
@@ -151,7 +211,7 @@ def _seconds(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line; `kvfs completion` is made from it as well."""
+    """The whole command line; completion and manual pages are made from it as well (usage.py)."""
     top = _Parser(prog="kvfs", description="A striped cache of KV blocks, mounted as a filesystem.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=_version())
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
@@ -182,16 +242,22 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--force", action="store_true", help="overwrite labels and filesystems on the devices")
 
     sub = verb("mount", _mount, "mount a pool; returns once the mount answers")
-    sub.add_argument("pool", metavar="POOL")
-    sub.add_argument("mountpoint", metavar="MOUNTPOINT")
+    sub.add_argument("pool", metavar="POOL", help="the pool's directory")
+    sub.add_argument("mountpoint", metavar="MOUNTPOINT", help="a directory")
     _add_daemon_arguments(sub)
     sub.add_argument("--allow-other", action="store_true", help="let other users in")
     sub.add_argument(
         "--options", default="", metavar="LIST", help="mount(8) options, comma separated: ro, noexec, suid, dev, ..."
     )
+    sub.add_argument(
+        "--request-timeout",
+        type=_count,
+        metavar="S",
+        help="have the kernel end the mount if a request waits this long, as with a stopped daemon (default: never)",
+    )
 
     sub = verb("export", _export, "serve a pool to virtual machines or a DPU's host, without a mount here")
-    sub.add_argument("pool", metavar="POOL")
+    sub.add_argument("pool", metavar="POOL", help="the pool's directory")
     _add_daemon_arguments(sub)
     sub.add_argument(
         "--show-qemu", action="store_true", help="start nothing; print the QEMU command and the guest's mount command"
@@ -211,21 +277,37 @@ def parser() -> argparse.ArgumentParser:
     sub.set_defaults(function=_keep)
 
     sub = verb("umount", _umount, "unmount, and wait until the pool is clean; a POOL's exports end as well")
-    sub.add_argument("target", metavar="MOUNTPOINT|POOL")
+    sub.add_argument("target", metavar="MOUNTPOINT|POOL", help="where it is mounted, or the pool's directory")
     sub.add_argument("--lazy", action="store_true", help="also with files open: the rest follows when they are closed")
     sub.add_argument("--force", action="store_true", help="abort what is under way")
 
     sub = verb("status", _status, "devices, segments, use, counters, errors and advice")
     sub.add_argument("target", metavar="POOL|MOUNTPOINT", nargs="?", help="default: every mounted pool")
 
+    sub = verb("list", _list, "what lies in a pool: blocks, bytes, hits and ages by directory, and what is pinned")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
+    sub.add_argument(
+        "--depth", type=_whole, default=1, metavar="N",
+        help="directories so far below the mount, each with all that is below it (default 1)",
+    )  # fmt: skip
+    sub.add_argument("--pins", action="store_true", help="only what is pinned")
+
     sub = verb("stats", _stats, "rates and latencies, once or at an interval")
-    sub.add_argument("target", metavar="POOL|MOUNTPOINT")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
     sub.add_argument("--interval", type=_seconds, metavar="S", help="a line every S seconds")
     sub.add_argument("--count", type=_count, metavar="N", help="stop after N lines")
     sub.add_argument("--prometheus", action="store_true", help="Prometheus text format")
 
+    sub = verb("top", _top, "a live view of a pool in the terminal, until interrupted")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
+    sub.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="draw every S seconds (default 1)")
+    sub.add_argument("--count", type=_count, metavar="N", help="end after N times")
+
+    sub = verb("metrics", _metrics, "serve the metrics of every mounted pool to Prometheus, until interrupted")
+    sub.add_argument("address", metavar="[HOST:]PORT", help="where to listen; without HOST for this machine alone")
+
     sub = verb("fsck", _fsck, "check an unmounted pool; reports, and acts only with --repair")
-    sub.add_argument("pool", metavar="POOL")
+    sub.add_argument("pool", metavar="POOL", help="the pool's directory")
     sub.add_argument("--repair", action="store_true", help="repair what can be, drop what cannot")
     sub.add_argument("--verify-data", action="store_true", help="read every block and check it")
 
@@ -236,8 +318,12 @@ def parser() -> argparse.ArgumentParser:
         sub = verb(name, _pin, text)
         sub.add_argument("paths", metavar="PATH", nargs="+", help="in a mount")
 
+    sub = verb("prestage", _prestage, "read files, or all below directories, into the kernel's page cache")
+    sub.add_argument("paths", metavar="PATH", nargs="+", help="in a mount")
+    sub.add_argument("--threads", type=_count, default=4, metavar="N", help="files read at once (default 4)")
+
     sub = verb("evict", _evict, "free space now")
-    sub.add_argument("target", metavar="POOL|MOUNTPOINT")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
     amount = sub.add_mutually_exclusive_group(required=True)
     amount.add_argument("--size", type=_size, metavar="SIZE", help="free at least this much")
     amount.add_argument("--all", action="store_true", help="evict every block that is neither pinned nor open")
@@ -246,8 +332,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("address", metavar="HOST:PORT", help="of its discovery controller")
 
     sub = verb("device", _device, "list a pool's devices, remove or replace one, add more")
-    sub.add_argument("action", choices=("list", "add", "remove", "replace"))
-    sub.add_argument("target", metavar="POOL|MOUNTPOINT")
+    sub.add_argument("action", choices=("list", "add", "remove", "replace"), help="what to do with them")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
     sub.add_argument(
         "devices", metavar="DEVICE", nargs="*", help="add: PATH...; remove: a device's number or path; replace: OLD NEW"
     )
@@ -258,15 +344,18 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("device", nargs="*", metavar="DEVICE|POOL", help="look at these devices too, or those of a pool")
 
     sub = verb("import", _import, "write a lost pool.toml again, from the labels of its devices")
-    sub.add_argument("pool", metavar="POOL")
+    sub.add_argument("pool", metavar="POOL", help="the pool's directory")
     sub.add_argument(
         "--device", action="append", default=[], metavar="PATH", required=True, help="once for each device of the pool"
     )
 
     _add_replay(verb("replay", _replay, "replay a trace of requests against a directory, as an inference engine would"))
 
-    sub = verbs.add_parser("completion", help="shell completion: source <(kvfs completion)")
-    sub.add_argument("shell", nargs="?", choices=("bash",), default="bash")
+    sub = verbs.add_parser(
+        "completion", help="shell completion: source <(kvfs completion); kvfs completion fish | source",
+        allow_abbrev=False,
+    )  # fmt: skip
+    sub.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"), default="bash", help="default: bash")
     sub.set_defaults(function=_completion)
     for name, text in RUN_VERBS.items():
         sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -274,6 +363,12 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=_run)
 
     verbs.add_parser("bench", help="measure kvfs against its peers (kvfs bench --help)", add_help=False)
+
+    sub = verbs.add_parser("man", help="manual pages: kvfs man mount | man -l -", allow_abbrev=False)
+    page = sub.add_mutually_exclusive_group()
+    page.add_argument("--directory", metavar="DIR", help="write every page there")
+    sub.set_defaults(function=_man)
+    page.add_argument("page", metavar="VERB", nargs="?", choices=tuple(verbs.choices), help="default: kvfs itself")
     return top
 
 
@@ -318,14 +413,24 @@ def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
         "--virtiofs",
         action="append",
         default=[],
-        metavar="SOCKET[,tag=TAG][,queues=N]",
+        metavar="SOCKET[,tag=TAG][,queues=N][,memory=TYPE]",
         help="export by virtio-fs: one front end at a time connects to this socket; once for each",
+    )
+    sub.add_argument(
+        "--force", action="store_true", help="take the pool from another machine that uses it; the mount there ends"
+    )
+    sub.add_argument(
+        "--metrics", metavar="[HOST:]PORT", help="serve the pool's metrics to Prometheus (kvfs metrics: of all pools)"
     )
     sub.add_argument("--foreground", action="store_true", help="stay, and log to stderr")
     sub.add_argument("--staging", type=_memory_size, metavar="SIZE", help="memory for blocks being written")
     sub.add_argument("--read-memory", type=_memory_size, metavar="SIZE", help="memory for reads under way")
     sub.add_argument("--threads", type=_count, metavar="N", help="server threads (default: one a core, at most 8)")
     sub.add_argument("--io-timeout", type=_count, metavar="MS", help="deadline of a device's I/O (default 10000)")
+    sub.add_argument(
+        "--slow-ops", type=_slow_ms, default=1000, metavar="MILLISECONDS",
+        help="log the path of what takes longer (default 1000; 0: nothing)",
+    )  # fmt: skip
     sub.add_argument(
         "--timeout", type=_seconds, default=120.0, metavar="S", help="give up starting after this long without progress"
     )
@@ -379,6 +484,17 @@ def _expanded(devices: list[str]) -> list[str]:
     return [one for device in devices for one in (nvme.expand(device) if nvme.is_url(device) else [device])]
 
 
+def _refuse_inside(pool: str | Path, devices: Sequence[str] = ()) -> None:
+    """MountError if a pool, or a device that is given to it, lies in a kvfs mount."""
+    from kvfs.frontend.mount import refuse_inside
+    from kvfs.store.devices import place_of
+
+    refuse_inside(pool, "a pool")
+    for place in map(place_of, devices):
+        if isinstance(place, Path):
+            refuse_inside(place, "a device of a pool")
+
+
 def _discover(args: argparse.Namespace) -> int:
     from kvfs.store import nvme
 
@@ -403,6 +519,7 @@ def _format(args: argparse.Namespace) -> int:
         raise UsageError("--files: needs --size SIZE")
     if args.device and args.size is not None:
         raise UsageError("--size: only with --files; a device is used whole")
+    _refuse_inside(args.pool, args.device)
     result = format_devices(
         FormatRequest(
             pool=Path(args.pool),
@@ -432,9 +549,9 @@ def _format(args: argparse.Namespace) -> int:
         )
         return 0
     for note in result.notes:
-        print(f"kvfs: {note}", file=sys.stderr)
+        print(printable(f"kvfs: {note}"), file=sys.stderr)
     print(
-        f"pool {args.pool}: {len(config.devices)} devices, {config.segment_count} segments of "
+        f"pool {printable(str(args.pool))}: {len(config.devices)} devices, {config.segment_count} segments of "
         f"{format_size(geometry.segment_size)}, stripe width {geometry.stripe_width}, "
         f"unit {format_size(geometry.stripe_unit)}"
     )
@@ -453,6 +570,7 @@ def _mount(args: argparse.Namespace) -> int:
             exports=parse_exports(args.virtiofs),
             allow_other=args.allow_other,
             options=tuple(option for option in args.options.split(",") if option),
+            request_timeout_s=args.request_timeout,
         ),
     )
 
@@ -470,17 +588,24 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, options: MountOptions) -> int:
+    from kvfs import metrics
     from kvfs.daemon import start
+    from kvfs.frontend.endpoint import parse_address
 
+    if args.metrics is not None:
+        metrics.require()
     pid = start(
         replace(
             options,
+            metrics=None if args.metrics is None else parse_address(args.metrics),
             foreground=args.foreground,
             staging_size=args.staging,
             read_memory_size=args.read_memory,
             server_threads=args.threads,
             io_timeout_ms=args.io_timeout,
+            slow_ms=args.slow_ops,
             start_timeout_s=args.timeout,
+            force=args.force,
         )
     )
     if args.output == "json":
@@ -568,6 +693,12 @@ def _umount(args: argparse.Namespace) -> int:
         if present is None:
             raise mount.MountError(f"{args.target}: not mounted")
         raise mount.MountError(f"{args.target}: not a kvfs mount ({present.type})")
+    if os.geteuid() not in (0, present.user) and present.user is not None:
+        refusal = mount.MountError(
+            f"{present.mountpoint}: mounted by user {present.user}: only root and that user may unmount it"
+        )
+        refusal.errno = errno.EPERM
+        raise refusal
     pool = Path(present.source)
     exports: list[str] = []
     # One that does not answer can be unmounted all the same.
@@ -660,17 +791,23 @@ def _pool_of(target: str) -> Path:
     if present is not None and present.is_kvfs:
         return Path(present.source)
     if present is None and not os.path.lexists(target):
-        raise KvfsError(f"{target}: no such pool or mount point")
+        raise NotFoundError(f"{target}: no such pool or mount point")
     return Path(target)
 
 
-def _status_of(pool: Path) -> Mapping[str, object]:
+def _pools_mounted() -> list[Path]:
+    from kvfs.frontend import mount
+
+    return sorted({Path(present.source) for present in mount.mounts() if present.is_kvfs})
+
+
+def _status_of(pool: Path, timeout_s: float = 15.0) -> Mapping[str, object]:
     from kvfs.frontend.control import ControlClient, NotRunningError
     from kvfs.frontend.mount import mounts_of
     from kvfs.frontend.status import offline_status
 
     try:
-        with ControlClient(pool) as client:
+        with ControlClient(pool, timeout_s) as client:
             return cast(Mapping[str, object], client.call("status"))
     except NotRunningError:
         document = offline_status(pool)
@@ -681,30 +818,38 @@ def _status_of(pool: Path) -> Mapping[str, object]:
 
 def _status(args: argparse.Namespace) -> int:
     from kvfs import stats
-    from kvfs.frontend import mount
+    from kvfs.frontend.control import NotAllowedError
 
+    documents = []
     if args.target is not None:
-        pools = [_pool_of(args.target)]
-    else:
-        pools = sorted({Path(present.source) for present in mount.mounts() if present.is_kvfs})
-    documents = [_status_of(pool) for pool in pools]
+        documents.append(_status_of(_pool_of(args.target)))
+    refused = 0
+    for pool in _pools_mounted() if args.target is None else []:
+        try:
+            documents.append(_status_of(pool))
+        except NotAllowedError as error:
+            # Those of others do not hide one's own.
+            print(printable(f"kvfs: {error}"), file=sys.stderr)
+            refused += 1
     if args.output == "json":
         _print_json(documents[0] if args.target is not None else {"pools": documents})
-    elif documents:
+    elif documents or refused:
         print("\n\n".join(stats.render_status(document) for document in documents))
     else:
         print("no pool is mounted", file=sys.stderr)
-    return 0
+    return 1 if refused and not documents else 0
 
 
 def _stats(args: argparse.Namespace) -> int:
-    from kvfs import stats
+    from kvfs import metrics, stats
     from kvfs.frontend.control import ControlClient
 
+    if args.prometheus and args.output == "json":
+        raise UsageError("--prometheus: not together with -o json")
     with ControlClient(_pool_of(args.target)) as client:
         now = cast(stats.Json, client.call("status"))
         if args.prometheus:
-            print(stats.render_prometheus(now), end="")
+            print(metrics.render([now]).decode(), end="")
             return 0
         if args.interval is None:
             change = stats.difference(now, None)
@@ -729,6 +874,68 @@ def _stats(args: argparse.Namespace) -> int:
     return 0
 
 
+def _top(args: argparse.Namespace) -> int:
+    from kvfs import stats, top
+    from kvfs.frontend.control import ControlClient
+
+    if args.output == "json" or not sys.stdout.isatty():
+        raise UsageError("top: stdout is no terminal, or JSON is asked for: kvfs stats --interval is for that")
+    top.require()
+    with ControlClient(_pool_of(args.target)) as client:
+
+        def status() -> stats.Json:
+            document = cast(stats.Json, client.call("status"))
+            # The number of clients is no counter.
+            return {**document, "native_clients": stats.number(document, "counters", "native_clients")}
+
+        def survey() -> stats.Json:
+            return cast(stats.Json, client.call("list", lambda _: None))
+
+        with suppress(KeyboardInterrupt):
+            top.run(status, survey, args.interval, args.count)
+    return 0
+
+
+def _metrics(args: argparse.Namespace) -> int:
+    import signal
+
+    import trio
+
+    from kvfs import metrics, stats
+    from kvfs.frontend import endpoint
+
+    address = endpoint.parse_address(args.address)
+    metrics.require()
+    # One look at a time: a daemon that does not answer holds up those that look, and no thread for each of them.
+    looking = trio.CapacityLimiter(1)
+
+    def look() -> list[stats.Json]:
+        found = []
+        for pool in _pools_mounted():
+            try:
+                found.append(_status_of(pool, timeout_s=2.0))
+            except KvfsError as error:
+                found.append({"pool": {"path": str(pool)}})
+                print(printable(f"kvfs: {error}"), file=sys.stderr)
+        return found
+
+    async def collect() -> list[stats.Json]:
+        return await trio.to_thread.run_sync(look, limiter=looking, abandon_on_cancel=True)
+
+    def ready(where: str) -> None:
+        if args.output == "json":
+            print(json.dumps({"version": JSON_VERSION, "address": where}), flush=True)
+        else:
+            print(f"metrics at http://{where}/metrics", flush=True)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        trio.run(endpoint.serve, address, collect, ready)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+    return 0
+
+
 def _fsck(args: argparse.Namespace) -> int:
     from kvfs.stats import size_text
     from kvfs.store.fsck import fsck
@@ -744,7 +951,7 @@ def _fsck(args: argparse.Namespace) -> int:
         return status
     for finding in report.findings:
         mark = "repaired" if finding.repaired else "note" if finding.harmless else "DAMAGED"
-        print(f"{mark}: {finding.what}: {finding.message}")
+        print(printable(f"{mark}: {finding.what}: {finding.message}"))
     if report.findings_left_out:
         print(f"{report.findings_left_out} more findings are left out")
     verified = f", {size_text(report.verified_bytes)} read and right" if args.verify_data else ""
@@ -776,22 +983,93 @@ def _pin(args: argparse.Namespace) -> int:
         try:
             os.setxattr(path, "user.kvfs.pin", wanted)
         except OSError as error:
-            raise KvfsError(f"{path}: {error.strerror}") from error
+            raise _about(path, error) from error
+    stays = [] if args.verb == "pin" else [_still_pinned(path) for path in args.paths]
     if args.output == "json":
-        _print_json({"paths": args.paths, "pinned": args.verb == "pin"})
+        _print_json({"paths": args.paths, "pinned": args.verb == "pin", **({"stays": stays} if stays else {})})
+        return 0
+    for found in stays:
+        above, below = cast(list[str], found["above"]), cast(list[str], found["below"])
+        if above:
+            print(f"kvfs: {found['path']}: stays pinned by {above[-1]}, which it lies in", file=sys.stderr)
+        if below:
+            more = f" and {len(below) - 3} more" if len(below) > 3 else ""
+            print(f"kvfs: {found['path']}: stays pinned below it: {', '.join(below[:3])}{more}", file=sys.stderr)
+    return 0
+
+
+def _about(path: str, error: OSError) -> KvfsError:
+    failure = KvfsError(f"{path}: {error.strerror}")
+    failure.errno = error.errno or errno.EIO
+    return failure
+
+
+def _still_pinned(path: str) -> dict[str, object]:
+    """The pins that hold for a path still, of directories that it lies in; and those below it, as far as this user may
+    ask the daemon."""
+    from kvfs.frontend import mount
+    from kvfs.frontend.control import ControlClient
+
+    present = mount.mount_of(path)
+    assert present is not None
+    top = Path(present.mountpoint)
+    real = Path(os.path.realpath(path))
+    above = [str(parent) for parent in real.parents if parent.is_relative_to(top) and _is_pinned(parent)]
+    below: list[str] = []
+    with suppress(KvfsError), ControlClient(Path(present.source)) as client:
+        pins = cast(Mapping[str, list[Mapping[str, str]]], client.call("pins"))["pins"]
+        paths = [top / pin["path"].lstrip("/") for pin in pins]
+        below = sorted(str(pin) for pin in paths if pin != real and pin.is_relative_to(real))
+    return {"path": path, "above": above[::-1], "below": below}
+
+
+def _is_pinned(path: Path) -> bool:
+    try:
+        return os.getxattr(path, "user.kvfs.pin") == b"1"
+    except OSError:
+        return False
+
+
+def _prestage(args: argparse.Namespace) -> int:
+    from kvfs.frontend import mount
+    from kvfs.prestage import prestage
+    from kvfs.stats import size_text
+
+    for path in args.paths:
+        if not os.path.lexists(path):
+            raise KvfsError(f"{path}: no such file or directory")
+        if not _in_a_mount(path, mount.mounts()):
+            raise KvfsError(f"{path}: not in a kvfs mount")
+    printer = ProgressPrinter()
+    done = prestage(args.paths, args.threads, lambda bytes_: printer("read, bytes", bytes_, 0))
+    printer.close()
+    if args.output == "json":
+        _print_json(asdict(done))
+    else:
+        print(f"{done.blocks} blocks of {size_text(done.bytes)} in the page cache")
+        if done.missed:
+            print(f"kvfs: {done.missed} blocks were gone, or could not be read", file=sys.stderr)
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    from kvfs import stats
+    from kvfs.frontend.control import ControlClient
+
+    pool = _pool_of(args.target)
+    with ControlClient(pool) as client:
+        document = cast(stats.Json, client.call("list", lambda _: None, depth=args.depth))
+    if args.output == "json":
+        _print_json(document if not args.pins else {"pins": document["pins"]})
+    else:
+        print(stats.render_list(document, pins_only=args.pins))
     return 0
 
 
 def _in_a_mount(path: str, mounts: Sequence[object]) -> bool:
-    from kvfs.frontend.mount import Mount
+    from kvfs.frontend.mount import Mount, mount_of
 
-    real = os.path.realpath(path)
-    best: Mount | None = None
-    for mount in mounts:
-        assert isinstance(mount, Mount)
-        inside = real == mount.mountpoint or real.startswith(mount.mountpoint.rstrip("/") + "/")
-        if inside and (best is None or len(mount.mountpoint) >= len(best.mountpoint)):
-            best = mount
+    best = mount_of(path, cast(Sequence[Mount], mounts))
     return best is not None and best.is_kvfs
 
 
@@ -810,11 +1088,11 @@ def _evict(args: argparse.Namespace) -> int:
     if args.output == "json":
         _print_json(document)
     else:
-        from kvfs.stats import number, size_text
+        from kvfs.stats import render_evicted
 
-        blocks, segments = number(document, "evicted_blocks"), number(document, "evicted_segments")
-        size = size_text(number(document, "evicted_bytes"))
-        print(f"freed {size} in {segments:.0f} segments, {blocks:.0f} blocks evicted")
+        print(render_evicted(document))
+    if args.size is not None and cast(int, document.get("evicted_bytes", 0)) < args.size:
+        raise KvfsError(f"{args.target}: {document.get('evicted_bytes')} of {args.size} bytes could be evicted")
     return 0
 
 
@@ -836,9 +1114,11 @@ def _device(args: argparse.Namespace) -> int:
             print("\n".join(stats.render_device_list(document)))
         return 0
     if args.action == "add":
+        _refuse_inside(pool, args.devices)
         return _device_add(args, pool)
     arguments: dict[str, object] = {"device": args.devices[0], "drain": args.drain}
     if args.action == "replace":
+        _refuse_inside(pool, args.devices[1:])
         arguments = {"device": args.devices[0], "path": _absolute(args.devices[1]), "force": args.force}
     printer = ProgressPrinter()
     started = time.monotonic()
@@ -897,11 +1177,12 @@ def _doctor(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from kvfs.store.devices import import_pool, place_of
 
+    _refuse_inside(args.pool, args.device)
     config = import_pool(Path(args.pool), [place_of(device) for device in _expanded(args.device)])
     if args.output == "json":
         _print_json({"pool": os.path.abspath(args.pool), "uuid": str(config.uuid), "devices": len(config.devices)})
     else:
-        print(f"pool {args.pool}: pool.toml written, {len(config.devices)} devices, uuid {config.uuid}")
+        print(f"pool {printable(str(args.pool))}: pool.toml written, {len(config.devices)} devices, uuid {config.uuid}")
     return 0
 
 
@@ -959,7 +1240,23 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _completion(args: argparse.Namespace) -> int:
-    print(bash_completion(parser()))
+    from kvfs import usage
+
+    print(usage.COMPLETIONS[args.shell](parser()))
+    return 0
+
+
+def _man(args: argparse.Namespace) -> int:
+    from kvfs import __version__, usage
+
+    pages = usage.pages(parser(), f"kvfs {__version__}")
+    if args.directory is None:
+        print(pages[f"kvfs-{args.page}" if args.page else "kvfs"], end="")
+        return 0
+    directory = Path(args.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in pages.items():
+        (directory / f"{name}.1").write_text(text)
     return 0
 
 
@@ -981,39 +1278,3 @@ def _bench(arguments: Sequence[str]) -> int:
             raise
         raise KvfsError("bench: not part of this installation") from error
     return cast(int, bench.main(list(arguments)) or 0)
-
-
-def bash_completion(top: argparse.ArgumentParser) -> str:
-    """A completion function for bash: verbs, their options, files."""
-    verbs: dict[str, argparse.ArgumentParser] = {}
-    for action in top._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            verbs = dict(action.choices)
-    cases = []
-    for name, sub in verbs.items():
-        options = sorted({text for action in sub._actions for text in action.option_strings if text.startswith("--")})
-        cases.append(f"        {name}) options='{' '.join(options)}' ;;")
-    lines = [
-        "# bash completion for kvfs; use it with: source <(kvfs completion)",
-        "_kvfs() {",
-        '    local word="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}" options=""',
-        "    if ((COMP_CWORD == 1)); then",
-        f'        COMPREPLY=($(compgen -W "{" ".join(sorted(verbs))}" -- "$word"))',
-        "        return",
-        "    fi",
-        '    case "$previous" in',
-        '        -o|--output) COMPREPLY=($(compgen -W "text json" -- "$word")); return ;;',
-        "    esac",
-        '    case "${COMP_WORDS[1]}" in',
-        *cases,
-        "    esac",
-        f'    if ((COMP_CWORD == 2)) && [[ " {" ".join(RUN_VERBS)} " == *" ${{COMP_WORDS[1]}} "* ]]; then',
-        '        COMPREPLY=($(compgen -c -- "$word"))',
-        "        return",
-        "    fi",
-        '    if [[ $word == -* ]]; then COMPREPLY=($(compgen -W "$options" -- "$word")); return; fi',
-        '    COMPREPLY=($(compgen -f -- "$word"))',
-        "}",
-        "complete -o filenames -F _kvfs kvfs",
-    ]
-    return "\n".join(lines)

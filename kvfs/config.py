@@ -14,11 +14,12 @@ import uuid as uuids
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfs.errors import PoolError, UsageError
+from kvfs.errors import NewerVersionError, PoolError, UsageError
 from kvfs.types import NAME_MAX, PAGE_SIZE
 
 CONFIG_NAME = "pool.toml"
 SLAB_QUOTA = 0.25
+USER_SHARE = 0.25
 CONFIG_VERSION = 1
 LABEL_SIZE = 65536
 LABEL_TEXT_OFFSET = 4096
@@ -128,6 +129,8 @@ class PoolConfig:
     groups: tuple[GroupRule, ...] = ()
     # The part of the pool's segments that slabs may have.
     slab_quota: float = SLAB_QUOTA
+    # The part of the pool that one user may hold: open, pinned, reserved and in slabs.
+    user_share: float = USER_SHARE
 
     @property
     def segment_count(self) -> int:
@@ -153,6 +156,7 @@ class PoolConfig:
             f'created = "{self.created}"',
             *([f"revision = {self.revision}"] if self.revision else []),
             *([f"slab_quota = {self.slab_quota}"] if self.slab_quota != SLAB_QUOTA else []),
+            *([f"user_share = {self.user_share}"] if self.user_share != USER_SHARE else []),
             "",
             "[geometry]",
             f"stripe_width = {self.geometry.stripe_width}",
@@ -194,7 +198,9 @@ def parse(text: str, origin: str) -> PoolConfig:
     reader = _Reader(origin, "", document)
     version = reader.integer("version", 1, 1 << 31)
     if version > CONFIG_VERSION:
-        raise PoolError(f"{origin}: version is {version}; this kvfs knows up to {CONFIG_VERSION}, a newer one made it")
+        raise NewerVersionError(
+            f"{origin}: version is {version}; this kvfs knows up to {CONFIG_VERSION}, a newer one made it"
+        )
     geometry_reader = reader.table("geometry")
     geometry = Geometry(
         stripe_width=geometry_reader.integer("stripe_width", 1, STRIPE_WIDTH_MAX),
@@ -222,6 +228,7 @@ def parse(text: str, origin: str) -> PoolConfig:
         reader.integer("revision", 1, 1 << 31) if reader.has("revision") else 0,
         tuple(_group_rule(group) for group in reader.tables("group", GROUPS_MAX)) if reader.has("group") else (),
         reader.fraction("slab_quota") if reader.has("slab_quota") else SLAB_QUOTA,
+        reader.fraction("user_share") if reader.has("user_share") else USER_SHARE,
     )  # fmt: skip
     reader.finish()
     _check(config, origin)

@@ -13,6 +13,7 @@ import json
 import logging
 import logging.handlers
 import os
+import platform
 import resource
 import select
 import signal
@@ -23,20 +24,25 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from io import TextIOWrapper
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import trio
 
-from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
+from kvfs.errors import DeadlineError, KvfsError, PoolError, UsageError, first_error, printable
 from kvfs.frontend import mount as mounting
 from kvfs.frontend.calls import Calls
 from kvfs.frontend.clients import HOSTS_TIMEOUT_S, Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
+from kvfs.frontend.endpoint import Endpoint, listen
 from kvfs.frontend.fuse import Session
 from kvfs.frontend.status import live_counters, live_status
 from kvfs.frontend.virtiofs import Export, Exports
+from kvfs.guard import check_owner, open_own
+from kvfs.logs import Escaping, spare
 from kvfs.namespace.files import Namespace
+from kvfs.namespace.survey import DEPTH_MAX, Survey
 from kvfs.store.devices import place_of
 from kvfs.store.pool import Store, StoreOptions
 from kvfs.types import PAGE_SIZE, InodeNumber
@@ -50,6 +56,8 @@ LOCK_NAME = "lock"
 MAX_READ = 4 << 20
 FUSE_PAGES = 1024
 FUSE_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
+# Seconds that the kernel can be told (fuse_init_out.request_timeout): it rounds up what is less, and looks as often.
+REQUEST_TIMEOUT_MIN_S, REQUEST_TIMEOUT_MAX_S = 15, 65535
 # Files that are open when the daemon is told to go get this long to be closed.
 GRACE_S = 10.0
 ANSWER_TIMEOUT_S = 30.0
@@ -59,12 +67,23 @@ _NICENESS = -10
 _GC_THRESHOLDS = (20_000, 20, 20)
 
 
+# Of a slow operation, by FUSE opcode (linux/fuse.h); "in": the inode is the directory of the name that was asked for.
+_OPERATIONS = {
+    1: "lookup in", 4: "setattr of", 5: "readlink of", 6: "symlink in", 8: "mknod in", 9: "mkdir in", 10: "unlink in",
+    11: "rmdir in", 12: "rename in", 14: "open of", 15: "read of", 16: "write of", 17: "statfs of", 20: "fsync of",
+    21: "setxattr of", 22: "getxattr of", 23: "listxattr of", 24: "removexattr of", 25: "flush of", 27: "opendir of",
+    28: "readdir of", 30: "fsyncdir of", 34: "access of", 35: "create in", 43: "fallocate of", 44: "readdir of",
+    45: "rename in",
+}  # fmt: skip
+
+
 class Event(IntEnum):
     """The events of the data plane that are not the store's (enum kvfs_event_type)."""
 
     IDLE = 3
     TRANSPORTS_GONE = 6
     GUEST = 8
+    SLOW = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +101,42 @@ class MountOptions:
     read_memory_size: int | None = None
     server_threads: int | None = None
     io_timeout_ms: int | None = None
+    # The kernel ends the mount when a request has waited this long.
+    request_timeout_s: int | None = None
+    # What takes longer is logged; 0: nothing is.
+    slow_ms: int = 1000
+    force: bool = False
     start_timeout_s: float = 120.0
+    # Where Prometheus finds the metrics.
+    metrics: tuple[str, int] | None = None
 
 
 # ---- starting ----
+
+
+def _own_limit_ms(request_timeout_s: int | None, limit_ms: int) -> int:
+    """What one request may take here: one that is slow fails by itself before the kernel ends the mount for it."""
+    return limit_ms if request_timeout_s is None else min(limit_ms, request_timeout_s * 1000 * 2 // 3)
+
+
+def _check_request_timeout(options: MountOptions) -> None:
+    from kvfs.doctor import REQUEST_TIMEOUT_KERNEL, kernel_version
+
+    timeout_s, release = options.request_timeout_s, platform.release()
+    if timeout_s is None:
+        return
+    if not REQUEST_TIMEOUT_MIN_S <= timeout_s <= REQUEST_TIMEOUT_MAX_S:
+        raise UsageError(
+            f"--request-timeout {timeout_s}: {REQUEST_TIMEOUT_MIN_S} to {REQUEST_TIMEOUT_MAX_S} s are possible"
+        )
+    if kernel_version(release) < REQUEST_TIMEOUT_KERNEL:
+        raise UsageError(f"--request-timeout {timeout_s}: Linux 6.15 or newer can do that; this is {release}")
+    io_timeout_ms = options.io_timeout_ms or StoreOptions().io_timeout_ms
+    if io_timeout_ms > _own_limit_ms(timeout_s, io_timeout_ms):
+        raise UsageError(
+            f"--request-timeout {timeout_s}: a device may take {io_timeout_ms} ms (--io-timeout), "
+            f"so the kernel must wait {-(-io_timeout_ms * 3 // 2000)} s or longer"
+        )
 
 
 def start(options: MountOptions) -> int:
@@ -95,6 +146,7 @@ def start(options: MountOptions) -> int:
     Raises KvfsError with what went wrong; the mount point and the pool are then as they were.
     """
     assert options.mountpoint is not None or options.exports
+    _check_request_timeout(options)
     if options.foreground:
         _log_to_stderr(logging.INFO)
         _run(options, _Reporter(None))
@@ -143,8 +195,10 @@ def _relay(pid: int, reading: int, options: MountOptions) -> int:
                 return pid
             if "error" in message:
                 os.waitpid(pid, 0)
-                raise (UsageError if message.get("usage") else KvfsError)(message["error"])
-            print(f"kvfs: {message.get('info')}", file=sys.stderr, flush=True)
+                failure = (UsageError if message.get("usage") else KvfsError)(message["error"])
+                failure.errno = message["errno"]
+                raise failure
+            print(printable(f"kvfs: {message.get('info')}"), file=sys.stderr, flush=True)
         if not data:
             _, status = os.waitpid(pid, 0)
             code = os.waitstatus_to_exitcode(status)
@@ -186,7 +240,11 @@ def _log_failure(pool: Path, reporter: _Reporter) -> None:
     if not reporter.done and os.environ.get("KVFS_DEBUG") != "1":
         if not (pool / "pool.toml").exists():
             return
-        _log_to_file(pool / LOG_NAME)
+        try:
+            check_owner(pool)
+            _log_to_file(pool / LOG_NAME)
+        except PoolError as error:
+            log.error("%s", error)
     log.exception("the daemon failed")
 
 
@@ -212,7 +270,7 @@ class _Reporter:
         self._send({"info": text})
 
     def error(self, error: KvfsError) -> None:
-        self._send({"error": str(error), "usage": isinstance(error, UsageError)})
+        self._send({"error": str(error), "errno": error.errno, "usage": isinstance(error, UsageError)})
 
     def ready(self, pool: Path) -> None:
         """From here on the daemon speaks to its log alone."""
@@ -228,8 +286,8 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def _log_to_stderr(level: int) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT if level <= logging.INFO else "kvfs: %(message)s"))
+    handler = spare(logging.StreamHandler(sys.stderr))
+    handler.setFormatter(Escaping(_FORMAT if level <= logging.INFO else "kvfs: %(message)s"))
     handler.setLevel(level)
     # What stderr is not told is kept for the log file.
     early = logging.handlers.MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
@@ -237,15 +295,29 @@ def _log_to_stderr(level: int) -> None:
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
 
 
+class _LogFile(logging.handlers.WatchedFileHandler):
+    """A rotated log is noticed and made anew. One that cannot be costs no more than the log."""
+
+    def _open(self) -> TextIOWrapper:
+        fd = open_own(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        return cast(TextIOWrapper, open(fd, self.mode, encoding=self.encoding, errors=self.errors))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except (OSError, PoolError):
+            with suppress(OSError, ValueError):
+                print(self.format(record), file=sys.stderr, flush=True)
+
+
 def _log_to_file(path: Path) -> None:
-    # A rotated log is noticed and made anew.
-    handler = logging.handlers.WatchedFileHandler(path)
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler = spare(_LogFile(path))
+    handler.setFormatter(Escaping(_FORMAT))
     for early in logging.getLogger().handlers:
         if isinstance(early, logging.handlers.MemoryHandler):
             early.setTarget(handler)  # which it gives all to when it is closed, next
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
@@ -256,6 +328,7 @@ def _log_to_file(path: Path) -> None:
 
 def _run(options: MountOptions, reporter: _Reporter) -> None:
     mountpoint = None
+    mounting.refuse_inside(options.pool, "a pool")
     if options.mountpoint is not None:
         mountpoint = mounting.check_mountpoint(options.mountpoint, options.pool)
         mounting.check_device()
@@ -324,7 +397,7 @@ def _fuse_pages() -> int:
 
 async def _serve(options: MountOptions, mountpoint: str | None, reporter: _Reporter) -> None:
     daemon = Daemon(options, mountpoint)
-    async with Store.open(options.pool, daemon.store_options()) as store:
+    async with Store.open(options.pool, daemon.store_options(reporter)) as store:
         for note in store.notes:
             reporter.info(note)
         for reason in store.service.missing():
@@ -341,7 +414,11 @@ async def _serve(options: MountOptions, mountpoint: str | None, reporter: _Repor
 @contextmanager
 def _pid_file(pool: Path) -> Iterator[None]:
     path = pool / PID_NAME
-    path.write_text(f"{os.getpid()}\n")
+    fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        os.write(fd, f"{os.getpid()}\n".encode())
+    finally:
+        os.close(fd)
     try:
         yield
     finally:
@@ -365,6 +442,7 @@ class Daemon:
     _namespace: Namespace
     _clients: Clients
     _exports: Exports
+    _survey: Survey
 
     def __init__(self, options: MountOptions, mountpoint: str | None) -> None:
         self._options = options
@@ -377,17 +455,26 @@ class Daemon:
         self._ready = False
         self._stop = trio.Event()
 
-    def store_options(self) -> StoreOptions:
+    def store_options(self, reporter: _Reporter) -> StoreOptions:
         """The store's options, as the command line has them."""
         asked, default = self._options, StoreOptions()
+        uses = [f"exported at {export.socket}" for export in asked.exports]
+        if self._mountpoint is not None:
+            uses.insert(0, f"mounted at {self._mountpoint}")
         return StoreOptions(
             staging_size=default.staging_size if asked.staging_size is None else asked.staging_size,
             read_memory_size=default.read_memory_size if asked.read_memory_size is None else asked.read_memory_size,
             server_threads=asked.server_threads or default.server_threads,
             io_timeout_ms=asked.io_timeout_ms or default.io_timeout_ms,
+            kernel_timeout_s=asked.request_timeout_s or 0,
+            request_timeout_ms=_own_limit_ms(asked.request_timeout_s, default.request_timeout_ms),
+            slow_ms=asked.slow_ms,
             max_read=self._max_read,
             on_event=self._on_event,
             on_devices=self._on_devices,
+            use=", ".join(uses),
+            take_over=asked.force,
+            on_wait=reporter.info,
         )
 
     async def run(
@@ -396,6 +483,7 @@ class Daemon:
     ) -> None:  # fmt: skip
         """Mount and export, serve, and return when the last transport is gone and the session has ended."""
         self._store, self._namespace, self._clients, self._exports = store, namespace, clients, exports
+        self._survey = Survey(store.index, store.plane, store.pins.numbers)
         with suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
         async with trio.open_nursery() as nursery:
@@ -425,6 +513,9 @@ class Daemon:
         nursery.start_soon(control.run)
         if self._mountpoint is not None:
             await self._wait_answer(self._mountpoint)
+        if self._options.metrics is not None:
+            listeners = await listen(self._options.metrics)
+            nursery.start_soon(Endpoint(self._collect).run, listeners)
         self._ready = True
         # What is there now stays: no collection need look at it, and none is needed often.
         gc.freeze()
@@ -481,6 +572,14 @@ class Daemon:
             self._namespace.idle(InodeNumber(inode))
         elif kind == Event.GUEST:
             self._exports.broken(inode, value >> 32, value & 0xFFFFFFFF)
+        elif kind == Event.SLOW:
+            self._tell_slow(InodeNumber(inode), value >> 56, value & (1 << 56) - 1)
+
+    def _tell_slow(self, number: InodeNumber, opcode: int, took_us: int) -> None:
+        path = self._namespace.find_path(number)
+        where = f"inode {number}" if path is None else f"{printable(os.fsdecode(path))} (inode {number})"
+        what = _OPERATIONS.get(opcode, f"request {opcode} of")
+        log.warning("slow %s %s: %s ms", what, where, f"{took_us // 1000:,}")
 
     def _on_devices(self) -> None:
         # They hold descriptors of their own, and learn of the new ones when they connect again.
@@ -497,6 +596,7 @@ class Daemon:
     async def _end_on_stop(self) -> None:
         await self._stop.wait()
         _tell_manager("STOPPING=1")
+        self._store.ending()
         for mountpoint in self._mounts():
             await self._unmount(mountpoint)
         self._exports.stop()
@@ -518,6 +618,8 @@ class Daemon:
         """What the control socket may ask for."""
         return {
             "status": self._command_status,
+            "list": self._command_list,
+            "pins": self._command_pins,
             "evict": self._command_evict,
             "sync": self._command_sync,
             "device_remove": self._command_device_remove,
@@ -525,10 +627,25 @@ class Daemon:
             "stop": self._command_stop,
         }
 
+    async def _collect(self) -> list[Mapping[str, object]]:
+        return [self._status()]
+
     async def _command_status(self, arguments: Arguments, progress: Progress) -> object:
+        return self._status()
+
+    def _status(self) -> dict[str, object]:
         counters = live_counters(self._store, self._clients)
         exports = self._exports.statistics()
         return live_status(self._store, counters, self._options.pool, self._mounts(), exports, self._started_s)
+
+    async def _command_list(self, arguments: Arguments, progress: Progress) -> object:
+        depth = arguments.get("depth", 1)
+        if not isinstance(depth, int) or not 0 <= depth <= DEPTH_MAX:
+            raise UsageError(f"list: depth {depth!r}; 0 to {DEPTH_MAX}")
+        return await self._telling(lambda: self._survey.take(depth), progress)
+
+    async def _command_pins(self, arguments: Arguments, progress: Progress) -> object:
+        return {"pins": self._survey.pins()}
 
     async def _command_sync(self, arguments: Arguments, progress: Progress) -> object:
         await self._namespace.sync()
@@ -569,15 +686,16 @@ class Daemon:
     async def _command_evict(self, arguments: Arguments, progress: Progress) -> object:
         """Free space; tells once a second how far it is."""
         size, before = arguments.get("size"), live_counters(self._store, self._clients)
-        wanted = self._store.space().used if arguments.get("all") else size
-        if not isinstance(wanted, int) or wanted < 0:
+        if arguments.get("all"):
+            size = None
+        elif not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise UsageError(f"evict: size {size!r} is no number of bytes")
-        done = 0
+        done = wanted = 0
         failure: KvfsError | None = None
 
         def note(freed: int, total: int) -> None:
-            nonlocal done
-            done = freed
+            nonlocal done, wanted
+            done, wanted = freed, total
 
         async def tell() -> None:
             while True:
@@ -588,7 +706,7 @@ class Daemon:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tell)
             try:
-                await self._store.evict(wanted, note)
+                await self._store.evict(size, note)
             except KvfsError as error:
                 failure = error
             nursery.cancel_scope.cancel()
@@ -599,4 +717,14 @@ class Daemon:
             await self._store.plane.notify_flush()
         after = live_counters(self._store, self._clients)
         names = ("evicted_segments", "evicted_blocks", "evicted_bytes")
-        return {name: after.get(name, 0) - before.get(name, 0) for name in names}
+        result: dict[str, object] = {name: after.get(name, 0) - before.get(name, 0) for name in names}
+        if size is None or done < wanted:
+            result["kept"] = {
+                why: {
+                    "blocks": kept.blocks,
+                    "bytes": kept.bytes,
+                    "names": [os.fsdecode(self._namespace.path(number)) for number in kept.inodes],
+                }
+                for why, kept in (await self._store.evictor.kept()).items()
+            }
+        return result

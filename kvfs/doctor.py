@@ -19,22 +19,25 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from kvfs.client.gpu import examine_cuda, examine_cufile
 from kvfs.config import load
-from kvfs.errors import PoolError
+from kvfs.errors import PoolError, printable
 from kvfs.store import nvme_kernel
 
 # FUSE_NOTIFY_INC_EPOCH came with 6.16: without it every name is looked up again on each use, so that an evicted one is
 # never seen.
 INC_EPOCH_KERNEL = (6, 16)
+REQUEST_TIMEOUT_KERNEL = (6, 15)
 MINIMUM_KERNEL = (5, 15)
 # Requests of 4 MiB; the default of 256 pages allows 1 MiB.
 WANTED_MAX_PAGES = 1024
 MAX_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
+FUSE_SYSCTL_PATH = MAX_PAGES_PATH.parent
 # -machine memory-backend= came with it.
 MINIMUM_QEMU = (5, 0)
 PROGRAM_TIMEOUT_S = 10.0
@@ -90,6 +93,7 @@ def examine(devices: Sequence[str] = ()) -> list[Check]:
         _fusermount,
         _fuse_pages,
         _fuse_epoch,
+        _fuse_timeout,
         _io_uring,
         _memlock,
         _files,
@@ -126,7 +130,7 @@ def render(checks: list[Check]) -> str:
     lines.append("")
     export = "; kvfs export can" if set(fatal) <= {"/dev/fuse", "fusermount3"} else ""
     lines.append(f"a mount cannot work: {', '.join(fatal)}{export}" if fatal else "a mount can work here")
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def kernel_version(release: str) -> tuple[int, int]:
@@ -239,6 +243,23 @@ def _fuse_epoch() -> Iterator[Check]:
             "note",
             f"{release} is older than 6.16: names are not cached in the kernel, every stat asks the daemon",
         )
+
+
+def _fuse_timeout() -> Iterator[Check]:
+    release, limits = platform.release(), []
+    for name in ("default_request_timeout", "max_request_timeout"):
+        with suppress(OSError, ValueError):
+            if seconds := int((FUSE_SYSCTL_PATH / name).read_text()):
+                limits.append(f"fs.fuse.{name} = {seconds}")
+    if kernel_version(release) < REQUEST_TIMEOUT_KERNEL:
+        found = f"{release} is older than 6.15: requests to a stopped daemon wait for it"
+        yield Check("fuse timeout", "note", found)
+    elif limits:
+        found = f"{', '.join(limits)}: the kernel ends each FUSE mount that is slower, unsealed files with it"
+        yield Check("fuse timeout", "note", found)
+    else:
+        found = "kvfs mount --request-timeout S has the kernel end a mount that answers nothing, unsealed files with it"
+        yield Check("fuse timeout", "ok", found)
 
 
 class _Ring:

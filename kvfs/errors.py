@@ -14,6 +14,11 @@ class KvfsError(Exception):
     errno = errno.EIO
 
 
+def printable(text: str) -> str:
+    """What others chose (paths, names), without what moves a terminal's cursor or begins a line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 class UsageError(KvfsError):
     errno = errno.EINVAL
 
@@ -22,6 +27,20 @@ class PoolError(KvfsError):
     """A pool cannot be made, found or opened."""
 
     errno = errno.EINVAL
+
+
+class InUseError(PoolError):
+    """Another kvfs uses the pool, or a device of it."""
+
+    errno = errno.EBUSY
+
+
+class ForeignLabelError(PoolError):
+    """A device has the label of another pool, or of a device that was one of this pool."""
+
+
+class NewerVersionError(PoolError):
+    """A newer kvfs wrote it."""
 
 
 class FormatError(KvfsError):
@@ -40,6 +59,12 @@ class DeviceError(KvfsError):
 
 class NoSpaceError(KvfsError):
     errno = errno.ENOSPC
+
+
+class ShareError(NoSpaceError):
+    """A user may hold no more of the pool (kvfs.store.shares)."""
+
+    errno = errno.EDQUOT
 
 
 class FileTooLargeError(KvfsError):
@@ -103,6 +128,10 @@ class InvalidArgumentError(KvfsError):
 
 class NameTooLongError(KvfsError):
     errno = errno.ENAMETOOLONG
+
+
+class AttributesFullError(NoSpaceError):
+    """The extended attributes of one inode have no room for another. It says nothing of the pool."""
 
 
 class NoAttributeError(KvfsError):

@@ -19,14 +19,16 @@ from typing import Any, NamedTuple, cast
 import trio
 
 from kvfs._native import ffi, lib
-from kvfs.errors import KvfsError
-from kvfs.types import PAGE_SIZE, Extent, SegmentIndex
+from kvfs.errors import FormatError, KvfsError
+from kvfs.types import PAGE_SIZE, Extent, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
 # The data plane answers every job by itself after its own deadlines; this is for a job that it lost.
 JOB_TIMEOUT_S = 300.0
 _BATCH = 256
+# native/src/shares.c: places for users, and one for all others.
+_USERS_MAX = 4097
 _CALLS = 16
 # Completions and FLUSHes of one turn of the event loop: some milliseconds at most, as others wait for theirs.
 _STEPS = 16
@@ -51,6 +53,7 @@ class EventType(IntEnum):
     SLAB_CLOSED = 10
     SLAB_FREE = 11
     SLAB_WANTED = 12
+    SLOW = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class ScanResult:
     next_page: int
     entry_count: int
     full: bool
+    impossible: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,8 @@ class PlaneOptions:
     max_write: int = 0
     verify: int = 1
     spin_us: int = 100
+    kernel_timeout_s: int = 0
+    slow_ms: int = 0
 
 
 @dataclass(slots=True)
@@ -185,10 +191,10 @@ def _call(c: Any) -> Call:
 
 _STATISTICS = [
     "requests", "forwarded", "forward_timeouts", "forwarded_in_flight", "lookups", "lookup_misses",
-    "opens", "stale_opens",
+    "names_missed", "opens", "opens_found", "stale_opens",
     "reads", "read_bytes", "writes", "write_bytes", "checksum_errors", "read_errors", "staged_bytes", "staging_size",
     "staged_files", "open_handles", "parked", "spins", "sleeps", "wakeups", "blocks_written", "blocks_copied",
-    "written_bytes", "jobs_in_flight", "zombies", "open_bytes",
+    "written_bytes", "jobs_in_flight", "zombies", "open_bytes", "slow_requests",
 ]  # fmt: skip
 _DEVICE_STATISTICS = [
     "reads", "read_bytes", "writes", "write_bytes", "errors", "timeouts", "read_ns", "write_ns",
@@ -197,7 +203,7 @@ _VIRTIOFS_STATISTICS = [
     "connected", "queues_running", "connections", "requests", "bytes_read", "bytes_written", "zero_copy_bytes",
     "copied_bytes", "protocol_errors", "descriptor_errors", "io_errors",
 ]  # fmt: skip
-_TABLE_STATISTICS = ["records", "records_max", "bytes", "buckets", "overflow_buckets", "ambiguous"]
+_TABLE_STATISTICS = ["records", "blocks", "records_max", "bytes", "buckets", "overflow_buckets", "ambiguous"]
 OPERATIONS = ("lookup", "open", "read", "write", "forwarded")
 
 
@@ -370,9 +376,12 @@ class Plane:
     def transport_count(self) -> int:
         return _check(lib.kvfs_transport_count(self._plane), "transports")
 
-    def virtiofs_add(self, fd: int, tag: str, queues: int, queue_size_max: int = 1024) -> int:
+    def virtiofs_add(
+        self, fd: int, tag: str, queues: int, queue_size_max: int = 1024, *, memory_types: Sequence[int] = ()
+    ) -> int:
         """Serve guests whose front ends connect to `fd`, a listening Unix socket (duplicated). Returns the transport's
-        number."""
+        number. memory_types: of filesystems (statfs(2), f_type) whose files guest memory may be, besides memfd, tmpfs
+        and hugetlbfs."""
         config = ffi.new("struct kvfs_virtiofs_config *")
         name = tag.encode()
         if not 0 < len(name) <= len(config.tag):
@@ -380,6 +389,8 @@ class Plane:
         ffi.memmove(config.tag, name, len(name))
         config.queue_count = queues
         config.queue_size_max = queue_size_max
+        config.memory_type_count = len(memory_types)
+        config.memory_types[0 : len(memory_types)] = list(memory_types)
         return _check(
             lib.kvfs_virtiofs_add(self._plane, fd, config),
             f"virtio-fs tag {tag!r}, {queues} queues of up to {queue_size_max}",
@@ -410,12 +421,16 @@ class Plane:
     def inode_update(self, record: bytes) -> int:
         return _check(lib.kvfs_inode_update(self._plane, record), "block table: update")
 
+    def inode_move(self, record: bytes) -> None:
+        """As inode_update(), of a copied block. PlaneError with EBUSY if it is being written from where it was."""
+        _check(lib.kvfs_inode_move(self._plane, record), "block table: move")
+
     def inode_remove(self, inode: int) -> int:
         return _check(lib.kvfs_inode_remove(self._plane, inode), f"block table: remove of inode {inode}")
 
     def inode_evict(self, inodes: Sequence[int]) -> bytes:
-        """Take the inodes out of the table unless they are open. Returns a byte for each: 1 if it is open and
-        stayed."""
+        """Take the inodes out of the table unless they are open, within their users' shares. Returns a byte for each:
+        1 if it is open and stayed."""
         if not inodes:
             return b""
         busy = ffi.new("uint8_t[]", len(inodes))
@@ -447,7 +462,7 @@ class Plane:
             _check(lib.kvfs_inode_touch(self._plane, ffi.new("uint64_t[]", inodes), len(inodes)), "block table: touch")
 
     def inode_is_open(self, inode: int) -> int:
-        """0 not open, 1 open, 2 being written."""
+        """0 not open, 1 open, 2 being written, 3 open beyond its users' shares: eviction may take it."""
         return _check(lib.kvfs_inode_is_open(self._plane, inode), f"inode {inode}")
 
     # ---- files being written ----
@@ -465,6 +480,9 @@ class Plane:
 
     def file_truncate(self, inode: int, size: int) -> int:
         return _check(lib.kvfs_file_truncate(self._plane, inode, size), f"truncate of inode {inode} to {size}")
+
+    def file_allocate(self, inode: int, size: int) -> int:
+        return _check(lib.kvfs_file_allocate(self._plane, inode, size), f"fallocate of inode {inode} to {size}")
 
     def file_set_mtime(self, inode: int, mtime_ns: int) -> int:
         return _check(lib.kvfs_file_set_mtime(self._plane, inode, mtime_ns), f"mtime of inode {inode}")
@@ -530,6 +548,16 @@ class Plane:
                 ]
             capacity = count
 
+    def dirty_files(self) -> list[InodeNumber]:
+        """The files that have something to seal, sealed ones that were changed among them."""
+        capacity = 1024
+        while True:
+            out = ffi.new("uint64_t[]", capacity)
+            count = lib.kvfs_dirty_files(self._plane, out, capacity)
+            if count <= capacity:
+                return [InodeNumber(number) for number in out[0:count]]
+            capacity = 2 * count
+
     # ---- slabs ----
 
     def slab_pages(self, inode: int) -> int:
@@ -556,9 +584,11 @@ class Plane:
             f"slab of inode {inode}: new size {size}",
         )
 
-    async def slab_settle(self, inode: int) -> None:
+    async def slab_settle(self, inode: int, writers_stay: bool = False) -> None:
         """Make a slab an ordinary file that is being written, its content where it lies."""
-        await self._run(lambda cookie: lib.kvfs_slab_settle(self._plane, cookie, inode), f"slab of inode {inode}")
+        await self._run(
+            lambda cookie: lib.kvfs_slab_settle(self._plane, cookie, inode, int(writers_stay)), f"slab of inode {inode}"
+        )
 
     def slab_close(self, inode: int) -> None:
         _check(lib.kvfs_slab_close(self._plane, inode), f"slab of inode {inode}")
@@ -574,6 +604,24 @@ class Plane:
     def set_space(self, size: int, error: int) -> None:
         """What may be open or being written; a write that needs more ends with this errno."""
         lib.kvfs_set_space(self._plane, size, error)
+
+    def set_share(self, size: int, exempt: int) -> None:
+        """What one user may hold; root and `exempt` may hold all."""
+        lib.kvfs_set_share(self._plane, size, exempt)
+
+    def user_hold(self, user: int, size: int) -> None:
+        """What a user holds besides open blocks."""
+        lib.kvfs_user_hold(self._plane, user, size)
+
+    def users(self) -> list[tuple[int, int, int]]:
+        """Of each user that was ever seen: id, bytes of open blocks, blocks evicted while they were open."""
+        out = ffi.new("struct kvfs_user[]", _USERS_MAX)
+        count = lib.kvfs_users(self._plane, out, _USERS_MAX)
+        return [(out[i].id, out[i].open_bytes, out[i].evicted) for i in range(count)]
+
+    def inode_user(self, inode: int) -> int:
+        """The user that the inode's open content is charged to. PlaneError: ENOENT."""
+        return _check(lib.kvfs_inode_user(self._plane, inode), f"inode {inode}")
 
     # ---- the store ----
 
@@ -605,20 +653,20 @@ class Plane:
         return bytes(ffi.buffer(out))
 
     async def store_scan(
-        self, segment: int, generation: int, first_page: int, end_page: int, capacity: int = 4 << 20
+        self, segment: int, generation: int, epoch_max: int, first_page: int, end_page: int, capacity: int = 4 << 20
     ) -> ScanResult:
         out = _scan_memory("uint8_t[]", capacity)
         result = ffi.new("struct kvfs_scan_result *")
         await self._run(
             lambda cookie: lib.kvfs_store_scan(
-                self._plane, cookie, segment, generation, first_page, end_page, out, capacity, result
+                self._plane, cookie, segment, generation, epoch_max, first_page, end_page, out, capacity, result
             ),
             f"segment {segment}: scan from page {first_page}",
             out,
             result,
         )
         records = bytes(ffi.buffer(out, result.size)) if result.size else b""
-        return ScanResult(records, result.next_page, result.entry_count, bool(result.full))
+        return ScanResult(records, result.next_page, result.entry_count, bool(result.full), result.impossible)
 
     async def store_verify(self, record: bytes, verify_data: bool) -> None:
         await self._run(
@@ -668,6 +716,12 @@ class Plane:
         out = ffi.new("struct kvfs_statistics *")
         lib.kvfs_statistics_get(self._plane, out)
         return {name: getattr(out, name) for name in _STATISTICS}
+
+    def found_ages(self) -> list[int]:
+        """Blocks asked for and found, by the time since they were written: [0] within a second, [i] below 2**i s."""
+        out = ffi.new("struct kvfs_statistics *")
+        lib.kvfs_statistics_get(self._plane, out)
+        return list(out.found_ages)
 
     def device_statistics(self, device: int) -> dict[str, int]:
         out = ffi.new("struct kvfs_device_statistics *")
@@ -727,9 +781,16 @@ def _runs(runs: Sequence[Run]) -> object:
 _scan_memory = ffi.new_allocator(should_clear_after_alloc=False)
 
 
-def check_records(records: bytes) -> None:
-    """PlaneError (EBADMSG) unless every inode record could go into the block table."""
-    _check(lib.kvfs_table_load(ffi.NULL, records, len(records)), "inode records")
+def check_records(records: bytes, *, epoch_max: int, segment_count: int, end_page: int, origin: str) -> int:
+    """How many inode records these are. FormatError names `origin`, and the first that no kvfs can have written."""
+    limits = ffi.new("struct kvfs_record_limits *", (epoch_max, segment_count, end_page))
+    at, why = ffi.new("uint64_t *"), ffi.new("const char **")
+    count = lib.kvfs_records_check(limits, records, len(records), at, why)
+    if count < 0:
+        inode = int.from_bytes(records[at[0] + 8 : at[0] + 16], "little")
+        reason = ffi.string(why[0]).decode()
+        raise FormatError(f"{origin}: record at {at[0]} of {len(records)}, inode {inode}: {reason}")
+    return cast(int, count)
 
 
 def checksum(data: bytes | bytearray | memoryview, secret: int) -> int:

@@ -1,5 +1,4 @@
-"""Numbers for people and for monitoring: percentiles, `kvfs status` like `zpool status`, `kvfs stats` like iostat,
-Prometheus text.
+"""Numbers for people and for monitoring: percentiles, `kvfs status` like `zpool status`, `kvfs stats` like iostat.
 
 Works on the status document that the daemon sends over the control socket (docs/operations.md lists its fields); knows
 neither the daemon nor the data plane. Everything here is pure: documents in, text out.
@@ -7,8 +6,10 @@ neither the daemon nor the data plane. Everything here is pure: documents in, te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
+
+from kvfs.errors import printable
 
 STATUS_VERSION = 1
 # The operations whose latency the data plane measures, in the order of kvfs_latency_get().
@@ -98,6 +99,7 @@ def time_text(us: float) -> str:
 
 def table(rows: Sequence[Sequence[str]], *, indent: str = "", left: int = 1) -> list[str]:
     """Rows as aligned lines; the first `left` columns to the left, the others to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []
     for row in rows:
@@ -107,6 +109,13 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "", left: int = 1) -> 
         ]
         lines.append((indent + "  ".join(cells)).rstrip())
     return lines
+
+
+def asked_and_found(counters: Json) -> tuple[float, float | None]:
+    """How many blocks were asked for, by files and by native clients, and the share that was found; None: of none."""
+    found = number(counters, "blocks_found")
+    asked = found + number(counters, "blocks_missed")
+    return asked, found / asked if asked else None
 
 
 _SEGMENT_STATES = ("free", "open", "closed", "evicting", "lost")
@@ -156,6 +165,43 @@ def advice(status: Json) -> list[str]:
     return found
 
 
+_KEPT = {
+    "pinned": "pinned",
+    "open": "open",
+    "grouped": "in a group with one that is pinned or open",
+    "others": "stored meanwhile, or on a device that is away",
+}
+
+
+def render_evicted(result: Json) -> str:
+    """The text of `kvfs evict`: what went, and what stayed and why."""
+    lines = [
+        f"freed {size_text(number(result, 'evicted_bytes'))} in {number(result, 'evicted_segments'):.0f} segments, "
+        f"{number(result, 'evicted_blocks'):.0f} blocks evicted"
+    ]
+    kept = section(result, "kept")
+    for why, text in _KEPT.items():
+        some = section(kept, why)
+        count = number(some, "blocks")
+        if not count:
+            continue
+        found = [str(name) for name in cast(Sequence[object], some.get("names", ()))]
+        names = ", ".join(printable(name) for name in found)
+        more = ", ..." if count > len(found) else ""
+        lines.append(f"kept {count:.0f} blocks, {size_text(number(some, 'bytes'))}, {text}: {names}{more}")
+    return "\n".join(lines)
+
+
+def _user_rows(status: Json) -> list[list[str]]:
+    """Who holds what eviction leaves alone."""
+    title = f"user (share {size_text(number(status, 'share'))})"
+    rows = [[title, "open", "pinned", "reserved", "slabs", "evicted open"]]
+    for user in items(status, "users"):
+        sizes = [size_text(number(user, kind)) for kind in ("open", "pinned", "reserved", "slabs")]
+        rows.append([str(user.get("name")), *sizes, f"{number(user, 'evicted_open'):.0f}"])
+    return rows
+
+
 def render_status(status: Json) -> str:
     """The text of `kvfs status`."""
     pool, segments, space = section(status, "pool"), section(status, "segments"), section(status, "space")
@@ -194,14 +240,16 @@ def render_status(status: Json) -> str:
             + (f": {states}" if states else "")
         )
     lines += ["", *(f"  {line}" for line in render_device_list(status))]
+    if items(status, "users"):
+        lines += ["", *table(_user_rows(status), indent="  ")]
     if items(status, "exports"):
         lines += ["", *table(_export_rows(status), indent="  ")]
     if counters:
-        lookups, misses = number(counters, "lookups"), number(counters, "lookup_misses")
-        hit = f"{(lookups - misses) * 100 / lookups:.1f}%" if lookups else "-"
+        asked, found_share = asked_and_found(counters)
+        found = "-" if found_share is None else f"{found_share * 100:.1f}%"
         lines += [
             "",
-            f"  lookups {lookups:.0f}, hits {hit}; opens {number(counters, 'opens'):.0f}; "
+            f"  blocks asked for {asked:.0f}, found {found}; "
             f"read {size_text(number(counters, 'read_bytes'))}, written {size_text(number(counters, 'write_bytes'))}",
             f"  evicted {number(counters, 'evicted_blocks'):.0f} blocks in "
             f"{number(counters, 'evicted_segments'):.0f} segments, "
@@ -214,7 +262,7 @@ def render_status(status: Json) -> str:
         + sum(number(d, "errors") for d in items(status, "devices"))
     )
     lines.append(f"errors: {f'{errors:.0f}, see advice' if errors else 'none known'}")
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def render_device_list(status: Json) -> list[str]:
@@ -235,6 +283,39 @@ def render_device_list(status: Json) -> list[str]:
             ]
         )
     return table(rows)
+
+
+def render_list(document: Json, *, pins_only: bool = False) -> str:
+    """The text of `kvfs list`."""
+    lines = [] if pins_only else _places("namespace", items(document, "namespaces"))
+    pins = items(document, "pins")
+    if pins or pins_only:
+        lines += [*([""] if lines else []), *_places("pinned", pins)]
+    return "\n".join(lines)
+
+
+def _places(head: str, places: Sequence[Json]) -> list[str]:
+    rows = [[head, "blocks", "bytes", "hits", "newest", "oldest"]]
+    for place in places:
+        ages = [age_text(number(place, key)) if key in place else "-" for key in ("newest_s", "oldest_s")]
+        rows.append(
+            [
+                str(place.get("path")),
+                f"{number(place, 'blocks'):.0f}",
+                size_text(number(place, "bytes")),
+                count_text(number(place, "hits")),
+                *ages,
+            ]
+        )
+    return table(rows)
+
+
+def age_text(seconds: float) -> str:
+    """90 -> 1m; the largest unit that is full."""
+    for suffix, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{suffix}"
+    return f"{seconds:.0f}s"
 
 
 def _export_rows(status: Json) -> list[list[str]]:
@@ -329,7 +410,7 @@ _EXPORT_COUNTERS = (
 
 def render_stats_header() -> str:
     heads = (
-        "lookup/s",
+        "asked/s",
         "hit%",
         "open/s",
         "read/s",
@@ -348,13 +429,12 @@ def render_stats_line(change: Json) -> str:
     """One line of `kvfs stats`, from a difference()."""
     seconds = number(change, "seconds") or 1.0
     counters = section(change, "counters")
-    lookups = number(counters, "lookups")
-    hit = (lookups - number(counters, "lookup_misses")) * 100 / lookups if lookups else 0.0
+    asked, share = asked_and_found(counters)
     read = latency_summary(section(section(change, "latency"), "read"))
     size = number(change, "space", "size")
     cells = (
-        count_text(lookups / seconds),
-        f"{hit:.1f}" if lookups else "-",
+        count_text(asked / seconds),
+        "-" if share is None else f"{share * 100:.1f}",
         count_text(number(counters, "opens") / seconds),
         count_text(number(counters, "reads") / seconds),
         size_text(number(counters, "read_bytes") / seconds),
@@ -421,114 +501,3 @@ def render_devices(change: Json, seconds: float) -> list[str]:
             ]
         )
     return table(rows)
-
-
-# ---- Prometheus ----
-
-
-def _escape(value: object) -> str:
-    return str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-_GAUGES = (
-    "index_bytes",
-    "index_pending",
-    "staged_bytes",
-    "staging_size",
-    "staged_files",
-    "open_handles",
-    "parked",
-    "jobs_in_flight",
-    "zombies",
-    "forwarded_in_flight",
-    "native_clients",
-    "native_busy",
-    "reservations_open",
-    "reserved_bytes",
-)
-
-
-def render_prometheus(status: Json) -> str:
-    """Prometheus text format 0.0.4, one family after the other."""
-    pool = _escape(section(status, "pool").get("path"))
-    return "\n".join(_prometheus_lines(status, f'pool="{pool}"')) + "\n"
-
-
-def _prometheus_lines(status: Json, label: str) -> Iterator[str]:
-    yield from _family("kvfs_up", "gauge", [(label, 1)])
-    for key, value in section(status, "space").items():
-        yield from _family(f"kvfs_space_{key}_bytes", "gauge", [(label, _plain(value))])
-    segments = section(status, "segments")
-    states = [(f'{label},state="{key}"', number(segments, key)) for key in _SEGMENT_STATES if key in segments]
-    yield from _family("kvfs_segments", "gauge", states)
-    yield from _family("kvfs_blocks", "gauge", [(label, number(status, "blocks"))])
-    for key, value in section(status, "counters").items():
-        if key in _GAUGES:
-            yield from _family(f"kvfs_{key}", "gauge", [(label, _plain(value))])
-        else:
-            yield from _family(f"kvfs_{key}_total", "counter", [(label, _plain(value))])
-    devices = items(status, "devices")
-    for key in _DEVICE_COUNTERS:
-        samples = [
-            (f'{label},device="{_escape(device.get("path"))}"', number(device, key))
-            for device in devices
-            if key in device
-        ]
-        yield from _family(f"kvfs_device_{key}_total", "counter", samples)
-    exports = {
-        f'{label},socket="{_escape(export.get("socket"))}",tag="{_escape(export.get("tag"))}"': export
-        for export in items(status, "exports")
-    }
-    for key in ("connected", "queues_running"):
-        samples = [(labels, number(export, key)) for labels, export in exports.items()]
-        yield from _family(f"kvfs_virtiofs_{key}", "gauge", samples)
-    for key in _EXPORT_COUNTERS:
-        samples = [(labels, number(export, key)) for labels, export in exports.items()]
-        yield from _family(f"kvfs_virtiofs_{key}_total", "counter", samples)
-    yield from _histograms(section(status, "latency"), label)
-    states = [
-        (f'{label},device="{_escape(device.get("path"))}",state="{state}"', str(device.get("state")).startswith(state))
-        for device in devices
-        for state in ("online", "slow", "failed", "removed", "returning")
-    ]
-    yield from _family("kvfs_device_state", "gauge", states)
-    yield from _device_histograms(devices, label)
-
-
-def _histograms(latencies: Json, label: str) -> Iterator[str]:
-    if latencies:
-        yield "# TYPE kvfs_latency_seconds histogram"
-    for operation, value in latencies.items():
-        yield from _histogram("kvfs_latency_seconds", f'{label},operation="{_escape(operation)}"', cast(Json, value))
-
-
-def _device_histograms(devices: Sequence[Json], label: str) -> Iterator[str]:
-    if any("latency" in device for device in devices):
-        yield "# TYPE kvfs_device_latency_seconds histogram"
-    for device in devices:
-        for kind, value in section(device, "latency").items():
-            labels = f'{label},device="{_escape(device.get("path"))}",operation="{kind}"'
-            yield from _histogram("kvfs_device_latency_seconds", labels, cast(Json, value))
-
-
-def _histogram(name: str, labels: str, latency: Json) -> Iterator[str]:
-    below = 0
-    for index, here in enumerate(buckets_of(latency)):
-        below += here
-        # Below 1 us and above 16 s nothing is worth a time series.
-        if 10 <= index <= 34:
-            yield f'{name}_bucket{{{labels},le="{(1 << index) / 1e9:.9g}"}} {below}'
-    yield f'{name}_bucket{{{labels},le="+Inf"}} {below}'
-    yield f"{name}_sum{{{labels}}} {number(latency, 'total_ns') / 1e9:.9g}"
-    yield f"{name}_count{{{labels}}} {below}"
-
-
-def _family(name: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
-    lines = [f"{name}{{{labels}}} {value:.17g}" for labels, value in samples]
-    if lines:
-        yield f"# TYPE {name} {kind}"
-        yield from lines
-
-
-def _plain(value: object) -> float:
-    return value if isinstance(value, (int, float)) else 0

@@ -24,6 +24,8 @@ GROUP_NAME_MAX = 255
 ROOT_INODE = InodeNumber(1)
 # Mount epoch in the high bits, a counter in the low ones: numbers never go back, whatever a crash forgot.
 COUNTER_BITS = 36
+# The last that such numbers have room for.
+EPOCH_MAX = (1 << 64 - COUNTER_BITS) - 1
 
 
 class Kind(IntEnum):

@@ -1,26 +1,33 @@
-"""Builds the data plane as the cffi module `kvfs._native` (API mode), in place or into another directory.
+"""Builds the data plane as the cffi module `kvfs._native` (API mode, stable ABI), in place or into another directory.
 
     python native/build_ffi.py [--sanitize] [--output DIR]
 
 The declarations that cffi sees are the public headers themselves: what is not C declarations is stripped, so header
 and module cannot disagree. --sanitize builds with AddressSanitizer and UndefinedBehaviorSanitizer; run it with libasan
-preloaded.
+preloaded. setup.py builds the same for a wheel.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 from pathlib import Path
 
 from cffi import FFI
+from setuptools import Distribution
+from setuptools.command.build_ext import build_ext
 
 NATIVE = Path(__file__).resolve().parent
 HEADERS = ["kvfs_format.h", "kvfs_checksum.h", "kvfs_table.h", "kvfs_plane.h", "kvfs.h", "kvfs_gpu.h", "kvfs_replay.h"]
 # cffi's own generated code is not held to -Werror: its casts warn. `make -C native/test warnings` holds ours to it.
 FLAGS = ["-std=gnu11", "-O2", "-g", "-fno-strict-aliasing", "-Wall", "-Wextra", "-UNDEBUG", "-fvisibility=hidden"]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-O1"]
+# As hardening.mk has it for the other libraries.
+HARDENING = ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3", "-fstack-protector-strong", "-fstack-clash-protection"]
+HARDENING_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
+# The sanitizers look closer than FORTIFY, and want to see the plain calls.
+SANITIZE = ["-U_FORTIFY_SOURCE", "-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-O1"]
 
 
 def declarations() -> str:
@@ -37,21 +44,44 @@ def declarations() -> str:
     return text.replace("KVFS_STRIPE_WIDTH_MAX]", "32]")
 
 
-def builder(sanitize: bool) -> FFI:
+def builder(sanitize: bool = False) -> FFI:
     ffi = FFI()
     ffi.cdef(declarations())
-    sources = sorted(str(path) for path in (NATIVE / "src").glob("*.c"))
-    flags = FLAGS + (SANITIZE if sanitize else [])
+    # Relative: setuptools puts the sources of an extension into the sdist by these names.
     ffi.set_source(
         "kvfs._native",
         "\n".join(f'#include "{name}"' for name in HEADERS),
-        sources=sources,
-        include_dirs=[str(NATIVE / "include")],
+        sources=sorted(os.path.relpath(path) for path in (NATIVE / "src").glob("*.c")),
+        include_dirs=[os.path.relpath(NATIVE / "include")],
         libraries=["uring", "pthread"],
-        extra_compile_args=flags,
-        extra_link_args=(["-fsanitize=address,undefined"] if sanitize else []),
+        extra_compile_args=FLAGS + (SANITIZE if sanitize else HARDENING),
+        extra_link_args=["-fsanitize=address,undefined"] if sanitize else HARDENING_LINK,
     )
     return ffi
+
+
+def sanitized() -> FFI:
+    return builder(sanitize=True)
+
+
+def forget_others(module: Path) -> None:
+    """A module that lies beside ours and was built for one Python alone would be imported before it."""
+    for other in module.parent.glob("_native.*.so"):
+        if other.name != module.name:
+            other.unlink()
+
+
+class BuildModule(build_ext):
+    """The extension, without what the build's Python was linked with: a library path of that machine."""
+
+    def run(self) -> None:
+        super().run()
+        forget_others(Path(self.get_ext_fullpath("kvfs._native")))
+
+    def build_extensions(self) -> None:
+        own = [word for word in self.compiler.linker_so if not word.startswith(("-L", "-Wl,-rpath"))]
+        self.compiler.linker_so = own
+        super().build_extensions()
 
 
 def main() -> None:
@@ -59,15 +89,27 @@ def main() -> None:
     parser.add_argument("--sanitize", action="store_true")
     parser.add_argument("--output", type=Path, default=NATIVE.parent, help="directory that holds the kvfs package")
     arguments = parser.parse_args()
-    work = NATIVE.parent / "build" / ("native-sanitized" if arguments.sanitize else "native")
-    work.mkdir(parents=True, exist_ok=True)
-    built = Path(builder(arguments.sanitize).compile(tmpdir=str(work)))
-    target = arguments.output / "kvfs" / built.name
-    target.parent.mkdir(parents=True, exist_ok=True)
+    package = arguments.output.resolve() / "kvfs"
+    os.chdir(NATIVE.parent)
+    work = Path("build/native-sanitized" if arguments.sanitize else "build/native")
+    function = "sanitized" if arguments.sanitize else "builder"
+    # setup.py is not run: it would build the libraries as well.
+    distribution = Distribution(
+        {"name": "kvfs", "cmdclass": {"build_ext": BuildModule}, "cffi_modules": [f"native/build_ffi.py:{function}"]}
+    )
+    distribution.finalize_options()
+    command = distribution.get_command_obj("build_ext")
+    command.build_lib, command.build_temp, command.force = str(work / "lib"), str(work), True
+    command.ensure_finalized()
+    command.run()
+    built = Path(command.get_ext_fullpath("kvfs._native"))
+    target = package / built.name
+    package.mkdir(parents=True, exist_ok=True)
     # A new file, not new content: a daemon that runs keeps the old one mapped.
     staged = target.with_suffix(".new")
     shutil.copy2(built, staged)
     staged.rename(target)
+    forget_others(target)
     print(target)
 
 

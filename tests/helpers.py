@@ -48,6 +48,21 @@ LOG_TAIL_LINES = 60
 SLOWNESS = int(os.environ.get("KVFS_TEST_SLOWNESS", "1"))
 
 
+def run_slow() -> None:
+    """Told once by --run-slow; a program that a test starts inherits it."""
+    os.environ["KVFS_RUN_SLOW"] = "1"
+
+
+def often(few: Any, full: Any) -> Any:
+    """How often to do what is the surer the more often it is done: `few` times, with --run-slow `full` times."""
+    return full if os.environ.get("KVFS_RUN_SLOW") else few
+
+
+def slow(*values: Any) -> Any:
+    """Of a parametrized test: the values of a case that is slow, or that asserts what a quick one does."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def repeated(count: int) -> int:
     """How often to do what is done `count` times on a machine of the usual speed."""
     return max(1, count // SLOWNESS)

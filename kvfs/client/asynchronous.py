@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
-import trio
-
 from kvfs.client.keys import Key, pack
 from kvfs.client.library import ClientInformation, ClientStatistics
 from kvfs.client.memory import Memory
@@ -95,9 +93,13 @@ class TrioClient(AsyncClient):
     """For trio. Threads are trio's own, under its default limit."""
 
     async def _run(self, call: Callable[[], R]) -> R:
+        import trio  # here, not above: a client whose program is asyncio's need not have it
+
         return await trio.to_thread.run_sync(call, abandon_on_cancel=True)
 
     async def _run_to_end(self, call: Callable[[], None]) -> None:
+        import trio
+
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(call)
 

@@ -20,7 +20,7 @@ from kvfs.errors import MissingFeatureError, UsageError
 
 LIB = Path(__file__).resolve().parents[1] / "lib"
 LIBRARY = LIB / "libkvfs_cufile.so"
-# Holds it under the names that programs open: libcufile.so.0, libcufile.so.
+# Leads to it by the names that programs open: libcufile.so.0, libcufile.so.
 NAMES = LIB / "cufile"
 REAL_NAME = "libcufile.so.0"
 # An absolute path, or "none": do without the real library.
@@ -79,8 +79,12 @@ def find_real(program: str, base: Mapping[str, str]) -> Path | None:
         if listed := _of_linker():
             yield listed
 
-    return next((Path(path) for path in candidates() if os.path.exists(path) and not os.path.samefile(path, LIBRARY)),
-                None)
+    ours = (LIBRARY, *(NAMES / name for name in (REAL_NAME, "libcufile.so")))
+
+    def is_real(path: str) -> bool:
+        return os.path.exists(path) and not any(own.exists() and own.samefile(path) for own in ours)
+
+    return next((Path(path) for path in candidates() if is_real(path)), None)
 
 
 def environment(program: str, base: Mapping[str, str]) -> dict[str, str]:

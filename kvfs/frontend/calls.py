@@ -81,7 +81,7 @@ class Calls:
         if inode.kind != Kind.FILE:
             raise StaleInodeError(f"{call.name!r} in directory {call.inode}: a symbolic link by now")
         return await self._namespace.open_for_write(
-            inode.inode, truncate=bool(call.flags & os.O_TRUNC), kill_suid=call.uid != 0
+            inode.inode, truncate=bool(call.flags & os.O_TRUNC), kill_suid=call.gid if call.uid else None
         )
 
     def _unlink(self, call: Call) -> None:

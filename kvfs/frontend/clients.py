@@ -324,7 +324,7 @@ class _Connection:
     # ---- requests ----
 
     async def run(self) -> None:
-        self._holder = self._store.reservations.join()
+        self._holder = self._store.reservations.join(self.peer.uid)
         try:
             async with trio.open_nursery() as self._nursery:
                 with self._scope:

@@ -8,10 +8,12 @@ other. Only root and the daemon's own user are heard. Knows nothing of what the 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,8 +30,10 @@ SOCKET_NAME = "control.sock"
 LINE_MAX = 1 << 20
 # A client that neither asks nor goes away is hung up on.
 IDLE_TIMEOUT_S = 3600.0
-# One that may not control the pool must say soon what else it is.
+# A connection must say soon what it is; and while none of those of a user does, so many are kept, the last that came.
 GREETING_TIMEOUT_S = 10.0
+GREETINGS_MAX = 512
+GREETINGS_OF_USER_MAX = 128
 # Of those that control; native clients have a limit of their own.
 CLIENTS_MAX = 64
 _BACKLOG = 1024
@@ -59,14 +63,21 @@ class ControlServer:
         self._commands = commands
         self._native = native
         self._limit = trio.CapacityLimiter(CLIENTS_MAX)
+        # Connections that have said nothing yet, and their users, oldest first.
+        self._silent: dict[trio.CancelScope, int] = {}
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             # The pool is locked by us: a socket that is there was left by a daemon that died.
             self._path.unlink(missing_ok=True)
             with _socket_path(pool) as path:
                 listener.bind(path)
-            os.chown(self._path, -1, os.getegid())
-            self._path.chmod(0o660)
+            # By a descriptor: a link that took its place is not followed.
+            fd = os.open(self._path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.chown(f"/proc/self/fd/{fd}", -1, os.getegid())
+                os.chmod(f"/proc/self/fd/{fd}", 0o660)
+            finally:
+                os.close(fd)
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
@@ -87,23 +98,45 @@ class ControlServer:
         try:
             async with stream:
                 peer = Peer.of(stream.socket)
-                begun = await self._greeting(stream, IDLE_TIMEOUT_S if peer.may_control else GREETING_TIMEOUT_S)
+                begun = b""
+                with self._silence(peer.uid) as silence:
+                    begun = await self._greeting(stream)
+                if silence.cancelled_caught:
+                    return
                 if begun.startswith(MAGIC) and self._native is not None:
                     await self._native(stream, begun)
                 elif peer.may_control:
                     async with self._limit:
                         await self._converse(stream, begun)
                 elif begun:
-                    await _send(stream, {"ok": False, "error": f"user {peer.uid} may not control this pool"})
+                    text = f"user {peer.uid} may not control this pool: only root and user {os.geteuid()} may"
+                    await _send(stream, _failure(text, errno.EACCES))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, OSError):
             log.debug("a control client went away")
         except Exception:
             log.exception("a control connection failed")
 
-    async def _greeting(self, stream: trio.SocketStream, timeout_s: float) -> bytes:
+    @contextmanager
+    def _silence(self, uid: int) -> Iterator[trio.CancelScope]:
+        """For the time until a connection has said what it is. Where there are too many the oldest silent one of the
+        same user goes, or of the user who has most: a new one that does speak is never kept out."""
+        users = Counter(self._silent.values())
+        if users[uid] >= GREETINGS_OF_USER_MAX or len(self._silent) >= GREETINGS_MAX:
+            most = uid if users[uid] >= GREETINGS_OF_USER_MAX else users.most_common(1)[0][0]
+            oldest = next(scope for scope, user in self._silent.items() if user == most)
+            del self._silent[oldest]
+            oldest.cancel()
+        with trio.CancelScope() as scope:
+            self._silent[scope] = uid
+            try:
+                yield scope
+            finally:
+                self._silent.pop(scope, None)
+
+    async def _greeting(self, stream: trio.SocketStream) -> bytes:
         """Enough to know what is spoken."""
         begun = b""
-        with trio.fail_after(timeout_s):
+        with trio.fail_after(GREETING_TIMEOUT_S):
             while len(begun) < len(MAGIC) and MAGIC.startswith(begun):
                 data = await stream.receive_some(65536)
                 if not data:
@@ -138,9 +171,13 @@ class ControlServer:
                 return {"ok": False, "error": f"no command {name!r}"}
             return {"ok": True, "result": await command(request, progress)}
         except (KvfsError, ValueError, trio.TooSlowError) as error:
-            return {"ok": False, "error": str(error) or type(error).__name__}
+            return _failure(str(error) or type(error).__name__, getattr(error, "errno", None))
         except OSError as error:
-            return {"ok": False, "error": str(error)}
+            return _failure(str(error), error.errno)
+
+
+def _failure(text: str, number: int | None) -> Mapping[str, object]:
+    return {"ok": False, "error": text, "errno": number or errno.EIO}
 
 
 async def _send(stream: trio.SocketStream, document: Mapping[str, object]) -> None:
@@ -150,6 +187,20 @@ async def _send(stream: trio.SocketStream, document: Mapping[str, object]) -> No
 
 class NotRunningError(KvfsError):
     """No daemon serves this pool."""
+
+
+class NotAllowedError(KvfsError):
+    """The pool is another user's."""
+
+    errno = errno.EACCES
+
+
+def _not_yours(pool: Path) -> NotAllowedError:
+    try:
+        owner = f"user {os.stat(pool).st_uid}"
+    except OSError:
+        owner = "its owner"
+    return NotAllowedError(f"{pool}: user {os.geteuid()} may not ask its daemon: only root and {owner} may")
 
 
 class ControlClient:
@@ -168,7 +219,11 @@ class ControlClient:
             self._socket.close()
             if isinstance(error, (FileNotFoundError, ConnectionRefusedError, NotADirectoryError)):
                 raise NotRunningError(f"{pool}: not mounted") from error
-            raise KvfsError(f"{pool}: {os.strerror(error.errno or 0)}") from error
+            if isinstance(error, PermissionError):
+                raise _not_yours(pool) from error
+            failure = KvfsError(f"{pool}: {os.strerror(error.errno or 0)}")
+            failure.errno = error.errno or errno.EIO
+            raise failure from error
 
     def __enter__(self) -> ControlClient:
         return self
@@ -194,7 +249,10 @@ class ControlClient:
         except (OSError, ValueError) as error:
             raise KvfsError(f"{self._pool}: the daemon broke off: {error}") from error
         if not document.get("ok"):
-            raise KvfsError(f"{self._pool}: {document.get('error')}")
+            failure = KvfsError(f"{self._pool}: {document.get('error')}")
+            number = document.get("errno")
+            failure.errno = number if isinstance(number, int) else errno.EIO
+            raise failure
         return cast(object, document.get("result"))
 
     def _line(self) -> bytes:

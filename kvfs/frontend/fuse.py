@@ -8,6 +8,7 @@ with every block goes by calls.py. Protocol: fuse(4), linux/fuse.h.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import logging
@@ -20,7 +21,7 @@ import pyfuse3
 import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
-from kvfs.errors import KvfsError, NotPermittedError, StaleInodeError
+from kvfs.errors import AttributesFullError, KvfsError, NotPermittedError, StaleInodeError
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.types import NAME_MAX, PAGE_SIZE, Inode, InodeNumber, Kind
 
@@ -63,7 +64,7 @@ def errno_of(error: Exception, what: str, arguments: object) -> int:
     if not isinstance(error, (KvfsError, OSError)):
         log.error("%s%r failed", what, arguments, exc_info=error)
         return errno.EIO
-    if error.errno in _WORTH_LOGGING or error.errno is None:
+    if (error.errno in _WORTH_LOGGING or error.errno is None) and not isinstance(error, AttributesFullError):
         log.warning("%s: %s", what, error)
     return error.errno or errno.EIO
 
@@ -88,7 +89,7 @@ class Operations(pyfuse3.Operations):
 
     @_answers
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
-        return attributes(self._namespace.get(InodeNumber(inode)))
+        return attributes(self._namespace.look(InodeNumber(inode)))
 
     @_answers
     async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
@@ -149,14 +150,14 @@ class Operations(pyfuse3.Operations):
             size=attr.st_size if fields.update_size else None,
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
-            kill_suid=ctx.uid != 0,
+            kill_suid=ctx.gid if ctx.uid else None,
             through_handle=fh is not None,
         )
         return attributes(await self._namespace.setattr(InodeNumber(inode), changes))
 
     @_answers
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
-        await self._namespace.setxattr(InodeNumber(inode), name, value)
+        await self._namespace.setxattr(InodeNumber(inode), name, value, ctx.uid)
 
     @_answers
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
@@ -176,7 +177,7 @@ class Operations(pyfuse3.Operations):
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             await self._namespace.open_for_write(
-                InodeNumber(inode), truncate=bool(flags & os.O_TRUNC), kill_suid=ctx.uid != 0
+                InodeNumber(inode), truncate=bool(flags & os.O_TRUNC), kill_suid=ctx.gid if ctx.uid else None
             )
         else:
             self._namespace.get(InodeNumber(inode))
@@ -265,12 +266,46 @@ def attributes(inode: Inode) -> EntryAttributes:
     return entry
 
 
+class _Library:
+    """libfuse, which writes to stderr by itself. Its words go into the log, with who says them; that the socket of the
+    session has ended, which it takes for a short read, is known to who has ended it."""
+
+    _AT_THE_END = b"short read on fuse device"
+    _LINE_MAX = 1024
+
+    def __init__(self) -> None:
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+        self._libc = ctypes.CDLL(None)
+        # Kept for as long as the process lives: libfuse calls it.
+        self._function = kind(self._log)
+        ctypes.CDLL("libfuse3.so.3").fuse_set_log_func(self._function)
+
+    def _log(self, level: int, text: bytes, arguments: int) -> None:
+        if text.startswith(self._AT_THE_END):
+            log.debug("libfuse: the session's socket has ended")
+            return
+        line = ctypes.create_string_buffer(self._LINE_MAX)
+        self._libc.vsnprintf(line, ctypes.c_size_t(self._LINE_MAX), text, ctypes.c_void_p(arguments))
+        said = line.value.decode(errors="replace").strip()
+        # syslog's levels: 3 is an error, 4 a warning.
+        log.log(logging.ERROR if level <= 3 else logging.WARNING if level == 4 else logging.DEBUG, "libfuse: %s", said)
+
+
+@functools.cache
+def _library() -> _Library | None:
+    try:
+        return _Library()
+    except (OSError, AttributeError):
+        return None  # one before 3.7: it goes on writing to stderr
+
+
 class Session:
     """The pyfuse3 session on the mux's socket. There is one in a process: pyfuse3 keeps it in globals."""
 
     def __init__(self, namespace: Namespace, fd: int) -> None:
         """Take over `fd`, from Plane.session_open()."""
         self._ending = False
+        _library()
         pyfuse3.init(Operations(namespace), f"/dev/fd/{fd}", {"fsname=kvfs"})
 
     async def run(self) -> None:

@@ -5,6 +5,7 @@ Gathers numbers that other rooms have; makes none up. docs/operations.md tells w
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -12,9 +13,12 @@ from pathlib import Path
 from kvfs.config import DeviceConfig, PoolConfig, load
 from kvfs.errors import KvfsError, PoolError
 from kvfs.frontend.clients import Clients
+from kvfs.guard import check_owner
 from kvfs.stats import OPERATIONS, STATUS_VERSION
 from kvfs.store.devices import check_device, device_path, discover, locked, open_device
+from kvfs.store.owner import LOOKING
 from kvfs.store.pool import Store
+from kvfs.store.shares import name_of
 from kvfs.types import PAGE_SIZE
 
 
@@ -37,6 +41,7 @@ def offline_status(pool: Path) -> dict[str, object]:
     """A pool that is not mounted: its devices, checked, and its layout. Changes nothing. PoolError if it is none."""
     if not pool.is_dir():
         raise PoolError(f"{pool}: {'not a directory' if pool.exists() else 'no such pool'}")
+    check_owner(pool)
     config = load(pool)
     notes: list[str] = []
     if config is None:
@@ -47,7 +52,7 @@ def offline_status(pool: Path) -> dict[str, object]:
     state = "not mounted"
     if (pool / "lock").exists():
         try:
-            with locked(pool):
+            with locked(pool, LOOKING, wait=False):
                 pass
         except PoolError:
             state = "in use, without a mount"
@@ -117,6 +122,10 @@ def live_status(
             "pinned": space.pinned,
             "slabs": space.slabs,
         },
+        "share": store.shares.size,
+        "users": [
+            {"name": name_of(user.user), **dataclasses.asdict(user)} for user in store.shares.statistics()
+        ],
         "segments": {
             **_layout_part(config),
             "free": segments.free,
@@ -126,6 +135,7 @@ def live_status(
             "lost": segments.lost,
         },
         "blocks": numbers.blocks,
+        "found_ages": plane.found_ages(),
         "devices": devices,
         "counters": counters,
         "latency": {operation: plane.latency(operation) for operation in OPERATIONS},
@@ -134,11 +144,8 @@ def live_status(
 
 
 def _takes_no_writes(store: Store) -> list[str]:
-    away = [str(i) for i, service in enumerate(store.service.all) if service.state.away and not service.forgotten]
-    if store.segments.usable or not away:
-        return []
-    return [f"no segment can be written, writes get EIO: each lies on a device that is away ({', '.join(away)}); bring "
-            "it back, or kvfs device replace"]  # fmt: skip
+    why = store.service.writes_nothing()
+    return [*([] if why is None else [why]), *store.service.full()]
 
 
 def _device_part(store: Store, pool: Path, described: DeviceConfig) -> dict[str, object]:
@@ -162,12 +169,22 @@ def _device_part(store: Store, pool: Path, described: DeviceConfig) -> dict[str,
     }
 
 
+def _asked(plane: dict[str, int], native: dict[str, int]) -> dict[str, int]:
+    """With what was asked for and found, and what was not, by files and by clients together."""
+    return {
+        **plane,
+        "blocks_found": plane["opens_found"] + native["native_hits"],
+        "blocks_missed": plane["names_missed"] + native["native_misses"],
+    }
+
+
 def live_counters(store: Store, clients: Clients) -> dict[str, int]:
     """The counters of the data plane, of the store and of native clients, by name."""
     numbers = store.statistics()
     eviction, segments, reservations = numbers.eviction, numbers.segments, numbers.reservations
+    native = clients.counters()
     return {
-        **store.plane.statistics(),
+        **_asked(store.plane.statistics(), native),
         "evicted_segments": eviction.segments,
         "evicted_blocks": eviction.blocks,
         "evicted_bytes": eviction.bytes,
@@ -180,7 +197,7 @@ def live_counters(store: Store, clients: Clients) -> dict[str, int]:
         "index_bytes": numbers.index_bytes,
         "index_pending": numbers.index_pending,
         "commit_failures": numbers.commit_failures,
-        **clients.counters(),
+        **native,
         "reservations_open": reservations.open,
         "reserved_bytes": reservations.reserved_bytes,
         "reservations_committed": reservations.committed,

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import stat
+import string
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ DEFAULT_TAG = "kvfs"
 # The configuration space has room for this many bytes of it.
 TAG_MAX = 36
 QUEUES_MAX = 64
+MEMORY_TYPES_MAX = 4
 EXPORTS_MAX = 64
 # sockaddr_un has 108 bytes, one of them the zero at the end; QEMU connects by the name.
 SOCKET_PATH_MAX = 107
@@ -34,6 +36,9 @@ _BACKLOG = 4
 # A guest can break the rules as often as it likes; the log hears of it this often.
 _LOG_INTERVAL_S = 60.0
 _PROTOCOL = 0xFFFFFFFF
+_WHY = {
+    errno.EMEDIUMTYPE: "its memory is of neither memfd, tmpfs, hugetlbfs nor a filesystem that memory= names"
+}
 
 
 class ExportError(KvfsError):
@@ -49,12 +54,13 @@ class Export:
     socket: Path
     tag: str = DEFAULT_TAG
     queues: int = 1
+    memory_types: tuple[int, ...] = ()  # of filesystems, besides memfd, tmpfs and hugetlbfs
 
 
 class ExportPlane(Protocol):
     """What the data plane does with a listening socket."""
 
-    def virtiofs_add(self, fd: int, tag: str, queues: int) -> int: ...
+    def virtiofs_add(self, fd: int, tag: str, queues: int, *, memory_types: Sequence[int] = ()) -> int: ...
 
     def virtiofs_remove(self, number: int) -> None:
         """Only asks for the end: it has come with the last transport's event."""
@@ -63,7 +69,7 @@ class ExportPlane(Protocol):
 
 
 def parse_export(text: str) -> Export:
-    """SOCKET[,tag=TAG][,queues=N]. UsageError names what makes no sense."""
+    """SOCKET[,tag=TAG][,queues=N][,memory=TYPE]... UsageError names what makes no sense."""
     path, *options = text.split(",")
     if not path:
         raise UsageError(f"--virtiofs {text!r}: the path of a socket is missing")
@@ -74,13 +80,23 @@ def parse_export(text: str) -> Export:
             f"--virtiofs {socket_path}: {size} bytes long; the path of a socket has at most {SOCKET_PATH_MAX}"
         )
     values: dict[str, str] = {}
+    memory_types: list[int] = []
     for option in options:
         key, _, value = option.partition("=")
+        if key == "memory":
+            memory_types.append(_memory_type(value, text))
+            continue
         if key not in ("tag", "queues") or key in values:
-            raise UsageError(f"--virtiofs {text!r}: {option!r}: SOCKET[,tag=TAG][,queues=N] is possible")
+            raise UsageError(f"--virtiofs {text!r}: {option!r}: SOCKET[,tag=TAG][,queues=N][,memory=TYPE] is possible")
         values[key] = value
+    if len(memory_types) > MEMORY_TYPES_MAX:
+        count = len(memory_types)
+        raise UsageError(f"--virtiofs {text!r}: memory= {count} times; at most {MEMORY_TYPES_MAX} are possible")
     return Export(
-        Path(socket_path), _tag(values.get("tag", DEFAULT_TAG), text), _queues(values.get("queues", "1"), text)
+        Path(socket_path),
+        _tag(values.get("tag", DEFAULT_TAG), text),
+        _queues(values.get("queues", "1"), text),
+        tuple(memory_types),
     )
 
 
@@ -97,6 +113,15 @@ def _queues(value: str, text: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) <= 4 and 1 <= int(value) <= QUEUES_MAX):
         raise UsageError(f"--virtiofs {text!r}: queues={value}: 1 to {QUEUES_MAX} request queues are possible")
     return int(value)
+
+
+def _memory_type(value: str, text: str) -> int:
+    if not 1 <= len(value) <= 16 or any(digit not in string.hexdigits for digit in value):
+        raise UsageError(
+            f"--virtiofs {text!r}: memory={value}: the type of a filesystem is a hexadecimal number, as "
+            "stat -f -c %t FILE prints it"
+        )
+    return int(value, 16)
 
 
 def parse_exports(texts: Sequence[str]) -> tuple[Export, ...]:
@@ -196,6 +221,7 @@ class _Served:
     place: tuple[int, int]  # of the socket's file: device, inode
     number: int | None = None
     logged_s: float = float("-inf")
+    left_out: int = 0
 
 
 class Exports:
@@ -221,7 +247,10 @@ class Exports:
         """Let front ends in. PlaneError."""
         for served in self._served:
             served.number = self._plane.virtiofs_add(
-                served.listener.fileno(), served.export.tag, served.export.queues
+                served.listener.fileno(),
+                served.export.tag,
+                served.export.queues,
+                memory_types=served.export.memory_types,
             )
 
     def stop(self) -> None:
@@ -239,10 +268,17 @@ class Exports:
     def broken(self, number: int, queue: int, error: int) -> None:
         """A guest's driver (by a queue) or its front end has broken the rules: told to the log, but not each time."""
         for served in self._served:
-            if served.number == number and time.monotonic() >= served.logged_s + _LOG_INTERVAL_S:
-                served.logged_s = time.monotonic()
-                what = "its front end broke the protocol" if queue == _PROTOCOL else f"queue {queue} has stopped"
-                log.warning("%s: %s: %s; see kvfs status", served.export.socket, what, os.strerror(error))
+            if served.number != number:
+                continue
+            if time.monotonic() < served.logged_s + _LOG_INTERVAL_S:
+                served.left_out += 1
+                continue
+            what = "its front end broke the protocol" if queue == _PROTOCOL else f"queue {queue} has stopped"
+            why = _WHY.get(error, os.strerror(error))
+            before = f"; {served.left_out} such messages before it were left out" if served.left_out else ""
+            log.warning("%s: %s: %s; see kvfs status%s", served.export.socket, what, why, before)
+            served.logged_s = time.monotonic()
+            served.left_out = 0
 
     def statistics(self) -> list[dict[str, object]]:
         """For each: socket, tag, queues, and what the data plane counts."""

@@ -114,6 +114,10 @@ class Index(Protocol):
     on_purge: Callable[[Inode], None] | None
     """Called with each hidden inode that went for good."""
 
+    def volatile_inodes(self) -> Numbers:
+        """Inodes that no commit writes: files not sealed yet, and nameless ones."""
+        ...
+
     def hidden(self, inode: int) -> bytes | None:
         """The record of an inode that is hidden; None if it is not."""
         ...

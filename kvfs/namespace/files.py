@@ -13,19 +13,20 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import trio
 
 from kvfs.errors import (
+    AttributesFullError,
+    DeadlineError,
     ExistsError,
     InvalidArgumentError,
     IsDirectoryError,
     KvfsError,
     NameTooLongError,
     NoAttributeError,
-    NoSpaceError,
     NotDirectoryError,
     NotEmptyError,
     NotFoundError,
@@ -33,7 +34,14 @@ from kvfs.errors import (
     NotSupportedError,
     StaleInodeError,
 )
-from kvfs.namespace.storage import PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY, Storage
+from kvfs.namespace.storage import (
+    ALLOCATE_REQUEST,
+    PIN_ATTRIBUTE,
+    SLAB_ATTRIBUTE,
+    SLAB_REQUEST,
+    SYMLINK_KEY,
+    Storage,
+)
 from kvfs.types import (
     GROUP_ATTRIBUTE,
     GROUP_NAME_MAX,
@@ -47,13 +55,17 @@ from kvfs.types import (
 )
 
 RENAME_NOREPLACE = 1
+# A time is nanoseconds in 64 bits, of the years 1677 to 2262: what lies beyond becomes the first or the last of them.
+TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1
+# Removed directories that may still be somebody's place to work: so many are known, the oldest go first.
+_REMOVED_MAX = 4096
 # A directory's times change at most this often: it is the step of the kernel's own file times, and it saves most of the
 # updates when thousands of files a second enter one directory.
 _TIME_STEP_NS = 4_000_000
 # Extended attributes of one inode together. They are part of every block header and of the headers below a directory.
 XATTRS_SIZE_MAX = 4096
 USED_PERCENT_MAX = 65
-# A truncation waits this long for the seal of what was written before.
+# A truncation or preallocation waits this long for seals of what was written before.
 _SEAL_TIMEOUT_S = 60.0
 # Of struct kvfs_inode_record: a listing needs the kind alone, and unpacking a million records for it takes seconds.
 KIND_OFFSET = 4
@@ -75,8 +87,8 @@ class Changes:
     size: int | None = None
     atime_ns: int | None = None
     mtime_ns: int | None = None
-    # The caller may not keep set-user-ID bits across a change of the content (everybody but root).
-    kill_suid: bool = False
+    # The caller may not keep set-user-ID bits across a change of the content (everybody but root): the caller's group.
+    kill_suid: int | None = None
     # The change came through an open file: whoever holds it will close it, and that seals.
     through_handle: bool = False
 
@@ -100,6 +112,8 @@ class Namespace:
         self._plane = store.plane
         # How often each directory is open: a removed one stays until its last holder has closed it.
         self._open_directories: dict[InodeNumber, int] = {}
+        # Nobody counts who works in a directory, so those that were removed are remembered for a while.
+        self._removed: dict[InodeNumber, Inode] = {}
 
     # ---- looking ----
 
@@ -110,6 +124,10 @@ class Namespace:
             self._store.leave_table(number)
             raise StaleInodeError(f"inode {number}: gone")
         return inode
+
+    def look(self, number: InodeNumber) -> Inode:
+        """As get(), also of a directory that was removed a while ago: it may be somebody's place to work."""
+        return self._removed.get(number) or self.get(number)
 
     def lookup(self, parent: InodeNumber, name: bytes) -> Inode:
         number = self._index.lookup(parent, name)
@@ -133,7 +151,7 @@ class Namespace:
 
     def open_directory(self, number: InodeNumber) -> None:
         """Somebody lists the directory, or holds it as a place to work from."""
-        if self.get(number).kind != Kind.DIRECTORY:
+        if self.look(number).kind != Kind.DIRECTORY:
             raise NotDirectoryError(f"inode {number}: not a directory")
         self._open_directories[number] = self._open_directories.get(number, 0) + 1
 
@@ -145,7 +163,7 @@ class Namespace:
         self._open_directories.pop(number, None)
         directory = self._index.get(number)
         if directory is not None and directory.nameless:
-            self._index.delete(directory)
+            self._drop(directory)
 
     def statfs(self) -> FilesystemSpace:
         """Sizes as clients expect them of a cache that evicts: what it may drop is as good as free.
@@ -341,6 +359,11 @@ class Namespace:
 
     def _drop(self, inode: Inode) -> None:
         self._index.delete(inode)
+        if inode.kind == Kind.DIRECTORY:
+            removed = self._removed[inode.inode] = inode.copy()
+            removed.nlink = 0
+            if len(self._removed) > _REMOVED_MAX:
+                del self._removed[next(iter(self._removed))]
         if inode.sealed:
             self._store.forget(inode)
 
@@ -430,7 +453,8 @@ class Namespace:
         if changes.size is not None:
             await self._truncate(number, changes.size, through_handle=changes.through_handle)
         # No await from here to _put(): the record is changed in one step.
-        inode = self.get(number)
+        before = self.get(number)
+        inode = before.copy()
         now = time.time_ns()
         if changes.size is not None:
             # A sealed record keeps the size of its header; the data plane tells everybody the new one until the next
@@ -447,14 +471,14 @@ class Namespace:
         if (
             inode.kind == Kind.FILE
             and changes.mode is None
-            and (owner_changed or (changes.size is not None and changes.kill_suid))
+            and (owner_changed or (changes.size is not None and changes.kill_suid is not None))
         ):
-            inode.mode = without_suid(inode.mode)
+            inode.mode = without_suid(inode.mode, changes.kill_suid in (None, before.gid))
         if changes.atime_ns is not None:
-            inode.atime_ns = changes.atime_ns
+            inode.atime_ns = _clamped(changes.atime_ns)
         if changes.mtime_ns is not None:
-            inode.mtime_ns = changes.mtime_ns
-            self._set_mtime(number, changes.mtime_ns)
+            inode.mtime_ns = _clamped(changes.mtime_ns)
+            self._set_mtime(number, inode.mtime_ns)
         inode.ctime_ns = now
         self._put(inode)
         lasting = owner_changed or changes.mode is not None or changes.mtime_ns is not None
@@ -473,34 +497,52 @@ class Namespace:
             raise InvalidArgumentError(f"inode {number}: not a file")
         if InodeFlags.SLAB in inode.flags and await self._store.slabs.resize(number, size):
             return
-        if through_handle and self._plane.slab_wanted(number, size):
-            await self._store.slabs.make(number, size)
+        slab = through_handle and self._plane.slab_wanted(number, size)
+        if slab and await self._store.slabs.preallocate(number, size):
             return
-        with trio.fail_after(_SEAL_TIMEOUT_S):
-            while True:
-                try:
+        await self._when_settled(number, lambda: self._truncate_file(number, size))
+
+    async def _truncate_file(self, number: InodeNumber, size: int) -> None:
+        while True:
+            try:
+                async with self._store.turn(number):
                     self._plane.file_truncate(number, size)
-                    return
-                except (KvfsError, OSError) as error:
-                    if error.errno not in (errno.EBUSY, errno.ENOENT):
-                        raise
-                    busy = error.errno == errno.EBUSY
-                if busy:
-                    # A seal or spill is under way: it holds the file as it was when it began, for some milliseconds.
+                return
+            except (KvfsError, OSError) as error:
+                if error.errno != errno.ENOENT:
+                    raise
+            # Not being written, or not any more: its last writer may close it at any moment.
+            if not self.get(number).sealed:
+                raise StaleInodeError(f"inode {number}: gone")
+            await self._rewrite(number, keep_content=size > 0)
+            if size == 0:
+                return
+
+    async def _allocate(self, number: InodeNumber, size: int, *, slab: bool) -> None:
+        """fallocate(2): the file has at least that size, and the room for it."""
+        if slab and await self._store.slabs.preallocate(number, size):
+            return
+        await self._when_settled(number, lambda: self._allocate_file(number, size))
+
+    async def _allocate_file(self, number: InodeNumber, size: int) -> None:
+        async with self._store.turn(number):
+            self._plane.file_allocate(number, size)
+
+    async def _when_settled(self, number: InodeNumber, change: Callable[[], Awaitable[None]]) -> None:
+        """Make a change that a seal or a spill forbids, which hold the file as it was when they began."""
+        try:
+            with trio.fail_after(_SEAL_TIMEOUT_S):
+                while True:
+                    try:
+                        await change()
+                        return
+                    except (KvfsError, OSError) as error:
+                        if error.errno != errno.EBUSY:
+                            raise
+                    # It takes no turns while it stops being a slab.
                     await trio.sleep(0.002)
-                    continue
-                # Not being written, or not any more: its last writer may close it at any moment.
-                if not self.get(number).sealed:
-                    raise StaleInodeError(f"inode {number}: gone")
-                try:
-                    await self._rewrite(number, keep_content=size > 0)
-                except (KvfsError, OSError) as error:
-                    if error.errno != errno.EBUSY:
-                        raise
-                    await trio.sleep(0.002)
-                    continue
-                if size == 0:
-                    return
+        except trio.TooSlowError:
+            raise DeadlineError(f"inode {number}: was being sealed for {_SEAL_TIMEOUT_S:g} s") from None
 
     async def _rewrite(self, number: InodeNumber, *, keep_content: bool) -> None:
         try:
@@ -520,7 +562,9 @@ class Namespace:
 
     # ---- content ----
 
-    async def open_for_write(self, number: InodeNumber, *, truncate: bool = False, kill_suid: bool = False) -> Inode:
+    async def open_for_write(
+        self, number: InodeNumber, *, truncate: bool = False, kill_suid: int | None = None
+    ) -> Inode:
         """From now on the file is being written, under the same inode number. StaleInodeError if it is gone."""
         inode = self.get(number)
         if inode.kind != Kind.FILE:
@@ -532,8 +576,9 @@ class Namespace:
             await self._rewrite(number, keep_content=True)
             inode = self.get(number)
         # The data plane takes the writes and tells nobody, so the bits go with the open, a little early.
-        if kill_suid and without_suid(inode.mode) != inode.mode:
-            inode.mode = without_suid(inode.mode)
+        mode = inode.mode if kill_suid is None else without_suid(inode.mode, kill_suid == inode.gid)
+        if mode != inode.mode:
+            inode.mode = mode
             inode.ctime_ns = time.time_ns()
             self._put(inode)
         return inode
@@ -553,16 +598,17 @@ class Namespace:
 
     # ---- extended attributes ----
 
-    async def setxattr(self, number: InodeNumber, name: bytes, value: bytes) -> None:
+    async def setxattr(self, number: InodeNumber, name: bytes, value: bytes, user: int = 0) -> None:
+        """`user`: whom a pin is charged to."""
         if name == PIN_ATTRIBUTE:
-            await self.set_pinned(number, value not in (b"", b"0"))
+            await self.set_pinned(number, value not in (b"", b"0"), user)
             return
         if name == GROUP_ATTRIBUTE and not 1 <= len(value) <= GROUP_NAME_MAX:
             raise InvalidArgumentError(
                 f"inode {number}: the name of a group has 1 to {GROUP_NAME_MAX} bytes, not {len(value)}"
             )
-        if name in (SLAB_ATTRIBUTE, SLAB_REQUEST):
-            await self._make_slab(number, name, value)
+        if name in (SLAB_ATTRIBUTE, SLAB_REQUEST, ALLOCATE_REQUEST):
+            await self._preallocate(number, name, value)
             return
         if not name.startswith((b"user.", b"trusted.")):
             raise NotSupportedError(f"extended attribute {name!r}: only user.* and trusted.* can be set")
@@ -570,21 +616,21 @@ class Namespace:
         inode = before.copy()
         used = sum(6 + len(key) + len(old) for key, old in inode.xattrs.items() if key != name)
         if used + 6 + len(name) + len(value) > XATTRS_SIZE_MAX:
-            raise NoSpaceError(f"inode {number}: extended attributes of more than {XATTRS_SIZE_MAX} bytes")
+            raise AttributesFullError(f"inode {number}: extended attributes of more than {XATTRS_SIZE_MAX} bytes")
         inode.xattrs[name] = value
         self._changed_xattrs(inode, before)
 
-    async def _make_slab(self, number: InodeNumber, name: bytes, value: bytes) -> None:
+    async def _preallocate(self, number: InodeNumber, name: bytes, value: bytes) -> None:
         if self.get(number).kind != Kind.FILE:
-            raise InvalidArgumentError(f"inode {number}: not a file: no slab")
+            raise InvalidArgumentError(f"inode {number}: not a file: nothing can be preallocated")
         if name == SLAB_ATTRIBUTE:
             if value != b"1":
                 raise InvalidArgumentError(f"inode {number}: {SLAB_ATTRIBUTE.decode()} is {value!r}; 1 is possible")
             await self._store.slabs.choose(number)
             return
         if not value.isdigit() or len(value) > 19:
-            raise InvalidArgumentError(f"inode {number}: a slab of {value!r} bytes")
-        await self._store.slabs.make(number, int(value))
+            raise InvalidArgumentError(f"inode {number}: {value!r} bytes to preallocate")
+        await self._allocate(number, int(value), slab=name == SLAB_REQUEST)
 
     def getxattr(self, number: InodeNumber, name: bytes) -> bytes:
         inode = self.get(number)
@@ -626,13 +672,13 @@ class Namespace:
         if inode.sealed or inode.kind == Kind.DIRECTORY:
             self._store.renamed(inode)
 
-    async def set_pinned(self, number: InodeNumber, pinned: bool) -> None:
+    async def set_pinned(self, number: InodeNumber, pinned: bool, user: int = 0) -> None:
         """Keep a file, or everything below a directory, from being evicted; or no longer."""
         inode = self.get(number)
         if inode.kind == Kind.SYMLINK:
             raise NotPermittedError(f"inode {number}: a symbolic link cannot be pinned")
         if pinned != (InodeFlags.PINNED in inode.flags):
-            await (self._store.pin(number) if pinned else self._store.unpin(number))
+            await (self._store.pin(number, user) if pinned else self._store.unpin(number))
 
     def path(self, number: InodeNumber) -> bytes:
         """Where the inode is, from the root on; for messages."""
@@ -643,12 +689,23 @@ class Namespace:
             inode = self._index.get(inode.parent)
         return b"/" + b"/".join(reversed(parts))
 
+    def find_path(self, number: InodeNumber) -> bytes | None:
+        """As path(); None if it has no name any more, or lies below a directory that has none."""
+        at = self._index.get(number)
+        while at is not None and not at.nameless and at.inode != ROOT_INODE:
+            at = self._index.get(at.parent)
+        return None if at is None or at.nameless else self.path(number)
 
-def without_suid(mode: int) -> int:
+
+def without_suid(mode: int, of_group: bool) -> int:
     """As a change of owner or content leaves a mode: without set-user-ID, and without set-group-ID if the group may
-    execute."""
+    execute, or if the one who makes the change is neither root nor `of_group`."""
     mode &= ~stat.S_ISUID
-    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP or not of_group else mode
+
+
+def _clamped(time_ns: int) -> int:
+    return max(TIME_NS_MIN, min(TIME_NS_MAX, time_ns))
 
 
 def _check_name(name: bytes, parent: InodeNumber) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from kvfs.errors import KvfsError
@@ -17,8 +18,9 @@ SYMLINK_KEY = b"kvfs.symlink"
 PIN_ATTRIBUTE = b"user.kvfs.pin"
 # Reads as b"1" on a slab; setting it to that makes an empty file that is open for writing one.
 SLAB_ATTRIBUTE = b"user.kvfs.slab"
-# How the data plane passes on a FALLOCATE: a slab of so many bytes, in decimal digits.
+# How the data plane passes on a FALLOCATE: a slab, or a file, of so many bytes, in decimal digits.
 SLAB_REQUEST = b"kvfs.slab"
+ALLOCATE_REQUEST = b"kvfs.allocate"
 
 
 class Index(Protocol):
@@ -55,6 +57,8 @@ class Plane(Protocol):
 
     def file_truncate(self, inode: int, size: int) -> object: ...
 
+    def file_allocate(self, inode: int, size: int) -> object: ...
+
     def file_set_mtime(self, inode: int, mtime_ns: int) -> object: ...
 
     def slab_wanted(self, inode: int, size: int) -> bool: ...
@@ -63,7 +67,7 @@ class Plane(Protocol):
 class Slabs(Protocol):
     """Files that are overwritten in place."""
 
-    async def make(self, number: InodeNumber, size: int) -> object: ...
+    async def preallocate(self, number: InodeNumber, size: int) -> bool: ...
 
     async def choose(self, number: InodeNumber) -> object: ...
 
@@ -113,6 +117,10 @@ class Storage(Protocol):
 
     def seal_soon(self, number: InodeNumber, done: Callable[[KvfsError | None], None]) -> object: ...
 
+    def turn(self, inode: InodeNumber) -> AbstractAsyncContextManager[None]:
+        """No seal or spill of the inode is under way meanwhile."""
+        ...
+
     async def rewrite(self, inode: InodeNumber, keep_content: bool) -> object: ...
 
     def entered(self, inode: Inode) -> object: ...
@@ -131,7 +139,9 @@ class Storage(Protocol):
         """`entered`: with a new version, into index and block table."""
         ...
 
-    async def pin(self, inode: InodeNumber) -> object: ...
+    async def pin(self, inode: InodeNumber, user: int) -> object:
+        """`user`: whom it is charged to."""
+        ...
 
     async def unpin(self, inode: InodeNumber) -> object: ...
 

@@ -87,8 +87,11 @@ def check(settings: Settings) -> None:
         raise UsageError("--native: not together with --lru, --touch or --buffered, which are about files")
     if settings.lru_bytes and settings.lru_bytes < size:
         raise UsageError(f"--lru: {settings.lru_bytes} bytes do not hold a block of {size}")
-    if not settings.target.is_dir():
-        raise KvfsError(f"{settings.target}: not a directory")
+    try:
+        settings.target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise KvfsError(f"{settings.target}: {why}") from error
     if not settings.native:
         _probe(settings)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import mmap
 import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Container, Iterator, Sequence
+import uuid as uuids
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -33,10 +35,22 @@ from kvfs.config import (
     load,
     new_config,
 )
-from kvfs.errors import DeviceError, FormatError, PoolError, UsageError
+from kvfs.errors import DeviceError, ForeignLabelError, FormatError, InUseError, KvfsError, PoolError, UsageError
+from kvfs.guard import check_owner, open_own
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.store import nvme, nvme_generic, nvme_kernel
-from kvfs.store.format import META_CLEAN, META_UUID, Label, holds_label, pack_label, unpack_label
+from kvfs.store import nvme, nvme_generic, nvme_kernel, owner
+from kvfs.store.fence import Step, kernel_reservation, unsupported
+from kvfs.store.format import (
+    BEAT_OFFSET,
+    META_CLEAN,
+    META_UUID,
+    Beat,
+    Label,
+    holds_label,
+    pack_label,
+    unpack_beat,
+    unpack_label,
+)
 from kvfs.types import PAGE_SIZE
 
 # Where a device is: a path, the URL of an NVMe/TCP namespace, or `ng:` and the path of a generic NVMe device.
@@ -46,8 +60,12 @@ DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
 LOCK_NAME = "lock"
 INDEX_NAME = "index"
 DEVICES_NAME = "devices"
+_LOCK_TEXT_MAX = 4096
+Tell = Callable[[str], None]
 # Where signatures lie: the first MiB holds every one of these, and `btrfs` and `zfs` begin at 64 and 128 KiB.
 _HEAD_SIZE = 1 << 20
+# A file whose first so many bytes are zeros is one that was made to be a device.
+_CONTENT_MAX = 64 << 20
 _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (1080, b"\x53\xef", "an ext2/3/4 filesystem"),
     (0, b"XFSB", "an XFS filesystem"),
@@ -82,6 +100,9 @@ class Device:
     size: int
     is_block: bool
     direct: bool
+    # A descriptor that keeps others away as long as it is open; -1: none. Not the one that io_uring and native clients
+    # have: theirs may outlive this process for a moment.
+    claim: int = field(default=-1, kw_only=True)
 
     @property
     def shared_fd(self) -> int:
@@ -90,6 +111,14 @@ class Device:
 
     def close(self) -> None:
         os.close(self.fd)
+        self.unclaim()
+
+    def unclaim(self) -> None:
+        claim, self.claim = self.claim, -1
+        if claim >= 0:
+            # A file of a filesystem that is gone says so, and is closed all the same.
+            with suppress(OSError):
+                os.close(claim)
 
     def same(self, place: Place) -> bool:
         """Whether `place` leads to this device."""
@@ -115,6 +144,17 @@ class Device:
 
     def let_go(self) -> None:
         """Close all but the descriptor."""
+        self.unclaim()
+
+    def door(self) -> Device:
+        """The same device for a thread of its own, which closes it: a descriptor that stays what it is."""
+        return Device(self.path, os.dup(self.fd), self.size, self.is_block, self.direct)
+
+    def reservation(self, step: Step, key: int, other: int = 0) -> None:
+        """A step of an NVMe reservation. DeviceError: EBADE for a conflict, EOPNOTSUPP where there are none."""
+        if not self.is_block or nvme_kernel.namespace_at(str(self.path)) is None:
+            raise unsupported(str(self.path))
+        kernel_reservation(self.fd, str(self.path), step, key, other)
 
     def sync(self) -> None:
         """What was written is durable when this returns. OSError, DeviceError."""
@@ -131,13 +171,14 @@ class Device:
                 raise DeviceError(f"{self.path}: read of {size} bytes at {offset} gave {done}")
             return bytes(memory)
 
-    def write(self, offset: int, data: bytes) -> None:
-        """Write whole pages and wait until they are durable."""
+    def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
+        """Write whole pages and wait until they are durable; without that, until whoever reads finds them."""
         with mmap.mmap(-1, len(data)) as memory:
             memory[:] = data
             try:
                 done = os.pwritev(self.fd, [memory], offset)
-                os.fdatasync(self.fd)
+                if durable:
+                    os.fdatasync(self.fd)
             except OSError as error:
                 raise DeviceError(f"{self.path}: write at {offset}: {os.strerror(error.errno or 0)}") from error
             if done != len(data):
@@ -158,6 +199,9 @@ class RemoteDevice(Device):
     def let_go(self) -> None:
         self.controller.close()
 
+    def door(self) -> Device:
+        return _RemoteDoor(self.path, -1, self.size, True, False, self.controller)
+
     def close(self) -> None:
         os.close(self.fd)
         self.controller.close()
@@ -165,14 +209,25 @@ class RemoteDevice(Device):
     def same(self, place: Place) -> bool:
         return nvme.is_url(place) and nvme.parse(str(place)).where == nvme.parse(str(self.path)).where
 
+    def reservation(self, step: Step, key: int, other: int = 0) -> None:
+        self.controller.reservation(step, key, other)
+
     def sync(self) -> None:
         self.controller.flush()
 
     def read(self, offset: int, size: int) -> bytes:
         return self.controller.read(offset, size)
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
         self.controller.write(offset, data)
+
+
+@dataclass(slots=True)
+class _RemoteDoor(RemoteDevice):
+    """Its controller is another's, who closes it, and may do so meanwhile."""
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -202,6 +257,10 @@ class GenericDevice(Device):
         self.namespace.fd = -1
         self.namespace.close()
 
+    def door(self) -> Device:
+        namespace = self.namespace.duplicate()
+        return GenericDevice(self.path, namespace.fd, self.size, True, False, namespace)
+
     def close(self) -> None:
         self.namespace.close()
 
@@ -209,14 +268,17 @@ class GenericDevice(Device):
         path = nvme_kernel.path_of(self.path)
         return nvme_kernel.is_generic(place) and os.path.samefile(path, nvme_kernel.path_of(place))
 
+    def reservation(self, step: Step, key: int, other: int = 0) -> None:
+        raise unsupported(str(self.path))
+
     def sync(self) -> None:
         self.namespace.flush()
 
     def read(self, offset: int, size: int) -> bytes:
         return self.namespace.read(offset, size)
 
-    def write(self, offset: int, data: bytes) -> None:
-        self.namespace.write(offset, data)
+    def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
+        self.namespace.write(offset, data, durable=durable)
 
 
 def _open_generic(place: str, *, exclusive: bool, writable: bool) -> Device:
@@ -240,8 +302,12 @@ def place_of(text: str) -> Place:
     return text if nvme.is_url(text) or nvme_kernel.is_generic(text) else Path(text)
 
 
-def open_device(path: Place, *, exclusive: bool = True, writable: bool = True) -> Device:
-    """Open for direct I/O. A block device that is mounted or otherwise claimed is an error when exclusive."""
+def open_device(
+    path: Place, *, exclusive: bool = True, writable: bool = True, holder: Device | None = None,
+    tell: Tell | None = None,
+) -> Device:  # fmt: skip
+    """Open for direct I/O. A device that is mounted or otherwise claimed is an error when exclusive, unless `holder`,
+    which is open, has the claim. DeviceError, InUseError."""
     if isinstance(path, str):
         return _open_remote(path) if nvme.is_url(path) else _open_generic(path, exclusive=exclusive, writable=writable)
     try:
@@ -251,7 +317,12 @@ def open_device(path: Place, *, exclusive: bool = True, writable: bool = True) -
     is_block = stat.S_ISBLK(mode)
     if not is_block and not stat.S_ISREG(mode):
         raise DeviceError(f"{path}: neither a block device nor a file")
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | (os.O_EXCL if is_block and exclusive else 0)
+    claim = -1
+    if holder is not None and holder.claim >= 0 and holder.same(path):
+        claim = os.dup(holder.claim)
+    elif exclusive:
+        claim = _claim(path, is_block, tell)
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
     direct = True
     try:
         try:
@@ -263,12 +334,92 @@ def open_device(path: Place, *, exclusive: bool = True, writable: bool = True) -
             fd, direct = os.open(path, flags), False
         size = os.lseek(fd, 0, os.SEEK_END)
     except OSError as error:
-        if error.errno == errno.EBUSY:
-            busy = DeviceError(f"{path}: in use (mounted, or part of another device)")
-            busy.errno = errno.EBUSY
-            raise busy from error
+        if claim >= 0:
+            os.close(claim)
         raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}") from error
-    return Device(path, fd, size, is_block, direct)
+    return Device(path, fd, size, is_block, direct, claim=claim)
+
+
+def _claim(path: Path, is_block: bool, tell: Tell | None) -> int:
+    """A descriptor that keeps others away: by O_EXCL from a block device (open(2)), by flock(2) from a file."""
+    claimed = -1
+
+    def claim() -> bool:
+        nonlocal claimed
+        try:
+            # Readable and writable: flock on NFS asks for that.
+            claimed = os.open(path, (os.O_RDONLY | os.O_EXCL if is_block else os.O_RDWR) | os.O_CLOEXEC)
+            if not is_block:
+                fcntl.flock(claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if claimed >= 0:
+                os.close(claimed)
+                claimed = -1
+            if error.errno in (errno.EBUSY, errno.EWOULDBLOCK):
+                return False
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EROFS, errno.EACCES) and not is_block:
+                return True  # a filesystem without locks, or a file that can only be read: the beat has to do
+            raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}") from error
+        return True
+
+    if claim():
+        return claimed
+    if label_beat(path)[0]:
+        here = owner.this_process()
+        found = owner.wait_claim(claim, lambda: label_beat(path)[1], here, tell)
+        if found is None:
+            return claimed
+        who = owner.describe(found, here) if found.owner.int else "in use by another kvfs, or mounted"
+        raise InUseError(f"{path}: {who}")
+    busy = DeviceError(f"{path}: in use (mounted, or part of another device)")
+    busy.errno = errno.EBUSY
+    raise busy
+
+
+def label_beat(path: Place) -> tuple[bool, Beat | None]:
+    """Whether there is a kvfs label, and who uses the device as its beat says. For devices that others have claimed."""
+    try:
+        device = open_device(path, exclusive=False, writable=False)
+    except KvfsError:
+        return False, None
+    try:
+        return beat_by_label(device)
+    finally:
+        device.close()
+
+
+def beat_by_label(device: Device) -> tuple[bool, Beat | None]:
+    """As label_beat: where only the label says which pool it is."""
+    try:
+        label = read_labels(device).best() if device.size >= DEVICE_SIZE_MIN else None
+        if label is None:
+            return False, None
+        config = label.config(f"{device.path}: label")
+        return True, read_beat(device, config, label.device_index)
+    except (KvfsError, OSError, IndexError):
+        return False, None
+
+
+def has_beat(described: DeviceConfig) -> bool:
+    """Whether there is room for one before its zones."""
+    return described.zones_offset >= BEAT_OFFSET + PAGE_SIZE and not described.removed
+
+
+def read_beat(device: Device, config: PoolConfig, number: int) -> Beat | None:
+    """Who uses a device, or did until it was killed. DeviceError."""
+    if not has_beat(config.devices[number]):
+        return None
+    page = device.read(BEAT_OFFSET, PAGE_SIZE)
+    return unpack_beat(config.secret, config.uuid, config.devices[number].uuid, page)
+
+
+def check_unused(device: Device, me: Beat | None = None) -> None:
+    """That nobody but `me` uses the pool whose label a device has. InUseError."""
+    here = me or owner.this_process()
+    try:
+        owner.wait_free(lambda: {0: beat_by_label(device)[1]}, here, {0: device.claim >= 0})
+    except InUseError as error:
+        raise InUseError(f"{device.path}: {error}") from error
 
 
 def signature(device: Device) -> str | None:
@@ -293,7 +444,29 @@ def signature(device: Device) -> str | None:
     end = device.size // PAGE_SIZE * PAGE_SIZE
     if end >= 2 * LABEL_SIZE and holds_label(device.read(end - LABEL_SIZE, LABEL_SIZE)):
         return "the second label of a kvfs pool"
-    return _blkid(device.path)
+    return _blkid(device.path) or _content(device)
+
+
+def _content(device: Device) -> str | None:
+    """Whether a plain file holds anything but zeros: then somebody may want it back. One that was made to be a device
+    has a hole, or zeros."""
+    if device.is_block or not isinstance(device.path, Path):
+        return None
+    left, at = _CONTENT_MAX, 0
+    with open(device.path, "rb") as file:
+        while left > 0:
+            try:
+                at = os.lseek(file.fileno(), at, os.SEEK_DATA)
+            except OSError:
+                return None  # nothing but a hole from there on
+            data = os.pread(file.fileno(), min(left, _HEAD_SIZE), at)
+            if not data:
+                return None
+            if data.count(0) != len(data):
+                return "data: it is a plain file, and no device of a pool"
+            at += len(data)
+            left -= len(data)
+    return None
 
 
 def _blkid(path: Place) -> str | None:
@@ -416,22 +589,83 @@ class OpenPool:
 
 
 @contextmanager
-def locked(pool: Path, hint: str = "") -> Iterator[None]:
-    """Hold the pool's lock. PoolError if it is no pool or somebody else has it; `hint`: what to do then."""
+def locked(
+    pool: Path, use: str = "in use", *, wait: bool = True, tell: Tell | None = None
+) -> Iterator[PoolLock]:  # fmt: skip
+    """Hold the pool's lock. PoolError if it is no pool, InUseError if somebody else has it.
+
+    `use`: what others are told that it is for. Whoever is about to give it up is waited for, without `wait` nobody.
+    """
     if not pool.is_dir():
         raise PoolError(f"{pool}: {'not a directory' if pool.exists() else 'no such pool'}")
     if not (pool / CONFIG_NAME).exists() and not (pool / INDEX_NAME).is_dir() and not (pool / DEVICES_NAME).is_dir():
         raise PoolError(f"{pool}: not a kvfs pool (no {CONFIG_NAME})")
+    with _pool_lock(pool, use, wait=wait, tell=tell) as lock:
+        yield lock
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLock:
+    """The lock of a pool's directory, which this process holds. Its text says who that is."""
+
+    fd: int
+    holder: Beat
+
+    def describe(self, *, ending: bool = False) -> None:
+        """For others to read. A full disk is no reason not to hold it."""
+        beat = self.holder
+        text = json.dumps({
+            "pid": beat.pid, "started": beat.started, "namespace": beat.namespace, "boot": beat.boot.hex(),
+            "host": beat.host, "use": beat.use, "ending": ending,
+        })  # fmt: skip
+        with suppress(OSError):
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, text.encode()[:_LOCK_TEXT_MAX], 0)
+
+
+def _lock_holder(fd: int, pool: Path) -> Beat | None:
+    """Who holds the lock, by its text; None if that says nothing."""
     try:
-        fd = os.open(pool / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise PoolError(f"{pool / LOCK_NAME}: {os.strerror(error.errno or 0)}") from error
-    try:
+        read = json.loads(os.pread(fd, _LOCK_TEXT_MAX, 0))
+        return replace(
+            owner.this_process(), pid=int(read["pid"]), started=int(read["started"]), host=str(read["host"]),
+            namespace=int(read["namespace"]), boot=bytes.fromhex(read["boot"]), use=str(read["use"]), pool=str(pool),
+            flags=int(bool(read["ending"])),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def _pool_lock(
+    pool: Path, use: str, *, wait: bool = True, tell: Tell | None = None
+) -> Iterator[PoolLock]:  # fmt: skip
+    check_owner(pool)
+    fd = open_own(pool / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    here = owner.this_process(use=use)
+
+    def claim() -> bool:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise PoolError(f"{pool}: in use by another kvfs (mounted, or being checked){hint}") from error
-        yield
+        except OSError:
+            return False
+        return True
+
+    try:
+        if wait:
+            found = owner.wait_claim(claim, lambda: _lock_holder(fd, pool), here, tell)
+        else:
+            found = None if claim() else _lock_holder(fd, pool) or replace(here, owner=uuids.UUID(int=0))
+        if found is not None:
+            who = owner.describe(found, here) if found.owner.int else "in use by another kvfs"
+            raise InUseError(f"{pool}: {who}")
+        lock = PoolLock(fd, here)
+        lock.describe()
+        try:
+            yield lock
+        finally:
+            with suppress(OSError):
+                os.ftruncate(fd, 0)
     finally:
         os.close(fd)
 
@@ -444,7 +678,9 @@ def open_absent(path: Place) -> Device:
     return Device(path, fd, 0, False, False)
 
 
-def open_pool(pool: Path, *, writable: bool = True, degraded: bool = False) -> OpenPool:
+def open_pool(
+    pool: Path, *, writable: bool = True, degraded: bool = False, tell: Tell | None = None
+) -> OpenPool:  # fmt: skip
     """Open and check every device. The caller holds the lock and closes the result. PoolError, DeviceError.
 
     `degraded`: those that cannot be opened or read are absent, unless none is left.
@@ -468,7 +704,7 @@ def open_pool(pool: Path, *, writable: bool = True, degraded: bool = False) -> O
                 continue
             device = None
             try:
-                device = open_device(path, exclusive=writable, writable=writable)
+                device = open_device(path, exclusive=writable, writable=writable, tell=tell)
                 label, note = check_device(config, device, described, str(pool / CONFIG_NAME))
                 epochs[described.index] = label.mount_epoch
                 notes += note
@@ -477,7 +713,8 @@ def open_pool(pool: Path, *, writable: bool = True, degraded: bool = False) -> O
                 if device is not None:
                     device.close()
                 # One that somebody else uses is there: nobody may write around it.
-                if not degraded or not isinstance(error, DeviceError) or error.errno == errno.EBUSY:
+                lost = isinstance(error, DeviceError) and error.errno != errno.EBUSY
+                if not degraded or not (lost or isinstance(error, ForeignLabelError)):
                     raise
                 failure = failure or error
                 absent[described.index] = str(error)
@@ -508,11 +745,17 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
             f"{device.path}: device {described.index} of the pool has no valid kvfs label: {found.copies[0]}"
         )
     if label.pool_uuid != config.uuid:
-        raise PoolError(f"{origin}: uuid is {config.uuid}, but the label of {device.path} says {label.pool_uuid}")
+        raise ForeignLabelError(
+            f"{origin}: uuid is {config.uuid}, but the label of {device.path} says {label.pool_uuid}: "
+            f"{_replace_advice(described.index)}"
+        )
     if label.device_uuid != described.uuid:
-        raise PoolError(
+        # One of the others: paths were mixed up, and can be put right. Else it was one once.
+        known = any(label.device_uuid == other.uuid for other in config.devices)
+        raise (PoolError if known else ForeignLabelError)(
             f"{origin}: device[{described.index}].uuid is {described.uuid}, but the label of {device.path} says "
             f"{label.device_uuid} (device {label.device_index})"
+            + (": put the paths right" if known else f": {_replace_advice(described.index)}")
         )
     described_there = label.config(f"{device.path}: label")
     if described_there.revision > config.revision:
@@ -524,6 +767,13 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
     own = described.index if described_there.revision < config.revision else None
     compare(config, origin, described_there, f"the label of {device.path}", own)
     return label, [f"{copy}; the other copy is used" for copy in found.copies if not isinstance(copy, Label)]
+
+
+def _replace_advice(number: int) -> str:
+    return (
+        f"give pool.toml the path of the right device, or `kvfs device replace POOL {number} PATH` a new one, with "
+        f"--force this one, or `kvfs device remove POOL {number}`"
+    )
 
 
 def discover(pool: Path) -> PoolConfig:
@@ -585,7 +835,7 @@ def write_config(pool: Path, config: PoolConfig) -> None:
     """Replace pool.toml, durably."""
     temporary = pool / f"{CONFIG_NAME}.new"
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.write(fd, config.dump().encode())
             os.fsync(fd)
@@ -643,8 +893,11 @@ def format_devices(request: FormatRequest) -> FormatResult:
         pool.mkdir(mode=0o700, exist_ok=True)
         paths = [pool / DEVICES_NAME / str(index) for index in range(request.files)]
         try:
-            with _pool_lock(pool):
+            with _pool_lock(pool, "being formatted"):
+                for old in filter(Path.exists, paths):
+                    _check_old_file(old)
                 _make_files(paths, request.file_size)
+                notes += _room(pool, sum(sizes))
                 return _write_pool(request, geometry, notes, [open_device(p) for p in paths])
         except BaseException:
             if created:
@@ -659,9 +912,7 @@ def format_devices(request: FormatRequest) -> FormatResult:
             opened.append(device)
             if device.size < DEVICE_SIZE_MIN:
                 raise UsageError(f"{path}: {device.size} bytes; a device needs at least {DEVICE_SIZE_MIN}")
-            what = None if request.force else signature(device)
-            if what is not None:
-                raise PoolError(f"{path}: holds {what}; use --force to overwrite it")
+            _check_content(device, request.force)
         geometry, notes = choose_geometry(
             [device.size for device in opened], stripe_width=request.stripe_width, stripe_unit=request.stripe_unit,
             segment_size=request.segment_size,
@@ -673,7 +924,7 @@ def format_devices(request: FormatRequest) -> FormatResult:
                 f"--stripe-width {geometry.stripe_width - 1} leaves some of it"
             )
         pool.mkdir(mode=0o700, exist_ok=True)
-        with _pool_lock(pool):
+        with _pool_lock(pool, "being formatted"):
             return _write_pool(request, geometry, notes, opened)
     finally:
         for device in opened:
@@ -681,17 +932,21 @@ def format_devices(request: FormatRequest) -> FormatResult:
                 device.close()
 
 
-@contextmanager
-def _pool_lock(pool: Path) -> Iterator[None]:
-    fd = os.open(pool / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _check_content(device: Device, force: bool, me: Beat | None = None) -> None:
+    """That a device may be overwritten: what it holds by `force`, what somebody uses never."""
+    what = None if force else signature(device)
+    if what is not None:
+        raise PoolError(f"{device.path}: holds {what}; use --force to overwrite it")
+    check_unused(device, me)
+
+
+def _check_old_file(path: Path) -> None:
+    """That nobody uses the file that is about to go: another pool's directory may lead to it."""
+    device = open_device(path)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise PoolError(f"{pool}: in use by another kvfs (mounted, or being checked)") from error
-        yield
+        check_unused(device)
     finally:
-        os.close(fd)
+        device.close()
 
 
 def _write_pool(request: FormatRequest, geometry: Geometry, notes: list[str], opened: list[Device]) -> FormatResult:
@@ -728,8 +983,9 @@ def _check_directory(pool: Path, force: bool) -> None:
         if not pool.parent.is_dir():
             raise PoolError(f"{pool}: {pool.parent} is not a directory")
         return
+    check_owner(pool)
     if (pool / LOCK_NAME).exists():
-        with _pool_lock(pool):
+        with _pool_lock(pool, "being formatted"):
             pass
     if force:
         return
@@ -745,13 +1001,18 @@ def _check_files(request: FormatRequest) -> None:
         raise UsageError(f"--files: {count}; 1 to {DEVICES_MAX} are possible")
     if size < DEVICE_SIZE_MIN or size % PAGE_SIZE:
         raise UsageError(f"--size: {size} bytes; it must be a multiple of {PAGE_SIZE}, at least {DEVICE_SIZE_MIN}")
-    base = request.pool if request.pool.is_dir() else request.pool.parent
-    free = os.statvfs(base).f_bavail * os.statvfs(base).f_frsize
-    if size * count > free and not request.force:
-        raise PoolError(
-            f"{base}: {format_size(free // (1 << 20) << 20)} free, too little for {count} files of {format_size(size)}"
-            "; use --force to make them all the same"
-        )
+
+
+def _room(pool: Path, size: int) -> list[str]:
+    """A note, if the disk below sparse files has less room than they may grow to."""
+    disk = os.statvfs(pool)
+    free = disk.f_bavail * disk.f_frsize
+    if size <= free:
+        return []
+    return [
+        f"{pool}: the pool may grow to {format_size(size)}, and its disk has {format_size(free >> 20 << 20)} free: "
+        "writes that find the disk full fail (ENOSPC)"
+    ]
 
 
 def _make_files(paths: Sequence[Path], size: int) -> None:
@@ -775,11 +1036,14 @@ def add_devices(pool: Path, paths: Sequence[Place], *, force: bool) -> tuple[Poo
     The new devices' labels come first, then pool.toml, then the labels of the others: whoever reads in between finds
     the pool as it was, or older labels, which are known by their revision.
     """
-    with locked(pool, f"; devices are added to a pool that is not: kvfs umount {pool} first"):
+    with locked(pool, "being given devices"):
         opened = open_pool(pool)
         fresh: list[Device] = []
         try:
             config, geometry = opened.config, opened.config.geometry
+            for number, device in enumerate(opened.devices):
+                if number not in opened.absent:
+                    check_unused(device)
             for path in paths:
                 fresh.append(open_new(path, [*opened.devices, *fresh], force=force))
             first, group = len(config.devices), 1 + max(device.group for device in config.devices)
@@ -809,17 +1073,18 @@ def add_devices(pool: Path, paths: Sequence[Place], *, force: bool) -> tuple[Poo
             opened.close()
 
 
-def open_new(path: Place, others: Sequence[Device], *, force: bool) -> Device:
-    """A device that is to become one of a pool. UsageError, PoolError, DeviceError."""
+def open_new(
+    path: Place, others: Sequence[Device], *, force: bool, old: Device | None = None, me: Beat | None = None
+) -> Device:  # fmt: skip
+    """A device that is to become one of a pool, in the place of `old`, which is `me`'s. UsageError, PoolError,
+    DeviceError."""
     if any(other.same(path) for other in others):
         raise UsageError(f"{path}: is a device of this pool, or given twice")
-    device = open_device(path)
+    device = open_device(path, holder=old)
     try:
         if device.size < DEVICE_SIZE_MIN:
             raise UsageError(f"{path}: {device.size} bytes; a device needs at least {DEVICE_SIZE_MIN}")
-        what = None if force else signature(device)
-        if what is not None:
-            raise PoolError(f"{path}: holds {what}; use --force to overwrite it")
+        _check_content(device, force, me)
     except BaseException:
         device.close()
         raise
@@ -833,6 +1098,6 @@ def import_pool(pool: Path, paths: Sequence[Place]) -> PoolConfig:
         raise PoolError(f"{pool / CONFIG_NAME}: exists; remove it first to import")
     config = config_from_labels(paths, pool)
     pool.mkdir(mode=0o700, exist_ok=True)
-    with _pool_lock(pool):
+    with _pool_lock(pool, "being imported"):
         write_config(pool, config)
     return config

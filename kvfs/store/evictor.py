@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -20,15 +20,15 @@ from kvfs.errors import DeviceError, NoSpaceError, first_error
 from kvfs.index.interface import Index
 from kvfs.plane import Plane
 from kvfs.store.eviction import Contents, CopyBudget, EvictionPolicy
-from kvfs.store.format import FLAGS_OFFSET
 from kvfs.store.groups import Group, Groups
 from kvfs.store.pins import Pins
 from kvfs.store.segments import Segment, Segments, State, usage
-from kvfs.types import PAGE_SIZE, Inode, InodeFlags, InodeNumber
+from kvfs.types import PAGE_SIZE, Inode, InodeNumber, Kind
 
 log = logging.getLogger(__name__)
 
-_WRITTEN = 2  # plane.inode_is_open
+# plane.inode_is_open. What is open beyond the shares of its users goes as if it was not.
+_OPEN, _WRITTEN = 1, 2
 # Blocks looked at or removed in one go: others wait meanwhile.
 _EVICT_BATCH = 16
 _CARRY_TASKS = 8
@@ -49,6 +49,8 @@ _ORDER_S = 1.0
 _AHEAD_MAX = 32
 _AHEAD_SHARE = 20
 _AHEAD_S = 10.0
+# Of the blocks that `kvfs evict` leaves, so many are named.
+_NAMED = 8
 # Everything left is pinned or open: said only after this long without a segment that could go.
 _PATIENCE_S = 2.0
 
@@ -67,6 +69,21 @@ class BlockMover(Protocol):
     def drop(self, inode: Inode) -> None:
         """The block left the block table: it leaves the index too."""
         ...
+
+
+@dataclass(slots=True)
+class Kept:
+    """What stays when all goes that may: blocks, bytes, and the first of them."""
+
+    blocks: int = 0
+    bytes: int = 0
+    inodes: list[InodeNumber] = field(default_factory=list)
+
+    def add(self, number: InodeNumber, size: int) -> None:
+        self.blocks += 1
+        self.bytes += size
+        if len(self.inodes) < _NAMED:
+            self.inodes.append(number)
 
 
 @dataclass(slots=True)
@@ -186,6 +203,58 @@ class Evictor:
             raise first_error(group) from None
         return freed
 
+    async def clear(self, enough: Callable[[], bool]) -> None:
+        """Evict blocks until enough(), hot ones too: all that are there now and neither pinned nor open. What stays is
+        moved together."""
+        async with self._lock:
+            used = [s for s in self._segments.all if s.state in (State.CLOSED, State.OPEN)]
+            for segment in sorted(used, key=lambda s: s.generation):
+                if enough():
+                    return
+                if segment.lost:
+                    continue
+                if segment.state == State.CLOSED:
+                    segment.state = State.EVICTING
+                    await self._evict(segment, clear=True)
+                    self._segments.need_flush.set()
+                elif segment.state == State.OPEN:
+                    inodes = self._index.segment_inodes(segment.index)
+                    groups = await self._groups.of(inodes)
+                    await self._look_at(groups)
+                    if await self._remove(segment, inodes, groups):
+                        self._plane.notify_epoch()
+                await trio.lowlevel.checkpoint()
+
+    async def kept(self) -> dict[str, Kept]:
+        """What is left, by why it stays: pinned, open, in a group with such a file ("grouped"), or for no such reason
+        ("others": stored meanwhile, or on a device that is away)."""
+        kept: dict[str, Kept] = {}
+        for segment in self._segments.all:
+            inodes = self._index.segment_inodes(segment.index)
+            groups = await self._groups.of(inodes)
+            await self._look_at(groups)
+            for i, number in enumerate(inodes):
+                if i % _EVICT_BATCH == _EVICT_BATCH - 1:
+                    await trio.lowlevel.checkpoint()
+                record = self._index.raw(number)
+                inode = None if record is None else Inode.unpack(record)
+                if record is None or inode is None or inode.segment != segment.index:
+                    continue
+                group = groups.get(number)
+                if self._pins.holds(record):
+                    why = "pinned"
+                elif self._plane.inode_is_open(number) or self._mover.is_busy(number):
+                    why = "open"
+                else:
+                    why = "grouped" if group is not None and group.held else "others"
+                kept.setdefault(why, Kept()).add(number, sum(usage(inode).values()) * PAGE_SIZE)
+        for number in self._index.volatile_inodes():
+            record = self._index.raw(number)
+            inode = None if record is None else Inode.unpack(record)
+            if inode is not None and inode.kind == Kind.FILE and not inode.sealed:
+                kept.setdefault("open", Kept()).add(inode.inode, inode.size)
+        return kept
+
     async def drain(self, segment: Segment) -> bool:
         """Empty a segment for good: what is pinned, open or was hit since it was written is carried over, however much
         that is; the rest goes. False if there is no room for it."""
@@ -264,9 +333,9 @@ class Evictor:
 
     # ---- evicting ----
 
-    async def _evict(self, segment: Segment, *, drain: bool = False) -> bool:
+    async def _evict(self, segment: Segment, *, drain: bool = False, clear: bool = False) -> bool:
         """Empty one segment, which is EVICTING, and free it. False if too much of it must stay; then it is CLOSED
-        again."""
+        again. `clear`: what need not stay goes first, and in any case."""
         removed = 0
         try:
             for turn in range(_PASSES):
@@ -277,6 +346,10 @@ class Evictor:
                     break
                 groups = await self._groups.of(inodes)
                 await self._look_at(groups)
+                if clear and turn == 0:
+                    removed += await self._remove(segment, inodes, groups)
+                    if not removed:  # all of it stays: to move that frees nothing
+                        return False
                 plan = await self._plan(segment, inodes, groups, first=turn == 0, drain=drain)
                 if plan is None:
                     return False
@@ -314,7 +387,9 @@ class Evictor:
             for number in group.inodes:
                 record = self._index.raw(number)
                 group.held = record is not None and (
-                    bool(self._plane.inode_is_open(number)) or self._mover.is_busy(number) or self._pins.holds(record)
+                    self._plane.inode_is_open(number) in (_OPEN, _WRITTEN)
+                    or self._mover.is_busy(number)
+                    or self._pins.holds(record)
                 )
                 looked += 1
                 if group.held:
@@ -341,7 +416,7 @@ class Evictor:
             if state == _WRITTEN or self._mover.is_busy(number):
                 return None
             group = groups.get(number)
-            if state or self._pins.holds(record) or (group is not None and group.held):
+            if state == _OPEN or self._pins.holds(record) or (group is not None and group.held):
                 must.append(record)
                 must_pages += sum(usage(Inode.unpack(record)).values())
             elif first:
@@ -427,8 +502,8 @@ class Evictor:
                 # Here is a part of a block whose other parts are on a device that is away: it cannot come back whole.
                 if record is None and self._index.purge(number):
                     removed += 1
-                # Carried over, unlinked or sealed anew since it was listed; or pinned.
-                if record is None or record[FLAGS_OFFSET] & InodeFlags.PINNED or self._mover.is_busy(number):
+                # Carried over, unlinked or sealed anew since it was listed.
+                if record is None or self._mover.is_busy(number):
                     continue
                 inode = Inode.unpack(record)
                 if (segment.index in usage(inode) or number in elsewhere) and not self._pins.holds(record):

@@ -10,7 +10,7 @@ be.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import trio
 
 from kvfs import config as configuration
 from kvfs.config import PoolConfig
-from kvfs.errors import DeviceError, FormatError, KvfsError
+from kvfs.errors import DeviceError, FormatError, InUseError, KvfsError
 from kvfs.index.lmdb import Bulk, LmdbIndex
 from kvfs.plane import Event, Plane
 from kvfs.store.devices import (
@@ -26,6 +26,7 @@ from kvfs.store.devices import (
     Device,
     OpenPool,
     check_device,
+    check_unused,
     device_path,
     discover,
     locked,
@@ -35,10 +36,11 @@ from kvfs.store.devices import (
     write_config,
     write_labels,
 )
-from kvfs.store.format import META_CLEAN, META_UUID, split_records
-from kvfs.store.pool import Store, StoreOptions, make_plane
+from kvfs.store.format import META_CLEAN, META_UUID, SegmentHeader, pack_segment_header, split_records
+from kvfs.store.heart import kept
+from kvfs.store.pool import Store, StoreOptions, check_index, make_plane
 from kvfs.store.segments import Segment, Segments, State, usage
-from kvfs.types import ROOT_INODE, Inode, InodeNumber, Kind
+from kvfs.types import COUNTER_BITS, PAGE_SIZE, ROOT_INODE, Inode, InodeNumber, Kind
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,7 +48,7 @@ _VERIFY_TASKS = 16
 _FINDINGS_MAX = 1000
 _REPAIR_PASSES = 16
 # Checking needs little of what serving needs.
-_OPTIONS = StoreOptions(staging_size=16 << 20, read_memory_size=64 << 20, records_max=1 << 16)
+_OPTIONS = StoreOptions(staging_size=16 << 20, read_memory_size=64 << 20, records_max=1 << 16, use="being checked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def fsck(pool: Path, *, repair: bool = False, verify_data: bool = False, progres
 
 async def _fsck(pool: Path, repair: bool, verify_data: bool, progress: Progress) -> FsckReport:
     report = FsckReport()
-    with locked(pool):
+    with locked(pool, "being checked"):
         _check_labels(pool, repair, report)
         state = _index_state(pool, report)
     if state != "clean" and repair:
@@ -114,15 +116,28 @@ async def _fsck(pool: Path, repair: bool, verify_data: bool, progress: Progress)
         return report
     report.clean = state == "clean"
     with ExitStack() as stack:
-        stack.enter_context(locked(pool))
+        stack.enter_context(locked(pool, "being checked"))
         opened = _open_devices(pool)
         stack.callback(opened.close)
+        lost, token = trio.Event(), trio.lowlevel.current_trio_token()
+
+        def lose(reason: str) -> None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(lost.set)
+
+        heart = stack.enter_context(kept(opened, "being checked", lose))
+
+        async def guard() -> None:
+            await lost.wait()
+            raise InUseError(f"{pool}: {heart.lost}")
+
         plane = make_plane(opened, _OPTIONS, opened.epoch, _OPTIONS.records_max)
         stack.callback(plane.destroy)
         index = LmdbIndex(pool / INDEX_NAME)
         stack.callback(index.close)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(plane.pump, _ignore)
+            nursery.start_soon(guard)
             try:
                 check = _Check(opened, index, plane, repair, verify_data, progress, report)
                 await check.run()
@@ -169,6 +184,9 @@ def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
             write_config(pool, config)
     opened = _open_devices(pool)
     try:
+        for device, described in zip(opened.devices, config.devices, strict=True):
+            if not described.removed:
+                check_unused(device)
         bad: list[str] = []
         for device, described in zip(opened.devices, config.devices, strict=True):
             if described.removed:
@@ -215,6 +233,11 @@ def _index_state(pool: Path, report: FsckReport) -> str:
         if index.meta_get(META_UUID) is None or index.incomplete:
             report.add(Finding("index", f"{path}: not complete; a mount or --repair rebuilds it", harmless=True))
             return "missing"
+        opened = _open_devices(pool)
+        try:
+            check_index(index, opened)
+        finally:
+            opened.close()
         if index.meta_get(META_CLEAN) != b"1":
             report.add(
                 Finding("index", f"{pool}: not unmounted cleanly; a mount or --repair recovers it", harmless=True)
@@ -280,9 +303,21 @@ class _Check:
                     self._add("index", f"inode record: {error}")
 
     async def _check_headers(self) -> None:
-        numbers = [s.index for s in self._segments.all if s.state != State.FREE and not s.lost]
-        self._report.segments = len(numbers)
+        numbers = [s.index for s in self._segments.all if not s.lost]
+        impossible: list[int] = []
+
+        def report(number: int, message: str) -> None:
+            # Also where the index is stale: no recovery makes that right.
+            self._report.add(Finding("segment", message, repaired=self._repair))
+            impossible.append(number)
+
+        self._segments.on_impossible = report
         headers, _ = await self._segments.read_headers(numbers)
+        if self._repair:
+            for number in impossible:
+                await self._write_header(self._segments.all[number])
+        numbers = [number for number in numbers if self._segments.all[number].state != State.FREE]
+        self._report.segments = len(numbers)
         for number in numbers:
             segment, header = self._segments.all[number], headers[number]
             if header is None:
@@ -300,6 +335,13 @@ class _Check:
                     inode = self._index.get(inode_number)
                     if inode is not None:
                         self._bad[inode_number] = inode
+
+    async def _write_header(self, segment: Segment) -> None:
+        """As the index has it; nothing where no segment of the pool was ever opened."""
+        header = SegmentHeader(segment.generation, segment.generation >> COUNTER_BITS, segment.index, segment.stream,
+                               self._segments.members[segment.index])  # fmt: skip
+        data = pack_segment_header(self._config, header) if segment.generation else bytes(PAGE_SIZE)
+        await self._plane.store_write(segment.index, 0, data)
 
     async def _check_inodes(self) -> None:
         total = self._index.statistics().inodes
@@ -438,6 +480,13 @@ class _Check:
         """A closed segment without a valid one is described by its headers: right, but removed blocks are in them."""
         if self._stale:
             return
+
+        def report(number: int, message: str) -> None:
+            self._add("summary", message, repaired=self._repair)
+            if self._repair:
+                self._segments.mark_dirty(self._segments.all[number], gone=True)
+
+        self._segments.on_impossible = report
         for done, segment in enumerate(self._segments.all):
             if segment.state != State.CLOSED or segment.lost:
                 continue
@@ -448,7 +497,8 @@ class _Check:
                 self._segments.mark_dirty(segment, gone=False)
             self._add("summary", f"segment {segment.index}: no valid summary", repaired=self._repair)
         if self._repair:
-            await self._segments.flush_summaries()
+            for _ in range(2):  # the second writes the other slot where the first one's is not enough
+                await self._segments.flush_summaries()
 
 
 def _pages(inode: Inode, segment: Segment) -> Iterator[tuple[int, int]]:

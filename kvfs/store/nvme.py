@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from kvfs._native import ffi, lib
 from kvfs.errors import DeviceError, UsageError
+from kvfs.store.fence import Step
 
 SCHEME = "nvme-tcp"
 PORT = 4420
@@ -217,6 +218,12 @@ class Controller:
     def flush(self) -> None:
         with self._used():
             _check(lib.kvfs_nvme_flush(self._nvme), f"{self._url}: flush")
+
+    def reservation(self, step: Step, key: int, other: int = 0) -> None:
+        """DeviceError: EBADE for a conflict, EOPNOTSUPP where there are no reservations."""
+        with self._used():
+            result = lib.kvfs_nvme_reservation(self._nvme, int(step), key, other)
+            _check(result, f"{self._url}: reservation: {step.name}")
 
     def namespaces(self) -> list[int]:
         out = ffi.new("uint32_t[]", _NAMESPACES_MAX)

@@ -6,6 +6,7 @@ is one, is held exclusively meanwhile. Blocking calls. The commands are the data
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import stat
@@ -57,11 +58,18 @@ class Namespace:
         self._check(lib.kvfs_generic_io(self.fd, self._info, 0, offset, out, size), f"read at {offset}")
         return bytes(ffi.buffer(out))
 
-    def write(self, offset: int, data: bytes) -> None:
-        """Durable when it returns."""
+    def duplicate(self) -> Namespace:
+        """The same namespace by a descriptor of its own, without the claim on its block device."""
+        other = copy.copy(self)
+        other.fd, other.block_fd = os.dup(self.fd), -1
+        return other
+
+    def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
+        """Durable when it returns, if that is asked for."""
         memory = ffi.from_buffer("uint8_t[]", data)
         self._check(lib.kvfs_generic_io(self.fd, self._info, 1, offset, memory, len(data)), f"write at {offset}")
-        self.flush()
+        if durable:
+            self.flush()
 
     def flush(self) -> None:
         self._check(lib.kvfs_generic_flush(self.fd, self._info), "flush")

@@ -1,22 +1,28 @@
 """Pins: files and directories that eviction leaves alone. A directory's pin holds for everything below it.
 
-The pinned inodes are meta values of the index, so they are known after a restart without reading every inode.
+The pinned inodes are meta values of the index, so they are known after a restart without reading every inode; the value
+is who pinned it. What somebody has pinned beyond the share of one user holds no longer, until enough of it has gone.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
+from collections.abc import Iterator
 
 import trio
 
 from kvfs.index.interface import Index
 from kvfs.store.format import FLAGS_OFFSET, PARENT_OFFSET
 from kvfs.store.segments import usage
+from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeFlags, InodeNumber, Kind
 
 _PREFIX = b"pin:"
 _KEY = struct.Struct(">Q")
-_PARENT = struct.Struct("<Q")
+_USER = struct.Struct("<I")
+# Of an inode record: the inode and its parent.
+_INODES, _INODES_OFFSET = struct.Struct("<QQ"), PARENT_OFFSET - 8
 _PINNED = int(InodeFlags.PINNED)
 # A path has at most this many directories here: longer than PATH_MAX allows.
 _DEPTH_MAX = 4096
@@ -24,61 +30,99 @@ _BATCH = 512
 
 
 class Pins:
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._pinned = {_KEY.unpack(key[len(_PREFIX) :])[0] for key, _ in index.meta_items(_PREFIX)}
+    def __init__(self, index: Index, shares: Shares) -> None:
+        self._index, self._shares = index, shares
+        # By inode: whom the pin is charged to.
+        self._pinned: dict[int, int] = {}
+        for key, value in index.meta_items(_PREFIX):
+            inode = _KEY.unpack(key[len(_PREFIX) :])[0]
+            self._pinned[inode] = _USER.unpack(value)[0] if len(value) == _USER.size else self._owner(inode)
         self.pages = 0
         self.changed = trio.Event()
 
     def __bool__(self) -> bool:
         return bool(self._pinned)
 
-    def add(self, inode: int) -> None:
-        self._pinned.add(inode)
-        self._index.meta_put(_PREFIX + _KEY.pack(inode), b"")
+    def numbers(self) -> list[int]:
+        """The inodes that are pinned themselves."""
+        return sorted(self._pinned)
+
+    def _owner(self, number: int) -> int:
+        inode = self._index.get(InodeNumber(number))
+        return ROOT if inode is None else inode.uid
+
+    def add(self, inode: int, user: int | None = None) -> None:
+        """None: whoever owns it."""
+        user = self._owner(inode) if user is None else user
+        self._pinned[inode] = user
+        self._index.meta_put(_PREFIX + _KEY.pack(inode), _USER.pack(user))
         self.changed.set()
 
     def remove(self, inode: int) -> None:
-        if inode in self._pinned:
-            self._pinned.discard(inode)
+        if self._pinned.pop(inode, None) is not None:
             self._index.meta_put(_PREFIX + _KEY.pack(inode), None)
             self.changed.set()
 
     def holds(self, record: bytes) -> bool:
-        """Whether this inode, or a directory above it, is pinned."""
+        """Whether this inode, or a directory above it, is pinned, within the share of whoever did it."""
+        return any(self._shares.keeps(user) for user in self._users(record))
+
+    def charged(self, number: InodeNumber) -> int | None:
+        """Whom the pin of this very inode is charged to; None: it has none."""
+        return self._pinned.get(number)
+
+    def user(self, record: bytes) -> int | None:
+        """Whom this inode is charged to, as pinned; None: it is not."""
+        return next(self._users(record), None)
+
+    def _users(self, record: bytes) -> Iterator[int]:
+        """Who has pinned it, or a directory above it, the nearest first."""
         if not self._pinned:
-            return False
+            return
         for _ in range(_DEPTH_MAX):
-            if record[FLAGS_OFFSET] & _PINNED:
-                return True
-            (parent,) = _PARENT.unpack_from(record, PARENT_OFFSET)
-            if parent in self._pinned:
-                return True
+            number, parent = _INODES.unpack_from(record, _INODES_OFFSET)
+            user = self._pinned.get(number)
+            if user is not None:
+                yield user
+            elif record[FLAGS_OFFSET] & _PINNED:  # a rebuild has not told of it yet
+                yield ROOT
+            if number == ROOT_INODE:
+                return
             above = self._index.raw(parent)
-            if above is None or parent == ROOT_INODE:
-                return False
+            if above is None:
+                # The directory is not known yet; its pin may be.
+                user = self._pinned.get(parent)
+                if user is not None:
+                    yield user
+                return
             record = above
-        return False
+
+    async def pages_of(self, number: InodeNumber) -> int:
+        """What a pin of this inode would hold, and others do not."""
+        inode = self._index.get(number)
+        if inode is None:
+            return 0
+        return await self._below(number) if inode.kind == Kind.DIRECTORY else sum(usage(inode).values())
 
     async def count(self) -> None:
-        """Bring `pages`, what everything pinned takes, up to date. Walks the pinned directories."""
-        pages = 0
-        seen: set[int] = set()
-        directories: list[InodeNumber] = []
-        for number in list(self._pinned):
+        """Bring `pages` and the users' shares, what everything pinned takes, up to date. Walks the pinned
+        directories."""
+        pages: Counter[int] = Counter()
+        for number, user in list(self._pinned.items()):
             inode = self._index.get(InodeNumber(number))
-            if inode is None:
-                if self._index.hidden(number) is None:
-                    self.remove(number)
-            elif inode.kind == Kind.DIRECTORY:
-                directories.append(inode.inode)
-            else:
-                pages += sum(usage(inode).values())
+            if inode is not None:
+                pages[user] += await self.pages_of(inode.inode)
+            elif self._index.hidden(number) is None:
+                self.remove(number)
+        self.pages = pages.total()
+        self._shares.replace(PINNED, {user: count * PAGE_SIZE for user, count in pages.items()})
+
+    async def _below(self, top: InodeNumber) -> int:
+        """Of all below a directory, but what has a pin of its own."""
+        pages = 0
+        directories = [top]
         while directories:
             directory = directories.pop()
-            if directory in seen:
-                continue
-            seen.add(directory)
             after = b""
             while entries := self._index.list(directory, after, _BATCH):
                 for _, number in entries:
@@ -91,7 +135,7 @@ class Pins:
                         pages += sum(usage(inode).values())
                 after = entries[-1][0]
                 await trio.lowlevel.checkpoint()
-        self.pages = pages
+        return pages
 
     @property
     def bytes(self) -> int:

@@ -22,11 +22,11 @@ from typing import TypeVarTuple
 import trio
 
 from kvfs.config import PoolConfig
-from kvfs.errors import DeviceError, KvfsError, NoSpaceError, UsageError
+from kvfs.errors import DeviceError, FormatError, InUseError, KvfsError, NoSpaceError, UsageError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
 from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, check_records
 from kvfs.store import recovery
-from kvfs.store.devices import INDEX_NAME, Device, OpenPool, Place, locked, open_pool, write_labels
+from kvfs.store.devices import INDEX_NAME, Device, OpenPool, Place, PoolLock, locked, open_pool, write_labels
 from kvfs.store.eviction import EvictionPolicy, LeastLoss
 from kvfs.store.evictor import EvictionCounters, Evictor
 from kvfs.store.format import (
@@ -40,13 +40,25 @@ from kvfs.store.format import (
     split_records,
 )
 from kvfs.store.groups import Groups
+from kvfs.store.heart import Heart
 from kvfs.store.pins import Pins
 from kvfs.store.reservations import Reservations, ReservationStatistics
 from kvfs.store.sealing import BEING_WRITTEN, Sealing
-from kvfs.store.segments import Counter, Segments, SegmentStatistics, Versions, usage
+from kvfs.store.segments import Counter, Segment, Segments, SegmentStatistics, Versions, usage
 from kvfs.store.service import Devices
+from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.store.slabs import Slabs
-from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
+from kvfs.types import (
+    COUNTER_BITS,
+    EPOCH_MAX,
+    PAGE_SIZE,
+    ROOT_INODE,
+    Inode,
+    InodeFlags,
+    InodeNumber,
+    Kind,
+    SegmentIndex,
+)
 
 log = logging.getLogger(__name__)
 
@@ -82,17 +94,27 @@ class StoreOptions:
     read_memory_size: int = 128 << 20
     io_timeout_ms: int = 10_000
     request_timeout_ms: int = 60_000
+    # A request that takes longer is told of by an event SLOW; 0: none is.
+    slow_ms: int = 0
     server_threads: int = 0
     store_threads: int = 0
     max_read: int = 0
     max_write: int = 0
     spin_us: int = 100
+    kernel_timeout_s: int = 0
     records_max: int = 0
     commit_interval_s: float = 1.0
-    # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE).
+    # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE,
+    # GUEST, SLOW).
     on_event: Callable[[int, int, int], None] | None = None
     # Descriptors lead to other devices than before, or there are others: who holds them must ask again.
     on_devices: Callable[[], None] | None = None
+    # For others, who want the pool meanwhile.
+    use: str = "open"
+    # Push an owner aside that beats on the devices.
+    take_over: bool = False
+    # Told when opening has to wait for somebody.
+    on_wait: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,31 +140,37 @@ class Store:
     """Use: `async with Store.open(path) as store:`. Its background work runs while it is open; `run` may be awaited
     too."""
 
-    def __init__(self, opened: OpenPool, index: LmdbIndex, plane: Plane, options: StoreOptions, epoch: int,
-                 records_max: int, policy: EvictionPolicy) -> None:  # fmt: skip
+    def __init__(self, opened: OpenPool, index: LmdbIndex, plane: Plane, options: StoreOptions, heart: Heart,
+                 lock: PoolLock, records_max: int, policy: EvictionPolicy) -> None:  # fmt: skip
         """For Store.open only."""
-        self.path, self.epoch = opened.path, epoch
+        self.path, self.epoch = opened.path, heart.me.epoch
+        epoch, self._heart, self._lock = self.epoch, heart, lock
         self.index, self.plane = index, plane
         self._opened, self._options, self._records_max = opened, options, records_max
         self._policy = policy
         self.segments = Segments(opened.config, opened.config.members(), plane, index, epoch)
-        self.service = Devices(opened, index, plane, self.segments, self, epoch)
+        self.service = Devices(opened, index, plane, self.segments, self, heart)
         self.notes = list(opened.notes)
         self._inodes, self._versions = Counter(epoch), Versions(epoch)
         self.sealing = Sealing(self.segments, index, plane, policy, self._versions, self)
         # What the namespace and the evictor ask of the store, and it does.
         self.seal, self.seal_soon, self.rewrite = self.sealing.seal, self.sealing.seal_soon, self.sealing.rewrite
-        self.carry, self.is_busy = self.sealing.carry, self.sealing.is_busy
-        self.reservations = Reservations(self.segments, index, plane, self._inodes, self._versions, self.sealing)
-        self.slabs = Slabs(self.segments, index, plane, self.sealing, opened.config.slab_quota, self._set_space)
+        self.turn, self.carry, self.is_busy = self.sealing.turn, self.sealing.carry, self.sealing.is_busy
+        self.shares = Shares(plane, opened.config.user_share, os.geteuid())
+        self.reservations = Reservations(self.segments, index, plane, self._inodes, self._versions, self.sealing,
+                                         self.shares)  # fmt: skip
+        self.slabs = Slabs(self.segments, index, plane, self.sealing, opened.config.slab_quota, self.shares,
+                           self._set_space)  # fmt: skip
         self._moved_directories: list[InodeNumber] = []
         self._directory_moved = trio.Event()
         self._lingering: dict[InodeNumber, float] = {}  # until when; the first is the next
         self._bad_blocks = 0
         self.rebuilding = False
-        self._closed = False
+        self._closed = self._ended = False
         self._commit_failed = False
+        self._lost = trio.Event()
         self._nursery: trio.Nursery | None = None
+        self._pinning = trio.Lock()
         self.pins: Pins
         self.evictor: Evictor
 
@@ -156,18 +184,21 @@ class Store:
         """Open a pool for use: locked, recovered, its block table loaded. Raises PoolError, DeviceError, PlaneError."""
         options = options or StoreOptions()
         with ExitStack() as stack:
-            stack.enter_context(locked(pool))
-            opened = open_pool(pool, degraded=True)
+            lock = stack.enter_context(locked(pool, options.use, tell=options.on_wait))
+            opened = open_pool(pool, degraded=True, tell=options.on_wait)
             stack.callback(opened.close)
             known = _index_epoch(opened)
             if known > opened.epoch and not opened.absent:
                 raise IndexError_(f"index {pool / INDEX_NAME}: it knows mount {known}, the labels none after "
                                   f"{opened.epoch}: other devices?")  # fmt: skip
             opened.leave_stale(known)
-            # Tried out before anything is written: what this machine lacks is found here.
+            heart = Heart.take(opened, use=options.use, known=known, next_epoch=True, force=options.take_over,
+                               tell=options.on_wait)  # fmt: skip
+            stack.callback(heart.stop)
+            epoch = heart.me.epoch
+            # Tried out before anything is written but beats: what this machine lacks is found here.
             size = sum(device.size for device in opened.config.devices)
             records_max = options.records_max or min(64 << 20, max(2 << 20, (size >> 13) + (1 << 20)))
-            epoch = opened.epoch + 1
             plane = make_plane(opened, options, epoch, records_max)
             stack.callback(plane.destroy)
             index, rebuild = _open_index(opened)
@@ -176,10 +207,11 @@ class Store:
             opened.absent.update(failed)
             if failed and len(opened.absent) == len(opened.devices):
                 raise DeviceError(next(iter(failed.values())))
-            store = cls(opened, index, plane, options, epoch, records_max, policy or LeastLoss())
+            store = cls(opened, index, plane, options, heart, lock, records_max, policy or LeastLoss())
             failure: BaseException | None = None
             async with trio.open_nursery() as nursery:
                 store._nursery = nursery
+                store._guard()
                 pumping = trio.CancelScope(shield=True)
                 store.start_task(store._pump, pumping)
                 # Not raised in here: the nursery would wrap it, and the caller looks for a KvfsError.
@@ -191,6 +223,7 @@ class Store:
                 if plane.abandoned is None:
                     with trio.CancelScope(shield=True):
                         await store.close()
+                store._ended = True
                 pumping.cancel()
                 nursery.cancel_scope.cancel()
             if failure is not None:
@@ -206,7 +239,7 @@ class Store:
             index.put(self._root(), None)
         index.commit_now()
         self.segments.load(index.segment_items())
-        self.pins = Pins(index)
+        self.pins = Pins(index, self.shares)
         self.service.start()
         if rebuild:
             self.notes.append("the index was missing or unreadable; it is being rebuilt from the devices")
@@ -275,6 +308,37 @@ class Store:
         self.rebuilding = False
         self.plane.table_set_complete(True)
         self.segments.need_space.set()
+
+    # ---- owning ----
+
+    def _guard(self) -> None:
+        """Beat, and end as after a crash, at once, when another has taken the devices."""
+        token = trio.lowlevel.current_trio_token()
+
+        def lost(reason: str) -> None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._lose, reason)
+
+        async def wait() -> None:
+            await self._lost.wait()
+            raise InUseError(f"{self.path}: {self._heart.lost}")
+
+        assert self._nursery is not None
+        self._nursery.start_soon(wait)
+        self._heart.start(lost)
+
+    def _lose(self, reason: str) -> None:
+        if self.plane.abandoned is None and not self._ended:
+            log.critical("%s; it ends as after a crash: nothing more is written", reason)
+            for device in range(len(self._opened.devices)):
+                self.plane.device_stop(device)
+            self.plane.abandon(reason)
+            self._lost.set()
+
+    def ending(self) -> None:
+        """Whoever wants the pool may wait for it: it will not be long."""
+        self._heart.ending()
+        self._lock.describe(ending=True)
 
     # ---- numbers ----
 
@@ -409,7 +473,10 @@ class Store:
         """
         count = self.segments.usable
         segments = max(count - self.segments.reserve - 5, count // 2) - self.slabs.segment_count
-        pages = segments * self.segments.area * 9 // 10 - self.pins.pages - self.reservations.pages
+        self.shares.resize(count * self.segments.area * PAGE_SIZE)
+        self.shares.tell()
+        pinned = self.shares.firm(PINNED) // PAGE_SIZE
+        pages = segments * self.segments.area * 9 // 10 - pinned - self.reservations.pages
         self.plane.set_space(max(0, pages) * PAGE_SIZE, ENOSPC if count else EIO)
 
     # ---- events ----
@@ -429,7 +496,7 @@ class Store:
         elif event.type == EventType.SLAB_CLOSED:
             self.start_task(self.slabs.closed, InodeNumber(event.inode), bool(event.value))
         elif event.type == EventType.SLAB_FREE:
-            self.slabs.freed(InodeNumber(event.inode))
+            self.slabs.freed(InodeNumber(event.inode), event.value)
         elif event.type == EventType.IO_ERROR:
             self.service.note_error(event.value >> 32, event.value & 0xFFFFFFFF)
         elif event.type == EventType.DEVICE:
@@ -513,10 +580,12 @@ class Store:
             return
         known = after or before
         assert known is not None
-        if self.pins.holds(known.pack()):
+        user = self.pins.user(known.pack())
+        if user is not None:
             come = 0 if after is None else sum(usage(after).values())
             gone = 0 if before is None else sum(usage(before).values())
             self.pins.pages = max(0, self.pins.pages + come - gone)
+            self.shares.add(PINNED, user, (come - gone) * PAGE_SIZE)
             self._set_space()
 
     def forget(self, inode: Inode) -> None:
@@ -545,14 +614,26 @@ class Store:
 
     # ---- pins ----
 
-    async def pin(self, inode: InodeNumber) -> None:
-        """Keep a file, or everything below a directory, from eviction."""
-        self._set_pinned(inode, True)
+    async def pin(self, inode: InodeNumber, user: int = ROOT) -> None:
+        """Keep a file, or everything below a directory, from eviction. ShareError if that is more than `user` may
+        hold."""
+        # One after the other: of two that have room each, the second may have none.
+        async with self._pinning:
+            if not self.shares.is_exempt(user):
+                size = await self.pins.pages_of(inode) * PAGE_SIZE
+                self.shares.check(user, size, f"pin of inode {inode}")
+                self.shares.add(PINNED, user, size)
+            self._set_pinned(inode, True, user)
 
     async def unpin(self, inode: InodeNumber) -> None:
-        self._set_pinned(inode, False)
+        async with self._pinning:
+            user = self.pins.charged(inode)
+            size = 0 if user is None else await self.pins.pages_of(inode) * PAGE_SIZE
+            self._set_pinned(inode, False)
+            if user is not None:
+                self.shares.add(PINNED, user, -size)
 
-    def _set_pinned(self, number: InodeNumber, pinned: bool) -> None:
+    def _set_pinned(self, number: InodeNumber, pinned: bool, user: int = ROOT) -> None:
         before = self.index.get(number)
         if before is None:
             return
@@ -560,7 +641,7 @@ class Store:
         inode.flags = before.flags | InodeFlags.PINNED if pinned else before.flags & ~InodeFlags.PINNED
         self.index.put(inode, before)
         if pinned:
-            self.pins.add(number)
+            self.pins.add(number, user)
         else:
             self.pins.remove(number)
             self.segments.look_again()
@@ -571,25 +652,30 @@ class Store:
 
     # ---- for the front ----
 
-    async def evict(self, size: int, progress: Callable[[int, int], None] | None = None) -> int:
-        """Evict blocks of `size` bytes together, or all that may go. Returns the bytes evicted."""
-        start = self.evictor.counters.bytes
+    async def evict(self, size: int | None, progress: Callable[[int, int], None] | None = None) -> int:
+        """Evict blocks of `size` bytes together; None: all that are neither pinned nor open. Blocks that are worth a
+        copy go last. Returns the bytes evicted."""
+        start, wanted = self.evictor.counters.bytes, self.space().used if size is None else size
 
         def enough() -> bool:
             done = self.evictor.counters.bytes - start
             if progress is not None:
-                progress(min(done, size), size)
-            return done >= size
+                progress(min(done, wanted), wanted)
+            return size is not None and done >= size
 
         if self.rebuilding:
             raise KvfsError("the index is being rebuilt; nothing can be evicted until that is done")
-        await self.evictor.free_until(enough)
-        before = -1
-        while not enough() and self.evictor.counters.bytes > before:
-            # What is left lies in segments that are still written to, or were when this began.
-            before = self.evictor.counters.bytes
-            self.segments.retire_open()
+        if size is not None:
             await self.evictor.free_until(enough)
+            before = -1
+            while not enough() and self.evictor.counters.bytes > before:
+                # What is left lies in segments that are still written to, or were when this began.
+                before = self.evictor.counters.bytes
+                self.segments.retire_open()
+                await self.evictor.free_until(enough)
+        if not enough():
+            self.segments.retire_open()
+            await self.evictor.clear(enough)
         await self._commit_and_flush()
         return self.evictor.counters.bytes - start
 
@@ -617,7 +703,7 @@ class Store:
     def statistics(self) -> StoreStatistics:
         index = self.index.statistics()
         return StoreStatistics(
-            uuid=str(self.config.uuid), epoch=self.epoch, blocks=self.plane.table_statistics()["records"],
+            uuid=str(self.config.uuid), epoch=self.epoch, blocks=self.plane.table_statistics()["blocks"],
             segments=self.segments.statistics(), space=self.space(), eviction=self.evictor.counters,
             bad_blocks=self._bad_blocks, sealed=self.sealing.sealed,
             seal_retries=self.sealing.retries, index_bytes=index.bytes, index_pending=index.changes_pending,
@@ -687,6 +773,7 @@ class Store:
         if self._closed or not hasattr(self, "evictor"):
             return
         self._closed = True
+        self.ending()
         clean = not self.rebuilding
         with trio.move_on_after(_SEAL_AT_CLOSE_S) as scope:
             await self.reservations.close()
@@ -712,7 +799,7 @@ class Store:
 
     async def _seal_all(self) -> None:
         """What is not sealed yet, and what the data plane still wants sealed."""
-        for number in self.index.volatile_inodes():
+        for number in self.plane.dirty_files():
             if not self.is_busy(number):
                 await self.sealing.seal_quietly(number)
         await self.sealing.retry()
@@ -731,7 +818,7 @@ def make_plane(opened: OpenPool, options: StoreOptions, epoch: int, records_max:
             read_memory_size=options.read_memory_size, io_timeout_ms=options.io_timeout_ms,
             request_timeout_ms=options.request_timeout_ms, server_threads=options.server_threads,
             store_threads=options.store_threads, max_read=options.max_read, max_write=options.max_write,
-            spin_us=options.spin_us,
+            spin_us=options.spin_us, kernel_timeout_s=options.kernel_timeout_s, slow_ms=options.slow_ms,
         ),
         [device.fd for device in opened.devices],
         [device.zones_offset for device in config.devices],
@@ -748,9 +835,7 @@ def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
             index = LmdbIndex(path)
             uuid = index.meta_get(META_UUID)
             if uuid == opened.config.uuid.bytes and not index.incomplete:
-                index.segment_items()
-                for chunk in index.records(_CHUNK):
-                    check_records(chunk)
+                check_index(index, opened)
                 return index, False
             log.warning("%s: %s; it is made anew", path, "half rebuilt" if uuid else "empty")
         except KvfsError as error:
@@ -761,6 +846,25 @@ def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
             index.close()
         shutil.rmtree(path, ignore_errors=True)
     return LmdbIndex(path, durable=False), True
+
+
+def check_index(index: LmdbIndex, opened: OpenPool) -> None:
+    """FormatError unless all that a mount takes from it is what a kvfs can have written."""
+    members, end_page = opened.config.members(), opened.config.geometry.end_page
+    for number, data in index.segment_items():
+        if number >= len(members):
+            raise FormatError(f"segment {number} of a pool with {len(members)}")
+        state = Segment(SegmentIndex(number))
+        state.unpack_into(data)
+        if state.next_page > end_page or state.generation >> COUNTER_BITS > opened.epoch:
+            raise FormatError(f"segment {number}: page {state.next_page} of {end_page}, generation "
+                              f"{state.generation:#x} at mount {opened.epoch}")  # fmt: skip
+    _number(index, META_VERSION)
+    in_flight = index.meta_get(META_IN_FLIGHT) or b""
+    if len(in_flight) % 8:
+        raise FormatError(f"the versions in flight have {len(in_flight)} bytes")
+    for chunk in index.records(_CHUNK):
+        check_records(chunk, epoch_max=opened.epoch, segment_count=len(members), end_page=end_page, origin="inodes")
 
 
 def _index_epoch(opened: OpenPool) -> int:
@@ -774,7 +878,10 @@ def _index_epoch(opened: OpenPool) -> int:
         return 0
     try:
         own = index.meta_get(META_UUID) == opened.config.uuid.bytes and not index.incomplete
-        return _number(index, META_EPOCH) if own else 0
+        known = _number(index, META_EPOCH) if own else 0
+        if known >= EPOCH_MAX:
+            raise FormatError(f"it knows mount {known}; the last possible is {EPOCH_MAX - 1}")
+        return known
     except Exception as error:  # whatever LMDB says of a damaged file: _open_index says what becomes of it
         log.warning("index %s: %s", path, error)
         return 0
@@ -784,4 +891,6 @@ def _index_epoch(opened: OpenPool) -> int:
 
 def _number(index: LmdbIndex, key: bytes) -> int:
     value = index.meta_get(key)
+    if value is not None and len(value) != META_NUMBER.size:
+        raise FormatError(f"{key.decode()} has {len(value)} bytes; {META_NUMBER.size} are needed")
     return 0 if value is None else int(META_NUMBER.unpack(value)[0])

@@ -42,16 +42,25 @@ _EXTENT = struct.Struct("<QIIII")
 
 
 async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: int) -> list[bytes]:
-    """The records of the blocks from first_page on, each followed by its directories', as their headers have them."""
+    """The records of the blocks from first_page on, each followed by its directories', as their headers have them; all
+    of mounts before this one."""
     found: list[bytes] = []
     page, end = first_page, segments.geometry.end_page
     capacity = _SCAN_CAPACITY
     while page < end:
         try:
-            result = await plane.store_scan(segment.index, segment.generation, page, end, capacity)
+            result = await plane.store_scan(
+                segment.index, segment.generation, segments.epoch - 1, page, end, capacity
+            )
         except KvfsError as error:
             log.warning("segment %d: scan from page %d broke off: %s", segment.index, page, error)
             break
+        if result.impossible:
+            segments.on_impossible(
+                segment.index,
+                f"segment {segment.index}: {result.impossible} block headers from page {page} on say what no kvfs "
+                "writes; they are left out",
+            )
         if result.records:
             found.append(result.records)
         if not result.full:
@@ -72,7 +81,7 @@ async def recover(
 
     The index knows what became of every block up to known_version, but those in flight.
     """
-    headers, _ = await segments.read_headers([segment.index for segment in segments.all])
+    headers, _ = await segments.read_headers([segment.index for segment in segments.all], segments.epoch - 1)
     to_scan: list[tuple[Segment, int]] = []
     lost: set[int] = set()
     for segment in segments.all:
@@ -111,16 +120,15 @@ async def recover(
         segments.changed(segment)
     admission = Admission(index, segments, plane, lost, known_version, in_flight)
     for segment, first_page in sorted(to_scan, key=lambda item: -item[0].generation):
-        covered = 0
         segment.state = State.CLOSED
         segment.late = True  # clients of the daemon that died may still write to it
         segments.mark_dirty(segment, gone=True)
-        if first_page == 1:
-            covered = await _admit_summary(segments, segment, admission)
-        # Also what the summary covers: it leaves out what was replaced, perhaps by what this crash undoes.
-        for page in (first_page, covered) if covered > first_page else (first_page,):
-            for records in await scan(segments, plane, segment, page):
-                await admission.admit_all(records, verify=True)
+        try:
+            await _admit_segment(segments, plane, segment, first_page, admission)
+        except Exception as error:  # what is checked cannot fail; what fails all the same costs this segment, no mount
+            segments.on_impossible(
+                segment.index, f"segment {segment.index}: its recovery broke off: {type(error).__name__}: {error}"
+            )
         # Nothing is appended any more, and what was not admitted must not be found by a later scan either.
         segment.next_page = segments.geometry.end_page
     await recount(index, segments)
@@ -128,6 +136,18 @@ async def recover(
     if to_scan or lost:
         log.info("recovered: %d segments scanned, %d blocks found, %d lost with overwritten segments",
                  len(to_scan), admission.admitted, max(0, len(lost) - admission.readmitted))  # fmt: skip
+
+
+async def _admit_segment(
+    segments: Segments, plane: Plane, segment: Segment, first_page: int, admission: Admission
+) -> None:
+    covered = 0
+    if first_page == 1:
+        covered = await _admit_summary(segments, segment, admission)
+    # Also what the summary covers: it leaves out what was replaced, perhaps by what this crash undoes.
+    for page in (first_page, covered) if covered > first_page else (first_page,):
+        for records in await scan(segments, plane, segment, page):
+            await admission.admit_all(records, verify=True)
 
 
 def _reopened(segment: Segment, header: SegmentHeader) -> None:
@@ -151,7 +171,7 @@ async def _forget_blocks(index: LmdbIndex, segment: Segment) -> list[int]:
 async def _admit_summary(segments: Segments, segment: Segment, admission: Admission) -> int:
     """A segment that was opened after the last commit may have a summary already: it knows newer names. Returns the
     page that it covers all before; a scan may not get there, if a page between could not be written."""
-    summary = await segments.read_summary(segment.index, segment.generation)
+    summary = await segments.read_summary(segment.index, segment.generation, segments.epoch - 1)
     if summary is None:
         return 0
     await admission.admit_all(summary.entries)
@@ -384,7 +404,8 @@ class Rebuild:
 
     async def prepare(self) -> None:
         """Learn which segments hold something: they are not free. Before the mount answers."""
-        headers, blank = await self._segments.read_headers([segment.index for segment in self._segments.all])
+        everywhere = [segment.index for segment in self._segments.all]
+        headers, blank = await self._segments.read_headers(everywhere, self._segments.epoch - 1)
         damaged: list[Segment] = []
         for segment in self._segments.all:
             header = headers[segment.index]
@@ -408,7 +429,7 @@ class Rebuild:
     async def _by_summary(self, queue: Iterable[Segment]) -> None:
         """Without a header, a summary says whether there is something, and of which generation."""
         for segment in queue:
-            summary = await self._segments.read_summary(segment.index, None)
+            summary = await self._segments.read_summary(segment.index, None, self._segments.epoch - 1)
             if summary is not None:
                 segment.state, segment.generation = State.CLOSED, summary.generation
 
@@ -428,9 +449,9 @@ class Rebuild:
                     batch += pieces
                     size += sum(len(piece) for piece in pieces)
                     if size >= _BATCH_BYTES:
-                        await self._load(batch)
+                        await self._load_contained(batch)
                         batch, size = [], 0
-            await self._load(batch)
+            await self._load_contained(batch)
         self._index.removed_names = None
         for number in self._pinned:
             self._pins.add(number)
@@ -461,11 +482,23 @@ class Rebuild:
                 results.clear()
 
     async def _read_segment(self, segment: Segment) -> list[bytes]:
-        summary = await self._segments.read_summary(segment.index, segment.generation)
+        summary = await self._segments.read_summary(segment.index, segment.generation, self._segments.epoch - 1)
         pieces = [] if summary is None else [summary.entries]
         if summary is None or not (summary.closed and summary.covered_page >= self._segments.geometry.end_page):
             pieces += await scan(self._segments, self._plane, segment, 1 if summary is None else summary.covered_page)
         return pieces
+
+    async def _load_contained(self, pieces: list[bytes]) -> None:
+        """Records are checked where they are read. What fails all the same costs these blocks, not the mount, and not
+        the next one."""
+        try:
+            await self._load(pieces)
+        except KvfsError:
+            raise
+        except Exception as error:
+            self._live.clear()
+            log.error("%d pieces of segments could not be taken into the index: %s: %s", len(pieces),
+                      type(error).__name__, error)  # fmt: skip
 
     async def _load(self, pieces: list[bytes]) -> None:
         if not pieces:

@@ -29,6 +29,7 @@ from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run
 from kvfs.store.eviction import Stream
 from kvfs.store.segments import Counter, Head, Segments, Versions
+from kvfs.store.shares import RESERVED, ROOT, Shares
 from kvfs.types import PAGE_SIZE, RECORD_SIZE, Extent, Inode, InodeFlags, InodeNumber, Kind
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Reservation:
     inode: Inode  # as its header is to have it
     runs: list[Run]
     pages: int
+    user: int  # whom it is charged to
     moves: int  # directories renamed until then
     ancestors: bytes
 
@@ -69,6 +71,7 @@ class Reservation:
 class Holder:
     """One client's reservations. Only Reservations changes it."""
 
+    user: int = ROOT
     open: dict[int, Reservation] = field(default_factory=dict)
     pages: int = 0
     # Taken back while the client may still write there: until it says that it cannot any more, or ends.
@@ -101,10 +104,11 @@ class Reservations:
     """All native clients' reservations of a mounted pool. `run()` must run."""
 
     def __init__(
-        self, segments: Segments, index: Index, plane: Plane, inodes: Counter, versions: Versions, blocks: Blocks
+        self, segments: Segments, index: Index, plane: Plane, inodes: Counter, versions: Versions, blocks: Blocks,
+        shares: Shares,
     ) -> None:
         self._segments, self._index, self._plane, self._blocks = segments, index, plane, blocks
-        self._inodes, self._versions = inodes, versions
+        self._inodes, self._versions, self._shares = inodes, versions, shares
         self.pages = 0
         self._numbers = 0
         self._holders: set[Holder] = set()
@@ -117,8 +121,8 @@ class Reservations:
 
     # ---- clients ----
 
-    def join(self) -> Holder:
-        holder = Holder()
+    def join(self, user: int = ROOT) -> Holder:
+        holder = Holder(user)
         self._holders.add(holder)
         return holder
 
@@ -181,12 +185,13 @@ class Reservations:
             if holder.pages + pages > share or len(holder.open) >= _OPEN_MAX // 2:
                 raise NoSpaceError(f"{holder.pages} pages are reserved by one client, {share} may be")
             await self._released.wait()
+        self._shares.check(holder.user, pages * PAGE_SIZE, f"a block of {item.size} bytes")
         # Counted before the wait for a place, so that two that wait do not both find room.
-        self.pages += pages
+        self._count(holder.user, pages)
         try:
             runs = await self._segments.allocate(head, header_pages, data_pages)
         except BaseException:
-            self.pages -= pages
+            self._count(holder.user, -pages)
             self._wake()
             raise
         self._segments.lend(runs)
@@ -199,7 +204,8 @@ class Reservations:
             generation=home.generation, segment=home.segment, page=home.page, header_pages=header_pages,
             mtime_ns=now, ctime_ns=now, atime_ns=now, extents=_extents(runs, header_pages),
         )  # fmt: skip
-        reservation = Reservation(self._numbers, inode, runs, pages, self._blocks.directory_moves, ancestors)
+        moves = self._blocks.directory_moves
+        reservation = Reservation(self._numbers, inode, runs, pages, holder.user, moves, ancestors)
         holder.open[self._numbers] = reservation
         holder.pages += pages
         self._open += 1
@@ -305,7 +311,11 @@ class Reservations:
     def _end(self, reservation: Reservation, version: int) -> None:
         self._segments.release(reservation.runs)
         self._versions.end(version)
-        self.pages -= reservation.pages
+        self._count(reservation.user, -reservation.pages)
+
+    def _count(self, user: int, pages: int) -> None:
+        self.pages += pages
+        self._shares.add(RESERVED, user, pages * PAGE_SIZE)
 
     def _wake(self) -> None:
         self._released.set()

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from errno import EBADMSG, ENOENT
+from errno import EBADMSG, EBUSY, ENOENT
 from typing import Protocol, TypeVarTuple
 
 import trio
@@ -89,7 +89,7 @@ class Sealing:
         return inode in self._busy
 
     @asynccontextmanager
-    async def _turn(self, inode: InodeNumber) -> AsyncIterator[None]:
+    async def turn(self, inode: InodeNumber) -> AsyncIterator[None]:
         """Alone with an inode, and not cancelled: the data plane holds the file frozen in the middle of a seal."""
         while (busy := self._busy.get(inode)) is not None:
             await busy.wait()
@@ -108,7 +108,7 @@ class Sealing:
         A nameless file is not sealed: nobody can open it again. Raises NoSpaceError, PlaneError; then it is still
         dirty.
         """
-        async with self._turn(inode):
+        async with self.turn(inode):
             seal = self._begin(inode)
             return None if seal is None else await self._finish(seal)
 
@@ -314,7 +314,7 @@ class Sealing:
     async def spill_quietly(self, inode: InodeNumber) -> None:
         """Move what is staged of a large file to the devices before its seal. Nobody waits for it."""
         try:
-            async with self._turn(inode):
+            async with self.turn(inode):
                 await self._spill(inode)
         except KvfsError as error:
             log.warning("inode %d: not spilled: %s", inode, error)
@@ -381,7 +381,7 @@ class Sealing:
 
         Neither eviction nor carry-over touches the block meanwhile; afterwards they see that it is being written.
         """
-        async with self._turn(inode):
+        async with self.turn(inode):
             await self._plane.file_rewrite(inode, keep_content)
 
     # ---- carrying over ----
@@ -392,7 +392,7 @@ class Sealing:
         # Being sealed, perhaps waiting for the very space that this makes: not waited for.
         if number in self._busy:
             return False
-        async with self._turn(number):
+        async with self.turn(number):
             return await self._carry(number)
 
     async def _carry(self, number: InodeNumber) -> bool:
@@ -439,13 +439,26 @@ class Sealing:
             _take_changes(written, before, current)
             self._segments.mark_dirty(home, gone=True)
         entered = written.pack()
+        if copy and not self._moved(entered):
+            self._segments.mark_dirty(home, gone=True)
+            return False
         self._index.put(written, current, entered)
         if current.sealed:
             self._segments.mark_dirty(self._segments.all[current.segment], gone=True)
         self._segments.account(current if current.sealed else None, written)
         if not copy:
             self._blocks.count_pinned(current, written)
-        self._plane.inode_update(entered)
+            self._plane.inode_update(entered)
+        return True
+
+    def _moved(self, record: bytes) -> bool:
+        """The table leads to the copy. False if the data plane has begun to write the block from where it was."""
+        try:
+            self._plane.inode_move(record)
+        except PlaneError as error:
+            if error.errno != EBUSY:
+                raise
+            return False
         return True
 
     def _overtaken(self, before: Inode, current: Inode) -> bool:

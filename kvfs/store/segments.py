@@ -20,7 +20,7 @@ import trio
 from kvfs.config import Geometry, PoolConfig
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
-from kvfs.plane import Plane, Run
+from kvfs.plane import Plane, Run, check_records
 from kvfs.store.eviction import TICKS_PER_POOL, Stream
 from kvfs.store.format import (
     RECORD_HEAD,
@@ -114,8 +114,8 @@ class Segment:
     def unpack_into(self, data: bytes) -> None:
         try:
             version, state, stream, flags, page, generation, live, sequence = _STATE.unpack(data)
-            if version != _STATE_VERSION:
-                raise ValueError(version)
+            if version != _STATE_VERSION or stream >= len(Stream) or page >= 1 << 32 or live >= 1 << 32:
+                raise ValueError(data)
             self.state = State(state)
         except (struct.error, ValueError) as error:
             raise FormatError(f"segment {self.index}: its state in the index is not readable") from error
@@ -149,6 +149,10 @@ class SegmentStatistics:
     summaries_too_large: int
     write_errors: int
     lost: int
+
+
+def _log_impossible(segment: int, message: str) -> None:
+    log.warning("%s", message)
 
 
 def usage(inode: Inode) -> dict[int, int]:
@@ -202,6 +206,8 @@ class Segments:
         self.epoch = epoch
         # Segments that can be written.
         self.usable = len(members)
+        # Told of what lies on the devices under a valid checksum, and cannot have been written by a kvfs.
+        self.on_impossible: Callable[[int, str], None] = _log_impossible
         # Set by the evictor: nothing can be freed now.
         self.exhausted = False
         self.need_space = trio.Event()
@@ -813,9 +819,13 @@ class Segments:
                 parents.add(RECORD_HEAD.unpack_from(record)[5])
         return b"".join(parts), count + len(seen)
 
-    async def read_summary(self, number: SegmentIndex, generation: int | None) -> Summary | None:
-        """The newest valid summary on the device, of this generation, or of the newest there is when None."""
-        best: Summary | None = None
+    async def read_summary(
+        self, number: SegmentIndex, generation: int | None, epoch_max: int | None = None
+    ) -> Summary | None:
+        """The newest valid summary on the device, of this generation, or of the newest there is when None; by mounts up
+        to epoch_max, this one if None. Its entries are records that are sound, as many as it says."""
+        epoch_max = self.epoch if epoch_max is None else epoch_max
+        valid: list[Summary] = []
         for slot in (0, 1):
             page = self.geometry.summary_page(slot)
             try:
@@ -828,22 +838,56 @@ class Segments:
             except KvfsError as error:
                 log.warning("segment %d: summary slot %d: %s", number, slot, error)
                 continue
-            found = unpack_summary(self.config, number, data)
-            if found is None or (generation is not None and found.generation != generation):
-                continue
-            if best is None or (found.generation, found.sequence) > (best.generation, best.sequence):
-                best = found
-        if best is not None and best.compressed:
-            best = best.expanded(self.geometry.summary_pages * PAGE_SIZE * _SUMMARY_EXPANSION_MAX)
-        return best
+            try:
+                found = unpack_summary(self.config, number, data)
+                if found is not None and found.sequence >> COUNTER_BITS > epoch_max:
+                    raise FormatError(f"segment {number}: its summary is of mount {found.sequence >> COUNTER_BITS}, "
+                                      "which has not been")  # fmt: skip
+                if found is not None and generation in (None, found.generation):
+                    valid.append(found)
+            except FormatError as error:
+                self.on_impossible(number, f"{error}; it is left out")
+        for found in sorted(valid, key=lambda summary: (summary.generation, summary.sequence), reverse=True):
+            try:
+                return self._checked(found, epoch_max)
+            except FormatError as error:
+                self.on_impossible(number, f"{error}; it is left out")
+        return None
 
-    async def read_headers(self, numbers: Sequence[int]) -> tuple[dict[int, SegmentHeader | None], set[int]]:
-        """The segments' headers, None where there is no valid one; and the segments where never one was written."""
+    def _checked(self, summary: Summary, epoch_max: int) -> Summary:
+        """Uncompressed, its entries what they must be. FormatError."""
+        where = f"segment {summary.segment}: its summary"
+        if summary.compressed:
+            limit = self.geometry.summary_pages * PAGE_SIZE * _SUMMARY_EXPANSION_MAX
+            expanded = summary.expanded(limit)
+            if expanded is None:
+                raise FormatError(f"{where}: its entries do not unpack to at most {limit} bytes")
+            summary = expanded
+        count = check_records(summary.entries, epoch_max=epoch_max, segment_count=len(self.all),
+                              end_page=self.geometry.end_page, origin=where)  # fmt: skip
+        if count != summary.entry_count:
+            raise FormatError(f"{where}: {count} entries, but it says {summary.entry_count}")
+        return summary
+
+    async def read_headers(
+        self, numbers: Sequence[int], epoch_max: int | None = None
+    ) -> tuple[dict[int, SegmentHeader | None], set[int]]:
+        """The segments' headers, None where there is no valid one of a mount up to epoch_max, this one if None; and the
+        segments where never one was written."""
+        epoch_max = self.epoch if epoch_max is None else epoch_max
         found: dict[int, SegmentHeader | None] = {}
         blank: set[int] = set()
         nothing = bytes(PAGE_SIZE)
         async for number, page in self._read_pages(numbers, 0):
-            found[number] = unpack_segment_header(self.config, SegmentIndex(number), self.members[number], page)
+            try:
+                header = unpack_segment_header(self.config, SegmentIndex(number), self.members[number], page)
+                if header is not None and header.owner_epoch > epoch_max:
+                    raise FormatError(f"segment {number}: its header is of mount {header.owner_epoch}, "
+                                      "which has not been")  # fmt: skip
+            except FormatError as error:
+                self.on_impossible(number, f"{error}; it counts as damaged")
+                header = None
+            found[number] = header
             if found[number] is None and page == nothing:
                 blank.add(number)
         return found, blank

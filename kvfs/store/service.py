@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import time
 import uuid as uuids
@@ -38,7 +39,8 @@ from kvfs.store.devices import (
     write_label,
 )
 from kvfs.store.format import SegmentHeader
-from kvfs.store.health import DeviceState, Failures, Pace, judge
+from kvfs.store.health import HARMLESS, DeviceState, Failures, Pace, judge
+from kvfs.store.heart import Heart
 from kvfs.store.segments import Segments, State, usage
 from kvfs.types import PAGE_SIZE, Inode, InodeNumber, SegmentIndex
 
@@ -61,6 +63,8 @@ _LABEL_TIMEOUT_S = 20.0
 _BATCH = 256
 # Of the segments that can be written, this share must be left when one is avoided because a device is slow.
 _AVOID_LEAVES = 4
+# A disk below a device that had no room counts as full for this long.
+_FULL_S = 60.0
 
 
 @dataclass(slots=True)
@@ -83,6 +87,9 @@ class Service:
     # What blocks on a device, one at a time: threads that it never answers must not be many.
     limit: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     errors: int = 0
+    # When (trio time) the disk below it, a file, last had no room; when that was last logged.
+    full_at: float = -math.inf
+    full_told: float = -math.inf
     good: int = -1
     good_at: float = 0.0
     beating: bool = False
@@ -117,11 +124,13 @@ class Devices:
     """The devices of a pool that is in use. One trio thread."""
 
     def __init__(
-        self, opened: OpenPool, index: LmdbIndex, plane: Plane, segments: Segments, blocks: Blocks, epoch: int
+        self, opened: OpenPool, index: LmdbIndex, plane: Plane, segments: Segments, blocks: Blocks, heart: Heart
     ) -> None:
         self._opened, self._index, self._plane, self._segments, self._blocks = opened, index, plane, segments, blocks
-        self._epoch = epoch
+        self._heart, self._epoch = heart, heart.me.epoch
         self.all = [Service() for _ in opened.devices]
+        # Until those that only missed a mount have been taken in, nothing is said of what cannot be written.
+        self._settled = self._said = False
         # Blocks go and come by one of these at a time.
         self._lock = trio.Lock()
         self._vanish: set[SegmentIndex] = set()
@@ -154,6 +163,8 @@ class Devices:
                     await self.bring_back(device)
                 except (KvfsError, OSError) as error:
                     log.error("device %d (%s): %s", device, self._path(device), error)
+        self._settled = True
+        self._say()
 
     def missing(self) -> list[str]:
         """Why each device that failed did."""
@@ -188,11 +199,54 @@ class Devices:
             number for device, service in enumerate(self.all) if service.state.away and not service.forgotten
             for number in self._of[device]
         }  # fmt: skip
-        before = self._segments.usable
         self._segments.set_places(lost, avoided)
-        if before and not self._segments.usable:
-            log.error("no segment can be written: each lies on a device that is away; writes get EIO until it is back")
+        self._say()
         self._blocks.places_changed()
+
+    def _say(self) -> None:
+        if not self._settled:
+            return
+        why = self.writes_nothing()
+        if why is not None and not self._said:
+            log.error("%s", why)
+        # Once, until one can be written again.
+        self._said = not self._segments.usable and (self._said or why is not None)
+
+    def writes_nothing(self) -> str | None:
+        """Why no segment can be written, as a sentence; None if one can, or can in a moment: of a device that is back,
+        what is there is compared with the index first."""
+        if self._segments.usable:
+            return None
+        away = [
+            device for device, service in enumerate(self.all)
+            if service.state.away and service.state != DeviceState.RETURNING and not service.forgotten
+        ]  # fmt: skip
+        draining = [device for device, service in enumerate(self.all) if service.draining]
+        hit = {number for device in away for number in self._of[device]}
+        if len(hit) == len(self._segments.all):
+            return (
+                f"no segment can be written, writes get EIO: each lies on a device that is away ({_listed(away)}); "
+                "bring it back, or kvfs device replace"
+            )
+        hit.update(number for device in draining for number in self._of[device])
+        if draining and len(hit) == len(self._segments.all):
+            return (
+                "no segment can be written, writes get EIO: each lies on a device that is being drained "
+                f"({_listed(draining)})"
+                + (f" or away ({_listed(away)})" if away else "")
+            )
+        return None
+
+    def full(self) -> list[str]:
+        """Of devices whose disk had no room a moment ago: what that means."""
+        since = trio.current_time() - _FULL_S
+        return [self._full(device) for device, service in enumerate(self.all) if service.full_at > since]
+
+    def _full(self, device: int) -> str:
+        return (
+            f"device {device} ({self._path(device)}): the disk below it is full (ENOSPC): new blocks are refused, "
+            "what is stored stays; make room on that disk"
+        )
 
     # ---- watching ----
 
@@ -204,6 +258,11 @@ class Devices:
         service.errors += 1
         if service.errors in (1, 10, 100) or service.errors % 1000 == 0:
             log.error("device %d (%s): %s, %d so far", device, self._path(device), os.strerror(number), service.errors)
+        if number in HARMLESS:
+            service.full_at = trio.current_time()
+            if service.full_at - service.full_told > _FULL_S:
+                service.full_told = service.full_at
+                log.error("%s", self._full(device))
         if number == errno.ENOTCONN and nvme.is_url(self._path(device)):
             return  # the news of its connection says whether it is gone; what was under way then says no more
         if service.cut_at is None and (not service.state.away or service.state == DeviceState.RETURNING):
@@ -297,6 +356,7 @@ class Devices:
             return
         log.error("device %d (%s): failed: %s", device, self._path(device), reason)
         self._plane.device_stop(device)
+        self._heart.rest(device)
         self._set(device, DeviceState.FAILED, reason)
         service.probe_at = trio.current_time() + _PROBE_S
         self._take_away(device)
@@ -395,6 +455,7 @@ class Devices:
             except BaseException as error:
                 if self.all[device].state == DeviceState.RETURNING:
                     self._plane.device_stop(device)
+                    self._heart.rest(device)
                     self._set(device, DeviceState.FAILED, str(error) or was)
                 self._take_away(device)
                 raise
@@ -410,7 +471,7 @@ class Devices:
     def _find(self, device: int) -> Device | None:
         """The device, checked and labelled anew, or None if it is the descriptor that is open. Blocks."""
         described, path, old = self.config.devices[device], self._path(device), self._opened.devices[device]
-        fresh = None if old.leads_to(path) else open_device(path)
+        fresh = None if old.leads_to(path) else open_device(path, holder=old)
         try:
             here = fresh or old
             label, _ = check_device(self.config, here, described, CONFIG_NAME)
@@ -419,6 +480,7 @@ class Devices:
                     f"{path}: its label has mount epoch {label.mount_epoch}, this mount is {self._epoch}: "
                     "it was used elsewhere meanwhile; replace it"
                 )
+            self._heart.check(here, device)
             write_label(self.config, here, device, self._epoch)
         except BaseException:
             if fresh is not None:
@@ -439,6 +501,7 @@ class Devices:
             self._plane.device_use(device)
 
         await _in_thread(self.all[device].limit, self._path(device), use)
+        self._heart.resume(device)
         self._opened.absent.pop(device, None)
 
     def _away_without(self, device: int) -> set[SegmentIndex]:
@@ -544,6 +607,7 @@ class Devices:
         async with self.all[device].turn, self._lock:
             self._blocks.check_slabs(device, self._of[device])
             self._plane.device_stop(device)
+            self._heart.rest(device, clear=True)
             self._set(device, DeviceState.REMOVED, "")
             self._take_away(device)
             try:
@@ -564,7 +628,9 @@ class Devices:
         limit = trio.CapacityLimiter(1)
         # A new device may have the old one's place.
         others = [other for number, other in enumerate(self._opened.devices) if number != device]
-        fresh = await _in_thread(limit, path, lambda: open_new(path, others, force=force), _close)
+        old = self._opened.devices[device]
+        fresh = await _in_thread(limit, path, lambda: open_new(path, others, force=force, old=old, me=self._heart.me),
+                                 _close)  # fmt: skip
         try:
             needed = described.zones_offset + described.zone_count * self.config.geometry.zone_size + LABEL_SIZE
             if fresh.size < needed:
@@ -578,6 +644,7 @@ class Devices:
             async with self.all[device].turn, self._lock:
                 self._blocks.check_slabs(device, self._of[device])
                 self._plane.device_stop(device)
+                self._heart.rest(device)
                 self._set(device, DeviceState.FAILED, "being replaced")
                 self.all[device].probe_at = float("inf")
                 self._take_away(device)
@@ -671,6 +738,10 @@ async def _in_thread(
         return await trio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=limit)
     late = True
     raise DeviceError(f"{what}: no answer within {_LABEL_TIMEOUT_S:.0f} s")
+
+
+def _listed(devices: Sequence[int]) -> str:
+    return ", ".join(map(str, devices))
 
 
 def _close(device: Device | None) -> None:

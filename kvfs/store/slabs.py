@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import trio
 
-from kvfs.errors import BusyError, DeviceError, InvalidArgumentError, KvfsError, NoSpaceError
+from kvfs.errors import BusyError, DeadlineError, DeviceError, InvalidArgumentError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, PlaneError, Run
 from kvfs.store.sealing import Sealing
 from kvfs.store.segments import Segment, Segments
+from kvfs.store.shares import ROOT, SLABS, Shares
 from kvfs.types import PAGE_SIZE, InodeFlags, InodeNumber
 
 log = logging.getLogger(__name__)
@@ -33,19 +34,27 @@ _TURN_POLL_S = 0.005
 class _Slab:
     """The segments of one, each with the generation that it was opened with."""
 
+    inode: InodeNumber
     segments: list[tuple[Segment, int]] = field(default_factory=list)
+    user: int = ROOT  # whom it is charged to
     failed: bool = False
+
+    @property
+    def first(self) -> int:
+        return self.segments[0][0].index
 
 
 class Slabs:
     """All slabs of a pool. One trio thread."""
 
     def __init__(self, segments: Segments, index: Index, plane: Plane, sealing: Sealing, quota: float,
-                 on_change: Callable[[], None]) -> None:  # fmt: skip
+                 shares: Shares, on_change: Callable[[], None]) -> None:  # fmt: skip
         """`quota`: the part of the pool's segments that slabs may have. on_change: they have more, or fewer."""
         self._segments, self._index, self._plane, self._sealing = segments, index, plane, sealing
-        self._on_change = on_change
+        self._on_change, self._shares = on_change, shares
         self._slabs: dict[int, _Slab] = {}
+        # No file's any more, but still read by requests under way; by first segment. Their inodes may have others.
+        self._ended: dict[int, _Slab] = {}
         self._lock = trio.Lock()
         self.quota = int(len(segments.all) * quota)
         # Pages of a segment that a slab has: whole stripe units, so that its I/O is cut where a file's would be.
@@ -60,7 +69,7 @@ class Slabs:
 
     @property
     def segment_count(self) -> int:
-        return sum(len(slab.segments) for slab in self._slabs.values())
+        return sum(len(slab.segments) for slab in (*self._slabs.values(), *self._ended.values()))
 
     @property
     def bytes(self) -> int:
@@ -86,11 +95,14 @@ class Slabs:
                 f"inode {number}: a slab of {size} bytes takes {needed} segments more of {area} bytes; slabs have "
                 f"{used} of the {self.quota} that slab_quota gives them"
             )
-        slab = _Slab()
+        known = self._slabs.get(number) if pages else None
+        slab = _Slab(number, user=self._user(number) if known is None else known.user)
+        self._shares.check(slab.user, needed * self._segment_size, f"inode {number}: a slab of {size} bytes")
         try:
             for _ in range(needed):
                 segment = await self._segments.take_whole()
                 slab.segments.append((segment, segment.generation))
+                self._shares.add(SLABS, slab.user, self._segment_size)
             if any(segment.lost for segment, _ in slab.segments):
                 raise DeviceError(f"inode {number}: a device failed while its slab was made")
             runs = [
@@ -101,7 +113,9 @@ class Slabs:
         except BaseException:
             self._release(slab)
             raise
-        self._slabs.setdefault(number, _Slab()).segments += slab.segments
+        if not pages and (ended := self._slabs.pop(number, None)) is not None:
+            self._ended[ended.first] = ended
+        self._slabs.setdefault(number, _Slab(number, user=slab.user)).segments += slab.segments
         self._on_change()
         inode = self._index.get(number)
         if inode is not None and InodeFlags.SLAB not in inode.flags:
@@ -119,6 +133,66 @@ class Slabs:
                     if error.errno != errno.EAGAIN:
                         raise _refused(number, error) from error
                 await trio.sleep(_TURN_POLL_S)
+
+    async def preallocate(self, number: InodeNumber, size: int) -> bool:
+        """fallocate, or ftruncate, of a file that should be a slab, or is one: as make().
+
+        False if it has no room as one (the quota is used up, no segments are free), or was written meanwhile: then it
+        is a file as any other from now on, with what was written to it.
+        """
+        return await self._alone(number, lambda: self._preallocate(number, size))
+
+    async def _preallocate(self, number: InodeNumber, size: int) -> bool:
+        try:
+            await self._make(number, size, False)
+            return True
+        except BusyError:
+            return False
+        except NoSpaceError as error:
+            if not self._is_slab(number):
+                log.info("inode %d: a file as any other: %s", number, error)
+                return False
+            try:
+                await self._plane.slab_settle(number, writers_stay=True)
+            except PlaneError as refused:
+                if refused.errno == errno.EPERM:  # its owner chose a slab, or no file can be so large
+                    raise error from None
+                raise
+            log.info("inode %d: no slab any more, a file as any other: %s", number, error)
+            self._unmark(number)
+            # What it had counts as a file's now: until its segments are given back it would count twice.
+            while number in self._slabs:
+                await trio.sleep(_TURN_POLL_S)
+            return False
+
+    async def _alone(self, number: InodeNumber, change: Callable[[], Awaitable[bool]]) -> bool:
+        """Change a slab while nothing else does. False if it is none any more."""
+        try:
+            with trio.fail_after(_TURN_TIMEOUT_S):
+                while True:
+                    async with self._lock:
+                        try:
+                            return await change()
+                        except PlaneError as error:
+                            if error.errno not in (errno.EBUSY, errno.ENOENT):
+                                raise
+                        if not self._is_slab(number):
+                            return False
+                    # It is just becoming a file.
+                    await trio.sleep(_TURN_POLL_S)
+        except trio.TooSlowError:
+            raise DeadlineError(f"inode {number}: its slab was busy for {_TURN_TIMEOUT_S:g} s") from None
+
+    @property
+    def _segment_size(self) -> int:
+        return self._segments.area * PAGE_SIZE
+
+    def _user(self, number: InodeNumber) -> int:
+        """Who has the file open."""
+        try:
+            return self._plane.inode_user(number)
+        except PlaneError:
+            return ROOT
 
     def _pages(self, number: InodeNumber) -> int:
         try:
@@ -146,26 +220,17 @@ class Slabs:
         await self.make(number, size, chosen=True)
 
     async def resize(self, number: InodeNumber, size: int) -> bool:
-        """ftruncate of a slab. What it has room for it keeps. False if it is none any more."""
-        with trio.fail_after(_TURN_TIMEOUT_S):
-            while True:
-                async with self._lock:
-                    try:
-                        pages = self._plane.slab_pages(number)
-                        if not pages:
-                            return False
-                        if size > pages * PAGE_SIZE:
-                            await self._make(number, size, False)
-                        else:
-                            await self._plane.slab_resize(number, size)
-                        return True
-                    except PlaneError as error:
-                        if error.errno not in (errno.EBUSY, errno.ENOENT):
-                            raise
-                    if not self._is_slab(number):
-                        return False
-                # It is just becoming a file.
-                await trio.sleep(_TURN_POLL_S)
+        """ftruncate of a slab. What it has room for it keeps. False if it is none any more, as preallocate()."""
+        return await self._alone(number, lambda: self._resize(number, size))
+
+    async def _resize(self, number: InodeNumber, size: int) -> bool:
+        pages = self._plane.slab_pages(number)
+        if not pages:
+            return False
+        if size > pages * PAGE_SIZE:
+            return await self._preallocate(number, size)
+        await self._plane.slab_resize(number, size)
+        return True
 
     def _is_slab(self, number: InodeNumber) -> bool:
         try:
@@ -202,9 +267,12 @@ class Slabs:
             self._index.put(inode, inode)
             self._plane.inode_update(inode.pack())
 
-    def freed(self, number: InodeNumber) -> None:
-        """Nothing of it is under way any more (KVFS_EVENT_SLAB_FREE). Runs in one step."""
-        slab = self._slabs.pop(number, None)
+    def freed(self, number: InodeNumber, first: int) -> None:
+        """Nothing of the slab that began with segment `first` is under way any more (KVFS_EVENT_SLAB_FREE). Runs in one
+        step."""
+        slab = self._ended.pop(first, None)
+        if slab is None and (current := self._slabs.get(number)) is not None and current.first == first:
+            slab = self._slabs.pop(number)
         if slab is not None:
             # It may be a file now, whose pages lie here.
             self._sealing.hold_extents(number)
@@ -214,11 +282,12 @@ class Slabs:
     def _release(self, slab: _Slab) -> None:
         for segment, generation in slab.segments:
             self._segments.give_back(segment, generation)
+            self._shares.add(SLABS, slab.user, -self._segment_size)
 
     def close(self) -> None:
         """The store closes: nobody reads or writes any more."""
-        for number in list(self._slabs):
-            self.freed(InodeNumber(number))
+        for slab in [*self._ended.values(), *self._slabs.values()]:
+            self.freed(slab.inode, slab.first)
 
     # ---- devices ----
 

@@ -16,17 +16,32 @@ static void *library;                    /* NULL: none */
 /* Set while this thread loads it: its constructors may call what they find here first. */
 static _Thread_local const char *loading;
 
-static void *open_real(const char *path) {
-    loading = path;
-    void *found = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    loading = NULL;
-    return found;
-}
-
 static bool is_this_library(const char *path) {
     Dl_info here;
     struct stat a, b;
     return dladdr(&calls, &here) && stat(here.dli_fname, &a) == 0 && stat(path, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+/* Or one of its other names: an empty library that needs it. */
+static bool leads_here(void *opened) {
+    Dl_info here, there;
+    void *found = dlsym(opened, "cuFileDriverOpen");
+    return found && dladdr(&calls, &here) && dladdr(found, &there) && here.dli_fbase == there.dli_fbase;
+}
+
+/* NULL also for this library under any name: *itself. */
+static void *open_real(const char *path, bool *itself) {
+    *itself = is_this_library(path);
+    if (*itself)
+        return NULL;
+    loading = path;
+    void *found = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    loading = NULL;
+    if (found && (*itself = leads_here(found))) {
+        dlclose(found);
+        found = NULL;
+    }
+    return found;
 }
 
 /* Directory patterns, separated by colons; "" and patterns that are not absolute are left out. */
@@ -36,11 +51,11 @@ static void *load_from(const char *patterns, const char *below) {
         size_t size = strcspn(patterns, ":");
         char path[PATH_MAX];
         glob_t matches;
+        bool itself;
         int n = snprintf(path, sizeof(path), "%.*s%s/libcufile.so.0", (int)size, patterns, below);
         if (*patterns == '/' && n < (int)sizeof(path) && glob(path, 0, NULL, &matches) == 0) {
             for (size_t i = matches.gl_pathc; i-- > 0 && !found;) /* the last: the newest of several versions */
-                if (!is_this_library(matches.gl_pathv[i]))
-                    found = open_real(matches.gl_pathv[i]);
+                found = open_real(matches.gl_pathv[i], &itself);
             globfree(&matches);
         }
         patterns += size + (patterns[size] == ':');
@@ -53,10 +68,11 @@ static void *load(void) {
     if (given && *given) {
         if (strcmp(given, "none") == 0)
             return NULL;
-        void *found = *given == '/' && !is_this_library(given) ? open_real(given) : NULL;
+        bool itself = false;
+        void *found = *given == '/' ? open_real(given, &itself) : NULL;
         if (!found)
             fprintf(stderr, "libkvfs_cufile: KVFS_CUFILE_REAL=%s: %s\n", given,
-                    *given != '/' ? "not an absolute path" : is_this_library(given) ? "this is libkvfs_cufile itself" : dlerror());
+                    *given != '/' ? "not an absolute path" : itself ? "this is libkvfs_cufile itself" : dlerror());
         return found;
     }
     void *found = load_from(getenv("VIRTUAL_ENV"), "/lib/python3*/site-packages/nvidia/*/lib");

@@ -112,7 +112,7 @@ static void identify_controller(const struct connection *connection, struct nvme
     if (!controller->subsystem->discovery) {
         identity->nn = controller->subsystem->namespace_count;
         identity->mnan = controller->subsystem->namespace_count;
-        identity->oncs = NVME_ONCS_DATASET | NVME_ONCS_WRITE_ZEROES;
+        identity->oncs = NVME_ONCS_DATASET | NVME_ONCS_WRITE_ZEROES | NVME_ONCS_RESERVATIONS;
         identity->vwc = 1 | 3 << 1; /* Flush of all namespaces works */
     }
 }
@@ -133,6 +133,7 @@ static void identify_namespace(const struct backing *backing, struct nvme_namesp
         return;
     identity->nsze = identity->ncap = identity->nuse = backing->size / enclosure.options.block_size;
     identity->nmic = 1; /* seen through many controllers */
+    identity->rescap = NVME_RESCAP_WRITE_REGISTRANTS;
     identity->dlfeat = NVME_DATA_DEALLOCATE_ZEROES;
     memcpy(identity->nvmcap, &backing->size, sizeof(backing->size));
     memcpy(identity->nguid, backing->nguid, sizeof(identity->nguid));

@@ -101,13 +101,17 @@ static bool status(char *answer)
     for (uint32_t i = 0, first = 1; i < enclosure.subsystem_count; i++)
         for (uint32_t n = 0; n < enclosure.subsystems[i]->namespace_count && used < ANSWER_SIZE; n++, first = 0) {
             struct backing *backing = &enclosure.subsystems[i]->namespaces[n];
+            uint32_t registered;
+            bool held;
 
+            reserve_count(backing, &registered, &held);
             used += (size_t)snprintf(answer + used, ANSWER_SIZE - used,
                 "%s{\"subsystem\": \"%s\", \"nsid\": %u, \"size\": %lu, \"attached\": %s, \"reads\": %lu, \"writes\": %lu, "
-                "\"read_bytes\": %lu, \"written_bytes\": %lu}", first ? "" : ", ", enclosure.subsystems[i]->nqn, backing->nsid,
+                "\"read_bytes\": %lu, \"written_bytes\": %lu, \"registered\": %u, \"reserved\": %s}", first ? "" : ", ", enclosure.subsystems[i]->nqn, backing->nsid,
                 backing->size, atomic_load(&backing->attached) ? "true" : "false", atomic_load(&backing->reads),
                 atomic_load(&backing->writes),
-                atomic_load(&backing->read_bytes), atomic_load(&backing->written_bytes));
+                atomic_load(&backing->read_bytes), atomic_load(&backing->written_bytes),
+                registered, held ? "true" : "false");
         }
     if (used < ANSWER_SIZE)
         snprintf(answer + used, ANSWER_SIZE - used, "]");

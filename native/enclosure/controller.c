@@ -111,6 +111,7 @@ static uint16_t connect_run(struct connection *connection, struct request *reque
             connection->controller = controller;
             connection->subsystem = controller->subsystem;
             connection->qid = connect->qid;
+            memcpy(connection->hostid, data->hostid, sizeof(connection->hostid));
         }
         pthread_mutex_unlock(&enclosure.lock);
     }

@@ -2,8 +2,8 @@
  *
  * One thread a connection, blocked in recv(): at depth 1 nothing wakes faster, and what is slow on one connection is slow on no other. The
  * namespaces are mapped: data goes from the map to the socket and from the socket into the map, through no buffer in between. main.c
- * listens; connection.c receives; request.c takes a command through its life; answer.c sends; admin.c, io.c and controller.c are what the
- * commands do; faults.c decides what goes wrong, control.c is told so.
+ * listens; connection.c receives; request.c takes a command through its life; answer.c sends; admin.c, io.c, reserve.c and controller.c are what
+ * the commands do; faults.c decides what goes wrong, control.c is told so.
  */
 #ifndef KVFS_ENCLOSURE_H
 #define KVFS_ENCLOSURE_H
@@ -27,6 +27,14 @@
 
 struct subsystem;
 
+/* A host that has registered for a namespace's reservation. */
+#define REGISTRANTS_MAX 16
+struct registrant {
+    bool used;
+    uint8_t hostid[16];
+    uint64_t key;
+};
+
 struct backing {
     char *path;
     int fd;
@@ -38,6 +46,9 @@ struct backing {
     uint8_t nguid[16];
     _Atomic bool attached;
     _Atomic uint64_t reads, writes, read_bytes, written_bytes;
+    struct registrant registrants[REGISTRANTS_MAX];
+    struct registrant *holder;      /* of the reservation; both under reserve.c's lock */
+    _Atomic bool reserved;          /* there is a holder */
 };
 
 struct subsystem {
@@ -149,6 +160,7 @@ struct connection {
     char peer[80];
     struct subsystem *subsystem;
     struct controller *controller;
+    uint8_t hostid[16];
     uint16_t qid;
     uint32_t entries, free_count, transfer_count;
     uint16_t sqhd;
@@ -241,6 +253,11 @@ uint16_t fabrics_run(struct connection *connection, struct request *request);
 uint16_t io_prepare(struct connection *connection, struct request *request);
 uint16_t io_run(struct connection *connection, struct request *request);
 enum command_class command_class(const struct connection *connection, const struct nvme_command *command);
+
+/* reserve.c */
+bool reserve_allows(const struct connection *connection, struct backing *backing); /* a write */
+uint16_t reserve_run(struct connection *connection, struct request *request);
+void reserve_count(struct backing *backing, uint32_t *registered, bool *held);
 
 /* controller.c */
 void controller_leave(struct connection *connection);

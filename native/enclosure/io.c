@@ -47,6 +47,9 @@ uint16_t io_prepare(struct connection *connection, struct request *request)
     request->backing = find_backing(connection, command->nsid);
     if (request->backing == NULL)
         return NVME_SC_INVALID_NAMESPACE | NVME_STATUS_DNR;
+    if ((command->opcode == NVME_IO_WRITE || command->opcode == NVME_IO_WRITE_ZEROES || command->opcode == NVME_IO_DATASET)
+        && !reserve_allows(connection, request->backing))
+        return NVME_SC_RESERVATION_CONFLICT | NVME_STATUS_DNR;
     switch (command->opcode) {
     case NVME_IO_READ:
     case NVME_IO_WRITE:
@@ -65,6 +68,12 @@ uint16_t io_prepare(struct connection *connection, struct request *request)
         request->size = ((command->cdw10 & 0xff) + 1) * (uint32_t)sizeof(struct nvme_range);
         if (command->sgl.size > request->size && command->sgl.size <= DATASET_SIZE_MAX)
             request->size = command->sgl.size;
+        request->data = request->own = malloc(request->size);
+        return request->own ? NVME_SC_SUCCESS : NVME_SC_INTERNAL;
+    case NVME_IO_RESERVATION_REGISTER:
+    case NVME_IO_RESERVATION_ACQUIRE:
+    case NVME_IO_RESERVATION_RELEASE:
+        request->size = command->opcode == NVME_IO_RESERVATION_RELEASE ? 8 : sizeof(struct nvme_reservation_keys);
         request->data = request->own = malloc(request->size);
         return request->own ? NVME_SC_SUCCESS : NVME_SC_INTERNAL;
     case NVME_IO_FLUSH: return NVME_SC_SUCCESS;
@@ -118,6 +127,9 @@ uint16_t io_run(struct connection *connection, struct request *request)
         discard(backing, request->offset, ((request->command.cdw12 & 0xffff) + 1ull) * enclosure.options.block_size);
         return NVME_SC_SUCCESS;
     case NVME_IO_DATASET: return run_dataset(request);
+    case NVME_IO_RESERVATION_REGISTER:
+    case NVME_IO_RESERVATION_ACQUIRE:
+    case NVME_IO_RESERVATION_RELEASE: return reserve_run(connection, request);
     default:
         for (uint32_t i = 0; i < connection->subsystem->namespace_count; i++)
             if ((backing == NULL || backing == &connection->subsystem->namespaces[i]) && flush(&connection->subsystem->namespaces[i]))

@@ -123,7 +123,7 @@ struct kvfs_client_information {
 int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_information *out);
 
 struct kvfs_client_statistics {
-    uint64_t lookups, hits, misses;
+    uint64_t lookups, hits, misses;             /* names looked at; blocks read; names that were not there, and blocks that could not be read */
     uint64_t gets, get_bytes, bounced_bytes;    /* blocks read; bytes of them; bytes of those that were copied once */
     uint64_t retries, timeouts, checksum_errors;
     uint64_t puts, put_bytes, deletes;

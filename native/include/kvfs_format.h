@@ -12,6 +12,8 @@
 #define KVFS_FORMAT_VERSION 1
 #define KVFS_PAGE_SIZE 4096
 #define KVFS_NAME_MAX 255
+/* Inode numbers, versions, generations and sequences: the mount epoch above a counter of so many bits. */
+#define KVFS_COUNTER_BITS 36
 /* Every checksum below is xxh3-64 with the pool's 64-bit secret as the seed, unless it says otherwise. */
 #define KVFS_LABEL_SIZE 65536
 #define KVFS_DEVICES_MAX 256

@@ -34,6 +34,8 @@ struct kvfs_plane_config {
     uint32_t max_write;          /* bytes; 0: 1 MiB; at most 1 MiB */
     uint32_t verify;             /* 1; 0 only in benchmarks: leaves are not checked */
     uint32_t spin_us;            /* a server thread polls this long before it sleeps, while traffic lasts; 0: never */
+    uint32_t kernel_timeout_s;   /* the kernel ends a /dev/fuse connection whose request waits longer, at most 65535; 0: never */
+    uint32_t slow_ms;            /* a request that takes longer is told of by KVFS_EVENT_SLOW; 0: none is */
     uint32_t reserved;
 };
 
@@ -90,6 +92,13 @@ int kvfs_nvme_info(struct kvfs_nvme *nvme, struct kvfs_nvme_info *out);
 int kvfs_nvme_read(struct kvfs_nvme *nvme, uint64_t offset, void *data, uint32_t size);
 int kvfs_nvme_write(struct kvfs_nvme *nvme, uint64_t offset, const void *data, uint32_t size);
 int kvfs_nvme_flush(struct kvfs_nvme *nvme);
+/* One step of a reservation, write exclusive for registrants, under a key of this host. REPLACE: whatever key it had before. PREEMPT: `other`'s
+ * registration ends. -EBADE: another's reservation, or not registered; -EOPNOTSUPP: there are none. */
+enum kvfs_reservation_step {
+    KVFS_RESERVATION_REGISTER, KVFS_RESERVATION_REPLACE, KVFS_RESERVATION_ACQUIRE, KVFS_RESERVATION_PREEMPT, KVFS_RESERVATION_RELEASE,
+    KVFS_RESERVATION_END
+};
+int kvfs_nvme_reservation(struct kvfs_nvme *nvme, enum kvfs_reservation_step step, uint64_t key, uint64_t other);
 /* Active namespaces, of at most `count`: how many there are. */
 int kvfs_nvme_namespaces(struct kvfs_nvme *nvme, uint32_t *out, uint32_t count);
 /* What a discovery controller lists: how many, of which at most `count` are written. The target's nqn is ignored. */
@@ -144,8 +153,10 @@ enum kvfs_event_type {
     KVFS_EVENT_DEVICE = 9,      /* value = device: its connection was lost, or is back; kvfs_device_message */
     KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name; value 1: it lost its last handle, and goes (kvfs_slab_close); 0: its last writer, and is a
                                   * file as any other (kvfs_slab_settle) */
-    KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab is no more, and nothing of it is under way: its segments are free */
-    KVFS_EVENT_SLAB_WANTED = 12 /* a file of `value` bytes without content is written with O_DIRECT: let it be a slab, then kvfs_slab_answer */
+    KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab is no more, and nothing of it is under way: its segments are free. value: the first of them */
+    KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: let it be a slab, then kvfs_slab_answer */
+    KVFS_EVENT_SLOW = 13        /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second at most,
+                                 * and as many that were not taken; the others count in slow_requests only */
 };
 struct kvfs_event { uint32_t type; uint32_t reserved; uint64_t inode; uint64_t value; };
 struct kvfs_completion { uint64_t cookie; int64_t result; };
@@ -182,11 +193,16 @@ int kvfs_fuse_add(struct kvfs_plane *plane, int fd);
 int kvfs_transport_count(struct kvfs_plane *plane);
 
 #define KVFS_VIRTIOFS_MAX 64
+#define KVFS_VIRTIOFS_MEMORY_TYPES_MAX 4
 struct kvfs_virtiofs_config {
     char tag[36];                /* of the config space: UTF-8, padded with zeros */
     uint32_t queue_count;        /* request queues, 1 to 64 */
     uint32_t queue_size_max;     /* a power of two, 8 to 1024 */
-    uint32_t reserved[2];
+    uint32_t memory_type_count;
+    uint32_t reserved;
+    /* Guest memory may lie in files of these filesystems (statfs(2), f_type), besides memfd, tmpfs and hugetlbfs. A fault on a file of another that
+     * does not answer would wait for ever. */
+    uint64_t memory_types[KVFS_VIRTIOFS_MEMORY_TYPES_MAX];
 };
 /* Serve vhost-user-fs front ends that connect to listen_fd (an AF_UNIX stream socket that listens; dup'ed), one at a time. Returns the number
  * of the transport, or -errno (-EUSERS: KVFS_VIRTIOFS_MAX are there). A front end that goes away is waited for again. */
@@ -214,9 +230,12 @@ int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie);
 int kvfs_name_put(struct kvfs_plane *plane, const void *inode_record, uint64_t replaced);
 /* Attributes or place changed, name unchanged. */
 int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);
+/* As kvfs_inode_update, of a block that was copied to another place; -EBUSY: it is being written, from where it was, and stays there. */
+int kvfs_inode_move(struct kvfs_plane *plane, const void *inode_record);
 /* Unlink: returns 1 if the inode is open and was kept nameless (KVFS_EVENT_IDLE follows), 0 if it is gone. */
 int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
-/* For each inode: if open, busy[i] = 1 and nothing changes; else its record is removed and busy[i] = 0. Returns the busy count. */
+/* For each inode: if open, busy[i] = 1 and nothing changes; else, or if it is open beyond its users' shares, its record is removed and busy[i] = 0.
+ * Returns the busy count. */
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);
 /* Of each: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its first
  * use, and no hit. 0 for what was there at the mount and not opened since, and for what is not there. */
@@ -225,7 +244,8 @@ int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t c
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick);
 /* One hit for each: blocks that native clients read. Inodes that are not there are passed over. */
 int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count);
-/* 0 not open, 1 open, 2 being written. */
+/* Beyond share: sealed, and all who have it open hold more than their share; eviction may take it. */
+enum kvfs_open_state { KVFS_NOT_OPEN = 0, KVFS_OPEN = 1, KVFS_BEING_WRITTEN = 2, KVFS_OPEN_BEYOND_SHARE = 3 };
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
 
 /* ---- files being written ---- */
@@ -236,7 +256,10 @@ int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode);
  * then. Completion: 0 (also when it is being written already: then it is truncated if keep_content is 0), -EBUSY (a seal or spill is under
  * way, and keep_content is 0), -ENOENT, -EBADMSG, or -errno of reading the header. */
 int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int keep_content);
+/* Of a file that is being written. -EBUSY: a seal or spill is under way, or it is a slab; -ENOENT: it is not being written; -EFBIG. */
 int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
+/* The same for fallocate(2), which makes a file no smaller, and asks for its room: -ENOSPC, or what kvfs_set_space said. */
+int kvfs_file_allocate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
 int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns);
 /* Forget the staged bytes of an inode that nobody will seal (unlinked and closed). */
 int kvfs_file_discard(struct kvfs_plane *plane, uint64_t inode);
@@ -262,8 +285,9 @@ int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, in
  * -EBUSY (a job on it is under way), or -errno of an I/O. */
 int kvfs_slab_resize(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, uint64_t size);
 /* Make it an ordinary file being written, dirty, whose content is placed (kvfs_file_extents). Completion: 0; -EBUSY: it is open for writing; -EPERM: it has been
- * overwritten, and goes; -ENOENT; -errno of an I/O. */
-int kvfs_slab_settle(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode);
+ * overwritten, and goes; -ENOENT; -errno of an I/O. writers_stay: also while it is open for writing, and overwritten; -EPERM: its owner chose a slab, it
+ * has failed, or is larger than a file may be. */
+int kvfs_slab_settle(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int writers_stay);
 /* Remove a slab that nobody has open from the table, with its content. -EBUSY: somebody has; -ENOENT. */
 int kvfs_slab_close(struct kvfs_plane *plane, uint64_t inode);
 /* After KVFS_EVENT_SLAB_WANTED, whatever came of it: writes that waited go on. -ENOENT. */
@@ -301,12 +325,29 @@ uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancesto
 int kvfs_spill_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_info *out);
 int kvfs_spill_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count);
 int kvfs_spill_cancel(struct kvfs_plane *plane, uint64_t inode);
+/* The inodes that have something to seal, sealed ones that were changed among them. Returns the count; with more than capacity, only capacity are written. */
+uint32_t kvfs_dirty_files(struct kvfs_plane *plane, uint64_t *out, uint32_t capacity);
 /* Extents of a file being written that are on the devices already: the segments they lie in must not be freed. Returns the count;
  * with more than capacity, only capacity are written. */
 int kvfs_file_extents(struct kvfs_plane *plane, uint64_t inode, struct kvfs_extent *out, uint32_t capacity);
 /* Bytes that the pool can hold of what must stay: open blocks and files being written. A WRITE that would go beyond ends with `error`, a
  * positive errno. */
 void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error);
+
+/* ---- shares: what one user may hold of the pool ---- */
+
+/* Users are those who open a file: a uid of the host, or, for all of a guest, this and the number of its transport. SETXATTR names them so, too. */
+#define KVFS_USER_GUEST 0xffff0000u
+#define KVFS_USER_OTHERS 0xffffffffu    /* more users than there is place for: they share one share */
+struct kvfs_user { uint32_t id, reserved; uint64_t open_bytes, evicted; };
+/* What one user may hold: sealed blocks that are open, and what kvfs_user_hold says. Root and `exempt` may hold all. */
+void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t exempt);
+/* What a user holds besides: pins, reservations, slabs. */
+void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);
+/* Users that were ever seen. Returns the count, at most capacity. */
+int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacity);
+/* The user that an inode's open content is charged to; -ENOENT: it is not open. */
+int64_t kvfs_inode_user(struct kvfs_plane *plane, uint64_t inode);
 
 /* ---- the store: jobs, each with a completion ---- */
 
@@ -321,12 +362,12 @@ struct kvfs_scan_result {
     uint32_t next_page;         /* where the scan stopped: no valid header there, end_page, or out is full */
     uint32_t entry_count;
     uint32_t full;              /* 1: out was too small for the next entry; scan again from next_page */
-    uint32_t reserved;
+    uint32_t impossible;        /* headers that are whole, but whose records no kvfs can have written: stepped over */
 };
-/* Walk block headers from first_page on; for each valid one of this generation write its inode record, then its ancestors' records.
- * result and out are the caller's until the completion (0 or -errno). */
-int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint64_t generation, uint32_t first_page,
-                    uint32_t end_page, void *out, uint64_t capacity, struct kvfs_scan_result *result);
+/* Walk block headers from first_page on; for each valid one of this generation write its inode record, then its ancestors' records. Numbers
+ * in them are of mounts up to epoch_max. result and out are the caller's until the completion (0 or -errno). */
+int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint64_t generation, uint64_t epoch_max,
+                    uint32_t first_page, uint32_t end_page, void *out, uint64_t capacity, struct kvfs_scan_result *result);
 /* Check the block of this inode record: header, and with verify_data every leaf. Completion: 0, -EBADMSG, or -errno of a read. */
 int kvfs_store_verify(struct kvfs_plane *plane, uint64_t cookie, const void *record, uint32_t record_size, int verify_data);
 /* Copy a sealed block to new runs with a new header (carry-over). old_record as in the index; record, runs, header_pages as in seal_write
@@ -335,6 +376,15 @@ int kvfs_store_verify(struct kvfs_plane *plane, uint64_t cookie, const void *rec
 int kvfs_store_copy(struct kvfs_plane *plane, uint64_t cookie, const void *old_record, uint32_t old_size, const struct kvfs_run *runs,
                     uint32_t run_count, uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors,
                     uint32_t ancestors_size, void *out_record, uint32_t capacity);
+/* What inode records of a pool can say. */
+struct kvfs_record_limits {
+    uint64_t epoch_max;         /* the last mount that can have given out numbers */
+    uint32_t segment_count;
+    uint32_t end_page;          /* of every segment: blocks lie before it */
+};
+/* Check concatenated inode records that come from a device. Returns how many there are; -EBADMSG, with *at and *why (a constant), of the
+ * first that no kvfs can have written. Any thread; does not block. */
+int64_t kvfs_records_check(const struct kvfs_record_limits *limits, const void *records, uint64_t size, uint64_t *at, const char **why);
 /* Device I/Os in flight on a segment (also those that were given up on): it may be written again only at 0. */
 uint32_t kvfs_segment_busy(struct kvfs_plane *plane, uint32_t segment);
 
@@ -346,12 +396,16 @@ struct kvfs_device_statistics {
     uint64_t reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
     uint64_t read_buckets[KVFS_DEVICE_BUCKETS], write_buckets[KVFS_DEVICE_BUCKETS]; /* as in kvfs_latency, of one I/O each */
 };
+#define KVFS_AGES 28
 struct kvfs_statistics {
     uint64_t requests, forwarded, forward_timeouts, forwarded_in_flight;
-    uint64_t lookups, lookup_misses, opens, stale_opens, reads, read_bytes, writes, write_bytes;
+    uint64_t lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads, read_bytes, writes, write_bytes;
     uint64_t checksum_errors, read_errors, staged_bytes, staging_size, staged_files, open_handles, parked;
     uint64_t spins, sleeps, wakeups, blocks_written, blocks_copied, written_bytes, jobs_in_flight, zombies;
     uint64_t open_bytes;         /* of open blocks and files being written: what eviction must keep */
+    uint64_t names_missed;       /* lookup_misses less misses_made (names that were then made); never falls */
+    uint64_t slow_requests;      /* took longer than slow_ms */
+    uint64_t found_ages[KVFS_AGES]; /* opens of sealed blocks, and hits that clients told of: [0] within a second of mtime, [i] below 2^i s */
 };
 void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out);
 /* The last news of an NVMe/TCP device's connection, as a sentence. Returns 1 if the device can be used, 0 if not; of others 1 and "". */
@@ -362,7 +416,8 @@ int kvfs_latency_get(struct kvfs_plane *plane, uint32_t operation, struct kvfs_l
 
 /* ---- fault injection, for tests only ---- */
 
-enum kvfs_fault { KVFS_FAULT_NONE = 0, KVFS_FAULT_ERROR = 1, KVFS_FAULT_DELAY = 2, KVFS_FAULT_SHORT = 3, KVFS_FAULT_FLIP = 4, KVFS_FAULT_LOST_WRITE = 5 };
+enum kvfs_fault { KVFS_FAULT_NONE = 0, KVFS_FAULT_ERROR = 1, KVFS_FAULT_DELAY = 2, KVFS_FAULT_SHORT = 3, KVFS_FAULT_FLIP = 4, KVFS_FAULT_LOST_WRITE = 5,
+                  KVFS_FAULT_HOLD = 6 /* nobody hears of its end before the next kvfs_fault_set of another kind; value: errno that it then ends with, or 0 */ };
 /* From now on every `every`-th I/O (reads: 1, writes: 2, both: 3) of a device suffers the fault. value: errno, delay in ms. */
 int kvfs_fault_set(struct kvfs_plane *plane, uint32_t device, uint32_t fault, uint32_t direction, uint32_t every, uint32_t value);
 

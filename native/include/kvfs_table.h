@@ -35,6 +35,7 @@ struct kvfs_record {
 
 struct kvfs_table_statistics {
     uint64_t records;       /* live */
+    uint64_t blocks;        /* of them sealed files with a name */
     uint64_t records_max;
     uint64_t bytes;         /* shared memory in use (bucket pages, record slots up to the high-water mark) */
     uint64_t buckets;
@@ -58,7 +59,7 @@ int kvfs_table_update(struct kvfs_table *table, const struct kvfs_record *record
 /* Remove name and record, or with keep only the name (NAMELESS is set). -ENOENT. */
 int kvfs_table_remove(struct kvfs_table *table, uint64_t inode, int keep);
 /* Put every inode record of a buffer of concatenated `struct kvfs_inode_record`s (validated: -EBADMSG names no offset but nothing behind
- * the bad record is loaded). Returns how many were put, or -errno. With a NULL table they are only checked. */
+ * the bad record is loaded). Returns how many were put, or -errno. */
 int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t size);
 /* While incomplete (at a rebuild), a missing name is -EAGAIN for readers, not -ENOENT. A new table is incomplete. */
 void kvfs_table_set_complete(struct kvfs_table *table, int complete);

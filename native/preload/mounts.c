@@ -599,6 +599,12 @@ int place_find(struct place *place, enum ids ids, struct kvfs_attributes *out) {
 
 /* ---- attributes ---- */
 
+/* Times before 1970 are negative: the part of a second counts from the second before. */
+static struct timespec timespec_of(int64_t ns) {
+    int64_t rest = ns % 1000000000;
+    return (struct timespec){ns / 1000000000 - (rest < 0), rest + (rest < 0 ? 1000000000 : 0)};
+}
+
 void mount_fill_stat(const struct mount *mount, const struct kvfs_attributes *attributes, struct stat *out) {
     memset(out, 0, sizeof(*out));
     out->st_dev = mount->model.st_dev;
@@ -610,13 +616,14 @@ void mount_fill_stat(const struct mount *mount, const struct kvfs_attributes *at
     out->st_size = (off_t)attributes->size;
     out->st_blksize = mount->model.st_blksize;
     out->st_blocks = (blkcnt_t)((attributes->size + 511) / 512);
-    out->st_atim = (struct timespec){attributes->atime_ns / 1000000000, attributes->atime_ns % 1000000000};
-    out->st_mtim = (struct timespec){attributes->mtime_ns / 1000000000, attributes->mtime_ns % 1000000000};
-    out->st_ctim = (struct timespec){attributes->ctime_ns / 1000000000, attributes->ctime_ns % 1000000000};
+    out->st_atim = timespec_of(attributes->atime_ns);
+    out->st_mtim = timespec_of(attributes->mtime_ns);
+    out->st_ctim = timespec_of(attributes->ctime_ns);
 }
 
 static struct statx_timestamp timestamp(int64_t ns) {
-    return (struct statx_timestamp){.tv_sec = ns / 1000000000, .tv_nsec = (uint32_t)(ns % 1000000000)};
+    struct timespec time = timespec_of(ns);
+    return (struct statx_timestamp){.tv_sec = time.tv_sec, .tv_nsec = (uint32_t)time.tv_nsec};
 }
 
 bool mount_fill_statx(const struct mount *mount, const struct kvfs_attributes *attributes, unsigned mask, struct statx *out) {

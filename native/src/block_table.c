@@ -138,17 +138,6 @@ static inline void end_write(_Atomic uint32_t *sequence)
     set_release(sequence, get(sequence) + 1);
 }
 
-static void slot_write(struct kvfs_table *table, uint32_t number, const struct packed *packed)
-{
-    struct slot *slot = &table->slots[number];
-
-    begin_write(&slot->sequence);
-    set(&slot->links_kind, packed->links_kind);
-    for (int i = 0; i < WORDS; i++)
-        set(&slot->words[i], packed->words[i]);
-    end_write(&slot->sequence);
-}
-
 static struct packed slot_content(const struct kvfs_table *table, uint32_t number)
 {
     const struct slot *slot = &table->slots[number];
@@ -158,6 +147,26 @@ static struct packed slot_content(const struct kvfs_table *table, uint32_t numbe
     for (int i = 0; i < WORDS; i++)
         packed.words[i] = get(&slot->words[i]);
     return packed;
+}
+
+/* A sealed file with a name. */
+static unsigned is_block(const struct packed *packed)
+{
+    return (packed->links_kind & 3) == KVFS_KIND_FILE && packed_flags(packed) & KVFS_INODE_SEALED &&
+           !(packed_flags(packed) & KVFS_INODE_NAMELESS);
+}
+
+static void slot_write(struct kvfs_table *table, uint32_t number, const struct packed *packed)
+{
+    struct slot *slot = &table->slots[number];
+    struct packed before = slot_content(table, number);
+
+    set(&table->header->blocks, get(&table->header->blocks) + is_block(packed) - is_block(&before));
+    begin_write(&slot->sequence);
+    set(&slot->links_kind, packed->links_kind);
+    for (int i = 0; i < WORDS; i++)
+        set(&slot->words[i], packed->words[i]);
+    end_write(&slot->sequence);
 }
 
 static bool slot_matches(const struct kvfs_table *table, uint32_t number, const struct key *key)
@@ -661,8 +670,6 @@ static int64_t parse(const struct kvfs_table *table, const unsigned char *at, ui
         return -EBADMSG;
     /* A nameless inode's record holds the name that it has lost. */
     out->named = in.name_size && in.inode != 1 && !(in.flags & KVFS_INODE_NAMELESS);
-    if (!table) /* only checked */
-        return in.record_size;
     out->hash = inode_hash(table, in.inode);
     __builtin_prefetch(&table->inodes.buckets[bucket_of(out->hash, get(table->inodes.count))], 1);
     if (out->named) {
@@ -678,7 +685,7 @@ int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t 
     const unsigned char *at = records;
     int64_t loaded = 0, rc = 0;
 
-    assert(!table || table->fd >= 0);
+    assert(table->fd >= 0);
     /* In batches, so that the buckets of a whole batch are fetched at once. */
     while (size && rc >= 0) {
         int count = 0;
@@ -692,7 +699,7 @@ int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t 
             count++;
         }
         for (int i = 0; i < count; i++) {
-            int failed = !table ? 0 : put(table, &entries[i].record, entries[i].hash, entries[i].named ? &entries[i].name : NULL, false);
+            int failed = put(table, &entries[i].record, entries[i].hash, entries[i].named ? &entries[i].name : NULL, false);
 
             if (failed)
                 return failed;

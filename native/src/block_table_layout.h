@@ -94,6 +94,7 @@ struct header {
     _Atomic uint32_t slots_fresh;   /* never used from here on */
     _Atomic uint32_t overflow_fresh;
     _Atomic uint32_t overflow_used;
+    _Atomic uint64_t blocks;        /* sealed files with a name */
 };
 static_assert(sizeof(struct header) <= KVFS_PAGE_SIZE, "one page");
 

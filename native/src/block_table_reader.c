@@ -230,6 +230,7 @@ void kvfs_table_statistics(const struct kvfs_table *table, struct kvfs_table_sta
 
     *out = (struct kvfs_table_statistics){
         .records = get(&header->records),
+        .blocks = get(&header->blocks),
         .records_max = table->records_max,
         .bytes = KVFS_PAGE_SIZE + page_round(names * sizeof(struct bucket)) + page_round(inodes * sizeof(struct bucket)) +
                  page_round((uint64_t)get(&header->overflow_fresh) * sizeof(struct bucket)) +

@@ -308,6 +308,7 @@ int key_find(struct kvfs_client *client, struct session *session, struct shards 
 static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes, uint8_t *found) {
     struct session *session;
     struct shards shards = {0};
+    uint32_t missing = 0;
     const uint8_t *key = keys->data;
     int r = session_get(client, &session);
     if (r < 0)
@@ -321,8 +322,10 @@ static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, int
             sizes[i] = r == 0 ? (int64_t)record.size : -ENOENT;
         if (found)
             found[i] = r == 0;
+        missing += r == -ENOENT;
     }
     TALLY(client, lookups, keys->count);
+    TALLY(client, misses, missing);
     session_put(session);
     return r == -ENOENT ? 0 : r;
 }
@@ -484,6 +487,8 @@ int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attribut
         path += size + (path[size] == '/');
     }
     TALLY(client, lookups, 1);
+    if (r == -ENOENT)
+        TALLY(client, misses, 1);
     session_put(session);
     return r;
 }

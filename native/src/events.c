@@ -34,6 +34,10 @@ void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t
             return;
         }
     }
+    if (type == KVFS_EVENT_SLOW && plane->slow_waiting == SLOW_EVENTS_MAX) { /* Python has stopped, perhaps for hours */
+        pthread_mutex_unlock(&plane->queue_lock);
+        return;
+    }
     if (plane->event_count == plane->event_capacity) {
         uint32_t capacity = plane->event_capacity * 2;
         struct kvfs_event *grown = realloc(plane->events, capacity * sizeof(*grown));
@@ -42,8 +46,10 @@ void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t
             plane->event_capacity = capacity;
         }
     }
-    if (plane->event_count < plane->event_capacity)
+    if (plane->event_count < plane->event_capacity) {
         plane->events[plane->event_count++] = (struct kvfs_event){.type = type, .inode = inode, .value = value};
+        plane->slow_waiting += type == KVFS_EVENT_SLOW;
+    }
     unlock_and_wake(plane);
 }
 
@@ -98,6 +104,8 @@ int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t 
     pthread_mutex_lock(&plane->queue_lock);
     uint32_t n = (uint32_t)min_u64(count, plane->event_count);
     memcpy(out, plane->events, n * sizeof(*out));
+    for (uint32_t i = 0; i < n; i++)
+        plane->slow_waiting -= out[i].type == KVFS_EVENT_SLOW;
     memmove(plane->events, plane->events + n, (plane->event_count - n) * sizeof(*out));
     plane->event_count -= n;
     queue_drained(plane);

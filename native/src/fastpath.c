@@ -10,6 +10,10 @@
 #endif
 #define FLAG2_DIRECT_IO_ALLOW_MMAP (1u << (36 - 32))
 #define FLAG_INIT_EXT (1u << 30)
+/* Linux 6.15, protocol 7.43. Older headers know neither the flag nor the field: 16 bits, behind flags2 and another field. */
+#define FLAG2_REQUEST_TIMEOUT (1u << (42 - 32))
+#define INIT_REQUEST_TIMEOUT_AT 40u
+static_assert(sizeof(struct fuse_init_out) == 64 && __builtin_offsetof(struct fuse_init_out, flags2) + 8 == INIT_REQUEST_TIMEOUT_AT, "ABI");
 #define OPEN_DIRECT_IO (1u << 0)
 #define OPEN_KEEP_CACHE (1u << 1)
 #define OPEN_NOFLUSH (1u << 5)
@@ -18,7 +22,16 @@
 /* A page that could not be read the kernel asks for once more: to whoever reads that is one read, with one deadline. */
 #define AGAIN_NS 500000000ull
 #define XATTR_NAME_SIZE_MAX 255
-#define KVFS_SLAB_REQUEST "kvfs.slab" /* frontend/fuse.py takes it */
+/* namespace/files.py takes them. */
+#define SLAB_REQUEST "kvfs.slab"
+#define ALLOCATE_REQUEST "kvfs.allocate"
+
+/* Times before 1970 are negative: the part of a second counts from the second before. */
+static void time_split(int64_t ns, uint64_t *seconds, uint32_t *part) {
+    int64_t rest = ns % 1000000000;
+    *seconds = (uint64_t)(ns / 1000000000 - (rest < 0));
+    *part = (uint32_t)(rest + (rest < 0 ? 1000000000 : 0));
+}
 
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr) {
     (void)plane;
@@ -26,12 +39,9 @@ void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struc
     attr->ino = record->inode;
     attr->size = record->size;
     attr->blocks = (record->size + 511) / 512;
-    attr->atime = (uint64_t)(record->atime_ns / 1000000000);
-    attr->atimensec = (uint32_t)(record->atime_ns % 1000000000);
-    attr->mtime = (uint64_t)(record->mtime_ns / 1000000000);
-    attr->mtimensec = (uint32_t)(record->mtime_ns % 1000000000);
-    attr->ctime = (uint64_t)(record->ctime_ns / 1000000000);
-    attr->ctimensec = (uint32_t)(record->ctime_ns % 1000000000);
+    time_split(record->atime_ns, &attr->atime, &attr->atimensec);
+    time_split(record->mtime_ns, &attr->mtime, &attr->mtimensec);
+    time_split(record->ctime_ns, &attr->ctime, &attr->ctimensec);
     attr->mode = record->mode;
     attr->nlink = record->flags & KVFS_INODE_NAMELESS ? 0 : record->nlink;
     attr->uid = record->uid;
@@ -51,8 +61,7 @@ bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *at
         staged = true;
         attr->size = node->file->size;
         attr->blocks = (attr->size + 511) / 512;
-        attr->mtime = (uint64_t)(node->file->mtime_ns / 1000000000);
-        attr->mtimensec = (uint32_t)(node->file->mtime_ns % 1000000000);
+        time_split(node->file->mtime_ns, &attr->mtime, &attr->mtimensec);
     }
     pthread_mutex_unlock(&node->lock);
     node_put(plane, node);
@@ -100,12 +109,22 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
     /* Pages of a file that another kernel may rewrite: before a read of its cache a kernel looks at the file's mtime, as far as it does not
      * trust the attributes that it has; a host is told to ask again. */
     wanted |= transport->guest || guests_present(plane) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
+    /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would
+     * ask again for each that was listed. Which listings are worth it (`ls -l`, not `ls`) the kernel finds out: AUTO. */
+    transport->inc_epoch = init.minor >= 44 && !transport->guest;
+    transport->listing_plus = transport->inc_epoch && offered & FUSE_DO_READDIRPLUS && offered & FUSE_READDIRPLUS_AUTO;
+    if (transport->listing_plus)
+        wanted |= FUSE_DO_READDIRPLUS | FUSE_READDIRPLUS_AUTO;
+    /* What a guest's kernel does is the guest's. */
+    uint16_t patience_s = transport->guest ? 0 : (uint16_t)min_u64(plane->config.kernel_timeout_s, UINT16_MAX);
+    if (patience_s)
+        wanted |= (uint64_t)FLAG2_REQUEST_TIMEOUT << 32;
     uint64_t flags = offered & wanted;
+    if (flags >> 32 & FLAG2_REQUEST_TIMEOUT)
+        memcpy((uint8_t *)&out + INIT_REQUEST_TIMEOUT_AT, &patience_s, sizeof(patience_s));
     out.minor = init.minor < 45 ? init.minor : 45;
     transport->minor = out.minor;
     transport->direct_mmap = flags >> 32 & FLAG2_DIRECT_IO_ALLOW_MMAP;
-    /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). */
-    transport->inc_epoch = init.minor >= 44 && !transport->guest;
     if (transport->guest) /* it has booted, or mounts again: nothing of before is open there */
         transport_forget(transport);
     out.max_readahead = init.max_readahead;
@@ -134,11 +153,11 @@ static void do_lookup(struct server *server, uint8_t *head, size_t size, uint64_
     struct kvfs_record record;
     int r = kvfs_table_find_name(plane->table, in->nodeid, name, (uint32_t)name_size, &record);
     if (r == -EAGAIN || (r == 0 && record.flags & KVFS_INODE_ASK)) {
-        mux_forward(server, head, (uint32_t)size, 0, 0);
+        mux_forward(server, head, (uint32_t)size, 0, name_hash(plane, in->nodeid, name, name_size));
         return;
     }
     if (r < 0) {
-        COUNT(plane, lookup_misses, 1);
+        missed_add(plane, name_hash(plane, in->nodeid, name, name_size));
         reply_error(server, in->unique, -ENOENT);
     } else {
         struct fuse_entry_out entry;
@@ -149,7 +168,7 @@ static void do_lookup(struct server *server, uint8_t *head, size_t size, uint64_
         entry_timeouts(server->transport, &entry.attr, staged || !(record.flags & KVFS_INODE_SEALED), &entry);
         reply_data(server, in->unique, &entry, sizeof(entry));
     }
-    latency_add(plane, LATENCY_LOOKUP, arrived);
+    slow_look(plane, FUSE_LOOKUP, in->nodeid, latency_add(plane, LATENCY_LOOKUP, arrived));
 }
 
 static void do_getattr(struct server *server, uint8_t *head, size_t size) {
@@ -210,7 +229,8 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
     }
     struct kvfs_record record;
     struct node *node;
-    int r = node_open(plane, in->nodeid, false, &record, &node);
+    struct user *user = user_get(plane, user_id(server->transport, in->uid));
+    int r = node_open(plane, in->nodeid, user, false, &record, &node);
     if (r == -EAGAIN) {
         mux_forward(server, head, (uint32_t)size, open.flags, 0);
         return;
@@ -218,11 +238,11 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
     struct fuse_open_out out;
     memset(&out, 0, sizeof(out));
     if (r == 0) {
-        r = handle_open(plane, server->transport, node, open.flags, false, &out.fh);
+        r = handle_open(plane, server->transport, node, user, open.flags, false, &out.fh);
         if (r < 0) {
             struct shard *shard = shard_of(plane, in->nodeid);
             pthread_mutex_lock(&shard->lock);
-            node_unopen(plane, node, false);
+            node_unopen(plane, node, user, false);
             pthread_mutex_unlock(&shard->lock);
             node_put(plane, node);
         }
@@ -243,7 +263,7 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
         out.open_flags |= OPEN_KEEP_CACHE;
     COUNT(plane, opens, 1);
     reply_data(server, in->unique, &out, sizeof(out));
-    latency_add(plane, LATENCY_OPEN, arrived);
+    slow_look(plane, FUSE_OPEN, in->nodeid, latency_add(plane, LATENCY_OPEN, arrived));
 }
 
 static struct request *request_new(struct server *server, const struct fuse_in_header *in, struct node *node, uint64_t arrived) {
@@ -355,12 +375,13 @@ static void written_without_handle(struct kvfs_plane *plane, struct node *node) 
 void request_reply_write(struct kvfs_plane *plane, struct request *request, int r) {
     if (r < 0) {
         reply_error(request->server, request->unique, r);
+        slow_look(plane, FUSE_WRITE, request->node->inode, now_ns() - request->arrived_ns);
     } else {
         struct fuse_write_out out = {.size = request->size};
         COUNT(plane, writes, 1);
         COUNT(plane, write_bytes, request->size);
         reply_data(request->server, request->unique, &out, sizeof(out));
-        latency_add(plane, LATENCY_WRITE, request->arrived_ns);
+        slow_look(plane, FUSE_WRITE, request->node->inode, latency_add(plane, LATENCY_WRITE, request->arrived_ns));
     }
     if (request->transport->guest) {
         if (atomic_load(&request->node->host_cached))
@@ -427,7 +448,9 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
     if (request->opcode == FUSE_WRITE) {
         if (slab_worker_write(plane, ring, request))
             return;
-        for (int attempt = 0; attempt < 64; attempt++) {
+        /* What it needs may be sealed or spilled again before it is written: it tries until its deadline, and never takes that for an end. */
+        const uint64_t until = request->arrived_ns + plane->config.request_timeout_ms * 1000000ull;
+        for (;;) {
             pthread_mutex_lock(&node->lock);
             r = node->file ? file_write(plane, node, request) : -ENOENT;
             pthread_mutex_unlock(&node->lock);
@@ -442,6 +465,8 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
             } else {
                 break;
             }
+            if (r == 0 && now_ns() > until)
+                r = -ETIMEDOUT;
             if (r < 0)
                 break;
         }
@@ -477,20 +502,21 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
     }
     if (r < 0) {
         COUNT(plane, read_errors, 1);
-        reply_error(request->server, request->unique, -EIO);
+        request_reply_failed(plane, request, -EIO);
     } else {
         request_reply_read(plane, request, (uint32_t)size);
     }
     request_put(plane, request);
 }
 
-/* Python makes slabs, and makes them larger; of FALLOCATE pyfuse3 knows nothing, so it is asked as by setxattr(2). Both are answered alike. */
-static void forward_slab(struct server *server, uint8_t *head, uint64_t size) {
+/* Python makes slabs, and makes them larger, and it knows when a seal ends; of FALLOCATE pyfuse3 knows nothing, so it is asked as by setxattr(2). Both
+ * are answered alike. */
+static void forward_fallocate(struct server *server, uint8_t *head, const char *what, uint64_t size) {
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_setxattr_in set = {0};
     char *name = (char *)(in + 1) + FUSE_COMPAT_SETXATTR_IN_SIZE;
-    int length = sprintf(name, "%s%c%llu", KVFS_SLAB_REQUEST, 0, (unsigned long long)size);
-    set.size = (uint32_t)(length - (int)sizeof(KVFS_SLAB_REQUEST));
+    int length = sprintf(name, "%s%c%llu", what, 0, (unsigned long long)size);
+    set.size = (uint32_t)(length - (int)strlen(what) - 1);
     memcpy(in + 1, &set, FUSE_COMPAT_SETXATTR_IN_SIZE);
     in->opcode = FUSE_SETXATTR;
     in->len = (uint32_t)(sizeof(*in) + FUSE_COMPAT_SETXATTR_IN_SIZE) + (uint32_t)length;
@@ -512,20 +538,16 @@ static void do_fallocate(struct server *server, uint8_t *head) {
     if (r == 0) {
         pthread_mutex_lock(&handle.node->lock);
         struct file *file = handle.node->file;
-        bool ask = file && (file->slab ? end > file->size : end >= KVFS_SLAB_MIN && file_untouched(file));
-        if (ask) {
-            pthread_mutex_unlock(&handle.node->lock);
+        bool grows = file && end > file->size, slab = grows && (file->slab || (end >= KVFS_SLAB_MIN && file_untouched(file)));
+        r = file ? 0 : -EOPNOTSUPP;
+        if (grows && !slab)
+            r = file_allocate(plane, handle.node, end);
+        pthread_mutex_unlock(&handle.node->lock);
+        if (slab || r == -EBUSY) {
             node_put(plane, handle.node);
-            forward_slab(server, head, end);
+            forward_fallocate(server, head, slab ? SLAB_REQUEST : ALLOCATE_REQUEST, end);
             return;
         }
-        if (!file)
-            r = -EOPNOTSUPP;
-        else if (end > file->size && atomic_load(&plane->open_bytes) + (end - file->size) > atomic_load(&plane->space))
-            r = -atomic_load(&plane->space_error);
-        else if (end > file->size)
-            r = file->sealing ? -EBUSY : file_truncate(plane, handle.node, end);
-        pthread_mutex_unlock(&handle.node->lock);
     }
     if (r == 0 && server->transport->guest && atomic_load(&handle.node->host_cached))
         notify_inode(plane, in->nodeid);
@@ -658,6 +680,21 @@ static int strings_check(uint32_t opcode, const uint8_t *body, size_t size) {
     }
 }
 
+/* A request that gives something a name. Its strings have been checked. */
+static void made_note(struct kvfs_plane *plane, const struct fuse_in_header *in) {
+    const uint8_t *body = (const uint8_t *)(in + 1);
+    size_t at = in->opcode == FUSE_CREATE ? sizeof(struct fuse_create_in) : in->opcode == FUSE_MKNOD ? sizeof(struct fuse_mknod_in) :
+                in->opcode == FUSE_MKDIR ? sizeof(struct fuse_mkdir_in) : in->opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) :
+                in->opcode == FUSE_RENAME2 ? sizeof(struct fuse_rename2_in) : 0;
+    const char *name = (const char *)body + at;
+    uint64_t parent = in->nodeid;
+    if (in->opcode == FUSE_RENAME || in->opcode == FUSE_RENAME2) {
+        memcpy(&parent, body, sizeof(parent)); /* newdir comes first in both */
+        name += strlen(name) + 1;
+    }
+    missed_made(plane, parent, name);
+}
+
 void fastpath_request(struct server *server, size_t size, struct slot **landing) {
     struct kvfs_plane *plane = server->plane;
     uint8_t *head = server->head;
@@ -700,9 +737,11 @@ void fastpath_request(struct server *server, size_t size, struct slot **landing)
     case FUSE_LINK: reply_error(server, in->unique, -EPERM); return; /* no hard links: one name per inode */
     case FUSE_IOCTL: reply_error(server, in->unique, -ENOTTY); return;
     case FUSE_GETXATTR: {
+        /* security.* is asked for on every buffered write and by execve(2), system.posix_acl_access by `ls -l` for every file. Of other
+         * namespaces there are none, and EOPNOTSUPP says so: who gets it asks for no second file. */
         const char *name = (const char *)(in + 1) + sizeof(struct fuse_getxattr_in);
-        if (strncmp(name, "security.", 9) == 0) { /* asked on every buffered write */
-            reply_error(server, in->unique, -ENODATA);
+        if (strncmp(name, "user.", 5) != 0 && strncmp(name, "trusted.", 8) != 0) {
+            reply_error(server, in->unique, -EOPNOTSUPP);
             return;
         }
         mux_forward(server, head, (uint32_t)size, 0, 0);
@@ -730,12 +769,21 @@ void fastpath_request(struct server *server, size_t size, struct slot **landing)
     case FUSE_CREATE: {
         struct fuse_create_in create;
         memcpy(&create, in + 1, sizeof(create));
+        made_note(plane, in);
         mux_forward(server, head, (uint32_t)size, create.flags, 0);
         return;
     }
-    case FUSE_READDIR: {
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS: {
+        if (in->opcode == FUSE_READDIRPLUS && !server->transport->listing_plus) {
+            reply_error(server, in->unique, -ENOSYS);
+            return;
+        }
         struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
-        read->fh = in->nodeid;
+        if (read->offset > INT64_MAX) { /* a cookie is an inode number and 2, or what lies before them */
+            reply_error(server, in->unique, -EINVAL);
+            return;
+        }
         mux_forward(server, head, (uint32_t)size, 0, read->offset);
         return;
     }
@@ -755,14 +803,17 @@ void fastpath_request(struct server *server, size_t size, struct slot **landing)
         mux_forward(server, head, (uint32_t)size, 0, 0);
         return;
     }
-    case FUSE_READLINK:
     case FUSE_SYMLINK:
     case FUSE_MKNOD:
     case FUSE_MKDIR:
-    case FUSE_UNLINK:
-    case FUSE_RMDIR:
     case FUSE_RENAME:
     case FUSE_RENAME2:
+        made_note(plane, in);
+        mux_forward(server, head, (uint32_t)size, 0, 0);
+        return;
+    case FUSE_READLINK:
+    case FUSE_UNLINK:
+    case FUSE_RMDIR:
     case FUSE_STATFS:
     case FUSE_SETXATTR:
     case FUSE_LISTXATTR:

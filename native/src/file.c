@@ -58,6 +58,11 @@ void file_count(struct kvfs_plane *plane, struct file *file) {
     file->counted = size;
 }
 
+void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled) {
+    assert(!chunk->slot);
+    *chunk = (struct chunk){.state = CHUNK_PLACED, .filled = filled, .placement = ++node->placements};
+}
+
 /* Take over a sealed content: every chunk placed. */
 int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc) {
     struct file *file = node->file;
@@ -78,9 +83,10 @@ int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct des
     for (uint32_t i = 0; i < file->chunk_count; i++) {
         struct chunk *chunk = &file->chunks[i];
         assert(chunk->state != CHUNK_STAGED);
-        chunk->state = i < chunks ? CHUNK_PLACED : CHUNK_HOLE;
-        chunk->filled = i < chunks ? (uint32_t)min_u64(CHUNK_SIZE, desc->size - i * CHUNK_SIZE) : 0;
-        chunk->reload = false;
+        if (i < chunks)
+            chunk_place(node, chunk, (uint32_t)min_u64(CHUNK_SIZE, desc->size - i * CHUNK_SIZE));
+        else
+            memset(chunk, 0, sizeof(*chunk));
     }
     file->size = desc->size;
     file_count(plane, file);
@@ -200,7 +206,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
         return -EAGAIN;
     }
     uint64_t growth = end > file->size ? end - file->size : 0;
-    if (growth && atomic_load(&plane->open_bytes) + growth > atomic_load(&plane->space))
+    if (growth && space_lacks(plane, growth))
         return -atomic_load(&plane->space_error);
     uint32_t first = (uint32_t)(offset / CHUNK_SIZE), last = (uint32_t)((end - 1) / CHUNK_SIZE);
     int r = file_grow_chunks(file, last + 1);
@@ -220,7 +226,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
         fills |= min_u64(end, (i + 1) * CHUNK_SIZE) - i * CHUNK_SIZE > chunk->filled;
     }
     /* ftruncate(2) asks for no space, so what it added is asked for here, when bytes come to lie there. */
-    if (fills && atomic_load(&plane->open_bytes) + growth > atomic_load(&plane->space))
+    if (fills && space_lacks(plane, growth))
         return -atomic_load(&plane->space_error);
     const uint8_t *payload = request->payload;
     uint64_t at = offset;
@@ -499,10 +505,17 @@ static struct placed *placed_snapshot(const struct file *file, uint32_t first_pa
     return copy;
 }
 
+/* The placement of a chunk, with the node's lock held; 0: it is not placed. */
+static uint64_t placement_of(const struct node *node, uint32_t index) {
+    const struct file *file = node->file;
+    return file && index < file->chunk_count && file->chunks[index].state == CHUNK_PLACED ? file->chunks[index].placement : 0;
+}
+
 int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint32_t index, bool for_seal) {
     pthread_mutex_lock(&node->lock);
     struct file *file = node->file;
-    if (!file || index >= file->chunk_count || file->chunks[index].state != CHUNK_PLACED || (file->sealing && !for_seal)) {
+    const uint64_t placement = placement_of(node, index);
+    if (!placement || (file->sealing && !for_seal)) {
         pthread_mutex_unlock(&node->lock);
         return 0; /* nothing to do, or the write will be parked */
     }
@@ -517,17 +530,18 @@ int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *no
     struct slot *slot = slot_get_extra(&plane->staging);
     int r = slot ? placed_read(plane, ring, placed, first, pages, slot->data) : -ENOMEM;
     free(placed);
-    if (r == 0) {
-        pthread_mutex_lock(&node->lock);
-        file = node->file;
-        if (file && index < file->chunk_count && file->chunks[index].state == CHUNK_PLACED && (!file->sealing || for_seal)) {
-            chunk_stage(plane, file, index, slot, (uint32_t)min_u64(filled, file->chunks[index].filled));
-            slot = NULL;
-        }
-        pthread_mutex_unlock(&node->lock);
+    pthread_mutex_lock(&node->lock);
+    file = node->file;
+    /* Meanwhile another worker may have loaded the chunk, and it may have been written, and sealed or spilled: it is placed again, with other
+     * bytes, and those that were read, or could not be read, are of the past. */
+    bool same = placement_of(node, index) == placement && (!file->sealing || for_seal);
+    if (same && r == 0) {
+        chunk_stage(plane, file, index, slot, (uint32_t)min_u64(filled, file->chunks[index].filled));
+        slot = NULL;
     }
+    pthread_mutex_unlock(&node->lock);
     slot_put(slot);
-    return r;
+    return same ? r : 0;
 }
 
 int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint64_t offset, uint32_t size, uint8_t *out) {
@@ -535,8 +549,10 @@ int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *nod
     for (uint64_t at = offset; at < end;) {
         uint32_t index = (uint32_t)(at / CHUNK_SIZE);
         uint64_t inside = at % CHUNK_SIZE, length = min_u64(CHUNK_SIZE - inside, end - at);
-        int r = -EBADMSG;
-        for (int attempt = 0; attempt < 3 && r == -EBADMSG; attempt++) {
+        int r, bad = 0;
+        uint64_t placement;
+        bool moved;
+        do {
             pthread_mutex_lock(&node->lock);
             struct file *file = node->file;
             if (!file) {
@@ -548,6 +564,7 @@ int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *nod
                 pthread_mutex_unlock(&node->lock);
                 break;
             }
+            placement = placement_of(node, index);
             uint32_t filled = file->chunks[index].filled, first = index * CHUNK_PAGES + (uint32_t)(inside / PAGE);
             uint64_t real_end = min_u64(inside + length, filled);
             uint32_t pages = real_end > inside ? (uint32_t)(pages_of(real_end) - inside / PAGE) : 0;
@@ -568,7 +585,11 @@ int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *nod
             }
             free(placed);
             slot_put(slot);
-        }
+            /* Bytes that were proven are right, as of when this began. Those that were not may lie where others have come to lie since. */
+            pthread_mutex_lock(&node->lock);
+            moved = placement_of(node, index) != placement;
+            pthread_mutex_unlock(&node->lock);
+        } while (r < 0 && (moved || (r == -EBADMSG && ++bad < 3)) && now_ns() < ring->until_ns);
         if (r < 0)
             return r;
         out += length;

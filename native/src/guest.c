@@ -410,6 +410,7 @@ void guest_disconnect(struct guest *guest) {
 static void guest_free(struct guest *guest) {
     for (uint32_t i = 0; i < guest->queue_count; i++)
         virtqueue_free(&guest->queues[i]);
+    porters_put(guest->porters);
     transport_free(guest->transport);
     if (guest->listen_fd >= 0)
         close(guest->listen_fd);
@@ -436,6 +437,8 @@ int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *confi
     transport->guest = guest;
     transport->max_read = plane->config.max_read;
     int r = guest->stop_fd < 0 ? -errno : 0;
+    if (!(guest->porters = porters_new()))
+        r = -ENOMEM;
     for (uint32_t i = 0; i < guest->queue_count; i++)
         virtqueue_init(&guest->queues[i], i);
     for (uint32_t i = 0; i < plane->config.server_threads && r == 0; i++) {
@@ -505,7 +508,7 @@ static void guests_reap(struct kvfs_plane *plane) {
 
 int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs_virtiofs_config *config) {
     if (config->queue_count == 0 || config->queue_count >= QUEUES_MAX || config->queue_size_max < 8 || config->queue_size_max > QUEUE_SIZE_MAX ||
-        config->queue_size_max & (config->queue_size_max - 1) || !config->tag[0])
+        config->queue_size_max & (config->queue_size_max - 1) || !config->tag[0] || config->memory_type_count > KVFS_VIRTIOFS_MEMORY_TYPES_MAX)
         return -EINVAL;
     guests_reap(plane);
     struct guest *guest;
@@ -619,3 +622,5 @@ int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_v
     pthread_mutex_unlock(&plane->transports_lock);
     return guest ? 0 : -ENOENT;
 }
+
+uint32_t guest_number(const struct guest *guest) { return guest->number; }

@@ -21,17 +21,120 @@ void desc_put(struct desc *desc) {
     free(desc);
 }
 
-static bool extents_valid(const struct kvfs_plane *plane, const struct kvfs_extent *extents, uint32_t count, uint64_t pages) {
-    uint64_t before = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        const struct kvfs_extent *e = &extents[i];
-        if (e->segment >= plane->config.segment_count || e->page_count == 0 || e->page == 0 ||
-            (uint64_t)e->page + e->page_count > plane->segment_pages || e->file_page < before ||
-            (uint64_t)e->file_page + e->page_count > pages)
-            return false;
-        before = (uint64_t)e->file_page + e->page_count;
+/* ---- what comes from a device ---- */
+
+/* A summary slot is the 64th part of a segment, two pages at least; two of them end it. */
+static uint32_t end_page_of(uint32_t segment_pages) {
+    uint32_t summary_pages = segment_pages / 64 > 2 ? segment_pages / 64 : 2;
+    return segment_pages > 2 * summary_pages ? segment_pages - 2 * summary_pages : 0;
+}
+
+static struct kvfs_record_limits limits_of(const struct kvfs_plane *plane, uint64_t epoch_max) {
+    return (struct kvfs_record_limits){epoch_max, plane->config.segment_count, end_page_of(plane->segment_pages)};
+}
+
+/* Why the name cannot be one; NULL if it can. */
+static const char *name_fault(const struct kvfs_inode_record *r, const uint8_t *name) {
+    if ((r->name_size == 0) != (r->inode == 1))
+        return "only the root has no name";
+    if (memchr(name, '/', r->name_size) || memchr(name, 0, r->name_size))
+        return "a slash or a zero is in its name";
+    if ((r->name_size == 1 || r->name_size == 2) && !memcmp(name, "..", r->name_size))
+        return "its name is . or ..";
+    return NULL;
+}
+
+static bool run_inside(const struct kvfs_record_limits *limits, uint32_t segment, uint32_t page, uint64_t count) {
+    return segment < limits->segment_count && page && count && page + count <= limits->end_page;
+}
+
+static const char *block_fault(const struct kvfs_record_limits *limits, const struct kvfs_inode_record *r, const uint8_t *extents) {
+    uint64_t pages = pages_of(r->size), before = 0;
+    if (!(r->flags & KVFS_INODE_SEALED))
+        return "a file that was never sealed";
+    if (r->header_pages == 0 || r->header_pages >> 24)
+        return "its header's pages";
+    if (!run_inside(limits, r->segment, r->page, (uint64_t)r->header_pages + (r->extent_count ? 0 : pages)))
+        return "its place is outside of the segments";
+    for (uint32_t i = 0; i < r->extent_count; i++) {
+        struct kvfs_extent e;
+        memcpy(&e, extents + i * sizeof(e), sizeof(e));
+        if (!run_inside(limits, e.segment, e.page, e.page_count))
+            return "an extent is outside of the segments";
+        if (e.file_page < before || (uint64_t)e.file_page + e.page_count > pages)
+            return "an extent is out of order, or beyond its end";
+        if (e.generation >> KVFS_COUNTER_BITS > limits->epoch_max)
+            return "an extent is of a mount that has not been";
+        before = (uint64_t)e.file_page + e.page_count;
     }
-    return true;
+    return NULL;
+}
+
+static const char *xattrs_fault(const uint8_t *xattrs, uint32_t size) {
+    for (uint64_t at = 0; at < size;) {
+        uint16_t key_size;
+        uint32_t value_size;
+        if (at + 6 > size)
+            return "an extended attribute is cut off";
+        memcpy(&key_size, xattrs + at, sizeof(key_size));
+        memcpy(&value_size, xattrs + at + 2, sizeof(value_size));
+        at += 6 + (uint64_t)key_size + value_size;
+        if (at > size || key_size == 0)
+            return "an extended attribute is cut off";
+    }
+    return NULL;
+}
+
+/* Why no kvfs can have written the record; NULL if one can. *size is the record's. */
+static const char *record_fault(const struct kvfs_record_limits *limits, const uint8_t *record, uint64_t left, uint64_t *size) {
+    static const uint32_t types[] = {0, S_IFREG, S_IFDIR, S_IFLNK};
+    struct kvfs_inode_record r;
+    if (left < sizeof(r))
+        return "it is cut off";
+    memcpy(&r, record, sizeof(r));
+    uint64_t extents_at = sizeof(r) + round_up(r.name_size, 8);
+    uint64_t xattrs_at = extents_at + (uint64_t)r.extent_count * sizeof(struct kvfs_extent);
+    if (r.record_size > left || r.record_size != xattrs_at + round_up(r.xattr_size, 8))
+        return "its parts do not make its size";
+    *size = r.record_size;
+    if (r.kind < KVFS_KIND_FILE || r.kind > KVFS_KIND_SYMLINK || r.mode >> 16 || (r.mode & S_IFMT) != types[r.kind])
+        return "its kind, or its mode";
+    if (r.flags & ~(KVFS_INODE_SEALED | KVFS_INODE_PINNED | KVFS_INODE_REWRITTEN | KVFS_INODE_NAMELESS))
+        return "flags that no device has";
+    if (r.inode == 0 || r.parent == 0 || (r.inode == r.parent) != (r.inode == 1) || (r.inode == 1 && r.kind != KVFS_KIND_DIRECTORY))
+        return "its number, or its directory's";
+    if (r.inode >> KVFS_COUNTER_BITS > limits->epoch_max || r.parent >> KVFS_COUNTER_BITS > limits->epoch_max ||
+        r.version >> KVFS_COUNTER_BITS > limits->epoch_max || r.generation >> KVFS_COUNTER_BITS > limits->epoch_max)
+        return "a number of a mount that has not been";
+    if (r.size > (uint64_t)UINT32_MAX * PAGE || r.nlink >> 30)
+        return "its size, or its count of links";
+    if (r.name_size > KVFS_NAME_MAX)
+        return "its name is too long";
+    const char *fault = name_fault(&r, record + sizeof(r));
+    if (!fault && r.kind == KVFS_KIND_FILE)
+        fault = block_fault(limits, &r, record + extents_at);
+    else if (!fault && (r.extent_count || r.flags & KVFS_INODE_SEALED))
+        fault = "content of what is no file";
+    return fault ? fault : xattrs_fault(record + xattrs_at, r.xattr_size);
+}
+
+int64_t kvfs_records_check(const struct kvfs_record_limits *limits, const void *records, uint64_t size, uint64_t *at, const char **why) {
+    int64_t count = 0;
+    for (*at = 0; *at < size; count++) {
+        uint64_t record_size = 0;
+        *why = record_fault(limits, (const uint8_t *)records + *at, size - *at, &record_size);
+        if (*why)
+            return -EBADMSG;
+        *at += record_size;
+    }
+    return count;
+}
+
+bool records_sound(const struct kvfs_plane *plane, uint64_t epoch_max, const uint8_t *records, uint64_t size) {
+    struct kvfs_record_limits limits = limits_of(plane, epoch_max);
+    uint64_t at;
+    const char *why;
+    return kvfs_records_check(&limits, records, size, &at, &why) >= 0;
 }
 
 int header_check(struct kvfs_plane *plane, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record) {
@@ -113,7 +216,8 @@ int desc_verify(struct kvfs_plane *plane, struct desc *desc, const struct kvfs_r
         desc->extents = (struct kvfs_extent *)(void *)(desc->header + extents_at);
         desc->extent_count = r.extent_count;
     }
-    return extents_valid(plane, desc->extents, desc->extent_count, h.leaf_count) ? 0 : -EBADMSG;
+    /* Its own record is what is read by: no extent leads out of its segment, no page is read twice. */
+    return records_sound(plane, plane->config.mount_epoch, desc->header + h.record_offset, r.record_size) ? 0 : -EBADMSG;
 }
 
 /* ---- building ---- */

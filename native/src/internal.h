@@ -1,6 +1,7 @@
 /* Inside the data plane: the parts and how they hold together. Not installed.
  *
- * Threads: server threads of each transport (one of them the leader, who also reads the session's replies), one for the socket of each guest,
+ * Threads: server threads of each transport (one of them the leader, who also reads the session's replies), one for the socket of each guest and
+ * a porter that takes its messages in (porter.c),
  * workers (store jobs from Python; requests that must wait for a device in the middle), one notifier. Locks are taken in this order: shard, node, then any one leaf lock
  * (arena, queues, pending). No lock is held across a device wait.
  */
@@ -179,12 +180,21 @@ struct desc {
     uint8_t *header;                    /* header_pages * 4096, page aligned */
 };
 struct file;
+/* What a user holds of the pool. Never goes: who comes again finds the place. */
+struct user {
+    atomic_ullong key;                  /* id + 1; 0: free */
+    atomic_ullong open, other;          /* bytes: blocks open and charged to the user; pins, reservations and slabs, as Python says */
+    atomic_ullong evicted;              /* blocks that went while the user had them open */
+};
+struct hold { struct user *user; uint32_t handles; struct hold *next; };
 struct node {
     struct node *next;
     uint64_t inode;
     atomic_uint refs;                   /* handles, requests under way, and the file */
     uint32_t handles, writers;          /* under the shard's lock */
     uint64_t open_size;                 /* its share of plane->open_bytes; under the shard's lock */
+    struct user *payer;                 /* whom open_size is charged to: one of those who have it open. Under the shard's lock */
+    struct hold hold;                   /* who has it open; under the shard's lock */
     /* One content, several kernels: from a guest's open for writing on no host opens it for its page cache, and one that has done so before is
      * told of every change. (Guests cache nothing unasked: see do_init.) */
     atomic_bool guest_wrote, host_cached;
@@ -194,6 +204,7 @@ struct node {
     pthread_mutex_t lock;               /* desc, file */
     struct desc *desc;
     struct file *file;
+    uint64_t placements;                /* the last chunk's placement. Under the lock; it outlives the file */
     uint64_t failed_ns, failed_until_ns; /* the last read that failed: when, and its deadline. Under the lock */
 };
 struct shard { pthread_mutex_t lock; struct node *nodes[1024]; };
@@ -203,8 +214,10 @@ struct handle {
     struct node *node;                  /* NULL: a directory */
     uint64_t directory;
     struct transport *transport;
+    struct user *user;
     uint32_t index, salt;
     uint32_t flags;                     /* O_ flags of the open */
+    uint32_t listed;                    /* a directory: inodes that the listing through it has made */
     bool writer;
 };
 struct handle_table {
@@ -217,9 +230,15 @@ struct handle_table {
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
 void node_put(struct kvfs_plane *plane, struct node *node);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
-void use_add(struct kvfs_plane *plane, uint32_t slot);
-int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out);
-void node_unopen(struct kvfs_plane *plane, struct node *node, bool writer);
+/* A block was asked for and is there: what eviction goes by, and its age. */
+void found_add(struct kvfs_plane *plane, const struct kvfs_record *record);
+/* A name was asked for and is not there; `hash` is name_hash() of it. */
+uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size);
+void missed_add(struct kvfs_plane *plane, uint64_t hash);
+/* It is made now: nobody missed it. Its kernel had asked whether it is there, as before every name that it makes. */
+void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
+int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool writer, struct kvfs_record *record, struct node **out);
+void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user, bool writer);
 /* Promise a guest that the content of an open block stays for LEASE_S seconds; false: it may change, or is not open. Before the table is asked. */
 bool node_lease(struct kvfs_plane *plane, uint64_t inode);
 struct desc *desc_new(uint32_t header_pages);
@@ -227,21 +246,39 @@ void desc_put(struct desc *desc);
 /* Check a header that was read into desc->header against what the table (or index) said; fills the rest. 0 or -EBADMSG. */
 int desc_verify(struct kvfs_plane *plane, struct desc *desc, const struct kvfs_record *record);
 /* Magic, version, layout and every checksum of `pages` pages of header; copies out the fixed parts. 0 or -EBADMSG. */
+/* Whether a kvfs can have written these inode records, up to that mount. */
+bool records_sound(const struct kvfs_plane *plane, uint64_t epoch_max, const uint8_t *records, uint64_t size);
 int header_check(struct kvfs_plane *plane, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record);
 int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
                  uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves,
                  uint32_t run_pages);
 void extent_header_build(struct kvfs_plane *plane, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page);
 void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to);
-int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, uint32_t flags, bool writer, uint64_t *fh);
+int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, uint64_t *fh);
 /* A copy, whose node is referenced once more; false: no such file handle. A copy, because a hostile guest may release it at any moment. */
 bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, struct handle *out);
 int handle_open_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t inode, uint64_t *fh);
+/* Of a directory's handle, with `more` added: inodes that its listing has made. UINT32_MAX: no such handle. */
+uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint32_t more);
 bool handle_close_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode);
 /* Returns the node, whose handle count it has lowered; the caller calls node_released, then node_put. */
 struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer);
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
 void handles_drop(struct kvfs_plane *plane, struct transport *transport);
+
+/* ---- shares.c: what each user holds ---- */
+
+#define USERS_MAX 4096u
+uint32_t user_id(const struct transport *transport, uint32_t uid);      /* a guest is one user, whatever its own are */
+struct user *user_get(struct kvfs_plane *plane, uint32_t id);
+/* These with the shard's lock held. */
+bool hold_add(struct node *node, struct user *user);                    /* false: no memory */
+void hold_drop(struct kvfs_plane *plane, struct node *node, struct user *user);
+void hold_charge(struct kvfs_plane *plane, struct node *node, uint64_t size);   /* what is open of it has this size now */
+void hold_offer(struct kvfs_plane *plane, struct node *node, struct user *user);/* one more has it open, and may be charged instead */
+bool hold_may_go(struct kvfs_plane *plane, struct node *node);          /* all who have it open have more than their share */
+void hold_evict(struct kvfs_plane *plane, struct node *node);           /* it went while it was open */
+bool space_lacks(struct kvfs_plane *plane, uint64_t growth);            /* the pool cannot hold so much more of what must stay */
 
 /* ---- file.c: files being written ---- */
 
@@ -252,6 +289,8 @@ struct chunk {
     uint8_t state;
     bool spilling;
     bool reload;                        /* PLACED, but cut or grown inside a page: must be staged and written again at the seal */
+    /* PLACED: which placing this is, of all in the node's life. I/O without the lock ends by comparing it: the same state may be of other bytes. */
+    uint64_t placement;
 };
 struct request;
 struct slab;
@@ -283,10 +322,13 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
 /* Copy [offset, offset + size) out; -EINPROGRESS: part of it lies on the devices. */
 int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8_t *out);
 int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size);
+/* fallocate(2): the file has at least that size, and there is room for it. -EBUSY: a seal is under way, or it is a slab. */
+int file_allocate(struct kvfs_plane *plane, struct node *node, uint64_t size);
 uint64_t file_size_max(const struct kvfs_plane *plane);
 void file_count(struct kvfs_plane *plane, struct file *file);    /* the size has changed */
 int file_grow_chunks(struct file *file, uint32_t count);
 int file_grow_leaves(struct file *file, uint32_t count);
+void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled);  /* its bytes lie on the devices; it holds no slot */
 int file_stage_zeros(struct kvfs_plane *plane, struct file *file);      /* one byte, at the start */
 void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index);
 uint32_t file_kept_extents(const struct file *file, struct kvfs_extent *out, uint32_t capacity);
@@ -294,6 +336,7 @@ void file_free(struct kvfs_plane *plane, struct node *node);     /* drops the fi
 void file_unpark(struct kvfs_plane *plane, struct file *file);
 void memory_unpark(struct kvfs_plane *plane);                    /* staging has room again; no lock held */
 /* Blocking, on a worker, without node->lock: */
+/* 0: it is staged, or the file is not as it was, and the caller looks again. An error is of the chunk as it still is. */
 int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint32_t index, bool for_seal);
 int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint64_t offset, uint32_t size, uint8_t *out);
 int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node); /* a writer writes to a sealed inode */
@@ -359,8 +402,12 @@ void reply_data(struct server *server, uint64_t unique, const void *data, uint32
 void reply_error(struct server *server, uint64_t unique, int error);
 void request_reply_write(struct kvfs_plane *plane, struct request *request, int error);
 void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size); /* from its slots */
+void request_reply_failed(struct kvfs_plane *plane, struct request *request, int error);   /* a READ */
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
-void latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
+#define SLOW_EVENTS_MAX 10u                  /* a second, and in the queue */
+/* Returns what it took, in ns: for slow_look(), which whoever answers with an error calls too. */
+uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
+void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns);
 
 /* ---- transports: server.c, fuse_dev.c, guest.c ---- */
 
@@ -402,6 +449,7 @@ struct transport {
     atomic_bool ended;
     atomic_bool initialized;
     bool inc_epoch;
+    bool listing_plus;                  /* its kernel asks for attributes with a listing: READDIRPLUS */
     bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
     uint32_t max_read;
@@ -421,6 +469,7 @@ void transport_forget(struct transport *transport);    /* its kernel is gone: la
 
 /* Let a READ's targets be the guest's pages. False: they are not such pages, use slots. */
 bool guest_targets(struct request *request);
+uint32_t guest_number(const struct guest *guest);
 void guest_memory_put(struct guest_memory *memory);
 bool guests_present(struct kvfs_plane *plane);         /* something is exported */
 void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
@@ -444,8 +493,8 @@ void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, b
 struct pending {
     struct transport *transport;
     struct server *server;
-    uint64_t unique, node, deadline_ns, arrived_ns, offset;
-    uint32_t opcode, flags, salt, index, size;
+    uint64_t unique, node, deadline_ns, arrived_ns, offset, fh;
+    uint32_t opcode, flags, salt, index, size, user;
     uint32_t session;                    /* of the transport, when it came */
     bool live, timed_out, call;
     struct pending *next, *previous;     /* by deadline; or free list */
@@ -465,6 +514,8 @@ struct mux {
     pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
     uint8_t *reply;
     uint8_t *strip;
+    uint64_t listed_since_ns;
+    uint32_t listed;                     /* inodes that listings made since then */
 };
 int mux_init(struct kvfs_plane *plane);
 void mux_free(struct kvfs_plane *plane);
@@ -530,10 +581,11 @@ struct device {
     atomic_ullong buckets[2][KVFS_DEVICE_BUCKETS];  /* of reads, of writes: by their times */
     struct fault_rule faults;
 };
+#define MISSED_NAMES 4096
 struct counters {
-    atomic_ullong requests, forwarded, forward_timeouts, lookups, lookup_misses, opens, stale_opens, reads, read_bytes, writes, write_bytes,
-        checksum_errors, read_errors, staged_files, open_handles, parked, spins, sleeps, wakeups, blocks_written, blocks_copied,
-        written_bytes, jobs_in_flight, zombies;
+    atomic_ullong requests, forwarded, forward_timeouts, lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads,
+        read_bytes, writes, write_bytes, checksum_errors, read_errors, staged_files, open_handles, parked, spins, sleeps, wakeups,
+        blocks_written, blocks_copied, written_bytes, jobs_in_flight, zombies, slow_requests;
 };
 struct kvfs_plane {
     struct kvfs_plane_config config;
@@ -551,6 +603,9 @@ struct kvfs_plane {
     atomic_ullong staged_bytes;
     atomic_ullong open_bytes, space;     /* content that eviction must keep: open or being written; what the pool has for it */
     atomic_int space_error;              /* what a write gets that needs more */
+    atomic_ullong share;                 /* of one user */
+    atomic_uint exempt;                  /* besides root */
+    struct user users[USERS_MAX + 1];    /* by hash; the last is of all for whom there was no place */
     struct shard shards[SHARDS];
     struct handle_table handles;
     atomic_uint *segment_busy;
@@ -566,13 +621,19 @@ struct kvfs_plane {
     atomic_bool had_transport, stopping, spinning, faults;
     atomic_ullong stuck_until_ns;       /* some device missed a deadline: for ten of them no read goes to a guest's own pages */
     struct counters count;
+    atomic_ullong missed_names[MISSED_NAMES];   /* hashes of names that were asked for and not there, by hash */
+    atomic_ullong missed_told;                  /* the most that kvfs_statistics_get() has said: a counter never goes back */
+    atomic_ullong found_ages[KVFS_AGES];
     struct { atomic_ullong count, total_ns, buckets[40]; } latency[5];
+    uint64_t slow_ns;                    /* of slow_ms; UINT64_MAX: nothing is slow */
+    atomic_ullong slow_window;           /* second << 8 | events of it */
     int event_fd;
     pthread_mutex_t queue_lock;
     pthread_cond_t queue_more;
     struct kvfs_event *events;
     struct kvfs_completion *completions;
     uint32_t event_count, event_capacity, completion_count, completion_capacity;
+    uint32_t slow_waiting;               /* of the events: KVFS_EVENT_SLOW */
     bool signalled;                      /* event_fd is readable, or will be at once */
     struct call *calls, *calls_last;
     pthread_mutex_t request_lock;
@@ -585,6 +646,11 @@ struct kvfs_plane {
     bool notifier_started, notify_epoch, notifier_stopping;
 };
 #define COUNT(plane, field, n) atomic_fetch_add_explicit(&(plane)->count.field, (n), memory_order_relaxed)
+
+static inline void slow_look(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns) {
+    if (__builtin_expect(took_ns > plane->slow_ns, 0))
+        slow_add(plane, opcode, inode, took_ns);
+}
 
 static inline struct shard *shard_of(struct kvfs_plane *plane, uint64_t inode) {
     return &plane->shards[(inode ^ (inode >> 20)) % SHARDS];

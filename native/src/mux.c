@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #define INIT_UNIQUE UINT64_MAX
@@ -15,6 +16,13 @@
 #define QUEUE_MAX 4096u
 #define REPLY_MAX (256u * 1024)
 #define READDIR_MAX (128u * 1024)
+/* Inodes that listings make in a kernel, 1.1 KB each with their names: 70 MB by one listing, 290 MB a minute by all. */
+#define LISTED_MAX 65536u
+#define LISTED_PERIOD_MAX 262144u
+#define LISTED_PERIOD_NS 60000000000ull
+/* A kernel enters a listing after it has heard of evictions that came after the listing: what it enters holds for a moment, which is enough for
+ * who asks for each entry as it is listed. */
+#define LISTED_S 1u
 /* A kernel looks at the mode of a file that it has just created, and would ask for it. What it writes it counts itself. */
 #define CREATED_NS 100000000u
 
@@ -222,16 +230,20 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
         uint32_t index = p->index, salt = p->salt + 1;
         *p = (struct pending){.transport = server->transport, .server = server, .unique = unique, .node = in->nodeid, .arrived_ns = now,
                               .deadline_ns = now + plane->config.request_timeout_ms * 1000000ull, .offset = offset, .opcode = in->opcode,
-                              .flags = flags, .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .call = is_call, .previous = mux->newest,
+                              .flags = flags, .user = user_id(server->transport, in->uid), .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .call = is_call, .previous = mux->newest,
                               .session = atomic_load(&server->transport->session)};
         atomic_fetch_add(&server->transport->forwarded, 1);
-        if (in->opcode == FUSE_READDIR) {
+        if (in->opcode == FUSE_READDIR || in->opcode == FUSE_READDIRPLUS) {
             struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
             p->size = read->size;
+            p->fh = read->fh;
+            read->fh = in->nodeid;
+            read->size = (uint32_t)min_u64(READDIR_MAX, in->opcode == FUSE_READDIR ? read->size * 2ull : read->size);
             in->opcode = FUSE_READDIRPLUS;
-            read->size = (uint32_t)min_u64(READDIR_MAX, read->size * 2ull);
             read->offset = read->offset > 2 ? read->offset - 2 : 0; /* "." and ".." are ours */
         }
+        if (in->opcode == FUSE_SETXATTR)
+            in->uid = p->user; /* of a pin or a slab: whom it is charged to */
         if (mux->newest)
             mux->newest->next = p;
         else
@@ -275,10 +287,12 @@ void mux_expire(struct kvfs_plane *plane, uint64_t now) {
         pending_unlink(mux, p);
         p->timed_out = true;
         struct server *server = p->server;
-        uint64_t unique = p->unique;
+        uint64_t unique = p->unique, inode = p->node, took = now > p->arrived_ns ? now - p->arrived_ns : 0;
+        uint32_t opcode = p->opcode;
         bool answer = !atomic_load(&server->transport->ended);
         pthread_mutex_unlock(&mux->lock);
         COUNT(plane, forward_timeouts, 1);
+        slow_look(plane, opcode, inode, took);
         if (answer)
             reply_error(server, unique, -EIO);
     }
@@ -326,17 +340,18 @@ void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport) 
 static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inode, bool writer, struct fuse_open_out *out) {
     struct kvfs_record record;
     struct node *node;
+    struct user *user = user_get(plane, p->user);
     int r;
     /* The table's writer may have lost its CPU in the middle of a change: Python has answered, there is nobody else to ask. */
     uint64_t until = now_ns() + 1000000000ull;
-    while ((r = node_open(plane, inode, writer, &record, &node)) == -EAGAIN && now_ns() < until)
+    while ((r = node_open(plane, inode, user, writer, &record, &node)) == -EAGAIN && now_ns() < until)
         sched_yield();
     if (r < 0)
         return r == -EAGAIN ? -EIO : r;
     if (p->timed_out) { /* nobody will release it: do so now */
         struct shard *shard = shard_of(plane, inode);
         pthread_mutex_lock(&shard->lock);
-        node_unopen(plane, node, writer);
+        node_unopen(plane, node, user, writer);
         pthread_mutex_unlock(&shard->lock);
         node_released(plane, node, writer);
         node_put(plane, node);
@@ -344,11 +359,11 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     }
     uint64_t fh;
     bool uncached = !p->transport->guest && host_opens_uncached(node);
-    r = handle_open(plane, p->transport, node, p->flags, writer, &fh);
+    r = handle_open(plane, p->transport, node, user, p->flags, writer, &fh);
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
         pthread_mutex_lock(&shard->lock);
-        node_unopen(plane, node, writer);
+        node_unopen(plane, node, user, writer);
         pthread_mutex_unlock(&shard->lock);
         node_released(plane, node, writer);
         node_put(plane, node);
@@ -383,39 +398,79 @@ static void entry_patch(struct kvfs_plane *plane, struct transport *transport, s
     entry_timeouts(transport, &out->attr, staged, out);
 }
 
-/* READDIRPLUS becomes READDIR: a listing of a million entries makes no million inodes. Adds "." and "..". */
-static uint32_t strip_readdirplus(struct kvfs_plane *plane, const struct pending *p, const uint8_t *data, uint32_t size, uint8_t *out) {
-    uint32_t used = 0;
-    uint32_t room = p->size < REPLY_MAX - 4096 ? p->size : REPLY_MAX - 4096;
+/* What is there by that name, unless the table cannot say, or another block has the name by now. It is no use of a block. */
+static bool listed_entry(struct kvfs_plane *plane, struct transport *transport, uint64_t parent, const struct fuse_dirent *dirent, const char *name,
+                         struct fuse_entry_out *out) {
+    struct kvfs_record record;
+    if (kvfs_table_find_name(plane->table, parent, name, dirent->namelen, &record) < 0 || record.inode != dirent->ino || record.flags & KVFS_INODE_ASK)
+        return false;
+    out->nodeid = record.inode;
+    fill_attr(plane, &record, &out->attr);
+    bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &out->attr);
+    entry_timeouts(transport, &out->attr, staged || !(record.flags & KVFS_INODE_SEALED), out);
+    out->entry_valid = min_u64(out->entry_valid, LISTED_S);
+    out->attr_valid = min_u64(out->attr_valid, LISTED_S);
+    return true;
+}
+
+/* Append an entry to a listing of `room` bytes; entry: of READDIRPLUS, else NULL. False: it does not fit. */
+static bool entry_put(uint8_t *out, uint32_t *used, uint32_t room, const struct fuse_entry_out *entry, const struct fuse_dirent *dirent, const char *name) {
+    uint32_t head = entry ? sizeof(*entry) : 0, fixed = head + (uint32_t)offsetof(struct fuse_dirent, name);
+    uint32_t need = (uint32_t)round_up(fixed + dirent->namelen, 8);
+    if (*used + need > room)
+        return false;
+    uint8_t *at = out + *used;
+    memset(at, 0, need);
+    if (entry)
+        memcpy(at, entry, head);
+    memcpy(at + head, dirent, offsetof(struct fuse_dirent, name));
+    memcpy(at + fixed, name, dirent->namelen);
+    *used += need;
+    return true;
+}
+
+/* The names are Python's, "." and ".." are ours. READDIR gives names alone, READDIRPLUS attributes and an inode in the kernel too, from the block table:
+ * LISTED_MAX of them at most, in one listing or, over all, in LISTED_PERIOD_NS; beyond that the node id is 0, and the kernel makes none. */
+static uint32_t listing_make(struct kvfs_plane *plane, const struct pending *p, const uint8_t *data, uint32_t size, uint8_t *out) {
+    struct mux *mux = &plane->mux;
+    bool plus = p->opcode == FUSE_READDIRPLUS;
+    uint32_t used = 0, room = p->size < REPLY_MAX - 4096 ? p->size : REPLY_MAX - 4096, inodes = 0, inodes_max = 0;
+    if (plus) {
+        uint64_t now = now_ns();
+        if (now - mux->listed_since_ns > LISTED_PERIOD_NS)
+            mux->listed_since_ns = now, mux->listed = 0;
+        inodes_max = LISTED_PERIOD_MAX - mux->listed;
+        uint32_t before = handle_listed(plane, p->transport, p->fh, 0);
+        inodes_max = (uint32_t)min_u64(inodes_max, before < LISTED_MAX ? LISTED_MAX - before : 0);
+    }
     for (uint64_t dot = p->offset; dot < 2; dot++) {
         struct kvfs_record record;
         uint64_t inode = p->node;
         if (dot == 1 && kvfs_table_find_inode(plane->table, p->node, &record) == 0 && record.parent)
             inode = record.parent;
-        struct fuse_dirent entry = {.ino = inode, .off = dot + 1, .namelen = (uint32_t)dot + 1, .type = 4};
-        if (used + 32 > room)
+        struct fuse_entry_out none = {0};
+        struct fuse_dirent dirent = {.ino = inode, .off = dot + 1, .namelen = (uint32_t)dot + 1, .type = 4};
+        if (!entry_put(out, &used, room, plus ? &none : NULL, &dirent, ".."))
             return used;
-        memset(out + used, 0, 32);
-        memcpy(out + used, &entry, sizeof(entry));
-        memcpy(out + used + offsetof(struct fuse_dirent, name), "..", dot + 1);
-        used += 32;
     }
     for (uint32_t at = 0; at + sizeof(struct fuse_direntplus) <= size;) {
-        struct fuse_direntplus plus;
-        memcpy(&plus, data + at, sizeof(plus));
-        uint64_t length = offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name) + plus.dirent.namelen;
-        uint32_t step = (uint32_t)round_up(length, 8);
-        uint32_t need = (uint32_t)round_up(offsetof(struct fuse_dirent, name) + plus.dirent.namelen, 8);
-        if (plus.dirent.namelen > KVFS_NAME_MAX || at + length > size || used + need > room)
+        struct fuse_direntplus from;
+        memcpy(&from, data + at, sizeof(from));
+        uint32_t fixed = (uint32_t)(offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name));
+        if (from.dirent.namelen > KVFS_NAME_MAX || at + fixed + from.dirent.namelen > size)
             break;
-        plus.dirent.off += 2;
-        memset(out + used, 0, need);
-        memcpy(out + used, &plus.dirent, offsetof(struct fuse_dirent, name));
-        memcpy(out + used + offsetof(struct fuse_dirent, name),
-               data + at + offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name), plus.dirent.namelen);
-        used += need;
-        at += step;
+        const char *name = (const char *)data + at + fixed;
+        struct fuse_entry_out entry = {0};
+        bool found = inodes < inodes_max && listed_entry(plane, p->transport, p->node, &from.dirent, name, &entry);
+        from.dirent.off += 2;
+        if (!entry_put(out, &used, room, plus ? &entry : NULL, &from.dirent, name))
+            break;
+        inodes += found;
+        at += (uint32_t)round_up(fixed + from.dirent.namelen, 8);
     }
+    mux->listed += inodes;
+    if (inodes)
+        handle_listed(plane, p->transport, p->fh, inodes);
     return used;
 }
 
@@ -475,7 +530,8 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
             break;
         case FUSE_OPEN:
             if (length >= sizeof(struct fuse_open_out))
-                r = open_reply(plane, p, p->node, (p->flags & O_ACCMODE) != O_RDONLY, (struct fuse_open_out *)(void *)body);
+                /* One that only cut it has changed it too: its close seals that. */
+                r = open_reply(plane, p, p->node, (p->flags & O_ACCMODE) != O_RDONLY || p->flags & O_TRUNC, (struct fuse_open_out *)(void *)body);
             else
                 r = -EIO;
             break;
@@ -502,7 +558,8 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
             }
             break;
         case FUSE_READDIR:
-            length = strip_readdirplus(plane, p, body, length, plane->mux.strip);
+        case FUSE_READDIRPLUS:
+            length = listing_make(plane, p, body, length, plane->mux.strip);
             body = plane->mux.strip;
             break;
         default: break;
@@ -510,9 +567,12 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
     }
     if (error == 0 && p->transport->guest)
         guest_changed(plane, p, p->opcode == FUSE_CREATE && length >= 8 ? ((struct fuse_entry_out *)(void *)body)->nodeid : p->node);
-    latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
+    if (p->opcode == FUSE_LOOKUP && error == -ENOENT)
+        missed_add(plane, p->offset);
+    uint64_t took = latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
     if (p->timed_out)
         return; /* answered long ago, or its transport is gone */
+    slow_look(plane, p->opcode, p->node, took);
     struct iovec iov = {body, length};
     p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
 }

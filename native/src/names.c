@@ -1,27 +1,32 @@
 /* What the control plane tells the data plane about names and files: block table changes that must agree with who has what open. */
 #include "internal.h"
 
+#include <time.h>
 #include <unistd.h>
 
 static const char *record_name(const void *record) { return (const char *)record + sizeof(struct kvfs_inode_record); }
 
-/* With the shard's lock held. 0 not open, 1 open, 2 being written. */
-static int open_state(struct shard *shard, uint64_t inode) {
+/* With the shard's lock held. */
+static int open_state(struct kvfs_plane *plane, struct shard *shard, uint64_t inode, struct node **out) {
     struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
     while (node && node->inode != inode)
         node = node->next;
     if (!node)
         return 0;
     pthread_mutex_lock(&node->lock);
-    bool file = node->file && !node->file->discarded;
+    bool file = node->file && !node->file->discarded, rewriting = node->rewriting;
     pthread_mutex_unlock(&node->lock);
-    return file ? 2 : node->handles ? 1 : 0;
+    *out = node;
+    if (file || !node->handles)
+        return file ? KVFS_BEING_WRITTEN : KVFS_NOT_OPEN;
+    return !node->writers && !rewriting && hold_may_go(plane, node) ? KVFS_OPEN_BEYOND_SHARE : KVFS_OPEN;
 }
 
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode) {
     struct shard *shard = shard_of(plane, inode);
     pthread_mutex_lock(&shard->lock);
-    int state = open_state(shard, inode);
+    struct node *node;
+    int state = open_state(plane, shard, inode, &node);
     pthread_mutex_unlock(&shard->lock);
     return state;
 }
@@ -92,6 +97,19 @@ int kvfs_inode_update(struct kvfs_plane *plane, const void *record) {
     return kvfs_table_update(plane->table, &to);
 }
 
+int kvfs_inode_move(struct kvfs_plane *plane, const void *record) {
+    struct kvfs_inode_record r;
+    struct kvfs_record to;
+    memcpy(&r, record, sizeof(r));
+    record_from_inode(&r, &to);
+    struct shard *shard = shard_of(plane, to.inode);
+    pthread_mutex_lock(&shard->lock);
+    struct node *node;
+    int error = open_state(plane, shard, to.inode, &node) == KVFS_BEING_WRITTEN ? -EBUSY : kvfs_table_update(plane->table, &to);
+    pthread_mutex_unlock(&shard->lock);
+    return error;
+}
+
 int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) { return nameless(plane, inode, false, change_remove, NULL); }
 
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy) {
@@ -99,9 +117,13 @@ int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
     for (uint32_t i = 0; i < count; i++) {
         struct shard *shard = shard_of(plane, inodes[i]);
         pthread_mutex_lock(&shard->lock);
-        busy[i] = open_state(shard, inodes[i]) != 0;
+        struct node *node;
+        int state = open_state(plane, shard, inodes[i], &node);
+        busy[i] = state == KVFS_OPEN || state == KVFS_BEING_WRITTEN;
         if (!busy[i])
             kvfs_table_remove(plane->table, inodes[i], 0);
+        if (state == KVFS_OPEN_BEYOND_SHARE)
+            hold_evict(plane, node); /* its handles find no record: they read EIO */
         pthread_mutex_unlock(&shard->lock);
         total += busy[i];
     }
@@ -110,9 +132,38 @@ int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
 
 /* ---- uses: what eviction goes by. Hints: a word may be another block's for a moment, or miss one of two opens at once. ---- */
 
-void use_add(struct kvfs_plane *plane, uint32_t slot) {
+static void use_add(struct kvfs_plane *plane, uint32_t slot) {
     uint32_t hits = atomic_load_explicit(&plane->uses[slot], memory_order_relaxed) & 0xff;
     atomic_store_explicit(&plane->uses[slot], tick_now(plane) << 8 | (hits < 255 ? hits + 1 : hits), memory_order_relaxed);
+}
+
+void found_add(struct kvfs_plane *plane, const struct kvfs_record *record) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME_COARSE, &now);
+    int64_t age = now.tv_sec - record->mtime_ns / 1000000000;
+    uint32_t bucket = age > 0 ? 64 - (uint32_t)__builtin_clzll((uint64_t)age) : 0;
+    atomic_fetch_add_explicit(&plane->found_ages[bucket < KVFS_AGES ? bucket : KVFS_AGES - 1], 1, memory_order_relaxed);
+    use_add(plane, record->slot);
+}
+
+/* ---- misses: names that were asked for, but for those that were then made ---- */
+
+uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size) {
+    uint64_t low, high;
+    kvfs_name_key(parent, name, (uint32_t)size, plane->config.secret, &low, &high);
+    return low | 1;
+}
+
+/* Two names that share a place: the older one counts as missed, whether it is made or not. */
+void missed_add(struct kvfs_plane *plane, uint64_t hash) {
+    COUNT(plane, lookup_misses, 1);
+    atomic_store_explicit(&plane->missed_names[(hash >> 1) % MISSED_NAMES], hash, memory_order_relaxed);
+}
+
+void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name) {
+    uint64_t hash = name_hash(plane, parent, name, strlen(name));
+    if (atomic_compare_exchange_strong(&plane->missed_names[(hash >> 1) % MISSED_NAMES], &(unsigned long long){hash}, 0))
+        COUNT(plane, misses_made, 1);
 }
 
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses) {
@@ -128,7 +179,7 @@ int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
     for (uint32_t i = 0; i < count; i++) {
         struct kvfs_record record;
         if (kvfs_table_find_inode(plane->table, inodes[i], &record) == 0)
-            use_add(plane, record.slot);
+            found_add(plane, &record);
     }
     return 0;
 }
@@ -205,9 +256,11 @@ static int rewrite(struct kvfs_plane *plane, struct ring *ring, struct node *nod
 }
 
 int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
-    int r = -EAGAIN;
-    for (int attempt = 0; attempt < 5 && r == -EAGAIN; attempt++)
+    const uint64_t until = now_ns() + plane->config.request_timeout_ms * 1000000ull;
+    int r;
+    do
         r = rewrite(plane, ring, node);
+    while (r == -EAGAIN && now_ns() < until);
     return r == -EAGAIN ? -EIO : r;
 }
 
@@ -296,6 +349,19 @@ static int change_size(struct kvfs_plane *plane, struct node *node, int64_t size
     return file_truncate(plane, node, (uint64_t)size);
 }
 
+int file_allocate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
+    struct file *file = node->file;
+    if (size <= file->size)
+        return 0;
+    if (file->sealing || file->slab)
+        return -EBUSY;
+    if (space_lacks(plane, size - file->size))
+        return -atomic_load(&plane->space_error);
+    return file_truncate(plane, node, size);
+}
+
+static int change_allocation(struct kvfs_plane *plane, struct node *node, int64_t size) { return file_allocate(plane, node, (uint64_t)size); }
+
 static int change_mtime(struct kvfs_plane *plane, struct node *node, int64_t mtime_ns) {
     (void)plane;
     node->file->mtime_ns = mtime_ns;
@@ -304,6 +370,10 @@ static int change_mtime(struct kvfs_plane *plane, struct node *node, int64_t mti
 
 int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size) {
     return size > INT64_MAX ? -EFBIG : with_file(plane, inode, change_size, (int64_t)size);
+}
+
+int kvfs_file_allocate(struct kvfs_plane *plane, uint64_t inode, uint64_t size) {
+    return size > INT64_MAX ? -EFBIG : with_file(plane, inode, change_allocation, (int64_t)size);
 }
 
 int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns) { return with_file(plane, inode, change_mtime, mtime_ns); }
@@ -328,6 +398,24 @@ int kvfs_file_discard(struct kvfs_plane *plane, uint64_t inode) {
     }
     node_put(plane, node);
     return 0;
+}
+
+uint32_t kvfs_dirty_files(struct kvfs_plane *plane, uint64_t *out, uint32_t capacity) {
+    uint32_t count = 0;
+    for (uint32_t s = 0; s < SHARDS; s++) {
+        struct shard *shard = &plane->shards[s];
+        pthread_mutex_lock(&shard->lock);
+        for (uint32_t b = 0; b < sizeof(shard->nodes) / sizeof(shard->nodes[0]); b++)
+            for (struct node *node = shard->nodes[b]; node; node = node->next) {
+                pthread_mutex_lock(&node->lock);
+                bool dirty = node->file && node->file->dirty && !node->file->discarded;
+                pthread_mutex_unlock(&node->lock);
+                if (dirty && count++ < capacity)
+                    out[count - 1] = node->inode;
+            }
+        pthread_mutex_unlock(&shard->lock);
+    }
+    return count;
 }
 
 int kvfs_file_extents(struct kvfs_plane *plane, uint64_t inode, struct kvfs_extent *out, uint32_t capacity) {

@@ -32,29 +32,37 @@ struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create) {
 }
 
 /* With the shard's lock held. */
-void node_unopen(struct kvfs_plane *plane, struct node *node, bool writer) {
+void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user, bool writer) {
     node->writers -= writer;
-    if (--node->handles == 0) {
-        atomic_fetch_sub(&plane->open_bytes, node->open_size);
-        node->open_size = 0;
-    }
+    node->handles--;
+    hold_drop(plane, node, user);
 }
 
-int node_open(struct kvfs_plane *plane, uint64_t inode, bool writer, struct kvfs_record *record, struct node **out) {
+int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool writer, struct kvfs_record *record, struct node **out) {
     struct shard *shard = shard_of(plane, inode);
     pthread_mutex_lock(&shard->lock);
     int r = kvfs_table_find_inode(plane->table, inode, record);
     struct node *node = r == 0 ? node_get_locked(shard, inode, true) : NULL;
+    struct node *failed = NULL;
+    if (node && !hold_add(node, user)) {
+        failed = node;
+        node = NULL;
+    }
     if (node) {
-        if (!writer && record->flags & KVFS_INODE_SEALED)
-            use_add(plane, record->slot);
+        if (!writer && record->flags & KVFS_INODE_SEALED) {
+            COUNT(plane, opens_found, 1);
+            found_add(plane, record);
+        }
         if (node->handles++ == 0) {
-            node->open_size = record->size;
-            atomic_fetch_add(&plane->open_bytes, node->open_size);
+            node->payer = user;
+            hold_charge(plane, node, record->size);
+        } else {
+            hold_offer(plane, node, user);
         }
         node->writers += writer;
     }
     pthread_mutex_unlock(&shard->lock);
+    node_put(plane, failed);
     *out = node;
     return r == -ENOENT ? -ESTALE : r < 0 ? r : node ? 0 : -ENOMEM;
 }
@@ -138,8 +146,8 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
     return 0;
 }
 
-int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, uint32_t flags, bool writer, uint64_t *fh) {
-    struct handle handle = {.node = node, .transport = transport, .flags = flags, .writer = writer};
+int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, uint64_t *fh) {
+    struct handle handle = {.node = node, .transport = transport, .user = user, .flags = flags, .writer = writer};
     if (transport->guest && writer)
         atomic_store(&node->guest_wrote, true);
     if (writer && flags & O_DIRECT) {
@@ -176,6 +184,14 @@ bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t
     return found;
 }
 
+uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint32_t more) {
+    pthread_mutex_lock(&plane->handles.lock);
+    struct handle *handle = handle_look(&plane->handles, transport, fh);
+    uint32_t listed = handle && !handle->node ? handle->listed += more : UINT32_MAX;
+    pthread_mutex_unlock(&plane->handles.lock);
+    return listed;
+}
+
 static void handle_free_index(struct handle_table *table, uint32_t index) {
     if (table->free_count == table->free_capacity) {
         uint32_t capacity = table->free_capacity ? table->free_capacity * 2 : 1024;
@@ -205,7 +221,7 @@ struct node *handle_close(struct kvfs_plane *plane, struct transport *transport,
     *was_writer = handle->writer;
     struct shard *shard = shard_of(plane, node->inode);
     pthread_mutex_lock(&shard->lock);
-    node_unopen(plane, node, handle->writer);
+    node_unopen(plane, node, handle->user, handle->writer);
     pthread_mutex_unlock(&shard->lock);
     atomic_fetch_sub(&plane->count.open_handles, 1);
     free(handle);

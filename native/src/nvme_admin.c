@@ -221,6 +221,7 @@ static int features(struct nvme_admin *admin, uint64_t deadline_ns) {
         text_take(admin->serial, controller->serial, sizeof(controller->serial));
         admin->transfer_size = controller->mdts && controller->mdts < 12 ? 4096u << controller->mdts : TRANSFER_MAX;
         admin->write_cache = controller->vwc & 1;
+        admin->reservations = controller->oncs & NVME_ONCS_RESERVATIONS;
         admin->oaes = controller->oaes;
         admin->in_capsule_size = controller->ioccsz > 4 ? (uint32_t)min_u64(controller->ioccsz * 16ull - 64, 1 << 20) : 0;
     }
@@ -485,6 +486,34 @@ int kvfs_nvme_write(struct kvfs_nvme *nvme, uint64_t offset, const void *data, u
 }
 
 int kvfs_nvme_flush(struct kvfs_nvme *nvme) { return nvme->admin.write_cache ? block_call(nvme, true, 0, NULL, 0) : 0; }
+
+int kvfs_nvme_reservation(struct kvfs_nvme *nvme, enum kvfs_reservation_step step, uint64_t key, uint64_t other) {
+    static const struct { uint8_t opcode; uint32_t cdw10; } steps[] = {
+        [KVFS_RESERVATION_REGISTER] = {NVME_IO_RESERVATION_REGISTER, NVME_REGISTER_NEW},
+        [KVFS_RESERVATION_REPLACE] = {NVME_IO_RESERVATION_REGISTER, NVME_REGISTER_REPLACE | NVME_RESERVATION_ANY_KEY},
+        [KVFS_RESERVATION_ACQUIRE] = {NVME_IO_RESERVATION_ACQUIRE, NVME_ACQUIRE_NEW | NVME_RESERVATION_WRITE_REGISTRANTS << 8},
+        [KVFS_RESERVATION_PREEMPT] = {NVME_IO_RESERVATION_ACQUIRE, NVME_ACQUIRE_PREEMPT | NVME_RESERVATION_WRITE_REGISTRANTS << 8},
+        [KVFS_RESERVATION_RELEASE] = {NVME_IO_RESERVATION_RELEASE, NVME_RESERVATION_WRITE_REGISTRANTS << 8},
+        [KVFS_RESERVATION_END] = {NVME_IO_RESERVATION_REGISTER, NVME_REGISTER_END},
+    };
+    if ((uint32_t)step >= sizeof(steps) / sizeof(steps[0]))
+        return -EINVAL;
+    uint64_t deadline = deadline_of(nvme);
+    int r = -ENOTCONN;
+    for (int attempt = 0; attempt < 2 && r == -ENOTCONN; attempt++) { /* the target may have been restarted since the last call */
+        r = connected(nvme, deadline);
+        if (r == 0 && !nvme->admin.reservations)
+            r = nvme_admin_fail(&nvme->admin, -EOPNOTSUPP, "no reservations there");
+        if (r < 0)
+            continue;
+        bool registers = step == KVFS_RESERVATION_REGISTER || step == KVFS_RESERVATION_REPLACE;
+        struct nvme_reservation_keys keys = {registers ? 0 : key, registers ? key : other};
+        struct nvme_command command = {.opcode = steps[step].opcode, .nsid = nvme->target.nsid, .cdw10 = steps[step].cdw10};
+        r = nvme_execute(&nvme->admin, &nvme->link, &command, &keys, step == KVFS_RESERVATION_RELEASE ? 8 : sizeof(keys), true, NULL,
+                         deadline);
+    }
+    return r < 0 ? failed(nvme, r) : 0;
+}
 
 int kvfs_nvme_namespaces(struct kvfs_nvme *nvme, uint32_t *out, uint32_t count) {
     uint32_t list[1024], found = 0;

@@ -47,6 +47,15 @@ static void wake(struct nvme_host *host) {
     (void)n;
 }
 
+bool nvme_host_room(struct nvme_host *host) {
+    bool room = false;
+    pthread_mutex_lock(&host->lock);
+    for (uint32_t i = 1; i <= host->queue_count; i++)
+        room = room || !host->links[i];
+    pthread_mutex_unlock(&host->lock);
+    return room;
+}
+
 uint16_t nvme_host_join(struct nvme_host *host, struct nvme_link *link, uint32_t generation) {
     uint16_t qid = 0;
     pthread_mutex_lock(&host->lock);

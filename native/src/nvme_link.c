@@ -47,6 +47,7 @@ int nvme_status_error(uint16_t status) {
     case NVME_SC_ABORTED: case NVME_SC_PATH_HOST_ABORTED: return -ETIMEDOUT;
     case NVME_SC_CAPACITY: return -ENOSPC;
     case NVME_SC_CONNECT_BUSY: return -EBUSY;
+    case NVME_SC_RESERVATION_CONFLICT: return -EBADE; /* as the kernel says it */
     case NVME_SC_CONNECT_HOST: return -EACCES;
     default: return -EIO;
     }

@@ -1,5 +1,8 @@
 /* A ring's own queue to an NVMe/TCP controller: parts of I/O become commands. Only the ring's thread comes here; nothing is locked.
  *
+ * A controller may grant fewer queues than there are rings. Then a connection goes from ring to ring, as it is: whoever has nothing under way
+ * on it lets it be taken (`use`), and gives way after a while to others that want one. One without commands has no state but its socket.
+ *
  * A queue connects when the first I/O needs it. While the controller is down reads fail at once: misses. Writes wait for it until their own
  * deadline or until their device is out of service, as does what waits for a queue to connect: they would only be tried elsewhere, and use
  * up segment after segment. The ring's io_uring only tells when a socket can be read or written.
@@ -12,6 +15,11 @@
 #define TAG_IN 2u                       /* in user_data, beside the queue's address */
 #define TAG_OUT 4u
 
+#define SLICE_NS 4000000ull             /* a queue is kept so long while others want one */
+#define REST_NS 2000000ull              /* and left to them so long: they look every millisecond */
+
+/* Who may use a queue's connection: its ring; whoever comes first; another ring, which has it by now. */
+enum queue_use { USE_OURS, USE_SPARE, USE_TAKEN };
 enum queue_state { QUEUE_CLOSED, QUEUE_OPENING, QUEUE_CONNECTING, QUEUE_READY };
 struct nvme_queue {
     struct nvme_link link;              /* first: callbacks get back from it */
@@ -28,6 +36,10 @@ struct nvme_queue {
     bool cancel;                        /* the one for reading is of a link that was closed */
     bool fresh;                         /* parts have come since the last step */
     bool full;                          /* the controller has no queue left for this thread */
+    bool wants;                         /* counted in the host's `wanting` */
+    bool yielding;                      /* begins nothing: others want the connection */
+    atomic_uint use;                    /* enum queue_use */
+    uint64_t held_ns, rest_until_ns;
     int error;                          /* the link is unusable */
     uint32_t finished;                  /* parts, in this step */
     struct iovec connect_iov;
@@ -92,6 +104,89 @@ static void queue_close(struct nvme_queue *queue, int error) {
     }
 }
 
+/* ---- sharing ---- */
+
+static void want(struct nvme_queue *queue, bool wants) {
+    if (wants != queue->wants)
+        atomic_fetch_add(&queue->host->wanting, wants ? 1u : -1u);
+    queue->wants = wants;
+}
+
+/* Whether the connection is ours; if another ring has taken it, the queue is closed from here on. */
+static bool queue_own(struct nvme_queue *queue, uint64_t now) {
+    unsigned use = USE_SPARE;
+    if (atomic_load(&queue->use) == USE_OURS)
+        return true;
+    if (atomic_compare_exchange_strong(&queue->use, &use, USE_OURS)) {
+        queue->held_ns = now;
+        queue->yielding = false;
+        return true;
+    }
+    pthread_mutex_lock(&queue->host->lock); /* held by who takes it, until it has it */
+    pthread_mutex_unlock(&queue->host->lock);
+    queue->link.fd = -1;
+    queue->link.state = NVME_LINK_CLOSED;
+    queue->qid = 0;
+    queue->state = QUEUE_CLOSED;
+    queue->cancel = queue->watched;
+    queue->readable = false;
+    atomic_store(&queue->use, USE_OURS);
+    return false;
+}
+
+/* Let others take a connection on which nothing is under way. */
+static void queue_spare(struct nvme_queue *queue, uint64_t now) {
+    const struct nvme_link *link = &queue->link;
+    if (queue->state != QUEUE_READY || queue->error || (queue->first && !queue->yielding) || link->in_flight || link->abandoned ||
+        link->head_have || link->in_data || nvme_link_sending(link))
+        return;
+    if (queue->yielding)
+        queue->rest_until_ns = now + REST_NS;
+    atomic_store(&queue->use, USE_SPARE);
+}
+
+/* Take a connection that another ring can spare, with its qid. */
+static bool queue_adopt(struct nvme_queue *queue, uint32_t generation, uint64_t now) {
+    struct nvme_host *host = queue->host;
+    pthread_mutex_lock(&host->lock);
+    bool up = atomic_load(&host->generation) == generation && atomic_load(&host->state) == NVME_HOST_UP;
+    for (uint32_t i = 1; up && i <= host->queue_count && !queue->qid; i++) {
+        struct nvme_queue *other = (struct nvme_queue *)host->links[i];
+        unsigned use = USE_SPARE;
+        if (!other || other == queue || !atomic_compare_exchange_strong(&other->use, &use, USE_TAKEN))
+            continue;
+        struct nvme_link *link = &queue->link;
+        link->fd = other->link.fd;
+        link->state = other->link.state;
+        link->header_digest = other->link.header_digest;
+        link->data_digest = other->link.data_digest;
+        link->align = other->link.align;
+        link->maxh2cdata = other->link.maxh2cdata;
+        link->in_capsule_size = other->link.in_capsule_size;
+        link->head_have = 0;
+        link->head_need = other->link.head_need;
+        queue->entries = other->entries;
+        queue->transfer_size = other->transfer_size;
+        queue->cntlid = other->cntlid;
+        queue->qid = (uint16_t)i;
+        host->links[i] = link;
+        uint32_t kept = 0; /* what was to be aborted has ended; its number is used anew */
+        for (uint32_t k = 0; k < host->abort_count; k++)
+            if (host->aborts[k].qid != i)
+                host->aborts[kept++] = host->aborts[k];
+        host->abort_count = kept;
+    }
+    pthread_mutex_unlock(&host->lock);
+    if (!queue->qid)
+        return false;
+    queue->generation = generation;
+    queue->held_ns = now;
+    queue->yielding = false;
+    queue->readable = true;
+    queue->state = QUEUE_READY;
+    return true;
+}
+
 static void queue_lost(struct nvme_queue *queue, int error, const char *reason) {
     char text[NVME_REASON + 32];
     snprintf(text, sizeof(text), "queue %u: %s", queue->qid, reason);
@@ -112,6 +207,11 @@ static void connect_done(struct nvme_link *link, struct nvme_request *request, i
 
 static void queue_open(struct nvme_queue *queue, uint32_t generation, uint64_t now) {
     struct nvme_host *host = queue->host;
+    queue->full = !nvme_host_room(host);
+    if (queue->full && queue_adopt(queue, generation, now))
+        queue->full = false;
+    if (queue->full || queue->qid)
+        return;
     pthread_mutex_lock(&host->lock);
     struct sockaddr_storage address = host->address;
     queue->link.in_capsule_size = host->in_capsule_size;
@@ -120,7 +220,8 @@ static void queue_open(struct nvme_queue *queue, uint32_t generation, uint64_t n
     queue->cntlid = host->cntlid;
     pthread_mutex_unlock(&host->lock);
     queue->generation = generation;
-    queue->opened_ns = now;
+    queue->opened_ns = queue->held_ns = now;
+    queue->yielding = false;
     int r = nvme_link_connect(&queue->link, &address, host->target.header_digest, host->target.data_digest);
     if (r < 0) {
         queue_lost(queue, -ENOTCONN, queue->link.reason);
@@ -167,7 +268,7 @@ static void pop(struct nvme_queue *queue) {
 
 /* finish: parts that cannot begin may end here; else the next reap ends them. */
 static void issue(struct nvme_queue *queue, bool finish) {
-    while (queue->first && queue->link.in_flight < queue->entries - 1) {
+    while (queue->first && !queue->yielding && queue->link.in_flight < queue->entries - 1) {
         struct io_part *part = queue->first;
         const struct nvme_remote *remote = part->remote;
         const uint32_t shift = remote->identity.block_shift;
@@ -210,13 +311,13 @@ static void issue(struct nvme_queue *queue, bool finish) {
 }
 
 /* What waits fails, or its reads only, and writes to a device that is out of service: nobody waits for it any more. */
-static void fail_waiting(struct nvme_queue *queue, int error, bool writes) {
+static void fail_waiting(struct nvme_queue *queue, int error) {
     const struct device *devices = queue->ring->plane->devices;
     struct io_part *part = queue->first, *next;
     queue->first = queue->last = NULL;
     for (; part; part = next) {
         next = part->next;
-        if (part->group->write && !writes && !part->error && !atomic_load(&devices[part->device].stopped)) {
+        if (part->group->write && !part->error && !atomic_load(&devices[part->device].stopped)) {
             append(queue, part);
             continue;
         }
@@ -282,17 +383,24 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
     queue->finished = 0;
     queue->fresh = false;
     uint32_t state = atomic_load(&host->state), generation = atomic_load(&host->generation);
+    if (atomic_load(&queue->use) == USE_SPARE && queue->first && now < queue->rest_until_ns) {
+        watch(queue);
+        return 0;
+    }
+    if (queue->state != QUEUE_CLOSED)
+        queue_own(queue, now);
     if (queue->state != QUEUE_CLOSED && (state != NVME_HOST_UP || queue->generation != generation))
         queue_close(queue, -ENOTCONN);
     if (state == NVME_HOST_DOWN || (state == NVME_HOST_UP && atomic_load(&host->lost) == generation)) {
-        fail_waiting(queue, -ENOTCONN, false);
+        fail_waiting(queue, -ENOTCONN);
+        want(queue, false);
         watch(queue);
         return queue->finished;
     }
     if (queue->state == QUEUE_CLOSED && queue->first && state == NVME_HOST_UP && !queue->watched) {
         queue_open(queue, generation, now);
-        if (queue->state == QUEUE_CLOSED)
-            fail_waiting(queue, queue->full ? -EUSERS : -ENOTCONN, queue->full);
+        if (queue->state == QUEUE_CLOSED && !queue->full) /* else it waits its turn */
+            fail_waiting(queue, -ENOTCONN);
     }
     if (queue->state != QUEUE_CLOSED) {
         if (queue->state != QUEUE_READY && !queue->error) {
@@ -305,6 +413,7 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
         }
         if (queue->state == QUEUE_OPENING && !queue->error && queue->link.state == NVME_LINK_READY)
             queue_connect(queue);
+        queue->yielding = atomic_load(&host->wanting) && now - queue->held_ns > SLICE_NS;
         if (queue->state == QUEUE_READY && !queue->error)
             issue(queue, true);
         if (!queue->error)
@@ -315,7 +424,9 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
             queue_lost(queue, -ETIMEDOUT,
                        queue->state == QUEUE_READY ? "no answer to a command that was given up on" : "no answer to Connect");
     }
+    want(queue, queue->state == QUEUE_CLOSED && queue->full && queue->first);
     watch(queue);
+    queue_spare(queue, now);
     return queue->finished;
 }
 
@@ -343,6 +454,11 @@ void nvme_ring_submit(struct ring *ring) {
         if (!queue->first)
             continue;
         uint32_t generation = atomic_load_explicit(&queue->host->generation, memory_order_relaxed);
+        uint64_t now = now_ns();
+        if (atomic_load(&queue->use) == USE_SPARE && now < queue->rest_until_ns)
+            continue;
+        if (queue->state == QUEUE_READY && !queue_own(queue, now))
+            ring->remote_ready = true;
         if (queue->state != QUEUE_READY || queue->error || queue->generation != generation) {
             ring->remote_ready |= queue->fresh || queue->state == QUEUE_READY;
             continue;
@@ -410,6 +526,8 @@ void nvme_part_expire(struct ring *ring, struct io_part *part, uint64_t now) {
         if (nvme_request_abandon(&queue->link, request, now))
             part->commands_left--;
     }
+    if (!queue->first)
+        want(queue, false);
     if (part->commands_left == 0)
         part_finish(queue, part);
 }
@@ -419,7 +537,9 @@ uint64_t nvme_ring_timeout(struct ring *ring, uint64_t timeout_ns) {
         return 0;
     for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next)
         if (queue->state != QUEUE_READY ? queue->first != NULL : queue->link.abandoned != 0)
-            timeout_ns = min_u64(timeout_ns, 10000000); /* a host that starts tells nobody; nor does time */
+            timeout_ns = min_u64(timeout_ns, queue->full ? 1000000 : 10000000); /* a host that starts tells nobody; nor does time */
+        else if (queue->first && queue->yielding)
+            timeout_ns = min_u64(timeout_ns, 1000000);
     return timeout_ns;
 }
 
@@ -427,6 +547,9 @@ void nvme_ring_free(struct ring *ring) {
     while (ring->queues) {
         struct nvme_queue *queue = ring->queues;
         ring->queues = queue->next;
+        want(queue, false);
+        if (!queue_own(queue, 0))
+            queue->qid = 0;
         if (queue->qid)
             nvme_host_leave(queue->host, queue->qid, &queue->link);
         nvme_link_free(&queue->link);

@@ -117,7 +117,7 @@ struct nvme_admin {
     uint32_t transfer_size;                 /* of one command, at most */
     uint32_t in_capsule_size;
     uint32_t oaes;
-    bool write_cache, shut;
+    bool write_cache, reservations, shut;
     char model[41], serial[21];
     char reason[NVME_REASON];
 };
@@ -170,6 +170,7 @@ struct nvme_host {
     /* What rings look at. They change under the lock. */
     atomic_uint state, generation;
     atomic_uint lost;                       /* the generation that a ring found dead */
+    atomic_uint wanting;                    /* rings that have I/O and no queue, as the controller has no more */
     pthread_mutex_t lock;
     pthread_cond_t changed;
     struct sockaddr_storage address;
@@ -187,6 +188,7 @@ int nvme_device_use(struct kvfs_plane *plane, uint32_t device, char *error, size
 void nvme_hosts_stop(struct kvfs_plane *plane);
 /* A qid for a link of this generation, 0: none is left. Then the link is shut down with the association. */
 uint16_t nvme_host_join(struct nvme_host *host, struct nvme_link *link, uint32_t generation);
+bool nvme_host_room(struct nvme_host *host);           /* a qid is left */
 void nvme_host_leave(struct nvme_host *host, uint16_t qid, struct nvme_link *link);
 void nvme_host_lost(struct nvme_host *host, uint32_t generation, const char *reason);
 void nvme_host_abort(struct nvme_host *host, uint16_t qid, uint16_t cid);

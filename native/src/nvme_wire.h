@@ -150,7 +150,7 @@ enum nvme_status {
     NVME_SC_INVALID_NAMESPACE = 0x00b, NVME_SC_SEQUENCE = 0x00c, NVME_SC_SGL_LENGTH = 0x00f, NVME_SC_SGL_TYPE = 0x011,
     NVME_SC_SGL_OFFSET = 0x016,
     NVME_SC_KATO_EXPIRED = 0x018, NVME_SC_TRANSIENT_TRANSPORT = 0x022, NVME_SC_LBA_RANGE = 0x080, NVME_SC_CAPACITY = 0x081,
-    NVME_SC_NOT_READY = 0x082,
+    NVME_SC_NOT_READY = 0x082, NVME_SC_RESERVATION_CONFLICT = 0x083,
     NVME_SC_INVALID_QUEUE = 0x101, NVME_SC_AER_LIMIT = 0x105, NVME_SC_INVALID_LOG_PAGE = 0x109, NVME_SC_FEATURE_NOT_SAVEABLE = 0x10d,
     NVME_SC_CONNECT_FORMAT = 0x180, NVME_SC_CONNECT_BUSY = 0x181, NVME_SC_CONNECT_PARAMETER = 0x182,
     NVME_SC_CONNECT_RESTART_DISCOVERY = 0x183, NVME_SC_CONNECT_HOST = 0x184, NVME_SC_DISCONNECT_QUEUE_TYPE = 0x185,
@@ -297,6 +297,7 @@ static_assert(__builtin_offsetof(struct nvme_controller, kas) == 320 && __builti
     && __builtin_offsetof(struct nvme_controller, ioccsz) == 1792 && __builtin_offsetof(struct nvme_controller, mdts) == 77, "wire");
 #define NVME_ONCS_DATASET (1u << 2)
 #define NVME_ONCS_WRITE_ZEROES (1u << 3)
+#define NVME_ONCS_RESERVATIONS (1u << 5)
 #define NVME_SGLS_FABRICS (1u << 0 | 1u << 20)     /* SGLs without alignment; offsets in the capsule's data */
 
 struct nvme_lba_format { uint16_t metadata_size; uint8_t lbads; uint8_t rp; } NVME_PACKED; /* lbads: log2 of the block's bytes */
@@ -354,7 +355,8 @@ static_assert(sizeof(struct nvme_discovery_entry) == 1024, "wire");
 /* ---- I/O commands (NVM command set 3) ---- */
 
 enum nvme_io_opcode {
-    NVME_IO_FLUSH = 0x00, NVME_IO_WRITE = 0x01, NVME_IO_READ = 0x02, NVME_IO_WRITE_ZEROES = 0x08, NVME_IO_DATASET = 0x09
+    NVME_IO_FLUSH = 0x00, NVME_IO_WRITE = 0x01, NVME_IO_READ = 0x02, NVME_IO_WRITE_ZEROES = 0x08, NVME_IO_DATASET = 0x09,
+    NVME_IO_RESERVATION_REGISTER = 0x0d, NVME_IO_RESERVATION_ACQUIRE = 0x11, NVME_IO_RESERVATION_RELEASE = 0x15
 };
 /* Read, Write, Write Zeroes: cdw10 and cdw11 = first block, cdw12 = blocks - 1 and flags, Write Zeroes: NVME_IO_DEALLOCATE.
  * Dataset Management: cdw10 = ranges - 1, cdw11 = NVME_DATASET_DEALLOCATE, data: the ranges. Flush: the namespace is all. */
@@ -362,6 +364,15 @@ enum nvme_io_opcode {
 #define NVME_IO_DEALLOCATE (1u << 25)
 #define NVME_DATASET_DEALLOCATE 4u
 #define NVME_DATASET_RANGES_MAX 256
+/* Reservations (base 2.0, 7.2 to 7.6): cdw10 = action | NVME_RESERVATION_ANY_KEY | type << 8. `other` is the new key, or the one to preempt;
+ * Release has only the first. */
+enum nvme_register_action { NVME_REGISTER_NEW = 0, NVME_REGISTER_END = 1, NVME_REGISTER_REPLACE = 2 };
+enum nvme_acquire_action { NVME_ACQUIRE_NEW = 0, NVME_ACQUIRE_PREEMPT = 1 };
+#define NVME_RESERVATION_ANY_KEY 8u
+#define NVME_RESERVATION_WRITE_REGISTRANTS 3u      /* reads for all, writes for registrants */
+#define NVME_RESCAP_WRITE_REGISTRANTS 0x08u
+struct nvme_reservation_keys { uint64_t current, other; } NVME_PACKED;
+static_assert(sizeof(struct nvme_reservation_keys) == 16, "wire");
 struct nvme_range { uint32_t attributes; uint32_t block_count; uint64_t first_block; } NVME_PACKED;
 static_assert(sizeof(struct nvme_range) == 16, "wire");
 

@@ -64,6 +64,7 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
         c->max_write = (uint32_t)CHUNK_SIZE;
     if (!c->io_timeout_ms)
         c->io_timeout_ms = 5000;
+    plane->slow_ns = c->slow_ms ? c->slow_ms * (uint64_t)1000000 : UINT64_MAX;
     if (!c->request_timeout_ms)
         c->request_timeout_ms = 30000;
     if (c->staging_size < 16 * CHUNK_SIZE)
@@ -101,6 +102,7 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
     pthread_mutex_init(&plane->notify_lock, NULL);
     pthread_cond_init(&plane->notify_more, NULL);
     atomic_store(&plane->space, UINT64_MAX);
+    atomic_store(&plane->share, UINT64_MAX);
     plane->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (plane->event_fd < 0)
         return fail(-errno, "eventfd: %s", strerror(errno));
@@ -166,6 +168,10 @@ static void nodes_free(struct kvfs_plane *plane) {
                     file_free(plane, node);
                 }
                 desc_put(node->desc);
+                for (struct hold *hold = node->hold.next, *next; hold; hold = next) {
+                    next = hold->next;
+                    free(hold);
+                }
                 free(node);
             }
 }
@@ -234,11 +240,20 @@ int kvfs_transport_count(struct kvfs_plane *plane) { return (int)atomic_load(&pl
 void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) {
     memset(out, 0, sizeof(*out));
 #define TAKE(field) out->field = atomic_load_explicit(&plane->count.field, memory_order_relaxed)
-    TAKE(requests); TAKE(forwarded); TAKE(forward_timeouts); TAKE(lookups); TAKE(lookup_misses); TAKE(opens); TAKE(stale_opens);
+    TAKE(misses_made); /* before the misses that they are of */
+    TAKE(requests); TAKE(forwarded); TAKE(forward_timeouts); TAKE(lookups); TAKE(lookup_misses);
+    TAKE(opens); TAKE(opens_found); TAKE(stale_opens);
     TAKE(reads); TAKE(read_bytes); TAKE(writes); TAKE(write_bytes); TAKE(checksum_errors); TAKE(read_errors); TAKE(staged_files);
     TAKE(open_handles); TAKE(parked); TAKE(spins); TAKE(sleeps); TAKE(wakeups); TAKE(blocks_written); TAKE(blocks_copied);
-    TAKE(written_bytes); TAKE(jobs_in_flight); TAKE(zombies);
+    TAKE(written_bytes); TAKE(jobs_in_flight); TAKE(zombies); TAKE(slow_requests);
 #undef TAKE
+    /* A name that is being made counts until it is asked for; that takes back what was said of it, but what is told never falls. */
+    unsigned long long missed = out->lookup_misses > out->misses_made ? out->lookup_misses - out->misses_made : 0, told = atomic_load(&plane->missed_told);
+    while (missed > told && !atomic_compare_exchange_weak(&plane->missed_told, &told, missed))
+        ;
+    out->names_missed = missed > told ? missed : told;
+    for (uint32_t i = 0; i < KVFS_AGES; i++)
+        out->found_ages[i] = atomic_load_explicit(&plane->found_ages[i], memory_order_relaxed);
     out->forwarded_in_flight = plane->mux.live_count;
     out->staged_bytes = atomic_load(&plane->staged_bytes);
     out->staging_size = plane->config.staging_size;
@@ -298,7 +313,7 @@ int kvfs_latency_get(struct kvfs_plane *plane, uint32_t operation, struct kvfs_l
 }
 
 int kvfs_fault_set(struct kvfs_plane *plane, uint32_t device, uint32_t fault, uint32_t direction, uint32_t every, uint32_t value) {
-    if (device >= plane->config.device_count || fault > KVFS_FAULT_LOST_WRITE)
+    if (device >= plane->config.device_count || fault > KVFS_FAULT_HOLD)
         return -ERANGE;
     struct fault_rule *rule = &plane->devices[device].faults;
     atomic_store(&rule->fault, fault);

@@ -49,7 +49,7 @@ static void read_finish(struct request *request, int error) {
     request->owed = request->direct && request->groups_held;
     if (!request->owed) {
         targets_clear(request);
-        reply_error(request->server, request->unique, error);
+        request_reply_failed(request->server->plane, request, error);
     }
     if (request->groups_held == 0)
         request_put(plane, request);
@@ -307,7 +307,7 @@ static void read_part_done(struct io_group *group, bool reaped) {
         if (--request->groups_held == 0 && request->groups_left == 0) {
             if (request->owed) {
                 targets_clear(request);
-                reply_error(request->server, request->unique, -EIO);
+                request_reply_failed(request->server->plane, request, -EIO);
             }
             request_put(request->server->plane, request);
         }

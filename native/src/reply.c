@@ -30,7 +30,7 @@ void request_put(struct kvfs_plane *plane, struct request *request) {
     pthread_mutex_unlock(&plane->request_lock);
 }
 
-void latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns) {
+uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns) {
     uint64_t took = now_ns() - arrived_ns;
     uint32_t bucket = took ? 64 - (uint32_t)__builtin_clzll(took) : 0;
     if (bucket > 39)
@@ -38,6 +38,18 @@ void latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_
     atomic_fetch_add_explicit(&plane->latency[operation].count, 1, memory_order_relaxed);
     atomic_fetch_add_explicit(&plane->latency[operation].total_ns, took, memory_order_relaxed);
     atomic_fetch_add_explicit(&plane->latency[operation].buckets[bucket], 1, memory_order_relaxed);
+    return took;
+}
+
+void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns) {
+    unsigned long long second = now_ns() / 1000000000, was = atomic_load(&plane->slow_window), is;
+    COUNT(plane, slow_requests, 1);
+    do {
+        is = was >> 8 >= second ? was + 1 : second << 8 | 1;
+        if ((is & 255) > SLOW_EVENTS_MAX)
+            return;
+    } while (!atomic_compare_exchange_weak(&plane->slow_window, &was, is));
+    event_add(plane, KVFS_EVENT_SLOW, inode, (uint64_t)opcode << 56 | min_u64(took_ns / 1000, ((uint64_t)1 << 56) - 1));
 }
 
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size) {
@@ -65,5 +77,10 @@ void request_reply_read(struct kvfs_plane *plane, struct request *request, uint3
     request->server->transport->ops->reply(request->server, request->unique, 0, placed, iovs, count);
     COUNT(plane, reads, 1);
     COUNT(plane, read_bytes, size);
-    latency_add(plane, LATENCY_READ, request->arrived_ns);
+    slow_look(plane, FUSE_READ, request->node->inode, latency_add(plane, LATENCY_READ, request->arrived_ns));
+}
+
+void request_reply_failed(struct kvfs_plane *plane, struct request *request, int error) {
+    reply_error(request->server, request->unique, error);
+    slow_look(plane, FUSE_READ, request->node->inode, now_ns() - request->arrived_ns);
 }

@@ -398,11 +398,13 @@ void ring_part_complete(struct ring *ring, struct io_part *part, int result) {
         break;
     case KVFS_FAULT_LOST_WRITE: result = (int)part->size; break;
     case KVFS_FAULT_DELAY:
+    case KVFS_FAULT_HOLD:
         if (ring->delayed_count < DELAYED_MAX) {
-            ring->delayed[ring->delayed_count].due_ns = now_ns() + value * 1000000ull;
+            ring->delayed[ring->delayed_count].due_ns = now_ns() + (part->fault == KVFS_FAULT_DELAY ? value * 1000000ull : 0);
+            if (part->fault == KVFS_FAULT_HOLD && value)
+                result = -(int)value;
             ring->delayed[ring->delayed_count].part = part;
             ring->delayed[ring->delayed_count++].result = result;
-            part->fault = KVFS_FAULT_NONE;
             return;
         }
         break;
@@ -481,11 +483,12 @@ uint32_t ring_reap(struct ring *ring) {
     if (ring->delayed_count) {
         uint64_t now = now_ns();
         for (uint32_t i = 0; i < ring->delayed_count;) {
-            if (ring->delayed[i].due_ns > now) {
+            struct io_part *part = ring->delayed[i].part;
+            bool held = part->fault == KVFS_FAULT_HOLD && atomic_load(&ring->plane->devices[part->device].faults.fault) == KVFS_FAULT_HOLD;
+            if (held || ring->delayed[i].due_ns > now) {
                 i++;
                 continue;
             }
-            struct io_part *part = ring->delayed[i].part;
             int result = ring->delayed[i].result;
             ring->delayed[i] = ring->delayed[--ring->delayed_count];
             part_finish(ring, part, result);

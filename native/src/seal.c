@@ -332,8 +332,7 @@ static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_j
         chunk->spilling = false;
         if (r == 0) {
             file_drop_chunk(plane, file, i);
-            chunk->state = CHUNK_PLACED;
-            chunk->filled = filled;
+            chunk_place(job->node, chunk, filled);
         }
     }
     file->spilling = false;
@@ -568,10 +567,8 @@ int kvfs_seal_end(struct kvfs_plane *plane, uint64_t inode, int ok) {
     bool writers = node->writers > 0;
     pthread_mutex_lock(&node->lock);
     struct file *file = node->file;
-    if (ok && file && node->handles) { /* readers keep what is sealed now, when the last writer has gone */
-        atomic_fetch_add(&plane->open_bytes, file->size - node->open_size);
-        node->open_size = file->size;
-    }
+    if (ok && file && node->handles) /* readers keep what is sealed now, when the last writer has gone */
+        hold_charge(plane, node, file->size);
     pthread_mutex_unlock(&shard->lock);
     bool freed = false;
     int r = file && file->sealing ? 0 : -EINVAL;

@@ -5,6 +5,7 @@
 
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 
 #define MAPPINGS_MAX 4096u
 
@@ -29,6 +30,20 @@ static void on_sigbus(int number, siginfo_t *info, void *context) {
             return;
     }
     sigaction(number, &before, NULL); /* not ours: it happens again, to whom it concerns */
+}
+
+int shared_check(int fd, const uint64_t *types, uint32_t count) {
+    /* These files alone have seals, sealed or not; and the kernel answers without asking a filesystem, as fstat and fstatfs do, which may never
+     * answer. */
+    if (fcntl(fd, F_GET_SEALS) >= 0)
+        return 0;
+    struct statfs fs;
+    if (count && fstatfs(fd, &fs) < 0)
+        return -errno;
+    for (uint32_t i = 0; i < count; i++)
+        if ((uint64_t)fs.f_type == types[i])
+            return 0;
+    return -EMEDIUMTYPE;
 }
 
 void *shared_map(int fd, uint64_t offset, uint64_t size, int *error) {

@@ -22,6 +22,7 @@ struct slab {
     atomic_uint refs; /* the file, and every request under way */
     struct kvfs_plane *plane;
     uint64_t inode;
+    uint32_t first_segment; /* tells it from another slab of the inode, as nobody else has the segment before it is free */
     /* As many as there are segments: it never moves. Those beyond run_count (under the node's lock) are not there yet. */
     struct slab_run *runs;
     uint32_t run_count, run_pages;
@@ -45,7 +46,7 @@ void slab_put(struct slab *slab) {
     for (uint32_t i = 0; i < slab->run_count; i++)
         free(slab->runs[i].written);
     free(slab->runs);
-    event_add(slab->plane, KVFS_EVENT_SLAB_FREE, slab->inode, 0);
+    event_add(slab->plane, KVFS_EVENT_SLAB_FREE, slab->inode, slab->first_segment);
     free(slab);
 }
 
@@ -294,7 +295,7 @@ static void slab_finish(struct request *request) {
         request_reply_write(plane, request, error);
     } else if (error) {
         COUNT(plane, read_errors, 1);
-        reply_error(request->server, request->unique, error);
+        request_reply_failed(plane, request, error);
     } else {
         request_reply_read(plane, request, request->size);
     }
@@ -391,11 +392,14 @@ bool file_untouched(const struct file *file) {
 
 uint64_t slab_capacity(const struct slab *slab) { return slab_pages(slab) * PAGE; }
 
-/* Whether the slab goes with its last descriptor, whatever its name. With the node's lock held. */
-bool slab_passes(struct kvfs_plane *plane, const struct file *file) {
+/* Whether it could be a file as any other. With the node's lock held. */
+static bool slab_may_settle(struct kvfs_plane *plane, const struct file *file) {
     const struct slab *slab = file->slab;
-    return slab->chosen || slab->overwritten || atomic_load(&slab->failed) || file->size > file_size_max(plane);
+    return !slab->chosen && !atomic_load(&slab->failed) && file->size <= file_size_max(plane);
 }
+
+/* Whether the slab goes with its last descriptor, whatever its name. With the node's lock held. */
+bool slab_passes(struct kvfs_plane *plane, const struct file *file) { return file->slab->overwritten || !slab_may_settle(plane, file); }
 
 int64_t kvfs_slab_pages(struct kvfs_plane *plane, uint64_t inode) {
     struct node *node = node_get(plane, inode, false);
@@ -434,7 +438,7 @@ int kvfs_slab_wanted(struct kvfs_plane *plane, uint64_t inode, uint64_t size) {
     return wanted;
 }
 
-static struct slab *slab_new(struct kvfs_plane *plane, uint64_t inode, uint32_t run_pages) {
+static struct slab *slab_new(struct kvfs_plane *plane, uint64_t inode, uint32_t first_segment, uint32_t run_pages) {
     struct slab *slab = calloc(1, sizeof(*slab));
     if (!slab)
         return NULL;
@@ -446,6 +450,7 @@ static struct slab *slab_new(struct kvfs_plane *plane, uint64_t inode, uint32_t 
     atomic_store(&slab->refs, 1);
     slab->plane = plane;
     slab->inode = inode;
+    slab->first_segment = first_segment;
     slab->run_pages = run_pages;
     return slab;
 }
@@ -479,7 +484,7 @@ int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, in
     pthread_mutex_lock(&node->lock);
     struct file *file = node->file;
     int r = !file || file->discarded ? -ENOENT : file->slab && file->sealing ? -EAGAIN : !file->slab && !file_untouched(file) ? -EBUSY : 0;
-    if (r == 0 && !file->slab && run_count && !(fresh = slab_new(plane, inode, runs[0].page_count)))
+    if (r == 0 && !file->slab && run_count && !(fresh = slab_new(plane, inode, runs[0].segment, runs[0].page_count)))
         r = -ENOMEM;
     struct slab *slab = fresh ? fresh : r == 0 ? file->slab : NULL;
     if (r == 0 && (!slab || (run_count && runs[0].page_count != slab->run_pages)))
@@ -562,6 +567,7 @@ struct slab_job {
     struct job job;
     struct node *node;
     uint64_t size;
+    bool writers_stay;
 };
 
 /* Let nobody write. With the node's lock held, which it opens while it waits. */
@@ -698,9 +704,10 @@ static int settle(struct kvfs_plane *plane, struct ring *ring, struct node *node
         pthread_mutex_lock(&node->lock);
         for (uint32_t i = 0; i < chunks; i++) {
             struct chunk *chunk = &file->chunks[i];
-            chunk->state = states[i] ? CHUNK_PLACED : CHUNK_HOLE;
-            chunk->filled = states[i] ? (uint32_t)min_u64(CHUNK_SIZE, file->size - i * CHUNK_SIZE) : 0;
-            chunk->reload = false;
+            if (states[i])
+                chunk_place(node, chunk, (uint32_t)min_u64(CHUNK_SIZE, file->size - i * CHUNK_SIZE));
+            else
+                memset(chunk, 0, sizeof(*chunk));
         }
         free(file->placed);
         file->placed = placed;
@@ -726,12 +733,12 @@ static void settle_job(struct kvfs_plane *plane, struct ring *ring, struct job *
     struct shard *shard = shard_of(plane, node->inode);
     bool gone = false;
     pthread_mutex_lock(&shard->lock);
-    bool writers = node->writers > 0;
+    bool writers = node->writers > 0 && !job->writers_stay;
     pthread_mutex_unlock(&shard->lock);
     pthread_mutex_lock(&node->lock);
     int r = writers ? -EBUSY : freeze(plane, node);
     if (r == 0) {
-        if (slab_passes(plane, node->file)) {
+        if (job->writers_stay ? !slab_may_settle(plane, node->file) : slab_passes(plane, node->file)) {
             r = -EPERM;
         } else {
             pthread_mutex_unlock(&node->lock);
@@ -744,7 +751,7 @@ static void settle_job(struct kvfs_plane *plane, struct ring *ring, struct job *
     job_end(plane, job, gone, r);
 }
 
-static int job_start(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, uint64_t size,
+static int job_start(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, uint64_t size, bool writers_stay,
                      void (*run)(struct kvfs_plane *, struct ring *, struct job *)) {
     struct node *node = node_get(plane, inode, false);
     if (!node)
@@ -758,13 +765,16 @@ static int job_start(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, 
     job->job.cookie = cookie;
     job->node = node;
     job->size = size;
+    job->writers_stay = writers_stay;
     COUNT(plane, jobs_in_flight, 1);
     pool_add(&plane->store, &job->job);
     return 0;
 }
 
 int kvfs_slab_resize(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, uint64_t size) {
-    return job_start(plane, cookie, inode, size, resize_job);
+    return job_start(plane, cookie, inode, size, false, resize_job);
 }
 
-int kvfs_slab_settle(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode) { return job_start(plane, cookie, inode, 0, settle_job); }
+int kvfs_slab_settle(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int writers_stay) {
+    return job_start(plane, cookie, inode, 0, writers_stay != 0, settle_job);
+}

@@ -4,7 +4,7 @@
 struct store_job {
     struct job job;
     uint32_t segment, page, end_page, count;
-    uint64_t size, generation;
+    uint64_t size, generation, epoch_max;
     uint8_t *data;                 /* own copy: writes, records */
     void *out;
     uint32_t *segments;
@@ -248,6 +248,12 @@ static int scan(struct kvfs_plane *plane, struct ring *ring, struct store_job *j
         if (header_check(plane, data, h.header_pages, &h, &record) < 0 || record.generation != job->generation ||
             record.segment != job->segment || record.page != page)
             break;
+        if (!records_sound(plane, job->epoch_max, data + h.record_offset, record.record_size) ||
+            !records_sound(plane, job->epoch_max, data + h.ancestors_offset, h.ancestors_size)) {
+            result->impossible++; /* one block is lost by it, not what follows: the header says where that begins */
+            page += h.run_pages;
+            continue;
+        }
         uint64_t need = (uint64_t)record.record_size + h.ancestors_size;
         if (result->size + need > job->size) {
             result->full = 1;
@@ -273,8 +279,8 @@ static void run_scan(struct kvfs_plane *plane, struct ring *ring, struct job *ba
     store_done(plane, job, scan(plane, ring, job));
 }
 
-int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint64_t generation, uint32_t first_page, uint32_t end_page,
-                    void *out, uint64_t capacity, struct kvfs_scan_result *result) {
+int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint64_t generation, uint64_t epoch_max, uint32_t first_page,
+                    uint32_t end_page, void *out, uint64_t capacity, struct kvfs_scan_result *result) {
     if (segment >= plane->config.segment_count || first_page > end_page || end_page > plane->segment_pages)
         return -ERANGE;
     struct store_job *job = store_job_new(run_scan, cookie);
@@ -283,6 +289,7 @@ int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment,
     memset(result, 0, sizeof(*result));
     job->segment = segment;
     job->generation = generation;
+    job->epoch_max = epoch_max;
     job->page = first_page;
     job->end_page = end_page;
     job->out = out;

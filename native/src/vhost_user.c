@@ -8,6 +8,7 @@
 
 #include <linux/virtio_config.h>
 #include <linux/virtio_fs.h>
+#include <assert.h>
 #include <poll.h>
 #include <stdio.h>
 #include <sys/mman.h>
@@ -37,7 +38,6 @@ enum {
 #define FLAG_REPLY 4u
 #define FLAG_NEED_REPLY 8u
 #define VRING_NO_FD 0x100u
-#define FDS_MAX 8
 #define TABLE_REGIONS_MAX 8
 #define CONFIG_MAX 256
 /* A message's rest must follow within this. Front ends wait for answers without any limit of their own: ours come within the deadlines
@@ -48,7 +48,6 @@ enum {
 /* GET_VRING_BASE and the end: what is under way gets this long, then it is answered with EIO. */
 #define DRAIN_TIMEOUT_MS 5000u
 
-struct header { uint32_t request, flags, size; };
 struct vring_state { uint32_t index, number; };
 struct vring_address { uint32_t index, flags; uint64_t desc, used, avail, log; };
 struct config_message { uint32_t offset, size, flags; uint8_t data[CONFIG_MAX]; };
@@ -56,7 +55,7 @@ struct inflight_message { uint64_t map_size, map_offset; uint16_t queue_count, q
 struct region_message { uint64_t guest_address, size, user_address, offset; };
 
 struct vhost_message {
-    struct header header;
+    struct vhost_header header;
     union {
         uint64_t u64;
         struct vring_state state;
@@ -66,9 +65,10 @@ struct vhost_message {
         struct { uint64_t padding; struct region_message region; } one;
         struct { uint32_t count, padding; struct region_message regions[TABLE_REGIONS_MAX]; } table;
     };
-    int fds[FDS_MAX];
+    int fds[VHOST_FDS_MAX];
     uint32_t fd_count;
 };
+static_assert(sizeof(((struct vhost_message *)0)->table) <= VHOST_PAYLOAD_MAX && sizeof(struct config_message) <= VHOST_PAYLOAD_MAX, "payload");
 struct front_end {
     struct guest *guest;
     int fd;
@@ -80,21 +80,6 @@ struct front_end {
 };
 
 /* ---- the socket ---- */
-
-static int receive_rest(int fd, void *data, size_t size) {
-    for (uint8_t *at = data; size;) {
-        ssize_t n = recv(fd, at, size, 0);
-        if (n == 0)
-            return -ECONNRESET;
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0)
-            return errno == EAGAIN ? -ETIMEDOUT : -errno;
-        at += n;
-        size -= (size_t)n;
-    }
-    return 0;
-}
 
 static void fds_close(struct vhost_message *message) {
     for (uint32_t i = 0; i < message->fd_count; i++)
@@ -111,44 +96,37 @@ static int fd_take(struct vhost_message *message) {
     return fd;
 }
 
-/* 0, -ECONNRESET when the front end has gone, or another -errno. */
-static int message_receive(int fd, struct vhost_message *message) {
-    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int) * FDS_MAX)]; } control;
-    struct iovec iov = {&message->header, sizeof(message->header)};
+/* From the porter. 0, -ECONNRESET when the front end has gone, or another -errno. */
+static int message_receive(int channel, struct vhost_message *message, int *refused) {
+    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int) * VHOST_FDS_MAX)]; } control;
+    struct ported ported;
+    struct iovec iov = {&ported, sizeof(ported)};
     struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
     memset(message, 0, sizeof(*message));
     ssize_t n;
     do
-        n = recvmsg(fd, &msg, MSG_CMSG_CLOEXEC);
+        n = recvmsg(channel, &msg, MSG_CMSG_CLOEXEC);
     while (n < 0 && errno == EINTR);
     if (n <= 0)
         return n == 0 ? -ECONNRESET : -errno;
-    for (struct cmsghdr *c = CMSG_FIRSTHDR(&msg); c; c = CMSG_NXTHDR(&msg, c)) {
-        if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
-            continue;
-        uint32_t count = (uint32_t)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
-        for (uint32_t i = 0; i < count; i++) {
-            int received;
-            memcpy(&received, CMSG_DATA(c) + i * sizeof(int), sizeof(int));
-            if (message->fd_count < FDS_MAX)
-                message->fds[message->fd_count++] = received;
-            else
-                close(received);
-        }
+    struct cmsghdr *c = CMSG_FIRSTHDR(&msg);
+    if (c) {
+        message->fd_count = (uint32_t)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+        memcpy(message->fds, CMSG_DATA(c), message->fd_count * sizeof(int));
     }
-    if (msg.msg_flags & MSG_CTRUNC)
-        return -EPROTO;
-    int r = receive_rest(fd, (uint8_t *)&message->header + n, sizeof(message->header) - (size_t)n);
-    if (r < 0)
-        return r;
+    if (ported.error)
+        return ported.error;
+    message->header = ported.header;
     if ((message->header.flags & FLAG_VERSION_MASK) != FLAG_VERSION || message->header.flags & FLAG_REPLY ||
         message->header.size > sizeof(message->table))
         return -EPROTO;
-    return receive_rest(fd, &message->u64, message->header.size);
+    memcpy(&message->u64, ported.payload, message->header.size);
+    *refused = ported.refused;
+    return 0;
 }
 
 static int message_reply(int fd, const struct vhost_message *message, uint32_t size, int send_fd) {
-    struct header header = {message->header.request, FLAG_VERSION | FLAG_REPLY, size};
+    struct vhost_header header = {message->header.request, FLAG_VERSION | FLAG_REPLY, size};
     struct iovec iovs[2] = {{&header, sizeof(header)}, {(void *)(uintptr_t)&message->u64, size}};
     union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int))]; } control;
     struct msghdr msg = {.msg_iov = iovs, .msg_iovlen = 2};
@@ -189,13 +167,17 @@ static void memory_set(struct front_end *front, struct guest_memory *memory) {
         guest_memory_put(queue->memory);
         queue->memory = memory;
         atomic_fetch_add(&memory->refs, 1);
-        if (queue->used_user)
-            virtqueue_map(queue);
+        virtqueue_map(queue);
         guest_queue_update(front->guest, queue);
         queue_unlock(queue);
     }
     guest_memory_put(front->memory);
     front->memory = memory;
+}
+
+static int memory_take(const struct front_end *front, int fd, const struct region_description *description, struct guest_region **out) {
+    const struct kvfs_virtiofs_config *config = &front->guest->config;
+    return region_map(fd, description, config->memory_types, config->memory_type_count, out);
 }
 
 static int set_mem_table(struct front_end *front, struct vhost_message *message) {
@@ -209,7 +191,7 @@ static int set_mem_table(struct front_end *front, struct vhost_message *message)
         const struct region_message *m = &message->table.regions[i];
         struct region_description description = {m->guest_address, m->size, m->user_address, m->offset};
         struct guest_region *region;
-        r = memory_overlaps(memory, &description) ? -EINVAL : region_map(message->fds[i], &description, &region);
+        r = memory_overlaps(memory, &description) ? -EINVAL : memory_take(front, message->fds[i], &description, &region);
         if (r < 0)
             break;
         struct guest_memory *grown = memory_change(memory, region, NULL);
@@ -238,7 +220,7 @@ static int change_region(struct front_end *front, struct vhost_message *message,
     if (add && (message->fd_count != 1 || (front->memory && front->memory->count >= REGIONS_MAX)))
         return -EINVAL;
     if (add)
-        r = memory_overlaps(front->memory, &description) ? -EINVAL : region_map(message->fds[0], &description, &region);
+        r = memory_overlaps(front->memory, &description) ? -EINVAL : memory_take(front, message->fds[0], &description, &region);
     else if (!(region = memory_find(front->memory, &description)))
         r = -ENOENT;
     if (r < 0)
@@ -253,25 +235,11 @@ static int change_region(struct front_end *front, struct vhost_message *message,
 
 /* ---- queues ---- */
 
-static bool is_eventfd(int fd) {
-    char path[32], name[64];
-    snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
-    ssize_t n = readlink(path, name, sizeof(name) - 1);
-    if (n <= 0)
-        return false;
-    name[n] = 0;
-    return strcmp(name, "anon_inode:[eventfd]") == 0;
-}
-
-/* Another kind of file could block who writes to it. */
 static int event_take(struct vhost_message *message, int *out) {
     *out = -1;
     if (message->u64 & VRING_NO_FD)
         return message->fd_count ? -EPROTO : 0;
     if (message->fd_count != 1 || !is_eventfd(message->fds[0]))
-        return -EPROTO;
-    int flags = fcntl(message->fds[0], F_GETFL);
-    if (flags < 0 || fcntl(message->fds[0], F_SETFL, flags | O_NONBLOCK) < 0)
         return -EPROTO;
     *out = fd_take(message);
     return 0;
@@ -288,13 +256,12 @@ static int set_event(struct guest *guest, struct virtqueue *queue, struct vhost_
         guest_queue_update(guest, queue);
         return r;
     }
-    int *place = message->header.request == SET_VRING_CALL ? &queue->call_fd : &queue->error_fd;
-    if (*place >= 0)
-        close(*place);
-    *place = fd;
-    if (message->header.request == SET_VRING_CALL && queue->used)
+    if (message->header.request == SET_VRING_ERR)
+        return virtqueue_error_set(queue, fd);
+    r = virtqueue_call_set(queue, fd);
+    if (r == 0 && queue->used)
         virtqueue_signal(queue); /* what came just before went to the old one, which nobody may listen to any more */
-    return 0;
+    return r;
 }
 
 static uint64_t inflight_step(const struct inflight_message *layout) {
@@ -316,6 +283,7 @@ static void inflight_attach(struct front_end *front, struct virtqueue *queue) {
 static int set_vring(struct front_end *front, struct virtqueue *queue, const struct vhost_message *message) {
     struct guest *guest = front->guest;
     uint32_t number = message->state.number;
+    int r = 0;
     switch (message->header.request) {
     case SET_VRING_NUM:
         if (queue->started || number < 2 || number > guest->config.queue_size_max || number & (number - 1))
@@ -323,6 +291,7 @@ static int set_vring(struct front_end *front, struct virtqueue *queue, const str
         if (!queue->elements && !(queue->elements = calloc(QUEUE_SIZE_MAX, sizeof(*queue->elements))))
             return -ENOMEM;
         queue->size = number;
+        virtqueue_map(queue); /* rings of another length: they may lie nowhere now */
         break;
     case SET_VRING_BASE:
         if (queue->started || number > UINT16_MAX)
@@ -340,14 +309,14 @@ static int set_vring(struct front_end *front, struct virtqueue *queue, const str
         queue->desc_user = message->address.desc;
         queue->avail_user = message->address.avail;
         queue->used_user = message->address.used;
-        if (virtqueue_map(queue) < 0)
-            return -EFAULT;
+        queue->addressed = true;
+        r = virtqueue_map(queue); /* a queue that runs stops if they lie nowhere */
         break;
     }
     if (!queue->started)
         inflight_attach(front, queue);
     guest_queue_update(guest, queue);
-    return 0;
+    return r;
 }
 
 /* Stop a queue, and say where it is to go on. */
@@ -385,7 +354,11 @@ static int set_features(struct front_end *front, uint64_t features) {
 
 static int inflight_map(struct front_end *front, const struct inflight_message *layout, int fd) {
     struct stat st;
+    const struct kvfs_virtiofs_config *config = &front->guest->config;
     uint64_t size = inflight_step(layout) * layout->queue_count;
+    int error = shared_check(fd, config->memory_types, config->memory_type_count);
+    if (error < 0)
+        return error;
     for (uint32_t i = 0; i < front->guest->queue_count; i++)
         if (front->guest->queues[i].started)
             return -EBUSY;
@@ -393,12 +366,11 @@ static int inflight_map(struct front_end *front, const struct inflight_message *
         layout->map_offset % PAGE || layout->map_size < size || fstat(fd, &st) < 0 || layout->map_offset > INT64_MAX - size ||
         (uint64_t)st.st_size < layout->map_offset + size)
         return -EINVAL;
-    int error;
     void *map = shared_map(fd, layout->map_offset, size, &error);
     if (!map)
         return error;
-    if (front->inflight)
-        shared_unmap(front->inflight, front->inflight_size);
+    uint8_t *before = front->inflight;
+    uint64_t before_size = front->inflight_size;
     front->inflight = map;
     front->inflight_size = size;
     front->inflight_layout = *layout;
@@ -407,6 +379,8 @@ static int inflight_map(struct front_end *front, const struct inflight_message *
         inflight_attach(front, &front->guest->queues[i]);
         queue_unlock(&front->guest->queues[i]);
     }
+    if (before)
+        shared_unmap(before, before_size);
     return 0;
 }
 
@@ -464,14 +438,16 @@ static uint32_t size_minimum(uint32_t request) {
     }
 }
 
-/* 0: done, nothing sent. 1: answered. -errno: refused. */
-static int handle(struct front_end *front, struct vhost_message *message) {
+/* 0: done, nothing sent. 1: answered. -errno: refused, as its descriptors may have been before. */
+static int handle(struct front_end *front, struct vhost_message *message, int refused) {
     struct guest *guest = front->guest;
     struct virtqueue *queue = NULL;
     uint32_t request = message->header.request;
     int r = 0;
     if (message->header.size < size_minimum(request))
         return -EPROTO;
+    if (refused)
+        return request == SET_MEM_TABLE || request == ADD_MEM_REG || request == SET_INFLIGHT_FD ? refused : -EPROTO;
     if ((request >= SET_VRING_NUM && request <= SET_VRING_ERR) || request == SET_VRING_ENABLE) {
         bool event = request == SET_VRING_KICK || request == SET_VRING_CALL || request == SET_VRING_ERR;
         uint64_t index = event ? message->u64 & 0xff : message->state.index;
@@ -530,11 +506,15 @@ void vhost_user_serve(struct guest *guest, int fd) {
     int r = message ? 0 : -ENOMEM;
     if (setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout)) < 0 || setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof(timeout)) < 0)
         r = -errno;
+    int channel = r < 0 ? r : porter_start(guest->porters, &guest->config, fd);
+    if (channel < 0)
+        r = channel;
     bool stopping = false;
     while (r >= 0) {
         /* A second front end is turned away at once rather than left waiting for its first answer. */
-        struct pollfd polls[3] = {{.fd = fd, .events = POLLIN}, {.fd = guest->stop_fd, .events = POLLIN}, {.fd = guest->listen_fd, .events = POLLIN}};
-        int ready = poll(polls, 3, LOOK_AGAIN_MS);
+        struct pollfd polls[4] = {{.fd = channel, .events = POLLIN}, {.fd = guest->stop_fd, .events = POLLIN},
+                                  {.fd = guest->listen_fd, .events = POLLIN}, {.fd = fd, .events = POLLRDHUP}};
+        int ready = poll(polls, 4, LOOK_AGAIN_MS);
         if (ready == 0)
             guest_look_again(guest);
         if (ready <= 0)
@@ -542,16 +522,21 @@ void vhost_user_serve(struct guest *guest, int fd) {
         stopping = polls[1].revents != 0;
         if (stopping)
             break;
+        if (polls[0].revents == 0 && polls[3].revents) { /* the porter may be away, and never come to it */
+            r = -ECONNRESET;
+            break;
+        }
         if (polls[0].revents == 0) {
             int second = accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC);
             if (second >= 0)
                 close(second);
             continue;
         }
-        r = message_receive(fd, message);
+        int refused = 0;
+        r = message_receive(channel, message, &refused);
         if (r == 0) {
             bool ack = message->header.flags & FLAG_NEED_REPLY && front.protocol_features & 1ull << PROTOCOL_REPLY_ACK;
-            r = handle(&front, message);
+            r = handle(&front, message, refused);
             if (r <= 0 && ack) {
                 if (r < 0) {
                     atomic_fetch_add(&guest->protocol_errors, 1);
@@ -563,6 +548,9 @@ void vhost_user_serve(struct guest *guest, int fd) {
         }
         fds_close(message);
     }
+    shutdown(fd, SHUT_RDWR); /* the porter may be away, with a descriptor of the socket */
+    if (channel >= 0)
+        close(channel);
     if (r < 0 && r != -ECONNRESET && r != -EPIPE) {
         atomic_fetch_add(&guest->protocol_errors, 1);
         guest_error(guest, UINT32_MAX, r);

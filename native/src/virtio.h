@@ -18,6 +18,9 @@
 
 /* ---- shared_memory.c ---- */
 
+/* Whether a fault on this file's memory waits for nobody but the kernel: memfd, tmpfs and hugetlbfs; besides, where a guest's operator says so, the
+ * filesystems of these types (statfs(2), f_type). -EMEDIUMTYPE: another one. */
+int shared_check(int fd, const uint64_t *types, uint32_t count);
 /* Memory of another process, who may cut it off: then it reads as zeros instead of ending us. NULL and *error: -errno. */
 void *shared_map(int fd, uint64_t offset, uint64_t size, int *error);
 void shared_unmap(void *map, uint64_t size);
@@ -39,7 +42,8 @@ struct guest_memory {
     struct guest_region *regions[];
 };
 struct region_description { uint64_t guest_address, size, user_address, offset; };
-int region_map(int fd, const struct region_description *from, struct guest_region **out);
+/* types: as shared_check has them. */
+int region_map(int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count, struct guest_region **out);
 void region_put(struct guest_region *region);
 /* A copy of `from` (NULL: empty) with `add` (taken over) or without `remove`; either may be NULL. NULL: no memory. */
 struct guest_memory *memory_change(const struct guest_memory *from, struct guest_region *add, const struct guest_region *remove);
@@ -71,6 +75,9 @@ struct chain {
 struct inflight_entry { uint8_t inflight; uint8_t padding[5]; uint16_t next; uint64_t counter; };
 struct inflight_queue { uint64_t features; uint16_t version, size, last_batch_head, used_index; struct inflight_entry entries[]; };
 
+/* Signals one eventfd of a front end, and never waits for anybody: see bell_ring. */
+struct bell { struct io_uring ring; bool made, set; };
+
 struct virtqueue {
     pthread_mutex_t serve;              /* taking: avail, last_avail, state */
     pthread_mutex_t lock;               /* answering: used, elements; taken after serve */
@@ -78,6 +85,7 @@ struct virtqueue {
     uint32_t index;
     uint32_t size;
     uint64_t desc_user, avail_user, used_user;
+    bool addressed;                     /* these three are the front end's */
     struct guest_memory *memory;        /* under both locks, as all addresses */
     const struct vring_desc *desc;
     struct vring_avail *avail;
@@ -85,7 +93,8 @@ struct virtqueue {
     uint16_t last_avail, used_index;
     bool enabled, started, broken, event_index, indirect;
     atomic_bool running;                /* enabled, mapped, has a kick: may be looked at */
-    int kick_fd, call_fd, error_fd;
+    int kick_fd, call_fd, error_fd;     /* the front end's: never read or written here */
+    struct bell bell;                   /* of call_fd; under lock */
     struct element *elements;           /* QUEUE_SIZE_MAX */
     uint32_t in_flight;
     struct inflight_queue *inflight;    /* NULL: not tracked */
@@ -109,15 +118,40 @@ void virtqueue_quiet(struct virtqueue *queue);
 bool virtqueue_pending(const struct virtqueue *queue);
 /* Publish an answer of `size` bytes; lock held, element live. Signals the guest where it wants that. */
 void virtqueue_publish(struct virtqueue *queue, uint16_t head, uint32_t size);
+/* Lock held; waits for nobody. */
 void virtqueue_signal(struct virtqueue *queue);
+/* fd (-1: none), an eventfd, is the queue's from then on, also after a failure; both locks held. */
+int virtqueue_call_set(struct virtqueue *queue, int fd);
+int virtqueue_error_set(struct virtqueue *queue, int fd);
 /* Called once a second, lock held: signal again if the guest has not come to the answers of a second ago: a front end may lose a signal. */
 void virtqueue_remind(struct virtqueue *queue);
 /* Forget an element without an answer; lock held. */
 void virtqueue_drop(struct virtqueue *queue, uint16_t head);
-/* No more of it until it is reset; serve held. */
+/* No more of it until it is reset; serve held, lock not. */
 void virtqueue_break(struct virtqueue *queue);
 /* What a front end kept of the requests of before; both locks held, queue mapped, nothing in flight. */
 int virtqueue_resume(struct virtqueue *queue);
+
+/* ---- porter.c ---- */
+
+#define VHOST_FDS_MAX 8
+#define VHOST_PAYLOAD_MAX 272u           /* eight regions of SET_MEM_TABLE, 256 bytes of configuration */
+struct vhost_header { uint32_t request, flags, size; };
+/* How a message comes from the porter, with its descriptors. error: the front end has gone, or sends what is none. refused: one of the descriptors,
+ * which then do not come. */
+struct ported {
+    int32_t error, refused;
+    struct vhost_header header;
+    uint8_t payload[VHOST_PAYLOAD_MAX];
+};
+struct porters { atomic_uint refs; };   /* of a guest: the guest's, and one for each */
+struct porters *porters_new(void);
+void porters_put(struct porters *porters);
+/* Let a porter read `fd`, a front end's socket with a timeout for reading. Returns the socket that messages come from, the caller's to close; the
+ * porter ends when that is closed and `fd` is shut down. -EUSERS: too many have not ended. */
+int porter_start(struct porters *porters, const struct kvfs_virtiofs_config *config, int fd);
+/* Asks no filesystem. */
+bool is_eventfd(int fd);
 
 /* ---- guest.c ---- */
 
@@ -128,6 +162,7 @@ struct guest {
     struct kvfs_virtiofs_config config;
     struct virtqueue queues[QUEUES_MAX];
     int listen_fd, stop_fd;
+    struct porters *porters;
     pthread_t thread;
     bool threaded;
     atomic_bool stopping, limited;

@@ -6,9 +6,12 @@
 
 /* ---- memory ---- */
 
-int region_map(int fd, const struct region_description *from, struct guest_region **out) {
+int region_map(int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count, struct guest_region **out) {
     struct stat st;
     uint64_t end;
+    int error = shared_check(fd, types, type_count);
+    if (error < 0)
+        return error;
     if (fstat(fd, &st) < 0)
         return -errno;
     if (from->size == 0 || __builtin_add_overflow(from->offset, from->size, &end) || end > INT64_MAX ||
@@ -21,7 +24,6 @@ int region_map(int fd, const struct region_description *from, struct guest_regio
         return -ENOMEM;
     /* From the file's start: a huge page's offset need not be a multiple of ours. Whole (huge) pages: munmap asks for them. */
     region->map_size = round_up(end, st.st_blksize > 0 ? (uint64_t)st.st_blksize : PAGE);
-    int error;
     region->map = shared_map(fd, 0, region->map_size, &error);
     if (!region->map) {
         free(region);
@@ -117,6 +119,52 @@ static int memory_iovs(const struct guest_memory *memory, uint64_t address, uint
     return 0;
 }
 
+/* ---- signals ---- */
+
+/* write() to a front end's eventfd can wait for ever: the front end fills its counter, and O_NONBLOCK is a flag of the open file, which it
+ * shares and clears when it likes. The kernel's own signals leave a full counter as it is. So: a ring of io_uring has the eventfd for its
+ * completions, and an operation that does nothing completes while it is submitted. One system call, as write() is (0.55 us against 0.28). */
+static void bell_ring(struct bell *bell) {
+    if (!bell->set)
+        return;
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&bell->ring); /* NULL: the last is still to be submitted */
+    if (sqe)
+        io_uring_prep_nop(sqe);
+    io_uring_submit(&bell->ring);
+    io_uring_cq_advance(&bell->ring, io_uring_cq_ready(&bell->ring));
+}
+
+/* The ring stays when the eventfd goes: who frees a ring interrupts every thread that has used it. */
+static int bell_set(struct bell *bell, int fd) {
+    if (bell->set)
+        io_uring_unregister_eventfd(&bell->ring);
+    bell->set = false;
+    if (fd < 0)
+        return 0;
+    int r = bell->made ? 0 : io_uring_queue_init(1, &bell->ring, 0);
+    if (r == 0) {
+        bell->made = true;
+        r = io_uring_register_eventfd(&bell->ring, fd);
+    }
+    bell->set = r == 0;
+    return r;
+}
+
+int virtqueue_call_set(struct virtqueue *queue, int fd) {
+    int r = bell_set(&queue->bell, fd);
+    if (queue->call_fd >= 0)
+        close(queue->call_fd);
+    queue->call_fd = fd;
+    return r;
+}
+
+int virtqueue_error_set(struct virtqueue *queue, int fd) {
+    if (queue->error_fd >= 0)
+        close(queue->error_fd);
+    queue->error_fd = fd;
+    return 0;
+}
+
 /* ---- queues ---- */
 
 int virtqueue_init(struct virtqueue *queue, uint32_t index) {
@@ -142,10 +190,10 @@ void virtqueue_free(struct virtqueue *queue) {
     free(queue->again);
     if (queue->kick_fd >= 0)
         close(queue->kick_fd);
-    if (queue->call_fd >= 0)
-        close(queue->call_fd);
-    if (queue->error_fd >= 0)
-        close(queue->error_fd);
+    virtqueue_call_set(queue, -1);
+    virtqueue_error_set(queue, -1);
+    if (queue->bell.made)
+        io_uring_queue_exit(&queue->bell.ring);
     pthread_mutex_destroy(&queue->serve);
     pthread_mutex_destroy(&queue->lock);
     pthread_cond_destroy(&queue->idle);
@@ -154,16 +202,14 @@ void virtqueue_free(struct virtqueue *queue) {
 void virtqueue_reset(struct virtqueue *queue) {
     guest_memory_put(queue->memory);
     queue->memory = NULL;
-    if (queue->call_fd >= 0)
-        close(queue->call_fd);
-    if (queue->error_fd >= 0)
-        close(queue->error_fd);
-    queue->call_fd = queue->error_fd = -1;
+    virtqueue_call_set(queue, -1);
+    virtqueue_error_set(queue, -1);
     queue->desc = NULL;
     queue->avail = NULL;
     queue->used = NULL;
     queue->inflight = NULL;
     queue->desc_user = queue->avail_user = queue->used_user = 0;
+    queue->addressed = false;
     queue->size = queue->again_count = queue->again_next = 0;
     queue->last_avail = queue->used_index = queue->seen_avail = queue->seen_used = 0;
     queue->reminded = false;
@@ -171,7 +217,7 @@ void virtqueue_reset(struct virtqueue *queue) {
 }
 
 int virtqueue_map(struct virtqueue *queue) {
-    uint64_t size = queue->size;
+    uint64_t size = queue->addressed ? queue->size : 0;
     queue->desc = size ? memory_user(queue->memory, queue->desc_user, size * sizeof(struct vring_desc)) : NULL;
     queue->avail = size ? memory_user(queue->memory, queue->avail_user, sizeof(struct vring_avail) + (size + 1) * sizeof(uint16_t)) : NULL;
     queue->used = size ? memory_user(queue->memory, queue->used_user, sizeof(struct vring_used) + size * sizeof(struct vring_used_elem) + 2) : NULL;
@@ -209,9 +255,12 @@ void virtqueue_quiet(struct virtqueue *queue) {
 void virtqueue_break(struct virtqueue *queue) {
     queue->broken = true;
     atomic_store(&queue->running, false);
-    uint64_t one = 1;
-    ssize_t n = queue->error_fd >= 0 ? write(queue->error_fd, &one, sizeof(one)) : 0;
-    (void)n;
+    pthread_mutex_lock(&queue->lock);
+    /* So rare that it needs no ring of its own. */
+    if (queue->error_fd >= 0 && bell_set(&queue->bell, queue->error_fd) == 0)
+        bell_ring(&queue->bell);
+    bell_set(&queue->bell, queue->call_fd);
+    pthread_mutex_unlock(&queue->lock);
 }
 
 /* Copies the guest's bytes once; what is checked afterwards is the copy. */
@@ -337,7 +386,7 @@ void virtqueue_drop(struct virtqueue *queue, uint16_t head) {
 
 void virtqueue_publish(struct virtqueue *queue, uint16_t head, uint32_t size) {
     virtqueue_drop(queue, head);
-    if (!queue->used) /* its memory was taken away */
+    if (!queue->used || head >= queue->size) /* its memory was taken away, its rings are others by now */
         return;
     struct vring_used_elem entry = {.id = head, .len = size};
     queue->used->ring[queue->used_index & (queue->size - 1)] = entry;
@@ -362,11 +411,7 @@ void virtqueue_publish(struct virtqueue *queue, uint16_t head, uint32_t size) {
         virtqueue_signal(queue);
 }
 
-void virtqueue_signal(struct virtqueue *queue) {
-    uint64_t one = 1;
-    ssize_t n = queue->call_fd >= 0 ? write(queue->call_fd, &one, sizeof(one)) : 0;
-    (void)n;
-}
+void virtqueue_signal(struct virtqueue *queue) { bell_ring(&queue->bell); }
 
 void virtqueue_remind(struct virtqueue *queue) {
     if (!queue->used)
@@ -381,9 +426,10 @@ void virtqueue_remind(struct virtqueue *queue) {
         virtqueue_signal(queue);
 }
 
-static int later(const void *a, const void *b, void *argument) {
-    const struct inflight_queue *inflight = argument;
-    uint64_t x = inflight->entries[*(const uint16_t *)a].counter, y = inflight->entries[*(const uint16_t *)b].counter;
+struct taken { uint64_t counter; uint16_t head; };
+
+static int later(const void *a, const void *b) {
+    uint64_t x = ((const struct taken *)a)->counter, y = ((const struct taken *)b)->counter;
     return x < y ? -1 : x > y;
 }
 
@@ -393,22 +439,33 @@ int virtqueue_resume(struct virtqueue *queue) {
     struct inflight_queue *inflight = queue->inflight;
     if (!inflight)
         return 0;
-    if (inflight->used_index != queue->used_index) { /* it ended between publishing and saying so */
-        if (inflight->last_batch_head < queue->size)
-            inflight->entries[inflight->last_batch_head].inflight = 0;
+    if (__atomic_load_n(&inflight->used_index, __ATOMIC_RELAXED) != queue->used_index) { /* it ended between publishing and saying so */
+        uint16_t last = __atomic_load_n(&inflight->last_batch_head, __ATOMIC_RELAXED);
+        if (last < queue->size)
+            inflight->entries[last].inflight = 0;
         inflight->used_index = queue->used_index;
     }
-    if (!queue->again && !(queue->again = malloc(QUEUE_SIZE_MAX * sizeof(*queue->again))))
+    /* Each is read once, as everything that the front end can change meanwhile: a sort of what moves may leave its array. */
+    struct taken *taken = malloc(QUEUE_SIZE_MAX * sizeof(*taken));
+    if (!queue->again)
+        queue->again = malloc(QUEUE_SIZE_MAX * sizeof(*queue->again));
+    if (!taken || !queue->again) {
+        free(taken);
         return -ENOMEM;
+    }
     queue->inflight_counter = 0;
     for (uint32_t i = 0; i < queue->size; i++) {
-        if (inflight->entries[i].inflight != 1)
+        if (__atomic_load_n(&inflight->entries[i].inflight, __ATOMIC_RELAXED) != 1)
             continue;
-        queue->again[queue->again_count++] = (uint16_t)i;
-        if (inflight->entries[i].counter >= queue->inflight_counter)
-            queue->inflight_counter = inflight->entries[i].counter + 1;
+        struct taken entry = {__atomic_load_n(&inflight->entries[i].counter, __ATOMIC_RELAXED), (uint16_t)i};
+        taken[queue->again_count++] = entry;
+        if (entry.counter >= queue->inflight_counter)
+            queue->inflight_counter = entry.counter + 1;
     }
-    qsort_r(queue->again, queue->again_count, sizeof(*queue->again), later, inflight);
+    qsort(taken, queue->again_count, sizeof(*taken), later);
+    for (uint32_t i = 0; i < queue->again_count; i++)
+        queue->again[i] = taken[i].head;
+    free(taken);
     /* What was given to us is what was answered and what was not. */
     queue->last_avail = (uint16_t)(queue->used_index + queue->again_count);
     return 0;

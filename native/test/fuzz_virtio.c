@@ -1,8 +1,11 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c shares.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c porter.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
 /* libFuzzer: a guest's rings and FUSE requests, as wild as it likes. The input is a program of small steps that write descriptors,
- * requests and indexes into guest memory, and let the transport take what is there, without its threads: every input does the same each
- * time. One queue is well formed (the fuzzer gets to the requests), one is raw bytes (it gets to the descriptors). The session's end is
- * emptied, and answers with errors. */
+ * requests and indexes into guest memory, and let the transport take what is there, without its threads. One queue is well formed (the fuzzer
+ * gets to the requests), one is raw bytes (it gets to the descriptors). Other steps are a front end's messages to a second guest, and what
+ * Python does meanwhile: it makes, renames, removes, seals and spills files, and has a slab. Where a step says so, a thread changes the rings, the
+ * descriptors and the requests while they are read.
+ *
+ * Without libFuzzer (gcc) FUZZ_DRIVER makes it a program that makes up inputs: fuzz_virtio SECONDS [SEED], or fuzz_virtio FILE... */
 #include "virtio.h"
 
 #include <linux/virtio_config.h>
@@ -23,12 +26,158 @@ static struct kvfs_plane *plane;
 static struct guest *guest;
 static uint8_t *memory;
 static int session;
-static uint64_t handles[2];             /* of the file that is being written, of the sealed one */
+static struct guest *front_guest;       /* of the front end's messages */
+static int shared, other_file;
+static uint64_t handles[3];             /* of the file that is being written, of the sealed one, of the slab */
+static uint64_t slab, next_inode = 100, named[4];   /* inodes; of the names a to d */
+static uint32_t next_page = 2000;
+static atomic_bool flipping;
+
+static void *flip_main(void *unused) {
+    uint64_t seed = 1;
+    (void)unused;
+    while (!atomic_load(&plane->stopping)) {
+        if (!atomic_load(&flipping)) {
+            usleep(50);
+            continue;
+        }
+        uint64_t word = random_next(&seed), place = word >> 32;
+        place = place % 3 == 0 ? place % 0x8000 : place % 3 == 1 ? 0x8000 + place % 0x10000 : 0x20000 + place % 0x14000;
+        __atomic_store_n(memory + place, (uint8_t)(word % 4 ? word >> 8 & 0x1f : word >> 8), __ATOMIC_RELAXED);
+    }
+    return NULL;
+}
+
+static size_t make_record(uint8_t *out, uint64_t inode, const char *name, size_t name_size, uint64_t size, uint8_t flags, uint32_t page,
+                          uint32_t header_pages) {
+    struct kvfs_inode_record r = {.record_size = (uint32_t)(sizeof(r) + round_up(name_size, 8)), .kind = KVFS_KIND_FILE, .flags = flags,
+                                  .name_size = (uint16_t)name_size, .inode = inode, .parent = 1, .version = inode, .size = size, .generation = 1,
+                                  .page = page, .header_pages = header_pages, .mode = 0100644, .nlink = 1};
+    memset(out, 0, r.record_size);
+    memcpy(out, &r, sizeof(r));
+    copy_bytes(out + sizeof(r), name, name_size);
+    return r.record_size;
+}
+
+static int64_t completion(void) {
+    struct kvfs_completion done;
+    CHECK(kvfs_wait_completions(plane, &done, 1, 60000) == 1);
+    return done.result;
+}
+
+static uint32_t place_for(uint32_t pages) {
+    if (next_page + pages > 4000)
+        next_page = 100; /* what lay there has lost its proof */
+    next_page += pages;
+    return next_page - pages;
+}
+
+static int file_make(char letter) {
+    uint8_t record[512];
+    uint64_t inode = next_inode++, *place = &named[letter & 3];
+    char name = (char)('a' + (letter & 3));
+    make_record(record, inode, &name, 1, 0, 0, 0, 0);
+    int r = kvfs_name_put(plane, record, *place);
+    if (r >= 0)
+        r = kvfs_file_create(plane, inode);
+    *place = inode;
+    return r;
+}
+
+/* As Python seals: frozen, written, published; or given up. */
+static void file_seal(uint64_t inode, char name, bool publish) {
+    struct kvfs_seal_info info;
+    uint8_t record[8192];
+    if (kvfs_slab_pages(plane, inode) > 0 || kvfs_seal_begin(plane, inode, &info) < 0 || !info.dirty)
+        return;
+    size_t size = make_record(record, inode, &name, 1, info.size, KVFS_INODE_SEALED, 1, 0);
+    uint32_t header_pages = kvfs_header_pages(info.size, (uint32_t)size, 0, info.ranges + info.kept_extents + 2), page;
+    bool good = header_pages + info.data_pages < 1500;
+    if (good) {
+        page = place_for(header_pages + info.data_pages);
+        size = make_record(record, inode, &name, 1, info.size, KVFS_INODE_SEALED, page, header_pages);
+        struct kvfs_run run = {.generation = 1, .segment = 0, .page = page, .page_count = header_pages + info.data_pages};
+        good = kvfs_seal_write(plane, 1, inode, &run, 1, header_pages, record, (uint32_t)size, "", 0) == 0 && completion() == 0;
+    }
+    if (good && publish)
+        good = kvfs_seal_record(plane, inode, record, sizeof(record)) > 0 && kvfs_inode_update(plane, record) == 0;
+    CHECK(kvfs_seal_end(plane, inode, good && publish) == 0);
+}
+
+static void file_spill(uint64_t inode, bool cancel) {
+    struct kvfs_seal_info info;
+    if (kvfs_slab_pages(plane, inode) > 0 || kvfs_spill_begin(plane, inode, &info) < 0)
+        return;
+    if (cancel || info.data_pages == 0 || info.data_pages > 1500) {
+        kvfs_spill_cancel(plane, inode);
+        return;
+    }
+    struct kvfs_run run = {.generation = 1, .segment = 0, .page_count = info.data_pages + 1};
+    run.page = place_for(run.page_count);
+    if (kvfs_spill_write(plane, 1, inode, &run, 1) == 0)
+        completion();
+    else
+        kvfs_spill_cancel(plane, inode);
+}
+
+static void slab_make(void) {
+    uint8_t record[512];
+    struct kvfs_run run = {.generation = 1, .segment = 1, .page = 1, .page_count = 1000};
+    slab = next_inode++;
+    make_record(record, slab, "slab", 4, 0, 0, 0, 0);
+    CHECK(kvfs_name_put(plane, record, 0) >= 0 && kvfs_file_create(plane, slab) == 0);
+    CHECK(kvfs_slab_extend(plane, slab, 900 * PAGE, 0, &run, 1) == 0);
+}
+
+/* One thing that Python does. */
+static void python(const uint8_t *data) {
+    uint64_t inode = data[1] % 6 < 4 ? named[data[1] % 4] : data[1] % 6 == 4 ? slab : 2, size = (uint64_t)data[2] << (data[3] % 20);
+    char letter = (char)(data[1] % 4), name = (char)('a' + letter);
+    if (!inode)
+        inode = 2;
+    bool is_slab = kvfs_slab_pages(plane, inode) > 0;
+    switch (data[0] % 12) {
+    case 0: file_make(letter); break;
+    case 1:
+        if (named[(int)letter])
+            kvfs_inode_remove(plane, named[(int)letter]);
+        named[(int)letter] = 0;
+        break;
+    case 2: file_seal(inode, name, data[3] & 1); break;
+    case 3: file_spill(inode, data[3] & 1); break;
+    case 4: kvfs_file_truncate(plane, inode, size); break;
+    case 5: kvfs_file_allocate(plane, inode, size); break;
+    case 6:
+        if (kvfs_file_rewrite(plane, 1, inode == slab ? 2 : inode, data[3] & 1) == 0)
+            completion();
+        break;
+    case 7:
+        if (is_slab && kvfs_slab_resize(plane, 1, inode, size) == 0)
+            completion();
+        break;
+    case 8: kvfs_slab_answer(plane, inode); break;
+    case 9:
+        if (data[3] % 8 == 0)
+            kvfs_slab_fail(plane, inode);
+        break;
+    case 10: {
+        uint64_t inodes[4] = {named[0], named[1], named[2], named[3]};
+        uint32_t uses[4];
+        kvfs_inode_uses(plane, inodes, 4, uses);
+        kvfs_inode_touch(plane, inodes, 4);
+        kvfs_file_set_mtime(plane, inode, (int64_t)size);
+        break;
+    }
+    default: kvfs_inode_is_open(plane, inode); break;
+    }
+}
 
 static void start(void) {
     static const struct kvfs_member members[2] = {{0, 0}, {0, 1}};
     static const uint64_t offsets[1] = {0};
-    int device = memfd_create("device", MFD_CLOEXEC), shared = memfd_create("guest", MFD_CLOEXEC);
+    int device = memfd_create("device", MFD_CLOEXEC);
+    shared = memfd_create("guest", MFD_CLOEXEC);
+    other_file = memfd_create("short", MFD_CLOEXEC);
     CHECK(device >= 0 && shared >= 0 && ftruncate(device, 32 << 20) == 0 && ftruncate(shared, (off_t)MEMORY) == 0);
     struct kvfs_plane_config config = {.secret = SECRET, .mount_epoch = 1, .zone_size = 16 << 20, .stripe_unit = 65536, .staging_size = 16 << 20,
                                        .read_memory_size = 16 << 20, .records_max = 1000, .stripe_width = 1, .segment_count = 2, .device_count = 1,
@@ -49,10 +198,13 @@ static void start(void) {
     CHECK(session >= 0);
     kvfs_calls_open(plane, 1);
     struct kvfs_virtiofs_config virtiofs = {.tag = "fuzz", .queue_count = 1, .queue_size_max = 1024};
-    CHECK(guest_new(plane, &virtiofs, &guest) == 0);
+    CHECK(guest_new(plane, &virtiofs, &guest) == 0 && guest_new(plane, &virtiofs, &front_guest) == 0);
+    slab_make();
+    pthread_t flipper;
+    CHECK(pthread_create(&flipper, NULL, flip_main, NULL) == 0);
     struct region_description description = {GUEST, MEMORY, GUEST, 0};
     struct guest_region *region;
-    CHECK(region_map(shared, &description, &region) == 0);
+    CHECK(region_map(shared, &description, NULL, 0, &region) == 0);
     memory = region->data;
     struct guest_memory *all = memory_change(NULL, region, NULL);
     CHECK(all);
@@ -63,7 +215,8 @@ static void start(void) {
         queue->size = SIZE;
         queue->elements = calloc(QUEUE_SIZE_MAX, sizeof(*queue->elements));
         queue->indirect = true;
-        queue->call_fd = eventfd(0, EFD_NONBLOCK);
+        CHECK(virtqueue_call_set(queue, eventfd(0, EFD_NONBLOCK)) == 0);
+        queue->addressed = true;
         queue->desc_user = GUEST + i * 0x4000;
         queue->avail_user = queue->desc_user + 0x1000;
         queue->used_user = queue->desc_user + 0x2000;
@@ -88,7 +241,19 @@ static void session_drain(void) {
         CHECK(call.name_size <= KVFS_NAME_MAX && call.new_name_size <= KVFS_NAME_MAX);
         CHECK(!memchr(call.name, '/', call.name_size) && !memchr(call.new_name, '/', call.new_name_size));
         CHECK((call.opcode == FUSE_FLUSH) == (call.name_size == 0) && (call.opcode == FUSE_RENAME) == (call.new_name_size > 0));
-        kvfs_answer(plane, call.id, call.opcode == FUSE_CREATE ? 0 : -EIO, 2);
+        char letter = (char)(call.name[0] - 'a');
+        bool ours = call.inode == 1 && call.name_size == 1 && letter >= 0 && letter < 4;
+        int r = call.opcode == FUSE_CREATE && !ours ? 0 : -EIO;
+        if (call.opcode == FUSE_CREATE && ours)
+            r = file_make(letter);
+        else if (call.opcode == FUSE_UNLINK && ours && named[(int)letter]) {
+            r = kvfs_inode_remove(plane, named[(int)letter]);
+            named[(int)letter] = 0;
+        } else if (call.opcode == FUSE_FLUSH && call.inode >= 100 && call.inode != slab) {
+            file_seal(call.inode, 'a', true);
+            r = 0;
+        }
+        kvfs_answer(plane, call.id, r < 0 ? -EIO : 0, ours ? named[(int)letter] : 2);
     }
 }
 
@@ -117,6 +282,12 @@ static void reset(void) {
     while (kvfs_take_events(plane, events, 64) > 0)
         ;
     memset(memory, 0, 0x8000);
+    if (kvfs_slab_pages(plane, slab) <= 0 || kvfs_slab_close(plane, slab) == 0) {
+        uint64_t until = now_ns() + 5000000000ull;
+        while (kvfs_slab_pages(plane, slab) >= 0 && now_ns() < until)
+            kvfs_take_events(plane, events, 64);
+        slab_make();
+    }
     for (uint32_t i = 0; i < 2; i++) {
         struct virtqueue *queue = &guest->queues[i];
         queue->broken = false;
@@ -127,9 +298,14 @@ static void reset(void) {
     for (uint32_t i = 0; i < 2; i++) {
         struct kvfs_record record;
         struct node *node;
-        CHECK(node_open(plane, 2 + i, i == 0, &record, &node) == 0);
-        CHECK(handle_open(plane, guest->transport, node, i ? O_RDONLY : O_RDWR, i == 0, &handles[i]) == 0);
+        CHECK(node_open(plane, 2 + i, user_get(plane, 0), i == 0, &record, &node) == 0);
+        CHECK(handle_open(plane, guest->transport, node, user_get(plane, 0), i ? O_RDONLY : O_RDWR, i == 0, &handles[i]) == 0);
     }
+    struct kvfs_record record;
+    struct node *node;
+    handles[2] = 0;
+    if (node_open(plane, slab, user_get(plane, 0), true, &record, &node) == 0)
+        CHECK(handle_open(plane, guest->transport, node, user_get(plane, 0), O_RDWR, true, &handles[2]) == 0);
 }
 
 /* A chain as a driver makes it, around `size` bytes of FUSE request that come from the fuzzer, with a header whose length is right. */
@@ -138,12 +314,33 @@ static void well_formed(uint32_t turn, const uint8_t *data, size_t size, uint32_
     uint16_t head = (uint16_t)(turn % 5 * 3);
     uint8_t *request = memory + 0x20000 + turn % 5 * 0x4000, *reply = memory + 0x80000;
     struct fuse_in_header in = {.len = (uint32_t)(sizeof(in) + size - min_u64(size, 2)), .unique = turn};
-    in.opcode = size ? data[0] % 60 : 0;
-    in.nodeid = size > 1 ? data[1] % 5 : 1;
+    static const uint8_t often[16] = {FUSE_READ, FUSE_WRITE, FUSE_WRITE, FUSE_CREATE, FUSE_LOOKUP, FUSE_UNLINK, FUSE_RENAME, FUSE_OPEN, FUSE_FLUSH,
+                                      FUSE_RELEASE, FUSE_SETATTR, FUSE_FALLOCATE, FUSE_READDIR, FUSE_GETATTR, FUSE_READ, FUSE_MKDIR};
+    static const uint8_t fixed[64] = {[FUSE_CREATE] = sizeof(struct fuse_create_in), [FUSE_RENAME] = sizeof(struct fuse_rename_in), [FUSE_MKDIR] = 8};
+    uint64_t nodes[6] = {0, 1, 2, 3, slab, named[turn % 4]};
+    in.opcode = size ? data[0] & 0x80 ? often[data[0] & 15] : data[0] % 60 : 0;
+    in.nodeid = size > 1 ? nodes[data[1] % 6] : 1;
     memcpy(request, &in, sizeof(in));
     copy_bytes(request + sizeof(in), data + min_u64(size, 2), size - min_u64(size, 2));
-    if ((in.nodeid == 2 || in.nodeid == 3) && size > 10 && data[2] & 1) /* no fuzzer would guess it */
-        memcpy(request + sizeof(in), &handles[in.nodeid - 2], 8);
+    uint32_t handle = in.nodeid == slab ? 2 : in.nodeid == 2 ? 0 : 1;
+    if ((in.nodeid == 2 || in.nodeid == 3 || in.nodeid == slab) && size > 10 && data[2] & 1) { /* no fuzzer would guess it */
+        memcpy(request + sizeof(in), &handles[handle], 8);
+        uint64_t place = size > 20 ? (uint64_t)data[14] << (data[15] % 16) : 0;
+        if (in.opcode == FUSE_READ || in.opcode == FUSE_WRITE) {
+            struct fuse_write_in io = {.fh = handles[handle], .offset = place, .size = in.opcode == FUSE_READ ? room : (uint32_t)(size % 3 * 4096 + size % 9)};
+            memcpy(request + sizeof(in), &io, sizeof(io));
+            in.len = (uint32_t)(sizeof(in) + sizeof(io) + (in.opcode == FUSE_WRITE ? io.size : 0));
+            memcpy(request, &in, sizeof(in));
+        }
+    }
+    if ((in.opcode == FUSE_CREATE || in.opcode == FUSE_LOOKUP || in.opcode == FUSE_UNLINK || in.opcode == FUSE_RENAME || in.opcode == FUSE_MKDIR) && size > 3) {
+        char names[5] = {(char)('a' + data[2] % 4), 0, (char)('a' + data[3] % 4), 0};
+        uint32_t length = in.opcode == FUSE_RENAME ? 4 : 2;
+        memcpy(request + sizeof(in) + fixed[in.opcode], names, length);
+        in.len = (uint32_t)sizeof(in) + fixed[in.opcode] + length;
+        in.nodeid = 1;
+        memcpy(request, &in, sizeof(in));
+    }
     struct vring_desc *desc = (struct vring_desc *)(void *)(memory + 0x4000);
     struct vring_avail *avail = queue->avail;
     if (queue->elements[head].live)
@@ -153,6 +350,84 @@ static void well_formed(uint32_t turn, const uint8_t *data, size_t size, uint32_
     desc[head + 2] = (struct vring_desc){GUEST + (uint64_t)(reply - memory) + 0x1000, room, VRING_DESC_F_WRITE, 0};
     avail->ring[avail->idx % SIZE] = head;
     avail->idx++;
+}
+
+/* ---- the front end ---- */
+
+struct served { int fd; atomic_bool ended; };
+
+static void *serve_main(void *argument) {
+    struct served *served = argument;
+    vhost_user_serve(front_guest, served->fd);
+    atomic_store(&served->ended, true);
+    return NULL;
+}
+
+static void front_send(int fd, uint32_t request, uint32_t flags, const void *payload, uint32_t size, int passed) {
+    struct vhost_header header = {request, 1 | flags, size};
+    struct iovec iovs[2] = {{&header, sizeof(header)}, {(void *)(uintptr_t)payload, size}};
+    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int))]; } control;
+    struct msghdr msg = {.msg_iov = iovs, .msg_iovlen = 2};
+    if (passed >= 0) {
+        memset(&control, 0, sizeof(control));
+        msg.msg_control = &control;
+        msg.msg_controllen = sizeof(control);
+        struct cmsghdr *c = CMSG_FIRSTHDR(&msg);
+        c->cmsg_level = SOL_SOCKET;
+        c->cmsg_type = SCM_RIGHTS;
+        c->cmsg_len = CMSG_LEN(sizeof(int));
+        memcpy(CMSG_DATA(c), &passed, sizeof(int));
+    }
+    sendmsg(fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT); /* it may have been hung up on */
+}
+
+/* Messages from the input, after a start as a front end makes it; its queue is served meanwhile. */
+static void front(const uint8_t *data, size_t size) {
+    int pair[2], event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), pipes[2];
+    uint8_t replies[4096];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0 && event >= 0 && pipe(pipes) == 0);
+    struct served served = {.fd = pair[1]};
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, serve_main, &served) == 0);
+    const int passed[6] = {-1, -1, shared, event, pipes[0], other_file};
+    const uint64_t protocol = 1ull << 3 | 1ull << 12 | 1ull << 15, region[5] = {0, GUEST, MEMORY, GUEST, 0}, queue = 1;
+    const uint64_t features = 1ull << VIRTIO_F_VERSION_1 | 1ull << VIRTIO_RING_F_INDIRECT_DESC | 1ull << VIRTIO_RING_F_EVENT_IDX | 1ull << 30;
+    const uint32_t number[2] = {1, SIZE}, base[2] = {1, 0}, enable[2] = {1, 1};
+    const struct { uint32_t index, flags; uint64_t desc, used, avail, log; } address = {1, 0, GUEST + 0x4000, GUEST + 0x6000, GUEST + 0x5000, 0};
+    if (size && data[0] & 1) {
+        front_send(pair[0], 16, 0, &protocol, 8, -1);
+        front_send(pair[0], 2, 0, &features, 8, -1);
+        front_send(pair[0], 37, 0, region, sizeof(region), shared);
+    }
+    if (size && data[0] & 2) {
+        const uint16_t layout[12] = {0, 1, 0, 0, 0, 0, 0, 0, 2, SIZE}; /* 64 KiB */
+        front_send(pair[0], 32, 8, layout, 20, shared);
+        front_send(pair[0], 8, 8, number, 8, -1);
+        front_send(pair[0], 10, 8, base, 8, -1);
+        front_send(pair[0], 9, 8, &address, sizeof(address), -1);
+        for (uint32_t request = 12; request < 15; request++)
+            front_send(pair[0], request, 8, &queue, 8, event);
+        front_send(pair[0], 18, 8, enable, 8, -1);
+    }
+    for (size_t at = 1; at + 3 <= size;) {
+        uint32_t length = (uint32_t)min_u64(data[at + 2], size - at - 3);
+        front_send(pair[0], data[at] % 44, data[at + 1] & 8, data + at + 3, length, passed[data[at + 1] % 6]);
+        at += 3 + length;
+        while (recv(pair[0], replies, sizeof(replies), MSG_DONTWAIT) > 0)
+            ;
+    }
+    uint64_t until = now_ns() + (size && data[0] & 4 ? 3000000 : 300000);
+    while (now_ns() < until && !atomic_load(&served.ended))
+        settle(&front_guest->transport->servers[0]);
+    shutdown(pair[0], SHUT_RDWR);
+    while (!atomic_load(&served.ended))
+        settle(&front_guest->transport->servers[0]); /* what is under way is answered, or it would be waited for */
+    CHECK(pthread_join(thread, NULL) == 0);
+    for (int i = 0; i < 2; i++) {
+        close(pair[i]);
+        close(pipes[i]);
+    }
+    close(event);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -166,10 +441,27 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         uint32_t at = data[1] | (uint32_t)data[2] << 8, length = (uint32_t)min_u64(data[3] * (step & 0x80 ? 64u : 1u), size - 4);
         data += 4;
         size -= 4;
-        switch (step % 4) {
+        switch (step % 8) {
         case 0: copy_bytes(memory + at % 0x3000, data, min_u64(length, 0x3000 - at % 0x3000)); break; /* the raw queue's rings */
         case 1: copy_bytes(memory + 0x8000 + at, data, length); break;                                /* what they may lead to */
         case 2: well_formed(turn, data, length, at % 3 * 0x8000 + at % 7); break;
+        case 3:
+            atomic_store(&flipping, step & 0x40);
+            settle(server);
+            atomic_store(&flipping, false);
+            break;
+        case 4:
+            if (length >= 4)
+                python(data);
+            break;
+        case 5:
+            if (step & 0x20) { /* dear */
+                atomic_store(&flipping, step & 0x40);
+                front(data, length);
+                atomic_store(&flipping, false);
+            }
+            break;
+        case 6: well_formed(turn, data, length, 0x10000); break;
         default: settle(server); break;
         }
         data += length;
@@ -178,3 +470,49 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     settle(server);
     return 0;
 }
+
+#ifdef FUZZ_DRIVER
+/* Inputs of steps whose lengths fit, and most of whose bytes are small. */
+static size_t make_input(uint64_t *seed, uint8_t *out, size_t capacity) {
+    size_t size = 0;
+    for (uint64_t turns = random_below(seed, 24) + 1; turns && size + 300 < capacity; turns--) {
+        uint32_t length = (uint32_t)random_below(seed, random_below(seed, 4) ? 64 : 256);
+        out[size++] = (uint8_t)(random_next(seed) & 0x7f);
+        out[size++] = (uint8_t)random_next(seed);
+        out[size++] = (uint8_t)random_next(seed);
+        out[size++] = (uint8_t)length;
+        for (uint32_t i = 0; i < length; i++)
+            out[size++] = (uint8_t)(random_below(seed, 3) ? random_next(seed) & 0x1f : random_next(seed));
+        if (length && random_below(seed, 2))
+            out[size - length] |= 0x80;
+    }
+    return size;
+}
+
+int main(int argc, char **argv) {
+    static uint8_t input[1 << 20];
+    char *end = NULL;
+    unsigned long seconds = argc > 1 ? strtoul(argv[1], &end, 10) : 0;
+    if (argc > 1 && *end) {
+        for (int i = 1; i < argc; i++) {
+            FILE *file = fopen(argv[i], "rb");
+            CHECK_SAY(file, "%s", argv[i]);
+            LLVMFuzzerTestOneInput(input, fread(input, 1, sizeof(input), file));
+            fclose(file);
+        }
+        return 0;
+    }
+    uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 0) : now_ns(), until = now_ns() + seconds * 1000000000ull, count = 0;
+    printf("seed %llu\n", (unsigned long long)seed);
+    fflush(stdout);
+    for (; now_ns() < until; count++) {
+        size_t size = make_input(&seed, input, sizeof(input) < 8192 ? sizeof(input) : 8192);
+        FILE *last = fopen("fuzz-virtio.last", "wb"); /* what breaks it is kept */
+        CHECK(last && fwrite(input, 1, size, last) == size && fclose(last) == 0);
+        LLVMFuzzerTestOneInput(input, size);
+    }
+    unlink("fuzz-virtio.last");
+    printf("%llu inputs\n", (unsigned long long)count);
+    return 0;
+}
+#endif

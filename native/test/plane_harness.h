@@ -18,7 +18,7 @@
 
 static struct kvfs_plane *plane;
 static int session = -1, device_fds[DEVICES];
-static uint64_t next_inode = 1000, next_page = 1;
+static uint64_t next_inode = 1000, next_page = 1, next_spill_page = 1;
 static uint8_t forwarded[1 << 20];
 
 static void start_plane(const char *directory, uint32_t server_threads) {
@@ -36,7 +36,8 @@ static void start_plane(const char *directory, uint32_t server_threads) {
     struct kvfs_plane_config config = {.secret = SECRET, .mount_epoch = 3, .zone_size = ZONE, .stripe_unit = 65536, .staging_size = 64 << 20,
                                        .read_memory_size = 32 << 20, .records_max = 100000, .stripe_width = DEVICES, .segment_count = SEGMENTS,
                                        .device_count = DEVICES, .io_timeout_ms = 400 * slowness(), .request_timeout_ms = 500 * slowness(), .server_threads = server_threads,
-                                       .store_threads = 2, .max_read = 1 << 20, .verify = 1, .spin_us = 20};
+                                       .store_threads = 2, .max_read = 1 << 20, .verify = 1, .spin_us = 20,
+                                       .kernel_timeout_s = 90};
     CHECK(kvfs_plane_create(&config, device_fds, offsets, members, &plane) == 0);
     kvfs_table_set_complete(kvfs_plane_table(plane), 1);
     struct kvfs_record root = {.inode = 1, .parent = 1, .mode = 040755, .nlink = 2, .kind = KVFS_KIND_DIRECTORY};
@@ -120,6 +121,9 @@ static int64_t seal(uint64_t inode, const char *name, bool split) {
     CHECK(kvfs_seal_end(plane, inode, r == 0) == 0);
     return r;
 }
+
+/* Nobody reads any more of what was sealed by now: its pages are written again. */
+static inline void forget_blocks(void) { next_page = next_spill_page = 1; }
 
 static void fault(uint32_t kind, uint32_t direction, uint32_t value) {
     for (uint32_t i = 0; i < DEVICES; i++)

@@ -114,8 +114,16 @@ static void model_check_all(struct model *model)
     struct kvfs_table_statistics statistics = statistics_of(model->reader);
 
     MODEL_CHECK(model, statistics.records == model->live && statistics.records_max == model->max && !statistics.ambiguous);
-    for (uint64_t i = 0; i < model->inode_count; i++)
+    uint64_t blocks = 0;
+
+    for (uint64_t i = 0; i < model->inode_count; i++) {
+        struct kvfs_record got;
+
         model_check_inode(model, i);
+        if (kvfs_table_find_inode(model->reader, i + 1, &got) == 0)
+            blocks += got.kind == KVFS_KIND_FILE && got.flags & KVFS_INODE_SEALED && !(got.flags & KVFS_INODE_NAMELESS);
+    }
+    MODEL_CHECK(model, statistics.blocks == blocks);
     for (uint64_t i = 0; i < model->name_count; i++)
         model_check_name(model, i);
 }

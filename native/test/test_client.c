@@ -145,10 +145,16 @@ static bool segment_held(uint32_t segment) {
     return segment_reserved(segment);
 }
 
+/* Behind it are the summaries: no run lies there. */
+static uint32_t runs_end(void) {
+    uint32_t summary_pages = d.plane.segment_pages / 64 > 2 ? d.plane.segment_pages / 64 : 2;
+    return d.plane.segment_pages - 2 * summary_pages;
+}
+
 /* Run i of every block goes to stream i: the runs of one block lie in different segments. */
 static struct kvfs_run allocate(uint32_t stream, uint32_t pages) {
-    CHECK(pages < d.plane.segment_pages);
-    if (d.currents[stream] == UINT32_MAX || d.cursors[stream] + pages > d.plane.segment_pages) {
+    CHECK(pages < runs_end());
+    if (d.currents[stream] == UINT32_MAX || d.cursors[stream] + pages > runs_end()) {
         d.currents[stream] = UINT32_MAX;
         for (uint32_t tries = 0; segment_held(d.victim); tries++) {
             CHECK(tries < SEGMENTS);
@@ -464,7 +470,7 @@ static void reserve(int connection, uint8_t *payload, struct bytes *out) {
         char *name = (char *)at + sizeof(item), shard[3] = {name[0], name[1], 0};
         at += sizeof(item) + round_up(item.name_size, 8);
         struct wire_reserved reserved = {.error = i % 2 ? d.refuse_odd : 0};
-        if (item.size / PAGE >= d.plane.segment_pages * 2 / 3 * d.split)
+        if (item.size / PAGE >= runs_end() * 2 / 3 * d.split)
             reserved.error = -EFBIG;
         full = full || d.open >= d.room || d.reserved >= d.room_in_all;
         if (full)

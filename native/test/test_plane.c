@@ -1,8 +1,10 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c shares.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c porter.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
 /* The whole data plane without a kernel: this program plays both the kernel (a socketpair in place of /dev/fuse: a double) and Python (the
  * session's end). Devices are files. What it proves under the sanitizers: writes in any order are sealed and read back, faults become EIO within
  * the deadline and never wrong bytes, late replies are dropped, a transport that goes away leaves nothing. */
 #include "plane_harness.h"
+
+#include <poll.h>
 
 static int kernel = -1;
 static uint64_t unique = 100;
@@ -103,6 +105,22 @@ static uint64_t open_read(uint64_t inode, int *error) {
     return opened.fh;
 }
 
+/* As the control plane opens for writing. */
+static uint64_t open_write(uint64_t inode, uint32_t flags) {
+    struct fuse_open_in in = {.flags = flags};
+    ask(FUSE_OPEN, inode, &in, sizeof(in), NULL, 0);
+    struct fuse_in_header *got = forwarded_request();
+    CHECK(got->opcode == FUSE_OPEN && got->nodeid == inode);
+    uint64_t id = got->unique;
+    CHECK(kvfs_file_rewrite(plane, 8, inode, !(flags & O_TRUNC)) == 0 && completion() == 0);
+    struct fuse_open_out out = {.fh = inode};
+    void *body;
+    session_reply(id, 0, &out, sizeof(out));
+    CHECK(answer(&body, NULL) == 0);
+    memcpy(&out, body, sizeof(out));
+    return out.fh;
+}
+
 /* Read and compare; returns the error of the reply. */
 static int read_check(uint64_t inode, uint64_t fh, uint64_t offset, uint32_t size, const uint8_t *expected, uint64_t file_size) {
     struct fuse_read_in in = {.fh = fh, .offset = offset, .size = size};
@@ -132,6 +150,29 @@ static void start(const char *directory) {
         CHECK(setsockopt(pair[i], SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof(size)) == 0);
     kernel = pair[0];
     CHECK(kvfs_fuse_add(plane, pair[1]) == 0);
+    say_hello(0);
+}
+
+/* The kernel is told how long a request may wait only where that was asked for, and the kernel can. */
+static void test_request_timeout(void) {
+    const uint32_t configured = plane->config.kernel_timeout_s, requested[] = {0, 1, 120, 65535};
+    CHECK(configured);
+    for (unsigned i = 0; i < 4; i++)
+        for (unsigned offered = 0; offered < 2; offered++) {
+            struct fuse_init_in init = {.major = FUSE_KERNEL_VERSION, .minor = 45, .flags = 0xffffffff, .flags2 = offered << (42 - 32)};
+            void *body;
+            size_t size;
+            plane->config.kernel_timeout_s = requested[i];
+            ask(FUSE_INIT, 0, &init, sizeof(init), NULL, 0);
+            CHECK(answer(&body, &size) == 0 && size == 64);
+            uint32_t flags2;
+            uint16_t timeout;
+            memcpy(&flags2, (uint8_t *)body + 32, sizeof(flags2));
+            memcpy(&timeout, (uint8_t *)body + 40, sizeof(timeout));
+            bool expected = offered && requested[i];
+            CHECK((flags2 >> (42 - 32) & 1) == expected && timeout == (expected ? requested[i] : 0));
+        }
+    plane->config.kernel_timeout_s = configured;
     say_hello(0);
 }
 
@@ -205,6 +246,92 @@ static void test_faults(void) {
     kvfs_statistics_get(plane, &statistics);
     CHECK(statistics.checksum_errors > 0 && statistics.read_errors >= 4);
     free(data);
+}
+
+/* Of READs: on a busy machine another request may be slow, too. */
+static uint32_t slow_events(struct kvfs_event *first) {
+    struct kvfs_event events[64];
+    uint32_t found = 0;
+    for (int n; (n = kvfs_take_events(plane, events, 64)) > 0;)
+        for (int i = 0; i < n; i++)
+            if (events[i].type == KVFS_EVENT_SLOW && events[i].value >> 56 == FUSE_READ && found++ == 0)
+                *first = events[i];
+    return found;
+}
+
+static uint64_t slow_requests(void) {
+    struct kvfs_statistics statistics;
+    kvfs_statistics_get(plane, &statistics);
+    return statistics.slow_requests;
+}
+
+static void test_slow_requests_are_told_of(void) {
+    const uint32_t slow_ms = 100, delay_ms = 150;
+    uint64_t fh, size = 1 << 20;
+    uint8_t *data = pattern(size, 5);
+    uint64_t inode = create("slow", &fh);
+    CHECK(write_at(inode, fh, 0, data, (uint32_t)size) == 0 && flush_and_seal(inode, fh, "slow") == 0);
+    release(inode, fh);
+    int error;
+    fh = open_read(inode, &error);
+    struct kvfs_event event = {0};
+    slow_events(&event);
+    uint64_t before = slow_requests();
+    CHECK(plane->slow_ns == UINT64_MAX); /* as started: off */
+    plane->slow_ns = slow_ms * (uint64_t)1000000;
+    fault(KVFS_FAULT_DELAY, 1, delay_ms);
+    CHECK(read_check(inode, fh, 65536, 4096, data, size) == 0);
+    uint64_t until = now_ns() + 20000000000ull;
+    while (slow_requests() == before && now_ns() < until) /* it is counted after the answer */
+        usleep(1000);
+    fault(KVFS_FAULT_NONE, 3, 0);
+    CHECK(slow_requests() > before);
+    uint32_t told = 0;
+    while ((told = slow_events(&event)) == 0 && now_ns() < until)
+        usleep(1000);
+    CHECK(told == 1 && event.inode == inode && event.value >> 56 == FUSE_READ);
+    uint64_t took_us = event.value & (((uint64_t)1 << 56) - 1);
+    CHECK(took_us >= slow_ms * 1000 && took_us < 20000000);
+
+    plane->slow_ns = UINT64_MAX; /* off */
+    before = slow_requests();
+    fault(KVFS_FAULT_DELAY, 1, delay_ms);
+    CHECK(read_check(inode, fh, 262144, 4096, data, size) == 0);
+    fault(KVFS_FAULT_NONE, 3, 0);
+    CHECK(slow_events(&event) == 0 && slow_requests() == before);
+
+    /* Many: all are counted, ten a second are told of; and of those that nobody takes, ten wait. */
+    slow_events(&event);
+    before = slow_requests();
+    uint64_t began = now_ns();
+    for (uint32_t i = 0; i < 1000; i++)
+        slow_add(plane, FUSE_READ, i, 1000000000);
+    uint32_t seconds = (uint32_t)((now_ns() - began) / 1000000000) + 2; /* begun ones */
+    told = slow_events(&event);
+    CHECK(told > 0 && told <= SLOW_EVENTS_MAX && told <= seconds * SLOW_EVENTS_MAX && slow_requests() >= before + 1000);
+    for (uint32_t i = 0; i < 1000; i++) {
+        atomic_store(&plane->slow_window, 0); /* another second */
+        slow_add(plane, FUSE_READ, i, 1000000000);
+    }
+    CHECK(slow_events(&event) == SLOW_EVENTS_MAX);
+    atomic_store(&plane->slow_window, 0);
+    slow_add(plane, FUSE_READ, 1, UINT64_MAX); /* taken: there is place again, and what took longest is still a read */
+    CHECK(slow_events(&event) == 1 && event.value >> 56 == FUSE_READ);
+
+    plane->slow_ns = slow_ms * (uint64_t)1000000;
+    /* One that fails by its deadline is slow, too. */
+    before = slow_requests();
+    fault(KVFS_FAULT_DELAY, 1, 2000 * slowness());
+    CHECK(read_check(inode, fh, 131072, 4096, data, size) == -EIO);
+    until = now_ns() + 20000000000ull;
+    while (slow_requests() == before && now_ns() < until)
+        usleep(1000);
+    CHECK(slow_requests() > before);
+    fault(KVFS_FAULT_NONE, 3, 0);
+    plane->slow_ns = UINT64_MAX;
+    release(inode, fh);
+    free(data);
+    printf("ok slow requests are told of once, and many of them ten times a second\n");
 }
 
 static int64_t store_page(bool write, uint32_t segment, uint8_t *page) {
@@ -410,6 +537,212 @@ static void test_rewrite_in_place(void) {
     printf("ok a sealed file is rewritten, cut and grown in place\n");
 }
 
+/* The reply to a request of any before; those to others are kept for when they are asked for. */
+static int answer_of(uint64_t id) {
+    static struct { uint64_t id; int error; } kept[16];
+    static unsigned kept_count;
+    for (unsigned i = 0; i < kept_count; i++)
+        if (kept[i].id == id) {
+            int error = kept[i].error;
+            kept[i] = kept[--kept_count];
+            return error;
+        }
+    for (;;) {
+        struct fuse_out_header head;
+        struct timeval limit = {.tv_sec = 60};
+        CHECK(setsockopt(kernel, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
+        CHECK(recv(kernel, reply, sizeof(reply), 0) >= (ssize_t)sizeof(head));
+        memcpy(&head, reply, sizeof(head));
+        if (head.unique == id)
+            return head.error;
+        if (head.unique == 0)
+            continue; /* a notification */
+        CHECK(kept_count < 16);
+        kept[kept_count].id = head.unique;
+        kept[kept_count++].error = head.error;
+    }
+}
+
+/* The next read of each device is held, until let_go(); it ends with the error then. Others go on. */
+static void hold_next_read(uint32_t error) {
+    for (uint32_t i = 0; i < DEVICES; i++) {
+        CHECK(kvfs_fault_set(plane, i, KVFS_FAULT_HOLD, 1, UINT32_MAX, error) == 0);
+        atomic_store(&plane->devices[i].faults.counter, UINT32_MAX - 1);
+    }
+}
+
+static void wait_held(void) {
+    for (uint64_t until = now_ns() + 20000000000ull;; usleep(200)) {
+        for (uint32_t i = 0; i < DEVICES; i++)
+            if (atomic_load(&plane->devices[i].faults.counter) != UINT32_MAX - 1)
+                return;
+        CHECK(now_ns() < until);
+    }
+}
+
+static void let_go(void) { fault(KVFS_FAULT_NONE, 1, 0); }
+
+static uint64_t write_soon(uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t *data, uint32_t size) {
+    struct fuse_write_in in = {.fh = fh, .offset = offset, .size = size};
+    ask(FUSE_WRITE, inode, &in, sizeof(in), data, size);
+    return unique;
+}
+
+static void spill_now(uint64_t inode) {
+    struct kvfs_seal_info info;
+    CHECK(kvfs_spill_begin(plane, inode, &info) == 0 && info.dirty);
+    struct kvfs_run run = {.generation = 7, .segment = 1, .page = (uint32_t)next_spill_page, .page_count = info.data_pages + 1};
+    next_spill_page += run.page_count;
+    CHECK(next_spill_page < plane->segment_pages);
+    CHECK(kvfs_spill_write(plane, 9, inode, &run, 1) == 0 && completion() == 0);
+}
+
+/* A WRITE of part of a chunk that lies on the devices reads it first, on a worker, without a lock. What is done meanwhile by others must not be
+ * undone by the bytes that it read, nor may it fail by them. */
+static void test_writes_beside_a_slow_load(void) {
+    const uint64_t size = CHUNK_SIZE + 70000;
+    enum { SEALED, SEALED_TWICE, SPILLED, CUT, GROWN, EMPTIED, REOPENED, WAYS };
+    const uint64_t timeout = plane->config.io_timeout_ms, patience = plane->config.request_timeout_ms;
+    plane->config.io_timeout_ms = plane->config.request_timeout_ms = 60000;
+    for (unsigned way = 0; way < WAYS; way++) {
+        for (unsigned fails = 0; fails < 2; fails++) {
+            char name[32];
+            snprintf(name, sizeof(name), "slow-load-%u-%u", way, fails);
+            uint8_t *data = pattern(3 * CHUNK_SIZE, 100 + way), *model = calloc(1, 3 * CHUNK_SIZE);
+            uint64_t fh, length = size;
+            CHECK(model);
+            uint64_t inode = create(name, &fh);
+            memcpy(model, data, size);
+            CHECK(write_at(inode, fh, 0, data, CHUNK_SIZE) == 0 && write_at(inode, fh, CHUNK_SIZE, data + CHUNK_SIZE, 70000) == 0);
+            CHECK(flush_and_seal(inode, fh, name) == 0);
+            hold_next_read(fails ? EIO : 0);
+            uint64_t slow = write_soon(inode, fh, 5000, data + 900000, 3000);
+            wait_held();
+            /* Another loads the same chunk, in time, and writes to it. */
+            CHECK((write_soon(inode, fh, 100001, data + 1000000, 5000), answer_of(unique)) == 0);
+            memcpy(model + 100001, data + 1000000, 5000);
+            switch (way) {
+            case SEALED_TWICE:
+                CHECK(flush_and_seal(inode, fh, name) == 0);
+                CHECK((write_soon(inode, fh, 7000, data, 9000), answer_of(unique)) == 0);
+                memcpy(model + 7000, data, 9000);
+                break;
+            case CUT: /* and what was cut off reads as zeros */
+                CHECK(flush_and_seal(inode, fh, name) == 0);
+                CHECK(kvfs_file_truncate(plane, inode, 101000) == 0 && kvfs_file_truncate(plane, inode, 500000) == 0);
+                memset(model + 101000, 0, 3 * CHUNK_SIZE - 101000);
+                length = 500000;
+                break;
+            case GROWN:
+                CHECK((write_soon(inode, fh, 2 * CHUNK_SIZE, data, 4096), answer_of(unique)) == 0);
+                memcpy(model + 2 * CHUNK_SIZE, data, 4096);
+                length = 2 * CHUNK_SIZE + 4096;
+                break;
+            case EMPTIED:
+                CHECK(kvfs_file_truncate(plane, inode, 0) == 0);
+                CHECK((write_soon(inode, fh, 50000, data + 77, CHUNK_SIZE - 50000), answer_of(unique)) == 0);
+                memset(model, 0, 3 * CHUNK_SIZE);
+                memcpy(model + 50000, data + 77, CHUNK_SIZE - 50000);
+                length = CHUNK_SIZE;
+                break;
+            default: break;
+            }
+            if (way == SPILLED)
+                spill_now(inode);
+            else
+                CHECK(flush_and_seal(inode, fh, name) == 0);
+            if (way == REOPENED) { /* the file goes with its last writer, and there is another with the next */
+                release(inode, fh);
+                uint64_t until = now_ns() + 20000000000ull;
+                while (kvfs_inode_is_open(plane, inode) == 2 && now_ns() < until) /* after the answer */
+                    usleep(200);
+                CHECK(kvfs_inode_is_open(plane, inode) != 2);
+                fh = open_write(inode, O_RDWR);
+                CHECK(kvfs_inode_is_open(plane, inode) == 2);
+            }
+            struct pollfd ready = {.fd = kernel, .events = POLLIN};
+            CHECK(poll(&ready, 1, 0) == 0); /* it did wait for all of that */
+            let_go();
+            CHECK(answer_of(slow) == 0);
+            memcpy(model + 5000, data + 900000, 3000);
+            for (int sealed = 0; sealed < 2; sealed++) {
+                for (uint64_t at = 0; at < length; at += CHUNK_SIZE)
+                    CHECK(read_check(inode, fh, at, CHUNK_SIZE, model, length) == 0);
+                if (!sealed)
+                    CHECK(flush_and_seal(inode, fh, name) == 0);
+            }
+            release(inode, fh);
+            free(data);
+            free(model);
+            forget_blocks();
+        }
+    }
+    plane->config.io_timeout_ms = timeout;
+    plane->config.request_timeout_ms = patience;
+    printf("ok a write that loads slowly undoes nothing that was written, sealed, spilled or cut meanwhile\n");
+}
+
+/* The same of a READ: bytes of when it began, or of now, and no error of a place that the chunk has left. */
+static void test_reads_beside_a_seal(void) {
+    const uint64_t timeout = plane->config.io_timeout_ms;
+    plane->config.io_timeout_ms = 60000;
+    for (unsigned fails = 0; fails < 2; fails++) {
+        uint8_t *data = pattern(2 * CHUNK_SIZE, 200);
+        uint64_t fh;
+        const char *name = fails ? "slow-read-1" : "slow-read-0";
+        uint64_t inode = create(name, &fh);
+        CHECK(write_at(inode, fh, 0, data, CHUNK_SIZE) == 0 && flush_and_seal(inode, fh, name) == 0);
+        hold_next_read(fails ? EIO : 0);
+        struct fuse_read_in in = {.fh = fh, .offset = 0, .size = 300000};
+        ask(FUSE_READ, inode, &in, sizeof(in), NULL, 0);
+        uint64_t slow = unique;
+        wait_held();
+        CHECK((write_soon(inode, fh, 0, data + CHUNK_SIZE, CHUNK_SIZE), answer_of(unique)) == 0);
+        CHECK(flush_and_seal(inode, fh, name) == 0);
+        struct pollfd ready = {.fd = kernel, .events = POLLIN};
+        CHECK(poll(&ready, 1, 0) == 0);
+        let_go();
+        CHECK(answer_of(slow) == 0);
+        const uint8_t *got = reply + sizeof(struct fuse_out_header);
+        CHECK(memcmp(got, data + CHUNK_SIZE, 300000) == 0 || (!fails && memcmp(got, data, 300000) == 0));
+        release(inode, fh);
+        free(data);
+        forget_blocks();
+    }
+    plane->config.io_timeout_ms = timeout;
+    printf("ok a read that waits while its file is sealed anew is right, and does not fail\n");
+}
+
+/* A block that is copied elsewhere while somebody begins to write it: it is written from where it was, and stays there. */
+static void test_a_block_being_written_does_not_move(void) {
+    uint8_t *data = pattern(200000, 300), record[512];
+    uint64_t fh, files[4];
+    uint64_t inode = create("stays", &fh);
+    CHECK(kvfs_dirty_files(plane, files, 4) == 1 && files[0] == inode);
+    CHECK(write_at(inode, fh, 0, data, 200000) == 0 && flush_and_seal(inode, fh, "stays") == 0);
+    CHECK(kvfs_dirty_files(plane, files, 4) == 0);
+    struct kvfs_record before, after;
+    CHECK(kvfs_table_find_inode(plane->table, inode, &before) == 0);
+    make_record(record, inode, "stays", 200000, KVFS_INODE_SEALED, before.page + 1, before.header_pages);
+    CHECK(kvfs_inode_is_open(plane, inode) == 2 && kvfs_inode_move(plane, record) == -EBUSY);
+    CHECK(kvfs_table_find_inode(plane->table, inode, &after) == 0 && after.page == before.page);
+    release(inode, fh);
+    int error;
+    uint64_t reader = open_read(inode, &error);
+    CHECK(error == 0 && kvfs_inode_move(plane, record) == 0); /* who only reads looks again */
+    CHECK(kvfs_table_find_inode(plane->table, inode, &after) == 0 && after.page == before.page + 1);
+    release(inode, reader);
+    /* Who only cuts it is a writer too: the close seals that. */
+    fh = open_write(inode, O_RDONLY | O_TRUNC);
+    CHECK(kvfs_dirty_files(plane, files, 4) == 1 && files[0] == inode);
+    CHECK(kvfs_dirty_files(plane, files, 0) == 1);
+    CHECK(flush_and_seal(inode, fh, "stays") == 0 && kvfs_dirty_files(plane, files, 4) == 0);
+    release(inode, fh);
+    CHECK(kvfs_table_find_inode(plane->table, inode, &after) == 0 && after.size == 0);
+    free(data);
+    printf("ok a block that is being written does not move, and one that was cut by its open is sealed by its close\n");
+}
+
 static void test_unlinked_while_open(void) {
     uint64_t fh;
     uint8_t *data = pattern(200000, 6);
@@ -431,6 +764,97 @@ static uint32_t use_of(uint64_t inode) {
     uint32_t use;
     CHECK(kvfs_inode_uses(plane, &inode, 1, &use) == 0);
     return use;
+}
+
+static uint64_t open_of(uint32_t id) {
+    struct kvfs_user users[64];
+    int count = kvfs_users(plane, users, 64);
+    for (int i = 0; i < count; i++)
+        if (users[i].id == id)
+            return users[i].open_bytes;
+    return 0;
+}
+
+static int open_by(uint64_t inode, uint32_t id, struct node **node) {
+    struct kvfs_record record;
+    return node_open(plane, inode, user_get(plane, id), false, &record, node);
+}
+
+static void unopen_by(struct node *node, uint32_t id) {
+    struct shard *shard = shard_of(plane, node->inode);
+    pthread_mutex_lock(&shard->lock);
+    node_unopen(plane, node, user_get(plane, id), false);
+    pthread_mutex_unlock(&shard->lock);
+    node_put(plane, node);
+}
+
+static void test_shares(void) {
+    enum { GREEDY = 5000, MODEST = 5001, DAEMON = 5002, COUNT = 4, SIZE = 100000 };
+    uint8_t record[512], busy[COUNT];
+    uint64_t inodes[COUNT];
+    char name[32];
+    for (int i = 0; i < COUNT; i++) {
+        inodes[i] = ++next_inode;
+        sprintf(name, "share-%d", i);
+        make_record(record, inodes[i], name, SIZE, KVFS_INODE_SEALED, 1, 1);
+        CHECK(kvfs_name_put(plane, record, 0) == 0);
+    }
+    struct kvfs_statistics before, after;
+    kvfs_statistics_get(plane, &before);
+    kvfs_set_share(plane, 2 * SIZE, DAEMON);
+    struct node *greedy[COUNT], *again, *other;
+    for (int i = 0; i < COUNT; i++)
+        CHECK(open_by(inodes[i], GREEDY, &greedy[i]) == 0);
+    CHECK(open_by(inodes[0], GREEDY, &again) == 0);
+    CHECK(open_of(GREEDY) == COUNT * SIZE); /* a block counts once, however often it is open */
+    CHECK(kvfs_inode_user(plane, inodes[0]) == GREEDY && kvfs_inode_user(plane, 1) == -ENOENT);
+    CHECK(kvfs_inode_is_open(plane, inodes[0]) == KVFS_OPEN_BEYOND_SHARE);
+    /* Who has room takes over what is charged to one who has not. */
+    CHECK(open_by(inodes[0], MODEST, &other) == 0);
+    CHECK(kvfs_inode_user(plane, inodes[0]) == MODEST && open_of(MODEST) == SIZE && open_of(GREEDY) == (COUNT - 1) * SIZE);
+    CHECK(kvfs_inode_is_open(plane, inodes[0]) == KVFS_OPEN);
+    /* The space of writers: what may go is as good as free. */
+    kvfs_set_space(plane, before.open_bytes + COUNT * SIZE, ENOSPC);
+    CHECK(!space_lacks(plane, SIZE) && space_lacks(plane, SIZE + 1));
+    /* One goes; then the others are within the share, and stay. */
+    CHECK(kvfs_inode_evict(plane, inodes, COUNT, busy) == COUNT - 1 && busy[0] && !busy[1] && busy[2] && busy[3]);
+    CHECK(open_of(GREEDY) == 2 * SIZE && kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN);
+    CHECK(open_by(inodes[1], GREEDY, &again) == -ESTALE);
+    /* Pins and the like count first. */
+    kvfs_user_hold(plane, GREEDY, 1);
+    CHECK(kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN_BEYOND_SHARE);
+    kvfs_user_hold(plane, GREEDY, 0);
+    /* The last one to have it open is charged for it. */
+    unopen_by(other, MODEST);
+    CHECK(kvfs_inode_user(plane, inodes[0]) == GREEDY && open_of(MODEST) == 0);
+    kvfs_set_share(plane, 0, DAEMON);
+    CHECK(kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN_BEYOND_SHARE);
+    CHECK(open_by(inodes[2], DAEMON, &other) == 0 && kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN);
+    unopen_by(other, DAEMON);
+    CHECK(open_by(inodes[3], 0, &other) == 0 && kvfs_inode_is_open(plane, inodes[3]) == KVFS_OPEN);
+    unopen_by(other, 0);
+    unopen_by(greedy[0], GREEDY);
+    for (int i = 0; i < COUNT; i++)
+        unopen_by(greedy[i], GREEDY);
+    kvfs_set_share(plane, UINT64_MAX, 0);
+    kvfs_set_space(plane, UINT64_MAX, ENOSPC);
+    CHECK(open_of(GREEDY) == 0 && open_of(0) == 0 && open_of(DAEMON) == 0);
+    kvfs_statistics_get(plane, &after);
+    CHECK(after.open_bytes == before.open_bytes);
+    for (int i = 0; i < COUNT; i++)
+        CHECK(i == 1 || kvfs_inode_remove(plane, inodes[i]) == 0);
+    /* More users than places: they share one, and nothing is lost. */
+    inodes[0] = ++next_inode;
+    make_record(record, inodes[0], "share-many", SIZE, KVFS_INODE_SEALED, 1, 1);
+    CHECK(kvfs_name_put(plane, record, 0) == 0);
+    for (uint32_t id = 10000; id < 10000 + 2 * USERS_MAX; id++) {
+        CHECK(open_by(inodes[0], id, &other) == 0);
+        unopen_by(other, id);
+    }
+    CHECK(user_get(plane, 4000000000u) == user_get(plane, 4000000001u) && kvfs_inode_remove(plane, inodes[0]) == 0);
+    kvfs_statistics_get(plane, &after);
+    CHECK(after.open_bytes == before.open_bytes);
+    printf("ok beyond a user's share what is open may go, unless another has it open within the share\n");
 }
 
 static void test_opens_are_uses(void) {
@@ -462,6 +886,126 @@ static void test_opens_are_uses(void) {
     CHECK(use_of(inode) == 0);
     free(data);
     printf("ok opens are uses\n");
+}
+
+/* ---- listings: names from the session, attributes from the table ---- */
+
+static uint64_t open_directory(void) {
+    struct fuse_open_in in = {.flags = O_RDONLY};
+    struct fuse_open_out out = {.fh = 1};
+    ask(FUSE_OPENDIR, 1, &in, sizeof(in), NULL, 0);
+    session_reply(forwarded_request()->unique, 0, &out, sizeof(out));
+    void *body;
+    CHECK(answer(&body, NULL) == 0);
+    memcpy(&out, body, sizeof(out));
+    return out.fh;
+}
+
+static void close_directory(uint64_t fh) {
+    struct fuse_release_in in = {.fh = fh};
+    ask(FUSE_RELEASEDIR, 1, &in, sizeof(in), NULL, 0);
+    session_reply(forwarded_request()->unique, 0, NULL, 0);
+    CHECK(answer(NULL, NULL) == 0);
+}
+
+struct listed { const char *name; uint64_t inode; };
+
+/* List through a handle; the session's answer is `entries`. Returns the kernel's. */
+static const uint8_t *list(uint32_t opcode, uint64_t fh, uint64_t offset, const struct listed *entries, uint32_t count, size_t *size) {
+    uint8_t names[4000];
+    uint32_t used = 0;
+    struct fuse_read_in in = {.fh = fh, .offset = offset, .size = 32768};
+    ask(opcode, 1, &in, sizeof(in), NULL, 0);
+    struct fuse_in_header *request = forwarded_request();
+    struct fuse_read_in asked;
+    memcpy(&asked, request + 1, sizeof(asked));
+    CHECK(request->opcode == FUSE_READDIRPLUS && asked.fh == 1 && asked.offset == (offset > 2 ? offset - 2 : 0));
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t length = (uint32_t)strlen(entries[i].name), head = offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name);
+        struct fuse_direntplus plus = {.dirent = {.ino = entries[i].inode, .off = entries[i].inode, .namelen = length, .type = 8}};
+        memset(names + used, 0, round_up(head + length, 8));
+        memcpy(names + used, &plus, head);
+        memcpy(names + used + head, entries[i].name, length);
+        used += (uint32_t)round_up(head + length, 8);
+        CHECK(used <= sizeof(names));
+    }
+    session_reply(request->unique, 0, names, used);
+    void *body;
+    CHECK(answer(&body, size) == 0);
+    return body;
+}
+
+/* The next entry of a READDIRPLUS; CHECKs its name. */
+static struct fuse_direntplus next_listed(const uint8_t **at, const char *name) {
+    struct fuse_direntplus plus;
+    uint32_t head = offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name);
+    memcpy(&plus, *at, head);
+    CHECK(plus.dirent.namelen == strlen(name) && memcmp(*at + head, name, plus.dirent.namelen) == 0);
+    *at += round_up(head + plus.dirent.namelen, 8);
+    return plus;
+}
+
+static uint64_t nodes_listed(uint64_t fh, uint64_t inode) {
+    struct listed twenty[20];
+    size_t size;
+    uint64_t nodes = 0;
+    for (uint32_t i = 0; i < 20; i++)
+        twenty[i] = (struct listed){"listed-sealed", inode};
+    const uint8_t *at = list(FUSE_READDIRPLUS, fh, 5000, twenty, 20, &size), *end = at + size;
+    while (at < end)
+        nodes += next_listed(&at, "listed-sealed").entry_out.nodeid != 0;
+    return nodes;
+}
+
+static void test_listings(void) {
+    uint64_t fh, written_fh, directory = open_directory(), began = now_ns();
+    uint8_t *data = pattern(10000, 12);
+    kvfs_set_tick(plane, 3);
+    uint64_t sealed = create("listed-sealed", &fh), written = create("listed-written", &written_fh);
+    CHECK(write_at(sealed, fh, 0, data, 10000) == 0 && flush_and_seal(sealed, fh, "listed-sealed") == 0);
+    release(sealed, fh);
+    CHECK(write_at(written, written_fh, 0, data, 777) == 0);
+    uint32_t use = use_of(sealed);
+    kvfs_set_tick(plane, 9);
+    /* "listed-written" was another block when the session listed it the second time, and "gone" is no more. */
+    const struct listed entries[] = {{"listed-sealed", sealed}, {"listed-written", written}, {"listed-written", written + 1}, {"gone", 4242}};
+    size_t size;
+    const uint8_t *at = list(FUSE_READDIRPLUS, directory, 0, entries, 4, &size), *begin = at;
+    struct fuse_direntplus e = next_listed(&at, ".");
+    CHECK(e.entry_out.nodeid == 0 && e.dirent.ino == 1 && e.dirent.off == 1);
+    e = next_listed(&at, "..");
+    CHECK(e.entry_out.nodeid == 0 && e.dirent.off == 2);
+    e = next_listed(&at, "listed-sealed");
+    CHECK(e.entry_out.nodeid == sealed && e.entry_out.attr.ino == sealed && e.entry_out.attr.size == 10000 && e.dirent.off == sealed + 2);
+    CHECK(e.entry_out.generation == 0 && e.entry_out.entry_valid == 1 && e.entry_out.attr_valid == 1);
+    e = next_listed(&at, "listed-written");
+    CHECK(e.entry_out.nodeid == written && e.entry_out.attr.size == 777 && e.entry_out.entry_valid == 1 && e.entry_out.attr_valid == 0);
+    e = next_listed(&at, "listed-written");
+    CHECK(e.entry_out.nodeid == 0 && e.dirent.ino == written + 1);
+    CHECK(next_listed(&at, "gone").entry_out.nodeid == 0 && at == begin + size);
+    CHECK(use_of(sealed) == use); /* seen is not used */
+    list(FUSE_READDIR, directory, 0, entries, 4, &size);
+    CHECK(size == 2 * 32 + 40 + 2 * 40 + 32);
+    /* A listing makes so many inodes, and no more; all of them together in a minute, too. */
+    uint64_t nodes = 2, total, before;
+    while ((before = nodes_listed(directory, sealed)) != 0)
+        nodes += before;
+    CHECK(nodes == 65536);
+    total = nodes;
+    for (uint32_t i = 0; i < 5; i++) {
+        uint64_t another = open_directory();
+        for (nodes = 0; (before = nodes_listed(another, sealed)) != 0;)
+            nodes += before;
+        CHECK(nodes <= 65536 && (i > 0 || nodes == 65536));
+        total += nodes;
+        close_directory(another);
+    }
+    CHECK(total == 262144 || now_ns() - began > 60000000000ull);
+    close_directory(directory);
+    release(written, written_fh);
+    CHECK(kvfs_inode_remove(plane, sealed) == 0 && kvfs_inode_remove(plane, written) == 0);
+    free(data);
+    printf("ok listings have attributes, make a bounded number of inodes, and are no uses\n");
 }
 
 static void test_bad_requests(void) {
@@ -557,10 +1101,10 @@ static void test_slab(void) {
     CHECK(read_check(inode, fh, 0, 4096, shadow, size) == -EIO && write_at(inode, fh, 50 * PAGE, data, 4096) == -EIO);
     fault(KVFS_FAULT_NONE, 3, 0);
     CHECK(read_check(inode, fh, 0, 1 << 20, shadow, size) == 0); /* what was not written is zeros still */
-    CHECK(kvfs_slab_close(plane, inode) == -EBUSY && kvfs_slab_settle(plane, 4, inode) == 0 && completion() == -EBUSY);
+    CHECK(kvfs_slab_close(plane, inode) == -EBUSY && kvfs_slab_settle(plane, 4, inode, 0) == 0 && completion() == -EBUSY);
     release(inode, fh);
     CHECK(slab_event(KVFS_EVENT_SLAB_CLOSED, inode).value == 1); /* overwritten */
-    CHECK(kvfs_slab_settle(plane, 4, inode) == 0 && completion() == -EPERM);
+    CHECK(kvfs_slab_settle(plane, 4, inode, 0) == 0 && completion() == -EPERM);
     CHECK(kvfs_slab_close(plane, inode) == 0);
     slab_event(KVFS_EVENT_SLAB_FREE, inode);
     CHECK(kvfs_slab_pages(plane, inode) == -ENOENT && kvfs_inode_is_open(plane, inode) == 0);
@@ -582,7 +1126,7 @@ static void test_slab(void) {
     CHECK(error == 0);
     release(inode, fh);
     CHECK(slab_event(KVFS_EVENT_SLAB_CLOSED, inode).value == 0);
-    CHECK(kvfs_slab_settle(plane, 4, inode) == 0 && completion() == 0);
+    CHECK(kvfs_slab_settle(plane, 4, inode, 0) == 0 && completion() == 0);
     slab_event(KVFS_EVENT_SLAB_FREE, inode);
     struct kvfs_extent extents[8];
     CHECK(kvfs_file_extents(plane, inode, extents, 8) == 2);
@@ -594,6 +1138,39 @@ static void test_slab(void) {
     }
     release(inode, reader);
     printf("ok a slab that was not overwritten becomes a block\n");
+
+    /* It becomes a file under the hands of who overwrites it, and may then be larger than its segments were. */
+    inode = create("grown", &fh);
+    CHECK(preallocate(inode, fh, KVFS_SLAB_MIN, runs, 2) == 0);
+    memset(shadow, 0, size);
+    for (uint32_t turn = 0; turn < 2; turn++)
+        CHECK(write_at(inode, fh, 700 * PAGE, data + turn, 1 << 20) == 0);
+    memcpy(shadow + 700 * PAGE, data + 1, 1 << 20);
+    CHECK(kvfs_slab_resize(plane, 3, inode, size - PAGE) == 0 && completion() == 0);
+    CHECK(kvfs_slab_settle(plane, 4, inode, 0) == 0 && completion() == -EBUSY);
+    CHECK(kvfs_slab_settle(plane, 4, inode, 1) == 0 && completion() == 0);
+    slab_event(KVFS_EVENT_SLAB_FREE, inode);
+    CHECK(kvfs_slab_settle(plane, 4, inode, 1) == 0 && completion() == -ENOENT);
+    CHECK(kvfs_file_allocate(plane, inode, size - 2 * PAGE) == 0 && kvfs_file_size(plane, inode) == (int64_t)(size - PAGE));
+    CHECK(kvfs_file_allocate(plane, inode, size) == 0 && kvfs_file_size(plane, inode) == (int64_t)size);
+    CHECK(write_at(inode, fh, 701 * PAGE + 5, data, 100) == 0 && write_at(inode, fh, size - PAGE, data, 4096) == 0);
+    memcpy(shadow + 701 * PAGE + 5, data, 100);
+    memcpy(shadow + size - PAGE, data, 4096);
+    for (int sealed = 0; sealed < 2; sealed++) {
+        for (uint64_t at = 0; at < size; at += 1 << 20)
+            CHECK(read_check(inode, fh, at, 1 << 20, shadow, size) == 0);
+        if (!sealed)
+            CHECK(seal(inode, "grown", true) == 0);
+    }
+    release(inode, fh);
+    inode = create("chosen", &fh);
+    CHECK(kvfs_slab_extend(plane, inode, PAGE, 1, runs, 1) == 0);
+    CHECK(kvfs_slab_settle(plane, 4, inode, 1) == 0 && completion() == -EPERM && kvfs_slab_pages(plane, inode) == 1000);
+    release(inode, fh);
+    slab_event(KVFS_EVENT_SLAB_CLOSED, inode);
+    CHECK(kvfs_slab_close(plane, inode) == 0);
+    slab_event(KVFS_EVENT_SLAB_FREE, inode);
+    printf("ok a slab becomes a file while it is written\n");
 
     /* A write that a device gave no answer to may land at any time: no more is read or written. */
     inode = create("silent", &fh);
@@ -620,15 +1197,22 @@ int main(void) {
     snprintf(directory, sizeof(directory), "%.32s/kvfs-plane-XXXXXX", scratch());
     CHECK(mkdtemp(directory));
     start(directory);
+    test_request_timeout();
     test_bad_requests();
     test_write_seal_read();
     test_faults();
+    test_slow_requests_are_told_of();
     test_deadline_of_forwarded_requests();
     test_calls();
     test_page_caches_are_bypassed();
     test_rewrite_in_place();
+    test_writes_beside_a_slow_load();
+    test_reads_beside_a_seal();
+    test_a_block_being_written_does_not_move();
     test_unlinked_while_open();
+    test_shares();
     test_opens_are_uses();
+    test_listings();
     test_slab();
     test_a_device_that_stops_and_is_another_file_afterwards();
     close(kernel); /* unmount */

@@ -1,4 +1,4 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
+/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c shares.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c porter.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
 /* Guests of the data plane, without a kernel or a VMM: this program plays the front end and the guest (front_end.h, a double), and Python
  * (the session's end). What it proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy;
  * what a hostile guest puts into its rings stops its queue and nothing else; resets, vanished front ends and vanished memory with requests
@@ -7,6 +7,7 @@
 #include "plane_harness.h"
 
 #include <sys/stat.h>
+#include <sys/vfs.h>
 
 #define MIB ((uint32_t)1 << 20)
 
@@ -73,6 +74,7 @@ static void fuse_init(struct front *f) {
     struct fuse_init_in init = {.major = FUSE_KERNEL_VERSION, .minor = 38, .flags = 0xffffffff, .flags2 = 0xffffffff};
     struct fuse_init_out out;
     CHECK(ask(f, FUSE_INIT, 0, &init, sizeof(init), &out, sizeof(out)) == 0);
+    CHECK(!(out.flags2 >> (42 - 32) & 1)); /* FUSE_REQUEST_TIMEOUT is for the host's own connection */
     CHECK(out.major == FUSE_KERNEL_VERSION && out.minor == 38 && out.flags & FUSE_AUTO_INVAL_DATA && !(out.flags & FUSE_EXPLICIT_INVAL_DATA));
 }
 
@@ -186,16 +188,19 @@ static uint64_t make_block(struct front *f, const char *name, const uint8_t *dat
     return inode;
 }
 
-static int listen_at(const char *at) {
+static int listen_with(const char *at, const struct kvfs_virtiofs_config *config) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     snprintf(address.sun_path, sizeof(address.sun_path), "%s", at);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     CHECK(fd >= 0 && bind(fd, (struct sockaddr *)&address, sizeof(address)) == 0 && listen(fd, 4) == 0);
-    struct kvfs_virtiofs_config config = {.tag = "kvfs", .queue_count = 3, .queue_size_max = 1024};
-    int r = kvfs_virtiofs_add(plane, fd, &config);
+    int r = kvfs_virtiofs_add(plane, fd, config);
     CHECK(r >= 0);
     close(fd);
     return r;
+}
+
+static int listen_at(const char *at) {
+    return listen_with(at, &(struct kvfs_virtiofs_config){.tag = "kvfs", .queue_count = 3, .queue_size_max = 1024});
 }
 
 static void start(void) {
@@ -753,6 +758,131 @@ static void test_lost_signals(void) {
     wait_gone(number);
 }
 
+/* A front end that fills the eventfds it is to be signalled by, and makes them wait for room: nobody waits. */
+static void test_deaf_front_end(void) {
+    struct front f, other;
+    front_start(&f, path, 128);
+    front_start(&other, other_path, 128);
+    fuse_init(&f);
+    fuse_init(&other);
+    int deaf = eventfd(0, EFD_CLOEXEC);
+    uint64_t full = UINT64_MAX - 1, queue = 1, fh;
+    CHECK(deaf >= 0 && write(deaf, &full, 8) == 8);
+    CHECK(vu_tell(&f, VU_SET_VRING_CALL, &queue, 8, &deaf, 1) == 0 && vu_tell(&f, VU_SET_VRING_ERR, &queue, 8, &deaf, 1) == 0);
+    CHECK(fcntl(deaf, F_SETFL, 0) == 0);
+    alarm(60); /* or a wait would be for ever */
+    create(&f, "deaf", &fh); /* this thread answers, as Python's does */
+    for (int i = 0; i < 10; i++)
+        CHECK(ask(&f, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);
+    struct front_queue *q = &f.queues[1];
+    q->desc[0] = (struct vring_desc){0, 40, 0, 0};
+    front_offer(q, 0);
+    uint64_t until = now_ns() + 20000000000ull;
+    while (statistics(number).queues_running == 2 && now_ns() < until)
+        usleep(1000);
+    CHECK(statistics(number).queues_running == 1);
+    CHECK(ask(&other, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);
+    front_end(&f);
+    wait_gone(number);
+    alarm(0);
+    front_end(&other);
+    wait_gone(other_number);
+    close(deaf);
+}
+
+/* Of another filesystem than the kernel's own in memory: refused, unless the operator allows it. */
+static void test_foreign_memory(void) {
+    char other_fs[128];
+    snprintf(other_fs, sizeof(other_fs), "./kvfs-memory-XXXXXX");
+    int file = mkstemp(other_fs), pipes[2], opened = -1;
+    struct statfs fs;
+    CHECK(file >= 0 && unlink(other_fs) == 0 && ftruncate(file, (off_t)FRONT_MEMORY) == 0 && fstatfs(file, &fs) == 0 && pipe(pipes) == 0);
+    if (fcntl(file, F_GET_SEALS) >= 0) {
+        printf("skipped test_foreign_memory: the working directory is on a tmpfs\n");
+        close(file);
+        close(pipes[0]);
+        close(pipes[1]);
+        return;
+    }
+    struct { uint64_t map_size, map_offset; uint16_t queue_count, queue_size; } layout = {65536, 0, 2, 128};
+    struct kvfs_virtiofs_config config = {.tag = "allowed", .queue_count = 1, .queue_size_max = 128, .memory_type_count = 2,
+                                          .memory_types = {1, (uint64_t)fs.f_type}};
+    char allowed_path[sizeof(path)];
+    snprintf(allowed_path, sizeof(allowed_path), "%s/allowed", directory);
+    int allowed = listen_with(allowed_path, &config);
+    for (int i = 0; i < 2; i++) {
+        struct front f;
+        front_connect(&f, i ? allowed_path : path);
+        front_negotiate(&f);
+        opened = f.memory_fd;
+        uint64_t refused = statistics(i ? allowed : number).protocol_errors;
+        int foreign[] = {pipes[0], f.fd, file};
+        for (int k = 0; k < 3; k++) {
+            f.memory_fd = foreign[k];
+            uint64_t expected = k < 2 || i == 0, table[5] = {1, FRONT_GUEST, FRONT_MEMORY, FRONT_USER, 0};
+            CHECK_SAY(vu_region(&f, VU_ADD_MEM_REG, 0, FRONT_MEMORY) == expected, "%d %d", i, k);
+            CHECK_SAY(vu_tell(&f, VU_SET_MEM_TABLE, table, sizeof(table), &foreign[k], 1) == expected, "%d %d", i, k);
+            CHECK_SAY(vu_tell(&f, VU_SET_INFLIGHT_FD, &layout, sizeof(layout), &foreign[k], 1) == expected, "%d %d", i, k);
+        }
+        CHECK(statistics(i ? allowed : number).protocol_errors == refused + (i ? 6 : 9));
+        f.memory_fd = opened;
+        front_end(&f);
+        wait_gone(i ? allowed : number);
+    }
+    CHECK(kvfs_virtiofs_remove(plane, allowed) == 0);
+    struct kvfs_virtiofs_statistics s;
+    uint64_t until = now_ns() + 20000000000ull;
+    while (kvfs_virtiofs_statistics(plane, allowed, &s) == 0 && now_ns() < until)
+        usleep(1000);
+    CHECK(kvfs_virtiofs_statistics(plane, allowed, &s) == -ENOENT && unlink(allowed_path) == 0);
+    close(file);
+    close(pipes[0]);
+    close(pipes[1]);
+}
+
+/* Rings that a front end moves, lengthens, or takes the memory of, while their queue is looked at. */
+static void test_rings_that_move(void) {
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    struct vring { uint32_t index, flags; uint64_t desc, used, avail, log; } good = {1, 0, FRONT_USER + FRONT_RINGS, FRONT_USER + FRONT_RINGS + 0x10000,
+                                                                                  FRONT_USER + FRONT_RINGS + 0x8000, 0}, bad = good;
+    bad.avail = FRONT_USER + FRONT_MEMORY;
+    for (int i = 0; i < 50; i++) {
+        CHECK(vu_tell(&f, VU_SET_VRING_ADDR, &bad, sizeof(bad), NULL, 0) == 1 && statistics(number).queues_running == 1);
+        front_kick(&f.queues[1]);
+        CHECK(vu_tell(&f, VU_SET_VRING_ADDR, &good, sizeof(good), NULL, 0) == 0 && statistics(number).queues_running == 2);
+        CHECK(ask(&f, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);
+    }
+    /* Longer than what was asked for when they were found to lie in the guest's memory. */
+    front_queue_stop(&f, 1);
+    struct vring end = {1, 0, FRONT_USER, FRONT_USER + FRONT_MEMORY - 8 * 8 - 8, FRONT_USER + 0x8000, 0};
+    CHECK(vu_state(&f, VU_SET_VRING_NUM, 1, 8) == 0 && vu_tell(&f, VU_SET_VRING_ADDR, &end, sizeof(end), NULL, 0) == 0);
+    CHECK(vu_state(&f, VU_SET_VRING_NUM, 1, 1024) == 0 && vu_state(&f, VU_SET_VRING_BASE, 1, 0) == 0);
+    uint64_t queue = 1;
+    CHECK(vu_tell(&f, VU_SET_VRING_KICK, &queue, 8, &f.queues[1].kick, 1) == 0 && vu_state(&f, VU_SET_VRING_ENABLE, 1, 1) == 0);
+    CHECK(statistics(number).queues_running == 1);
+    CHECK(vu_state(&f, VU_SET_VRING_NUM, 1, 8) == 0 && statistics(number).queues_running == 2);
+    front_end(&f);
+    wait_gone(number);
+    /* At the front end's address 0, which is one as any other. */
+    front_connect(&f, path);
+    front_negotiate(&f);
+    uint64_t region[5] = {0, FRONT_GUEST, FRONT_MEMORY, 0, 0};
+    CHECK(vu_tell(&f, VU_ADD_MEM_REG, region, sizeof(region), &f.memory_fd, 1) == 0);
+    struct vring zero = {1, 0, 0x10000, 0, 0x8000, 0};
+    CHECK(vu_state(&f, VU_SET_VRING_NUM, 1, 8) == 0 && vu_tell(&f, VU_SET_VRING_ADDR, &zero, sizeof(zero), NULL, 0) == 0);
+    f.queues[1].kick = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    f.queues[1].call = f.queues[1].error = dup(f.queues[1].kick);
+    CHECK(vu_tell(&f, VU_SET_VRING_KICK, &queue, 8, &f.queues[1].kick, 1) == 0 && vu_state(&f, VU_SET_VRING_ENABLE, 1, 1) == 0);
+    CHECK(statistics(number).queues_running == 1);
+    CHECK(vu_tell(&f, VU_REM_MEM_REG, region, sizeof(region), NULL, 0) == 0 && statistics(number).queues_running == 0);
+    front_kick(&f.queues[1]);
+    CHECK(vu_ask(&f, VU_GET_QUEUE_NUM) == 4);
+    front_end(&f);
+    wait_gone(number);
+}
+
 static void test_end(void) {
     struct front f;
     front_start(&f, path, 128);
@@ -791,6 +921,9 @@ int main(void) {
     RUN(test_lease);
     RUN(test_two_guests);
     RUN(test_cut_memory);
+    RUN(test_deaf_front_end);
+    RUN(test_foreign_memory);
+    RUN(test_rings_that_move);
     RUN(test_end);
     struct front f; /* the plane ends under a guest */
     front_start(&f, other_path, 128);

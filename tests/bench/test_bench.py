@@ -84,6 +84,7 @@ def reasons(document: dict[str, Any], case: str, devices: str) -> list[str]:
     return [item["reason"] for item in document["skipped"] if item["case"] == case and item["devices"] == devices]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + END_S + 10)
 def test_no_case_fails(result: Result) -> None:
     document, process, _ = result
@@ -92,6 +93,7 @@ def test_no_case_fails(result: Result) -> None:
     assert process.returncode == 0, process.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "devices"), PAIRS)
 @pytest.mark.timeout(TIMEOUT_S + END_S + 10)
 def test_every_case_is_measured_or_says_what_is_missing(result: Result, case: str, devices: str) -> None:
@@ -116,6 +118,7 @@ def assert_spread(part: dict[str, Any], what: str) -> None:
     assert part["min"] <= part["median"] <= part["max"], what
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + END_S + 10)
 def test_ratios_come_first_on_stdout_and_progress_on_stderr(result: Result) -> None:
     document, process, _ = result
@@ -125,6 +128,7 @@ def test_ratios_come_first_on_stdout_and_progress_on_stderr(result: Result) -> N
     assert "bench: " in process.stderr and "bench: " not in process.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + END_S + 10)
 def test_markdown_holds_a_line_for_every_row(result: Result) -> None:
     document, _, path = result
@@ -133,6 +137,7 @@ def test_markdown_holds_a_line_for_every_row(result: Result) -> None:
     assert process.stdout.count("\n| ") == len(document["rows"]) + 1  # and the head
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + END_S + 10)
 def test_nothing_is_left_behind(result: Result) -> None:
     directory = result[2].parent
@@ -140,6 +145,7 @@ def test_nothing_is_left_behind(result: Result) -> None:
     assert str(directory) not in pathlib.Path("/proc/self/mountinfo").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + END_S + 10)
 def test_the_table_goes_between_the_marks_of_a_page(result: Result, tmp_path: pathlib.Path) -> None:
     document, _, path = result
@@ -227,6 +233,7 @@ def test_the_native_client_refuses_what_it_cannot_do(tmp_path: pathlib.Path) -> 
     assert stranger.returncode == 1 and f"connect to {tmp_path}" in stranger.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + END_S + 10)
 def test_exists_is_measured_among_the_blocks_of_the_pool(result: Result) -> None:
     document = result[0]

@@ -7,11 +7,4 @@ any directory (ext4, or a FUSE peer), to tell a wrong test from a wrong filesyst
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "faults"))
-
-import helpers
-
-for _name in helpers.FIXTURES:
-    globals()[_name] = getattr(helpers, _name)

@@ -14,13 +14,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import helpers
-
-for _name in helpers.FIXTURES:
-    globals()[_name] = getattr(helpers, _name)
 
 helpers.give_devices_time()
 

@@ -17,6 +17,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import helpers
 import image
@@ -249,14 +250,17 @@ def _lies_in(pool: Pool, devices: image.Image, inode: int, segment: int) -> bool
                for at in range(0, len(data), 4096))
 
 
-def _cases() -> list[tuple[str, str, str, str]]:
-    cases = []
+def _cases() -> list[Any]:
+    """Each structure is damaged in each state, and without --run-slow in one."""
+    cases: list[Any] = []
     hows = itertools.cycle(DAMAGES)
     for structure in STRUCTURES:
         for state, index in (("clean", "kept"), ("clean", "deleted"), ("killed", "kept"), ("killed", "deleted")):
             cases += [(structure, how, state, index) for how in (DAMAGES if ALL else [next(hows)])]
         next(hows)
-    return cases
+    states = len(cases) // len(STRUCTURES)
+    return [case if place % states == place // states % states else helpers.slow(*case)
+            for place, case in enumerate(cases)]
 
 
 @pytest.mark.parametrize(("structure", "how", "state", "index"), _cases())
@@ -287,7 +291,8 @@ def test_damage_costs_at_most_the_blocks_it_hit(stored: Stored, own_pool: Callab
     assert again.keys() <= lost
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    "structure", [*STRUCTURES[::4], *(helpers.slow(one) for one in STRUCTURES if one not in STRUCTURES[::4])])
 def test_fsck_reports_damage_and_repair_mends_it(stored: Stored, own_pool: Callable[..., Pool], structure: str) -> None:
     """Reporting changes no byte; after --repair a check finds nothing, and what was not hit is there and right."""
     chooser = random.Random(f"{SEED} fsck {structure}")
@@ -332,8 +337,9 @@ def test_fsck_of_a_killed_pool_finds_nothing_wrong(stored: Stored, own_pool: Cal
 # ---- the pool's own files ----
 
 
-@pytest.mark.parametrize("state", ["clean", "killed"])
-@pytest.mark.parametrize("how", ["deleted", "empty", "noise", "cut off", "a bit flipped everywhere"])
+@pytest.mark.parametrize("state", [helpers.slow("clean"), "killed"])
+@pytest.mark.parametrize("how", [
+    "deleted", *map(helpers.slow, ("empty", "noise", "cut off", "a bit flipped everywhere"))])
 def test_without_its_index_a_pool_finds_every_block_again(stored: Stored, own_pool: Callable[..., Pool], state: str,
                                                           how: str) -> None:
     pool = own_pool(template=stored.template[state], started=False)
@@ -396,6 +402,7 @@ def epoch_of(pool: Pool) -> int:
     return int(pool.status()["pool"]["epoch"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [(0,), (1,)], ids=["first", "second"])
 def test_labels_that_land_late_do_not_turn_the_epoch_back(own_pool: Callable[..., Pool],
                                                              copies: tuple[int, ...]) -> None:
@@ -423,6 +430,7 @@ def test_labels_that_land_late_do_not_turn_the_epoch_back(own_pool: Callable[...
     assert survey(pool.mount, list(files), files) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_block_writes_that_land_late_never_give_wrong_bytes(own_pool: Callable[..., Pool],
                                                             tmp_path: pathlib.Path) -> None:
@@ -490,6 +498,7 @@ def test_block_writes_that_land_late_never_give_wrong_bytes(own_pool: Callable[.
     print(f"{written} pages late, {len(failed)} + {len(more)} of {len(served)} blocks hit")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_summaries_that_land_late_do_not_change_what_is_served(own_pool: Callable[..., Pool]) -> None:
     """Old summaries over newer ones: the index is the truth of a pool that has one."""
@@ -579,7 +588,7 @@ def test_a_flipped_bit_anywhere_is_found_on_read_and_counted(own_pool: Callable[
     assert {target.name for target in targets["data"]} == files.keys()
     counted = pool.status()["counters"]["checksum_errors"]
     hits = 0
-    for number in range(int(os.environ.get("KVFS_FLIPS", "50"))):
+    for number in range(int(os.environ.get("KVFS_FLIPS") or helpers.often(10, 50))):
         kind = chooser.choices(("data", "header", "other"), (6, 2, 2))[0]
         target = chooser.choice([target for target in targets[kind] if target.name is None or target.name in files])
         bit = chooser.randrange(target.significant * 8)

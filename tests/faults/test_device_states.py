@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -163,7 +164,7 @@ def provoke(pool: Pool, files: dict[str, bytes]) -> None:
             assert error.errno in (errno.EIO, errno.ENOENT), error
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("width", [helpers.slow(1), 2, helpers.slow(4)])
 def test_a_device_that_fails_is_some_misses_and_everything_is_back_when_it_is(faulty: Callable[..., Faulty],
                                                                              width: int) -> None:
     pool, sick = faulty(width)
@@ -266,6 +267,7 @@ def test_a_device_that_hangs_costs_its_deadline_once_and_the_others_nothing(faul
     assert look(pool, files) == set(files)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(faulty: Callable[..., Faulty]) -> None:
     pool, sick = faulty(1)
@@ -309,7 +311,7 @@ def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(fau
                 reader.join(30)
 
 
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [1, helpers.slow(4)])
 def test_a_mount_without_a_device_is_degraded_and_takes_it_in_when_it_appears(faulty: Callable[..., Faulty],
                                                                              width: int) -> None:
     pool, sick = faulty(width)
@@ -389,6 +391,7 @@ def test_a_native_client_misses_what_is_lost_and_connects_again_when_it_is_back(
         assert all(client.get(key) == data for key, data in again.items())
 
 
+@pytest.mark.slow
 def test_another_device_in_its_place_is_not_taken_in_until_it_is_told_to(faulty: Callable[..., Faulty],
                                                                         tmp_path: pathlib.Path) -> None:
     pool, sick = faulty(1)
@@ -426,7 +429,7 @@ def test_another_device_in_its_place_is_not_taken_in_until_it_is_told_to(faulty:
     assert look(pool, left) == set(left)
 
 
-@pytest.mark.parametrize("mounted", [True, False])
+@pytest.mark.parametrize("mounted", [True, helpers.slow(False)])
 def test_a_device_is_removed_drained_and_devices_are_added(faulty: Callable[..., Faulty], tmp_path: pathlib.Path,
                                                           mounted: bool) -> None:
     pool, sick = faulty(1)
@@ -449,7 +452,7 @@ def test_a_device_is_removed_drained_and_devices_are_added(faulty: Callable[...,
     new = tmp_path / "new"
     helpers.run("truncate", "--size", "20M", new)
     refused = pool.command("device", "add", str(pool.path), str(new), check=False)
-    assert refused.returncode == 1 and f"kvfs umount {pool.path} first" in refused.stderr, refused.stderr
+    assert refused.returncode == 1 and f"kvfs umount {pool.path} ends it" in refused.stderr, refused.stderr
     pool.umount()
     said = pool.command("device", "add", str(pool.path), str(new)).stdout
     assert "1 devices added, 18 segments more" in said, said
@@ -472,7 +475,7 @@ def test_a_device_is_removed_drained_and_devices_are_added(faulty: Callable[...,
     assert {f"more-{index}" for index in range(390, 400)} <= set(os.listdir(pool.mount))
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", [helpers.slow(1), 2])
 def test_a_device_that_comes_and_goes_under_load_costs_misses_and_never_a_wrong_or_an_old_byte(
     faulty: Callable[..., Faulty], width: int
 ) -> None:
@@ -480,7 +483,7 @@ def test_a_device_that_comes_and_goes_under_load_costs_misses_and_never_a_wrong_
     pool, sick = faulty(width)
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    until = time.monotonic() + float(os.environ.get("KVFS_STORM_S", "5"))
+    until = time.monotonic() + float(os.environ.get("KVFS_STORM_S") or helpers.often(2, 5))
     wrong: list[BaseException] = []
     passing = (errno.EIO, errno.ENOENT, errno.ENOSPC)
 
@@ -544,3 +547,27 @@ def test_what_would_leave_no_segments_is_refused(faulty: Callable[..., Faulty]) 
     pool.start()
     write_file(pool.mount / "a", b"a")
     assert read_file(pool.mount / "a") == b"a"
+
+
+def test_slow_operations_are_logged_with_their_path(faulty: Callable[..., Faulty]) -> None:
+    pool, sick = faulty(4, mount_args=("--allow-other", "--slow-ops", "400"))
+    (pool.mount / "sessions").mkdir()
+    data = content(8 * BLOCK, "slow")  # a part of it lies on every device
+    name = "a\nforged line"
+    path = pool.mount / "sessions" / name
+    write_file(path, data)
+    number = path.stat().st_ino
+    log = pool.path / "kvfs.log"
+    wanted = rf"slow read of /sessions/a\\nforged line \(inode {number}\): (\d[\d,]*) ms\n"
+    with helpers.opened(path, os.O_RDONLY | os.O_DIRECT) as descriptor:
+        assert re.search(wanted, log.read_text()) is None
+        sick("slow 600")
+        assert_same(os.pread(descriptor, 8 * BLOCK, 0), data, name)
+        wait_until(lambda: re.search(wanted, log.read_text()) is not None, f"a line like {wanted} in {log}")
+        found = re.search(wanted, log.read_text())
+        assert found is not None and int(found[1].replace(",", "")) >= 400
+        path.unlink()  # an inode without a name is told of by its number
+        assert_same(os.pread(descriptor, 8 * BLOCK, 0), data, name)
+        wait_until(lambda: f"slow read of inode {number}: " in log.read_text(), "a line without a path")
+        sick("go")
+    assert status(pool)["counters"]["slow_requests"] >= 2

@@ -79,7 +79,7 @@ def test_an_export_serves_one_front_end_after_another_until_the_pool_is_unmounte
             assert (state["connected"], state["connections"]) == (1, connection)
         wait_until(lambda: exports(pool)[0]["connected"] == 0, "the front end's hanging up is noticed")
     assert "export: " in pool.command("status", str(pool.path)).stdout
-    assert f'kvfs_virtiofs_connections_total{{pool="{pool.path}",socket="{path}",tag="kv"}} 2' in (
+    assert f'kvfs_virtiofs_connections_total{{pool="{pool.path}",socket="{path}",tag="kv"}} 2.0' in (
         pool.command("stats", str(pool.path), "--prometheus").stdout)
     pool.command("umount", str(pool.path))
     assert_ended(pool, pid, path)

@@ -1,6 +1,7 @@
 """kill -9 at random moments under load: every block whose close() returned is there and right, or gone; none is wrong.
 
-KVFS_KILLS sets how many kills there are together (default 60), KVFS_KILL_SEED repeats a run's choices.
+KVFS_KILLS sets how many kills there are together (default 60; 6 without --run-slow), KVFS_KILL_SEED
+repeats a run's choices.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import kvfs
 from kvfs.errors import KvfsError
 from kvfs.store import devices
 
-KILLS = int(os.environ.get("KVFS_KILLS", "60"))
+KILLS = int(os.environ.get("KVFS_KILLS") or helpers.often(6, 60))
 SEED = int(os.environ.get("KVFS_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 WRITERS = 4
 
@@ -147,6 +148,7 @@ def _replace_natively(mountpoint: pathlib.Path) -> None:
             client.delete([b"k0"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_killed_while_native_clients_and_files_replace_the_same_name_the_daemon_ends(
         own_pool: Callable[..., Pool]) -> None:

@@ -654,7 +654,7 @@ def test_reservations_with_single_wrong_numbers_are_found_out(pool: Pool) -> Non
 @pytest.mark.timeout(400)
 def test_noise_in_what_the_daemon_says_neither_crashes_nor_hangs_a_client(pool: Pool) -> None:
     """KVFS_FUZZ_SEED repeats it, KVFS_FUZZ_ROUNDS makes it longer."""
-    for number in range(int(os.environ.get("KVFS_FUZZ_ROUNDS", "40"))):
+    for number in range(int(os.environ.get("KVFS_FUZZ_ROUNDS") or helpers.often(8, 40))):
         chooser = random.Random(f"{SEED} {number}")
         kind = chooser.choice((HELLO, RESERVE, RESERVE, COMMIT, DELETE, LIST))
 
@@ -809,6 +809,7 @@ def _is_held(memory: bytearray) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_memory_given_away_too_early_gets_no_late_bytes_where_it_was_mapped_anew(stuck: tuple[Pool, Stuck]) -> None:
     """Against the rules, in C: what was unmapped stays the device's, and what comes in its place is not written to."""
@@ -865,6 +866,7 @@ def test_a_cancelled_read_of_a_stuck_device_ends_at_once_and_keeps_its_memory(st
         wait_until(lambda: not _is_held(memory), "the memory to be let go of")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_writing_to_a_stuck_device_fails_in_time_and_leaves_nothing(stuck: tuple[Pool, Stuck]) -> None:
     pool, filesystem = stuck

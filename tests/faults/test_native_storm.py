@@ -7,7 +7,7 @@ version that nothing acknowledged before the read began had replaced. A miss is 
 What a crash of the daemon may undo: a rename or unlink of its last second (GRACE_NS here). Not a put that was
 acknowledged: its header carries its name. While no daemon runs, readers see what the last one had acknowledged.
 
-KVFS_STORM_S sets the length (default 20), KVFS_STORM_SEED repeats a run's choices.
+KVFS_STORM_S sets the length (default 20; 4 without --run-slow), KVFS_STORM_SEED repeats a run's choices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from workload import DEAD, check, make
 import kvfs
 from kvfs.errors import BusyBufferError, ClientError, DeadlineError, NotMountedError, PutError
 
-SECONDS = float(os.environ.get("KVFS_STORM_S", "20"))
+SECONDS = float(os.environ.get("KVFS_STORM_S") or helpers.often(4, 20))
 SEED = int(os.environ.get("KVFS_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 
 SPACE = "team/storm"

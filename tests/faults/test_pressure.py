@@ -47,6 +47,7 @@ def hundred_segments(own_pool: Callable[..., Pool], segment: int) -> Pool:
     return pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("segment", "block"), [(MIB, 150 * KIB), (4 * MIB, MIB + 100)], ids=["1M", "4M"])
 @pytest.mark.timeout(240)
 def test_a_pool_of_100_segments_with_64_random_files_open_takes_writes(own_pool: Callable[..., Pool], segment: int,
@@ -172,6 +173,7 @@ def test_when_everything_is_pinned_the_write_fails_and_never_only_the_close(own_
     assert read_file(pool.mount / "after") == content(block, "after")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_readers_under_eviction_see_right_bytes_or_a_miss_and_stat_agrees(own_pool: Callable[..., Pool]) -> None:
     """open() may be ENOENT; once open, a file reads to its end. After a failed open, stat finds nothing either."""

@@ -2,8 +2,8 @@
 
 The model is a tree of nodes, each with the places (directory and name) it has had. After a kill -9 a rename or unlink
 of the last seconds may be undone, and nothing else: so each file must be found, whole, at its place or at one it had
-within that time, and no file that was removed before it. KVFS_MODEL_EXAMPLES sets how many runs there are (default 60),
-KVFS_MODEL_SEED repeats a run's choices, KVFS_MODEL_SHRINK=1 looks for the shortest failing run.
+within that time, and no file that was removed before it. KVFS_MODEL_EXAMPLES sets how many runs there are (default 60;
+4 without --run-slow), KVFS_MODEL_SEED repeats a run's choices, KVFS_MODEL_SHRINK=1 looks for the shortest failing run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, Phase, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-EXAMPLES = int(os.environ.get("KVFS_MODEL_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("KVFS_MODEL_EXAMPLES") or helpers.often(4, 60))
 STEPS = int(os.environ.get("KVFS_MODEL_STEPS", "50"))
 SEED = int(os.environ.get("KVFS_MODEL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 # Makes a failing run shorter: takes minutes.
@@ -479,7 +479,11 @@ class Machine(RuleBasedStateMachine):
             return
         self.evictions += 1
         tally["evictions"] += 1
-        self.pool.command("evict", str(self.pool.path), *(["--all"] if everything else ["--size", "2M"]))
+        how_much = ["--all"] if everything else ["--size", "2M"]
+        result = self.pool.command("evict", str(self.pool.path), *how_much, check=False)
+        # There may be less than that, or less that is not held.
+        few = not everything and result.returncode == 1 and "of 2097152 bytes could be evicted" in result.stderr
+        assert result.returncode == 0 or few, f"exited with {result.returncode}: {result.stdout}{result.stderr}"
         held = [node for _, node in self.held]
         for node in self.files():
             if not node.pinned and node not in held:

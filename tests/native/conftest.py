@@ -1,18 +1,9 @@
 """The native path: libkvfs and what stands on it, against a mounted pool and against the mount's own files."""
 
-import pathlib
-import sys
-
+import helpers
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-import helpers
-
 import kvfs
-
-for _name in helpers.FIXTURES:
-    globals()[_name] = getattr(helpers, _name)
 
 helpers.give_devices_time()
 

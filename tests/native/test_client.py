@@ -440,6 +440,7 @@ def test_blocks_put_by_key_outlive_a_remount(own_pool):
             assert_same(client.get(key), data, key)
 
 
+@pytest.mark.slow
 def test_writing_evicts_and_what_is_left_is_right(own_pool):
     pool = own_pool(files=2, size="128M")
     with kvfs.connect(pool.mount, gpu=None) as client:
@@ -455,6 +456,7 @@ def test_writing_evicts_and_what_is_left_is_right(own_pool):
                 assert_same(destination, content(4 * MIB, (int(batch), int(i))), key)
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_larger_than_the_pool(own_pool):
     """Writing evicts, also what the same call stored before."""
     pool = own_pool(files=2, size="128M")

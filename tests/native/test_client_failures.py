@@ -137,6 +137,7 @@ def frame(kind, payload, status=0):
     return struct.pack("<IHHiI", len(payload), kind, 0, status, 0) + payload
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
@@ -201,6 +202,7 @@ def test_nobody_connects_to_a_daemon_that_was_killed(own_pool):
     assert caught.value.errno == errno.ENOTCONN
 
 
+@pytest.mark.slow
 def test_an_unmounted_pool_is_said_so_and_is_used_again_when_it_is_mounted_again(own_pool):
     pool = own_pool(files=2, size="256M")
     old = blocks(20)
@@ -246,6 +248,7 @@ def test_a_daemon_that_hangs_stops_no_read_and_no_close(own_pool):
         os.kill(pool.pid(), signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_pool_that_was_formatted_again_is_said_so(own_pool):
     pool = own_pool(files=1, size="64M")
     with kvfs.connect(pool.mount, gpu=None) as client:
@@ -263,6 +266,7 @@ def test_a_pool_that_was_formatted_again_is_said_so(own_pool):
         assert client.exists([b"key"]) == [False]
 
 
+@pytest.mark.slow
 def test_what_a_killed_writer_had_reserved_comes_back(own_pool):
     pool = own_pool(files=2, size="128M")
     script = (
@@ -299,6 +303,7 @@ def test_a_block_that_no_segment_holds_is_an_error_of_its_key(own_pool):
         assert bytes(client.get(b"small")) == b"data"
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_full_of_pinned_blocks_says_so(own_pool):
     pool = own_pool(files=2, size="64M")
     (pool.mount / "space").mkdir()
@@ -538,6 +543,7 @@ def exported(destination):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_closing_while_a_device_owes_an_answer_neither_hangs_nor_lets_go_of_its_memory(stoppable):
     pool, devices, throttle = stoppable(1)

@@ -301,6 +301,7 @@ def test_failures_of_cuda_are_errors_and_it_goes_on(client, driver):
             batch.check(results, contents.values())
 
 
+@pytest.mark.slow
 def test_a_gpu_that_hangs_is_an_error_in_time(driver, directory):
     with kvfs.connect(directory, "gpu", gpu=None) as client:
         contents = fill(client, [300 * KIB] * 6)
@@ -459,6 +460,7 @@ def test_the_probe_prints_one_line_of_json(fake):
     assert found["double"] and found["driver_version"] == "12.8" and len(found["devices"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gpu_check_goes_through_all_steps_with_the_double(tmp_path):
     """And says in every line that it is one, and by its exit status that no GPU was checked."""
@@ -480,6 +482,7 @@ def test_gpu_check_on_a_gpu(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_gpu_check_without_a_gpu_says_so(tmp_path):
     result = helpers.run(
         "tools/gpu_check", "--quick", "--directory", str(tmp_path), check=False, timeout_s=100,

@@ -55,7 +55,7 @@ def play(fake, modules):  # noqa: F811
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("step", ["whole", "flipped", "hangs"])
+@pytest.mark.parametrize("step", ["whole", helpers.slow("flipped"), helpers.slow("hangs")])
 def test_gds_with_a_double_of_cufile(step, play, own_pool):
     play(step, own_pool(files=4, size="512M"))
 
@@ -80,6 +80,7 @@ def test_the_real_nvrtc_compiles_the_kernel():
     helpers.run(sys.executable, "-c", PTX.format(path=library))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gpu_check_has_rows_for_gds(fake, modules, tmp_path):  # noqa: F811
     result = helpers.run(

@@ -383,6 +383,7 @@ def same(pair, *call):
                 raise
 
 
+@pytest.mark.slow
 def test_evicted_files_vanish_and_open_ones_stay_readable(own_pool, stats):
     pool = own_pool(size="128M", files=2)
     pair = Pair(stats)
@@ -728,6 +729,7 @@ def test_daemon_killed(own_pool, stats):
         pair.kill()
 
 
+@pytest.mark.slow
 def test_unmounted_and_mounted_again(own_pool, stats):
     pool = own_pool(size="256M")
     path = str(pool.mount / "f")
@@ -811,6 +813,8 @@ def test_programs(directory, tmp_path, stats):
     assert output("stat", path).startswith(b"  File: ")
     counters = total(stats, "reads", "stats", "absent")
     assert counters["reads"] >= 7 and counters["stats"] >= 3 and counters["absent"] >= 1, counters
+    os.utime(path, ns=(-1_500_000_000, -1))  # before 1970
+    assert output("stat", "-c", "%x %y", path) == subprocess.check_output(["stat", "-c", "%x %y", path])
 
 
 @pytest.mark.parametrize("engine", ["psync", "pvsync2", "libaio", "io_uring"])
@@ -827,13 +831,15 @@ def test_fio_reads_and_verifies(directory, stats, engine):
     assert reads >= 16 if engine.startswith("p") else reads == 0, reads
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_posix_contract(service, stats):
     """What the mount owes is owed with the library too: the same tests, in a process that has it."""
     requires_root()
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/posix", "--directory",
-         service.root, "-k", "(read or stat or unlink or rename or permission or coherence) and not fio and not storm"],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--run-slow", "tests/posix",
+         "--directory", service.root, "-k",
+         "(read or stat or unlink or rename or permission or coherence) and not fio and not storm"],
         env=preload.environment(os.environ) | {"KVFS_PRELOAD_STATS": os.fspath(stats)}, cwd=REPOSITORY,
         capture_output=True, text=True, timeout=540, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
@@ -953,6 +959,7 @@ int main(int count, char **words) {
 """
 
 
+@pytest.mark.slow
 def test_cost(directory, tmp_path, stats):
     program = compiled(tmp_path, _COST, "cost")
     (directory / "00" / "1a").mkdir(parents=True)

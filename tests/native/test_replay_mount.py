@@ -41,6 +41,7 @@ def test_files_and_libkvfs_hit_what_a_cache_without_limit_would(trace, directory
         assert again["blocks"]["stored"] == again["blocks"]["failed"] == again["blocks"]["wrong"] == 0
 
 
+@pytest.mark.slow
 def test_a_full_pool_loses_blocks_and_fails_nothing(trace, own_pool, tmp_path):
     """Four times what the pool holds: no store fails, no byte is wrong, hits are fewer than without a limit."""
     pool = own_pool(files=4, size="16M")

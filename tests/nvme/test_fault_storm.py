@@ -8,22 +8,18 @@ import contextlib
 import os
 import pathlib
 import random
-import sys
 import threading
 import time
 
 import pytest
 from enclosure import Enclosure
+from helpers import MIB, Pool, often, wait_until
 from load import Load, MountLoad, NativeLoad, content, files, running, urls
 from noise import Noise
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-from helpers import MIB, Pool, wait_until
-
 from kvfs.frontend.control import ControlClient
 
-FAULT_COUNT = int(os.environ.get("KVFS_NVME_FAULTS", "120"))
+FAULT_COUNT = int(os.environ.get("KVFS_NVME_FAULTS") or often(20, 120))
 SEED = int(os.environ.get("KVFS_NVME_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 SANITIZED = bool(os.environ.get("KVFS_TEST_SANITIZED"))
 ENCLOSURES = 4

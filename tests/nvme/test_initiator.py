@@ -2,22 +2,18 @@
 discovery, and enclosures that break, vanish and come back.
 """
 
+import concurrent.futures
 import contextlib
 import json
 import os
-import pathlib
 import signal
-import sys
 import time
 
 import pytest
 from enclosure import Enclosure
+from helpers import MIB, Pool, requires_program, run, slow, wait_until
 from load import DEADLINE_MS, DEADLINE_S, MountLoad, content, files, running, states, urls
 from noise import Noise
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-from helpers import MIB, Pool, requires_program, run, wait_until
 
 import kvfs
 from kvfs.errors import DeviceError, UsageError
@@ -32,7 +28,7 @@ def pairs(count, size):
     return [(b"%032x" % number, content(number, size)) for number in range(count)]
 
 
-@pytest.mark.parametrize("options", ["", "&ddgst=1", "&hdgst=1&ddgst=1&depth=4"])
+@pytest.mark.parametrize("options", [slow(""), slow("&ddgst=1"), "&hdgst=1&ddgst=1&depth=4"])
 def test_a_pool_is_written_verified_evicted_and_remounted(options):
     requires_program("fio")
     with files(4, 128 * MIB) as paths, Enclosure({NQNS[0]: paths[:2], NQNS[1]: paths[2:]}) as enclosure:
@@ -244,3 +240,26 @@ def test_a_pool_that_evicts_outlives_devices_that_take_no_writes():
                     # One that failed again and again is looked for every 15 s.
                     wait_until(lambda before=before: good() > before + 20, "the load goes on", timeout_s=60)
             assert not any(load.wrong for load in loads)
+
+
+@pytest.mark.parametrize("queues", [2, 8])
+def test_threads_share_the_queues_that_a_controller_grants(queues):
+    """Fewer queues than the daemon has threads: each waits its turn, and nothing counts as an error of the device."""
+    blocks = pairs(96, MIB // 4)
+    with files(2, 64 * MIB) as paths, Enclosure({NQNS[0]: paths}) as enclosure:
+        with Pool(devices=urls(enclosure.port, NQNS[0], 2, f"&queues={queues}")) as pool:
+            def store(some):
+                for name, data in some:
+                    (pool.mount / name.decode()).write_bytes(data)
+
+            def load(some):
+                return sum((pool.mount / name.decode()).read_bytes() == data for name, data in some)
+
+            with concurrent.futures.ThreadPoolExecutor(8) as threads:
+                list(threads.map(store, [blocks[i::8] for i in range(8)]))
+            pool.umount()
+            pool.start()  # nothing of it is in a page cache
+            with concurrent.futures.ThreadPoolExecutor(8) as threads:
+                assert sum(threads.map(load, [blocks[i::8] for i in range(8)])) == len(blocks)
+            for device in pool.status()["devices"]:
+                assert (device["state"], device["errors"], device["timeouts"]) == ("online", 0, 0)

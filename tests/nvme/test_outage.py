@@ -8,22 +8,17 @@ machine's CPUs say how much can be read.
 import contextlib
 import functools
 import os
-import pathlib
 import random
 import signal
 import statistics
-import sys
 import threading
 import time
 
 import pytest
 from enclosure import Enclosure
+from helpers import MIB, Pool, slow, wait_until
 from load import DEADLINE_MS, DEADLINE_S, files, running, states, urls
 from noise import Noise
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-from helpers import MIB, Pool, wait_until
 
 import kvfs
 from kvfs.config import load
@@ -162,7 +157,7 @@ def lost_by_layout(pool, nqn):
         index.close()
 
 
-@pytest.mark.parametrize("how", ["killed", "cut", "slow"])
+@pytest.mark.parametrize("how", ["killed", slow("cut"), slow("slow")])
 def test_one_enclosure_of_four_is_lost_and_comes_back(how):
     with contextlib.ExitStack() as stack:
         paths = stack.enter_context(files(ENCLOSURES * EACH, 96 * MIB))

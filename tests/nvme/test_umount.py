@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import signal
-import sys
 import time
 
 import pytest
 from enclosure import Enclosure
-from test_initiator import content, files, states, urls
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 from helpers import MIB, Pool, wait_until
+from test_initiator import content, files, states, urls
 
 NQNS = ["nqn.2026-11.test:a", "nqn.2026-11.test:b"]
 COUNT = 60

@@ -211,3 +211,27 @@ def test_scan_of_two_levels_finds_every_block(directory):
                     assert os.read(descriptor, 100) == b"{}"
                 found.add(os.path.relpath(entry.path, directory))
     assert found == expected
+
+
+def test_attributes_come_with_the_listing(own_pool):
+    """Who asks for each entry's attributes as it is listed, as `ls -l` does, has the kernel ask for few of them."""
+    count = 600
+    pool = own_pool(files=1, size="256M")
+    (pool.mount / "d").mkdir()
+    for index in range(count):
+        write_file(pool.mount / "d" / f"{index:03d}", b"x" * index)
+    pool.remount()
+    with opened(pool.mount / "d" / "005", os.O_WRONLY | os.O_APPEND) as descriptor:
+        os.write(descriptor, b"y" * 4095)
+        before = pool.status()["counters"]["lookups"]
+        with DirectoryStream(pool.mount / "d") as stream:
+            sizes = {name: os.stat(pool.mount / "d" / name).st_size for name, _, _ in iter(stream.next, None)}
+        asked = pool.status()["counters"]["lookups"] - before
+    assert sizes == {f"{index:03d}": 4100 if index == 5 else index for index in range(count)}
+    if kernel_release() < (6, 16):
+        pytest.skip("this kernel keeps no names of blocks: it cannot be told of evictions")
+    assert asked < count // 3, f"{asked} lookups for {count} entries"
+
+
+def kernel_release():
+    return tuple(int(part) for part in os.uname().release.split(".")[:2])

@@ -1,11 +1,13 @@
 """Never full, never wrong: what an engine sees of eviction. kvfs only, each on a small pool of its own."""
 
+import contextlib
 import errno
+import json
 import os
 import time
 
 import pytest
-from helpers import MIB, assert_same, content, opened, raises_errno, read_file, write_file
+from helpers import MIB, assert_same, content, opened, raises_errno, read_file, wait_until, write_file
 
 import kvfs
 
@@ -48,6 +50,7 @@ def test_writing_twice_the_pool_evicts_and_never_fails(own_pool):
     assert len(os.listdir(pool.mount / "kv")) >= hits
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_evicted_names_can_be_stored_again(own_pool):
     pool = own_pool(files=4, size="64M")
@@ -93,6 +96,7 @@ def test_when_everything_is_held_open_the_write_fails_not_the_close(own_pool):
     assert_same(read_file(pool.mount / "after-39"), content(BLOCK, 39), "a block written after the release")
 
 
+@pytest.mark.slow
 def test_unmount_and_mount_keep_every_block_and_name(own_pool):
     pool = own_pool(files=2, size="256M")
     os.makedirs(pool.mount / "a" / "b")
@@ -112,6 +116,30 @@ def test_unmount_and_mount_keep_every_block_and_name(own_pool):
     assert os.getxattr(pool.mount / "a" / "b" / "3", "user.vllm.kv_crc32c") == b"1234"
     status = os.stat(pool.mount / "a" / "b" / "4")
     assert (status.st_mode & 0o7777, status.st_mtime_ns) == (0o600, 2 * 10**18)
+
+
+@pytest.mark.parametrize("end", ["umount", "kill"])
+def test_what_an_open_for_reading_cut_stays_cut(own_pool, end):
+    """O_RDONLY|O_TRUNC empties the file, and no descriptor that could write is ever closed."""
+    pool = own_pool(files=2, size="256M")
+    for name in ("closed", "held"):
+        write_file(pool.mount / name, content(MIB, name))
+    with opened(pool.mount / "closed", os.O_RDONLY | os.O_TRUNC) as descriptor:
+        assert os.fstat(descriptor).st_size == 0
+    held = os.open(pool.mount / "held", os.O_RDONLY | os.O_TRUNC)
+    os.fsync(held)
+    if end == "umount":
+        os.close(held)
+        pool.umount()
+    else:
+        with opened(pool.mount, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+            os.fsync(descriptor)
+        pool.kill()
+        with contextlib.suppress(OSError):
+            os.close(held)
+    pool.remount()
+    for name in ("closed", "held"):
+        assert os.stat(pool.mount / name).st_size == 0 and read_file(pool.mount / name) == b"", name
 
 
 def test_killed_daemon_is_followed_by_misses_never_by_wrong_bytes(own_pool):
@@ -149,6 +177,7 @@ def test_status_is_json_with_a_version_and_the_devices(own_pool):
     assert len(status["devices"]) == 3
 
 
+@pytest.mark.slow
 def test_files_just_closed_stay_while_older_blocks_are_there(own_pool):
     """Between close and rename an engine's temporary file has nobody who holds it. It is in the newest segment of its
     stream, and that may be the emptiest one; still all that libkvfs has filled the pool with before goes first."""
@@ -207,3 +236,34 @@ def test_in_a_full_pool_a_write_to_what_ftruncate_added_fails_not_the_close(own_
         os.close(descriptor)  # must not fail
     for index in range(full):
         assert_same(read_file(pool.mount / f"pinned-{index}"), content(BLOCK, index), f"pinned block {index}")
+
+
+def test_evict_all_takes_hot_files_too_and_names_what_stays(own_pool):
+    pool = own_pool(files=2, size="128M")
+    names = [pool.mount / f"{index}" for index in range(12)]
+    for index, path in enumerate(names):
+        write_file(path, content(MIB, index))
+    for _ in range(4):  # hot: a copy of each would be worth its price
+        for index, path in enumerate(names):
+            assert_same(read_file(path), content(MIB, index), path.name)
+    pool.command("pin", str(names[3]))
+    with opened(names[5], os.O_RDONLY) as held, opened(pool.mount / "new", os.O_CREAT | os.O_WRONLY) as written:
+        os.write(written, b"not sealed yet")
+
+        def left():
+            """What stays, once the kernel has given the other handles back: that comes after their close()."""
+            result = json.loads(pool.command("evict", str(pool.mount), "--all", "-o", "json").stdout)
+            return sorted(os.listdir(pool.mount)) == ["3", "5", "new"] and result["kept"]
+
+        kept = wait_until(left, "the eviction of all that is neither pinned nor open")
+        assert {why: (part["blocks"], part["names"]) for why, part in kept.items()} == {
+            "pinned": (1, ["/3"]),
+            "open": (2, ["/5", "/new"]),
+        }
+        assert kept["pinned"]["bytes"] > MIB and kept["open"]["bytes"] > MIB
+        shown = pool.command("evict", str(pool.mount), "--all").stdout
+        assert "pinned: /3" in shown and "open: /5, /new" in shown
+        assert_same(os.pread(held, 2 * MIB, 0), content(MIB, 5), "the block that is open")
+        assert_same(read_file(names[3]), content(MIB, 3), "the block that is pinned")
+    short = pool.command("evict", str(pool.mount), "--size", "100G", check=False)
+    assert short.returncode == 1 and "could be evicted" in short.stderr

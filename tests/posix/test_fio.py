@@ -7,7 +7,7 @@ it verifies, that it read back and checked all that was written.
 import json
 
 import pytest
-from helpers import MIB, repeated, requires_program, run
+from helpers import MIB, repeated, requires_program, run, slow
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -49,14 +49,23 @@ def test_synchronous_engines_write_and_verify(directory, engine):
 
 
 @pytest.mark.parametrize("direct", [0, 1], ids=["buffered", "direct"])
-@pytest.mark.parametrize("pattern", ["write", "randwrite"])
-@pytest.mark.parametrize("engine", ["psync", "libaio", "io_uring"])
+@pytest.mark.parametrize("pattern", [slow("write"), "randwrite"])
+@pytest.mark.parametrize("engine", ["psync", slow("libaio"), "io_uring"])
 def test_written_blocks_verify(directory, engine, pattern, direct):
     job = fio(directory, f"{engine}-{pattern}", ioengine=engine, rw=pattern, direct=direct, iodepth=16,
               verify="crc32c", do_verify=1, verify_fatal=1, bs="4k" if pattern == "randwrite" else "1m")
     assert_verified(job, SIZE)
 
 
+def test_parts_of_chunks_written_beside_fsync_verify(directory):
+    """Writes that load what an fsync has just sealed, 32 at once: none undoes another that was acknowledged."""
+    for turn in range(3):
+        job = fio(directory, f"beside-{turn}", ioengine="io_uring", rw="randwrite", direct=1, iodepth=32, fsync=4,
+                  bs="12k", size=4 * MIB, verify="crc32c", do_verify=1, verify_fatal=1, randseed=20_011 + turn)
+        assert_verified(job, 4 * MIB // 12288 * 12288)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [0, 1], ids=["buffered", "direct"])
 @pytest.mark.parametrize("engine", ["libaio", "io_uring"])
 def test_256_reads_in_flight_are_all_answered(directory, engine, direct):
@@ -71,6 +80,7 @@ def test_256_reads_in_flight_are_all_answered(directory, engine, direct):
     assert job["read"]["short_ios"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [0, 1], ids=["buffered", "direct"])
 @pytest.mark.parametrize("engine", ["libaio", "io_uring"])
 def test_256_writes_in_flight_within_the_size_verify(directory, engine, direct):

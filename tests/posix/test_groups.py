@@ -154,6 +154,7 @@ def test_unlink_leaves_the_others(pool):
     assert left(pair) == ["x.metadata"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["umount", "kill", "rebuild"])
 def test_groups_outlive_a_restart(pool, end):
     paths = [pool.mount / "one", pool.mount / "two"]

@@ -196,6 +196,23 @@ def test_write_by_another_user_drops_setuid(shared):
     assert not os.stat(shared / "tool").st_mode & stat.S_ISUID
 
 
+@pytest.mark.parametrize("change", ["write", "truncate", "allocate"])
+def test_a_change_by_another_drops_set_group_id_without_group_execute_too(shared, change):
+    write_file(shared / "tool", b"x" * 5000)
+    os.chmod(shared / "tool", 0o6666)
+
+    def intrude():
+        with opened(shared / "tool", os.O_WRONLY) as descriptor:
+            if change == "write":
+                os.write(descriptor, b"y")
+            elif change == "truncate":
+                os.ftruncate(descriptor, 100)
+            else:
+                os.posix_fallocate(descriptor, 0, 10_000)
+    in_child(intrude, user=BOB)
+    assert stat.S_IMODE(os.stat(shared / "tool").st_mode) == 0o666
+
+
 # --- times ------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +226,31 @@ def test_utimensat_sets_both_times_to_the_nanosecond(directory):
         assert (status.st_atime_ns, status.st_mtime_ns) == (1_234_567_890_123_456_789, 987_654_321_987_654_321), name
     os.rename(directory / "block", directory / "moved")
     assert os.stat(directory / "moved").st_mtime_ns == 987_654_321_987_654_321
+
+
+@pytest.mark.parametrize("moment", [-1, -1_500_000_000, -(10**9) - 1, -(1 << 62) - 3])
+def test_times_before_1970_come_back_to_the_nanosecond(directory, moment, is_kvfs):
+    if not is_kvfs and moment < -(1 << 31) * 10**9:
+        pytest.skip("most filesystems begin in 1901")
+    with opened(directory / "block", os.O_CREAT | os.O_WRONLY) as descriptor:
+        os.utime(descriptor, ns=(moment, moment))
+        assert os.fstat(descriptor).st_mtime_ns == moment, "while it is written"
+    status = os.stat(directory / "block")
+    assert (status.st_atime_ns, status.st_mtime_ns) == (moment, moment)
+
+
+@pytest.mark.parametrize(("moment", "kept"), [
+    (10**19 + 5, (1 << 63) - 1),
+    ((1 << 63) - 1, (1 << 63) - 1),
+    (-(10**19), -(1 << 63)),
+])
+def test_times_beyond_what_a_file_can_have_become_the_nearest_that_it_can(directory, moment, kept, is_kvfs):
+    if not is_kvfs:
+        pytest.skip("other filesystems end elsewhere")
+    write_file(directory / "block", b"x")
+    os.utime(directory / "block", ns=(moment, moment))
+    status = os.stat(directory / "block")
+    assert (status.st_atime_ns, status.st_mtime_ns) == (kept, kept)
 
 
 def test_futimens_on_a_file_being_written_holds_after_the_close(directory):

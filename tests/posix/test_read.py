@@ -8,6 +8,8 @@ import threading
 import pytest
 from helpers import KIB, MIB, assert_same, content, opened, raises_errno, read_file, write_file
 
+pytestmark = pytest.mark.smoke
+
 SIZE = 5 * MIB + 1234
 
 

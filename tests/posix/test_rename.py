@@ -19,6 +19,8 @@ from helpers import (
     write_file,
 )
 
+pytestmark = pytest.mark.smoke
+
 
 def test_rename_gives_the_file_its_new_name_and_takes_the_old(directory):
     write_file(directory / "old", content(10_000))

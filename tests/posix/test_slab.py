@@ -342,31 +342,30 @@ def test_the_attribute_makes_and_tells(directory):
     assert read_file(directory / "file") == b"content"
 
 
-def test_beyond_the_quota_is_enospc_and_room_comes_back(own_pool):
+def test_beyond_the_quota_a_file_is_as_any_other_and_room_comes_back(own_pool):
+    """Only who chose a slab by its attribute is told that there is no room for one."""
     pool = own_pool(files=4, size="1G")
     room = pool.status()["space"]["size"] // 4
     held = []
     try:
         while True:
-            descriptor = os.open(pool.mount / f"{len(held)}", RDWR | os.O_DIRECT, 0o644)
-            held.append(descriptor)
-            try:
-                os.posix_fallocate(descriptor, 0, LEAST)
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
+            held.append(os.open(pool.mount / f"{len(held)}", RDWR | os.O_DIRECT, 0o644))
+            os.posix_fallocate(held[-1], 0, LEAST)
+            assert os.fstat(held[-1]).st_size == LEAST
+            if not is_slab(held[-1]):
                 break
             assert len(held) <= room // LEAST, "slabs beyond the quota"
-        assert len(held) >= room // LEAST, "less than the quota"
-        with raises_errno(errno.ENOSPC):
-            os.ftruncate(held[-1], LEAST)
-        assert os.fstat(held[-1]).st_size == 0
+        assert len(held) == room // LEAST + 1, "less than the quota"
+        overwrite(held[-1], LEAST, 20)
+        held.append(os.open(pool.mount / "truncated", RDWR | os.O_DIRECT, 0o644))
+        os.ftruncate(held[-1], LEAST)
+        assert os.fstat(held[-1]).st_size == LEAST
+        assert not is_slab(held[-1])
+        overwrite(held[-1], LEAST, 20)
         with opened(pool.mount / "chosen", RDWR) as descriptor:
             os.ftruncate(descriptor, LEAST)
             with raises_errno(errno.ENOSPC):
                 os.setxattr(descriptor, ATTRIBUTE, b"1")
-        with raises_errno(errno.ENOSPC):
-            os.posix_fallocate(held[0], 0, 3 * LEAST)
-        assert os.fstat(held[0]).st_size == LEAST
         overwrite(held[0], LEAST, 20)
     finally:
         for descriptor in held:
@@ -376,6 +375,31 @@ def test_beyond_the_quota_is_enospc_and_room_comes_back(own_pool):
     os.close(descriptor)
 
 
+@pytest.mark.parametrize("grow", [lambda descriptor, size: os.posix_fallocate(descriptor, 0, size), os.ftruncate],
+                         ids=["fallocate", "ftruncate"])
+def test_a_slab_that_outgrows_the_quota_becomes_a_file_with_all_its_bytes(own_pool, grow):
+    pool = own_pool(files=4, size="512M")
+    descriptor = os.open(pool.mount / "grown", RDWR | os.O_DIRECT, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, LEAST)
+        assert is_slab(descriptor)
+        shadow = overwrite(descriptor, LEAST, 100)
+        grow(descriptor, 3 * LEAST)
+        assert os.fstat(descriptor).st_size == 3 * LEAST
+        assert not is_slab(descriptor)
+        wait_until(lambda: slab_bytes(pool) == 0, "the slab's segments")
+        overwrite(descriptor, LEAST, 20, shadow=shadow)
+        direct_write(descriptor, content(MIB, "end"), 3 * LEAST - MIB)
+    finally:
+        os.close(descriptor)
+    with opened(pool.mount / "grown", os.O_RDONLY) as reader:
+        for index, written in shadow.items():
+            assert_same(os.pread(reader, 256 * KIB, index * 256 * KIB), content(256 * KIB, written), f"slot {index}")
+        assert_same(os.pread(reader, MIB, 3 * LEAST - MIB), content(MIB, "end"), "the end")
+        assert_same(os.pread(reader, MIB, LEAST), bytes(MIB), "what was never written")
+
+
+@pytest.mark.slow
 def test_status_and_statvfs_count_slabs(own_pool):
     pool = own_pool(files=2, size="256M")
     free = os.statvfs(pool.mount).f_bavail
@@ -426,6 +450,7 @@ def test_a_slab_goes_with_the_last_of_its_descriptors(directory, service):
         wait_until(lambda: slab_bytes(service.pool) == 0, "its segments")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [LEAST, LEAST + MIB + 5000])
 def test_preallocated_file_that_is_written_once_stays(own_pool, size):
     """posix_fallocate, write, close, rename: its bytes are there, after the close, a rename and a restart."""
@@ -485,6 +510,7 @@ def _close_dead(descriptor):
         os.close(descriptor)
 
 
+@pytest.mark.slow
 def test_a_killed_daemon_leaves_nothing_of_a_slab(own_pool):
     pool = own_pool(files=2, size="256M")
     write_file(pool.mount / "block", content(5 * MIB))
@@ -520,6 +546,7 @@ def test_a_killed_daemon_leaves_nothing_of_a_slab(own_pool):
     assert_same(read_file(pool.mount / "block"), content(5 * MIB), "a block after the rebuild")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_slab_in_use_while_the_pool_evicts(own_pool):
     """Blocks of twice the pool pass by; the slab is never touched, and gets its room from them."""
@@ -555,6 +582,7 @@ def test_a_slab_in_use_while_the_pool_evicts(own_pool):
     assert pool.status()["counters"]["evicted_segments"] > 10
 
 
+@pytest.mark.slow
 def test_a_device_with_a_slab_is_not_removed(own_pool):
     pool = own_pool(files=4, size="256M", format_args=("--stripe-width", "1"))
     descriptor = make_slab(pool.mount / "slab", 200 * MIB)

@@ -10,9 +10,9 @@ import os
 import random
 
 import pytest
-from helpers import KIB, MIB, assert_same, in_child, read_file, repeated
+from helpers import KIB, MIB, assert_same, in_child, often, read_file, repeated
 
-SEEDS = [int(word) for word in os.environ.get("KVFS_STORM_SEEDS", "1,2,3,4").split(",")]
+SEEDS = [int(word) for word in (os.environ.get("KVFS_STORM_SEEDS") or often("1", "1,2,3,4")).split(",")]
 STEPS = int(os.environ.get("KVFS_STORM_STEPS", f"{repeated(1500)}"))
 
 

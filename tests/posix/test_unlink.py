@@ -3,9 +3,12 @@
 import errno
 import os
 import stat
+import time
 
 import pytest
-from helpers import MIB, assert_same, content, opened, raises_errno, read_file, write_file
+from helpers import MIB, assert_same, content, in_child, opened, raises_errno, read_file, write_file
+
+pytestmark = pytest.mark.smoke
 
 
 def test_unlinked_name_is_gone_at_once(directory):
@@ -74,6 +77,23 @@ def test_removed_directory_stays_usable_for_its_holder_but_takes_no_new_names(di
         with raises_errno(errno.ENOENT):
             os.mkdir("below", dir_fd=held)
         assert stat.S_ISDIR(os.fstat(held).st_mode)
+
+
+def test_a_removed_working_directory_is_empty_and_takes_no_new_names(directory):
+    (directory / "sub").mkdir()
+
+    def work():
+        os.chdir(directory / "sub")
+        os.rmdir(directory / "sub")
+        for _ in range(2):
+            assert os.listdir(".") == []
+            assert os.stat(".").st_nlink == 0
+            for make in (lambda: os.open("block", os.O_CREAT | os.O_WRONLY), lambda: os.mkdir("below")):
+                with raises_errno(errno.ENOENT):
+                    make()
+            time.sleep(1.1)  # the kernel trusts a directory's attributes for a second
+
+    in_child(work)
 
 
 def test_symlink_holds_its_target_and_is_followed(directory):

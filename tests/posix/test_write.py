@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import (
@@ -351,6 +352,40 @@ def test_posix_fallocate_is_fast_and_sets_the_size(directory, service):
         assert os.pread(descriptor, 4096, 240 * MIB - 4096) == bytes(4096)
 
 
+def test_preallocation_and_truncation_wait_for_the_seals_of_others(directory):
+    """Each close of a writer seals what was written, as each fsync does: whoever asks for room then gets it, later."""
+    path, turns = directory / "shared", repeated(10)
+    write_file(path, content(MIB))
+    done = threading.Event()
+
+    def seal():
+        turn = 0
+        while not done.is_set():
+            with opened(path, os.O_WRONLY) as descriptor:
+                os.pwrite(descriptor, content(4096, turn), 0)
+                os.fsync(descriptor)
+            turn += 1
+        return turn
+
+    with ThreadPoolExecutor(2) as threads, opened(path, os.O_RDWR) as descriptor:
+        sealers = [threads.submit(seal) for _ in range(2)]
+        try:
+            for turn in range(1, turns + 1):
+                for size in range(MIB + 1000 * turn - 490, MIB + 1000 * turn + 1, 10):
+                    os.posix_fallocate(descriptor, 0, size)
+                    assert os.fstat(descriptor).st_size == size
+                os.ftruncate(descriptor, MIB + 1000 * turn - 1)
+                assert os.fstat(descriptor).st_size == MIB + 1000 * turn - 1
+                os.pwrite(descriptor, b"end", MIB + 1000 * turn - 4)
+        finally:
+            done.set()
+        assert all(sealer.result() for sealer in sealers)
+    data = read_file(path)
+    assert len(data) == MIB + 1000 * turns - 1
+    assert_same(data[4096:MIB], content(MIB)[4096:], "what nobody wrote again")
+    assert data.endswith(b"end")
+
+
 @pytest.mark.parametrize("mode", [
     FALLOC_FL_KEEP_SIZE,
     FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
@@ -502,6 +537,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_kill_of_a_client_in_the_middle_of_a_write_leaves_a_working_mount(directory):
     temporary = directory / "block.tmp"
     for attempt in range(3):

@@ -129,6 +129,23 @@ def test_attributes_survive_rewriting_the_content(directory):
     assert os.getxattr(path, "user.a") == b"kept"
 
 
+def test_namespaces_that_are_not_there_cost_nothing(own_pool):
+    """`ls -l` asks each file for its ACL and its label, unless the first one says that there is no such thing."""
+    pool = own_pool(files=1, size="256M")
+    path = pool.mount / "block"
+    write_file(path, b"x")
+
+    def forwarded():
+        return pool.status()["counters"]["forwarded"]
+
+    before = forwarded()
+    for name in ("system.posix_acl_access", "system.posix_acl_default", "security.selinux", "security.capability"):
+        for _ in range(20):
+            with raises_errno(errno.EOPNOTSUPP):
+                os.getxattr(path, name)
+    assert forwarded() - before < 20, "requests that the data plane answers went to the control plane"
+
+
 def _getxattr(path, name, size):
 
 

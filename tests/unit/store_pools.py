@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import trio
+import trio.testing
 
 from kvfs.store.devices import FormatRequest, format_devices
 from kvfs.store.pool import Store, StoreOptions
@@ -25,16 +26,30 @@ def make_pool(path: Path, *, files: int = 2, size: int = 32 << 20, **arguments: 
     return path
 
 
-def with_store(path: Path, work: Callable[[Store], Awaitable[None]], options: StoreOptions = OPTIONS) -> None:
-    """Open, work, close cleanly."""
+def with_store(
+    path: Path, work: Callable[[Store], Awaitable[None]], options: StoreOptions = OPTIONS, *, jumping: bool = False
+) -> None:
+    """Open, work, close cleanly. Where `jumping`, pass_time() makes the clock jump."""
 
     async def main() -> None:
-        with trio.fail_after(240):
+        with trio.fail_after(24_000 if jumping else 240):
             async with Store.open(path, options) as store:
                 await rebuilt(store)
                 await work(store)
 
-    trio.run(main)
+    trio.run(main, clock=trio.testing.MockClock(rate=1.0) if jumping else None)
+
+
+async def pass_time(seconds: float) -> None:
+    """Sleep, or with a clock that jumps only as long as what is due on the way needs."""
+    clock = trio.lowlevel.current_clock()
+    if not isinstance(clock, trio.testing.MockClock):
+        await trio.sleep(seconds)
+        return
+    until = trio.current_time() + seconds
+    while trio.current_time() < until:
+        clock.jump(0.25)
+        await trio.sleep(0.02)
 
 
 def crashed_store(path: Path, work: Callable[[Store], Awaitable[None]], options: StoreOptions = OPTIONS) -> None:

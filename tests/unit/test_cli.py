@@ -215,3 +215,30 @@ def test_mount_kvfs_translates_mount_options(tmp_path: Path) -> None:
     assert result.stdout.split() == [
         "/bin/true", "mount", "/srv/pool", "/mnt/kv", "--allow-other", "--staging", "1G", "--options", "noexec,ro",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (("moutn", "p", "m"), "mount"),
+        (("umount", "p", "--lazi"), "--lazy"),
+        (("status", "p", "-o", "jsno"), "json"),
+        (("mount", "p", "m", "--allow-othr"), "--allow-other"),
+    ],
+)
+def test_a_typing_mistake_is_answered_with_what_was_meant(
+    typed: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, errors = run(*typed, capsys=capsys)
+    assert status == 2 and f"; did you mean {meant}?" in errors and errors.count("\n") == 1
+
+
+def test_nothing_is_guessed_where_nothing_comes_near(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, errors = run("xyzzy", "p", capsys=capsys)
+    assert status == 2 and "did you mean" not in errors
+
+
+def test_dir_names_what_is_loaded_later() -> None:
+    code = "import kvfs, sys; print('connect' in dir(kvfs), 'Client' in dir(kvfs), 'kvfs.client' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert shown.split() == ["True", "True", "False"]

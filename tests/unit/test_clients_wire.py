@@ -9,7 +9,6 @@ import os
 import random
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +30,6 @@ from client_double import (
     padded,
     where,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from helpers import Pool, in_child, wait_until
 
 from kvfs.types import Inode
@@ -280,6 +276,7 @@ def test_requests_are_answered_while_a_reservation_waits(pool: Pool) -> None:
         assert struct.unpack_from("<i", answer, 8) == (0,)
 
 
+@pytest.mark.slow
 def test_what_clients_report_is_shown(pool: Pool) -> None:
     before = counters(pool)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,6 +14,8 @@ import pytest
 import trio
 
 from kvfs.errors import DeadlineError, KvfsError
+from kvfs.frontend import control as control_room
+from kvfs.frontend.clients import Peer
 from kvfs.frontend.control import Arguments, ControlClient, ControlServer, Progress
 
 
@@ -153,5 +156,73 @@ def test_without_a_daemon_the_pool_is_not_mounted(tmp_path: Path) -> None:
 async def test_the_socket_is_for_its_owner_and_group(tmp_path: Path) -> None:
     def client() -> None:
         assert os.stat(tmp_path / "control.sock").st_mode & 0o777 == 0o660
+
+    await serving(tmp_path, client)
+
+
+def _silent(pool: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(30)
+    connection.connect(str(pool / "control.sock"))
+    return connection
+
+
+@in_trio
+async def test_silent_connections_are_bounded_for_each_user_and_the_newest_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_room, "GREETINGS_OF_USER_MAX", 3)
+    monkeypatch.setattr(control_room, "GREETING_TIMEOUT_S", 3600.0)
+
+    def client() -> None:
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(_silent(tmp_path)) for _ in range(5)]
+            # Two too many: the two oldest are hung up on; the others, and whoever comes next, are heard.
+            assert [connection.recv(1) for connection in silent[:2]] == [b"", b""]
+            silent[2].setblocking(False)
+            with pytest.raises(BlockingIOError):
+                silent[2].recv(1)
+            silent[4].sendall(b'{"command": "echo", "text": 1}\n')
+            assert json.loads(silent[4].recv(1000)) == {"ok": True, "result": {"echo": 1}}
+            with ControlClient(tmp_path) as control:
+                assert control.call("echo", text="a") == {"echo": "a"}
+
+    await serving(tmp_path, client)
+
+
+@in_trio
+async def test_many_users_together_are_bounded_at_the_cost_of_the_one_with_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_room, "GREETINGS_MAX", 4)
+    monkeypatch.setattr(control_room, "GREETING_TIMEOUT_S", 3600.0)
+    users = iter([1000, 1001, 1000, 1000, 1002])
+
+    def named(sock: object) -> Peer:
+        return Peer(1, next(users), 0, frozenset())
+
+    monkeypatch.setattr(Peer, "of", named)
+
+    def client() -> None:
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(_silent(tmp_path)) for _ in range(5)]
+            assert silent[0].recv(1) == b""
+            for connection in silent[1:]:
+                connection.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    connection.recv(1)
+
+    await serving(tmp_path, client)
+
+
+@in_trio
+async def test_a_connection_that_says_nothing_is_hung_up_on_also_one_of_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_room, "GREETING_TIMEOUT_S", 0.05)
+
+    def client() -> None:
+        with _silent(tmp_path) as connection:
+            assert connection.recv(1) == b""
 
     await serving(tmp_path, client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -46,9 +47,10 @@ def test_the_parent_returns_the_pid_once_the_mount_answers(start: Start, capsys:
 
 @pytest.mark.parametrize(("usage", "kind"), [(False, KvfsError), (True, UsageError)])
 def test_an_error_of_the_daemon_is_raised_in_the_parent(start: Start, usage: bool, kind: type[KvfsError]) -> None:
-    pid, reading = start(said({"error": "device 2: gone", "usage": usage}))
-    with pytest.raises(kind, match="device 2: gone"):
+    pid, reading = start(said({"error": "device 2: gone", "errno": errno.ENXIO, "usage": usage}))
+    with pytest.raises(kind, match="device 2: gone") as raised:
         daemon._relay(pid, reading, OPTIONS)
+    assert raised.value.errno == errno.ENXIO
     os.close(reading)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from store_pools import make_pool
 
-from kvfs.config import LABEL_SIZE, load
+from kvfs.config import LABEL_SIZE, format_size, load
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
 from kvfs.store.devices import (
     FormatRequest,
@@ -124,10 +125,16 @@ def test_a_directory_in_use_is_not_made_a_pool(tmp_path: Path) -> None:
     assert contents(pool) == before
 
 
-def test_files_that_the_disk_has_no_room_for_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PoolError, match="free, too little"):
-        make_pool(tmp_path / "pool", files=4, size=1 << 50)
-    assert not (tmp_path / "pool").exists()
+def test_files_may_be_larger_than_the_disk_and_a_note_says_so(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    size = disk.f_bavail * disk.f_frsize // 4 // SIZE * SIZE + (1 << 30)
+    result = format_devices(FormatRequest(pool=tmp_path / "large", files=4, file_size=size))
+    note = rf"may grow to {format_size(4 * size)}, and its disk has \d+[KMGT]? free"
+    assert any(re.search(note, text) for text in result.notes)
+    assert [path.stat().st_size for path in (tmp_path / "large/devices").iterdir()] == [size] * 4
+    assert sum(path.stat().st_blocks for path in (tmp_path / "large/devices").iterdir()) * 512 < SIZE
+    small = format_devices(FormatRequest(tmp_path / "small", files=1, file_size=SIZE))
+    assert not any("may grow" in text for text in small.notes)
 
 
 def test_a_pool_is_used_by_one_at_a_time(tmp_path: Path) -> None:

@@ -127,3 +127,22 @@ def test_small_request_limits_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_
     assert pages.state == "missing" and "max_pages_limit=1024" in pages.action
     limit.write_text("4096\n")
     assert next(check for check in doctor.examine() if check.name == "fuse max_pages").state == "ok"
+
+
+def test_limits_of_the_machine_on_fuse_requests_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "FUSE_SYSCTL_PATH", tmp_path)
+    (tmp_path / "max_request_timeout").write_text("40\n")
+    (tmp_path / "default_request_timeout").write_text("0\n")
+
+    def found(release: str) -> tuple[str, str]:
+        monkeypatch.setattr("platform.release", lambda: release)
+        return next((check.state, check.found) for check in doctor.examine() if check.name == "fuse timeout")
+
+    state, text = found("6.18.1")
+    assert state == "note" and "fs.fuse.max_request_timeout = 40: the kernel ends each FUSE mount" in text
+    assert "default_request_timeout" not in text
+    (tmp_path / "max_request_timeout").write_text("0\n")
+    state, text = found("6.15.0")
+    assert state == "ok" and "--request-timeout" in text and "unsealed files" in text
+    state, text = found("6.14.9")
+    assert state == "note" and "older than 6.15" in text

@@ -11,7 +11,7 @@ import socket
 import stat
 import subprocess
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,15 +30,17 @@ class PlaneDouble:
     def __init__(self, refuse: str = "") -> None:
         self.refuse = refuse
         self.added: list[tuple[str, str, int]] = []
+        self.memory_types: list[tuple[int, ...]] = []
         self.removed: list[int] = []
 
-    def virtiofs_add(self, fd: int, tag: str, queues: int) -> int:
+    def virtiofs_add(self, fd: int, tag: str, queues: int, *, memory_types: Sequence[int] = ()) -> int:
         with socket.socket(fileno=os.dup(fd)) as listener:
             assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
             name = str(listener.getsockname())
         if tag == self.refuse:
             raise KvfsError(f"transport {tag}: refused")
         self.added.append((name, tag, queues))
+        self.memory_types.append(tuple(memory_types))
         return len(self.added) - 1
 
     def virtiofs_remove(self, number: int) -> None:
@@ -66,6 +68,7 @@ def test_an_export_is_a_socket_with_a_tag_and_queues(monkeypatch: pytest.MonkeyP
     assert parse_export("/run/a.sock") == Export(Path("/run/a.sock"), "kvfs", 1)
     assert parse_export("/run/a.sock,tag=cache") == Export(Path("/run/a.sock"), "cache", 1)
     assert parse_export("a.sock,queues=64,tag=x") == Export(tmp_path / "a.sock", "x", 64)
+    assert parse_export("/run/a.sock,memory=58465342,tag=x,memory=ef53").memory_types == (0x58465342, 0xEF53)
     assert parse_export("/run/a.sock,tag=" + "t" * 36).tag == "t" * 36
     assert parse_export("/run/a.sock,tag=" + "é" * 18).tag == "é" * 18
 
@@ -90,6 +93,11 @@ def test_an_export_is_a_socket_with_a_tag_and_queues(monkeypatch: pytest.MonkeyP
         ("/run/a.sock,queues=two", "queues=two"),
         ("/run/a.sock,queues=²", "queues=²"),
         ("/run/a.sock,queues=" + "9" * 5000, "1 to 64"),
+        ("/run/a.sock,memory=", "memory=: the type"),
+        ("/run/a.sock,memory=xfs", "memory=xfs: the type"),
+        ("/run/a.sock,memory=-1", "memory=-1: the type"),
+        ("/run/a.sock,memory=" + "f" * 17, "hexadecimal"),
+        ("/run/a.sock" + ",memory=1" * 5, "memory= 5 times; at most 4"),
         ("/run/a.sock,cache=none", "'cache=none'"),
         ("/run/" + "s" * 103, "108 bytes long"),
     ],
@@ -248,8 +256,20 @@ def test_a_guest_that_breaks_the_rules_does_not_fill_the_log(
         f"{place}/b.sock: its front end broke the protocol: Protocol error; see kvfs status",
     ]
     now += 60
+    caplog.clear()
     exports.broken(0, 1, errno.EFAULT)
-    assert len(caplog.records) == 3
+    exports.broken(1, 0xFFFFFFFF, errno.EMEDIUMTYPE)
+    first, second = (record.message for record in caplog.records)
+    assert first.endswith("Bad address; see kvfs status; 99 such messages before it were left out")
+    assert "its memory is of neither memfd, tmpfs, hugetlbfs" in second and second.endswith("; see kvfs status")
+    exports.close()
+
+
+def test_the_data_plane_learns_of_the_memory_that_an_operator_allows(place: Path) -> None:
+    plane = PlaneDouble()
+    exports = Exports((Export(place / "a.sock"), Export(place / "b.sock", memory_types=(0xEF53,))), plane)
+    exports.serve()
+    assert plane.memory_types == [(), (0xEF53,)]
     exports.close()
 
 

@@ -89,7 +89,7 @@ def entries(count: int) -> bytes:
 
 
 def summary(count: int = 40) -> Summary:
-    return Summary(HEADER.generation, 3, SegmentIndex(41), count, 17, True, entries(count))
+    return Summary(HEADER.generation, (5 << 36) + 3, SegmentIndex(41), count, 17, True, entries(count))
 
 
 def test_a_summary_reads_back() -> None:

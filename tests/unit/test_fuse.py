@@ -74,7 +74,7 @@ def test_a_bug_in_a_handler_is_eio_and_logged(
     def explode(self: Namespace, number: InodeNumber) -> None:
         raise IndexError("our bug")
 
-    monkeypatch.setattr(Namespace, "get", explode)
+    monkeypatch.setattr(Namespace, "look", explode)
     assert refused(operations.getattr(1, CONTEXT)) == "EIO"
     assert "our bug" in caplog.text and "Traceback" in caplog.text
 
@@ -89,6 +89,15 @@ def test_an_error_of_the_pool_is_logged_with_its_words(
     with caplog.at_level(logging.WARNING):
         assert refused(operations.fsync(5, datasync=False)) == "EIO"
     assert "segment 41 on nvme1" in caplog.text
+
+
+def test_a_full_inodes_refusals_are_its_callers_own_affair(
+    operations: Operations, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for value in (b"x" * 4096, b"x" * 65536):
+            assert refused(operations.setxattr(ROOT_INODE, b"user.large", value, CONTEXT)) == "ENOSPC"
+    assert caplog.text == ""
 
 
 def test_attributes_keep_nanoseconds(operations: Operations, store: StoreDouble) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from helpers import often
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -236,4 +237,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=30, stateful_step_count=40)
+TestModel.settings = settings(max_examples=often(10, 30), stateful_step_count=40)

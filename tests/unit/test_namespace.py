@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import functools
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
 import trio
+import trio.testing
 
 from kvfs import errors
+from kvfs.namespace import files
 from kvfs.namespace.files import RENAME_NOREPLACE, USED_PERCENT_MAX, XATTRS_SIZE_MAX, Changes, Namespace
-from kvfs.namespace.storage import PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
+from kvfs.namespace.storage import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
 
 SLAB_SIZE = 256 << 20
@@ -136,6 +139,9 @@ class PlaneDouble:
             raise OSError(errno.ENOENT, "not being written")
         self.written[inode] = size
 
+    def file_allocate(self, inode: int, size: int) -> None:
+        self.file_truncate(inode, max(size, self.written.get(inode, 0)))
+
     def slab_wanted(self, inode: int, size: int) -> bool:
         return size >= SLAB_SIZE
 
@@ -149,17 +155,21 @@ class SlabsDouble:
 
     def __init__(self, index: IndexDouble) -> None:
         self.index = index
+        self.full = False
         self.calls: list[tuple[object, ...]] = []
 
-    async def make(self, number: InodeNumber, size: int) -> None:
-        self.calls.append(("make", number, size))
+    async def preallocate(self, number: InodeNumber, size: int) -> bool:
+        self.calls.append(("preallocate", number, size))
+        if self.full:
+            return False
         inode = self.index.get(number)
         assert inode is not None
         inode.flags |= InodeFlags.SLAB
         self.index.put(inode, inode)
+        return True
 
     async def choose(self, number: InodeNumber) -> None:
-        await self.make(number, 0)
+        await self.preallocate(number, 0)
 
     async def resize(self, number: InodeNumber, size: int) -> bool:
         self.calls.append(("resize", number, size))
@@ -199,6 +209,10 @@ class StoreDouble:
     def lingers(self, inode: InodeNumber) -> bool:
         return inode in self.lingering
 
+    @asynccontextmanager
+    async def turn(self, inode: InodeNumber) -> AsyncIterator[None]:
+        yield
+
     async def rewrite(self, inode: InodeNumber, keep_content: bool) -> None:
         await self.plane.file_rewrite(inode, keep_content)
 
@@ -228,7 +242,7 @@ class StoreDouble:
         assert not entered or self.index.records[inode.inode] == inode.pack() == self.plane.table[inode.inode].pack()
         self.dirty_summaries.append(inode.inode)
 
-    async def pin(self, inode: InodeNumber) -> None:
+    async def pin(self, inode: InodeNumber, user: int) -> None:
         self._set_pinned(inode, True)
 
     async def unpin(self, inode: InodeNumber) -> None:
@@ -358,8 +372,37 @@ async def test_opening_for_write_by_another_user_clears_suid(namespace: Namespac
     inode = await sealed(namespace, b"x")
     await namespace.setattr(inode.inode, Changes(mode=0o4777))
     assert (await namespace.open_for_write(inode.inode)).mode & stat.S_ISUID
-    assert not (await namespace.open_for_write(inode.inode, kill_suid=True)).mode & stat.S_ISUID
+    assert not (await namespace.open_for_write(inode.inode, kill_suid=1000)).mode & stat.S_ISUID
     assert not namespace.get(inode.inode).mode & stat.S_ISUID
+
+
+@in_trio
+async def test_set_group_id_without_group_execute_goes_with_a_write_of_another_group(namespace: Namespace) -> None:
+    inode = await sealed(namespace, b"x")
+    await namespace.setattr(inode.inode, Changes(mode=0o2666, gid=1000))
+    assert (await namespace.open_for_write(inode.inode)).mode & stat.S_ISGID, "root keeps it"
+    assert (await namespace.open_for_write(inode.inode, kill_suid=1000)).mode & stat.S_ISGID, "so does its group"
+    assert not (await namespace.open_for_write(inode.inode, kill_suid=1001)).mode & stat.S_ISGID
+
+
+@in_trio
+async def test_removed_directories_are_remembered_and_the_oldest_forgotten(
+    namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_REMOVED_MAX", 2)
+    removed = []
+    for _ in range(3):
+        directory = namespace.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+        namespace.rmdir(ROOT_INODE, b"d")
+        removed.append(directory.inode)
+    with pytest.raises(errors.StaleInodeError):
+        namespace.look(removed[0])
+    assert [namespace.look(number).nlink for number in removed[1:]] == [0, 0]
+    namespace.open_directory(removed[2])
+    assert namespace.list_entries(removed[2], b"", 10) == []
+    namespace.close_directory(removed[2])
+    with pytest.raises(errors.StaleInodeError):
+        namespace.get(removed[2])
 
 
 @in_trio
@@ -634,9 +677,44 @@ async def test_slabs_are_made_by_attribute_request_and_size(namespace: Namespace
     await namespace.setattr(by_handle, Changes(size=SLAB_SIZE, through_handle=True))
     await namespace.setattr(by_handle, Changes(size=10, through_handle=True))
     assert store.slabs.calls == [
-        ("make", chosen, 0), ("make", asked, 4096), ("make", by_handle, SLAB_SIZE), ("resize", by_handle, 10),
+        ("preallocate", chosen, 0), ("preallocate", asked, 4096), ("preallocate", by_handle, SLAB_SIZE),
+        ("resize", by_handle, 10),
     ]  # fmt: skip
     assert namespace.get(by_handle).size == 10
+
+
+@in_trio
+async def test_what_finds_no_room_as_a_slab_is_a_file(namespace: Namespace, store: StoreDouble) -> None:
+    store.slabs.full = True
+    asked = namespace.create(ROOT_INODE, b"asked", 0o644, 0, 0).inode
+    await namespace.setxattr(asked, SLAB_REQUEST, b"%d" % SLAB_SIZE)
+    by_handle = namespace.create(ROOT_INODE, b"handle", 0o644, 0, 0).inode
+    await namespace.setattr(by_handle, Changes(size=SLAB_SIZE, through_handle=True))
+    assert store.plane.written[asked] == store.plane.written[by_handle] == SLAB_SIZE
+
+
+@in_trio
+async def test_a_preallocation_waits_for_the_seal_and_makes_nothing_smaller(
+    namespace: Namespace, store: StoreDouble
+) -> None:
+    number = namespace.create(ROOT_INODE, b"file", 0o644, 0, 0).inode
+    store.plane.sealing = 3
+    await namespace.setxattr(number, ALLOCATE_REQUEST, b"8192")
+    await namespace.setxattr(number, ALLOCATE_REQUEST, b"4096")
+    assert store.plane.written[number] == 8192 and store.plane.sealing == 0 and not store.slabs.calls
+
+
+def test_a_preallocation_gives_up_at_its_deadline(namespace: Namespace, store: StoreDouble) -> None:
+    number = namespace.create(ROOT_INODE, b"file", 0o644, 0, 0).inode
+    store.plane.sealing = 1 << 30
+
+    async def work() -> None:
+        with pytest.raises(errors.DeadlineError, match=f"inode {number}"):
+            await namespace.setxattr(number, ALLOCATE_REQUEST, b"8192")
+        with pytest.raises(errors.DeadlineError, match=f"inode {number}"):
+            await namespace.setattr(number, Changes(size=10))
+
+    trio.run(work, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_statfs_never_looks_full_unless_pinned(namespace: Namespace, store: StoreDouble) -> None:

@@ -490,6 +490,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(histories=st.lists(st.tuples(STEPS, st.sampled_from(["clean", "crash"]), st.booleans()), min_size=1, max_size=3))

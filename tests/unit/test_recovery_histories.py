@@ -1,7 +1,8 @@
 """Histories drawn by chance, each cut off by a crash or ended: what recovery finds is allowed and complete, and stays.
 
 Nothing is committed and no summary written but by the history's own steps, so that how old the index and the summaries
-are at the crash is part of what is drawn. KVFS_HISTORIES sets how many there are in each of the groups (default 20).
+are at the crash is part of what is drawn. KVFS_HISTORIES sets how many there are in each of the groups (default 20; 4
+without --run-slow).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from helpers import often
 from store_pools import LAZY, crashed_store, make_pool, names, rename, unlink, verify_all, with_store, write
 
 from kvfs.store.pool import Store
 from kvfs.store.segments import State
 from kvfs.types import ROOT_INODE, InodeNumber
 
-HISTORIES = int(os.environ.get("KVFS_HISTORIES", "20"))
+HISTORIES = int(os.environ.get("KVFS_HISTORIES") or often(4, 20))
 LIVES, STEPS = 4, 30
 KINDS = ["write"] * 6 + ["rename"] * 3 + ["unlink", "pin", "carry", "drain", "evict", "commit", "flush", "settle"]
 NAMES = [b"n%d" % i for i in range(12)]

@@ -390,6 +390,7 @@ def test_a_write_that_failed_is_taken_back(pool: Path) -> None:
     assert damage(pool) == []
 
 
+@pytest.mark.slow
 def test_writes_that_time_out_do_not_use_up_the_pool_while_their_client_lives(
     pool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_the_policy_beside_lru_of_single_blocks(shape: str, share: float, least:
     assert result.stored < result.written <= (1 + CARRY_SHARE) * result.stored
 
 
+@pytest.mark.slow
 def test_the_real_pool_does_as_the_simulated_one(tmp_path: Path) -> None:
     trace = invent("rag", 2, 400)
     capacity = unique_blocks(trace) // 2

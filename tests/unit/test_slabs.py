@@ -88,12 +88,20 @@ def test_beyond_the_quota_nothing_is_taken(tmp_path: Path) -> None:
         with pytest.raises(NoSpaceError, match=f"the {quota} that slab_quota"):
             await store.slabs.make(number, quota * MIB)
         assert not slab_segments(store) and store.plane.file_size(number) == 0
-        await store.slabs.make(number, quota // 2 * MIB)
+        await store.slabs.make(number, quota // 2 * MIB, chosen=True)
         used = store.slabs.segment_count
         with pytest.raises(NoSpaceError):
             await store.slabs.resize(number, quota * MIB)
         assert store.slabs.segment_count == used
-        await store.slabs.make(new_file(store, b"another"), MIB // 2)
+        another = new_file(store, b"another")
+        assert not await store.slabs.preallocate(another, quota * MIB), "a file as any other"
+        assert await store.slabs.preallocate(another, MIB // 2)
+        assert not await store.slabs.resize(another, quota * MIB), "a file as any other, from now on"
+        assert store.slabs.segment_count == used and store.plane.file_size(another) == MIB // 2
+        inode = store.index.get(another)
+        assert inode is not None and InodeFlags.SLAB not in inode.flags
+        sealed = await store.seal(another)
+        assert sealed is not None and sealed.size == MIB // 2
 
     pool = pool_of(tmp_path)
     with_store(pool, work)
@@ -163,6 +171,35 @@ def test_one_that_was_not_overwritten_becomes_a_file(tmp_path: Path) -> None:
     pool = pool_of(tmp_path)
     with_store(pool, work)
     assert fsck(pool, verify_data=True).healthy
+
+
+def test_a_slab_keeps_its_segments_when_an_earlier_one_of_the_same_file_is_freed_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(store: Store) -> None:
+        number, free = new_file(store), store.slabs.freed
+        late: list[tuple[InodeNumber, int]] = []
+        monkeypatch.setattr(store.slabs, "freed", lambda inode, first: late.append((inode, first)))
+        await store.slabs.make(number, 5 * MIB)
+        before = slab_segments(store)
+        await store.slabs.closed(number, False)
+        with trio.fail_after(50):
+            while not late:  # as if somebody were still reading the slab, which is a file by now
+                await trio.sleep(0.01)
+        await store.rewrite(number, False)
+        await store.slabs.make(number, 7 * MIB)
+        mine = [segment for segment in slab_segments(store) if segment not in before]
+        assert len(mine) >= 7 and store.slabs.segment_count == len(mine) + len(before)
+        for inode, first in late:
+            free(inode, first)
+        assert store.slabs.segment_count == len(mine) and store.slabs.count == 1
+        assert all(segment.held for segment in mine)
+        assert not [segment for segment in before if segment.held]
+        monkeypatch.setattr(store.slabs, "freed", free)
+        await store.slabs.closed(number, True)
+        await freed(store)
+
+    with_store(pool_of(tmp_path), work)
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["index", "rebuild"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfs import stats
+from kvfs import metrics, stats
 
 BUCKETS = [0] * 40
 
@@ -52,7 +52,8 @@ def document(**changes: object) -> dict[str, object]:
         ],
         "counters": {
             "lookups": 1000,
-            "lookup_misses": 250,
+            "blocks_found": 750,
+            "blocks_missed": 250,
             "opens": 500,
             "reads": 400,
             "read_bytes": 4 << 20,
@@ -108,7 +109,7 @@ def test_status_names_pool_devices_use_and_hits() -> None:
         "256 segments of 4.00M",
         "10 free",
         "devices/1",
-        "hits 75.0%",
+        "asked for 1000, found 75.0%",
         "errors: none known",
     ):
         assert part in text
@@ -125,12 +126,12 @@ def test_status_gives_advice_on_a_failing_device() -> None:
 
 def test_status_of_an_unmounted_pool_has_no_counters() -> None:
     text = stats.render_status({"pool": {"path": "/p", "uuid": "u", "state": "not mounted"}, "devices": []})
-    assert "not mounted" in text and "lookups" not in text
+    assert "not mounted" in text and "asked" not in text
 
 
 def test_a_difference_counts_only_what_happened_since() -> None:
     later = document(time_s=1002.0)
-    later["counters"] = {**stats.section(document(), "counters"), "lookups": 3000, "lookup_misses": 250}
+    later["counters"] = {**stats.section(document(), "counters"), "lookups": 3000, "blocks_found": 2750}
     later["latency"] = {"lookup": latency(b14=1000), "read": latency(b17=90, b20=10, b25=100)}
     change = stats.difference(later, document())
     assert change["seconds"] == 2.0
@@ -154,9 +155,11 @@ def test_a_quiet_second_divides_by_nothing() -> None:
     assert "-" in stats.render_stats_line(change)
 
 
-def test_prometheus_text_is_well_formed() -> None:
-    lines = stats.render_prometheus(document(pool={"path": 'a"b\\c'})).splitlines()
+def test_prometheus_text_has_help_and_type_for_every_metric() -> None:
+    lines = rendered(document(pool={"path": 'a"b\\c'}))
     typed = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    helped = {line.split()[2] for line in lines if line.startswith("# HELP") and len(line.split()) > 4}
+    assert typed == helped and len(typed) > 20
     for line in lines:
         if line.startswith("#"):
             continue
@@ -167,17 +170,30 @@ def test_prometheus_text_is_well_formed() -> None:
             family == known or family.removesuffix(suffix) == known
             for known in typed
             for suffix in ("_bucket", "_sum", "_count")
-        )
-        assert '{pool="a\\"b\\\\c"' in name
+        ), line
+        assert 'pool="a\\"b\\\\c"' in name
     assert len(lines) == len(set(lines))
     counts = [
-        int(line.rpartition(" ")[2])
+        float(line.rpartition(" ")[2])
         for line in lines
         if line.startswith("kvfs_latency_seconds_bucket") and 'operation="read"' in line
     ]
     assert counts == sorted(counts) and counts[-1] == 100
     assert "# TYPE kvfs_staged_bytes gauge" in lines
     assert "# TYPE kvfs_lookups_total counter" in lines
+
+
+def test_pools_share_their_families() -> None:
+    lines = rendered(document(), document(pool={"path": "/srv/other"}))
+    assert lines.count("# TYPE kvfs_blocks gauge") == 1
+    assert {line for line in lines if line.startswith("kvfs_blocks{")} == {
+        'kvfs_blocks{pool="/srv/pool"} 250.0', 'kvfs_blocks{pool="/srv/other"} 250.0',
+    }  # fmt: skip
+
+
+def rendered(*documents: dict[str, object]) -> list[str]:
+    pytest.importorskip("prometheus_client")
+    return metrics.render(documents).decode().splitlines()
 
 
 EXPORT = {
@@ -194,10 +210,10 @@ def test_exports_are_in_every_text() -> None:
     assert "advice: nothing to do" in text
     row = next(line for line in stats.render_stats(stats.difference(exported, None)).splitlines() if "vm1" in line)
     assert row.split() == ["/run/kvfs/vm1.sock", "connected", "10", "40.96K", "75.0%", "10.24K", "0"]
-    lines = stats.render_prometheus(exported).splitlines()
+    lines = rendered(exported)
     labels = 'pool="/srv/pool",socket="/run/kvfs/vm1.sock",tag="kv"'
-    assert f"kvfs_virtiofs_requests_total{{{labels}}} 1000" in lines
-    assert f"kvfs_virtiofs_connected{{{labels}}} 1" in lines
+    assert f"kvfs_virtiofs_requests_total{{{labels}}} 1000.0" in lines
+    assert f"kvfs_virtiofs_connected{{{labels}}} 1.0" in lines
     assert "# TYPE kvfs_virtiofs_zero_copy_bytes_total counter" in lines
 
 

@@ -1,18 +1,10 @@
 """Real guests: a Debian kernel under QEMU's software emulation mounts a pool by virtio-fs (kvfs/bench/guest.py)."""
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 import helpers
 import pytest
 
 from kvfs.bench.common import MissingError
 from kvfs.bench.guest import prepare
-
-for _name in helpers.FIXTURES:
-    globals()[_name] = getattr(helpers, _name)
 
 
 @pytest.fixture(scope="session", autouse=True)

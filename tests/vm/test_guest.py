@@ -16,7 +16,7 @@ from helpers import MIB, content, process_alive
 from kvfs.bench.common import MissingError
 from kvfs.bench.guest import Guest, GuestError, GuestTimeoutError, Share, children, virtiofsd
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from helpers import MIB, REPOSITORY
 
 from kvfs.bench.guest import Guest
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 DISK_SIZE = 48 * MIB
 MOUNT = "/run/tmp/mount"

@@ -37,7 +37,7 @@ FAULTS = (
     "protocol what=type count=1", "protocol what=plen count=1", "protocol what=cid count=1",
 )  # fmt: skip
 
-pytestmark = pytest.mark.timeout(700)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
 
 @pytest.fixture(scope="module")

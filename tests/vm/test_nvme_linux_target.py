@@ -17,7 +17,7 @@ from helpers import KIB, MIB, Pool, content, requires_program, run, wait_until
 
 from kvfs.bench.guest import Guest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DISKS, FILE = "nqn.2026-11.test:disks", "nqn.2026-11.test:file"
 SIZE = 40 * MIB

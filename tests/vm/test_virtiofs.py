@@ -37,6 +37,11 @@ SUITE = {
 }
 # Left out in a guest: they need the daemon's own command line, its death, or a pool of a certain size.
 LEFT_OUT = "needs a kvfs pool of its own"
+OWN_POOLS = {
+    "test_create.py", "test_directory.py", "test_eviction.py", "test_groups.py", "test_slab.py", "test_xattr.py"
+}
+# The same of every test in them.
+OF_THE_DAEMON = {"test_counters.py", "test_metrics.py", "test_top.py", "test_verbs.py"}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -111,7 +116,7 @@ def visit(guest, verb, root, *words, timeout_s=60):
 
 def suite(tag, root):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest",
-               "--directory", str(root), "--kvfs", "--junit-xml=/run/tmp/results.xml",
+               "--run-slow", "--directory", str(root), "--kvfs", "--junit-xml=/run/tmp/results.xml",
                *(f"tests/posix/{name}" for name in SUITE[tag])]
     return f"cd {REPOSITORY} && KVFS_TEST_SLOWNESS={SLOWNESS} {shlex.join(command)}"
 
@@ -122,6 +127,7 @@ def _said(text):
     return "\n".join(lines)[-8000:] or text[-8000:]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2700)
 def test_the_posix_suite_passes_in_guests_beside_each_other(guests, sides):
     """All of what the host's mount passes, fio with its verification too, but what needs a pool of its own."""
@@ -140,11 +146,10 @@ def test_the_posix_suite_passes_in_guests_beside_each_other(guests, sides):
             else:
                 assert LEFT_OUT in skipped.get("message"), f"{name}: {skipped.get('message')}"
                 left_out.add(name)
-    listed = run(sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/posix").stdout
+    listed = run(sys.executable, "-m", "pytest", "-q", "--collect-only", "--run-slow", "tests/posix").stdout
     everything = {line.rpartition("/")[2] for line in listed.splitlines() if line.startswith("tests/posix/")}
-    assert passed | left_out == everything
-    own_pools = {"test_create.py", "test_eviction.py", "test_groups.py", "test_slab.py"}
-    assert {name.partition("::")[0] for name in left_out} == own_pools
+    assert passed | left_out == {name for name in everything if name.partition("::")[0] not in OF_THE_DAEMON}
+    assert {name.partition("::")[0] for name in left_out} == OWN_POOLS
     assert {name.partition("::")[0] for name in passed} == {name for names in SUITE.values() for name in names} - {
         "test_eviction.py", "test_groups.py"
     }
@@ -156,6 +161,7 @@ def test_the_posix_suite_passes_in_guests_beside_each_other(guests, sides):
 SIZES = (0, 1, 4095, 4096, 100_001, MIB, 3 * MIB + 17, 12 * MIB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["small", "large"])
 def test_files_written_by_the_host_have_the_same_checksums_in_a_guest(guests, sides, tag):
     for size in SIZES:
@@ -165,6 +171,7 @@ def test_files_written_by_the_host_have_the_same_checksums_in_a_guest(guests, si
     assert len(told) == 2 * len(SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["small", "large"])
 def test_files_written_by_a_guest_have_the_same_checksums_on_the_host(guests, sides, tag):
     """Buffered, with O_DIRECT, and by pieces; what is written is this machine's, read by 9p."""
@@ -182,6 +189,7 @@ def test_files_written_by_a_guest_have_the_same_checksums_on_the_host(guests, si
         assert_same(read_file(sides["host"] / name), content(size, size), name)
 
 
+@pytest.mark.slow
 def test_a_sealed_block_is_read_without_a_copy(pool, guests, sides):
     """Whole pages by O_DIRECT: DMA into the guest's own."""
     write_file(sides["host"] / "block", content(8 * MIB))
@@ -195,6 +203,7 @@ def test_a_sealed_block_is_read_without_a_copy(pool, guests, sides):
 # --- several at once -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_change_by_one_is_seen_by_the_next_open_of_the_others(guests, sides):
     """Names, content, sizes and modes, whoever changes them, though each has looked before."""
     def seen(side, command):
@@ -217,6 +226,7 @@ def test_a_change_by_one_is_seen_by_the_next_open_of_the_others(guests, sides):
                     assert seen(other, show) == expected, f"{what} by {changer}, looked at by {other}"
 
 
+@pytest.mark.slow
 def test_a_directory_s_mode_is_seen_within_the_bound(guests, sides):
     look = f"stat -c %a {sides['small']}"
     for mode in (0o700, 0o711, 0o755):
@@ -242,6 +252,7 @@ for name, handle in (("a new handle", again), ("the old handle", descriptor)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["small", "large"])
 def test_pages_a_guest_keeps_are_not_served_for_a_file_rewritten_elsewhere(guests, sides, tag):
     """The page cache of a guest is told nothing: neither a new open nor an open handle may mix two versions."""
@@ -256,6 +267,7 @@ def test_pages_a_guest_keeps_are_not_served_for_a_file_rewritten_elsewhere(guest
     running.wait()
 
 
+@pytest.mark.slow
 def test_pages_the_host_keeps_are_not_served_for_a_file_rewritten_by_a_guest(guests, sides, tmp_path):
     write_file(sides["host"] / "file", b"\1" * MIB)
     words = [sys.executable, "-c", READER, sides["host"] / "file", tmp_path / "ready", tmp_path / "go"]
@@ -270,6 +282,7 @@ def test_pages_the_host_keeps_are_not_served_for_a_file_rewritten_by_a_guest(gue
     assert reader.returncode == 0, errors.decode()
 
 
+@pytest.mark.slow
 def test_attributes_the_host_keeps_follow_a_guest_s_changes(guests, sides):
     """stat alone, which asks nobody while it knows the answer."""
     path, inside = sides["host"] / "file", f"{sides['small']}/file"
@@ -289,6 +302,7 @@ def test_attributes_the_host_keeps_follow_a_guest_s_changes(guests, sides):
         assert path.exists() is there, command
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_guests_and_the_host_change_and_read_one_directory(pool, guests, sides):
     """Each replaces and removes names of its own and reads everybody's: whole, of that name, never an older version."""
@@ -303,6 +317,7 @@ def test_two_guests_and_the_host_change_and_read_one_directory(pool, guests, sid
     assert pool.exported("small")["descriptor_errors"] == pool.exported("large")["descriptor_errors"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_guest_reads_while_blocks_are_evicted():
     """The host writes three times the pool; in the guest each block is whole, or missing."""
@@ -327,6 +342,7 @@ def test_a_guest_reads_while_blocks_are_evicted():
 # --- deaths ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_guest_killed_in_mid_write_leaves_nothing_behind():
     """Its handles are closed, others go on, another guest takes its place, and the pool is right."""
@@ -366,6 +382,7 @@ def kept(pool, tag, *, timeout_s):
             process.terminate()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_daemon_killed_under_load_is_a_pause_for_a_guest_that_is_kept():
     """Twice: reads and look-ups go on in the guest with the next daemon, and every byte is right."""
@@ -395,6 +412,7 @@ def test_a_daemon_killed_under_load_is_a_pause_for_a_guest_that_is_kept():
         pool.fsck()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_guest_without_a_daemon_gets_errors_until_there_is_one():
     """Writers and readers under way, and whoever comes later: EIO when the time is over, no hang; then all is well."""
@@ -419,6 +437,7 @@ def test_a_guest_without_a_daemon_gets_errors_until_there_is_one():
         pool.fsck()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_daemon_killed_under_a_guest_that_is_not_kept_leaves_pool_and_others_well():
     """QEMU alone does not connect again: its guest waits. The guest itself lives, and the next finds the daemon."""

@@ -1,0 +1,123 @@
+"""Shares: what one user may hold of the pool, of all that eviction leaves alone: pins, open sealed blocks, reservations
+and slabs together.
+
+The data plane counts what is open (native/src/shares.c), and may let go of it beyond the share; what is told of here
+counts before that. Pins beyond the share hold no longer; reservations and slabs beyond it are refused. Root and the
+daemon's own user may hold all. A guest is one user, whatever users it has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvfs.errors import ShareError
+
+PINNED, RESERVED, SLABS = "pinned", "reserved", "slabs"
+_KINDS = (PINNED, RESERVED, SLABS)
+ROOT = 0
+
+
+class Plane(Protocol):
+    """What is told to the data plane, and asked of it."""
+
+    def set_share(self, size: int, exempt: int) -> None: ...
+
+    def user_hold(self, user: int, size: int) -> None: ...
+
+    def users(self) -> list[tuple[int, int, int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class UserStatistics:
+    """Bytes that a user holds, and how many blocks were evicted while they were open."""
+
+    user: int
+    open: int
+    pinned: int
+    reserved: int
+    slabs: int
+    evicted_open: int
+
+
+class Shares:
+    def __init__(self, plane: Plane, part: float, exempt: int) -> None:
+        """`part`: of what the pool can hold."""
+        self._plane, self._part, self._exempt = plane, part, exempt
+        self._held: dict[str, Counter[int]] = {kind: Counter() for kind in _KINDS}
+        self._changed: set[int] = set()
+        self.size = 0
+
+    def resize(self, capacity: int) -> None:
+        """The pool can hold so many bytes now."""
+        self.size = int(capacity * self._part)
+        self._plane.set_share(self.size, self._exempt)
+
+    def tell(self) -> None:
+        """Let the data plane know what has changed."""
+        for user in self._changed:
+            self._plane.user_hold(user, self.held(user))
+        self._changed.clear()
+
+    def is_exempt(self, user: int) -> bool:
+        return user in (ROOT, self._exempt)
+
+    def held(self, user: int) -> int:
+        return sum(held[user] for held in self._held.values())
+
+    def add(self, kind: str, user: int, size: int) -> None:
+        """So much more, or less."""
+        held = self._held[kind]
+        held[user] = max(0, held[user] + size)
+        if not held[user]:
+            del held[user]
+        self._changed.add(user)
+
+    def replace(self, kind: str, sizes: Mapping[int, int]) -> None:
+        """All users' holdings of a kind, counted anew."""
+        self._changed.update(self._held[kind], sizes)
+        self._held[kind] = Counter({user: size for user, size in sizes.items() if size})
+
+    def keeps(self, user: int) -> bool:
+        """What the user has pinned holds."""
+        return self.is_exempt(user) or self.held(user) <= self.size
+
+    def has_room(self, user: int, size: int) -> bool:
+        return self.is_exempt(user) or self.held(user) + size <= self.size
+
+    def check(self, user: int, size: int, what: str) -> None:
+        """ShareError unless the user may hold so much more."""
+        if not self.has_room(user, size):
+            parts = ", ".join(f"{held[user]} {kind}" for kind, held in self._held.items())
+            raise ShareError(
+                f"{what}: {size} bytes more for {name_of(user)}, who holds {parts}; the share of one user is "
+                f"{self.size}"
+            )
+
+    def firm(self, kind: str) -> int:
+        """Bytes of a kind that stay, whatever happens: of nobody more than the share."""
+        held = self._held[kind]
+        return sum(size if self.is_exempt(user) else min(size, self.size) for user, size in held.items())
+
+    def statistics(self) -> list[UserStatistics]:
+        """Who holds anything, or lost an open block; those who hold most first."""
+        known = {user: (size, evicted) for user, size, evicted in self._plane.users()}
+        found: list[UserStatistics] = []
+        for user in known.keys() | {user for held in self._held.values() for user in held}:
+            size, evicted = known.get(user, (0, 0))
+            pinned, reserved, slabs = (self._held[kind][user] for kind in _KINDS)
+            if size + pinned + reserved + slabs + evicted:
+                found.append(UserStatistics(user, size, pinned, reserved, slabs, evicted))
+        return sorted(found, key=lambda user: (-(user.open + user.pinned + user.reserved + user.slabs), user.user))
+
+
+_GUEST, _OTHERS = 0xFFFF0000, 0xFFFFFFFF  # kvfs_plane.h: KVFS_USER_GUEST, KVFS_USER_OTHERS
+
+
+def name_of(user: int) -> str:
+    """How a user is called in messages and in the status."""
+    if user == _OTHERS:
+        return "all other users"
+    return f"guest {user - _GUEST}" if user >= _GUEST else f"user {user}"

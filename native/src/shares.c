@@ -1,0 +1,164 @@
+/* What each user holds open, and how much of it eviction must keep.
+ *
+ * A block that is open is charged to one of those who have it open. Beyond a user's share eviction may take what is charged to that user: handles then
+ * read EIO. Another holder within the share takes the charge over first, so that nobody loses a block by what somebody else does.
+ */
+#include "internal.h"
+
+/* The first of so many places that is a user's or free; then all others share one place, and one share. */
+#define PROBES 64u
+
+uint32_t user_id(const struct transport *transport, uint32_t uid) {
+    return transport->guest ? KVFS_USER_GUEST + guest_number(transport->guest) : uid;
+}
+
+struct user *user_get(struct kvfs_plane *plane, uint32_t id) {
+    uint64_t key = (uint64_t)id + 1;
+    uint32_t at = id * 0x9e3779b1u >> 20;
+    static_assert(USERS_MAX == 1u << 12, "hash");
+    for (uint32_t i = 0; i < PROBES; i++) {
+        struct user *user = &plane->users[(at + i) % USERS_MAX];
+        unsigned long long known = atomic_load_explicit(&user->key, memory_order_relaxed);
+        if (known == key || (!known && (atomic_compare_exchange_strong(&user->key, &known, key) || known == key)))
+            return user;
+    }
+    atomic_store(&plane->users[USERS_MAX].key, (uint64_t)KVFS_USER_OTHERS + 1);
+    return &plane->users[USERS_MAX];
+}
+
+static bool is_exempt(struct kvfs_plane *plane, const struct user *user) {
+    uint64_t key = atomic_load_explicit(&user->key, memory_order_relaxed);
+    return key == 1 || key == (uint64_t)atomic_load(&plane->exempt) + 1;
+}
+
+/* What the user has beyond the share if `more` bytes come, 0 if nothing. */
+static uint64_t user_beyond(struct kvfs_plane *plane, const struct user *user, uint64_t more) {
+    uint64_t has = atomic_load(&user->open) + atomic_load(&user->other) + more, share = atomic_load(&plane->share);
+    return has <= share || is_exempt(plane, user) ? 0 : has - share;
+}
+
+bool hold_add(struct node *node, struct user *user) {
+    struct hold *empty = NULL;
+    for (struct hold *hold = &node->hold; hold; hold = hold->next) {
+        if (hold->user == user) {
+            hold->handles++;
+            return true;
+        }
+        if (!hold->user)
+            empty = hold;
+    }
+    if (!empty) {
+        empty = calloc(1, sizeof(*empty));
+        if (!empty)
+            return false;
+        empty->next = node->hold.next;
+        node->hold.next = empty;
+    }
+    empty->user = user;
+    empty->handles = 1;
+    return true;
+}
+
+static void charge_move(struct node *node, struct user *to) {
+    atomic_fetch_sub(&node->payer->open, node->open_size);
+    atomic_fetch_add(&to->open, node->open_size);
+    node->payer = to;
+}
+
+void hold_charge(struct kvfs_plane *plane, struct node *node, uint64_t size) {
+    atomic_fetch_add(&plane->open_bytes, size - node->open_size); /* modulo 2^64 where it shrinks */
+    atomic_fetch_add(&node->payer->open, size - node->open_size);
+    node->open_size = size;
+}
+
+void hold_offer(struct kvfs_plane *plane, struct node *node, struct user *user) {
+    if (node->payer != user && user_beyond(plane, node->payer, 0) && !user_beyond(plane, user, node->open_size))
+        charge_move(node, user);
+}
+
+void hold_drop(struct kvfs_plane *plane, struct node *node, struct user *user) {
+    struct hold *before = NULL, *hold = &node->hold;
+    while (hold && hold->user != user) {
+        before = hold;
+        hold = hold->next;
+    }
+    assert(hold);
+    if (--hold->handles)
+        return;
+    hold->user = NULL;
+    if (before) {
+        before->next = hold->next;
+        free(hold);
+    }
+    if (node->payer != user)
+        return;
+    struct user *next = NULL;
+    for (hold = &node->hold; hold; hold = hold->next)
+        if (hold->user && (!next || user_beyond(plane, next, node->open_size)))
+            next = hold->user;
+    if (next) {
+        charge_move(node, next);
+    } else {
+        hold_charge(plane, node, 0);
+        node->payer = NULL;
+    }
+}
+
+bool hold_may_go(struct kvfs_plane *plane, struct node *node) {
+    if (!node->payer || !user_beyond(plane, node->payer, 0))
+        return false;
+    for (struct hold *hold = &node->hold; hold; hold = hold->next)
+        if (hold->user && hold->user != node->payer && !user_beyond(plane, hold->user, node->open_size)) {
+            charge_move(node, hold->user);
+            return false;
+        }
+    return true;
+}
+
+void hold_evict(struct kvfs_plane *plane, struct node *node) {
+    hold_charge(plane, node, 0);
+    atomic_fetch_add(&node->payer->evicted, 1);
+}
+
+bool space_lacks(struct kvfs_plane *plane, uint64_t growth) {
+    uint64_t open = atomic_load(&plane->open_bytes), space = atomic_load(&plane->space);
+    if (open + growth <= space)
+        return false;
+    uint64_t may_go = 0; /* open, and eviction may take it all the same */
+    for (uint32_t i = 0; i <= USERS_MAX; i++)
+        if (atomic_load_explicit(&plane->users[i].key, memory_order_relaxed))
+            may_go += min_u64(user_beyond(plane, &plane->users[i], 0), atomic_load(&plane->users[i].open));
+    return open - min_u64(open, may_go) + growth > space;
+}
+
+/* ---- for the control plane ---- */
+
+void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t exempt) {
+    atomic_store(&plane->exempt, exempt);
+    atomic_store(&plane->share, bytes);
+}
+
+void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes) { atomic_store(&user_get(plane, id)->other, bytes); }
+
+int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacity) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i <= USERS_MAX && count < capacity; i++) {
+        struct user *user = &plane->users[i];
+        uint64_t key = atomic_load(&user->key);
+        if (key)
+            out[count++] = (struct kvfs_user){.id = (uint32_t)(key - 1), .open_bytes = atomic_load(&user->open), .evicted = atomic_load(&user->evicted)};
+    }
+    return (int)count;
+}
+
+int64_t kvfs_inode_user(struct kvfs_plane *plane, uint64_t inode) {
+    struct node *node = node_get(plane, inode, false);
+    if (!node)
+        return -ENOENT;
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    int64_t r = node->payer ? (int64_t)(atomic_load(&node->payer->key) - 1) : -ENOENT;
+    pthread_mutex_unlock(&shard->lock);
+    node_put(plane, node);
+    return r;
+}

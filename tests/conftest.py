@@ -1,0 +1,50 @@
+"""What all tests share: the fixtures of a mount (helpers.py), and which tests a run leaves out because they are slow.
+
+A test is marked slow (`pytest.mark.slow`) if it takes more than a second or two on an idle machine, or if it asserts
+through one more door what a quick one asserts. Slow tests run with --run-slow, or if their file is named on the command
+line. A run says how many slow tests it left out: they have not passed.
+
+`pytest tests/posix` mounts kvfs on a pool of its own; `pytest tests/posix --directory DIR` asserts the same of any
+directory (ext4, or a FUSE peer), to tell a wrong test from a wrong filesystem. tests/clients does both too.
+"""
+
+import helpers
+import pytest
+
+for _name in helpers.FIXTURES:
+    globals()[_name] = getattr(helpers, _name)
+
+_LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    helpers.pytest_addoption(parser)
+    parser.addoption("--run-slow", action="store_true", help="run the tests that are marked slow too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    helpers.pytest_configure(config)
+    config.addinivalue_line("markers", "smoke: tools/check runs it too, of those that mount")
+    config.addinivalue_line("markers", "slow: left out without --run-slow, unless its file is named")
+    if config.getoption("run_slow"):
+        helpers.run_slow()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("run_slow"):
+        return
+    here = config.invocation_params.dir
+    named = {(here / word.partition("::")[0]).resolve() for word in config.invocation_params.args}
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        slow = item.get_closest_marker("slow") is not None and item.path not in named
+        (left_out if slow else kept).append(item)
+    items[:] = kept
+    config.stash[_LEFT_OUT] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(f"SLOW: {count} tests left out: --run-slow runs them")

@@ -1,0 +1,265 @@
+"""Verbs of the command line on a mounted pool: what they find, what they say, and whom they refuse."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterator
+
+import pytest
+from helpers import Pool, content, in_child, requires_root, run, wait_until, write_file
+
+from kvfs import cli
+
+SIZE = 100_000
+STRANGER = 4711
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(files=2, size="128M") as made:
+        yield made
+
+
+def kvfs(*arguments: object) -> tuple[int, str, str]:
+    """Status, stdout and stderr of a command, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = cli.main([str(argument) for argument in arguments])
+        except SystemExit as ending:
+            status = int(ending.code or 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+def filled(pool: Pool, name: str, *files: str) -> pathlib.Path:
+    """A directory with these files in it."""
+    directory = pool.mount / name
+    for file in files:
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        write_file(directory / file, content(SIZE, file))
+    return directory
+
+
+# ---- list ----
+
+
+def test_list_has_blocks_bytes_hits_and_ages_of_each_namespace(pool: Pool) -> None:
+    filled(pool, "llama", "00/a", "00/b", "ff/c")
+    filled(pool, "qwen", "deep/er/d")
+    os.symlink("a", pool.mount / "llama" / "00" / "link")
+    write_file(pool.mount / "loose", content(SIZE))
+    for _ in range(3):
+        (pool.mount / "llama" / "00" / "a").read_bytes()
+    status, out, error = kvfs("list", pool.mount, "-o", "json")
+    assert (status, error) == (0, "")
+    found = {row["path"]: row for row in json.loads(out)["namespaces"]}
+    assert {path: (row["blocks"], row["bytes"]) for path, row in found.items()} == {
+        "/": (1, SIZE), "/llama": (3, 3 * SIZE), "/qwen": (1, SIZE),
+    }  # fmt: skip
+    assert found["/llama"]["hits"] == 3 and found["/qwen"]["hits"] == 0
+    assert 0 <= found["/llama"]["newest_s"] <= found["/llama"]["oldest_s"] < 300
+    status, out, _ = kvfs("list", pool.path, "--depth", "2", "-o", "json")
+    assert {"/llama/00", "/llama/ff", "/qwen/deep"} < {row["path"] for row in json.loads(out)["namespaces"]}
+    status, out, _ = kvfs("list", pool.mount, "--depth", "0")
+    assert status == 0 and out.splitlines()[1].split()[:2] == ["/", "5"]
+
+
+def test_list_has_what_is_pinned(pool: Pool) -> None:
+    directory = filled(pool, "pinned", "a", "b", "below/c")
+    assert kvfs("pin", directory, directory / "a")[0] == 0
+    _, out, _ = kvfs("list", pool.mount, "--pins", "--depth", "3", "-o", "json")
+    found = {row["path"]: (row["kind"], row["blocks"], row["bytes"]) for row in json.loads(out)["pins"]}
+    assert found == {"/pinned": ("directory", 3, 3 * SIZE), "/pinned/a": ("file", 1, SIZE)}
+    assert "/pinned/a" in kvfs("list", pool.mount, "--pins")[1]
+    kvfs("unpin", directory, directory / "a")
+
+
+# ---- pins ----
+
+
+def test_unpin_says_what_stays_pinned(pool: Pool) -> None:
+    directory = filled(pool, "kept", "below/a", "below/b")
+    below = directory / "below"
+    assert kvfs("pin", directory, below, below / "a") == (0, "", "")
+    status, _, error = kvfs("unpin", below)
+    assert status == 0
+    assert error.splitlines() == [
+        f"kvfs: {below}: stays pinned by {directory}, which it lies in",
+        f"kvfs: {below}: stays pinned below it: {below / 'a'}",
+    ]
+    status, out, error = kvfs("unpin", directory, "-o", "json")
+    assert (status, error) == (0, "")
+    assert json.loads(out)["stays"] == [{"path": str(directory), "above": [], "below": [str(below / "a")]}]
+    assert kvfs("unpin", below / "a") == (0, "", "")
+
+
+# ---- prestage ----
+
+
+def test_prestage_reads_into_the_page_cache(pool: Pool) -> None:
+    directory = filled(pool, "staged", "a", "below/b", "below/c")
+    before = pool.status()["counters"]["reads"]
+    status, out, _ = kvfs("prestage", directory, "-o", "json")
+    assert status == 0 and json.loads(out) == {"version": 1, "blocks": 3, "bytes": 3 * SIZE, "missed": 0}
+    read = pool.status()["counters"]["reads"]
+    assert read > before
+    for name in ("a", "below/b", "below/c"):
+        assert (directory / name).read_bytes() == content(SIZE, name)
+    assert pool.status()["counters"]["reads"] == read, "read again"
+    assert "1 blocks of" in kvfs("prestage", directory / "a")[1]
+
+
+def test_prestage_is_about_mounts(tmp_path: pathlib.Path) -> None:
+    assert kvfs("prestage", tmp_path)[2] == f"kvfs: {tmp_path}: not in a kvfs mount\n"
+
+
+# ---- errors in JSON ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "number", "words"),
+    [
+        (["status", "{base}/none", "-o", "json"], 1, errno.ENOENT, "none: no such pool"),
+        (["umount", "-o", "json", "/proc"], 1, errno.EINVAL, "not a kvfs mount"),
+        (["evict", "{pool}", "-o", "json"], 2, errno.EINVAL, "--size"),
+        (["frobnicate", "--output=json"], 2, errno.EINVAL, "frobnicate"),
+        (["mount", "{pool}", "{mount}", "-o", "json"], 1, errno.EINVAL, "busy"),
+        (["list", "{pool}", "--depth", "1000", "-ojson"], 1, errno.EINVAL, "depth 1000"),
+    ],
+)
+def test_an_error_is_a_document_too(pool: Pool, arguments: list[str], status: int, number: int, words: str) -> None:
+    got, out, error = kvfs(*(word.format(base=pool.base, pool=pool.path, mount=pool.mount) for word in arguments))
+    document = json.loads(out)
+    assert got == status
+    assert document["version"] == 1 and words in document["error"] and error.count("\n") == 1
+    assert document["errno"] == number, document
+
+
+# ---- users that are not root ----
+
+
+def test_another_user_is_told_who_may(pool: Pool) -> None:
+    requires_root()
+    status, out, error = in_child(lambda: kvfs("status", pool.mount), user=STRANGER)
+    assert (status, out) == (1, "")
+    assert error == f"kvfs: {pool.path}: user {STRANGER} may not ask its daemon: only root and user 0 may\n"
+    status, out, error = in_child(lambda: kvfs("umount", pool.mount, "-o", "json"), user=STRANGER)
+    assert status == 1 and json.loads(out)["errno"] == errno.EPERM
+    assert error == f"kvfs: {pool.mount}: mounted by user 0: only root and that user may unmount it\n"
+    status, out, error = in_child(lambda: kvfs("status"), user=STRANGER)
+    assert status == 1 and f"{pool.path}: user {STRANGER} may not" in error, "of all pools"
+
+
+def test_a_user_s_own_mount_is_the_user_s_to_look_at_and_to_unmount(tmp_path: pathlib.Path) -> None:
+    requires_root()
+    if shutil.which("fusermount3") is None or not os.stat(shutil.which("fusermount3") or "/").st_mode & 0o4000:
+        pytest.skip("fusermount3 is not setuid root: no mount without root")
+    if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:
+        pytest.skip("/dev/fuse is not for everybody: no mount without root")
+    home = pathlib.Path("/tmp") / f"kvfs-test-user-{os.getpid()}"
+    home.mkdir(mode=0o755)
+    os.chown(home, STRANGER, STRANGER)
+
+    def life() -> list[tuple[int, str, str]]:
+        (home / "mount").mkdir()
+        mount = str(home / "mount")
+        done = [kvfs("format", home / "pool", "--files", "2", "--size", "64M")]
+        run(sys.executable, "-m", "kvfs", "mount", str(home / "pool"), mount)
+        done.append(kvfs("status", mount, "-o", "json"))
+        done.append(kvfs("umount", mount, "-o", "json"))
+        return done
+
+    try:
+        formatted, looked, unmounted = in_child(life, user=STRANGER)
+        assert formatted[0] == 0, formatted
+        assert looked[0] == 0 and json.loads(looked[1])["pool"]["state"] == "mounted"
+        assert unmounted[0] == 0 and json.loads(unmounted[1])["clean"] is True, unmounted
+    finally:
+        run("umount", "--lazy", home / "mount", check=False)
+        shutil.rmtree(home)
+
+
+# ---- what is refused, and what is made ----
+
+
+def test_a_pool_in_a_mount_is_refused(pool: Pool, tmp_path: pathlib.Path) -> None:
+    inside = pool.mount / "nested"
+    status, _, error = kvfs("format", inside, "--files", "2", "--size", "64M")
+    assert status == 1 and error.startswith(f"kvfs: {inside}: a pool cannot lie in a kvfs mount")
+    assert not inside.exists()
+    write_file(pool.mount / "device", b"")
+    os.truncate(pool.mount / "device", 1 << 20)
+    status, _, error = kvfs("format", tmp_path / "pool", "--device", pool.mount / "device")
+    assert status == 1 and "a device of a pool cannot lie in a kvfs mount" in error
+    assert kvfs("format", tmp_path / "outside", "--files", "1", "--size", "16M")[0] == 0
+    shutil.copytree(tmp_path / "outside", inside)
+    (tmp_path / "mount").mkdir()
+    status, _, error = kvfs("mount", inside, tmp_path / "mount")
+    assert status == 1 and "a pool cannot lie in a kvfs mount" in error
+
+
+def test_a_plain_file_with_data_is_not_formatted(tmp_path: pathlib.Path) -> None:
+    device = tmp_path / "thesis.tar"
+    device.write_bytes(b"")
+    os.truncate(device, 64 << 20)
+    with open(device, "r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"years of work")
+    before = device.stat()
+    status, _, error = kvfs("format", tmp_path / "pool", "--device", device)
+    assert status == 1
+    assert error.startswith(f"kvfs: {device}: holds data: it is a plain file") and "--force" in error
+    assert device.stat().st_mtime_ns == before.st_mtime_ns and not (tmp_path / "pool").exists()
+    assert kvfs("format", tmp_path / "pool", "--device", device, "--force")[0] == 0
+
+
+def test_a_file_of_zeros_is_a_device(tmp_path: pathlib.Path) -> None:
+    device = tmp_path / "device"
+    device.write_bytes(bytes(16 << 20))
+    assert kvfs("format", tmp_path / "pool", "--device", device)[0] == 0
+
+
+def test_replay_makes_its_directory(tmp_path: pathlib.Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 512, "hash_ids": [1]}) + "\n")
+    target = tmp_path / "not" / "there"
+    status, _, error = kvfs("replay", trace, "--target", target, "--block-size", "4K", "--full-speed", "--buffered")
+    assert status == 0 and target.is_dir(), error
+
+
+# ---- the log ----
+
+
+def test_the_log_of_a_quiet_life_has_no_errors_and_no_words_without_a_time(tmp_path: pathlib.Path) -> None:
+    """libfuse takes the end of its session for a short read, and said so on stderr, which is the log."""
+    with Pool(files=2, size="64M") as pool:
+        write_file(pool.mount / "a", content(SIZE))
+        pool.umount()
+        lines = (pool.path / "kvfs.log").read_text().splitlines()
+    assert lines and not [line for line in lines if not line.startswith("20") or " ERROR " in line], lines
+
+
+def test_a_device_that_is_back_is_not_called_away() -> None:
+    """While a device that is back is compared with the index, nothing is said: it ends in a moment."""
+    with Pool(files=2, size="64M") as pool:
+        write_file(pool.mount / "a", content(SIZE))
+        pool.kill()
+        # As a crash between two labels leaves it: one device has missed a mount.
+        old = (pool.path / "devices" / "1").read_bytes()[:65536]
+        end = (pool.path / "devices" / "1").stat().st_size - 65536
+        pool.remount()
+        pool.umount()
+        for at in (0, end):
+            with open(pool.path / "devices" / "1", "r+b") as device:
+                device.seek(at)
+                device.write(old)
+        (pool.path / "kvfs.log").unlink()
+        pool.start()
+        wait_until(lambda: pool.status()["devices"][1]["state"] == "online", "the device that missed a mount")
+        assert "no segment can be written" not in (pool.path / "kvfs.log").read_text()
+        assert (pool.mount / "a").read_bytes() == content(SIZE)

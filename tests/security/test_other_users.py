@@ -1,0 +1,174 @@
+"""Other users of the machine: what they can prepare where root works, and what their names do to a terminal."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers import Pool, in_child, requires_root, run
+
+from kvfs import daemon, stats
+from kvfs.config import load
+from kvfs.errors import PoolError
+from kvfs.frontend.status import offline_status
+from kvfs.guard import open_own
+from kvfs.store.devices import FormatRequest, format_devices, locked, write_config
+from kvfs.store.fsck import fsck
+
+MALLORY = 12_321
+PRECIOUS = b"another's\n"
+# A colour, a window's title, a line of its own.
+NAME = "a\x1b[31m\x1b]0;x\x07\nb"
+SIZE = 32 << 20
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    path = tmp_path / "precious"
+    path.write_bytes(PRECIOUS)
+    return path
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    path = tmp_path / "pool"
+    format_devices(FormatRequest(path, files=1, file_size=SIZE))
+    return path
+
+
+@pytest.fixture
+def mallorys() -> Iterator[Path]:
+    """A directory of Mallory's, whom root's temporary ones do not let in."""
+    requires_root()
+    path = Path(tempfile.mkdtemp(prefix="kvfs-mallory-"))
+    try:
+        os.chown(path, MALLORY, MALLORY)
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("name", ["kvfs.log", "kvfs.pid", "lock"])
+def test_a_planted_link_is_not_written_through(name: str, precious: Path, own_pool: Callable[..., Pool]) -> None:
+    pool = own_pool(files=1, size="64M", started=False)
+    (pool.path / name).unlink(missing_ok=True)
+    (pool.path / name).symlink_to(precious)
+    failed = run(sys.executable, "-m", "kvfs", "mount", pool.path, pool.mount, check=False)
+    assert failed.returncode == 1
+    assert f"{pool.path / name}: is a symbolic link" in failed.stderr
+    assert precious.read_bytes() == PRECIOUS
+    assert not os.path.ismount(pool.mount)
+
+
+def test_the_configuration_is_not_written_through_a_link(pool: Path, precious: Path) -> None:
+    config = load(pool)
+    assert config is not None
+    (pool / "pool.toml.new").symlink_to(precious)
+    with locked(pool), pytest.raises(PoolError, match="symbolic link"):
+        write_config(pool, config)
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "kvfs.log")
+    with pytest.raises(PoolError, match=r"kvfs\.log"):
+        open_own(tmp_path / "kvfs.log", os.O_WRONLY | os.O_CREAT, 0o644)
+    with pytest.raises(PoolError, match="not a plain file"):
+        open_own(tmp_path / "kvfs.log", os.O_RDWR | os.O_CREAT, 0o644)
+
+
+def test_a_log_that_was_rotated_is_made_anew_and_never_through_a_link(tmp_path: Path, precious: Path) -> None:
+    path = tmp_path / "kvfs.log"
+
+    def rotate() -> None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  pytest's own leads elsewhere
+        daemon._log_to_file(path)
+        log = logging.getLogger("kvfs.test")
+        log.info("one")
+        path.rename(tmp_path / "kvfs.log.1")
+        log.info("two")
+        path.rename(tmp_path / "kvfs.log.2")
+        path.symlink_to(precious)
+        log.info("three")
+        path.unlink()
+        log.info("four %s", NAME)
+        logging.shutdown()
+
+    in_child(rotate)
+    assert precious.read_bytes() == PRECIOUS
+    assert [line.split()[-1] for line in (tmp_path / "kvfs.log.2").read_text().splitlines()] == ["two"]
+    # What finds no file goes where the daemon's standard error does.
+    first = (tmp_path / "kvfs.log.1").read_text().splitlines()
+    assert [line.split()[-1] for line in first] == ["one", "three"]
+    last = path.read_text().splitlines()
+    assert len(last) == 1 and last[0].endswith(r"four a\x1b[31m\x1b]0;x\x07\nb")
+
+
+@pytest.mark.parametrize("verb", ["mount", "format", "fsck", "status"])
+def test_root_refuses_a_pool_of_another_user(verb: str, pool: Path, tmp_path: Path) -> None:
+    requires_root()
+    (pool / "lock").unlink(missing_ok=True)
+    os.chown(pool, MALLORY, MALLORY)
+    (tmp_path / "mnt").mkdir()
+    more = {"mount": [tmp_path / "mnt"], "format": ["--files", "1", "--size", "32M", "--force"]}.get(verb, [])
+    failed = run(sys.executable, "-m", "kvfs", verb, pool, *more, check=False)
+    assert failed.returncode == 1
+    assert f"{pool}: belongs to user {MALLORY}" in failed.stderr
+    assert sorted(entry.name for entry in pool.iterdir()) == ["devices", "index", "pool.toml"]
+
+
+def test_root_refuses_a_pool_that_others_can_write(pool: Path) -> None:
+    requires_root()
+    for mode in (0o770, 0o702):
+        pool.chmod(mode)
+        with pytest.raises(PoolError, match=f"mode {mode:04o}") as refused, locked(pool):
+            pass
+        assert refused.value.errno == errno.EPERM
+    pool.chmod(0o755)
+    with locked(pool):
+        pass
+
+
+def test_a_user_has_a_pool_of_his_own(mallorys: Path) -> None:
+    def use() -> bool:
+        pool = mallorys / "pool"
+        format_devices(FormatRequest(pool, files=1, file_size=SIZE))
+        return not fsck(pool).findings
+
+    assert in_child(use, user=MALLORY, group=MALLORY)
+
+
+def test_root_has_a_pool_beside_those_of_others(mallorys: Path) -> None:
+    mallorys.chmod(0o1777)
+    format_devices(FormatRequest(mallorys / "pool", files=1, file_size=SIZE))
+    with locked(mallorys / "pool"):
+        pass
+
+
+def test_names_move_no_cursor(tmp_path: Path) -> None:
+    device, pool = tmp_path / NAME, tmp_path / "pool"
+    with open(device, "wb") as file:
+        file.truncate(SIZE)
+    # As /dev/disk/by-id has them: a link that the one who runs the pool chose.
+    (tmp_path / "link").symlink_to(device)
+    format_devices(FormatRequest(pool, devices=(tmp_path / "link",)))
+    (tmp_path / "link").unlink()
+    (pool / "pool.toml").unlink()
+    run(sys.executable, "-m", "kvfs", "import", pool, "--device", device)
+    escaped = r"a\x1b[31m\x1b]0;x\x07"
+    document = offline_status(pool)
+    for text in (stats.render_status(document), "\n".join(stats.render_device_list(document))):
+        assert escaped in text
+        assert all(line.isprintable() for line in text.splitlines())
+    for command in (("status", pool / NAME), ("doctor", device),
+                    ("format", tmp_path / "two", "--device", device)):
+        done = run(sys.executable, "-m", "kvfs", *command, check=False)
+        assert escaped in done.stdout + done.stderr
+        assert all(line.isprintable() for line in (done.stdout + done.stderr).splitlines())

@@ -1,0 +1,52 @@
+"""No test falls out of all tiers: each is in a lane of tools/test, and what is left out is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY
+
+
+def lanes(*words: str) -> dict[str, list[str]]:
+    """What `tools/test WORDS --lanes` says: the paths of each lane, and the options of pytest."""
+    said = subprocess.run([REPOSITORY / "tools/test", *words, "--lanes"], capture_output=True, text=True, check=True)
+    return {name: rest.split() for name, _, rest in (line.partition(": ") for line in said.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("words", [(), ("--all",)])
+def test_each_file_of_tests_is_in_one_lane_of_each_tier(words: tuple[str, ...]) -> None:
+    paths = [Path(path) for given in lanes(*words).values() for path in given if not path.startswith("-")]
+    for file in (REPOSITORY / "tests").rglob("test_*.py"):
+        place = file.relative_to(REPOSITORY)
+        assert sum(place.is_relative_to(path) for path in paths) == 1, place
+
+
+def test_the_slow_ones_run_with_all_in_every_lane() -> None:
+    assert all("--run-slow" in given for given in lanes("--all").values())
+    assert not any("--run-slow" in given for given in lanes().values())
+
+
+def test_ci_runs_everything() -> None:
+    assert (REPOSITORY / ".ci/run").read_text().splitlines()[-1] == "exec tools/test --all"
+
+
+@pytest.mark.parametrize(("words", "passed", "left_out"), [
+    ((".",), 1, 1), ((".", "--run-slow"), 2, 0), (("test_both.py",), 2, 0), (("test_both.py::test_slow",), 1, 0),
+    (("test_quick.py", "."), 1, 1),
+])  # fmt: skip
+def test_slow_tests_run_when_asked_for_and_are_counted_when_not(
+    tmp_path: Path, words: tuple[str, ...], passed: int, left_out: int
+) -> None:
+    (tmp_path / "conftest.py").write_text((REPOSITORY / "tests/conftest.py").read_text())
+    (tmp_path / "test_both.py").write_text(
+        "import pytest\n\n@pytest.mark.slow\ndef test_slow():\n    pass\n\ndef test_quick():\n    pass\n"
+    )
+    (tmp_path / "test_quick.py").write_text("")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *words]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True,
+                          env={"PYTHONPATH": str(REPOSITORY / "tests"), "PATH": "/usr/bin:/bin"}).stdout  # fmt: skip
+    assert f" {passed} passed" in said, said
+    assert (f"SLOW: {left_out} tests left out" in said) == bool(left_out), said

@@ -1,0 +1,219 @@
+"""What is made from the parser: completion, answered by the shells themselves, and manual pages for roff."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from kvfs import cli, usage
+
+DEADLINE_S = 30
+
+
+def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(["completion", shell]) == 0
+    return capsys.readouterr().out
+
+
+def needed(program: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"no {program} on this machine")
+    return path
+
+
+def verbs() -> list[str]:
+    return [verb.name for verb in usage.read(cli.parser())[1]]
+
+
+# Command lines that end where the key is pressed, what must be offered, and what must not.
+LINES = [
+    ("kvfs mo", {"mount"}, {"umount"}),
+    ("kvfs fsck --re", {"--repair"}, {"--verify-data"}),
+    ("kvfs device ", {"list", "add", "remove", "replace"}, {"mount"}),
+    ("kvfs device list ", {"a-file"}, {"replace"}),
+    ("kvfs completion ", {"bash", "zsh", "fish"}, set()),
+    ("kvfs status -o ", {"text", "json"}, {"a-file"}),
+    ("kvfs import --device ", {"a-file"}, {"json"}),
+    ("kvfs mount --staging ", set(), {"a-file"}),
+    ("kvfs pin a", {"a-file"}, set()),
+    ("kvfs device list --dr", {"--drain"}, {"--pins"}),
+    ("kvfs cufile-run basena", {"basename"}, {"a-file"}),
+]
+
+
+@pytest.mark.parametrize(("line", "offered", "absent"), LINES)
+def test_bash_completes(
+    line: str, offered: set[str], absent: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a-file").touch()
+    words = line.split(" ")
+    call = f'COMP_WORDS=({" ".join(words)} ""); COMP_CWORD={len(words) - 1}; _kvfs; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    found = subprocess.run(
+        ["bash", "-c", script("bash", capsys) + "\n" + call], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert not found.stderr
+    assert offered <= set(found.stdout.split()) and not absent & set(found.stdout.split())
+
+
+@pytest.mark.parametrize(("line", "offered", "absent"), LINES)
+def test_fish_completes(
+    line: str, offered: set[str], absent: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fish = needed("fish")
+    (tmp_path / "kvfs.fish").write_text(script("fish", capsys))
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "a-file").touch()
+    found = subprocess.run(
+        [fish, "--no-config", "-c", f"source ../kvfs.fish; complete -C '{line}'"],
+        cwd=work, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = {answer.partition("\t")[0] for answer in found.stdout.splitlines()}
+    assert not found.stderr
+    assert offered <= words and not absent & words
+
+
+def test_zsh_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a terminal: completion is the line editor's. ^D lists what is possible, and changes nothing."""
+    zsh = needed("zsh")
+    (tmp_path / "_kvfs").write_text(script("zsh", capsys))
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "a-file").touch()
+    (tmp_path / ".zshrc").write_text(
+        f"PROMPT='ready> '; unsetopt beep; fpath=({tmp_path} $fpath); autoload -U compinit; compinit -u -D\n"
+        "LISTMAX=1000; bindkey -e; bindkey '^D' list-choices\n"
+    )
+    answers = in_a_terminal([zsh, "-d", "-i"], [line for line, _, _ in LINES], tmp_path, work)
+    for (line, offered, absent), answer in zip(LINES, answers, strict=True):
+        words = set(answer.split())
+        assert offered <= words and not absent & words, (line, answer)
+        assert "_arguments" not in answer and "error" not in answer, (line, answer)
+
+
+def in_a_terminal(command: list[str], lines: list[str], home: Path, work: Path) -> list[str]:
+    """What a shell writes after each line was typed and ^D pressed, without the echo of the line."""
+    master, slave = os.openpty()
+    environment = {"HOME": str(home), "ZDOTDIR": str(home), "TERM": "dumb", "PATH": os.environ["PATH"], "LANG": "C"}
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, cwd=work, env=environment, start_new_session=True
+    )
+    os.close(slave)
+    answers = []
+    try:
+        until(master, "ready> ")
+        for line in lines:
+            # The listing is done when the shell takes the next keys: the line is thrown away, and a word is echoed.
+            os.write(master, f"{line}\x04\x15echo the\"\" end\r".encode())
+            text = until(master, "the end[^$]*ready> ")
+            answers.append(text.partition(line)[2].partition("echo the")[0])
+        return answers
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def until(master: int, words: str) -> str:
+    text, deadline = "", time.monotonic() + DEADLINE_S
+    while not re.search(words, text):
+        assert select.select([master], [], [], max(0, deadline - time.monotonic()))[0], f"no {words!r} in {text!r}"
+        text += os.read(master, 65536).decode()
+    return text
+
+
+def test_every_verb_and_option_is_in_every_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    _, every = usage.read(cli.parser())
+    assert {"mount", "fsck", "man", "bench"} <= {verb.name for verb in every}
+    for shell in usage.COMPLETIONS:
+        text = script(shell, capsys)
+        for verb in every:
+            assert verb.name in text
+            for name in (name for option in verb.options for name in option.names if name.startswith("--")):
+                assert (f"-l {name[2:]} " if shell == "fish" else name) in text
+
+
+def awkward() -> argparse.ArgumentParser:
+    """A parser whose texts are full of what shells and roff take for their own."""
+    parser = argparse.ArgumentParser(prog="kvfs", description="It's \"a\\b\" $(touch spoilt) `touch spoilt`.")
+    verb = parser.add_subparsers().add_parser("mount", help=".so it's: [a] 'b' \\ \"c\" $(touch spoilt) `touch spoilt`")
+    text = "'it's [1:2] 100%% \\fB $HOME `touch spoilt` $(touch spoilt) -- \\"
+    verb.add_argument("--odd", metavar="A:[B]", help=text)
+    verb.add_argument("place", metavar="X:'Y'", help=text)
+    return parser
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_no_text_of_the_parser_is_taken_for_code(shell: str, tmp_path: Path) -> None:
+    load = tmp_path / "script"
+    load.write_text(usage.COMPLETIONS[shell](awkward()))
+    code = {
+        "bash": f"source {load}; COMP_WORDS=(kvfs mount --o); COMP_CWORD=2; _kvfs; echo ${{COMPREPLY[@]}}",
+        "zsh": f"autoload -U compinit; compinit -u -D; source {load} && print -r -- $_comps[kvfs] --odd",
+        "fish": f"source {load}; complete -C 'kvfs mount --o'",
+    }[shell]
+    options = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
+    found = subprocess.run(
+        [needed(shell), *options, "-c", code], cwd=tmp_path, env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "--odd" in found.stdout and not found.stderr
+    assert not (tmp_path / "spoilt").exists()
+
+
+def rendered(page: Path) -> str:
+    groff = ["groff", "-ww", "-man", "-Tascii", "-P-cbou", "-rLL=400n", str(page)]
+    found = subprocess.run(groff, capture_output=True, text=True, check=True)
+    assert not found.stderr
+    return " ".join(found.stdout.split())
+
+
+def test_manual_pages_of_every_verb_are_roff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needed("groff")
+    assert cli.main(["man", "--directory", str(tmp_path / "man1")]) == 0
+    pages = {page.stem: page for page in (tmp_path / "man1").iterdir()}
+    assert set(pages) == {"kvfs", *(f"kvfs-{verb}" for verb in verbs())}
+    text = rendered(pages["kvfs-evict"])
+    assert "SYNOPSIS kvfs evict [-h] [-o {text,json}] (--size SIZE | --all) POOL|MOUNTPOINT" in text
+    assert "--size SIZE free at least this much" in text and "POOL|MOUNTPOINT the pool's directory" in text
+    assert "evict free space now" in rendered(pages["kvfs"])
+    assert cli.main(["man", "evict"]) == 0
+    assert capsys.readouterr().out == pages["kvfs-evict"].read_text()
+    assert cli.main(["man"]) == 0
+    assert capsys.readouterr().out == pages["kvfs"].read_text()
+
+
+def test_manual_pages_pass_mandocs_lint(tmp_path: Path) -> None:
+    mandoc = needed("mandoc")
+    for name, text in usage.pages(cli.parser(), "kvfs 1").items():
+        (tmp_path / f"{name}.1").write_text(text)
+    lint = [mandoc, "-T", "lint", "-W", "warning", *sorted(tmp_path.iterdir())]
+    found = subprocess.run(lint, capture_output=True, text=True, check=False)
+    # A date would make two builds of one version differ.
+    assert [line for line in found.stdout.splitlines() if "missing date" not in line] == []
+
+
+def test_a_manual_page_shows_the_parsers_text_as_it_is(tmp_path: Path) -> None:
+    needed("groff")
+    page = tmp_path / "kvfs-mount.1"
+    page.write_text(usage.pages(awkward(), "kvfs 1")["kvfs-mount"])
+    text = rendered(page)
+    assert "kvfs-mount - .so it's: [a] 'b' \\ \"c\" $(touch spoilt) `touch spoilt`" in text
+    assert "--odd A:[B] 'it's [1:2] 100% \\fB $HOME `touch spoilt` $(touch spoilt) -- \\" in text
+
+
+def test_a_synopsis_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for columns in ("40", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        made.append(usage.pages(cli.parser(), "kvfs 1"))
+    assert made[0] == made[1]
