@@ -875,6 +875,8 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> int:
+    import signal
+
     from kvfs import stats, top
     from kvfs.frontend.control import ControlClient
 
@@ -891,6 +893,8 @@ def _top(args: argparse.Namespace) -> int:
         def survey() -> stats.Json:
             return cast(stats.Json, client.call("list", lambda _: None))
 
+        # Its only way out: also where what started it ignores interrupts, as a script's background does.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
             top.run(status, survey, args.interval, args.count)
     return 0

@@ -3,7 +3,8 @@
 The model is a tree of nodes, each with the places (directory and name) it has had. After a kill -9 a rename or unlink
 of the last seconds may be undone, and nothing else: so each file must be found, whole, at its place or at one it had
 within that time, and no file that was removed before it. KVFS_MODEL_EXAMPLES sets how many runs there are (default 60;
-4 without --run-slow), KVFS_MODEL_SEED repeats a run's choices, KVFS_MODEL_SHRINK=1 looks for the shortest failing run.
+4 without --run-slow, and 4 more with the next seed until every kind of restart has been seen), KVFS_MODEL_SEED repeats
+a run's choices, KVFS_MODEL_SHRINK=1 looks for the shortest failing run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 EXAMPLES = int(os.environ.get("KVFS_MODEL_EXAMPLES") or helpers.often(4, 60))
+# Within so many runs every kind of restart has been seen.
+ENOUGH = 60
 STEPS = int(os.environ.get("KVFS_MODEL_STEPS", "50"))
 SEED = int(os.environ.get("KVFS_MODEL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 # Makes a failing run shorter: takes minutes.
@@ -655,15 +658,23 @@ def pools() -> Iterator[None]:
         mounted.stack.close()
 
 
-@pytest.mark.timeout(120 + 30 * EXAMPLES)
+def seen_enough() -> bool:
+    kinds = ("kills", "lost indexes", "clean remounts", "evictions")
+    return all(tally[kind] for kind in kinds) and tally["steps on files"] > 100
+
+
+@pytest.mark.timeout(120 + 30 * max(EXAMPLES, ENOUGH))
 def test_the_mount_behaves_like_the_model(pools: None) -> None:
     """Whatever is done, evicted, killed and mounted: what is read is what was written, or a miss where one may be."""
-    print(f"seed {SEED} (KVFS_MODEL_SEED), {EXAMPLES} runs of {STEPS} steps")
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        seed(SEED)(Machine),
-        settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
-                          phases=[Phase.generate, *([Phase.shrink] if SHRINK else [])],
-                          print_blob=True, report_multiple_bugs=False,
-                          suppress_health_check=list(HealthCheck)))
-    print(dict(tally))
-    assert tally["kills"] + tally["lost indexes"] > 0 and tally["steps on files"] > 100, tally
+    for number in range(max(1, ENOUGH // EXAMPLES)):
+        print(f"seed {SEED + number} (KVFS_MODEL_SEED), {EXAMPLES} runs of {STEPS} steps")
+        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+            seed(SEED + number)(Machine),
+            settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
+                              phases=[Phase.generate, *([Phase.shrink] if SHRINK else [])],
+                              print_blob=True, report_multiple_bugs=False,
+                              suppress_health_check=list(HealthCheck)))
+        print(dict(tally))
+        if seen_enough():
+            break
+    assert seen_enough(), tally

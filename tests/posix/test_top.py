@@ -21,15 +21,19 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Screen:
-    """A program in a terminal of 160 columns, and all that it has drawn."""
+    """A program in a terminal of 160 columns, and all that it has drawn. What starts it ignores interrupts."""
 
     def __init__(self, *command: str) -> None:
         self._terminal, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 60, 160, 0, 0))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvfs", *command], stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY,
-            env={**os.environ, "TERM": "xterm"}, start_new_session=True,
-        )  # fmt: skip
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvfs", *command], stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY,
+                env={**os.environ, "TERM": "xterm"}, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            signal.signal(signal.SIGINT, before)
         os.close(theirs)
         self.text = ""
 
