@@ -32,7 +32,7 @@ from kvfs.types import NAME_MAX, Inode, InodeFlags, InodeNumber, Kind
 log = logging.getLogger(__name__)
 
 MAGIC = b"KVFSCLI1"
-VERSION = 1
+VERSION = 2
 CLIENTS_MAX = 1024
 ITEMS_MAX = 4096
 FDS_MAX = 128
@@ -40,6 +40,7 @@ WELCOME_MAX = 16 << 20
 READ_ONLY = 1
 # The rest of a frame that has begun, and an answer that is being sent.
 FRAME_TIMEOUT_S = 30.0
+_TIMEOUT_MAX_MS = 3_600_000
 GOODBYE_TIMEOUT_S = 1.0
 HOSTS_TIMEOUT_S = 1.0
 # Blocks that clients call bad and that are read again at one time; what comes on top is forgotten.
@@ -55,6 +56,7 @@ _SO_PEERGROUPS = 59
 _SEALED = int(InodeFlags.SEALED)
 
 _HELLO = struct.Struct("<8sII")
+_PATIENCE = struct.Struct("<II")
 _FRAME = struct.Struct("<IHHiI")
 _WELCOME = struct.Struct("<II16sQQQQIIII")
 _WHERE = struct.Struct("<QII")
@@ -207,6 +209,7 @@ class _Connection:
         self._data = bytearray(begun)
         self._sending = trio.Lock()
         self._writable = False
+        self._timeout_s = 0.0
         self._under_way = trio.Semaphore(_UNDER_WAY_MAX)
         self._holder: Holder
         self._nursery: trio.Nursery
@@ -269,6 +272,15 @@ class _Connection:
             raise RefusedError(
                 errno.EPROTO, f"the daemon speaks version {VERSION} of the client protocol, the client {version}"
             )
+        if not await self._have(_PATIENCE.size, idle=False):
+            raise Breach("hung up before its hello was whole")
+        timeout_ms, reserved = _PATIENCE.unpack_from(self._data)
+        del self._data[: _PATIENCE.size]
+        if not 1 <= timeout_ms <= _TIMEOUT_MAX_MS or reserved:
+            raise RefusedError(
+                errno.EINVAL, f"hello with a timeout of {timeout_ms} ms: 1 to {_TIMEOUT_MAX_MS} are possible"
+            )
+        self._timeout_s = timeout_ms / 1000
         if not self.peer.may_connect:
             raise RefusedError(
                 errno.EACCES,
@@ -391,7 +403,8 @@ class _Connection:
                     await trio.lowlevel.checkpoint()
             wanted.append(place if isinstance(place, int) else Wanted(place[0], name, size, uid, place[1]))
         _end(payload, at)
-        answers = await self._store.reservations.reserve(self._holder, wanted)
+        # In time for the answer to be heard.
+        answers = await self._store.reservations.reserve(self._holder, wanted, self._timeout_s * 0.75)
         return b"".join(_reserved(answers))
 
     def _shard(self, root: InodeNumber, shard: bytes, uid: int, gid: int) -> tuple[InodeNumber, int] | int:

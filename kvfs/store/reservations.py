@@ -38,7 +38,7 @@ RESERVATION_MS = 30_000
 # Reserved at one time: of the pool, so that eviction always has something to go for, and in number.
 _SHARE = 4
 _OPEN_MAX = 65_536
-# A batch that must wait for eviction, or for others' reservations, waits this long; what has no place then gets none.
+# A batch that must wait for eviction, or for others' reservations, waits this long at most.
 _SPACE_TIMEOUT_S = 10.0
 # A commit waits this long for earlier reservations of its segments to be settled, then for the index instead.
 _SETTLE_S = 0.02
@@ -138,13 +138,18 @@ class Reservations:
 
     # ---- reserving ----
 
-    async def reserve(self, holder: Holder, wanted: Sequence[Wanted | int]) -> list[Reservation | int]:
-        """Places for a batch, or -errno for each: -EFBIG, -ENOSPC. An item that is an errno already stays it."""
+    async def reserve(
+        self, holder: Holder, wanted: Sequence[Wanted | int], timeout_s: float = float("inf")
+    ) -> list[Reservation | int]:
+        """Places for a batch, or -errno for each: -EFBIG, -ENOSPC. An item that is an errno already stays it.
+
+        What finds no place within timeout_s, and ten seconds at most, gets none.
+        """
         answers: list[Reservation | int] = []
         first = self._numbers + 1
         header_pages: dict[tuple[int, int, int], int] = {}
         head = self._segments.head(Stream.CLIENT)
-        with trio.move_on_after(_SPACE_TIMEOUT_S):
+        with trio.move_on_after(min(timeout_s, _SPACE_TIMEOUT_S)):
             for i, item in enumerate(wanted):
                 if i % _YIELD_EVERY == _YIELD_EVERY - 1:
                     await trio.lowlevel.checkpoint()

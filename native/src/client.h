@@ -39,6 +39,8 @@ struct session {
     uint32_t next_id;
     atomic_bool gone;                    /* the daemon hung up */
     atomic_bool goodbye;                 /* ... and said so first: unmounted */
+    atomic_bool silent;                  /* ... or its process listens still, and says nothing */
+    uint64_t listener[4];                /* device, inode, ctime (s, ns) of the socket's file: each daemon makes one */
     bool writable;
     uint32_t reservation_ms;
     uint8_t uuid[16];
@@ -104,7 +106,7 @@ struct kvfs_client {
     uint64_t *hits;
     uint32_t hit_count;
     uint64_t hits_sent_ns;
-    uint64_t silent_until_ns;            /* a new daemon took a connection and said nothing: not asked again before that */
+    uint64_t silent_until_ns;            /* a daemon took a connection and said nothing: not asked again before that */
     atomic_uint zombies;                 /* of all lanes */
     struct stage *stage;
     struct {

@@ -15,6 +15,9 @@
 
 #define WELCOME_MAX (256u << 20)
 #define ERRNO_MAX 4095
+/* A daemon that did not answer is not asked again for four timeouts, as a device is not; at most this long. */
+#define SILENT_TIMEOUTS 4u
+#define SILENT_MAX_MS 10000u
 
 static _Thread_local char sentence[768];
 
@@ -165,6 +168,27 @@ static int pool_of(const char *path, char pool[PATH_MAX], uint64_t *base) {
     free(line);
     fclose(mounts);
     return r;
+}
+
+/* Zeros: there is none. */
+static void listener_of(const struct kvfs_client *client, uint64_t out[4]) {
+    char path[PATH_MAX + 16];
+    struct stat about;
+    memset(out, 0, 4 * sizeof(*out));
+    snprintf(path, sizeof(path), "%s/control.sock", client->pool);
+    if (stat(path, &about) == 0) {
+        out[0] = about.st_dev;
+        out[1] = about.st_ino;
+        out[2] = (uint64_t)about.st_ctim.tv_sec;
+        out[3] = (uint64_t)about.st_ctim.tv_nsec;
+    }
+}
+
+/* The process that the session was with still is who listens: nothing can have been changed without it. */
+static bool listener_is_same(const struct kvfs_client *client, const struct session *session) {
+    uint64_t now[4];
+    listener_of(client, now);
+    return now[1] && memcmp(now, session->listener, sizeof(now)) == 0;
 }
 
 static int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
@@ -347,7 +371,8 @@ static int descriptors(struct kvfs_client *client, struct session *session, uint
 }
 
 static int session_open(struct kvfs_client *client, struct session **out) {
-    uint64_t deadline = now_ns() + client->options.timeout_ms * 1000000ull;
+    uint64_t deadline = now_ns() + client->options.timeout_ms * 1000000ull, listener[4];
+    listener_of(client, listener); /* first: a daemon that comes meanwhile is another one */
     int fd = socket_open(client, deadline);
     if (fd < 0)
         return fd;
@@ -366,7 +391,9 @@ static int session_open(struct kvfs_client *client, struct session **out) {
     pthread_cond_init(&session->lane_idle, &attributes);
     pthread_cond_init(&session->answered, &attributes);
     session->socket = fd;
-    struct wire_hello hello = {.magic = "KVFSCLI1", .version = KVFS_WIRE_VERSION, .flags = client->options.flags & KVFS_READ_ONLY};
+    memcpy(session->listener, listener, sizeof(listener));
+    struct wire_hello hello = {.magic = "KVFSCLI1", .version = KVFS_WIRE_VERSION, .flags = client->options.flags & KVFS_READ_ONLY,
+                               .timeout_ms = client->options.timeout_ms};
     struct wire_frame frame;
     struct wire_welcome welcome;
     uint8_t *rest = NULL;
@@ -510,7 +537,7 @@ int session_get(struct kvfs_client *client, struct session **out) {
         /* A new daemon listens before anything can be changed through it: while nobody listens, the old table is right. */
         r = now_ns() < client->silent_until_ns ? client_fail(-ETIMEDOUT, "%s: the daemon gives no answer", client->pool) : session_open(client, &fresh);
         if (r == -ETIMEDOUT && now_ns() >= client->silent_until_ns)
-            client->silent_until_ns = now_ns() + 1000000000;
+            client->silent_until_ns = now_ns() + min_u64(SILENT_TIMEOUTS * client->options.timeout_ms, SILENT_MAX_MS) * 1000000ull;
         if (r == 0 && memcmp(fresh->uuid, session->uuid, sizeof(fresh->uuid)) != 0) {
             session_put(fresh);
             r = client_fail(-ESTALE, "%s: another pool is there now: it was formatted again", client->pool);
@@ -522,7 +549,8 @@ int session_get(struct kvfs_client *client, struct session **out) {
             TALLY(client, reconnects, 1);
         } else if (r == -ENOTCONN && session->goodbye) {
             r = client_fail(-ENOTCONN, "%s: unmounted", client->path);
-        } else if (r == -ENOTCONN && session->plane.config.verify) {
+        } else if (session->plane.config.verify && (r == -ENOTCONN || (r == -ETIMEDOUT && listener_is_same(client, session)))) {
+            session->silent = r == -ETIMEDOUT;
             r = 0;
         }
     }
@@ -546,6 +574,8 @@ void wire_send(struct session *session, uint16_t type, const void *payload, uint
     session->asked = asked;
     if (session->gone)
         session_lose(session, -ENOTCONN);
+    if (session->gone && session->silent)
+        asked->result = -ETIMEDOUT;
     pthread_mutex_unlock(&session->socket_lock);
     struct wire_frame frame = {.size = size, .type = type, .id = asked->id};
     int r = session->gone ? 0 : send_all(session->socket, &frame, sizeof(frame), payload, size, asked->deadline_ns);
@@ -585,7 +615,7 @@ int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply
     assert(asked->done);
     *reply = NULL;
     if (asked->result == -ETIMEDOUT)
-        return client_fail(asked->result, "%s: the daemon gave no answer in time", client->pool);
+        return client_fail(asked->result, "%s: the daemon gave no answer in %u ms", client->pool, client->options.timeout_ms);
     if (asked->result < 0)
         return client_fail(asked->result, "%s: the daemon is gone", client->pool);
     if (asked->status < 0) {

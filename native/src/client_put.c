@@ -10,8 +10,6 @@
 #define WINDOW_ITEMS 256u
 #define WINDOW_BYTES ((uint64_t)64 << 20)
 #define FIRST_WINDOW_BYTES ((uint64_t)16 << 20)
-/* A daemon that has to evict first may take longer to reserve than a device to read. */
-#define RESERVE_TIMEOUT_MS 30000u
 
 /* ---- messages ---- */
 
@@ -46,11 +44,11 @@ static int message_check(const struct message_buffer *request) {
     return 0;
 }
 
-static int ask(struct kvfs_client *client, struct session *session, uint16_t type, struct message_buffer *request, uint32_t timeout_ms,
-               uint8_t **reply, uint32_t *reply_size) {
+static int ask(struct kvfs_client *client, struct session *session, uint16_t type, struct message_buffer *request, uint8_t **reply,
+               uint32_t *reply_size) {
     int r = message_check(request);
     if (r == 0)
-        r = wire_ask(client, session, type, request->data, (uint32_t)request->size, timeout_ms, reply, reply_size);
+        r = wire_ask(client, session, type, request->data, (uint32_t)request->size, client->options.timeout_ms, reply, reply_size);
     free(request->data);
     return r;
 }
@@ -62,7 +60,9 @@ static int writer_get(struct kvfs_client *client, struct session **out) {
     int r = session_get(client, out);
     if (r < 0)
         return r;
-    if ((*out)->gone)
+    if ((*out)->gone && (*out)->silent)
+        r = client_fail(-ETIMEDOUT, "%s: the daemon gives no answer: nothing can be stored or deleted until it does", client->path);
+    else if ((*out)->gone)
         r = client_fail(-ENOTCONN, "%s: the daemon is gone: nothing can be stored or deleted until it is back", client->path);
     else if (!(*out)->writable)
         r = client_fail(-EROFS, "%s: the daemon gave this user no right to write", client->path);
@@ -347,7 +347,8 @@ static void window_ask(struct put_call *call) {
         *window = (struct window){.first = first, .count = count, .alone = true};
         for (struct window *other = call->windows; other; other = other->next)
             window->alone = window->alone && other->item_count == 0;
-        wire_send(call->session, WIRE_RESERVE, request.data, (uint32_t)request.size, RESERVE_TIMEOUT_MS, &window->asked);
+        wire_send(call->session, WIRE_RESERVE, request.data, (uint32_t)request.size, call->client->options.timeout_ms,
+                  &window->asked);
         window->asked_ns = window->asked.sent_ns;
         if (last)
             last->next = window;
@@ -365,7 +366,7 @@ static void window_ask(struct put_call *call) {
 /* What the daemon has no room for is asked for again once everything before it is committed, and so can be evicted. Not where that was so
  * already, nor where the daemon looked for room as long as it does: it would again, for every block that is left. */
 static void window_without_room(struct put_call *call, struct window *window, uint32_t from, bool some) {
-    if (window->asked.answered_ns - window->asked_ns > call->client->options.timeout_ms * 1000000ull) {
+    if (window->asked.answered_ns - window->asked_ns > call->client->options.timeout_ms * 1000000ull / 2) {
         for (uint32_t i = window->first + window->count; i < call->count; i++)
             call->results[i] = -ENOSPC;
         call->next = call->count;
@@ -479,8 +480,8 @@ static void window_commit(struct put_call *call, struct window *window) {
             call->results[item->index] = item->error;
     }
     window->committing = true;
-    wire_send(call->session, WIRE_COMMIT, window->commit, 8 + window->item_count * (uint32_t)sizeof(struct wire_commit), RESERVE_TIMEOUT_MS,
-              &window->asked);
+    wire_send(call->session, WIRE_COMMIT, window->commit, 8 + window->item_count * (uint32_t)sizeof(struct wire_commit),
+              call->client->options.timeout_ms, &window->asked);
 }
 
 /* What was entered. */
@@ -590,7 +591,7 @@ static void late_tell(struct kvfs_client *client, struct session *session) {
             memcpy(request.data, &count, sizeof(count));
         uint8_t *reply = NULL;
         uint32_t reply_size;
-        ask(client, session, WIRE_COMMIT, &request, RESERVE_TIMEOUT_MS, &reply, &reply_size); /* it has nothing to say to that */
+        ask(client, session, WIRE_COMMIT, &request, &reply, &reply_size); /* it has nothing to say to that */
         free(reply);
     }
 }
@@ -697,7 +698,7 @@ int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_
             free(request.data);
             break;
         }
-        r = ask(client, session, WIRE_DELETE, &request, RESERVE_TIMEOUT_MS, &reply, &reply_size);
+        r = ask(client, session, WIRE_DELETE, &request, &reply, &reply_size);
         if (r == 0 && reply_size != count)
             r = client_fail(-EPROTO, "%s: the daemon answered a delete of %u keys with %u bytes", client->pool, count, reply_size);
         for (uint32_t i = 0; r == 0 && i < count; i++)
@@ -731,7 +732,7 @@ int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size
     if (capacity == 0)
         r = client_fail(-ERANGE, "%llu bytes hold no key: %u are needed for each", (unsigned long long)data_size, KVFS_KEY_MAX);
     if (r == 0)
-        r = ask(client, session, WIRE_LIST, &request, RESERVE_TIMEOUT_MS, &reply, &reply_size);
+        r = ask(client, session, WIRE_LIST, &request, &reply, &reply_size);
     else
         free(request.data);
     if (r == 0 && reply_size < 8)

@@ -11,7 +11,7 @@
 
 #include "kvfs_format.h"
 
-#define KVFS_WIRE_VERSION 1
+#define KVFS_WIRE_VERSION 2
 #define KVFS_WIRE_SIZE_MAX (16u << 20)  /* of a payload */
 #define KVFS_WIRE_FDS_MAX 128           /* in one frame */
 #define KVFS_WIRE_ITEMS_MAX 4096        /* in one request */
@@ -28,8 +28,10 @@ struct wire_hello {
     uint8_t magic[8];       /* "KVFSCLI1" */
     uint32_t version;       /* KVFS_WIRE_VERSION */
     uint32_t flags;         /* enum kvfs_client_flags: KVFS_READ_ONLY */
+    uint32_t timeout_ms;    /* how long the client waits for an answer: a RESERVE is answered within three quarters of it */
+    uint32_t reserved;
 };
-static_assert(sizeof(struct wire_hello) == 16, "wire");
+static_assert(sizeof(struct wire_hello) == 24, "wire");
 
 /* Answer to hello, then device_count uint64_t (zones_offset), then segment_count * stripe_width { uint32_t device, zone }. Then come
  * DESCRIPTORS frames without payload, each with up to KVFS_WIRE_FDS_MAX descriptors (SCM_RIGHTS) on its first byte: the block table's memfd,

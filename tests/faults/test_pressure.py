@@ -29,6 +29,9 @@ from helpers import (
 )
 from workload import Child
 
+import kvfs
+from kvfs.errors import PutNoSpaceError
+
 PIN = "user.kvfs.pin"
 LABELS_AND_START = MIB + 64 * KIB
 
@@ -159,6 +162,11 @@ def test_when_everything_is_pinned_the_write_fails_and_never_only_the_close(own_
     assert written * block > 40 * MIB, f"full with only {written} blocks"
     for index in range(written):
         assert_same(read_file(pool.mount / "kept" / f"{index}"), content(block, index), f"pinned block {index}")
+    with kvfs.connect(pool.mount / "kept", "native", gpu=None, timeout_s=1) as client, pytest.raises(PutNoSpaceError):
+        for index in range(100):
+            began = time.monotonic()
+            client.put([(f"{index}".encode(), content(block, index))])
+    assert time.monotonic() - began < 8, "put looked for room longer than its client waits"
     os.removexattr(pool.mount / "kept", PIN)
 
     def room() -> bool:

@@ -1,4 +1,5 @@
-"""A daemon that is stopped and answers nothing: the kernel ends its mount where --request-timeout asked for that."""
+"""A daemon that is stopped and answers nothing: native clients give up in their time, and the kernel ends its mount
+where --request-timeout asked for that."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import time
 import pytest
 from helpers import MIB, CommandError, Pool, assert_same, content, read_file, run, wait_until, write_file
 
+import kvfs
 from kvfs.doctor import REQUEST_TIMEOUT_KERNEL, kernel_version
+from kvfs.errors import DeadlineError
 
 # The least that the kernel knows, which is also how often it looks.
 TIMEOUT_S = 15
@@ -22,6 +25,36 @@ LIMIT_S = 90
 has_timeouts = pytest.mark.skipif(
     kernel_version(platform.release()) < REQUEST_TIMEOUT_KERNEL, reason="FUSE_REQUEST_TIMEOUT needs Linux 6.15"
 )
+
+
+def test_native_calls_to_a_stopped_daemon_end_in_their_time():
+    with Pool(size="64M") as pool, kvfs.connect(pool.mount, gpu=None, timeout_s=1) as client:
+        client.put([(b"before", b"sealed")])
+        pid = pool.pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for call in (
+                lambda: client.put([(f"{i}".encode(), content(MIB)) for i in range(40)]),
+                lambda: client.delete([b"before"]),
+                lambda: list(client.list()),
+            ):
+                begun_s = time.monotonic()
+                with pytest.raises(DeadlineError):
+                    call()
+                assert time.monotonic() - begun_s < 10
+            assert client.get(b"before") == b"sealed"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+        def stored() -> bool:
+            try:
+                client.put([(b"after", b"sealed too")])
+            except DeadlineError:
+                return False
+            return True
+
+        wait_until(stored, "a put once the daemon runs again", timeout_s=60)
+        assert client.get(b"after") == b"sealed too"
 
 
 @pytest.mark.slow

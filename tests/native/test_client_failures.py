@@ -141,7 +141,7 @@ def frame(kind, payload, status=0):
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        (frame(1, struct.pack("<II", 99, 1) + bytes(64)), VersionError, "the daemon speaks version 99, this library 1"),
+        (frame(1, struct.pack("<II", 99, 1) + bytes(64)), VersionError, "the daemon speaks version 99, this library 2"),
         (frame(1, b"version 1 of the protocol, you speak 9", -errno.EPROTO), VersionError, "version 1 of the protocol"),
         (frame(1, b"user 7 is not welcome", -errno.EACCES), ClientError, "user 7 is not welcome"),
         (frame(1, bytes(20)), VersionError, "welcome has 20 bytes"),

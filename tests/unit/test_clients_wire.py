@@ -114,7 +114,14 @@ def test_who_only_reads_gets_descriptors_that_only_read(pool: Pool) -> None:
 def test_another_version_is_told_so(pool: Pool) -> None:
     with WireClient(pool.path, version=7) as client:
         number, text = client.refused()
-        assert number == errno.EPROTO and "version 1" in text and "7" in text
+        assert number == errno.EPROTO and "version 2" in text and "7" in text
+
+
+@pytest.mark.parametrize("timeout_ms", [0, 3_600_001])
+def test_a_timeout_that_cannot_be_is_refused(pool: Pool, timeout_ms: int) -> None:
+    with WireClient(pool.path, timeout_ms=timeout_ms) as client:
+        number, text = client.refused()
+        assert number == errno.EINVAL and f"{timeout_ms} ms" in text
 
 
 def test_unknown_flags_are_refused(pool: Pool) -> None:

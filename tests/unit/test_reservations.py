@@ -518,6 +518,18 @@ def test_what_was_written_and_not_committed_may_be_found_and_is_whole(pool: Path
 # ---- space ----
 
 
+def test_who_waits_for_room_waits_no_longer_than_he_said(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer, other = Writer(store), Writer(store)
+        await writer.reserve([b"%d" % i for i in range(100)], 1 << 20)
+        wanted = [Wanted(InodeNumber(ROOT_INODE), b"other", 1 << 20, 7, 8)] * 2
+        started = trio.current_time()
+        assert await store.reservations.reserve(other.holder, wanted, 0.25) == [-ENOSPC] * 2
+        assert 0.25 <= trio.current_time() - started < 20
+
+    with_store(pool, work)
+
+
 def test_a_batch_that_does_not_fit_is_refused_in_part_and_at_once(pool: Path) -> None:
     async def work(store: Store) -> None:
         writer = Writer(store)
