@@ -47,7 +47,7 @@ class Sick:
         self.appear()
 
     def appear(self) -> None:
-        script = pathlib.Path(__file__).with_name("stoppable.py")
+        script = helpers.REPOSITORY / "tests/stoppable.py"
         self._process = subprocess.Popen([sys.executable, script, self.target, self.mountpoint], text=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None

@@ -3,13 +3,12 @@
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "faults"))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "unit"))
-
 import helpers
+from remounts import only_root, own_pool
 
-for _name in helpers.FIXTURES:
-    globals()[_name] = getattr(helpers, _name)
+__all__ = ["only_root", "own_pool"]
+
+for _room in ("unit", "faults"):
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / _room))
 
 helpers.give_devices_time()

@@ -24,6 +24,12 @@ def test_each_file_of_tests_is_in_one_lane_of_each_tier(words: tuple[str, ...]) 
         assert sum(place.is_relative_to(path) for path in paths) == 1, place
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their names alone: a run of all of them would end with an error."""
+    names = sorted(file.name for file in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert len(names) == len(set(names)), names
+
+
 def test_the_slow_ones_run_with_all_in_every_lane() -> None:
     assert all("--run-slow" in given for given in lanes("--all").values())
     assert not any("--run-slow" in given for given in lanes().values())

@@ -17,6 +17,8 @@ import kvfs
 from kvfs.doctor import REQUEST_TIMEOUT_KERNEL, kernel_version
 from kvfs.errors import DeadlineError
 
+pytestmark = pytest.mark.usefixtures("only_root")
+
 # The least that the kernel knows, which is also how often it looks.
 TIMEOUT_S = 15
 # Of two or more times that, for a busy machine.

@@ -26,6 +26,8 @@ from helpers import (
     write_file,
 )
 
+pytestmark = pytest.mark.usefixtures("only_root")
+
 MALLORY, ALICE = 41_001, 41_002
 BLOCK = MIB
 

@@ -17,7 +17,7 @@ from front_end import Guest
 from helpers import MIB, Pool, content, process_alive, read_file, wait_until, write_file
 from silent_fuse import SilentFuse
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("only_root")]
 
 
 @pytest.fixture

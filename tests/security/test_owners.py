@@ -25,6 +25,8 @@ from kvfs.store.devices import device_path, open_device, read_beat
 from kvfs.store.format import BEAT_OFFSET, Beat, pack_beat
 from kvfs.types import PAGE_SIZE
 
+pytestmark = pytest.mark.usefixtures("only_root")
+
 
 class Directory:
     """A second directory that leads to the devices of a pool."""

@@ -34,6 +34,8 @@ from helpers import KIB, MIB, Pool, assert_same, content, in_child, wait_until
 import kvfs
 from kvfs.errors import BusyBufferError, ClientError, KvfsError, PoolChangedError, PutError
 
+pytestmark = pytest.mark.usefixtures("only_root")
+
 NOBODY = 65534
 SEED = int(os.environ.get("KVFS_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 
@@ -707,7 +709,7 @@ class Stuck:
         helpers.run("truncate", "--size", "64M", target)
         helpers.run("truncate", "--size", "64M", base / "sound")
         self.devices = (str(base / "sound"), str(self.mountpoint / "device"))
-        script = pathlib.Path(__file__).with_name("stoppable.py")
+        script = helpers.REPOSITORY / "tests/stoppable.py"
         self._process = subprocess.Popen([sys.executable, script, target, self.mountpoint], text=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
