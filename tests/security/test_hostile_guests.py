@@ -14,7 +14,7 @@ import front_end
 import helpers
 import pytest
 from front_end import Guest
-from helpers import MIB, Pool, content, process_alive, read_file, wait_until, write_file
+from helpers import MIB, Pool, content, mount_device, process_alive, read_file, wait_until, write_file
 from silent_fuse import SilentFuse
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("only_root")]
@@ -27,6 +27,8 @@ def served(own_pool) -> Iterator[tuple[Pool, pathlib.Path, pathlib.Path]]:
     sockets = [pool.base / name for name in ("a.sock", "b.sock")]
     pool.start("--virtiofs", str(sockets[0]), "--virtiofs", str(sockets[1]))
     yield pool, *sockets
+    if mount_device(pool.mount) is not None:
+        end_all(pool)  # an umount of the mount alone would leave the exports, and with them the daemon
 
 
 def assert_others_are_served(pool: Pool, other: pathlib.Path, seed: int) -> None:
