@@ -588,6 +588,14 @@ class Store:
             self.shares.add(PINNED, user, (come - gone) * PAGE_SIZE)
             self._set_space()
 
+    def moved(self, before: Inode, after: Inode) -> None:
+        """It lies in another directory: a pin may hold it that did not, or no longer."""
+        if after.kind == Kind.DIRECTORY:
+            self.pins.changed.set()  # all below it: counted anew
+        else:
+            self.count_pinned(before, None)
+            self.count_pinned(None, after)
+
     def forget(self, inode: Inode) -> None:
         """A sealed block was removed from the index: its pages are free, its summary must not name it."""
         if not inode.sealed or inode.kind != Kind.FILE:
