@@ -449,6 +449,11 @@ def _print_json(document: Mapping[str, object]) -> None:
     print(json.dumps({"version": JSON_VERSION, **document}, indent=2))
 
 
+def _note(text: object) -> None:
+    """A line for people, beside the result."""
+    print(printable(f"kvfs: {text}"), file=sys.stderr)
+
+
 class ProgressPrinter:
     """Says on stderr how far a long step is: nothing in the first two seconds, then at most a line a second."""
 
@@ -503,7 +508,8 @@ def _discover(args: argparse.Namespace) -> int:
         _print_json({"subsystems": [asdict(subsystem) for subsystem in found]})
         return 0
     for subsystem in found:
-        print(f"{subsystem.transport} {subsystem.address}:{subsystem.port} {subsystem.kind} {subsystem.nqn}")
+        where = f"{subsystem.transport} {subsystem.address}:{subsystem.port}"
+        print(printable(f"{where} {subsystem.kind} {subsystem.nqn}"))
     return 0
 
 
@@ -549,7 +555,7 @@ def _format(args: argparse.Namespace) -> int:
         )
         return 0
     for note in result.notes:
-        print(printable(f"kvfs: {note}"), file=sys.stderr)
+        _note(note)
     print(
         f"pool {printable(str(args.pool))}: {len(config.devices)} devices, {config.segment_count} segments of "
         f"{format_size(geometry.segment_size)}, stripe width {geometry.stripe_width}, "
@@ -708,10 +714,9 @@ def _umount(args: argparse.Namespace) -> int:
     mount.unmount(present.mountpoint, lazy=args.lazy, force=args.force)
     clean = not exports
     if exports:
-        print(
-            f"kvfs: {present.mountpoint}: unmounted; the pool is still exported ({', '.join(exports)}): "
-            f"kvfs umount {pool} ends that",
-            file=sys.stderr,
+        _note(
+            f"{present.mountpoint}: unmounted; the pool is still exported ({', '.join(exports)}): "
+            f"kvfs umount {pool} ends that"
         )
     elif watch is not None and not args.lazy:
         clean = _wait_for_end(watch, args.target)
@@ -758,11 +763,14 @@ def _exports_of(pool: Path) -> list[str]:
 
 def _watch_daemon(pool: Path) -> object:
     """The daemon of a pool, held by a pidfd from before the unmount; None if there is none."""
+    from kvfs.errors import PoolError
     from kvfs.frontend.mount import ProcessWatch
+    from kvfs.guard import open_own
 
     try:
-        return ProcessWatch(int((pool / "kvfs.pid").read_text()))
-    except (OSError, ValueError):
+        with open(open_own(pool / "kvfs.pid", os.O_RDONLY, 0)) as file:
+            return ProcessWatch(int(file.read(32)))
+    except (PoolError, OSError, ValueError):
         return None
 
 
@@ -829,7 +837,7 @@ def _status(args: argparse.Namespace) -> int:
             documents.append(_status_of(pool))
         except NotAllowedError as error:
             # Those of others do not hide one's own.
-            print(printable(f"kvfs: {error}"), file=sys.stderr)
+            _note(error)
             refused += 1
     if args.output == "json":
         _print_json(documents[0] if args.target is not None else {"pools": documents})
@@ -920,7 +928,7 @@ def _metrics(args: argparse.Namespace) -> int:
                 found.append(_status_of(pool, timeout_s=2.0))
             except KvfsError as error:
                 found.append({"pool": {"path": str(pool)}})
-                print(printable(f"kvfs: {error}"), file=sys.stderr)
+                _note(error)
         return found
 
     async def collect() -> list[stats.Json]:
@@ -960,8 +968,8 @@ def _fsck(args: argparse.Namespace) -> int:
         print(f"{report.findings_left_out} more findings are left out")
     verified = f", {size_text(report.verified_bytes)} read and right" if args.verify_data else ""
     print(
-        f"pool {args.pool}: {report.blocks} blocks of {size_text(report.bytes)} in {report.segments} segments, "
-        f"{report.directories} directories{verified}"
+        f"pool {printable(str(args.pool))}: {report.blocks} blocks of {size_text(report.bytes)} in "
+        f"{report.segments} segments, {report.directories} directories{verified}"
     )
     if not report.damaged:
         print("nothing is damaged")
@@ -995,10 +1003,10 @@ def _pin(args: argparse.Namespace) -> int:
     for found in stays:
         above, below = cast(list[str], found["above"]), cast(list[str], found["below"])
         if above:
-            print(f"kvfs: {found['path']}: stays pinned by {above[-1]}, which it lies in", file=sys.stderr)
+            _note(f"{found['path']}: stays pinned by {above[-1]}, which it lies in")
         if below:
             more = f" and {len(below) - 3} more" if len(below) > 3 else ""
-            print(f"kvfs: {found['path']}: stays pinned below it: {', '.join(below[:3])}{more}", file=sys.stderr)
+            _note(f"{found['path']}: stays pinned below it: {', '.join(below[:3])}{more}")
     return 0
 
 
@@ -1052,7 +1060,7 @@ def _prestage(args: argparse.Namespace) -> int:
     else:
         print(f"{done.blocks} blocks of {size_text(done.bytes)} in the page cache")
         if done.missed:
-            print(f"kvfs: {done.missed} blocks were gone, or could not be read", file=sys.stderr)
+            _note(f"{done.missed} blocks were gone, or could not be read")
     return 0
 
 
@@ -1141,7 +1149,8 @@ def _device(args: argparse.Namespace) -> int:
         _print_json(document)
     else:
         by = f" by {document['path']}" if "path" in document else ""
-        print(f"device {document['device']}: {args.action}d{by}, {document['lost_blocks']} blocks went with it")
+        done = f"device {document['device']}: {args.action}d{by}, {document['lost_blocks']} blocks went with it"
+        print(printable(done))
     return 0
 
 
@@ -1160,7 +1169,7 @@ def _device_add(args: argparse.Namespace, pool: Path) -> int:
         _print_json({"pool": os.path.abspath(pool), "devices": len(after.devices), "segments": after.segment_count})
     else:
         print(
-            f"pool {pool}: {len(after.devices) - len(before.devices)} devices added, "
+            f"pool {printable(str(pool))}: {len(after.devices) - len(before.devices)} devices added, "
             f"{after.segment_count - before.segment_count} segments more, {after.segment_count} now"
         )
     return 0

@@ -567,6 +567,8 @@ class Daemon:
         """What the store passes on of the data plane's events."""
         if kind == Event.TRANSPORTS_GONE:
             # Unmounted, or the connection was aborted, and nothing is exported: nobody can send a request any more.
+            # Whoever mounts now waits; what comes before the store is closed (goodbyes to clients) may take a while.
+            self._store.ending()
             self._gone.set()
         elif kind == Event.IDLE:
             self._namespace.idle(InodeNumber(inode))

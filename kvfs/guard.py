@@ -9,33 +9,50 @@ import errno
 import os
 import pwd
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from kvfs.errors import PoolError
 
+# Directories of a pool in which kvfs makes, and writes to, files of its own; and whose files it opens for writing.
+_DIRECTORIES, _INDEX = ("index", "devices"), "index"
+
 
 def check_owner(pool: Path) -> None:
-    """For root: that nobody else can change what lies in a pool's directory. PoolError, with EPERM."""
+    """For root: that nobody else can change what lies in a pool's directory, and that whoever could before has left no
+    link where root writes. PoolError, with EPERM."""
     if os.geteuid() != 0:
         return
     try:
-        status = os.stat(pool)
+        _check_directory(pool, pool, os.stat(pool))
+        for name in _DIRECTORIES:
+            with suppress(FileNotFoundError):
+                _check_directory(pool, pool / name, os.stat(pool / name))
+        with suppress(FileNotFoundError):
+            for entry in os.scandir(pool / _INDEX):
+                if not entry.is_file(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != 0:
+                    raise _refusal(f"{entry.path}: not a plain file of root's; remove {pool / _INDEX}: it is made anew")
     except OSError as error:
-        raise PoolError(f"{pool}: {os.strerror(error.errno or 0)}") from error
-    refusal = None
+        raise PoolError(f"{error.filename or pool}: {os.strerror(error.errno or 0)}") from error
+
+
+def _check_directory(pool: Path, path: Path, status: os.stat_result) -> None:
     if status.st_uid != 0:
-        refusal = PoolError(
-            f"{pool}: belongs to user {_name(status.st_uid)}, and root uses no pool of another user's; run kvfs as "
-            f"that user, or give the directory to root (chown root {pool})"
+        raise _refusal(
+            f"{path}: belongs to user {_name(status.st_uid)}, and root uses no pool of another user's; run kvfs as "
+            f"that user, or give the pool to root (chown -R root {pool})"
         )
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        refusal = PoolError(
-            f"{pool}: mode {stat.S_IMODE(status.st_mode):04o}: others than its owner can write there, and root uses no "
-            f"such pool (chmod go-w {pool})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _refusal(
+            f"{path}: mode {stat.S_IMODE(status.st_mode):04o}: others than its owner can write there, and root uses no "
+            f"such pool (chmod go-w {path})"
         )
-    if refusal is not None:
-        refusal.errno = errno.EPERM
-        raise refusal
+
+
+def _refusal(text: str) -> PoolError:
+    refusal = PoolError(text)
+    refusal.errno = errno.EPERM
+    return refusal
 
 
 def _name(uid: int) -> str:

@@ -613,11 +613,12 @@ class Plane:
         """What a user holds besides open blocks."""
         lib.kvfs_user_hold(self._plane, user, size)
 
-    def users(self) -> list[tuple[int, int, int]]:
-        """Of each user that was ever seen: id, bytes of open blocks, blocks evicted while they were open."""
+    def users(self) -> list[tuple[int, int, int, int]]:
+        """Of each user that was ever seen: id, bytes of open blocks, bytes of files being written, blocks evicted while
+        they were open."""
         out = ffi.new("struct kvfs_user[]", _USERS_MAX)
         count = lib.kvfs_users(self._plane, out, _USERS_MAX)
-        return [(out[i].id, out[i].open_bytes, out[i].evicted) for i in range(count)]
+        return [(out[i].id, out[i].open_bytes, out[i].writing_bytes, out[i].evicted) for i in range(count)]
 
     def inode_user(self, inode: int) -> int:
         """The user that the inode's open content is charged to. PlaneError: ENOENT."""

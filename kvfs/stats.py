@@ -195,9 +195,9 @@ def render_evicted(result: Json) -> str:
 def _user_rows(status: Json) -> list[list[str]]:
     """Who holds what eviction leaves alone."""
     title = f"user (share {size_text(number(status, 'share'))})"
-    rows = [[title, "open", "pinned", "reserved", "slabs", "evicted open"]]
+    rows = [[title, "open", "writing", "pinned", "reserved", "slabs", "evicted open"]]
     for user in items(status, "users"):
-        sizes = [size_text(number(user, kind)) for kind in ("open", "pinned", "reserved", "slabs")]
+        sizes = [size_text(number(user, kind)) for kind in ("open", "writing", "pinned", "reserved", "slabs")]
         rows.append([str(user.get("name")), *sizes, f"{number(user, 'evicted_open'):.0f}"])
     return rows
 

@@ -72,7 +72,7 @@ def view(change: Json, found: Json) -> Any:
 
     seconds = number(change, "seconds") or 1.0
     return Group(
-        *(Text(line) for line in _head(change, seconds)),
+        *(_text(line) for line in _head(change, seconds)),
         Text(),
         _table(("operation", "ops/s", "p50", "p99"), _latencies(change, seconds)),
         _table(("device", "state", "read/s", "written/s", "rd p99", "wr p99", "errors"), _devices(change, seconds)),

@@ -425,6 +425,8 @@ class Namespace:
         self._index.put(renamed, inode, record)
         if lasting:
             self._store.renamed(renamed, entered=True)
+            if parent != new_parent:
+                self._store.moved(inode, renamed)
         moved = int(inode.kind == Kind.DIRECTORY)
         replaced = int(target is not None and target.kind == Kind.DIRECTORY)
         if parent == new_parent:

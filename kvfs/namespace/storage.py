@@ -139,6 +139,10 @@ class Storage(Protocol):
         """`entered`: with a new version, into index and block table."""
         ...
 
+    def moved(self, before: Inode, after: Inode) -> object:
+        """What is in the index has come from one directory to another, and is `renamed`."""
+        ...
+
     async def pin(self, inode: InodeNumber, user: int) -> object:
         """`user`: whom it is charged to."""
         ...

@@ -87,8 +87,8 @@ def kernel_reservation(fd: int, path: str, step: Step, key: int, other: int) -> 
     kind = _PR_WRITE_EXCLUSIVE_REG_ONLY
     request, data = {
         Step.REGISTER: (_PR_REGISTER, struct.pack("<QQII", 0, key, _PR_IGNORE_KEY, 0)),
-        # The kernel wants the old key where the host is registered already.
-        Step.REPLACE: (_PR_REGISTER, struct.pack("<QQII", other, key, _PR_IGNORE_KEY, 0)),
+        # The kernel replaces a registration if it is told an old key, whichever: it may be one that no beat has.
+        Step.REPLACE: (_PR_REGISTER, struct.pack("<QQII", other or key, key, _PR_IGNORE_KEY, 0)),
         Step.ACQUIRE: (_PR_RESERVE, struct.pack("<QII", key, kind, 0)),
         Step.PREEMPT: (_PR_PREEMPT, struct.pack("<QQII", other, key, kind, 0)),
         Step.RELEASE: (_PR_RELEASE, struct.pack("<QII", key, kind, 0)),

@@ -384,7 +384,7 @@ def unpack_summary(config: PoolConfig, segment: SegmentIndex, data: bytes) -> Su
 # ---- the index's meta values ----
 
 META_UUID, META_CLEAN, META_EPOCH, META_VERSION = b"uuid", b"clean", b"epoch", b"version"
-META_IN_FLIGHT = b"in_flight"
+META_IN_FLIGHT, META_OPENING = b"in_flight", b"opening"
 META_NUMBER = struct.Struct("<Q")
 
 # ---- inode records in bulk ----

@@ -34,6 +34,7 @@ from kvfs.store.format import (
     META_EPOCH,
     META_IN_FLIGHT,
     META_NUMBER,
+    META_OPENING,
     META_UUID,
     META_VERSION,
     RECORD_HEAD,
@@ -203,6 +204,9 @@ class Store:
             stack.callback(plane.destroy)
             index, rebuild = _open_index(opened)
             stack.callback(index.close)
+            # Labels of this mount are then of this index, also if it ends while it writes them.
+            index.meta_put(META_OPENING, META_NUMBER.pack(epoch))
+            index.commit_now()
             failed = write_labels(opened.config, opened.devices, epoch, opened.absent)
             opened.absent.update(failed)
             if failed and len(opened.absent) == len(opened.devices):
@@ -588,6 +592,14 @@ class Store:
             self.shares.add(PINNED, user, (come - gone) * PAGE_SIZE)
             self._set_space()
 
+    def moved(self, before: Inode, after: Inode) -> None:
+        """It lies in another directory: a pin may hold it that did not, or no longer."""
+        if after.kind == Kind.DIRECTORY:
+            self.pins.changed.set()  # all below it: counted anew
+        else:
+            self.count_pinned(before, None)
+            self.count_pinned(None, after)
+
     def forget(self, inode: Inode) -> None:
         """A sealed block was removed from the index: its pages are free, its summary must not name it."""
         if not inode.sealed or inode.kind != Kind.FILE:
@@ -849,7 +861,8 @@ def _open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
 
 
 def check_index(index: LmdbIndex, opened: OpenPool) -> None:
-    """FormatError unless all that a mount takes from it is what a kvfs can have written."""
+    """FormatError unless it is of the pool's last mount, and all that a mount takes from it can be a kvfs's."""
+    known_epoch(index, opened)
     members, end_page = opened.config.members(), opened.config.geometry.end_page
     for number, data in index.segment_items():
         if number >= len(members):
@@ -867,6 +880,15 @@ def check_index(index: LmdbIndex, opened: OpenPool) -> None:
         check_records(chunk, epoch_max=opened.epoch, segment_count=len(members), end_page=end_page, origin="inodes")
 
 
+def known_epoch(index: LmdbIndex, opened: OpenPool) -> int:
+    """The last mount that the index knows. FormatError if the devices know a later one: that was with another index, of
+    another directory or a copy, and what it wrote, replaced and removed is not known to this one."""
+    known = _number(index, META_EPOCH)
+    if max(known, _number(index, META_OPENING)) < opened.epoch:
+        raise FormatError(f"it knows mount {known}, the labels mount {opened.epoch}: with another index")
+    return known
+
+
 def _index_epoch(opened: OpenPool) -> int:
     """The last mount that the index knows; 0 if there is no index that can say."""
     path = opened.path / INDEX_NAME
@@ -878,7 +900,7 @@ def _index_epoch(opened: OpenPool) -> int:
         return 0
     try:
         own = index.meta_get(META_UUID) == opened.config.uuid.bytes and not index.incomplete
-        known = _number(index, META_EPOCH) if own else 0
+        known = known_epoch(index, opened) if own else 0
         if known >= EPOCH_MAX:
             raise FormatError(f"it knows mount {known}; the last possible is {EPOCH_MAX - 1}")
         return known

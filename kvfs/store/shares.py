@@ -2,7 +2,8 @@
 and slabs together.
 
 The data plane counts what is open (native/src/shares.c), and may let go of it beyond the share; what is told of here
-counts before that. Pins beyond the share hold no longer; reservations and slabs beyond it are refused. Root and the
+counts before that. Pins beyond the share hold no longer; reservations and slabs beyond it are refused. Files being
+written, which the data plane counts too, may be more, as long as a share of room is left to others. Root and the
 daemon's own user may hold all. A guest is one user, whatever users it has.
 """
 
@@ -27,7 +28,7 @@ class Plane(Protocol):
 
     def user_hold(self, user: int, size: int) -> None: ...
 
-    def users(self) -> list[tuple[int, int, int]]: ...
+    def users(self) -> list[tuple[int, int, int, int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class UserStatistics:
 
     user: int
     open: int
+    writing: int
     pinned: int
     reserved: int
     slabs: int
@@ -103,14 +105,18 @@ class Shares:
 
     def statistics(self) -> list[UserStatistics]:
         """Who holds anything, or lost an open block; those who hold most first."""
-        known = {user: (size, evicted) for user, size, evicted in self._plane.users()}
+        known = {user: numbers for user, *numbers in self._plane.users()}
         found: list[UserStatistics] = []
         for user in known.keys() | {user for held in self._held.values() for user in held}:
-            size, evicted = known.get(user, (0, 0))
+            size, writing, evicted = known.get(user, (0, 0, 0))
             pinned, reserved, slabs = (self._held[kind][user] for kind in _KINDS)
-            if size + pinned + reserved + slabs + evicted:
-                found.append(UserStatistics(user, size, pinned, reserved, slabs, evicted))
-        return sorted(found, key=lambda user: (-(user.open + user.pinned + user.reserved + user.slabs), user.user))
+            if size + writing + pinned + reserved + slabs + evicted:
+                found.append(UserStatistics(user, size, writing, pinned, reserved, slabs, evicted))
+        return sorted(found, key=_most)
+
+
+def _most(user: UserStatistics) -> tuple[int, int]:
+    return -(user.open + user.writing + user.pinned + user.reserved + user.slabs), user.user
 
 
 _GUEST, _OTHERS = 0xFFFF0000, 0xFFFFFFFF  # kvfs_plane.h: KVFS_USER_GUEST, KVFS_USER_OTHERS

@@ -256,7 +256,7 @@ int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode);
  * then. Completion: 0 (also when it is being written already: then it is truncated if keep_content is 0), -EBUSY (a seal or spill is under
  * way, and keep_content is 0), -ENOENT, -EBADMSG, or -errno of reading the header. */
 int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int keep_content);
-/* Of a file that is being written. -EBUSY: a seal or spill is under way, or it is a slab; -ENOENT: it is not being written; -EFBIG. */
+/* Of a file that is being written. -EBUSY: a seal or spill is under way, or it is a slab; -ENOENT: it is not being written; -EFBIG; -EDQUOT. */
 int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
 /* The same for fallocate(2), which makes a file no smaller, and asks for its room: -ENOSPC, or what kvfs_set_space said. */
 int kvfs_file_allocate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
@@ -339,8 +339,9 @@ void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error);
 /* Users are those who open a file: a uid of the host, or, for all of a guest, this and the number of its transport. SETXATTR names them so, too. */
 #define KVFS_USER_GUEST 0xffff0000u
 #define KVFS_USER_OTHERS 0xffffffffu    /* more users than there is place for: they share one share */
-struct kvfs_user { uint32_t id, reserved; uint64_t open_bytes, evicted; };
-/* What one user may hold: sealed blocks that are open, and what kvfs_user_hold says. Root and `exempt` may hold all. */
+struct kvfs_user { uint32_t id, reserved; uint64_t open_bytes, writing_bytes, evicted; };
+/* What one user may hold: sealed blocks that are open, and what kvfs_user_hold says. Files being written may be more, as long as a share is
+ * left to others; then their writes, and opens for writing, end with EDQUOT. Root and `exempt` may hold all. */
 void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t exempt);
 /* What a user holds besides: pins, reservations, slabs. */
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);

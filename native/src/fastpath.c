@@ -415,6 +415,7 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
     request->slot_count = 1;
     request->payload = (*landing)->data;
     request->flags = write.write_flags;
+    request->user = handle.user;
     *landing = NULL;
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
@@ -540,8 +541,10 @@ static void do_fallocate(struct server *server, uint8_t *head) {
         struct file *file = handle.node->file;
         bool grows = file && end > file->size, slab = grows && (file->slab || (end >= KVFS_SLAB_MIN && file_untouched(file)));
         r = file ? 0 : -EOPNOTSUPP;
-        if (grows && !slab)
+        if (grows && !slab) {
+            file_charge(file, handle.user);
             r = file_allocate(plane, handle.node, end);
+        }
         pthread_mutex_unlock(&handle.node->lock);
         if (slab || r == -EBUSY) {
             node_put(plane, handle.node);

@@ -55,7 +55,30 @@ int file_grow_leaves(struct file *file, uint32_t count) {
 void file_count(struct kvfs_plane *plane, struct file *file) {
     uint64_t size = file->slab ? 0 : file->size;
     atomic_fetch_add(&plane->open_bytes, size - file->counted); /* modulo 2^64 where it shrinks */
+    if (file->payer)
+        atomic_fetch_add(&file->payer->writing, size - file->counted);
     file->counted = size;
+}
+
+void file_charge(struct file *file, struct user *user) {
+    if (file->payer == user)
+        return;
+    if (file->payer)
+        atomic_fetch_sub(&file->payer->writing, file->counted);
+    if (user)
+        atomic_fetch_add(&user->writing, file->counted);
+    file->payer = user;
+}
+
+int file_admit(struct kvfs_plane *plane, struct node *node, struct user *user) {
+    pthread_mutex_lock(&node->lock);
+    struct file *file = node->file;
+    bool first = file && !file->payer;
+    if (first)
+        file_charge(file, user);
+    int r = first && file->counted && writer_lacks(plane, user, 0) ? -EDQUOT : 0;
+    pthread_mutex_unlock(&node->lock);
+    return r;
 }
 
 void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled) {
@@ -206,8 +229,12 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
         return -EAGAIN;
     }
     uint64_t growth = end > file->size ? end - file->size : 0;
-    if (growth && space_lacks(plane, growth))
-        return -atomic_load(&plane->space_error);
+    if (growth) {
+        file_charge(file, request->user);
+        int r = space_ask(plane, file->payer, growth);
+        if (r < 0)
+            return r;
+    }
     uint32_t first = (uint32_t)(offset / CHUNK_SIZE), last = (uint32_t)((end - 1) / CHUNK_SIZE);
     int r = file_grow_chunks(file, last + 1);
     if (r < 0)
@@ -226,8 +253,8 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
         fills |= min_u64(end, (i + 1) * CHUNK_SIZE) - i * CHUNK_SIZE > chunk->filled;
     }
     /* ftruncate(2) asks for no space, so what it added is asked for here, when bytes come to lie there. */
-    if (fills && space_lacks(plane, growth))
-        return -atomic_load(&plane->space_error);
+    if (fills && (r = space_ask(plane, file->payer, growth)) < 0)
+        return r;
     const uint8_t *payload = request->payload;
     uint64_t at = offset;
     for (uint32_t i = first; i <= last; i++) {
@@ -368,6 +395,7 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
         if (file->chunks[i].slot)
             file_drop_chunk(plane, file, i);
     atomic_fetch_sub(&plane->open_bytes, file->counted);
+    file_charge(file, NULL);
     file_unpark(plane, file); /* they find no file, and end as EIO */
     desc_put(file->sealed);
     slab_put(file->slab);

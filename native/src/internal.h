@@ -184,6 +184,7 @@ struct file;
 struct user {
     atomic_ullong key;                  /* id + 1; 0: free */
     atomic_ullong open, other;          /* bytes: blocks open and charged to the user; pins, reservations and slabs, as Python says */
+    atomic_ullong writing;              /* bytes of files being written */
     atomic_ullong evicted;              /* blocks that went while the user had them open */
 };
 struct hold { struct user *user; uint32_t handles; struct hold *next; };
@@ -279,6 +280,9 @@ void hold_offer(struct kvfs_plane *plane, struct node *node, struct user *user);
 bool hold_may_go(struct kvfs_plane *plane, struct node *node);          /* all who have it open have more than their share */
 void hold_evict(struct kvfs_plane *plane, struct node *node);           /* it went while it was open */
 bool space_lacks(struct kvfs_plane *plane, uint64_t growth);            /* the pool cannot hold so much more of what must stay */
+/* A writer with more than the share leaves one share of that room to others. NULL: nobody is charged. */
+bool writer_lacks(struct kvfs_plane *plane, const struct user *writer, uint64_t growth);
+int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t growth); /* both: 0, -EDQUOT, or what kvfs_set_space said */
 
 /* ---- file.c: files being written ---- */
 
@@ -306,6 +310,7 @@ struct file {
     uint32_t short_page, short_size;    /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
     uint64_t staged_bytes;              /* of slots */
     uint64_t counted;                   /* its share of plane->open_bytes: the size; a slab has none */
+    struct user *payer;                 /* whom `counted` is charged to: the last that made it grow, or the first writer. NULL: nobody yet */
     struct slab *slab;                  /* its content lies there, and is written in place */
     bool direct;                        /* somebody opened it with O_DIRECT, to write */
     bool past_cache, shared;            /* its writer bypasses its kernel's page cache; and others opened it meanwhile: cache_bypass() */
@@ -317,7 +322,9 @@ struct file {
 /* All of these take node->lock held, unless they block. */
 struct file *file_new(void);
 int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc);
-/* 0; -EAGAIN: parked, not the caller's any more; -EINPROGRESS: a worker must load chunks first; -ENOSPC, -EFBIG, -ENOMEM. */
+void file_charge(struct file *file, struct user *user);
+int file_admit(struct kvfs_plane *plane, struct node *node, struct user *user); /* a writer has opened it: 0 or -EDQUOT. Takes the lock */
+/* 0; -EAGAIN: parked, not the caller's any more; -EINPROGRESS: a worker must load chunks first; -ENOSPC, -EDQUOT, -EFBIG, -ENOMEM. */
 int file_write(struct kvfs_plane *plane, struct node *node, struct request *request);
 /* Copy [offset, offset + size) out; -EINPROGRESS: part of it lies on the devices. */
 int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8_t *out);
@@ -373,6 +380,7 @@ struct request {
     struct server *server;
     struct transport *transport;
     struct node *node;
+    struct user *user;                  /* WRITE: whose handle it came through */
     struct desc *desc;
     struct slab *slab;
     struct request *previous;           /* of a slab's writes under way, with `next` */

@@ -369,14 +369,16 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         node_put(plane, node);
         return r;
     }
-    if (atomic_load(&p->transport->session) != p->session) { /* its kernel went away meanwhile; whoever drops its handles may have passed */
+    r = writer ? file_admit(plane, node, user) : 0;
+    bool ended = atomic_load(&p->transport->session) != p->session; /* its kernel went away meanwhile; whoever drops its handles may have passed */
+    if (r < 0 || ended) {
         bool was_writer = false;
         node = handle_close(plane, p->transport, fh, &was_writer);
         if (node) {
             node_released(plane, node, was_writer);
             node_put(plane, node);
         }
-        return -EINTR;
+        return ended ? -EINTR : r;
     }
     out->fh = fh;
     out->open_flags = writer ? 1u << 6 /* FOPEN_PARALLEL_DIRECT_WRITES */ : 0;

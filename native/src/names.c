@@ -346,6 +346,9 @@ static int with_file(struct kvfs_plane *plane, uint64_t inode, int (*change)(str
 static int change_size(struct kvfs_plane *plane, struct node *node, int64_t size) {
     if (node->file->sealing || node->file->spilling || node->file->slab)
         return -EBUSY; /* a slab: kvfs_slab_resize */
+    struct file *file = node->file;
+    if ((uint64_t)size > file->size && writer_lacks(plane, file->payer, (uint64_t)size - file->size))
+        return -EDQUOT;
     return file_truncate(plane, node, (uint64_t)size);
 }
 
@@ -355,9 +358,8 @@ int file_allocate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
         return 0;
     if (file->sealing || file->slab)
         return -EBUSY;
-    if (space_lacks(plane, size - file->size))
-        return -atomic_load(&plane->space_error);
-    return file_truncate(plane, node, size);
+    int r = space_ask(plane, file->payer, size - file->size);
+    return r < 0 ? r : file_truncate(plane, node, size);
 }
 
 static int change_allocation(struct kvfs_plane *plane, struct node *node, int64_t size) { return file_allocate(plane, node, (uint64_t)size); }

@@ -131,6 +131,15 @@ bool space_lacks(struct kvfs_plane *plane, uint64_t growth) {
     return open - min_u64(open, may_go) + growth > space;
 }
 
+/* What is being written cannot be evicted, so it is not taken from who has too much: it is refused before. */
+bool writer_lacks(struct kvfs_plane *plane, const struct user *writer, uint64_t growth) {
+    return writer && user_beyond(plane, writer, atomic_load(&writer->writing) + growth) && space_lacks(plane, growth + atomic_load(&plane->share));
+}
+
+int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t growth) {
+    return space_lacks(plane, growth) ? -(int)atomic_load(&plane->space_error) : writer_lacks(plane, writer, growth) ? -EDQUOT : 0;
+}
+
 /* ---- for the control plane ---- */
 
 void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t exempt) {
@@ -146,7 +155,8 @@ int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacit
         struct user *user = &plane->users[i];
         uint64_t key = atomic_load(&user->key);
         if (key)
-            out[count++] = (struct kvfs_user){.id = (uint32_t)(key - 1), .open_bytes = atomic_load(&user->open), .evicted = atomic_load(&user->evicted)};
+            out[count++] = (struct kvfs_user){.id = (uint32_t)(key - 1), .open_bytes = atomic_load(&user->open),
+                                             .writing_bytes = atomic_load(&user->writing), .evicted = atomic_load(&user->evicted)};
     }
     return (int)count;
 }

@@ -766,14 +766,18 @@ static uint32_t use_of(uint64_t inode) {
     return use;
 }
 
-static uint64_t open_of(uint32_t id) {
+static struct kvfs_user user_of(uint32_t id) {
     struct kvfs_user users[64];
     int count = kvfs_users(plane, users, 64);
     for (int i = 0; i < count; i++)
         if (users[i].id == id)
-            return users[i].open_bytes;
-    return 0;
+            return users[i];
+    return (struct kvfs_user){0};
 }
+
+static uint64_t open_of(uint32_t id) { return user_of(id).open_bytes; }
+
+static uint64_t writing_of(uint32_t id) { return user_of(id).writing_bytes; }
 
 static int open_by(uint64_t inode, uint32_t id, struct node **node) {
     struct kvfs_record record;
@@ -843,6 +847,31 @@ static void test_shares(void) {
     CHECK(after.open_bytes == before.open_bytes);
     for (int i = 0; i < COUNT; i++)
         CHECK(i == 1 || kvfs_inode_remove(plane, inodes[i]) == 0);
+    /* What is being written counts too, for who opened it first or made it grow; it is refused when a share for others would not be left. */
+    kvfs_statistics_get(plane, &before);
+    uint64_t written = ++next_inode;
+    make_record(record, written, "share-written", 0, 0, 1, 1);
+    CHECK(kvfs_name_put(plane, record, 0) == 0 && kvfs_file_create(plane, written) == 0);
+    struct node *node = node_get(plane, written, false);
+    CHECK(node && file_admit(plane, node, user_get(plane, GREEDY)) == 0 && kvfs_file_truncate(plane, written, SIZE) == 0);
+    CHECK(writing_of(GREEDY) == SIZE && file_admit(plane, node, user_get(plane, MODEST)) == 0 && writing_of(MODEST) == 0);
+    kvfs_set_share(plane, 2 * SIZE, DAEMON);
+    kvfs_set_space(plane, before.open_bytes + 4 * SIZE, ENOSPC);
+    CHECK(kvfs_file_truncate(plane, written, 2 * SIZE) == 0); /* the share */
+    CHECK(kvfs_file_truncate(plane, written, 2 * SIZE + 1) == -EDQUOT && kvfs_file_allocate(plane, written, 2 * SIZE + 1) == -EDQUOT);
+    kvfs_set_space(plane, before.open_bytes + 5 * SIZE, ENOSPC);
+    CHECK(kvfs_file_truncate(plane, written, 3 * SIZE) == 0 && kvfs_file_truncate(plane, written, 3 * SIZE + 1) == -EDQUOT);
+    pthread_mutex_lock(&node->lock);
+    file_charge(node->file, user_get(plane, DAEMON)); /* who may hold all */
+    pthread_mutex_unlock(&node->lock);
+    CHECK(writing_of(GREEDY) == 0 && writing_of(DAEMON) == 3 * SIZE && kvfs_file_truncate(plane, written, 9 * SIZE) == 0);
+    CHECK(kvfs_file_truncate(plane, written, 0) == 0 && writing_of(DAEMON) == 0 && kvfs_file_truncate(plane, written, SIZE) == 0);
+    CHECK(kvfs_inode_remove(plane, written) == 0 && writing_of(DAEMON) == 0);
+    node_put(plane, node);
+    kvfs_set_share(plane, UINT64_MAX, 0);
+    kvfs_set_space(plane, UINT64_MAX, ENOSPC);
+    kvfs_statistics_get(plane, &after);
+    CHECK(after.open_bytes == before.open_bytes);
     /* More users than places: they share one, and nothing is lost. */
     inodes[0] = ++next_inode;
     make_record(record, inodes[0], "share-many", SIZE, KVFS_INODE_SEALED, 1, 1);

@@ -26,7 +26,9 @@ from workload import Child, Ledger, walk, write_until_dead
 
 import kvfs
 from kvfs.errors import KvfsError
+from kvfs.index.lmdb import LmdbIndex
 from kvfs.store import devices
+from kvfs.store.format import META_NUMBER, META_OPENING
 
 KILLS = int(os.environ.get("KVFS_KILLS") or helpers.often(6, 60))
 SEED = int(os.environ.get("KVFS_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
@@ -224,6 +226,10 @@ def test_killed_while_it_labels_the_devices_the_next_mount_has_what_was_closed_b
     pool.kill()
     helpers.detach(pool.mount)
     opened = devices.open_pool(pool.path)
+    index = LmdbIndex(pool.path / "index")
+    index.meta_put(META_OPENING, META_NUMBER.pack(opened.epoch + 1))
+    index.commit_now()
+    index.close()
     for number, device in enumerate(opened.devices[:labelled]):
         devices.write_label(opened.config, device, number, opened.epoch + 1)
     opened.close()

@@ -70,6 +70,20 @@ def test_an_enclosure_in_use_is_refused_also_while_its_daemon_stands_still_and_n
             pool.command("umount", str(mount))
 
 
+def test_force_takes_an_enclosure_from_a_daemon_of_this_machine_which_ends_at_once() -> None:
+    with files(2) as paths, Enclosure({NQN: paths}) as enclosure:
+        with Pool(devices=urls(enclosure.port, NQN, 2)) as pool, second_directory(pool) as (path, mount):
+            (pool.mount / "a").write_bytes(content(1, MIB))
+            pid = pool.pid()
+            said = pool.command("mount", str(path), str(mount), "--force").stderr
+            assert f"taken over by --force: in use by another kvfs: pid {pid}" in said, said
+            pool.wait_dead(pid)
+            log = pool.log_tail()
+            assert "CRITICAL" in log and f"pool {path}, mounted at {mount}" in log, log
+            assert (mount / "a").read_bytes() == content(1, MIB)
+            pool.command("umount", str(mount))
+
+
 def test_of_two_mounts_of_an_enclosure_at_the_same_moment_at_most_one_succeeds() -> None:
     with files(2) as paths, Enclosure({NQN: paths}) as enclosure:
         with Pool(devices=urls(enclosure.port, NQN, 2), started=False) as pool, second_directory(pool) as (path, mount):

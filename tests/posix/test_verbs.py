@@ -98,6 +98,15 @@ def test_unpin_says_what_stays_pinned(pool: Pool) -> None:
     assert kvfs("unpin", below / "a") == (0, "", "")
 
 
+def test_a_pinned_name_moves_no_cursor(pool: Pool) -> None:
+    directory = filled(pool, "cursor", "a\x1b[31mb")
+    kvfs("pin", directory / "a\x1b[31mb")
+    status, out, error = kvfs("unpin", directory)
+    assert status == 0 and out == ""
+    assert error == f"kvfs: {directory}: stays pinned below it: {directory}/a\\x1b[31mb\n"
+    kvfs("unpin", directory / "a\x1b[31mb")
+
+
 # ---- prestage ----
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import shutil
@@ -12,13 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import Pool, in_child, requires_root, run
+from helpers import REPOSITORY, Pool, in_child, requires_root, run
 
-from kvfs import daemon, stats
+from kvfs import cli, daemon, stats, top
 from kvfs.config import load
 from kvfs.errors import PoolError
 from kvfs.frontend.status import offline_status
 from kvfs.guard import open_own
+from kvfs.store import nvme
 from kvfs.store.devices import FormatRequest, format_devices, locked, write_config
 from kvfs.store.fsck import fsck
 
@@ -136,6 +138,57 @@ def test_root_refuses_a_pool_that_others_can_write(pool: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["index", "devices"])
+def test_root_refuses_a_pool_in_which_others_have_a_directory(pool: Path, name: str) -> None:
+    """As one that was another user's, of which root was given the outermost directory alone."""
+    requires_root()
+    os.chown(pool / name, MALLORY, MALLORY)
+    with pytest.raises(PoolError, match=rf"{name}: belongs to user {MALLORY}.*chown -R root {pool}"), locked(pool):
+        pass
+    os.chown(pool / name, 0, 0)
+    (pool / name).chmod(0o777)
+    with pytest.raises(PoolError, match=rf"{name}: mode 0777"), locked(pool):
+        pass
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "incomplete"])
+def test_a_link_that_was_planted_in_the_index_is_not_written_through(pool: Path, precious: Path, name: str) -> None:
+    requires_root()
+    path = pool / "index" / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(precious)
+    with pytest.raises(PoolError, match=f"{path}: not a plain file of root's"):
+        fsck(pool)
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_a_pipe_in_the_place_of_the_pid_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "kvfs.pid")
+    assert cli._watch_daemon(tmp_path) is None
+
+
+def test_quickstart_uses_no_directory_that_others_prepared(tmp_path: Path, precious: Path) -> None:
+    requires_root()
+
+    def quickstart(base: Path) -> str:
+        # `true` stands for kvfs: whatever it was asked to do would succeed.
+        environment = {"KVFS_QUICKSTART_SKIP_SETUP": "1", "KVFS": "/bin/true", "KVFS_QUICKSTART_DIR": str(base)}
+        failed = run(REPOSITORY / "tools/quickstart", environment=environment, check=False)
+        assert failed.returncode == 1
+        return failed.stderr
+
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "mallorys").mkdir()
+    os.chown(tmp_path / "mallorys", MALLORY, MALLORY)
+    (tmp_path / "file").symlink_to(precious)
+    for path in (tmp_path / name for name in ("link", "open", "mallorys", "file")):
+        assert f"{path}: not a directory that we own and nobody else can write" in quickstart(path)
+    assert not any((tmp_path / "real").iterdir()) and not any((tmp_path / "mallorys").iterdir())
+
+
 def test_a_user_has_a_pool_of_his_own(mallorys: Path) -> None:
     def use() -> bool:
         pool = mallorys / "pool"
@@ -167,8 +220,28 @@ def test_names_move_no_cursor(tmp_path: Path) -> None:
     for text in (stats.render_status(document), "\n".join(stats.render_device_list(document))):
         assert escaped in text
         assert all(line.isprintable() for line in text.splitlines())
-    for command in (("status", pool / NAME), ("doctor", device),
+    (tmp_path / f"pool {NAME}").symlink_to(pool)
+    for command in (("status", pool / NAME), ("doctor", device), ("fsck", tmp_path / f"pool {NAME}"),
                     ("format", tmp_path / "two", "--device", device)):
         done = run(sys.executable, "-m", "kvfs", *command, check=False)
         assert escaped in done.stdout + done.stderr
         assert all(line.isprintable() for line in (done.stdout + done.stderr).splitlines())
+
+
+def test_what_an_enclosure_calls_its_subsystems_moves_no_cursor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = nvme.Subsystem("nqn." + NAME, "nvm", "tcp", "10.0.0.7", "4420")
+    monkeypatch.setattr(nvme, "discover", lambda url: [found])
+    assert cli.main(["discover", "10.0.0.7"]) == 0
+    assert capsys.readouterr().out == "tcp 10.0.0.7:4420 nvm nqn.a\\x1b[31m\\x1b]0;x\\x07\\nb\n"
+
+
+def test_paths_in_a_live_view_move_no_cursor() -> None:
+    console = pytest.importorskip("rich.console")
+    found = {"pool": {"path": NAME, "state": "mounted"}, "mounts": [{"mountpoint": f"/mnt/{NAME}"}]}
+    screen = console.Console(file=io.StringIO(), width=200)
+    screen.print(top.view(found, {}))
+    lines = screen.file.getvalue().splitlines()
+    assert lines[0].count(r"a\x1b[31m\x1b]0;x\x07\nb") == 2
+    assert all(line.isprintable() for line in lines)

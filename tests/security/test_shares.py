@@ -1,4 +1,4 @@
-"""One user cannot hold a pool full for all: by blocks kept open, by pins, by slabs."""
+"""One user cannot hold a pool full for all: by blocks kept open, by files being written, by pins, by slabs."""
 
 import errno
 import mmap
@@ -54,6 +54,33 @@ for line in sys.stdin:
             assert error.errno == 5, (name, error)
             failed += 1
     print(whole, failed, flush=True)
+"""
+
+
+# Keeps files open for writing, in one of three ways, until it is refused; says how many, by which errno, and waits.
+_WRITER = """
+import os, sys
+os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+os.chdir(sys.argv[1])
+count, refused = 0, 0
+try:
+    if sys.argv[3] == "truncate":
+        descriptor = os.open("sparse", os.O_CREAT | os.O_RDWR)
+        while True:
+            os.ftruncate(descriptor, (count + 1) << 20)
+            count += 1
+    for name in sorted(os.listdir(".")) if sys.argv[3] == "reopen" else map(str, range(1 << 20)):
+        try:
+            descriptor = os.open(name, os.O_RDWR if sys.argv[3] == "reopen" else os.O_CREAT | os.O_WRONLY)
+        except FileNotFoundError:  # evicted since it was listed
+            continue
+        if sys.argv[3] == "write":
+            os.write(descriptor, bytes(1 << 20))
+        count += 1
+except OSError as error:
+    refused = error.errno
+print(count, refused, flush=True)
+sys.stdin.read()
 """
 
 
@@ -150,6 +177,50 @@ def test_a_block_that_others_have_open_within_their_share_stays(pool: Pool) -> N
             assert_same(page[:], block("000003"), "a block open within the share")
 
 
+@pytest.mark.parametrize("how", ["write", "truncate", "reopen"])
+def test_a_user_who_keeps_files_open_for_writing_leaves_room_for_others(pool: Pool, how: str) -> None:
+    status = pool.status()
+    share, size = status["share"], status["space"]["size"]
+    mine = pool.mount / "mine"
+    mine.mkdir()
+    for i in range(3 * size // BLOCK // 4 if how == "reopen" else 0):
+        write_file(mine / f"{i:06d}", block(f"{i:06d}"))
+    for path in (mine, *mine.iterdir()):
+        os.chown(path, MALLORY, MALLORY)
+    with subprocess.Popen([sys.executable, "-c", _WRITER, str(mine), str(MALLORY), how], text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:  # fmt: skip
+        assert writer.stdin is not None and writer.stdout is not None
+        count, refused = map(int, writer.stdout.readline().split())
+        assert refused == errno.EDQUOT and share <= (count + 1) * BLOCK * (2 if how == "reopen" else 1) < size
+        assert user_of(pool, MALLORY)["writing"] == count * BLOCK
+        fill(pool, 1000, 2 * size // BLOCK)  # no ENOSPC
+
+        def alices() -> None:
+            directory = pool.mount / "alices"
+            for i in range(share // BLOCK // 2):
+                write_file(directory / f"{i}", bytes(BLOCK))
+
+        (pool.mount / "alices").mkdir()
+        (pool.mount / "alices").chmod(0o777)
+        in_child(alices, user=ALICE, group=ALICE)
+        writer.communicate("")
+    wait_until(lambda: not user_of(pool, MALLORY).get("writing"), "the end of what was being written")
+
+
+def test_a_user_alone_may_write_more_than_the_share(pool: Pool) -> None:
+    """Blocks that are stored and closed are nobody's, and there may be any number."""
+    status = pool.status()
+    directory = pool.mount / "alices"
+    directory.mkdir()
+    directory.chmod(0o777)
+
+    def store() -> None:
+        for i in range(2 * status["space"]["size"] // BLOCK):
+            write_file(directory / f"{i}", bytes(BLOCK))
+
+    in_child(store, user=ALICE, group=ALICE)
+
+
 def test_a_pin_beyond_the_share_is_refused_and_one_within_it_counts(pool: Pool) -> None:
     share = pool.status()["share"]
     directory = pool.mount / "large"
@@ -201,6 +272,29 @@ def test_a_pinned_directory_that_grows_beyond_the_share_holds_no_longer(pool: Po
     assert user_of(pool, MALLORY)["pinned"] > status["share"] / 2
     fill(pool, 0, status["space"]["size"] // BLOCK)
     assert user_of(pool, MALLORY)["pinned"] <= status["share"] + 8 * MIB
+
+
+def test_what_is_moved_into_a_pinned_directory_counts_at_once(pool: Pool) -> None:
+    """Or whoever pins an empty directory first would hold any amount until pins are counted again."""
+    share = pool.status()["share"]
+    mine = pool.mount / "mine"
+    for directory in (mine, pool.mount / "many"):
+        directory.mkdir()
+        os.chown(directory, MALLORY, MALLORY)
+    in_child(lambda: os.setxattr(mine, "user.kvfs.pin", b"1"), user=MALLORY, group=MALLORY)
+    write_file(pool.mount / "one", content(BLOCK, 1))
+    os.rename(pool.mount / "one", mine / "one")
+    one = user_of(pool, MALLORY)["pinned"]
+    assert one > BLOCK
+    os.rename(mine / "one", pool.mount / "one")
+    assert user_of(pool, MALLORY).get("pinned", 0) == 0
+    for i in range(share // BLOCK + 2):
+        write_file(pool.mount / "many" / f"{i}", content(BLOCK, i))
+    os.rename(pool.mount / "many", mine / "many")
+    wait_until(lambda: user_of(pool, MALLORY).get("pinned", 0) > share, "all below the directory to count",
+               timeout_s=20)  # fmt: skip
+    fill(pool, 0, pool.status()["space"]["size"] // BLOCK)
+    wait_until(lambda: user_of(pool, MALLORY)["pinned"] <= share + 8 * MIB, "what lies beyond the share to go")
 
 
 def test_slabs_count_and_the_share_is_configured(own_pool: Callable[..., Pool]) -> None:

@@ -8,11 +8,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from kvfs import daemon
 from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
+from kvfs.store.pool import Store
 
 OPTIONS = daemon.MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=20)
 Start = Callable[[str], tuple[int, int]]
@@ -83,3 +86,12 @@ def test_the_pid_file_is_there_while_the_daemon_is(tmp_path: Path) -> None:
     with daemon._pid_file(tmp_path):
         assert int((tmp_path / "kvfs.pid").read_text()) == os.getpid()
     assert not (tmp_path / "kvfs.pid").exists()
+
+
+def test_whoever_mounts_after_the_last_transport_is_gone_may_wait() -> None:
+    """Before anything else of the end, which may take a while, so that no mount in between is refused."""
+    told: list[bool] = []
+    serving = daemon.Daemon(OPTIONS, "/mnt/kv")
+    serving._store = cast(Store, SimpleNamespace(ending=lambda: told.append(serving._gone.is_set())))
+    serving._on_event(daemon.Event.TRANSPORTS_GONE, 0, 0)
+    assert told == [False] and serving._gone.is_set()

@@ -77,6 +77,15 @@ def test_what_a_killed_daemon_of_this_host_left_is_taken_on(namespace: Namespace
     assert namespace.keys == {1: 12} and namespace.holder == 1
 
 
+def test_what_this_host_left_under_a_key_that_no_beat_has_is_taken_on(namespace: Namespace) -> None:
+    """Killed between the reservation and the first beat."""
+    reserve(namespace.of(1), 11, 0)
+    reserve(namespace.of(1), 12, 0)
+    assert namespace.keys == {1: 12} and namespace.holder == 1
+    give_back(namespace.of(1), 12)
+    assert namespace.keys == {} and namespace.holder is None
+
+
 def test_another_host_is_preempted_and_has_nothing_to_give_back(namespace: Namespace) -> None:
     reserve(namespace.of(1), 11, 0)
     reserve(namespace.of(2), 22, 11)

@@ -242,6 +242,9 @@ class StoreDouble:
         assert not entered or self.index.records[inode.inode] == inode.pack() == self.plane.table[inode.inode].pack()
         self.dirty_summaries.append(inode.inode)
 
+    def moved(self, before: Inode, after: Inode) -> None:
+        assert before.parent != after.parent and self.dirty_summaries[-1] == after.inode
+
     async def pin(self, inode: InodeNumber, user: int) -> None:
         self._set_pinned(inode, True)
 

@@ -27,6 +27,9 @@ from store_pools import (
 )
 
 from kvfs import config as configuration
+from kvfs.store import pool as pool_module
+from kvfs.store.devices import import_pool, write_labels
+from kvfs.store.fsck import fsck
 from kvfs.store.pool import Store
 from kvfs.store.segments import State
 from kvfs.types import ROOT_INODE, InodeNumber, Kind
@@ -188,6 +191,59 @@ def test_a_rewritten_file_whose_new_name_was_taken_again_never_has_its_old_conte
         assert sizes == {b"b": 5}
 
     with_store(pool, look)
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_an_index_that_has_not_seen_the_last_mount_is_made_anew(pool: Path, tmp_path: Path, clean: bool) -> None:
+    """The devices were used through another directory, as after a failover to another machine and back."""
+    async def first(store: Store) -> None:
+        for name in (b"replaced", b"removed", b"kept"):
+            await write(store, name)
+
+    async def second(store: Store) -> None:
+        assert names(store) == {b"replaced", b"removed", b"kept"}
+        unlink(store, b"removed")
+        await write(store, b"new")
+        await write(store, b"a newer one", size=5)
+        rename(store, store.index.lookup(ROOT_INODE, b"a newer one") or ROOT_INODE, b"replaced")
+        await settle(store)
+
+    async def third(store: Store) -> None:
+        found = [store.index.get(number) for _, number in store.index.list(ROOT_INODE, b"", 10)]
+        sizes = {inode.name: inode.size for inode in found if inode is not None}
+        assert sizes == {b"replaced": 5, b"kept": 3 * 4096, b"new": 3 * 4096}
+        await verify_all(store)
+
+    with_store(pool, first)
+    other = tmp_path / "other"
+    import_pool(other, [pool / "devices/0", pool / "devices/1"])
+    with_store(other, second)
+    assert any("with another index; a mount or --repair rebuilds it" in f.message for f in fsck(pool).findings)
+    (with_store if clean else crashed_store)(pool, third)
+    assert not fsck(pool).damaged
+    # And back.
+    with_store(other, third)
+
+
+def test_a_mount_that_ended_before_it_wrote_labels_or_after_is_of_the_same_index(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(store: Store) -> None:
+        await write(store, b"block")
+        make(store, ROOT_INODE, b"an empty directory", Kind.DIRECTORY)  # which a rebuild would not find
+
+    def then_killed(*arguments: object) -> dict[int, str]:
+        if arguments[2] != 3:
+            write_labels(*arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with_store(pool, work)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module, "write_labels", then_killed)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                with_store(pool, work)
+    assert found(pool) == {b"block", b"an empty directory"}
 
 
 @pytest.mark.parametrize("clean", [False, True])

@@ -19,9 +19,11 @@ from kvfs.store.fsck import fsck
 from kvfs.store.pool import Store
 from kvfs.store.reservations import Holder, Reservation, Wanted
 from kvfs.store.segments import State
+from kvfs.store.shares import PINNED
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber
 
 SIZE = 3 * PAGE_SIZE + 17
+MALLORY = 4711
 
 
 @pytest.fixture(autouse=True)
@@ -546,6 +548,34 @@ def test_a_batch_that_does_not_fit_is_refused_in_part_and_at_once(pool: Path) ->
         assert await writer.commit(*got) == [0] * len(got)
         again = await writer.reserve([b"again"], 1 << 20)
         assert isinstance(again[0], Reservation)
+
+    with_store(pool, work)
+
+
+def test_all_clients_of_a_user_together_reserve_no_more_than_the_users_share(pool: Path) -> None:
+    text = (pool / "pool.toml").read_text()
+    (pool / "pool.toml").write_text(text.replace("\n[geometry]", "user_share = 0.1\n\n[geometry]", 1))
+
+    async def work(store: Store) -> None:
+        first, second, other, root = (Writer(store) for _ in range(4))
+        first.holder.user = second.holder.user = MALLORY
+        other.holder.user = MALLORY + 1
+        answers = await first.reserve([b"first %d" % i for i in range(4)], 1 << 20)
+        answers += await second.reserve([b"second %d" % i for i in range(20)], 1 << 20)
+        got = [answer for answer in answers if not isinstance(answer, int)]
+        assert len(got) > 4 and answers[len(got) :] == [-ENOSPC] * (24 - len(got))
+        held = sum(place.pages for place in got) * PAGE_SIZE
+        assert 0 < held <= store.shares.size < held + (1 << 20) + PAGE_SIZE
+        assert [(user.user, user.reserved) for user in store.shares.statistics()] == [(MALLORY, held)]
+        # Pins and the like leave less for reservations.
+        assert await other.reserve([b"other"], 1 << 20) != [-ENOSPC]
+        store.shares.add(PINNED, MALLORY + 1, store.shares.size)
+        assert await other.reserve([b"another"], 1 << 20) == [-ENOSPC]
+        room = store.shares.size // (1 << 20) + 1
+        assert -ENOSPC not in await root.reserve([b"root %d" % i for i in range(room)], 1 << 20)
+        first.leave()
+        second.leave()
+        await until(lambda: not store.shares.held(MALLORY), "the end of what had been reserved")
 
     with_store(pool, work)
 
