@@ -264,17 +264,12 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--show-libvirt", action="store_true", help="start nothing; print libvirt's XML")
 
-    sub = verbs.add_parser(
-        "keep",
-        help="stand between QEMU and an export, so that its guest outlives a restart of the daemon",
-        allow_abbrev=False,
-    )
+    sub = verb("keep", _keep, "stand between QEMU and an export, so that its guest outlives a restart of the daemon")
     sub.add_argument("socket", metavar="SOCKET", help="where the hypervisor connects")
     sub.add_argument("export", metavar="EXPORT", help="a socket of kvfs export or mount --virtiofs")
     sub.add_argument(
         "--timeout", type=_seconds, default=60.0, metavar="S", help="without a daemon for this long the guest gets EIO"
     )
-    sub.set_defaults(function=_keep)
 
     sub = verb("umount", _umount, "unmount, and wait until the pool is clean; a POOL's exports end as well")
     sub.add_argument("target", metavar="MOUNTPOINT|POOL", help="where it is mounted, or the pool's directory")
@@ -447,6 +442,11 @@ def _version() -> str:
 
 def _print_json(document: Mapping[str, object]) -> None:
     print(json.dumps({"version": JSON_VERSION, **document}, indent=2))
+
+
+def _print_json_line(document: Mapping[str, object]) -> None:
+    """Of verbs that go on: whoever reads has it at once."""
+    print(json.dumps({"version": JSON_VERSION, **document}), flush=True)
 
 
 class ProgressPrinter:
@@ -675,6 +675,8 @@ def _keep(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with listen(path) as listener:
+        if args.output == "json":
+            _print_json_line({"socket": str(path), "export": str(export)})
         try:
             keep(listener, export, args.timeout)
         finally:
@@ -820,24 +822,31 @@ def _status(args: argparse.Namespace) -> int:
     from kvfs import stats
     from kvfs.frontend.control import NotAllowedError
 
-    documents = []
     if args.target is not None:
-        documents.append(_status_of(_pool_of(args.target)))
-    refused = 0
-    for pool in _pools_mounted() if args.target is None else []:
+        document = _status_of(_pool_of(args.target))
+        if args.output == "json":
+            _print_json(document)
+        else:
+            print(stats.render_status(document))
+        return 0
+    documents, failures = [], []
+    for pool in _pools_mounted():
         try:
             documents.append(_status_of(pool))
-        except NotAllowedError as error:
-            # Those of others do not hide one's own.
+        except KvfsError as error:
+            # One that cannot be asked does not hide the others.
             print(printable(f"kvfs: {error}"), file=sys.stderr)
-            refused += 1
+            failures.append(error)
     if args.output == "json":
-        _print_json(documents[0] if args.target is not None else {"pools": documents})
-    elif documents or refused:
+        errors = [{"error": str(error), "errno": error.errno} for error in failures]
+        _print_json({"pools": documents, **({"errors": errors} if errors else {})})
+    elif documents:
         print("\n\n".join(stats.render_status(document) for document in documents))
-    else:
+    elif not failures:
         print("no pool is mounted", file=sys.stderr)
-    return 1 if refused and not documents else 0
+    # Pools of other users are no failure beside one's own.
+    others = [error for error in failures if not isinstance(error, NotAllowedError)]
+    return 1 if others or (failures and not documents) else 0
 
 
 def _stats(args: argparse.Namespace) -> int:
@@ -865,7 +874,7 @@ def _stats(args: argparse.Namespace) -> int:
             now = cast(stats.Json, client.call("status"))
             change = stats.difference(now, before)
             if args.output == "json":
-                print(json.dumps({"version": JSON_VERSION, **change}), flush=True)
+                _print_json_line(change)
             else:
                 if line % 20 == 0:
                     print(stats.render_stats_header())
@@ -880,9 +889,11 @@ def _top(args: argparse.Namespace) -> int:
     from kvfs import stats, top
     from kvfs.frontend.control import ControlClient
 
-    if args.output == "json" or not sys.stdout.isatty():
-        raise UsageError("top: stdout is no terminal, or JSON is asked for: kvfs stats --interval is for that")
-    top.require()
+    as_json = args.output == "json"
+    if not as_json and not sys.stdout.isatty():
+        raise UsageError("top: stdout is no terminal; -o json prints a line for each interval")
+    if not as_json:
+        top.require()
     with ControlClient(_pool_of(args.target)) as client:
 
         def status() -> stats.Json:
@@ -896,7 +907,11 @@ def _top(args: argparse.Namespace) -> int:
         # Its only way out: also where what started it ignores interrupts, as a script's background does.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
-            top.run(status, survey, args.interval, args.count)
+            if not as_json:
+                top.run(status, survey, args.interval, args.count)
+                return 0
+            for change, found in top.looks(status, survey, args.interval, args.count):
+                _print_json_line({**change, **found})
     return 0
 
 
@@ -928,7 +943,7 @@ def _metrics(args: argparse.Namespace) -> int:
 
     def ready(where: str) -> None:
         if args.output == "json":
-            print(json.dumps({"version": JSON_VERSION, "address": where}), flush=True)
+            _print_json_line({"address": where})
         else:
             print(f"metrics at http://{where}/metrics", flush=True)
 

@@ -1,22 +1,30 @@
 """Verbs of the command line on a mounted pool: what they find, what they say, and whom they refuse."""
 
 import contextlib
+import ctypes
 import errno
 import io
 import json
 import os
 import pathlib
+import pwd
 import shutil
+import signal
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from helpers import Pool, content, in_child, requires_root, run, wait_until, write_file
+from helpers import REPOSITORY, Pool, content, in_child, requires_root, run, wait_until, write_file
 
 from kvfs import cli
 
 SIZE = 100_000
 STRANGER = 4711
+# fusermount3 wants a user who has a name.
+NOBODY = pwd.getpwnam("nobody")
+CLONE_NEWNS = 0x20000
 
 
 @pytest.fixture(scope="module")
@@ -155,32 +163,70 @@ def test_another_user_is_told_who_may(pool: Pool) -> None:
     assert status == 1 and f"{pool.path}: user {STRANGER} may not" in error, "of all pools"
 
 
-def test_a_user_s_own_mount_is_the_user_s_to_look_at_and_to_unmount(tmp_path: pathlib.Path) -> None:
+def as_a_user_who_may_mount(base: pathlib.Path, function: Callable[[], Any]) -> Any:
+    """In a child with mounts of its own: /dev/fuse, Python and these sources may be root's alone on this machine."""
+
+    def child() -> Any:
+        assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
+        run("mount", "--make-rprivate", "/")
+        (base / "dev").mkdir()
+        run("mount", "-t", "tmpfs", "none", base / "dev")
+        os.mknod(base / "dev" / "fuse", stat.S_IFCHR, os.stat("/dev/fuse").st_rdev)
+        os.chmod(base / "dev" / "fuse", 0o666)
+        run("mount", "--bind", base / "dev" / "fuse", "/dev/fuse")
+        closed = {place: place_closed(place) for place in (pathlib.Path(sys.base_prefix), REPOSITORY)}
+        for number, place in enumerate(closed):
+            (base / f"{number}").mkdir()
+            run("mount", "--bind", place, base / f"{number}")
+        for top in {top for top in closed.values() if top is not None}:
+            run("mount", "-t", "tmpfs", "-o", "mode=0755", "none", top)
+        for number, (place, top) in enumerate(closed.items()):
+            if top is not None:
+                place.mkdir(parents=True)
+                run("mount", "--bind", base / f"{number}", place)
+        return in_child(function, user=NOBODY.pw_uid, group=NOBODY.pw_gid)
+
+    return in_child(child)
+
+
+def place_closed(place: pathlib.Path) -> pathlib.Path | None:
+    """The first directory on the way to a place that others cannot pass."""
+    way = [place, *place.parents][::-1]
+    return next((directory for directory in way if not directory.stat().st_mode & stat.S_IXOTH), None)
+
+
+def test_a_user_s_own_mount_is_the_user_s_to_look_at_and_to_unmount() -> None:
     requires_root()
     if shutil.which("fusermount3") is None or not os.stat(shutil.which("fusermount3") or "/").st_mode & 0o4000:
         pytest.skip("fusermount3 is not setuid root: no mount without root")
-    if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:
-        pytest.skip("/dev/fuse is not for everybody: no mount without root")
     home = pathlib.Path("/tmp") / f"kvfs-test-user-{os.getpid()}"
     home.mkdir(mode=0o755)
-    os.chown(home, STRANGER, STRANGER)
+    (home / "own").mkdir()
+    os.chown(home / "own", NOBODY.pw_uid, NOBODY.pw_gid)
 
     def life() -> list[tuple[int, str, str]]:
-        (home / "mount").mkdir()
-        mount = str(home / "mount")
-        done = [kvfs("format", home / "pool", "--files", "2", "--size", "64M")]
-        run(sys.executable, "-m", "kvfs", "mount", str(home / "pool"), mount)
-        done.append(kvfs("status", mount, "-o", "json"))
-        done.append(kvfs("umount", mount, "-o", "json"))
+        pool, mount = home / "own" / "pool", home / "own" / "mount"
+        mount.mkdir()
+        done = [kvfs("format", pool, "--files", "2", "--size", "64M")]
+        done.append(kvfs("mount", pool, mount, "-o", "json"))
+        (mount / "a").write_bytes(b"mine")
+        done += [kvfs("status", mount, "-o", "json"), kvfs("status", "-o", "json"), kvfs("list", mount)]
+        with open(mount / "a", "rb"):
+            done.append(kvfs("umount", mount))
+        done.append(kvfs("umount", pool, "-o", "json"))
         return done
 
     try:
-        formatted, looked, unmounted = in_child(life, user=STRANGER)
-        assert formatted[0] == 0, formatted
+        formatted, mounted, looked, every, listed, busy, unmounted = as_a_user_who_may_mount(home, life)
+        assert formatted[0] == mounted[0] == 0, (formatted, mounted)
         assert looked[0] == 0 and json.loads(looked[1])["pool"]["state"] == "mounted"
+        assert str(home / "own" / "pool") in [one["pool"]["path"] for one in json.loads(every[1])["pools"]]
+        assert every[0] == listed[0] == 0
+        assert busy[0] == 1 and "busy" in busy[2], busy
         assert unmounted[0] == 0 and json.loads(unmounted[1])["clean"] is True, unmounted
     finally:
-        run("umount", "--lazy", home / "mount", check=False)
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int((home / "own" / "pool" / "kvfs.pid").read_text()), signal.SIGKILL)
         shutil.rmtree(home)
 
 
