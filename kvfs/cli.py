@@ -47,6 +47,10 @@ class _WrongCommandLine(UsageError):
     """What argparse refuses. Its text begins with the command."""
 
 
+class _ToldError(KvfsError):
+    """A failure after which there is a result all the same: in JSON both are one document, which is printed already."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line; main() exits with 2."""
 
@@ -135,11 +139,15 @@ def _fail(error: object, debug: bool, status: int, as_json: bool, text: str | No
 
         traceback.print_exc()
     message = " ".join((text or str(error)).split("\n"))
-    if as_json:
-        number = getattr(error, "errno", None)
-        _print_json({"error": message, "errno": number if isinstance(number, int) else None})
+    if as_json and not isinstance(error, _ToldError):
+        _print_json(_error_part(message, error))
     print(printable(message if isinstance(error, _WrongCommandLine) else f"kvfs: {message}"), file=sys.stderr)
     return status
+
+
+def _error_part(message: str, error: object) -> dict[str, object]:
+    number = getattr(error, "errno", None)
+    return {"error": message, "errno": number if isinstance(number, int) else None}
 
 
 # ---- arguments ----
@@ -1093,6 +1101,7 @@ def _in_a_mount(path: str, mounts: Sequence[object]) -> bool:
 
 
 def _evict(args: argparse.Namespace) -> int:
+    from kvfs import stats
     from kvfs.frontend.control import ControlClient
 
     printer = ProgressPrinter()
@@ -1104,15 +1113,21 @@ def _evict(args: argparse.Namespace) -> int:
         result = client.call("evict", progress, size=args.size, all=args.all)
     printer.close()
     document = cast(Mapping[str, object], result)
-    if args.output == "json":
-        _print_json(document)
-    else:
-        from kvfs.stats import render_evicted
-
-        print(render_evicted(document))
+    failure = None
     if args.size is not None and cast(int, document.get("evicted_bytes", 0)) < args.size:
-        raise KvfsError(f"{args.target}: {document.get('evicted_bytes')} of {args.size} bytes could be evicted")
+        failure = _ToldError(f"{args.target}: {document.get('evicted_bytes')} of {args.size} bytes could be evicted")
+    _tell(args.output == "json", document, stats.render_evicted(document), failure)
     return 0
+
+
+def _tell(as_json: bool, document: Mapping[str, object], text: str, failure: _ToldError | None) -> None:
+    """Print a result, as JSON or as text, and raise the failure that came with it."""
+    if as_json:
+        _print_json({**document, **({} if failure is None else _error_part(str(failure), failure))})
+    else:
+        print(text)
+    if failure is not None:
+        raise failure
 
 
 def _device(args: argparse.Namespace) -> int:
@@ -1248,13 +1263,9 @@ def _replay(args: argparse.Namespace) -> int:
             plot.write_text(render_plot({args.target: document}, f"replay of {args.trace}"))
         except OSError as error:
             raise KvfsError(f"{plot}: {error.strerror}") from error
-    if args.output == "json":
-        _print_json(document)
-    else:
-        print(report.render(document))
     wrong = sum(record.wrong for record in outcome.records if record is not None)
-    if wrong:
-        raise KvfsError(f"replay: {wrong} blocks of {args.target} were not what was stored")
+    failure = _ToldError(f"replay: {wrong} blocks of {args.target} were not what was stored") if wrong else None
+    _tell(args.output == "json", document, report.render(document), failure)
     return 130 if outcome.interrupted else 0
 
 

@@ -148,6 +148,13 @@ def test_an_error_is_a_document_too(pool: Pool, arguments: list[str], status: in
     assert document["errno"] == number, document
 
 
+def test_a_result_and_the_failure_that_came_with_it_are_one_document(pool: Pool) -> None:
+    status, out, error = kvfs("evict", pool.mount, "--size", "1T", "-o", "json")
+    document = json.loads(out)
+    assert status == 1 and document["evicted_bytes"] < 1 << 40 and "kept" in document
+    assert f"kvfs: {document['error']}\n" == error and document["errno"] == errno.EIO
+
+
 # ---- users that are not root ----
 
 

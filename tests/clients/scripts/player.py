@@ -503,8 +503,8 @@ class Mooncake(Engine):
             ["setpriv", "--pdeathsig", "KILL", master, *(f"--{name}={value}" for name, value in options.items())],
             stdin=subprocess.DEVNULL)
         self.wait(lambda: self.listens(port), 30)
-        os.environ.update({"MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1", "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "1",
-                           "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(64 << 20)})
+        settings = {"HEARTBEAT_INTERVAL_SECONDS": 1, "BUCKET_KEYS_LIMIT": 1, "LOCAL_BUFFER_SIZE_BYTES": 64 << 20}
+        os.environ.update({f"MOONCAKE_OFFLOAD_{name}": str(value) for name, value in settings.items()})
         from mooncake.store import MooncakeDistributedStore
         self.cache = MooncakeDistributedStore()
         assert self.cache.setup(
