@@ -26,6 +26,7 @@ from kvfs.errors import KvfsError, NotFoundError, UsageError, first_error, print
 
 if TYPE_CHECKING:
     from kvfs.daemon import MountOptions
+    from kvfs.frontend.mount import Mount
     from kvfs.frontend.virtiofs import Export
 
 JSON_VERSION = 1
@@ -694,21 +695,22 @@ def _keep(args: argparse.Namespace) -> int:
 
 def _umount(args: argparse.Namespace) -> int:
     from kvfs.frontend import mount
+    from kvfs.frontend.control import not_yours
 
     present = mount.find_mount(args.target)
     if present is None or not present.is_kvfs:
         pool = Path(mount.resolve(args.target))
-        if (pool / "kvfs.pid").exists():
-            return _end_pool(args, pool)
+        for its in mount.mounts_of(pool):
+            _refuse_strangers(its)
+        try:
+            if (pool / "kvfs.pid").exists():
+                return _end_pool(args, pool)
+        except PermissionError as error:
+            raise not_yours(pool) from error
         if present is None:
             raise mount.MountError(f"{args.target}: not mounted")
         raise mount.MountError(f"{args.target}: not a kvfs mount ({present.type})")
-    if os.geteuid() not in (0, present.user) and present.user is not None:
-        refusal = mount.MountError(
-            f"{present.mountpoint}: mounted by user {present.user}: only root and that user may unmount it"
-        )
-        refusal.errno = errno.EPERM
-        raise refusal
+    _refuse_strangers(present)
     pool = Path(present.source)
     exports: list[str] = []
     # One that does not answer can be unmounted all the same.
@@ -728,6 +730,18 @@ def _umount(args: argparse.Namespace) -> int:
     if args.output == "json":
         _print_json({"mountpoint": present.mountpoint, "pool": present.source, "clean": clean, "exports": exports})
     return 0
+
+
+def _refuse_strangers(present: Mount) -> None:
+    """MountError if this user may not unmount it."""
+    from kvfs.frontend.mount import MountError
+
+    if os.geteuid() not in (0, present.user) and present.user is not None:
+        refusal = MountError(
+            f"{present.mountpoint}: mounted by user {present.user}: only root and that user may unmount it"
+        )
+        refusal.errno = errno.EPERM
+        raise refusal
 
 
 def _end_pool(args: argparse.Namespace, pool: Path) -> int:

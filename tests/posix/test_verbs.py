@@ -21,7 +21,6 @@ from helpers import REPOSITORY, Pool, content, in_child, requires_root, run, wai
 from kvfs import cli
 
 SIZE = 100_000
-STRANGER = 4711
 # fusermount3 wants a user who has a name.
 NOBODY = pwd.getpwnam("nobody")
 CLONE_NEWNS = 0x20000
@@ -158,25 +157,13 @@ def test_a_result_and_the_failure_that_came_with_it_are_one_document(pool: Pool)
 # ---- users that are not root ----
 
 
-def test_another_user_is_told_who_may(pool: Pool) -> None:
-    requires_root()
-    status, out, error = in_child(lambda: kvfs("status", pool.mount), user=STRANGER)
-    assert (status, out) == (1, "")
-    assert error == f"kvfs: {pool.path}: user {STRANGER} may not ask its daemon: only root and user 0 may\n"
-    status, out, error = in_child(lambda: kvfs("umount", pool.mount, "-o", "json"), user=STRANGER)
-    assert status == 1 and json.loads(out)["errno"] == errno.EPERM
-    assert error == f"kvfs: {pool.mount}: mounted by user 0: only root and that user may unmount it\n"
-    status, out, error = in_child(lambda: kvfs("status"), user=STRANGER)
-    assert status == 1 and f"{pool.path}: user {STRANGER} may not" in error, "of all pools"
-
-
-def as_a_user_who_may_mount(base: pathlib.Path, function: Callable[[], Any]) -> Any:
+def as_a_user(base: pathlib.Path, user: pwd.struct_passwd, function: Callable[[], Any]) -> Any:
     """In a child with mounts of its own: /dev/fuse, Python and these sources may be root's alone on this machine."""
 
     def child() -> Any:
         assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
         run("mount", "--make-rprivate", "/")
-        (base / "dev").mkdir()
+        (base / "dev").mkdir(parents=True)
         run("mount", "-t", "tmpfs", "none", base / "dev")
         os.mknod(base / "dev" / "fuse", stat.S_IFCHR, os.stat("/dev/fuse").st_rdev)
         os.chmod(base / "dev" / "fuse", 0o666)
@@ -191,7 +178,7 @@ def as_a_user_who_may_mount(base: pathlib.Path, function: Callable[[], Any]) -> 
             if top is not None:
                 place.mkdir(parents=True)
                 run("mount", "--bind", base / f"{number}", place)
-        return in_child(function, user=NOBODY.pw_uid, group=NOBODY.pw_gid)
+        return in_child(function, user=user.pw_uid, group=user.pw_gid)
 
     return in_child(child)
 
@@ -200,6 +187,23 @@ def place_closed(place: pathlib.Path) -> pathlib.Path | None:
     """The first directory on the way to a place that others cannot pass."""
     way = [place, *place.parents][::-1]
     return next((directory for directory in way if not directory.stat().st_mode & stat.S_IXOTH), None)
+
+
+def test_another_user_is_told_who_may(pool: Pool, tmp_path: pathlib.Path) -> None:
+    requires_root()
+    lines = [("status", pool.mount), ("umount", pool.mount, "-o", "json"), ("umount", pool.path), ("status",)]
+    looked, mount, other, every = as_a_user(tmp_path, NOBODY, lambda: [kvfs(*line) for line in lines])
+    may_not = f"kvfs: {pool.path}: user {NOBODY.pw_uid} may not ask its daemon: only root and user 0 may\n"
+    assert looked == (1, "", may_not)
+    refusal = f"kvfs: {pool.mount}: mounted by user 0: only root and that user may unmount it\n"
+    assert mount[0] == 1 and json.loads(mount[1])["errno"] == errno.EPERM and mount[2] == refusal
+    assert other == (1, "", refusal)
+    assert every[:2] == (1, "") and may_not in every[2], "of all pools"
+    pool.umount()
+    try:
+        assert as_a_user(tmp_path / "again", NOBODY, lambda: kvfs("umount", pool.path)) == (1, "", may_not)
+    finally:
+        pool.start()
 
 
 def test_a_user_s_own_mount_is_the_user_s_to_look_at_and_to_unmount() -> None:
@@ -224,7 +228,9 @@ def test_a_user_s_own_mount_is_the_user_s_to_look_at_and_to_unmount() -> None:
         return done
 
     try:
-        formatted, mounted, looked, every, listed, busy, unmounted = as_a_user_who_may_mount(home, life)
+        formatted, mounted, looked, every, listed, busy, unmounted = as_a_user(
+            home, NOBODY, life
+        )
         assert formatted[0] == mounted[0] == 0, (formatted, mounted)
         assert looked[0] == 0 and json.loads(looked[1])["pool"]["state"] == "mounted"
         assert str(home / "own" / "pool") in [one["pool"]["path"] for one in json.loads(every[1])["pools"]]
