@@ -26,6 +26,7 @@ from kvfs.errors import KvfsError, NotFoundError, UsageError, first_error, print
 
 if TYPE_CHECKING:
     from kvfs.daemon import MountOptions
+    from kvfs.frontend.mount import Mount
     from kvfs.frontend.virtiofs import Export
 
 JSON_VERSION = 1
@@ -45,6 +46,10 @@ RUN_VERBS = {
 
 class _WrongCommandLine(UsageError):
     """What argparse refuses. Its text begins with the command."""
+
+
+class _ToldError(KvfsError):
+    """A failure after which there is a result all the same: in JSON both are one document, which is printed already."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -135,11 +140,15 @@ def _fail(error: object, debug: bool, status: int, as_json: bool, text: str | No
 
         traceback.print_exc()
     message = " ".join((text or str(error)).split("\n"))
-    if as_json:
-        number = getattr(error, "errno", None)
-        _print_json({"error": message, "errno": number if isinstance(number, int) else None})
+    if as_json and not isinstance(error, _ToldError):
+        _print_json(_error_part(message, error))
     print(printable(message if isinstance(error, _WrongCommandLine) else f"kvfs: {message}"), file=sys.stderr)
     return status
+
+
+def _error_part(message: str, error: object) -> dict[str, object]:
+    number = getattr(error, "errno", None)
+    return {"error": message, "errno": number if isinstance(number, int) else None}
 
 
 # ---- arguments ----
@@ -264,17 +273,12 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--show-libvirt", action="store_true", help="start nothing; print libvirt's XML")
 
-    sub = verbs.add_parser(
-        "keep",
-        help="stand between QEMU and an export, so that its guest outlives a restart of the daemon",
-        allow_abbrev=False,
-    )
+    sub = verb("keep", _keep, "stand between QEMU and an export, so that its guest outlives a restart of the daemon")
     sub.add_argument("socket", metavar="SOCKET", help="where the hypervisor connects")
     sub.add_argument("export", metavar="EXPORT", help="a socket of kvfs export or mount --virtiofs")
     sub.add_argument(
         "--timeout", type=_seconds, default=60.0, metavar="S", help="without a daemon for this long the guest gets EIO"
     )
-    sub.set_defaults(function=_keep)
 
     sub = verb("umount", _umount, "unmount, and wait until the pool is clean; a POOL's exports end as well")
     sub.add_argument("target", metavar="MOUNTPOINT|POOL", help="where it is mounted, or the pool's directory")
@@ -452,6 +456,11 @@ def _print_json(document: Mapping[str, object]) -> None:
 def _note(text: object) -> None:
     """A line for people, beside the result."""
     print(printable(f"kvfs: {text}"), file=sys.stderr)
+
+
+def _print_json_line(document: Mapping[str, object]) -> None:
+    """Of verbs that go on: whoever reads has it at once."""
+    print(json.dumps({"version": JSON_VERSION, **document}), flush=True)
 
 
 class ProgressPrinter:
@@ -681,6 +690,8 @@ def _keep(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with listen(path) as listener:
+        if args.output == "json":
+            _print_json_line({"socket": str(path), "export": str(export)})
         try:
             keep(listener, export, args.timeout)
         finally:
@@ -690,21 +701,22 @@ def _keep(args: argparse.Namespace) -> int:
 
 def _umount(args: argparse.Namespace) -> int:
     from kvfs.frontend import mount
+    from kvfs.frontend.control import not_yours
 
     present = mount.find_mount(args.target)
     if present is None or not present.is_kvfs:
         pool = Path(mount.resolve(args.target))
-        if (pool / "kvfs.pid").exists():
-            return _end_pool(args, pool)
+        for its in mount.mounts_of(pool):
+            _refuse_strangers(its)
+        try:
+            if (pool / "kvfs.pid").exists():
+                return _end_pool(args, pool)
+        except PermissionError as error:
+            raise not_yours(pool) from error
         if present is None:
             raise mount.MountError(f"{args.target}: not mounted")
         raise mount.MountError(f"{args.target}: not a kvfs mount ({present.type})")
-    if os.geteuid() not in (0, present.user) and present.user is not None:
-        refusal = mount.MountError(
-            f"{present.mountpoint}: mounted by user {present.user}: only root and that user may unmount it"
-        )
-        refusal.errno = errno.EPERM
-        raise refusal
+    _refuse_strangers(present)
     pool = Path(present.source)
     exports: list[str] = []
     # One that does not answer can be unmounted all the same.
@@ -723,6 +735,18 @@ def _umount(args: argparse.Namespace) -> int:
     if args.output == "json":
         _print_json({"mountpoint": present.mountpoint, "pool": present.source, "clean": clean, "exports": exports})
     return 0
+
+
+def _refuse_strangers(present: Mount) -> None:
+    """MountError if this user may not unmount it."""
+    from kvfs.frontend.mount import MountError
+
+    if os.geteuid() not in (0, present.user) and present.user is not None:
+        refusal = MountError(
+            f"{present.mountpoint}: mounted by user {present.user}: only root and that user may unmount it"
+        )
+        refusal.errno = errno.EPERM
+        raise refusal
 
 
 def _end_pool(args: argparse.Namespace, pool: Path) -> int:
@@ -828,24 +852,31 @@ def _status(args: argparse.Namespace) -> int:
     from kvfs import stats
     from kvfs.frontend.control import NotAllowedError
 
-    documents = []
     if args.target is not None:
-        documents.append(_status_of(_pool_of(args.target)))
-    refused = 0
-    for pool in _pools_mounted() if args.target is None else []:
+        document = _status_of(_pool_of(args.target))
+        if args.output == "json":
+            _print_json(document)
+        else:
+            print(stats.render_status(document))
+        return 0
+    documents, failures = [], []
+    for pool in _pools_mounted():
         try:
             documents.append(_status_of(pool))
-        except NotAllowedError as error:
-            # Those of others do not hide one's own.
+        except KvfsError as error:
+            # One that cannot be asked does not hide the others.
             _note(error)
-            refused += 1
+            failures.append(error)
     if args.output == "json":
-        _print_json(documents[0] if args.target is not None else {"pools": documents})
-    elif documents or refused:
+        errors = [{"error": str(error), "errno": error.errno} for error in failures]
+        _print_json({"pools": documents, **({"errors": errors} if errors else {})})
+    elif documents:
         print("\n\n".join(stats.render_status(document) for document in documents))
-    else:
+    elif not failures:
         print("no pool is mounted", file=sys.stderr)
-    return 1 if refused and not documents else 0
+    # Pools of other users are no failure beside one's own.
+    others = [error for error in failures if not isinstance(error, NotAllowedError)]
+    return 1 if others or (failures and not documents) else 0
 
 
 def _stats(args: argparse.Namespace) -> int:
@@ -873,7 +904,7 @@ def _stats(args: argparse.Namespace) -> int:
             now = cast(stats.Json, client.call("status"))
             change = stats.difference(now, before)
             if args.output == "json":
-                print(json.dumps({"version": JSON_VERSION, **change}), flush=True)
+                _print_json_line(change)
             else:
                 if line % 20 == 0:
                     print(stats.render_stats_header())
@@ -888,9 +919,11 @@ def _top(args: argparse.Namespace) -> int:
     from kvfs import stats, top
     from kvfs.frontend.control import ControlClient
 
-    if args.output == "json" or not sys.stdout.isatty():
-        raise UsageError("top: stdout is no terminal, or JSON is asked for: kvfs stats --interval is for that")
-    top.require()
+    as_json = args.output == "json"
+    if not as_json and not sys.stdout.isatty():
+        raise UsageError("top: stdout is no terminal; -o json prints a line for each interval")
+    if not as_json:
+        top.require()
     with ControlClient(_pool_of(args.target)) as client:
 
         def status() -> stats.Json:
@@ -904,7 +937,11 @@ def _top(args: argparse.Namespace) -> int:
         # Its only way out: also where what started it ignores interrupts, as a script's background does.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
-            top.run(status, survey, args.interval, args.count)
+            if not as_json:
+                top.run(status, survey, args.interval, args.count)
+                return 0
+            for change, found in top.looks(status, survey, args.interval, args.count):
+                _print_json_line({**change, **found})
     return 0
 
 
@@ -936,7 +973,7 @@ def _metrics(args: argparse.Namespace) -> int:
 
     def ready(where: str) -> None:
         if args.output == "json":
-            print(json.dumps({"version": JSON_VERSION, "address": where}), flush=True)
+            _print_json_line({"address": where})
         else:
             print(f"metrics at http://{where}/metrics", flush=True)
 
@@ -1086,6 +1123,7 @@ def _in_a_mount(path: str, mounts: Sequence[object]) -> bool:
 
 
 def _evict(args: argparse.Namespace) -> int:
+    from kvfs import stats
     from kvfs.frontend.control import ControlClient
 
     printer = ProgressPrinter()
@@ -1097,15 +1135,21 @@ def _evict(args: argparse.Namespace) -> int:
         result = client.call("evict", progress, size=args.size, all=args.all)
     printer.close()
     document = cast(Mapping[str, object], result)
-    if args.output == "json":
-        _print_json(document)
-    else:
-        from kvfs.stats import render_evicted
-
-        print(render_evicted(document))
+    failure = None
     if args.size is not None and cast(int, document.get("evicted_bytes", 0)) < args.size:
-        raise KvfsError(f"{args.target}: {document.get('evicted_bytes')} of {args.size} bytes could be evicted")
+        failure = _ToldError(f"{args.target}: {document.get('evicted_bytes')} of {args.size} bytes could be evicted")
+    _tell(args.output == "json", document, stats.render_evicted(document), failure)
     return 0
+
+
+def _tell(as_json: bool, document: Mapping[str, object], text: str, failure: _ToldError | None) -> None:
+    """Print a result, as JSON or as text, and raise the failure that came with it."""
+    if as_json:
+        _print_json({**document, **({} if failure is None else _error_part(str(failure), failure))})
+    else:
+        print(text)
+    if failure is not None:
+        raise failure
 
 
 def _device(args: argparse.Namespace) -> int:
@@ -1242,13 +1286,9 @@ def _replay(args: argparse.Namespace) -> int:
             plot.write_text(render_plot({args.target: document}, f"replay of {args.trace}"))
         except OSError as error:
             raise KvfsError(f"{plot}: {error.strerror}") from error
-    if args.output == "json":
-        _print_json(document)
-    else:
-        print(report.render(document))
     wrong = sum(record.wrong for record in outcome.records if record is not None)
-    if wrong:
-        raise KvfsError(f"replay: {wrong} blocks of {args.target} were not what was stored")
+    failure = _ToldError(f"replay: {wrong} blocks of {args.target} were not what was stored") if wrong else None
+    _tell(args.output == "json", document, report.render(document), failure)
     return 130 if outcome.interrupted else 0
 
 

@@ -162,7 +162,8 @@ def _native() -> Iterator[Check]:
 
 
 def _pyfuse3() -> Iterator[Check]:
-    yield _module("pyfuse3", "pyfuse3", "install it with tools/setup (needs libfuse3-dev and pkg-config)")
+    action = "pip install 'kvfs[daemon]', or tools/setup in the sources; it is built with libfuse3-dev and pkg-config"
+    yield _module("pyfuse3", "pyfuse3", action)
 
 
 def _kernel() -> Iterator[Check]:

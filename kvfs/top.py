@@ -6,7 +6,7 @@ Draws what the daemon says, every interval; makes up no number. Leaves the termi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvfs.errors import MissingFeatureError, printable
@@ -46,18 +46,24 @@ def run(status: Ask, survey: Ask, interval_s: float, count: int | None) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    before, found, found_at, drawn = status(), survey(), time.monotonic(), 0
     with Live(console=Console(), screen=True, auto_refresh=False) as live:
-        live.update(view(difference(before, None), found), refresh=True)
-        while count is None or drawn < count:
-            time.sleep(interval_s)
-            now = status()
-            if time.monotonic() - found_at > SURVEY_EVERY_S:
-                found, found_at = survey(), time.monotonic()
-            change = difference(now, before)
-            change["found_ages"] = [a - b for a, b in zip(_ages(now), _ages(before), strict=False)]
+        for change, found in looks(status, survey, interval_s, count):
             live.update(view(change, found), refresh=True)
-            before, drawn = now, drawn + 1
+
+
+def looks(status: Ask, survey: Ask, interval_s: float, count: int | None) -> Iterator[tuple[Json, Json]]:
+    """A difference() of statuses and a survey: at once since the mount, then of each interval."""
+    before, found, found_at, drawn = status(), survey(), time.monotonic(), 0
+    yield difference(before, None), found
+    while count is None or drawn < count:
+        time.sleep(interval_s)
+        now = status()
+        if time.monotonic() - found_at > SURVEY_EVERY_S:
+            found, found_at = survey(), time.monotonic()
+        change = difference(now, before)
+        change["found_ages"] = [a - b for a, b in zip(_ages(now), _ages(before), strict=False)]
+        yield change, found
+        before, drawn = now, drawn + 1
 
 
 def _ages(status: Json) -> list[int]:

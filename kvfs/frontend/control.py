@@ -195,7 +195,8 @@ class NotAllowedError(KvfsError):
     errno = errno.EACCES
 
 
-def _not_yours(pool: Path) -> NotAllowedError:
+def not_yours(pool: Path) -> NotAllowedError:
+    """What somebody hears who may not look into a pool's directory."""
     try:
         owner = f"user {os.stat(pool).st_uid}"
     except OSError:
@@ -220,7 +221,7 @@ class ControlClient:
             if isinstance(error, (FileNotFoundError, ConnectionRefusedError, NotADirectoryError)):
                 raise NotRunningError(f"{pool}: not mounted") from error
             if isinstance(error, PermissionError):
-                raise _not_yours(pool) from error
+                raise not_yours(pool) from error
             failure = KvfsError(f"{pool}: {os.strerror(error.errno or 0)}")
             failure.errno = error.errno or errno.EIO
             raise failure from error

@@ -1009,8 +1009,9 @@ def _room(pool: Path, size: int) -> list[str]:
     free = disk.f_bavail * disk.f_frsize
     if size <= free:
         return []
+    unit = 30 if free >= 10 << 30 else 20
     return [
-        f"{pool}: the pool may grow to {format_size(size)}, and its disk has {format_size(free >> 20 << 20)} free: "
+        f"{pool}: the pool may grow to {format_size(size)}, and its disk has {format_size(free >> unit << unit)} free: "
         "writes that find the disk full fail (ENOSPC)"
     ]
 

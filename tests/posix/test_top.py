@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import re
@@ -92,3 +93,15 @@ def test_top_shows_rates_that_move_and_leaves_on_an_interrupt() -> None:
 def test_top_needs_a_terminal() -> None:
     result = run(sys.executable, "-m", "kvfs", "top", "/", check=False)
     assert result.returncode == 2 and "no terminal" in result.stderr and result.stdout == ""
+
+
+def test_top_in_json_is_a_line_for_each_interval_and_needs_no_terminal() -> None:
+    with Pool(files=1, size="64M") as pool:
+        (pool.mount / "llama").mkdir()
+        write_file(pool.mount / "llama" / "block", b"x" * 100_000)
+        result = pool.command("top", str(pool.mount), "-o", "json", "--interval", "0.05", "--count", "2")
+        since_the_mount, *intervals = map(json.loads, result.stdout.splitlines())
+        assert len(intervals) == 2 and {line["version"] for line in intervals} == {1}
+        assert since_the_mount["counters"]["writes"] > 0
+        assert all(line["counters"]["writes"] == 0 and line["seconds"] >= 0.05 for line in intervals)
+        assert all(line["namespaces"][0]["path"] == "/llama" for line in intervals)

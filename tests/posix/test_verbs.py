@@ -1,22 +1,29 @@
 """Verbs of the command line on a mounted pool: what they find, what they say, and whom they refuse."""
 
 import contextlib
+import ctypes
 import errno
 import io
 import json
 import os
 import pathlib
+import pwd
 import shutil
+import signal
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from helpers import Pool, content, in_child, requires_root, run, wait_until, write_file
+from helpers import REPOSITORY, Pool, content, in_child, requires_root, run, wait_until, write_file
 
 from kvfs import cli
 
 SIZE = 100_000
-STRANGER = 4711
+# fusermount3 wants a user who has a name.
+NOBODY = pwd.getpwnam("nobody")
+CLONE_NEWNS = 0x20000
 
 
 @pytest.fixture(scope="module")
@@ -149,47 +156,99 @@ def test_an_error_is_a_document_too(pool: Pool, arguments: list[str], status: in
     assert document["errno"] == number, document
 
 
+def test_a_result_and_the_failure_that_came_with_it_are_one_document(pool: Pool) -> None:
+    status, out, error = kvfs("evict", pool.mount, "--size", "1T", "-o", "json")
+    document = json.loads(out)
+    assert status == 1 and document["evicted_bytes"] < 1 << 40 and "kept" in document
+    assert f"kvfs: {document['error']}\n" == error and document["errno"] == errno.EIO
+
+
 # ---- users that are not root ----
 
 
-def test_another_user_is_told_who_may(pool: Pool) -> None:
+def as_a_user(base: pathlib.Path, user: pwd.struct_passwd, function: Callable[[], Any]) -> Any:
+    """In a child with mounts of its own: /dev/fuse, Python and these sources may be root's alone on this machine."""
+
+    def child() -> Any:
+        assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
+        run("mount", "--make-rprivate", "/")
+        (base / "dev").mkdir(parents=True)
+        run("mount", "-t", "tmpfs", "none", base / "dev")
+        os.mknod(base / "dev" / "fuse", stat.S_IFCHR, os.stat("/dev/fuse").st_rdev)
+        os.chmod(base / "dev" / "fuse", 0o666)
+        run("mount", "--bind", base / "dev" / "fuse", "/dev/fuse")
+        closed = {place: place_closed(place) for place in (pathlib.Path(sys.base_prefix), REPOSITORY)}
+        for number, place in enumerate(closed):
+            (base / f"{number}").mkdir()
+            run("mount", "--bind", place, base / f"{number}")
+        for top in {top for top in closed.values() if top is not None}:
+            run("mount", "-t", "tmpfs", "-o", "mode=0755", "none", top)
+        for number, (place, top) in enumerate(closed.items()):
+            if top is not None:
+                place.mkdir(parents=True)
+                run("mount", "--bind", base / f"{number}", place)
+        return in_child(function, user=user.pw_uid, group=user.pw_gid)
+
+    return in_child(child)
+
+
+def place_closed(place: pathlib.Path) -> pathlib.Path | None:
+    """The first directory on the way to a place that others cannot pass."""
+    way = [place, *place.parents][::-1]
+    return next((directory for directory in way if not directory.stat().st_mode & stat.S_IXOTH), None)
+
+
+def test_another_user_is_told_who_may(pool: Pool, tmp_path: pathlib.Path) -> None:
     requires_root()
-    status, out, error = in_child(lambda: kvfs("status", pool.mount), user=STRANGER)
-    assert (status, out) == (1, "")
-    assert error == f"kvfs: {pool.path}: user {STRANGER} may not ask its daemon: only root and user 0 may\n"
-    status, out, error = in_child(lambda: kvfs("umount", pool.mount, "-o", "json"), user=STRANGER)
-    assert status == 1 and json.loads(out)["errno"] == errno.EPERM
-    assert error == f"kvfs: {pool.mount}: mounted by user 0: only root and that user may unmount it\n"
-    status, out, error = in_child(lambda: kvfs("status"), user=STRANGER)
-    assert status == 1 and f"{pool.path}: user {STRANGER} may not" in error, "of all pools"
+    lines = [("status", pool.mount), ("umount", pool.mount, "-o", "json"), ("umount", pool.path), ("status",)]
+    looked, mount, other, every = as_a_user(tmp_path, NOBODY, lambda: [kvfs(*line) for line in lines])
+    may_not = f"kvfs: {pool.path}: user {NOBODY.pw_uid} may not ask its daemon: only root and user 0 may\n"
+    assert looked == (1, "", may_not)
+    refusal = f"kvfs: {pool.mount}: mounted by user 0: only root and that user may unmount it\n"
+    assert mount[0] == 1 and json.loads(mount[1])["errno"] == errno.EPERM and mount[2] == refusal
+    assert other == (1, "", refusal)
+    assert every[:2] == (1, "") and may_not in every[2], "of all pools"
+    pool.umount()
+    try:
+        assert as_a_user(tmp_path / "again", NOBODY, lambda: kvfs("umount", pool.path)) == (1, "", may_not)
+    finally:
+        pool.start()
 
 
-def test_a_user_s_own_mount_is_the_user_s_to_look_at_and_to_unmount(tmp_path: pathlib.Path) -> None:
+def test_a_user_s_own_mount_is_the_user_s_to_look_at_and_to_unmount() -> None:
     requires_root()
     if shutil.which("fusermount3") is None or not os.stat(shutil.which("fusermount3") or "/").st_mode & 0o4000:
         pytest.skip("fusermount3 is not setuid root: no mount without root")
-    if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:
-        pytest.skip("/dev/fuse is not for everybody: no mount without root")
     home = pathlib.Path("/tmp") / f"kvfs-test-user-{os.getpid()}"
     home.mkdir(mode=0o755)
-    os.chown(home, STRANGER, STRANGER)
+    (home / "own").mkdir()
+    os.chown(home / "own", NOBODY.pw_uid, NOBODY.pw_gid)
 
     def life() -> list[tuple[int, str, str]]:
-        (home / "mount").mkdir()
-        mount = str(home / "mount")
-        done = [kvfs("format", home / "pool", "--files", "2", "--size", "64M")]
-        run(sys.executable, "-m", "kvfs", "mount", str(home / "pool"), mount)
-        done.append(kvfs("status", mount, "-o", "json"))
-        done.append(kvfs("umount", mount, "-o", "json"))
+        pool, mount = home / "own" / "pool", home / "own" / "mount"
+        mount.mkdir()
+        done = [kvfs("format", pool, "--files", "2", "--size", "64M")]
+        done.append(kvfs("mount", pool, mount, "-o", "json"))
+        (mount / "a").write_bytes(b"mine")
+        done += [kvfs("status", mount, "-o", "json"), kvfs("status", "-o", "json"), kvfs("list", mount)]
+        with open(mount / "a", "rb"):
+            done.append(kvfs("umount", mount))
+        done.append(kvfs("umount", pool, "-o", "json"))
         return done
 
     try:
-        formatted, looked, unmounted = in_child(life, user=STRANGER)
-        assert formatted[0] == 0, formatted
+        formatted, mounted, looked, every, listed, busy, unmounted = as_a_user(
+            home, NOBODY, life
+        )
+        assert formatted[0] == mounted[0] == 0, (formatted, mounted)
         assert looked[0] == 0 and json.loads(looked[1])["pool"]["state"] == "mounted"
+        assert str(home / "own" / "pool") in [one["pool"]["path"] for one in json.loads(every[1])["pools"]]
+        assert every[0] == listed[0] == 0
+        assert busy[0] == 1 and "busy" in busy[2], busy
         assert unmounted[0] == 0 and json.loads(unmounted[1])["clean"] is True, unmounted
     finally:
-        run("umount", "--lazy", home / "mount", check=False)
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int((home / "own" / "pool" / "kvfs.pid").read_text()), signal.SIGKILL)
         shutil.rmtree(home)
 
 

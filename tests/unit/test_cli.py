@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import cli
-from kvfs.frontend import mount
+from kvfs import cli, usage
+from kvfs.errors import DeadlineError
+from kvfs.frontend import control, keeper, mount
 
 
 def run(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -154,6 +157,60 @@ def test_status_of_nothing_is_an_empty_list(
     status, out, _ = run("status", "-o", "json", capsys=capsys)
     assert status == 0
     assert json.loads(out) == {"version": 1, "pools": []}
+
+
+def status_of(failures: dict[str, Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pools are mounted; these cannot be asked."""
+
+    def answer(pool: Path) -> dict[str, object]:
+        if str(pool) in failures:
+            raise failures[str(pool)]
+        return {"pool": {"path": str(pool), "state": "mounted"}}
+
+    monkeypatch.setattr(cli, "_pools_mounted", lambda: [Path("/srv/a"), Path("/srv/b")])
+    monkeypatch.setattr(cli, "_status_of", answer)
+
+
+def test_status_of_a_pool_that_does_not_answer_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status_of({"/srv/a": DeadlineError("/srv/a: the daemon gave no answer")}, monkeypatch)
+    status, out, error = run("status", capsys=capsys)
+    assert (status, error) == (1, "kvfs: /srv/a: the daemon gave no answer\n")
+    assert "/srv/b" in out
+    status, out, _ = run("status", "-o", "json", capsys=capsys)
+    document = json.loads(out)
+    assert status == 1 and [pool["pool"]["path"] for pool in document["pools"]] == ["/srv/b"]
+    assert document["errors"] == [{"error": "/srv/a: the daemon gave no answer", "errno": errno.ETIMEDOUT}]
+
+
+def test_status_of_pools_of_others_alone_is_a_failure_and_beside_ones_own_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = control.NotAllowedError("not yours")
+    status_of({"/srv/a": refused}, monkeypatch)
+    assert run("status", capsys=capsys)[0] == 0
+    status_of({"/srv/a": refused, "/srv/b": refused}, monkeypatch)
+    assert run("status", capsys=capsys) == (1, "", "kvfs: not yours\n" * 2)
+    status, out, _ = run("status", "-o", "json", capsys=capsys)
+    assert status == 1 and [item["errno"] for item in json.loads(out)["errors"]] == [errno.EACCES] * 2
+
+
+def test_every_verb_that_stays_kvfs_takes_json() -> None:
+    others = {"bench", "completion", "man", *cli.RUN_VERBS}
+    _, verbs = usage.read(cli.parser())
+    takes = {verb.name for verb in verbs if any("-o" in option.names for option in verb.options)}
+    assert takes == {verb.name for verb in verbs} - others
+
+
+def test_keep_says_in_json_where_it_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(keeper, "keep", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    status, out, _ = run("keep", tmp_path / "a.sock", tmp_path / "b.sock", "-o", "json", capsys=capsys)
+    assert status == 0
+    assert json.loads(out) == {"version": 1, "socket": str(tmp_path / "a.sock"), "export": str(tmp_path / "b.sock")}
 
 
 def test_doctor_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ The test stands between the requests and takes blocks away. End of input is the 
 """
 
 import asyncio
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -19,6 +20,8 @@ import mmap
 import os
 import random
 import select
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +41,10 @@ class Engine:
         os.makedirs(directory, exist_ok=True)
         self.directory, self.source = directory, source
         self.memory = mmap.mmap(-1, SIZE)
+
+    def all(self, what, blocks):
+        work = getattr(self, "file" if what == "files" else what)
+        return [self.attempt(work, block) for block in blocks]
 
     def attempt(self, work, block):
         try:
@@ -414,20 +421,23 @@ class Nixl(Engine):
         try:
             registered = self.agent.register_memory(self.agent.get_reg_descs([(0, SIZE, descriptor, "")], "FILE"))
             try:
-                transfer = self.agent.initialize_xfer(
-                    direction, self.agent.get_xfer_descs([(self.address, SIZE, 0)], "DRAM"),
-                    self.agent.get_xfer_descs([(0, SIZE, descriptor)], "FILE"), "player")
-                deadline = time.monotonic() + 60
-                state = self.agent.transfer(transfer)
-                while state not in ("DONE", "ERR") and time.monotonic() < deadline:
-                    time.sleep(0.0005)
-                    state = self.agent.check_xfer_state(transfer)
-                self.agent.release_xfer_handle(transfer)
-                return None if state == "DONE" else f"transfer {state}"
+                return self.transfer(direction, 0, descriptor)
             finally:
                 self.agent.deregister_memory(registered)
         finally:
             os.close(descriptor)
+
+    def transfer(self, direction, offset, descriptor):
+        transfer = self.agent.initialize_xfer(
+            direction, self.agent.get_xfer_descs([(self.address, SIZE, 0)], "DRAM"),
+            self.agent.get_xfer_descs([(offset, SIZE, descriptor)], "FILE"), "player")
+        deadline = time.monotonic() + 60
+        state = self.agent.transfer(transfer)
+        while state not in ("DONE", "ERR") and time.monotonic() < deadline:
+            time.sleep(0.0005)
+            state = self.agent.check_xfer_state(transfer)
+        self.agent.release_xfer_handle(transfer)
+        return None if state == "DONE" else f"transfer {state}"
 
     def store(self, block):
         self.memory[:] = content(block)
@@ -440,6 +450,124 @@ class Nixl(Engine):
     def load(self, block):
         self.memory[:] = bytes(SIZE)
         return self.move(block, "READ", os.O_RDONLY) or self.judge(self.memory, block)
+
+
+class NixlPool(Nixl):
+    """A static pool: one file, preallocated and open as long as the process lives, whose slots are overwritten."""
+
+    SLOTS = 4
+
+    def __init__(self, directory, source):
+        super().__init__(directory, source)
+        first = os.open(self.file(0), os.O_CREAT | os.O_RDWR, 0o644)
+        os.posix_fallocate(first, 0, 256 << 20)
+        self.descriptor = os.open(self.file(0), os.O_RDWR | os.O_DIRECT)
+        os.close(first)
+        self.agent.register_memory(self.agent.get_reg_descs([(0, 256 << 20, self.descriptor, "")], "FILE"))
+        self.slots = {}
+
+    def file(self, block):
+        return f"{self.directory}/pool_0.bin"
+
+    def move(self, block, direction, flags):
+        return self.transfer(direction, block % self.SLOTS * SIZE, self.descriptor)
+
+    def store(self, block):
+        self.slots[block % self.SLOTS] = block
+        return super().store(block)
+
+    def lookup(self, block):
+        return self.slots.get(block % self.SLOTS) == block
+
+    def load(self, block):
+        return super().load(block) if self.lookup(block) else "miss"
+
+
+class Mooncake(Engine):
+    """Mooncake's store with its master and one real client, whose offload goes to the directory. A store is done when
+    the block is in a file and no more in memory: what is loaded comes from the file."""
+
+    OFFLOAD_S = 6
+
+    def __init__(self, directory, source):
+        super().__init__(directory, source)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        master = f"{source}/mooncake/mooncake_master"
+        os.chmod(master, 0o755)  # a wheel's own start script does that
+        options = {"rpc_port": port, "rpc_address": "127.0.0.1", "metrics_port": 0, "enable_metric_reporting": "false",
+                   "enable_offload": "true", "default_kv_lease_ttl": 50, "max_threads": 2, "minloglevel": 2}
+        # It goes with this process, whatever ends that.
+        self.master = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", master, *(f"--{name}={value}" for name, value in options.items())],
+            stdin=subprocess.DEVNULL)
+        self.wait(lambda: self.listens(port), 30)
+        settings = {"HEARTBEAT_INTERVAL_SECONDS": 1, "BUCKET_KEYS_LIMIT": 1, "LOCAL_BUFFER_SIZE_BYTES": 64 << 20}
+        os.environ.update({f"MOONCAKE_OFFLOAD_{name}": str(value) for name, value in settings.items()})
+        from mooncake.store import MooncakeDistributedStore
+        self.cache = MooncakeDistributedStore()
+        assert self.cache.setup(
+            local_hostname="127.0.0.1", metadata_server="P2PHANDSHAKE", global_segment_size=64 << 20,
+            local_buffer_size=32 << 20, protocol="tcp", rdma_devices="", master_server_addr=f"127.0.0.1:{port}",
+            enable_ssd_offload=True, ssd_offload_path=directory) == 0
+
+    @staticmethod
+    def listens(port):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return True
+
+    @staticmethod
+    def wait(condition, timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return condition()
+
+    def key(self, block):
+        return f"block-{block:08x}"
+
+    def file(self, block):
+        """A file for each key has the key in its name, a bucket before the data, and a pool is one file."""
+        for directory, _, names in os.walk(self.directory):
+            for name in names:
+                path = f"{directory}/{name}"
+                if self.key(block) in name or name == "kv_cache.data":
+                    return path
+                if name.endswith(".bucket") and self.key(block).encode() in self.head(path):
+                    return path
+        raise FileNotFoundError(self.key(block))
+
+    @staticmethod
+    def head(path):
+        with open(path, "rb") as file:
+            return file.read(64)
+
+    def replicas(self, keys):
+        """In memory and in a file, of each key."""
+        found = [self.cache.get_replica_desc(key) for key in keys]
+        return [(any(one.is_memory_replica() for one in every), any(one.is_local_disk_replica() for one in every))
+                for every in found]
+
+    def all(self, what, blocks):
+        return self.store_all(blocks) if what == "store" else super().all(what, blocks)
+
+    def store_all(self, blocks):
+        keys = [self.key(block) for block in blocks]
+        for key, block in zip(keys, blocks, strict=True):
+            assert self.cache.put(key, content(block)) == 0
+        self.wait(lambda: all(in_file for _, in_file in self.replicas(keys)), self.OFFLOAD_S)
+        # Whoever asks for a key has it leased for a moment.
+        self.wait(lambda: len(self.cache.batch_replica_clear(keys, self.cache.get_hostname())) == len(keys), 1)
+        self.wait(lambda: not any(in_memory for in_memory, _ in self.replicas(keys)), 1)
+        return [None if here == (False, True) else "failed" for here in self.replicas(keys)]
+
+    def lookup(self, block):
+        return self.cache.is_exist(self.key(block)) == 1
+
+    def load(self, block):
+        data = self.cache.get(self.key(block))
+        return self.judge(data, block) if data else "miss"
 
 
 class Safetensors(Engine):
@@ -480,7 +608,8 @@ class TorchSave(Safetensors):
 ENGINES = {
     "vllm": Vllm, "lmcache-fs-native": LmcacheFsNative, "lmcache-local-disk": LmcacheLocalDisk,
     "lmcache-fs-connector": LmcacheFsConnector, "lmcache-l2": LmcacheL2, "sglang-file": SglangFile,
-    "sglang-nixl": SglangNixl, "nixl": Nixl, "safetensors": Safetensors, "torch": TorchSave,
+    "sglang-nixl": SglangNixl, "nixl": Nixl, "nixl-pool": NixlPool,
+    "mooncake": Mooncake, "safetensors": Safetensors, "torch": TorchSave,
 }
 
 
@@ -492,9 +621,7 @@ def main(name, directory, source):
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        work = {"store": engine.store, "lookup": engine.lookup, "load": engine.load, "files": engine.file}
-        answer = [engine.attempt(work[request["do"]], block) for block in request["blocks"]]
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(engine.all(request["do"], request["blocks"])), file=answers, flush=True)
     os._exit(0)  # threads and loops of the engines would outlive main
 
 
