@@ -22,6 +22,8 @@ import random
 import select
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -456,6 +458,25 @@ def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> Itera
         with contextlib.suppress(OSError):
             if os.fstat(descriptor)[1:3] == identity:
                 os.close(descriptor)
+
+
+@contextlib.contextmanager
+def lingering() -> Iterator[socket.socket]:
+    """A TCP socket whose last descriptor is closed for as long as this lasts, whoever closes it: tcp(7), SO_LINGER."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as full:
+        other, _ = listener.accept()
+        with other:
+            full.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    full.send(bytes(1 << 16))
+            full.setblocking(True)
+            full.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3600))
+            try:
+                yield full
+            finally:
+                # A reset: whoever waits is let go.
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 @contextlib.contextmanager

@@ -96,6 +96,26 @@ class Breach(Exception):
     """The client said something that the protocol does not have."""
 
 
+def said_what_it_is(begun: bytes) -> bool:
+    """Whether a connection that began with this is no native client's, or its hello is whole."""
+    if not (begun.startswith(MAGIC) or MAGIC.startswith(begun)):
+        return True
+    if len(begun) < _HELLO.size:
+        return False
+    _, version, _ = _HELLO.unpack_from(begun)
+    return version != VERSION or len(begun) >= _HELLO.size + _PATIENCE.size
+
+
+async def receive(sock: trio.socket.SocketType, size: int) -> bytes:
+    """Some bytes, none at the end. Breach if a descriptor came with them: it stays where it is, for whoever lets go of
+    it may have to wait (a TCP socket lingers as long as its maker likes)."""
+    data, _, flags, _ = await sock.recvmsg(size, 0, socket.MSG_PEEK)
+    if flags & socket.MSG_CTRUNC:
+        raise Breach("sent a descriptor")
+    # No more than that: a descriptor may come with what follows.
+    return await sock.recv(len(data)) if data else b""
+
+
 class RefusedError(KvfsError):
     """A request that cannot be; its errno and sentence are the answer."""
 
@@ -224,14 +244,14 @@ class _Connection:
         """Wait until `size` bytes are there: as long as it takes for the first if `idle`. False at the end."""
         data = self._data
         if idle and not data:
-            piece = await self._socket.recv(_RECEIVE_SIZE)
+            piece = await receive(self._socket, _RECEIVE_SIZE)
             if not piece:
                 return False
             data += piece
         if len(data) < size:
             with trio.fail_after(FRAME_TIMEOUT_S):
                 while len(data) < size:
-                    piece = await self._socket.recv(max(_RECEIVE_SIZE, size - len(data)))
+                    piece = await receive(self._socket, max(_RECEIVE_SIZE, size - len(data)))
                     if not piece:
                         return False
                     data += piece

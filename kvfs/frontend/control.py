@@ -13,16 +13,17 @@ import json
 import logging
 import os
 import socket
+import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
 import trio
 
 from kvfs.errors import DeadlineError, KvfsError
-from kvfs.frontend.clients import MAGIC, Peer
+from kvfs.frontend.clients import MAGIC, Breach, Peer, receive, said_what_it_is
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ GREETINGS_OF_USER_MAX = 128
 # Of those that control; native clients have a limit of their own.
 CLIENTS_MAX = 64
 _BACKLOG = 1024
+# Linux 6.16 (asm-generic/socket.h): whether a peer may send descriptors at all.
+_SO_PASSRIGHTS = 83
 
 Arguments = Mapping[str, object]
 Progress = Callable[[Mapping[str, object]], Awaitable[None]]
@@ -78,6 +81,9 @@ class ControlServer:
                 os.chmod(f"/proc/self/fd/{fd}", 0o660)
             finally:
                 os.close(fd)
+            # Connections have it from their listener. On older kernels `receive` finds descriptors.
+            with suppress(OSError):
+                listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
@@ -96,7 +102,7 @@ class ControlServer:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         try:
-            async with stream:
+            async with _letting_go(stream):
                 peer = Peer.of(stream.socket)
                 begun = b""
                 with self._silence(peer.uid) as silence:
@@ -113,6 +119,8 @@ class ControlServer:
                     await _send(stream, _failure(text, errno.EACCES))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, OSError):
             log.debug("a control client went away")
+        except Breach as breach:
+            log.warning("a control connection: %s; hung up", breach)
         except Exception:
             log.exception("a control connection failed")
 
@@ -137,8 +145,8 @@ class ControlServer:
         """Enough to know what is spoken."""
         begun = b""
         with trio.fail_after(GREETING_TIMEOUT_S):
-            while len(begun) < len(MAGIC) and MAGIC.startswith(begun):
-                data = await stream.receive_some(65536)
+            while not said_what_it_is(begun):
+                data = await receive(stream.socket, 65536)
                 if not data:
                     break
                 begun += data
@@ -154,7 +162,7 @@ class ControlServer:
             if len(pending) > LINE_MAX:
                 return
             with trio.fail_after(IDLE_TIMEOUT_S):
-                data = await stream.receive_some(65536)
+                data = await receive(stream.socket, 65536)
             if not data:
                 return
             pending += data
@@ -174,6 +182,32 @@ class ControlServer:
             return _failure(str(error) or type(error).__name__, getattr(error, "errno", None))
         except OSError as error:
             return _failure(str(error), error.errno)
+
+
+@asynccontextmanager
+async def _letting_go(stream: trio.SocketStream) -> AsyncIterator[None]:
+    """Hang up at the end. With a connection goes what nobody has received, with that its descriptors. To close one may
+    be to wait: a thread of its own does that."""
+    async with stream:
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                stream.socket.shutdown(socket.SHUT_RDWR)
+                last = socket.socket(fileno=os.dup(stream.socket.fileno()))
+                stream.socket.close()
+                if _holds_something(last):
+                    threading.Thread(target=last.close, daemon=True).start()
+                else:
+                    last.close()
+
+
+def _holds_something(connection: socket.socket) -> bool:
+    """Of a connection that is shut down: no more comes."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except OSError:
+        return False
 
 
 def _failure(text: str, number: int | None) -> Mapping[str, object]:

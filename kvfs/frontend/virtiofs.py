@@ -37,7 +37,8 @@ _BACKLOG = 4
 _LOG_INTERVAL_S = 60.0
 _PROTOCOL = 0xFFFFFFFF
 _WHY = {
-    errno.EMEDIUMTYPE: "its memory is of neither memfd, tmpfs, hugetlbfs nor a filesystem that memory= names"
+    errno.EMEDIUMTYPE: "its memory is of neither memfd, tmpfs, hugetlbfs nor a filesystem that memory= names",
+    errno.EDQUOT: "its memory is more than this export's part of the daemon's addresses",
 }
 
 
@@ -297,6 +298,9 @@ class Exports:
         """Take the sockets away, whatever is still served."""
         for served in self._served:
             _take_away(served)
+            if served.left_out:
+                log.warning("%s: %d more messages of broken rules were left out", served.export.socket, served.left_out)
+                served.left_out = 0
 
 
 def _take_away(served: _Served) -> None:

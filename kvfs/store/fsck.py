@@ -264,6 +264,8 @@ class _Check:
         # After a crash the index is a second old: what does not fit is for recovery to judge.
         self._stale = not report.clean
         self._bad: dict[InodeNumber, Inode] = {}
+        # Directories from which the way up comes to an end.
+        self._ending: set[InodeNumber] = set()
 
     async def run(self) -> None:
         removed = {device.index for device in self._config.devices if device.removed}
@@ -369,6 +371,8 @@ class _Check:
         holder = self._index.lookup(inode.parent, inode.name)
         if holder != inode.inode:
             return f"its name leads to {'nothing' if holder is None else f'inode {holder}'}"
+        if inode.kind == Kind.DIRECTORY and not self._comes_to_an_end(inode):
+            return "it lies below itself"
         if inode.kind != Kind.FILE:
             return None
         if not inode.sealed:
@@ -384,6 +388,18 @@ class _Check:
             if segment.generation != generation or segment.state == State.FREE:
                 return f"it lies in generation {generation:#x} of segment {number}, which is at {segment.generation:#x}"
         return None
+
+    def _comes_to_an_end(self, directory: Inode) -> bool:
+        """Whether the way up from a directory does."""
+        way: set[InodeNumber] = set()
+        above: Inode | None = directory
+        while above is not None and above.inode != ROOT_INODE and above.inode not in self._ending:
+            if above.inode in way:
+                return False
+            way.add(above.inode)
+            above = self._index.get(above.parent)
+        self._ending |= way
+        return True
 
     async def _check_names(self) -> None:
         dangling: list[tuple[int, bytes]] = []

@@ -35,6 +35,8 @@ _BATCH_BYTES = 4 << 20
 _VERIFY_TASKS = 16
 _READ_AHEAD = 8
 _NAME_BITS = 26
+# A path has at most this many directories: longer than PATH_MAX allows.
+_DEPTH_MAX = 4096
 _U64 = struct.Struct(">Q")
 _MEMBER = struct.Struct(">IQ")
 _VALUE = struct.Struct("<Q")
@@ -576,6 +578,9 @@ class Rebuild:
         if self._directories.get(number, -1) >= version or number in self._aliases:
             return
         parent = self._aliases.get(head[5], head[5])
+        if self._is_above(bulk, found, number, parent):
+            log.warning("directory %d: its header says that it lies below itself; it is left out", number)
+            return
         name = record[RECORD_SIZE : RECORD_SIZE + name_size]
         key = _U64.pack(parent) + name
         other = self._holder(bulk, found, key, parent, name, overlay)
@@ -598,6 +603,17 @@ class Rebuild:
         found.inodes[number] = record
         found.names[key] = _VALUE.pack(number)
         self._mark_name(key)
+
+    def _is_above(self, bulk: Bulk, found: _Found, number: int, below: int) -> bool:
+        """Whether `below` is this directory, or lies below it: whoever walks up from there would not come to an end."""
+        for _ in range(_DEPTH_MAX):
+            if below == number:
+                return True
+            record = found.inodes.get(below) or bulk.record(below)
+            if below == ROOT_INODE or record is None:
+                return False
+            below = RECORD_HEAD.unpack_from(record)[5]
+        return True
 
     def _merge_files(self, bulk: Bulk, found: _Found, data: bytes, overlay: _Overlay) -> None:
         """The hot loop: 100,000 blocks a second and more, so no objects, and names locals."""

@@ -431,6 +431,7 @@ int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *confi
     guest->config = *config;
     guest->queue_count = config->queue_count + 1;
     guest->listen_fd = -1;
+    guest->owner.of = 1;
     guest->stop_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     transport->plane = plane;
     transport->ops = &guest_ops;
@@ -461,12 +462,24 @@ static bool stopped(const struct guest *guest) {
     return atomic_load(&guest->stopping) || atomic_load(&guest->transport->plane->stopping);
 }
 
+/* Who connects from now on is refused. Those who wait are turned away, as front ends are: to close the listening socket would be to close theirs. */
+static void listen_end(struct guest *guest) {
+    int fd = -1;
+    shutdown(guest->listen_fd, SHUT_RDWR);
+    while (porters_have_room(guest->porters) && (fd = accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC)) >= 0)
+        porter_end(porter_start(guest->porters, &guest->config, fd), fd);
+    if (fd < 0 && porters_have_room(guest->porters))
+        close(guest->listen_fd);
+    guest->listen_fd = -1; /* what is not closed goes with the process, which waits for nothing then */
+}
+
 static void *guest_main(void *argument) {
     struct guest *guest = argument;
     struct kvfs_plane *plane = guest->transport->plane;
     while (!stopped(guest)) {
-        struct pollfd polls[2] = {{.fd = guest->listen_fd, .events = POLLIN}, {.fd = guest->stop_fd, .events = POLLIN}};
-        if (poll(polls, 2, 60000) <= 0 || !(polls[0].revents & POLLIN))
+        bool room = porters_have_room(guest->porters);
+        struct pollfd polls[2] = {{.fd = room ? guest->listen_fd : -1, .events = POLLIN}, {.fd = guest->stop_fd, .events = POLLIN}};
+        if (poll(polls, 2, room ? 60000 : 1000) <= 0 || !(polls[0].revents & POLLIN))
             continue;
         int fd = accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC);
         if (fd < 0) {
@@ -476,11 +489,9 @@ static void *guest_main(void *argument) {
         atomic_store(&guest->connected, 1);
         atomic_fetch_add(&guest->connections, 1);
         vhost_user_serve(guest, fd);
-        close(fd);
         atomic_store(&guest->connected, 0);
     }
-    close(guest->listen_fd);
-    guest->listen_fd = -1;
+    listen_end(guest);
     transport_stop(guest->transport);
     pthread_mutex_lock(&plane->transports_lock);
     plane->guests[guest->number] = NULL;
@@ -571,13 +582,13 @@ int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number) {
     return guest ? 0 : -ENOENT;
 }
 
-bool guests_present(struct kvfs_plane *plane) {
-    bool found = false;
+uint32_t guests_count(struct kvfs_plane *plane) {
+    uint32_t count = 0;
     pthread_mutex_lock(&plane->transports_lock);
     for (uint32_t i = 0; i < KVFS_VIRTIOFS_MAX; i++)
-        found |= plane->guests[i] != NULL;
+        count += plane->guests[i] != NULL;
     pthread_mutex_unlock(&plane->transports_lock);
-    return found;
+    return count;
 }
 
 void guests_stop(struct kvfs_plane *plane) {

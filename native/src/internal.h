@@ -479,7 +479,7 @@ void transport_forget(struct transport *transport);    /* its kernel is gone: la
 bool guest_targets(struct request *request);
 uint32_t guest_number(const struct guest *guest);
 void guest_memory_put(struct guest_memory *memory);
-bool guests_present(struct kvfs_plane *plane);         /* something is exported */
+uint32_t guests_count(struct kvfs_plane *plane);       /* exports */
 void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
 void guests_free(struct kvfs_plane *plane);
 

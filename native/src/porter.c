@@ -5,6 +5,9 @@
  * closes what is left and keeps all that comes after, locks and devices among them. So a porter looks at each. Eventfds and memory go on to the
  * guest's thread by a socket pair; the porter closes the others. One that never comes back from that holds nothing but its own stack.
  *
+ * The socket itself is closed by a porter last: messages that nobody took go with it, and their descriptors too. A TCP socket among these lingers for
+ * as long as its maker has said.
+ *
  * System calls are made directly: sanitizers believe that there is one table in a process. / */
 #include "virtio.h"
 
@@ -36,6 +39,8 @@ void porters_put(struct porters *porters) {
     if (porters && atomic_fetch_sub(&porters->refs, 1) == 1)
         free(porters);
 }
+
+bool porters_have_room(const struct porters *porters) { return atomic_load(&porters->refs) <= PORTERS_MAX; }
 
 bool is_eventfd(int fd) {
     char path[48], name[64];
@@ -135,6 +140,9 @@ static void *porter_main(void *argument) {
             syscall(SYS_close, fds[i]);
     }
     if (own) {
+        uint8_t none;
+        while (syscall(SYS_recvfrom, p->channel, &none, sizeof(none), 0, NULL, NULL) < 0 && errno == EINTR)
+            ; /* until the guest's thread has closed its own descriptor of the socket */
         syscall(SYS_close, p->fd);
         syscall(SYS_close, p->channel);
     }
@@ -145,7 +153,7 @@ static void *porter_main(void *argument) {
 
 int porter_start(struct porters *porters, const struct kvfs_virtiofs_config *config, int fd) {
     int pair[2];
-    if (atomic_load(&porters->refs) > PORTERS_MAX)
+    if (!porters_have_room(porters))
         return -EUSERS;
     struct porter *p = calloc(1, sizeof(*p));
     if (!p)
@@ -183,4 +191,11 @@ int porter_start(struct porters *porters, const struct kvfs_virtiofs_config *con
     if (r < 0)
         close(pair[0]);
     return r < 0 ? r : pair[0];
+}
+
+void porter_end(int channel, int fd) {
+    shutdown(fd, SHUT_RDWR); /* the porter may wait for a message, or be away with a descriptor of the socket */
+    close(fd);
+    if (channel >= 0)
+        close(channel);
 }

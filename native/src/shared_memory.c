@@ -8,10 +8,14 @@
 #include <sys/vfs.h>
 
 #define MAPPINGS_MAX 4096u
+/* A process has 128 TiB of addresses, and a file of any size costs nothing who shares it: all owners together get half of them. */
+#define BYTES_MAX ((uint64_t)64 << 40)
+#define OWNER_MAPPINGS_MAX (2 * REGIONS_MAX)
 
 static struct {
     _Atomic(uint8_t *) start;           /* NULL: a free place */
     atomic_ullong size;
+    const struct shared_owner *owner;   /* under the lock */
 } mappings[MAPPINGS_MAX];
 static atomic_uint used;                /* places ever taken */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -46,12 +50,25 @@ int shared_check(int fd, const uint64_t *types, uint32_t count) {
     return -EMEDIUMTYPE;
 }
 
-void *shared_map(int fd, uint64_t offset, uint64_t size, int *error) {
+/* With the lock: whether its owner may have one more, of so many bytes. */
+static bool affords(const struct shared_owner *owner, uint64_t size) {
+    uint64_t bytes = 0;
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < atomic_load(&used); i++)
+        if (atomic_load(&mappings[i].start) && mappings[i].owner == owner) {
+            bytes += atomic_load(&mappings[i].size);
+            count++;
+        }
+    uint64_t limit = BYTES_MAX / owner->of;
+    return count < OWNER_MAPPINGS_MAX && bytes <= limit && size <= limit - bytes;
+}
+
+void *shared_map(const struct shared_owner *owner, int fd, uint64_t offset, uint64_t size, int *error) {
     pthread_mutex_lock(&lock);
     uint32_t at = 0;
     while (at < MAPPINGS_MAX && atomic_load(&mappings[at].start))
         at++;
-    *error = at < MAPPINGS_MAX ? 0 : -ENOSPC;
+    *error = at == MAPPINGS_MAX ? -ENOSPC : affords(owner, size) ? 0 : -EDQUOT;
     if (*error == 0 && !installed) {
         struct sigaction action = {.sa_sigaction = on_sigbus, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART};
         *error = sigaction(SIGBUS, &action, &before) < 0 ? -errno : 0;
@@ -62,6 +79,7 @@ void *shared_map(int fd, uint64_t offset, uint64_t size, int *error) {
         *error = -errno;
     if (map != MAP_FAILED) {
         madvise(map, size, MADV_DONTDUMP);
+        mappings[at].owner = owner;
         atomic_store(&mappings[at].size, size);
         atomic_store(&mappings[at].start, map);
         if (at == atomic_load(&used))

@@ -177,7 +177,9 @@ static void memory_set(struct front_end *front, struct guest_memory *memory) {
 
 static int memory_take(const struct front_end *front, int fd, const struct region_description *description, struct guest_region **out) {
     const struct kvfs_virtiofs_config *config = &front->guest->config;
-    return region_map(fd, description, config->memory_types, config->memory_type_count, out);
+    uint32_t count = guests_count(front->guest->transport->plane);
+    front->guest->owner.of = count ? count : 1;
+    return region_map(&front->guest->owner, fd, description, config->memory_types, config->memory_type_count, out);
 }
 
 static int set_mem_table(struct front_end *front, struct vhost_message *message) {
@@ -366,7 +368,7 @@ static int inflight_map(struct front_end *front, const struct inflight_message *
         layout->map_offset % PAGE || layout->map_size < size || fstat(fd, &st) < 0 || layout->map_offset > INT64_MAX - size ||
         (uint64_t)st.st_size < layout->map_offset + size)
         return -EINVAL;
-    void *map = shared_map(fd, layout->map_offset, size, &error);
+    void *map = shared_map(&front->guest->owner, fd, layout->map_offset, size, &error);
     if (!map)
         return error;
     uint8_t *before = front->inflight;
@@ -513,7 +515,8 @@ void vhost_user_serve(struct guest *guest, int fd) {
     while (r >= 0) {
         /* A second front end is turned away at once rather than left waiting for its first answer. */
         struct pollfd polls[4] = {{.fd = channel, .events = POLLIN}, {.fd = guest->stop_fd, .events = POLLIN},
-                                  {.fd = guest->listen_fd, .events = POLLIN}, {.fd = fd, .events = POLLRDHUP}};
+                                  {.fd = porters_have_room(guest->porters) ? guest->listen_fd : -1, .events = POLLIN},
+                                  {.fd = fd, .events = POLLRDHUP}};
         int ready = poll(polls, 4, LOOK_AGAIN_MS);
         if (ready == 0)
             guest_look_again(guest);
@@ -529,7 +532,7 @@ void vhost_user_serve(struct guest *guest, int fd) {
         if (polls[0].revents == 0) {
             int second = accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC);
             if (second >= 0)
-                close(second);
+                porter_end(porter_start(guest->porters, &guest->config, second), second);
             continue;
         }
         int refused = 0;
@@ -548,9 +551,7 @@ void vhost_user_serve(struct guest *guest, int fd) {
         }
         fds_close(message);
     }
-    shutdown(fd, SHUT_RDWR); /* the porter may be away, with a descriptor of the socket */
-    if (channel >= 0)
-        close(channel);
+    porter_end(channel, fd);
     if (r < 0 && r != -ECONNRESET && r != -EPIPE) {
         atomic_fetch_add(&guest->protocol_errors, 1);
         guest_error(guest, UINT32_MAX, r);

@@ -21,8 +21,11 @@
 /* Whether a fault on this file's memory waits for nobody but the kernel: memfd, tmpfs and hugetlbfs; besides, where a guest's operator says so, the
  * filesystems of these types (statfs(2), f_type). -EMEDIUMTYPE: another one. */
 int shared_check(int fd, const uint64_t *types, uint32_t count);
-/* Memory of another process, who may cut it off: then it reads as zeros instead of ending us. NULL and *error: -errno. */
-void *shared_map(int fd, uint64_t offset, uint64_t size, int *error);
+/* Who shares memory: a guest, one of so many, who have an equal part of our addresses each. */
+struct shared_owner { uint32_t of; };
+/* Memory of another process, who may cut it off: then it reads as zeros instead of ending us. NULL and *error: -errno; -EDQUOT: more than the
+ * owner's part. */
+void *shared_map(const struct shared_owner *owner, int fd, uint64_t offset, uint64_t size, int *error);
 void shared_unmap(void *map, uint64_t size);
 
 /* ---- virtqueue.c: memory ---- */
@@ -43,7 +46,8 @@ struct guest_memory {
 };
 struct region_description { uint64_t guest_address, size, user_address, offset; };
 /* types: as shared_check has them. */
-int region_map(int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count, struct guest_region **out);
+int region_map(const struct shared_owner *owner, int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count,
+               struct guest_region **out);
 void region_put(struct guest_region *region);
 /* A copy of `from` (NULL: empty) with `add` (taken over) or without `remove`; either may be NULL. NULL: no memory. */
 struct guest_memory *memory_change(const struct guest_memory *from, struct guest_region *add, const struct guest_region *remove);
@@ -147,9 +151,13 @@ struct ported {
 struct porters { atomic_uint refs; };   /* of a guest: the guest's, and one for each */
 struct porters *porters_new(void);
 void porters_put(struct porters *porters);
-/* Let a porter read `fd`, a front end's socket with a timeout for reading. Returns the socket that messages come from, the caller's to close; the
- * porter ends when that is closed and `fd` is shut down. -EUSERS: too many have not ended. */
+/* Let a porter read `fd`, a front end's socket with a timeout for reading. Returns the socket that messages come from. -EUSERS: too many have not
+ * ended. */
 int porter_start(struct porters *porters, const struct kvfs_virtiofs_config *config, int fd);
+/* Close `fd` and what porter_start returned (-errno: the porter is none); the porter closes the socket itself, and waits alone if that waits. */
+void porter_end(int channel, int fd);
+/* Without room for a porter no front end is let in: to close its socket could be to wait. */
+bool porters_have_room(const struct porters *porters);
 /* Asks no filesystem. */
 bool is_eventfd(int fd);
 
@@ -163,6 +171,7 @@ struct guest {
     struct virtqueue queues[QUEUES_MAX];
     int listen_fd, stop_fd;
     struct porters *porters;
+    struct shared_owner owner;
     pthread_t thread;
     bool threaded;
     atomic_bool stopping, limited;
@@ -188,7 +197,7 @@ void guest_disconnect(struct guest *guest);
 
 /* ---- vhost_user.c ---- */
 
-/* Speak with one front end until it goes away, breaks the protocol, or the guest is to stop. */
+/* Speak with one front end until it goes away, breaks the protocol, or the guest is to stop. Closes its socket. */
 void vhost_user_serve(struct guest *guest, int fd);
 
 #endif

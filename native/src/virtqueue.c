@@ -6,7 +6,8 @@
 
 /* ---- memory ---- */
 
-int region_map(int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count, struct guest_region **out) {
+int region_map(const struct shared_owner *owner, int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count,
+               struct guest_region **out) {
     struct stat st;
     uint64_t end;
     int error = shared_check(fd, types, type_count);
@@ -24,7 +25,7 @@ int region_map(int fd, const struct region_description *from, const uint64_t *ty
         return -ENOMEM;
     /* From the file's start: a huge page's offset need not be a multiple of ours. Whole (huge) pages: munmap asks for them. */
     region->map_size = round_up(end, st.st_blksize > 0 ? (uint64_t)st.st_blksize : PAGE);
-    region->map = shared_map(fd, 0, region->map_size, &error);
+    region->map = shared_map(owner, fd, 0, region->map_size, &error);
     if (!region->map) {
         free(region);
         return error;

@@ -204,7 +204,7 @@ static void start(void) {
     CHECK(pthread_create(&flipper, NULL, flip_main, NULL) == 0);
     struct region_description description = {GUEST, MEMORY, GUEST, 0};
     struct guest_region *region;
-    CHECK(region_map(shared, &description, NULL, 0, &region) == 0);
+    CHECK(region_map(&guest->owner, shared, &description, NULL, 0, &region) == 0);
     memory = region->data;
     struct guest_memory *all = memory_change(NULL, region, NULL);
     CHECK(all);
@@ -423,10 +423,9 @@ static void front(const uint8_t *data, size_t size) {
     while (!atomic_load(&served.ended))
         settle(&front_guest->transport->servers[0]); /* what is under way is answered, or it would be waited for */
     CHECK(pthread_join(thread, NULL) == 0);
-    for (int i = 0; i < 2; i++) {
-        close(pair[i]);
-        close(pipes[i]);
-    }
+    close(pair[0]);
+    close(pipes[0]);
+    close(pipes[1]);
     close(event);
 }
 

@@ -29,12 +29,20 @@ ADD_MEM_REG = 37
 LOOKUP, MKDIR, OPENDIR, READDIR, CREATE, INIT, GETATTR = 1, 9, 27, 28, 35, 26, 3
 
 _VERSION_1, _NEED_REPLY = 1, 8
-_MEMORY = 4 << 20
+MEMORY = 4 << 20
 _GUEST, _USER = 0x40000000, 0x7F1200000000
 _QUEUE = 1  # the request queue; 0 is the one of high priority
 _SIZE = 16
 _AVAIL, _USED, _REQUEST, _REPLY = 0x1000, 0x2000, 0x10000, 0x100000
 ROOM = 0x20000
+
+
+def send(connection: socket.socket, request: int, payload: bytes, fds: Sequence[int], flags: int = 0) -> None:
+    """One message of vhost-user."""
+    header = struct.pack("<III", request, _VERSION_1 | flags, len(payload))
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sent = connection.sendmsg([header, payload], control)
+    assert sent == len(header) + len(payload)
 
 
 class Guest:
@@ -44,8 +52,8 @@ class Guest:
         self._timeout_s = timeout_s
         supported = self._connect(path)
         self.memory_fd = os.memfd_create("guest", os.MFD_CLOEXEC)
-        os.ftruncate(self.memory_fd, _MEMORY)
-        self.memory = mmap.mmap(self.memory_fd, _MEMORY)
+        os.ftruncate(self.memory_fd, MEMORY)
+        self.memory = mmap.mmap(self.memory_fd, MEMORY)
         self.kick = os.eventfd(0, os.EFD_CLOEXEC)
         self.call = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._unique = 0
@@ -55,7 +63,7 @@ class Guest:
         assert self.tell(SET_OWNER) == 0
         assert self.tell(SET_FEATURES, struct.pack("<Q", features)) == 0
         if not bare:
-            assert self.region(self.memory_fd, _MEMORY) == 0
+            assert self.region(self.memory_fd, MEMORY) == 0
             self.start()
 
     def _connect(self, path: pathlib.Path) -> int:
@@ -87,12 +95,6 @@ class Guest:
 
     # ---- vhost-user ----
 
-    def _send(self, request: int, payload: bytes, fds: Sequence[int], flags: int) -> None:
-        header = struct.pack("<III", request, _VERSION_1 | flags, len(payload))
-        control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        sent = self.socket.sendmsg([header, payload], control)
-        assert sent == len(header) + len(payload)
-
     def _reply(self) -> int:
         answer = self.socket.recv(20, socket.MSG_WAITALL)
         if len(answer) < 20:
@@ -100,19 +102,19 @@ class Guest:
         return int(struct.unpack("<IIIQ", answer)[3])
 
     def question(self, request: int) -> int:
-        self._send(request, b"", (), 0)
+        send(self.socket, request, b"", ())
         return self._reply()
 
     def tell(self, request: int, payload: bytes = b"", fds: Sequence[int] = (), *, acknowledged: bool = True) -> int:
         """0: done; 1: refused."""
-        self._send(request, payload, fds, _NEED_REPLY if acknowledged else 0)
+        send(self.socket, request, payload, fds, _NEED_REPLY if acknowledged else 0)
         return self._reply() if acknowledged else 0
 
     def event(self, request: int, fd: int) -> int:
         return self.tell(request, struct.pack("<Q", _QUEUE), (fd,))
 
-    def region(self, fd: int, size: int) -> int:
-        return self.tell(ADD_MEM_REG, struct.pack("<QQQQQ", 0, _GUEST, size, _USER, 0), (fd,))
+    def region(self, fd: int, size: int, at: int = _GUEST) -> int:
+        return self.tell(ADD_MEM_REG, struct.pack("<QQQQQ", 0, at, size, at - _GUEST + _USER, 0), (fd,))
 
     # ---- FUSE ----
 

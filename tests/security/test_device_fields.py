@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from image import Image, with_checksum
-from store_pools import crashed_store, make_pool, names, settle, verify_all, with_store, write
+from store_pools import crashed_store, make, make_pool, names, settle, verify_all, with_store, write
 
 from kvfs.errors import DeviceError, FormatError
 from kvfs.index.lmdb import LmdbIndex
@@ -233,6 +233,64 @@ def test_a_block_header_that_cannot_be_costs_its_block_alone(copy: Callable[[str
     for segment in image.used_segments():
         image.write(segment, image.geometry.end_page, bytes(2 * image.geometry.summary_pages * 4096))
     assert found(pool) == NAMES - {block.inode.name}
+
+
+def _directories(store: Store) -> tuple[Inode, Inode]:
+    outer = make(store, ROOT_INODE, b"outer", Kind.DIRECTORY)
+    return outer, make(store, outer.inode, b"inner", Kind.DIRECTORY)
+
+
+def test_a_block_header_whose_directories_lie_below_themselves_costs_what_is_in_them(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "pool")
+
+    async def work(store: Store) -> None:
+        for name in sorted(NAMES):
+            await write(store, name, 5 * 4096)
+        await write(store, b"block", 5 * 4096, _directories(store)[1].inode)
+        await settle(store)
+
+    crashed_store(pool, work)
+    image = Image(pool)
+    (block,) = [block for block in image.blocks() if block.inode.name == b"block"]
+    page = image.read(block.segment, block.page)
+    (at,) = struct.unpack_from("<I", page, 60)
+    # First comes the directory that the block is in, then the one above it.
+    (size,) = struct.unpack_from("<I", page, at)
+    (inner,) = struct.unpack_from("<Q", page, at + 8)
+    assert block.inode.parent == inner
+    page = changed(page, at + size + 16, "<Q", inner)
+    image.write(block.segment, block.page, summed(image.config.secret, page))
+    lose_index(pool)
+    for segment in image.used_segments():
+        image.write(segment, image.geometry.end_page, bytes(2 * image.geometry.summary_pages * 4096))
+
+    async def look(store: Store) -> None:
+        # Of the two only one is left, which lies nowhere.
+        assert sum(store.index.get(InodeNumber(number)) is not None for number in (inner, inner - 1)) == 1
+        assert names(store) == NAMES
+
+    with_store(pool, look)
+    assert fsck(pool, repair=True).healthy
+    assert not fsck(pool).findings
+    assert found(pool) == NAMES
+
+
+def test_fsck_finds_directories_that_lie_below_themselves(copy: Callable[[str], Path]) -> None:
+    pool = copy("closed")
+
+    async def work(store: Store) -> None:
+        outer, inner = _directories(store)
+        await write(store, b"block", 5 * 4096, inner.inode)
+        below = outer.copy()
+        below.parent = inner.inode
+        store.index.put(below, outer)
+
+    with_store(pool, work)
+    report = fsck(pool)
+    assert sum("lies below itself" in f.message and not f.harmless for f in report.findings) == 2, report.findings
+    assert fsck(pool, repair=True).healthy
+    assert not fsck(pool).findings
+    assert found(pool) == NAMES
 
 
 # ---- labels: their checksum is not seeded, so anybody can make one ----

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import pathlib
+import random
 import signal
+import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator
 
 import front_end
 import helpers
 import pytest
 from front_end import Guest
-from helpers import MIB, Pool, content, mount_device, process_alive, read_file, wait_until, write_file
+from helpers import MIB, Pool, content, lingering, mount_device, opened, process_alive, read_file, wait_until, write_file
+from message_storm import Storm
 from silent_fuse import SilentFuse
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("only_root")]
+# KVFS_STORM_S: another length.
+STORM_S = float(os.environ.get("KVFS_STORM_S", "10"))
 
 
 @pytest.fixture
@@ -39,6 +47,13 @@ def assert_others_are_served(pool: Pool, other: pathlib.Path, seed: int) -> None
     with Guest(other) as guest:
         assert guest.ask(front_end.MKDIR, 1, struct.pack("<II", 0o755, 0) + f"of-{seed}".encode() + b"\0")[0] == 0
         assert (pool.mount / f"of-{seed}").is_dir()
+
+
+def read_direct(path: pathlib.Path, size: int) -> bytes:
+    """From the devices, every time."""
+    with opened(path, os.O_RDONLY | os.O_DIRECT) as fd, mmap.mmap(-1, size) as memory:
+        assert os.readv(fd, [memory]) == size
+        return bytes(memory)
 
 
 def end_all(pool: Pool, *, wait: bool = True) -> None:
@@ -87,6 +102,91 @@ def test_a_front_end_that_fills_its_eventfds_stops_nobody(served):
         assert_others_are_served(pool, other, 1)
         os.close(deaf)
     end_all(pool)
+
+
+@pytest.mark.parametrize("where", ["of a second front end", "behind a message that ends the connection"])
+def test_a_descriptor_that_nobody_took_is_waited_for_by_nobody(served, where):
+    """It goes with its connection: there the last descriptor of a TCP socket that lingers would be closed."""
+    pool, path, other = served
+    with lingering() as gift:
+        if where == "of a second front end":
+            with Guest(path) as guest:
+                with socket.socket(socket.AF_UNIX) as second:
+                    os.kill(pool.pid(), signal.SIGSTOP)
+                    second.connect(str(path))
+                    front_end.send(second, 99, b"", (gift.fileno(),))
+                    gift.close()
+                    os.kill(pool.pid(), signal.SIGCONT)
+                # The thread that turned it away goes on with this one.
+                assert guest.tell(front_end.SET_OWNER) == 0
+        else:
+            with Guest(path, bare=True) as guest:
+                os.kill(pool.pid(), signal.SIGSTOP)
+                for fds in ((), (gift.fileno(),)):
+                    front_end.send(guest.socket, 1 << 31, bytes(4096), fds)
+                gift.close()
+                os.kill(pool.pid(), signal.SIGCONT)
+        assert_others_are_served(pool, other, 4)
+        with Guest(path) as guest:
+            assert guest.ask(front_end.LOOKUP, 1, b"none\0")[0] == -errno.ENOENT
+        end_all(pool)
+
+
+def test_memory_that_takes_every_address_is_refused(served):
+    """A file of any size costs nothing who shares it."""
+    pool, path, other = served
+    with Guest(path, bare=True) as guest:
+        vast = os.memfd_create("vast", os.MFD_CLOEXEC)
+        os.ftruncate(vast, 1 << 46)
+        taken, place = 0, 1 << 30
+        for size in (1 << shift for shift in range(46, 29, -1)):
+            if guest.region(vast, size, at=place) == 0:
+                taken += size
+                place += size
+        os.close(vast)
+        assert 1 << 40 <= taken <= 1 << 45  # half of what two exports have
+        assert_others_are_served(pool, other, 5)
+        assert pool.status()["exports"][0]["protocol_errors"] > 0
+    with Guest(path):
+        pass
+    end_all(pool)
+
+
+@pytest.mark.slow
+def test_a_storm_of_messages_disturbs_nobody(served):
+    pool, path, other = served
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    blocks = {pool.mount / f"block-{i}": content(MIB, i) for i in range(16)}
+    for block, data in blocks.items():
+        write_file(block, data)
+    before = (pool.path / "kvfs.log").stat().st_size
+    until, failures, waits = time.monotonic() + STORM_S, [], [0.0]
+
+    def read() -> None:
+        while time.monotonic() < until:
+            for block, data in blocks.items():
+                began = time.monotonic()
+                if read_direct(block, MIB) != data:
+                    failures.append(block)
+                waits.append(time.monotonic() - began)
+
+    storm = Storm(path, seed)
+    reader = threading.Thread(target=read)
+    reader.start()
+    storm.blow(lambda: time.monotonic() < until)
+    reader.join()
+    print(f"{storm.messages} messages, {storm.connections} connections")
+    print(f"{len(waits)} reads, the longest {max(waits):.3f} s")
+    assert not failures and storm.messages > 100 * STORM_S
+    assert max(waits) < 5  # a device's deadline is longer
+    assert_others_are_served(pool, other, 6)
+    with Guest(path) as guest:
+        assert guest.ask(front_end.LOOKUP, 1, b"none\0")[0] == -errno.ENOENT
+    text = (pool.path / "kvfs.log").read_text()[before:]
+    assert "Traceback" not in text and len(text) < 20_000, text[-2000:]
+    end_all(pool)
+    assert "nothing is damaged" in pool.command("fsck", str(pool.path)).stdout
 
 
 @pytest.fixture

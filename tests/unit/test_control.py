@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import json
 import os
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import pytest
 import trio
+from helpers import lingering
 
 from kvfs.errors import DeadlineError, KvfsError
 from kvfs.frontend import control as control_room
-from kvfs.frontend.clients import Peer
+from kvfs.frontend.clients import MAGIC, VERSION, Peer
 from kvfs.frontend.control import Arguments, ControlClient, ControlServer, Progress
 
 
@@ -185,6 +188,56 @@ async def test_silent_connections_are_bounded_for_each_user_and_the_newest_is_he
             silent[4].sendall(b'{"command": "echo", "text": 1}\n')
             assert json.loads(silent[4].recv(1000)) == {"ok": True, "result": {"echo": 1}}
             with ControlClient(tmp_path) as control:
+                assert control.call("echo", text="a") == {"echo": "a"}
+
+    await serving(tmp_path, client)
+
+
+@in_trio
+async def test_half_a_hello_is_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_room, "GREETINGS_OF_USER_MAX", 3)
+    monkeypatch.setattr(control_room, "GREETING_TIMEOUT_S", 3600.0)
+
+    def client() -> None:
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(_silent(tmp_path)) for _ in range(3)]
+            for connection, begun in zip(silent, (b"K", MAGIC, MAGIC + struct.pack("<II", VERSION, 0)), strict=True):
+                connection.sendall(begun)
+            for connection in silent:
+                stack.enter_context(_silent(tmp_path))
+                assert connection.recv(1) == b""
+
+    await serving(tmp_path, client)
+
+
+# An option that no kernel has: as one that does not know the real one.
+@pytest.mark.parametrize("option", [pytest.param(None, id="this kernel"), pytest.param(0x7FFF, id="older kernel")])
+@pytest.mark.parametrize("begun", [b"", b'{"command": "echo"}\n', MAGIC])
+@in_trio
+async def test_a_descriptor_that_a_client_sends_is_waited_for_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: int | None, begun: bytes
+) -> None:
+    if option is not None:
+        monkeypatch.setattr(control_room, "_SO_PASSRIGHTS", option)
+
+    def client() -> None:
+        with _silent(tmp_path) as hostile, lingering() as gift:
+            hostile.sendall(begun)
+
+            def give() -> None:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [gift.fileno()]))
+                with contextlib.suppress(PermissionError):
+                    hostile.sendmsg([b"{"], [rights])
+                    gift.close()
+
+            # In the server's thread: it looks when the descriptor is the last one.
+            trio.from_thread.run_sync(give)
+            with contextlib.suppress(OSError):
+                hostile.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while hostile.recv(1000):
+                    pass
+            with ControlClient(tmp_path, timeout_s=10) as control:
                 assert control.call("echo", text="a") == {"echo": "a"}
 
     await serving(tmp_path, client)

@@ -262,7 +262,13 @@ def test_a_guest_that_breaks_the_rules_does_not_fill_the_log(
     first, second = (record.message for record in caplog.records)
     assert first.endswith("Bad address; see kvfs status; 99 such messages before it were left out")
     assert "its memory is of neither memfd, tmpfs, hugetlbfs" in second and second.endswith("; see kvfs status")
+    for _ in range(5):
+        exports.broken(0, 1, errno.EFAULT)
+    caplog.clear()
     exports.close()
+    exports.close()
+    # The end of the log tells the count too.
+    assert [r.message for r in caplog.records] == [f"{place}/a.sock: 5 more messages of broken rules were left out"]
 
 
 def test_the_data_plane_learns_of_the_memory_that_an_operator_allows(place: Path) -> None:
