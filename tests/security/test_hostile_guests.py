@@ -19,7 +19,18 @@ import front_end
 import helpers
 import pytest
 from front_end import Guest
-from helpers import MIB, Pool, content, lingering, mount_device, opened, process_alive, read_file, wait_until, write_file
+from helpers import (
+    MIB,
+    Pool,
+    content,
+    lingering,
+    mount_device,
+    opened,
+    process_alive,
+    read_file,
+    wait_until,
+    write_file,
+)
 from message_storm import Storm
 from silent_fuse import SilentFuse
 
