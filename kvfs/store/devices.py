@@ -64,8 +64,10 @@ _LOCK_TEXT_MAX = 4096
 Tell = Callable[[str], None]
 # Where signatures lie: the first MiB holds every one of these, and `btrfs` and `zfs` begin at 64 and 128 KiB.
 _HEAD_SIZE = 1 << 20
-# A file whose first so many bytes are zeros is one that was made to be a device.
+# A file is one that was made to be a device if so many of its first and last bytes are zeros, and so many pages
+# between: a file of zeros is not read whole.
 _CONTENT_MAX = 64 << 20
+_CONTENT_SAMPLES = 256
 _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (1080, b"\x53\xef", "an ext2/3/4 filesystem"),
     (0, b"XFSB", "an XFS filesystem"),
@@ -452,21 +454,33 @@ def _content(device: Device) -> str | None:
     has a hole, or zeros."""
     if device.is_block or not isinstance(device.path, Path):
         return None
-    left, at = _CONTENT_MAX, 0
     with open(device.path, "rb") as file:
-        while left > 0:
-            try:
-                at = os.lseek(file.fileno(), at, os.SEEK_DATA)
-            except OSError:
-                return None  # nothing but a hole from there on
-            data = os.pread(file.fileno(), min(left, _HEAD_SIZE), at)
-            if not data:
-                return None
-            if data.count(0) != len(data):
-                return "data: it is a plain file, and no device of a pool"
-            at += len(data)
-            left -= len(data)
+        fd, step = file.fileno(), max(PAGE_SIZE, device.size // _CONTENT_SAMPLES)
+        if (
+            _holds_data(fd, 0)
+            or _holds_data(fd, max(0, device.size - _CONTENT_MAX))
+            or any(os.pread(fd, PAGE_SIZE, at).strip(b"\0") for at in range(0, device.size, step))
+        ):
+            return "data: it is a plain file, and no device of a pool"
     return None
+
+
+def _holds_data(fd: int, at: int) -> bool:
+    """Whether there is anything but zeros in a file's next _CONTENT_MAX bytes that are no hole."""
+    left = _CONTENT_MAX
+    while left > 0:
+        try:
+            at = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError:
+            return False  # nothing but a hole from there on
+        data = os.pread(fd, min(left, _HEAD_SIZE), at)
+        if not data:
+            return False
+        if data.count(0) != len(data):
+            return True
+        at += len(data)
+        left -= len(data)
+    return False
 
 
 def _blkid(path: Place) -> str | None:

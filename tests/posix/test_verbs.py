@@ -19,6 +19,7 @@ import pytest
 from helpers import REPOSITORY, Pool, content, in_child, requires_root, run, wait_until, write_file
 
 from kvfs import cli
+from kvfs.store import devices
 
 SIZE = 100_000
 # fusermount3 wants a user who has a name.
@@ -271,13 +272,18 @@ def test_a_pool_in_a_mount_is_refused(pool: Pool, tmp_path: pathlib.Path) -> Non
     assert status == 1 and "a pool cannot lie in a kvfs mount" in error
 
 
-def test_a_plain_file_with_data_is_not_formatted(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("at_mib", [3, 150, 299])
+def test_a_plain_file_with_data_is_not_formatted(
+    tmp_path: pathlib.Path, at_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its beginning, at its end, and, beyond what is read whole, where a page of it is looked at."""
+    monkeypatch.setattr(devices, "_CONTENT_MAX", 1 << 20)
     device = tmp_path / "thesis.tar"
-    device.write_bytes(b"")
-    os.truncate(device, 64 << 20)
-    with open(device, "r+b") as file:
-        file.seek(3 << 20)
-        file.write(b"years of work")
+    with open(device, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 300 << 20)
+        for place, data in ((0, bytes(2 << 20)), (298 << 20, bytes(2 << 20)), (at_mib << 20, b"work" * (1 << 18))):
+            file.seek(place)
+            file.write(data)
     before = device.stat()
     status, _, error = kvfs("format", tmp_path / "pool", "--device", device)
     assert status == 1
