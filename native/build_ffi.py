@@ -51,8 +51,8 @@ def builder(sanitize: bool = False) -> FFI:
     ffi.set_source(
         "kvfs._native",
         "\n".join(f'#include "{name}"' for name in HEADERS),
-        sources=sorted(os.path.relpath(path) for path in (NATIVE / "src").glob("*.c")),
-        include_dirs=[os.path.relpath(NATIVE / "include")],
+        sources=sorted(os.path.relpath(path) for path in (NATIVE / "src").rglob("*.c")),
+        include_dirs=[os.path.relpath(NATIVE / room) for room in ("include", "src")],
         libraries=["uring", "pthread"],
         extra_compile_args=FLAGS + (SANITIZE if sanitize else HARDENING),
         extra_link_args=["-fsanitize=address,undefined"] if sanitize else HARDENING_LINK,

@@ -1,6 +1,6 @@
 """`kvfs preload-run`: run a program with libkvfs_preload.so, which takes its calls on kvfs mounts to the native path.
 
-Knows where the library lies and how the dynamic linker is told of it; what it does is in native/preload/.
+Knows where the library lies and how the dynamic linker is told of it; what it does is in native/shims/preload/.
 """
 
 from __future__ import annotations

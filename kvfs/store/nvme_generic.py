@@ -1,7 +1,7 @@
 """Namespaces by NVMe passthrough, `ng:/dev/ng0n1`: opening them, and what is asked of them before a mount.
 
 A generic character device knows no claims: two users of one would not see each other. So its block device, where there
-is one, is held exclusively meanwhile. Blocking calls. The commands are the data plane's (native/src/nvme_generic.c).
+is one, is held exclusively meanwhile. Blocking calls. The commands are the data plane's (native/src/io/nvme/generic.c).
 """
 
 from __future__ import annotations

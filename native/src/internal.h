@@ -106,7 +106,7 @@ struct io_part {
     struct nvme_remote *remote;
     uint16_t commands_left;              /* from here on: of an NVMe/TCP device, or by passthrough, until done */
     int error;
-    struct io_part *next;                /* NVMe/TCP (nvme_queue.c) */
+    struct io_part *next;                /* NVMe/TCP (io/nvme/queue.c) */
     uint32_t begun;                      /* bytes that commands cover */
 };
 struct io_group {
@@ -159,7 +159,7 @@ bool ring_idle(const struct ring *ring);
 bool device_is_memory(int fd);
 bool device_blocks(int fd);
 
-/* ---- nvme_generic.c: NVMe passthrough ---- */
+/* ---- io/nvme/generic.c: NVMe passthrough ---- */
 
 struct device;
 bool generic_is(int fd);

@@ -1,5 +1,5 @@
 /* The plane: builds and takes down the parts, counts. */
-#include "nvme_tcp.h"
+#include "io/nvme/tcp.h"
 
 #include <stdarg.h>
 #include <stdio.h>

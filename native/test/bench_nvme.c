@@ -1,9 +1,9 @@
-/* sources: arena.c events.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c ring.c */
+/* sources: base io */
 /* The NVMe/TCP initiator against bare TCP, in turns, in one process: bench_nvme PORT NQN ROUNDS READS [digests: 1 header, 2 data]. The
  * target is a process of its own, best on CPU 0, with a namespace 1 of 64 MiB or more; bare TCP's other end is a child of this one, there too. Reads into
  * the same memory, in a thread on the last CPU, whose CPU time counts. A line of JSON a round.
  */
-#include "nvme_tcp.h"
+#include "io/nvme/tcp.h"
 
 #include <arpa/inet.h>
 #include <netinet/tcp.h>

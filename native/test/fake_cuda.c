@@ -29,7 +29,7 @@ static _Thread_local uint64_t thread_index;
 #define GPU_KERNEL static
 #define GPU_FUNCTION static
 #define GPU_INDEX thread_index
-#include "gpu_leaf.h"
+#include "client/gpu/leaf.h"
 static const char *const kernels[] = {"kvfs_leaf_lanes", "kvfs_leaf_sums"};
 
 struct context { int device; bool primary, destroyed; uint32_t retained; struct stream *defaults[2]; struct context *next; };

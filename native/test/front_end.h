@@ -3,7 +3,7 @@
 #ifndef KVFS_TEST_FRONT_END_H
 #define KVFS_TEST_FRONT_END_H
 
-#include "virtio.h"
+#include "virtiofs/virtio.h"
 
 #include <linux/virtio_config.h>
 #include <poll.h>

@@ -1,4 +1,4 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c shares.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c porter.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
+/* sources: base block io content fuse virtiofs plane.c */
 /* libFuzzer: a guest's rings and FUSE requests, as wild as it likes. The input is a program of small steps that write descriptors,
  * requests and indexes into guest memory, and let the transport take what is there, without its threads. One queue is well formed (the fuzzer
  * gets to the requests), one is raw bytes (it gets to the descriptors). Other steps are a front end's messages to a second guest, and what
@@ -6,7 +6,7 @@
  * descriptors and the requests while they are read.
  *
  * Without libFuzzer (gcc) FUZZ_DRIVER makes it a program that makes up inputs: fuzz_virtio SECONDS [SEED], or fuzz_virtio FILE... */
-#include "virtio.h"
+#include "virtiofs/virtio.h"
 
 #include <linux/virtio_config.h>
 #include <stdio.h>

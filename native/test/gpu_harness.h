@@ -3,8 +3,8 @@
 #ifndef KVFS_TEST_GPU_HARNESS_H
 #define KVFS_TEST_GPU_HARNESS_H
 
-#include "client.h"
-#include "gpu.h"
+#include "client/client.h"
+#include "client/gpu/gpu.h"
 #include "kvfs_gpu.h"
 
 #include <dlfcn.h>

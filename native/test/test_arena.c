@@ -1,4 +1,4 @@
-/* sources: arena.c */
+/* sources: base/arena.c */
 /* Slots of payload memory: reuse, and what goes back to the kernel when nothing happens. */
 #include "check.h"
 

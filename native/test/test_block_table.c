@@ -1,4 +1,4 @@
-/* sources: block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c */
+/* sources: block/block_table.c block/block_table_reader.c block/checksum.c block/checksum_avx2.c block/checksum_avx512.c */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-/* sources: block_table.c block_table_reader.c */
+/* sources: block/block_table.c block/block_table_reader.c */
 /* With a poor hash in place of xxh3: keys that meet, and chains without end. */
 #include <errno.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* sources: block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c */
+/* sources: block/block_table.c block/block_table_reader.c block/checksum.c block/checksum_avx2.c block/checksum_avx512.c */
 /* One writer renames, replaces, removes and grows as fast as it can; readers, some in a mapping of their own, must never see a wrong
  * record, nor miss what was never removed. */
 #define _GNU_SOURCE

@@ -1,8 +1,8 @@
-/* sources: checksum.c checksum_avx2.c checksum_avx512.c */
+/* sources: block/checksum.c block/checksum_avx2.c block/checksum_avx512.c */
 /* The expected numbers are those of Python's xxhash package, 3.x: xxh3_64_intdigest(data, seed=secret) and xxh3_128_intdigest. */
 #define KVFS_LEAF_SUFFIX scalar
 #define XXH_VECTOR 0 /* XXH_SCALAR: <xxhash.h> defines the name */
-#include "checksum_leaf.h"
+#include "block/checksum_leaf.h"
 
 #include "check.h"
 #include "kvfs_checksum.h"

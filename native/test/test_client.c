@@ -1,9 +1,9 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c client.c client_connect.c client_fetch.c client_put.c client_stage.c events.c header.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c ring.c */
+/* sources: base block io client */
 /* libkvfs without a daemon: a test double of it listens on a unix socket, keeps a real block table, and places blocks on real device files
  * (O_DIRECT where the file system has it). What it proves under the sanitizers: what is put is what is got at any size, alignment and
  * layout; blocks that move, are replaced or evicted while they are read never give wrong bytes; devices that fail, lie or stay silent become
  * misses within the deadline, and what they owe is known; no reply of the daemon, however wrong, is believed. */
-#include "client.h"
+#include "client/client.h"
 
 #include <fcntl.h>
 #include <poll.h>

@@ -1,9 +1,9 @@
-/* sources: ../enclosure/digest.c */
+/* sources: ../test/enclosure/digest.c */
 /* CRC32C against its published values and against itself bit by bit, at every length and alignment that the fast path tells apart. */
 #include <string.h>
 
 #include "check.h"
-#include "../enclosure/digest.h"
+#include "enclosure/digest.h"
 
 static unsigned char data[3 * 4096 + 64];
 

@@ -1,4 +1,4 @@
-/* sources: arena.c events.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c ring.c */
+/* sources: base io */
 /* NVMe passthrough: a run of a segment becomes commands that cover it exactly, none larger than the device takes. A double of the devices
  * takes the commands out of the submission queue before the kernel sees them, and leaves NOPs there; what it leaves alone the kernel
  * refuses, as these devices are files. */

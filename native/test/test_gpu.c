@@ -1,4 +1,4 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c client.c client_connect.c client_fetch.c client_gpu.c client_gpu_direct.c client_put.c client_stage.c events.c header.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c ring.c */
+/* sources: base block io client */
 /* The way into GPU memory, with two doubles: of libcuda (fake_cuda.c) and of the daemon (a thread that hands out table and devices).
  * Devices are files. What it proves under the sanitizers: the bytes are those of the blocks and nothing beside them is touched; copies are
  * ordered with the caller's stream both ways; a slot is used again only after its copy; every failure of CUDA is an error, every failure of

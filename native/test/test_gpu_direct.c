@@ -1,4 +1,4 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c client.c client_connect.c client_fetch.c client_gpu.c client_gpu_direct.c client_put.c client_stage.c events.c header.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c ring.c */
+/* sources: base block io client */
 /* gds, with doubles of libcuda, libcufile, libnvrtc and the daemon. What it proves under the sanitizers: the kernel's checksums are the
  * CPU's; no byte that the GPU did not prove is a result; a read that hangs leaves its memory claimed until it is back, and touches nothing
  * else; what cuFile cannot do, the ring does; every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile) the
@@ -11,8 +11,8 @@
 #define GPU_FUNCTION static
 #define GPU_INDEX thread_index
 static uint64_t thread_index;
-#include "gpu_leaf.h"
-#include "../cufile/test/proc_modules.c"
+#include "client/gpu/leaf.h"
+#include "../shims/cufile/test/proc_modules.c"
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 

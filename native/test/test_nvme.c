@@ -1,10 +1,10 @@
-/* sources: arena.c events.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c ring.c */
+/* sources: base io */
 /* The NVMe/TCP initiator against a double of a target in this process: memory behind sockets, which follows the specification in many shapes
  * (digests, alignment, chunks of R2T and C2HData, SUCCESS or a response) and breaks it on demand. What it proves under the sanitizers: what
  * is written is what is read; whatever a target sends, I/O ends within its deadline, with the right bytes or an error; memory of a command
  * that was given up on is not written to; a target that comes back is used again if it is the same one.
  */
-#include "nvme_tcp.h"
+#include "io/nvme/tcp.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>

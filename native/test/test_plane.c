@@ -1,4 +1,4 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c shares.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c porter.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
+/* sources: base block io content fuse virtiofs plane.c */
 /* The whole data plane without a kernel: this program plays both the kernel (a socketpair in place of /dev/fuse: a double) and Python (the
  * session's end). Devices are files. What it proves under the sanitizers: writes in any order are sealed and read back, faults become EIO within
  * the deadline and never wrong bytes, late replies are dropped, a transport that goes away leaves nothing. */

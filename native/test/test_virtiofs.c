@@ -1,4 +1,4 @@
-/* sources: arena.c block_table.c block_table_reader.c checksum.c checksum_avx2.c checksum_avx512.c events.c fastpath.c file.c fuse_dev.c guest.c header.c mux.c names.c node.c shares.c notify.c nvme_admin.c nvme_crc32c.c nvme_generic.c nvme_host.c nvme_link.c nvme_queue.c plane.c porter.c read.c reply.c ring.c seal.c server.c shared_memory.c slab.c store.c vhost_user.c virtqueue.c worker.c */
+/* sources: base block io content fuse virtiofs plane.c */
 /* Guests of the data plane, without a kernel or a VMM: this program plays the front end and the guest (front_end.h, a double), and Python
  * (the session's end). What it proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy;
  * what a hostile guest puts into its rings stops its queue and nothing else; resets, vanished front ends and vanished memory with requests

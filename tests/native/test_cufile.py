@@ -12,7 +12,7 @@ does differently, and why that is not copied:
 - of several batch items in one registered buffer, the real one checks the range of the first only; ours of all
 - whether a completion is there at once is a matter of time: the real one reads small files of a mount while submitting
 
-GPU memory is a double here (native/cufile/test/fake_cuda.c), and says nothing about a GPU.
+GPU memory is a double here (native/shims/cufile/test/fake_cuda.c), and says nothing about a GPU.
 """
 
 import contextlib
@@ -58,9 +58,9 @@ def needs_unpacked(directory, pattern):
 
 @pytest.fixture(scope="session")
 def doubles():
-    """The directory of native/cufile/test's libraries."""
+    """The directory of native/shims/cufile/test's libraries."""
     helpers.requires_program("make")
-    helpers.run("make", "-C", helpers.REPOSITORY / "native/cufile", "all", "test")
+    helpers.run("make", "-C", helpers.REPOSITORY / "native/shims/cufile", "all", "test")
     return DOUBLES
 
 

@@ -35,7 +35,8 @@ def modules(tmp_path_factory):
         return ""
     helpers.requires_program("gcc")
     library = tmp_path_factory.mktemp("modules") / "modules.so"
-    helpers.run("gcc", "-shared", "-fPIC", "-o", library, helpers.REPOSITORY / "native/cufile/test/proc_modules.c")
+    source = helpers.REPOSITORY / "native/shims/cufile/test/proc_modules.c"
+    helpers.run("gcc", "-shared", "-fPIC", "-o", library, source)
     return str(library)
 
 

@@ -1,0 +1,551 @@
+/* Device I/O: io_uring, one ring a thread, requests striped over devices, every one with a deadline. Parts on NVMe/TCP devices go to
+ * io/nvme/queue.c, those by NVMe passthrough to io/nvme/generic.c.
+ *
+ * A group is one run of a segment's pages; it becomes at most one vectored I/O per device of the stripe. A group that misses its deadline is
+ * reported at once and cancelled; its memory stays the kernel's until every part has been reaped.
+ */
+#include "io/nvme/tcp.h"
+
+#include <limits.h>
+#include <linux/magic.h>
+#include <poll.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#define DELAYED_MAX 1024
+#define TAG_CANCEL 255u
+/* A device that missed a deadline is left alone for so many of them: until the daemon has judged it. */
+#define STUCK_FACTOR 4u
+
+int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
+    memset(ring, 0, sizeof(*ring));
+    ring->plane = plane;
+    struct io_uring_params params = {.flags = IORING_SETUP_CQSIZE | IORING_SETUP_COOP_TASKRUN | IORING_SETUP_CLAMP, .cq_entries = entries * 4};
+    if (plane->passthrough)
+        params.flags |= IORING_SETUP_SQE128 | IORING_SETUP_CQE32;
+    int r = io_uring_queue_init_params(entries, &ring->uring, &params);
+    if (r == -EINVAL && !plane->passthrough) { /* before 5.19 */
+        memset(&params, 0, sizeof(params));
+        params.flags = IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP;
+        params.cq_entries = entries * 4;
+        r = io_uring_queue_init_params(entries, &ring->uring, &params);
+    }
+    if (r < 0)
+        return r;
+    ring->devices_seen = atomic_load(&plane->devices_changed);
+    int *fds = calloc(plane->config.device_count, sizeof(int));
+    ring->delayed = calloc(DELAYED_MAX, sizeof(*ring->delayed));
+    if (!fds || !ring->delayed) {
+        free(fds);
+        free(ring->delayed);
+        ring->plane = NULL;
+        io_uring_queue_exit(&ring->uring);
+        return -ENOMEM;
+    }
+    for (uint32_t i = 0; i < plane->config.device_count; i++)
+        fds[i] = plane->devices[i].fd;
+    r = io_uring_register_files(&ring->uring, fds, plane->config.device_count);
+    free(fds);
+    if (r < 0) {
+        io_uring_queue_exit(&ring->uring);
+        free(ring->delayed);
+        ring->plane = NULL;
+    }
+    return r;
+}
+
+/* Descriptors that lead elsewhere since the ring last looked. A file that is replaced is the kernel's until its I/O has ended. */
+static void files_renew(struct ring *ring, uint32_t changed) {
+    for (uint32_t i = 0; i < ring->plane->config.device_count; i++)
+        io_uring_register_files_update(&ring->uring, i, &ring->plane->devices[i].fd, 1);
+    ring->devices_seen = changed;
+}
+
+bool ring_idle(const struct ring *ring) { return ring->in_flight == 0; }
+
+void ring_free(struct ring *ring) {
+    if (!ring->plane)
+        return;
+    nvme_ring_free(ring);
+    io_uring_queue_exit(&ring->uring);
+    while (ring->free) {
+        struct io_group *next = ring->free->next;
+        free(ring->free);
+        ring->free = next;
+    }
+    free(ring->delayed);
+    ring->plane = NULL;
+}
+
+static struct io_group *group_get(struct ring *ring) {
+    struct io_group *group = ring->free;
+    if (group)
+        ring->free = group->next;
+    else
+        group = malloc(sizeof(*group));
+    if (!group)
+        return NULL;
+    group->result = 0;
+    group->part_count = group->parts_left = group->iov_count = 0;
+    group->expired = false;
+    group->slot_count = 0;
+    group->ring = ring;
+    return group;
+}
+
+static void group_release(struct io_group *group) {
+    struct ring *ring = group->ring;
+    for (uint32_t i = 0; i < group->slot_count; i++)
+        slot_put(group->slots[i]);
+    group->slot_count = 0;
+    group->next = ring->free;
+    ring->free = group;
+}
+
+struct io_uring_sqe *ring_sqe(struct ring *ring) {
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
+    while (!sqe) {
+        ring_submit(ring);
+        sqe = io_uring_get_sqe(&ring->uring);
+        if (!sqe)
+            ring_reap(ring);
+    }
+    ring->queued++;
+    return sqe;
+}
+
+static uint8_t fault_for(struct kvfs_plane *plane, struct device *device, bool write) {
+    if (!atomic_load_explicit(&plane->faults, memory_order_relaxed))
+        return KVFS_FAULT_NONE;
+    struct fault_rule *rule = &device->faults;
+    unsigned every = atomic_load(&rule->every);
+    if (!every || !(atomic_load(&rule->direction) & (write ? 2u : 1u)))
+        return KVFS_FAULT_NONE;
+    return atomic_fetch_add(&rule->counter, 1) % every == every - 1 ? (uint8_t)atomic_load(&rule->fault) : KVFS_FAULT_NONE;
+}
+
+/* Cut the run into pieces of stripe units, each on one device, and gather the pieces of a device: they are one run there. */
+static int group_fill(struct io_group *group, const struct kvfs_plane *plane, uint64_t offset, const struct iovec *iovs, uint32_t iov_count) {
+    const uint64_t unit = plane->config.stripe_unit, zone_size = plane->config.zone_size;
+    const uint32_t width = plane->config.stripe_width;
+    struct piece { struct iovec iov; uint16_t next; } pieces[GROUP_IOVS];
+    uint16_t first[KVFS_STRIPE_WIDTH_MAX], last[KVFS_STRIPE_WIDTH_MAX], counts[KVFS_STRIPE_WIDTH_MAX];
+    uint64_t starts[KVFS_STRIPE_WIDTH_MAX], sizes[KVFS_STRIPE_WIDTH_MAX];
+    memset(counts, 0, sizeof(counts));
+    uint32_t piece_count = 0;
+    const struct kvfs_member *members = &plane->members[(uint64_t)group->segment * width];
+    for (uint32_t i = 0; i < iov_count; i++) {
+        uint8_t *data = iovs[i].iov_base;
+        uint64_t left = iovs[i].iov_len;
+        while (left) {
+            uint64_t unit_index = offset / unit, inside = offset % unit;
+            uint32_t member = (uint32_t)(unit_index % width);
+            uint64_t size = min_u64(left, unit - inside), transfer = plane->devices[members[member].device].transfer_size;
+            bool whole = counts[member] && transfer && sizes[member] % transfer == 0; /* the next command begins with a piece */
+            if (transfer)
+                size = min_u64(size, transfer - (counts[member] ? sizes[member] % transfer : 0));
+            if (counts[member] && !whole) { /* contiguous in memory too? then one iovec */
+                struct piece *before = &pieces[last[member]];
+                if ((uint8_t *)before->iov.iov_base + before->iov.iov_len == data) {
+                    before->iov.iov_len += size;
+                    sizes[member] += size;
+                    data += size, left -= size, offset += size;
+                    continue;
+                }
+            }
+            if (piece_count == GROUP_IOVS)
+                return -E2BIG;
+            pieces[piece_count].iov = (struct iovec){data, size};
+            if (!counts[member]) {
+                first[member] = (uint16_t)piece_count;
+                starts[member] = unit_index / width * unit + inside;
+                sizes[member] = 0;
+            } else {
+                pieces[last[member]].next = (uint16_t)piece_count;
+            }
+            last[member] = (uint16_t)piece_count++;
+            counts[member]++;
+            sizes[member] += size;
+            data += size, left -= size, offset += size;
+        }
+    }
+    for (uint32_t m = 0; m < width; m++) {
+        if (!counts[m])
+            continue;
+        struct io_part *part = &group->parts[group->part_count++];
+        part->group = group;
+        part->device = members[m].device;
+        part->device_offset = plane->devices[part->device].zones_offset + members[m].zone * zone_size + starts[m];
+        part->size = (uint32_t)sizes[m];
+        part->iov_first = group->iov_count;
+        part->iov_count = counts[m];
+        part->done = false;
+        uint16_t p = first[m];
+        for (uint16_t i = 0; i < counts[m]; i++) {
+            group->iovs[group->iov_count++] = pieces[p].iov;
+            p = pieces[p].next;
+        }
+    }
+    return 0;
+}
+
+static void group_link(struct ring *ring, struct io_group *group) {
+    struct io_group *before = ring->newest;
+    while (before && before->deadline_ns > group->deadline_ns)
+        before = before->previous;
+    group->previous = before;
+    group->next = before ? before->next : ring->oldest;
+    if (before)
+        before->next = group;
+    else
+        ring->oldest = group;
+    if (group->next)
+        group->next->previous = group;
+    else
+        ring->newest = group;
+}
+
+static void group_unlink(struct ring *ring, struct io_group *group) {
+    if (group->previous)
+        group->previous->next = group->next;
+    else
+        ring->oldest = group->next;
+    if (group->next)
+        group->next->previous = group->previous;
+    else
+        ring->newest = group->previous;
+}
+
+/* Whether a device that missed a deadline is left alone still. When that is over one I/O finds out whether it answers; others do not wait
+ * with it. */
+static bool group_stuck(const struct io_group *group, struct kvfs_plane *plane, uint64_t now) {
+    for (uint32_t i = 0; i < group->part_count; i++)
+        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now)
+            return true;
+    for (uint32_t i = 0; i < group->part_count; i++) {
+        atomic_ullong *until = &plane->devices[group->parts[i].device].stuck_until_ns;
+        unsigned long long seen = atomic_load_explicit(until, memory_order_relaxed);
+        if (seen && !(seen <= now && atomic_compare_exchange_strong(until, &seen, now + plane->config.io_timeout_ms * 1000000ull)))
+            return true;
+    }
+    return false;
+}
+
+int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
+            struct slot *const *slots, uint32_t slot_count, io_callback callback, void *owner) {
+    struct kvfs_plane *plane = ring->plane;
+    uint64_t size = 0;
+    for (uint32_t i = 0; i < iov_count; i++)
+        size += iovs[i].iov_len;
+    if (segment >= plane->config.segment_count || size == 0 || size % PAGE || page * PAGE + size > plane->segment_size)
+        return -ERANGE;
+    struct io_group *group = group_get(ring);
+    if (!group)
+        return -ENOMEM;
+    assert(slot_count <= sizeof(group->slots) / sizeof(group->slots[0]));
+    group->segment = segment;
+    group->write = write;
+    group->callback = callback;
+    group->owner = owner;
+    int r = group_fill(group, plane, page * PAGE, iovs, iov_count);
+    if (r < 0) {
+        group_release(group);
+        return r;
+    }
+    for (uint32_t i = 0; i < group->part_count; i++)
+        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stopped, memory_order_relaxed)) {
+            group_release(group);
+            return -EIO;
+        }
+    uint32_t changed = atomic_load_explicit(&plane->devices_changed, memory_order_acquire);
+    if (changed != ring->devices_seen)
+        files_renew(ring, changed);
+    uint64_t now = now_ns(), deadline = now + plane->config.io_timeout_ms * 1000000ull;
+    if (ring->until_ns && ring->until_ns < deadline)
+        deadline = ring->until_ns;
+    if (deadline <= now) {
+        group_release(group);
+        return -ETIMEDOUT;
+    }
+    if (plane->fail_fast && group_stuck(group, plane, now)) {
+        group_release(group);
+        return -ETIMEDOUT;
+    }
+    for (uint32_t i = 0; i < slot_count; i++) {
+        slot_ref(slots[i]);
+        group->slots[i] = slots[i];
+    }
+    group->slot_count = slot_count;
+    group->deadline_ns = deadline;
+    group->parts_left = group->part_count;
+    group_link(ring, group);
+    atomic_fetch_add(&plane->segment_busy[segment], group->part_count);
+    for (uint32_t i = 0; i < group->part_count; i++) {
+        struct io_part *part = &group->parts[i];
+        const struct iovec *iov = &group->iovs[part->iov_first];
+        part->started_ns = now;
+        part->fault = fault_for(plane, &plane->devices[part->device], write);
+        part->remote = part->fault == KVFS_FAULT_LOST_WRITE ? NULL : atomic_load(&plane->devices[part->device].remote);
+        part->passthrough = part->fault != KVFS_FAULT_LOST_WRITE && atomic_load(&plane->devices[part->device].nsid) != 0;
+        if (plane->devices[part->device].memory && part->size <= plane->inline_max && !part->fault && ring->delayed_count < DELAYED_MAX) {
+            /* Memory answers at once: io_uring would hand it to a kernel thread, and the wake-ups cost more than the copy. */
+            ssize_t n = write ? pwritev(plane->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset)
+                              : preadv(plane->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset);
+            ring->delayed[ring->delayed_count].due_ns = 0;
+            ring->delayed[ring->delayed_count].part = part;
+            ring->delayed[ring->delayed_count++].result = n < 0 ? -errno : (int)n;
+            ring->in_flight++;
+            continue;
+        }
+        if (part->remote) {
+            nvme_part_start(ring, part);
+            ring->in_flight++;
+            continue;
+        }
+        if (part->passthrough) {
+            generic_part_start(ring, part, write);
+            ring->in_flight++;
+            continue;
+        }
+        struct io_uring_sqe *sqe = ring_sqe(ring);
+        int fd = (int)part->device;
+        if (part->fault == KVFS_FAULT_LOST_WRITE)
+            io_uring_prep_nop(sqe);
+        else if (part->iov_count == 1 && write)
+            io_uring_prep_write(sqe, fd, iov->iov_base, (unsigned)iov->iov_len, part->device_offset);
+        else if (part->iov_count == 1)
+            io_uring_prep_read(sqe, fd, iov->iov_base, (unsigned)iov->iov_len, part->device_offset);
+        else if (write)
+            io_uring_prep_writev(sqe, fd, iov, part->iov_count, part->device_offset);
+        else
+            io_uring_prep_readv(sqe, fd, iov, part->iov_count, part->device_offset);
+        if (part->fault != KVFS_FAULT_LOST_WRITE)
+            sqe->flags |= (uint8_t)(IOSQE_FIXED_FILE | (plane->devices[part->device].blocks ? IOSQE_ASYNC : 0));
+        io_uring_sqe_set_data(sqe, part);
+        ring->in_flight++;
+    }
+    return 0;
+}
+
+void ring_submit(struct ring *ring) {
+    if (ring->queues)
+        nvme_ring_submit(ring);
+    if (!ring->queued)
+        return;
+    int r = io_uring_submit(&ring->uring);
+    if (r >= 0)
+        ring->queued -= min_u64((uint64_t)r, ring->queued);
+}
+
+static uint32_t bucket_of(uint64_t ns) {
+    uint32_t bucket = ns ? 64 - (uint32_t)__builtin_clzll(ns) : 0;
+    return bucket < KVFS_DEVICE_BUCKETS ? bucket : KVFS_DEVICE_BUCKETS - 1;
+}
+
+static void part_finish(struct ring *ring, struct io_part *part, int result) {
+    struct io_group *group = part->group;
+    struct device *device = &ring->plane->devices[part->device];
+    uint64_t took = now_ns() - part->started_ns;
+    if (result < 0 || (uint32_t)result != part->size) {
+        int error = result < 0 ? result : -EIO; /* short: the device is smaller than its label says */
+        if (error == -ECANCELED)
+            error = -ETIMEDOUT;
+        if (!group->result)
+            group->result = error;
+        atomic_fetch_add(&device->errors, 1);
+        if (!group->expired)
+            event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | (uint32_t)-error);
+    }
+    atomic_fetch_add_explicit(&device->buckets[group->write][bucket_of(took)], 1, memory_order_relaxed);
+    if (group->write) {
+        atomic_fetch_add_explicit(&device->writes, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&device->write_bytes, part->size, memory_order_relaxed);
+        atomic_fetch_add_explicit(&device->write_ns, took, memory_order_relaxed);
+    } else {
+        atomic_fetch_add_explicit(&device->reads, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&device->read_bytes, part->size, memory_order_relaxed);
+        atomic_fetch_add_explicit(&device->read_ns, took, memory_order_relaxed);
+    }
+    if (result >= 0 && atomic_load_explicit(&device->stuck_until_ns, memory_order_relaxed))
+        atomic_store_explicit(&device->stuck_until_ns, 0, memory_order_relaxed);
+    part->done = true;
+    ring->in_flight--;
+    atomic_fetch_sub(&ring->plane->segment_busy[group->segment], 1);
+    if (--group->parts_left)
+        return;
+    bool expired = group->expired;
+    if (expired)
+        atomic_fetch_sub(&ring->plane->count.zombies, 1);
+    else
+        group_unlink(ring, group);
+    group->callback(group, expired);
+    group_release(group);
+}
+
+void ring_part_complete(struct ring *ring, struct io_part *part, int result) {
+    struct device *device = &ring->plane->devices[part->device];
+    unsigned value = atomic_load(&device->faults.value);
+    struct iovec *iov = &part->group->iovs[part->iov_first];
+    switch (part->fault) {
+    case KVFS_FAULT_ERROR: result = -(int)value; break;
+    case KVFS_FAULT_SHORT: result = result > 0 ? result / 2 : result; break;
+    case KVFS_FAULT_FLIP:
+        if (result > 0 && !part->group->write)
+            ((uint8_t *)iov->iov_base)[value % iov->iov_len] ^= 1u << (value % 8);
+        break;
+    case KVFS_FAULT_LOST_WRITE: result = (int)part->size; break;
+    case KVFS_FAULT_DELAY:
+    case KVFS_FAULT_HOLD:
+        if (ring->delayed_count < DELAYED_MAX) {
+            ring->delayed[ring->delayed_count].due_ns = now_ns() + (part->fault == KVFS_FAULT_DELAY ? value * 1000000ull : 0);
+            if (part->fault == KVFS_FAULT_HOLD && value)
+                result = -(int)value;
+            ring->delayed[ring->delayed_count].part = part;
+            ring->delayed[ring->delayed_count++].result = result;
+            return;
+        }
+        break;
+    default: break;
+    }
+    part_finish(ring, part, result);
+}
+
+static void expire(struct ring *ring) {
+    if (!ring->oldest)
+        return;
+    const uint64_t now = now_ns(), patience = ring->plane->config.io_timeout_ms * 1000000ull;
+    while (ring->oldest && ring->oldest->deadline_ns <= now) {
+        struct io_group *group = ring->oldest;
+        group_unlink(ring, group);
+        group->expired = true;
+        if (!group->result)
+            group->result = -ETIMEDOUT;
+        uint32_t remote = 0;
+        atomic_store(&ring->plane->stuck_until_ns, now + 10 * patience);
+        atomic_fetch_add(&ring->plane->count.zombies, 1);
+        for (uint32_t i = 0; i < group->part_count; i++) {
+            struct io_part *part = &group->parts[i];
+            if (part->done)
+                continue;
+            if (part->remote)
+                remote++;
+            if (now - part->started_ns >= patience / 2) { /* else it is what came before that took the time */
+                atomic_fetch_add(&ring->plane->devices[part->device].timeouts, 1);
+                atomic_store(&ring->plane->devices[part->device].stuck_until_ns, now + STUCK_FACTOR * patience);
+                event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | ETIMEDOUT);
+            }
+            struct io_uring_sqe *sqe = part->remote ? NULL : io_uring_get_sqe(&ring->uring);
+            if (!sqe)
+                continue;
+            ring->queued++;
+            io_uring_prep_cancel(sqe, part, 0);
+            sqe->user_data = TAG_CANCEL << 1 | 1;
+        }
+        group->callback(group, false);
+        for (uint32_t i = 0; remote; i++) { /* with the last part the group may be gone */
+            struct io_part *part = &group->parts[i];
+            if (part->done || !part->remote)
+                continue;
+            remote--;
+            nvme_part_expire(ring, part, now);
+        }
+        ring_submit(ring);
+    }
+}
+
+uint32_t ring_reap(struct ring *ring) {
+    uint32_t seen = 0;
+    struct io_uring_cqe *cqe;
+    while (io_uring_peek_cqe(&ring->uring, &cqe) == 0) {
+        uint64_t data = cqe->user_data;
+        int result = cqe->res;
+        uint32_t flags = cqe->flags;
+        io_uring_cqe_seen(&ring->uring, cqe);
+        if (data & 1) {
+            if (data >> 1 != TAG_CANCEL && !(flags & IORING_CQE_F_MORE))
+                ring->armed &= ~(1u << (data >> 1));
+        } else if (data & 6) {
+            nvme_ring_event(ring, data, flags);
+        } else {
+            seen++;
+            struct io_part *part = (struct io_part *)(uintptr_t)data;
+            if (!part->passthrough)
+                ring_part_complete(ring, part, result);
+            else if (generic_command_done(part, result))
+                ring_part_complete(ring, part, part->error ? part->error : (int)part->size);
+        }
+    }
+    if (ring->queues || ring->remote_failed)
+        seen += nvme_ring_reap(ring);
+    if (ring->delayed_count) {
+        uint64_t now = now_ns();
+        for (uint32_t i = 0; i < ring->delayed_count;) {
+            struct io_part *part = ring->delayed[i].part;
+            bool held = part->fault == KVFS_FAULT_HOLD && atomic_load(&ring->plane->devices[part->device].faults.fault) == KVFS_FAULT_HOLD;
+            if (held || ring->delayed[i].due_ns > now) {
+                i++;
+                continue;
+            }
+            int result = ring->delayed[i].result;
+            ring->delayed[i] = ring->delayed[--ring->delayed_count];
+            part_finish(ring, part, result);
+            seen++;
+        }
+    }
+    expire(ring);
+    return seen;
+}
+
+/* Whether the device is a RAM disk: reading it can not block for longer than a copy takes. */
+bool device_is_memory(int fd) {
+    struct stat st;
+    char path[64], name[PATH_MAX];
+    if (fstat(fd, &st) < 0 || !S_ISBLK(st.st_mode))
+        return false;
+    snprintf(path, sizeof(path), "/sys/dev/block/%u:%u", major(st.st_rdev), minor(st.st_rdev));
+    ssize_t n = readlink(path, name, sizeof(name) - 1);
+    if (n <= 0)
+        return false;
+    name[n] = 0;
+    const char *base = strrchr(name, '/');
+    return base && (strncmp(base, "/zram", 5) == 0 || strncmp(base, "/ram", 4) == 0 || strncmp(base, "/pmem", 5) == 0);
+}
+
+/* Whether the file lies on a filesystem that another process or host serves. FUSE takes 12 requests at a time by default and lets the 13th
+ * wait in io_uring_enter, whatever was asked for: one server that hangs would hang every thread that submits, deadlines and all. Only such
+ * a filesystem can fail to answer fstatfs: many a FUSE server knows no such call. */
+bool device_blocks(int fd) {
+    struct statfs st;
+    return fstatfs(fd, &st) < 0 || st.f_type == FUSE_SUPER_MAGIC || st.f_type == NFS_SUPER_MAGIC || st.f_type == (__fsword_t)SMB2_SUPER_MAGIC;
+}
+
+void ring_wait(struct ring *ring, uint64_t timeout_ns) {
+    if (ring->delayed_count) /* completions that are due, or tests' delays */
+        timeout_ns = ring->delayed[0].due_ns ? min_u64(timeout_ns, 1000000) : 0;
+    if (ring->oldest) {
+        uint64_t now = now_ns();
+        uint64_t left = ring->oldest->deadline_ns > now ? ring->oldest->deadline_ns - now : 1;
+        timeout_ns = min_u64(timeout_ns, left);
+    }
+    timeout_ns = nvme_ring_timeout(ring, timeout_ns);
+    struct __kernel_timespec ts = {.tv_sec = (long long)(timeout_ns / 1000000000u), .tv_nsec = (long long)(timeout_ns % 1000000000u)};
+    struct io_uring_cqe *cqe;
+    int r = io_uring_submit_and_wait_timeout(&ring->uring, &cqe, 1, &ts, NULL);
+    (void)r; /* -ETIME, -EINTR: the caller looks for itself */
+    ring->queued = io_uring_sq_ready(&ring->uring);
+}
+
+void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges) {
+    if (ring->armed & (1u << tag))
+        return;
+    struct io_uring_sqe *sqe = ring_sqe(ring);
+    if (edges)
+        io_uring_prep_poll_multishot(sqe, fd, POLLIN);
+    else
+        io_uring_prep_poll_add(sqe, fd, POLLIN);
+    sqe->user_data = (uint64_t)tag << 1 | 1;
+    ring->armed |= 1u << tag;
+}

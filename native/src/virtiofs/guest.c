@@ -1,0 +1,637 @@
+/* virtio-fs: a transport whose requests come out of a guest's virtqueues, and whose replies go straight into its memory.
+ *
+ * A request is known by its element: queue and head of the chain, with a salt, which together are the id that the fast path and the
+ * session see. So a reply finds its place from any thread, once, and one that comes after a reset finds nothing. READ of a sealed block
+ * needs no memory of ours: the device writes to the guest's pages (guest_targets), the leaves are checked there, and then the answer is
+ * published.
+ *
+ * A fair share: a guest may have IN_FLIGHT_MAX bytes under way, staging for its WRITEs included, and FORWARDED_MAX requests in the
+ * session. Beyond that its queues wait, nobody else's. / */
+#include "virtiofs/virtio.h"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define POLL_KICKS 0
+#define IN_FLIGHT_MAX ((uint64_t)64 << 20)
+#define FORWARDED_MAX 2048u
+#define REPLY_MIN sizeof(struct fuse_out_header)
+
+static uint64_t element_id(const struct virtqueue *queue, uint16_t head, uint32_t salt) {
+    return (uint64_t)salt << 32 | queue->index << 16 | head;
+}
+
+/* The queue and the element of an id, the queue's lock held; NULL, and no lock: there is none any more. */
+static struct element *element_find(struct guest *guest, uint64_t id, struct virtqueue **out) {
+    uint32_t index = (uint32_t)id >> 16, head = id & 0xffff;
+    if (index >= guest->queue_count || head >= QUEUE_SIZE_MAX)
+        return NULL;
+    struct virtqueue *queue = &guest->queues[index];
+    pthread_mutex_lock(&queue->lock);
+    struct element *element = queue->elements ? &queue->elements[head] : NULL;
+    if (element && element->live && !element->answering && element->salt == (uint32_t)(id >> 32)) {
+        *out = queue;
+        return element;
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return NULL;
+}
+
+static struct server *queue_server(struct guest *guest, uint32_t index) {
+    return &guest->transport->servers[(index ? index - 1 : 0) % guest->transport->server_count];
+}
+
+void guest_error(struct guest *guest, uint32_t queue, int error) {
+    event_add(guest->transport->plane, KVFS_EVENT_GUEST, guest->number, (uint64_t)queue << 32 | (uint32_t)-error);
+}
+
+/* ---- answering ---- */
+
+static void cost_release(struct guest *guest, uint64_t cost) {
+    atomic_fetch_sub(&guest->in_flight_bytes, cost);
+    if (atomic_load(&guest->limited) && atomic_exchange(&guest->limited, false))
+        for (uint32_t i = 0; i < guest->transport->server_count; i++)
+            server_wake(&guest->transport->servers[i]);
+}
+
+/* Copy to `offset` of what the iovecs hold together; the caller has checked that it fits. */
+static void scatter(const struct iovec *iovs, uint64_t offset, const void *data, uint64_t size) {
+    for (const uint8_t *from = data; size; iovs++) {
+        if (offset >= iovs->iov_len) {
+            offset -= iovs->iov_len;
+            continue;
+        }
+        uint64_t length = min_u64(size, iovs->iov_len - offset);
+        memcpy((uint8_t *)iovs->iov_base + offset, from, length);
+        from += length;
+        size -= length;
+        offset = 0;
+    }
+}
+
+static void guest_reply(struct server *server, uint64_t id, int error, uint32_t placed, const struct iovec *iovs, uint32_t count) {
+    struct guest *guest = server->transport->guest;
+    struct virtqueue *queue;
+    struct element *element = element_find(guest, id, &queue);
+    if (!element)
+        return;
+    element->answering = true; /* ours alone from here on */
+    pthread_mutex_unlock(&queue->lock);
+    uint64_t body = placed, size = 0;
+    for (uint32_t i = 0; i < count; i++)
+        body += iovs[i].iov_len;
+    if (error == 0 && REPLY_MIN + body > element->capacity)
+        error = -EIO; /* the guest has left too little room for what it asked for */
+    struct fuse_out_header head = {.len = (uint32_t)(REPLY_MIN + (error ? 0 : body)), .error = error, .unique = element->unique};
+    if (element->capacity >= REPLY_MIN) {
+        size = head.len;
+        scatter(element->iovs, 0, &head, sizeof(head));
+        uint64_t at = REPLY_MIN + placed;
+        for (uint32_t i = 0; i < count && error == 0; i++) {
+            scatter(element->iovs, at, iovs[i].iov_base, iovs[i].iov_len);
+            at += iovs[i].iov_len;
+        }
+    }
+    if (error == 0 && element->opcode == FUSE_READ) {
+        atomic_fetch_add_explicit(&guest->bytes_read, body, memory_order_relaxed);
+        atomic_fetch_add_explicit(&guest->zero_copy_bytes, placed, memory_order_relaxed);
+        atomic_fetch_add_explicit(&guest->copied_bytes, body - placed, memory_order_relaxed);
+    } else if (error == 0 && element->opcode == FUSE_WRITE && count) {
+        const struct fuse_write_out *out = iovs[0].iov_base;
+        atomic_fetch_add_explicit(&guest->bytes_written, out->size, memory_order_relaxed);
+    } else if (error == -EIO) {
+        atomic_fetch_add_explicit(&guest->io_errors, 1, memory_order_relaxed);
+    }
+    uint64_t cost = element->cost;
+    pthread_mutex_lock(&queue->lock);
+    virtqueue_publish(queue, (uint16_t)id, (uint32_t)size);
+    pthread_mutex_unlock(&queue->lock);
+    cost_release(guest, cost);
+}
+
+bool guest_targets(struct request *request) {
+    struct guest *guest = request->transport->guest;
+    struct kvfs_plane *plane = request->server->plane;
+    uint32_t left = request->size / KVFS_PAGE_SIZE * KVFS_PAGE_SIZE, rest = request->size - left;
+    uint64_t stuck_until_ns = atomic_load_explicit(&plane->stuck_until_ns, memory_order_relaxed);
+    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->count.zombies))))
+        return false;
+    struct virtqueue *queue;
+    struct element *element = element_find(guest, request->unique, &queue);
+    if (!element)
+        return false;
+    struct iovec *targets = element->capacity >= REPLY_MIN + request->size ? malloc((element->iov_count + 1) * sizeof(*targets)) : NULL;
+    uint64_t skip = REPLY_MIN;
+    uint32_t count = 0;
+    bool good = targets != NULL;
+    for (uint32_t i = 0; good && i < element->iov_count && left; i++) {
+        const struct iovec *iov = &element->iovs[i];
+        if (skip >= iov->iov_len) {
+            skip -= iov->iov_len;
+            continue;
+        }
+        uint8_t *base = (uint8_t *)iov->iov_base + skip;
+        uint64_t length = min_u64(iov->iov_len - skip, left);
+        good = (uintptr_t)base % PAGE == 0 && length % PAGE == 0;
+        targets[count++] = (struct iovec){base, length};
+        left -= (uint32_t)length;
+        skip = 0;
+    }
+    if (good && rest) {
+        struct slot *slot = slot_get(&plane->reading_small);
+        good = slot != NULL;
+        if (good) {
+            request->slots[request->slot_count++] = slot;
+            targets[count++] = (struct iovec){slot->data, PAGE};
+        }
+    }
+    if (good) {
+        element->direct = true;
+        request->targets = targets;
+        request->target_count = count;
+        request->placed_max = request->size - rest;
+        request->memory = element->memory;
+        atomic_fetch_add(&request->memory->refs, 1);
+    } else {
+        free(targets);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return good;
+}
+
+/* ---- taking ---- */
+
+static uint64_t gather(const struct chain *chain, uint64_t offset, uint8_t *out, uint64_t size) {
+    uint64_t done = 0;
+    for (uint32_t i = 0; i < chain->in_count && done < size; i++) {
+        const struct iovec *iov = &chain->in[i];
+        if (offset >= iov->iov_len) {
+            offset -= iov->iov_len;
+            continue;
+        }
+        uint64_t length = min_u64(size - done, iov->iov_len - offset);
+        memcpy(out + done, (const uint8_t *)iov->iov_base + offset, length);
+        done += length;
+        offset = 0;
+    }
+    __asm__ volatile("" ::: "memory"); /* from here on the copy counts */
+    return done;
+}
+
+static bool needs_no_reply(uint32_t opcode) { return opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET || opcode == FUSE_INTERRUPT; }
+
+static uint32_t weight_of(uint32_t opcode) {
+    return opcode == FUSE_RELEASE ? 0 : opcode == FUSE_READ || opcode == FUSE_WRITE ? 2 : 1;
+}
+
+static uint32_t cost_of(const struct server *server, const uint8_t *head, uint64_t size) {
+    const struct fuse_in_header *in = (const struct fuse_in_header *)(const void *)head;
+    struct fuse_read_in read;
+    if (in->opcode == FUSE_WRITE)
+        return (uint32_t)CHUNK_SIZE;
+    if (in->opcode != FUSE_READ || size < sizeof(*in) + sizeof(read))
+        return KVFS_PAGE_SIZE;
+    memcpy(&read, in + 1, sizeof(read));
+    return (uint32_t)min_u64(read.size, server->transport->max_read) + KVFS_PAGE_SIZE;
+}
+
+static void dispatch(struct server *server, struct virtqueue *queue, uint32_t salt, uint32_t *run) {
+    struct guest *guest = server->transport->guest;
+    struct chain *chain = server->chain;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
+    uint64_t id = element_id(queue, chain->head, salt), size = chain->in_size;
+    uint64_t got = gather(chain, 0, server->head, REQUEST_HEAD);
+    atomic_fetch_add_explicit(&guest->requests, 1, memory_order_relaxed);
+    bool whole = got >= sizeof(*in) && (chain->out_size >= REPLY_MIN || needs_no_reply(in->opcode));
+    struct virtqueue *found;
+    struct element *element = element_find(guest, id, &found);
+    if (!element)
+        return; /* reset meanwhile */
+    if (!whole || needs_no_reply(in->opcode)) {
+        if (!whole)
+            atomic_fetch_add(&guest->descriptor_errors, 1);
+        virtqueue_publish(queue, chain->head, 0);
+        pthread_mutex_unlock(&queue->lock);
+        return;
+    }
+    element->opcode = in->opcode;
+    element->unique = in->unique;
+    element->cost = cost_of(server, server->head, got);
+    atomic_fetch_add(&guest->in_flight_bytes, element->cost);
+    pthread_mutex_unlock(&queue->lock);
+    in->unique = id;
+    *run += weight_of(in->opcode);
+    if (in->opcode == FUSE_WRITE && size > REQUEST_HEAD) {
+        if (size - REQUEST_HEAD > server->landing->size) {
+            reply_error(server, id, -EINVAL);
+            return;
+        }
+        gather(chain, REQUEST_HEAD, server->landing->data, size - REQUEST_HEAD);
+        atomic_fetch_add_explicit(&guest->copied_bytes, size - REQUEST_HEAD, memory_order_relaxed);
+    } else if (size > REQUEST_HEAD && size <= REQUEST_SMALL) {
+        gather(chain, REQUEST_HEAD, server->head + REQUEST_HEAD, size - REQUEST_HEAD);
+    }
+    fastpath_request(server, size, &server->landing);
+}
+
+static bool over_limit(struct guest *guest) {
+    return atomic_load(&guest->in_flight_bytes) >= IN_FLIGHT_MAX || atomic_load(&guest->transport->forwarded) >= FORWARDED_MAX;
+}
+
+int guest_serve(struct server *server, uint32_t *run) {
+    struct guest *guest = server->transport->guest;
+    if (!server->landing && !(server->landing = slot_get_extra(&server->plane->staging)))
+        return 0;
+    if (over_limit(guest)) {
+        atomic_store(&guest->limited, true);
+        if (over_limit(guest))
+            return 0;
+    }
+    bool all = atomic_load_explicit(&server->active, memory_order_relaxed);
+    for (uint32_t i = 0; i < guest->queue_count; i++) {
+        struct virtqueue *queue = &guest->queues[(server->next_queue + i) % guest->queue_count];
+        if ((!all && queue_server(guest, queue->index) != server) || !atomic_load_explicit(&queue->running, memory_order_acquire))
+            continue;
+        uint32_t salt = 0;
+        int r = 0;
+        pthread_mutex_lock(&queue->serve);
+        if (atomic_load(&queue->running))
+            r = virtqueue_take(queue, server->chain);
+        if (r > 0) {
+            salt = queue->elements[server->chain->head].salt;
+            virtqueue_quiet(queue);
+            atomic_fetch_add(&guest->dispatching, 1);
+        }
+        if (r < 0) {
+            atomic_fetch_add(&guest->descriptor_errors, 1);
+            guest_error(guest, queue->index, r);
+            virtqueue_break(queue);
+        }
+        pthread_mutex_unlock(&queue->serve);
+        if (r > 0) {
+            server->next_queue = queue->index + 1;
+            dispatch(server, queue, salt, run);
+            atomic_fetch_sub(&guest->dispatching, 1);
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static bool guest_arm(struct server *server) {
+    struct guest *guest = server->transport->guest;
+    bool found = false;
+    for (uint32_t i = 0; i < guest->queue_count; i++) {
+        struct virtqueue *queue = &guest->queues[i];
+        if (queue_server(guest, i) != server || !atomic_load_explicit(&queue->running, memory_order_acquire))
+            continue;
+        pthread_mutex_lock(&queue->serve);
+        if (atomic_load(&queue->running))
+            found |= virtqueue_arm(queue);
+        pthread_mutex_unlock(&queue->serve);
+    }
+    if (found && over_limit(guest)) { /* what is there must wait; who makes room wakes us */
+        atomic_store(&guest->limited, true);
+        found = !over_limit(guest);
+    }
+    ring_poll(&server->ring, server->fd, POLL_KICKS, true); /* a kick is a write, an edge: the counter is left alone */
+    return found;
+}
+
+void guest_look_again(struct guest *guest) {
+    for (uint32_t i = 0; i < guest->queue_count; i++) {
+        struct virtqueue *queue = &guest->queues[i];
+        pthread_mutex_lock(&queue->serve);
+        bool running = atomic_load(&queue->running);
+        bool missed = running && virtqueue_pending(queue) && queue->seen_avail == queue->last_avail;
+        queue->seen_avail = queue->last_avail;
+        pthread_mutex_lock(&queue->lock);
+        if (running)
+            virtqueue_remind(queue);
+        pthread_mutex_unlock(&queue->lock);
+        pthread_mutex_unlock(&queue->serve);
+        if (missed)
+            server_wake(queue_server(guest, i));
+    }
+}
+
+static const struct transport_ops guest_ops = {guest_serve, guest_arm, guest_reply};
+
+/* ---- what the front end changes ---- */
+
+void guest_queue_update(struct guest *guest, struct virtqueue *queue) {
+    bool good = queue->enabled && !queue->broken && queue->kick_fd >= 0 && queue->used && queue->elements;
+    if (good && !queue->started) {
+        good = virtqueue_resume(queue) == 0;
+        queue->started = good;
+    }
+    atomic_store(&queue->running, good);
+    if (good)
+        server_wake(queue_server(guest, queue->index));
+}
+
+int guest_queue_kick(struct guest *guest, struct virtqueue *queue, int fd) {
+    struct server *server = queue_server(guest, queue->index);
+    if (queue->kick_fd >= 0) {
+        epoll_ctl(server->fd, EPOLL_CTL_DEL, queue->kick_fd, NULL);
+        close(queue->kick_fd);
+    }
+    queue->kick_fd = fd;
+    struct epoll_event event = {.events = EPOLLIN | EPOLLET, .data.u32 = queue->index};
+    return fd >= 0 && epoll_ctl(server->fd, EPOLL_CTL_ADD, fd, &event) < 0 ? -errno : 0;
+}
+
+/* With the lock held: wait until nothing is under way. */
+static bool wait_idle(struct virtqueue *queue, uint32_t timeout_ms) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += timeout_ms / 1000;
+    until.tv_nsec += timeout_ms % 1000 * 1000000l;
+    if (until.tv_nsec >= 1000000000)
+        until.tv_sec++, until.tv_nsec -= 1000000000;
+    while (queue->in_flight)
+        if (pthread_cond_timedwait(&queue->idle, &queue->lock, &until))
+            break;
+    return queue->in_flight == 0;
+}
+
+void guest_queue_stop(struct guest *guest, struct virtqueue *queue, bool answer, uint32_t timeout_ms) {
+    pthread_mutex_lock(&queue->serve);
+    atomic_store(&queue->running, false);
+    pthread_mutex_unlock(&queue->serve);
+    for (uint32_t i = 0; atomic_load(&guest->dispatching) && i < 10000; i++)
+        usleep(100);
+    pthread_mutex_lock(&queue->lock);
+    if (answer && !wait_idle(queue, timeout_ms)) {
+        for (uint32_t i = 0; i < QUEUE_SIZE_MAX; i++) {
+            struct element *element = &queue->elements[i];
+            if (!element->live || element->answering || element->direct)
+                continue;
+            uint64_t id = element_id(queue, (uint16_t)i, element->salt);
+            pthread_mutex_unlock(&queue->lock);
+            guest_reply(&guest->transport->servers[0], id, -EIO, 0, NULL, 0);
+            pthread_mutex_lock(&queue->lock);
+        }
+        wait_idle(queue, guest->transport->plane->config.io_timeout_ms * 2); /* devices that still write to the guest's pages */
+    }
+    for (uint32_t i = 0; queue->in_flight && i < QUEUE_SIZE_MAX; i++) {
+        struct element *element = &queue->elements[i];
+        if (!element->live || element->answering)
+            continue;
+        uint64_t cost = element->cost;
+        virtqueue_drop(queue, (uint16_t)i);
+        pthread_mutex_unlock(&queue->lock);
+        cost_release(guest, cost);
+        pthread_mutex_lock(&queue->lock);
+    }
+    wait_idle(queue, 5000); /* answers that are being copied */
+    pthread_mutex_unlock(&queue->lock);
+}
+
+void guest_disconnect(struct guest *guest) {
+    for (uint32_t i = 0; i < guest->queue_count; i++) {
+        struct virtqueue *queue = &guest->queues[i];
+        guest_queue_stop(guest, queue, false, 0);
+        pthread_mutex_lock(&queue->serve);
+        pthread_mutex_lock(&queue->lock);
+        guest_queue_kick(guest, queue, -1);
+        virtqueue_reset(queue);
+        pthread_mutex_unlock(&queue->lock);
+        pthread_mutex_unlock(&queue->serve);
+    }
+    transport_forget(guest->transport);
+}
+
+/* ---- life ---- */
+
+static void guest_free(struct guest *guest) {
+    for (uint32_t i = 0; i < guest->queue_count; i++)
+        virtqueue_free(&guest->queues[i]);
+    porters_put(guest->porters);
+    transport_free(guest->transport);
+    if (guest->listen_fd >= 0)
+        close(guest->listen_fd);
+    if (guest->stop_fd >= 0)
+        close(guest->stop_fd);
+    free(guest);
+}
+
+int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *config, struct guest **out) {
+    struct guest *guest = calloc(1, sizeof(*guest));
+    struct transport *transport = calloc(1, sizeof(*transport));
+    if (!guest || !transport) {
+        free(guest);
+        free(transport);
+        return -ENOMEM;
+    }
+    guest->transport = transport;
+    guest->config = *config;
+    guest->queue_count = config->queue_count + 1;
+    guest->listen_fd = -1;
+    guest->owner.of = 1;
+    guest->stop_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    transport->plane = plane;
+    transport->ops = &guest_ops;
+    transport->guest = guest;
+    transport->max_read = plane->config.max_read;
+    int r = guest->stop_fd < 0 ? -errno : 0;
+    if (!(guest->porters = porters_new()))
+        r = -ENOMEM;
+    for (uint32_t i = 0; i < guest->queue_count; i++)
+        virtqueue_init(&guest->queues[i], i);
+    for (uint32_t i = 0; i < plane->config.server_threads && r == 0; i++) {
+        int fd = epoll_create1(EPOLL_CLOEXEC);
+        r = fd < 0 ? -errno : server_init(transport, i, fd);
+        struct server *server = &transport->servers[i];
+        if (r == 0 && !(server->chain = malloc(sizeof(*server->chain))))
+            r = -ENOMEM;
+        server->reader = true;
+        transport->server_count = i + 1;
+    }
+    if (r < 0)
+        guest_free(guest);
+    else
+        *out = guest;
+    return r;
+}
+
+static bool stopped(const struct guest *guest) {
+    return atomic_load(&guest->stopping) || atomic_load(&guest->transport->plane->stopping);
+}
+
+/* Who connects from now on is refused. Those who wait are turned away, as front ends are: to close the listening socket would be to close theirs. */
+static void listen_end(struct guest *guest) {
+    int fd = -1;
+    shutdown(guest->listen_fd, SHUT_RDWR);
+    while (porters_have_room(guest->porters) && (fd = accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC)) >= 0)
+        porter_end(porter_start(guest->porters, &guest->config, fd), fd);
+    if (fd < 0 && porters_have_room(guest->porters))
+        close(guest->listen_fd);
+    guest->listen_fd = -1; /* what is not closed goes with the process, which waits for nothing then */
+}
+
+static void *guest_main(void *argument) {
+    struct guest *guest = argument;
+    struct kvfs_plane *plane = guest->transport->plane;
+    while (!stopped(guest)) {
+        bool room = porters_have_room(guest->porters);
+        struct pollfd polls[2] = {{.fd = room ? guest->listen_fd : -1, .events = POLLIN}, {.fd = guest->stop_fd, .events = POLLIN}};
+        if (poll(polls, 2, room ? 60000 : 1000) <= 0 || !(polls[0].revents & POLLIN))
+            continue;
+        int fd = accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC);
+        if (fd < 0) {
+            usleep(10000); /* gone already, or no descriptor left: the socket stays readable */
+            continue;
+        }
+        atomic_store(&guest->connected, 1);
+        atomic_fetch_add(&guest->connections, 1);
+        vhost_user_serve(guest, fd);
+        atomic_store(&guest->connected, 0);
+    }
+    listen_end(guest);
+    transport_stop(guest->transport);
+    pthread_mutex_lock(&plane->transports_lock);
+    plane->guests[guest->number] = NULL;
+    guest->next = plane->guests_ended;
+    plane->guests_ended = guest;
+    pthread_mutex_unlock(&plane->transports_lock);
+    return NULL;
+}
+
+/* Guests that have ended: their threads' stacks and rings go now, the rest when the plane does: late replies may still look for them. */
+static void guests_reap(struct kvfs_plane *plane) {
+    pthread_mutex_lock(&plane->transports_lock);
+    struct guest *guest = plane->guests_ended;
+    pthread_mutex_unlock(&plane->transports_lock);
+    for (; guest; guest = guest->next) {
+        if (!guest->threaded)
+            continue;
+        pthread_join(guest->thread, NULL);
+        guest->threaded = false;
+        for (uint32_t i = 0; i < guest->transport->server_count; i++)
+            if (ring_idle(&guest->transport->servers[i].ring))
+                ring_free(&guest->transport->servers[i].ring);
+    }
+}
+
+int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs_virtiofs_config *config) {
+    if (config->queue_count == 0 || config->queue_count >= QUEUES_MAX || config->queue_size_max < 8 || config->queue_size_max > QUEUE_SIZE_MAX ||
+        config->queue_size_max & (config->queue_size_max - 1) || !config->tag[0] || config->memory_type_count > KVFS_VIRTIOFS_MEMORY_TYPES_MAX)
+        return -EINVAL;
+    guests_reap(plane);
+    struct guest *guest;
+    int r = guest_new(plane, config, &guest);
+    if (r < 0)
+        return r;
+    guest->listen_fd = fcntl(listen_fd, F_DUPFD_CLOEXEC, 0);
+    int flags = guest->listen_fd < 0 ? -1 : fcntl(guest->listen_fd, F_GETFL);
+    if (flags < 0 || fcntl(guest->listen_fd, F_SETFL, flags | O_NONBLOCK) < 0)
+        r = -errno;
+    pthread_mutex_lock(&plane->transports_lock);
+    uint32_t number = 0;
+    while (number < KVFS_VIRTIOFS_MAX && plane->guests[number])
+        number++;
+    if (r == 0 && number == KVFS_VIRTIOFS_MAX)
+        r = -EUSERS;
+    if (r == 0) {
+        guest->number = number;
+        plane->guests[number] = guest;
+    }
+    pthread_mutex_unlock(&plane->transports_lock);
+    if (r < 0) {
+        guest_free(guest);
+        return r;
+    }
+    r = servers_start(guest->transport);
+    if (r == 0)
+        r = -pthread_create(&guest->thread, NULL, guest_main, guest);
+    if (r < 0) { /* no threads: what has started ends, and is kept for who may know it already */
+        transport_stop(guest->transport);
+        pthread_mutex_lock(&plane->transports_lock);
+        plane->guests[number] = NULL;
+        guest->next = plane->guests_ended;
+        plane->guests_ended = guest;
+        pthread_mutex_unlock(&plane->transports_lock);
+        return r;
+    }
+    guest->threaded = true;
+    return (int)number;
+}
+
+/* With transports_lock held. */
+static struct guest *guest_at(struct kvfs_plane *plane, int number) {
+    return number >= 0 && number < KVFS_VIRTIOFS_MAX ? plane->guests[number] : NULL;
+}
+
+static void guest_ask_stop(struct guest *guest) {
+    uint64_t one = 1;
+    atomic_store(&guest->stopping, true);
+    ssize_t n = write(guest->stop_fd, &one, sizeof(one));
+    (void)n;
+}
+
+int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number) {
+    pthread_mutex_lock(&plane->transports_lock);
+    struct guest *guest = guest_at(plane, number);
+    if (guest)
+        guest_ask_stop(guest);
+    pthread_mutex_unlock(&plane->transports_lock);
+    return guest ? 0 : -ENOENT;
+}
+
+uint32_t guests_count(struct kvfs_plane *plane) {
+    uint32_t count = 0;
+    pthread_mutex_lock(&plane->transports_lock);
+    for (uint32_t i = 0; i < KVFS_VIRTIOFS_MAX; i++)
+        count += plane->guests[i] != NULL;
+    pthread_mutex_unlock(&plane->transports_lock);
+    return count;
+}
+
+void guests_stop(struct kvfs_plane *plane) {
+    pthread_mutex_lock(&plane->transports_lock);
+    for (uint32_t i = 0; i < KVFS_VIRTIOFS_MAX; i++)
+        if (plane->guests[i])
+            guest_ask_stop(plane->guests[i]);
+    pthread_mutex_unlock(&plane->transports_lock);
+    for (uint32_t i = 0; i < KVFS_VIRTIOFS_MAX; i++) {
+        pthread_mutex_lock(&plane->transports_lock);
+        struct guest *guest = plane->guests[i];
+        pthread_mutex_unlock(&plane->transports_lock);
+        if (guest && guest->threaded) {
+            pthread_join(guest->thread, NULL);
+            guest->threaded = false;
+        }
+    }
+    guests_reap(plane);
+}
+
+void guests_free(struct kvfs_plane *plane) {
+    while (plane->guests_ended) {
+        struct guest *guest = plane->guests_ended;
+        plane->guests_ended = guest->next;
+        guest_free(guest);
+    }
+}
+
+int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_virtiofs_statistics *out) {
+    memset(out, 0, sizeof(*out));
+    pthread_mutex_lock(&plane->transports_lock);
+    struct guest *guest = guest_at(plane, number);
+    if (guest) {
+        out->connected = atomic_load(&guest->connected);
+        for (uint32_t i = 0; i < guest->queue_count; i++)
+            out->queues_running += atomic_load(&guest->queues[i].running);
+#define TAKE(field) out->field = atomic_load_explicit(&guest->field, memory_order_relaxed)
+        TAKE(connections); TAKE(requests); TAKE(bytes_read); TAKE(bytes_written); TAKE(zero_copy_bytes); TAKE(copied_bytes);
+        TAKE(protocol_errors); TAKE(descriptor_errors); TAKE(io_errors);
+#undef TAKE
+    }
+    pthread_mutex_unlock(&plane->transports_lock);
+    return guest ? 0 : -ENOENT;
+}
+
+uint32_t guest_number(const struct guest *guest) { return guest->number; }
