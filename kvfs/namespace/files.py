@@ -513,12 +513,15 @@ class Namespace:
             except (KvfsError, OSError) as error:
                 if error.errno != errno.ENOENT:
                     raise
-            # Not being written, or not any more: its last writer may close it at any moment.
-            if not self.get(number).sealed:
-                raise StaleInodeError(f"inode {number}: gone")
-            await self._rewrite(number, keep_content=size > 0)
+            await self._write_again(number, keep_content=size > 0)
             if size == 0:
                 return
+
+    async def _write_again(self, number: InodeNumber, *, keep_content: bool) -> None:
+        """It is not being written, or not any more: its last writer may close it at any moment."""
+        if not self.get(number).sealed:
+            raise StaleInodeError(f"inode {number}: gone")
+        await self._rewrite(number, keep_content=keep_content)
 
     async def _allocate(self, number: InodeNumber, size: int, *, slab: bool) -> None:
         """fallocate(2): the file has at least that size, and the room for it."""
@@ -527,8 +530,15 @@ class Namespace:
         await self._when_settled(number, lambda: self._allocate_file(number, size))
 
     async def _allocate_file(self, number: InodeNumber, size: int) -> None:
-        async with self._store.turn(number):
-            self._plane.file_allocate(number, size)
+        while True:
+            try:
+                async with self._store.turn(number):
+                    self._plane.file_allocate(number, size)
+                return
+            except (KvfsError, OSError) as error:
+                if error.errno != errno.ENOENT:
+                    raise
+            await self._write_again(number, keep_content=True)
 
     async def _when_settled(self, number: InodeNumber, change: Callable[[], Awaitable[None]]) -> None:
         """Make a change that a seal or a spill forbids, which hold the file as it was when they began."""

@@ -338,7 +338,7 @@ int file_grow_leaves(struct file *file, uint32_t count);
 void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled);  /* its bytes lie on the devices; it holds no slot */
 int file_stage_zeros(struct kvfs_plane *plane, struct file *file);      /* one byte, at the start */
 void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index);
-uint32_t file_kept_extents(const struct file *file, struct kvfs_extent *out, uint32_t capacity);
+uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity);
 void file_free(struct kvfs_plane *plane, struct node *node);     /* drops the file's reference count too: the caller calls node_put after */
 void file_unpark(struct kvfs_plane *plane, struct file *file);
 void memory_unpark(struct kvfs_plane *plane);                    /* staging has room again; no lock held */

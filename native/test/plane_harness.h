@@ -98,7 +98,7 @@ static size_t make_record(uint8_t *out, uint64_t inode, const char *name, uint64
 }
 
 /* As Python seals: a block in two runs, the second with a page for its extent header, or in one. */
-static int64_t seal(uint64_t inode, const char *name, bool split) {
+static void seal_start(uint64_t inode, const char *name, bool split) {
     struct kvfs_seal_info info;
     CHECK(kvfs_seal_begin(plane, inode, &info) == 0);
     CHECK(info.dirty);
@@ -112,6 +112,9 @@ static int64_t seal(uint64_t inode, const char *name, bool split) {
     next_page += first + later + split;
     CHECK(next_page < plane->segment_pages);
     CHECK(kvfs_seal_write(plane, 1, inode, runs, 1 + split, header_pages, record, (uint32_t)size, "", 0) == 0);
+}
+
+static int64_t seal_finish(uint64_t inode) {
     int64_t r = completion();
     if (r == 0) {
         uint8_t final[4096];
@@ -120,6 +123,11 @@ static int64_t seal(uint64_t inode, const char *name, bool split) {
     }
     CHECK(kvfs_seal_end(plane, inode, r == 0) == 0);
     return r;
+}
+
+static int64_t seal(uint64_t inode, const char *name, bool split) {
+    seal_start(inode, name, split);
+    return seal_finish(inode);
 }
 
 /* Nobody reads any more of what was sealed by now: its pages are written again. */

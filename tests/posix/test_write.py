@@ -102,6 +102,24 @@ def test_a_gap_reads_as_zeros(directory):
     assert (directory / "sparse").stat().st_size == 9 * MIB + 8
 
 
+@pytest.mark.parametrize("cut", [None, 3 * MIB // 2 + 7], ids=["whole", "cut"])
+def test_the_end_of_a_block_survives_much_that_is_written_far_behind_it(directory, cut):
+    """A large file goes to the devices in pieces before its close. The block's last page, which has a successor now,
+    lay there before, and has to be written anew at the close."""
+    path, size, gap = directory / "block", 3 * MIB + 100, 5 * MIB
+    write_file(path, content(size))
+    with opened(path, os.O_RDWR) as descriptor:
+        if cut is not None:
+            os.ftruncate(descriptor, cut)
+        for at in range(0, LARGE + 16 * MIB, MIB):
+            os.pwrite(descriptor, content(MIB, at), gap + at)
+        kept = content(size)[:cut]
+        assert_same(os.pread(descriptor, gap, 0), kept.ljust(gap, b"\0"), "before the close")
+    data = read_file(path)
+    assert_same(data[:gap], kept.ljust(gap, b"\0"), "after the close")
+    assert data[gap:] == b"".join(content(MIB, at) for at in range(0, LARGE + 16 * MIB, MIB))
+
+
 def test_what_was_written_is_read_back_before_the_close(directory):
     data = content(3 * MIB)
     with opened(directory / "block", os.O_CREAT | os.O_RDWR) as descriptor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -11,6 +12,7 @@ from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink,
 
 from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.store.eviction import CARRY_SHARE, TICK_MASK, TICKS_PER_POOL, Contents, LeastLoss, Use
+from kvfs.store.fsck import fsck
 from kvfs.store.pool import Store
 from kvfs.store.segments import State
 from kvfs.types import Kind
@@ -288,6 +290,46 @@ def test_a_block_carried_over_keeps_its_uses(tmp_path: Path) -> None:
         assert store.plane.inode_uses([block.inode]) == [(3, 2)]
 
     with_store(pool, work)
+
+
+@pytest.mark.parametrize("change", ["write", "rename", "remove"])
+def test_what_changes_while_it_is_copied_is_not_undone_by_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    pool = make_pool(tmp_path / "pool")
+
+    async def work(store: Store) -> None:
+        before = await write(store, b"block")
+        copy = store.plane.store_copy
+
+        async def meanwhile(*arguments: Any) -> bytes:
+            copied = await copy(*arguments)
+            if change == "write":  # as the data plane does it, which takes no turn
+                await store.plane.file_rewrite(before.inode, True)
+                store.plane.file_truncate(before.inode, 5000)
+            elif change == "rename":
+                rename(store, before.inode, b"renamed")
+            else:
+                unlink(store, b"block")
+            return copied
+
+        monkeypatch.setattr(store.plane, "store_copy", meanwhile)
+        record = store.index.raw(before.inode)
+        assert record is not None and await store.carry(record) == (change == "rename")
+        after = store.index.get(before.inode)
+        if change == "remove":
+            assert after is None and names(store) == set()
+            return
+        assert after is not None and names(store) == {b"block" if change == "write" else b"renamed"}
+        assert (after.segment == before.segment) == (change == "write")
+        if change == "write":
+            assert store.plane.file_extents(before.inode)[0].segment == before.segment
+            sealed = await store.seal(before.inode)
+            assert sealed is not None and sealed.size == 5000
+        await verify_all(store)
+
+    with_store(pool, work)
+    assert fsck(pool, verify_data=True).healthy
 
 
 class KeepsAll(LeastLoss):

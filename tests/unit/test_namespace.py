@@ -707,6 +707,20 @@ async def test_a_preallocation_waits_for_the_seal_and_makes_nothing_smaller(
     assert store.plane.written[number] == 8192 and store.plane.sealing == 0 and not store.slabs.calls
 
 
+@in_trio
+async def test_a_preallocation_of_what_its_last_writer_has_just_closed_writes_it_again(
+    namespace: Namespace, store: StoreDouble
+) -> None:
+    inode = await sealed(namespace, b"file")
+    assert inode.inode not in store.plane.written
+    await namespace.setxattr(inode.inode, ALLOCATE_REQUEST, b"8192")
+    assert store.plane.written[inode.inode] == 8192
+    gone = namespace.create(ROOT_INODE, b"gone", 0o644, 0, 0)
+    del store.plane.written[gone.inode]
+    with pytest.raises(errors.StaleInodeError):
+        await namespace.setxattr(gone.inode, ALLOCATE_REQUEST, b"8192")
+
+
 def test_a_preallocation_gives_up_at_its_deadline(namespace: Namespace, store: StoreDouble) -> None:
     number = namespace.create(ROOT_INODE, b"file", 0o644, 0, 0).inode
     store.plane.sealing = 1 << 30

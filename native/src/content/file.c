@@ -342,11 +342,11 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
         uint32_t inside = (uint32_t)(size % CHUNK_SIZE);
         if (inside && keep - 1 < file->chunk_count) {
             struct chunk *chunk = &file->chunks[keep - 1];
-            if (chunk->filled > inside) {
+            /* A last page has a leaf of as much as the file has of it: one that was placed has another, also if nothing of it is cut off. */
+            if (chunk->state == CHUNK_PLACED && (inside < chunk->filled || (inside % PAGE && inside < round_up(chunk->filled, PAGE))))
+                chunk->reload = true;
+            if (chunk->filled > inside)
                 chunk->filled = inside;
-                if (chunk->state == CHUNK_PLACED)
-                    chunk->reload = true;
-            }
         }
         file->size = size;
         file_count(plane, file);
@@ -360,8 +360,9 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     return 0;
 }
 
-/* What of the placed extents still counts: clipped to chunks that are placed and not to be written again. */
-uint32_t file_kept_extents(const struct file *file, struct kvfs_extent *out, uint32_t capacity) {
+/* What of the placed extents still counts: clipped to chunks that are placed, `sealing`: and not to be written again. Until a seal has read those,
+ * their bytes are nowhere else. */
+uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity) {
     uint32_t count = 0;
     uint64_t pages = pages_of(file->size);
     for (uint32_t i = 0; i < file->placed_count; i++) {
@@ -370,7 +371,7 @@ uint32_t file_kept_extents(const struct file *file, struct kvfs_extent *out, uin
         while (at < end) {
             uint32_t index = at / CHUNK_PAGES;
             uint32_t stop = (uint32_t)min_u64(end, (uint64_t)(index + 1) * CHUNK_PAGES);
-            bool kept = index < file->chunk_count && file->chunks[index].state == CHUNK_PLACED && !file->chunks[index].reload;
+            bool kept = index < file->chunk_count && file->chunks[index].state == CHUNK_PLACED && !(sealing && file->chunks[index].reload);
             if (kept) {
                 struct kvfs_extent *before = count && count <= capacity ? &out[count - 1] : NULL;
                 uint32_t page = e.page + (at - e.file_page);

@@ -246,7 +246,7 @@ static int rewrite(struct kvfs_plane *plane, struct ring *ring, struct node *nod
                 atomic_fetch_sub(&node->refs, 1); /* never the last: the job holds one */
             }
             if (r == 0)
-                node->file->mtime_ns = record.mtime_ns;
+                node->file->mtime_ns = now.mtime_ns;
         }
         pthread_mutex_unlock(&node->lock);
     }

@@ -206,7 +206,7 @@ static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
     }
     uint32_t leaf_count = (uint32_t)pages_of(file->size), pages, new_count = 0;
     uint32_t range_count = ranges_collect(file, false, NULL, &pages);
-    uint32_t kept = file_kept_extents(file, NULL, 0);
+    uint32_t kept = file_kept_extents(file, true, NULL, 0);
     struct range *ranges = malloc((range_count + 1) * sizeof(*ranges));
     struct kvfs_extent *extents = malloc((kept + range_count + job->run_count + 1) * sizeof(*extents));
     struct kvfs_extent *written = malloc((range_count + job->run_count + 1) * sizeof(*written));
@@ -220,7 +220,7 @@ static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
     r = plan(job->runs, job->run_count, job->header_pages, true, ranges, range_count, written, &new_count);
     if (r < 0)
         goto out;
-    kept = file_kept_extents(file, extents, kept);
+    kept = file_kept_extents(file, true, extents, kept);
     copy_bytes(extents + kept, written, new_count * sizeof(*extents));
     uint32_t extent_count = extents_join(extents, kept + new_count);
     /* Leaves: of holes first, then of what is covered. */
@@ -308,13 +308,13 @@ static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_j
     struct kvfs_extent *placed = NULL;
     uint32_t kept = 0;
     if (r == 0) {
-        kept = file_kept_extents(file, NULL, 0);
+        kept = file_kept_extents(file, false, NULL, 0);
         placed = malloc((kept + new_count + 1) * sizeof(*placed));
         if (!placed)
             r = -ENOMEM;
     }
     if (r == 0) {
-        kept = file_kept_extents(file, placed, kept);
+        kept = file_kept_extents(file, false, placed, kept);
         copy_bytes(placed + kept, written, new_count * sizeof(*placed));
         free(file->placed);
         file->placed = placed;
@@ -494,7 +494,7 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
     if (r == 0 && file->dirty) {
         uint32_t pages;
         /* A file of nothing but a hole gets one page: no extents would mean one right behind the header. */
-        if (file->size && !ranges_collect(file, false, NULL, &pages) && !file_kept_extents(file, NULL, 0))
+        if (file->size && !ranges_collect(file, false, NULL, &pages) && !file_kept_extents(file, true, NULL, 0))
             r = file_stage_zeros(plane, file);
     }
     if (r == 0 && file->dirty) {
@@ -504,7 +504,7 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
         out->mtime_ns = file->mtime_ns;
         out->shared = file->shared;
         out->ranges = ranges_collect(file, false, NULL, &out->data_pages);
-        out->kept_extents = file_kept_extents(file, NULL, 0);
+        out->kept_extents = file_kept_extents(file, true, NULL, 0);
     }
     pthread_mutex_unlock(&node->lock);
     node_put(plane, node);

@@ -570,8 +570,18 @@ struct slab_job {
     bool writers_stay;
 };
 
-/* Let nobody write. With the node's lock held, which it opens while it waits. */
-static int freeze(struct kvfs_plane *plane, struct node *node) {
+/* With the node's lock held. True: the file was given up meanwhile, and is gone; the caller puts the node once more. */
+static bool thaw(struct kvfs_plane *plane, struct node *node) {
+    struct file *file = node->file;
+    file->sealing = false;
+    file_unpark(plane, file);
+    if (file->discarded)
+        file_free(plane, node);
+    return !node->file;
+}
+
+/* Let nobody write. With the node's lock held, which it opens while it waits. An error: it is thawed, and `gone` as thaw() says. */
+static int freeze(struct kvfs_plane *plane, struct node *node, bool *gone) {
     uint64_t until = now_ns() + plane->config.io_timeout_ms * 2000000ull;
     struct file *file = node->file;
     if (!file || !file->slab || file->discarded)
@@ -584,22 +594,11 @@ static int freeze(struct kvfs_plane *plane, struct node *node) {
         usleep(200);
         pthread_mutex_lock(&node->lock);
         if (now_ns() > until) {
-            file->sealing = false;
-            file_unpark(plane, file);
+            *gone = thaw(plane, node);
             return -EBUSY;
         }
     }
     return 0;
-}
-
-/* With the node's lock held. True: the file was given up meanwhile, and is gone; the caller puts the node once more. */
-static bool thaw(struct kvfs_plane *plane, struct node *node) {
-    struct file *file = node->file;
-    file->sealing = false;
-    file_unpark(plane, file);
-    if (file->discarded)
-        file_free(plane, node);
-    return !node->file;
 }
 
 static int resize(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint64_t size) {
@@ -637,7 +636,7 @@ static void resize_job(struct kvfs_plane *plane, struct ring *ring, struct job *
     struct node *node = job->node;
     bool gone = false;
     pthread_mutex_lock(&node->lock);
-    int r = freeze(plane, node);
+    int r = freeze(plane, node, &gone);
     if (r == 0) {
         pthread_mutex_unlock(&node->lock);
         r = resize(plane, ring, node, job->size);
@@ -677,6 +676,7 @@ static int settle_chunk(struct kvfs_plane *plane, struct ring *ring, struct slab
     return r < 0 ? r : 1;
 }
 
+/* Returns with the node's lock held: who finds a file finds one that is not frozen. */
 static int settle(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
     struct file *file = node->file; /* frozen */
     struct slab *slab = file->slab;
@@ -695,13 +695,13 @@ static int settle(struct kvfs_plane *plane, struct ring *ring, struct node *node
         r = settle_chunk(plane, ring, slab, file, i);
         states[i] = r == 1;
     }
+    pthread_mutex_lock(&node->lock);
     if (r >= 0) {
         for (uint32_t i = 0; i < slab->run_count && (uint64_t)i * slab->run_pages < pages; i++) {
             const struct slab_run *run = &slab->runs[i];
             uint32_t from = i * slab->run_pages;
             placed[extents++] = (struct kvfs_extent){run->generation, run->segment, run->page, (uint32_t)min_u64(slab->run_pages, pages - from), from};
         }
-        pthread_mutex_lock(&node->lock);
         for (uint32_t i = 0; i < chunks; i++) {
             struct chunk *chunk = &file->chunks[i];
             if (states[i])
@@ -719,7 +719,6 @@ static int settle(struct kvfs_plane *plane, struct ring *ring, struct node *node
         file->slab = NULL;
         file->dirty = true;
         file_count(plane, file);
-        pthread_mutex_unlock(&node->lock);
         slab_put(slab);
     }
     free(placed);
@@ -736,14 +735,13 @@ static void settle_job(struct kvfs_plane *plane, struct ring *ring, struct job *
     bool writers = node->writers > 0 && !job->writers_stay;
     pthread_mutex_unlock(&shard->lock);
     pthread_mutex_lock(&node->lock);
-    int r = writers ? -EBUSY : freeze(plane, node);
+    int r = writers ? -EBUSY : freeze(plane, node, &gone);
     if (r == 0) {
         if (job->writers_stay ? !slab_may_settle(plane, node->file) : slab_passes(plane, node->file)) {
             r = -EPERM;
         } else {
             pthread_mutex_unlock(&node->lock);
             r = settle(plane, ring, node);
-            pthread_mutex_lock(&node->lock);
         }
         gone = thaw(plane, node);
     }

@@ -447,18 +447,21 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
     struct node *node = request->node;
     int r = 0;
     if (request->opcode == FUSE_WRITE) {
-        if (slab_worker_write(plane, ring, request))
-            return;
         /* What it needs may be sealed or spilled again before it is written: it tries until its deadline, and never takes that for an end. */
         const uint64_t until = request->arrived_ns + plane->config.request_timeout_ms * 1000000ull;
         for (;;) {
+            if (slab_worker_write(plane, ring, request))
+                return;
             pthread_mutex_lock(&node->lock);
-            r = node->file ? file_write(plane, node, request) : -ENOENT;
+            bool slab = node->file && node->file->slab; /* by now */
+            r = slab ? 0 : node->file ? file_write(plane, node, request) : -ENOENT;
             pthread_mutex_unlock(&node->lock);
             if (r == -EAGAIN)
                 return;
             if (r == -ENOENT) {
                 r = file_reopen(plane, ring, node);
+            } else if (slab) {
+                continue;
             } else if (r == -EINPROGRESS) {
                 r = 0;
                 for (uint64_t i = request->offset / CHUNK_SIZE; i <= (request->offset + request->size - 1) / CHUNK_SIZE && r == 0; i++)
@@ -540,7 +543,7 @@ static void do_fallocate(struct server *server, uint8_t *head) {
         pthread_mutex_lock(&handle.node->lock);
         struct file *file = handle.node->file;
         bool grows = file && end > file->size, slab = grows && (file->slab || (end >= KVFS_SLAB_MIN && file_untouched(file)));
-        r = file ? 0 : -EOPNOTSUPP;
+        r = file ? 0 : -EBUSY; /* its last writer before this one closed it as this one opened it */
         if (grows && !slab) {
             file_charge(file, handle.user);
             r = file_allocate(plane, handle.node, end);
