@@ -564,7 +564,10 @@ static int answer_of(uint64_t id) {
 }
 
 /* The next read (1) or write (2) of each device is held, until let_go(); it ends with the error then. Others go on. */
+static uint32_t held_error;
+
 static void hold_next(uint32_t direction, uint32_t error) {
+    held_error = error;
     for (uint32_t i = 0; i < DEVICES; i++) {
         CHECK(kvfs_fault_set(plane, i, KVFS_FAULT_HOLD, direction, UINT32_MAX, error) == 0);
         atomic_store(&plane->devices[i].faults.counter, UINT32_MAX - 1);
@@ -595,7 +598,8 @@ static bool nothing_answered(void) {
     return poll(&ready, 1, 0) == 0;
 }
 
-static void let_go(void) { fault(KVFS_FAULT_NONE, 1, 0); }
+/* With the error that was asked for, also where the device is done only now: a part is held when it ends, and counted when it begins. */
+static void let_go(void) { fault(KVFS_FAULT_NONE, 1, held_error); }
 
 static uint64_t write_soon(uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t *data, uint32_t size) {
     struct fuse_write_in in = {.fh = fh, .offset = offset, .size = size};
