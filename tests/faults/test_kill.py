@@ -1,6 +1,6 @@
 """kill -9 at random moments under load: every block whose close() returned is there and right, or gone; none is wrong.
 
-KVFS_KILLS sets how many kills there are together (default 60; 6 without --run-slow), KVFS_KILL_SEED
+KVFS_KILLS sets how many kills there are together (default 40; 6 without --run-slow), KVFS_KILL_SEED
 repeats a run's choices.
 """
 
@@ -30,7 +30,7 @@ from kvfs.index.lmdb import LmdbIndex
 from kvfs.store import devices
 from kvfs.store.format import META_NUMBER, META_OPENING
 
-KILLS = int(os.environ.get("KVFS_KILLS") or helpers.often(6, 60))
+KILLS = int(os.environ.get("KVFS_KILLS") or helpers.often(6, 40))
 SEED = int(os.environ.get("KVFS_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 WRITERS = 4
 
