@@ -3,7 +3,7 @@
 Everything that must agree changes in one step of the one trio thread, between two awaits: the index, the block table,
 the segments' live pages, and which summaries are not true any more. Durable in this order: data and block header
 (before the seal is answered), index (a second later, or at fsync), summaries; a segment that was evicted may be
-written again before the index says so. docs/architecture.md says what a crash leaves. Blocks are written by sealing.py.
+written again before the index says so. What a crash takes: docs/internals/recovery.md. sealing.py writes blocks.
 """
 
 from __future__ import annotations
