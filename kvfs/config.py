@@ -178,8 +178,11 @@ class PoolConfig:
             ]
         for rule in self.groups:
             endings = ", ".join(_quoted(ending) for ending in rule.endings)
-            lines += ["", "[[group]]",
-                      f"directory = {_quoted(rule.directory)}" if rule.directory else f"suffixes = [{endings}]"]
+            lines += [
+                "",
+                "[[group]]",
+                f"directory = {_quoted(rule.directory)}" if rule.directory else f"suffixes = [{endings}]",
+            ]
         return "\n".join(lines) + "\n"
 
 

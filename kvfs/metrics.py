@@ -129,9 +129,7 @@ def require() -> Any:
     try:
         from prometheus_client import metrics_core
     except ImportError as error:
-        raise MissingFeatureError(
-            "the package prometheus-client is missing: pip install 'kvfs[metrics]'"
-        ) from error
+        raise MissingFeatureError("the package prometheus-client is missing: pip install 'kvfs[metrics]'") from error
     return metrics_core
 
 

@@ -95,11 +95,17 @@ class Inode:
     def pack(self) -> bytes:
         """The inode record: RECORD_SIZE bytes, name, extents, xattrs, each part 8-byte aligned."""
         name = self.name.ljust(len(self.name) + 7 & ~7, b"\0")
-        extents = b"" if not self.extents else b"".join(
-            _EXTENT.pack(e.generation, e.segment, e.page, e.page_count, e.file_page) for e in self.extents
+        extents = (
+            b""
+            if not self.extents
+            else b"".join(
+                _EXTENT.pack(e.generation, e.segment, e.page, e.page_count, e.file_page) for e in self.extents
+            )
         )
-        xattrs = b"" if not self.xattrs else b"".join(
-            struct.pack("<HI", len(key), len(value)) + key + value for key, value in self.xattrs.items()
+        xattrs = (
+            b""
+            if not self.xattrs
+            else b"".join(struct.pack("<HI", len(key), len(value)) + key + value for key, value in self.xattrs.items())
         )
         size = RECORD_SIZE + len(name) + len(extents) + (len(xattrs) + 7 & ~7)
         head = _RECORD.pack(
@@ -157,8 +163,7 @@ class Inode:
         extents: tuple[Extent, ...] = ()
         if extent_count:
             extents = tuple(
-                Extent(g, SegmentIndex(s), p, c, f)
-                for g, s, p, c, f in _EXTENT.iter_unpack(data[extents_at:xattrs_at])
+                Extent(g, SegmentIndex(s), p, c, f) for g, s, p, c, f in _EXTENT.iter_unpack(data[extents_at:xattrs_at])
             )
         xattrs: dict[bytes, bytes] = {}
         at, xattrs_end = xattrs_at, xattrs_at + xattr_size

@@ -36,8 +36,15 @@ import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 FIXTURES = (
-    "pytest_addoption", "pytest_configure", "pytest_itemcollected", "pytest_runtest_makereport",
-    "service", "mount", "directory", "is_kvfs", "own_pool",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_itemcollected",
+    "pytest_runtest_makereport",
+    "service",
+    "mount",
+    "directory",
+    "is_kvfs",
+    "own_pool",
 )
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -86,9 +93,13 @@ class CommandError(AssertionError):
     """A command failed or ran past its timeout; the message holds its output."""
 
 
-def run(*command: str | os.PathLike[str], timeout_s: float = COMMAND_TIMEOUT_S, check: bool = True,
-        environment: dict[str, str] | None = None, cwd: pathlib.Path = REPOSITORY,
-        ) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | os.PathLike[str],
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    check: bool = True,
+    environment: dict[str, str] | None = None,
+    cwd: pathlib.Path = REPOSITORY,
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and return it with its output; raise CommandError if it fails or is late.
 
     Output goes to files, not pipes: a daemon that keeps a pipe open would make its parent look unfinished.
@@ -96,8 +107,9 @@ def run(*command: str | os.PathLike[str], timeout_s: float = COMMAND_TIMEOUT_S, 
     words = [os.fspath(word) for word in command]
     timeout_s *= SLOWNESS
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd,
-                                   env={**os.environ, **(environment or {})})
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd, env={**os.environ, **(environment or {})}
+        )
         late = False
         try:
             process.wait(timeout_s)
@@ -140,10 +152,19 @@ class Pool:
     tail of the daemon's log is added to it.
     """
 
-    def __init__(self, *, files: int = 4, size: str = "1G", devices: Sequence[str] = (),
-                 format_args: Sequence[str] = (), mount_args: Sequence[str] = ("--allow-other",),
-                 environment: dict[str, str] | None = None, base: str | None = None,
-                 template: pathlib.Path | None = None, started: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        files: int = 4,
+        size: str = "1G",
+        devices: Sequence[str] = (),
+        format_args: Sequence[str] = (),
+        mount_args: Sequence[str] = ("--allow-other",),
+        environment: dict[str, str] | None = None,
+        base: str | None = None,
+        template: pathlib.Path | None = None,
+        started: bool = True,
+    ) -> None:
         self.template, self.started = template, started
         self.files, self.size, self.devices = files, size, tuple(devices)
         self.format_args, self.mount_args = tuple(format_args), tuple(mount_args)
@@ -176,18 +197,19 @@ class Pool:
             self._annotate(error)
         self._destroy()
 
-    def command(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S,
-                check: bool = True) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         """Run `kvfs WORDS` in the project's tree."""
-        return run(sys.executable, "-m", "kvfs", *words, timeout_s=timeout_s, check=check,
-                   environment=self.environment)
+        return run(sys.executable, "-m", "kvfs", *words, timeout_s=timeout_s, check=check, environment=self.environment)
 
     def format(self) -> None:
         where: list[str] = []
         for device in self.devices:
             where += ["--device", device]
-        self.command("format", str(self.path), *(where or ["--files", str(self.files), "--size", self.size]),
-                     *self.format_args)
+        self.command(
+            "format", str(self.path), *(where or ["--files", str(self.files), "--size", self.size]), *self.format_args
+        )
 
     def start(self, *extra: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         """Mount; returns once the mount answers."""
@@ -334,8 +356,9 @@ def zram_devices(count: int, size: str) -> Iterator[list[str]]:
     finally:
         for device in devices:
             name = device.removeprefix("/dev/")
-            wait_until(functools.partial(_zram_released, name), f"the release of {device}", timeout_s=20,
-                       interval_s=0.1)
+            wait_until(
+                functools.partial(_zram_released, name), f"the release of {device}", timeout_s=20, interval_s=0.1
+            )
 
 
 def _zram_released(name: str) -> bool:
@@ -372,7 +395,9 @@ def sanitizer_environment() -> dict[str, str]:
     assert len(modules) == 1, "build it first: native/build_ffi.py --sanitize --output build/sanitized"
     libasan = run("gcc", "-print-file-name=libasan.so").stdout.strip()
     return {
-        "KVFS_NATIVE": str(modules[0]), "LD_PRELOAD": libasan, "PYTHONMALLOC": "malloc",
+        "KVFS_NATIVE": str(modules[0]),
+        "LD_PRELOAD": libasan,
+        "PYTHONMALLOC": "malloc",
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:handle_segv=1:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "halt_on_error=1:abort_on_error=1:print_stacktrace=1",
     }
@@ -420,8 +445,9 @@ def content(size: int, seed: object = 0) -> bytes:
     return random.Random(f"{seed}").randbytes(size)
 
 
-def write_file(path: str | os.PathLike[str], data: bytes, *, flags: int = os.O_CREAT | os.O_WRONLY | os.O_TRUNC,
-               mode: int = 0o644) -> None:
+def write_file(
+    path: str | os.PathLike[str], data: bytes, *, flags: int = os.O_CREAT | os.O_WRONLY | os.O_TRUNC, mode: int = 0o644
+) -> None:
     """Write data by one write() and demand the full count."""
     descriptor = os.open(path, flags, mode)
     try:
@@ -441,10 +467,13 @@ def assert_same(actual: bytes | memoryview, expected: bytes | memoryview, what: 
     if actual == expected:
         return
     actual, expected = bytes(actual), bytes(expected)
-    first = next((i for i, (a, b) in enumerate(zip(actual, expected, strict=False)) if a != b),
-                 min(len(actual), len(expected)))
-    raise AssertionError(f"{what}: {len(actual)} bytes, expected {len(expected)}; first difference at offset {first}: "
-                         f"{actual[first:first + 16].hex()} instead of {expected[first:first + 16].hex()}")
+    first = next(
+        (i for i, (a, b) in enumerate(zip(actual, expected, strict=False)) if a != b), min(len(actual), len(expected))
+    )
+    raise AssertionError(
+        f"{what}: {len(actual)} bytes, expected {len(expected)}; first difference at offset {first}: "
+        f"{actual[first : first + 16].hex()} instead of {expected[first : first + 16].hex()}"
+    )
 
 
 @contextlib.contextmanager
@@ -506,8 +535,13 @@ def renameat2(old: str | os.PathLike[str], new: str | os.PathLike[str], flags: i
 # --- children --------------------------------------------------------------------------------------------------
 
 
-def in_child(function: Callable[[], Any], *, user: int | None = None, group: int | None = None,
-             timeout_s: float = TEST_TIMEOUT_S - 20) -> Any:
+def in_child(
+    function: Callable[[], Any],
+    *,
+    user: int | None = None,
+    group: int | None = None,
+    timeout_s: float = TEST_TIMEOUT_S - 20,
+) -> Any:
     """Call function in a forked child and return its (picklable) value; its exception fails the caller.
 
     With user, the child first becomes that user, with no supplementary groups. A child that dies (SIGBUS
@@ -675,11 +709,13 @@ def own_pool(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pool]]:
     requires_fuse()
     give_devices_time()
     with contextlib.ExitStack() as stack:
+
         def make(**arguments: Any) -> Pool:
             pool = stack.enter_context(Pool(**arguments))
             stack.enter_context(_reported(pool))
             stack.enter_context(watched(pool.mount, request, detach_too=True))
             return pool
+
         yield make
 
 
@@ -703,7 +739,8 @@ def watched(root: pathlib.Path, request: pytest.FixtureRequest, *, detach_too: b
     seconds = 10 + (marker.args[0] if marker is not None and marker.args else TEST_TIMEOUT_S)
     process = subprocess.Popen(
         [sys.executable, "-S", "-E", "-c", _WATCHDOG, str(seconds), str(abort), str(root) if detach_too else ""],
-        stdin=subprocess.PIPE)
+        stdin=subprocess.PIPE,
+    )
     assert process.stdin is not None
     try:
         yield

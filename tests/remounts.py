@@ -28,8 +28,8 @@ if not select.select([0], [], [], float(sys.argv[1]))[0]:
 @contextlib.contextmanager
 def _watched(pool: helpers.Pool, seconds: float) -> Iterator[None]:
     process = subprocess.Popen(
-        [sys.executable, "-S", "-E", "-c", _WATCHDOG, str(seconds), str(pool.path / "kvfs.pid")],
-        stdin=subprocess.PIPE)
+        [sys.executable, "-S", "-E", "-c", _WATCHDOG, str(seconds), str(pool.path / "kvfs.pid")], stdin=subprocess.PIPE
+    )
     assert process.stdin is not None
     try:
         yield
@@ -47,11 +47,13 @@ def own_pool(request: pytest.FixtureRequest) -> Iterator[Callable[..., helpers.P
     marker = request.node.get_closest_marker("timeout")
     seconds = marker.args[0] if marker is not None and marker.args else helpers.TEST_TIMEOUT_S
     with contextlib.ExitStack() as stack:
+
         def make(**arguments: Any) -> helpers.Pool:
             pool = stack.enter_context(helpers.Pool(**arguments))
             stack.enter_context(helpers._reported(pool))
             stack.enter_context(_watched(pool, seconds + 10))
             return pool
+
         yield make
 
 

@@ -63,9 +63,11 @@ SHARES = Path("/run/shares")
 # What QEMU's user network calls this machine.
 HOST_ADDRESS = "10.0.2.2"
 
-INIT = rf"""#!/bin/busybox sh
+INIT = (
+    rf"""#!/bin/busybox sh
 echo {INIT_BEGINS}
-""" + r"""/bin/busybox --install -s /bin
+"""
+    + r"""/bin/busybox --install -s /bin
 export PATH=/bin
 mount -t proc proc /proc; mount -t sysfs sysfs /sys; mount -t devtmpfs devtmpfs /dev; mount -t tmpfs tmpfs /tmp
 mkdir -p /dev/shm /dev/pts
@@ -103,6 +105,7 @@ agent() {
 for port in /sys/class/virtio-ports/*; do agent ${port##*/} & done
 while :; do sleep 1000; done
 """
+)
 
 
 class GuestError(KvfsError):
@@ -222,7 +225,7 @@ def _add_module(modules: dict[str, bytes], name: str, order: list[str]) -> None:
     if name in order or name not in modules:
         return
     found = re.search(rb"\0depends=([^\0]*)\0", modules[name])
-    for needed in (found[1].decode().split(",") if found is not None else []):
+    for needed in found[1].decode().split(",") if found is not None else []:
         _add_module(modules, needed.replace("-", "_"), order)
     order.append(name)
 

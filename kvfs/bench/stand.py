@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from kvfs.bench.run import Bench
 
 
-
 @contextlib.contextmanager
 def zram(count: int, size: int) -> Iterator[list[Path]]:
     """`count` fresh zram devices: block devices in RAM, with O_DIRECT."""

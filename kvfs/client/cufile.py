@@ -39,6 +39,7 @@ def library() -> Path:
 
 def _directories(program: str, base: Mapping[str, str]) -> Iterator[str]:
     """Where a libcufile.so.0 may be, as patterns, the most special first."""
+
     def packages(prefix: str | os.PathLike[str]) -> Iterator[str]:
         # cufile/lib has CUDA 12's, cu13/lib CUDA 13's.
         yield f"{glob.escape(os.fspath(prefix))}/lib/python3*/site-packages/nvidia/*/lib"
@@ -73,6 +74,7 @@ def _of_linker() -> str | None:
 
 def find_real(program: str, base: Mapping[str, str]) -> Path | None:
     """The libcufile that this program would have used; None if there is none on this machine."""
+
     def candidates() -> Iterator[str]:
         for directory in _directories(program, base):
             yield from sorted(glob.glob(f"{directory}/{REAL_NAME}"), reverse=True)

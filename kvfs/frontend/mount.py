@@ -132,9 +132,7 @@ def refuse_inside(path: str | Path, what: str) -> None:
     itself."""
     present = mount_of(path)
     if present is not None and present.is_kvfs:
-        raise MountError(
-            f"{path}: {what} cannot lie in a kvfs mount ({present.mountpoint}, of pool {present.source})"
-        )
+        raise MountError(f"{path}: {what} cannot lie in a kvfs mount ({present.mountpoint}, of pool {present.source})")
 
 
 def mounts_of(pool: str | Path) -> list[Mount]:

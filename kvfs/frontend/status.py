@@ -123,9 +123,7 @@ def live_status(
             "slabs": space.slabs,
         },
         "share": store.shares.size,
-        "users": [
-            {"name": name_of(user.user), **dataclasses.asdict(user)} for user in store.shares.statistics()
-        ],
+        "users": [{"name": name_of(user.user), **dataclasses.asdict(user)} for user in store.shares.statistics()],
         "segments": {
             **_layout_part(config),
             "free": segments.free,

@@ -506,11 +506,7 @@ class LmdbIndex:
             self._drop_volatile(number)
         pending.inodes[number] = record or new.pack()
         named = not new.nameless and bool(new.name)  # the root has none
-        if (
-            old is not None
-            and not old.nameless
-            and (not named or old.parent != new.parent or old.name != new.name)
-        ):
+        if old is not None and not old.nameless and (not named or old.parent != new.parent or old.name != new.name):
             self._remove_name(old)
         if named:
             pending.set_name(new.parent, new.name, number)

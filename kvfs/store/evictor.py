@@ -97,7 +97,13 @@ class EvictionCounters:
 
 class Evictor:
     def __init__(
-        self, segments: Segments, index: Index, plane: Plane, policy: EvictionPolicy, pins: Pins, groups: Groups,
+        self,
+        segments: Segments,
+        index: Index,
+        plane: Plane,
+        policy: EvictionPolicy,
+        pins: Pins,
+        groups: Groups,
         mover: BlockMover,
     ) -> None:
         self._segments, self._index, self._plane = segments, index, plane
@@ -303,9 +309,7 @@ class Evictor:
         ]  # fmt: skip
 
     def _can_go(self, segment: Segment, now: float) -> bool:
-        return (
-            segment.state == State.CLOSED and not segment.held and segment.avoid_until <= now and not segment.avoided
-        )
+        return segment.state == State.CLOSED and not segment.held and segment.avoid_until <= now and not segment.avoided
 
     def _is_sampled(self, number: int) -> bool:
         known = self._samples.get(number)
@@ -398,7 +402,12 @@ class Evictor:
                     await trio.lowlevel.checkpoint()
 
     async def _plan(
-        self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group], *, first: bool,
+        self,
+        segment: Segment,
+        inodes: Sequence[InodeNumber],
+        groups: dict[InodeNumber, Group],
+        *,
+        first: bool,
         drain: bool,
     ) -> tuple[list[bytes], list[bytes]] | None:
         """Records of the blocks that must be carried over, and of those that are worth it; None if the segment has to
@@ -485,9 +494,7 @@ class Evictor:
                     nursery.start_soon(work)
         return not full
 
-    async def _remove(
-        self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]
-    ) -> int:
+    async def _remove(self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]) -> int:
         """Take those that are still there out of the table and the index, and with them the rest of their groups; not
         those that were opened meanwhile, nor a group with such a one."""
         removed = 0

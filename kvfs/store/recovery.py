@@ -51,9 +51,7 @@ async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: i
     capacity = _SCAN_CAPACITY
     while page < end:
         try:
-            result = await plane.store_scan(
-                segment.index, segment.generation, segments.epoch - 1, page, end, capacity
-            )
+            result = await plane.store_scan(segment.index, segment.generation, segments.epoch - 1, page, end, capacity)
         except KvfsError as error:
             log.warning("segment %d: scan from page %d broke off: %s", segment.index, page, error)
             break
@@ -76,9 +74,7 @@ async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: i
 # ---- after an unclean end ----
 
 
-async def recover(
-    index: LmdbIndex, segments: Segments, plane: Plane, known_version: int, in_flight: set[int]
-) -> None:
+async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_version: int, in_flight: set[int]) -> None:
     """Bring index and segments together after an unclean end. Afterwards every segment is FREE or CLOSED.
 
     The index knows what became of every block up to known_version, but those in flight.

@@ -104,7 +104,13 @@ class Reservations:
     """All native clients' reservations of a mounted pool. `run()` must run."""
 
     def __init__(
-        self, segments: Segments, index: Index, plane: Plane, inodes: Counter, versions: Versions, blocks: Blocks,
+        self,
+        segments: Segments,
+        index: Index,
+        plane: Plane,
+        inodes: Counter,
+        versions: Versions,
+        blocks: Blocks,
         shares: Shares,
     ) -> None:
         self._segments, self._index, self._plane, self._blocks = segments, index, plane, blocks
@@ -295,9 +301,7 @@ class Reservations:
 
     # ---- taking back ----
 
-    def _take_back(
-        self, holder: Holder, reservation: Reservation, *, late: bool = False, begun: bool = True
-    ) -> None:
+    def _take_back(self, holder: Holder, reservation: Reservation, *, late: bool = False, begun: bool = True) -> None:
         """`late`: the client lives and may write there still. Not `begun`: it never wrote there."""
         self._close(holder, reservation)
         self._reclaimed += 1

@@ -45,9 +45,7 @@ class Blocks(Protocol):
 
     def drop_bad(self, number: InodeNumber, segment: int) -> None: ...
 
-    def start_task(
-        self, task: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments
-    ) -> None: ...
+    def start_task(self, task: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments) -> None: ...
 
 
 @dataclass(slots=True)

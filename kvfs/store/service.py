@@ -232,8 +232,7 @@ class Devices:
         if draining and len(hit) == len(self._segments.all):
             return (
                 "no segment can be written, writes get EIO: each lies on a device that is being drained "
-                f"({_listed(draining)})"
-                + (f" or away ({_listed(away)})" if away else "")
+                f"({_listed(draining)})" + (f" or away ({_listed(away)})" if away else "")
             )
         return None
 

@@ -5,6 +5,7 @@ writes them (native/src/slab.c). Nothing of it is in the index on disk: after a 
 that was closed without ever having been overwritten is a file as any other: its pages stay where they are, and get a
 header.
 """
+
 from __future__ import annotations
 
 import errno

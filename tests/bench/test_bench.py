@@ -188,7 +188,11 @@ def test_a_score_is_held_against_its_target(
 )
 def test_a_wrong_command_line_is_one_line_and_status_2(words: tuple[str, ...]) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "kvfs", "bench", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "kvfs", "bench", *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
     )
     assert process.returncode == 2

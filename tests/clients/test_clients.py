@@ -23,9 +23,21 @@ def play(client, script, directory, home, *arguments, environment=None):
     source = SOURCES / client
     if not PYTHON.exists() or not (source / ".unpacked").exists():
         pytest.skip(f"the client {client} is not installed: run tools/setup-clients")
-    result = run(PYTHON, SCRIPTS / script, directory / "kv", source, *arguments, timeout_s=200, environment={
-        "HOME": os.fspath(home), "LMCACHE_TRACK_USAGE": "false", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2",
-        **(environment or {})})
+    result = run(
+        PYTHON,
+        SCRIPTS / script,
+        directory / "kv",
+        source,
+        *arguments,
+        timeout_s=200,
+        environment={
+            "HOME": os.fspath(home),
+            "LMCACHE_TRACK_USAGE": "false",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "2",
+            **(environment or {}),
+        },
+    )
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -70,8 +82,9 @@ def test_lmcache_fs_native(directory, tmp_path, how):
     assert seen["set_again"]["succeeded"], seen["set_again"]
     # One block truncated, one missing: those two are misses, the other six are whole.
     assert seen["get_damaged"]["hits"] == [False, True, False] + [True] * 5
-    assert [same for same, hit in zip(seen["get_damaged"]["same"], seen["get_damaged"]["hits"], strict=True)
-            if hit] == [True] * 6
+    assert [
+        same for same, hit in zip(seen["get_damaged"]["same"], seen["get_damaged"]["hits"], strict=True) if hit
+    ] == [True] * 6
     assert seen["exists_damaged"]["hits"] == [True, True, False] + [True] * 5
 
 

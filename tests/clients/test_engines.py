@@ -60,15 +60,28 @@ CASES = {
     # Where df says that less than 256 MiB are free it stores nothing, and removes what is there.
     "mooncake-bucket": Case("mooncake", (MOONCAKE,), index=True, size="400M"),
     "mooncake-file": Case(
-        "mooncake", (MOONCAKE,), (("MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR", "file_per_key_storage_backend"),),
-        index=True, size="400M"),
+        "mooncake",
+        (MOONCAKE,),
+        (("MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR", "file_per_key_storage_backend"),),
+        index=True,
+        size="400M",
+    ),
     "safetensors": Case("safetensors", mapped=True, stumps=True),
     "torch-save": Case("torch", stumps=True),
     "torch-save-mapped": Case("torch", (), (("MAPPED", "1"),), mapped=True, stumps=True),
 }
 # What an engine's caller takes for a miss: the engine's own word for it, or what its load raises.
-MISSES = {"miss", "FileNotFoundError", "OSError", "KeyError", "EOFError", "RuntimeError", "transfer ERR",
-          "nixlBackendError", "SafetensorError"}
+MISSES = {
+    "miss",
+    "FileNotFoundError",
+    "OSError",
+    "KeyError",
+    "EOFError",
+    "RuntimeError",
+    "transfer ERR",
+    "nixlBackendError",
+    "SafetensorError",
+}
 
 
 class Player:
@@ -77,11 +90,18 @@ class Player:
     def __init__(self, case, directory, home):
         missing = [name for name in case.sources if not (SOURCES / name / ".unpacked").exists()]
         if not PYTHON.exists() or missing:
-            pytest.skip(f"the client {case.engine} is not installed ({', '.join(missing) or 'torch'}): "
-                        "run tools/setup-clients")
-        environment = {**os.environ, "HOME": os.fspath(home), "LMCACHE_TRACK_USAGE": "false",
-                       "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2", **dict(case.environment),
-                       "PYTHONPATH": ":".join(str(SOURCES / name) for name in case.sources[1:])}
+            pytest.skip(
+                f"the client {case.engine} is not installed ({', '.join(missing) or 'torch'}): run tools/setup-clients"
+            )
+        environment = {
+            **os.environ,
+            "HOME": os.fspath(home),
+            "LMCACHE_TRACK_USAGE": "false",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "2",
+            **dict(case.environment),
+            "PYTHONPATH": ":".join(str(SOURCES / name) for name in case.sources[1:]),
+        }
         if "WITH_C" in environment:
             torch = next(PYTHON.parents[1].glob("lib/python*/site-packages/torch/lib"), "")
             environment["LD_LIBRARY_PATH"] = f"{SOURCES / 'vllm' / 'stubs'}:{torch}"
@@ -90,8 +110,12 @@ class Player:
         self.log = (home / "player.log").open("ab")
         source = SOURCES / case.sources[0] if case.sources else home
         self.process = subprocess.Popen(
-            [PYTHON, SCRIPTS / "player.py", case.engine, directory, source], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.log, env=environment)
+            [PYTHON, SCRIPTS / "player.py", case.engine, directory, source],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=environment,
+        )
         self.case, self.directory, self.home = case, directory, home
 
     def answer(self):
@@ -262,9 +286,14 @@ def after_damage(player, block):
 
 POOLS = {
     "nixl-pool": Case("nixl-pool", ("nixl", "nixl-cu12")),
-    "mooncake-offset": Case("mooncake", (MOONCAKE,), (
-        ("MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR", "offset_allocator_storage_backend"),
-        ("MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES", str(256 * MIB)))),
+    "mooncake-offset": Case(
+        "mooncake",
+        (MOONCAKE,),
+        (
+            ("MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR", "offset_allocator_storage_backend"),
+            ("MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES", str(256 * MIB)),
+        ),
+    ),
 }
 
 

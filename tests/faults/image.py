@@ -40,8 +40,11 @@ class Block:
 
     def data_pages(self) -> list[tuple[int, int, int]]:
         """(segment, page, file page) of each page of its data."""
-        return [(extent.segment, extent.page + i, extent.file_page + i)
-                for extent in self.inode.all_extents() for i in range(extent.page_count)]
+        return [
+            (extent.segment, extent.page + i, extent.file_page + i)
+            for extent in self.inode.all_extents()
+            for i in range(extent.page_count)
+        ]
 
 
 class Image:
@@ -92,8 +95,10 @@ class Image:
     def segment_bytes(self, segment: int) -> bytes:
         """A whole segment, read a stripe unit at a time."""
         unit = self.geometry.stripe_unit
-        return b"".join(self.read_device(*self.place(segment, at // PAGE), unit)
-                        for at in range(0, self.geometry.segment_size, unit))
+        return b"".join(
+            self.read_device(*self.place(segment, at // PAGE), unit)
+            for at in range(0, self.geometry.segment_size, unit)
+        )
 
     # ---- labels ----
 
@@ -119,8 +124,7 @@ class Image:
 
     def summary(self, segment: int, slot: int) -> Summary | None:
         page = self.geometry.summary_page(slot)
-        return unpack_summary(self.config, SegmentIndex(segment),
-                              self.read(segment, page, self.geometry.summary_pages))
+        return unpack_summary(self.config, SegmentIndex(segment), self.read(segment, page, self.geometry.summary_pages))
 
     def newest_summary(self, segment: int) -> int | None:
         """The slot that holds the valid summary of the segment's generation; None without one."""
@@ -146,8 +150,11 @@ class Image:
             if magic == MAGIC_BLOCK:
                 fields = _BLOCK.unpack_from(here)
                 header_pages, record_offset, run_pages = fields[7], fields[9], fields[14]
-                inode = Inode.unpack(data[page * PAGE : (page + header_pages) * PAGE][record_offset:][: self._record(
-                    data, page * PAGE + record_offset)])
+                inode = Inode.unpack(
+                    data[page * PAGE : (page + header_pages) * PAGE][record_offset:][
+                        : self._record(data, page * PAGE + record_offset)
+                    ]
+                )
                 if inode.generation == generation and inode.segment == segment:
                     yield Block(segment, page, header_pages, run_pages, inode)
                     step = run_pages

@@ -67,8 +67,11 @@ def nothing_changes(*roots: pathlib.Path) -> Iterator[None]:
     after = tree(*roots)
     changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
     assert not changed, f"changed: {changed}"
-    ours = [line for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()
-            if line not in mounts.splitlines() and any(str(root) in line for root in roots)]
+    ours = [
+        line
+        for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()
+        if line not in mounts.splitlines() and any(str(root) in line for root in roots)
+    ]
     assert not ours, f"mounted: {ours}"
 
 
@@ -105,8 +108,10 @@ def still_mounts(pool: Pool) -> None:
 
 SLOW = pytest.mark.slow
 COPIES = pytest.mark.parametrize(
-    "copies", [(0, 1), helpers.slow((0,)), helpers.slow((1,))],
-    ids=["both labels", "the first label", "the second label"])
+    "copies",
+    [(0, 1), helpers.slow((0,)), helpers.slow((1,))],
+    ids=["both labels", "the first label", "the second label"],
+)
 
 
 # ---- no pool, a pool in use ----
@@ -127,13 +132,18 @@ def test_a_path_that_is_no_pool(tmp_path: pathlib.Path, kind: str, verb: str) ->
         assert_refused(kvfs(verb, path, *([mountpoint] if verb == "mount" else [])), path, status=(1,))
 
 
-def test_a_mounted_pool_is_neither_mounted_again_nor_formatted_nor_repaired(own_pool: Callable[..., Pool],
-                                                                            tmp_path: pathlib.Path) -> None:
+def test_a_mounted_pool_is_neither_mounted_again_nor_formatted_nor_repaired(
+    own_pool: Callable[..., Pool], tmp_path: pathlib.Path
+) -> None:
     pool = own_pool(files=2, size="32M")
     write_file(pool.mount / "a", content(MIB))
     with nothing_changes(tmp_path):
-        for words in (("mount", pool.path, tmp_path), ("format", pool.path, "--files", "2", "--size", "32M", "--force"),
-                      ("fsck", pool.path), ("fsck", pool.path, "--repair")):
+        for words in (
+            ("mount", pool.path, tmp_path),
+            ("format", pool.path, "--files", "2", "--size", "32M", "--force"),
+            ("fsck", pool.path),
+            ("fsck", pool.path, "--repair"),
+        ):
             assert_refused(kvfs(*words), pool.path, status=(1,))
     assert_refused(kvfs("mount", pool.path, pool.mount), status=(1,))
     assert read_file(pool.mount / "a") == content(MIB)
@@ -155,8 +165,9 @@ def ext4_file(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def test_a_device_that_holds_a_filesystem_is_refused_unless_forced(tmp_path: pathlib.Path,
-                                                                   ext4_file: pathlib.Path) -> None:
+def test_a_device_that_holds_a_filesystem_is_refused_unless_forced(
+    tmp_path: pathlib.Path, ext4_file: pathlib.Path
+) -> None:
     other = tmp_path / "blank"
     run("truncate", "--size", "64M", other)
     with nothing_changes(tmp_path):
@@ -167,8 +178,9 @@ def test_a_device_that_holds_a_filesystem_is_refused_unless_forced(tmp_path: pat
     assert kvfs(*words, "--force")[0] == 0
 
 
-def test_a_loop_device_that_holds_a_filesystem_is_refused_also_while_mounted(tmp_path: pathlib.Path,
-                                                                              ext4_file: pathlib.Path) -> None:
+def test_a_loop_device_that_holds_a_filesystem_is_refused_also_while_mounted(
+    tmp_path: pathlib.Path, ext4_file: pathlib.Path
+) -> None:
     helpers.requires_loop()
     device = run("losetup", "--find", "--show", ext4_file).stdout.strip()
     try:
@@ -186,8 +198,9 @@ def test_a_loop_device_that_holds_a_filesystem_is_refused_also_while_mounted(tmp
 
 
 @COPIES
-def test_a_device_with_another_pools_label_is_refused_unless_forced(pool: Pool, tmp_path: pathlib.Path,
-                                                                    copies: tuple[int, ...]) -> None:
+def test_a_device_with_another_pools_label_is_refused_unless_forced(
+    pool: Pool, tmp_path: pathlib.Path, copies: tuple[int, ...]
+) -> None:
     for copy in {0, 1} - set(copies):
         image.Image(pool.path).write_label(1, copy, bytes(65536))
     device = pool.path / "devices" / "1"
@@ -316,38 +329,53 @@ def _replace(old: str, new: str) -> Callable[[str], str]:
         changed = re.sub(old, new, text, count=1, flags=re.MULTILINE)
         assert changed != text, f"{old!r} is not in pool.toml"
         return changed
+
     return edit
 
 
-@pytest.mark.parametrize(("names", "edit"), [
-    pytest.param(["TOML"], lambda text: text + "\n[[[", id="no TOML"),
-    pytest.param(["version"], lambda text: "", id="empty"),
-    pytest.param(["uuid"], _replace(r'^uuid = .*$', f'uuid = "{uuid.uuid4()}"'), id="another uuid"),
-    pytest.param(["uuid"], _replace(r'^uuid = .*$', 'uuid = "mine"'), id="no uuid", marks=SLOW),
-    pytest.param(["uuid"], _replace(r'^uuid = .*\n', ''), id="uuid missing", marks=SLOW),
-    pytest.param(["secret"], _replace(r'^secret = .*$', 'secret = "0000000000000000"'),
-                 id="another secret", marks=SLOW),
-    pytest.param(["secret"], _replace(r'^secret = .*$', 'secret = 17'), id="secret a number", marks=SLOW),
-    pytest.param(["version"], _replace(r'^version = 1$', 'version = 2'), id="newer version"),
-    pytest.param(["version"], _replace(r'^version = 1$', 'version = "1"'), id="version a string", marks=SLOW),
-    pytest.param(["zone_size"], _replace(r'^zone_size = .*$', 'zone_size = 131072'), id="smaller zones", marks=SLOW),
-    pytest.param(["zone_size"], _replace(r'^zone_size = .*$', 'zone_size = 100000'),
-                 id="zones of no power of two", marks=SLOW),
-    pytest.param(["stripe_width"], _replace(r'^stripe_width = 4$', 'stripe_width = 2'),
-                 id="smaller width", marks=SLOW),
-    pytest.param(["stripe_width"], _replace(r'^stripe_width = 4$', 'stripe_width = 5'), id="width over devices"),
-    pytest.param(["stripe_width"], _replace(r'^stripe_width = 4$', 'stripe_width = 0'), id="width 0", marks=SLOW),
-    pytest.param(["stripe_unit"], _replace(r'^stripe_unit = .*$', 'stripe_unit = 16384'), id="another unit"),
-    pytest.param(["size"], _replace(r'^size = 33554432$', 'size = 33550336'), id="smaller device", marks=SLOW),
-    pytest.param(["33554432"], _replace(r'^size = 33554432$', 'size = 67108864'), id="larger device", marks=SLOW),
-    pytest.param(["zone_count"], _replace(r'^zone_count = .*$', 'zone_count = 1000000'),
-                 id="too many zones", marks=SLOW),
-    pytest.param(["index"], _replace(r'^index = 1$', 'index = 2'), id="index twice", marks=SLOW),
-    pytest.param(["path"], _replace(r'^path = "devices/1"$', 'path = ""'), id="no path", marks=SLOW),
-    pytest.param(["device"], _replace(r'^path = "devices/1"$', 'path = "devices/0"'), id="one device twice"),
-    pytest.param(["colour"], _replace(r'^version = 1$', 'version = 1\ncolour = "red"'), id="unknown key", marks=SLOW),
-    pytest.param(["device"], _replace(r'(?s)\n\[\[device\]\]\nindex = 3.*', '\n'), id="a device less", marks=SLOW),
-])
+@pytest.mark.parametrize(
+    ("names", "edit"),
+    [
+        pytest.param(["TOML"], lambda text: text + "\n[[[", id="no TOML"),
+        pytest.param(["version"], lambda text: "", id="empty"),
+        pytest.param(["uuid"], _replace(r"^uuid = .*$", f'uuid = "{uuid.uuid4()}"'), id="another uuid"),
+        pytest.param(["uuid"], _replace(r"^uuid = .*$", 'uuid = "mine"'), id="no uuid", marks=SLOW),
+        pytest.param(["uuid"], _replace(r"^uuid = .*\n", ""), id="uuid missing", marks=SLOW),
+        pytest.param(
+            ["secret"], _replace(r"^secret = .*$", 'secret = "0000000000000000"'), id="another secret", marks=SLOW
+        ),
+        pytest.param(["secret"], _replace(r"^secret = .*$", "secret = 17"), id="secret a number", marks=SLOW),
+        pytest.param(["version"], _replace(r"^version = 1$", "version = 2"), id="newer version"),
+        pytest.param(["version"], _replace(r"^version = 1$", 'version = "1"'), id="version a string", marks=SLOW),
+        pytest.param(
+            ["zone_size"], _replace(r"^zone_size = .*$", "zone_size = 131072"), id="smaller zones", marks=SLOW
+        ),
+        pytest.param(
+            ["zone_size"],
+            _replace(r"^zone_size = .*$", "zone_size = 100000"),
+            id="zones of no power of two",
+            marks=SLOW,
+        ),
+        pytest.param(
+            ["stripe_width"], _replace(r"^stripe_width = 4$", "stripe_width = 2"), id="smaller width", marks=SLOW
+        ),
+        pytest.param(["stripe_width"], _replace(r"^stripe_width = 4$", "stripe_width = 5"), id="width over devices"),
+        pytest.param(["stripe_width"], _replace(r"^stripe_width = 4$", "stripe_width = 0"), id="width 0", marks=SLOW),
+        pytest.param(["stripe_unit"], _replace(r"^stripe_unit = .*$", "stripe_unit = 16384"), id="another unit"),
+        pytest.param(["size"], _replace(r"^size = 33554432$", "size = 33550336"), id="smaller device", marks=SLOW),
+        pytest.param(["33554432"], _replace(r"^size = 33554432$", "size = 67108864"), id="larger device", marks=SLOW),
+        pytest.param(
+            ["zone_count"], _replace(r"^zone_count = .*$", "zone_count = 1000000"), id="too many zones", marks=SLOW
+        ),
+        pytest.param(["index"], _replace(r"^index = 1$", "index = 2"), id="index twice", marks=SLOW),
+        pytest.param(["path"], _replace(r'^path = "devices/1"$', 'path = ""'), id="no path", marks=SLOW),
+        pytest.param(["device"], _replace(r'^path = "devices/1"$', 'path = "devices/0"'), id="one device twice"),
+        pytest.param(
+            ["colour"], _replace(r"^version = 1$", 'version = 1\ncolour = "red"'), id="unknown key", marks=SLOW
+        ),
+        pytest.param(["device"], _replace(r"(?s)\n\[\[device\]\]\nindex = 3.*", "\n"), id="a device less", marks=SLOW),
+    ],
+)
 def test_pool_toml_edited_wrong(pool: Pool, names: list[str], edit: Callable[[str], str]) -> None:
     path = pool.path / "pool.toml"
     good = path.read_text()
@@ -401,21 +429,27 @@ def test_a_mount_point_where_another_pool_is(own_pool: Callable[..., Pool]) -> N
 def test_sizes_that_do_not_parse(tmp_path: pathlib.Path, size: str) -> None:
     with nothing_changes(tmp_path):
         assert_refused(kvfs("format", tmp_path / "pool", "--files", "2", f"--size={size}"), "--size", status=(2,))
-        assert_refused(kvfs("format", tmp_path / "pool", "--files", "2", "--size", "64M", f"--segment-size={size}"),
-                       "--segment-size", status=(2,))
+        assert_refused(
+            kvfs("format", tmp_path / "pool", "--files", "2", "--size", "64M", f"--segment-size={size}"),
+            "--segment-size",
+            status=(2,),
+        )
 
 
-@pytest.mark.parametrize(("words", "names"), [
-    (["--files", "2", "--size", "64M", "--stripe-width", "3"], ["3", "2"]),
-    (["--files", "64", "--size", "64M", "--stripe-width", "64"], ["64", "32"]),
-    (["--files", "2", "--size", "64M", "--stripe-width", "0"], ["0"]),
-    (["--files", "257", "--size", "64M"], ["257", "256"]),
-    (["--files", "2", "--size", "100K"], ["--size"]),
-    (["--files", "2", "--size", "64M", "--stripe-unit", "5000"], ["5000"]),
-    (["--files", "2", "--size", "64M", "--segment-size", "3M"], ["3M"]),
-    (["--files", "2", "--size", "64M", "--segment-size", "64M"], []),
-    (["--files", "2", "--size", "64M", "--stripe-unit", "16M"], []),
-])
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--files", "2", "--size", "64M", "--stripe-width", "3"], ["3", "2"]),
+        (["--files", "64", "--size", "64M", "--stripe-width", "64"], ["64", "32"]),
+        (["--files", "2", "--size", "64M", "--stripe-width", "0"], ["0"]),
+        (["--files", "257", "--size", "64M"], ["257", "256"]),
+        (["--files", "2", "--size", "100K"], ["--size"]),
+        (["--files", "2", "--size", "64M", "--stripe-unit", "5000"], ["5000"]),
+        (["--files", "2", "--size", "64M", "--segment-size", "3M"], ["3M"]),
+        (["--files", "2", "--size", "64M", "--segment-size", "64M"], []),
+        (["--files", "2", "--size", "64M", "--stripe-unit", "16M"], []),
+    ],
+)
 def test_a_geometry_that_is_not_possible(tmp_path: pathlib.Path, words: list[str], names: list[str]) -> None:
     with nothing_changes(tmp_path):
         assert_refused(kvfs("format", tmp_path / "pool", *words), *names)
@@ -446,8 +480,9 @@ def test_format_says_that_the_disk_cannot_hold_what_the_files_may_grow_to(tmp_pa
 
 
 @pytest.mark.timeout(180)
-def test_a_disk_that_fills_up_under_the_devices_fails_writes_and_spoils_nothing(tmp_path: pathlib.Path,
-                                                                                own_pool: Callable[..., Pool]) -> None:
+def test_a_disk_that_fills_up_under_the_devices_fails_writes_and_spoils_nothing(
+    tmp_path: pathlib.Path, own_pool: Callable[..., Pool]
+) -> None:
     """Sparse devices larger than their disk: each file is whole or its writer was told; the daemon lives and counts."""
     with small_ext4(tmp_path, "128M") as disk, contextlib.ExitStack() as stack:
         pool = stack.enter_context(Pool(files=2, size="256M", format_args=("--force",), base=str(disk)))
@@ -482,8 +517,16 @@ def test_no_dev_fuse(pool: Pool) -> None:
     """As in a container that was not given the device."""
     script = f"mount -t tmpfs tmpfs /dev && exec {sys.executable} -m kvfs mount {pool.path} {pool.mount}"
     with nothing_changes(pool.base):
-        result = run("unshare", "--mount", "--propagation", "private", "sh", "-c",
-                     f"mkdir -p /tmp/x; exec 3</dev/null; {script}", check=False)
+        result = run(
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            f"mkdir -p /tmp/x; exec 3</dev/null; {script}",
+            check=False,
+        )
         assert_refused((result.returncode, result.stdout, result.stderr), "/dev/fuse", status=(1,))
     still_mounts(pool)
 
@@ -515,8 +558,20 @@ def test_no_io_uring(pool: Pool, number: int) -> None:
     if os.uname().machine != "x86_64":
         pytest.skip("the filter is for x86_64")
     with nothing_changes(pool.base):
-        result = run(sys.executable, "-c", _WITHOUT_CALL, str(_IO_URING_SETUP), str(number), sys.executable, "-m",
-                     "kvfs", "mount", pool.path, pool.mount, check=False)
+        result = run(
+            sys.executable,
+            "-c",
+            _WITHOUT_CALL,
+            str(_IO_URING_SETUP),
+            str(number),
+            sys.executable,
+            "-m",
+            "kvfs",
+            "mount",
+            pool.path,
+            pool.mount,
+            check=False,
+        )
         error = assert_refused((result.returncode, result.stdout, result.stderr), "io_uring", status=(1,))
         assert "io_uring_disabled" in error or "seccomp" in error, f"does not say how to enable it: {error}"
     still_mounts(pool)
@@ -526,8 +581,20 @@ def test_too_little_locked_memory(pool: Pool) -> None:
     """Without CAP_IPC_LOCK and with RLIMIT_MEMLOCK at 0, kvfs mounts and works, or says so in one line."""
     helpers.requires_program("setpriv")
     without = "-ipc_lock,-sys_resource"
-    result = run("prlimit", "--memlock=0:0", "setpriv", f"--bounding-set={without}", f"--inh-caps={without}",
-                 sys.executable, "-m", "kvfs", "mount", pool.path, pool.mount, check=False)
+    result = run(
+        "prlimit",
+        "--memlock=0:0",
+        "setpriv",
+        f"--bounding-set={without}",
+        f"--inh-caps={without}",
+        sys.executable,
+        "-m",
+        "kvfs",
+        "mount",
+        pool.path,
+        pool.mount,
+        check=False,
+    )
     if result.returncode == 0:
         write_file(pool.mount / "a", content(3 * MIB))
         assert read_file(pool.mount / "a") == content(3 * MIB)
@@ -557,8 +624,13 @@ def test_a_daemon_killed_while_it_starts_leaves_one_line_and_no_mount(pool: Pool
 def _mount_and_kill(pool: Pool, out: pathlib.Path, error: pathlib.Path) -> tuple[int, str, str] | None:
     """`kvfs mount`, with its daemon killed as soon as there is one. None: it was seen too late, or not at all."""
     with open(out, "wb") as stdout, open(error, "wb") as stderr:
-        process = subprocess.Popen([sys.executable, "-m", "kvfs", "mount", pool.path, pool.mount], stdout=stdout,
-                                   stderr=stderr, stdin=subprocess.DEVNULL, cwd=helpers.REPOSITORY)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvfs", "mount", pool.path, pool.mount],
+            stdout=stdout,
+            stderr=stderr,
+            stdin=subprocess.DEVNULL,
+            cwd=helpers.REPOSITORY,
+        )
     daemon = None
     while daemon is None and process.poll() is None:
         daemon = _daemon_of(process.pid)

@@ -140,8 +140,9 @@ def survey(root: pathlib.Path, names: Iterator[str] | list[str], contents: dict[
 
 
 def listing(root: pathlib.Path) -> set[str]:
-    return {str(pathlib.Path(directory, name).relative_to(root)) for directory, _, names in os.walk(root)
-            for name in names}
+    return {
+        str(pathlib.Path(directory, name).relative_to(root)) for directory, _, names in os.walk(root) for name in names
+    }
 
 
 def check_content(pool: Pool, stored: Stored, lost: set[str]) -> dict[str, int]:
@@ -190,8 +191,16 @@ def wipe(data: bytes, chooser: random.Random) -> bytes:
 
 
 DAMAGES = {"flipped": flip, "torn": tear, "wiped": wipe}
-STRUCTURES = ("block header", "data", "segment header", "older summaries", "newest summaries", "both summaries",
-              "first labels", "second labels")
+STRUCTURES = (
+    "block header",
+    "data",
+    "segment header",
+    "older summaries",
+    "newest summaries",
+    "both summaries",
+    "first labels",
+    "second labels",
+)
 
 
 def damage(pool: Pool, stored: Stored, structure: str, how: str, chooser: random.Random) -> set[str]:
@@ -216,9 +225,12 @@ def damage(pool: Pool, stored: Stored, structure: str, how: str, chooser: random
     if structure == "segment header":
         devices.write(block.segment, 0, change(devices.read(block.segment, 0), chooser))
         inodes = {inode: name for name, inode in stored.inodes.items()}
-        return {inodes[other.inode.inode] for other in [*devices.blocks(), block] if other.inode.inode in inodes
-                and block.segment in {other.segment, *(place[0] for place in other.data_pages())}} | {
-                    name for name, inode in stored.inodes.items() if _lies_in(pool, devices, inode, block.segment)}
+        return {
+            inodes[other.inode.inode]
+            for other in [*devices.blocks(), block]
+            if other.inode.inode in inodes
+            and block.segment in {other.segment, *(place[0] for place in other.data_pages())}
+        } | {name for name, inode in stored.inodes.items() if _lies_in(pool, devices, inode, block.segment)}
     if structure in ("first labels", "second labels"):
         copy = int(structure == "second labels")
         for device in range(4):
@@ -226,8 +238,11 @@ def damage(pool: Pool, stored: Stored, structure: str, how: str, chooser: random
         return set()
     for segment in devices.used_segments():
         newest = devices.newest_summary(segment)
-        slots = {0, 1} if structure == "both summaries" or newest is None else (
-            {newest} if structure == "newest summaries" else {1 - newest})
+        slots = (
+            {0, 1}
+            if structure == "both summaries" or newest is None
+            else ({newest} if structure == "newest summaries" else {1 - newest})
+        )
         for slot in slots:
             page, count = devices.geometry.summary_page(slot), devices.geometry.summary_pages
             summary = devices.summary(segment, slot)
@@ -246,8 +261,10 @@ def _lies_in(pool: Pool, devices: image.Image, inode: int, segment: int) -> bool
     """Whether a block's header lies in this segment, whose own header is damaged now."""
     data = devices.segment_bytes(segment)
     needle = inode.to_bytes(8, "little")
-    return any(data[at : at + 8] == image.MAGIC_BLOCK.to_bytes(8, "little") and needle in data[at : at + 4096]
-               for at in range(0, len(data), 4096))
+    return any(
+        data[at : at + 8] == image.MAGIC_BLOCK.to_bytes(8, "little") and needle in data[at : at + 4096]
+        for at in range(0, len(data), 4096)
+    )
 
 
 def _cases() -> list[Any]:
@@ -259,13 +276,15 @@ def _cases() -> list[Any]:
             cases += [(structure, how, state, index) for how in (DAMAGES if ALL else [next(hows)])]
         next(hows)
     states = len(cases) // len(STRUCTURES)
-    return [case if place % states == place // states % states else helpers.slow(*case)
-            for place, case in enumerate(cases)]
+    return [
+        case if place % states == place // states % states else helpers.slow(*case) for place, case in enumerate(cases)
+    ]
 
 
 @pytest.mark.parametrize(("structure", "how", "state", "index"), _cases())
-def test_damage_costs_at_most_the_blocks_it_hit(stored: Stored, own_pool: Callable[..., Pool], structure: str,
-                                                how: str, state: str, index: str) -> None:
+def test_damage_costs_at_most_the_blocks_it_hit(
+    stored: Stored, own_pool: Callable[..., Pool], structure: str, how: str, state: str, index: str
+) -> None:
     chooser = random.Random(f"{SEED} {structure} {how} {state} {index}")
     pool = own_pool(template=stored.template[state], started=False)
     lost = damage(pool, stored, structure, how, chooser)
@@ -292,7 +311,8 @@ def test_damage_costs_at_most_the_blocks_it_hit(stored: Stored, own_pool: Callab
 
 
 @pytest.mark.parametrize(
-    "structure", [*STRUCTURES[::4], *(helpers.slow(one) for one in STRUCTURES if one not in STRUCTURES[::4])])
+    "structure", [*STRUCTURES[::4], *(helpers.slow(one) for one in STRUCTURES if one not in STRUCTURES[::4])]
+)
 def test_fsck_reports_damage_and_repair_mends_it(stored: Stored, own_pool: Callable[..., Pool], structure: str) -> None:
     """Reporting changes no byte; after --repair a check finds nothing, and what was not hit is there and right."""
     chooser = random.Random(f"{SEED} fsck {structure}")
@@ -321,8 +341,11 @@ def test_fsck_reports_damage_and_repair_mends_it(stored: Stored, own_pool: Calla
 def _damaged_headers(pool: Pool) -> list[int]:
     """Segments with a summary but without a valid header."""
     devices = image.Image(pool.path)
-    return [segment for segment in range(len(devices.members)) if devices.generation(segment) is None
-            and any(devices.summary(segment, slot) for slot in (0, 1))]
+    return [
+        segment
+        for segment in range(len(devices.members))
+        if devices.generation(segment) is None and any(devices.summary(segment, slot) for slot in (0, 1))
+    ]
 
 
 def test_fsck_of_a_killed_pool_finds_nothing_wrong(stored: Stored, own_pool: Callable[..., Pool]) -> None:
@@ -338,10 +361,12 @@ def test_fsck_of_a_killed_pool_finds_nothing_wrong(stored: Stored, own_pool: Cal
 
 
 @pytest.mark.parametrize("state", [helpers.slow("clean"), "killed"])
-@pytest.mark.parametrize("how", [
-    "deleted", *map(helpers.slow, ("empty", "noise", "cut off", "a bit flipped everywhere"))])
-def test_without_its_index_a_pool_finds_every_block_again(stored: Stored, own_pool: Callable[..., Pool], state: str,
-                                                          how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["deleted", *map(helpers.slow, ("empty", "noise", "cut off", "a bit flipped everywhere"))]
+)
+def test_without_its_index_a_pool_finds_every_block_again(
+    stored: Stored, own_pool: Callable[..., Pool], state: str, how: str
+) -> None:
     pool = own_pool(template=stored.template[state], started=False)
     database = pool.path / "index" / "data.mdb"
     assert database.exists()
@@ -379,8 +404,9 @@ def test_a_deleted_pool_toml_is_written_again_from_the_labels(stored: Stored, ow
     assert check_content(pool, stored, set()) == {}
 
 
-def test_pool_toml_index_and_one_label_of_each_device_lost_together(stored: Stored,
-                                                                    own_pool: Callable[..., Pool]) -> None:
+def test_pool_toml_index_and_one_label_of_each_device_lost_together(
+    stored: Stored, own_pool: Callable[..., Pool]
+) -> None:
     pool = own_pool(template=stored.template["clean"], started=False)
     devices = image.Image(pool.path)
     for device in range(4):
@@ -404,8 +430,9 @@ def epoch_of(pool: Pool) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copies", [(0,), (1,)], ids=["first", "second"])
-def test_labels_that_land_late_do_not_turn_the_epoch_back(own_pool: Callable[..., Pool],
-                                                             copies: tuple[int, ...]) -> None:
+def test_labels_that_land_late_do_not_turn_the_epoch_back(
+    own_pool: Callable[..., Pool], copies: tuple[int, ...]
+) -> None:
     """The dead daemon's label writes arrive after the new mount: generations would repeat if its epoch came back."""
     pool = own_pool(files=4, size="32M")
     files = {}
@@ -432,8 +459,9 @@ def test_labels_that_land_late_do_not_turn_the_epoch_back(own_pool: Callable[...
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_block_writes_that_land_late_never_give_wrong_bytes(own_pool: Callable[..., Pool],
-                                                            tmp_path: pathlib.Path) -> None:
+def test_block_writes_that_land_late_never_give_wrong_bytes(
+    own_pool: Callable[..., Pool], tmp_path: pathlib.Path
+) -> None:
     """A daemon dies with writes in flight; they arrive while its successor serves, reuses segments and removes files.
 
     The past is forged: a copy of the pool from before some blocks were written takes its place, and what those blocks
@@ -510,8 +538,11 @@ def test_summaries_that_land_late_do_not_change_what_is_served(own_pool: Callabl
     quiet(pool)
     devices = image.Image(pool.path)
     pages = devices.geometry.summary_pages
-    old = {(segment, slot): devices.read(segment, devices.geometry.summary_page(slot), pages)
-           for segment in devices.used_segments() for slot in (0, 1)}
+    old = {
+        (segment, slot): devices.read(segment, devices.geometry.summary_page(slot), pages)
+        for segment in devices.used_segments()
+        for slot in (0, 1)
+    }
     pool.kill()
     pool.remount()
     for index in range(60):
@@ -625,8 +656,10 @@ def test_a_bit_flipped_under_an_open_file_is_eio_for_each_way_of_reading(own_poo
     helpers.write_file(pool.mount / "a", data)
     pool.umount()  # so that no page is cached
     pool.start()
-    with helpers.opened(pool.mount / "a", os.O_RDONLY | os.O_DIRECT) as direct, \
-            helpers.opened(pool.mount / "a", os.O_RDONLY) as buffered:
+    with (
+        helpers.opened(pool.mount / "a", os.O_RDONLY | os.O_DIRECT) as direct,
+        helpers.opened(pool.mount / "a", os.O_RDONLY) as buffered,
+    ):
         devices = image.Image(pool.path)
         segment, page, file_page = devices.block_of(os.fstat(direct).st_ino).data_pages()[100]
         devices.write(segment, page, image.flipped(devices.read(segment, page), 12345))

@@ -48,8 +48,12 @@ class Sick:
 
     def appear(self) -> None:
         script = helpers.REPOSITORY / "tests/stoppable.py"
-        self._process = subprocess.Popen([sys.executable, script, self.target, self.mountpoint], text=True,
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, script, self.target, self.mountpoint],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
@@ -94,8 +98,11 @@ def faulty(own_pool: Callable[..., Pool], tmp_path: pathlib.Path) -> Iterator[Ca
                     helpers.run("truncate", "--size", "40M", path)
                 devices.append(str(path))
             # A pool of width 1 has 152 segments of 1 MiB, one of width 4 has 38 of 4 MiB.
-            pool = Pool(devices=devices, format_args=("--stripe-width", str(width), "--segment-size", str(width * MIB)),
-                        **arguments)
+            pool = Pool(
+                devices=devices,
+                format_args=("--stripe-width", str(width), "--segment-size", str(width * MIB)),
+                **arguments,
+            )
             stack.enter_context(pool)
             return pool, sick
 
@@ -165,8 +172,9 @@ def provoke(pool: Pool, files: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("width", [helpers.slow(1), 2, helpers.slow(4)])
-def test_a_device_that_fails_is_some_misses_and_everything_is_back_when_it_is(faulty: Callable[..., Faulty],
-                                                                             width: int) -> None:
+def test_a_device_that_fails_is_some_misses_and_everything_is_back_when_it_is(
+    faulty: Callable[..., Faulty], width: int
+) -> None:
     pool, sick = faulty(width)
     files = fill(pool)
     sick("fail now")
@@ -312,8 +320,9 @@ def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(fau
 
 
 @pytest.mark.parametrize("width", [1, helpers.slow(4)])
-def test_a_mount_without_a_device_is_degraded_and_takes_it_in_when_it_appears(faulty: Callable[..., Faulty],
-                                                                             width: int) -> None:
+def test_a_mount_without_a_device_is_degraded_and_takes_it_in_when_it_appears(
+    faulty: Callable[..., Faulty], width: int
+) -> None:
     pool, sick = faulty(width)
     files = fill(pool)
     pool.umount()
@@ -392,8 +401,9 @@ def test_a_native_client_misses_what_is_lost_and_connects_again_when_it_is_back(
 
 
 @pytest.mark.slow
-def test_another_device_in_its_place_is_not_taken_in_until_it_is_told_to(faulty: Callable[..., Faulty],
-                                                                        tmp_path: pathlib.Path) -> None:
+def test_another_device_in_its_place_is_not_taken_in_until_it_is_told_to(
+    faulty: Callable[..., Faulty], tmp_path: pathlib.Path
+) -> None:
     pool, sick = faulty(1)
     files = fill(pool)
     sick.vanish()
@@ -430,8 +440,9 @@ def test_another_device_in_its_place_is_not_taken_in_until_it_is_told_to(faulty:
 
 
 @pytest.mark.parametrize("mounted", [True, helpers.slow(False)])
-def test_a_device_is_removed_drained_and_devices_are_added(faulty: Callable[..., Faulty], tmp_path: pathlib.Path,
-                                                          mounted: bool) -> None:
+def test_a_device_is_removed_drained_and_devices_are_added(
+    faulty: Callable[..., Faulty], tmp_path: pathlib.Path, mounted: bool
+) -> None:
     pool, sick = faulty(1)
     files = fill(pool)
     for name in list(files)[::3]:

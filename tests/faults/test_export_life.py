@@ -80,7 +80,8 @@ def test_an_export_serves_one_front_end_after_another_until_the_pool_is_unmounte
         wait_until(lambda: exports(pool)[0]["connected"] == 0, "the front end's hanging up is noticed")
     assert "export: " in pool.command("status", str(pool.path)).stdout
     assert f'kvfs_virtiofs_connections_total{{pool="{pool.path}",socket="{path}",tag="kv"}} 2.0' in (
-        pool.command("stats", str(pool.path), "--prometheus").stdout)
+        pool.command("stats", str(pool.path), "--prometheus").stdout
+    )
     pool.command("umount", str(pool.path))
     assert_ended(pool, pid, path)
 
@@ -161,8 +162,9 @@ def test_a_start_that_fails_leaves_no_mount_and_no_socket(pool):
             result = pool.command(*verb, "--virtiofs", str(good), "--virtiofs", str(bad), *extra, check=False)
             assert result.returncode == 1 and f"{bad}: exists and is no socket" in result.stderr
             assert helpers.mount_device(pool.mount) is None and not good.exists()
-    result = pool.command("mount", str(pool.path), str(pool.mount), "--options", "frobnicate", "--virtiofs", str(good),
-                          check=False)
+    result = pool.command(
+        "mount", str(pool.path), str(pool.mount), "--options", "frobnicate", "--virtiofs", str(good), check=False
+    )
     assert result.returncode == 2 and "frobnicate" in result.stderr
     assert not good.exists() and helpers.mount_device(pool.mount) is None
     pool.start("--virtiofs", str(good))
@@ -173,8 +175,13 @@ def test_a_front_end_behind_a_keeper_outlives_the_daemon(pool):
     path, kept = export(pool), pool.base / "kept.sock"
     words = [sys.executable, "-m", "kvfs", "keep", str(kept), str(path), "--timeout", "30"]
     with contextlib.ExitStack() as stack:
-        process = subprocess.Popen(words, cwd=helpers.REPOSITORY, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                   env={**os.environ, **pool.environment})
+        process = subprocess.Popen(
+            words,
+            cwd=helpers.REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **pool.environment},
+        )
         stack.callback(process.kill)
         wait_until(kept.exists, "the keeper's socket")
         with FrontEnd(kept) as front_end:
@@ -195,11 +202,15 @@ def test_an_export_needs_no_fuse_device(pool):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, contextlib.ExitStack() as stack:
         manager.bind(str(manager_path))
         manager.settimeout(30)
-        script = "mount --bind /dev/null /dev/fuse && exec \"$@\""
+        script = 'mount --bind /dev/null /dev/fuse && exec "$@"'
         words = [sys.executable, "-m", "kvfs", "export", str(pool.path), "--foreground", "--virtiofs", str(path)]
         process = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", script, "sh", *words], cwd=helpers.REPOSITORY, stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, env={**os.environ, **pool.environment, "NOTIFY_SOCKET": str(manager_path)})
+            ["unshare", "--mount", "sh", "-c", script, "sh", *words],
+            cwd=helpers.REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **pool.environment, "NOTIFY_SOCKET": str(manager_path)},
+        )
         stack.callback(process.kill)
         assert manager.recv(100) == b"READY=1"
         with FrontEnd(path) as front_end:

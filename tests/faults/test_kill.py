@@ -35,16 +35,28 @@ SEED = int(os.environ.get("KVFS_KILL_SEED", "0")) or random.SystemRandom().randr
 WRITERS = 4
 
 
-def _load_and_kill(pool: Pool, ledger: Ledger, chooser: random.Random, *, names: int, sizes: tuple[int, int],
-                   may_miss: bool) -> tuple[float, bool]:
+def _load_and_kill(
+    pool: Pool, ledger: Ledger, chooser: random.Random, *, names: int, sizes: tuple[int, int], may_miss: bool
+) -> tuple[float, bool]:
     """Run writers, kill the daemon 50 to 800 ms later, collect their reports; returns the time of the kill, and whether
     anything had been written by then."""
     children = []
     for writer in range(WRITERS):
         (pool.mount / f"w{writer}").mkdir(exist_ok=True)
-        children.append(Child(functools.partial(
-            write_until_dead, str(pool.mount), writer, chooser.getrandbits(32), ledger.known(writer), names, sizes,
-            may_miss)))
+        children.append(
+            Child(
+                functools.partial(
+                    write_until_dead,
+                    str(pool.mount),
+                    writer,
+                    chooser.getrandbits(32),
+                    ledger.known(writer),
+                    names,
+                    sizes,
+                    may_miss,
+                )
+            )
+        )
     pid = pool.pid()
     time.sleep(chooser.uniform(0.05, 0.8))  # the moment is the point of the test
     killed_at = time.monotonic()
@@ -58,9 +70,13 @@ def _load_and_kill(pool: Pool, ledger: Ledger, chooser: random.Random, *, names:
 
 def _kill_during_start(pool: Pool, chooser: random.Random) -> None:
     """Begin to mount and kill the daemon somewhere in its recovery."""
-    process = subprocess.Popen([sys.executable, "-m", "kvfs", "mount", str(pool.path), str(pool.mount)],
-                               cwd=helpers.REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvfs", "mount", str(pool.path), str(pool.mount)],
+        cwd=helpers.REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
     def first_child() -> int | None:
@@ -68,8 +84,7 @@ def _kill_during_start(pool: Pool, chooser: random.Random) -> None:
             return int(children.read_text().split()[0])
         return None
 
-    helpers.wait_until(lambda: first_child() or process.poll() is not None, "the daemon to be forked",
-                       interval_s=0.001)
+    helpers.wait_until(lambda: first_child() or process.poll() is not None, "the daemon to be forked", interval_s=0.001)
     pid = first_child()
     time.sleep(chooser.uniform(0, 0.15))
     if pid is not None:
@@ -153,7 +168,8 @@ def _replace_natively(mountpoint: pathlib.Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_killed_while_native_clients_and_files_replace_the_same_name_the_daemon_ends(
-        own_pool: Callable[..., Pool]) -> None:
+    own_pool: Callable[..., Pool],
+) -> None:
     """The daemon tells the kernel what native clients replaced. It must not wait in there for the directory's lock:
     who holds that waits for the daemon, and both would for ever."""
     pool = own_pool(files=2, size="64M")
@@ -161,8 +177,10 @@ def test_killed_while_native_clients_and_files_replace_the_same_name_the_daemon_
     chooser = random.Random(SEED)
     for _ in range(8):
         directory.mkdir(exist_ok=True)
-        children = [Child(functools.partial(function, where)) for function, where in (
-            *[(_replace_files, directory)] * 3, *[(_replace_natively, pool.mount)] * 3)]
+        children = [
+            Child(functools.partial(function, where))
+            for function, where in (*[(_replace_files, directory)] * 3, *[(_replace_natively, pool.mount)] * 3)
+        ]
         time.sleep(chooser.uniform(0.2, 0.6))
         pool.kill()
         with helpers.raises_errno(errno.ENOTCONN, errno.ECONNABORTED):
@@ -219,7 +237,8 @@ def test_what_a_recovery_found_survives_another_kill_that_takes_the_index_along(
 
 @pytest.mark.parametrize("labelled", (1, 3))
 def test_killed_while_it_labels_the_devices_the_next_mount_has_what_was_closed_before(
-        own_pool: Callable[..., Pool], labelled: int) -> None:
+    own_pool: Callable[..., Pool], labelled: int
+) -> None:
     """The first labels say that there was another mount, the others do not: they have missed nothing."""
     pool = own_pool(files=4, size="64M")
     helpers.write_file(pool.mount / "before", b"x" * 50_000)

@@ -81,8 +81,9 @@ _LINE = struct.Struct("<BxHIQQQ")  # kind, key, actor, version, begun, ended: CL
 class Actor:
     """A forked process. Shared with its parent: since when it has been in which call (0: in none)."""
 
-    def __init__(self, role: str, number: int, directory: pathlib.Path, stop: mmap.mmap,
-                 body: Callable[[Diary], None]) -> None:
+    def __init__(
+        self, role: str, number: int, directory: pathlib.Path, stop: mmap.mmap, body: Callable[[Diary], None]
+    ) -> None:
         self.role, self.number, self.body = role, number, body
         self._errors = directory / f"{number:04d}-{role}.error"
         self._call = mmap.mmap(-1, 16)
@@ -159,8 +160,10 @@ class Diary:
 
     def note(self, kind: Kind, lines: list[tuple[str, int]], begun: int, ended: int = 0) -> None:
         """One write(2): it is there, or it is not, when this process is killed."""
-        os.write(self._fd, b"".join(_LINE.pack(kind, _index[key], self.number, version, begun, ended)
-                                    for key, version in lines))
+        os.write(
+            self._fd,
+            b"".join(_LINE.pack(kind, _index[key], self.number, version, begun, ended) for key, version in lines),
+        )
 
 
 _index = {key: i for i, key in enumerate(KEYS)}
@@ -184,12 +187,14 @@ def _connect(root: pathlib.Path, diary: Diary) -> kvfs.Client:
 
 def read_natively(root: pathlib.Path, *, prestages: bool = False, threads: int = 1) -> Callable[[Diary], None]:
     """get_into of batches, some into memory of odd alignment, and exists; by threads that share a client."""
+
     def body(diary: Diary) -> None:
         with _connect(root, diary) as client, concurrent.futures.ThreadPoolExecutor(threads) as pool:
             others = [pool.submit(_read, client, diary.another(i), prestages) for i in range(1, threads)]
             _read(client, diary, prestages)
             for other in others:
                 other.result(READ_LIMIT_S)
+
     return body
 
 
@@ -207,7 +212,7 @@ def _read(client: kvfs.Client, diary: Diary, prestages: bool) -> None:
             if prestages and dice < 0.5:
                 with diary.call(Kind.READ):
                     client.prestage(keys)
-            memory = odd[chooser.randrange(64):] if dice > 0.7 else aligned
+            memory = odd[chooser.randrange(64) :] if dice > 0.7 else aligned
             pairs = [(key, memory[i * BLOCK_MAX : (i + 1) * BLOCK_MAX]) for i, key in enumerate(keys)]
             begun = time.monotonic_ns()
             with diary.call(Kind.READ):
@@ -233,12 +238,14 @@ def _look(client: kvfs.Client, diary: Diary, keys: list[str]) -> None:
     begun = time.monotonic_ns()
     with diary.call(Kind.EXISTS):
         found = client.exists(keys)
-    diary.note(Kind.EXISTS, [(key, int(there)) for key, there in zip(keys, found, strict=True)], begun,
-               time.monotonic_ns())
+    diary.note(
+        Kind.EXISTS, [(key, int(there)) for key, there in zip(keys, found, strict=True)], begun, time.monotonic_ns()
+    )
 
 
 def write_natively(root: pathlib.Path) -> Callable[[Diary], None]:
     """put of batches over what is there, sometimes delete."""
+
     def body(diary: Diary) -> None:
         chooser = diary.chooser
         with _connect(root, diary) as client:
@@ -246,8 +253,11 @@ def write_natively(root: pathlib.Path) -> Callable[[Diary], None]:
                 keys = _pick(chooser, chooser.choice((1, 2, 4, 8)))
                 versions = [(key, diary.next_version()) for key in keys]
                 removes = chooser.random() < 0.08
-                blocks = [] if removes else [(key, _placed(make(key, version, _size(chooser)), chooser))
-                                             for key, version in versions]
+                blocks = (
+                    []
+                    if removes
+                    else [(key, _placed(make(key, version, _size(chooser)), chooser)) for key, version in versions]
+                )
                 begun = time.monotonic_ns()
                 diary.note(Kind.DELETE if removes else Kind.PUT, versions, begun)
                 try:
@@ -260,12 +270,14 @@ def write_natively(root: pathlib.Path) -> Callable[[Diary], None]:
                     ended = time.monotonic_ns()
                     full = [key for key, failure in error.failed.items() if failure.errno == errno.ENOSPC]
                     diary.note(Kind.FAILED, [line for line in versions if line[0].encode() in full], begun, ended)
-                    diary.note(Kind.DONE, [line for line in versions if line[0].encode() not in error.failed], begun,
-                               ended)
+                    diary.note(
+                        Kind.DONE, [line for line in versions if line[0].encode() not in error.failed], begun, ended
+                    )
                 except (NotMountedError, DeadlineError):  # what became of it nobody said
                     time.sleep(0.02)
                 else:
                     diary.note(Kind.DONE, versions, begun, time.monotonic_ns())
+
     return body
 
 
@@ -289,6 +301,7 @@ def _path(root: pathlib.Path, key: str) -> str:
 
 def write_files(root: pathlib.Path) -> Callable[[Diary], None]:
     """tmp, write, rename onto the same keys; sometimes unlink."""
+
     def body(diary: Diary) -> None:
         chooser = diary.chooser
         while diary.goes_on():
@@ -315,11 +328,13 @@ def write_files(root: pathlib.Path) -> Callable[[Diary], None]:
                 time.sleep(0.02)
             else:
                 diary.note(Kind.DONE, [(key, version)], begun, time.monotonic_ns())
+
     return body
 
 
 def read_files(root: pathlib.Path) -> Callable[[Diary], None]:
     """open, read, close of the same keys."""
+
     def body(diary: Diary) -> None:
         while diary.goes_on():
             (key,) = _pick(diary.chooser, 1)
@@ -338,16 +353,19 @@ def read_files(root: pathlib.Path) -> Callable[[Diary], None]:
                     continue
             diary.note(Kind.MOUNT_READ, [(key, version)], begun, time.monotonic_ns())
             time.sleep(0.002)
+
     return body
 
 
 def evict_all_the_time(pool: Pool) -> Callable[[Diary], None]:
     """`kvfs evict`, as often as it goes. While the pool is not mounted it fails."""
+
     def body(diary: Diary) -> None:
         while diary.goes_on():
             size = diary.chooser.choice(("1M", "8M", "24M"))
             pool.command("evict", str(pool.path), "--size", size, check=False)
             time.sleep(diary.chooser.uniform(0, 1))
+
     return body
 
 
@@ -386,14 +404,18 @@ class Figures:
         return json.dumps({name: getattr(self, name) for name in self.__dataclass_fields__}, indent=1)
 
 
-def judge(directory: pathlib.Path, daemons: list[Daemon], deaths: dict[int, int], stopped: set[int],
-          figures: Figures) -> None:
+def judge(
+    directory: pathlib.Path, daemons: list[Daemon], deaths: dict[int, int], stopped: set[int], figures: Figures
+) -> None:
     """Hold every read against all writes. deaths: when an actor was killed; stopped: those whose times say nothing."""
     writes: dict[int, list[Write]] = collections.defaultdict(list)
     reads: dict[int, list[tuple[int, int, int, Kind, int]]] = collections.defaultdict(list)
     by_version: dict[int, Write] = {}
-    lines = [line for path in sorted(directory.glob("*.log"))
-             for line in _LINE.iter_unpack(path.read_bytes()[: path.stat().st_size // _LINE.size * _LINE.size])]
+    lines = [
+        line
+        for path in sorted(directory.glob("*.log"))
+        for line in _LINE.iter_unpack(path.read_bytes()[: path.stat().st_size // _LINE.size * _LINE.size])
+    ]
     for number, key, actor, version, begun, ended in lines:
         kind = Kind(number)
         if kind <= Kind.DELETE:
@@ -423,8 +445,9 @@ def judge(directory: pathlib.Path, daemons: list[Daemon], deaths: dict[int, int]
 def _fate_known(write: Write, daemons: list[Daemon], deaths: dict[int, int]) -> int:
     """When a write that nobody acknowledged has happened or never will: some time after its writer or the daemon died;
     if the daemon is dead by then, when the next one has recovered."""
-    ends = [time for time in (deaths.get(write.actor, NEVER), *(daemon.ended for daemon in daemons))
-            if time > write.begun]
+    ends = [
+        time for time in (deaths.get(write.actor, NEVER), *(daemon.ended for daemon in daemons)) if time > write.begun
+    ]
     over = min(ends, default=NEVER) + SETTLE_NS
     for before, after in itertools.pairwise(daemons):
         if before.ended <= over:
@@ -432,8 +455,9 @@ def _fate_known(write: Write, daemons: list[Daemon], deaths: dict[int, int]) -> 
     return over
 
 
-def _judge_key(key: str, writes: list[Write], reads: list[tuple[int, int, int, Kind, int]],
-               daemons: list[Daemon]) -> list[str]:
+def _judge_key(
+    key: str, writes: list[Write], reads: list[tuple[int, int, int, Kind, int]], daemons: list[Daemon]
+) -> list[str]:
     by_version = {write.version: write for write in writes}
     done = sorted((write for write in writes if write.done), key=lambda write: write.done)
     wrong = []
@@ -453,8 +477,10 @@ def _judge_key(key: str, writes: list[Write], reads: list[tuple[int, int, int, K
             at = bisect.bisect_left(times, begun)
             newest = replaced_before[at - 1] if at else 0
             if kind == Kind.EXISTS:
-                if any(write.kind != Kind.DELETE and not write.failed and write.begun <= ended and write.over >= newest
-                       for write in writes):
+                if any(
+                    write.kind != Kind.DELETE and not write.failed and write.begun <= ended and write.over >= newest
+                    for write in writes
+                ):
                     continue
                 wrong.append(f"{key}: actor {actor}: exists() said yes, all versions were deleted")
                 continue
@@ -466,26 +492,40 @@ def _judge_key(key: str, writes: list[Write], reads: list[tuple[int, int, int, K
             elif write.over < newest:
                 wrong.append(_story(key, write, kind, actor, begun, ended, alive[:at], daemons))
         if daemon.crashed:
-            undone |= {write.version for write in done if write.kind != Kind.PUT and write.begun < stop
-                       and write.done > stop - GRACE_NS}
+            undone |= {
+                write.version
+                for write in done
+                if write.kind != Kind.PUT and write.begun < stop and write.done > stop - GRACE_NS
+            }
             alive = [write for write in alive if write.version not in undone]
     return wrong
 
 
-def _story(key: str, write: Write, kind: Kind, actor: int, begun: int, ended: int, before: list[Write],
-           daemons: list[Daemon]) -> str:
+def _story(
+    key: str, write: Write, kind: Kind, actor: int, begun: int, ended: int, before: list[Write], daemons: list[Daemon]
+) -> str:
     """A stale read, with what it should have seen. Times are seconds before the read began."""
+
     def ago(moment: int) -> str:
         return f"{(begun - moment) / 1e9:.4f}"
 
-    later = [f"{new.kind.name} {new.version} by {new.actor} from -{ago(new.begun)} to -{ago(new.done)}"
-             for new in before if new.begun > write.over]
-    about = [f"ready -{ago(daemon.ready)} ended -{ago(daemon.ended) if daemon.ended < NEVER else ''} "
-             f"crashed {daemon.crashed}" for daemon in daemons if daemon.ended > write.begun and daemon.ready < begun]
-    return (f"{key}: actor {actor}, {kind.name} of {(ended - begun) / 1e9:.4f} s: stale: version {write.version} "
-            f"({write.kind.name} by {write.actor} from -{ago(write.begun)}, "
-            f"{'acknowledged' if write.done else 'fate known'} -{ago(write.over)}); after it came {later[-4:]}; "
-            f"daemons {about}")
+    later = [
+        f"{new.kind.name} {new.version} by {new.actor} from -{ago(new.begun)} to -{ago(new.done)}"
+        for new in before
+        if new.begun > write.over
+    ]
+    about = [
+        f"ready -{ago(daemon.ready)} ended -{ago(daemon.ended) if daemon.ended < NEVER else ''} "
+        f"crashed {daemon.crashed}"
+        for daemon in daemons
+        if daemon.ended > write.begun and daemon.ready < begun
+    ]
+    return (
+        f"{key}: actor {actor}, {kind.name} of {(ended - begun) / 1e9:.4f} s: stale: version {write.version} "
+        f"({write.kind.name} by {write.actor} from -{ago(write.begun)}, "
+        f"{'acknowledged' if write.done else 'fate known'} -{ago(write.over)}); after it came {later[-4:]}; "
+        f"daemons {about}"
+    )
 
 
 # ---- the storm ----
@@ -502,16 +542,19 @@ class Storm:
         self.daemons = [Daemon(time.monotonic_ns())]
         self.figures = Figures()
         root = pool.mount
-        self.actors = [self._start(role, body) for role, body in (
-            ("reader", read_natively(root)),
-            ("reader", read_natively(root, threads=3)),
-            ("reader", read_natively(root, prestages=True)),
-            ("writer", write_natively(root)),
-            ("writer", write_natively(root)),
-            ("file-writer", write_files(root)),
-            ("file-reader", read_files(root)),
-            ("evictor", evict_all_the_time(pool)),
-        )]
+        self.actors = [
+            self._start(role, body)
+            for role, body in (
+                ("reader", read_natively(root)),
+                ("reader", read_natively(root, threads=3)),
+                ("reader", read_natively(root, prestages=True)),
+                ("writer", write_natively(root)),
+                ("writer", write_natively(root)),
+                ("file-writer", write_files(root)),
+                ("file-reader", read_files(root)),
+                ("evictor", evict_all_the_time(pool)),
+            )
+        ]
 
     def _start(self, role: str, body: Callable[[Diary], None]) -> Actor:
         return Actor(role, next(self.numbers), self.directory, self.stop, body)
@@ -538,7 +581,8 @@ class Storm:
             assert not actor.ended(), f"{actor.role} {actor.number} ended by itself"
             seconds, kind = actor.in_call
             limit = {Kind.READ: READ_LIMIT_S, Kind.EXISTS: READ_LIMIT_S, Kind.PUT: CHANGE_LIMIT_S}.get(
-                Kind(kind) if kind else Kind.READ, MOUNT_LIMIT_S)
+                Kind(kind) if kind else Kind.READ, MOUNT_LIMIT_S
+            )
             if actor.number in self.stopped:
                 limit *= 2
             assert seconds < limit, f"{actor.role} {actor.number} hangs in {Kind(kind).name} for {seconds:.1f} s"
@@ -603,9 +647,18 @@ class Storm:
     def count(self) -> None:
         """Add the daemon's counters to the figures."""
         counters = self.pool.status()["counters"]
-        for name in ("evicted_blocks", "evicted_segments", "bad_blocks", "reservations_committed",
-                     "reservations_superseded", "reservations_reclaimed", "native_prestage_used",
-                     "native_checksum_errors", "native_timeouts", "native_retries"):
+        for name in (
+            "evicted_blocks",
+            "evicted_segments",
+            "bad_blocks",
+            "reservations_committed",
+            "reservations_superseded",
+            "reservations_reclaimed",
+            "native_prestage_used",
+            "native_checksum_errors",
+            "native_timeouts",
+            "native_retries",
+        ):
             self.figures.daemon[name] += counters[name]
 
     def close(self) -> None:
@@ -618,8 +671,9 @@ class Storm:
 
 
 @pytest.mark.timeout(150 + 3 * SECONDS)
-def test_a_storm_with_kills_reads_no_wrong_byte_and_leaks_nothing(own_pool: Callable[..., Pool],
-                                                                 tmp_path: pathlib.Path) -> None:
+def test_a_storm_with_kills_reads_no_wrong_byte_and_leaks_nothing(
+    own_pool: Callable[..., Pool], tmp_path: pathlib.Path
+) -> None:
     pool = own_pool(files=4, size="16M")
     for shard in sorted({key.encode().hex()[:2] for key in KEYS}):
         (pool.mount / SPACE / shard).mkdir(parents=True)
@@ -671,5 +725,3 @@ def _both_paths_agree(pool: Pool) -> None:
             if (None if native is None else bytes(native)) != data:
                 differ.append(key)
     assert not differ, f"the mount and the native path differ: {differ}"
-
-

@@ -53,8 +53,9 @@ def hundred_segments(own_pool: Callable[..., Pool], segment: int) -> Pool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("segment", "block"), [(MIB, 150 * KIB), (4 * MIB, MIB + 100)], ids=["1M", "4M"])
 @pytest.mark.timeout(240)
-def test_a_pool_of_100_segments_with_64_random_files_open_takes_writes(own_pool: Callable[..., Pool], segment: int,
-                                                                       block: int) -> None:
+def test_a_pool_of_100_segments_with_64_random_files_open_takes_writes(
+    own_pool: Callable[..., Pool], segment: int, block: int
+) -> None:
     """Three times the pool is written around 64 open files: no write fails, no open file changes a byte."""
     pool = hundred_segments(own_pool, segment)
     chooser = random.Random(64)
@@ -119,8 +120,12 @@ def test_pins_by_command_and_by_xattr_survive_on_files_and_in_directories(own_po
     press("one")
     for name in pinned:
         assert_same(read_file(pool.mount / name), files[name], f"{name}, pinned")
-    wait_until(lambda: pool.status()["space"]["pinned"] >= len(pinned) * 100 * KIB, "all pins to be counted",
-               timeout_s=10, interval_s=0.5)
+    wait_until(
+        lambda: pool.status()["space"]["pinned"] >= len(pinned) * 100 * KIB,
+        "all pins to be counted",
+        timeout_s=10,
+        interval_s=0.5,
+    )
     pool.umount()
     pool.start()
     press("two")
@@ -284,8 +289,10 @@ def test_clients_continue_after_the_daemon_was_stopped_for_two_seconds(own_pool:
         stopped = list(counts)
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: all(now > before for now, before in zip(counts, stopped, strict=True)) or failures,
-               "every client to go on")
+    wait_until(
+        lambda: all(now > before for now, before in zip(counts, stopped, strict=True)) or failures,
+        "every client to go on",
+    )
     done.set()
     for thread in threads:
         thread.join(60)
@@ -312,8 +319,11 @@ def test_200_clients_at_once(own_pool: Callable[..., Pool]) -> None:
                 for index in range(rounds):
                     put(directory / f"{index}", content(block, (number, thread, index)))
                 for index in range(rounds):
-                    assert_same(read_file(directory / f"{index}"), content(block, (number, thread, index)),
-                                f"{directory}/{index}")
+                    assert_same(
+                        read_file(directory / f"{index}"),
+                        content(block, (number, thread, index)),
+                        f"{directory}/{index}",
+                    )
                     with raises_errno(errno.ENOENT):
                         os.stat(directory / f"missing-{index}")
             except BaseException as error:

@@ -20,8 +20,16 @@ def test_a_store_task_that_dies_ends_the_daemon_and_answers_whoever_waits(
     own_pool: Callable[..., Pool], tmp_path: pathlib.Path
 ) -> None:
     pool = own_pool(size="128M", started=False)
-    helpers.run(sys.executable, pathlib.Path(__file__).with_name("dying.py"), tmp_path, "mount", pool.path, pool.mount,
-                *pool.mount_args, environment=pool.environment)
+    helpers.run(
+        sys.executable,
+        pathlib.Path(__file__).with_name("dying.py"),
+        tmp_path,
+        "mount",
+        pool.path,
+        pool.mount,
+        *pool.mount_args,
+        environment=pool.environment,
+    )
     files = {f"{index}": content(MIB, index) for index in range(20)}
     for name, data in files.items():
         write_file(pool.mount / name, data)

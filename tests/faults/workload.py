@@ -105,8 +105,9 @@ class Report:
     stopped_by: int = 0
 
 
-def write_until_dead(root: str, writer: int, seed: int, known: dict[str, int], names: int, sizes: tuple[int, int],
-                     may_miss: bool) -> Report:
+def write_until_dead(
+    root: str, writer: int, seed: int, known: dict[str, int], names: int, sizes: tuple[int, int], may_miss: bool
+) -> Report:
     """Put, replace, overwrite, unlink and read back under root/w<writer> until a call says that the daemon is gone.
 
     known: version by path, of what is there. Reads are checked at once. may_miss: a file may have been evicted.
@@ -202,8 +203,11 @@ class Ledger:
 
     def known(self, writer: int) -> dict[str, int]:
         """Version by path, of what one writer has."""
-        return {path: states[-1][1] for path, states in self._states.items()
-                if path.startswith(f"w{writer}/") and states[-1][1] is not None}  # type: ignore[misc]
+        return {
+            path: states[-1][1]
+            for path, states in self._states.items()
+            if path.startswith(f"w{writer}/") and states[-1][1] is not None
+        }  # type: ignore[misc]
 
     def add(self, report: Report) -> None:
         homes: dict[int, str] = {}
@@ -251,10 +255,14 @@ class Ledger:
             key, version = found.get(path, (path, None))
             allowed = self.allowed(path, killed_at) | ({None} if may_miss else set())
             if version not in allowed:
-                ages = [(f"{killed_at - when:.3f} s before the kill", old, kind)
-                        for when, old, kind in self._states.get(path, [])[-4:]]
-                wrong.append(f"{path}: found version {version}, allowed {allowed}; had {ages}, "
-                             f"under way {self._pending.get(path)}")
+                ages = [
+                    (f"{killed_at - when:.3f} s before the kill", old, kind)
+                    for when, old, kind in self._states.get(path, [])[-4:]
+                ]
+                wrong.append(
+                    f"{path}: found version {version}, allowed {allowed}; had {ages}, "
+                    f"under way {self._pending.get(path)}"
+                )
             if "/.k." not in path and path in found and key != path:
                 wrong.append(f"{path}: holds a file of {key}")
         places: dict[tuple[str, int], list[str]] = {}

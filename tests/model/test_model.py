@@ -180,9 +180,15 @@ class Machine(RuleBasedStateMachine):
 
     # ---- making and writing ----
 
-    @rule(where=st.integers(0, 99), name=NAMES, size=SIZES, pieces=st.integers(1, 6),
-          order=st.randoms(use_true_random=False), flag=st.sampled_from([os.O_TRUNC, os.O_EXCL, 0]),
-          sync=st.sampled_from([False, False, False, True]))
+    @rule(
+        where=st.integers(0, 99),
+        name=NAMES,
+        size=SIZES,
+        pieces=st.integers(1, 6),
+        order=st.randoms(use_true_random=False),
+        flag=st.sampled_from([os.O_TRUNC, os.O_EXCL, 0]),
+        sync=st.sampled_from([False, False, False, True]),
+    )
     def store(self, where: int, name: str, size: int, pieces: int, order: random.Random, flag: int, sync: bool) -> None:
         """Create or overwrite by open and write, in pieces in any order."""
         parent = self.pick(where, self.directories())
@@ -391,8 +397,12 @@ class Machine(RuleBasedStateMachine):
 
     # ---- reading ----
 
-    @rule(which=st.integers(0, 99), how=st.sampled_from(["buffered", "direct", "part", "stat", "mapped"]),
-          offset=st.integers(0, 1_400_000), size=st.integers(1, 300_000))
+    @rule(
+        which=st.integers(0, 99),
+        how=st.sampled_from(["buffered", "direct", "part", "stat", "mapped"]),
+        offset=st.integers(0, 1_400_000),
+        size=st.integers(1, 300_000),
+    )
     def read(self, which: int, how: str, offset: int, size: int) -> None:
         if not self.files():
             return
@@ -576,8 +586,11 @@ class Machine(RuleBasedStateMachine):
         for path, data in sorted(found.items()):
             fitting = [node for node in candidates if node.content == data and path in places[node]]
             if not fitting:
-                known = [f"{'removed' if other.removed else 'live'} {other.path()} of {sorted(other.paths(FOREVER))}"
-                         for other in self.nodes + self.removed if other.content == data]
+                known = [
+                    f"{'removed' if other.removed else 'live'} {other.path()} of {sorted(other.paths(FOREVER))}"
+                    for other in self.nodes + self.removed
+                    if other.content == data
+                ]
                 raise AssertionError(f"{path}: {len(data)} bytes that must not be there; they are those of {known}")
             node = min(fitting, key=lambda other: takers.get(other, 0))
             takers[node] = takers.get(node, 0) + 1
@@ -588,8 +601,10 @@ class Machine(RuleBasedStateMachine):
                 continue
             if any(other.content == node.content and other in takers for other in candidates):
                 continue  # of the same content: empty files
-            raise AssertionError(f"{node.path()} ({len(node.content or b'')} bytes, allowed at {places[node]}) is "
-                                 f"missing; found {sorted(found)}")
+            raise AssertionError(
+                f"{node.path()} ({len(node.content or b'')} bytes, allowed at {places[node]}) is "
+                f"missing; found {sorted(found)}"
+            )
         wanted = {path for node in candidates if node.content is None for path in places[node]} | {""}
         wanted |= {str(above) for node in candidates for path in places[node] for above in pathlib.Path(path).parents}
         assert directories <= wanted, f"directories that must not be there: {directories - wanted}"
@@ -597,7 +612,8 @@ class Machine(RuleBasedStateMachine):
             for node in self.directories()[1:]:
                 if not node.began_after(settled):
                     assert places[node] & directories, (
-                        f"directory {node.path()} is missing; the run's own: {self.base.exists()}, found {directories}")
+                        f"directory {node.path()} is missing; the run's own: {self.base.exists()}, found {directories}"
+                    )
         self._adopt(new, directories, settled)
 
     def _contested(self, node: Node, candidates: list[Node], places: dict[Node, set[str]], settled: float) -> bool:
@@ -605,7 +621,10 @@ class Machine(RuleBasedStateMachine):
         elsewhere = places[node] - {node.path()}
         return node.began_after(settled) and any(
             path in places[other] or any(path.startswith(f"{place}/") for place in places[other])
-            for path in elsewhere for other in candidates if other is not node)
+            for path in elsewhere
+            for other in candidates
+            if other is not node
+        )
 
     def _adopt(self, files: list[tuple[str, Node]], directories: set[str], settled: float) -> None:
         """What is there now is durable and may not change by another crash."""
@@ -670,10 +689,17 @@ def test_the_mount_behaves_like_the_model(pools: None) -> None:
         print(f"seed {SEED + number} (KVFS_MODEL_SEED), {EXAMPLES} runs of {STEPS} steps")
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
             seed(SEED + number)(Machine),
-            settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
-                              phases=[Phase.generate, *([Phase.shrink] if SHRINK else [])],
-                              print_blob=True, report_multiple_bugs=False,
-                              suppress_health_check=list(HealthCheck)))
+            settings=settings(
+                max_examples=EXAMPLES,
+                stateful_step_count=STEPS,
+                deadline=None,
+                database=None,
+                phases=[Phase.generate, *([Phase.shrink] if SHRINK else [])],
+                print_blob=True,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
         print(dict(tally))
         if seen_enough():
             break

@@ -18,7 +18,9 @@ def client(directory):
 @pytest.fixture
 def block_path(directory):
     """The file of a key of `client`."""
+
     def path(key):
         name = (key.encode() if isinstance(key, str) else key).hex()
         return directory / "llama" / name[:2] / name
+
     return path

@@ -30,9 +30,16 @@ class Description(ctypes.Structure):
 
 
 class Item(ctypes.Structure):
-    _fields_ = (("mode", ctypes.c_int), ("base", ctypes.c_void_p), ("file_offset", ctypes.c_int64),
-                ("buffer_offset", ctypes.c_int64), ("size", ctypes.c_size_t), ("handle", ctypes.c_void_p),
-                ("opcode", ctypes.c_int), ("cookie", ctypes.c_void_p))
+    _fields_ = (
+        ("mode", ctypes.c_int),
+        ("base", ctypes.c_void_p),
+        ("file_offset", ctypes.c_int64),
+        ("buffer_offset", ctypes.c_int64),
+        ("size", ctypes.c_size_t),
+        ("handle", ctypes.c_void_p),
+        ("opcode", ctypes.c_int),
+        ("cookie", ctypes.c_void_p),
+    )
 
 
 class Event(ctypes.Structure):
@@ -49,9 +56,24 @@ class Timespec(ctypes.Structure):
 
 def load(path):
     library = ctypes.CDLL(path, use_errno=True)
-    for name in ("DriverOpen", "DriverClose", "DriverClose_v2", "HandleRegister", "BufRegister", "BufDeregister",
-                 "BatchIOSetUp", "BatchIOSubmit", "BatchIOGetStatus", "BatchIOCancel", "ReadAsync", "WriteAsync",
-                 "StreamRegister", "StreamDeregister", "GetVersion", "DriverGetProperties"):
+    for name in (
+        "DriverOpen",
+        "DriverClose",
+        "DriverClose_v2",
+        "HandleRegister",
+        "BufRegister",
+        "BufDeregister",
+        "BatchIOSetUp",
+        "BatchIOSubmit",
+        "BatchIOGetStatus",
+        "BatchIOCancel",
+        "ReadAsync",
+        "WriteAsync",
+        "StreamRegister",
+        "StreamDeregister",
+        "GetVersion",
+        "DriverGetProperties",
+    ):
         getattr(library, f"cuFile{name}").restype = Error
     for name in ("Read", "Write", "Readv", "Writev", "UseCount"):
         getattr(library, f"cuFile{name}").restype = ctypes.c_ssize_t
@@ -193,8 +215,9 @@ class Player:
         number = self.descriptors[fd] if isinstance(fd, str) else fd
         description = Description(type, 0, number & 0xFFFFFFFF, None)
         out = ctypes.c_void_p()
-        result = self.library.cuFileHandleRegister(None if null_out else ctypes.byref(out),
-                                                   None if null_description else ctypes.byref(description))
+        result = self.library.cuFileHandleRegister(
+            None if null_out else ctypes.byref(out), None if null_description else ctypes.byref(description)
+        )
         if out.value:
             self.handles[name] = out.value
         return [*result.outcome(), bool(out.value)]
@@ -213,8 +236,12 @@ class Player:
     def do_read(self, handle, buffer, size, offset, buffer_offset=0, at=0, call="Read"):
         ctypes.set_errno(0)
         result = getattr(self.library, f"cuFile{call}")(
-            pointer(self.handle(handle)), pointer(self.address(buffer, at)), ctypes.c_size_t(size),
-            ctypes.c_int64(offset), ctypes.c_int64(buffer_offset))
+            pointer(self.handle(handle)),
+            pointer(self.address(buffer, at)),
+            ctypes.c_size_t(size),
+            ctypes.c_int64(offset),
+            ctypes.c_int64(buffer_offset),
+        )
         return self.transferred(result, buffer)
 
     def do_write(self, **arguments):
@@ -224,7 +251,8 @@ class Player:
         array = (Vector * max(1, len(vectors)))(*(Vector(self.address(b, at), size) for b, at, size in vectors))
         ctypes.set_errno(0)
         result = getattr(self.library, f"cuFile{call}")(
-            pointer(self.handle(handle)), array, ctypes.c_size_t(len(vectors)), ctypes.c_int64(offset), flags)
+            pointer(self.handle(handle)), array, ctypes.c_size_t(len(vectors)), ctypes.c_int64(offset), flags
+        )
         return self.transferred(result, vectors[0][0] if vectors else None)
 
     def do_writev(self, **arguments):
@@ -232,12 +260,18 @@ class Player:
 
     def do_threads(self, handle, buffer, size, count, rounds):
         """Reads of different parts by several threads at once; how many bytes each got."""
+
         def work(index):
             for turn in range(rounds):
                 at = ((index + turn) % count) * size
                 totals[index] += self.library.cuFileRead(
-                    pointer(self.handle(handle)), pointer(self.address(buffer)), ctypes.c_size_t(size),
-                    ctypes.c_int64(at), ctypes.c_int64(at))
+                    pointer(self.handle(handle)),
+                    pointer(self.address(buffer)),
+                    ctypes.c_size_t(size),
+                    ctypes.c_int64(at),
+                    ctypes.c_int64(at),
+                )
+
         totals = [0] * count
         threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
         for thread in threads:
@@ -276,18 +310,23 @@ class Player:
             to.mode, to.opcode, to.cookie = item.get("mode", 1), item.get("opcode", 0), item["cookie"]
             to.base, to.handle = self.address(item["buffer"], item.get("at", 0)), self.handle(item["handle"])
             to.file_offset, to.buffer_offset, to.size = item["offset"], item.get("buffer_offset", 0), item["size"]
-        return self.library.cuFileBatchIOSubmit(pointer(self.batch(batch)), len(items) if count is None else count,
-                                                None if null else array, 0).outcome()
+        return self.library.cuFileBatchIOSubmit(
+            pointer(self.batch(batch)), len(items) if count is None else count, None if null else array, 0
+        ).outcome()
 
     def do_status(self, batch, least, count, timeout_ms=None, null=False):
         number, events = ctypes.c_uint(count), (Event * max(1, count))()
         timeout = None if timeout_ms is None else Timespec(timeout_ms // 1000, timeout_ms % 1000 * 1000000)
-        result = self.library.cuFileBatchIOGetStatus(pointer(self.batch(batch)), least, ctypes.byref(number),
-                                                     None if null else events,
-                                                     None if timeout is None else ctypes.byref(timeout))
+        result = self.library.cuFileBatchIOGetStatus(
+            pointer(self.batch(batch)),
+            least,
+            ctypes.byref(number),
+            None if null else events,
+            None if timeout is None else ctypes.byref(timeout),
+        )
         if result.error:
             return result.outcome()
-        return [*result.outcome(), sorted([e.cookie or 0, e.status, e.result] for e in events[:number.value])]
+        return [*result.outcome(), sorted([e.cookie or 0, e.status, e.result] for e in events[: number.value])]
 
     def do_drain(self, batch, count, capacity, buffers=()):
         """Events until so many are there, or none comes any more; then what the buffers hold."""
@@ -323,17 +362,26 @@ class Player:
     def do_capture(self, on):
         self.cuda.fake_cuda_capture(int(on))
 
-    def do_read_async(self, handle, buffer, size, offset, buffer_offset=0, stream=None, late_size=None, null=False,
-                      call="ReadAsync"):
+    def do_read_async(
+        self, handle, buffer, size, offset, buffer_offset=0, stream=None, late_size=None, null=False, call="ReadAsync"
+    ):
         """With late_size, work that is on the stream already stores that as the size, later than the call is made."""
         values = [ctypes.c_size_t(size), ctypes.c_int64(offset), ctypes.c_int64(buffer_offset), ctypes.c_ssize_t(-77)]
         if late_size is not None:
             late = ctypes.c_size_t(late_size)
-            self.cuda.fake_cuda_launch(pointer(self.streams[stream]), ctypes.byref(values[0]), ctypes.byref(late),
-                                       ctypes.c_size_t(8), ctypes.c_long(50_000_000))
+            self.cuda.fake_cuda_launch(
+                pointer(self.streams[stream]),
+                ctypes.byref(values[0]),
+                ctypes.byref(late),
+                ctypes.c_size_t(8),
+                ctypes.c_long(50_000_000),
+            )
         result = getattr(self.library, f"cuFile{call}")(
-            pointer(self.handle(handle)), pointer(self.address(buffer)),
-            *(None if null else ctypes.byref(value) for value in values), pointer(self.streams[stream]))
+            pointer(self.handle(handle)),
+            pointer(self.address(buffer)),
+            *(None if null else ctypes.byref(value) for value in values),
+            pointer(self.streams[stream]),
+        )
         if self.cuda is not None:
             assert self.cuda.cuStreamSynchronize(pointer(self.streams[stream])) == 0
         return [*result.outcome(), values[3].value, self.digest(buffer)]

@@ -20,9 +20,21 @@ SYS_CLOSE, SYS_OPENAT = (3, 257) if os.uname().machine == "x86_64" else (57, 56)
 
 
 def fields(status):
-    return [status.st_dev, status.st_ino, status.st_mode, status.st_nlink, status.st_uid, status.st_gid, status.st_rdev,
-            status.st_size, status.st_blksize, status.st_blocks, status.st_atime_ns, status.st_mtime_ns,
-            status.st_ctime_ns]
+    return [
+        status.st_dev,
+        status.st_ino,
+        status.st_mode,
+        status.st_nlink,
+        status.st_uid,
+        status.st_gid,
+        status.st_rdev,
+        status.st_size,
+        status.st_blksize,
+        status.st_blocks,
+        status.st_atime_ns,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    ]
 
 
 def checked(result):
@@ -35,7 +47,7 @@ def checked(result):
 def memory(size, aligned):
     """Room that is page-aligned or certainly not, filled so that bytes nobody should touch are seen."""
     room = mmap.mmap(-1, size + 8192)
-    view = memoryview(room)[0 if aligned else 13:][:size]
+    view = memoryview(room)[0 if aligned else 13 :][:size]
     view[:] = FILL * size
     return view
 

@@ -483,10 +483,12 @@ class Throttle:
 def stoppable(own_pool, tmp_path):
     """A pool on loop devices, and what stops one of them: stoppable(2) -> (pool, devices, throttle)."""
     with contextlib.ExitStack() as stack:
+
         def make(count):
             devices = stack.enter_context(loop_devices(tmp_path, count, "128M"))
             pool = Pool(devices=devices, format_args=("--stripe-width", "1"))
             return stack.enter_context(pool), devices, stack.enter_context(Throttle())
+
         yield make
 
 

@@ -43,10 +43,22 @@ def test_the_example_says_what_is_wrong(example, directory, tmp_path):
 def test_the_example_is_clean_under_the_address_sanitizer(directory, tmp_path):
     """The program alone: libkvfs itself is tested so by native/test."""
     program = tmp_path / "get_put"
-    run("gcc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-g", "-fsanitize=address,undefined",
-        "-fno-sanitize-recover=all", f"-I{REPOSITORY / 'native' / 'include'}",
-        REPOSITORY / "native" / "examples" / "get_put.c", "-o", program, f"-L{LIBRARY}", "-lkvfs",
-        f"-Wl,-rpath,{LIBRARY}", timeout_s=120)
+    run(
+        "gcc",
+        "-std=c11",
+        "-D_POSIX_C_SOURCE=200809L",
+        "-g",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+        f"-I{REPOSITORY / 'native' / 'include'}",
+        REPOSITORY / "native" / "examples" / "get_put.c",
+        "-o",
+        program,
+        f"-L{LIBRARY}",
+        "-lkvfs",
+        f"-Wl,-rpath,{LIBRARY}",
+        timeout_s=120,
+    )
     run(program, directory, environment={"ASAN_OPTIONS": "detect_leaks=1"})
 
 
@@ -80,9 +92,22 @@ int main(int, char **argv) {
 def test_the_header_serves_cpp(directory, tmp_path, standard):
     requires_program("g++")
     (tmp_path / "program.cc").write_text("#include <cstdint>\n" + _CPP)
-    run("g++", f"-std={standard}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{REPOSITORY / 'native/include'}",
-        tmp_path / "program.cc", "-o", tmp_path / "program", f"-L{LIBRARY}", "-lkvfs", f"-Wl,-rpath,{LIBRARY}",
-        timeout_s=120)
+    run(
+        "g++",
+        f"-std={standard}",
+        "-Wall",
+        "-Wextra",
+        "-Wpedantic",
+        "-Werror",
+        f"-I{REPOSITORY / 'native/include'}",
+        tmp_path / "program.cc",
+        "-o",
+        tmp_path / "program",
+        f"-L{LIBRARY}",
+        "-lkvfs",
+        f"-Wl,-rpath,{LIBRARY}",
+        timeout_s=120,
+    )
     path = directory / "6b" / "6b6579"
     path.parent.mkdir()
     path.write_bytes(b"from the mount" + content(MIB - 14))
@@ -92,8 +117,17 @@ def test_the_header_serves_cpp(directory, tmp_path, standard):
 @pytest.mark.parametrize("standard", ["c99", "c11", "c17"])
 def test_the_header_serves_c(tmp_path, standard):
     (tmp_path / "program.c").write_text("#include <kvfs.h>\nint main(void) { return 0; }\n")
-    run("gcc", f"-std={standard}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only",
-        f"-I{REPOSITORY / 'native/include'}", tmp_path / "program.c")
+    run(
+        "gcc",
+        f"-std={standard}",
+        "-Wall",
+        "-Wextra",
+        "-Wpedantic",
+        "-Werror",
+        "-fsyntax-only",
+        f"-I{REPOSITORY / 'native/include'}",
+        tmp_path / "program.c",
+    )
 
 
 def test_the_library_exports_what_the_header_says_and_no_more():
@@ -104,10 +138,10 @@ def test_the_library_exports_what_the_header_says_and_no_more():
     declared = set()
     for header in ("kvfs.h", "kvfs_gpu.h"):
         text = (REPOSITORY / "native" / "include" / header).read_text()
-        result = subprocess.run(["gcc", "-fpreprocessed", "-dD", "-E", "-P", "-"], input=text, capture_output=True,
-                                text=True, check=True)
+        result = subprocess.run(
+            ["gcc", "-fpreprocessed", "-dD", "-E", "-P", "-"], input=text, capture_output=True, text=True, check=True
+        )
         words = result.stdout.replace("(", " ( ").replace("*", " ").split()
-        declared |= {word for word, after in itertools.pairwise(words)
-                     if after == "(" and word.startswith("kvfs_")}
+        declared |= {word for word, after in itertools.pairwise(words) if after == "(" and word.startswith("kvfs_")}
     assert {name.partition("@")[0] for name in symbols} == declared
     assert all("@@KVFS_" in name for name in symbols), symbols

@@ -53,8 +53,9 @@ class Player:
         if stats is not None:
             environment = preload.environment(environment) | {"KVFS_PRELOAD_STATS": os.fspath(stats)}
         self.stats = stats
-        self.process = subprocess.Popen([sys.executable, PLAYER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        text=True, env=environment)
+        self.process = subprocess.Popen(
+            [sys.executable, PLAYER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         if user is not None:  # from inside: another user may not reach this Python. The daemon's group may connect.
             self("become", user, [0, TEAM])
 
@@ -146,9 +147,17 @@ SIZES = [0, 1, 4095, 4096, 4097, 64 * KIB, 100_000, 512 * KIB, MIB, 1_124_352, 2
 def populate(directory, random_):
     """A tree with all kinds of names, modes and owners. Returns paths of what is there, most of it."""
     paths = [str(directory)]
-    for name, mode, owner in [("open", 0o755, 0), ("open/deep", 0o755, 0), ("open/deep/er", 0o711, 0),
-                              ("private", 0o700, 0), ("private/in", 0o755, 0), ("alices", 0o700, ALICE),
-                              ("team", 0o750, BOB), ("others", 0o705, BOB), ("blind", 0o644, BOB)]:
+    for name, mode, owner in [
+        ("open", 0o755, 0),
+        ("open/deep", 0o755, 0),
+        ("open/deep/er", 0o711, 0),
+        ("private", 0o700, 0),
+        ("private/in", 0o755, 0),
+        ("alices", 0o700, ALICE),
+        ("team", 0o750, BOB),
+        ("others", 0o705, BOB),
+        ("blind", 0o644, BOB),
+    ]:
         path = directory / name
         path.mkdir()
         os.chown(path, owner, TEAM if name == "team" else owner)
@@ -164,8 +173,13 @@ def populate(directory, random_):
         path.chmod(random_.choice([0o644, 0o644, 0o600, 0o640, 0o000, 0o755, 0o604]))
         os.utime(path, ns=(random_.randrange(1, 1 << 60), random_.randrange(1, 1 << 60)))
         paths.append(str(path))
-    for name, target in [("to-file", "open"), ("to-nothing", "no/where"), ("to-itself", "to-itself"),
-                         ("open/up", ".."), ("absolute", str(directory / "open"))]:
+    for name, target in [
+        ("to-file", "open"),
+        ("to-nothing", "no/where"),
+        ("to-itself", "to-itself"),
+        ("open/up", ".."),
+        ("absolute", str(directory / "open")),
+    ]:
         (directory / name).symlink_to(target)
         paths.append(str(directory / name))
     return paths
@@ -188,33 +202,69 @@ def some_path(random_, paths):
 
 def some_call(random_, paths):
     path = some_path(random_, paths)
-    name = random_.choice(["stat", "stat", "lstat", "fstatat", "statx", "access", "access", "faccessat", "open",
-                           "whole", "reads", "reads"])
+    name = random_.choice(
+        [
+            "stat",
+            "stat",
+            "lstat",
+            "fstatat",
+            "statx",
+            "access",
+            "access",
+            "faccessat",
+            "open",
+            "whole",
+            "reads",
+            "reads",
+        ]
+    )
     if name == "fstatat":
         return [[name, path, random_.random() < 0.5]]
     if name == "statx":
         # None, NOFOLLOW, FORCE_SYNC; basic, all that 5.10 knew, birth time, mount id, alignment of direct I/O.
-        return [[name, path, random_.choice([0, 0x100, 0x2000]), random_.choice([0x7ff, 0xfff, 0x2, 0x1fff, 0x3fff])]]
+        return [[name, path, random_.choice([0, 0x100, 0x2000]), random_.choice([0x7FF, 0xFFF, 0x2, 0x1FFF, 0x3FFF])]]
     if name == "access":
         return [[name, path, random_.choice([os.F_OK, os.F_OK, os.R_OK, os.W_OK, os.X_OK, os.R_OK | os.W_OK])]]
     if name == "faccessat":
         return [[name, path, random_.choice([0, 4, 2, 1, 8]), random_.choice([0, 0x100, 0x200, 0x300])]]
-    flags = random_.choice([0, os.O_DIRECT, os.O_NOFOLLOW, os.O_CLOEXEC, os.O_DIRECTORY, os.O_PATH, os.O_RDWR,
-                            os.O_WRONLY, os.O_RDONLY | os.O_NONBLOCK])
+    flags = random_.choice(
+        [
+            0,
+            os.O_DIRECT,
+            os.O_NOFOLLOW,
+            os.O_CLOEXEC,
+            os.O_DIRECTORY,
+            os.O_PATH,
+            os.O_RDWR,
+            os.O_WRONLY,
+            os.O_RDONLY | os.O_NONBLOCK,
+        ]
+    )
     if name == "open":
         return [["open", "f", path, flags], ["fstat", "f"], ["close", "f"]]
     if name != "reads":
         return [[name, path]]
     calls = [["open", "f", path, random_.choice([os.O_RDONLY, os.O_DIRECT, os.O_DIRECT, os.O_RDWR])]]
     for _ in range(random_.randrange(1, 6)):
-        sizes = [random_.choice([1, 512, 4096, 64 * KIB, 513 * KIB, 600_000, MIB, 3 * MIB])
-                 for _ in range(random_.choice([1, 1, 1, 2, 3]))]
+        sizes = [
+            random_.choice([1, 512, 4096, 64 * KIB, 513 * KIB, 600_000, MIB, 3 * MIB])
+            for _ in range(random_.choice([1, 1, 1, 2, 3]))
+        ]
         offset = random_.choice([0, 0, 1, 4096, 100_000, 512 * KIB, MIB + 13, 1 << 40, (1 << 63) - 1, -1])
         aligned = random_.random() < 0.6
-        calls.append(random_.choice([
-            ["read", "f", sizes, aligned], ["pread", "f", sizes, offset, aligned], ["read_plain", "f", sizes[0]],
-            ["pread_plain", "f", sizes[0], offset], ["lseek", "f", offset, random_.choice([0, 1, 2])],
-            ["lseek", "f", 0, 1], ["fstat", "f"]]))
+        calls.append(
+            random_.choice(
+                [
+                    ["read", "f", sizes, aligned],
+                    ["pread", "f", sizes, offset, aligned],
+                    ["read_plain", "f", sizes[0]],
+                    ["pread_plain", "f", sizes[0], offset],
+                    ["lseek", "f", offset, random_.choice([0, 1, 2])],
+                    ["lseek", "f", 0, 1],
+                    ["fstat", "f"],
+                ]
+            )
+        )
     return [*calls, ["lseek", "f", 0, 1], ["close", "f"]]
 
 
@@ -484,6 +534,7 @@ def test_closing_every_descriptor_leaves_the_library_its_own(directory, stats, h
 
 def digest_of(data):
     import hashlib
+
     return hashlib.sha256(data).hexdigest()
 
 
@@ -607,8 +658,12 @@ def compiled(tmp_path, source, name):
 def test_signal_handlers_may_read_and_close(directory, tmp_path, stats):
     program = compiled(tmp_path, _SIGNALS, "signals")
     write_file(directory / "f", content(64 * KIB))
-    result = run(program, directory / "f", timeout_s=120,
-                 environment=preload.environment({}) | {"KVFS_PRELOAD_STATS": os.fspath(stats)})
+    result = run(
+        program,
+        directory / "f",
+        timeout_s=120,
+        environment=preload.environment({}) | {"KVFS_PRELOAD_STATS": os.fspath(stats)},
+    )
     assert int(result.stdout) > 20, "too few signals arrived to prove anything"
     assert total(stats, "reads")["reads"] > 1000
 
@@ -672,9 +727,18 @@ def test_reads_that_fail_natively_are_the_mounts(directory, tmp_path, monkeypatc
     """With a test double of libkvfs. Error 0: a device gives no answer for half a second, and then writes."""
     requires_program("gcc")
     (tmp_path / "double.c").write_text(_DOUBLE)
-    run("gcc", "-shared", "-fPIC", "-I", REPOSITORY / "native" / "include", "-Wl,-soname,libkvfs.so.1",
-        f"-Wl,--version-script={REPOSITORY / 'native' / 'libkvfs.map'}", "-o", tmp_path / "libkvfs.so.1",
-        tmp_path / "double.c")
+    run(
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-I",
+        REPOSITORY / "native" / "include",
+        "-Wl,-soname,libkvfs.so.1",
+        f"-Wl,--version-script={REPOSITORY / 'native' / 'libkvfs.map'}",
+        "-o",
+        tmp_path / "libkvfs.so.1",
+        tmp_path / "double.c",
+    )
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     if error:
         monkeypatch.setenv("DOUBLE_ERROR", str(error))
@@ -820,12 +884,31 @@ def test_programs(directory, tmp_path, stats):
 @pytest.mark.parametrize("engine", ["psync", "pvsync2", "libaio", "io_uring"])
 def test_fio_reads_and_verifies(directory, stats, engine):
     requires_program("fio")
-    words = ["--name=job", f"--filename={directory}/data", "--size=16M", "--bs=1m", "--direct=1", "--verify=crc32c",
-             "--verify_state_save=0", "--verify_fatal=1", "--fallocate=none", "--thread=1", "--output-format=json"]
+    words = [
+        "--name=job",
+        f"--filename={directory}/data",
+        "--size=16M",
+        "--bs=1m",
+        "--direct=1",
+        "--verify=crc32c",
+        "--verify_state_save=0",
+        "--verify_fatal=1",
+        "--fallocate=none",
+        "--thread=1",
+        "--output-format=json",
+    ]
     run("fio", *words, "--ioengine=psync", "--rw=write", "--do_verify=0", timeout_s=70)
-    result = run("fio", *words, f"--ioengine={engine}", "--rw=read", "--iodepth=4", "--loops=1", timeout_s=70,
-                 environment=preload.environment(os.environ) | {"KVFS_PRELOAD_STATS": os.fspath(stats)})
-    [job] = json.loads(result.stdout[result.stdout.index("{"):])["jobs"]
+    result = run(
+        "fio",
+        *words,
+        f"--ioengine={engine}",
+        "--rw=read",
+        "--iodepth=4",
+        "--loops=1",
+        timeout_s=70,
+        environment=preload.environment(os.environ) | {"KVFS_PRELOAD_STATS": os.fspath(stats)},
+    )
+    [job] = json.loads(result.stdout[result.stdout.index("{") :])["jobs"]
     assert job["error"] == 0 and job["read"]["io_bytes"] == 16 * MIB
     reads = total(stats, "reads")["reads"]
     assert reads >= 16 if engine.startswith("p") else reads == 0, reads
@@ -837,11 +920,28 @@ def test_the_posix_contract(service, stats):
     """What the mount owes is owed with the library too: the same tests, in a process that has it."""
     requires_root()
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--run-slow", "tests/posix",
-         "--directory", service.root, "-k",
-         "(read or stat or unlink or rename or permission or coherence) and not fio and not storm"],
-        env=preload.environment(os.environ) | {"KVFS_PRELOAD_STATS": os.fspath(stats)}, cwd=REPOSITORY,
-        capture_output=True, text=True, timeout=540, check=False)
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "--run-slow",
+            "tests/posix",
+            "--directory",
+            service.root,
+            "-k",
+            "(read or stat or unlink or rename or permission or coherence) and not fio and not storm",
+        ],
+        env=preload.environment(os.environ) | {"KVFS_PRELOAD_STATS": os.fspath(stats)},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     counters = total(stats, "reads", "stats", "absent", "opens")
     print(result.stdout.splitlines()[-1], counters)
@@ -858,10 +958,21 @@ def play(client, script, directory, home, stats, *arguments):
     if not CLIENTS.exists() or not (source / ".unpacked").exists():
         pytest.skip(f"the client {client} is not installed: run tools/setup-clients")
     environment = preload.environment(os.environ) | {
-        "KVFS_PRELOAD_STATS": os.fspath(stats), "HOME": os.fspath(home), "LMCACHE_TRACK_USAGE": "false",
-        "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
-    result = run(CLIENTS, REPOSITORY / "tests" / "clients" / "scripts" / script, directory / "kv", source, *arguments,
-                 timeout_s=200, environment=environment)
+        "KVFS_PRELOAD_STATS": os.fspath(stats),
+        "HOME": os.fspath(home),
+        "LMCACHE_TRACK_USAGE": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "2",
+    }
+    result = run(
+        CLIENTS,
+        REPOSITORY / "tests" / "clients" / "scripts" / script,
+        directory / "kv",
+        source,
+        *arguments,
+        timeout_s=200,
+        environment=environment,
+    )
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -893,8 +1004,17 @@ def test_lmcache_local_disk_unchanged(directory, tmp_path, stats, how):
 def test_preload_run(directory, stats):
     write_file(directory / "f", content(MIB))
     program = f"import os, sys; print(os.stat({str(directory / 'f')!r}).st_size); sys.exit(7)"
-    result = run(sys.executable, "-m", "kvfs", "preload-run", sys.executable, "-c", program, check=False,
-                 environment={"KVFS_PRELOAD_STATS": os.fspath(stats)})
+    result = run(
+        sys.executable,
+        "-m",
+        "kvfs",
+        "preload-run",
+        sys.executable,
+        "-c",
+        program,
+        check=False,
+        environment={"KVFS_PRELOAD_STATS": os.fspath(stats)},
+    )
     assert (result.stdout, result.stderr, result.returncode) == (f"{MIB}\n", "", 7)
     assert total(stats, "stats")["stats"] == 1
     result = run(sys.executable, "-m", "kvfs", "preload-run", "/no/such/program", check=False)
@@ -965,7 +1085,11 @@ def test_cost(directory, tmp_path, stats):
     (directory / "00" / "1a").mkdir(parents=True)
     write_file(directory / "00" / "1a" / "f", content(2 * MIB))
     print()
-    for name, environment in [("plain", {}), ("preload", preload.environment({})), ("plain", {}),
-                              ("preload", preload.environment({}))]:
+    for name, environment in [
+        ("plain", {}),
+        ("preload", preload.environment({})),
+        ("plain", {}),
+        ("preload", preload.environment({})),
+    ]:
         result = run(program, directory / "00" / "1a" / "f", environment=environment)
         print(f"{name:8}", " ".join(result.stdout.split()))

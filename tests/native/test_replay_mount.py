@@ -47,10 +47,12 @@ def test_a_full_pool_loses_blocks_and_fails_nothing(trace, own_pool, tmp_path):
     pool = own_pool(files=4, size="16M")
     path = tmp_path / "long.jsonl"
     request = {"input_length": 4096, "output_length": 1}
-    path.write_text("".join(
-        json.dumps({**request, "timestamp": i, "hash_ids": [i % 300 * 8 + k for k in range(8)]}) + "\n"
-        for i in range(600)
-    ))
+    path.write_text(
+        "".join(
+            json.dumps({**request, "timestamp": i, "hash_ids": [i % 300 * 8 + k for k in range(8)]}) + "\n"
+            for i in range(600)
+        )
+    )
     for more in ((), ("--native",)):
         made = replay(path, pool.mount, "--threads", 4, *more)
         assert made["errors"] == {"load": {}, "store": {}, "wrong": 0}
@@ -59,6 +61,17 @@ def test_a_full_pool_loses_blocks_and_fails_nothing(trace, own_pool, tmp_path):
 
 
 def test_libkvfs_is_refused_where_no_pool_is_mounted(trace, tmp_path):
-    result = run(sys.executable, "-m", "kvfs", "replay", str(trace), "--target", str(tmp_path), "--native",
-                 "--block-size", "64K", check=False)
+    result = run(
+        sys.executable,
+        "-m",
+        "kvfs",
+        "replay",
+        str(trace),
+        "--target",
+        str(tmp_path),
+        "--native",
+        "--block-size",
+        "64K",
+        check=False,
+    )
     assert result.returncode == 1 and result.stderr.startswith("kvfs: ") and str(tmp_path) in result.stderr

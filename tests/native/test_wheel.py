@@ -64,8 +64,14 @@ def sdist(work):
         or name.endswith(".egg-info") or pathlib.Path(at, name) == helpers.REPOSITORY / "kvfs/lib"
     ])  # fmt: skip
     code = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
-    result = subprocess.run([sys.executable, "-c", code, work], cwd=source, capture_output=True, text=True,
-                            timeout=BUILD_TIMEOUT_S, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code, work],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     return work / result.stdout.split()[-1]
 

@@ -161,7 +161,6 @@ def test_faults_in_random_order_under_load_never_give_wrong_bytes():
             assert others < idle[1] + 10
             wait_until(lambda: {d["state"] for d in pool.status()["devices"]} == {"online"}, "the return", timeout_s=60)
 
-
             def stored():
                 with contextlib.suppress(OSError):  # a deadline of 1.5 s is short for a busy machine
                     (pool.mount / "last").write_bytes(content(0, MIB))

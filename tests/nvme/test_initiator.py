@@ -248,6 +248,7 @@ def test_threads_share_the_queues_that_a_controller_grants(queues):
     blocks = pairs(96, MIB // 4)
     with files(2, 64 * MIB) as paths, Enclosure({NQNS[0]: paths}) as enclosure:
         with Pool(devices=urls(enclosure.port, NQNS[0], 2, f"&queues={queues}")) as pool:
+
             def store(some):
                 for name, data in some:
                     (pool.mount / name.decode()).write_bytes(data)

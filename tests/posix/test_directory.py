@@ -13,8 +13,13 @@ DT_DIR, DT_REG, DT_LNK = 4, 8, 10
 
 
 class Dirent(ctypes.Structure):
-    _fields_ = (("d_ino", ctypes.c_uint64), ("d_off", ctypes.c_int64), ("d_reclen", ctypes.c_uint16),
-                ("d_type", ctypes.c_uint8), ("d_name", ctypes.c_char * 256))
+    _fields_ = (
+        ("d_ino", ctypes.c_uint64),
+        ("d_off", ctypes.c_int64),
+        ("d_reclen", ctypes.c_uint16),
+        ("d_type", ctypes.c_uint8),
+        ("d_name", ctypes.c_char * 256),
+    )
 
 
 libc.opendir.restype = ctypes.c_void_p
@@ -93,8 +98,10 @@ def test_entries_carry_their_types_and_inode_numbers(directory):
     for name, (_, number) in found.items():
         assert number == os.lstat(directory / name).st_ino, name
     with os.scandir(directory) as entries:
-        kinds = {entry.name: (entry.is_file(follow_symlinks=False), entry.is_dir(follow_symlinks=False),
-                              entry.is_symlink()) for entry in entries}
+        kinds = {
+            entry.name: (entry.is_file(follow_symlinks=False), entry.is_dir(follow_symlinks=False), entry.is_symlink())
+            for entry in entries
+        }
     assert kinds == {"file": (True, False, False), "sub": (False, True, False), "link": (False, False, True)}
 
 
@@ -137,7 +144,7 @@ def test_seekdir_returns_to_where_telldir_was(large):
             assert stream.next()[0] == name
         position, name = positions[len(positions) // 2]
         stream.seek(position)
-        assert [entry[0] for entry in stream.rest()] == order[order.index(name):]
+        assert [entry[0] for entry in stream.rest()] == order[order.index(name) :]
         stream.rewind()
         assert len(stream.rest()) == ENTRIES
 

@@ -17,13 +17,16 @@ def pool(own_pool):
     """Of 64 MiB in segments of one, with rules in pool.toml."""
     made = own_pool(files=4, size="16M", started=False)
     path = made.path / "pool.toml"
-    path.write_text(path.read_text() + """
+    path.write_text(
+        path.read_text()
+        + """
 [[group]]
 suffixes = ["", ".metadata"]
 
 [[group]]
 directory = "prompts/*"
-""")
+"""
+    )
     made.start()
     return made
 
@@ -117,7 +120,7 @@ def test_a_file_that_is_read_often_keeps_its_group(pool):
             fill(pool, 1, start=index)
             try:
                 with opened(pair[1], os.O_RDONLY | os.O_DIRECT) as descriptor:
-                    assert os.pread(descriptor, 4 * KIB, 0) == content(BLOCK, pair[1].name)[:4 * KIB]
+                    assert os.pread(descriptor, 4 * KIB, 0) == content(BLOCK, pair[1].name)[: 4 * KIB]
             except FileNotFoundError:
                 return False
         return True

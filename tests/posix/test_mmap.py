@@ -17,12 +17,14 @@ def test_shared_mapping_writes_before_the_seal(directory):
                 memory[:] = content(SIZE)
                 memory.flush()
         os.rename(directory / "block.tmp", directory / "block")
+
     in_child(store)
     assert_same(read_file(directory / "block"), content(SIZE), "msynced mapping")
 
 
 def test_page_dirtied_after_the_close_reaches_the_file_over_a_rename(directory):
     """The kernel's order is FLUSH, RENAME, WRITE: closing and renaming do not end writing."""
+
     def store():
         with open(directory / "block.tmp", "w+b") as file:
             file.truncate(SIZE)
@@ -30,12 +32,13 @@ def test_page_dirtied_after_the_close_reaches_the_file_over_a_rename(directory):
         with memory:
             memory[:] = content(SIZE, 1)
             os.rename(directory / "block.tmp", directory / "block")
-            memory[MIB:2 * MIB] = content(MIB, 2)
+            memory[MIB : 2 * MIB] = content(MIB, 2)
             memory.flush()
-            expected = content(SIZE, 1)[:MIB] + content(MIB, 2) + content(SIZE, 1)[2 * MIB:]
+            expected = content(SIZE, 1)[:MIB] + content(MIB, 2) + content(SIZE, 1)[2 * MIB :]
             assert_same(read_file(directory / "block"), expected, "while mapped, after msync")
+
     in_child(store)
-    expected = content(SIZE, 1)[:MIB] + content(MIB, 2) + content(SIZE, 1)[2 * MIB:]
+    expected = content(SIZE, 1)[:MIB] + content(MIB, 2) + content(SIZE, 1)[2 * MIB :]
     assert_same(read_file(directory / "block"), expected, "after munmap")
 
 
@@ -46,6 +49,7 @@ def test_mapping_without_msync_is_written_back_by_munmap_and_exit(directory):
             memory = mmap.mmap(file.fileno(), SIZE, mmap.MAP_SHARED)
         memory[:] = content(SIZE)
         os._exit(0)
+
     with pytest.raises(AssertionError, match="status 0"):  # it says nothing, and ends well
         in_child(store)
     os.rename(directory / "block.tmp", directory / "block")
@@ -61,7 +65,8 @@ def test_read_only_mapping_of_a_sealed_block(directory, kind):
             memory = mmap.mmap(descriptor, SIZE, kind, mmap.PROT_READ)
         with memory:
             assert_same(memory[:], content(SIZE), "mapped block")
-            assert memory[SIZE - 5:] == content(SIZE)[-5:]
+            assert memory[SIZE - 5 :] == content(SIZE)[-5:]
+
     in_child(load)
 
 
@@ -69,10 +74,13 @@ def test_private_mapping_never_changes_the_file(directory):
     write_file(directory / "block", content(SIZE))
 
     def scribble():
-        with opened(directory / "block", os.O_RDONLY) as descriptor, \
-                mmap.mmap(descriptor, SIZE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+        with (
+            opened(directory / "block", os.O_RDONLY) as descriptor,
+            mmap.mmap(descriptor, SIZE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as memory,
+        ):
             memory[:MIB] = bytes(MIB)
             assert memory[:MIB] == bytes(MIB)
+
     in_child(scribble)
     assert_same(read_file(directory / "block"), content(SIZE), "after a private write")
 
@@ -90,6 +98,7 @@ def test_mapping_of_a_replaced_and_removed_file_keeps_its_bytes(directory):
             assert_same(memory[:], content(SIZE, "old"), "replaced")
             os.unlink(directory / "block")
             assert_same(memory[:], content(SIZE, "old"), "and removed")
+
     in_child(hold)
 
 
@@ -100,11 +109,12 @@ def test_mapping_and_read_see_each_others_writes(directory):
             with mmap.mmap(descriptor, MIB, mmap.MAP_SHARED) as memory:
                 for step in range(40):
                     offset = step * 20_000
-                    memory[offset:offset + 5000] = content(5000, step)
+                    memory[offset : offset + 5000] = content(5000, step)
                     memory.flush()
                     assert os.pread(descriptor, 5000, offset) == content(5000, step), f"read after map, step {step}"
                     os.pwrite(descriptor, content(5000, -step), offset + 5000)
-                    assert memory[offset + 5000:offset + 10_000] == content(5000, -step), f"map after write {step}"
+                    assert memory[offset + 5000 : offset + 10_000] == content(5000, -step), f"map after write {step}"
+
     in_child(share)
 
 
@@ -112,10 +122,13 @@ def test_sealed_block_can_be_mapped_for_writing_again(directory):
     write_file(directory / "block", content(SIZE))
 
     def update():
-        with opened(directory / "block", os.O_RDWR) as descriptor, \
-                mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED) as memory:
-            memory[SIZE - 3:] = b"end"
+        with (
+            opened(directory / "block", os.O_RDWR) as descriptor,
+            mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED) as memory,
+        ):
+            memory[SIZE - 3 :] = b"end"
             memory[:5] = b"begin"
+
     in_child(update)
     assert_same(read_file(directory / "block"), b"begin" + content(SIZE)[5:-3] + b"end", "updated in place")
 
@@ -124,10 +137,13 @@ def test_many_processes_map_one_block(directory):
     write_file(directory / "block", content(SIZE))
 
     def load():
-        with opened(directory / "block", os.O_RDONLY) as descriptor, \
-                mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED, mmap.PROT_READ) as memory:
+        with (
+            opened(directory / "block", os.O_RDONLY) as descriptor,
+            mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED, mmap.PROT_READ) as memory,
+        ):
             return memory[:] == content(SIZE)
 
     def load_in_four():
         return [in_child(load) for _ in range(4)]
+
     assert in_child(load_in_four) == [True] * 4

@@ -25,6 +25,7 @@ def shared(directory, is_kvfs):
         except PermissionError:
             return False
         return True
+
     if not in_child(reach, user=ALICE) and not is_kvfs:
         pytest.skip("other users cannot reach this directory")
     return directory
@@ -73,6 +74,7 @@ def test_group_mode_applies_to_the_group(shared):
     def intrude():
         with raises_errno(errno.EACCES):
             os.open(shared / "block", os.O_RDONLY)
+
     in_child(intrude, user=BOB)
 
 
@@ -83,9 +85,12 @@ def test_directory_without_write_permission_takes_and_loses_no_names(shared):
         assert os.listdir(shared / "sub") == ["a"]
         with raises_errno(errno.EACCES):
             os.open(shared / "sub" / "b", os.O_CREAT | os.O_WRONLY)
-        for attempt in (lambda: os.unlink(shared / "sub" / "a"), lambda: os.mkdir(shared / "sub" / "d"),
-                        lambda: os.rename(shared / "sub" / "a", shared / "a"),
-                        lambda: os.symlink("x", shared / "sub" / "l")):
+        for attempt in (
+            lambda: os.unlink(shared / "sub" / "a"),
+            lambda: os.mkdir(shared / "sub" / "d"),
+            lambda: os.rename(shared / "sub" / "a", shared / "a"),
+            lambda: os.symlink("x", shared / "sub" / "l"),
+        ):
             with raises_errno(errno.EACCES):
                 attempt()
 
@@ -149,6 +154,7 @@ def test_chmod_takes_effect_for_the_next_open_and_not_for_open_descriptors(share
             assert os.pread(descriptor, 10_000, 0) == content(9000)
             with raises_errno(errno.EACCES):
                 os.open(shared / "block", os.O_RDONLY)
+
         in_child(intrude, user=BOB)
 
 
@@ -170,6 +176,7 @@ def test_umask_applies_to_new_files_and_directories(directory):
         os.umask(0o027)
         write_file(directory / "file", b"x", mode=0o666)
         os.mkdir(directory / "sub", 0o777)
+
     in_child(create)
     assert stat.S_IMODE(os.stat(directory / "file").st_mode) == 0o640
     assert stat.S_IMODE(os.stat(directory / "sub").st_mode) == 0o750
@@ -192,6 +199,7 @@ def test_write_by_another_user_drops_setuid(shared):
     def intrude():
         with opened(shared / "tool", os.O_WRONLY) as descriptor:
             os.write(descriptor, b"y")
+
     in_child(intrude, user=BOB)
     assert not os.stat(shared / "tool").st_mode & stat.S_ISUID
 
@@ -209,6 +217,7 @@ def test_a_change_by_another_drops_set_group_id_without_group_execute_too(shared
                 os.ftruncate(descriptor, 100)
             else:
                 os.posix_fallocate(descriptor, 0, 10_000)
+
     in_child(intrude, user=BOB)
     assert stat.S_IMODE(os.stat(shared / "tool").st_mode) == 0o666
 
@@ -239,11 +248,14 @@ def test_times_before_1970_come_back_to_the_nanosecond(directory, moment, is_kvf
     assert (status.st_atime_ns, status.st_mtime_ns) == (moment, moment)
 
 
-@pytest.mark.parametrize(("moment", "kept"), [
-    (10**19 + 5, (1 << 63) - 1),
-    ((1 << 63) - 1, (1 << 63) - 1),
-    (-(10**19), -(1 << 63)),
-])
+@pytest.mark.parametrize(
+    ("moment", "kept"),
+    [
+        (10**19 + 5, (1 << 63) - 1),
+        ((1 << 63) - 1, (1 << 63) - 1),
+        (-(10**19), -(1 << 63)),
+    ],
+)
 def test_times_beyond_what_a_file_can_have_become_the_nearest_that_it_can(directory, moment, kept, is_kvfs):
     if not is_kvfs:
         pytest.skip("other filesystems end elsewhere")
@@ -285,9 +297,13 @@ def test_new_files_have_times_of_now_and_reading_leaves_mtime_alone(directory):
 
 
 def test_new_and_removed_names_move_their_directorys_mtime(directory):
-    for change in (lambda: write_file(directory / "a", b"x"), lambda: os.rename(directory / "a", directory / "b"),
-                   lambda: os.unlink(directory / "b"), lambda: os.mkdir(directory / "c"),
-                   lambda: os.rmdir(directory / "c")):
+    for change in (
+        lambda: write_file(directory / "a", b"x"),
+        lambda: os.rename(directory / "a", directory / "b"),
+        lambda: os.unlink(directory / "b"),
+        lambda: os.mkdir(directory / "c"),
+        lambda: os.rmdir(directory / "c"),
+    ):
         os.utime(directory, (1000, 1000))
         change()
         assert os.stat(directory).st_mtime > 1000

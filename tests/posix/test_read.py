@@ -26,7 +26,7 @@ def test_pread_at_random_offsets_returns_exactly_the_bytes_there(block):
     with opened(block, os.O_RDONLY) as descriptor:
         for _ in range(400):
             offset, size = dice.randrange(SIZE), dice.choice([1, 100, 4096, 4097, 131_072, MIB])
-            assert_same(os.pread(descriptor, size, offset), data[offset:offset + size], f"pread({size}, {offset})")
+            assert_same(os.pread(descriptor, size, offset), data[offset : offset + size], f"pread({size}, {offset})")
 
 
 def test_pread_past_the_end_is_empty_and_across_it_is_cut(block):
@@ -45,7 +45,7 @@ def test_readv_and_preadv_fill_buffers_in_order(block):
         for read, offset in ((os.readv, 0), (lambda fd, b: os.preadv(fd, b, 777), 777)):
             buffers = [bytearray(size) for size in sizes]
             assert read(descriptor, buffers) == sum(sizes)
-            assert_same(b"".join(buffers), data[offset:offset + sum(sizes)], "scattered read")
+            assert_same(b"".join(buffers), data[offset : offset + sum(sizes)], "scattered read")
 
 
 def test_sequential_reads_of_any_size_reassemble_the_block(block):
@@ -110,12 +110,14 @@ def test_128_threads_open_and_read_at_once(directory):
 def test_one_descriptor_serves_many_threads(block):
     data = content(SIZE)
     with opened(block, os.O_RDONLY) as descriptor:
+
         def read(seed):
             dice = random.Random(seed)
             for _ in range(40):
                 offset = dice.randrange(SIZE - 65_536)
-                assert_same(os.pread(descriptor, 65_536, offset), data[offset:offset + 65_536], f"at {offset}")
+                assert_same(os.pread(descriptor, 65_536, offset), data[offset : offset + 65_536], f"at {offset}")
             return True
+
         with concurrent.futures.ThreadPoolExecutor(32) as threads:
             assert all(threads.map(read, range(32)))
 

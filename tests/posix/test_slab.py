@@ -52,8 +52,8 @@ def _only_kvfs(is_kvfs):
 
 def aligned(data):
     memory = mmap.mmap(-1, -(-len(data) // PAGE) * PAGE)
-    memory[:len(data)] = data
-    return memoryview(memory)[:len(data)]
+    memory[: len(data)] = data
+    return memoryview(memory)[: len(data)]
 
 
 def direct_read(descriptor, size, offset):
@@ -198,19 +198,21 @@ def test_all_paths_to_one_slab_agree(directory):
                 data = content(length, step)
                 way = dice.choice(["direct", "buffered", "mapped"])
                 if way == "mapped":
+
                     def store(offset=offset, data=data):
                         with mmap.mmap(buffered, size) as memory:
-                            memory[offset:offset + len(data)] = data
+                            memory[offset : offset + len(data)] = data
                             memory.flush()
+
                     in_child(store)
                 else:
                     descriptor = direct if way == "direct" else buffered
                     assert os.pwrite(descriptor, aligned(data), offset) == length
-                shadow[offset:offset + length] = data
+                shadow[offset : offset + length] = data
                 offset = dice.randrange(size)
                 length = dice.choice([1, 4000, PAGE, 70_000, MIB])
                 for descriptor in (direct, buffered):
-                    expected = shadow[offset:offset + length]
+                    expected = shadow[offset : offset + length]
                     assert_same(os.pread(descriptor, length, offset), expected, f"{way}, step {step}")
             assert_same(read_file(directory / "slab"), shadow, "another descriptor")
             assert os.fstat(buffered).st_size == size
@@ -222,6 +224,7 @@ def test_parts_of_one_page_written_at_once_all_stay(directory):
     """Threads write their own 512 bytes of the same pages, others the whole page behind them."""
     descriptor = make_slab(directory / "slab", MIB)
     try:
+
         def work(part):
             with opened(directory / "slab", os.O_RDWR | os.O_DIRECT) as own:
                 for turn in range(repeated(60)):
@@ -230,6 +233,7 @@ def test_parts_of_one_page_written_at_once_all_stay(directory):
                     else:
                         direct_write(own, content(PAGE, (part, turn)), PAGE * (part - 7))
                         assert_same(direct_read(own, PAGE, PAGE * (part - 7)), content(PAGE, (part, turn)), f"{part}")
+
         with ThreadPoolExecutor(12) as threads:
             list(threads.map(work, range(12)))
         last = repeated(60) - 1
@@ -268,7 +272,7 @@ def test_truncation_cuts_and_grows_with_zeros(directory):
             before = os.pread(descriptor, 4 * MIB, 0)
             os.ftruncate(descriptor, size)
             assert os.fstat(descriptor).st_size == size
-            expected = (before[:size] + bytes(max(0, size - len(before))))[:4 * MIB]
+            expected = (before[:size] + bytes(max(0, size - len(before))))[: 4 * MIB]
             assert_same(os.pread(descriptor, 4 * MIB, 0), expected, f"truncated to {size}")
             assert is_slab(descriptor)
         direct_write(descriptor, content(MIB, 1), 0)
@@ -292,7 +296,7 @@ def test_fio_verifies_every_byte_at_depth_32(directory, engine):
             words += [f"--bs={block}", f"--ioengine={engine}", "--iodepth=32", "--randseed=7", "--allow_file_create=0"]
             words += ["--verify=crc32c", "--verify_fatal=1", "--verify_state_save=0", "--output-format=json"]
             result = run("fio", *words, timeout_s=100)
-            [job] = json.loads(result.stdout[result.stdout.index("{"):])["jobs"]
+            [job] = json.loads(result.stdout[result.stdout.index("{") :])["jobs"]
             assert job["error"] == 0
             assert job["write"]["io_bytes"] > 0
             assert job["read"]["io_bytes"] >= job["write"]["io_bytes"], "fio did not verify what it wrote"
@@ -375,8 +379,11 @@ def test_beyond_the_quota_a_file_is_as_any_other_and_room_comes_back(own_pool):
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("grow", [lambda descriptor, size: os.posix_fallocate(descriptor, 0, size), os.ftruncate],
-                         ids=["fallocate", "ftruncate"])
+@pytest.mark.parametrize(
+    "grow",
+    [lambda descriptor, size: os.posix_fallocate(descriptor, 0, size), os.ftruncate],
+    ids=["fallocate", "ftruncate"],
+)
 def test_a_slab_that_outgrows_the_quota_becomes_a_file_with_all_its_bytes(own_pool, grow):
     pool = own_pool(files=4, size="512M")
     descriptor = os.open(pool.mount / "grown", RDWR | os.O_DIRECT, 0o644)
@@ -463,8 +470,9 @@ def test_preallocated_file_that_is_written_once_stays(own_pool, size):
             for at, data in pieces.items():
                 assert_same(os.pread(reader, len(data), at), data, f"{what} at {at}")
             assert_same(os.pread(reader, 5 * MIB, 5 * MIB), bytes(5 * MIB), f"{what}: a hole")
-            end = content(3 * MIB + 5)[3 * MIB:] + bytes(95)
+            end = content(3 * MIB + 5)[3 * MIB :] + bytes(95)
             assert_same(os.pread(reader, 100, 3 * MIB), end, f"{what}: the end of a piece")
+
     with opened(pool.mount / "x.tmp", RDWR) as descriptor:
         os.posix_fallocate(descriptor, 0, size)
         assert is_slab(descriptor)
@@ -567,6 +575,7 @@ def test_a_slab_in_use_while_the_pool_evicts(own_pool):
                 turn += 1
         except BaseException as error:
             failures.append(error)
+
     thread = threading.Thread(target=hammer)
     thread.start()
     try:

@@ -30,10 +30,22 @@ class Storm:
         self.reader = None
 
     def run(self, steps):
-        calls = [(self.write, 30), (self.append, 5), (self.read, 20), (self.read_all, 4), (self.truncate, 5),
-                 (self.truncate_by_path, 3), (self.size, 6), (self.reopen, 8), (self.reopen_truncated, 1),
-                 (self.rename, 4), (self.sync, 3), (self.duplicate, 3), (self.read_by_another, 8),
-                 (self.preallocate, 2)]
+        calls = [
+            (self.write, 30),
+            (self.append, 5),
+            (self.read, 20),
+            (self.read_all, 4),
+            (self.truncate, 5),
+            (self.truncate_by_path, 3),
+            (self.size, 6),
+            (self.reopen, 8),
+            (self.reopen_truncated, 1),
+            (self.rename, 4),
+            (self.sync, 3),
+            (self.duplicate, 3),
+            (self.read_by_another, 8),
+            (self.preallocate, 2),
+        ]
         if self.mapped:
             calls += [(self.map_write, 8), (self.map_read, 8)]
         if self.direct:
@@ -73,7 +85,7 @@ class Storm:
     def store(self, offset, data):
         if len(self.shadow) < offset:
             self.shadow.extend(bytes(offset - len(self.shadow)))
-        self.shadow[offset:offset + len(data)] = data
+        self.shadow[offset : offset + len(data)] = data
 
     def memory(self, data):
         memory = mmap.mmap(-1, len(data))
@@ -105,7 +117,7 @@ class Storm:
         self.note(f"pread {size} at {offset}{' direct' if direct else ''}")
         memory = mmap.mmap(-1, size)
         count = os.preadv(self.descriptor, [memory], offset)
-        assert_same(memory[:count], self.shadow[offset:offset + size], f"pread {size} at {offset}")
+        assert_same(memory[:count], self.shadow[offset : offset + size], f"pread {size} at {offset}")
 
     def read_all(self):
         self.note("read by path")
@@ -120,8 +132,11 @@ class Storm:
             self.note("open the reader")
         offset, size = self.span(self.largest, align=False)
         self.note(f"reader's pread {size} at {offset}")
-        assert_same(os.pread(self.reader, size, offset), self.shadow[offset:offset + size], f"reader's pread {size} "
-                    f"at {offset}")
+        assert_same(
+            os.pread(self.reader, size, offset),
+            self.shadow[offset : offset + size],
+            f"reader's pread {size} at {offset}",
+        )
 
     def resize(self, size):
         if size <= len(self.shadow):
@@ -193,7 +208,7 @@ class Storm:
         flush = self.dice.random() < 0.5
         self.note(f"mapped write {len(data)} at {offset}{' and msync' if flush else ''}")
         with mmap.mmap(self.descriptor, len(self.shadow), mmap.MAP_SHARED) as memory:
-            memory[offset:offset + len(data)] = data
+            memory[offset : offset + len(data)] = data
             if flush:
                 memory.flush()
         self.store(offset, data)
@@ -204,7 +219,7 @@ class Storm:
         offset, size = self.span(len(self.shadow), align=False)
         self.note(f"mapped read {size} at {offset}")
         with mmap.mmap(self.descriptor, len(self.shadow), mmap.MAP_SHARED, mmap.PROT_READ) as memory:
-            assert_same(memory[offset:offset + size], self.shadow[offset:offset + size], f"mapped read at {offset}")
+            assert_same(memory[offset : offset + size], self.shadow[offset : offset + size], f"mapped read at {offset}")
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -238,9 +238,7 @@ def test_a_user_s_own_mount_is_the_user_s_to_look_at_and_to_unmount() -> None:
         return done
 
     try:
-        formatted, mounted, looked, every, listed, busy, unmounted = as_a_user(
-            home, NOBODY, life
-        )
+        formatted, mounted, looked, every, listed, busy, unmounted = as_a_user(home, NOBODY, life)
         assert formatted[0] == mounted[0] == 0, (formatted, mounted)
         assert looked[0] == 0 and json.loads(looked[1])["pool"]["state"] == "mounted"
         assert str(home / "own" / "pool") in [one["pool"]["path"] for one in json.loads(every[1])["pools"]]

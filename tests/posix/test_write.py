@@ -40,7 +40,7 @@ DEEPSEEK_BLOCK = 1_124_352  # 16 tokens of DeepSeek-V3: not a multiple of 4 KiB
 def aligned(data, padded=None):
     """Return page-aligned memory holding data, for O_DIRECT."""
     memory = mmap.mmap(-1, max(padded or len(data), 1))
-    memory[:len(data)] = data
+    memory[: len(data)] = data
     return memory
 
 
@@ -68,12 +68,14 @@ def test_80_mib_go_in_one_write_and_one_read(directory):
 def test_writes_in_any_order_before_the_seal(directory):
     """UCM writes shards at their offsets, from several threads, in no order."""
     data = content(4 * MIB + 777)
-    pieces = [(offset, data[offset:offset + 70_001]) for offset in range(0, len(data), 70_001)]
+    pieces = [(offset, data[offset : offset + 70_001]) for offset in range(0, len(data), 70_001)]
     random.Random(7).shuffle(pieces)
     with opened(directory / "block.tmp", os.O_CREAT | os.O_WRONLY) as descriptor:
+
         def write_every_fourth(start):
             for offset, piece in pieces[start::4]:
                 assert os.pwrite(descriptor, piece, offset) == len(piece)
+
         threads = [threading.Thread(target=write_every_fourth, args=(start,)) for start in range(4)]
         for thread in threads:
             thread.start()
@@ -225,10 +227,10 @@ def test_preallocated_slab_is_overwritten_in_place(directory):
             index = dice.randrange(slots)
             data = content(slot, step)
             assert os.pwritev(descriptor, [aligned(data)], index * slot) == slot
-            shadow[index * slot:(index + 1) * slot] = data
+            shadow[index * slot : (index + 1) * slot] = data
             check = dice.randrange(slots)
             assert os.preadv(descriptor, [target], check * slot) == slot
-            assert_same(target[:], shadow[check * slot:(check + 1) * slot], f"slot {check} after step {step}")
+            assert_same(target[:], shadow[check * slot : (check + 1) * slot], f"slot {check} after step {step}")
 
 
 # --- O_DIRECT ---------------------------------------------------------------------------------------------------
@@ -404,13 +406,16 @@ def test_preallocation_and_truncation_wait_for_the_seals_of_others(directory):
     assert data.endswith(b"end")
 
 
-@pytest.mark.parametrize("mode", [
-    FALLOC_FL_KEEP_SIZE,
-    FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-    FALLOC_FL_ZERO_RANGE,
-    FALLOC_FL_COLLAPSE_RANGE,
-    FALLOC_FL_INSERT_RANGE,
-])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        FALLOC_FL_KEEP_SIZE,
+        FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+        FALLOC_FL_ZERO_RANGE,
+        FALLOC_FL_COLLAPSE_RANGE,
+        FALLOC_FL_INSERT_RANGE,
+    ],
+)
 def test_other_fallocate_modes_are_eopnotsupp_and_harmless(directory, is_kvfs, mode):
     if not is_kvfs:
         pytest.skip("other filesystems may have these modes")
@@ -480,7 +485,7 @@ def test_file_closed_many_times_before_its_rename_keeps_everything(directory):
         with open(path, "r+b", buffering=0) as file:
             file.seek(offset)
             assert file.write(data) == len(data)
-        expected[offset:offset + 10_000] = data
+        expected[offset : offset + 10_000] = data
         assert_same(read_file(path), bytes(expected), f"reopening {step}")
     os.rename(path, directory / "block")
     assert_same(read_file(directory / "block"), bytes(expected), "after the rename")
@@ -514,8 +519,12 @@ def test_two_writers_on_one_fixed_tmp_name_do_not_corrupt_each_other(directory, 
     whole = [random.Random(seed).randbytes(size) for seed in seeds]
     for attempt in range(3):
         final = directory / f"key-{attempt}"
-        writers = [subprocess.Popen([sys.executable, "-c", STORE, str(directory / "key.tmp"), str(final), seed,
-                                     str(size), "12"]) for seed in seeds]
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", STORE, str(directory / "key.tmp"), str(final), seed, str(size), "12"]
+            )
+            for seed in seeds
+        ]
         assert [writer.wait(120) for writer in writers] == [0, 0]
         result = read_file(final)
         assert len(result) == size
@@ -531,7 +540,7 @@ def test_two_writers_of_shards_on_one_tmp_name_make_one_whole_block(directory):
         try:
             with opened(directory / "key.tmp", os.O_CREAT | os.O_WRONLY) as descriptor:
                 for offset in random.Random(seed).sample(offsets, len(offsets)):
-                    assert os.pwrite(descriptor, data[offset:offset + 64 * KIB], offset) == 64 * KIB
+                    assert os.pwrite(descriptor, data[offset : offset + 64 * KIB], offset) == 64 * KIB
         except BaseException as error:  # for the main thread to raise
             failures.append(error)
 
@@ -559,8 +568,9 @@ while True:
 def test_kill_of_a_client_in_the_middle_of_a_write_leaves_a_working_mount(directory):
     temporary = directory / "block.tmp"
     for attempt in range(3):
-        writer = subprocess.Popen([sys.executable, "-c", ENDLESS_WRITER, str(temporary), str(LARGE)],
-                                  stdout=subprocess.PIPE)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS_WRITER, str(temporary), str(LARGE)], stdout=subprocess.PIPE
+        )
         with writer:
             assert writer.stdout.readline() == b"writing\n"
             enough = attempt * LARGE // 4 + MIB

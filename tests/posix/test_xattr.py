@@ -148,8 +148,6 @@ def test_namespaces_that_are_not_there_cost_nothing(own_pool):
 
 def _getxattr(path, name, size):
 
-
-
     result = libc.getxattr(path, name, ctypes.create_string_buffer(size) if size else None, ctypes.c_size_t(size))
     if result < 0:
         raise OSError(ctypes.get_errno(), "getxattr")
@@ -157,8 +155,6 @@ def _getxattr(path, name, size):
 
 
 def _listxattr(path, size):
-
-
 
     result = libc.listxattr(path, ctypes.create_string_buffer(size) if size else None, ctypes.c_size_t(size))
     if result < 0:

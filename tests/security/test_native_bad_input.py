@@ -64,8 +64,9 @@ class Native:
         return self.ffi.new("struct kvfs_keys *", [*self.kept, len(keys), 0])
 
     def buffers(self, *places: tuple[int, int]) -> Any:
-        return self.ffi.new("struct kvfs_buffer[]",
-                            [(self.ffi.cast("void *", address), size) for address, size in places])
+        return self.ffi.new(
+            "struct kvfs_buffer[]", [(self.ffi.cast("void *", address), size) for address, size in places]
+        )
 
     def call(self, name: str, *arguments: Any) -> int:
         return getattr(self.lib, name)(self.client, *arguments)
@@ -84,8 +85,12 @@ def test_c_keys_of_no_or_too_many_bytes_are_refused_by_every_function(directory:
         for bad, size in ((b"", 0), (b"k" * 128, 128), (b"k" * 300, 300)):
             keys = c.keys(b"good", bad, b"other")
             for name, arguments in (
-                ("kvfs_exists", (keys, flags)), ("kvfs_sizes", (keys, results)), ("kvfs_get", (keys, places, results)),
-                ("kvfs_put", (keys, places, results)), ("kvfs_delete", (keys, flags)), ("kvfs_prestage", (keys,)),
+                ("kvfs_exists", (keys, flags)),
+                ("kvfs_sizes", (keys, results)),
+                ("kvfs_get", (keys, places, results)),
+                ("kvfs_put", (keys, places, results)),
+                ("kvfs_delete", (keys, flags)),
+                ("kvfs_prestage", (keys,)),
             ):
                 assert c.call(name, *arguments) == -errno.EINVAL, name
                 assert f"{size} bytes: 1 to 127 are possible" in c.said(), f"{name}: {c.said()}"
@@ -104,8 +109,14 @@ def test_c_an_empty_batch_is_nothing(directory: pathlib.Path) -> None:
         c = Native(directory)
         keys = c.ffi.new("struct kvfs_keys *", [c.ffi.NULL, c.ffi.NULL, 0, 0])
         null = c.ffi.NULL
-        for name, arguments in (("kvfs_exists", (null,)), ("kvfs_sizes", (null,)), ("kvfs_get", (null, null)),
-                                ("kvfs_put", (null, null)), ("kvfs_delete", (null,)), ("kvfs_prestage", ())):
+        for name, arguments in (
+            ("kvfs_exists", (null,)),
+            ("kvfs_sizes", (null,)),
+            ("kvfs_get", (null, null)),
+            ("kvfs_put", (null, null)),
+            ("kvfs_delete", (null,)),
+            ("kvfs_prestage", ()),
+        ):
             assert c.call(name, keys, *arguments) == 0, f"{name}: {c.said()}"
         assert c.call("kvfs_busy", null, 0) == 0
         c.lib.kvfs_close(c.client)
@@ -149,6 +160,7 @@ def test_c_buffers_that_cannot_be_are_refused_before_anything_is_done(directory:
 
 def test_c_a_read_never_touches_what_is_behind_its_buffer(directory: pathlib.Path) -> None:
     """The page behind cannot be written: a byte too much would be EFAULT or a signal."""
+
     def body() -> None:
         c = Native(directory)
         libc = helpers.libc
@@ -175,8 +187,13 @@ def test_c_options_that_are_unknown_are_refused(directory: pathlib.Path) -> None
 
     size = ffi.sizeof("struct kvfs_options")
     out = ffi.new("struct kvfs_client **")
-    for values in ((size, 4, 0, 0, 0), (size, 1 << 31, 0, 0, 0), (size, 0, 0, 65, 0), (size, 0, 3_600_001, 0, 0),
-                   (size, 0, 0, 0, 1 << 42)):
+    for values in (
+        (size, 4, 0, 0, 0),
+        (size, 1 << 31, 0, 0, 0),
+        (size, 0, 0, 65, 0),
+        (size, 0, 3_600_001, 0, 0),
+        (size, 0, 0, 0, 1 << 42),
+    ):
         assert lib.kvfs_connect(bytes(directory), b"", ffi.new("struct kvfs_options *", values), out) == -errno.EINVAL
         assert ffi.string(lib.kvfs_error()).startswith(b"options: "), ffi.string(lib.kvfs_error())
     # A caller of an older header: what it does not know is as it was.
@@ -216,6 +233,7 @@ def test_c_a_list_into_little_memory_ends_within_it(directory: pathlib.Path) -> 
 
 def test_an_error_whose_traceback_refers_to_itself_is_collected_in_peace(directory: pathlib.Path) -> None:
     """Regression: CPython crashed when a memoryview and what libkvfs had exported of it were garbage together."""
+
     def body() -> None:
         with kvfs.connect(directory, "cycle", gpu=None, read_only=True) as client:
             for call in (lambda items: client.put(items), lambda items: client.get_into(items)):
@@ -262,8 +280,9 @@ def assert_reads(client: kvfs.Client) -> None:
 
 
 @pytest.mark.parametrize(("gid", "groups"), [(0, [4711]), (4711, [0]), (4711, [5, 0, 7])])
-def test_a_member_of_the_daemons_group_reads_and_writes_and_controls_nothing(pool: Pool, gid: int,
-                                                                            groups: list[int]) -> None:
+def test_a_member_of_the_daemons_group_reads_and_writes_and_controls_nothing(
+    pool: Pool, gid: int, groups: list[int]
+) -> None:
     pool.path.chmod(0o710)  # the way to the socket is the administrator's to open; what else lies there stays closed
     (pool.mount / "own").mkdir(mode=0o777)
     (pool.mount / "own").chmod(0o777)
@@ -385,6 +404,7 @@ class Liar:
 def use(pool: Pool, *, timeout_s: float = 10, limit_s: float = 20) -> dict[str, str]:
     """Connect and try everything, in a child: "ok" or the name of the KvfsError, by call. Nothing else may happen:
     no other exception, no wrong byte, no call that takes long, no descriptor left."""
+
     def body() -> dict[str, str]:
         outcome: dict[str, str] = {}
 
@@ -434,10 +454,12 @@ def _is_whole(pool: Pool) -> None:
 
 def set_word(kind: int, offset: int, format_: str, value: int) -> Edit:
     """Change one number of every frame of this kind."""
+
     def edit(got: int, frame: bytearray, fds: list[int]) -> bytes:
         if got == kind:
             struct.pack_into(format_, frame, offset, value)
         return bytes(frame)
+
     return edit
 
 
@@ -447,9 +469,11 @@ def replaced(kind: int, make: Callable[[bytes], bytes]) -> Edit:
 
 def with_payload(kind: int, make: Callable[[bytes], bytes]) -> Edit:
     """Change the payload, and its size in the frame's head accordingly."""
+
     def whole(frame: bytes) -> bytes:
         payload = make(frame[FRAME.size :])
         return FRAME.pack(len(payload), *FRAME.unpack_from(frame)[1:]) + payload
+
     return replaced(kind, whole)
 
 
@@ -487,10 +511,14 @@ _WELCOMES = {
     "4 GiB": (set_word(HELLO, 0, "<I", 0xFFFFFFFF), "VersionError"),
     "200 MiB that never come": (set_word(HELLO, 0, "<I", 200 << 20), "DeadlineError"),
     "of another type": (set_word(HELLO, 4, "<H", COMMIT), "VersionError"),
-    "with a status and no sentence": (replaced(HELLO, lambda frame: FRAME.pack(0, HELLO, 0, -errno.EPERM, 0)),
-                                      "ClientError"),
+    "with a status and no sentence": (
+        replaced(HELLO, lambda frame: FRAME.pack(0, HELLO, 0, -errno.EPERM, 0)),
+        "ClientError",
+    ),
     "with a status and a sentence that never ends": (
-        replaced(HELLO, lambda frame: FRAME.pack(1 << 30, HELLO, 0, -errno.EPERM, 0) + b"no " * 10000), "ClientError"),
+        replaced(HELLO, lambda frame: FRAME.pack(1 << 30, HELLO, 0, -errno.EPERM, 0) + b"no " * 10000),
+        "ClientError",
+    ),
     "goodbye": (replaced(HELLO, lambda frame: FRAME.pack(0, GOODBYE, 0, 0, 0)), "VersionError"),
     "zeros": (replaced(HELLO, lambda frame: bytes(len(frame))), "VersionError"),
     "JSON": (replaced(HELLO, lambda frame: b'{"ok": false, "error": "no command"}\n'), "VersionError"),
@@ -529,6 +557,7 @@ def _half_of(fd: int) -> int:
 def descriptors(make: Callable[[list[int]], list[int]]) -> Edit:
     def edit(kind: int, frame: bytearray, fds: list[int]) -> bytes | tuple[bytes, list[int]]:
         return (bytes(frame), make(fds)) if kind == DESCRIPTORS else bytes(frame)
+
     return edit
 
 
@@ -554,8 +583,10 @@ _DESCRIPTORS = {
     "/dev/null for a device": (descriptors(lambda fds: [*fds[:2], _opened("/dev/null")]), "ok"),
     "a pipe for a device": (descriptors(lambda fds: [*fds[:2], os.pipe()[0]]), None),
     "a directory for a device": (descriptors(lambda fds: [*fds[:2], _opened("/", os.O_RDONLY)]), None),
-    "a device for reading": (descriptors(lambda fds: [*fds[:2], _opened(f"/proc/self/fd/{fds[2]}", os.O_RDONLY)]),
-                             "ok"),
+    "a device for reading": (
+        descriptors(lambda fds: [*fds[:2], _opened(f"/proc/self/fd/{fds[2]}", os.O_RDONLY)]),
+        "ok",
+    ),
     "a short file for a device": (descriptors(lambda fds: [*fds[:2], _memfd(bytes(1 << 20))]), "ok"),
 }
 
@@ -614,6 +645,7 @@ def _once(kind: int, make: Callable[[bytes], bytes]) -> Edit:
             threading.Timer(0.1, os._exit, (0,)).start()  # the double's process
             return make(bytes(frame))
         return bytes(frame)
+
     return edit
 
 
@@ -636,8 +668,16 @@ def test_reservations_with_single_wrong_numbers_are_found_out(pool: Pool) -> Non
     """Every field of the first item of a reservation, at its bounds: the client writes nowhere that was not said, and
     never outside what it was given memory for."""
     item = FRAME.size
-    fields = {"error": (8, "<i"), "header_pages": (12, "<I"), "run_count": (16, "<I"), "record_size": (20, "<I"),
-              "ancestors_size": (24, "<I"), "segment": (40, "<I"), "page": (44, "<I"), "page_count": (48, "<I")}
+    fields = {
+        "error": (8, "<i"),
+        "header_pages": (12, "<I"),
+        "run_count": (16, "<I"),
+        "record_size": (20, "<I"),
+        "ancestors_size": (24, "<I"),
+        "segment": (40, "<I"),
+        "page": (44, "<I"),
+        "page_count": (48, "<I"),
+    }
     for name, (offset, format_) in fields.items():
         large = (0xFFFFFFFF, 0x80000000) if format_ == "<I" else (-1, -(1 << 31))
         for value in (0, 1, 7, 255, 4096, 0x7FFFFFFF, *large):
@@ -660,8 +700,9 @@ def test_noise_in_what_the_daemon_says_neither_crashes_nor_hangs_a_client(pool: 
         chooser = random.Random(f"{SEED} {number}")
         kind = chooser.choice((HELLO, RESERVE, RESERVE, COMMIT, DELETE, LIST))
 
-        def edit(got: int, frame: bytearray, fds: list[int], wanted: int = kind,
-                 chooser: random.Random = chooser) -> bytes:
+        def edit(
+            got: int, frame: bytearray, fds: list[int], wanted: int = kind, chooser: random.Random = chooser
+        ) -> bytes:
             if got == wanted:
                 for _ in range(chooser.choice((1, 1, 2, 8))):
                     at = chooser.randrange(0 if chooser.random() < 0.1 else min(FRAME.size, len(frame) - 1), len(frame))
@@ -687,8 +728,11 @@ def test_a_daemon_of_another_pool_is_never_taken_for_the_old_one(pool: Pool, own
         wait_until(lambda: not client.information().connected, "the end of the daemon's last thread")
         (pool.path / "control.sock").unlink(missing_ok=True)
         (pool.path / "control.sock").symlink_to(other.path / "control.sock")
-        for call in (lambda: client.get_into([(b"k1", bytearray(MIB))]), lambda: client.exists([b"k1"]),
-                     lambda: client.put([(b"k1", b"data")])):
+        for call in (
+            lambda: client.get_into([(b"k1", bytearray(MIB))]),
+            lambda: client.exists([b"k1"]),
+            lambda: client.put([(b"k1", b"data")]),
+        ):
             with pytest.raises(PoolChangedError, match="another pool"):
                 call()
         (pool.path / "control.sock").unlink()
@@ -710,8 +754,9 @@ class Stuck:
         helpers.run("truncate", "--size", "64M", base / "sound")
         self.devices = (str(base / "sound"), str(self.mountpoint / "device"))
         script = helpers.REPOSITORY / "tests/stoppable.py"
-        self._process = subprocess.Popen([sys.executable, script, target, self.mountpoint], text=True,
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, script, target, self.mountpoint], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
@@ -888,10 +933,14 @@ def test_writing_to_a_stuck_device_fails_in_time_and_leaves_nothing(stuck: tuple
         for key in MANY:  # old or new, whole, as put said
             stored = client.get(key)
             if stored is not None:
-                assert_same(stored, MANY[key] if key not in newer or key in caught.value.failed else newer[key],
-                            f"block {key!r}")
-    wait_until(lambda: pool.status()["counters"]["reserved_bytes"] == 0, "every reservation to be taken back",
-               timeout_s=60)
+                assert_same(
+                    stored,
+                    MANY[key] if key not in newer or key in caught.value.failed else newer[key],
+                    f"block {key!r}",
+                )
+    wait_until(
+        lambda: pool.status()["counters"]["reserved_bytes"] == 0, "every reservation to be taken back", timeout_s=60
+    )
     pool.umount()
     fsck = pool.command("fsck", str(pool.path), "--verify-data", check=False)
     assert fsck.returncode == 0, fsck.stdout + fsck.stderr
@@ -921,5 +970,3 @@ def test_a_client_killed_while_a_device_is_stuck_is_gone_for_the_daemon(stuck: t
             assert_same(client.get(key) or b"", data, f"block {key!r}")
     pool.umount()
     assert pool.command("fsck", str(pool.path), "--verify-data", check=False).returncode == 0
-
-

@@ -221,8 +221,12 @@ def test_names_move_no_cursor(tmp_path: Path) -> None:
         assert escaped in text
         assert all(line.isprintable() for line in text.splitlines())
     (tmp_path / f"pool {NAME}").symlink_to(pool)
-    for command in (("status", pool / NAME), ("doctor", device), ("fsck", tmp_path / f"pool {NAME}"),
-                    ("format", tmp_path / "two", "--device", device)):
+    for command in (
+        ("status", pool / NAME),
+        ("doctor", device),
+        ("fsck", tmp_path / f"pool {NAME}"),
+        ("format", tmp_path / "two", "--device", device),
+    ):
         done = run(sys.executable, "-m", "kvfs", *command, check=False)
         assert escaped in done.stdout + done.stderr
         assert all(line.isprintable() for line in (done.stdout + done.stderr).splitlines())

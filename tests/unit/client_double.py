@@ -84,8 +84,9 @@ class Place:
 class WireClient:
     """One connection. Everything has a deadline of 50 s."""
 
-    def __init__(self, pool: Path, flags: int = 0, version: int = 2, magic: bytes = b"KVFSCLI1",
-                 timeout_ms: int = 50_000) -> None:
+    def __init__(
+        self, pool: Path, flags: int = 0, version: int = 2, magic: bytes = b"KVFSCLI1", timeout_ms: int = 50_000
+    ) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(50)
         self.socket.connect(str(pool / "control.sock"))

@@ -46,8 +46,9 @@ def plane() -> PlaneDouble:
     return PlaneDouble()
 
 
-def call(opcode: int, name: bytes = b"", new_name: bytes = b"", *, number: int = 1, inode: int = ROOT_INODE,
-         flags: int = 0) -> Call:
+def call(
+    opcode: int, name: bytes = b"", new_name: bytes = b"", *, number: int = 1, inode: int = ROOT_INODE, flags: int = 0
+) -> Call:
     return Call(number, opcode, inode, ROOT_INODE, flags, 0o100640, 1000, 1001, name, new_name)
 
 
@@ -72,10 +73,18 @@ def answers(store: StoreDouble, plane: PlaneDouble, calls: Sequence[Call]) -> li
 
 
 def test_a_file_is_made_flushed_renamed_and_unlinked(store: StoreDouble, plane: PlaneDouble) -> None:
-    got = answers(store, plane, [
-        call(CREATE, b"x", flags=NEW, number=7), call(FLUSH, inode=2), call(RENAME, b"x", b"y"), call(UNLINK, b"y"),
-        call(UNLINK, b"y"), call(RENAME, b"y", b"z"),
-    ])
+    got = answers(
+        store,
+        plane,
+        [
+            call(CREATE, b"x", flags=NEW, number=7),
+            call(FLUSH, inode=2),
+            call(RENAME, b"x", b"y"),
+            call(UNLINK, b"y"),
+            call(UNLINK, b"y"),
+            call(RENAME, b"y", b"z"),
+        ],
+    )
     made = got[0][1]
     assert got == [("ok", made), ("ok", 0), ("ok", 0), ("ok", 0), ("ENOENT", 0), ("ENOENT", 0)]
     assert plane.answers[0][0] == 7
@@ -83,10 +92,17 @@ def test_a_file_is_made_flushed_renamed_and_unlinked(store: StoreDouble, plane: 
 
 def test_create_of_what_is_there_opens_it_unless_that_was_excluded(store: StoreDouble, plane: PlaneDouble) -> None:
     Namespace(store).mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
-    (_, made), *others = answers(store, plane, [
-        call(CREATE, b"x", flags=NEW), call(CREATE, b"x", flags=NEW), call(CREATE, b"x", flags=os.O_WRONLY),
-        call(CREATE, b"d", flags=os.O_WRONLY), call(CREATE, b"n" * 256, flags=NEW),
-    ])
+    (_, made), *others = answers(
+        store,
+        plane,
+        [
+            call(CREATE, b"x", flags=NEW),
+            call(CREATE, b"x", flags=NEW),
+            call(CREATE, b"x", flags=os.O_WRONLY),
+            call(CREATE, b"d", flags=os.O_WRONLY),
+            call(CREATE, b"n" * 256, flags=NEW),
+        ],
+    )
     assert others == [("EEXIST", 0), ("ok", made), ("EISDIR", 0), ("ENAMETOOLONG", 0)]
     inode = store.index.get(InodeNumber(made))
     assert inode is not None and (inode.kind, inode.mode, inode.uid, inode.gid) == (Kind.FILE, 0o100640, 1000, 1001)
@@ -106,7 +122,10 @@ def test_an_error_of_the_pool_is_logged_with_its_words(
 
 @pytest.mark.parametrize("late", (False, True))
 def test_a_bug_is_eio_and_logged(
-    store: StoreDouble, plane: PlaneDouble, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    store: StoreDouble,
+    plane: PlaneDouble,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     late: bool,
 ) -> None:
     def explode(self: Namespace, *arguments: object, **words: object) -> None:

@@ -54,6 +54,7 @@ def test_the_clock_goes_round() -> None:
 
 def test_what_can_be_copied_is_not_what_a_segment_is_worth() -> None:
     """A segment with one hot block and else old ones goes before one in which everything is somewhat younger."""
+
     def lose(policy: LeastLoss) -> LeastLoss:
         for number in range(200):
             policy.gone(number, Contents([(0, 0)] * 10, 1.0), 1000)

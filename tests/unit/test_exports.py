@@ -230,9 +230,7 @@ def test_what_the_data_plane_refuses_is_told_and_leaves_nothing(place: Path) -> 
     assert list(place.iterdir()) == []
 
 
-def test_an_export_that_does_not_end_does_not_keep_the_others(
-    place: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_export_that_does_not_end_does_not_keep_the_others(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     plane = PlaneDouble(refuse="remove")
     exports = Exports((Export(place / "a.sock"), Export(place / "b.sock")), plane)
     exports.serve()

@@ -229,6 +229,7 @@ def test_an_unlinked_member_leaves_the_others(tmp_path: Path) -> None:
 
 def test_a_large_group_goes_as_one(tmp_path: Path) -> None:
     """More than the evictor takes at a time."""
+
     async def work(store: Store) -> None:
         for i in range(600):
             inode = await write(store, b"%d" % i)

@@ -196,6 +196,7 @@ def test_a_rewritten_file_whose_new_name_was_taken_again_never_has_its_old_conte
 @pytest.mark.parametrize("clean", [False, True])
 def test_an_index_that_has_not_seen_the_last_mount_is_made_anew(pool: Path, tmp_path: Path, clean: bool) -> None:
     """The devices were used through another directory, as after a failover to another machine and back."""
+
     async def first(store: Store) -> None:
         for name in (b"replaced", b"removed", b"kept"):
             await write(store, name)

@@ -113,7 +113,7 @@ def in_a_terminal(command: list[str], lines: list[str], home: Path, work: Path) 
         until(master, "ready> ")
         for line in lines:
             # The listing is done when the shell takes the next keys: the line is thrown away, and a word is echoed.
-            os.write(master, f"{line}\x04\x15echo the\"\" end\r".encode())
+            os.write(master, f'{line}\x04\x15echo the"" end\r'.encode())
             text = until(master, "the end[^$]*ready> ")
             answers.append(text.partition(line)[2].partition("echo the")[0])
         return answers
@@ -144,7 +144,7 @@ def test_every_verb_and_option_is_in_every_completion(capsys: pytest.CaptureFixt
 
 def awkward() -> argparse.ArgumentParser:
     """A parser whose texts are full of what shells and roff take for their own."""
-    parser = argparse.ArgumentParser(prog="kvfs", description="It's \"a\\b\" $(touch spoilt) `touch spoilt`.")
+    parser = argparse.ArgumentParser(prog="kvfs", description='It\'s "a\\b" $(touch spoilt) `touch spoilt`.')
     verb = parser.add_subparsers().add_parser("mount", help=".so it's: [a] 'b' \\ \"c\" $(touch spoilt) `touch spoilt`")
     text = "'it's [1:2] 100%% \\fB $HOME `touch spoilt` $(touch spoilt) -- \\"
     verb.add_argument("--odd", metavar="A:[B]", help=text)

@@ -1,15 +1,15 @@
 """Linux's own NVMe/TCP initiator, run in a guest as `linux_host.py VERB WORDS...`; prints one line of JSON.
 
-    connect NQN PORT COUNT [OPTION[=VALUE]...]  by /dev/nvme-fabrics, until COUNT block devices are there
-    disconnect CONTROLLER
-    wait CONTROLLER COUNT              until it is connected and has that many
-    log CONTROLLER                     the discovery log, raw, in hexadecimal
-    fill DEVICE SEED                   every block written, in requests of 4 KiB to 1 MiB
-    sum DEVICE SEED                    SHA-256 of the device, read in such requests
-    discard | zero DEVICE OFFSET SIZE  BLKDISCARD, BLKZEROOUT
-    storm DEVICE STOP SEED             blocks that describe themselves are written and read until a file STOP is there;
-                                       requests may fail. A block that is read is what was last written there; where a
-                                       write failed, also the one before
+connect NQN PORT COUNT [OPTION[=VALUE]...]  by /dev/nvme-fabrics, until COUNT block devices are there
+disconnect CONTROLLER
+wait CONTROLLER COUNT              until it is connected and has that many
+log CONTROLLER                     the discovery log, raw, in hexadecimal
+fill DEVICE SEED                   every block written, in requests of 4 KiB to 1 MiB
+sum DEVICE SEED                    SHA-256 of the device, read in such requests
+discard | zero DEVICE OFFSET SIZE  BLKDISCARD, BLKZEROOUT
+storm DEVICE STOP SEED             blocks that describe themselves are written and read until a file STOP is there;
+                                   requests may fail. A block that is read is what was last written there; where a
+                                   write failed, also the one before
 """
 
 import ctypes

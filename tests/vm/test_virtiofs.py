@@ -30,15 +30,36 @@ DIRECTORY_BOUND_S = 1.0
 SLOWNESS = 16
 # Files of the POSIX suite, half for each guest; what lasts longest is apart.
 SUITE = {
-    "small": ["test_create.py", "test_eviction.py", "test_groups.py", "test_mmap.py", "test_permissions.py",
-              "test_rename.py", "test_slab.py", "test_storm.py", "test_unlink.py", "test_xattr.py"],
-    "large": ["test_coherence.py", "test_directory.py", "test_filesystem.py", "test_fio.py", "test_read.py",
-              "test_write.py"],
+    "small": [
+        "test_create.py",
+        "test_eviction.py",
+        "test_groups.py",
+        "test_mmap.py",
+        "test_permissions.py",
+        "test_rename.py",
+        "test_slab.py",
+        "test_storm.py",
+        "test_unlink.py",
+        "test_xattr.py",
+    ],
+    "large": [
+        "test_coherence.py",
+        "test_directory.py",
+        "test_filesystem.py",
+        "test_fio.py",
+        "test_read.py",
+        "test_write.py",
+    ],
 }
 # Left out in a guest: they need the daemon's own command line, its death, or a pool of a certain size.
 LEFT_OUT = "needs a kvfs pool of its own"
 OWN_POOLS = {
-    "test_create.py", "test_directory.py", "test_eviction.py", "test_groups.py", "test_slab.py", "test_xattr.py"
+    "test_create.py",
+    "test_directory.py",
+    "test_eviction.py",
+    "test_groups.py",
+    "test_slab.py",
+    "test_xattr.py",
 }
 # The same of every test in them.
 OF_THE_DAEMON = {"test_counters.py", "test_metrics.py", "test_top.py", "test_verbs.py"}
@@ -115,9 +136,22 @@ def visit(guest, verb, root, *words, timeout_s=60):
 
 
 def suite(tag, root):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest",
-               "--run-slow", "--directory", str(root), "--kvfs", "--junit-xml=/run/tmp/results.xml",
-               *(f"tests/posix/{name}" for name in SUITE[tag])]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+        "--run-slow",
+        "--directory",
+        str(root),
+        "--kvfs",
+        "--junit-xml=/run/tmp/results.xml",
+        *(f"tests/posix/{name}" for name in SUITE[tag]),
+    ]
     return f"cd {REPOSITORY} && KVFS_TEST_SLOWNESS={SLOWNESS} {shlex.join(command)}"
 
 
@@ -151,7 +185,8 @@ def test_the_posix_suite_passes_in_guests_beside_each_other(guests, sides):
     assert passed | left_out == {name for name in everything if name.partition("::")[0] not in OF_THE_DAEMON}
     assert {name.partition("::")[0] for name in left_out} == OWN_POOLS
     assert {name.partition("::")[0] for name in passed} == {name for names in SUITE.values() for name in names} - {
-        "test_eviction.py", "test_groups.py"
+        "test_eviction.py",
+        "test_groups.py",
     }
 
 
@@ -206,6 +241,7 @@ def test_a_sealed_block_is_read_without_a_copy(pool, guests, sides):
 @pytest.mark.slow
 def test_a_change_by_one_is_seen_by_the_next_open_of_the_others(guests, sides):
     """Names, content, sizes and modes, whoever changes them, though each has looked before."""
+
     def seen(side, command):
         directory = shlex.quote(str(sides[side]))
         if side == "host":
@@ -214,9 +250,14 @@ def test_a_change_by_one_is_seen_by_the_next_open_of_the_others(guests, sides):
 
     show = "echo *; for f in *; do echo $(<$f); stat -c '%s %a' $f; done"
     changes = [
-        ("create", "echo one > a"), ("replace", "echo 22 > t && mv t a"), ("rewrite in place", "echo 333 > a"),
-        ("append", "echo 4 >> a"), ("truncate", "truncate -s 3 a"), ("mode", "chmod 600 a"),
-        ("rename", "mv a b"), ("remove", "rm b"),
+        ("create", "echo one > a"),
+        ("replace", "echo 22 > t && mv t a"),
+        ("rewrite in place", "echo 333 > a"),
+        ("append", "echo 4 >> a"),
+        ("truncate", "truncate -s 3 a"),
+        ("mode", "chmod 600 a"),
+        ("rename", "mv a b"),
+        ("remove", "rm b"),
     ]
     for changer in sides:
         for what, command in changes:
@@ -287,8 +328,12 @@ def test_attributes_the_host_keeps_follow_a_guest_s_changes(guests, sides):
     """stat alone, which asks nobody while it knows the answer."""
     path, inside = sides["host"] / "file", f"{sides['small']}/file"
     write_file(path, content(1000))
-    for command, expected in (("chmod 640", (0o640, 1000)), ("truncate -s 500", (0o640, 500)),
-                              ("cp /bin/true", None), ("touch -d @1000000000", None)):
+    for command, expected in (
+        ("chmod 640", (0o640, 1000)),
+        ("truncate -s 500", (0o640, 500)),
+        ("cp /bin/true", None),
+        ("touch -d @1000000000", None),
+    ):
         path.stat()
         guests["small"].run(f"{command} {inside}")
         status = path.stat()
@@ -307,8 +352,10 @@ def test_attributes_the_host_keeps_follow_a_guest_s_changes(guests, sides):
 def test_two_guests_and_the_host_change_and_read_one_directory(pool, guests, sides):
     """Each replaces and removes names of its own and reads everybody's: whole, of that name, never an older version."""
     seconds = 20
-    running = [guest.start(visitor("churn", sides[tag], tag, index, seconds), timeout_s=seconds + 60)
-               for index, (tag, guest) in enumerate(guests.items())]
+    running = [
+        guest.start(visitor("churn", sides[tag], tag, index, seconds), timeout_s=seconds + 60)
+        for index, (tag, guest) in enumerate(guests.items())
+    ]
     done = [json.loads(run(sys.executable, VISITOR, "churn", sides["host"], "host", "2", f"{seconds}").stdout)]
     done += [json.loads(command.wait().stdout) for command in running]
     for report in done:
@@ -332,8 +379,9 @@ def test_a_guest_reads_while_blocks_are_evicted():
         assert done["reads"] > 10 and done["misses"] > 10, done
         assert len(os.listdir(pool.mount)) < count
         # And when the guest itself writes more than there is room for.
-        guest.run(f"for i in $(seq 200); do dd if=/dev/zero of={root}/full-$i bs=2M count=1 status=none; done",
-                  timeout_s=300)
+        guest.run(
+            f"for i in $(seq 200); do dd if=/dev/zero of={root}/full-$i bs=2M count=1 status=none; done", timeout_s=300
+        )
         assert guest.get(f"{root}/full-200") == bytes(2 * MIB)
         guest.kill()
         pool.fsck()
@@ -352,17 +400,21 @@ def test_a_guest_killed_in_mid_write_leaves_nothing_behind():
             for index in range(3):
                 with pool.guest("victim", (128, 1024)[index % 2]) as victim:
                     place = victim.mount("victim")
-                    victim.run(f"dd if=/dev/urandom of={place}/held bs=1M count=4 && exec 9<{place}/held && "
-                               f"rm {place}/held && (sleep 1000 <&9 >/dev/null 2>&1 &)")
-                    victim.start(f"for i in $(seq 0 999); do dd if=/dev/zero of={place}/w$i bs=1M count=8 oflag=direct;"
-                                 " done")
+                    victim.run(
+                        f"dd if=/dev/urandom of={place}/held bs=1M count=4 && exec 9<{place}/held && "
+                        f"rm {place}/held && (sleep 1000 <&9 >/dev/null 2>&1 &)"
+                    )
+                    victim.start(
+                        f"for i in $(seq 0 999); do dd if=/dev/zero of={place}/w$i bs=1M count=8 oflag=direct; done"
+                    )
                     victim.start(f"while :; do dd if=/dev/zero of={place}/buffered bs=64k count=400; done")
                     wait_until(lambda: (pool.mount / "w0").exists(), "the victim's first file")
                     time.sleep(1)
                     victim.kill()
                 wait_until(lambda: not pool.exported("victim")["connected"], "the end of the connection", timeout_s=20)
-                wait_until(lambda: pool.status()["counters"]["open_handles"] == 0, "the release of its handles",
-                           timeout_s=20)
+                wait_until(
+                    lambda: pool.status()["counters"]["open_handles"] == 0, "the release of its handles", timeout_s=20
+                )
                 for path in pool.mount.iterdir():
                     assert set(read_file(path)) <= {0}, path
                 assert witness.run(f"echo {index} > {root}/l && cat {root}/l && rm {root}/*").text == f"{index}\n"
@@ -393,8 +445,9 @@ def test_a_daemon_killed_under_load_is_a_pause_for_a_guest_that_is_kept():
             guest.run(visitor("store", root, "kept", 10, size) + f" && sync -f {root}")
             guest.run(f"exec 9<{root}/kept-1; (sleep 1000 <&9 >/dev/null 2>&1 &)")
             reading = guest.start(visitor("read", root, "kept", 10, 20), timeout_s=90)
-            looking = guest.start(f"while [ $SECONDS -lt 20 ]; do stat {root}/kept-3 {root} >/dev/null || exit 1; done",
-                                  timeout_s=90)
+            looking = guest.start(
+                f"while [ $SECONDS -lt 20 ]; do stat {root}/kept-3 {root} >/dev/null || exit 1; done", timeout_s=90
+            )
             for _ in range(2):
                 time.sleep(3)
                 pool.kill()
@@ -407,7 +460,8 @@ def test_a_daemon_killed_under_load_is_a_pause_for_a_guest_that_is_kept():
             guest.run(f"pkill -x sleep; echo new > {root}/new")
             assert (pool.mount / "new").read_text() == "new\n"
             assert sorted(workload.check(read_file(pool.mount / f"kept-{index}"), index)[0] for index in range(10)) == [
-                f"kept-{index}" for index in range(10)]
+                f"kept-{index}" for index in range(10)
+            ]
             guest.run(f"umount {root}")
         pool.fsck()
 

@@ -23,11 +23,11 @@ def main(directory, direct):
     keys = [f"meta-llama/Llama-3.1-8B@00000000@0@{index:064x}" for index in range(BLOCKS)]
     stored, loaded = mmap.mmap(-1, BLOCKS * SIZE), mmap.mmap(-1, BLOCKS * SIZE)
     for index in range(BLOCKS):
-        stored[index * SIZE:(index + 1) * SIZE] = (b"%08d" % index) * (SIZE // 8)
+        stored[index * SIZE : (index + 1) * SIZE] = (b"%08d" % index) * (SIZE // 8)
 
     def pieces(memory):
         view = memoryview(memory)
-        return [view[index * SIZE:(index + 1) * SIZE] for index in range(BLOCKS)]
+        return [view[index * SIZE : (index + 1) * SIZE] for index in range(BLOCKS)]
 
     def completion():
         deadline = time.monotonic() + 60

@@ -30,9 +30,10 @@ class Memory:
         # O_DIRECT needs page-aligned memory: torch's own is aligned to 64 bytes only.
         whole = torch.zeros(size + 4096, dtype=torch.uint8)
         start = -whole.data_ptr() % 4096
-        self.tensor = whole[start:start + size]
-        self.metadata = types.SimpleNamespace(shape=self.tensor.shape, dtype=self.tensor.dtype, address=0,
-                                              fmt=MemoryFormat.KV_2LTD, cached_positions=None)
+        self.tensor = whole[start : start + size]
+        self.metadata = types.SimpleNamespace(
+            shape=self.tensor.shape, dtype=self.tensor.dtype, address=0, fmt=MemoryFormat.KV_2LTD, cached_positions=None
+        )
         self.meta = self.metadata
 
     @property
@@ -63,8 +64,9 @@ def main(directory, direct):
     os.makedirs(directory, exist_ok=True)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    config = LMCacheEngineConfig.from_defaults(local_disk=directory, max_local_disk_size=1,
-                                               extra_config={"use_odirect": direct})
+    config = LMCacheEngineConfig.from_defaults(
+        local_disk=directory, max_local_disk_size=1, extra_config={"use_odirect": direct}
+    )
     backend = LocalDiskBackend(config, loop, Allocator(), dst_device="cpu")
 
     def put(index):

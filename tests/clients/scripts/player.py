@@ -81,6 +81,7 @@ class Vllm(Engine):
         if not self.tier._HAS_FSIO_C:
             return os.access(self.file(block), os.F_OK)
         from vllm.fs_io_C import batch_lookup
+
         return bool(batch_lookup([self.file(block)])[0])
 
     def load(self, block):
@@ -93,6 +94,7 @@ class LmcacheFsNative(Engine):
     def __init__(self, directory, source):
         super().__init__(directory, source)
         from lmcache.lmcache_fs import LMCacheFSClient
+
         self.client = LMCacheFSClient(directory, 4, "", bool(os.environ.get("DIRECT")), 0)
 
     def key(self, block):
@@ -134,13 +136,15 @@ class Memory:
 
     def __init__(self, shapes=None, dtypes=None, memory_format=None, size=SIZE):
         import torch
+
         # O_DIRECT needs page-aligned memory: torch's own is aligned to 64 bytes only.
         whole = torch.zeros(size + 4096, dtype=torch.uint8)
         start = -whole.data_ptr() % 4096
-        self.tensor = whole[start:start + size]
+        self.tensor = whole[start : start + size]
         self.shapes, self.dtypes, self.memory_format = shapes, dtypes, memory_format
-        self.metadata = self.meta = types.SimpleNamespace(shape=self.tensor.shape, dtype=self.tensor.dtype, address=0,
-                                                          fmt=memory_format, cached_positions=None)
+        self.metadata = self.meta = types.SimpleNamespace(
+            shape=self.tensor.shape, dtype=self.tensor.dtype, address=0, fmt=memory_format, cached_positions=None
+        )
 
     @property
     def byte_array(self):
@@ -188,8 +192,9 @@ class LmcacheLocalDisk(Engine):
                 return Memory(memory_format=memory_format, size=shape[0])
 
         self.memory_format = MemoryFormat.KV_2LTD
-        config = LMCacheEngineConfig.from_defaults(local_disk=directory, max_local_disk_size=1,
-                                                   extra_config={"use_odirect": bool(os.environ.get("DIRECT"))})
+        config = LMCacheEngineConfig.from_defaults(
+            local_disk=directory, max_local_disk_size=1, extra_config={"use_odirect": bool(os.environ.get("DIRECT"))}
+        )
         self.backend = LocalDiskBackend(config, loop_in_thread(), Allocator(), dst_device="cpu")
         # A write that fails leaves nothing to wait for but its log line: see it go by.
         self.failed = {}
@@ -207,6 +212,7 @@ class LmcacheLocalDisk(Engine):
     def key(self, block):
         import torch
         from lmcache.utils import CacheEngineKey
+
         return CacheEngineKey("m/x", 1, 0, block, torch.bfloat16)
 
     def file(self, block):
@@ -245,7 +251,8 @@ class LmcacheFsConnector(Engine):
         direct = bool(os.environ.get("DIRECT"))
         # It reads with O_DIRECT only what has no metadata in front.
         config = LMCacheEngineConfig.from_defaults(
-            extra_config={"save_chunk_meta": not direct, "fs_connector_use_odirect": direct})
+            extra_config={"save_chunk_meta": not direct, "fs_connector_use_odirect": direct}
+        )
         # 2 x 8 layers x 256 tokens x 2 heads x 64 of 2 bytes: SIZE
         metadata = LMCacheMetadata("m/x", 1, 1, 0, 0, torch.bfloat16, (8, 2, 256, 2, 64))
         self.shapes, self.dtypes = metadata.get_shapes(), metadata.get_dtypes()
@@ -258,6 +265,7 @@ class LmcacheFsConnector(Engine):
     def key(self, block):
         import torch
         from lmcache.utils import CacheEngineKey
+
         return CacheEngineKey("m/x", 1, 0, block, torch.bfloat16)
 
     def file(self, block):
@@ -284,10 +292,12 @@ class LmcacheL2(Engine):
     def __init__(self, directory, source):
         super().__init__(directory, source)
         from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter, FSL2AdapterConfig
+
         self.adapter = FSL2Adapter(FSL2AdapterConfig(directory, use_odirect=bool(os.environ.get("DIRECT"))))
 
     def key(self, block):
         from lmcache.v1.distributed.api import ObjectKey
+
         return ObjectKey(block.to_bytes(32, "big"), "m/x", 0)
 
     def file(self, block):
@@ -323,9 +333,11 @@ class SglangFile(Engine):
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = directory
         import torch
         from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
         self.torch = torch
-        self.cache = HiCacheFile(HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "meta-llama/Llama-3.1-8B",
-                                                      extra_config=None))
+        self.cache = HiCacheFile(
+            HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "meta-llama/Llama-3.1-8B", extra_config=None)
+        )
 
     def key(self, block):
         return f"{block:064x}"
@@ -375,8 +387,9 @@ class SglangNixl(Engine):
 
         self.torch, self.pool = torch, HostPool()
         options = {"plugin": {"posix": {"active": True}}, "use_direct_io": True}
-        self.cache = HiCacheNixl(HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "m/x",
-                                                      extra_config=options))
+        self.cache = HiCacheNixl(
+            HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "m/x", extra_config=options)
+        )
         self.cache.register_mem_pool_host(self.pool)
         self.index = torch.zeros(1, dtype=torch.int64)
 
@@ -408,6 +421,7 @@ class Nixl(Engine):
     def __init__(self, directory, source):
         super().__init__(directory, source)
         from nixl._api import nixl_agent, nixl_agent_config
+
         self.agent = nixl_agent("player", nixl_agent_config(backends=[]))
         self.agent.create_backend("POSIX", {})
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
@@ -429,8 +443,11 @@ class Nixl(Engine):
 
     def transfer(self, direction, offset, descriptor):
         transfer = self.agent.initialize_xfer(
-            direction, self.agent.get_xfer_descs([(self.address, SIZE, 0)], "DRAM"),
-            self.agent.get_xfer_descs([(offset, SIZE, descriptor)], "FILE"), "player")
+            direction,
+            self.agent.get_xfer_descs([(self.address, SIZE, 0)], "DRAM"),
+            self.agent.get_xfer_descs([(offset, SIZE, descriptor)], "FILE"),
+            "player",
+        )
         deadline = time.monotonic() + 60
         state = self.agent.transfer(transfer)
         while state not in ("DONE", "ERR") and time.monotonic() < deadline:
@@ -496,21 +513,41 @@ class Mooncake(Engine):
             port = probe.getsockname()[1]
         master = f"{source}/mooncake/mooncake_master"
         os.chmod(master, 0o755)  # a wheel's own start script does that
-        options = {"rpc_port": port, "rpc_address": "127.0.0.1", "metrics_port": 0, "enable_metric_reporting": "false",
-                   "enable_offload": "true", "default_kv_lease_ttl": 50, "max_threads": 2, "minloglevel": 2}
+        options = {
+            "rpc_port": port,
+            "rpc_address": "127.0.0.1",
+            "metrics_port": 0,
+            "enable_metric_reporting": "false",
+            "enable_offload": "true",
+            "default_kv_lease_ttl": 50,
+            "max_threads": 2,
+            "minloglevel": 2,
+        }
         # It goes with this process, whatever ends that.
         self.master = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", master, *(f"--{name}={value}" for name, value in options.items())],
-            stdin=subprocess.DEVNULL)
+            stdin=subprocess.DEVNULL,
+        )
         self.wait(lambda: self.listens(port), 30)
         settings = {"HEARTBEAT_INTERVAL_SECONDS": 1, "BUCKET_KEYS_LIMIT": 1, "LOCAL_BUFFER_SIZE_BYTES": 64 << 20}
         os.environ.update({f"MOONCAKE_OFFLOAD_{name}": str(value) for name, value in settings.items()})
         from mooncake.store import MooncakeDistributedStore
+
         self.cache = MooncakeDistributedStore()
-        assert self.cache.setup(
-            local_hostname="127.0.0.1", metadata_server="P2PHANDSHAKE", global_segment_size=64 << 20,
-            local_buffer_size=32 << 20, protocol="tcp", rdma_devices="", master_server_addr=f"127.0.0.1:{port}",
-            enable_ssd_offload=True, ssd_offload_path=directory) == 0
+        assert (
+            self.cache.setup(
+                local_hostname="127.0.0.1",
+                metadata_server="P2PHANDSHAKE",
+                global_segment_size=64 << 20,
+                local_buffer_size=32 << 20,
+                protocol="tcp",
+                rdma_devices="",
+                master_server_addr=f"127.0.0.1:{port}",
+                enable_ssd_offload=True,
+                ssd_offload_path=directory,
+            )
+            == 0
+        )
 
     @staticmethod
     def listens(port):
@@ -546,8 +583,10 @@ class Mooncake(Engine):
     def replicas(self, keys):
         """In memory and in a file, of each key."""
         found = [self.cache.get_replica_desc(key) for key in keys]
-        return [(any(one.is_memory_replica() for one in every), any(one.is_local_disk_replica() for one in every))
-                for every in found]
+        return [
+            (any(one.is_memory_replica() for one in every), any(one.is_local_disk_replica() for one in every))
+            for every in found
+        ]
 
     def all(self, what, blocks):
         return self.store_all(blocks) if what == "store" else super().all(what, blocks)
@@ -575,6 +614,7 @@ class Safetensors(Engine):
         super().__init__(directory, source)
         import safetensors.torch
         import torch
+
         self.torch, self.library = torch, safetensors.torch
 
     def file(self, block):
@@ -606,10 +646,18 @@ class TorchSave(Safetensors):
 
 
 ENGINES = {
-    "vllm": Vllm, "lmcache-fs-native": LmcacheFsNative, "lmcache-local-disk": LmcacheLocalDisk,
-    "lmcache-fs-connector": LmcacheFsConnector, "lmcache-l2": LmcacheL2, "sglang-file": SglangFile,
-    "sglang-nixl": SglangNixl, "nixl": Nixl, "nixl-pool": NixlPool,
-    "mooncake": Mooncake, "safetensors": Safetensors, "torch": TorchSave,
+    "vllm": Vllm,
+    "lmcache-fs-native": LmcacheFsNative,
+    "lmcache-local-disk": LmcacheLocalDisk,
+    "lmcache-fs-connector": LmcacheFsConnector,
+    "lmcache-l2": LmcacheL2,
+    "sglang-file": SglangFile,
+    "sglang-nixl": SglangNixl,
+    "nixl": Nixl,
+    "nixl-pool": NixlPool,
+    "mooncake": Mooncake,
+    "safetensors": Safetensors,
+    "torch": TorchSave,
 }
 
 

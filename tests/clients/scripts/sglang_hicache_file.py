@@ -18,8 +18,9 @@ BLOCKS, SIZE = 4, 8 << 20
 
 def main(directory):
     os.makedirs(directory, exist_ok=True)
-    cache = HiCacheFile(HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "meta-llama/Llama-3.1-8B",
-                                             extra_config=None))
+    cache = HiCacheFile(
+        HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "meta-llama/Llama-3.1-8B", extra_config=None)
+    )
     generator = torch.Generator().manual_seed(20_011)
     values = [torch.randint(0, 255, (SIZE,), dtype=torch.uint8, generator=generator) for _ in range(BLOCKS)]
     keys = [f"{index:064x}" for index in range(BLOCKS)]
@@ -39,8 +40,9 @@ def main(directory):
     seen["sizes"] = [os.path.getsize(os.path.join(directory, name)) for name in seen["names"]]
     seen["hit_pages"] = cache.batch_exists_v2([*keys, "f" * 64]).kv_hit_pages
     loaded = cache.batch_get(keys, [target() for _ in keys])
-    seen["get"] = [value is not None and bool((value == original).all())
-                   for value, original in zip(loaded, values, strict=True)]
+    seen["get"] = [
+        value is not None and bool((value == original).all()) for value, original in zip(loaded, values, strict=True)
+    ]
     seen["set_again"] = cache.batch_set(keys, values)
     seen["exists"] = [bool(cache.exists(name)) for name in [*keys, "f" * 64]]
     os.unlink(os.path.join(directory, seen["names"][0]))

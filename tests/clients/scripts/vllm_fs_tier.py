@@ -32,7 +32,7 @@ def main(directory, source, size):
     seen["left_by_probe"] = os.listdir(directory)
     stored, loaded = mmap.mmap(-1, BLOCKS * size), mmap.mmap(-1, BLOCKS * size)
     for index in range(BLOCKS):
-        stored[index * size:(index + 1) * size] = (b"%08d" % index) * (size // 8) + bytes(size % 8)
+        stored[index * size : (index + 1) * size] = (b"%08d" % index) * (size // 8) + bytes(size % 8)
     offsets = [index * size for index in range(BLOCKS)]
     # Its reads need the exact block in page-aligned memory; with an odd size it runs buffered.
     direct = seen["o_direct"] and size % mmap.PAGESIZE == 0
@@ -42,6 +42,7 @@ def main(directory, source, size):
         if not tier._HAS_FSIO_C:
             return [os.access(path, os.F_OK) for path in paths]
         from vllm.fs_io_C import batch_lookup
+
         return list(batch_lookup(paths))
 
     def attempt():
@@ -49,9 +50,12 @@ def main(directory, source, size):
         try:
             tier.batch_load_block(paths, memoryview(loaded), offsets, size, direct)
         except OSError as error:
-            return {"error": type(error).__name__, "succeeded": getattr(error, "num_succeeded", None),
-                    "same": [loaded[o:o + size] == stored[o:o + size] for o in offsets]}
-        return {"error": None, "same": [loaded[o:o + size] == stored[o:o + size] for o in offsets]}
+            return {
+                "error": type(error).__name__,
+                "succeeded": getattr(error, "num_succeeded", None),
+                "same": [loaded[o : o + size] == stored[o : o + size] for o in offsets],
+            }
+        return {"error": None, "same": [loaded[o : o + size] == stored[o : o + size] for o in offsets]}
 
     seen["lookup_before"] = lookup()
     tier.batch_store_block(paths, memoryview(stored), offsets, size, direct)
