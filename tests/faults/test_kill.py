@@ -27,8 +27,8 @@ from workload import Child, Ledger, walk, write_until_dead
 import kvfs
 from kvfs.errors import KvfsError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.store import devices
-from kvfs.store.format import META_NUMBER, META_OPENING
+from kvfs.pool import devices
+from kvfs.pool.format import META_NUMBER, META_OPENING
 
 KILLS = int(os.environ.get("KVFS_KILLS") or helpers.often(6, 40))
 SEED = int(os.environ.get("KVFS_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)

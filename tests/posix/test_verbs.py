@@ -19,7 +19,7 @@ import pytest
 from helpers import REPOSITORY, Pool, content, in_child, requires_root, run, wait_until, write_file
 
 from kvfs import cli
-from kvfs.store import devices
+from kvfs.pool import devices
 
 SIZE = 100_000
 # fusermount3 wants a user who has a name.

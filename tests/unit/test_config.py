@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfs import config
-from kvfs.config import Geometry, choose_geometry, compare, format_size, layout, new_config, parse, parse_size
 from kvfs.errors import PoolError, UsageError
+from kvfs.pool import config
+from kvfs.pool.config import Geometry, choose_geometry, compare, format_size, layout, new_config, parse, parse_size
 
 GIB = 1 << 30
 

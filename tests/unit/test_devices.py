@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from store_pools import make_pool
 
-from kvfs.config import LABEL_SIZE, format_size, load
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
-from kvfs.store.devices import (
+from kvfs.pool.config import LABEL_SIZE, format_size, load
+from kvfs.pool.devices import (
     FormatRequest,
     Label,
     format_devices,

@@ -18,10 +18,10 @@ import xxhash
 from store_pools import make_pool
 
 from kvfs.errors import InUseError
-from kvfs.store import devices, heart, owner
-from kvfs.store.devices import Device, OpenPool, locked, open_device, open_pool
-from kvfs.store.format import BEAT_ENDING, BEAT_OFFSET, Beat, pack_beat, unpack_beat
-from kvfs.store.heart import Heart
+from kvfs.pool import devices, heart, owner
+from kvfs.pool.devices import Device, OpenPool, locked, open_device, open_pool
+from kvfs.pool.format import BEAT_ENDING, BEAT_OFFSET, Beat, pack_beat, unpack_beat
+from kvfs.pool.heart import Heart
 from kvfs.types import PAGE_SIZE
 
 SECRET, POOL, DEVICE = 0x1234_5678_9ABC_DEF0, uuid.UUID(int=7), uuid.UUID(int=8)

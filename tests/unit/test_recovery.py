@@ -26,12 +26,12 @@ from store_pools import (
     write,
 )
 
-from kvfs import config as configuration
-from kvfs.store import pool as pool_module
-from kvfs.store.devices import import_pool, write_labels
+from kvfs.pool import config as configuration
+from kvfs.pool.devices import import_pool, write_labels
+from kvfs.store import store as store_module
 from kvfs.store.fsck import fsck
-from kvfs.store.pool import Store
 from kvfs.store.segments import State
+from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber, Kind
 
 BIG = 64 << 20
@@ -240,7 +240,7 @@ def test_a_mount_that_ended_before_it_wrote_labels_or_after_is_of_the_same_index
 
     with_store(pool, work)
     with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "write_labels", then_killed)
+        patch.setattr(store_module, "write_labels", then_killed)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 with_store(pool, work)

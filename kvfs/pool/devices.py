@@ -20,7 +20,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvfs.config import (
+from kvfs.errors import DeviceError, ForeignLabelError, FormatError, InUseError, KvfsError, PoolError, UsageError
+from kvfs.guard import check_owner, open_own
+from kvfs.index.lmdb import LmdbIndex
+from kvfs.pool import nvme_generic, nvme_kernel, nvme_tcp, owner
+from kvfs.pool.config import (
     CONFIG_NAME,
     DEVICES_MAX,
     LABEL_SIZE,
@@ -35,12 +39,8 @@ from kvfs.config import (
     load,
     new_config,
 )
-from kvfs.errors import DeviceError, ForeignLabelError, FormatError, InUseError, KvfsError, PoolError, UsageError
-from kvfs.guard import check_owner, open_own
-from kvfs.index.lmdb import LmdbIndex
-from kvfs.store import nvme, nvme_generic, nvme_kernel, owner
-from kvfs.store.fence import Step, kernel_reservation, unsupported
-from kvfs.store.format import (
+from kvfs.pool.fence import Step, kernel_reservation, unsupported
+from kvfs.pool.format import (
     BEAT_OFFSET,
     META_CLEAN,
     META_UUID,
@@ -192,7 +192,7 @@ class RemoteDevice(Device):
     """An NVMe/TCP namespace. Its fd stands for it in the data plane and in native clients; labels go by a connection of
     its own."""
 
-    controller: nvme.Controller
+    controller: nvme_tcp.Controller
 
     def leads_to(self, place: Place) -> bool:
         """The connection is made again, and the namespace compared, when it is used next."""
@@ -209,7 +209,7 @@ class RemoteDevice(Device):
         self.controller.close()
 
     def same(self, place: Place) -> bool:
-        return nvme.is_url(place) and nvme.parse(str(place)).where == nvme.parse(str(self.path)).where
+        return nvme_tcp.is_url(place) and nvme_tcp.parse(str(place)).where == nvme_tcp.parse(str(self.path)).where
 
     def reservation(self, step: Step, key: int, other: int = 0) -> None:
         self.controller.reservation(step, key, other)
@@ -289,7 +289,7 @@ def _open_generic(place: str, *, exclusive: bool, writable: bool) -> Device:
 
 
 def _open_remote(url: str) -> Device:
-    controller = nvme.Controller(url)
+    controller = nvme_tcp.Controller(url)
     try:
         if not controller.size:
             raise UsageError(f"{url}: names no namespace (nsid)")
@@ -301,7 +301,7 @@ def _open_remote(url: str) -> Device:
 
 def place_of(text: str) -> Place:
     """A device as a user, or pool.toml, names it."""
-    return text if nvme.is_url(text) or nvme_kernel.is_generic(text) else Path(text)
+    return text if nvme_tcp.is_url(text) or nvme_kernel.is_generic(text) else Path(text)
 
 
 def open_device(
@@ -311,7 +311,9 @@ def open_device(
     """Open for direct I/O. A device that is mounted or otherwise claimed is an error when exclusive, unless `holder`,
     which is open, has the claim. DeviceError, InUseError."""
     if isinstance(path, str):
-        return _open_remote(path) if nvme.is_url(path) else _open_generic(path, exclusive=exclusive, writable=writable)
+        return (
+            _open_remote(path) if nvme_tcp.is_url(path) else _open_generic(path, exclusive=exclusive, writable=writable)
+        )
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -487,7 +489,7 @@ def _blkid(path: Place) -> str | None:
     """What blkid (util-linux) finds where it is installed: it knows the rare ones."""
     program = shutil.which("blkid") or shutil.which("blkid", path="/usr/sbin:/sbin")
     block = nvme_kernel.block_device_of(nvme_kernel.path_of(path)) if nvme_kernel.is_generic(path) else path
-    if program is None or block is None or nvme.is_url(block):
+    if program is None or block is None or nvme_tcp.is_url(block):
         return None
     try:
         found = subprocess.run(
