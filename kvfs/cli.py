@@ -155,7 +155,7 @@ def _error_part(message: str, error: object) -> dict[str, object]:
 
 
 def _size(text: str) -> int:
-    from kvfs.pool.config import parse_size
+    from kvfs.units import parse_size
 
     try:
         return parse_size(text, what="SIZE")
@@ -523,8 +523,9 @@ def _discover(args: argparse.Namespace) -> int:
 
 
 def _format(args: argparse.Namespace) -> int:
-    from kvfs.pool.config import format_size
-    from kvfs.pool.devices import FormatRequest, format_devices, place_of
+    from kvfs.pool.devices import place_of
+    from kvfs.pool.making import FormatRequest, format_devices
+    from kvfs.units import format_size
 
     if args.device and args.files:
         raise UsageError("--files: not together with --device")
@@ -1206,7 +1207,8 @@ def _absolute(device: str) -> str:
 
 
 def _device_add(args: argparse.Namespace, pool: Path) -> int:
-    from kvfs.pool.devices import add_devices, place_of
+    from kvfs.pool.devices import place_of
+    from kvfs.pool.making import add_devices
 
     before, after = add_devices(pool, [place_of(device) for device in _expanded(args.devices)], force=args.force)
     if args.output == "json":
@@ -1232,7 +1234,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from kvfs.pool.devices import import_pool, place_of
+    from kvfs.pool.devices import place_of
+    from kvfs.pool.making import import_pool
 
     _refuse_inside(args.pool, args.device)
     config = import_pool(Path(args.pool), [place_of(device) for device in _expanded(args.device)])

@@ -411,14 +411,14 @@ def _namespace(name: str, namespace: nvme_kernel.Namespace) -> Check:
 
 def _device(place: str) -> Iterator[Check]:
     """A device as `kvfs format` takes it, or those of a pool. Raises what opening it raises."""
-    from kvfs.pool import devices, nvme_tcp
+    from kvfs.pool import nvme_tcp, opening
 
     if Path(place).is_dir():
         config = load(Path(place))
         if config is None:
             raise PoolError(f"{place} is no pool")
         for device in config.devices:
-            yield from _device(str(devices.device_path(Path(place), device)))
+            yield from _device(str(opening.device_path(Path(place), device)))
     elif nvme_tcp.is_url(place):
         controller = nvme_tcp.Controller(place)
         try:

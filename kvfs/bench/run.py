@@ -41,7 +41,7 @@ from kvfs.bench.common import (
 from kvfs.bench.report import render, render_markdown, row_text, size_text
 from kvfs.bench.stand import Stand
 from kvfs.errors import KvfsError, UsageError
-from kvfs.pool.config import parse_size
+from kvfs.units import parse_size
 
 # ---- the run ----
 

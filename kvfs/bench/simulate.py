@@ -26,8 +26,8 @@ import trio
 
 from kvfs.bench.traces import SHAPES, Trace, invent, load
 from kvfs.errors import KvfsError, UsageError
-from kvfs.pool.config import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
-from kvfs.pool.devices import FormatRequest, format_devices
+from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
+from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, LeastLoss, Use
 from kvfs.store.store import Store, StoreOptions
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, Kind

@@ -14,7 +14,8 @@ from kvfs.errors import KvfsError, PoolError
 from kvfs.frontend.clients import Clients
 from kvfs.guard import check_owner
 from kvfs.pool.config import DeviceConfig, PoolConfig, load
-from kvfs.pool.devices import check_device, device_path, discover, locked, open_device
+from kvfs.pool.lock import locked
+from kvfs.pool.opening import check_device, device_path, discover, open_device
 from kvfs.pool.owner import LOOKING
 from kvfs.stats import OPERATIONS, STATUS_VERSION
 from kvfs.store.shares import name_of

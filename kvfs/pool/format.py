@@ -20,7 +20,8 @@ from typing import Protocol
 import xxhash
 
 from kvfs.errors import ChecksumError, FormatError, NewerVersionError, PoolError
-from kvfs.pool.config import LABEL_SIZE, LABEL_TEXT_OFFSET, PoolConfig, parse
+from kvfs.pool.config import LABEL_TEXT_OFFSET, PoolConfig, parse
+from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, RECORD_SIZE, SegmentIndex
 
 FORMAT_VERSION = 1

@@ -25,21 +25,14 @@ from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.plane import Plane
 from kvfs.pool import nvme_tcp
-from kvfs.pool.config import CONFIG_NAME, LABEL_SIZE, SEGMENTS_MIN, PoolConfig
-from kvfs.pool.devices import (
-    Device,
-    OpenPool,
-    Place,
-    check_device,
-    device_path,
-    open_device,
-    open_new,
-    stored_path,
-    write_config,
-    write_label,
-)
+from kvfs.pool.config import CONFIG_NAME, PoolConfig
+from kvfs.pool.devices import Device, Place
 from kvfs.pool.format import SegmentHeader
+from kvfs.pool.geometry import LABEL_SIZE, SEGMENTS_MIN
 from kvfs.pool.heart import Heart
+from kvfs.pool.labels import write_label
+from kvfs.pool.making import open_new
+from kvfs.pool.opening import OpenPool, check_device, device_path, open_device, stored_path, write_config
 from kvfs.store.health import HARMLESS, DeviceState, Failures, Pace, judge
 from kvfs.store.segments import Segments, State, usage
 from kvfs.types import PAGE_SIZE, Inode, InodeNumber, SegmentIndex

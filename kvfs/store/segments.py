@@ -20,7 +20,7 @@ import trio
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run, check_records
-from kvfs.pool.config import Geometry, PoolConfig
+from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import (
     RECORD_HEAD,
     SegmentHeader,
@@ -34,6 +34,7 @@ from kvfs.pool.format import (
     unpack_segment_header,
     unpack_summary,
 )
+from kvfs.pool.geometry import Geometry
 from kvfs.store.eviction import TICKS_PER_POOL
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, Inode, InodeFlags, Kind, SegmentIndex
 

@@ -25,7 +25,7 @@ from kvfs.errors import DeviceError, FormatError, InUseError, KvfsError, NoSpace
 from kvfs.index.lmdb import IndexError_, LmdbIndex
 from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, check_records
 from kvfs.pool.config import PoolConfig
-from kvfs.pool.devices import INDEX_NAME, Device, OpenPool, Place, PoolLock, locked, open_pool, write_labels
+from kvfs.pool.devices import Device, Place
 from kvfs.pool.format import (
     META_CLEAN,
     META_EPOCH,
@@ -38,6 +38,9 @@ from kvfs.pool.format import (
     split_records,
 )
 from kvfs.pool.heart import Heart
+from kvfs.pool.labels import write_labels
+from kvfs.pool.lock import INDEX_NAME, PoolLock, locked
+from kvfs.pool.opening import OpenPool, open_pool
 from kvfs.store import recovery
 from kvfs.store.device_service import DeviceService
 from kvfs.store.eviction import EvictionPolicy, LeastLoss

@@ -21,7 +21,9 @@ from kvfs.frontend.status import offline_status
 from kvfs.guard import open_own
 from kvfs.pool import nvme_tcp
 from kvfs.pool.config import load
-from kvfs.pool.devices import FormatRequest, format_devices, locked, write_config
+from kvfs.pool.lock import locked
+from kvfs.pool.making import FormatRequest, format_devices
+from kvfs.pool.opening import write_config
 from kvfs.store.fsck import fsck
 
 MALLORY = 12_321

@@ -21,8 +21,9 @@ from helpers import MIB, CommandError, Pool, assert_same, content, read_file, wa
 
 from kvfs.pool import owner
 from kvfs.pool.config import load
-from kvfs.pool.devices import device_path, open_device, read_beat
 from kvfs.pool.format import BEAT_OFFSET, Beat, pack_beat
+from kvfs.pool.labels import read_beat
+from kvfs.pool.opening import device_path, open_device
 from kvfs.types import PAGE_SIZE
 
 pytestmark = pytest.mark.usefixtures("only_root")

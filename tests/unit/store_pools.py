@@ -10,7 +10,7 @@ from pathlib import Path
 import trio
 import trio.testing
 
-from kvfs.pool.devices import FormatRequest, format_devices
+from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.store.store import Store, StoreOptions
 from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
 

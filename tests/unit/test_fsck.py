@@ -10,8 +10,8 @@ from test_recovery import flip, lose_index, segment_pages, used_segments, zeroed
 
 from kvfs.errors import PoolError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.pool.config import LABEL_SIZE
-from kvfs.pool.devices import locked
+from kvfs.pool.geometry import LABEL_SIZE
+from kvfs.pool.lock import locked
 from kvfs.store.fsck import FsckReport, fsck
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, Inode, InodeNumber, SegmentIndex

@@ -10,7 +10,7 @@ from store_pools import crashed_store, make, make_pool, names, rename, settle, u
 
 from kvfs.errors import PoolError
 from kvfs.pool.config import CONFIG_NAME, GroupRule, load, parse
-from kvfs.pool.devices import INDEX_NAME
+from kvfs.pool.lock import INDEX_NAME
 from kvfs.store.groups import Groups
 from kvfs.store.store import Store
 from kvfs.types import GROUP_ATTRIBUTE, ROOT_INODE, Inode, InodeNumber, Kind

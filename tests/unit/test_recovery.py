@@ -27,7 +27,9 @@ from store_pools import (
 )
 
 from kvfs.pool import config as configuration
-from kvfs.pool.devices import import_pool, write_labels
+from kvfs.pool.geometry import layout
+from kvfs.pool.labels import write_labels
+from kvfs.pool.making import import_pool
 from kvfs.store import store as store_module
 from kvfs.store.fsck import fsck
 from kvfs.store.segments import State
@@ -416,7 +418,7 @@ def segment_pages(pool: Path, segment: int, page: int, count: int, change: Calla
     config = configuration.load(pool)
     assert config is not None
     geometry = config.geometry
-    members = configuration.layout([d.zone_count for d in config.devices], geometry.stripe_width)[segment]
+    members = layout([d.zone_count for d in config.devices], geometry.stripe_width)[segment]
     for i in range(page, page + count):
         unit, within = divmod(i * 4096, geometry.stripe_unit)
         row, column = divmod(unit, geometry.stripe_width)

@@ -14,8 +14,8 @@ from store_pools import crashed_store, make, make_pool, names, with_store, write
 from kvfs.errors import BusyError, InvalidArgumentError, NoSpaceError, PoolError, UsageError
 from kvfs.plane import PlaneError
 from kvfs.pool.config import PoolConfig, load, parse
-from kvfs.pool.devices import write_config
 from kvfs.pool.format import Stream
+from kvfs.pool.opening import write_config
 from kvfs.store.fsck import fsck
 from kvfs.store.segments import Segment, State
 from kvfs.store.store import Store
