@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
-from kvfs.stats import percentile_ns
+from kvfs.units import percentile_ns
 
 # Errors and missed deadlines count for this long.
 WINDOW_S = 10.0
