@@ -382,8 +382,19 @@ bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct reque
 /* ---- requests ---- */
 
 struct server;
+/* The thread that took a request, as content sees it. */
+struct io_thread {
+    struct kvfs_plane *plane;
+    struct ring ring;
+    bool batching;                      /* a slab's I/O is queued: more of it may come at once */
+    struct request *waiting_reads;      /* for read memory; oldest first */
+    struct request *waiting_last;
+};
 struct request {
     struct request *next;
+    struct io_thread *io;
+    /* Answers: a READ with its bytes, a WRITE with 0, or -errno. Any thread. The request stays the caller's. */
+    void (*done)(struct request *request, int64_t result);
     struct server *server;
     struct transport *transport;
     struct node *node;
@@ -394,7 +405,8 @@ struct request {
     bool exclusive;                     /* alone on its pages */
     uint64_t unique, arrived_ns, fh, offset;
     uint64_t until_ns;                  /* READ: answered by then, however many I/Os it takes */
-    uint32_t opcode, size, flags;
+    uint32_t size;
+    bool write, cached;                 /* WRITE; of pages that its kernel had cached */
     uint8_t *payload;                   /* WRITE: inside slots[0] */
     struct slot *slots[READ_SLOTS];
     uint32_t slot_count;
@@ -415,10 +427,8 @@ struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
 void reply_error(struct server *server, uint64_t unique, int error);
-void request_reply_write(struct kvfs_plane *plane, struct request *request, int error);
-void reply_write(struct kvfs_plane *plane, struct request *request, int error); /* and ends the request */
-void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size); /* from its slots */
-void request_reply_failed(struct kvfs_plane *plane, struct request *request, int error);   /* a READ */
+void read_done(struct request *request, int64_t result);
+void write_done(struct request *request, int64_t result);
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
 #define SLOW_EVENTS_MAX 10u                  /* a second, and in the queue */
 /* Returns what it took, in ns: for slow_look(), which whoever answers with an error calls too. */
@@ -445,13 +455,10 @@ struct server {
     bool started;
     bool reader;                        /* takes requests all the time; the others only while active */
     atomic_bool active;                 /* asked to help */
-    struct ring ring;
+    struct io_thread io;
     uint8_t *head;                      /* REQUEST_SMALL bytes */
     struct slot *landing;
-    bool batching;                      /* a slab's I/O is queued: more of it may come at once */
     uint64_t last_work_ns;
-    struct request *waiting_reads;      /* for read memory; oldest first */
-    struct request *waiting_last;
     struct chain *chain;                /* guests: the request being taken */
     uint32_t next_queue;
 };
@@ -494,7 +501,7 @@ void guests_free(struct kvfs_plane *plane);
 /* ---- attr.c, check.c, dispatch.c, slow.c, content/read.c: what C answers ---- */
 
 void fastpath_request(struct server *server, size_t size, struct slot **landing);
-void fastpath_retry_reads(struct server *server);
+void reads_retry(struct io_thread *io);              /* those that wait for memory */
 void read_submit(struct request *request);
 void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request);  /* the slow half, on a worker */
 size_t body_minimum(uint32_t opcode);

@@ -187,7 +187,9 @@ static struct request *request_new(struct server *server, const struct fuse_in_h
     request->server = server;
     request->transport = server->transport;
     request->unique = in->unique;
-    request->opcode = in->opcode;
+    request->io = &server->io;
+    request->write = in->opcode == FUSE_WRITE;
+    request->done = request->write ? write_done : read_done;
     request->node = node;
     request->arrived_ns = arrived;
     return request;
@@ -214,7 +216,7 @@ static void read_staged(struct server *server, struct request *request) {
         slot_put(slot);
     }
     if (r == 0) {
-        request_reply_read(plane, request, (uint32_t)size);
+        request->done(request, (int64_t)size);
         request_put(plane, request);
         return;
     }
@@ -296,7 +298,7 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
     request->slots[0] = *landing;
     request->slot_count = 1;
     request->payload = (*landing)->data;
-    request->flags = write.write_flags;
+    request->cached = write.write_flags & FUSE_WRITE_CACHE;
     request->user = handle.user;
     *landing = NULL;
     struct node *node = request->node;
@@ -321,7 +323,8 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
         *landing = request->slots[0];
         request->slot_count = 0;
     }
-    reply_write(plane, request, r);
+    request->done(request, r);
+    request_put(plane, request);
 }
 
 /* Python makes slabs, and makes them larger, and it knows when a seal ends; of FALLOCATE pyfuse3 knows nothing, so it is asked as by setxattr(2). Both

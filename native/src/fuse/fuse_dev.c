@@ -36,7 +36,7 @@ static int fuse_serve(struct server *server, uint32_t *run) {
 }
 
 static bool fuse_arm(struct server *server) {
-    ring_poll(&server->ring, server->fd, POLL_FUSE, false);
+    ring_poll(&server->io.ring, server->fd, POLL_FUSE, false);
     return false;
 }
 

@@ -5,7 +5,7 @@
 void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
     struct node *node = request->node;
     int r = 0;
-    if (request->opcode == FUSE_WRITE) {
+    if (request->write) {
         /* What it needs may be sealed or spilled again before it is written: it tries until its deadline, and never takes that for an end. */
         const uint64_t until = request->arrived_ns + plane->config.request_timeout_ms * 1000000ull;
         for (;;) {
@@ -33,7 +33,8 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
             if (r < 0)
                 break;
         }
-        reply_write(plane, request, r == -EBADMSG || r == -ETIMEDOUT ? -EIO : r);
+        request->done(request, r == -EBADMSG || r == -ETIMEDOUT ? -EIO : r);
+        request_put(plane, request);
         return;
     }
     uint64_t size = 0;
@@ -65,9 +66,9 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
     }
     if (r < 0) {
         COUNT(plane, read_errors, 1);
-        request_reply_failed(plane, request, -EIO);
+        request->done(request, -EIO);
     } else {
-        request_reply_read(plane, request, (uint32_t)size);
+        request->done(request, (int64_t)size);
     }
     request_put(plane, request);
 }
@@ -75,7 +76,7 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
 static void run_request(struct kvfs_plane *plane, struct ring *ring, struct job *job) {
     struct request *request = job->request;
     free(job);
-    ring->until_ns = request->opcode == FUSE_READ ? request->until_ns : 0;
+    ring->until_ns = request->write ? 0 : request->until_ns;
     worker_request(plane, ring, request);
     ring->until_ns = 0;
 }

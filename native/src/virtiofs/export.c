@@ -113,8 +113,8 @@ static void guests_reap(struct kvfs_plane *plane) {
         pthread_join(guest->thread, NULL);
         guest->threaded = false;
         for (uint32_t i = 0; i < guest->transport->server_count; i++)
-            if (ring_idle(&guest->transport->servers[i].ring))
-                ring_free(&guest->transport->servers[i].ring);
+            if (ring_idle(&guest->transport->servers[i].io.ring))
+                ring_free(&guest->transport->servers[i].io.ring);
     }
 }
 

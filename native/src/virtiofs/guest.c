@@ -297,7 +297,7 @@ static bool guest_arm(struct server *server) {
         atomic_store(&guest->limited, true);
         found = !over_limit(guest);
     }
-    ring_poll(&server->ring, server->fd, POLL_KICKS, true); /* a kick is a write, an edge: the counter is left alone */
+    ring_poll(&server->io.ring, server->fd, POLL_KICKS, true); /* a kick is a write, an edge: the counter is left alone */
     return found;
 }
 
