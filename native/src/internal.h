@@ -395,6 +395,7 @@ struct request {
     struct io_thread *io;
     /* Answers: a READ with its bytes, a WRITE with 0, or -errno. Any thread. The request stays the caller's. */
     void (*done)(struct request *request, int64_t result);
+    int (*resume)(struct request *request);     /* Go on with one that was parked, on a worker. -ENOMEM: it was not taken */
     struct server *server;
     struct transport *transport;
     struct node *node;
@@ -503,7 +504,7 @@ void guests_free(struct kvfs_plane *plane);
 void fastpath_request(struct server *server, size_t size, struct slot **landing);
 void reads_retry(struct io_thread *io);              /* those that wait for memory */
 void read_submit(struct request *request);
-void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request);  /* the slow half, on a worker */
+int request_slow(struct request *request);       /* the slow half, on a worker: 0 or -ENOMEM */
 size_t body_minimum(uint32_t opcode);
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
@@ -570,7 +571,6 @@ struct job {
     struct job *next;
     void (*run)(struct kvfs_plane *plane, struct ring *ring, struct job *job);   /* frees or completes the job */
     uint64_t cookie;
-    struct request *request;
 };
 struct worker { struct kvfs_plane *plane; struct worker_pool *pool; pthread_t thread; struct ring ring; bool started; };
 struct worker_pool {
@@ -584,7 +584,6 @@ struct worker_pool {
 int pool_start(struct kvfs_plane *plane, struct worker_pool *pool, uint32_t count);
 void pool_stop(struct worker_pool *pool);
 void pool_add(struct worker_pool *pool, struct job *job);
-int worker_request_add(struct kvfs_plane *plane, struct request *request);
 void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result);
 void call_add(struct kvfs_plane *plane, struct call *call);     /* taken over */
 void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value);

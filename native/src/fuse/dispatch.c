@@ -188,6 +188,7 @@ static struct request *request_new(struct server *server, const struct fuse_in_h
     request->transport = server->transport;
     request->unique = in->unique;
     request->io = &server->io;
+    request->resume = request_slow;
     request->write = in->opcode == FUSE_WRITE;
     request->done = request->write ? write_done : read_done;
     request->node = node;
@@ -222,7 +223,7 @@ static void read_staged(struct server *server, struct request *request) {
     }
     while (request->slot_count)
         slot_put(request->slots[--request->slot_count]);
-    if (worker_request_add(plane, request) < 0) {
+    if (request_slow(request) < 0) {
         reply_error(server, request->unique, -ENOMEM);
         request_put(plane, request);
     }
@@ -315,7 +316,7 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
         return;
     }
     if (r == -EINPROGRESS) {
-        r = worker_request_add(plane, request);
+        r = request_slow(request);
         if (r == 0)
             return;
     }
