@@ -396,6 +396,7 @@ struct request {
     /* Answers: a READ with its bytes, a WRITE with 0, or -errno. Any thread. The request stays the caller's. */
     void (*done)(struct request *request, int64_t result);
     int (*resume)(struct request *request);     /* Go on with one that was parked, on a worker. -ENOMEM: it was not taken */
+    void (*release)(struct request *request);   /* NULL: nothing. Gives back the memory of the targets */
     struct server *server;
     struct transport *transport;
     struct node *node;
@@ -421,7 +422,7 @@ struct request {
     bool owed;                          /* direct and failed: the answer waits until no device can write there any more */
     uint32_t target_count, placed_max;  /* bytes of the targets that are the guest's */
     struct iovec *targets;              /* whole pages, in order */
-    struct guest_memory *memory;        /* keeps them mapped */
+    void *target_memory;                /* keeps them mapped */
     struct kvfs_record record;
 };
 struct request *request_get(struct kvfs_plane *plane);
@@ -439,7 +440,6 @@ void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_
 /* ---- transports: server.c, fuse_dev.c, guest.c ---- */
 
 struct guest;
-struct guest_memory;
 struct transport_ops {
     int (*serve)(struct server *server, uint32_t *run);   /* one request, if there is one: 1, 0, or -errno when the transport has ended */
     bool (*arm)(struct server *server);                   /* before a sleep: what arrives will end it. True: something is there already */
@@ -494,7 +494,6 @@ void transport_forget(struct transport *transport);    /* its kernel is gone: la
 /* Let a READ's targets be the guest's pages. False: they are not such pages, use slots. */
 bool guest_targets(struct request *request);
 uint32_t guest_number(const struct guest *guest);
-void guest_memory_put(struct guest_memory *memory);
 uint32_t guests_count(struct kvfs_plane *plane);       /* exports */
 void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
 void guests_free(struct kvfs_plane *plane);

@@ -112,6 +112,11 @@ static void guest_reply(struct server *server, uint64_t id, int error, uint32_t 
     cost_release(guest, cost);
 }
 
+static void targets_release(struct request *request) {
+    free(request->targets);
+    guest_memory_put(request->target_memory);
+}
+
 bool guest_targets(struct request *request) {
     struct guest *guest = request->transport->guest;
     struct kvfs_plane *plane = request->server->plane;
@@ -153,8 +158,9 @@ bool guest_targets(struct request *request) {
         request->targets = targets;
         request->target_count = count;
         request->placed_max = request->size - rest;
-        request->memory = element->memory;
-        atomic_fetch_add(&request->memory->refs, 1);
+        request->target_memory = element->memory;
+        request->release = targets_release;
+        atomic_fetch_add(&element->memory->refs, 1);
     } else {
         free(targets);
     }
