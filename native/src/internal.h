@@ -273,7 +273,6 @@ void handles_drop(struct kvfs_plane *plane, struct transport *transport);
 /* ---- shares.c: what each user holds ---- */
 
 #define USERS_MAX 4096u
-uint32_t user_id(const struct transport *transport, uint32_t uid);      /* a guest is one user, whatever its own are */
 struct user *user_get(struct kvfs_plane *plane, uint32_t id);
 /* These with the shard's lock held. */
 bool hold_add(struct node *node, struct user *user);                    /* false: no memory */
@@ -445,6 +444,8 @@ struct transport_ops {
     bool (*arm)(struct server *server);                   /* before a sleep: what arrives will end it. True: something is there already */
     /* error: 0 or -errno. The first `placed` bytes of the body are where they belong. Any thread. */
     void (*reply)(struct server *server, uint64_t unique, int error, uint32_t placed, const struct iovec *iovs, uint32_t count);
+    /* Let a READ's targets be the kernel's own pages. False: they are not such pages, use slots. NULL: never. */
+    bool (*targets)(struct request *request);
 };
 struct server {
     struct kvfs_plane *plane;
@@ -477,9 +478,11 @@ struct transport {
     bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
     uint32_t max_read;
+    uint32_t user;                      /* a guest is one user, whatever its own are. 0: users are its kernel's */
     atomic_uint forwarded;              /* under way in the session */
     atomic_uint session;                /* counts the kernels that came and went: what an earlier one opened is not this one's */
 };
+static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
 int transport_start(struct kvfs_plane *plane, int fd);
 int server_init(struct transport *transport, uint32_t index, int fd);  /* fd is the server's from then on, also after a failure */
 void server_free(struct server *server);
@@ -491,10 +494,6 @@ void transport_forget(struct transport *transport);    /* its kernel is gone: la
 
 /* ---- guest.c, export.c: virtio-fs ---- */
 
-/* Let a READ's targets be the guest's pages. False: they are not such pages, use slots. */
-bool guest_targets(struct request *request);
-uint32_t guest_number(const struct guest *guest);
-uint32_t guests_count(struct kvfs_plane *plane);       /* exports */
 void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
 void guests_free(struct kvfs_plane *plane);
 
@@ -638,6 +637,7 @@ struct kvfs_plane {
     struct worker_pool store, slow;
     struct transport *transports[TRANSPORTS_MAX];
     struct guest *guests[KVFS_VIRTIOFS_MAX];
+    atomic_uint guest_count;            /* exports */
     struct guest *guests_ended;         /* late replies may still look at them */
     pthread_mutex_t transports_lock;
     atomic_uint transport_count;

@@ -46,7 +46,7 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
                       FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT | (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
     /* Pages of a file that another kernel may rewrite: before a read of its cache a kernel looks at the file's mtime, as far as it does not
      * trust the attributes that it has; a host is told to ask again. */
-    wanted |= transport->guest || guests_count(plane) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
+    wanted |= transport->guest || atomic_load(&plane->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
     /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would
      * ask again for each that was listed. Which listings are worth it (`ls -l`, not `ls`) the kernel finds out: AUTO. */
     transport->inc_epoch = init.minor >= 44 && !transport->guest;
@@ -275,8 +275,7 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
         read_staged(server, request);
         return;
     }
-    if (server->transport->guest)
-        request->direct = guest_targets(request);
+    request->direct = server->transport->ops->targets && server->transport->ops->targets(request);
     read_submit(request);
 }
 

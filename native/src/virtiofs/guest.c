@@ -117,7 +117,7 @@ static void targets_release(struct request *request) {
     guest_memory_put(request->target_memory);
 }
 
-bool guest_targets(struct request *request) {
+static bool guest_targets(struct request *request) {
     struct guest *guest = request->transport->guest;
     struct kvfs_plane *plane = request->server->plane;
     uint32_t left = request->size / KVFS_PAGE_SIZE * KVFS_PAGE_SIZE, rest = request->size - left;
@@ -324,7 +324,7 @@ void guest_look_again(struct guest *guest) {
     }
 }
 
-const struct transport_ops guest_ops = {guest_serve, guest_arm, guest_reply};
+const struct transport_ops guest_ops = {guest_serve, guest_arm, guest_reply, guest_targets};
 
 /* ---- what the front end changes ---- */
 
