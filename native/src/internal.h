@@ -268,7 +268,8 @@ bool handle_close_directory(struct kvfs_plane *plane, struct transport *transpor
 /* Returns the node, whose handle count it has lowered; the caller calls node_released, then node_put. */
 struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer);
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
-void handles_drop(struct kvfs_plane *plane, struct transport *transport);
+/* Close all handles of a transport. Returns the inode of a directory that Python is to release, and is called again, *from on, until it returns 0. */
+uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from);
 
 /* ---- shares.c: what each user holds ---- */
 
