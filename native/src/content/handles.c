@@ -189,8 +189,10 @@ uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uin
         if (!fh)
             continue;
         if (directory) {
-            if (handle_close_directory(plane, transport, fh, directory))
+            if (handle_close_directory(plane, transport, fh, directory)) {
+                ++*from;
                 return directory;
+            }
             continue;
         }
         bool was_writer = false;

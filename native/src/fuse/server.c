@@ -24,12 +24,6 @@
 /* Luck counts what came within the time of a poll, and twice what did not: half of it is enough to poll. */
 #define LUCK_MAX 16
 
-void server_wake(struct server *server) {
-    uint64_t one = 1;
-    if (write(server->wake_fd, &one, sizeof(one)) < 0)
-        return; /* the counter is at its limit: it is awake */
-}
-
 static void wake_helper(struct server *server) {
     struct transport *transport = server->transport;
     for (uint32_t i = 0; i < transport->server_count; i++) {
