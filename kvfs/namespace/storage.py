@@ -1,6 +1,6 @@
 """The seam below the namespace: what it asks of the store, and the extended attributes it gives a meaning of its own.
 
-`kvfs.store.pool.Store` is the one implementation; tests have a double.
+`kvfs.store.store.Store` is the one implementation; tests have a double.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from fnmatch import translate
 
 import trio
 
-from kvfs.config import GroupRule
 from kvfs.index.interface import Index
+from kvfs.pool.config import GroupRule
 from kvfs.types import ROOT_INODE, Inode, InodeNumber, Kind
 
 _BATCH = 256

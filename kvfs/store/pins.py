@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import trio
 
 from kvfs.index.interface import Index
-from kvfs.store.format import FLAGS_OFFSET, PARENT_OFFSET
+from kvfs.pool.format import FLAGS_OFFSET, PARENT_OFFSET
 from kvfs.store.segments import usage
 from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeFlags, InodeNumber, Kind

@@ -20,8 +20,7 @@ import trio
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import Bulk, LmdbIndex
 from kvfs.plane import Plane
-from kvfs.store.eviction import Stream
-from kvfs.store.format import RECORD_HEAD, SegmentHeader, split_records
+from kvfs.pool.format import RECORD_HEAD, SegmentHeader, Stream, split_records
 from kvfs.store.pins import Pins
 from kvfs.store.segments import Segment, Segments, State, usage
 from kvfs.types import RECORD_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
@@ -85,7 +84,7 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
     for segment in segments.all:
         header = headers[segment.index]
         if segment.lost:
-            # Nothing is known of it but what the index has. Its device's return is service.py's.
+            # Nothing is known of it but what the index has. Its device's return is device_service.py's.
             if segment.state != State.FREE:
                 segment.state, segment.next_page = State.CLOSED, segments.geometry.end_page
                 segments.changed(segment)

@@ -20,8 +20,8 @@ import trio
 from kvfs.errors import DeviceError, KvfsError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, PlaneError, Run, SealInfo, failure, wait_job
-from kvfs.store.eviction import EvictionPolicy, Stream
-from kvfs.store.format import PARENT_OFFSET
+from kvfs.pool.format import PARENT_OFFSET, Stream
+from kvfs.store.eviction import EvictionPolicy
 from kvfs.store.segments import Head, Segments, Versions
 from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber
 

@@ -17,14 +17,14 @@ from enum import IntEnum
 
 import trio
 
-from kvfs.config import Geometry, PoolConfig
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run, check_records
-from kvfs.store.eviction import TICKS_PER_POOL, Stream
-from kvfs.store.format import (
+from kvfs.pool.config import PoolConfig
+from kvfs.pool.format import (
     RECORD_HEAD,
     SegmentHeader,
+    Stream,
     Summary,
     pack_extent_header,
     pack_segment_header,
@@ -34,6 +34,8 @@ from kvfs.store.format import (
     unpack_segment_header,
     unpack_summary,
 )
+from kvfs.pool.geometry import Geometry
+from kvfs.store.eviction import TICKS_PER_POOL
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, Inode, InodeFlags, Kind, SegmentIndex
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvfs.config import LABEL_SIZE, layout, parse
-from kvfs.store.format import Summary, unpack_segment_header, unpack_summary
+from kvfs.pool.config import parse
+from kvfs.pool.format import Summary, unpack_segment_header, unpack_summary
+from kvfs.pool.geometry import LABEL_SIZE, layout
 from kvfs.types import Inode, SegmentIndex
 
 PAGE = 4096

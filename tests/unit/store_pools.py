@@ -10,8 +10,8 @@ from pathlib import Path
 import trio
 import trio.testing
 
-from kvfs.store.devices import FormatRequest, format_devices
-from kvfs.store.pool import Store, StoreOptions
+from kvfs.pool.making import FormatRequest, format_devices
+from kvfs.store.store import Store, StoreOptions
 from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
 
 # A disk that others use may pause for as long as a device's usual deadline.

@@ -13,8 +13,8 @@ from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink,
 from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.store.eviction import CARRY_SHARE, TICK_MASK, TICKS_PER_POOL, Contents, LeastLoss, Use
 from kvfs.store.fsck import fsck
-from kvfs.store.pool import Store
 from kvfs.store.segments import State
+from kvfs.store.store import Store
 from kvfs.types import Kind
 
 # Sparse: 64 MiB have 16,384 leaves, so a header of this many pages and no data.

@@ -16,10 +16,10 @@ from kvfs.namespace.files import Changes, Namespace
 from kvfs.store import reservations
 from kvfs.store import segments as segments_module
 from kvfs.store.fsck import fsck
-from kvfs.store.pool import Store
 from kvfs.store.reservations import Holder, Reservation, Wanted
 from kvfs.store.segments import State
 from kvfs.store.shares import PINNED
+from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber
 
 SIZE = 3 * PAGE_SIZE + 17

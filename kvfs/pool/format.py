@@ -14,13 +14,14 @@ import uuid as uuids
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Protocol
 
 import xxhash
 
-from kvfs.config import LABEL_SIZE, LABEL_TEXT_OFFSET, PoolConfig, parse
 from kvfs.errors import ChecksumError, FormatError, NewerVersionError, PoolError
-from kvfs.store.eviction import Stream
+from kvfs.pool.config import LABEL_TEXT_OFFSET, PoolConfig, parse
+from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, RECORD_SIZE, SegmentIndex
 
 FORMAT_VERSION = 1
@@ -45,6 +46,13 @@ _BEAT_HOST, _BEAT_POOL, _BEAT_USE = (256, 64), (512, 1024), (1536, 512)
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 16
 assert _LABEL.size == 120 and _SEGMENT.size == 88 and _SUMMARY.size == 88 and _BEAT.size == 160
+
+
+class Stream(IntEnum):
+    NEW = 0
+    CARRIED = 1
+    CLIENT = 2  # written by native clients themselves
+    SLAB = 3  # whole segments, overwritten in place; never evicted as long as they are
 
 
 def _with_checksum(data: bytearray, seed: int) -> bytes:
