@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 # The data plane answers every job by itself after its own deadlines; this is for a job that it lost.
 JOB_TIMEOUT_S = 300.0
 _BATCH = 256
-# native/src/shares.c: places for users, and one for all others.
+# content/shares.c: places for users, and one for all others.
 _USERS_MAX = 4097
 _CALLS = 16
 # Completions and FLUSHes of one turn of the event loop: some milliseconds at most, as others wait for theirs.
