@@ -430,8 +430,8 @@ struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
 void reply_error(struct server *server, uint64_t unique, int error);
-void read_done(struct request *request, int64_t result);
-void write_done(struct request *request, int64_t result);
+void reply_to_read(struct request *request, int64_t result);
+void reply_to_write(struct request *request, int64_t result);
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
 #define SLOW_EVENTS_MAX 10u                  /* a second, and in the queue */
 /* Returns what it took, in ns: for slow_look(), which whoever answers with an error calls too. */

@@ -190,7 +190,7 @@ static struct request *request_new(struct server *server, const struct fuse_in_h
     request->io = &server->io;
     request->resume = request_slow;
     request->write = in->opcode == FUSE_WRITE;
-    request->done = request->write ? write_done : read_done;
+    request->done = request->write ? reply_to_write : reply_to_read;
     request->node = node;
     request->arrived_ns = arrived;
     return request;

@@ -32,7 +32,7 @@ static void read_reply(struct request *request, uint32_t size) {
     slow_look(plane, FUSE_READ, request->node->inode, latency_add(plane, LATENCY_READ, request->arrived_ns));
 }
 
-void read_done(struct request *request, int64_t result) {
+void reply_to_read(struct request *request, int64_t result) {
     if (result >= 0) {
         read_reply(request, (uint32_t)result);
         return;
@@ -50,7 +50,7 @@ static void written_without_handle(struct kvfs_plane *plane, struct node *node) 
         node_released(plane, node, true);
 }
 
-void write_done(struct request *request, int64_t result) {
+void reply_to_write(struct request *request, int64_t result) {
     struct kvfs_plane *plane = request->io->plane;
     if (result < 0) {
         reply_error(request->server, request->unique, (int)result);
