@@ -339,7 +339,7 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
     }
     request->offset = read.offset;
     request->size = read.size;
-    request->until_ns = arrived + plane->config.io_timeout_ms * 1000000ull;
+    request->until_ns = arrived + plane->array.io_timeout_ms * 1000000ull;
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
     if (node->failed_ns && arrived < node->failed_ns + AGAIN_NS && node->failed_until_ns < request->until_ns)

@@ -175,7 +175,7 @@ static void *server_main(void *argument) {
     for (uint32_t i = 0; i < transport->server_count; i++)
         if (&transport->servers[i] != server)
             server_wake(&transport->servers[i]);
-    uint64_t until = now_ns() + plane->config.io_timeout_ms * 2000000ull;
+    uint64_t until = now_ns() + plane->array.io_timeout_ms * 2000000ull;
     while (!ring_idle(&server->ring) && now_ns() < until) {
         ring_wait(&server->ring, 10000000);
         ring_reap(&server->ring);
@@ -204,7 +204,7 @@ int server_init(struct transport *transport, uint32_t index, int fd) {
     server->head = malloc(REQUEST_SMALL + 8);
     if (!server->head)
         return -ENOMEM;
-    return ring_init(&server->ring, transport->plane, 256);
+    return ring_init(&server->ring, &transport->plane->array, 256);
 }
 
 void server_free(struct server *server) {
