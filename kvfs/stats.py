@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from kvfs.errors import printable
+from kvfs.units import percentile_ns
 
 STATUS_VERSION = 1
 # The operations whose latency the data plane measures, in the order of kvfs_latency_get().
@@ -40,24 +41,6 @@ def items(document: Json, key: str) -> list[Json]:
 def buckets_of(latency: Json) -> list[int]:
     value = latency.get("buckets")
     return [int(item) for item in value] if isinstance(value, (list, tuple)) else []
-
-
-def percentile_ns(buckets: Sequence[int], percent: float) -> float:
-    """The latency that `percent` of the requests stayed under. Bucket i counts those in [2^(i-1), 2^i) ns.
-
-    Inside a bucket the requests are taken as spread evenly. 0 without requests.
-    """
-    count = sum(buckets)
-    if count == 0:
-        return 0.0
-    wanted = count * percent / 100
-    below = 0
-    for index, here in enumerate(buckets):
-        if here and below + here >= wanted:
-            low = float(1 << (index - 1)) if index else 0.0
-            return low + (float(1 << index) - low) * max(0.0, wanted - below) / here
-        below += here
-    return float(1 << (len(buckets) - 1))
 
 
 def latency_summary(latency: Json) -> dict[str, float]:

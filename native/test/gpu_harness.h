@@ -4,7 +4,7 @@
 #define KVFS_TEST_GPU_HARNESS_H
 
 #include "client/client.h"
-#include "client/gpu/gpu.h"
+#include "client/gpu/driver.h"
 #include "kvfs_gpu.h"
 
 #include <dlfcn.h>
