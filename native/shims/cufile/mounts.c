@@ -27,6 +27,7 @@ struct mount {
     uint64_t next_try_ns;
 };
 
+unsigned fork_count;
 static pthread_mutex_t mounts_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct mount *mounts;
 static int watch = -1;                   /* on mountinfo, at its end: poll() says whether anything was mounted since */
