@@ -73,6 +73,7 @@ static int mounts_fd = -1;
 static struct stat mounts_fd_is;
 static atomic_bool paths_off, parse_again;
 static char last_error[256];
+static void (*on_retire)(const struct mount *mount);
 
 static struct {
     atomic_uint sequence;           /* odd: being written */
@@ -98,14 +99,14 @@ static bool below(const char *path, const char *directory, size_t size) {
 static bool mounts_changed(void) {
     struct stat st;
     if (mounts_fd >= 0 && (fstat(mounts_fd, &st) < 0 || st.st_ino != mounts_fd_is.st_ino || st.st_dev != mounts_fd_is.st_dev)) {
-        own_forget(mounts_fd); /* closed where it could not be seen */
+        internal_fd_forget(mounts_fd); /* closed where it could not be seen */
         mounts_fd = -1;
     }
     if (mounts_fd < 0) {
         int fd = (int)syscall(SYS_openat, AT_FDCWD, "/proc/self/mountinfo", O_RDONLY | O_CLOEXEC);
         if (fd < 0)
             return false;
-        mounts_fd = own_raise(fd);
+        mounts_fd = internal_fd_raise(fd);
         return fstat(mounts_fd, &mounts_fd_is) == 0;
     }
     struct pollfd poll_fd = {.fd = mounts_fd, .events = POLLPRI};
@@ -218,7 +219,8 @@ static void retire(struct mount *mount) {
 static void close_retired(void) {
     for (uint32_t i = 0; i < retired_count; i++) {
         struct mount *mount = retired[i];
-        files_reap(mount);
+        if (on_retire)
+            on_retire(mount);
         if (atomic_load(&mount->users))
             continue;
         kvfs_close(atomic_exchange(&mount->client, NULL));
@@ -616,6 +618,8 @@ bool mount_fill_statx(const struct mount *mount, const struct kvfs_attributes *a
 }
 
 /* ---- the process ---- */
+
+void mounts_on_retire(void (*then)(const struct mount *mount)) { on_retire = then; }
 
 void mounts_paths_off(void) { atomic_store(&paths_off, true); }
 
