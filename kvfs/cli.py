@@ -155,7 +155,7 @@ def _error_part(message: str, error: object) -> dict[str, object]:
 
 
 def _size(text: str) -> int:
-    from kvfs.config import parse_size
+    from kvfs.units import parse_size
 
     try:
         return parse_size(text, what="SIZE")
@@ -493,15 +493,15 @@ class ProgressPrinter:
 
 def _expanded(devices: list[str]) -> list[str]:
     """Every namespace where a URL names a subsystem or an enclosure."""
-    from kvfs.store import nvme
+    from kvfs.pool import nvme_tcp
 
-    return [one for device in devices for one in (nvme.expand(device) if nvme.is_url(device) else [device])]
+    return [one for device in devices for one in (nvme_tcp.expand(device) if nvme_tcp.is_url(device) else [device])]
 
 
 def _refuse_inside(pool: str | Path, devices: Sequence[str] = ()) -> None:
     """MountError if a pool, or a device that is given to it, lies in a kvfs mount."""
     from kvfs.frontend.mount import refuse_inside
-    from kvfs.store.devices import place_of
+    from kvfs.pool.devices import place_of
 
     refuse_inside(pool, "a pool")
     for place in map(place_of, devices):
@@ -510,9 +510,9 @@ def _refuse_inside(pool: str | Path, devices: Sequence[str] = ()) -> None:
 
 
 def _discover(args: argparse.Namespace) -> int:
-    from kvfs.store import nvme
+    from kvfs.pool import nvme_tcp
 
-    found = nvme.discover(f"{nvme.SCHEME}://{args.address}")
+    found = nvme_tcp.discover(f"{nvme_tcp.SCHEME}://{args.address}")
     if args.output == "json":
         _print_json({"subsystems": [asdict(subsystem) for subsystem in found]})
         return 0
@@ -523,8 +523,9 @@ def _discover(args: argparse.Namespace) -> int:
 
 
 def _format(args: argparse.Namespace) -> int:
-    from kvfs.config import format_size
-    from kvfs.store.devices import FormatRequest, format_devices, place_of
+    from kvfs.pool.devices import place_of
+    from kvfs.pool.making import FormatRequest, format_devices
+    from kvfs.units import format_size
 
     if args.device and args.files:
         raise UsageError("--files: not together with --device")
@@ -1199,14 +1200,15 @@ def _device(args: argparse.Namespace) -> int:
 
 
 def _absolute(device: str) -> str:
-    from kvfs.store.devices import place_of
+    from kvfs.pool.devices import place_of
 
     place = place_of(device)
     return os.path.abspath(place) if isinstance(place, Path) else place
 
 
 def _device_add(args: argparse.Namespace, pool: Path) -> int:
-    from kvfs.store.devices import add_devices, place_of
+    from kvfs.pool.devices import place_of
+    from kvfs.pool.making import add_devices
 
     before, after = add_devices(pool, [place_of(device) for device in _expanded(args.devices)], force=args.force)
     if args.output == "json":
@@ -1232,7 +1234,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from kvfs.store.devices import import_pool, place_of
+    from kvfs.pool.devices import place_of
+    from kvfs.pool.making import import_pool
 
     _refuse_inside(args.pool, args.device)
     config = import_pool(Path(args.pool), [place_of(device) for device in _expanded(args.device)])

@@ -43,8 +43,8 @@ from kvfs.guard import check_owner, open_own
 from kvfs.logs import Escaping, spare
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.survey import DEPTH_MAX, Survey
-from kvfs.store.devices import place_of
-from kvfs.store.pool import Store, StoreOptions
+from kvfs.pool.devices import place_of
+from kvfs.store.store import Store, StoreOptions
 from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)

@@ -398,7 +398,7 @@ def _timed_mount(pool: Kvfs, blocks: int) -> float:
 
 def _erase_summaries(pool: Kvfs) -> None:
     """Overwrite both summary slots of every segment, so that only block headers are left to rebuild from."""
-    from kvfs.config import load
+    from kvfs.pool.config import load
     from kvfs.types import PAGE_SIZE
 
     config = load(pool.pool)

@@ -40,8 +40,8 @@ from kvfs.bench.common import (
 )
 from kvfs.bench.report import render, render_markdown, row_text, size_text
 from kvfs.bench.stand import Stand
-from kvfs.config import parse_size
 from kvfs.errors import KvfsError, UsageError
+from kvfs.units import parse_size
 
 # ---- the run ----
 

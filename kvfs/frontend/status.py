@@ -10,15 +10,16 @@ import os
 import time
 from pathlib import Path
 
-from kvfs.config import DeviceConfig, PoolConfig, load
 from kvfs.errors import KvfsError, PoolError
 from kvfs.frontend.clients import Clients
 from kvfs.guard import check_owner
+from kvfs.pool.config import DeviceConfig, PoolConfig, load
+from kvfs.pool.lock import locked
+from kvfs.pool.opening import check_device, device_path, discover, open_device
+from kvfs.pool.owner import LOOKING
 from kvfs.stats import OPERATIONS, STATUS_VERSION
-from kvfs.store.devices import check_device, device_path, discover, locked, open_device
-from kvfs.store.owner import LOOKING
-from kvfs.store.pool import Store
 from kvfs.store.shares import name_of
+from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE
 
 

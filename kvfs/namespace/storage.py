@@ -1,6 +1,6 @@
 """The seam below the namespace: what it asks of the store, and the extended attributes it gives a meaning of its own.
 
-`kvfs.store.pool.Store` is the one implementation; tests have a double.
+`kvfs.store.store.Store` is the one implementation; tests have a double.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from kvfs.errors import KvfsError
-from kvfs.types import Inode, InodeNumber
+from kvfs.record import Inode
+from kvfs.types import InodeNumber
 
 # Where a symbolic link keeps its target; never shown to callers.
 SYMLINK_KEY = b"kvfs.symlink"

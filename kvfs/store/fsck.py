@@ -16,31 +16,22 @@ from pathlib import Path
 
 import trio
 
-from kvfs import config as configuration
-from kvfs.config import PoolConfig
 from kvfs.errors import DeviceError, FormatError, InUseError, KvfsError
 from kvfs.index.lmdb import Bulk, LmdbIndex
 from kvfs.plane import Event, Plane
-from kvfs.store.devices import (
-    INDEX_NAME,
-    Device,
-    OpenPool,
-    check_device,
-    check_unused,
-    device_path,
-    discover,
-    locked,
-    open_absent,
-    open_device,
-    read_labels,
-    write_config,
-    write_labels,
-)
-from kvfs.store.format import META_CLEAN, META_UUID, SegmentHeader, pack_segment_header, split_records
-from kvfs.store.heart import kept
-from kvfs.store.pool import Store, StoreOptions, check_index, make_plane
+from kvfs.pool import config as configuration
+from kvfs.pool.config import PoolConfig
+from kvfs.pool.devices import Device, open_absent
+from kvfs.pool.format import META_CLEAN, META_UUID, SegmentHeader, pack_segment_header
+from kvfs.pool.heart import kept
+from kvfs.pool.labels import read_labels, write_labels
+from kvfs.pool.lock import INDEX_NAME, locked
+from kvfs.pool.making import check_unused
+from kvfs.pool.opening import OpenPool, check_device, device_path, discover, open_device, write_config
+from kvfs.record import Inode, Kind, split_records
 from kvfs.store.segments import Segment, Segments, State, usage
-from kvfs.types import COUNTER_BITS, PAGE_SIZE, ROOT_INODE, Inode, InodeNumber, Kind
+from kvfs.store.store import Store, StoreOptions, check_index, make_plane
+from kvfs.types import COUNTER_BITS, PAGE_SIZE, ROOT_INODE, InodeNumber
 
 Progress = Callable[[str, int, int], None]
 

@@ -1,6 +1,6 @@
 """Whether a device does what devices do: by its errors, its silences, and its times beside its peers'.
 
-Pure: numbers and times in, verdicts out. service.py asks and acts.
+Pure: numbers and times in, verdicts out. device_service.py asks and acts.
 """
 
 from __future__ import annotations

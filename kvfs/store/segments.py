@@ -17,14 +17,13 @@ from enum import IntEnum
 
 import trio
 
-from kvfs.config import Geometry, PoolConfig
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run, check_records
-from kvfs.store.eviction import TICKS_PER_POOL, Stream
-from kvfs.store.format import (
-    RECORD_HEAD,
+from kvfs.pool.config import PoolConfig
+from kvfs.pool.format import (
     SegmentHeader,
+    Stream,
     Summary,
     pack_extent_header,
     pack_segment_header,
@@ -34,7 +33,10 @@ from kvfs.store.format import (
     unpack_segment_header,
     unpack_summary,
 )
-from kvfs.types import COUNTER_BITS, PAGE_SIZE, Inode, InodeFlags, Kind, SegmentIndex
+from kvfs.pool.geometry import Geometry
+from kvfs.record import RECORD_HEAD, Inode, InodeFlags, Kind
+from kvfs.store.eviction import TICKS_PER_POOL
+from kvfs.types import COUNTER_BITS, PAGE_SIZE, SegmentIndex
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Slabs: files that are preallocated and overwritten in place. Which segments are theirs, and within which quota.
 
 A slab has whole segments of the SLAB stream to itself for as long as its inode is open; the data plane reads and
-writes them (native/src/slab.c). Nothing of it is in the index on disk: after a restart its segments are empty. One
+writes them (native/src/content/). Nothing of it is in the index on disk: after a restart its segments are empty. One
 that was closed without ever having been overwritten is a file as any other: its pages stay where they are, and get a
 header.
 """
@@ -19,10 +19,11 @@ import trio
 from kvfs.errors import BusyError, DeadlineError, DeviceError, InvalidArgumentError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, PlaneError, Run
+from kvfs.record import InodeFlags
 from kvfs.store.sealing import Sealing
 from kvfs.store.segments import Segment, Segments
 from kvfs.store.shares import ROOT, SLABS, Shares
-from kvfs.types import PAGE_SIZE, InodeFlags, InodeNumber
+from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
 

@@ -40,6 +40,7 @@
 #define READ_SLOTS 5            /* 4 MiB and an unaligned page */
 #define READ_GROUPS 12
 #define PENDING_MAX 16384
+#define LONG_SECONDS 3600u
 #define LEASE_S 1u
 #define LEASE_SLACK_NS 50000000ull      /* an answer's way to the guest */
 #define REQUEST_HEAD 80         /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
@@ -167,7 +168,7 @@ int generic_device(struct device *device);                     /* asks the devic
 void generic_part_start(struct ring *ring, struct io_part *part, bool write);
 bool generic_command_done(struct io_part *part, int result);   /* the part's last: part->error says how */
 
-/* ---- node.c: open inodes and handles ---- */
+/* ---- node.c, handles.c, uses.c: open inodes and handles ---- */
 
 /* A verified block header, shared by all reads of a block. */
 struct desc {
@@ -235,6 +236,8 @@ void node_put(struct kvfs_plane *plane, struct node *node);
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record);
 /* A name was asked for and is not there; `hash` is name_hash() of it. */
 uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size);
+/* A slot of the table has a record now: as used as its slot of before was; NULL: new, used now. */
+void use_enter(struct kvfs_plane *plane, uint32_t slot, const uint32_t *before);
 void missed_add(struct kvfs_plane *plane, uint64_t hash);
 /* It is made now: nobody missed it. Its kernel had asked whether it is there, as before every name that it makes. */
 void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
@@ -284,7 +287,7 @@ bool space_lacks(struct kvfs_plane *plane, uint64_t growth);            /* the p
 bool writer_lacks(struct kvfs_plane *plane, const struct user *writer, uint64_t growth);
 int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t growth); /* both: 0, -EDQUOT, or what kvfs_set_space said */
 
-/* ---- file.c: files being written ---- */
+/* ---- staged_file.c, park.c, load.c, file_control.c: files being written ---- */
 
 enum chunk_state { CHUNK_HOLE = 0, CHUNK_STAGED = 1, CHUNK_PLACED = 2 };
 struct chunk {
@@ -335,11 +338,15 @@ uint64_t file_size_max(const struct kvfs_plane *plane);
 void file_count(struct kvfs_plane *plane, struct file *file);    /* the size has changed */
 int file_grow_chunks(struct file *file, uint32_t count);
 int file_grow_leaves(struct file *file, uint32_t count);
+void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, struct slot *slot, uint32_t filled); /* a slot in place of what was there */
 void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled);  /* its bytes lie on the devices; it holds no slot */
 int file_stage_zeros(struct kvfs_plane *plane, struct file *file);      /* one byte, at the start */
 void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index);
 uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity);
 void file_free(struct kvfs_plane *plane, struct node *node);     /* drops the file's reference count too: the caller calls node_put after */
+/* park.c. -EAGAIN, or -EIO: it has waited for too long. */
+int memory_park(struct kvfs_plane *plane, struct node *node, struct request *request);
+void file_park(struct kvfs_plane *plane, struct file *file, struct request *request);
 void file_unpark(struct kvfs_plane *plane, struct file *file);
 void memory_unpark(struct kvfs_plane *plane);                    /* staging has room again; no lock held */
 /* Blocking, on a worker, without node->lock: */
@@ -355,7 +362,7 @@ int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed
 int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
                 struct slot *const *slots, uint32_t slot_count);
 
-/* ---- slab.c: files that are overwritten in place ---- */
+/* ---- slab.c, slab_control.c: files that are overwritten in place ---- */
 
 struct slab *slab_ref(struct slab *slab);
 void slab_put(struct slab *slab);
@@ -409,6 +416,7 @@ void request_put(struct kvfs_plane *plane, struct request *request);
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
 void reply_error(struct server *server, uint64_t unique, int error);
 void request_reply_write(struct kvfs_plane *plane, struct request *request, int error);
+void reply_write(struct kvfs_plane *plane, struct request *request, int error); /* and ends the request */
 void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size); /* from its slots */
 void request_reply_failed(struct kvfs_plane *plane, struct request *request, int error);   /* a READ */
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
@@ -473,7 +481,7 @@ void transport_stop(struct transport *transport);      /* ends its threads; bloc
 void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
 void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, what it had open is released */
 
-/* ---- guest.c: virtio-fs ---- */
+/* ---- guest.c, export.c: virtio-fs ---- */
 
 /* Let a READ's targets be the guest's pages. False: they are not such pages, use slots. */
 bool guest_targets(struct request *request);
@@ -483,12 +491,14 @@ uint32_t guests_count(struct kvfs_plane *plane);       /* exports */
 void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
 void guests_free(struct kvfs_plane *plane);
 
-/* ---- fastpath.c: what C answers ---- */
+/* ---- attr.c, check.c, dispatch.c, slow.c, content/read.c: what C answers ---- */
 
 void fastpath_request(struct server *server, size_t size, struct slot **landing);
 void fastpath_retry_reads(struct server *server);
 void read_submit(struct request *request);
 void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request);  /* the slow half, on a worker */
+size_t body_minimum(uint32_t opcode);
+int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
 bool host_opens_uncached(struct node *node);
 /* An open while the file is being written: whether it must bypass the kernel's page cache, as the writer does. `created`: it is the writer. */
@@ -547,7 +557,7 @@ void notify_inode(struct kvfs_plane *plane, uint64_t inode);
 int notifier_start(struct kvfs_plane *plane);
 void notifier_stop(struct kvfs_plane *plane);
 
-/* ---- workers (worker.c) and store jobs (store.c) ---- */
+/* ---- workers (worker.c) and store jobs (segment_jobs.c) ---- */
 
 struct job {
     struct job *next;

@@ -21,9 +21,9 @@ from load import DEADLINE_MS, DEADLINE_S, files, running, states, urls
 from noise import Noise
 
 import kvfs
-from kvfs.config import load
 from kvfs.errors import PutError
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.pool.config import load
 from kvfs.store.segments import usage
 
 pytestmark = pytest.mark.timeout(180)

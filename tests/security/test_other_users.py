@@ -16,12 +16,14 @@ import pytest
 from helpers import REPOSITORY, Pool, in_child, requires_root, run
 
 from kvfs import cli, daemon, stats, top
-from kvfs.config import load
 from kvfs.errors import PoolError
 from kvfs.frontend.status import offline_status
 from kvfs.guard import open_own
-from kvfs.store import nvme
-from kvfs.store.devices import FormatRequest, format_devices, locked, write_config
+from kvfs.pool import nvme_tcp
+from kvfs.pool.config import load
+from kvfs.pool.lock import locked
+from kvfs.pool.making import FormatRequest, format_devices
+from kvfs.pool.opening import write_config
 from kvfs.store.fsck import fsck
 
 MALLORY = 12_321
@@ -235,8 +237,8 @@ def test_names_move_no_cursor(tmp_path: Path) -> None:
 def test_what_an_enclosure_calls_its_subsystems_moves_no_cursor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = nvme.Subsystem("nqn." + NAME, "nvm", "tcp", "10.0.0.7", "4420")
-    monkeypatch.setattr(nvme, "discover", lambda url: [found])
+    found = nvme_tcp.Subsystem("nqn." + NAME, "nvm", "tcp", "10.0.0.7", "4420")
+    monkeypatch.setattr(nvme_tcp, "discover", lambda url: [found])
     assert cli.main(["discover", "10.0.0.7"]) == 0
     assert capsys.readouterr().out == "tcp 10.0.0.7:4420 nvm nqn.a\\x1b[31m\\x1b]0;x\\x07\\nb\n"
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvfs import daemon
 from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
-from kvfs.store.pool import Store
+from kvfs.store.store import Store
 
 OPTIONS = daemon.MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=20)
 Start = Callable[[str], tuple[int, int]]

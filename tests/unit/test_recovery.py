@@ -26,13 +26,16 @@ from store_pools import (
     write,
 )
 
-from kvfs import config as configuration
-from kvfs.store import pool as pool_module
-from kvfs.store.devices import import_pool, write_labels
+from kvfs.pool import config as configuration
+from kvfs.pool.geometry import layout
+from kvfs.pool.labels import write_labels
+from kvfs.pool.making import import_pool
+from kvfs.record import Kind
+from kvfs.store import store as store_module
 from kvfs.store.fsck import fsck
-from kvfs.store.pool import Store
 from kvfs.store.segments import State
-from kvfs.types import ROOT_INODE, InodeNumber, Kind
+from kvfs.store.store import Store
+from kvfs.types import ROOT_INODE, InodeNumber
 
 BIG = 64 << 20
 # Nothing is committed but by sync(): what the index knows at the crash is then exact.
@@ -240,7 +243,7 @@ def test_a_mount_that_ended_before_it_wrote_labels_or_after_is_of_the_same_index
 
     with_store(pool, work)
     with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "write_labels", then_killed)
+        patch.setattr(store_module, "write_labels", then_killed)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 with_store(pool, work)
@@ -416,7 +419,7 @@ def segment_pages(pool: Path, segment: int, page: int, count: int, change: Calla
     config = configuration.load(pool)
     assert config is not None
     geometry = config.geometry
-    members = configuration.layout([d.zone_count for d in config.devices], geometry.stripe_width)[segment]
+    members = layout([d.zone_count for d in config.devices], geometry.stripe_width)[segment]
     for i in range(page, page + count):
         unit, within = divmod(i * 4096, geometry.stripe_unit)
         row, column = divmod(unit, geometry.stripe_width)

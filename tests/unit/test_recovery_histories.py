@@ -18,8 +18,8 @@ import pytest
 from helpers import often
 from store_pools import LAZY, crashed_store, make_pool, names, rename, unlink, verify_all, with_store, write
 
-from kvfs.store.pool import Store
 from kvfs.store.segments import State
+from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
 HISTORIES = int(os.environ.get("KVFS_HISTORIES") or often(4, 20))

@@ -26,10 +26,11 @@ from store_pools import (
 import kvfs.store.segments as segments_module
 from kvfs.errors import DeviceError, FileTooLargeError
 from kvfs.plane import PlaneError
-from kvfs.store.eviction import Stream
-from kvfs.store.pool import Store
+from kvfs.pool.format import Stream
+from kvfs.record import InodeFlags
 from kvfs.store.segments import Segment, Segments, State, usage
-from kvfs.types import ROOT_INODE, InodeFlags, InodeNumber
+from kvfs.store.store import Store
+from kvfs.types import ROOT_INODE, InodeNumber
 
 BIG = 64 << 20
 FAULT_ERROR, WRITES, READS = 1, 2, 1

@@ -11,15 +11,16 @@ import pytest
 import trio
 from store_pools import crashed_store, make, make_pool, names, with_store, write
 
-from kvfs.config import PoolConfig, load, parse
 from kvfs.errors import BusyError, InvalidArgumentError, NoSpaceError, PoolError, UsageError
 from kvfs.plane import PlaneError
-from kvfs.store.devices import write_config
-from kvfs.store.eviction import Stream
+from kvfs.pool.config import PoolConfig, load, parse
+from kvfs.pool.format import Stream
+from kvfs.pool.opening import write_config
+from kvfs.record import InodeFlags
 from kvfs.store.fsck import fsck
-from kvfs.store.pool import Store
 from kvfs.store.segments import Segment, State
-from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeFlags, InodeNumber
+from kvfs.store.store import Store
+from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber
 
 MIB = 1 << 20
 

@@ -161,14 +161,7 @@ int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacit
     return (int)count;
 }
 
-int64_t kvfs_inode_user(struct kvfs_plane *plane, uint64_t inode) {
-    struct node *node = node_get(plane, inode, false);
-    if (!node)
-        return -ENOENT;
-    struct shard *shard = shard_of(plane, inode);
-    pthread_mutex_lock(&shard->lock);
-    int64_t r = node->payer ? (int64_t)(atomic_load(&node->payer->key) - 1) : -ENOENT;
-    pthread_mutex_unlock(&shard->lock);
-    node_put(plane, node);
-    return r;
+void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error) {
+    atomic_store(&plane->space_error, error);
+    atomic_store(&plane->space, bytes);
 }

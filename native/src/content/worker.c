@@ -82,21 +82,3 @@ void pool_add(struct worker_pool *pool, struct job *job) {
     pthread_cond_signal(&pool->more);
     pthread_mutex_unlock(&pool->lock);
 }
-
-static void run_request(struct kvfs_plane *plane, struct ring *ring, struct job *job) {
-    struct request *request = job->request;
-    free(job);
-    ring->until_ns = request->opcode == FUSE_READ ? request->until_ns : 0;
-    worker_request(plane, ring, request);
-    ring->until_ns = 0;
-}
-
-int worker_request_add(struct kvfs_plane *plane, struct request *request) {
-    struct job *job = calloc(1, sizeof(*job));
-    if (!job)
-        return -ENOMEM;
-    job->run = run_request;
-    job->request = request;
-    pool_add(&plane->slow, job);
-    return 0;
-}

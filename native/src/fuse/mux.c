@@ -654,3 +654,9 @@ void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inod
     }
     answer(plane, &pending, (uint8_t *)&reply, size, error);
 }
+
+void transport_forget(struct transport *transport) {
+    atomic_fetch_add(&transport->session, 1);
+    mux_transport_ended(transport->plane, transport);
+    handles_drop(transport->plane, transport);
+}

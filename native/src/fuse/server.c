@@ -60,12 +60,6 @@ static bool sleep_until_work(struct server *server, bool leader, uint64_t timeou
     return true;
 }
 
-void transport_forget(struct transport *transport) {
-    atomic_fetch_add(&transport->session, 1);
-    mux_transport_ended(transport->plane, transport);
-    handles_drop(transport->plane, transport);
-}
-
 static void transport_end(struct transport *transport) {
     struct kvfs_plane *plane = transport->plane;
     transport_forget(transport);

@@ -25,20 +25,20 @@ from store_pools import (
     write,
 )
 
-from kvfs.config import load
 from kvfs.errors import DeviceError, KvfsError, NoSpaceError, UsageError
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.pool.config import load
+from kvfs.pool.devices import Device
+from kvfs.pool.format import META_CLEAN, Stream
+from kvfs.record import Kind
+from kvfs.store import device_service as service_module
 from kvfs.store import health
-from kvfs.store import service as service_module
-from kvfs.store.devices import Device
-from kvfs.store.eviction import Stream
-from kvfs.store.format import META_CLEAN
+from kvfs.store.device_service import DeviceService
 from kvfs.store.fsck import fsck
 from kvfs.store.health import DeviceState
-from kvfs.store.pool import Store
 from kvfs.store.segments import usage
-from kvfs.store.service import Devices
-from kvfs.types import ROOT_INODE, InodeNumber, Kind
+from kvfs.store.store import Store
+from kvfs.types import ROOT_INODE, InodeNumber
 
 MIB = 1 << 20
 FAULT_ERROR, BOTH = 1, 3
@@ -200,9 +200,9 @@ def test_a_device_that_is_back_is_used_soon_however_often_it_went_and_whatever_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent, answer = 0, threading.Event()
-    find = Devices._find
+    find = DeviceService._find
 
-    def find_or_hang(self: Devices, device: int) -> Device | None:
+    def find_or_hang(self: DeviceService, device: int) -> Device | None:
         if device == silent:
             answer.wait(30)
         return find(self, device)
@@ -222,7 +222,7 @@ def test_a_device_that_is_back_is_used_soon_however_often_it_went_and_whatever_o
         assert names(store) >= set(blocks)
         await verify_all(store)
 
-    monkeypatch.setattr(Devices, "_find", find_or_hang)
+    monkeypatch.setattr(DeviceService, "_find", find_or_hang)
     with_store(pool_of(tmp_path, 2), work)
 
 

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from kvfs._native import ffi, lib
 from kvfs.errors import DeviceError, UsageError
-from kvfs.store.fence import Step
+from kvfs.pool.fence import Step
 
 SCHEME = "nvme-tcp"
 PORT = 4420

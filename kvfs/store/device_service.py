@@ -21,28 +21,22 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from kvfs.config import CONFIG_NAME, LABEL_SIZE, SEGMENTS_MIN, PoolConfig
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.plane import Plane
-from kvfs.store import nvme
-from kvfs.store.devices import (
-    Device,
-    OpenPool,
-    Place,
-    check_device,
-    device_path,
-    open_device,
-    open_new,
-    stored_path,
-    write_config,
-    write_label,
-)
-from kvfs.store.format import SegmentHeader
+from kvfs.pool import nvme_tcp
+from kvfs.pool.config import CONFIG_NAME, PoolConfig
+from kvfs.pool.devices import Device, Place
+from kvfs.pool.format import SegmentHeader
+from kvfs.pool.geometry import LABEL_SIZE, SEGMENTS_MIN
+from kvfs.pool.heart import Heart
+from kvfs.pool.labels import write_label
+from kvfs.pool.making import open_new
+from kvfs.pool.opening import OpenPool, check_device, device_path, open_device, stored_path, write_config
+from kvfs.record import Inode
 from kvfs.store.health import HARMLESS, DeviceState, Failures, Pace, judge
-from kvfs.store.heart import Heart
 from kvfs.store.segments import Segments, State, usage
-from kvfs.types import PAGE_SIZE, Inode, InodeNumber, SegmentIndex
+from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +62,7 @@ _FULL_S = 60.0
 
 
 @dataclass(slots=True)
-class Service:
+class ServedDevice:
     """One device."""
 
     state: DeviceState = DeviceState.ONLINE
@@ -120,7 +114,7 @@ class Blocks(Protocol):
     def devices_changed(self) -> None: ...
 
 
-class Devices:
+class DeviceService:
     """The devices of a pool that is in use. One trio thread."""
 
     def __init__(
@@ -128,7 +122,7 @@ class Devices:
     ) -> None:
         self._opened, self._index, self._plane, self._segments, self._blocks = opened, index, plane, segments, blocks
         self._heart, self._epoch = heart, heart.me.epoch
-        self.all = [Service() for _ in opened.devices]
+        self.all = [ServedDevice() for _ in opened.devices]
         # Until those that only missed a mount have been taken in, nothing is said of what cannot be written.
         self._settled = self._said = False
         # Blocks go and come by one of these at a time.
@@ -262,7 +256,7 @@ class Devices:
             if service.full_at - service.full_told > _FULL_S:
                 service.full_told = service.full_at
                 log.error("%s", self._full(device))
-        if number == errno.ENOTCONN and nvme.is_url(self._path(device)):
+        if number == errno.ENOTCONN and nvme_tcp.is_url(self._path(device)):
             return  # the news of its connection says whether it is gone; what was under way then says no more
         if service.cut_at is None and (not service.state.away or service.state == DeviceState.RETURNING):
             gone = service.failures.note(number, trio.current_time())

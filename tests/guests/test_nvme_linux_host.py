@@ -127,7 +127,7 @@ def test_what_linux_writes_is_in_the_file_and_is_read_back(guest, files, options
 def test_linux_is_told_of_namespaces_that_come_and_go(guest, files):
     with Enclosure({NQN: files}) as enclosure:
         controller = ask(guest, "connect", NQN, enclosure.port, 3)["controller"]
-        look = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from kvfs.store import nvme_kernel as n; "
+        look = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from kvfs.pool import nvme_kernel as n; "
         told = guest.python(look + "print([one.text for one in n.namespaces()])").text
         assert told.count(f"tcp, {NQN}, blocks of 4096 bytes, MDTS 4096 KiB") == 3, told
         assert told.count(f"multipath (numa): {controller} live traddr=10.0.2.2") == 3, told

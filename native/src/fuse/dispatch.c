@@ -18,73 +18,11 @@ static_assert(sizeof(struct fuse_init_out) == 64 && __builtin_offsetof(struct fu
 #define OPEN_KEEP_CACHE (1u << 1)
 #define OPEN_NOFLUSH (1u << 5)
 #define OPEN_PARALLEL_DIRECT_WRITES (1u << 6)
-#define LONG_SECONDS 3600u
 /* A page that could not be read the kernel asks for once more: to whoever reads that is one read, with one deadline. */
 #define AGAIN_NS 500000000ull
-#define XATTR_NAME_SIZE_MAX 255
 /* namespace/files.py takes them. */
 #define SLAB_REQUEST "kvfs.slab"
 #define ALLOCATE_REQUEST "kvfs.allocate"
-
-/* Times before 1970 are negative: the part of a second counts from the second before. */
-static void time_split(int64_t ns, uint64_t *seconds, uint32_t *part) {
-    int64_t rest = ns % 1000000000;
-    *seconds = (uint64_t)(ns / 1000000000 - (rest < 0));
-    *part = (uint32_t)(rest + (rest < 0 ? 1000000000 : 0));
-}
-
-void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr) {
-    (void)plane;
-    memset(attr, 0, sizeof(*attr));
-    attr->ino = record->inode;
-    attr->size = record->size;
-    attr->blocks = (record->size + 511) / 512;
-    time_split(record->atime_ns, &attr->atime, &attr->atimensec);
-    time_split(record->mtime_ns, &attr->mtime, &attr->mtimensec);
-    time_split(record->ctime_ns, &attr->ctime, &attr->ctimensec);
-    attr->mode = record->mode;
-    attr->nlink = record->flags & KVFS_INODE_NAMELESS ? 0 : record->nlink;
-    attr->uid = record->uid;
-    attr->gid = record->gid;
-    attr->blksize = KVFS_PAGE_SIZE;
-}
-
-bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr) {
-    if (!atomic_load_explicit(&plane->count.staged_files, memory_order_relaxed))
-        return false;
-    struct node *node = node_get(plane, inode, false);
-    if (!node)
-        return false;
-    bool staged = false;
-    pthread_mutex_lock(&node->lock);
-    if (node->file) {
-        staged = true;
-        attr->size = node->file->size;
-        attr->blocks = (attr->size + 511) / 512;
-        time_split(node->file->mtime_ns, &attr->mtime, &attr->mtimensec);
-    }
-    pthread_mutex_unlock(&node->lock);
-    node_put(plane, node);
-    return staged;
-}
-
-/* Blocks are immutable: where the kernel can be told of an eviction (INC_EPOCH) it may keep names and attributes for long; of what is still
- * being written the name alone.
- *
- * A guest can be told nothing. So it keeps no name at all, not even a directory's: renamed, and another in its place, it would lead to the
- * blocks that were there before. Every open asks, and finds what is there now. What a guest may keep, for a second, is the attributes of a
- * directory, and of a block that it has open (node_lease): before each read its kernel wants to know whether the pages that it has are
- * still the file's. */
-void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry) {
-    entry->entry_valid_nsec = entry->attr_valid_nsec = 0;
-    entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : 0;
-    if (S_ISDIR(attr->mode)) {
-        entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : transport->guest ? 0 : 1;
-        entry->attr_valid = 1;
-    } else {
-        entry->attr_valid = transport->inc_epoch && !staged ? LONG_SECONDS : 0;
-    }
-}
 
 static void do_init(struct server *server, const struct fuse_in_header *in, const uint8_t *body, size_t size) {
     struct kvfs_plane *plane = server->plane;
@@ -192,30 +130,6 @@ static void do_getattr(struct server *server, uint8_t *head, size_t size) {
     else if (!staged && record.flags & KVFS_INODE_SEALED)
         out.attr_valid = server->transport->inc_epoch ? LONG_SECONDS : leased ? LEASE_S : 0;
     reply_data(server, in->unique, &out, sizeof(out));
-}
-
-bool host_opens_uncached(struct node *node) {
-    atomic_store(&node->host_cached, true); /* first: a guest that opens it now sees this, or we see it */
-    return atomic_load(&node->guest_wrote);
-}
-
-/* What is written once goes from the writer's pages to ours: not by the kernel's, which it would fill and copy for nobody, and which the next
- * eviction would drop. Only of a new file open for nothing but writing, which nobody can have mapped. Pages that others then read would not
- * follow what is written: so they bypass the cache too, and what they mapped is not kept beyond the seal (KVFS_INODE_REWRITTEN). A kernel that
- * cannot map such files has them cached, its writers' too. */
-bool cache_bypass(const struct transport *transport, struct node *node, bool created) {
-    struct shard *shard = shard_of(transport->plane, node->inode);
-    pthread_mutex_lock(&shard->lock); /* whoever opens it next counts as a handle after this, and finds what is said here */
-    pthread_mutex_lock(&node->lock);
-    struct file *file = node->file;
-    if (file && created && node->handles == 1 && !file->slab && transport->direct_mmap)
-        file->past_cache = true;
-    else if (file && file->past_cache)
-        file->shared = true;
-    bool bypass = file && file->past_cache && transport->direct_mmap;
-    pthread_mutex_unlock(&node->lock);
-    pthread_mutex_unlock(&shard->lock);
-    return bypass;
 }
 
 static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t arrived) {
@@ -363,38 +277,6 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
     read_submit(request);
 }
 
-static void written_without_handle(struct kvfs_plane *plane, struct node *node) {
-    struct shard *shard = shard_of(plane, node->inode);
-    pthread_mutex_lock(&shard->lock);
-    bool nobody = node->writers == 0;
-    pthread_mutex_unlock(&shard->lock);
-    if (nobody)
-        node_released(plane, node, true);
-}
-
-void request_reply_write(struct kvfs_plane *plane, struct request *request, int r) {
-    if (r < 0) {
-        reply_error(request->server, request->unique, r);
-        slow_look(plane, FUSE_WRITE, request->node->inode, now_ns() - request->arrived_ns);
-    } else {
-        struct fuse_write_out out = {.size = request->size};
-        COUNT(plane, writes, 1);
-        COUNT(plane, write_bytes, request->size);
-        reply_data(request->server, request->unique, &out, sizeof(out));
-        slow_look(plane, FUSE_WRITE, request->node->inode, latency_add(plane, LATENCY_WRITE, request->arrived_ns));
-    }
-    if (request->transport->guest) {
-        if (atomic_load(&request->node->host_cached))
-            notify_inode(plane, request->node->inode);
-        written_without_handle(plane, request->node); /* it may have released the handle meanwhile: then nobody would seal this */
-    }
-}
-
-static void reply_write(struct kvfs_plane *plane, struct request *request, int r) {
-    request_reply_write(plane, request, r);
-    request_put(plane, request);
-}
-
 static void do_write(struct server *server, uint8_t *head, size_t size, struct slot **landing, uint64_t arrived) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
@@ -440,77 +322,6 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
         request->slot_count = 0;
     }
     reply_write(plane, request, r);
-}
-
-/* The slow half of READ and WRITE, on a worker that may wait for devices. */
-void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
-    struct node *node = request->node;
-    int r = 0;
-    if (request->opcode == FUSE_WRITE) {
-        /* What it needs may be sealed or spilled again before it is written: it tries until its deadline, and never takes that for an end. */
-        const uint64_t until = request->arrived_ns + plane->config.request_timeout_ms * 1000000ull;
-        for (;;) {
-            if (slab_worker_write(plane, ring, request))
-                return;
-            pthread_mutex_lock(&node->lock);
-            bool slab = node->file && node->file->slab; /* by now */
-            r = slab ? 0 : node->file ? file_write(plane, node, request) : -ENOENT;
-            pthread_mutex_unlock(&node->lock);
-            if (r == -EAGAIN)
-                return;
-            if (r == -ENOENT) {
-                r = file_reopen(plane, ring, node);
-            } else if (slab) {
-                continue;
-            } else if (r == -EINPROGRESS) {
-                r = 0;
-                for (uint64_t i = request->offset / CHUNK_SIZE; i <= (request->offset + request->size - 1) / CHUNK_SIZE && r == 0; i++)
-                    r = file_load_chunk(plane, ring, node, (uint32_t)i, false);
-            } else {
-                break;
-            }
-            if (r == 0 && now_ns() > until)
-                r = -ETIMEDOUT;
-            if (r < 0)
-                break;
-        }
-        reply_write(plane, request, r == -EBADMSG || r == -ETIMEDOUT ? -EIO : r);
-        return;
-    }
-    uint64_t size = 0;
-    pthread_mutex_lock(&node->lock);
-    bool staged = node->file != NULL;
-    if (staged && request->offset < node->file->size)
-        size = min_u64(request->size, node->file->size - request->offset);
-    pthread_mutex_unlock(&node->lock);
-    for (uint64_t done = 0; staged && done < size && r == 0; done += CHUNK_SIZE) {
-        struct slot *slot = slot_get_extra(&plane->reading);
-        if (!slot) {
-            r = -ENOMEM;
-            break;
-        }
-        request->slots[request->slot_count++] = slot;
-        r = file_read_slow(plane, ring, node, request->offset + done, (uint32_t)min_u64(CHUNK_SIZE, size - done), slot->data);
-    }
-    if (!staged || r == -ESTALE) { /* sealed meanwhile: read the block, blocking */
-        while (request->slot_count)
-            slot_put(request->slots[--request->slot_count]);
-        r = file_reopen(plane, ring, node);
-        if (r == 0 && request->retries++ < 8) {
-            atomic_fetch_add(&node->refs, 1); /* the request's own ends with it */
-            worker_request(plane, ring, request);
-            node_released(plane, node, true);
-            node_put(plane, node);
-            return;
-        }
-    }
-    if (r < 0) {
-        COUNT(plane, read_errors, 1);
-        request_reply_failed(plane, request, -EIO);
-    } else {
-        request_reply_read(plane, request, (uint32_t)size);
-    }
-    request_put(plane, request);
 }
 
 /* Python makes slabs, and makes them larger, and it knows when a seal ends; of FALLOCATE pyfuse3 knows nothing, so it is asked as by setxattr(2). Both
@@ -593,96 +404,6 @@ static void do_release(struct server *server, uint8_t *head) {
     if (node) {
         node_released(server->plane, node, was_writer);
         node_put(server->plane, node);
-    }
-}
-
-static size_t body_minimum(uint32_t opcode) {
-    switch (opcode) {
-    case FUSE_INIT: return 16;
-    case FUSE_LOOKUP: return 1;
-    case FUSE_GETATTR: return sizeof(struct fuse_getattr_in);
-    case FUSE_SETATTR: return sizeof(struct fuse_setattr_in);
-    case FUSE_OPEN: return sizeof(struct fuse_open_in);
-    case FUSE_CREATE: return sizeof(struct fuse_create_in) + 1;
-    case FUSE_READ:
-    case FUSE_READDIR:
-    case FUSE_READDIRPLUS: return sizeof(struct fuse_read_in);
-    case FUSE_WRITE: return sizeof(struct fuse_write_in);
-    case FUSE_FLUSH: return sizeof(struct fuse_flush_in);
-    case FUSE_RELEASE: return sizeof(struct fuse_release_in);
-    case FUSE_FSYNC:
-    case FUSE_FSYNCDIR: return sizeof(struct fuse_fsync_in);
-    case FUSE_FALLOCATE: return sizeof(struct fuse_fallocate_in);
-    case FUSE_OPENDIR: return sizeof(struct fuse_open_in);
-    case FUSE_RELEASEDIR: return sizeof(struct fuse_release_in);
-    case FUSE_MKNOD: return sizeof(struct fuse_mknod_in) + 1;
-    case FUSE_MKDIR: return sizeof(struct fuse_mkdir_in) + 1;
-    case FUSE_RENAME: return sizeof(struct fuse_rename_in) + 1;
-    case FUSE_RENAME2: return sizeof(struct fuse_rename2_in) + 1;
-    case FUSE_SETXATTR: return FUSE_COMPAT_SETXATTR_IN_SIZE + 1;
-    case FUSE_GETXATTR:
-    case FUSE_LISTXATTR: return sizeof(struct fuse_getxattr_in);
-    case FUSE_ACCESS: return sizeof(struct fuse_access_in);
-    default: return 0;
-    }
-}
-
-/* A string that begins at *at and ends before size; *at is then behind it. Its length, or -EINVAL: empty, or it does not end. */
-static ssize_t string_check(const uint8_t *body, size_t size, size_t *at) {
-    size_t length = *at < size ? strnlen((const char *)body + *at, size - *at) : 0;
-    if (length == 0 || *at + length == size)
-        return -EINVAL;
-    *at += length + 1;
-    return (ssize_t)length;
-}
-
-static int name_check(const uint8_t *body, size_t size, size_t *at) {
-    const char *name = (const char *)body + *at;
-    ssize_t length = string_check(body, size, at);
-    if (length < 0)
-        return (int)length;
-    if (length > KVFS_NAME_MAX)
-        return -ENAMETOOLONG;
-    return memchr(name, '/', (size_t)length) || strcmp(name, ".") == 0 || strcmp(name, "..") == 0 ? -EINVAL : 0;
-}
-
-/* Names and strings as every kernel sends them: libfuse and Python take them at their word, a guest may send anything. */
-static int strings_check(uint32_t opcode, const uint8_t *body, size_t size) {
-    size_t at = 0;
-    ssize_t length;
-    switch (opcode) {
-    case FUSE_LOOKUP:
-    case FUSE_UNLINK:
-    case FUSE_RMDIR: return name_check(body, size, &at);
-    case FUSE_CREATE: at = sizeof(struct fuse_create_in); return name_check(body, size, &at);
-    case FUSE_MKNOD: at = sizeof(struct fuse_mknod_in); return name_check(body, size, &at);
-    case FUSE_MKDIR: at = sizeof(struct fuse_mkdir_in); return name_check(body, size, &at);
-    case FUSE_RENAME:
-    case FUSE_RENAME2: {
-        at = opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) : sizeof(struct fuse_rename2_in);
-        int r = name_check(body, size, &at);
-        return r < 0 ? r : name_check(body, size, &at);
-    }
-    case FUSE_SYMLINK: {
-        int r = name_check(body, size, &at);
-        if (r < 0)
-            return r;
-        length = string_check(body, size, &at);
-        return length < 0 ? (int)length : length >= 4096 ? -ENAMETOOLONG : 0;
-    }
-    case FUSE_SETXATTR: {
-        struct fuse_setxattr_in set;
-        memcpy(&set, body, FUSE_COMPAT_SETXATTR_IN_SIZE);
-        at = FUSE_COMPAT_SETXATTR_IN_SIZE;
-        length = string_check(body, size, &at);
-        return length < 0 ? (int)length : length > XATTR_NAME_SIZE_MAX ? -ERANGE : set.size != size - at ? -EINVAL : 0;
-    }
-    case FUSE_GETXATTR:
-    case FUSE_REMOVEXATTR:
-        at = opcode == FUSE_GETXATTR ? sizeof(struct fuse_getxattr_in) : 0;
-        length = string_check(body, size, &at);
-        return length < 0 ? (int)length : length > XATTR_NAME_SIZE_MAX ? -ERANGE : 0;
-    default: return 0;
     }
 }
 

@@ -12,7 +12,7 @@ from helpers import MIB, REPOSITORY, run
 
 PYTHON = REPOSITORY / ".venv-clients" / "bin" / "python"
 SOURCES = REPOSITORY / "build" / "clients"
-SCRIPTS = REPOSITORY / "tests" / "clients" / "scripts"
+SCRIPTS = REPOSITORY / "tests" / "engines" / "scripts"
 DEEPSEEK_BLOCK = 1_124_352  # not a multiple of 4 KiB
 
 pytestmark = pytest.mark.timeout(240)

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from kvfs.config import PoolConfig
 from kvfs.errors import DeviceError, InUseError, printable
-from kvfs.store import fence, owner
-from kvfs.store.devices import Device, OpenPool, Tell, has_beat, read_beat
-from kvfs.store.format import BEAT_ENDING, BEAT_OFFSET, Beat, holds_beat, pack_beat, unpack_beat
+from kvfs.pool import fence, owner
+from kvfs.pool.config import PoolConfig
+from kvfs.pool.devices import Device, Tell
+from kvfs.pool.format import BEAT_ENDING, BEAT_OFFSET, Beat, holds_beat, pack_beat, unpack_beat
+from kvfs.pool.labels import has_beat, read_beat
+from kvfs.pool.opening import OpenPool
 from kvfs.types import PAGE_SIZE
 
 log = logging.getLogger(__name__)

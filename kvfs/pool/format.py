@@ -12,16 +12,17 @@ from __future__ import annotations
 import struct
 import uuid as uuids
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Protocol
 
 import xxhash
 
-from kvfs.config import LABEL_SIZE, LABEL_TEXT_OFFSET, PoolConfig, parse
 from kvfs.errors import ChecksumError, FormatError, NewerVersionError, PoolError
-from kvfs.store.eviction import Stream
-from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, RECORD_SIZE, SegmentIndex
+from kvfs.pool.config import LABEL_TEXT_OFFSET, PoolConfig, parse
+from kvfs.pool.geometry import LABEL_SIZE
+from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, SegmentIndex
 
 FORMAT_VERSION = 1
 MAGIC_LABEL = 0x4C42414C5346564B
@@ -45,6 +46,13 @@ _BEAT_HOST, _BEAT_POOL, _BEAT_USE = (256, 64), (512, 1024), (1536, 512)
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 16
 assert _LABEL.size == 120 and _SEGMENT.size == 88 and _SUMMARY.size == 88 and _BEAT.size == 160
+
+
+class Stream(IntEnum):
+    NEW = 0
+    CARRIED = 1
+    CLIENT = 2  # written by native clients themselves
+    SLAB = 3  # whole segments, overwritten in place; never evicted as long as they are
 
 
 def _with_checksum(data: bytearray, seed: int) -> bytes:
@@ -386,21 +394,3 @@ def unpack_summary(config: PoolConfig, segment: SegmentIndex, data: bytes) -> Su
 META_UUID, META_CLEAN, META_EPOCH, META_VERSION = b"uuid", b"clean", b"epoch", b"version"
 META_IN_FLIGHT, META_OPENING = b"in_flight", b"opening"
 META_NUMBER = struct.Struct("<Q")
-
-# ---- inode records in bulk ----
-
-# The fields of struct kvfs_inode_record that bulk work reads without unpacking the rest.
-RECORD_HEAD = struct.Struct("<IBBHQQQQQIIII")
-FLAGS_OFFSET, PARENT_OFFSET, VERSION_OFFSET = 5, 16, 24
-_SIZES = struct.Struct("<I")
-
-
-def split_records(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
-    """(offset, size) of each of the concatenated records; stops before what cannot be one."""
-    at, end = 0, len(data)
-    while at + RECORD_SIZE <= end:
-        (size,) = _SIZES.unpack_from(data, at)
-        if size < RECORD_SIZE or size % 8 or at + size > end:
-            return
-        yield at, size
-        at += size

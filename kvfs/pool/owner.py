@@ -1,7 +1,7 @@
 """Who owns a device: this process as a beat says it, whether the process of another beat is still there, and how long
 one waits to find out.
 
-Knows beats (store/format.py, docs/format.md), processes and clocks; does no I/O on devices.
+Knows beats (pool/format.py, docs/format.md), processes and clocks; does no I/O on devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from kvfs.errors import InUseError, printable
-from kvfs.store.format import BEAT_ENDING, Beat
+from kvfs.pool.format import BEAT_ENDING, Beat
 
 # A beat is written so often, ...
 INTERVAL_S = 1.0

@@ -130,8 +130,7 @@ void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index
     memset(chunk, 0, sizeof(*chunk));
 }
 
-/* Put a slot under a chunk, in place of what was there. */
-static void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, struct slot *slot, uint32_t filled) {
+void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, struct slot *slot, uint32_t filled) {
     file_drop_chunk(plane, file, index);
     struct chunk *chunk = &file->chunks[index];
     chunk->slot = slot;
@@ -168,54 +167,6 @@ static struct slot *staging_slot(struct kvfs_plane *plane, uint64_t need) {
     return slot ? slot : slot_get(&plane->staging);
 }
 
-static void request_append(struct request **first, struct request **last, struct request *request) {
-    request->next = NULL;
-    if (*last)
-        (*last)->next = request;
-    else
-        *first = request;
-    *last = request;
-}
-
-void file_unpark(struct kvfs_plane *plane, struct file *file) {
-    struct request *request = file->parked;
-    file->parked = file->parked_last = NULL;
-    while (request) {
-        struct request *next = request->next;
-        atomic_fetch_sub(&plane->count.parked, 1);
-        worker_request_add(plane, request);
-        request = next;
-    }
-}
-
-void memory_unpark(struct kvfs_plane *plane) {
-    pthread_mutex_lock(&plane->request_lock);
-    struct request *request = plane->memory_parked;
-    plane->memory_parked = plane->memory_parked_last = NULL;
-    pthread_mutex_unlock(&plane->request_lock);
-    while (request) {
-        struct request *next = request->next;
-        atomic_fetch_sub(&plane->count.parked, 1);
-        worker_request_add(plane, request);
-        request = next;
-    }
-}
-
-static int park_for_memory(struct kvfs_plane *plane, struct node *node, struct request *request) {
-    if (now_ns() - request->arrived_ns > plane->config.request_timeout_ms * 1000000ull)
-        return -EIO;
-    struct file *file = node->file;
-    if (!file->spill_asked) {
-        file->spill_asked = true;
-        event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
-    }
-    pthread_mutex_lock(&plane->request_lock);
-    request_append(&plane->memory_parked, &plane->memory_parked_last, request);
-    pthread_mutex_unlock(&plane->request_lock);
-    COUNT(plane, parked, 1);
-    return -EAGAIN;
-}
-
 int file_write(struct kvfs_plane *plane, struct node *node, struct request *request) {
     struct file *file = node->file;
     uint64_t offset = request->offset, end = offset + request->size;
@@ -224,8 +175,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
     if (request->size == 0)
         return 0;
     if (file->sealing) {
-        request_append(&file->parked, &file->parked_last, request);
-        COUNT(plane, parked, 1);
+        file_park(plane, file, request);
         return -EAGAIN;
     }
     uint64_t growth = end > file->size ? end - file->size : 0;
@@ -243,8 +193,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
     for (uint32_t i = first; i <= last; i++) {
         struct chunk *chunk = &file->chunks[i];
         if (chunk->spilling) {
-            request_append(&file->parked, &file->parked_last, request);
-            COUNT(plane, parked, 1);
+            file_park(plane, file, request);
             return -EAGAIN;
         }
         bool whole = offset <= i * CHUNK_SIZE && end >= (i + 1) * CHUNK_SIZE;
@@ -275,7 +224,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
                         if (!slot)
                             return -ENOMEM;
                     } else {
-                        return park_for_memory(plane, node, request);
+                        return memory_park(plane, node, request);
                     }
                 }
                 uint32_t filled = chunk->state == CHUNK_STAGED ? chunk->filled : 0;
@@ -409,220 +358,22 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
     atomic_fetch_sub(&plane->count.staged_files, 1);
 }
 
-/* ---- blocking helpers, for workers ---- */
-
-struct blocking { uint32_t left; int result; };
-
-static void blocking_done(struct io_group *group, bool reaped) {
-    if (reaped)
-        return; /* its waiter has gone on at the deadline; the group holds the slots */
-    struct blocking *wait = group->owner;
-    if (group->result && !wait->result)
-        wait->result = group->result;
-    wait->left--;
-}
-
-int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
-                struct slot *const *slots, uint32_t slot_count) {
-    struct blocking wait = {0, 0};
-    struct iovec part[8];
-    uint32_t at = 0;
-    uint64_t inside = 0;
-    while (at < iov_count) {
-        uint32_t count = 0;
-        uint64_t size = 0;
-        while (at < iov_count && count < 8 && size < GROUP_BYTES) {
-            uint64_t length = min_u64(iovs[at].iov_len - inside, GROUP_BYTES - size);
-            part[count++] = (struct iovec){(uint8_t *)iovs[at].iov_base + inside, length};
-            size += length;
-            inside += length;
-            if (inside == iovs[at].iov_len)
-                at++, inside = 0;
-        }
-        wait.left++;
-        int r = ring_io(ring, write, segment, page, part, count, slots, slot_count > 8 ? 8 : slot_count, blocking_done, &wait);
-        if (r < 0) {
-            wait.left--;
-            if (!wait.result)
-                wait.result = r;
-            break;
-        }
-        page += (uint32_t)(size / PAGE);
-    }
-    ring_submit(ring);
-    while (wait.left) {
-        ring_reap(ring);
-        if (wait.left)
-            ring_wait(ring, 1000000000);
-    }
-    return wait.result;
-}
-
-/* A read into memory that may be freed before a late device answers needs a slot of its own, held by the group. */
-static int bounce_read(struct kvfs_plane *plane, struct ring *ring, uint32_t segment, uint32_t page, uint8_t *data, uint64_t size) {
-    while (size) {
-        uint64_t length = min_u64(size, CHUNK_SIZE);
-        struct slot *slot = slot_get_extra(&plane->reading);
-        if (!slot)
-            return -ENOMEM;
-        int r = blocking_io(ring, false, segment, page, &(struct iovec){slot->data, length}, 1, &slot, 1);
-        if (r == 0)
-            memcpy(data, slot->data, length);
-        slot_put(slot);
-        if (r < 0)
-            return r;
-        data += length;
-        size -= length;
-        page += (uint32_t)(length / PAGE);
-    }
-    return 0;
-}
-
-int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data) {
-    memset(data, 0, page_count * PAGE);
-    uint64_t end = (uint64_t)first_page + page_count;
-    for (uint32_t i = 0; i < placed->extent_count; i++) {
-        const struct kvfs_extent *e = &placed->extents[i];
-        uint64_t from = e->file_page > first_page ? e->file_page : first_page;
-        uint64_t to = min_u64(end, (uint64_t)e->file_page + e->page_count);
-        if (from >= to)
-            continue;
-        uint8_t *at = data + (from - first_page) * PAGE;
-        int r = bounce_read(plane, ring, e->segment, e->page + (uint32_t)(from - e->file_page), at, (to - from) * PAGE);
-        if (r < 0)
-            return r;
-        for (uint64_t page = from; page < to; page++, at += PAGE) {
-            uint64_t size = page == placed->short_page ? placed->short_size : PAGE;
-            if (kvfs_leaf_verify(at, size, plane->config.secret, &placed->leaves[page])) {
-                COUNT(plane, checksum_errors, 1);
-                return -EBADMSG;
-            }
-        }
-    }
-    return 0;
-}
-
-int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_record *record, struct desc **out) {
-    if (record->header_pages == 0 || record->header_pages > plane->segment_pages)
-        return -EBADMSG;
-    struct desc *desc = desc_new(record->header_pages);
-    if (!desc)
-        return -ENOMEM;
-    int r = bounce_read(plane, ring, record->segment, record->page, desc->header, record->header_pages * PAGE);
-    if (r == 0)
-        r = desc_verify(plane, desc, record);
-    if (r < 0) {
-        desc_put(desc);
-        return r;
-    }
-    *out = desc;
-    return 0;
-}
-
-/* A copy of what a blocking read needs, so that it can run without the lock. Freed with one free(). */
-static struct placed *placed_snapshot(const struct file *file, uint32_t first_page, uint32_t page_count) {
-    uint32_t end = (uint32_t)min_u64((uint64_t)first_page + page_count, file->leaf_capacity);
-    uint32_t leaves = end > first_page ? end - first_page : 0;
-    struct placed *copy = malloc(sizeof(*copy) + file->placed_count * sizeof(struct kvfs_extent) + leaves * sizeof(uint32_t));
-    if (!copy)
-        return NULL;
-    struct kvfs_extent *extents = (struct kvfs_extent *)(copy + 1);
-    uint32_t *sums = (uint32_t *)(extents + file->placed_count);
-    copy_bytes(extents, file->placed, file->placed_count * sizeof(*extents));
-    copy_bytes(sums, file->leaves + first_page, leaves * sizeof(*sums));
-    *copy = (struct placed){extents, file->placed_count, sums, file->short_page, file->short_size};
-    return copy;
-}
-
-/* The placement of a chunk, with the node's lock held; 0: it is not placed. */
-static uint64_t placement_of(const struct node *node, uint32_t index) {
-    const struct file *file = node->file;
-    return file && index < file->chunk_count && file->chunks[index].state == CHUNK_PLACED ? file->chunks[index].placement : 0;
-}
-
-int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint32_t index, bool for_seal) {
-    pthread_mutex_lock(&node->lock);
+int file_allocate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     struct file *file = node->file;
-    const uint64_t placement = placement_of(node, index);
-    if (!placement || (file->sealing && !for_seal)) {
-        pthread_mutex_unlock(&node->lock);
-        return 0; /* nothing to do, or the write will be parked */
-    }
-    uint32_t filled = file->chunks[index].filled, first = index * CHUNK_PAGES;
-    uint32_t pages = (uint32_t)min_u64(pages_of(filled), file->leaf_capacity > first ? file->leaf_capacity - first : 0);
-    struct placed *placed = placed_snapshot(file, first, pages);
-    pthread_mutex_unlock(&node->lock);
-    if (!placed)
-        return -ENOMEM;
-    /* leaves of the snapshot begin at `first` */
-    placed->leaves -= first;
-    struct slot *slot = slot_get_extra(&plane->staging);
-    int r = slot ? placed_read(plane, ring, placed, first, pages, slot->data) : -ENOMEM;
-    free(placed);
-    pthread_mutex_lock(&node->lock);
-    file = node->file;
-    /* Meanwhile another worker may have loaded the chunk, and it may have been written, and sealed or spilled: it is placed again, with other
-     * bytes, and those that were read, or could not be read, are of the past. */
-    bool same = placement_of(node, index) == placement && (!file->sealing || for_seal);
-    if (same && r == 0) {
-        chunk_stage(plane, file, index, slot, (uint32_t)min_u64(filled, file->chunks[index].filled));
-        slot = NULL;
-    }
-    pthread_mutex_unlock(&node->lock);
-    slot_put(slot);
-    return same ? r : 0;
+    if (size <= file->size)
+        return 0;
+    if (file->sealing || file->slab)
+        return -EBUSY;
+    int r = space_ask(plane, file->payer, size - file->size);
+    return r < 0 ? r : file_truncate(plane, node, size);
 }
 
-int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint64_t offset, uint32_t size, uint8_t *out) {
-    uint64_t end = offset + size;
-    for (uint64_t at = offset; at < end;) {
-        uint32_t index = (uint32_t)(at / CHUNK_SIZE);
-        uint64_t inside = at % CHUNK_SIZE, length = min_u64(CHUNK_SIZE - inside, end - at);
-        int r, bad = 0;
-        uint64_t placement;
-        bool moved;
-        do {
-            pthread_mutex_lock(&node->lock);
-            struct file *file = node->file;
-            if (!file) {
-                pthread_mutex_unlock(&node->lock);
-                return -ESTALE; /* sealed meanwhile: the caller reads the block */
-            }
-            r = file_copy_out(file, at, (uint32_t)length, out);
-            if (r != -EINPROGRESS) {
-                pthread_mutex_unlock(&node->lock);
-                break;
-            }
-            placement = placement_of(node, index);
-            uint32_t filled = file->chunks[index].filled, first = index * CHUNK_PAGES + (uint32_t)(inside / PAGE);
-            uint64_t real_end = min_u64(inside + length, filled);
-            uint32_t pages = real_end > inside ? (uint32_t)(pages_of(real_end) - inside / PAGE) : 0;
-            struct placed *placed = placed_snapshot(file, first, pages);
-            pthread_mutex_unlock(&node->lock);
-            struct slot *slot = slot_get_extra(&plane->reading);
-            if (!placed || !slot) {
-                free(placed);
-                slot_put(slot);
-                return -ENOMEM;
-            }
-            placed->leaves -= first;
-            r = placed_read(plane, ring, placed, first, pages, slot->data);
-            if (r == 0) {
-                uint64_t real = real_end > inside ? real_end - inside : 0;
-                memcpy(out, slot->data + inside % PAGE, real);
-                memset(out + real, 0, length - real);
-            }
-            free(placed);
-            slot_put(slot);
-            /* Bytes that were proven are right, as of when this began. Those that were not may lie where others have come to lie since. */
-            pthread_mutex_lock(&node->lock);
-            moved = placement_of(node, index) != placement;
-            pthread_mutex_unlock(&node->lock);
-        } while (r < 0 && (moved || (r == -EBADMSG && ++bad < 3)) && now_ns() < ring->until_ns);
-        if (r < 0)
-            return r;
-        out += length;
-        at += length;
-    }
-    return 0;
+/* Nothing of a file's content was ever written. With the node's lock held. */
+bool file_untouched(const struct file *file) {
+    if (file->slab || file->sealing || file->spilling || file->discarded || file->placed_count)
+        return false;
+    for (uint32_t i = 0; i < file->chunk_count; i++)
+        if (file->chunks[i].state != CHUNK_HOLE)
+            return false;
+    return true;
 }

@@ -13,7 +13,7 @@ import stat
 
 from kvfs._native import ffi, lib
 from kvfs.errors import DeviceError, UsageError
-from kvfs.store.nvme_kernel import PREFIX, block_device_of, path_of
+from kvfs.pool.nvme_kernel import PREFIX, block_device_of, path_of
 
 
 class Namespace:
