@@ -24,6 +24,7 @@
 #include <string.h>
 #include <sys/uio.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "kvfs_checksum.h"
 #include "kvfs_plane.h"
@@ -268,12 +269,12 @@ bool handle_close_directory(struct kvfs_plane *plane, struct transport *transpor
 /* Returns the node, whose handle count it has lowered; the caller calls node_released, then node_put. */
 struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer);
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
-void handles_drop(struct kvfs_plane *plane, struct transport *transport);
+/* Close all handles of a transport. Returns the inode of a directory that Python is to release, and is called again, *from on, until it returns 0. */
+uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from);
 
 /* ---- shares.c: what each user holds ---- */
 
 #define USERS_MAX 4096u
-uint32_t user_id(const struct transport *transport, uint32_t uid);      /* a guest is one user, whatever its own are */
 struct user *user_get(struct kvfs_plane *plane, uint32_t id);
 /* These with the shard's lock held. */
 bool hold_add(struct node *node, struct user *user);                    /* false: no memory */
@@ -382,8 +383,21 @@ bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct reque
 /* ---- requests ---- */
 
 struct server;
+/* The thread that took a request, as content sees it. */
+struct io_thread {
+    struct kvfs_plane *plane;
+    struct ring ring;
+    bool batching;                      /* a slab's I/O is queued: more of it may come at once */
+    struct request *waiting_reads;      /* for read memory; oldest first */
+    struct request *waiting_last;
+};
 struct request {
     struct request *next;
+    struct io_thread *io;
+    /* Answers: a READ with its bytes, a WRITE with 0, or -errno. Any thread. The request stays the caller's. */
+    void (*done)(struct request *request, int64_t result);
+    int (*resume)(struct request *request);     /* Go on with one that was parked, on a worker. -ENOMEM: it was not taken */
+    void (*release)(struct request *request);   /* NULL: nothing. Gives back the memory of the targets */
     struct server *server;
     struct transport *transport;
     struct node *node;
@@ -394,7 +408,8 @@ struct request {
     bool exclusive;                     /* alone on its pages */
     uint64_t unique, arrived_ns, fh, offset;
     uint64_t until_ns;                  /* READ: answered by then, however many I/Os it takes */
-    uint32_t opcode, size, flags;
+    uint32_t size;
+    bool write, cached;                 /* WRITE; of pages that its kernel had cached */
     uint8_t *payload;                   /* WRITE: inside slots[0] */
     struct slot *slots[READ_SLOTS];
     uint32_t slot_count;
@@ -408,17 +423,15 @@ struct request {
     bool owed;                          /* direct and failed: the answer waits until no device can write there any more */
     uint32_t target_count, placed_max;  /* bytes of the targets that are the guest's */
     struct iovec *targets;              /* whole pages, in order */
-    struct guest_memory *memory;        /* keeps them mapped */
+    void *target_memory;                /* keeps them mapped */
     struct kvfs_record record;
 };
 struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
 void reply_error(struct server *server, uint64_t unique, int error);
-void request_reply_write(struct kvfs_plane *plane, struct request *request, int error);
-void reply_write(struct kvfs_plane *plane, struct request *request, int error); /* and ends the request */
-void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size); /* from its slots */
-void request_reply_failed(struct kvfs_plane *plane, struct request *request, int error);   /* a READ */
+void reply_to_read(struct request *request, int64_t result);
+void reply_to_write(struct request *request, int64_t result);
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
 #define SLOW_EVENTS_MAX 10u                  /* a second, and in the queue */
 /* Returns what it took, in ns: for slow_look(), which whoever answers with an error calls too. */
@@ -428,12 +441,13 @@ void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_
 /* ---- transports: server.c, fuse_dev.c, guest.c ---- */
 
 struct guest;
-struct guest_memory;
 struct transport_ops {
     int (*serve)(struct server *server, uint32_t *run);   /* one request, if there is one: 1, 0, or -errno when the transport has ended */
     bool (*arm)(struct server *server);                   /* before a sleep: what arrives will end it. True: something is there already */
     /* error: 0 or -errno. The first `placed` bytes of the body are where they belong. Any thread. */
     void (*reply)(struct server *server, uint64_t unique, int error, uint32_t placed, const struct iovec *iovs, uint32_t count);
+    /* Let a READ's targets be the kernel's own pages. False: they are not such pages, use slots. NULL: never. */
+    bool (*targets)(struct request *request);
 };
 struct server {
     struct kvfs_plane *plane;
@@ -445,13 +459,10 @@ struct server {
     bool started;
     bool reader;                        /* takes requests all the time; the others only while active */
     atomic_bool active;                 /* asked to help */
-    struct ring ring;
+    struct io_thread io;
     uint8_t *head;                      /* REQUEST_SMALL bytes */
     struct slot *landing;
-    bool batching;                      /* a slab's I/O is queued: more of it may come at once */
     uint64_t last_work_ns;
-    struct request *waiting_reads;      /* for read memory; oldest first */
-    struct request *waiting_last;
     struct chain *chain;                /* guests: the request being taken */
     uint32_t next_queue;
 };
@@ -469,34 +480,35 @@ struct transport {
     bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
     uint32_t max_read;
+    uint32_t user;                      /* a guest is one user, whatever its own are. 0: users are its kernel's */
     atomic_uint forwarded;              /* under way in the session */
     atomic_uint session;                /* counts the kernels that came and went: what an earlier one opened is not this one's */
 };
+static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
 int transport_start(struct kvfs_plane *plane, int fd);
 int server_init(struct transport *transport, uint32_t index, int fd);  /* fd is the server's from then on, also after a failure */
 void server_free(struct server *server);
 int servers_start(struct transport *transport);
-void server_wake(struct server *server);
+static inline void server_wake(struct server *server) {
+    uint64_t one = 1;
+    if (write(server->wake_fd, &one, sizeof(one)) < 0)
+        return; /* the counter is at its limit: it is awake */
+}
 void transport_stop(struct transport *transport);      /* ends its threads; blocks */
 void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
 void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, what it had open is released */
 
 /* ---- guest.c, export.c: virtio-fs ---- */
 
-/* Let a READ's targets be the guest's pages. False: they are not such pages, use slots. */
-bool guest_targets(struct request *request);
-uint32_t guest_number(const struct guest *guest);
-void guest_memory_put(struct guest_memory *memory);
-uint32_t guests_count(struct kvfs_plane *plane);       /* exports */
 void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
 void guests_free(struct kvfs_plane *plane);
 
 /* ---- attr.c, check.c, dispatch.c, slow.c, content/read.c: what C answers ---- */
 
 void fastpath_request(struct server *server, size_t size, struct slot **landing);
-void fastpath_retry_reads(struct server *server);
+void reads_retry(struct io_thread *io);              /* those that wait for memory */
 void read_submit(struct request *request);
-void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request);  /* the slow half, on a worker */
+int request_slow(struct request *request);       /* the slow half, on a worker: 0 or -ENOMEM */
 size_t body_minimum(uint32_t opcode);
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
@@ -563,7 +575,6 @@ struct job {
     struct job *next;
     void (*run)(struct kvfs_plane *plane, struct ring *ring, struct job *job);   /* frees or completes the job */
     uint64_t cookie;
-    struct request *request;
 };
 struct worker { struct kvfs_plane *plane; struct worker_pool *pool; pthread_t thread; struct ring ring; bool started; };
 struct worker_pool {
@@ -577,7 +588,6 @@ struct worker_pool {
 int pool_start(struct kvfs_plane *plane, struct worker_pool *pool, uint32_t count);
 void pool_stop(struct worker_pool *pool);
 void pool_add(struct worker_pool *pool, struct job *job);
-int worker_request_add(struct kvfs_plane *plane, struct request *request);
 void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result);
 void call_add(struct kvfs_plane *plane, struct call *call);     /* taken over */
 void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value);
@@ -633,6 +643,7 @@ struct kvfs_plane {
     struct worker_pool store, slow;
     struct transport *transports[TRANSPORTS_MAX];
     struct guest *guests[KVFS_VIRTIOFS_MAX];
+    atomic_uint guest_count;            /* exports */
     struct guest *guests_ended;         /* late replies may still look at them */
     pthread_mutex_t transports_lock;
     atomic_uint transport_count;

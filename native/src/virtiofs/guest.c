@@ -112,7 +112,12 @@ static void guest_reply(struct server *server, uint64_t id, int error, uint32_t 
     cost_release(guest, cost);
 }
 
-bool guest_targets(struct request *request) {
+static void targets_release(struct request *request) {
+    free(request->targets);
+    guest_memory_put(request->target_memory);
+}
+
+static bool guest_targets(struct request *request) {
     struct guest *guest = request->transport->guest;
     struct kvfs_plane *plane = request->server->plane;
     uint32_t left = request->size / KVFS_PAGE_SIZE * KVFS_PAGE_SIZE, rest = request->size - left;
@@ -153,8 +158,9 @@ bool guest_targets(struct request *request) {
         request->targets = targets;
         request->target_count = count;
         request->placed_max = request->size - rest;
-        request->memory = element->memory;
-        atomic_fetch_add(&request->memory->refs, 1);
+        request->target_memory = element->memory;
+        request->release = targets_release;
+        atomic_fetch_add(&element->memory->refs, 1);
     } else {
         free(targets);
     }
@@ -297,7 +303,7 @@ static bool guest_arm(struct server *server) {
         atomic_store(&guest->limited, true);
         found = !over_limit(guest);
     }
-    ring_poll(&server->ring, server->fd, POLL_KICKS, true); /* a kick is a write, an edge: the counter is left alone */
+    ring_poll(&server->io.ring, server->fd, POLL_KICKS, true); /* a kick is a write, an edge: the counter is left alone */
     return found;
 }
 
@@ -318,7 +324,7 @@ void guest_look_again(struct guest *guest) {
     }
 }
 
-const struct transport_ops guest_ops = {guest_serve, guest_arm, guest_reply};
+const struct transport_ops guest_ops = {guest_serve, guest_arm, guest_reply, guest_targets};
 
 /* ---- what the front end changes ---- */
 
