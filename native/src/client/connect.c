@@ -1,5 +1,6 @@
 /* How libkvfs finds a daemon, and what it gets from it: devices, block table, and answers. */
 #include "client/client.h"
+#include "client/mountinfo.h"
 #include "io/nvme/tcp.h"
 
 #include <fcntl.h>
@@ -109,19 +110,6 @@ static int receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, 
 
 /* ---- finding the pool ---- */
 
-static void unescape(char *text) { /* mountinfo writes space, tab, newline and backslash in octal */
-    char *out = text;
-    for (const char *in = text; *in; out++) {
-        if (in[0] == '\\' && in[1] >= '0' && in[1] <= '3' && in[2] >= '0' && in[2] <= '7' && in[3] >= '0' && in[3] <= '7') {
-            *out = (char)((in[1] - '0') * 64 + (in[2] - '0') * 8 + (in[3] - '0'));
-            in += 4;
-        } else {
-            *out = *in++;
-        }
-    }
-    *out = 0;
-}
-
 /* A pool's own directory stands for the root of its files: the way to one that has no mount here. */
 static bool is_pool(const char *path, char pool[PATH_MAX], uint64_t *base) {
     char file[PATH_MAX + 16];
@@ -147,14 +135,12 @@ static int pool_of(const char *path, char pool[PATH_MAX], uint64_t *base) {
     size_t capacity = 0;
     int r = client_fail(-EINVAL, "%s: its mount is not in /proc/self/mountinfo", path);
     while (getline(&line, &capacity, mounts) >= 0) {
-        char *end, *kind = strstr(line, " - "), *source, *save = NULL;
-        if (strtoull(line, &end, 10) != st.stx_mnt_id || end == line || !kind)
+        struct mountinfo mount;
+        if (!mountinfo_parse(line, &mount) || mount.id != st.stx_mnt_id)
             continue;
-        kind = strtok_r(kind + 3, " \n", &save);
-        source = strtok_r(NULL, " \n", &save);
-        if (!kind || !source)
+        const char *kind = mount.kind, *source = mount.source;
+        if (!source)
             break;
-        unescape(source);
         if (strcmp(kind, "fuse.kvfs") != 0 && is_pool(path, pool, base))
             r = 0;
         else if (strcmp(kind, "fuse.kvfs") != 0)
