@@ -232,7 +232,7 @@ static void read_complete(struct request *request) {
     int error = request->result;
     bool header_only = false;
     if (error == 0 && request->load_header) {
-        error = desc_verify(plane, desc, &request->record);
+        error = desc_verify(&plane->array.geometry, desc, &request->record);
         if (error == 0) {
             request->load_header = false;
             header_only = request->record.extent_count > 0;

@@ -252,7 +252,7 @@ static void do_read(struct server *server, struct fuse_in_header *in) {
     }
     request->offset = read.offset;
     request->size = read.size;
-    request->until_ns = server->arrived_ns + plane->config.io_timeout_ms * 1000000ull;
+    request->until_ns = server->arrived_ns + plane->array.io_timeout_ms * 1000000ull;
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
     if (node->failed_ns && server->arrived_ns < node->failed_ns + AGAIN_NS && node->failed_until_ns < request->until_ns)

@@ -163,7 +163,7 @@ static void server_end(struct server *server) {
     for (uint32_t i = 0; i < transport->server_count; i++)
         if (&transport->servers[i] != server)
             server_wake(&transport->servers[i]);
-    uint64_t until = now_ns() + server->plane->config.io_timeout_ms * 2000000ull;
+    uint64_t until = now_ns() + server->plane->array.io_timeout_ms * 2000000ull;
     while (!ring_idle(&server->io.ring) && now_ns() < until) {
         ring_wait(&server->io.ring, 10000000);
         ring_reap(&server->io.ring);
@@ -230,7 +230,7 @@ int server_init(struct transport *transport, uint32_t index, int fd) {
     server->head = malloc(REQUEST_SMALL + 8);
     if (!server->head)
         return -ENOMEM;
-    return ring_init(&server->io.ring, transport->plane, 256);
+    return ring_init(&server->io.ring, &transport->plane->array, 256);
 }
 
 void server_free(struct server *server) {

@@ -121,8 +121,8 @@ static bool guest_targets(struct request *request) {
     struct guest *guest = request->transport->guest;
     struct kvfs_plane *plane = request->server->plane;
     uint32_t left = request->size / KVFS_PAGE_SIZE * KVFS_PAGE_SIZE, rest = request->size - left;
-    uint64_t stuck_until_ns = atomic_load_explicit(&plane->stuck_until_ns, memory_order_relaxed);
-    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->count.zombies))))
+    uint64_t stuck_until_ns = atomic_load_explicit(&plane->array.stuck_until_ns, memory_order_relaxed);
+    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->array.zombies))))
         return false;
     struct virtqueue *queue;
     struct element *element = element_find(guest, request->unique, &queue);
@@ -381,7 +381,7 @@ void guest_queue_stop(struct guest *guest, struct virtqueue *queue, bool answer,
             guest_reply(&guest->transport->servers[0], id, -EIO, 0, NULL, 0);
             pthread_mutex_lock(&queue->lock);
         }
-        wait_idle(queue, guest->transport->plane->config.io_timeout_ms * 2); /* devices that still write to the guest's pages */
+        wait_idle(queue, guest->transport->plane->array.io_timeout_ms * 2); /* devices that still write to the guest's pages */
     }
     for (uint32_t i = 0; queue->in_flight && i < QUEUE_SIZE_MAX; i++) {
         struct element *element = &queue->elements[i];
