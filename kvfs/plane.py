@@ -20,7 +20,8 @@ import trio
 
 from kvfs._native import ffi, lib
 from kvfs.errors import FormatError, KvfsError
-from kvfs.types import PAGE_SIZE, Extent, InodeNumber, SegmentIndex
+from kvfs.record import Extent
+from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,15 @@ RECORD_CAPACITY = 1 << 20
 
 class PlaneError(KvfsError):
     """A call of the data plane failed."""
+
+
+class OpenState(IntEnum):
+    """enum kvfs_open_state: what inode_is_open() returns. Beyond share: all who have it open hold more than theirs."""
+
+    NOT_OPEN = 0
+    OPEN = 1
+    BEING_WRITTEN = 2
+    OPEN_BEYOND_SHARE = 3
 
 
 class EventType(IntEnum):

@@ -28,9 +28,10 @@ from kvfs.bench.traces import SHAPES, Trace, invent, load
 from kvfs.errors import KvfsError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
 from kvfs.pool.making import FormatRequest, format_devices
+from kvfs.record import Inode, Kind
 from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, LeastLoss, Use
 from kvfs.store.store import Store, StoreOptions
-from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, Kind
+from kvfs.types import PAGE_SIZE, ROOT_INODE
 
 _JSON_VERSION = 1
 # Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.

@@ -22,7 +22,8 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 
 from kvfs.errors import AttributesFullError, KvfsError, NotPermittedError, StaleInodeError
 from kvfs.namespace.files import Changes, Namespace
-from kvfs.types import NAME_MAX, PAGE_SIZE, Inode, InodeNumber, Kind
+from kvfs.record import Inode, Kind
+from kvfs.types import NAME_MAX, PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
 

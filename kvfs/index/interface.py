@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvfs.types import Inode, InodeNumber, SegmentIndex
+from kvfs.record import Inode
+from kvfs.types import InodeNumber, SegmentIndex
 
 # Named here because the index's own method `list` hides the type inside the class.
 Names = list[tuple[bytes, InodeNumber]]

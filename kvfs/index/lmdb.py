@@ -26,7 +26,19 @@ import trio
 
 from kvfs.errors import KvfsError
 from kvfs.index.interface import IndexStatistics, Names, Numbers, Pairs, States
-from kvfs.types import GROUP_ATTRIBUTE, Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
+from kvfs.record import (
+    FLAGS_OFFSET,
+    GROUP_ATTRIBUTE,
+    HOME_OFFSET,
+    KIND_OFFSET,
+    NUMBER_OFFSET,
+    RECORD_HOME,
+    RECORD_NUMBER,
+    Inode,
+    InodeFlags,
+    Kind,
+)
+from kvfs.types import InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +51,6 @@ _MEMBER = struct.Struct(">IQ")
 _U32 = struct.Struct(">I")
 _VALUE = struct.Struct("<Q")
 _LIST_BATCH = 512
-# Of struct kvfs_inode_record: kind, flags, inode; home segment; extent_count.
-KIND_OFFSET, FLAGS_OFFSET, _NUMBER_OFFSET = 4, 5, 8
-_PLACE, _PLACE_OFFSET = struct.Struct("<I8xI"), 48
 # Present while the index is being rebuilt.
 _INCOMPLETE_NAME = "incomplete"
 
@@ -270,10 +279,10 @@ class LmdbIndex:
     def _hides(self, record: bytes) -> bool:
         if record[KIND_OFFSET] != Kind.FILE or not record[FLAGS_OFFSET] & InodeFlags.SEALED:
             return False
-        home, extent_count = _PLACE.unpack_from(record, _PLACE_OFFSET)
+        home, extent_count = RECORD_HOME.unpack_from(record, HOME_OFFSET)
         if home not in self.lost and (not extent_count or self.lost.isdisjoint(segments_of(Inode.unpack(record)))):
             return False
-        return not self.shown or _VALUE.unpack_from(record, _NUMBER_OFFSET)[0] not in self.shown
+        return not self.shown or RECORD_NUMBER.unpack_from(record, NUMBER_OFFSET)[0] not in self.shown
 
     def hidden(self, inode: int) -> bytes | None:
         record = self._raw(inode) if self.lost else None

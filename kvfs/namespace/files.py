@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -42,17 +41,19 @@ from kvfs.namespace.storage import (
     SYMLINK_KEY,
     Storage,
 )
-from kvfs.types import (
+from kvfs.record import (
     GROUP_ATTRIBUTE,
     GROUP_NAME_MAX,
-    NAME_MAX,
-    PAGE_SIZE,
-    ROOT_INODE,
+    KIND_OFFSET,
+    LINKS_OFFSET,
+    RECORD_LINKS,
+    RECORD_TIMES,
+    TIMES_OFFSET,
     Inode,
     InodeFlags,
-    InodeNumber,
     Kind,
 )
+from kvfs.types import NAME_MAX, PAGE_SIZE, ROOT_INODE, InodeNumber
 
 RENAME_NOREPLACE = 1
 # A time is nanoseconds in 64 bits, of the years 1677 to 2262: what lies beyond becomes the first or the last of them.
@@ -67,11 +68,6 @@ XATTRS_SIZE_MAX = 4096
 USED_PERCENT_MAX = 65
 # A truncation or preallocation waits this long for seals of what was written before.
 _SEAL_TIMEOUT_S = 60.0
-# Of struct kvfs_inode_record: a listing needs the kind alone, and unpacking a million records for it takes seconds.
-KIND_OFFSET = 4
-# And mtime with ctime, and the link count, which change at nearly every entry of a name.
-_TIMES, _TIMES_OFFSET = struct.Struct("<qq"), 64
-_LINKS, _LINKS_OFFSET = struct.Struct("<I"), 100
 _KINDS = {int(kind): kind for kind in Kind}
 # readlink gives at most a page.
 _SYMLINK_MAX = 4095
@@ -301,12 +297,14 @@ class Namespace:
     def _touch(self, number: InodeNumber, now: int, links: int = 0) -> None:
         """A directory's entries changed: its times, and its link count with the number of subdirectories."""
         record = self._index.raw(number)
-        if record is None or (links == 0 and 0 <= now - _TIMES.unpack_from(record, _TIMES_OFFSET)[0] < _TIME_STEP_NS):
+        if record is None or (
+            links == 0 and 0 <= now - RECORD_TIMES.unpack_from(record, TIMES_OFFSET)[0] < _TIME_STEP_NS
+        ):
             return
         changed = bytearray(record)
-        _TIMES.pack_into(changed, _TIMES_OFFSET, now, now)
+        RECORD_TIMES.pack_into(changed, TIMES_OFFSET, now, now)
         if links:
-            _LINKS.pack_into(changed, _LINKS_OFFSET, _LINKS.unpack_from(record, _LINKS_OFFSET)[0] + links)
+            RECORD_LINKS.pack_into(changed, LINKS_OFFSET, RECORD_LINKS.unpack_from(record, LINKS_OFFSET)[0] + links)
         record = bytes(changed)
         self._index.replace_directory(number, record)
         self._plane.inode_update(record)

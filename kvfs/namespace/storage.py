@@ -10,7 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from kvfs.errors import KvfsError
-from kvfs.types import Inode, InodeNumber
+from kvfs.record import Inode
+from kvfs.types import InodeNumber
 
 # Where a symbolic link keeps its target; never shown to callers.
 SYMLINK_KEY = b"kvfs.symlink"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import uuid as uuids
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
@@ -22,7 +22,7 @@ import xxhash
 from kvfs.errors import ChecksumError, FormatError, NewerVersionError, PoolError
 from kvfs.pool.config import LABEL_TEXT_OFFSET, PoolConfig, parse
 from kvfs.pool.geometry import LABEL_SIZE
-from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, RECORD_SIZE, SegmentIndex
+from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, SegmentIndex
 
 FORMAT_VERSION = 1
 MAGIC_LABEL = 0x4C42414C5346564B
@@ -394,21 +394,3 @@ def unpack_summary(config: PoolConfig, segment: SegmentIndex, data: bytes) -> Su
 META_UUID, META_CLEAN, META_EPOCH, META_VERSION = b"uuid", b"clean", b"epoch", b"version"
 META_IN_FLIGHT, META_OPENING = b"in_flight", b"opening"
 META_NUMBER = struct.Struct("<Q")
-
-# ---- inode records in bulk ----
-
-# The fields of struct kvfs_inode_record that bulk work reads without unpacking the rest.
-RECORD_HEAD = struct.Struct("<IBBHQQQQQIIII")
-FLAGS_OFFSET, PARENT_OFFSET, VERSION_OFFSET = 5, 16, 24
-_SIZES = struct.Struct("<I")
-
-
-def split_records(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
-    """(offset, size) of each of the concatenated records; stops before what cannot be one."""
-    at, end = 0, len(data)
-    while at + RECORD_SIZE <= end:
-        (size,) = _SIZES.unpack_from(data, at)
-        if size < RECORD_SIZE or size % 8 or at + size > end:
-            return
-        yield at, size
-        at += size

@@ -33,9 +33,10 @@ from kvfs.pool.heart import Heart
 from kvfs.pool.labels import write_label
 from kvfs.pool.making import open_new
 from kvfs.pool.opening import OpenPool, check_device, device_path, open_device, stored_path, write_config
+from kvfs.record import Inode
 from kvfs.store.health import HARMLESS, DeviceState, Failures, Pace, judge
 from kvfs.store.segments import Segments, State, usage
-from kvfs.types import PAGE_SIZE, Inode, InodeNumber, SegmentIndex
+from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 

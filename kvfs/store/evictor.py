@@ -18,17 +18,18 @@ import trio
 
 from kvfs.errors import DeviceError, NoSpaceError, first_error
 from kvfs.index.interface import Index
-from kvfs.plane import Plane
+from kvfs.plane import OpenState, Plane
+from kvfs.record import Inode, Kind
 from kvfs.store.eviction import Contents, CopyBudget, EvictionPolicy
 from kvfs.store.groups import Group, Groups
 from kvfs.store.pins import Pins
 from kvfs.store.segments import Segment, Segments, State, usage
-from kvfs.types import PAGE_SIZE, Inode, InodeNumber, Kind
+from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
 
-# plane.inode_is_open. What is open beyond the shares of its users goes as if it was not.
-_OPEN, _WRITTEN = 1, 2
+# What is open beyond the shares of its users goes as if it was not.
+_KEPT_OPEN = (OpenState.OPEN, OpenState.BEING_WRITTEN)
 # Blocks looked at or removed in one go: others wait meanwhile.
 _EVICT_BATCH = 16
 _CARRY_TASKS = 8
@@ -391,7 +392,7 @@ class Evictor:
             for number in group.inodes:
                 record = self._index.raw(number)
                 group.held = record is not None and (
-                    self._plane.inode_is_open(number) in (_OPEN, _WRITTEN)
+                    self._plane.inode_is_open(number) in _KEPT_OPEN
                     or self._mover.is_busy(number)
                     or self._pins.holds(record)
                 )
@@ -422,10 +423,10 @@ class Evictor:
             if record is None:
                 continue
             state = self._plane.inode_is_open(number)
-            if state == _WRITTEN or self._mover.is_busy(number):
+            if state == OpenState.BEING_WRITTEN or self._mover.is_busy(number):
                 return None
             group = groups.get(number)
-            if state == _OPEN or self._pins.holds(record) or (group is not None and group.held):
+            if state == OpenState.OPEN or self._pins.holds(record) or (group is not None and group.held):
                 must.append(record)
                 must_pages += sum(usage(Inode.unpack(record)).values())
             elif first:

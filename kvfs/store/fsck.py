@@ -22,15 +22,16 @@ from kvfs.plane import Event, Plane
 from kvfs.pool import config as configuration
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.devices import Device, open_absent
-from kvfs.pool.format import META_CLEAN, META_UUID, SegmentHeader, pack_segment_header, split_records
+from kvfs.pool.format import META_CLEAN, META_UUID, SegmentHeader, pack_segment_header
 from kvfs.pool.heart import kept
 from kvfs.pool.labels import read_labels, write_labels
 from kvfs.pool.lock import INDEX_NAME, locked
 from kvfs.pool.making import check_unused
 from kvfs.pool.opening import OpenPool, check_device, device_path, discover, open_device, write_config
+from kvfs.record import Inode, Kind, split_records
 from kvfs.store.segments import Segment, Segments, State, usage
 from kvfs.store.store import Store, StoreOptions, check_index, make_plane
-from kvfs.types import COUNTER_BITS, PAGE_SIZE, ROOT_INODE, Inode, InodeNumber, Kind
+from kvfs.types import COUNTER_BITS, PAGE_SIZE, ROOT_INODE, InodeNumber
 
 Progress = Callable[[str, int, int], None]
 

@@ -16,7 +16,8 @@ import trio
 
 from kvfs.index.interface import Index
 from kvfs.pool.config import GroupRule
-from kvfs.types import ROOT_INODE, Inode, InodeNumber, Kind
+from kvfs.record import Inode, Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 _BATCH = 256
 # What names a group: the attribute's value; or the directory; or the directory, the rule, and the name less its ending.

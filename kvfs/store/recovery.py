@@ -20,10 +20,11 @@ import trio
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import Bulk, LmdbIndex
 from kvfs.plane import Plane
-from kvfs.pool.format import RECORD_HEAD, SegmentHeader, Stream, split_records
+from kvfs.pool.format import SegmentHeader, Stream
+from kvfs.record import RECORD_EXTENT, RECORD_HEAD, RECORD_SIZE, Inode, InodeFlags, Kind, split_records
 from kvfs.store.pins import Pins
 from kvfs.store.segments import Segment, Segments, State, usage
-from kvfs.types import RECORD_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,6 @@ _DEPTH_MAX = 4096
 _U64 = struct.Struct(">Q")
 _MEMBER = struct.Struct(">IQ")
 _VALUE = struct.Struct("<Q")
-_EXTENT = struct.Struct("<QIIII")
 
 
 async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: int) -> list[bytes]:
@@ -744,7 +744,7 @@ def _extents_in_place(
     used: dict[int, int] = {}
     first = at + RECORD_SIZE + (name_size + 7 & ~7)
     for i in range(count):
-        generation, segment, _, pages, _ = _EXTENT.unpack_from(data, first + i * _EXTENT.size)
+        generation, segment, _, pages, _ = RECORD_EXTENT.unpack_from(data, first + i * RECORD_EXTENT.size)
         if segment >= len(generations) or generations[segment] != generation:
             return None
         used[segment] = used.get(segment, 0) + pages

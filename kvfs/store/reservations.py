@@ -28,9 +28,10 @@ from kvfs.errors import KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run
 from kvfs.pool.format import Stream
+from kvfs.record import RECORD_SIZE, Extent, Inode, InodeFlags, Kind
 from kvfs.store.segments import Counter, Head, Segments, Versions
 from kvfs.store.shares import RESERVED, ROOT, Shares
-from kvfs.types import PAGE_SIZE, RECORD_SIZE, Extent, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ header are on the devices; what was renamed or changed meanwhile is taken along.
 from __future__ import annotations
 
 import logging
-import struct
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,17 +18,16 @@ import trio
 
 from kvfs.errors import DeviceError, KvfsError
 from kvfs.index.interface import Index
-from kvfs.plane import Plane, PlaneError, Run, SealInfo, failure, wait_job
-from kvfs.pool.format import PARENT_OFFSET, Stream
+from kvfs.plane import OpenState, Plane, PlaneError, Run, SealInfo, failure, wait_job
+from kvfs.pool.format import Stream
+from kvfs.record import PARENT_OFFSET, RECORD_PARENT, Inode, InodeFlags
 from kvfs.store.eviction import EvictionPolicy
 from kvfs.store.segments import Head, Segments, Versions
-from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber
+from kvfs.types import ROOT_INODE, InodeNumber
 
 log = logging.getLogger(__name__)
 
-BEING_WRITTEN = 2  # plane.inode_is_open
 _WRITE_TRIES = 3
-_PARENT = struct.Struct("<Q")
 # A record's ancestors are kept this long at most: the times in them are hints, names are never stale.
 _ANCESTORS_MAX = 8192
 _ANCESTORS_SIZE_MAX = 1 << 20
@@ -395,7 +393,7 @@ class Sealing:
 
     async def _carry(self, number: InodeNumber) -> bool:
         old_record = self._index.raw(number)
-        if old_record is None or self._plane.inode_is_open(number) == BEING_WRITTEN:
+        if old_record is None or self._plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
             return False
         before = Inode.unpack(old_record)
         if not before.sealed:
@@ -462,7 +460,7 @@ class Sealing:
     def _overtaken(self, before: Inode, current: Inode) -> bool:
         place = (before.segment, before.page, before.generation)
         moved = (current.segment, current.page, current.generation) != place
-        return moved or self._plane.inode_is_open(current.inode) == BEING_WRITTEN
+        return moved or self._plane.inode_is_open(current.inode) == OpenState.BEING_WRITTEN
 
     # ---- ancestors ----
 
@@ -479,7 +477,7 @@ class Sealing:
                 break
             parts.append(record)
             size += len(record)
-            (number,) = _PARENT.unpack_from(record, PARENT_OFFSET)
+            (number,) = RECORD_PARENT.unpack_from(record, PARENT_OFFSET)
         found = b"".join(parts)
         if len(self._ancestors) >= _ANCESTORS_MAX:
             self._ancestors.clear()

@@ -22,7 +22,6 @@ from kvfs.index.interface import Index
 from kvfs.plane import Plane, Run, check_records
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import (
-    RECORD_HEAD,
     SegmentHeader,
     Stream,
     Summary,
@@ -35,8 +34,9 @@ from kvfs.pool.format import (
     unpack_summary,
 )
 from kvfs.pool.geometry import Geometry
+from kvfs.record import RECORD_HEAD, Inode, InodeFlags, Kind
 from kvfs.store.eviction import TICKS_PER_POOL
-from kvfs.types import COUNTER_BITS, PAGE_SIZE, Inode, InodeFlags, Kind, SegmentIndex
+from kvfs.types import COUNTER_BITS, PAGE_SIZE, SegmentIndex
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,11 @@ import trio
 from kvfs.errors import BusyError, DeadlineError, DeviceError, InvalidArgumentError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane, PlaneError, Run
+from kvfs.record import InodeFlags
 from kvfs.store.sealing import Sealing
 from kvfs.store.segments import Segment, Segments
 from kvfs.store.shares import ROOT, SLABS, Shares
-from kvfs.types import PAGE_SIZE, InodeFlags, InodeNumber
+from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
 

@@ -23,24 +23,15 @@ import trio
 
 from kvfs.errors import DeviceError, FormatError, InUseError, KvfsError, NoSpaceError, UsageError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
-from kvfs.plane import Event, EventType, Plane, PlaneError, PlaneOptions, check_records
+from kvfs.plane import Event, EventType, OpenState, Plane, PlaneError, PlaneOptions, check_records
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.devices import Device, Place
-from kvfs.pool.format import (
-    META_CLEAN,
-    META_EPOCH,
-    META_IN_FLIGHT,
-    META_NUMBER,
-    META_OPENING,
-    META_UUID,
-    META_VERSION,
-    RECORD_HEAD,
-    split_records,
-)
+from kvfs.pool.format import META_CLEAN, META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.heart import Heart
 from kvfs.pool.labels import write_labels
 from kvfs.pool.lock import INDEX_NAME, PoolLock, locked
 from kvfs.pool.opening import OpenPool, open_pool
+from kvfs.record import RECORD_HEAD, Inode, InodeFlags, Kind, split_records
 from kvfs.store import recovery
 from kvfs.store.device_service import DeviceService
 from kvfs.store.eviction import EvictionPolicy, LeastLoss
@@ -48,21 +39,11 @@ from kvfs.store.evictor import EvictionCounters, Evictor
 from kvfs.store.groups import Groups
 from kvfs.store.pins import Pins
 from kvfs.store.reservations import Reservations, ReservationStatistics
-from kvfs.store.sealing import BEING_WRITTEN, Sealing
+from kvfs.store.sealing import Sealing
 from kvfs.store.segments import Counter, Segment, Segments, SegmentStatistics, Versions, usage
 from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.store.slabs import Slabs
-from kvfs.types import (
-    COUNTER_BITS,
-    EPOCH_MAX,
-    PAGE_SIZE,
-    ROOT_INODE,
-    Inode,
-    InodeFlags,
-    InodeNumber,
-    Kind,
-    SegmentIndex,
-)
+from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, ROOT_INODE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -532,7 +513,7 @@ class Store:
     def drop_bad(self, number: InodeNumber, segment: int) -> None:
         """A block failed verification: it is a miss from now on, unless it has moved since."""
         inode = self.index.get(number)
-        if inode is None or not inode.sealed or self.plane.inode_is_open(number) == BEING_WRITTEN:
+        if inode is None or not inode.sealed or self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
             return
         if segment != inode.segment and all(extent.segment != segment for extent in inode.extents):
             return

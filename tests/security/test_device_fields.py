@@ -22,10 +22,11 @@ from kvfs.errors import DeviceError, FormatError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.plane import check_records
 from kvfs.pool.format import Summary, pack_summary
+from kvfs.record import Extent, Inode, InodeFlags, Kind
 from kvfs.store.fsck import fsck
 from kvfs.store.segments import usage
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE, Extent, Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
+from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
 
 NAMES = {b"%d" % i for i in range(12)}
 EPOCH = 7

@@ -11,8 +11,9 @@ import trio
 import trio.testing
 
 from kvfs.pool.making import FormatRequest, format_devices
+from kvfs.record import Inode, InodeFlags, Kind
 from kvfs.store.store import Store, StoreOptions
-from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 # A disk that others use may pause for as long as a device's usual deadline.
 OPTIONS = StoreOptions(

@@ -30,6 +30,7 @@ from kvfs.index.lmdb import LmdbIndex
 from kvfs.pool.config import load
 from kvfs.pool.devices import Device
 from kvfs.pool.format import META_CLEAN, Stream
+from kvfs.record import Kind
 from kvfs.store import device_service as service_module
 from kvfs.store import health
 from kvfs.store.device_service import DeviceService
@@ -37,7 +38,7 @@ from kvfs.store.fsck import fsck
 from kvfs.store.health import DeviceState
 from kvfs.store.segments import usage
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE, InodeNumber, Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 MIB = 1 << 20
 FAULT_ERROR, BOTH = 1, 3

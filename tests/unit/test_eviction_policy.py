@@ -11,11 +11,11 @@ import trio
 from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
 
 from kvfs.errors import DeviceError, NoSpaceError
+from kvfs.record import Kind
 from kvfs.store.eviction import CARRY_SHARE, TICK_MASK, TICKS_PER_POOL, Contents, LeastLoss, Use
 from kvfs.store.fsck import fsck
 from kvfs.store.segments import State
 from kvfs.store.store import Store
-from kvfs.types import Kind
 
 # Sparse: 64 MiB have 16,384 leaves, so a header of this many pages and no data.
 BIG, HEADER_PAGES = 64 << 20, 18

@@ -12,9 +12,10 @@ from kvfs.errors import PoolError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.pool.lock import locked
+from kvfs.record import Inode
 from kvfs.store.fsck import FsckReport, fsck
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE, Inode, InodeNumber, SegmentIndex
+from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ from store_pools import crashed_store, make, make_pool, names, rename, settle, u
 from kvfs.errors import PoolError
 from kvfs.pool.config import CONFIG_NAME, GroupRule, load, parse
 from kvfs.pool.lock import INDEX_NAME
+from kvfs.record import GROUP_ATTRIBUTE, Inode, Kind
 from kvfs.store.groups import Groups
 from kvfs.store.store import Store
-from kvfs.types import GROUP_ATTRIBUTE, ROOT_INODE, Inode, InodeNumber, Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 # Its header alone fills 32 pages, an eighth of a segment of these pools.
 LARGE = 128 << 20

@@ -17,7 +17,8 @@ from kvfs import errors
 from kvfs.namespace import files
 from kvfs.namespace.files import RENAME_NOREPLACE, USED_PERCENT_MAX, XATTRS_SIZE_MAX, Changes, Namespace
 from kvfs.namespace.storage import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
-from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.record import Inode, InodeFlags, Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 SLAB_SIZE = 256 << 20
 

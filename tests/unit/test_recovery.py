@@ -30,11 +30,12 @@ from kvfs.pool import config as configuration
 from kvfs.pool.geometry import layout
 from kvfs.pool.labels import write_labels
 from kvfs.pool.making import import_pool
+from kvfs.record import Kind
 from kvfs.store import store as store_module
 from kvfs.store.fsck import fsck
 from kvfs.store.segments import State
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE, InodeNumber, Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 BIG = 64 << 20
 # Nothing is committed but by sync(): what the index knows at the crash is then exact.

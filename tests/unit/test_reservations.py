@@ -13,6 +13,7 @@ from client_double import run_bytes
 from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store
 
 from kvfs.namespace.files import Changes, Namespace
+from kvfs.record import Inode, InodeFlags
 from kvfs.store import reservations
 from kvfs.store import segments as segments_module
 from kvfs.store.fsck import fsck
@@ -20,7 +21,7 @@ from kvfs.store.reservations import Holder, Reservation, Wanted
 from kvfs.store.segments import State
 from kvfs.store.shares import PINNED
 from kvfs.store.store import Store
-from kvfs.types import PAGE_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber
+from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber
 
 SIZE = 3 * PAGE_SIZE + 17
 MALLORY = 4711

@@ -27,9 +27,10 @@ import kvfs.store.segments as segments_module
 from kvfs.errors import DeviceError, FileTooLargeError
 from kvfs.plane import PlaneError
 from kvfs.pool.format import Stream
+from kvfs.record import InodeFlags
 from kvfs.store.segments import Segment, Segments, State, usage
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE, InodeFlags, InodeNumber
+from kvfs.types import ROOT_INODE, InodeNumber
 
 BIG = 64 << 20
 FAULT_ERROR, WRITES, READS = 1, 2, 1

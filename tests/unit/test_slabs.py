@@ -16,10 +16,11 @@ from kvfs.plane import PlaneError
 from kvfs.pool.config import PoolConfig, load, parse
 from kvfs.pool.format import Stream
 from kvfs.pool.opening import write_config
+from kvfs.record import InodeFlags
 from kvfs.store.fsck import fsck
 from kvfs.store.segments import Segment, State
 from kvfs.store.store import Store
-from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeFlags, InodeNumber
+from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber
 
 MIB = 1 << 20
 

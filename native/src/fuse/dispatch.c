@@ -46,7 +46,7 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
                       FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT | (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
     /* Pages of a file that another kernel may rewrite: before a read of its cache a kernel looks at the file's mtime, as far as it does not
      * trust the attributes that it has; a host is told to ask again. */
-    wanted |= transport->guest || guests_count(plane) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
+    wanted |= transport->guest || atomic_load(&plane->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
     /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would
      * ask again for each that was listed. Which listings are worth it (`ls -l`, not `ls`) the kernel finds out: AUTO. */
     transport->inc_epoch = init.minor >= 44 && !transport->guest;
@@ -187,7 +187,10 @@ static struct request *request_new(struct server *server, const struct fuse_in_h
     request->server = server;
     request->transport = server->transport;
     request->unique = in->unique;
-    request->opcode = in->opcode;
+    request->io = &server->io;
+    request->resume = request_slow;
+    request->write = in->opcode == FUSE_WRITE;
+    request->done = request->write ? reply_to_write : reply_to_read;
     request->node = node;
     request->arrived_ns = arrived;
     return request;
@@ -214,13 +217,13 @@ static void read_staged(struct server *server, struct request *request) {
         slot_put(slot);
     }
     if (r == 0) {
-        request_reply_read(plane, request, (uint32_t)size);
+        request->done(request, (int64_t)size);
         request_put(plane, request);
         return;
     }
     while (request->slot_count)
         slot_put(request->slots[--request->slot_count]);
-    if (worker_request_add(plane, request) < 0) {
+    if (request_slow(request) < 0) {
         reply_error(server, request->unique, -ENOMEM);
         request_put(plane, request);
     }
@@ -253,7 +256,7 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
     }
     request->offset = read.offset;
     request->size = read.size;
-    request->until_ns = arrived + plane->config.io_timeout_ms * 1000000ull;
+    request->until_ns = arrived + plane->array.io_timeout_ms * 1000000ull;
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
     if (node->failed_ns && arrived < node->failed_ns + AGAIN_NS && node->failed_until_ns < request->until_ns)
@@ -272,8 +275,7 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
         read_staged(server, request);
         return;
     }
-    if (server->transport->guest)
-        request->direct = guest_targets(request);
+    request->direct = server->transport->ops->targets && server->transport->ops->targets(request);
     read_submit(request);
 }
 
@@ -296,7 +298,7 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
     request->slots[0] = *landing;
     request->slot_count = 1;
     request->payload = (*landing)->data;
-    request->flags = write.write_flags;
+    request->cached = write.write_flags & FUSE_WRITE_CACHE;
     request->user = handle.user;
     *landing = NULL;
     struct node *node = request->node;
@@ -313,7 +315,7 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
         return;
     }
     if (r == -EINPROGRESS) {
-        r = worker_request_add(plane, request);
+        r = request_slow(request);
         if (r == 0)
             return;
     }
@@ -321,7 +323,8 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
         *landing = request->slots[0];
         request->slot_count = 0;
     }
-    reply_write(plane, request, r);
+    request->done(request, r);
+    request_put(plane, request);
 }
 
 /* Python makes slabs, and makes them larger, and it knows when a seal ends; of FALLOCATE pyfuse3 knows nothing, so it is asked as by setxattr(2). Both

@@ -36,7 +36,7 @@ static int fuse_serve(struct server *server, uint32_t *run) {
 }
 
 static bool fuse_arm(struct server *server) {
-    ring_poll(&server->ring, server->fd, POLL_FUSE, false);
+    ring_poll(&server->io.ring, server->fd, POLL_FUSE, false);
     return false;
 }
 
@@ -56,7 +56,7 @@ static void fuse_reply(struct server *server, uint64_t unique, int error, uint32
     (void)n;
 }
 
-static const struct transport_ops fuse_ops = {fuse_serve, fuse_arm, fuse_reply};
+static const struct transport_ops fuse_ops = {fuse_serve, fuse_arm, fuse_reply, NULL};
 
 /* The device itself for the first server, clones of it for the others. */
 static int fuse_open(int fd, bool clone) {

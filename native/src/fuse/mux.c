@@ -359,6 +359,8 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     }
     uint64_t fh;
     bool uncached = !p->transport->guest && host_opens_uncached(node);
+    if (p->transport->guest && writer)
+        atomic_store(&node->guest_wrote, true); /* before there is a handle to write by */
     r = handle_open(plane, p->transport, node, user, p->flags, writer, &fh);
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
@@ -658,5 +660,7 @@ void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inod
 void transport_forget(struct transport *transport) {
     atomic_fetch_add(&transport->session, 1);
     mux_transport_ended(transport->plane, transport);
-    handles_drop(transport->plane, transport);
+    uint32_t from = 0;
+    for (uint64_t directory; (directory = handles_drop(transport->plane, transport, &from));)
+        mux_release_directory(transport->plane, directory);
 }

@@ -24,12 +24,6 @@
 /* Luck counts what came within the time of a poll, and twice what did not: half of it is enough to poll. */
 #define LUCK_MAX 16
 
-void server_wake(struct server *server) {
-    uint64_t one = 1;
-    if (write(server->wake_fd, &one, sizeof(one)) < 0)
-        return; /* the counter is at its limit: it is awake */
-}
-
 static void wake_helper(struct server *server) {
     struct transport *transport = server->transport;
     for (uint32_t i = 0; i < transport->server_count; i++) {
@@ -49,14 +43,14 @@ static bool sleep_until_work(struct server *server, bool leader, uint64_t timeou
         return false;
     COUNT(plane, sleeps, 1);
     if (leader && plane->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
-        ring_poll(&server->ring, plane->mux.fd, POLL_SESSION, false);
-    if (!(server->ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
+        ring_poll(&server->io.ring, plane->mux.fd, POLL_SESSION, false);
+    if (!(server->io.ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
         uint64_t count;
         ssize_t n = read(server->wake_fd, &count, sizeof(count));
         (void)n;
     }
-    ring_poll(&server->ring, server->wake_fd, POLL_WAKE, false);
-    ring_wait(&server->ring, timeout_ns);
+    ring_poll(&server->io.ring, server->wake_fd, POLL_WAKE, false);
+    ring_wait(&server->io.ring, timeout_ns);
     return true;
 }
 
@@ -82,9 +76,9 @@ static void *server_main(void *argument) {
     bool spinning = false, trimmed = false;
     for (;;) {
         bool reading = server->reader || atomic_load(&server->active), requested = false;
-        int work = (int)ring_reap(&server->ring);
-        if (work && server->waiting_reads)
-            fastpath_retry_reads(server);
+        int work = (int)ring_reap(&server->io.ring);
+        if (work && server->io.waiting_reads)
+            reads_retry(&server->io);
         if (reading) {
             int r = transport->ops->serve(server, &run);
             if (r < 0)
@@ -102,10 +96,10 @@ static void *server_main(void *argument) {
         if (leader && plane->mux.session_count && mux_receive(plane))
             work++;
         /* I/O of a slab comes many requests at a time: one call for those that are there, up to BATCH. */
-        if (server->batching && requested && server->ring.queued && server->ring.queued < BATCH)
+        if (server->io.batching && requested && server->io.ring.queued && server->io.ring.queued < BATCH)
             continue;
-        server->batching = false;
-        ring_submit(&server->ring);
+        server->io.batching = false;
+        ring_submit(&server->io.ring);
         if (atomic_load_explicit(&transport->ended, memory_order_relaxed) || atomic_load_explicit(&plane->stopping, memory_order_relaxed))
             break;
         uint64_t now = now_ns();
@@ -124,7 +118,7 @@ static void *server_main(void *argument) {
             continue;
         }
         if (!idle_ns)
-            luck = &lucks[!ring_idle(&server->ring)];
+            luck = &lucks[!ring_idle(&server->io.ring)];
         idle_ns = now;
         if (server->reader && now > crowded_ns && now - server->last_work_ns < spin_ns && *luck >= LUCK_MAX / 2) {
             if (!spinning && !atomic_exchange(&plane->spinning, true)) {
@@ -143,7 +137,7 @@ static void *server_main(void *argument) {
         if (reading)
             atomic_store(&server->active, false);
         uint64_t timeout = leader ? trimmed ? 60 * IDLE_NS : IDLE_NS : 60 * IDLE_NS;
-        if (server->waiting_reads)
+        if (server->io.waiting_reads)
             timeout = 1000000;
         else if (leader && mux_waiting(plane))
             timeout = 20000000;
@@ -157,8 +151,8 @@ static void *server_main(void *argument) {
             arena_trim(&plane->reading_small);
             arena_trim(&plane->staging_small);
         }
-        if (server->waiting_reads)
-            fastpath_retry_reads(server);
+        if (server->io.waiting_reads)
+            reads_retry(&server->io);
         if (leader && now - server->last_work_ns > 100000000)
             memory_unpark(plane); /* nothing that waits for memory waits for ever */
         server->last_work_ns = server->last_work_ns == 0 ? now : server->last_work_ns;
@@ -169,14 +163,14 @@ static void *server_main(void *argument) {
     for (uint32_t i = 0; i < transport->server_count; i++)
         if (&transport->servers[i] != server)
             server_wake(&transport->servers[i]);
-    uint64_t until = now_ns() + plane->config.io_timeout_ms * 2000000ull;
-    while (!ring_idle(&server->ring) && now_ns() < until) {
-        ring_wait(&server->ring, 10000000);
-        ring_reap(&server->ring);
+    uint64_t until = now_ns() + plane->array.io_timeout_ms * 2000000ull;
+    while (!ring_idle(&server->io.ring) && now_ns() < until) {
+        ring_wait(&server->io.ring, 10000000);
+        ring_reap(&server->io.ring);
     }
-    while (server->waiting_reads) {
-        struct request *request = server->waiting_reads;
-        server->waiting_reads = request->next;
+    while (server->io.waiting_reads) {
+        struct request *request = server->io.waiting_reads;
+        server->io.waiting_reads = request->next;
         request_put(plane, request);
     }
     slot_put(server->landing);
@@ -188,7 +182,7 @@ static void *server_main(void *argument) {
 
 int server_init(struct transport *transport, uint32_t index, int fd) {
     struct server *server = &transport->servers[index];
-    server->plane = transport->plane;
+    server->plane = server->io.plane = transport->plane;
     server->transport = transport;
     server->index = index;
     server->fd = fd;
@@ -198,13 +192,13 @@ int server_init(struct transport *transport, uint32_t index, int fd) {
     server->head = malloc(REQUEST_SMALL + 8);
     if (!server->head)
         return -ENOMEM;
-    return ring_init(&server->ring, transport->plane, 256);
+    return ring_init(&server->io.ring, &transport->plane->array, 256);
 }
 
 void server_free(struct server *server) {
     if (!server->plane)
         return;
-    ring_free(&server->ring);
+    ring_free(&server->io.ring);
     free(server->head);
     free(server->chain);
     if (server->wake_fd >= 0)
