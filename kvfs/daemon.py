@@ -44,7 +44,8 @@ from kvfs.logs import Escaping, spare
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.survey import DEPTH_MAX, Survey
 from kvfs.pool.devices import place_of
-from kvfs.store.store import Store, StoreOptions
+from kvfs.store.opening import StoreOptions
+from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
