@@ -294,6 +294,7 @@ struct server {
     atomic_bool active;                 /* asked to help */
     struct io_thread io;
     uint8_t *head;                      /* REQUEST_SMALL bytes */
+    uint64_t arrived_ns;                /* when that request came */
     struct slot *landing;
     uint64_t last_work_ns;
     struct chain *chain;                /* guests: the request being taken */
@@ -338,7 +339,7 @@ void guests_free(struct kvfs_plane *plane);
 
 /* ---- attr.c, check.c, dispatch.c, slow.c, content/read.c: what C answers ---- */
 
-void fastpath_request(struct server *server, size_t size, struct slot **landing);
+void dispatch(struct server *server, size_t size);   /* the request in server->head, payload of a WRITE in server->landing */
 void reads_retry(struct io_thread *io);              /* those that wait for memory */
 void read_submit(struct request *request);
 int request_slow(struct request *request);       /* the slow half, on a worker: 0 or -ENOMEM */
@@ -381,8 +382,8 @@ struct mux {
 };
 int mux_init(struct kvfs_plane *plane);
 void mux_free(struct kvfs_plane *plane);
-/* Pass a request on to Python: `head` holds all of it. offset, flags: kept for the reply. */
-void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset);
+/* Pass the request in server->head on to Python. offset, flags: kept for the reply. */
+void mux_forward(struct server *server, uint32_t flags, uint64_t offset);
 bool mux_receive(struct kvfs_plane *plane);         /* one reply; false when there is none */
 void mux_expire(struct kvfs_plane *plane, uint64_t now);
 void mux_flush(struct kvfs_plane *plane);

@@ -31,7 +31,7 @@ static int fuse_serve(struct server *server, uint32_t *run) {
     *run += weight_of(in->opcode, (size_t)n);
     if (in->opcode != FUSE_WRITE && n > REQUEST_HEAD && n <= REQUEST_SMALL) /* the landing memory is for payload */
         memcpy(server->head + REQUEST_HEAD, server->landing->data, (size_t)n - REQUEST_HEAD);
-    fastpath_request(server, (size_t)n, &server->landing);
+    dispatch(server, (size_t)n);
     return 1;
 }
 

@@ -212,10 +212,11 @@ static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, 
     return call;
 }
 
-void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset) {
+void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
     struct kvfs_plane *plane = server->plane;
     struct mux *mux = &plane->mux;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
+    const uint32_t size = in->len;
     uint64_t unique = in->unique, now = now_ns();
     bool is_call, first = false;
     struct call *call = call_make(mux, in, &is_call);
@@ -250,9 +251,8 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
             mux->oldest = p;
         mux->newest = p;
         in->unique = (uint64_t)p->salt << 32 | (index + 1);
-        in->len = size;
         if (!is_call) {
-            r = message_send(mux, head, size);
+            r = message_send(mux, in, size);
         } else if (!call || mux->fd < 0) {
             r = call ? -ENOTCONN : -ENOMEM;
         } else {
