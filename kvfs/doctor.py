@@ -488,7 +488,7 @@ def _dpu() -> Iterator[Check]:
 
 
 def _gpu() -> Iterator[Check]:
-    """Only clients that read into GPU memory need one. Looked at in a process of its own (kvfs/client/gpu.py)."""
+    """Only clients that read into GPU memory need one. Looked at in a process of its own (kvfs/client/gpu_probe.py)."""
     cuda = examine_cuda()
     if cuda.error:
         yield Check("gpu", "note", f"{cuda.error}; clients have mode host")

@@ -41,8 +41,6 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
 
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, uint64_t *fh) {
     struct handle handle = {.node = node, .transport = transport, .user = user, .flags = flags, .writer = writer};
-    if (transport->guest && writer)
-        atomic_store(&node->guest_wrote, true);
     if (writer && flags & O_DIRECT) {
         pthread_mutex_lock(&node->lock);
         if (node->file)
@@ -177,22 +175,24 @@ void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer)
     }
 }
 
-void handles_drop(struct kvfs_plane *plane, struct transport *transport) {
+uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from) {
     struct handle_table *table = &plane->handles;
-    for (uint32_t index = 0;; index++) {
+    for (;; ++*from) {
         pthread_mutex_lock(&table->lock);
-        bool end = index >= table->count;
-        struct handle *handle = end ? NULL : *handle_place(table, index);
+        bool end = *from >= table->count;
+        struct handle *handle = end ? NULL : *handle_place(table, *from);
         uint64_t fh = handle && handle->transport == transport ? (uint64_t)handle->salt << 32 | handle->index : 0;
         uint64_t directory = fh && !handle->node ? handle->directory : 0;
         pthread_mutex_unlock(&table->lock);
         if (end)
-            return;
+            return 0;
         if (!fh)
             continue;
         if (directory) {
-            if (handle_close_directory(plane, transport, fh, directory))
-                mux_release_directory(plane, directory);
+            if (handle_close_directory(plane, transport, fh, directory)) {
+                ++*from;
+                return directory;
+            }
             continue;
         }
         bool was_writer = false;

@@ -46,14 +46,14 @@ int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed
 }
 
 int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_record *record, struct desc **out) {
-    if (record->header_pages == 0 || record->header_pages > plane->segment_pages)
+    if (record->header_pages == 0 || record->header_pages > plane->array.geometry.segment_pages)
         return -EBADMSG;
     struct desc *desc = desc_new(record->header_pages);
     if (!desc)
         return -ENOMEM;
     int r = bounce_read(plane, ring, record->segment, record->page, desc->header, record->header_pages * PAGE);
     if (r == 0)
-        r = desc_verify(plane, desc, record);
+        r = desc_verify(&plane->array.geometry, desc, record);
     if (r < 0) {
         desc_put(desc);
         return r;

@@ -15,7 +15,7 @@ static void resume_all(struct kvfs_plane *plane, struct request *request) {
     while (request) {
         struct request *next = request->next;
         atomic_fetch_sub(&plane->count.parked, 1);
-        worker_request_add(plane, request);
+        request->resume(request);
         request = next;
     }
 }

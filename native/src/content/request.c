@@ -20,8 +20,8 @@ void request_put(struct kvfs_plane *plane, struct request *request) {
     desc_put(request->desc);
     slab_put(request->slab);
     node_put(plane, request->node);
-    free(request->targets);
-    guest_memory_put(request->memory);
+    if (request->release)
+        request->release(request);
     pthread_mutex_lock(&plane->request_lock);
     request->next = plane->requests_free;
     plane->requests_free = request;

@@ -70,7 +70,7 @@ static void run_read(struct kvfs_plane *plane, struct ring *ring, struct job *ba
 }
 
 static int place_valid(const struct kvfs_plane *plane, uint32_t segment, uint32_t page, uint64_t size) {
-    return segment < plane->config.segment_count && size && size % PAGE == 0 && page * PAGE + size <= plane->segment_size ? 0 : -ERANGE;
+    return segment < plane->config.segment_count && size && size % PAGE == 0 && page * PAGE + size <= plane->array.geometry.segment_size ? 0 : -ERANGE;
 }
 
 int kvfs_store_write(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint32_t page, const void *data, uint64_t size) {
@@ -155,7 +155,7 @@ static void run_read_pages(struct kvfs_plane *plane, struct ring *ring, struct j
 }
 
 int kvfs_store_read_pages(struct kvfs_plane *plane, uint64_t cookie, const uint32_t *segments, uint32_t count, uint32_t page, void *out) {
-    if (page >= plane->segment_pages)
+    if (page >= plane->array.geometry.segment_pages)
         return -ERANGE;
     struct store_job *job = store_job_new(run_read_pages, cookie);
     if (job)
@@ -245,11 +245,11 @@ static int scan(struct kvfs_plane *plane, struct ring *ring, struct store_job *j
         data = window_at(plane, ring, &w, job->segment, page, h.header_pages, job->end_page, ahead, &error);
         if (!data)
             break;
-        if (header_check(plane, data, h.header_pages, &h, &record) < 0 || record.generation != job->generation ||
+        if (header_check(&plane->array.geometry, data, h.header_pages, &h, &record) < 0 || record.generation != job->generation ||
             record.segment != job->segment || record.page != page)
             break;
-        if (!records_sound(plane, job->epoch_max, data + h.record_offset, record.record_size) ||
-            !records_sound(plane, job->epoch_max, data + h.ancestors_offset, h.ancestors_size)) {
+        if (!records_sound(&plane->array.geometry, job->epoch_max, data + h.record_offset, record.record_size) ||
+            !records_sound(&plane->array.geometry, job->epoch_max, data + h.ancestors_offset, h.ancestors_size)) {
             result->impossible++; /* one block is lost by it, not what follows: the header says where that begins */
             page += h.run_pages;
             continue;
@@ -281,7 +281,7 @@ static void run_scan(struct kvfs_plane *plane, struct ring *ring, struct job *ba
 
 int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint64_t generation, uint64_t epoch_max, uint32_t first_page,
                     uint32_t end_page, void *out, uint64_t capacity, struct kvfs_scan_result *result) {
-    if (segment >= plane->config.segment_count || first_page > end_page || end_page > plane->segment_pages)
+    if (segment >= plane->config.segment_count || first_page > end_page || end_page > plane->array.geometry.segment_pages)
         return -ERANGE;
     struct store_job *job = store_job_new(run_scan, cookie);
     if (!job)
@@ -345,5 +345,5 @@ int kvfs_store_verify(struct kvfs_plane *plane, uint64_t cookie, const void *rec
 }
 
 uint32_t kvfs_segment_busy(struct kvfs_plane *plane, uint32_t segment) {
-    return segment < plane->config.segment_count ? atomic_load(&plane->segment_busy[segment]) : 0;
+    return segment < plane->config.segment_count ? atomic_load(&plane->array.segment_busy[segment]) : 0;
 }

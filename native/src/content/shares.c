@@ -8,10 +8,6 @@
 /* The first of so many places that is a user's or free; then all others share one place, and one share. */
 #define PROBES 64u
 
-uint32_t user_id(const struct transport *transport, uint32_t uid) {
-    return transport->guest ? KVFS_USER_GUEST + guest_number(transport->guest) : uid;
-}
-
 struct user *user_get(struct kvfs_plane *plane, uint32_t id) {
     uint64_t key = (uint64_t)id + 1;
     uint32_t at = id * 0x9e3779b1u >> 20;

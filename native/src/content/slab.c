@@ -18,11 +18,11 @@ static void slab_io_done(struct io_group *group, bool reaped) {
     struct request *request = group->owner;
     if (reaped) {
         if (--request->groups_held == 0 && request->groups_left == 0)
-            request_put(request->server->plane, request);
+            request_put(request->io->plane, request);
         return;
     }
     if (group->expired) {
-        if (request->opcode == FUSE_WRITE)
+        if (request->write)
             atomic_store(&request->slab->failed, true);
     } else {
         request->groups_held--;
@@ -47,10 +47,10 @@ static uint32_t read_memory(const struct request *request, uint64_t at, uint64_t
 }
 
 static int slab_io(struct request *request, uint64_t page, const struct iovec *iovs, uint32_t count) {
-    struct ring *ring = &request->server->ring;
+    struct ring *ring = &request->io->ring;
     uint32_t segment, at = slab_locate(request->slab, page, &segment);
     ring->until_ns = request->until_ns;
-    int r = ring_io(ring, request->opcode == FUSE_WRITE, segment, at, iovs, count, request->slots, request->slot_count, slab_io_done, request);
+    int r = ring_io(ring, request->write, segment, at, iovs, count, request->slots, request->slot_count, slab_io_done, request);
     ring->until_ns = 0;
     if (r == 0) {
         request->groups_left++;
@@ -66,9 +66,9 @@ static void slab_submit(struct request *request) {
     uint64_t first = request->offset / PAGE, last = pages_of(request->offset + request->size);
     int r = 0;
     request->groups_left = 1; /* ours, until all is queued */
-    request->server->batching = true;
+    request->io->batching = true;
     for (uint64_t at = first, stop; at < last && r == 0; at = stop) {
-        if (request->opcode == FUSE_WRITE) {
+        if (request->write) {
             stop = min_u64(min_u64(last, (at / slab->run_pages + 1) * slab->run_pages), at + STEP_PAGES);
             iovs[0] = (struct iovec){request->payload + (at - first) * PAGE, (stop - at) * PAGE};
             r = slab_io(request, at, iovs, 1);
@@ -94,12 +94,12 @@ bool slab_read_begin(struct node *node, struct request *request) {
     struct file *file = node->file;
     request->slab = slab_ref(file->slab);
     uint64_t size = request->offset < file->size ? min_u64(request->size, file->size - request->offset) : 0;
-    request->size = (uint32_t)min_u64(size, request->transport->max_read);
+    request->size = (uint32_t)size;
     return !atomic_load(&file->slab->failed);
 }
 
 void slab_read(struct request *request, bool good) {
-    struct kvfs_plane *plane = request->server->plane;
+    struct kvfs_plane *plane = request->io->plane;
     request->skip = (uint32_t)(request->offset % PAGE);
     uint64_t bytes = request->size ? round_up(request->skip + request->size, PAGE) : 0;
     struct arena *arena = bytes <= SMALL_SIZE ? &plane->reading_small : &plane->reading;
@@ -179,7 +179,7 @@ static void write_end(struct request *request, int error) {
     pthread_mutex_lock(&node->lock);
     if (error == 0) {
         uint64_t first = request->offset / PAGE, last = pages_of(end);
-        if (!slab->overwritten && !(request->flags & FUSE_WRITE_CACHE))
+        if (!slab->overwritten && !(request->cached))
             for (uint64_t page = pages_of(request->offset); page < end / PAGE && !slab->overwritten; page++)
                 slab->overwritten = slab_page_written(slab, page);
         for (uint64_t page = first; page < last; page++)
@@ -208,16 +208,16 @@ static void write_end(struct request *request, int error) {
 }
 
 static void slab_finish(struct request *request) {
-    struct kvfs_plane *plane = request->server->plane;
+    struct kvfs_plane *plane = request->io->plane;
     int error = request->result ? -EIO : 0;
-    if (request->opcode == FUSE_WRITE) {
+    if (request->write) {
         write_end(request, error);
-        request_reply_write(plane, request, error);
+        request->done(request, error);
     } else if (error) {
         COUNT(plane, read_errors, 1);
-        request_reply_failed(plane, request, error);
+        request->done(request, error);
     } else {
-        request_reply_read(plane, request, request->size);
+        request->done(request, request->size);
     }
     if (request->groups_held == 0)
         request_put(plane, request);
@@ -264,7 +264,7 @@ bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct reque
         r = write_parts(plane, ring, request) ? -EIO : 0;
         write_end(request, r);
     }
-    request_reply_write(plane, request, r);
+    request->done(request, r);
     request_put(plane, request);
     return true;
 }

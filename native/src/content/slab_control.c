@@ -75,7 +75,7 @@ static int slab_grow(struct kvfs_plane *plane, struct slab *slab, const struct k
 int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, int chosen, const struct kvfs_run *runs, uint32_t run_count) {
     for (uint32_t i = 0; i < run_count; i++)
         if (runs[i].segment >= plane->config.segment_count || runs[i].page == 0 || runs[i].page_count != runs[0].page_count || runs[0].page_count == 0 ||
-            (uint64_t)runs[i].page + runs[i].page_count > plane->segment_pages)
+            (uint64_t)runs[i].page + runs[i].page_count > plane->array.geometry.segment_pages)
             return -ERANGE;
     struct node *node = node_get(plane, inode, false);
     if (!node)
@@ -182,7 +182,7 @@ static bool thaw(struct kvfs_plane *plane, struct node *node) {
 
 /* Let nobody write. With the node's lock held, which it opens while it waits. An error: it is thawed, and `gone` as thaw() says. */
 static int freeze(struct kvfs_plane *plane, struct node *node, bool *gone) {
-    uint64_t until = now_ns() + plane->config.io_timeout_ms * 2000000ull;
+    uint64_t until = now_ns() + plane->array.io_timeout_ms * 2000000ull;
     struct file *file = node->file;
     if (!file || !file->slab || file->discarded)
         return -ENOENT;

@@ -45,7 +45,7 @@ int pool_start(struct kvfs_plane *plane, struct worker_pool *pool, uint32_t coun
         struct worker *worker = &pool->workers[i];
         worker->plane = plane;
         worker->pool = pool;
-        int r = ring_init(&worker->ring, plane, 128);
+        int r = ring_init(&worker->ring, &plane->array, 128);
         if (r == 0)
             r = -pthread_create(&worker->thread, NULL, worker_main, worker);
         if (r < 0)

@@ -13,7 +13,8 @@ void reply_error(struct server *server, uint64_t unique, int error) {
 }
 
 /* size bytes of what was read: from request->skip on out of its slots, or where they are in a guest's memory. */
-void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size) {
+static void read_reply(struct request *request, uint32_t size) {
+    struct kvfs_plane *plane = request->io->plane;
     struct iovec iovs[READ_SLOTS];
     uint32_t count = 0, placed = request->direct ? (uint32_t)min_u64(size, request->placed_max) : 0, left = size - placed;
     uint64_t skip = request->skip;
@@ -31,9 +32,13 @@ void request_reply_read(struct kvfs_plane *plane, struct request *request, uint3
     slow_look(plane, FUSE_READ, request->node->inode, latency_add(plane, LATENCY_READ, request->arrived_ns));
 }
 
-void request_reply_failed(struct kvfs_plane *plane, struct request *request, int error) {
-    reply_error(request->server, request->unique, error);
-    slow_look(plane, FUSE_READ, request->node->inode, now_ns() - request->arrived_ns);
+void reply_to_read(struct request *request, int64_t result) {
+    if (result >= 0) {
+        read_reply(request, (uint32_t)result);
+        return;
+    }
+    reply_error(request->server, request->unique, (int)result);
+    slow_look(request->io->plane, FUSE_READ, request->node->inode, now_ns() - request->arrived_ns);
 }
 
 static void written_without_handle(struct kvfs_plane *plane, struct node *node) {
@@ -45,9 +50,10 @@ static void written_without_handle(struct kvfs_plane *plane, struct node *node) 
         node_released(plane, node, true);
 }
 
-void request_reply_write(struct kvfs_plane *plane, struct request *request, int r) {
-    if (r < 0) {
-        reply_error(request->server, request->unique, r);
+void reply_to_write(struct request *request, int64_t result) {
+    struct kvfs_plane *plane = request->io->plane;
+    if (result < 0) {
+        reply_error(request->server, request->unique, (int)result);
         slow_look(plane, FUSE_WRITE, request->node->inode, now_ns() - request->arrived_ns);
     } else {
         struct fuse_write_out out = {.size = request->size};
@@ -61,9 +67,4 @@ void request_reply_write(struct kvfs_plane *plane, struct request *request, int 
             notify_inode(plane, request->node->inode);
         written_without_handle(plane, request->node); /* it may have released the handle meanwhile: then nobody would seal this */
     }
-}
-
-void reply_write(struct kvfs_plane *plane, struct request *request, int r) {
-    request_reply_write(plane, request, r);
-    request_put(plane, request);
 }

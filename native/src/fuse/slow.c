@@ -1,41 +1,43 @@
 /* The slow half of READ and WRITE: what must wait for a device, on a worker. */
 #include "internal.h"
 
-/* The slow half of READ and WRITE, on a worker that may wait for devices. */
-void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
+static void slow_write(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
+    struct node *node = request->node;
+    int r;
+    /* What it needs may be sealed or spilled again before it is written: it tries until its deadline, and never takes that for an end. */
+    const uint64_t until = request->arrived_ns + plane->config.request_timeout_ms * 1000000ull;
+    for (;;) {
+        if (slab_worker_write(plane, ring, request))
+            return;
+        pthread_mutex_lock(&node->lock);
+        bool slab = node->file && node->file->slab; /* by now */
+        r = slab ? 0 : node->file ? file_write(plane, node, request) : -ENOENT;
+        pthread_mutex_unlock(&node->lock);
+        if (r == -EAGAIN)
+            return;
+        if (r == -ENOENT) {
+            r = file_reopen(plane, ring, node);
+        } else if (slab) {
+            continue;
+        } else if (r == -EINPROGRESS) {
+            r = 0;
+            for (uint64_t i = request->offset / CHUNK_SIZE; i <= (request->offset + request->size - 1) / CHUNK_SIZE && r == 0; i++)
+                r = file_load_chunk(plane, ring, node, (uint32_t)i, false);
+        } else {
+            break;
+        }
+        if (r == 0 && now_ns() > until)
+            r = -ETIMEDOUT;
+        if (r < 0)
+            break;
+    }
+    request->done(request, r == -EBADMSG || r == -ETIMEDOUT ? -EIO : r);
+    request_put(plane, request);
+}
+
+static void slow_read(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
     struct node *node = request->node;
     int r = 0;
-    if (request->opcode == FUSE_WRITE) {
-        /* What it needs may be sealed or spilled again before it is written: it tries until its deadline, and never takes that for an end. */
-        const uint64_t until = request->arrived_ns + plane->config.request_timeout_ms * 1000000ull;
-        for (;;) {
-            if (slab_worker_write(plane, ring, request))
-                return;
-            pthread_mutex_lock(&node->lock);
-            bool slab = node->file && node->file->slab; /* by now */
-            r = slab ? 0 : node->file ? file_write(plane, node, request) : -ENOENT;
-            pthread_mutex_unlock(&node->lock);
-            if (r == -EAGAIN)
-                return;
-            if (r == -ENOENT) {
-                r = file_reopen(plane, ring, node);
-            } else if (slab) {
-                continue;
-            } else if (r == -EINPROGRESS) {
-                r = 0;
-                for (uint64_t i = request->offset / CHUNK_SIZE; i <= (request->offset + request->size - 1) / CHUNK_SIZE && r == 0; i++)
-                    r = file_load_chunk(plane, ring, node, (uint32_t)i, false);
-            } else {
-                break;
-            }
-            if (r == 0 && now_ns() > until)
-                r = -ETIMEDOUT;
-            if (r < 0)
-                break;
-        }
-        reply_write(plane, request, r == -EBADMSG || r == -ETIMEDOUT ? -EIO : r);
-        return;
-    }
     uint64_t size = 0;
     pthread_mutex_lock(&node->lock);
     bool staged = node->file != NULL;
@@ -57,7 +59,7 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
         r = file_reopen(plane, ring, node);
         if (r == 0 && request->retries++ < 8) {
             atomic_fetch_add(&node->refs, 1); /* the request's own ends with it */
-            worker_request(plane, ring, request);
+            slow_read(plane, ring, request);
             node_released(plane, node, true);
             node_put(plane, node);
             return;
@@ -65,27 +67,29 @@ void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request 
     }
     if (r < 0) {
         COUNT(plane, read_errors, 1);
-        request_reply_failed(plane, request, -EIO);
+        request->done(request, -EIO);
     } else {
-        request_reply_read(plane, request, (uint32_t)size);
+        request->done(request, (int64_t)size);
     }
     request_put(plane, request);
 }
 
-static void run_request(struct kvfs_plane *plane, struct ring *ring, struct job *job) {
-    struct request *request = job->request;
-    free(job);
-    ring->until_ns = request->opcode == FUSE_READ ? request->until_ns : 0;
-    worker_request(plane, ring, request);
+struct slow_job { struct job job; struct request *request; };
+
+static void run_request(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
+    struct request *request = ((struct slow_job *)base)->request;
+    free(base);
+    ring->until_ns = request->write ? 0 : request->until_ns;
+    (request->write ? slow_write : slow_read)(plane, ring, request);
     ring->until_ns = 0;
 }
 
-int worker_request_add(struct kvfs_plane *plane, struct request *request) {
-    struct job *job = calloc(1, sizeof(*job));
+int request_slow(struct request *request) {
+    struct slow_job *job = calloc(1, sizeof(*job));
     if (!job)
         return -ENOMEM;
-    job->run = run_request;
+    job->job.run = run_request;
     job->request = request;
-    pool_add(&plane->slow, job);
+    pool_add(&request->io->plane->slow, &job->job);
     return 0;
 }

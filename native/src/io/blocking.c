@@ -1,5 +1,5 @@
 /* I/O that waits for its end: for workers. */
-#include "internal.h"
+#include "io/ring.h"
 
 struct blocking { uint32_t left; int result; };
 

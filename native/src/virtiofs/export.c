@@ -37,6 +37,7 @@ int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *confi
     transport->plane = plane;
     transport->ops = &guest_ops;
     transport->guest = guest;
+    transport->user = KVFS_USER_GUEST;
     transport->max_read = plane->config.max_read;
     int r = guest->stop_fd < 0 ? -errno : 0;
     if (!(guest->porters = porters_new()))
@@ -74,6 +75,14 @@ static void listen_end(struct guest *guest) {
     guest->listen_fd = -1; /* what is not closed goes with the process, which waits for nothing then */
 }
 
+/* With transports_lock held. */
+static void guest_ended(struct kvfs_plane *plane, struct guest *guest) {
+    plane->guests[guest->number] = NULL;
+    atomic_fetch_sub(&plane->guest_count, 1);
+    guest->next = plane->guests_ended;
+    plane->guests_ended = guest;
+}
+
 static void *guest_main(void *argument) {
     struct guest *guest = argument;
     struct kvfs_plane *plane = guest->transport->plane;
@@ -95,9 +104,7 @@ static void *guest_main(void *argument) {
     listen_end(guest);
     transport_stop(guest->transport);
     pthread_mutex_lock(&plane->transports_lock);
-    plane->guests[guest->number] = NULL;
-    guest->next = plane->guests_ended;
-    plane->guests_ended = guest;
+    guest_ended(plane, guest);
     pthread_mutex_unlock(&plane->transports_lock);
     return NULL;
 }
@@ -113,8 +120,8 @@ static void guests_reap(struct kvfs_plane *plane) {
         pthread_join(guest->thread, NULL);
         guest->threaded = false;
         for (uint32_t i = 0; i < guest->transport->server_count; i++)
-            if (ring_idle(&guest->transport->servers[i].ring))
-                ring_free(&guest->transport->servers[i].ring);
+            if (ring_idle(&guest->transport->servers[i].io.ring))
+                ring_free(&guest->transport->servers[i].io.ring);
     }
 }
 
@@ -139,7 +146,9 @@ int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs
         r = -EUSERS;
     if (r == 0) {
         guest->number = number;
+        guest->transport->user = KVFS_USER_GUEST + number;
         plane->guests[number] = guest;
+        atomic_fetch_add(&plane->guest_count, 1);
     }
     pthread_mutex_unlock(&plane->transports_lock);
     if (r < 0) {
@@ -152,9 +161,7 @@ int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs
     if (r < 0) { /* no threads: what has started ends, and is kept for who may know it already */
         transport_stop(guest->transport);
         pthread_mutex_lock(&plane->transports_lock);
-        plane->guests[number] = NULL;
-        guest->next = plane->guests_ended;
-        plane->guests_ended = guest;
+        guest_ended(plane, guest);
         pthread_mutex_unlock(&plane->transports_lock);
         return r;
     }
@@ -181,15 +188,6 @@ int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number) {
         guest_ask_stop(guest);
     pthread_mutex_unlock(&plane->transports_lock);
     return guest ? 0 : -ENOENT;
-}
-
-uint32_t guests_count(struct kvfs_plane *plane) {
-    uint32_t count = 0;
-    pthread_mutex_lock(&plane->transports_lock);
-    for (uint32_t i = 0; i < KVFS_VIRTIOFS_MAX; i++)
-        count += plane->guests[i] != NULL;
-    pthread_mutex_unlock(&plane->transports_lock);
-    return count;
 }
 
 void guests_stop(struct kvfs_plane *plane) {
@@ -234,5 +232,3 @@ int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_v
     pthread_mutex_unlock(&plane->transports_lock);
     return guest ? 0 : -ENOENT;
 }
-
-uint32_t guest_number(const struct guest *guest) { return guest->number; }

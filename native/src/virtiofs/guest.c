@@ -112,12 +112,17 @@ static void guest_reply(struct server *server, uint64_t id, int error, uint32_t 
     cost_release(guest, cost);
 }
 
-bool guest_targets(struct request *request) {
+static void targets_release(struct request *request) {
+    free(request->targets);
+    guest_memory_put(request->target_memory);
+}
+
+static bool guest_targets(struct request *request) {
     struct guest *guest = request->transport->guest;
     struct kvfs_plane *plane = request->server->plane;
     uint32_t left = request->size / KVFS_PAGE_SIZE * KVFS_PAGE_SIZE, rest = request->size - left;
-    uint64_t stuck_until_ns = atomic_load_explicit(&plane->stuck_until_ns, memory_order_relaxed);
-    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->count.zombies))))
+    uint64_t stuck_until_ns = atomic_load_explicit(&plane->array.stuck_until_ns, memory_order_relaxed);
+    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->array.zombies))))
         return false;
     struct virtqueue *queue;
     struct element *element = element_find(guest, request->unique, &queue);
@@ -153,8 +158,9 @@ bool guest_targets(struct request *request) {
         request->targets = targets;
         request->target_count = count;
         request->placed_max = request->size - rest;
-        request->memory = element->memory;
-        atomic_fetch_add(&request->memory->refs, 1);
+        request->target_memory = element->memory;
+        request->release = targets_release;
+        atomic_fetch_add(&element->memory->refs, 1);
     } else {
         free(targets);
     }
@@ -198,7 +204,7 @@ static uint32_t cost_of(const struct server *server, const uint8_t *head, uint64
     return (uint32_t)min_u64(read.size, server->transport->max_read) + KVFS_PAGE_SIZE;
 }
 
-static void dispatch(struct server *server, struct virtqueue *queue, uint32_t salt, uint32_t *run) {
+static void request_take(struct server *server, struct virtqueue *queue, uint32_t salt, uint32_t *run) {
     struct guest *guest = server->transport->guest;
     struct chain *chain = server->chain;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
@@ -234,7 +240,7 @@ static void dispatch(struct server *server, struct virtqueue *queue, uint32_t sa
     } else if (size > REQUEST_HEAD && size <= REQUEST_SMALL) {
         gather(chain, REQUEST_HEAD, server->head + REQUEST_HEAD, size - REQUEST_HEAD);
     }
-    fastpath_request(server, size, &server->landing);
+    dispatch(server, size);
 }
 
 static bool over_limit(struct guest *guest) {
@@ -273,7 +279,7 @@ int guest_serve(struct server *server, uint32_t *run) {
         pthread_mutex_unlock(&queue->serve);
         if (r > 0) {
             server->next_queue = queue->index + 1;
-            dispatch(server, queue, salt, run);
+            request_take(server, queue, salt, run);
             atomic_fetch_sub(&guest->dispatching, 1);
             return 1;
         }
@@ -297,7 +303,7 @@ static bool guest_arm(struct server *server) {
         atomic_store(&guest->limited, true);
         found = !over_limit(guest);
     }
-    ring_poll(&server->ring, server->fd, POLL_KICKS, true); /* a kick is a write, an edge: the counter is left alone */
+    ring_poll(&server->io.ring, server->fd, POLL_KICKS, true); /* a kick is a write, an edge: the counter is left alone */
     return found;
 }
 
@@ -318,7 +324,7 @@ void guest_look_again(struct guest *guest) {
     }
 }
 
-const struct transport_ops guest_ops = {guest_serve, guest_arm, guest_reply};
+const struct transport_ops guest_ops = {guest_serve, guest_arm, guest_reply, guest_targets};
 
 /* ---- what the front end changes ---- */
 
@@ -375,7 +381,7 @@ void guest_queue_stop(struct guest *guest, struct virtqueue *queue, bool answer,
             guest_reply(&guest->transport->servers[0], id, -EIO, 0, NULL, 0);
             pthread_mutex_lock(&queue->lock);
         }
-        wait_idle(queue, guest->transport->plane->config.io_timeout_ms * 2); /* devices that still write to the guest's pages */
+        wait_idle(queue, guest->transport->plane->array.io_timeout_ms * 2); /* devices that still write to the guest's pages */
     }
     for (uint32_t i = 0; queue->in_flight && i < QUEUE_SIZE_MAX; i++) {
         struct element *element = &queue->elements[i];

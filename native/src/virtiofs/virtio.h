@@ -44,6 +44,7 @@ struct guest_memory {
     uint32_t count;
     struct guest_region *regions[];
 };
+void guest_memory_put(struct guest_memory *memory);
 struct region_description { uint64_t guest_address, size, user_address, offset; };
 /* types: as shared_check has them. */
 int region_map(const struct shared_owner *owner, int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count,

@@ -324,9 +324,9 @@ static struct direct_read *read_new(cuda_context context, uint32_t count) {
 
 /* The parts of the first pages of a block: their number; into out, if it is not NULL. 0: there is a hole. */
 static uint32_t parts_cut(const struct direct *direct, const struct desc *desc, uint32_t pages, uint64_t to, struct direct_part *out) {
-    const struct kvfs_plane *plane = &direct->session->plane;
-    const uint32_t width = plane->config.stripe_width;
-    const uint64_t unit = width == 1 ? plane->config.zone_size : plane->config.stripe_unit;
+    const struct kvfs_array *array = &direct->session->array;
+    const uint32_t width = array->geometry.stripe_width;
+    const uint64_t unit = width == 1 ? array->geometry.zone_size : array->geometry.stripe_unit;
     uint32_t count = 0, at = 0;
     for (uint32_t i = 0; i < desc->extent_count && at < pages; i++) {
         const struct kvfs_extent *extent = &desc->extents[i];
@@ -337,10 +337,10 @@ static uint32_t parts_cut(const struct direct *direct, const struct desc *desc, 
             size = min_u64(min_u64(left, unit - offset % unit), PART_MAX);
             if (!out)
                 continue;
-            const struct kvfs_member *member = &plane->members[(uint64_t)extent->segment * width + offset / unit % width];
+            const struct kvfs_member *member = &array->members[(uint64_t)extent->segment * width + offset / unit % width];
             out[count].device = member->device;
             out[count].handle = direct->handles[member->device];
-            out[count].file_offset = plane->devices[member->device].zones_offset + member->zone * plane->config.zone_size +
+            out[count].file_offset = array->devices[member->device].zones_offset + member->zone * array->geometry.zone_size +
                                      offset / unit / width * unit + offset % unit;
             out[count].to = to;
             out[count].size = size;
@@ -482,7 +482,7 @@ static bool look_right(const struct session *session, const struct direct_look_p
     memset(page->page + offsetof(struct kvfs_segment_header, checksum), 0, sizeof(sum));
     return header.magic == KVFS_MAGIC_SEGMENT && header.generation == page->generation && header.segment == page->segment &&
            memcmp(header.pool_uuid, session->uuid, sizeof(session->uuid)) == 0 &&
-           kvfs_checksum(page->page, PAGE, session->plane.config.secret) == sum;
+           kvfs_checksum(page->page, PAGE, session->array.geometry.secret) == sum;
 }
 
 int direct_look_poll(struct direct_look *look, const struct kvfs_record *record) {
@@ -603,7 +603,7 @@ static int session_prove(struct direct *direct) {
 
 static int session_register(struct direct *direct) {
     const struct session *session = direct->session;
-    uint32_t count = session->plane.config.device_count;
+    uint32_t count = session->array.device_count;
     direct->fds = calloc(count, sizeof(*direct->fds));
     direct->handles = calloc(count, sizeof(*direct->handles));
     if (!direct->fds || !direct->handles)
@@ -644,7 +644,7 @@ static int session_enter(struct direct *direct, struct session *session) {
     session_forget(direct);
     atomic_fetch_add(&session->refs, 1);
     direct->session = session;
-    XXH3_generateSecret_fromSeed(drawn, session->plane.config.secret);
+    XXH3_generateSecret_fromSeed(drawn, session->array.geometry.secret);
     memcpy(direct->keys, drawn, sizeof(drawn));
     memcpy(direct->keys + 24, drawn + 121, 64);
     memcpy(direct->keys + 32, drawn + 11, 64);

@@ -30,7 +30,7 @@ from typing import Self
 
 import kvfs
 from kvfs import doctor
-from kvfs.client import gpu
+from kvfs.client import gpu, gpu_probe
 from kvfs.client.cuda import LEGACY_STREAM, DeviceMemory, Driver
 from kvfs.client.gpu import CUDA_LIBRARY_VARIABLE, GpuReader
 from kvfs.errors import InvalidBufferError, KvfsError
@@ -259,7 +259,7 @@ def direct(
     """Blocks from the devices straight into the GPU, and what it is of the devices into host memory."""
     files = gpu.examine_cufile()
     for readers in READER_COUNTS:
-        reader = GpuReader(client, "gds", "", readers=readers, cufile=files.library, nvrtc=files.nvrtc)
+        reader = GpuReader(client.library, "gds", "", readers=readers, cufile=files.library, nvrtc=files.nvrtc)
         rate = _reader_rate(reader, driver, keys, readers, seconds)
         found = reader.direct_statistics()
         reader.close()
@@ -308,7 +308,9 @@ def matrix(
     for slot_size in SLOT_SIZES:
         for slot_count in SLOT_COUNTS:
             for readers in READER_COUNTS:
-                reader = GpuReader(client, "staged", "", slot_count=slot_count, slot_size=slot_size, readers=readers)
+                reader = GpuReader(
+                    client.library, "staged", "", slot_count=slot_count, slot_size=slot_size, readers=readers
+                )
                 rate = _reader_rate(reader, driver, keys, readers, seconds)
                 reader.close()
                 ceiling = min(sources[readers], copies[max(size for size in COPY_SIZES if size <= slot_size)])
@@ -473,13 +475,13 @@ class _Descriptor(ctypes.Structure):
 
 def cufile_read(path: str, size: int, on_gpu: bool) -> dict[str, object]:
     """Read the start of a file by cuFileRead. In a process of its own: cuFileDriverOpen may never return."""
-    found = gpu.probe_cufile()
+    found = gpu_probe.probe_cufile()
     if found.error:
         return {"error": found.error}
     library = ctypes.CDLL(found.library)
     for name in ("cuFileHandleRegister", "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3"):
         if hasattr(library, name):
-            getattr(library, name).restype = gpu.CuFileStatus
+            getattr(library, name).restype = gpu_probe.CuFileStatus
     library.cuFileRead.restype = ctypes.c_ssize_t
     driver = Driver() if on_gpu else None
     counted = hasattr(library, "cuFileGetStatsL3")
@@ -522,7 +524,7 @@ def cufile(report: Report, pool: CheckedPool, client: kvfs.Client, on_gpu: bool)
     places = [("a block's file on the mount", pool.mount / "check" / name[:2] / name)]
     places += [("a device's file", path) for path in pool.devices()[:1]]
     for title, path in places:
-        command = [sys.executable, "-m", "kvfs.client.gpu_check", "--cufile-read", str(path), str(BLOCK_SIZE)]
+        command = [sys.executable, "-m", "kvfs.bench.gpu_check", "--cufile-read", str(path), str(BLOCK_SIZE)]
         what = f"libcufile reads {title} into {where}"
         try:
             result = subprocess.run(

@@ -7,7 +7,6 @@
 
 #include "shim.h"
 
-#define BATCH_SIZE_MAX 128
 #define VECTORS_MAX 1023
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -32,44 +31,40 @@ static void open_driver(void) {
     pthread_mutex_unlock(&lock);
 }
 
-struct cufile_status own_driver_open(void) {
+struct cufile_status emulate_driver_open(void) {
     pthread_mutex_lock(&lock);
     use_count++;
     pthread_mutex_unlock(&lock);
     return OK;
 }
 
-struct cufile_status own_driver_close(void) {
+bool emulate_driver_close(void) {
     pthread_mutex_lock(&lock);
     bool last = use_count <= 1;
     use_count = last ? 0 : use_count - 1;
     pthread_mutex_unlock(&lock);
-    if (last) {
-        batches_forget();
-        registry_forget();
-    }
-    return OK;
+    return last;
 }
 
-long own_use_count(void) {
+long emulate_use_count(void) {
     pthread_mutex_lock(&lock);
     long count = use_count;
     pthread_mutex_unlock(&lock);
     return count;
 }
 
-struct cufile_status own_properties(struct cufile_properties *out) {
+struct cufile_status emulate_properties(struct cufile_properties *out) {
     if (!out)
         return ERROR(CUFILE_INVALID);
     *out = (struct cufile_properties){.poll_threshold_kib = 4, .direct_io_kib = 16384, .control_flags = 2 /* compatibility mode */,
-                                      .features = own_use_count() ? 15 : 0, .cache_kib = 131072, .pinned_kib = UINT32_MAX - 3,
-                                      .buffer_cache_kib = own_use_count() ? 1024 : 0, .batch_size = BATCH_SIZE_MAX, .batch_timeout_ms = 5};
+                                      .features = emulate_use_count() ? 15 : 0, .cache_kib = 131072, .pinned_kib = UINT32_MAX - 3,
+                                      .buffer_cache_kib = emulate_use_count() ? 1024 : 0, .batch_size = BATCH_SIZE_MAX, .batch_timeout_ms = 5};
     return OK;
 }
 
 /* ---- handles and buffers ---- */
 
-struct cufile_status own_handle_register(cufile_handle *out, struct cufile_description *description) {
+struct cufile_status emulate_handle_register(cufile_handle *out, struct cufile_description *description) {
     struct stat status;
     struct place place;
     open_driver();
@@ -93,7 +88,7 @@ struct cufile_status own_handle_register(cufile_handle *out, struct cufile_descr
     return OK;
 }
 
-struct cufile_status own_buffer_register(const void *base, size_t size, int flags) {
+struct cufile_status emulate_buffer_register(const void *base, size_t size, int flags) {
     open_driver();
     if (!base || !size)
         return ERROR(CUFILE_INVALID);
@@ -104,15 +99,15 @@ struct cufile_status own_buffer_register(const void *base, size_t size, int flag
     return buffer_add(base, size) ? OK : ERROR(CUFILE_BUFFER_TWICE);
 }
 
-struct cufile_status own_buffer_deregister(const void *base) {
-    if (!own_use_count())
+struct cufile_status emulate_buffer_deregister(const void *base) {
+    if (!emulate_use_count())
         return ERROR(CUFILE_CLOSING);
     if (!base)
         return ERROR(CUFILE_INVALID);
     return buffer_remove(base) ? OK : ERROR(CUFILE_NO_BUFFER);
 }
 
-struct cufile_status own_stream(cufile_stream stream, bool add) {
+struct cufile_status emulate_stream(cufile_stream stream, bool add) {
     struct cufile_status result = ERROR(CUFILE_INVALID);
     size_t i = 0;
     pthread_mutex_lock(&lock);
@@ -151,7 +146,7 @@ static int check(struct handle *handle, const void *base, size_t size, off_t fil
     return 0;
 }
 
-ssize_t own_read(struct handle *handle, void *base, size_t size, off_t file_offset, off_t buffer_offset) {
+ssize_t emulate_read(struct handle *handle, void *base, size_t size, off_t file_offset, off_t buffer_offset) {
     open_driver();
     int refused = check(handle, base, size, file_offset, buffer_offset, O_WRONLY);
     if (refused || !size)
@@ -159,7 +154,7 @@ ssize_t own_read(struct handle *handle, void *base, size_t size, off_t file_offs
     return transferred(descriptor_read(handle, (uint8_t *)base + buffer_offset, size, (uint64_t)file_offset));
 }
 
-ssize_t own_write(struct handle *handle, const void *base, size_t size, off_t file_offset, off_t buffer_offset) {
+ssize_t emulate_write(struct handle *handle, const void *base, size_t size, off_t file_offset, off_t buffer_offset) {
     open_driver();
     int refused = check(handle, base, size, file_offset, buffer_offset, O_RDONLY);
     if (refused || !size)
@@ -167,7 +162,7 @@ ssize_t own_write(struct handle *handle, const void *base, size_t size, off_t fi
     return transferred(descriptor_write(handle, (const uint8_t *)base + buffer_offset, size, (uint64_t)file_offset));
 }
 
-ssize_t own_vector(struct handle *handle, const struct cufile_vector *vectors, size_t count, off_t file_offset, bool write) {
+ssize_t emulate_vector(struct handle *handle, const struct cufile_vector *vectors, size_t count, off_t file_offset, bool write) {
     ssize_t done = 0;
     if (!vectors || !count || count > VECTORS_MAX || file_offset < 0)
         return refuse(EINVAL);
@@ -190,7 +185,7 @@ ssize_t own_vector(struct handle *handle, const struct cufile_vector *vectors, s
     return done;
 }
 
-int own_check_item(struct handle *handle, const struct cufile_item *item) {
+int emulate_check_item(struct handle *handle, const struct cufile_item *item) {
     if (!handle)
         return CUFILE_NO_HANDLE;
     if (item->mode != 1)
