@@ -6,7 +6,7 @@
 #ifndef KVFS_VIRTIO_H
 #define KVFS_VIRTIO_H
 
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <linux/virtio_ring.h>
 
@@ -44,6 +44,7 @@ struct guest_memory {
     uint32_t count;
     struct guest_region *regions[];
 };
+void guest_memory_put(struct guest_memory *memory);
 struct region_description { uint64_t guest_address, size, user_address, offset; };
 /* types: as shared_check has them. */
 int region_map(const struct shared_owner *owner, int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count,
@@ -180,7 +181,16 @@ struct guest {
     atomic_uint connected;
     atomic_ullong connections, requests, bytes_read, bytes_written, zero_copy_bytes, copied_bytes, protocol_errors, descriptor_errors, io_errors;
 };
-/* A transport without threads: for kvfs_virtiofs_add, and for tests that call its parts. */
+extern const struct transport_ops guest_ops;
+/* Under plane->fuse->transports_lock. */
+struct guests {
+    struct guest *all[KVFS_VIRTIOFS_MAX];
+    struct guest *ended;                /* late replies may still look at them */
+};
+int guests_create(struct kvfs_plane *plane);             /* 0 or -ENOMEM */
+void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
+void guests_free(struct kvfs_plane *plane);
+/* export.c: a transport without threads: for kvfs_virtiofs_add, and for tests that call its parts. */
 int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *config, struct guest **out);
 int guest_serve(struct server *server, uint32_t *run);
 void guest_error(struct guest *guest, uint32_t queue, int error);
