@@ -1,0 +1,122 @@
+"""The code lies as docs/architecture.md says: tools/house measures it, and these are the limits."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers import REPOSITORY
+
+LINES_OF_A_FILE = 900
+LINES_OF_A_FUNCTION = 100
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("house", str(REPOSITORY / "tools/house"))
+    spec = importlib.util.spec_from_loader("house", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["house"] = module
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def house(tool: ModuleType) -> Any:
+    return tool.measure(REPOSITORY)
+
+
+def test_imports_and_includes_point_down(house: Any) -> None:
+    assert house.upward() == []
+
+
+def test_no_files_go_in_a_circle(house: Any) -> None:
+    assert house.circles() == []
+
+
+def test_no_file_and_no_function_is_too_long(house: Any) -> None:
+    assert {name: size for name, size in house.lines.items() if size > LINES_OF_A_FILE} == {}
+    assert {name: size for name, size in house.functions.items() if size > LINES_OF_A_FUNCTION} == {}
+
+
+def test_every_room_is_in_the_order(tool: ModuleType) -> None:
+    """Else a new folder's arrows would be an error with no reason."""
+    rooms = {path.name for path in (REPOSITORY / "native/src").iterdir() if path.is_dir()}
+    assert rooms == {room for room in tool.C_ROOMS if not room.endswith(".c")}
+    there = {
+        path.name for path in (REPOSITORY / "kvfs").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert there == set(tool.PYTHON_ROOMS)
+
+
+def test_every_product_file_is_named(tool: ModuleType, house: Any) -> None:
+    """`tools/house --files > docs/internals/files.md` mends it, and a file without a heading wants one."""
+    assert [name for name, heading in house.first.items() if not heading and house.lines[name]] == []
+    assert (REPOSITORY / "docs/internals/files.md").read_text() == tool.files_page(house)
+
+
+def test_every_room_is_in_the_map(tool: ModuleType) -> None:
+    text = (REPOSITORY / "docs/architecture.md").read_text()
+    missing = [room for room in tool.C_ROOMS + tool.PYTHON_ROOMS if f"{room}" not in text]
+    assert missing == []
+
+
+# ---- the measure itself: each fault is seen ----
+
+
+def copy(tmp_path: Path) -> Path:
+    for folder in ("kvfs", "native/src", "native/shims", "native/include"):
+        shutil.copytree(
+            REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so*", "__pycache__", "lib", "*.o")
+        )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "seen"),
+    [
+        ("kvfs/pool/geometry.py", "from kvfs.store import store\n", ("kvfs/pool/geometry.py", "kvfs/store/store.py")),
+        ("native/src/io/ring.c", '#include "fuse/fuse.h"\n', ("native/src/io/ring.c", "native/src/fuse/fuse.h")),
+        (
+            "native/src/io/ring.c",
+            "void never(void);\nvoid never(void) { mux_close(0); }\n",
+            ("native/src/io/ring.c", "native/src/fuse/mux.c"),
+        ),
+        (
+            "native/src/client/get.c",
+            '#include "content/content.h"\n',
+            ("native/src/client/get.c", "native/src/content/content.h"),
+        ),
+    ],
+)
+def test_an_arrow_upward_is_seen(tool: ModuleType, tmp_path: Path, file: str, line: str, seen: tuple[str, str]) -> None:
+    root = copy(tmp_path)
+    with (root / file).open("a") as out:
+        out.write(line)
+    assert seen in tool.measure(root).upward()
+
+
+def test_a_circle_under_type_checking_is_seen(tool: ModuleType, tmp_path: Path) -> None:
+    root = copy(tmp_path)
+    with (root / "kvfs/pool/geometry.py").open("a") as out:
+        out.write("if TYPE_CHECKING:\n    from kvfs.pool.making import x\n")
+    with (root / "kvfs/pool/making.py").open("a") as out:
+        out.write("from kvfs.pool import geometry\n")
+    assert any("kvfs/pool/geometry.py" in circle for circle in tool.measure(root).circles())
+
+
+def test_a_long_function_is_seen(tool: ModuleType, tmp_path: Path) -> None:
+    root = copy(tmp_path)
+    with (root / "native/src/io/ring.c").open("a") as out:
+        out.write("static int long_one(int a) {\n" + "    a++;\n" * 120 + "    return a;\n}\n")
+    with (root / "kvfs/units.py").open("a") as out:
+        out.write("def long_one():\n" + "    a = 1\n" * 120)
+    sizes = tool.measure(root).functions
+    assert sizes[("native/src/io/ring.c", "long_one")] == 123 and sizes[("kvfs/units.py", "long_one")] == 121
