@@ -25,9 +25,9 @@ from functools import partial
 from pathlib import Path
 
 from kvfs.client.gpu import examine_cuda, examine_cufile
-from kvfs.config import load
 from kvfs.errors import PoolError, printable
-from kvfs.store import nvme_kernel
+from kvfs.pool import nvme_kernel
+from kvfs.pool.config import load
 
 # FUSE_NOTIFY_INC_EPOCH came with 6.16: without it every name is looked up again on each use, so that an evicted one is
 # never seen.
@@ -411,21 +411,21 @@ def _namespace(name: str, namespace: nvme_kernel.Namespace) -> Check:
 
 def _device(place: str) -> Iterator[Check]:
     """A device as `kvfs format` takes it, or those of a pool. Raises what opening it raises."""
-    from kvfs.store import devices, nvme
+    from kvfs.pool import nvme_tcp, opening
 
     if Path(place).is_dir():
         config = load(Path(place))
         if config is None:
             raise PoolError(f"{place} is no pool")
         for device in config.devices:
-            yield from _device(str(devices.device_path(Path(place), device)))
-    elif nvme.is_url(place):
-        controller = nvme.Controller(place)
+            yield from _device(str(opening.device_path(Path(place), device)))
+    elif nvme_tcp.is_url(place):
+        controller = nvme_tcp.Controller(place)
         try:
             limits = nvme_kernel.limits_text(*controller.limits)
         finally:
             controller.close()
-        yield Check(place, "ok", f"tcp (by kvfs itself), {nvme.parse(place).nqn}, {limits}, no multipath")
+        yield Check(place, "ok", f"tcp (by kvfs itself), {nvme_tcp.parse(place).nqn}, {limits}, no multipath")
     elif (namespace := nvme_kernel.namespace_at(place)) is not None:
         how = "NVMe passthrough, " if nvme_kernel.is_generic(place) else ""
         check = _namespace(place, namespace)
@@ -488,7 +488,7 @@ def _dpu() -> Iterator[Check]:
 
 
 def _gpu() -> Iterator[Check]:
-    """Only clients that read into GPU memory need one. Looked at in a process of its own (kvfs/client/gpu.py)."""
+    """Only clients that read into GPU memory need one. Looked at in a process of its own (kvfs/client/gpu_probe.py)."""
     cuda = examine_cuda()
     if cuda.error:
         yield Check("gpu", "note", f"{cuda.error}; clients have mode host")

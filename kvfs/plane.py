@@ -20,14 +20,15 @@ import trio
 
 from kvfs._native import ffi, lib
 from kvfs.errors import FormatError, KvfsError
-from kvfs.types import PAGE_SIZE, Extent, InodeNumber, SegmentIndex
+from kvfs.record import Extent
+from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
 # The data plane answers every job by itself after its own deadlines; this is for a job that it lost.
 JOB_TIMEOUT_S = 300.0
 _BATCH = 256
-# native/src/shares.c: places for users, and one for all others.
+# content/shares.c: places for users, and one for all others.
 _USERS_MAX = 4097
 _CALLS = 16
 # Completions and FLUSHes of one turn of the event loop: some milliseconds at most, as others wait for theirs.
@@ -38,6 +39,15 @@ RECORD_CAPACITY = 1 << 20
 
 class PlaneError(KvfsError):
     """A call of the data plane failed."""
+
+
+class OpenState(IntEnum):
+    """enum kvfs_open_state: what inode_is_open() returns. Beyond share: all who have it open hold more than theirs."""
+
+    NOT_OPEN = 0
+    OPEN = 1
+    BEING_WRITTEN = 2
+    OPEN_BEYOND_SHARE = 3
 
 
 class EventType(IntEnum):
@@ -373,9 +383,6 @@ class Plane:
     def fuse_add(self, fd: int) -> int:
         return _check(lib.kvfs_fuse_add(self._plane, fd), "transport")
 
-    def transport_count(self) -> int:
-        return _check(lib.kvfs_transport_count(self._plane), "transports")
-
     def virtiofs_add(
         self, fd: int, tag: str, queues: int, queue_size_max: int = 1024, *, memory_types: Sequence[int] = ()
     ) -> int:
@@ -486,9 +493,6 @@ class Plane:
 
     def file_set_mtime(self, inode: int, mtime_ns: int) -> int:
         return _check(lib.kvfs_file_set_mtime(self._plane, inode, mtime_ns), f"mtime of inode {inode}")
-
-    def file_discard(self, inode: int) -> int:
-        return _check(lib.kvfs_file_discard(self._plane, inode), f"discard of inode {inode}")
 
     def seal_begin(self, inode: int) -> SealInfo:
         _check(lib.kvfs_seal_begin(self._plane, inode, self._info), f"seal of inode {inode}")

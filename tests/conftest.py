@@ -5,7 +5,7 @@ through one more door what a quick one asserts. Slow tests run with --run-slow, 
 line. A run says how many slow tests it left out: they have not passed.
 
 `pytest tests/posix` mounts kvfs on a pool of its own; `pytest tests/posix --directory DIR` asserts the same of any
-directory (ext4, or a FUSE peer), to tell a wrong test from a wrong filesystem. tests/clients does both too.
+directory (ext4, or a FUSE peer), to tell a wrong test from a wrong filesystem. tests/engines does both too.
 """
 
 import helpers

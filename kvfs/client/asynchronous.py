@@ -11,23 +11,48 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from kvfs.client.keys import Key, pack
-from kvfs.client.library import ClientInformation, ClientStatistics
+from kvfs.client.library import ClientInformation, ClientStatistics, Library
 from kvfs.client.memory import Memory
 
-if TYPE_CHECKING:
-    from kvfs.client.client import Client
-
 R = TypeVar("R")
+
+
+class BlockingClient(Protocol):
+    """The calls of Client (client.py), as far as they have an asynchronous form."""
+
+    library: Library
+
+    def put(self, items: Iterable[tuple[Key, Memory]]) -> None: ...
+
+    def exists(self, keys: Iterable[Key]) -> list[bool]: ...
+
+    def sizes(self, keys: Iterable[Key]) -> list[int | None]: ...
+
+    def get_into(self, items: Iterable[tuple[Key, Memory]], *, stream: int | None = None) -> list[int | None]: ...
+
+    def get(self, key: Key) -> memoryview | None: ...
+
+    def delete(self, keys: Iterable[Key]) -> list[bool]: ...
+
+    def prestage(self, keys: Iterable[Key]) -> int: ...
+
+    def buffer(self, size: int) -> memoryview: ...
+
+    def statistics(self) -> ClientStatistics: ...
+
+    def information(self) -> ClientInformation: ...
+
+    def close(self) -> None: ...
 
 
 class AsyncClient(ABC):
     """What client.trio() and client.asyncio() give: see Client for what the calls mean and raise. `async with` closes
     the client at the end, in a thread, also when cancelled."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: BlockingClient) -> None:
         self.client = client
 
     async def __aenter__(self) -> Self:

@@ -294,7 +294,7 @@ class Client:
         """Why it is that mode."""
         return "connected with gpu=None" if self._gpu is None else self.gpu_reader().reason
 
-    # ---- other colours ----
+    # ---- asynchronous forms ----
 
     def trio(self) -> TrioClient:
         """The same calls as coroutines for trio."""
@@ -320,7 +320,7 @@ class Client:
         # The library first: it raises if closed, or in a forked child, where this lock may be held for ever.
         with self.library, self._gpu_lock:
             if self._gpu_reader is None:
-                self._gpu_reader = open_reader(self, self._gpu)
+                self._gpu_reader = open_reader(self.library, self._gpu)
             return self._gpu_reader
 
     def _get_mixed(

@@ -1,6 +1,6 @@
 """libcuda by ctypes, as much of it as tools/gpu_check and the tests need to hold device memory in their hands.
 
-Blocks do not come this way: native/src/client/gpu/gpu.c has its own table of functions.
+Blocks do not come this way: native/src/client/gpu/driver.h has its own table of functions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Blocks into GPU memory (native/include/kvfs_gpu.h), and what of it can be had on this machine.
 
-CUDA is looked at in a subprocess with a timeout, so that a driver that hangs or crashes takes nothing with it:
-
-    python -m kvfs.client.gpu --probe cuda|cufile|gds   one line of JSON
+CUDA is looked at in a subprocess with a timeout (gpu_probe.py): a driver that hangs or crashes takes nothing with it.
 
 Modes: `gds`, the devices' DMA straight into the GPU, where a probe has shown for every device of the pool and every
 GPU that it works and is direct; `staged`, through a ring of pinned memory in which every byte is verified; `host`,
@@ -12,9 +10,7 @@ than libcuda.so.1, libcufile.so.0 and libnvrtc's; a test double of libcuda says 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import ctypes
 import errno
 import functools
 import json
@@ -25,23 +21,22 @@ import subprocess
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfs.errors import (
     ClientError,
     InvalidBufferError,
-    KvfsError,
     MissingFeatureError,
     SmallBufferError,
     client_error,
 )
 
 if TYPE_CHECKING:
-    from kvfs.client.client import Client
     from kvfs.client.keys import Keys
+    from kvfs.client.library import Library
 
 PROBE_TIMEOUT_S = 20.0
 # More calls at a time than this wait for one another: each has a ring of pinned memory and a stream of its own.
@@ -50,9 +45,6 @@ ANY_DEVICE = -1
 CUDA_LIBRARY_VARIABLE = "KVFS_CUDA_LIBRARY"
 CUFILE_LIBRARY_VARIABLE = "KVFS_CUFILE_LIBRARY"
 NVRTC_LIBRARY_VARIABLE = "KVFS_NVRTC_LIBRARY"
-NO_MODULES = "cuFileDriverOpen is not tried: without /proc/modules it never returns"
-# The least compute capability of libnvrtc 13 is 7.5; the checksums are compiled for this one to see whether it works.
-PROBED_CAPABILITY = 80
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +141,7 @@ def _ask(what: str, arguments: Sequence[str]) -> str:
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]))
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvfs.client.gpu", "--probe", what, *arguments],
+            [sys.executable, "-m", "kvfs.client.gpu_probe", "--probe", what, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -170,112 +162,6 @@ def _ask(what: str, arguments: Sequence[str]) -> str:
         last = (messages.strip().splitlines() or ["no message"])[-1]
         return json.dumps({"error": f"the probe of {name} ended with {process.returncode}: {last}"})
     return lines[-1]
-
-
-def probe_cuda() -> Cuda:
-    """Here, in this process: call it in one of its own."""
-    name = os.environ.get(CUDA_LIBRARY_VARIABLE) or "libcuda.so.1"
-    try:
-        library = ctypes.CDLL(name)
-    except OSError as error:
-        return Cuda(name, error=f"no CUDA: {error}")
-    double = hasattr(library, "fake_cuda_is_double")
-    number, count = ctypes.c_int(), ctypes.c_int()
-
-    def failed(function: str, code: int) -> Cuda:
-        text = ctypes.c_char_p()
-        library.cuGetErrorName(code, ctypes.byref(text))
-        why = (text.value or b"unknown error").decode()
-        return Cuda(name, error=f"{function}: {why} ({code})", double=double)
-
-    for function, arguments in (
-        ("cuInit", (0,)),
-        ("cuDriverGetVersion", (ctypes.byref(number),)),
-        ("cuDeviceGetCount", (ctypes.byref(count),)),
-    ):
-        if code := getattr(library, function)(*arguments):
-            return failed(function, code)
-    devices = []
-    for index in range(count.value):
-        device, text, size = ctypes.c_int(), ctypes.create_string_buffer(100), ctypes.c_size_t()
-        code = library.cuDeviceGet(ctypes.byref(device), index) or library.cuDeviceGetName(text, 100, device)
-        code = code or library.cuDeviceTotalMem_v2(ctypes.byref(size), device)
-        if code:
-            return failed(f"GPU {index}", code)
-        devices.append(f"GPU {index}: {text.value.decode(errors='replace')}, {size.value >> 20} MiB")
-    version = f"{number.value // 1000}.{number.value % 1000 // 10}"
-    none = "" if devices else "CUDA sees no GPU"
-    return Cuda(name, error=none, double=double, driver_version=version, devices=tuple(devices))
-
-
-class CuFileStatus(ctypes.Structure):
-    """What most of its functions return, by value."""
-
-    _fields_ = (("error", ctypes.c_int), ("cuda_error", ctypes.c_int))
-
-
-def probe_cufile() -> CuFile:
-    """Here, in this process: call it in one of its own."""
-    modules = Path("/proc/modules")
-    loaded = modules.exists() and any(line.startswith("nvidia_fs ") for line in modules.read_text().splitlines())
-    nvrtc, nvrtc_error = _probe_nvrtc()
-    found, library = "", None
-    named = os.environ.get(CUFILE_LIBRARY_VARIABLE)
-    for name in (named,) if named else ("libcufile.so.0", *_wheels("libcufile.so.0")):
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        found = name
-        break
-    if library is None:
-        return CuFile("", f"no {named or 'libcufile.so.0'}", "", loaded, nvrtc, nvrtc_error)
-    number = ctypes.c_int()
-    library.cuFileGetVersion.restype = library.cuFileDriverOpen.restype = CuFileStatus
-    library.cuFileGetVersion(ctypes.byref(number))
-    version = f"{number.value // 1000}.{number.value % 1000 // 10}"
-    # As libcufile itself looks for it: by the C library.
-    library_c = ctypes.CDLL(None)
-    library_c.fopen.restype = ctypes.c_void_p
-    if not library_c.fopen(b"/proc/modules", b"r"):
-        return CuFile(found, f"libcufile {version}: {NO_MODULES}", version, loaded, nvrtc, nvrtc_error)
-    status = library.cuFileDriverOpen()
-    failed = f"libcufile {version}: cuFileDriverOpen: error {status.error} (CUDA: {status.cuda_error})"
-    return CuFile(found, failed if status.error else "", version, loaded, nvrtc, nvrtc_error)
-
-
-def _probe_nvrtc() -> tuple[str, str]:
-    """Where libnvrtc is, and why it does not compile the checksums."""
-    from kvfs._native import ffi, lib
-
-    out, error = ffi.new("const char **"), ""
-    named = os.environ.get(NVRTC_LIBRARY_VARIABLE, "")
-    for path in (named,) if named else ("", *_wheels("libnvrtc.so.1?")):
-        if lib.kvfs_gpu_kernel(path.encode() or ffi.NULL, PROBED_CAPABILITY, out) == 0:
-            return path, ""
-        error = error or ffi.string(lib.kvfs_error()).decode(errors="replace").removeprefix("no gds: ")
-    return "", error
-
-
-def probe_direct(path: str, gpus: int, cufile: str, nvrtc: str) -> Direct:
-    """Here, in this process: call it in one of its own."""
-    from kvfs.client.client import connect
-
-    try:
-        with connect(path, read_only=True, gpu=None) as client:
-            for device in range(gpus):
-                reader = GpuReader(client, "gds", "", cufile=cufile, nvrtc=nvrtc)
-                reader.try_out(device)
-                reader.close()
-            return Direct("", client.information().device_count, gpus)
-    except KvfsError as error:
-        return Direct(str(error).removeprefix("no gds: "))
-
-
-def _wheels(name: str) -> Iterator[str]:
-    """Where NVIDIA's Python packages have their libraries."""
-    for directory in sys.path:
-        yield from map(str, Path(directory or ".").glob(f"nvidia/*/lib/{name}"))
 
 
 # ---- reading ----
@@ -316,28 +202,28 @@ class DirectStatistics:
         return bool(self.known and self.direct_reads and not self.indirect_reads)
 
 
-def open_reader(client: Client, wanted: str) -> GpuReader:
+def open_reader(library: Library, wanted: str) -> GpuReader:
     """What fills GPU memory for a client, in the mode wanted: "auto", "staged", "gds" or "host". No GPU is touched
     before the first destination. Raises MissingFeatureError, with the reason, if a mode that is named is not to be
     had."""
     if wanted == "host":
-        return GpuReader(client, "host", "asked for")
+        return GpuReader(library, "host", "asked for")
     cuda = examine_cuda()
     why = "asked for"
     if wanted != "staged":
-        direct = Direct(cuda.error) if cuda.error else examine_direct(client.library.name, len(cuda.devices))
+        direct = Direct(cuda.error) if cuda.error else examine_direct(library.name, len(cuda.devices))
         if not direct.error:
             cufile = examine_cufile()
             reason = f"{cuda.text}; {direct.text}"
-            return GpuReader(client, "gds", reason, cufile=cufile.library, nvrtc=cufile.nvrtc, wanted=wanted)
+            return GpuReader(library, "gds", reason, cufile=cufile.library, nvrtc=cufile.nvrtc, wanted=wanted)
         why = f"gds is not to be had: {direct.error}"
         if wanted == "gds":
             raise MissingFeatureError(f"{why}. Use staged")
     if not cuda.error:
-        return GpuReader(client, "staged", f"{cuda.text}; {why}")
+        return GpuReader(library, "staged", f"{cuda.text}; {why}")
     if wanted == "staged":
         raise MissingFeatureError(f"staged is not to be had: {cuda.error}")
-    return GpuReader(client, "host", cuda.error)
+    return GpuReader(library, "host", cuda.error)
 
 
 class GpuReader:
@@ -345,7 +231,7 @@ class GpuReader:
 
     def __init__(
         self,
-        client: Client,
+        library: Library,
         mode: str,
         reason: str,
         *,
@@ -360,7 +246,7 @@ class GpuReader:
         """indirect is for diagnosis: gds also where cuFile's statistics show no direct reads."""
         self.mode = mode
         self.reason = reason
-        self._client = client
+        self._library = library
         self._slots = (slot_count, slot_size)
         self._libraries = (cufile.encode(), nvrtc.encode())
         self._wanted = wanted
@@ -399,7 +285,7 @@ class GpuReader:
         small = [i for i, value in enumerate(results) if value == -errno.ERANGE]
         if small:
             i = small[0]
-            size = self._client.library.sizes(keys)[i]
+            size = self._library.sizes(keys)[i]
             others = f", and {len(small) - 1} more such" if len(small) > 1 else ""
             raise SmallBufferError(
                 f"key {keys_shown(keys, i)}: the block has {size} bytes, its destination {destinations[i][1]}{others}",
@@ -527,7 +413,7 @@ class GpuReader:
             },
         )
         out = ffi.new("struct kvfs_gpu **")
-        with self._client.library as handle:
+        with self._library as handle:
             status = lib.kvfs_gpu_open(handle, options, out)
         text = ffi.string(lib.kvfs_error()).decode(errors="replace") if status < 0 else ""
         if status == -errno.EOPNOTSUPP and self._wanted == "auto":  # it was to be had when the probe looked
@@ -556,22 +442,3 @@ def keys_shown(keys: Keys, index: int) -> str:
 
     start = sum(keys.sizes[:index])
     return shown(keys.data[start : start + keys.sizes[index]])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvfs.client.gpu", description="Look at CUDA; one line of JSON.")
-    parser.add_argument("--probe", choices=("cuda", "cufile", "gds"), required=True)
-    for name in ("--path", "--cufile", "--nvrtc"):
-        parser.add_argument(name, default="", help="for gds")
-    parser.add_argument("--gpus", type=int, default=1, help="for gds")
-    arguments = parser.parse_args()
-    probes: dict[str, Callable[[], Cuda | CuFile | Direct]] = {
-        "cuda": probe_cuda,
-        "cufile": probe_cufile,
-        "gds": lambda: probe_direct(arguments.path, arguments.gpus, arguments.cufile, arguments.nvrtc),
-    }
-    print(json.dumps(asdict(probes[arguments.probe]())))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,8 @@ from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, StaleInodeErro
 from kvfs.frontend.fuse import errno_of
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FUSE_FLUSH, Call, Plane
-from kvfs.types import Inode, InodeNumber, Kind
+from kvfs.record import Inode, Kind
+from kvfs.types import InodeNumber
 
 # linux/fuse.h
 _UNLINK, _RENAME, _CREATE = 10, 12, 35

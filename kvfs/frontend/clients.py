@@ -24,10 +24,10 @@ import trio
 
 from kvfs.errors import KvfsError
 from kvfs.namespace.files import Namespace
-from kvfs.store.format import FLAGS_OFFSET
-from kvfs.store.pool import Store
+from kvfs.record import FLAGS_OFFSET, Inode, InodeFlags, Kind
 from kvfs.store.reservations import RESERVATION_MS, Holder, Reservation, Wanted
-from kvfs.types import NAME_MAX, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.store.store import Store
+from kvfs.types import NAME_MAX, InodeNumber
 
 log = logging.getLogger(__name__)
 

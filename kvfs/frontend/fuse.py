@@ -18,12 +18,12 @@ from collections.abc import Callable, Coroutine
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
-import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
 from kvfs.errors import AttributesFullError, KvfsError, NotPermittedError, StaleInodeError
 from kvfs.namespace.files import Changes, Namespace
-from kvfs.types import NAME_MAX, PAGE_SIZE, Inode, InodeNumber, Kind
+from kvfs.record import Inode, Kind
+from kvfs.types import NAME_MAX, PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
 
@@ -326,9 +326,3 @@ class Session:
     def close(self) -> None:
         """Free the session and close its descriptor. Call after run() has returned."""
         pyfuse3.close(unmount=False)
-
-
-async def serve(session: Session, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """Run a session as a task of a nursery."""
-    task_status.started()
-    await session.run()

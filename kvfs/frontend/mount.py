@@ -349,7 +349,7 @@ def _failure(mountpoint: str, reason: str, number: int) -> MountError:
 
 def _has_let_go(pid: int) -> bool:
     """Whether it has ended but for threads that wait in the kernel with a table of descriptors of their own, say for a
-    file that a guest's front end has handed over (native/src/porter.c). Standard output is in the daemon's alone."""
+    file that a guest's front end has handed over (virtiofs/porter.c). Standard output is in the daemon's alone."""
     try:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             return False

@@ -7,37 +7,23 @@ missing or counted twice. Knows neither FUSE nor devices.
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import trio
 
-from kvfs.types import ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.index.interface import Index
+from kvfs.plane import Plane
+from kvfs.record import RECORD_HEAD, RECORD_TIMES, TIMES_OFFSET, Inode, InodeFlags, Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 # Names looked at before other tasks have their turn: some 2 ms.
 _STEP = 256
 # A survey that was made a moment ago is given again: who asks every second need not make the daemon walk every second.
 FRESH_S = 5.0
 DEPTH_MAX = 16
-# Of struct kvfs_inode_record.
-_HEAD = struct.Struct("<IBBHQQQQ")
-_MTIME, _MTIME_OFFSET = struct.Struct("<q"), 64
 _SEALED = int(InodeFlags.SEALED)
-
-
-class Index(Protocol):
-    def get(self, inode: InodeNumber) -> Inode | None: ...
-
-    def raw(self, inode: int) -> bytes | None: ...
-
-    def list(self, parent: InodeNumber, after: bytes, limit: int) -> list[tuple[bytes, InodeNumber]]: ...
-
-
-class Plane(Protocol):
-    def inode_uses(self, inodes: Sequence[int]) -> list[tuple[int, int]]: ...
 
 
 @dataclass(slots=True)
@@ -145,11 +131,11 @@ class Survey:
                 record = self._index.raw(number)
                 if record is None:
                     continue
-                _, kind, flags, _, _, _, _, size = _HEAD.unpack_from(record)
+                _, kind, flags, _, _, _, _, size, *_ = RECORD_HEAD.unpack_from(record)
                 if kind != Kind.FILE:
                     others.append((name, kind, number))
                 elif flags & _SEALED:
-                    blocks.append((number, size, _MTIME.unpack_from(record, _MTIME_OFFSET)[0]))
+                    blocks.append((number, size, RECORD_TIMES.unpack_from(record, TIMES_OFFSET)[0]))
             uses = self._plane.inode_uses([number for number, _, _ in blocks])
             for (_, size, mtime_ns), (_, hits) in zip(blocks, uses, strict=True):
                 row.add(size, hits, mtime_ns)

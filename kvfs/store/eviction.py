@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from heapq import nsmallest
 from typing import NamedTuple, Protocol
+
+from kvfs.pool.format import Stream
 
 # Blocks age by a clock of pages written, not of seconds: what a block's place costs is what could be written there. So
 # nothing here depends on the size of a pool or the speed of its engines. As much as the pool holds is so many ticks.
@@ -51,13 +52,6 @@ _AGAIN = 7
 CARRY_SHARE = 0.14
 _SAVED_SHARE = 1 / 64
 _SAVED_SEGMENTS = 2
-
-
-class Stream(IntEnum):
-    NEW = 0
-    CARRIED = 1
-    CLIENT = 2  # written by native clients themselves
-    SLAB = 3  # whole segments, overwritten in place; never evicted as long as they are
 
 
 # How a block was used: the tick of its last open, or of its creation; and how many opens there were since that.

@@ -14,9 +14,10 @@ from fnmatch import translate
 
 import trio
 
-from kvfs.config import GroupRule
 from kvfs.index.interface import Index
-from kvfs.types import ROOT_INODE, Inode, InodeNumber, Kind
+from kvfs.pool.config import GroupRule
+from kvfs.record import Inode, Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 _BATCH = 256
 # What names a group: the attribute's value; or the directory; or the directory, the rule, and the name less its ending.

@@ -1,6 +1,6 @@
 """Whether a device does what devices do: by its errors, its silences, and its times beside its peers'.
 
-Pure: numbers and times in, verdicts out. service.py asks and acts.
+Pure: numbers and times in, verdicts out. device_service.py asks and acts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
-from kvfs.stats import percentile_ns
+from kvfs.units import percentile_ns
 
 # Errors and missed deadlines count for this long.
 WINDOW_S = 10.0

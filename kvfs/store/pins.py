@@ -13,16 +13,14 @@ from collections.abc import Iterator
 import trio
 
 from kvfs.index.interface import Index
-from kvfs.store.format import FLAGS_OFFSET, PARENT_OFFSET
-from kvfs.store.segments import usage
+from kvfs.record import FLAGS_OFFSET, NUMBER_OFFSET, RECORD_NUMBERS, InodeFlags, Kind
+from kvfs.store.segment import usage
 from kvfs.store.shares import PINNED, ROOT, Shares
-from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeFlags, InodeNumber, Kind
+from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber
 
 _PREFIX = b"pin:"
 _KEY = struct.Struct(">Q")
 _USER = struct.Struct("<I")
-# Of an inode record: the inode and its parent.
-_INODES, _INODES_OFFSET = struct.Struct("<QQ"), PARENT_OFFSET - 8
 _PINNED = int(InodeFlags.PINNED)
 # A path has at most this many directories here: longer than PATH_MAX allows.
 _DEPTH_MAX = 4096
@@ -80,7 +78,7 @@ class Pins:
         if not self._pinned:
             return
         for _ in range(_DEPTH_MAX):
-            number, parent = _INODES.unpack_from(record, _INODES_OFFSET)
+            number, parent = RECORD_NUMBERS.unpack_from(record, NUMBER_OFFSET)
             user = self._pinned.get(number)
             if user is not None:
                 yield user

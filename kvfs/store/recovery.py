@@ -20,11 +20,12 @@ import trio
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import Bulk, LmdbIndex
 from kvfs.plane import Plane
-from kvfs.store.eviction import Stream
-from kvfs.store.format import RECORD_HEAD, SegmentHeader, split_records
+from kvfs.pool.format import SegmentHeader, Stream
+from kvfs.record import RECORD_EXTENT, RECORD_HEAD, RECORD_SIZE, Inode, InodeFlags, Kind, split_records
 from kvfs.store.pins import Pins
-from kvfs.store.segments import Segment, Segments, State, usage
-from kvfs.types import RECORD_SIZE, ROOT_INODE, Inode, InodeFlags, InodeNumber, Kind
+from kvfs.store.segment import Segment, State, usage
+from kvfs.store.segments import Segments
+from kvfs.types import ROOT_INODE, InodeNumber
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,6 @@ _DEPTH_MAX = 4096
 _U64 = struct.Struct(">Q")
 _MEMBER = struct.Struct(">IQ")
 _VALUE = struct.Struct("<Q")
-_EXTENT = struct.Struct("<QIIII")
 
 
 async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: int) -> list[bytes]:
@@ -85,7 +85,7 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
     for segment in segments.all:
         header = headers[segment.index]
         if segment.lost:
-            # Nothing is known of it but what the index has. Its device's return is service.py's.
+            # Nothing is known of it but what the index has. Its device's return is device_service.py's.
             if segment.state != State.FREE:
                 segment.state, segment.next_page = State.CLOSED, segments.geometry.end_page
                 segments.changed(segment)
@@ -398,7 +398,6 @@ class Rebuild:
         self._live: dict[int, int] = {}
         self._pinned: list[int] = []
         self.blocks = 0
-        self.segments_done = 0
 
     async def prepare(self) -> None:
         """Learn which segments hold something: they are not free. Before the mount answers."""
@@ -476,7 +475,6 @@ class Rebuild:
                         nursery.start_soon(one, at)
                 for at in sorted(results):
                     await send.send(results[at])
-                    self.segments_done += 1
                 results.clear()
 
     async def _read_segment(self, segment: Segment) -> list[bytes]:
@@ -745,7 +743,7 @@ def _extents_in_place(
     used: dict[int, int] = {}
     first = at + RECORD_SIZE + (name_size + 7 & ~7)
     for i in range(count):
-        generation, segment, _, pages, _ = _EXTENT.unpack_from(data, first + i * _EXTENT.size)
+        generation, segment, _, pages, _ = RECORD_EXTENT.unpack_from(data, first + i * RECORD_EXTENT.size)
         if segment >= len(generations) or generations[segment] != generation:
             return None
         used[segment] = used.get(segment, 0) + pages

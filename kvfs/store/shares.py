@@ -1,7 +1,7 @@
 """Shares: what one user may hold of the pool, of all that eviction leaves alone: pins, open sealed blocks, reservations
 and slabs together.
 
-The data plane counts what is open (native/src/shares.c), and may let go of it beyond the share; what is told of here
+The data plane counts what is open (content/shares.c), and may let go of it beyond the share; what is told of here
 counts before that. Pins beyond the share hold no longer; reservations and slabs beyond it are refused. Files being
 written, which the data plane counts too, may be more, as long as a share of room is left to others. Root and the
 daemon's own user may hold all. A guest is one user, whatever users it has.
@@ -12,23 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvfs.errors import ShareError
+from kvfs.plane import Plane
 
 PINNED, RESERVED, SLABS = "pinned", "reserved", "slabs"
 _KINDS = (PINNED, RESERVED, SLABS)
 ROOT = 0
-
-
-class Plane(Protocol):
-    """What is told to the data plane, and asked of it."""
-
-    def set_share(self, size: int, exempt: int) -> None: ...
-
-    def user_hold(self, user: int, size: int) -> None: ...
-
-    def users(self) -> list[tuple[int, int, int, int]]: ...
 
 
 @dataclass(frozen=True, slots=True)

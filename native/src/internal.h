@@ -8,177 +8,30 @@
 #ifndef KVFS_INTERNAL_H
 #define KVFS_INTERNAL_H
 
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include <errno.h>
+#include "base/events.h"
+#include "io/nvme/generic.h"
+#include "io/ring.h"
+
 #include <fcntl.h>
-#include <liburing.h>
 #include <linux/fuse.h>
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/uio.h>
-#include <time.h>
+#include <unistd.h>
 
-#include "kvfs_checksum.h"
-#include "kvfs_plane.h"
-
-#define PAGE ((uint64_t)KVFS_PAGE_SIZE)
 #define CHUNK_SIZE ((uint64_t)1 << 20)
 #define CHUNK_PAGES 256u
-#define SMALL_SIZE ((uint64_t)64 << 10)
 #define SERVERS_MAX 8
 #define TRANSPORTS_MAX 16
 #define SHARDS 64
-#define GROUP_IOVS 320
-#define GROUP_BYTES ((uint64_t)2 << 20)
 #define READ_SLOTS 5            /* 4 MiB and an unaligned page */
 #define READ_GROUPS 12
 #define PENDING_MAX 16384
+#define LONG_SECONDS 3600u
 #define LEASE_S 1u
 #define LEASE_SLACK_NS 50000000ull      /* an answer's way to the guest */
 #define REQUEST_HEAD 80         /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
 #define REQUEST_SMALL (REQUEST_HEAD + 132 * 1024)
 
-static inline uint64_t now_ns(void) {
-    struct timespec ts;
-    clock_gettime(CLOCK_MONOTONIC, &ts);
-    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
-}
-static inline uint64_t round_up(uint64_t size, uint64_t unit) { return (size + unit - 1) / unit * unit; }
-/* memcpy that takes NULL with a size of 0. */
-static inline void copy_bytes(void *to, const void *from, uint64_t size) {
-    if (size)
-        memcpy(to, from, size);
-}
-static inline uint64_t pages_of(uint64_t size) { return (size + PAGE - 1) / PAGE; }
-static inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+/* ---- node.c, handles.c, uses.c: open inodes and handles ---- */
 
-/* ---- arena.c: page-aligned payload memory ---- */
-
-struct arena;
-struct slot {
-    uint8_t *data;
-    uint64_t size;
-    atomic_uint refs;          /* the holder, and every device I/O under way */
-    struct arena *arena;       /* NULL: allocated beyond the arena */
-    struct slot *next;
-};
-struct arena {
-    pthread_mutex_t lock;
-    uint8_t *memory;
-    uint64_t slot_size;
-    uint32_t slot_count, free_count, touched;
-    struct slot *slots;
-    struct slot *free;
-    atomic_ullong extra;       /* bytes allocated beyond */
-};
-int arena_init(struct arena *arena, uint64_t slot_size, uint32_t slot_count);
-void arena_free(struct arena *arena);
-struct slot *slot_get(struct arena *arena);            /* NULL when empty */
-struct slot *slot_get_extra(struct arena *arena);      /* beyond the arena when it is empty; NULL: no memory */
-void slot_ref(struct slot *slot);
-void slot_put(struct slot *slot);
-void arena_trim(struct arena *arena);                  /* give the pages of free slots back */
-
-/* ---- ring.c: device I/O ---- */
-
-struct ring;
-struct io_group;
-/* Called twice for a group that missed its deadline: with expired (answer now, the memory is still the device's), then with reaped. */
-typedef void (*io_callback)(struct io_group *group, bool reaped);
-
-struct io_part {
-    struct io_group *group;
-    uint64_t device_offset;
-    uint64_t started_ns;
-    uint32_t size;
-    uint32_t device;
-    uint16_t iov_first, iov_count;
-    uint8_t fault;
-    bool done;
-    bool passthrough;                    /* as the device was when it began, like `remote` */
-    struct nvme_remote *remote;
-    uint16_t commands_left;              /* from here on: of an NVMe/TCP device, or by passthrough, until done */
-    int error;
-    struct io_part *next;                /* NVMe/TCP (io/nvme/queue.c) */
-    uint32_t begun;                      /* bytes that commands cover */
-};
-struct io_group {
-    struct io_group *next, *previous;   /* in flight, by deadline */
-    struct ring *ring;
-    io_callback callback;
-    void *owner;
-    uint64_t deadline_ns;
-    uint32_t segment;
-    int result;                          /* 0 or the first -errno */
-    uint16_t part_count, parts_left, iov_count;
-    bool write, expired;
-    struct slot *slots[8];
-    uint32_t slot_count;
-    struct io_part parts[KVFS_STRIPE_WIDTH_MAX];
-    struct iovec iovs[GROUP_IOVS];
-};
-struct ring {
-    struct io_uring uring;
-    struct kvfs_plane *plane;
-    struct io_group *oldest, *newest;    /* the first and the last to expire */
-    struct io_group *free;
-    uint64_t until_ns;                   /* I/O that begins now ends by then: what it is a part of has a deadline. 0: nothing more */
-    uint32_t in_flight;                  /* parts */
-    uint32_t queued;                     /* SQEs not yet submitted */
-    struct { uint64_t due_ns; struct io_part *part; int result; } *delayed;  /* fault injection */
-    uint32_t delayed_count;
-    uint32_t armed;                      /* bit per poll tag: a poll is under way */
-    struct nvme_queue *queues;           /* to NVMe/TCP controllers */
-    struct io_part *remote_failed;
-    bool remote_ready, remote_busy;      /* there is work for the next reap; it is under way */
-    uint32_t devices_seen;               /* plane->devices_changed when the registered files were last looked at */
-};
-int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries);
-void ring_free(struct ring *ring);
-/* Read or write pages [page, page + sum of iovs) of a segment. -ENOMEM, -E2BIG (more than a group holds). Nothing is submitted yet. */
-int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
-            struct slot *const *slots, uint32_t slot_count, io_callback callback, void *owner);
-void ring_submit(struct ring *ring);
-/* Runs callbacks of what has completed or expired. Returns how many CQEs were seen. */
-uint32_t ring_reap(struct ring *ring);
-/* Submits and sleeps until a completion or timeout; then the caller reaps. */
-void ring_wait(struct ring *ring, uint64_t timeout_ns);
-void ring_part_complete(struct ring *ring, struct io_part *part, int result);
-struct io_uring_sqe *ring_sqe(struct ring *ring);
-/* Let readability of fd end the next ring_wait; armed once a tag (0 to 7). One-shot, or at every edge from now on: then nobody needs to read fd. */
-void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges);
-/* The ring's memory is in use by a device that gave no answer: it can not be freed. */
-bool ring_idle(const struct ring *ring);
-bool device_is_memory(int fd);
-bool device_blocks(int fd);
-
-/* ---- io/nvme/generic.c: NVMe passthrough ---- */
-
-struct device;
-bool generic_is(int fd);
-int generic_device(struct device *device);                     /* asks the device; blocks */
-void generic_part_start(struct ring *ring, struct io_part *part, bool write);
-bool generic_command_done(struct io_part *part, int result);   /* the part's last: part->error says how */
-
-/* ---- node.c: open inodes and handles ---- */
-
-/* A verified block header, shared by all reads of a block. */
-struct desc {
-    atomic_uint refs;
-    uint64_t inode, version, size, generation;
-    uint32_t segment, page, header_pages, leaf_count, extent_count;
-    const uint32_t *leaves;
-    struct kvfs_extent *extents;        /* at least one unless the file is empty; sorted by file_page */
-    struct kvfs_extent inline_extent;
-    uint8_t *header;                    /* header_pages * 4096, page aligned */
-};
 struct file;
 /* What a user holds of the pool. Never goes: who comes again finds the place. */
 struct user {
@@ -235,6 +88,8 @@ void node_put(struct kvfs_plane *plane, struct node *node);
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record);
 /* A name was asked for and is not there; `hash` is name_hash() of it. */
 uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size);
+/* A slot of the table has a record now: as used as its slot of before was; NULL: new, used now. */
+void use_enter(struct kvfs_plane *plane, uint32_t slot, const uint32_t *before);
 void missed_add(struct kvfs_plane *plane, uint64_t hash);
 /* It is made now: nobody missed it. Its kernel had asked whether it is there, as before every name that it makes. */
 void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
@@ -242,19 +97,6 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool 
 void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user, bool writer);
 /* Promise a guest that the content of an open block stays for LEASE_S seconds; false: it may change, or is not open. Before the table is asked. */
 bool node_lease(struct kvfs_plane *plane, uint64_t inode);
-struct desc *desc_new(uint32_t header_pages);
-void desc_put(struct desc *desc);
-/* Check a header that was read into desc->header against what the table (or index) said; fills the rest. 0 or -EBADMSG. */
-int desc_verify(struct kvfs_plane *plane, struct desc *desc, const struct kvfs_record *record);
-/* Magic, version, layout and every checksum of `pages` pages of header; copies out the fixed parts. 0 or -EBADMSG. */
-/* Whether a kvfs can have written these inode records, up to that mount. */
-bool records_sound(const struct kvfs_plane *plane, uint64_t epoch_max, const uint8_t *records, uint64_t size);
-int header_check(struct kvfs_plane *plane, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record);
-int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
-                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves,
-                 uint32_t run_pages);
-void extent_header_build(struct kvfs_plane *plane, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page);
-void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to);
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, uint64_t *fh);
 /* A copy, whose node is referenced once more; false: no such file handle. A copy, because a hostile guest may release it at any moment. */
 bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, struct handle *out);
@@ -265,12 +107,12 @@ bool handle_close_directory(struct kvfs_plane *plane, struct transport *transpor
 /* Returns the node, whose handle count it has lowered; the caller calls node_released, then node_put. */
 struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer);
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
-void handles_drop(struct kvfs_plane *plane, struct transport *transport);
+/* Close all handles of a transport. Returns the inode of a directory that Python is to release, and is called again, *from on, until it returns 0. */
+uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from);
 
 /* ---- shares.c: what each user holds ---- */
 
 #define USERS_MAX 4096u
-uint32_t user_id(const struct transport *transport, uint32_t uid);      /* a guest is one user, whatever its own are */
 struct user *user_get(struct kvfs_plane *plane, uint32_t id);
 /* These with the shard's lock held. */
 bool hold_add(struct node *node, struct user *user);                    /* false: no memory */
@@ -284,7 +126,7 @@ bool space_lacks(struct kvfs_plane *plane, uint64_t growth);            /* the p
 bool writer_lacks(struct kvfs_plane *plane, const struct user *writer, uint64_t growth);
 int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t growth); /* both: 0, -EDQUOT, or what kvfs_set_space said */
 
-/* ---- file.c: files being written ---- */
+/* ---- staged_file.c, park.c, load.c, file_control.c: files being written ---- */
 
 enum chunk_state { CHUNK_HOLE = 0, CHUNK_STAGED = 1, CHUNK_PLACED = 2 };
 struct chunk {
@@ -335,11 +177,15 @@ uint64_t file_size_max(const struct kvfs_plane *plane);
 void file_count(struct kvfs_plane *plane, struct file *file);    /* the size has changed */
 int file_grow_chunks(struct file *file, uint32_t count);
 int file_grow_leaves(struct file *file, uint32_t count);
+void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, struct slot *slot, uint32_t filled); /* a slot in place of what was there */
 void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled);  /* its bytes lie on the devices; it holds no slot */
 int file_stage_zeros(struct kvfs_plane *plane, struct file *file);      /* one byte, at the start */
 void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index);
 uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity);
 void file_free(struct kvfs_plane *plane, struct node *node);     /* drops the file's reference count too: the caller calls node_put after */
+/* park.c. -EAGAIN, or -EIO: it has waited for too long. */
+int memory_park(struct kvfs_plane *plane, struct node *node, struct request *request);
+void file_park(struct kvfs_plane *plane, struct file *file, struct request *request);
 void file_unpark(struct kvfs_plane *plane, struct file *file);
 void memory_unpark(struct kvfs_plane *plane);                    /* staging has room again; no lock held */
 /* Blocking, on a worker, without node->lock: */
@@ -351,11 +197,7 @@ int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_rec
 struct placed { const struct kvfs_extent *extents; uint32_t extent_count; const uint32_t *leaves; uint32_t short_page, short_size; };
 /* Read whole pages and verify every leaf; what no extent covers is zeros. data is page aligned. */
 int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data);
-/* One blocking I/O of any size. */
-int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
-                struct slot *const *slots, uint32_t slot_count);
-
-/* ---- slab.c: files that are overwritten in place ---- */
+/* ---- slab.c, slab_control.c: files that are overwritten in place ---- */
 
 struct slab *slab_ref(struct slab *slab);
 void slab_put(struct slab *slab);
@@ -375,8 +217,21 @@ bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct reque
 /* ---- requests ---- */
 
 struct server;
+/* The thread that took a request, as content sees it. */
+struct io_thread {
+    struct kvfs_plane *plane;
+    struct ring ring;
+    bool batching;                      /* a slab's I/O is queued: more of it may come at once */
+    struct request *waiting_reads;      /* for read memory; oldest first */
+    struct request *waiting_last;
+};
 struct request {
     struct request *next;
+    struct io_thread *io;
+    /* Answers: a READ with its bytes, a WRITE with 0, or -errno. Any thread. The request stays the caller's. */
+    void (*done)(struct request *request, int64_t result);
+    int (*resume)(struct request *request);     /* Go on with one that was parked, on a worker. -ENOMEM: it was not taken */
+    void (*release)(struct request *request);   /* NULL: nothing. Gives back the memory of the targets */
     struct server *server;
     struct transport *transport;
     struct node *node;
@@ -387,7 +242,8 @@ struct request {
     bool exclusive;                     /* alone on its pages */
     uint64_t unique, arrived_ns, fh, offset;
     uint64_t until_ns;                  /* READ: answered by then, however many I/Os it takes */
-    uint32_t opcode, size, flags;
+    uint32_t size;
+    bool write, cached;                 /* WRITE; of pages that its kernel had cached */
     uint8_t *payload;                   /* WRITE: inside slots[0] */
     struct slot *slots[READ_SLOTS];
     uint32_t slot_count;
@@ -401,18 +257,16 @@ struct request {
     bool owed;                          /* direct and failed: the answer waits until no device can write there any more */
     uint32_t target_count, placed_max;  /* bytes of the targets that are the guest's */
     struct iovec *targets;              /* whole pages, in order */
-    struct guest_memory *memory;        /* keeps them mapped */
+    void *target_memory;                /* keeps them mapped */
     struct kvfs_record record;
 };
 struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
 void reply_error(struct server *server, uint64_t unique, int error);
-void request_reply_write(struct kvfs_plane *plane, struct request *request, int error);
-void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size); /* from its slots */
-void request_reply_failed(struct kvfs_plane *plane, struct request *request, int error);   /* a READ */
+void reply_to_read(struct request *request, int64_t result);
+void reply_to_write(struct request *request, int64_t result);
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
-#define SLOW_EVENTS_MAX 10u                  /* a second, and in the queue */
 /* Returns what it took, in ns: for slow_look(), which whoever answers with an error calls too. */
 uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
 void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns);
@@ -420,12 +274,13 @@ void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_
 /* ---- transports: server.c, fuse_dev.c, guest.c ---- */
 
 struct guest;
-struct guest_memory;
 struct transport_ops {
     int (*serve)(struct server *server, uint32_t *run);   /* one request, if there is one: 1, 0, or -errno when the transport has ended */
     bool (*arm)(struct server *server);                   /* before a sleep: what arrives will end it. True: something is there already */
     /* error: 0 or -errno. The first `placed` bytes of the body are where they belong. Any thread. */
     void (*reply)(struct server *server, uint64_t unique, int error, uint32_t placed, const struct iovec *iovs, uint32_t count);
+    /* Let a READ's targets be the kernel's own pages. False: they are not such pages, use slots. NULL: never. */
+    bool (*targets)(struct request *request);
 };
 struct server {
     struct kvfs_plane *plane;
@@ -437,13 +292,11 @@ struct server {
     bool started;
     bool reader;                        /* takes requests all the time; the others only while active */
     atomic_bool active;                 /* asked to help */
-    struct ring ring;
+    struct io_thread io;
     uint8_t *head;                      /* REQUEST_SMALL bytes */
+    uint64_t arrived_ns;                /* when that request came */
     struct slot *landing;
-    bool batching;                      /* a slab's I/O is queued: more of it may come at once */
     uint64_t last_work_ns;
-    struct request *waiting_reads;      /* for read memory; oldest first */
-    struct request *waiting_last;
     struct chain *chain;                /* guests: the request being taken */
     uint32_t next_queue;
 };
@@ -461,34 +314,37 @@ struct transport {
     bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
     uint32_t max_read;
+    uint32_t user;                      /* a guest is one user, whatever its own are. 0: users are its kernel's */
     atomic_uint forwarded;              /* under way in the session */
     atomic_uint session;                /* counts the kernels that came and went: what an earlier one opened is not this one's */
 };
+static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
 int transport_start(struct kvfs_plane *plane, int fd);
 int server_init(struct transport *transport, uint32_t index, int fd);  /* fd is the server's from then on, also after a failure */
 void server_free(struct server *server);
 int servers_start(struct transport *transport);
-void server_wake(struct server *server);
+static inline void server_wake(struct server *server) {
+    uint64_t one = 1;
+    if (write(server->wake_fd, &one, sizeof(one)) < 0)
+        return; /* the counter is at its limit: it is awake */
+}
 void transport_stop(struct transport *transport);      /* ends its threads; blocks */
 void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
 void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, what it had open is released */
 
-/* ---- guest.c: virtio-fs ---- */
+/* ---- guest.c, export.c: virtio-fs ---- */
 
-/* Let a READ's targets be the guest's pages. False: they are not such pages, use slots. */
-bool guest_targets(struct request *request);
-uint32_t guest_number(const struct guest *guest);
-void guest_memory_put(struct guest_memory *memory);
-uint32_t guests_count(struct kvfs_plane *plane);       /* exports */
 void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
 void guests_free(struct kvfs_plane *plane);
 
-/* ---- fastpath.c: what C answers ---- */
+/* ---- attr.c, check.c, dispatch.c, slow.c, content/read.c: what C answers ---- */
 
-void fastpath_request(struct server *server, size_t size, struct slot **landing);
-void fastpath_retry_reads(struct server *server);
+void dispatch(struct server *server, size_t size);   /* the request in server->head, payload of a WRITE in server->landing */
+void reads_retry(struct io_thread *io);              /* those that wait for memory */
 void read_submit(struct request *request);
-void worker_request(struct kvfs_plane *plane, struct ring *ring, struct request *request);  /* the slow half, on a worker */
+int request_slow(struct request *request);       /* the slow half, on a worker: 0 or -ENOMEM */
+size_t body_minimum(uint32_t opcode);
+int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
 bool host_opens_uncached(struct node *node);
 /* An open while the file is being written: whether it must bypass the kernel's page cache, as the writer does. `created`: it is the writer. */
@@ -508,7 +364,6 @@ struct pending {
     struct pending *next, *previous;     /* by deadline; or free list */
 };
 struct message { struct message *next; size_t size; uint8_t data[]; };
-struct call { struct call *next; struct kvfs_call body; };
 struct mux {
     pthread_mutex_t lock;
     atomic_int fd;                       /* our end of the socketpair; -1 */
@@ -527,8 +382,8 @@ struct mux {
 };
 int mux_init(struct kvfs_plane *plane);
 void mux_free(struct kvfs_plane *plane);
-/* Pass a request on to Python: `head` holds all of it. offset, flags: kept for the reply. */
-void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset);
+/* Pass the request in server->head on to Python. offset, flags: kept for the reply. */
+void mux_forward(struct server *server, uint32_t flags, uint64_t offset);
 bool mux_receive(struct kvfs_plane *plane);         /* one reply; false when there is none */
 void mux_expire(struct kvfs_plane *plane, uint64_t now);
 void mux_flush(struct kvfs_plane *plane);
@@ -547,13 +402,12 @@ void notify_inode(struct kvfs_plane *plane, uint64_t inode);
 int notifier_start(struct kvfs_plane *plane);
 void notifier_stop(struct kvfs_plane *plane);
 
-/* ---- workers (worker.c) and store jobs (store.c) ---- */
+/* ---- workers (worker.c) and store jobs (segment_jobs.c) ---- */
 
 struct job {
     struct job *next;
     void (*run)(struct kvfs_plane *plane, struct ring *ring, struct job *job);   /* frees or completes the job */
     uint64_t cookie;
-    struct request *request;
 };
 struct worker { struct kvfs_plane *plane; struct worker_pool *pool; pthread_t thread; struct ring ring; bool started; };
 struct worker_pool {
@@ -567,45 +421,17 @@ struct worker_pool {
 int pool_start(struct kvfs_plane *plane, struct worker_pool *pool, uint32_t count);
 void pool_stop(struct worker_pool *pool);
 void pool_add(struct worker_pool *pool, struct job *job);
-int worker_request_add(struct kvfs_plane *plane, struct request *request);
-void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result);
-void call_add(struct kvfs_plane *plane, struct call *call);     /* taken over */
-void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value);
-
 /* ---- the plane ---- */
 
-struct fault_rule { atomic_uint fault, direction, every, value, counter; };
-struct device {
-    int fd;                              /* the number stays; what it leads to may change (kvfs_device_use) */
-    _Atomic(struct nvme_remote *) remote;   /* NVMe/TCP: fd only stands for it. Else NULL */
-    atomic_uint nsid;                    /* NVMe passthrough: I/O is commands of at most transfer_size. Else 0 */
-    atomic_uint block_size, transfer_size;
-    atomic_bool stopped;                 /* out of service: its I/O fails at once */
-    atomic_bool memory;                  /* a RAM disk: I/O of at most inline_max bytes is done inline */
-    atomic_bool blocks;                  /* submitting its I/O may wait for it: a kernel thread does that */
-    atomic_ullong stuck_until_ns;        /* fail_fast: it missed a deadline, until then its I/O fails at once */
-    uint64_t zones_offset;
-    atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
-    atomic_ullong buckets[2][KVFS_DEVICE_BUCKETS];  /* of reads, of writes: by their times */
-    struct fault_rule faults;
-};
 #define MISSED_NAMES 4096
 struct counters {
     atomic_ullong requests, forwarded, forward_timeouts, lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads,
         read_bytes, writes, write_bytes, checksum_errors, read_errors, staged_files, open_handles, parked, spins, sleeps, wakeups,
-        blocks_written, blocks_copied, written_bytes, jobs_in_flight, zombies, slow_requests;
+        blocks_written, blocks_copied, written_bytes, jobs_in_flight, slow_requests;
 };
 struct kvfs_plane {
     struct kvfs_plane_config config;
-    struct device *devices;
-    struct nvme_host *hosts;
-    atomic_uint devices_changed;         /* counts kvfs_device_use: every ring then registers the files anew */
-    struct kvfs_member *members;
-    uint64_t segment_size;
-    uint32_t segment_pages;
-    uint32_t inline_max;
-    bool fail_fast;
-    bool passthrough;                    /* some device has it: rings have large entries */
+    struct kvfs_array array;
     struct kvfs_table *table;
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
@@ -616,18 +442,17 @@ struct kvfs_plane {
     struct user users[USERS_MAX + 1];    /* by hash; the last is of all for whom there was no place */
     struct shard shards[SHARDS];
     struct handle_table handles;
-    atomic_uint *segment_busy;
     atomic_uint *uses;                   /* by table slot: tick of the last use << 8 | hits, which stop at 255 */
     atomic_uint tick;                    /* 24 bits */
     struct mux mux;
     struct worker_pool store, slow;
     struct transport *transports[TRANSPORTS_MAX];
     struct guest *guests[KVFS_VIRTIOFS_MAX];
+    atomic_uint guest_count;            /* exports */
     struct guest *guests_ended;         /* late replies may still look at them */
     pthread_mutex_t transports_lock;
     atomic_uint transport_count;
-    atomic_bool had_transport, stopping, spinning, faults;
-    atomic_ullong stuck_until_ns;       /* some device missed a deadline: for ten of them no read goes to a guest's own pages */
+    atomic_bool had_transport, stopping, spinning;
     struct counters count;
     atomic_ullong missed_names[MISSED_NAMES];   /* hashes of names that were asked for and not there, by hash */
     atomic_ullong missed_told;                  /* the most that kvfs_statistics_get() has said: a counter never goes back */
@@ -635,15 +460,7 @@ struct kvfs_plane {
     struct { atomic_ullong count, total_ns, buckets[40]; } latency[5];
     uint64_t slow_ns;                    /* of slow_ms; UINT64_MAX: nothing is slow */
     atomic_ullong slow_window;           /* second << 8 | events of it */
-    int event_fd;
-    pthread_mutex_t queue_lock;
-    pthread_cond_t queue_more;
-    struct kvfs_event *events;
-    struct kvfs_completion *completions;
-    uint32_t event_count, event_capacity, completion_count, completion_capacity;
-    uint32_t slow_waiting;               /* of the events: KVFS_EVENT_SLOW */
-    bool signalled;                      /* event_fd is readable, or will be at once */
-    struct call *calls, *calls_last;
+    struct events events;
     pthread_mutex_t request_lock;
     struct request *requests_free;
     struct request *memory_parked, *memory_parked_last;     /* WRITEs that wait for staging; under request_lock */
@@ -654,6 +471,13 @@ struct kvfs_plane {
     bool notifier_started, notify_epoch, notifier_stopping;
 };
 #define COUNT(plane, field, n) atomic_fetch_add_explicit(&(plane)->count.field, (n), memory_order_relaxed)
+
+static inline void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value) { events_add(&plane->events, type, inode, value); }
+static inline void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result) {
+    atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
+    events_complete(&plane->events, cookie, result);
+}
+static inline void call_add(struct kvfs_plane *plane, struct call *call) { events_call(&plane->events, call); }
 
 static inline void slow_look(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns) {
     if (__builtin_expect(took_ns > plane->slow_ns, 0))

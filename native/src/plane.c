@@ -1,4 +1,6 @@
 /* The plane: builds and takes down the parts, counts. */
+#include "internal.h"
+
 #include "io/nvme/tcp.h"
 
 #include <stdarg.h>
@@ -47,6 +49,14 @@ static int device_look(struct device *device) {
     return 0;
 }
 
+static void on_error(struct kvfs_array *array, uint32_t device, int error) {
+    event_add((struct kvfs_plane *)((char *)array - offsetof(struct kvfs_plane, array)), KVFS_EVENT_IO_ERROR, 0, (uint64_t)device << 32 | (uint32_t)error);
+}
+
+static void on_message(struct kvfs_array *array, uint32_t device) {
+    event_add((struct kvfs_plane *)((char *)array - offsetof(struct kvfs_plane, array)), KVFS_EVENT_DEVICE, 0, device);
+}
+
 static int plane_build(struct kvfs_plane *plane, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members) {
     struct kvfs_plane_config *c = &plane->config;
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
@@ -71,24 +81,22 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
         c->staging_size = 16 * CHUNK_SIZE;
     if (c->read_memory_size < 16 * CHUNK_SIZE)
         c->read_memory_size = 16 * CHUNK_SIZE;
-    plane->segment_size = c->zone_size * c->stripe_width;
-    plane->segment_pages = (uint32_t)(plane->segment_size / PAGE);
-    plane->inline_max = UINT32_MAX;
-    plane->devices = calloc(c->device_count, sizeof(*plane->devices));
-    plane->members = malloc((uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
-    plane->segment_busy = calloc(c->segment_count, sizeof(*plane->segment_busy));
+    const struct geometry geometry = {.secret = c->secret, .mount_epoch = c->mount_epoch, .zone_size = c->zone_size, .stripe_unit = c->stripe_unit,
+                                      .stripe_width = c->stripe_width, .segment_count = c->segment_count};
+    plane->array.io_timeout_ms = c->io_timeout_ms;
+    plane->array.inline_max = UINT32_MAX;
+    plane->array.on_error = on_error;
+    plane->array.on_message = on_message;
+    int r = array_init(&plane->array, &geometry, c->device_count);
     plane->uses = calloc(c->records_max + 1, sizeof(*plane->uses)); /* untouched pages cost nothing */
-    plane->event_capacity = plane->completion_capacity = 1024;
-    plane->events = malloc(plane->event_capacity * sizeof(*plane->events));
-    plane->completions = malloc(plane->completion_capacity * sizeof(*plane->completions));
-    if (!plane->devices || !plane->members || !plane->segment_busy || !plane->uses || !plane->events || !plane->completions)
+    if (r < 0 || !plane->uses)
         return fail(-ENOMEM, "no memory for %u segments", c->segment_count);
-    memcpy(plane->members, members, (uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
+    memcpy(plane->array.members, members, (uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
     for (uint32_t i = 0; i < c->device_count; i++) {
-        plane->devices[i].fd = device_fds[i];
-        plane->devices[i].zones_offset = zones_offset[i];
-        plane->passthrough |= generic_is(device_fds[i]);
-        int r = device_look(&plane->devices[i]);
+        plane->array.devices[i].fd = device_fds[i];
+        plane->array.devices[i].zones_offset = zones_offset[i];
+        plane->array.passthrough |= generic_is(device_fds[i]);
+        r = device_look(&plane->array.devices[i]);
         if (r < 0)
             return fail(r, "device %u: NVMe passthrough: %s", i, strerror(-r));
     }
@@ -96,17 +104,15 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
         pthread_mutex_init(&plane->shards[i].lock, NULL);
     pthread_mutex_init(&plane->handles.lock, NULL);
     pthread_mutex_init(&plane->transports_lock, NULL);
-    pthread_mutex_init(&plane->queue_lock, NULL);
-    pthread_cond_init(&plane->queue_more, NULL);
     pthread_mutex_init(&plane->request_lock, NULL);
     pthread_mutex_init(&plane->notify_lock, NULL);
     pthread_cond_init(&plane->notify_more, NULL);
     atomic_store(&plane->space, UINT64_MAX);
     atomic_store(&plane->share, UINT64_MAX);
-    plane->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (plane->event_fd < 0)
-        return fail(-errno, "eventfd: %s", strerror(errno));
-    int r = mux_init(plane);
+    r = events_init(&plane->events);
+    if (r < 0)
+        return fail(r, "eventfd: %s", strerror(-r));
+    r = mux_init(plane);
     if (r == 0)
         r = arena_init(&plane->staging, CHUNK_SIZE, (uint32_t)(c->staging_size / CHUNK_SIZE / 4 * 3));
     if (r == 0)
@@ -121,7 +127,7 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
     if (r < 0)
         return fail(r, "block table of %llu records: %s", (unsigned long long)c->records_max, strerror(-r));
     char reason[NVME_REASON];
-    r = nvme_hosts_start(plane, device_fds, true, reason, sizeof(reason));
+    r = nvme_hosts_start(&plane->array, device_fds, true, reason, sizeof(reason));
     if (r < 0)
         return fail(r, "%s", reason);
     r = pool_start(plane, &plane->store, c->store_threads);
@@ -147,7 +153,7 @@ int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_
     if (!plane)
         return fail(-ENOMEM, "no memory");
     plane->config = *config;
-    plane->event_fd = -1;
+    plane->events.fd = -1;
     r = plane_build(plane, device_fds, zones_offset, members);
     if (r < 0) {
         kvfs_plane_destroy(plane);
@@ -191,11 +197,11 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         if (plane->transports[i])
             transport_free(plane->transports[i]);
     guests_free(plane);
-    if (plane->devices)
-        nvme_hosts_stop(plane);
+    if (plane->array.devices)
+        nvme_hosts_stop(&plane->array);
     if (plane->mux.entries)
         mux_free(plane);
-    if (plane->segment_busy)
+    if (plane->array.segment_busy)
         nodes_free(plane);
     for (uint32_t i = 0; i < plane->handles.count; i++)
         free(plane->handles.chunks[i / 1024][i % 1024]);
@@ -213,19 +219,9 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
     arena_free(&plane->staging_small);
     arena_free(&plane->reading);
     arena_free(&plane->reading_small);
-    if (plane->event_fd >= 0)
-        close(plane->event_fd);
-    free(plane->events);
-    free(plane->completions);
-    while (plane->calls) {
-        struct call *next = plane->calls->next;
-        free(plane->calls);
-        plane->calls = next;
-    }
+    events_free(&plane->events);
     free(plane->uses);
-    free(plane->segment_busy);
-    free(plane->members);
-    free(plane->devices);
+    array_free(&plane->array);
     free(plane);
 }
 
@@ -245,8 +241,9 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     TAKE(opens); TAKE(opens_found); TAKE(stale_opens);
     TAKE(reads); TAKE(read_bytes); TAKE(writes); TAKE(write_bytes); TAKE(checksum_errors); TAKE(read_errors); TAKE(staged_files);
     TAKE(open_handles); TAKE(parked); TAKE(spins); TAKE(sleeps); TAKE(wakeups); TAKE(blocks_written); TAKE(blocks_copied);
-    TAKE(written_bytes); TAKE(jobs_in_flight); TAKE(zombies); TAKE(slow_requests);
+    TAKE(written_bytes); TAKE(jobs_in_flight); TAKE(slow_requests);
 #undef TAKE
+    out->zombies = atomic_load_explicit(&plane->array.zombies, memory_order_relaxed);
     /* A name that is being made counts until it is asked for; that takes back what was said of it, but what is told never falls. */
     unsigned long long missed = out->lookup_misses > out->misses_made ? out->lookup_misses - out->misses_made : 0, told = atomic_load(&plane->missed_told);
     while (missed > told && !atomic_compare_exchange_weak(&plane->missed_told, &told, missed))
@@ -263,7 +260,7 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out) {
     if (device >= plane->config.device_count)
         return -ERANGE;
-    struct device *d = &plane->devices[device];
+    struct device *d = &plane->array.devices[device];
     *out = (struct kvfs_device_statistics){.reads = atomic_load(&d->reads), .read_bytes = atomic_load(&d->read_bytes),
                                            .writes = atomic_load(&d->writes), .write_bytes = atomic_load(&d->write_bytes),
                                            .errors = atomic_load(&d->errors), .timeouts = atomic_load(&d->timeouts),
@@ -275,30 +272,50 @@ int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct
     return 0;
 }
 
+/* ---- what Python takes ---- */
+
+int kvfs_event_fd(struct kvfs_plane *plane) { return plane->events.fd; }
+
+int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count) { return events_take_calls(&plane->events, out, count); }
+
+int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t count) { return events_take(&plane->events, out, count); }
+
+int kvfs_take_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count) {
+    return events_take_completions(&plane->events, out, count);
+}
+
+int kvfs_wait_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count, uint32_t timeout_ms) {
+    return events_wait_completions(&plane->events, out, count, timeout_ms);
+}
+
+int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, uint32_t capacity) {
+    return nvme_device_message(&plane->array, device, out, capacity);
+}
+
 /* ---- devices that come and go ---- */
 
 int kvfs_device_stop(struct kvfs_plane *plane, uint32_t device) {
     if (device >= plane->config.device_count)
         return -ERANGE;
-    atomic_store(&plane->devices[device].stopped, true);
+    atomic_store(&plane->array.devices[device].stopped, true);
     return 0;
 }
 
 int kvfs_device_use(struct kvfs_plane *plane, uint32_t device) {
     if (device >= plane->config.device_count)
         return -ERANGE;
-    if (generic_is(plane->devices[device].fd) && !plane->passthrough)
+    if (generic_is(plane->array.devices[device].fd) && !plane->array.passthrough)
         return fail(-EOPNOTSUPP, "NVMe passthrough beside devices that were opened without it: mount the pool again");
-    int r = device_look(&plane->devices[device]);
+    int r = device_look(&plane->array.devices[device]);
     if (r < 0)
         return fail(r, "NVMe passthrough: %s", strerror(-r));
     char reason[NVME_REASON + 96];
-    r = nvme_device_use(plane, device, reason, sizeof(reason));
+    r = nvme_device_use(&plane->array, device, reason, sizeof(reason));
     if (r < 0)
         return fail(r, "%s", reason);
-    atomic_store(&plane->devices[device].stuck_until_ns, 0);
-    atomic_fetch_add(&plane->devices_changed, 1);
-    atomic_store(&plane->devices[device].stopped, false);
+    atomic_store(&plane->array.devices[device].stuck_until_ns, 0);
+    atomic_fetch_add(&plane->array.devices_changed, 1);
+    atomic_store(&plane->array.devices[device].stopped, false);
     return 0;
 }
 
@@ -315,12 +332,12 @@ int kvfs_latency_get(struct kvfs_plane *plane, uint32_t operation, struct kvfs_l
 int kvfs_fault_set(struct kvfs_plane *plane, uint32_t device, uint32_t fault, uint32_t direction, uint32_t every, uint32_t value) {
     if (device >= plane->config.device_count || fault > KVFS_FAULT_HOLD)
         return -ERANGE;
-    struct fault_rule *rule = &plane->devices[device].faults;
+    struct fault_rule *rule = &plane->array.devices[device].faults;
     atomic_store(&rule->fault, fault);
     atomic_store(&rule->direction, direction);
     atomic_store(&rule->value, value);
     atomic_store(&rule->counter, 0);
     atomic_store(&rule->every, fault == KVFS_FAULT_NONE ? 0 : every);
-    atomic_store(&plane->faults, true);
+    atomic_store(&plane->array.faults, true);
     return 0;
 }

@@ -19,8 +19,7 @@
 #define DEPTH 8u
 
 static uint8_t *memory;
-static struct kvfs_plane plane;
-static struct kvfs_member members[64];
+static struct kvfs_array array;
 static struct ring ring;
 
 static uint64_t cpu_ns(void) {
@@ -104,20 +103,18 @@ int main(int argc, char **argv) {
     target.header_digest = argc > 5 ? (uint32_t)atoi(argv[5]) & 1 : 0;
     target.data_digest = argc > 5 ? (uint32_t)atoi(argv[5]) >> 1 : 0;
     int target_fd = kvfs_nvme_descriptor(&target);
-    struct device device = {.fd = target_fd, .zones_offset = MIB};
-    plane.config = (struct kvfs_plane_config){.stripe_unit = MIB, .zone_size = MIB, .stripe_width = 1, .segment_count = 32, .device_count = 1, .io_timeout_ms = 5000};
-    plane.segment_size = MIB;
-    plane.segment_pages = 256;
-    plane.devices = &device;
-    plane.members = members;
-    plane.segment_busy = calloc(32, sizeof(*plane.segment_busy));
+    const struct geometry geometry = {.stripe_unit = MIB, .zone_size = MIB, .stripe_width = 1, .segment_count = 32};
+    CHECK(array_init(&array, &geometry, 1) == 0);
+    array.io_timeout_ms = 5000;
+    array.devices[0].fd = target_fd;
+    array.devices[0].zones_offset = MIB;
     for (uint32_t i = 0; i < 32; i++)
-        members[i] = (struct kvfs_member){0, i};
+        array.members[i] = (struct kvfs_member){0, i};
     char error[NVME_REASON];
     CHECK(posix_memalign((void **)&memory, 2 * MIB, DEPTH * MIB) == 0);
     memset(memory, 1, DEPTH * MIB);
-    CHECK_SAY(target_fd >= 0 && nvme_hosts_start(&plane, &target_fd, true, error, sizeof(error)) == 0, "%s", error);
-    CHECK(ring_init(&ring, &plane, 256) == 0);
+    CHECK_SAY(target_fd >= 0 && nvme_hosts_start(&array, &target_fd, true, error, sizeof(error)) == 0, "%s", error);
+    CHECK(ring_init(&ring, &array, 256) == 0);
     pid_t child;
     int bare = bare_open(&child);
     const struct { uint64_t size; uint32_t depth, count; } cases[] = {{4096, 1, (uint32_t)atoi(argv[4])}, {MIB, DEPTH, (uint32_t)atoi(argv[4]) / 8}};
@@ -141,6 +138,7 @@ int main(int argc, char **argv) {
     kill(child, SIGTERM);
     waitpid(child, NULL, 0);
     ring_free(&ring);
-    nvme_hosts_stop(&plane);
+    nvme_hosts_stop(&array);
+    array_free(&array);
     return 0;
 }

@@ -263,12 +263,12 @@ static void settle(struct server *server) {
         ;
     uint64_t until = now_ns() + 5000000000ull;
     do {
-        ring_submit(&server->ring);
+        ring_submit(&server->io.ring);
         session_drain();
         while (mux_receive(plane))
             ;
-        ring_reap(&server->ring);
-    } while (!ring_idle(&server->ring) && now_ns() < until);
+        ring_reap(&server->io.ring);
+    } while (!ring_idle(&server->io.ring) && now_ns() < until);
 }
 
 static void reset(void) {

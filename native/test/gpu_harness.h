@@ -4,7 +4,7 @@
 #define KVFS_TEST_GPU_HARNESS_H
 
 #include "client/client.h"
-#include "client/gpu/gpu.h"
+#include "client/gpu/driver.h"
 #include "kvfs_gpu.h"
 
 #include <dlfcn.h>
@@ -36,7 +36,7 @@ static uint32_t stripe_width = 1;        /* segments of one device each: what ha
 static char directory[64];
 static int device_fds[DEVICES], listener = -1;
 static atomic_int daemon_socket = -1;
-static struct kvfs_plane builder;        /* to build headers with */
+static struct geometry builder;          /* to build headers with */
 static struct kvfs_table *table;
 static struct kvfs_client *client;
 static uint32_t next_page[SEGMENTS];
@@ -186,9 +186,8 @@ static inline void pool_open(void) {
     /* On tmpfs, if there is one: without /run/udev the real libcufile takes no file of ext4. */
     snprintf(directory, sizeof(directory), "%s/kvfs-gpu-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
     CHECK(mkdtemp(directory));
-    builder.config = (struct kvfs_plane_config){.secret = SECRET, .zone_size = ZONE, .stripe_unit = 128 * KIB,
-                                                .stripe_width = stripe_width, .segment_count = SEGMENTS / stripe_width,
-                                                .device_count = DEVICES, .mount_epoch = 3};
+    builder = (struct geometry){.secret = SECRET, .zone_size = ZONE, .stripe_unit = 128 * KIB,
+                                .stripe_width = stripe_width, .segment_count = SEGMENTS / stripe_width, .mount_epoch = 3};
     builder.segment_size = ZONE * stripe_width;
     builder.segment_pages = (uint32_t)(builder.segment_size / PAGE);
     for (uint32_t i = 0; i < SEGMENTS; i++)
@@ -367,12 +366,12 @@ static inline int get(struct kvfs_gpu *gpu, struct batch *batch, cuda_stream str
 
 static inline void faults(uint32_t device, uint32_t fault, uint32_t value) {
     struct session *session = client->session;
-    struct fault_rule *rule = &session->plane.devices[device].faults;
+    struct fault_rule *rule = &session->array.devices[device].faults;
     atomic_store(&rule->fault, fault);
     atomic_store(&rule->direction, 1);
     atomic_store(&rule->value, value);
     atomic_store(&rule->every, fault != KVFS_FAULT_NONE);
-    atomic_store(&session->plane.faults, fault != KVFS_FAULT_NONE);
+    atomic_store(&session->array.faults, fault != KVFS_FAULT_NONE);
 }
 
 static inline bool says(const char *text) { return strstr(kvfs_error(), text) != NULL; }

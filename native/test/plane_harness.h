@@ -110,7 +110,7 @@ static void seal_start(uint64_t inode, const char *name, bool split) {
     struct kvfs_run runs[2] = {{.generation = 7, .segment = 0, .page = (uint32_t)next_page, .page_count = first},
                                {.generation = 7, .segment = 0, .page = (uint32_t)next_page + first, .page_count = later + 1}};
     next_page += first + later + split;
-    CHECK(next_page < plane->segment_pages);
+    CHECK(next_page < plane->array.geometry.segment_pages);
     CHECK(kvfs_seal_write(plane, 1, inode, runs, 1 + split, header_pages, record, (uint32_t)size, "", 0) == 0);
 }
 

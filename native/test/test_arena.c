@@ -2,9 +2,11 @@
 /* Slots of payload memory: reuse, and what goes back to the kernel when nothing happens. */
 #include "check.h"
 
+#define CHUNK_SIZE ((uint64_t)1 << 20)
+
 #include <sys/mman.h>
 
-#include "internal.h"
+#include "base/arena.h"
 
 #define UNIT ((uint64_t)2 << 20)
 

@@ -62,7 +62,7 @@ static struct {
     bool running, direct;
     char directory[64];
     int devices[DEVICES], devices_read[DEVICES], listener, wake[2];
-    struct kvfs_plane plane;            /* for header_build */
+    struct geometry geometry;           /* for header_build */
     struct kvfs_member members[SEGMENTS * DEVICES];
     struct kvfs_table *table;
     uint64_t epoch, generations[SEGMENTS];
@@ -103,7 +103,7 @@ static void *pages_get(uint64_t pages) {
 
 /* Pages of a segment, unit by unit; memory is page aligned. */
 static void store_io(bool write, uint32_t segment, uint32_t page, uint8_t *data, uint64_t pages) {
-    uint64_t offset = page * PAGE, size = pages * PAGE, unit = d.plane.config.stripe_unit;
+    uint64_t offset = page * PAGE, size = pages * PAGE, unit = d.geometry.stripe_unit;
     while (size) {
         uint64_t index = offset / unit, inside = offset % unit, n = min_u64(size, unit - inside);
         struct kvfs_member member = d.members[segment * DEVICES + index % DEVICES];
@@ -147,8 +147,8 @@ static bool segment_held(uint32_t segment) {
 
 /* Behind it are the summaries: no run lies there. */
 static uint32_t runs_end(void) {
-    uint32_t summary_pages = d.plane.segment_pages / 64 > 2 ? d.plane.segment_pages / 64 : 2;
-    return d.plane.segment_pages - 2 * summary_pages;
+    uint32_t summary_pages = d.geometry.segment_pages / 64 > 2 ? d.geometry.segment_pages / 64 : 2;
+    return d.geometry.segment_pages - 2 * summary_pages;
 }
 
 /* Run i of every block goes to stream i: the runs of one block lie in different segments. */
@@ -288,7 +288,7 @@ static uint64_t block_write(const char *name, uint32_t name_size, const uint8_t 
     kvfs_leaf_checksums(copy, size, SECRET, leaves);
     memcpy(extent_records, record + record_size - extents_size, extents_size);
     struct kvfs_extent whole = {r.generation, r.segment, r.page + block->header_pages, leaf_count, 0};
-    CHECK(header_build(&d.plane, desc, record, record_size - extents_size, ancestors, ancestors_size,
+    CHECK(header_build(&d.geometry, desc, record, record_size - extents_size, ancestors, ancestors_size,
                        r.extent_count ? (void *)extent_records : (void *)&whole, r.extent_count ? r.extent_count : leaf_count > 0, leaves,
                        block->runs[0].page_count) == 0);
     for (uint32_t i = 0; i < block->run_count; i++) {
@@ -297,7 +297,7 @@ static uint64_t block_write(const char *name, uint32_t name_size, const uint8_t 
         if (i == 1 && hole_to)
             page = (uint32_t)(hole_to / PAGE);
         if (i)
-            extent_header_build(&d.plane, spare, r.inode, run, page);
+            extent_header_build(&d.geometry, spare, r.inode, run, page);
         store_io(true, run->segment, run->page, i ? spare : desc->header, before);
         if (pages)
             store_io(true, run->segment, run->page + before, copy + page * PAGE, pages);
@@ -399,7 +399,7 @@ static bool say_welcome(int fd) {
         return false;
     }
     struct wire_welcome w = {.version = KVFS_WIRE_VERSION, .writable = !d.read_only && !(hello.flags & KVFS_READ_ONLY),
-                             .mount_epoch = d.epoch, .secret = SECRET, .zone_size = ZONE, .stripe_unit = d.plane.config.stripe_unit,
+                             .mount_epoch = d.epoch, .secret = SECRET, .zone_size = ZONE, .stripe_unit = d.geometry.stripe_unit,
                              .stripe_width = DEVICES, .segment_count = SEGMENTS, .device_count = DEVICES, .reservation_ms = d.reservation_ms};
     memcpy(w.pool_uuid, d.uuid, 16);
     w.version += trick == OTHER_VERSION;
@@ -546,7 +546,7 @@ static void commit(uint8_t *payload, struct bytes *out) {
             struct kvfs_block_header h;
             struct kvfs_inode_record r;
             store_io(false, block->runs[0].segment, block->runs[0].page, header, block->header_pages);
-            CHECK(d.writes_lost || header_check(&d.plane, header, block->header_pages, &h, &r) == 0); /* the client wrote what it was to */
+            CHECK(d.writes_lost || header_check(&d.geometry, header, block->header_pages, &h, &r) == 0); /* the client wrote what it was to */
             CHECK(d.writes_lost || memcmp(&r, &block->record, sizeof(r)) == 0);
             block_enter(block);
             free(header);
@@ -763,7 +763,7 @@ static void *daemon_main(void *nothing) {
 static void daemon_start(void) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     CHECK(!d.running);
-    d.plane.config.mount_epoch = ++d.epoch;
+    d.geometry.mount_epoch = ++d.epoch;
     CHECK(kvfs_table_create(BLOCKS_MAX + 1000, SECRET, d.epoch, &d.table) == 0);
     struct kvfs_record root = {.inode = 1, .parent = 1, .mode = 040755, .nlink = 2, .kind = KVFS_KIND_DIRECTORY};
     CHECK(kvfs_table_put(d.table, &root, "", 0, 0) == 0);
@@ -808,10 +808,10 @@ static void daemon_stop(bool goodbye) {
 /* A pool without blocks, and a daemon that behaves. */
 static void pool_new(uint64_t stripe_unit) {
     CHECK(!d.running);
-    d.plane.config = (struct kvfs_plane_config){.secret = SECRET, .zone_size = ZONE, .stripe_unit = stripe_unit, .stripe_width = DEVICES,
-                                                .segment_count = SEGMENTS, .device_count = DEVICES, .verify = 1};
-    d.plane.segment_size = ZONE * DEVICES;
-    d.plane.segment_pages = (uint32_t)(d.plane.segment_size / PAGE);
+    d.geometry = (struct geometry){.secret = SECRET, .zone_size = ZONE, .stripe_unit = stripe_unit, .stripe_width = DEVICES,
+                                   .segment_count = SEGMENTS};
+    d.geometry.segment_size = ZONE * DEVICES;
+    d.geometry.segment_pages = (uint32_t)(d.geometry.segment_size / PAGE);
     for (uint32_t i = 0; i < SEGMENTS; i++)
         d.generations[i]++;
     for (uint32_t i = 0; i < RUNS_MAX; i++)
@@ -1003,14 +1003,14 @@ static struct kvfs_client_statistics statistics(struct kvfs_client *client) {
 }
 
 static void fault(struct kvfs_client *client, uint32_t device, uint32_t kind, uint32_t direction, uint32_t every, uint32_t value) {
-    struct kvfs_plane *plane = &client->session->plane;
-    struct fault_rule *rule = &plane->devices[device].faults;
+    struct kvfs_array *array = &client->session->array;
+    struct fault_rule *rule = &array->devices[device].faults;
     atomic_store(&rule->fault, kind);
     atomic_store(&rule->direction, direction);
     atomic_store(&rule->value, value);
     atomic_store(&rule->counter, 0);
     atomic_store(&rule->every, kind == KVFS_FAULT_NONE ? 0 : every);
-    atomic_store(&plane->faults, true);
+    atomic_store(&array->faults, true);
 }
 
 static void fault_all(struct kvfs_client *client, uint32_t kind, uint32_t direction, uint32_t every, uint32_t value) {
@@ -1021,7 +1021,7 @@ static void fault_all(struct kvfs_client *client, uint32_t kind, uint32_t direct
 static uint64_t device_reads(struct kvfs_client *client) {
     uint64_t total = 0;
     for (uint32_t i = 0; i < DEVICES; i++)
-        total += atomic_load(&client->session->plane.devices[i].reads);
+        total += atomic_load(&client->session->array.devices[i].reads);
     return total;
 }
 

@@ -2,7 +2,7 @@
 /* NVMe passthrough: a run of a segment becomes commands that cover it exactly, none larger than the device takes. A double of the devices
  * takes the commands out of the submission queue before the kernel sees them, and leaves NOPs there; what it leaves alone the kernel
  * refuses, as these devices are files. */
-#include "internal.h"
+#include "io/nvme/generic.h"
 
 #include <linux/nvme_ioctl.h>
 #include <sys/mman.h>
@@ -16,39 +16,31 @@
 #define SEGMENTS 4u
 #define SIZE (ZONES_OFFSET + ZONE * SEGMENTS)
 
-static struct kvfs_plane plane;
+static struct kvfs_array array;
 static uint8_t *media[DEVICES];
 static uint32_t commands;
 
-static void plane_make(uint32_t width, uint32_t block_size, uint32_t transfer_size) {
-    static struct kvfs_member members[SEGMENTS * DEVICES];
-    plane.config = (struct kvfs_plane_config){.stripe_unit = 65536, .zone_size = ZONE, .stripe_width = width, .segment_count = SEGMENTS,
-                                              .device_count = DEVICES, .io_timeout_ms = 5000};
-    plane.segment_size = ZONE * width;
-    plane.segment_pages = (uint32_t)(plane.segment_size / PAGE);
-    plane.members = members;
-    plane.passthrough = true;
-    plane.event_fd = -1;
-    plane.devices = calloc(DEVICES, sizeof(*plane.devices));
-    plane.segment_busy = calloc(SEGMENTS, sizeof(*plane.segment_busy));
-    CHECK(plane.devices && plane.segment_busy);
+static void array_make(uint32_t width, uint32_t block_size, uint32_t transfer_size) {
+    const struct geometry geometry = {.stripe_unit = 65536, .zone_size = ZONE, .stripe_width = width, .segment_count = SEGMENTS};
+    CHECK(array_init(&array, &geometry, DEVICES) == 0);
+    array.io_timeout_ms = 5000;
+    array.passthrough = true;
     for (uint32_t i = 0; i < DEVICES; i++) {
-        plane.devices[i].fd = memfd_create("device", MFD_CLOEXEC);
-        plane.devices[i].zones_offset = ZONES_OFFSET;
-        plane.devices[i].nsid = i + 1;
-        plane.devices[i].block_size = block_size;
-        plane.devices[i].transfer_size = transfer_size;
+        array.devices[i].fd = memfd_create("device", MFD_CLOEXEC);
+        array.devices[i].zones_offset = ZONES_OFFSET;
+        array.devices[i].nsid = i + 1;
+        array.devices[i].block_size = block_size;
+        array.devices[i].transfer_size = transfer_size;
     }
     for (uint32_t s = 0; s < SEGMENTS; s++)
         for (uint32_t i = 0; i < width; i++)
-            members[s * width + i] = (struct kvfs_member){(s + i) % DEVICES, s};
+            array.members[s * width + i] = (struct kvfs_member){(s + i) % DEVICES, s};
 }
 
-static void plane_end(void) {
+static void array_end(void) {
     for (uint32_t i = 0; i < DEVICES; i++)
-        close(plane.devices[i].fd);
-    free(plane.devices);
-    free((void *)plane.segment_busy);
+        close(array.devices[i].fd);
+    array_free(&array);
 }
 
 /* Does what the commands say that lie in the submission queue. */
@@ -58,7 +50,7 @@ static void devices_work(struct ring *ring) {
         struct io_uring_sqe *sqe = &sq->sqes[(at & sq->ring_mask) << 1];
         const struct nvme_uring_cmd *cmd = (const void *)sqe->cmd;
         CHECK(sqe->opcode == IORING_OP_URING_CMD && sqe->fd >= 0 && sqe->fd < (int)DEVICES && cmd->nsid == (uint32_t)sqe->fd + 1);
-        const struct device *device = &plane.devices[sqe->fd];
+        const struct device *device = &array.devices[sqe->fd];
         struct iovec one = {(void *)(uintptr_t)cmd->addr, cmd->data_len};
         const struct iovec *iovs = sqe->cmd_op == NVME_URING_CMD_IO_VEC ? (const struct iovec *)(uintptr_t)cmd->addr : &one;
         uint32_t count = sqe->cmd_op == NVME_URING_CMD_IO_VEC ? cmd->data_len : 1;
@@ -107,25 +99,25 @@ static void test_runs_become_commands_that_cover_them(void) {
     for (uint32_t shape = 0; shape < 18; shape++) {
         struct ring ring;
         uint64_t seed = shape, pages;
-        plane_make(widths[shape % 3], blocks[shape / 9], transfers[shape / 3 % 3]);
-        CHECK(ring_init(&ring, &plane, 2048) == 0);
-        uint8_t *model = malloc(plane.segment_size), *data = malloc(plane.segment_size);
+        array_make(widths[shape % 3], blocks[shape / 9], transfers[shape / 3 % 3]);
+        CHECK(ring_init(&ring, &array, 2048) == 0);
+        uint8_t *model = malloc(array.geometry.segment_size), *data = malloc(array.geometry.segment_size);
         CHECK(model && data);
         for (uint32_t turn = 0; turn < 60; turn++) {
             bool write = turn % 2 == 0;
             struct iovec iovs[64];
             uint64_t size = 0;
             uint32_t count = 1 + (uint32_t)random_below(&seed, 64);
-            pages = plane.segment_pages;
+            pages = array.geometry.segment_pages;
             if (turn == 0) { /* all of it, so that the model is whole */
-                iovs[0] = (struct iovec){data, size = plane.segment_size};
+                iovs[0] = (struct iovec){data, size = array.geometry.segment_size};
                 count = 1;
             }
             for (uint32_t i = 0; turn && i < count; i++) { /* in memory sometimes one after the other, sometimes a page apart */
                 uint64_t gap = i && random_below(&seed, 2) ? PAGE : 0;
                 uint64_t length = PAGE * (1 + random_below(&seed, 20));
                 uint8_t *at = i ? (uint8_t *)iovs[i - 1].iov_base + iovs[i - 1].iov_len + gap : data;
-                if (at + length > data + plane.segment_size) {
+                if (at + length > data + array.geometry.segment_size) {
                     count = i;
                     break;
                 }
@@ -133,7 +125,7 @@ static void test_runs_become_commands_that_cover_them(void) {
                 size += length;
             }
             uint32_t page = (uint32_t)random_below(&seed, pages - size / PAGE + 1);
-            for (uint64_t i = 0; i < plane.segment_size; i += 8) {
+            for (uint64_t i = 0; i < array.geometry.segment_size; i += 8) {
                 uint64_t value = random_next(&seed);
                 memcpy(data + i, &value, 8);
             }
@@ -151,30 +143,28 @@ static void test_runs_become_commands_that_cover_them(void) {
         free(model);
         free(data);
         ring_free(&ring);
-        plane_end();
+        array_end();
     }
 }
 
 /* All commands of a part must have ended before its memory is given back: one callback, with the error. */
 static void test_commands_that_fail_end_their_run_once(void) {
     struct ring ring;
-    plane_make(2, 4096, 16384);
-    CHECK(ring_init(&ring, &plane, 256) == 0);
+    array_make(2, 4096, 16384);
+    CHECK(ring_init(&ring, &array, 256) == 0);
     uint8_t *data = calloc(64, PAGE);
     CHECK(data);
     CHECK(io(&ring, true, 3, &(struct iovec){data, 64 * PAGE}, 1, false) < 0);
-    CHECK(atomic_load(&plane.devices[1].errors) == 1 && atomic_load(&plane.devices[2].errors) == 1);
+    CHECK(atomic_load(&array.devices[1].errors) == 1 && atomic_load(&array.devices[2].errors) == 1);
     CHECK(io(&ring, true, 3, &(struct iovec){data, 64 * PAGE}, 1, true) == 0);
     free(data);
     ring_free(&ring);
-    plane_end();
-    free(plane.events);
+    array_end();
 }
 
 int main(void) {
     for (uint32_t i = 0; i < DEVICES; i++)
         CHECK(media[i] = calloc(1, SIZE));
-    pthread_mutex_init(&plane.queue_lock, NULL);
     RUN(test_runs_become_commands_that_cover_them);
     RUN(test_commands_that_fail_end_their_run_once);
     for (uint32_t i = 0; i < DEVICES; i++)

@@ -515,7 +515,7 @@ static struct kvfs_nvme_target where(const struct target *t, uint32_t nsid, uint
     return out;
 }
 
-struct world { struct target targets[TARGETS]; struct kvfs_plane plane; struct kvfs_member members[SEGMENTS * DEVICES]; int fds[DEVICES]; };
+struct world { struct target targets[TARGETS]; struct kvfs_array array; int fds[DEVICES]; };
 static struct world world;
 
 static void world_start(uint32_t digests, uint32_t shape, uint32_t timeout_ms) {
@@ -531,16 +531,10 @@ static void world_start(uint32_t digests, uint32_t shape, uint32_t timeout_ms) {
         t->shift = shape % 2 ? 9 : 12;
         atomic_store(&t->success, shape % 2);
     }
-    struct kvfs_plane *plane = &world.plane;
-    plane->config = (struct kvfs_plane_config){.stripe_unit = 65536, .zone_size = ZONE, .stripe_width = DEVICES, .segment_count = SEGMENTS,
-                                               .device_count = DEVICES, .io_timeout_ms = timeout_ms, .mount_epoch = 3};
-    plane->segment_size = ZONE * DEVICES;
-    plane->segment_pages = (uint32_t)(plane->segment_size / PAGE);
-    plane->members = world.members;
-    plane->devices = calloc(DEVICES, sizeof(*plane->devices));
-    plane->segment_busy = calloc(SEGMENTS, sizeof(*plane->segment_busy));
-    plane->event_fd = -1;
-    CHECK(plane->devices && plane->segment_busy);
+    struct kvfs_array *array = &world.array;
+    const struct geometry geometry = {.stripe_unit = 65536, .zone_size = ZONE, .stripe_width = DEVICES, .segment_count = SEGMENTS, .mount_epoch = 3};
+    CHECK(array_init(array, &geometry, DEVICES) == 0);
+    array->io_timeout_ms = timeout_ms;
     for (uint32_t i = 0; i < DEVICES; i++) {
         struct target *t = &world.targets[i / NAMESPACES];
         struct kvfs_nvme_target target = where(t, i % NAMESPACES + 1, digests);
@@ -548,24 +542,23 @@ static void world_start(uint32_t digests, uint32_t shape, uint32_t timeout_ms) {
         memcpy(t->memory[i % NAMESPACES], &label, sizeof(label));
         world.fds[i] = kvfs_nvme_descriptor(&target);
         CHECK(world.fds[i] >= 0);
-        plane->devices[i].fd = world.fds[i];
-        plane->devices[i].zones_offset = ZONES_OFFSET;
+        array->devices[i].fd = world.fds[i];
+        array->devices[i].zones_offset = ZONES_OFFSET;
         for (uint32_t s = 0; s < SEGMENTS; s++)
-            world.members[s * DEVICES + i] = (struct kvfs_member){i, s};
+            array->members[s * DEVICES + i] = (struct kvfs_member){i, s};
     }
     char error[NVME_REASON] = "";
-    int r = nvme_hosts_start(plane, world.fds, true, error, sizeof(error));
+    int r = nvme_hosts_start(array, world.fds, true, error, sizeof(error));
     CHECK_SAY(r == 0, "%s", error);
 }
 
 static void world_end(void) {
-    nvme_hosts_stop(&world.plane);
+    nvme_hosts_stop(&world.array);
     for (uint32_t i = 0; i < TARGETS; i++)
         target_stop(&world.targets[i], true);
     for (uint32_t i = 0; i < DEVICES; i++)
         close(world.fds[i]);
-    free(world.plane.devices);
-    free((void *)world.plane.segment_busy);
+    array_free(&world.array);
 }
 
 struct wait { uint32_t left, expired; int result; uint64_t ended_ns; };
@@ -702,16 +695,16 @@ static void what_is_written_is_read_in_every_shape(void) {
         world_start(shape % 4, shape, 5000);
         struct ring ring;
         struct wait wait;
-        uint64_t seed = shape, stripe = world.plane.segment_size;
+        uint64_t seed = shape, stripe = world.array.geometry.segment_size;
         uint8_t *model = calloc(SEGMENTS, stripe), *data = malloc(GROUP_BYTES), *back = malloc(GROUP_BYTES);
-        CHECK(model && data && back && ring_init(&ring, &world.plane, 64) == 0);
+        CHECK(model && data && back && ring_init(&ring, &world.array, 64) == 0);
         for (uint32_t i = 0; i < 60; i++) {
             uint32_t segment = (uint32_t)random_below(&seed, SEGMENTS), pages = (uint32_t)random_below(&seed, i % 4 ? 20 : 400) + 1;
-            uint32_t page = (uint32_t)random_below(&seed, world.plane.segment_pages - pages);
+            uint32_t page = (uint32_t)random_below(&seed, world.array.geometry.segment_pages - pages);
             fill(data, pages * PAGE, i);
             CHECK_SAY(io(&ring, true, segment, page, data, pages * PAGE, &wait) == 0, "shape %u: %d", shape, wait.result);
             memcpy(model + segment * stripe + page * PAGE, data, pages * PAGE);
-            page = (uint32_t)random_below(&seed, world.plane.segment_pages - pages);
+            page = (uint32_t)random_below(&seed, world.array.geometry.segment_pages - pages);
             CHECK(io(&ring, false, segment, page, back, pages * PAGE, &wait) == 0);
             CHECK(memcmp(model + segment * stripe + page * PAGE, back, pages * PAGE) == 0);
         }
@@ -726,7 +719,7 @@ static void *many_main(void *argument) {
     struct ring ring;
     struct wait waits[16];
     uint8_t *data = malloc(16 * 16 * PAGE), *back = malloc(16 * 16 * PAGE);
-    CHECK(data && back && ring_init(&ring, &world.plane, 64) == 0);
+    CHECK(data && back && ring_init(&ring, &world.array, 64) == 0);
     for (uint32_t round = 0; round < 20; round++)
         for (uint32_t write = 2; write-- > 0;) {
             fill(data, 16 * 16 * PAGE, segment * 1000 + round);
@@ -769,7 +762,7 @@ static void every_trick_ends_in_an_error_within_the_deadline(void) {
             struct ring ring;
             struct wait wait;
             uint8_t *data = malloc(GROUP_BYTES), *back = malloc(GROUP_BYTES);
-            CHECK(data && back && ring_init(&ring, &world.plane, 64) == 0);
+            CHECK(data && back && ring_init(&ring, &world.array, 64) == 0);
             fill(data, PAGE * 64, trick);
             await_recovery(&ring, back);
             await_io(&ring, true, data);
@@ -803,7 +796,7 @@ static void memory_of_a_read_given_up_on_is_not_written(void) {
     struct ring ring;
     struct wait wait;
     uint8_t *data = malloc(PAGE * 64), *back = malloc(PAGE * 64);
-    CHECK(data && back && ring_init(&ring, &world.plane, 64) == 0);
+    CHECK(data && back && ring_init(&ring, &world.array, 64) == 0);
     fill(data, PAGE * 64, 1);
     CHECK(io(&ring, true, 1, 0, data, PAGE * 64, &wait) == 0);
     atomic_store(&world.targets[1].delay_ms, 350 * slowness());
@@ -831,7 +824,7 @@ static void a_part_ends_with_the_deadline_of_the_whole(void) {
     struct ring ring;
     struct wait whole = {.left = 1}, part = {.left = 1};
     uint8_t *data = malloc(PAGE * 64), *back = malloc(PAGE * 128);
-    CHECK(data && back && ring_init(&ring, &world.plane, 64) == 0);
+    CHECK(data && back && ring_init(&ring, &world.array, 64) == 0);
     fill(data, PAGE * 64, 1);
     CHECK(io(&ring, true, 1, 0, data, PAGE * 64, &whole) == 0);
     atomic_store(&world.targets[1].delay_ms, 500 * slowness());
@@ -850,8 +843,8 @@ static void a_part_ends_with_the_deadline_of_the_whole(void) {
     }
     CHECK(part.result == -ETIMEDOUT && part.ended_ns >= began + 100 * MS * slowness() && part.ended_ns < whole.ended_ns);
     CHECK(whole.result == 0 && memcmp(data, back, PAGE * 64) == 0);
-    for (uint32_t i = 0; i < world.plane.config.device_count; i++)
-        CHECK(atomic_load(&world.plane.devices[i].timeouts) == 0);
+    for (uint32_t i = 0; i < world.array.device_count; i++)
+        CHECK(atomic_load(&world.array.devices[i].timeouts) == 0);
     settle(&ring, &part);
     ring_free(&ring);
     world_end();
@@ -862,12 +855,12 @@ static void a_part_ends_with_the_deadline_of_the_whole(void) {
 static void a_silent_device_is_tried_by_one(void) {
     const uint32_t timeout = 300 * slowness(); /* a read is one command, answered before the connection is given up */
     world_start(0, 0, timeout);
-    world.plane.fail_fast = true;
+    world.array.fail_fast = true;
     struct ring ring;
     struct wait wait;
     uint8_t *data = malloc(PAGE), *back = malloc(PAGE);
     const struct iovec iov = {back, PAGE};
-    CHECK(data && back && ring_init(&ring, &world.plane, 64) == 0);
+    CHECK(data && back && ring_init(&ring, &world.array, 64) == 0);
     fill(data, PAGE, 1);
     CHECK(io(&ring, true, 1, 0, data, PAGE, &wait) == 0);
     atomic_store(&world.targets[0].delay_ms, 2 * timeout);
@@ -903,7 +896,7 @@ static void a_target_that_is_gone_fails_at_once_and_is_used_when_it_is_back(void
     struct wait wait;
     uint8_t *data = malloc(PAGE * 64), *back = malloc(PAGE * 64);
     char text[300];
-    CHECK(data && back && ring_init(&ring, &world.plane, 64) == 0);
+    CHECK(data && back && ring_init(&ring, &world.array, 64) == 0);
     fill(data, PAGE * 64, 2);
     CHECK(io(&ring, true, 1, 0, data, PAGE * 64, &wait) == 0);
     target_stop(&world.targets[0], false);
@@ -914,8 +907,8 @@ static void a_target_that_is_gone_fails_at_once_and_is_used_when_it_is_back(void
         CHECK_SAY(r < 0 && r != -ENODEV, "%d: a device that is gone for good", r);
     }
     CHECK(now_ns() - began < 500 * MS * slowness());
-    CHECK(kvfs_device_message(&world.plane, 0, text, sizeof(text)) == 0 && strstr(text, "lost"));
-    CHECK(kvfs_device_message(&world.plane, 3, text, sizeof(text)) == 1);
+    CHECK(nvme_device_message(&world.array, 0, text, sizeof(text)) == 0 && strstr(text, "lost"));
+    CHECK(nvme_device_message(&world.array, 3, text, sizeof(text)) == 1);
     target_start(&world.targets[0], true);
     await_recovery(&ring, back);
     CHECK(io(&ring, false, 1, 0, back, PAGE * 64, &wait) == 0 && memcmp(data, back, PAGE * 64) == 0);
@@ -942,7 +935,7 @@ static void a_silent_target_is_noticed_by_keep_alive(void) {
     struct ring ring;
     struct wait wait;
     uint8_t *back = malloc(PAGE * 64);
-    CHECK(back && ring_init(&ring, &world.plane, 64) == 0);
+    CHECK(back && ring_init(&ring, &world.array, 64) == 0);
     CHECK(io(&ring, false, 1, 0, back, PAGE * 64, &wait) == 0);
     uint64_t until = now_ns() + 3000 * MS * slowness();
     while (atomic_load(&world.targets[0].alive) < 2 || atomic_load(&world.targets[1].alive) < 2) {
@@ -961,7 +954,7 @@ static void rings_share_the_queues_that_are_granted(void) {
     uint8_t *back = malloc(PAGE * 64);
     CHECK(back);
     for (uint32_t i = 0; i < 9; i++)
-        CHECK(ring_init(&rings[i], &world.plane, 64) == 0);
+        CHECK(ring_init(&rings[i], &world.array, 64) == 0);
     for (uint32_t i = 0; i < 36; i++) { /* seven queues, and nobody who has one is awake to give it away */
         int r = io(&rings[i * 4 % 9], false, 1, 0, back, PAGE * 64, &wait);
         CHECK_SAY(r == 0, "ring %u: %d", i * 4 % 9, r);

@@ -350,7 +350,7 @@ static void test_a_device_that_stops_and_is_another_file_afterwards(void) {
     uint8_t *page = aligned_alloc(4096, 4096), *back = aligned_alloc(4096, 4096);
     CHECK(page && back);
     memset(page, 'a', 4096);
-    const uint32_t segment = 5, device = plane->members[segment * DEVICES].device;
+    const uint32_t segment = 5, device = plane->array.members[segment * DEVICES].device;
     struct kvfs_device_statistics before, after;
     CHECK(kvfs_device_statistics_get(plane, device, &before) == 0);
     CHECK(sum(before.read_buckets) == before.reads && sum(before.write_buckets) == before.writes);
@@ -570,7 +570,7 @@ static void hold_next(uint32_t direction, uint32_t error) {
     held_error = error;
     for (uint32_t i = 0; i < DEVICES; i++) {
         CHECK(kvfs_fault_set(plane, i, KVFS_FAULT_HOLD, direction, UINT32_MAX, error) == 0);
-        atomic_store(&plane->devices[i].faults.counter, UINT32_MAX - 1);
+        atomic_store(&plane->array.devices[i].faults.counter, UINT32_MAX - 1);
     }
 }
 
@@ -579,7 +579,7 @@ static void hold_next_read(uint32_t error) { hold_next(1, error); }
 static void wait_held(void) {
     for (uint64_t until = now_ns() + 20000000000ull;; usleep(200)) {
         for (uint32_t i = 0; i < DEVICES; i++)
-            if (atomic_load(&plane->devices[i].faults.counter) != UINT32_MAX - 1)
+            if (atomic_load(&plane->array.devices[i].faults.counter) != UINT32_MAX - 1)
                 return;
         CHECK(now_ns() < until);
     }
@@ -588,7 +588,7 @@ static void wait_held(void) {
 /* What is held stays so; of the other devices nothing will be. */
 static void hold_no_more(void) {
     for (uint32_t i = 0; i < DEVICES; i++)
-        if (atomic_load(&plane->devices[i].faults.counter) == UINT32_MAX - 1)
+        if (atomic_load(&plane->array.devices[i].faults.counter) == UINT32_MAX - 1)
             CHECK(kvfs_fault_set(plane, i, KVFS_FAULT_NONE, 1, 1, 0) == 0);
 }
 
@@ -612,7 +612,7 @@ static void spill_start(uint64_t inode) {
     CHECK(kvfs_spill_begin(plane, inode, &info) == 0 && info.dirty);
     struct kvfs_run run = {.generation = 7, .segment = 1, .page = (uint32_t)next_spill_page, .page_count = info.data_pages + 1};
     next_spill_page += run.page_count;
-    CHECK(next_spill_page < plane->segment_pages);
+    CHECK(next_spill_page < plane->array.geometry.segment_pages);
     CHECK(kvfs_spill_write(plane, 9, inode, &run, 1) == 0);
 }
 
@@ -626,8 +626,8 @@ static void spill_now(uint64_t inode) {
 static void test_writes_beside_a_slow_load(void) {
     const uint64_t size = CHUNK_SIZE + 70000;
     enum { SEALED, SEALED_TWICE, SPILLED, CUT, GROWN, EMPTIED, REOPENED, WAYS };
-    const uint64_t timeout = plane->config.io_timeout_ms, patience = plane->config.request_timeout_ms;
-    plane->config.io_timeout_ms = plane->config.request_timeout_ms = 60000;
+    const uint64_t timeout = plane->array.io_timeout_ms, patience = plane->config.request_timeout_ms;
+    plane->array.io_timeout_ms = plane->config.request_timeout_ms = 60000;
     for (unsigned way = 0; way < WAYS; way++) {
         for (unsigned fails = 0; fails < 2; fails++) {
             char name[32];
@@ -701,15 +701,15 @@ static void test_writes_beside_a_slow_load(void) {
             forget_blocks();
         }
     }
-    plane->config.io_timeout_ms = timeout;
+    plane->array.io_timeout_ms = timeout;
     plane->config.request_timeout_ms = patience;
     printf("ok a write that loads slowly undoes nothing that was written, sealed, spilled or cut meanwhile\n");
 }
 
 /* The same of a READ: bytes of when it began, or of now, and no error of a place that the chunk has left. */
 static void test_reads_beside_a_seal(void) {
-    const uint64_t timeout = plane->config.io_timeout_ms;
-    plane->config.io_timeout_ms = 60000;
+    const uint64_t timeout = plane->array.io_timeout_ms;
+    plane->array.io_timeout_ms = 60000;
     for (unsigned fails = 0; fails < 2; fails++) {
         uint8_t *data = pattern(2 * CHUNK_SIZE, 200);
         uint64_t fh;
@@ -733,7 +733,7 @@ static void test_reads_beside_a_seal(void) {
         free(data);
         forget_blocks();
     }
-    plane->config.io_timeout_ms = timeout;
+    plane->array.io_timeout_ms = timeout;
     printf("ok a read that waits while its file is sealed anew is right, and does not fail\n");
 }
 
@@ -771,8 +771,8 @@ static void test_a_block_being_written_does_not_move(void) {
 static void patient(bool begin) {
     static uint32_t io, request;
     if (begin)
-        io = plane->config.io_timeout_ms, request = plane->config.request_timeout_ms;
-    plane->config.io_timeout_ms = begin ? 60000 : io;
+        io = plane->array.io_timeout_ms, request = plane->config.request_timeout_ms;
+    plane->array.io_timeout_ms = begin ? 60000 : io;
     plane->config.request_timeout_ms = begin ? 60000 : request;
 }
 

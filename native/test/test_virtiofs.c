@@ -327,7 +327,7 @@ static void test_faults(void) {
         printf("ok a device's %s is EIO to a guest, and clean pages\n", faults[i].name);
     }
     CHECK(statistics(number).io_errors >= 4);
-    atomic_store(&plane->stuck_until_ns, 0);
+    atomic_store(&plane->array.stuck_until_ns, 0);
     front_end(&f);
     wait_gone(number);
     free(data);
@@ -643,7 +643,7 @@ static void test_two_guests(void) {
     uint64_t inode = make_block(&f, "shared", data, size);
     front_end(&f);
     wait_gone(number);
-    atomic_store(&plane->stuck_until_ns, 0); /* on a slow machine an earlier test may have missed a deadline */
+    atomic_store(&plane->array.stuck_until_ns, 0); /* on a slow machine an earlier test may have missed a deadline */
     struct storm storms[2] = {{path, inode, data, size, 1, 0}, {other_path, inode, data, size, 2, 0}};
     pthread_t threads[2];
     for (int i = 0; i < 2; i++)

@@ -14,7 +14,7 @@ import trio
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvfs.cli import main
-from kvfs.store.pool import Store
+from kvfs.store.store import Store
 
 DIRECTORY = Path(sys.argv.pop(1))
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvfs.config import LABEL_SIZE, layout, parse
-from kvfs.store.format import Summary, unpack_segment_header, unpack_summary
-from kvfs.types import Inode, SegmentIndex
+from kvfs.pool.config import parse
+from kvfs.pool.format import Summary, unpack_segment_header, unpack_summary
+from kvfs.pool.geometry import LABEL_SIZE, layout
+from kvfs.record import Inode
+from kvfs.types import SegmentIndex
 
 PAGE = 4096
 MAGIC_BLOCK = 0x4B434C425346564B

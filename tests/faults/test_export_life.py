@@ -1,4 +1,4 @@
-"""The life of a pool that is exported by virtio-fs: sockets, every kind of end, a mount beside. Guests: tests/vm."""
+"""The life of an exported pool: sockets, every kind of end, a mount beside. Guests: tests/guests."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ from workload import Child, Ledger, walk, write_until_dead
 import kvfs
 from kvfs.errors import KvfsError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.store import devices
-from kvfs.store.format import META_NUMBER, META_OPENING
+from kvfs.pool.format import META_NUMBER, META_OPENING
+from kvfs.pool.labels import write_label
+from kvfs.pool.opening import open_pool
 
 KILLS = int(os.environ.get("KVFS_KILLS") or helpers.often(6, 40))
 SEED = int(os.environ.get("KVFS_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
@@ -244,13 +245,13 @@ def test_killed_while_it_labels_the_devices_the_next_mount_has_what_was_closed_b
     helpers.write_file(pool.mount / "before", b"x" * 50_000)
     pool.kill()
     helpers.detach(pool.mount)
-    opened = devices.open_pool(pool.path)
+    opened = open_pool(pool.path)
     index = LmdbIndex(pool.path / "index")
     index.meta_put(META_OPENING, META_NUMBER.pack(opened.epoch + 1))
     index.commit_now()
     index.close()
     for number, device in enumerate(opened.devices[:labelled]):
-        devices.write_label(opened.config, device, number, opened.epoch + 1)
+        write_label(opened.config, device, number, opened.epoch + 1)
     opened.close()
     pool.start()
     assert helpers.read_file(pool.mount / "before") == b"x" * 50_000

@@ -149,7 +149,7 @@ def real(driver, mount, cufile):
     assert not files.missing and files.version == "1.20", files
     with kvfs.connect(mount, gpu="staged", timeout_s=10.0) as client:
         contents = fill(client, SIZES)
-        reader = gpu.GpuReader(client, "gds", "", cufile=files.library, nvrtc=files.nvrtc, indirect=True)
+        reader = gpu.GpuReader(client.library, "gds", "", cufile=files.library, nvrtc=files.nvrtc, indirect=True)
         batch = batch_of(driver, SIZES)
         for _ in range(3):
             packed = keys_.pack(contents)

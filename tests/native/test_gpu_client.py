@@ -454,7 +454,7 @@ def test_the_probe_survives_a_driver_that_hangs_crashes_or_fails(tmp_path, monke
 
 
 def test_the_probe_prints_one_line_of_json(fake):
-    command = [sys.executable, "-m", "kvfs.client.gpu", "--probe", "cuda"]
+    command = [sys.executable, "-m", "kvfs.client.gpu_probe", "--probe", "cuda"]
     result = helpers.run(*command, environment={"KVFS_CUDA_LIBRARY": str(fake)})
     found = json.loads(result.stdout)
     assert found["double"] and found["driver_version"] == "12.8" and len(found["devices"]) == 2

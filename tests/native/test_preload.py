@@ -966,7 +966,7 @@ def play(client, script, directory, home, stats, *arguments):
     }
     result = run(
         CLIENTS,
-        REPOSITORY / "tests" / "clients" / "scripts" / script,
+        REPOSITORY / "tests" / "engines" / "scripts" / script,
         directory / "kv",
         source,
         *arguments,

@@ -17,7 +17,7 @@ from noise import Noise
 
 import kvfs
 from kvfs.errors import DeviceError, UsageError
-from kvfs.store import nvme
+from kvfs.pool import nvme_tcp
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -98,12 +98,12 @@ def test_what_cannot_be_opened_is_said():
             (f"nvme-tcp://127.0.0.1:1/{NQNS[0]}?nsid=1", "refused"),
         ]:
             with pytest.raises(DeviceError, match=words):
-                nvme.Controller(url)
+                nvme_tcp.Controller(url)
     for url in ("nvme-tcp://h/nqn.x?nsid=0", "nvme-tcp://h/nqn.x?nsid=1&nsid=2", "nvme-tcp://h/x?nsid=1",
                 "nvme-tcp:///nqn.x?nsid=1", "nvme-tcp://h:99999/nqn.x", "nvme-tcp://h/nqn.x?colour=1",
                 "nvme-tcp://h/nqn.x?hdgst=2", f"nvme-tcp://h/nqn.{'x' * 220}?nsid=1"):  # fmt: skip
         with pytest.raises(UsageError):
-            nvme.parse(url)
+            nvme_tcp.parse(url)
 
 
 def read_all(pool, count, size):

@@ -21,10 +21,10 @@ from load import DEADLINE_MS, DEADLINE_S, files, running, states, urls
 from noise import Noise
 
 import kvfs
-from kvfs.config import load
 from kvfs.errors import PutError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.store.segments import usage
+from kvfs.pool.config import load
+from kvfs.store.segment import usage
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -22,8 +22,8 @@ from helpers import MIB, REPOSITORY, CommandError, Pool, detach
 
 import kvfs
 from kvfs.errors import DeviceError
-from kvfs.store import fence, nvme
-from kvfs.store.format import BEAT_OFFSET
+from kvfs.pool import fence, nvme_tcp
+from kvfs.pool.format import BEAT_OFFSET
 
 NQN = "nqn.2026-11.test:a"
 
@@ -123,7 +123,7 @@ def test_a_mount_reserves_its_namespaces_for_its_host_and_gives_them_back() -> N
             # Native clients have the same host identifier: they write.
             with kvfs.connect(pool.mount, namespace="n", timeout_s=20) as client:
                 client.put([(b"key", content(1, MIB))])
-            other = nvme.Controller(f"{devices[0]}&hostnqn={HOSTS[1]}")
+            other = nvme_tcp.Controller(f"{devices[0]}&hostnqn={HOSTS[1]}")
             before = other.read(MIB, 4096)
             with pytest.raises(DeviceError, match="status 0x4083") as caught:
                 other.write(MIB, b"x" * 4096)
@@ -146,12 +146,12 @@ def test_another_host_preempts_the_reservation_and_the_first_can_write_nothing_m
         devices = urls(enclosure.port, NQN, 2)
         with Pool(devices=[f"{url}&hostnqn={HOSTS[0]}" for url in devices]) as pool:
             # Its connections are the first host's as long as they last; the daemon stands still.
-            first = nvme.Controller(pool.devices[0])
+            first = nvme_tcp.Controller(pool.devices[0])
             beat = first.read(BEAT_OFFSET, 4096)
             key = fence.key_of(uuid.UUID(bytes=beat[80:96]))
             os.kill(pool.pid(), signal.SIGSTOP)
             try:
-                second = [nvme.Controller(f"{url}&hostnqn={HOSTS[1]}") for url in devices]
+                second = [nvme_tcp.Controller(f"{url}&hostnqn={HOSTS[1]}") for url in devices]
                 for controller in second:
                     fence.reserve(controller.reservation, 22, key)
                 assert reservations(enclosure) == [(1, True)] * 2

@@ -19,7 +19,7 @@ import pytest
 from helpers import REPOSITORY, Pool, content, in_child, requires_root, run, wait_until, write_file
 
 from kvfs import cli
-from kvfs.store import devices
+from kvfs.pool import signatures
 
 SIZE = 100_000
 # fusermount3 wants a user who has a name.
@@ -275,7 +275,7 @@ def test_a_plain_file_with_data_is_not_formatted(
     tmp_path: pathlib.Path, at_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its beginning, at its end, and, beyond what is read whole, where a page of it is looked at."""
-    monkeypatch.setattr(devices, "_CONTENT_MAX", 1 << 20)
+    monkeypatch.setattr(signatures, "_CONTENT_MAX", 1 << 20)
     device = tmp_path / "thesis.tar"
     with open(device, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, 300 << 20)

@@ -21,11 +21,12 @@ from store_pools import crashed_store, make, make_pool, names, settle, verify_al
 from kvfs.errors import DeviceError, FormatError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.plane import check_records
-from kvfs.store.format import Summary, pack_summary
+from kvfs.pool.format import Summary, pack_summary
+from kvfs.record import Extent, Inode, InodeFlags, Kind
 from kvfs.store.fsck import fsck
-from kvfs.store.pool import Store
-from kvfs.store.segments import usage
-from kvfs.types import ROOT_INODE, Extent, Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
+from kvfs.store.segment import usage
+from kvfs.store.store import Store
+from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
 
 NAMES = {b"%d" % i for i in range(12)}
 EPOCH = 7

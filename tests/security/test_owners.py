@@ -19,10 +19,11 @@ import helpers
 import pytest
 from helpers import MIB, CommandError, Pool, assert_same, content, read_file, wait_until, write_file
 
-from kvfs.config import load
-from kvfs.store import owner
-from kvfs.store.devices import device_path, open_device, read_beat
-from kvfs.store.format import BEAT_OFFSET, Beat, pack_beat
+from kvfs.pool import owner
+from kvfs.pool.config import load
+from kvfs.pool.format import BEAT_OFFSET, Beat, pack_beat
+from kvfs.pool.labels import read_beat
+from kvfs.pool.opening import device_path, open_device
 from kvfs.types import PAGE_SIZE
 
 pytestmark = pytest.mark.usefixtures("only_root")

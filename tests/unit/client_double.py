@@ -17,7 +17,8 @@ from pathlib import Path
 from kvfs._native import ffi, lib
 
 from kvfs.plane import Run, checksum
-from kvfs.types import Inode, SegmentIndex
+from kvfs.record import Inode
+from kvfs.types import SegmentIndex
 
 PAGE = 4096
 HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST, LOOKUP, BAD_BLOCK, HITS, REPORT, GOODBYE = range(1, 12)

@@ -16,7 +16,8 @@ from kvfs import errors
 from kvfs.frontend.calls import Calls
 from kvfs.namespace.files import Namespace
 from kvfs.plane import Call, Plane
-from kvfs.types import ROOT_INODE, InodeNumber, Kind
+from kvfs.record import Kind
+from kvfs.types import ROOT_INODE, InodeNumber
 
 UNLINK, RENAME, FLUSH, CREATE = 10, 12, 25, 35
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL

@@ -32,7 +32,7 @@ from client_double import (
 )
 from helpers import Pool, in_child, wait_until
 
-from kvfs.types import Inode
+from kvfs.record import Inode
 
 SPACE = b"team/llama"
 READ_ONLY = 1

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfs import config
-from kvfs.config import Geometry, choose_geometry, compare, format_size, layout, new_config, parse, parse_size
 from kvfs.errors import PoolError, UsageError
+from kvfs.pool import config
+from kvfs.pool.config import compare, new_config, parse
+from kvfs.pool.geometry import Geometry, choose_geometry, layout, zones_on
+from kvfs.units import format_size, parse_size
 
 GIB = 1 << 30
 
@@ -36,7 +38,7 @@ def test_format_size_is_exact(size: int) -> None:
 def test_every_pool_has_hundreds_to_tens_of_thousands_of_segments(total: int) -> None:
     sizes = [total // 4] * 4
     geometry, _ = choose_geometry(sizes)
-    segments = len(layout([config.zones_on(size, geometry.zone_size) for size in sizes], geometry.stripe_width))
+    segments = len(layout([zones_on(size, geometry.zone_size) for size in sizes], geometry.stripe_width))
     assert 200 <= segments <= 32768
     if 200 * GIB < total < 8 << 40:
         assert geometry.segment_size == 512 << 20

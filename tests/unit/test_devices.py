@@ -13,20 +13,16 @@ from pathlib import Path
 import pytest
 from store_pools import make_pool
 
-from kvfs.config import LABEL_SIZE, format_size, load
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
-from kvfs.store.devices import (
-    FormatRequest,
-    Label,
-    format_devices,
-    import_pool,
-    locked,
-    open_device,
-    open_pool,
-    read_labels,
-    signature,
-    write_labels,
-)
+from kvfs.pool.config import load
+from kvfs.pool.format import Label
+from kvfs.pool.geometry import LABEL_SIZE
+from kvfs.pool.labels import read_labels, write_labels
+from kvfs.pool.lock import locked
+from kvfs.pool.making import FormatRequest, format_devices, import_pool
+from kvfs.pool.opening import open_device, open_pool
+from kvfs.pool.signatures import signature
+from kvfs.units import format_size
 
 SIZE = 32 << 20
 

@@ -9,8 +9,8 @@ import struct
 import pytest
 
 from kvfs.errors import DeviceError
-from kvfs.store import fence
-from kvfs.store.fence import Step, give_back, kernel_reservation, reserve
+from kvfs.pool import fence
+from kvfs.pool.fence import Step, give_back, kernel_reservation, reserve
 
 
 class Namespace:

@@ -10,11 +10,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfs.config import choose_geometry, new_config
 from kvfs.errors import ChecksumError, FormatError, PoolError
-from kvfs.store import format as formats
-from kvfs.store.format import SegmentHeader, Summary
-from kvfs.types import Inode, InodeNumber, Kind, SegmentIndex
+from kvfs.pool import format as formats
+from kvfs.pool.config import new_config
+from kvfs.pool.format import SegmentHeader, Summary
+from kvfs.pool.geometry import choose_geometry
+from kvfs.record import Inode, Kind
+from kvfs.types import InodeNumber, SegmentIndex
 
 GEOMETRY, _ = choose_geometry([256 << 20] * 3)
 CONFIG = new_config(GEOMETRY, [(f"devices/{i}", 256 << 20) for i in range(3)])

@@ -8,13 +8,14 @@ import pytest
 from store_pools import crashed_store, make_pool, names, settle, verify_all, with_store, write
 from test_recovery import flip, lose_index, segment_pages, used_segments, zeroed
 
-from kvfs.config import LABEL_SIZE
 from kvfs.errors import PoolError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.store.devices import locked
+from kvfs.pool.geometry import LABEL_SIZE
+from kvfs.pool.lock import locked
+from kvfs.record import Inode
 from kvfs.store.fsck import FsckReport, fsck
-from kvfs.store.pool import Store
-from kvfs.types import ROOT_INODE, Inode, InodeNumber, SegmentIndex
+from kvfs.store.store import Store
+from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvfs.errors import KvfsError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
-from kvfs.types import Extent, Inode, InodeFlags, InodeNumber, Kind, SegmentIndex
+from kvfs.record import Extent, Inode, InodeFlags, Kind
+from kvfs.types import InodeNumber, SegmentIndex
 
 
 def block(number: int, name: bytes, parent: int = 1, segment: int = 3, **fields: object) -> Inode:

@@ -8,8 +8,9 @@ import pytest
 
 from kvfs import doctor
 from kvfs.errors import DeviceError, UsageError
-from kvfs.store import nvme_kernel
-from kvfs.store.devices import open_device, place_of
+from kvfs.pool import nvme_kernel
+from kvfs.pool.devices import place_of
+from kvfs.pool.opening import open_device
 
 
 def write(path: Path, text: str) -> None:

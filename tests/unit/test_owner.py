@@ -18,10 +18,13 @@ import xxhash
 from store_pools import make_pool
 
 from kvfs.errors import InUseError
-from kvfs.store import devices, heart, owner
-from kvfs.store.devices import Device, OpenPool, locked, open_device, open_pool
-from kvfs.store.format import BEAT_ENDING, BEAT_OFFSET, Beat, pack_beat, unpack_beat
-from kvfs.store.heart import Heart
+from kvfs.pool import heart, owner
+from kvfs.pool.devices import Device
+from kvfs.pool.format import BEAT_ENDING, BEAT_OFFSET, Beat, pack_beat, unpack_beat
+from kvfs.pool.heart import Heart
+from kvfs.pool.labels import read_beat
+from kvfs.pool.lock import locked
+from kvfs.pool.opening import OpenPool, open_device, open_pool
 from kvfs.types import PAGE_SIZE
 
 SECRET, POOL, DEVICE = 0x1234_5678_9ABC_DEF0, uuid.UUID(int=7), uuid.UUID(int=8)
@@ -307,10 +310,10 @@ def test_a_heart_beats_on_every_device_and_leaves_nothing(tmp_path: Path, monkey
         for number in range(2):
             while page(opened, number) == first[number]:
                 pass
-            beat = devices.read_beat(opened.devices[number], opened.config, number)
+            beat = read_beat(opened.devices[number], opened.config, number)
             assert beat is not None and beat.owner == taken.me.owner and beat.pool == str(tmp_path / "pool")
         taken.ending()
-        while not (devices.read_beat(opened.devices[0], opened.config, 0) or HERE).flags & BEAT_ENDING:
+        while not (read_beat(opened.devices[0], opened.config, 0) or HERE).flags & BEAT_ENDING:
             pass
         taken.stop()
         assert [page(opened, number) for number in range(2)] == [bytes(PAGE_SIZE)] * 2

@@ -6,26 +6,10 @@
 
 #include "shim.h"
 
-#define BATCH_SIZE_MAX 128
 #define THREADS_MAX 64
 #define THREADS_DEFAULT 8
 #define ITEM_SIZE_MAX ((size_t)1 << 30)  /* larger ones are the real library's: memory is checked whole before an item is taken */
 #define FOREIGN_POLL_NS 200000           /* waiting for both libraries at once */
-
-/* A batch of the application: what of it is read here, and a count of what the real library has of it. */
-struct batch {
-    struct batch *next;
-    void *key;                           /* the real library's batch, or this */
-    bool own;
-    unsigned refs;
-    unsigned capacity;
-    unsigned epoch;                      /* what was submitted before the last clear() is dropped */
-    unsigned waiting, running;           /* queued or running; running, of any epoch */
-    unsigned foreign;                    /* with the real library */
-    unsigned done_count;
-    struct cufile_event done[BATCH_SIZE_MAX];
-    pthread_cond_t changed;
-};
 
 struct job {
     struct job *next;
@@ -83,7 +67,7 @@ static void clear(struct batch *batch) {
     batch->waiting = batch->done_count = batch->foreign = 0;
 }
 
-static struct batch *batch_find(void *key) {
+struct batch *batch_find(void *key) {
     pthread_mutex_lock(&lock);
     struct batch *batch = *linked(key);
     if (batch)
@@ -92,19 +76,19 @@ static struct batch *batch_find(void *key) {
     return batch;
 }
 
-static void batch_put(struct batch *batch) {
+void batch_put(struct batch *batch) {
     pthread_mutex_lock(&lock);
     put(batch);
     pthread_mutex_unlock(&lock);
 }
 
-static void batch_clear(struct batch *batch) {
+void batch_clear(struct batch *batch) {
     pthread_mutex_lock(&lock);
     clear(batch);
     pthread_mutex_unlock(&lock);
 }
 
-static bool batch_add(void *real_batch, unsigned capacity, void **key) {
+bool batch_add(void *real_batch, unsigned capacity, void **key) {
     struct batch *batch = calloc(1, sizeof(*batch));
     pthread_condattr_t attributes;
     if (!batch)
@@ -125,7 +109,7 @@ static bool batch_add(void *real_batch, unsigned capacity, void **key) {
     return true;
 }
 
-static void batch_remove(void *key) {
+void batch_remove(void *key) {
     pthread_mutex_lock(&lock);
     struct batch **link = linked(key), *batch = *link;
     if (batch) {
@@ -134,6 +118,13 @@ static void batch_remove(void *key) {
         put(batch);
     }
     pthread_mutex_unlock(&lock);
+}
+
+bool batch_is_idle(struct batch *batch) {
+    pthread_mutex_lock(&lock);
+    bool idle = !batch->waiting && !batch->done_count;
+    pthread_mutex_unlock(&lock);
+    return idle;
 }
 
 void batches_forget(void) {
@@ -236,30 +227,7 @@ static bool start_threads(unsigned wanted) {
     return thread_count > 0;
 }
 
-/* ---- calls ---- */
-
-#define EXPORT __attribute__((visibility("default")))
-EXPORT struct cufile_status cuFileBatchIOSetUp(cufile_batch *out, unsigned count);
-EXPORT struct cufile_status cuFileBatchIOSubmit(cufile_batch key, unsigned count, struct cufile_item *items, unsigned flags);
-EXPORT struct cufile_status cuFileBatchIOGetStatus(cufile_batch key, unsigned least, unsigned *count, struct cufile_event *events,
-                                                   struct timespec *timeout);
-EXPORT struct cufile_status cuFileBatchIOCancel(cufile_batch key);
-EXPORT void cuFileBatchIODestroy(cufile_batch key);
-
-struct cufile_status cuFileBatchIOSetUp(cufile_batch *out, unsigned count) {
-    fork_guard();
-    const struct real *library = real();
-    if (library) {
-        struct cufile_status result = library->BatchIOSetUp(out, count);
-        void *key;
-        if (!result.error && count <= BATCH_SIZE_MAX)
-            batch_add(*out, count, &key); /* no memory, or more than is known of: all of it is the real library's */
-        return result;
-    }
-    if (!out || count < 1 || count > BATCH_SIZE_MAX || !own_use_count())
-        return ERROR(CUFILE_INVALID);
-    return batch_add(NULL, count, out) ? OK : ERROR(CUFILE_NO_MEMORY);
-}
+/* ---- submitting ---- */
 
 enum verdict { VERDICT_REAL, VERDICT_OURS, VERDICT_EMPTY, VERDICT_ODD };
 /* What is to become of an item; or, above all of these, why the submit is refused. ODD: a read of a file of ours that is not plain. */
@@ -268,7 +236,7 @@ static int judge(struct batch *batch, struct handle *handle, const struct cufile
     *buffer = buffer_find(item->base);
     if (!own && (!handle || item->opcode == 1))
         return VERDICT_REAL;
-    int refused = own ? own_check_item(handle, item) : 0;
+    int refused = own ? emulate_check_item(handle, item) : 0;
     if (refused)
         return refused;
     if (own && !item->size)
@@ -318,7 +286,7 @@ static int sort_items(struct batch *batch, unsigned count, const struct cufile_i
     return error;
 }
 
-static struct cufile_status submit(struct batch *batch, unsigned count, const struct cufile_item *items, unsigned flags) {
+struct cufile_status batch_submit(struct batch *batch, unsigned count, const struct cufile_item *items, unsigned flags) {
     struct job *jobs = NULL;
     struct cufile_item foreign[BATCH_SIZE_MAX];
     unsigned job_count = 0, foreign_count = 0, foreign_events = 0;
@@ -363,21 +331,7 @@ static struct cufile_status submit(struct batch *batch, unsigned count, const st
     return result;
 }
 
-struct cufile_status cuFileBatchIOSubmit(cufile_batch key, unsigned count, struct cufile_item *items, unsigned flags) {
-    fork_guard();
-    struct batch *batch = batch_find(key);
-    struct cufile_status result;
-    if (!batch)
-        return real() ? real()->BatchIOSubmit(key, count, items, flags) : ERROR(CUFILE_NO_BATCH);
-    if (items && count >= 1 && count <= batch->capacity) {
-        result = submit(batch, count, items, flags);
-    } else {
-        result = batch->own ? ERROR(CUFILE_SUBMIT_REFUSED) : real()->BatchIOSubmit(key, count, items, flags);
-        batch_clear(batch);
-    }
-    batch_put(batch);
-    return result;
-}
+/* ---- waiting ---- */
 
 static int64_t nanoseconds(const struct timespec *time) { return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec; }
 
@@ -407,8 +361,8 @@ static unsigned take_done(struct batch *batch, struct cufile_event *events, unsi
 }
 
 /* Events of the real library; least 0: only those that are there. */
-static struct cufile_status take_foreign(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
-                                         struct timespec *timeout) {
+struct cufile_status batch_take_foreign(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
+                                        struct timespec *timeout) {
     struct cufile_status result = real()->BatchIOGetStatus(batch->key, least, count, events, timeout);
     pthread_mutex_lock(&lock);
     if (result.error)
@@ -418,8 +372,8 @@ static struct cufile_status take_foreign(struct batch *batch, unsigned least, un
     return result;
 }
 
-static struct cufile_status get_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
-                                       struct timespec *timeout) {
+struct cufile_status batch_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
+                                  struct timespec *timeout) {
     struct cufile_status result = OK;
     int64_t deadline_ns = timeout ? now_ns() + (nanoseconds(timeout) > 0 ? nanoseconds(timeout) : 0) : INT64_MAX;
     unsigned room = *count, got = 0;
@@ -437,7 +391,7 @@ static struct cufile_status get_status(struct batch *batch, unsigned least, unsi
             struct timespec none = {0, 0}, rest = {left / 1000000000, left % 1000000000};
             bool last = !waiting && got < least;
             unsigned more = room - got;
-            result = take_foreign(batch, last ? least - got : 0, &more, events + got, !last ? &none : timeout ? &rest : NULL);
+            result = batch_take_foreign(batch, last ? least - got : 0, &more, events + got, !last ? &none : timeout ? &rest : NULL);
             got += more;
             if (result.error || last)
                 break;
@@ -454,41 +408,4 @@ static struct cufile_status get_status(struct batch *batch, unsigned least, unsi
     }
     *count = got;
     return got ? OK : result;
-}
-
-struct cufile_status cuFileBatchIOGetStatus(cufile_batch key, unsigned least, unsigned *count, struct cufile_event *events,
-                                            struct timespec *timeout) {
-    struct batch *batch = batch_find(key);
-    struct cufile_status result;
-    if (!batch)
-        return real() ? real()->BatchIOGetStatus(key, least, count, events, timeout) : ERROR(CUFILE_NO_BATCH);
-    pthread_mutex_lock(&lock);
-    bool idle = !batch->waiting && !batch->done_count;
-    pthread_mutex_unlock(&lock);
-    bool valid = count && events && *count && least <= *count && least <= batch->capacity;
-    if (valid && idle && !batch->own)
-        result = take_foreign(batch, least, count, events, timeout);
-    else if (valid)
-        result = get_status(batch, least, count, events, timeout);
-    else
-        result = batch->own ? ERROR(CUFILE_INVALID) : real()->BatchIOGetStatus(key, least, count, events, timeout);
-    batch_put(batch);
-    return result;
-}
-
-struct cufile_status cuFileBatchIOCancel(cufile_batch key) {
-    struct batch *batch = batch_find(key);
-    if (batch) {
-        batch_clear(batch);
-        batch_put(batch);
-    }
-    if (real())
-        return real()->BatchIOCancel(key);
-    return batch ? OK : ERROR(CUFILE_NO_BATCH);
-}
-
-void cuFileBatchIODestroy(cufile_batch key) {
-    batch_remove(key);
-    if (real())
-        real()->BatchIODestroy(key);
 }

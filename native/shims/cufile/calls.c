@@ -1,10 +1,6 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "shim.h"
 
@@ -16,36 +12,12 @@
 CUFILE_CALLS(X)
 #undef X
 
-struct counters counters;
-
-/* KVFS_CUFILE_STATS=FILE: at the end, one line of JSON is added to it. */
-static __attribute__((destructor)) void report(void) {
-    const char *path = getenv("KVFS_CUFILE_STATS");
-    char line[512];
-    if (!path || !atomic_load(&counters.handles))
-        return;
-    int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-    int size = snprintf(line, sizeof(line),
-                        "{\"pid\": %d, \"handles\": %llu, \"native_reads\": %llu, \"native_bytes\": %llu, \"gpu_bytes\": %llu, "
-                        "\"forwarded_reads\": %llu, \"forwarded_bytes\": %llu, \"writes\": %llu, \"batches\": %llu, "
-                        "\"async_reads\": %llu}\n",
-                        (int)getpid(), atomic_load(&counters.handles), atomic_load(&counters.native_reads),
-                        atomic_load(&counters.native_bytes), atomic_load(&counters.gpu_bytes),
-                        atomic_load(&counters.forwarded_reads), atomic_load(&counters.forwarded_bytes), atomic_load(&counters.writes),
-                        atomic_load(&counters.batches), atomic_load(&counters.async_reads));
-    if (fd >= 0) {
-        if (write(fd, line, (size_t)size) != size)
-            fprintf(stderr, "libkvfs_cufile: KVFS_CUFILE_STATS=%s: cannot be written\n", path);
-        close(fd);
-    }
-}
-
 /* ---- driver ---- */
 
 struct cufile_status cuFileDriverOpen(void) {
     fork_guard();
     const struct real *library = real();
-    return library ? library->DriverOpen() : own_driver_open();
+    return library ? library->DriverOpen() : emulate_driver_open();
 }
 
 static struct cufile_status close_driver(struct cufile_status (*close_real)(void)) {
@@ -58,26 +30,34 @@ static struct cufile_status close_driver(struct cufile_status (*close_real)(void
     return result;
 }
 
+static struct cufile_status emulated_close(void) {
+    if (emulate_driver_close()) {
+        batches_forget();
+        registry_forget();
+    }
+    return OK;
+}
+
 struct cufile_status cuFileDriverClose(void) {
     fork_guard();
     const struct real *library = real();
-    return library ? close_driver(library->DriverClose) : own_driver_close();
+    return library ? close_driver(library->DriverClose) : emulated_close();
 }
 
 struct cufile_status cuFileDriverClose_v2(void) {
     fork_guard();
     const struct real *library = real();
-    return library ? close_driver(library->DriverClose_v2) : own_driver_close();
+    return library ? close_driver(library->DriverClose_v2) : emulated_close();
 }
 
 long cuFileUseCount(void) {
     const struct real *library = real();
-    return library ? library->UseCount() : own_use_count();
+    return library ? library->UseCount() : emulate_use_count();
 }
 
 struct cufile_status cuFileDriverGetProperties(struct cufile_properties *out) {
     const struct real *library = real();
-    return library ? library->DriverGetProperties(out) : own_properties(out);
+    return library ? library->DriverGetProperties(out) : emulate_properties(out);
 }
 
 struct cufile_status cuFileGetVersion(int *out) {
@@ -102,13 +82,13 @@ struct cufile_status cuFileHandleRegister(cufile_handle *out, struct cufile_desc
     const struct real *library = real();
     struct place place;
     if (!library)
-        return own_handle_register(out, description);
+        return emulate_handle_register(out, description);
     struct cufile_status result = library->HandleRegister(out, description);
     if (!out || !description || description->type != 1 || (result.error && !refuses_file(result.error)) ||
         !mounts_find(description->fd, &place))
         return result;
     if (result.error)
-        return own_handle_register(out, description);
+        return emulate_handle_register(out, description);
     handle_put(handle_add(*out, description->fd, &place, false)); /* no memory: then it is a handle as any other */
     return result;
 }
@@ -126,7 +106,7 @@ struct cufile_status cuFileBufRegister(const void *base, size_t size, int flags)
     fork_guard();
     const struct real *library = real();
     if (!library)
-        return own_buffer_register(base, size, flags);
+        return emulate_buffer_register(base, size, flags);
     struct cufile_status result = library->BufRegister(base, size, flags);
     if (!result.error)
         buffer_add(base, size);
@@ -136,7 +116,7 @@ struct cufile_status cuFileBufRegister(const void *base, size_t size, int flags)
 struct cufile_status cuFileBufDeregister(const void *base) {
     const struct real *library = real();
     if (!library)
-        return own_buffer_deregister(base);
+        return emulate_buffer_deregister(base);
     struct cufile_status result = library->BufDeregister(base);
     if (!result.error)
         buffer_remove(base);
@@ -144,13 +124,6 @@ struct cufile_status cuFileBufDeregister(const void *base) {
 }
 
 /* ---- reads and writes ---- */
-
-bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset,
-                   const struct buffer *buffer) {
-    if (!base || !size || handle->access == O_WRONLY || file_offset < 0 || size > (uint64_t)(INT64_MAX - file_offset))
-        return false;
-    return !buffer->size || (buffer_offset >= 0 && size <= buffer->size && (uint64_t)buffer_offset <= buffer->size - size);
-}
 
 static int64_t taken_read(struct handle *handle, void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset) {
     struct buffer buffer = buffer_find(base);
@@ -160,15 +133,6 @@ static int64_t taken_read(struct handle *handle, void *base, uint64_t size, int6
 }
 
 static bool is_own(const struct handle *handle) { return !real() || (handle && handle->own); }
-
-ssize_t real_read(struct handle *handle, void *key, void *base, size_t size, off_t file_offset, off_t buffer_offset) {
-    ssize_t result = real()->Read(key, base, size, file_offset, buffer_offset);
-    if (handle)
-        COUNT(forwarded_reads, 1);
-    if (handle && result > 0)
-        COUNT(forwarded_bytes, (unsigned long long)result);
-    return result;
-}
 
 static ssize_t invalid(void) {
     errno = EINVAL;
@@ -183,7 +147,7 @@ ssize_t cuFileRead(cufile_handle key, void *base, size_t size, off_t file_offset
         if (!is_own(handle))
             result = real_read(handle, key, base, size, file_offset, buffer_offset);
         else
-            result = key && base ? own_read(handle, base, size, file_offset, buffer_offset) : invalid();
+            result = key && base ? emulate_read(handle, base, size, file_offset, buffer_offset) : invalid();
     }
     handle_put(handle);
     return result;
@@ -196,7 +160,7 @@ ssize_t cuFileWrite(cufile_handle key, const void *base, size_t size, off_t file
     if (!is_own(handle))
         result = real()->Write(key, base, size, file_offset, buffer_offset);
     else
-        result = key && base ? own_write(handle, base, size, file_offset, buffer_offset) : invalid();
+        result = key && base ? emulate_write(handle, base, size, file_offset, buffer_offset) : invalid();
     if (handle)
         COUNT(writes, 1);
     handle_put(handle);
@@ -233,7 +197,7 @@ ssize_t cuFileReadv(cufile_handle key, const struct cufile_vector *vectors, size
         if (!is_own(handle))
             result = real()->Readv(key, vectors, count, file_offset, flags);
         else
-            result = key ? own_vector(handle, vectors, count, file_offset, false) : invalid();
+            result = key ? emulate_vector(handle, vectors, count, file_offset, false) : invalid();
     }
     handle_put(handle);
     return result;
@@ -246,7 +210,7 @@ ssize_t cuFileWritev(cufile_handle key, const struct cufile_vector *vectors, siz
     if (!is_own(handle))
         result = real()->Writev(key, vectors, count, file_offset, flags);
     else
-        result = key ? own_vector(handle, vectors, count, file_offset, true) : invalid();
+        result = key ? emulate_vector(handle, vectors, count, file_offset, true) : invalid();
     if (handle)
         COUNT(writes, 1);
     handle_put(handle);
@@ -270,7 +234,7 @@ struct cufile_status cuFileReadAsync(cufile_handle key, void *base, size_t *size
     } else if (!is_own(handle)) {
         result = real()->ReadAsync(key, base, size, file_offset, buffer_offset, done, stream);
     } else if (ready) {
-        n = own_read(handle, base, *size, *file_offset, *buffer_offset);
+        n = emulate_read(handle, base, *size, *file_offset, *buffer_offset);
         *done = n < 0 ? -errno : n;
         result = OK;
     } else if (done) {
@@ -288,7 +252,7 @@ struct cufile_status cuFileWriteAsync(cufile_handle key, void *base, size_t *siz
     if (!is_own(handle)) {
         result = real()->WriteAsync(key, base, size, file_offset, buffer_offset, done, stream);
     } else if (handle && base && size && file_offset && buffer_offset && done && cuda_synchronize(stream)) {
-        ssize_t n = own_write(handle, base, *size, *file_offset, *buffer_offset);
+        ssize_t n = emulate_write(handle, base, *size, *file_offset, *buffer_offset);
         *done = n < 0 ? -errno : n;
         result = OK;
     } else if (done) {
@@ -302,10 +266,78 @@ struct cufile_status cuFileWriteAsync(cufile_handle key, void *base, size_t *siz
 
 struct cufile_status cuFileStreamRegister(cufile_stream stream, unsigned flags) {
     const struct real *library = real();
-    return library ? library->StreamRegister(stream, flags) : own_stream(stream, true);
+    return library ? library->StreamRegister(stream, flags) : emulate_stream(stream, true);
 }
 
 struct cufile_status cuFileStreamDeregister(cufile_stream stream) {
     const struct real *library = real();
-    return library ? library->StreamDeregister(stream) : own_stream(stream, false);
+    return library ? library->StreamDeregister(stream) : emulate_stream(stream, false);
+}
+
+/* ---- batches ---- */
+
+struct cufile_status cuFileBatchIOSetUp(cufile_batch *out, unsigned count) {
+    fork_guard();
+    const struct real *library = real();
+    if (library) {
+        struct cufile_status result = library->BatchIOSetUp(out, count);
+        void *key;
+        if (!result.error && count <= BATCH_SIZE_MAX)
+            batch_add(*out, count, &key); /* no memory, or more than is known of: all of it is the real library's */
+        return result;
+    }
+    if (!out || count < 1 || count > BATCH_SIZE_MAX || !emulate_use_count())
+        return ERROR(CUFILE_INVALID);
+    return batch_add(NULL, count, out) ? OK : ERROR(CUFILE_NO_MEMORY);
+}
+
+struct cufile_status cuFileBatchIOSubmit(cufile_batch key, unsigned count, struct cufile_item *items, unsigned flags) {
+    fork_guard();
+    struct batch *batch = batch_find(key);
+    struct cufile_status result;
+    if (!batch)
+        return real() ? real()->BatchIOSubmit(key, count, items, flags) : ERROR(CUFILE_NO_BATCH);
+    if (items && count >= 1 && count <= batch->capacity) {
+        result = batch_submit(batch, count, items, flags);
+    } else {
+        result = batch->own ? ERROR(CUFILE_SUBMIT_REFUSED) : real()->BatchIOSubmit(key, count, items, flags);
+        batch_clear(batch);
+    }
+    batch_put(batch);
+    return result;
+}
+
+struct cufile_status cuFileBatchIOGetStatus(cufile_batch key, unsigned least, unsigned *count, struct cufile_event *events,
+                                            struct timespec *timeout) {
+    struct batch *batch = batch_find(key);
+    struct cufile_status result;
+    if (!batch)
+        return real() ? real()->BatchIOGetStatus(key, least, count, events, timeout) : ERROR(CUFILE_NO_BATCH);
+    bool idle = batch_is_idle(batch);
+    bool valid = count && events && *count && least <= *count && least <= batch->capacity;
+    if (valid && idle && !batch->own)
+        result = batch_take_foreign(batch, least, count, events, timeout);
+    else if (valid)
+        result = batch_status(batch, least, count, events, timeout);
+    else
+        result = batch->own ? ERROR(CUFILE_INVALID) : real()->BatchIOGetStatus(key, least, count, events, timeout);
+    batch_put(batch);
+    return result;
+}
+
+struct cufile_status cuFileBatchIOCancel(cufile_batch key) {
+    struct batch *batch = batch_find(key);
+    if (batch) {
+        batch_clear(batch);
+        batch_put(batch);
+    }
+    if (real())
+        return real()->BatchIOCancel(key);
+    return batch ? OK : ERROR(CUFILE_NO_BATCH);
+}
+
+void cuFileBatchIODestroy(cufile_batch key) {
+    batch_remove(key);
+    if (real())
+        real()->BatchIODestroy(key);
 }

@@ -8,6 +8,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include "client/mountinfo.h"
 #include "shim.h"
 
 #define MOUNTINFO "/proc/self/mountinfo"
@@ -26,6 +27,7 @@ struct mount {
     uint64_t next_try_ns;
 };
 
+unsigned fork_count;
 static pthread_mutex_t mounts_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct mount *mounts;
 static int watch = -1;                   /* on mountinfo, at its end: poll() says whether anything was mounted since */
@@ -34,22 +36,6 @@ static uint64_t now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
-/* A field of mountinfo, where \ooo stands for a byte. */
-static char *unescaped(const char *text, size_t size) {
-    char *out = malloc(size + 1), *to = out;
-    for (const char *from = text, *end = text + size; out && from < end; from++) {
-        if (*from == '\\' && end - from >= 4) {
-            *to++ = (char)((from[1] - '0') * 64 + (from[2] - '0') * 8 + (from[3] - '0'));
-            from += 3;
-        } else {
-            *to++ = *from;
-        }
-    }
-    if (out)
-        *to = 0;
-    return out;
 }
 
 static void mount_seen(dev_t device, int identity, char *path) {
@@ -77,17 +63,12 @@ static void read_mounts(void) {
     char *line = NULL;
     size_t capacity = 0;
     while (file && getline(&line, &capacity, file) > 0) {
-        /* 36 35 98:0 /root /mount/point options ... - type source options */
-        int identity, start = 0, end = 0;
-        unsigned major_number, minor_number;
-        const char *dash = strstr(line, " - ");
-        if (!dash || strncmp(dash + 3, "fuse.kvfs ", 10) != 0)
+        struct mountinfo mount;
+        if (!mountinfo_parse(line, &mount) || strcmp(mount.kind, "fuse.kvfs") != 0)
             continue;
-        if (sscanf(line, "%d %*d %u:%u %*s %n%*s%n", &identity, &major_number, &minor_number, &start, &end) < 3 || !end)
-            continue;
-        char *path = unescaped(line + start, (size_t)(end - start));
+        char *path = strdup(mount.path);
         if (path)
-            mount_seen(makedev(major_number, minor_number), identity, path);
+            mount_seen(makedev(mount.major, mount.minor), (int)mount.id, path);
     }
     free(line);
     if (file)

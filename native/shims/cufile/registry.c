@@ -11,38 +11,21 @@
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
 static struct handle *handles[BUCKETS];
 static struct buffer *buffers[BUCKETS];
-unsigned fork_count;
 
 static unsigned bucket(const void *key) {
     return (unsigned)(((uintptr_t)key * 0x9e3779b97f4a7c15u) >> 54);
 }
 
-static void before_fork(void) {
-    pthread_rwlock_wrlock(&lock);
-    batches_lock();
-}
+/* ---- fork() ---- */
 
-static void in_parent(void) {
-    batches_unlock();
-    pthread_rwlock_unlock(&lock);
-}
+void registry_lock(void) { pthread_rwlock_wrlock(&lock); }
+void registry_unlock(void) { pthread_rwlock_unlock(&lock); }
 
-static void in_child(void) {
-    fork_count++;
+void registry_forked(void) {
     pthread_rwlock_init(&lock, NULL);
     for (unsigned i = 0; i < BUCKETS; i++)
         for (struct handle *handle = handles[i]; handle; handle = handle->next)
             pthread_mutex_init(&handle->lock, NULL);
-    mounts_forked();
-    cuda_forked();
-    batches_forked();
-}
-
-static void prepare(void) { pthread_atfork(before_fork, in_parent, in_child); }
-
-void fork_guard(void) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, prepare);
 }
 
 /* ---- handles ---- */

@@ -3,16 +3,21 @@
  * The rule of the whole library: a read is done here only where it is certain that the real libcufile would have given the same bytes and
  * the same count. All else, also in doubt, is the real library's call, with the arguments as they came. To that end a file on a kvfs mount
  * is registered with the real library too, and the application holds the real handle: whatever goes there needs no translation. Only where
- * there is no real library, or it refuses the file, is a handle ours alone ("own"); own.c then answers as the real one would.
+ * there is no real library, or it refuses the file, is a handle ours alone ("own"); emulate.c then answers as the real one would.
  *
- *     calls.c      the calls that are taken over, but for batches
- *     batch.c      batches, and the threads that read for them
- *     own.c        what the real library would have answered, where it cannot
- *     registry.c   handles and buffers
- *     mounts.c     which descriptors lie on a kvfs mount, and the connection to its pool
- *     transfer.c   bytes into memory, host or GPU
- *     cuda.c       the few calls of libcuda that this takes
+ * Each file uses those above it:
+ *
  *     real.c       the real library
+ *     counters.c   what is counted, and told at the end
+ *     cuda.c       the few calls of libcuda that this takes
+ *     memory.c     whether memory may be read into
+ *     mounts.c     which descriptors lie on a kvfs mount, and the connection to its pool
+ *     registry.c   handles and buffers
+ *     transfer.c   bytes into memory, host or GPU
+ *     emulate.c    what the real library would have answered, where it cannot
+ *     batch.c      batches, and the threads that read for them
+ *     fork.c       what all of these must do when the process forks
+ *     calls.c      the calls that are taken over
  *     forward.S    every other symbol of libcufile: a jump to the real one
  */
 #ifndef KVFS_CUFILE_SHIM_H
@@ -25,6 +30,7 @@
 #include "abi.h"
 #include "kvfs.h"
 
+#define BATCH_SIZE_MAX 128
 #define OK ((struct cufile_status){0, 0})
 #define ERROR(code) ((struct cufile_status){(code), 0})
 
@@ -38,6 +44,35 @@ struct real {
 /* Finds and loads it at the first call; NULL: there is none. A call that an older one does not have answers CUFILE_UNSUPPORTED. */
 const struct real *real(void);
 
+/* ---- counters.c ---- */
+
+struct counters {
+    atomic_ullong handles, native_reads, native_bytes, gpu_bytes, forwarded_reads, forwarded_bytes, writes, batches, async_reads;
+};
+extern struct counters counters;
+#define COUNT(field, n) atomic_fetch_add_explicit(&counters.field, (n), memory_order_relaxed)
+
+/* ---- cuda.c ---- */
+
+/* 0: host memory; 1: GPU memory, reached only by copies; 2: host memory known to CUDA, so mapped. */
+int cuda_memory_kind(const void *pointer);
+/* GPU memory, in pieces through pinned memory: fill() puts up to size bytes from offset on into it, drain() takes them; bytes or -errno.
+ * Both wait until all is copied. Bytes of all pieces up to a short one, or -errno: of a piece, or of CUDA. */
+typedef int64_t (*cuda_piece)(void *owner, void *memory, uint64_t size, uint64_t offset);
+int64_t cuda_fill(void *destination, uint64_t size, uint64_t offset, cuda_piece fill, void *owner);
+int64_t cuda_drain(const void *source, uint64_t size, uint64_t offset, cuda_piece drain, void *owner);
+/* Work that is on the stream is done. False: no CUDA, an error, or the stream is being captured. */
+bool cuda_synchronize(cufile_stream stream);
+void cuda_forked(void);
+
+/* ---- memory.c ---- */
+
+/* Whether a store there is no fault; pages that are missing are faulted in. */
+bool memory_is_good(const void *memory, uint64_t size);
+/* The same by the process's map, touching nothing: for large memory, once. */
+bool memory_is_mapped(const void *memory, uint64_t size);
+bool host_memory_is_good(const void *memory, uint64_t size);
+
 /* ---- mounts.c ---- */
 
 struct mount;
@@ -47,6 +82,7 @@ bool mounts_find(int fd, struct place *out);
 /* NULL: not connected, and not to be connected now; or connected by the process that forked this one. */
 struct kvfs_client *mount_client(struct mount *mount);
 void mounts_forked(void);
+extern unsigned fork_count;              /* how often this process is a fork of one that was used */
 
 /* ---- registry.c ---- */
 
@@ -79,70 +115,77 @@ bool buffer_remove(const void *base);
 struct buffer buffer_find(const void *base);
 
 void registry_forget(void);              /* the driver was closed */
-extern unsigned fork_count;              /* how often this process is a fork of one that was used */
-void fork_guard(void);                   /* once before anything else */
-
-/* ---- cuda.c ---- */
-
-/* 0: host memory; 1: GPU memory, reached only by copies; 2: host memory known to CUDA, so mapped. */
-int cuda_memory_kind(const void *pointer);
-/* GPU memory, in pieces through pinned memory: fill() puts up to size bytes from offset on into it, drain() takes them; bytes or -errno.
- * Both wait until all is copied. Bytes of all pieces up to a short one, or -errno: of a piece, or of CUDA. */
-typedef int64_t (*cuda_piece)(void *owner, void *memory, uint64_t size, uint64_t offset);
-int64_t cuda_fill(void *destination, uint64_t size, uint64_t offset, cuda_piece fill, void *owner);
-int64_t cuda_drain(const void *source, uint64_t size, uint64_t offset, cuda_piece drain, void *owner);
-/* Work that is on the stream is done. False: no CUDA, an error, or the stream is being captured. */
-bool cuda_synchronize(cufile_stream stream);
-void cuda_forked(void);
+void registry_lock(void);                /* around fork() */
+void registry_unlock(void);
+void registry_forked(void);
 
 /* ---- transfer.c ---- */
 
 /* By libkvfs. Bytes, or -1: not done, the destination's bytes undefined. mapped: memory_is_mapped() said so of it. */
 int64_t native_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset, bool mapped);
-/* Whether a store there is no fault; pages that are missing are faulted in. */
-bool memory_is_good(const void *memory, uint64_t size);
-/* The same by the process's map, touching nothing: for large memory, once. */
-bool memory_is_mapped(const void *memory, uint64_t size);
 /* Of an own handle, by its descriptor: bytes or -errno. */
 int64_t descriptor_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset);
 int64_t descriptor_write(struct handle *handle, const void *source, uint64_t size, uint64_t offset);
-
-/* ---- own.c: with the real library's error codes. Each returns as its cuFile namesake does. ---- */
-
-struct cufile_status own_driver_open(void);
-struct cufile_status own_driver_close(void);
-long own_use_count(void);
-struct cufile_status own_properties(struct cufile_properties *out);
-struct cufile_status own_handle_register(cufile_handle *out, struct cufile_description *description);
-struct cufile_status own_buffer_register(const void *base, size_t size, int flags);
-struct cufile_status own_buffer_deregister(const void *base);
-/* handle NULL: unknown; base is not. */
-ssize_t own_read(struct handle *handle, void *base, size_t size, off_t file_offset, off_t buffer_offset);
-ssize_t own_write(struct handle *handle, const void *base, size_t size, off_t file_offset, off_t buffer_offset);
-ssize_t own_vector(struct handle *handle, const struct cufile_vector *vectors, size_t count, off_t file_offset, bool write);
-struct cufile_status own_stream(cufile_stream stream, bool add);
-/* 0, or why the real library would refuse to have it in a batch. */
-int own_check_item(struct handle *handle, const struct cufile_item *item);
-
-/* ---- batch.c ---- */
-
-void batches_forget(void);               /* the driver was closed */
-void batches_forked(void);
-void batches_lock(void);                 /* around fork() */
-void batches_unlock(void);
-
-/* ---- calls.c ---- */
-
 /* A read that both libraries would do alike. buffer: what is registered at base. */
 bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset,
                    const struct buffer *buffer);
 /* handle NULL: not on a kvfs mount. */
 ssize_t real_read(struct handle *handle, void *key, void *base, size_t size, off_t file_offset, off_t buffer_offset);
 
-struct counters {
-    atomic_ullong handles, native_reads, native_bytes, gpu_bytes, forwarded_reads, forwarded_bytes, writes, batches, async_reads;
+/* ---- emulate.c: with the real library's error codes. Each returns as its cuFile namesake does, but for emulate_driver_close(). ---- */
+
+struct cufile_status emulate_driver_open(void);
+bool emulate_driver_close(void);              /* true: the last; then batches and the registry are to be forgotten */
+long emulate_use_count(void);
+struct cufile_status emulate_properties(struct cufile_properties *out);
+struct cufile_status emulate_handle_register(cufile_handle *out, struct cufile_description *description);
+struct cufile_status emulate_buffer_register(const void *base, size_t size, int flags);
+struct cufile_status emulate_buffer_deregister(const void *base);
+/* handle NULL: unknown; base is not. */
+ssize_t emulate_read(struct handle *handle, void *base, size_t size, off_t file_offset, off_t buffer_offset);
+ssize_t emulate_write(struct handle *handle, const void *base, size_t size, off_t file_offset, off_t buffer_offset);
+ssize_t emulate_vector(struct handle *handle, const struct cufile_vector *vectors, size_t count, off_t file_offset, bool write);
+struct cufile_status emulate_stream(cufile_stream stream, bool add);
+/* 0, or why the real library would refuse to have it in a batch. */
+int emulate_check_item(struct handle *handle, const struct cufile_item *item);
+
+/* ---- batch.c ---- */
+
+/* A batch of the application: what of it is read here, and a count of what the real library has of it. */
+struct batch {
+    struct batch *next;
+    void *key;                           /* the real library's batch, or this */
+    bool own;
+    unsigned refs;
+    unsigned capacity;
+    unsigned epoch;                      /* what was submitted before the last clear() is dropped */
+    unsigned waiting, running;           /* queued or running; running, of any epoch */
+    unsigned foreign;                    /* with the real library */
+    unsigned done_count;
+    struct cufile_event done[BATCH_SIZE_MAX];
+    pthread_cond_t changed;
 };
-extern struct counters counters;
-#define COUNT(field, n) atomic_fetch_add_explicit(&counters.field, (n), memory_order_relaxed)
+struct batch *batch_find(void *key);     /* with a reference; NULL: none of ours */
+void batch_put(struct batch *batch);
+/* real_batch NULL: *key is to be ours. False: no memory. */
+bool batch_add(void *real_batch, unsigned capacity, void **key);
+void batch_remove(void *key);            /* unknown: nothing */
+void batch_clear(struct batch *batch);   /* drops what was submitted and not yet seen, and waits for reads that have begun */
+bool batch_is_idle(struct batch *batch);
+struct cufile_status batch_submit(struct batch *batch, unsigned count, const struct cufile_item *items, unsigned flags);
+struct cufile_status batch_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
+                                  struct timespec *timeout);
+/* Events of the real library; least 0: only those that are there. */
+struct cufile_status batch_take_foreign(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
+                                        struct timespec *timeout);
+
+void batches_forget(void);               /* the driver was closed */
+void batches_forked(void);
+void batches_lock(void);                 /* around fork() */
+void batches_unlock(void);
+
+/* ---- fork.c ---- */
+
+void fork_guard(void);                   /* once before anything else */
 
 #endif

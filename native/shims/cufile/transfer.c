@@ -1,49 +1,14 @@
 #define _GNU_SOURCE
 #include <errno.h>
-#include <stdio.h>
-#include <sys/mman.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #include "shim.h"
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
 
 #define CHUNK ((uint64_t)64 << 20)       /* of a read: a size far beyond the file's end is not checked to its end */
 #define BUSY_POLL_NS 2000000
 
 static uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
-
-/* Faults in what is not there yet, and fails where a store would. Linux 5.14; before, and for memory of devices, it says no. */
-static bool host_memory_is_good(const void *memory, uint64_t size) {
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), start = (uintptr_t)memory & ~(page - 1), end = (uintptr_t)memory + size;
-    int r;
-    if (end < start)
-        return false;
-    do
-        r = madvise((void *)start, end - start, MADV_POPULATE_WRITE);
-    while (r < 0 && (errno == EINTR || errno == EAGAIN));
-    return r == 0;
-}
-
-bool memory_is_mapped(const void *memory, uint64_t size) {
-    uintptr_t at = (uintptr_t)memory, end = at + size, from, to;
-    char line[512], access[8];
-    if (cuda_memory_kind(memory))
-        return true;
-    FILE *maps = fopen("/proc/self/maps", "re");
-    while (maps && at < end && fgets(line, sizeof(line), maps))
-        if (sscanf(line, "%lx-%lx %7s", &from, &to, access) == 3 && from <= at && at < to && access[0] == 'r' && access[1] == 'w')
-            at = to;
-    if (maps)
-        fclose(maps);
-    return end > (uintptr_t)memory && at >= end;
-}
-
-bool memory_is_good(const void *memory, uint64_t size) {
-    return cuda_memory_kind(memory) != 0 || host_memory_is_good(memory, size);
-}
 
 /* A device that gave no answer in time may still write there, and a caller of cuFile cannot know: it is kept waiting, as by the kernel. */
 static void wait_until_ours(struct handle *handle, const void *memory, uint64_t size) {
@@ -129,4 +94,22 @@ int64_t descriptor_read(struct handle *handle, void *destination, uint64_t size,
 int64_t descriptor_write(struct handle *handle, const void *source, uint64_t size, uint64_t offset) {
     bool gpu = cuda_memory_kind(source) == 1;
     return gpu ? cuda_drain(source, size, offset, pwrite_piece, handle) : pwrite_piece(handle, (void *)(uintptr_t)source, size, offset);
+}
+
+/* ---- which library reads ---- */
+
+bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset,
+                   const struct buffer *buffer) {
+    if (!base || !size || handle->access == O_WRONLY || file_offset < 0 || size > (uint64_t)(INT64_MAX - file_offset))
+        return false;
+    return !buffer->size || (buffer_offset >= 0 && size <= buffer->size && (uint64_t)buffer_offset <= buffer->size - size);
+}
+
+ssize_t real_read(struct handle *handle, void *key, void *base, size_t size, off_t file_offset, off_t buffer_offset) {
+    ssize_t result = real()->Read(key, base, size, file_offset, buffer_offset);
+    if (handle)
+        COUNT(forwarded_reads, 1);
+    if (handle && result > 0)
+        COUNT(forwarded_bytes, (unsigned long long)result);
+    return result;
 }

@@ -7,20 +7,20 @@
 
 #define WORD_BITS 64
 
-static atomic_ullong own[FILES_MAX / WORD_BITS];
-static atomic_int own_end;          /* above the highest number ever used */
+static atomic_ullong internal_fds[FILES_MAX / WORD_BITS];
+static atomic_int internal_fd_end;          /* above the highest number ever used */
 
-bool own_has(int fd) {
-    return fd >= 0 && fd < atomic_load_explicit(&own_end, memory_order_relaxed) &&
-           atomic_load(&own[fd / WORD_BITS]) >> (fd % WORD_BITS) & 1;
+bool internal_fd_has(int fd) {
+    return fd >= 0 && fd < atomic_load_explicit(&internal_fd_end, memory_order_relaxed) &&
+           atomic_load(&internal_fds[fd / WORD_BITS]) >> (fd % WORD_BITS) & 1;
 }
 
-void own_forget(int fd) {
-    if (own_has(fd))
-        atomic_fetch_and(&own[fd / WORD_BITS], ~(1ull << (fd % WORD_BITS)));
+void internal_fd_forget(int fd) {
+    if (internal_fd_has(fd))
+        atomic_fetch_and(&internal_fds[fd / WORD_BITS], ~(1ull << (fd % WORD_BITS)));
 }
 
-int own_raise(int fd) {
+int internal_fd_raise(int fd) {
     struct rlimit limit;
     int from = getrlimit(RLIMIT_NOFILE, &limit) < 0 || limit.rlim_cur > 1024 ? 768 : (int)limit.rlim_cur * 3 / 4;
     int high = fcntl(fd, F_DUPFD_CLOEXEC, from);
@@ -29,23 +29,23 @@ int own_raise(int fd) {
         fd = high;
     }
     if (fd < FILES_MAX) {
-        atomic_fetch_or(&own[fd / WORD_BITS], 1ull << (fd % WORD_BITS));
-        for (int end = atomic_load(&own_end); end <= fd && !atomic_compare_exchange_weak(&own_end, &end, fd + 1);)
+        atomic_fetch_or(&internal_fds[fd / WORD_BITS], 1ull << (fd % WORD_BITS));
+        for (int end = atomic_load(&internal_fd_end); end <= fd && !atomic_compare_exchange_weak(&internal_fd_end, &end, fd + 1);)
             ;
     }
     return fd;
 }
 
-int own_next(int fd) {
-    for (; fd < atomic_load(&own_end); fd++)
-        if (own_has(fd))
+int internal_fd_next(int fd) {
+    for (; fd < atomic_load(&internal_fd_end); fd++)
+        if (internal_fd_has(fd))
             return fd;
     return -1;
 }
 
-void own_forked(void) {
-    for (int fd = own_next(0); fd >= 0; fd = own_next(fd + 1)) {
+void internal_fd_forked(void) {
+    for (int fd = internal_fd_next(0); fd >= 0; fd = internal_fd_next(fd + 1)) {
         real_close(fd);
-        own_forget(fd);
+        internal_fd_forget(fd);
     }
 }

@@ -6,6 +6,7 @@
  *
  * A path is resolved as a string: no "..", no symbolic links, every directory's right to search it known from mode bits. For what lies
  * above the mount point the kernel is asked, every PERIOD_MS. */
+#include "client/mountinfo.h"
 #include "preload.h"
 
 #include <poll.h>
@@ -72,6 +73,7 @@ static int mounts_fd = -1;
 static struct stat mounts_fd_is;
 static atomic_bool paths_off, parse_again;
 static char last_error[256];
+static void (*on_retire)(const struct mount *mount);
 
 static struct {
     atomic_uint sequence;           /* odd: being written */
@@ -97,14 +99,14 @@ static bool below(const char *path, const char *directory, size_t size) {
 static bool mounts_changed(void) {
     struct stat st;
     if (mounts_fd >= 0 && (fstat(mounts_fd, &st) < 0 || st.st_ino != mounts_fd_is.st_ino || st.st_dev != mounts_fd_is.st_dev)) {
-        own_forget(mounts_fd); /* closed where it could not be seen */
+        internal_fd_forget(mounts_fd); /* closed where it could not be seen */
         mounts_fd = -1;
     }
     if (mounts_fd < 0) {
         int fd = (int)syscall(SYS_openat, AT_FDCWD, "/proc/self/mountinfo", O_RDONLY | O_CLOEXEC);
         if (fd < 0)
             return false;
-        mounts_fd = own_raise(fd);
+        mounts_fd = internal_fd_raise(fd);
         return fstat(mounts_fd, &mounts_fd_is) == 0;
     }
     struct pollfd poll_fd = {.fd = mounts_fd, .events = POLLPRI};
@@ -135,20 +137,6 @@ static ssize_t mounts_read(void) {
     }
 }
 
-/* Octal escapes of space, tab, newline and backslash; proc_pid_mountinfo(5). */
-static void unescape(char *path) {
-    char *out = path;
-    for (const char *in = path; *in; out++) {
-        if (in[0] == '\\' && in[1] >= '0' && in[1] <= '3' && in[2] && in[3]) {
-            *out = (char)((in[1] - '0') * 64 + (in[2] - '0') * 8 + (in[3] - '0'));
-            in += 4;
-        } else {
-            *out = *in++;
-        }
-    }
-    *out = 0;
-}
-
 static bool has_option(const char *options, const char *wanted) {
     size_t size = strlen(wanted);
     for (const char *at = options; (at = strstr(at, wanted)); at += size)
@@ -177,31 +165,13 @@ static struct mount *mount_known(const struct mount *wanted) {
     return NULL;
 }
 
-struct line { char *fields[6], *kind, *source, *options; };
-
-static bool line_split(char *line, struct line *out) {
-    char *back = strstr(line, " - "), *save = NULL;
-    if (!back)
-        return false;
-    *back = 0;
-    for (int i = 0; i < 6; i++)
-        if (!(out->fields[i] = strtok_r(i ? NULL : line, " ", &save)))
-            return false;
-    out->kind = strtok_r(back + 3, " ", &save);
-    out->source = strtok_r(NULL, " ", &save);
-    out->options = strtok_r(NULL, " ", &save);
-    unescape(out->fields[4]);
-    return out->kind;
-}
-
-static void mount_found(const struct line *line) {
-    struct mount wanted = {.path_size = (uint32_t)strlen(line->fields[4])};
+static void mount_found(const struct mountinfo *line) {
+    struct mount wanted = {.path_size = (uint32_t)strlen(line->path), .id = (int)line->id, .major = line->major, .minor = line->minor};
     /* Of a bind mount of a part of the pool paths would mean something else. */
-    if (!line->options || strcmp(line->fields[3], "/") != 0 || wanted.path_size < 2 || wanted.path_size >= PATH_SIZE ||
-        strlen(line->source) >= PATH_SIZE || scratch.count == MOUNTS_MAX ||
-        sscanf(line->fields[0], "%d", &wanted.id) != 1 || sscanf(line->fields[2], "%u:%u", &wanted.major, &wanted.minor) != 2)
+    if (!line->options || strcmp(line->root, "/") != 0 || wanted.path_size < 2 || wanted.path_size >= PATH_SIZE ||
+        strlen(line->source) >= PATH_SIZE || scratch.count == MOUNTS_MAX)
         return;
-    strcpy(wanted.path, line->fields[4]);
+    strcpy(wanted.path, line->path);
     strcpy(wanted.source, line->source);
     wanted.allow_other = has_option(line->options, "allow_other");
     wanted.kernel_checks = has_option(line->options, "default_permissions");
@@ -249,7 +219,8 @@ static void retire(struct mount *mount) {
 static void close_retired(void) {
     for (uint32_t i = 0; i < retired_count; i++) {
         struct mount *mount = retired[i];
-        files_reap(mount);
+        if (on_retire)
+            on_retire(mount);
         if (atomic_load(&mount->users))
             continue;
         kvfs_close(atomic_exchange(&mount->client, NULL));
@@ -264,16 +235,16 @@ static bool mounts_parse(void) {
     struct snapshot *before = atomic_load(&current), *after;
     memset(&scratch, 0, sizeof(scratch));
     /* Twice over the text, which the first pass cuts up: mount points are kept by their own first pass. */
-    struct line line;
+    struct mountinfo line;
     char *save = NULL, *next = text;
     size_t points = 0;
     for (char *at = strtok_r(next, "\n", &save); at; at = strtok_r(NULL, "\n", &save)) {
-        if (!line_split(at, &line))
+        if (!mountinfo_parse(at, &line))
             continue;
         if (strcmp(line.kind, "fuse.kvfs") == 0)
             mount_found(&line);
-        size_t size = strlen(line.fields[4]) + 1; /* never longer than what it overwrites: the text before */
-        memmove(text + points, line.fields[4], size);
+        size_t size = strlen(line.path) + 1; /* never longer than what it overwrites: the text before */
+        memmove(text + points, line.path, size);
         points += size;
     }
     for (size_t at = 0; at < points; at += strlen(text + at) + 1)
@@ -647,6 +618,8 @@ bool mount_fill_statx(const struct mount *mount, const struct kvfs_attributes *a
 }
 
 /* ---- the process ---- */
+
+void mounts_on_retire(void (*then)(const struct mount *mount)) { on_retire = then; }
 
 void mounts_paths_off(void) { atomic_store(&paths_off, true); }
 

@@ -19,36 +19,6 @@
 #define TAKES(symbol) __asm__(#symbol) __attribute__((visibility("default")))
 #define ALSO(symbol, same) __asm__(#symbol) __attribute__((visibility("default"), alias(#same)))
 
-atomic_bool preload_active;
-atomic_int preload_pid;
-_Thread_local unsigned preload_inside;
-struct counters preload_count;
-
-bool preload_is_owner(void) { return getpid() == atomic_load(&preload_pid); }
-
-void preload_give_up(void) { atomic_store(&preload_active, false); }
-
-uint64_t preload_now_ms(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
-}
-
-struct inside inside_begin(void) {
-    struct inside inside = {.error = errno};
-    preload_inside++;
-    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &inside.cancel_state);
-    return inside;
-}
-
-void inside_end(struct inside inside) {
-    pthread_setcancelstate(inside.cancel_state, &inside.cancel_state);
-    preload_inside--;
-    errno = inside.error;
-}
-
-int real_close(int fd) { return REAL(int (*)(int), close)(fd); }
-
 static bool on(void) { return !preload_inside && atomic_load_explicit(&preload_active, memory_order_relaxed); }
 
 /* ---- opening ---- */
@@ -62,8 +32,8 @@ static int open_any(int dirfd, const char *path, int flags, mode_t mode, bool at
     struct place place;
     if (!place_get(dirfd, path, &place)) {
         int fd = open_real(dirfd, path, flags, mode, at);
-        if (own_has(fd)) /* its number was closed where it could not be seen */
-            own_forget(fd);
+        if (internal_fd_has(fd)) /* its number was closed where it could not be seen */
+            internal_fd_forget(fd);
         return fd;
     }
     struct kvfs_attributes attributes;
@@ -118,9 +88,9 @@ int take_openat64_2(int dirfd, const char *path, int flags) ALSO(__openat64_2, _
 
 int take_close(int fd) TAKES(close);
 int take_close(int fd) {
-    if (own_has(fd)) {
+    if (internal_fd_has(fd)) {
         if (preload_inside) {
-            own_forget(fd);
+            internal_fd_forget(fd);
         } else if (preload_is_owner()) { /* for the application there is no such descriptor */
             errno = EBADF;
             return -1;
@@ -133,11 +103,11 @@ int take_close(int fd) {
 
 /* fd is about to become another file. */
 static void replacing(int fd) {
-    if (!file_is_open(fd) && !own_has(fd))
+    if (!file_is_open(fd) && !internal_fd_has(fd))
         return;
     if (!preload_is_owner())
         return;
-    if (own_has(fd))
+    if (internal_fd_has(fd))
         preload_give_up();
     file_closing(fd);
 }
@@ -175,7 +145,7 @@ static int close_around(unsigned first, unsigned last, unsigned flags) {
     int (*real)(unsigned, unsigned, int) = REAL(int (*)(unsigned, unsigned, int), close_range);
     for (int fd = first < FILES_MAX ? (int)first : FILES_MAX; fd < FILES_MAX && (unsigned)fd <= last; fd++)
         file_closing(fd);
-    for (int fd; first < FILES_MAX && (fd = own_next((int)first)) >= 0 && (unsigned)fd <= last; first = (unsigned)fd + 1)
+    for (int fd; first < FILES_MAX && (fd = internal_fd_next((int)first)) >= 0 && (unsigned)fd <= last; first = (unsigned)fd + 1)
         if ((unsigned)fd > first && real(first, (unsigned)fd - 1, (int)flags) < 0)
             return -1;
     return first <= last ? real(first, last, (int)flags) : 0;
@@ -429,7 +399,7 @@ int take_setfsgid(gid_t group) {
 int take_socket(int domain, int type, int protocol) TAKES(socket);
 int take_socket(int domain, int type, int protocol) {
     int fd = REAL(int (*)(int, int, int), socket)(domain, type, protocol);
-    return fd >= 0 && preload_inside ? own_raise(fd) : fd;
+    return fd >= 0 && preload_inside ? internal_fd_raise(fd) : fd;
 }
 
 ssize_t take_recvmsg(int fd, struct msghdr *message, int flags) TAKES(recvmsg);
@@ -442,7 +412,7 @@ ssize_t take_recvmsg(int fd, struct msghdr *message, int flags) {
         for (size_t i = 0; i < count; i++) {
             int got;
             memcpy(&got, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
-            got = own_raise(got);
+            got = internal_fd_raise(got);
             memcpy(CMSG_DATA(part) + i * sizeof(int), &got, sizeof(int));
         }
     }
@@ -454,7 +424,7 @@ int take_uring(unsigned entries, struct io_uring *ring, struct io_uring_params *
     int r = REAL(int (*)(unsigned, struct io_uring *, struct io_uring_params *), io_uring_queue_init_params)(entries, ring, parameters);
     if (r >= 0 && preload_inside) {
         bool same = ring->enter_ring_fd == ring->ring_fd;
-        ring->ring_fd = own_raise(ring->ring_fd);
+        ring->ring_fd = internal_fd_raise(ring->ring_fd);
         ring->enter_ring_fd = same ? ring->ring_fd : ring->enter_ring_fd;
     }
     return r;
@@ -466,12 +436,13 @@ static void forked(void) {
     atomic_store(&preload_pid, getpid());
     preload_inside = 0;
     memset(&preload_count, 0, sizeof(preload_count));
-    own_forked();
+    internal_fd_forked();
     files_forked();
     mounts_forked();
 }
 
 __attribute__((constructor)) static void begin(void) {
+    mounts_on_retire(files_reap);
     atomic_store(&preload_pid, getpid());
     pthread_atfork(NULL, NULL, forked);
     atomic_store(&preload_active, true);

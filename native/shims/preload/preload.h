@@ -3,10 +3,13 @@
  * The rule of the whole library: an answer is given here only where it is certain that the mount would give the same one. Everything else,
  * also in doubt, is the real call. An open file always has a real descriptor of the mount; what is taken over of it is reading.
  *
- *     preload.c      the calls that are taken over
+ * Each file uses those above it:
+ *
+ *     process.c      state of the process
+ *     descriptors.c  libkvfs's own descriptors, which the application must neither see nor close
  *     mounts.c       which paths belong to a kvfs mount, its connection, and what its block table says of a path
  *     files.c        which descriptors are files that libkvfs can read
- *     descriptors.c  libkvfs's own descriptors, which the application must neither see nor close
+ *     preload.c      the calls that are taken over
  *
  * The calls here may be made in signal handlers wherever the real ones may: nothing waits for a lock that the same thread may hold, and
  * nothing allocates but opening, and the first reads of, a file on a kvfs mount. */
@@ -42,9 +45,10 @@ static inline void *real_symbol(_Atomic(void *) *cache, const char *name) {
     return found;
 }
 #define REAL(type, name) ({ static _Atomic(void *) cache; (type)real_symbol(&cache, #name); })
-int real_close(int fd);
 
-/* ---- state of the process ---- */
+/* ---- process.c ---- */
+
+int real_close(int fd);
 
 extern atomic_bool preload_active;  /* false: before the library is ready, and after it has given up */
 extern atomic_int preload_pid;      /* whose descriptors and clients these are; a child of vfork() shares this memory, but has its own */
@@ -64,6 +68,15 @@ struct counters {
 };
 extern struct counters preload_count;
 #define COUNT(field, n) atomic_fetch_add_explicit(&preload_count.field, (n), memory_order_relaxed)
+
+/* ---- descriptors.c ---- */
+
+/* Move a descriptor to a high number, out of the application's way, and remember it. Returns the new number. */
+int internal_fd_raise(int fd);
+bool internal_fd_has(int fd);
+void internal_fd_forget(int fd);
+int internal_fd_next(int fd);               /* the first own descriptor from fd on; -1: none */
+void internal_fd_forked(void);              /* closes the child's copies */
 
 /* ---- mounts.c ---- */
 
@@ -92,6 +105,8 @@ void mount_hold(struct mount *mount);
 void mount_release(struct mount *mount);
 void mount_refuse_reads(struct mount *mount);
 bool mount_reads(const struct mount *mount);
+/* Called before a mount that is gone is let go of: whoever holds it for closed descriptors lets go first. Once, before there are threads. */
+void mounts_on_retire(void (*then)(const struct mount *mount));
 /* The working directory has changed. */
 void mounts_moved(void);
 /* What path answers rest on has changed in a way that is not followed: no more of them. */
@@ -115,14 +130,5 @@ void files_forked(void);
 /* True: *result is what the call returns (always a count). False: make the real call. */
 bool file_read_at(int fd, const struct iovec *iovs, int count, uint64_t offset, ssize_t *result);
 bool file_read_next(int fd, const struct iovec *iovs, int count, ssize_t *result);
-
-/* ---- descriptors.c ---- */
-
-/* Move a descriptor to a high number, out of the application's way, and remember it. Returns the new number. */
-int own_raise(int fd);
-bool own_has(int fd);
-void own_forget(int fd);
-int own_next(int fd);               /* the first own descriptor from fd on; -1: none */
-void own_forked(void);              /* closes the child's copies */
 
 #endif

@@ -1,5 +1,5 @@
 /* Page-aligned payload memory in fixed slots, reused last in first out so that an idle pool stays small. */
-#include "internal.h"
+#include "base/arena.h"
 
 #include <sys/mman.h>
 

@@ -1,5 +1,7 @@
 /* Block headers: built before a write, checked after a read; and the descriptors that hold verified ones. */
-#include "internal.h"
+#include "block/block.h"
+
+#include <sys/stat.h>
 
 struct desc *desc_new(uint32_t header_pages) {
     struct desc *desc = calloc(1, sizeof(*desc));
@@ -29,8 +31,8 @@ static uint32_t end_page_of(uint32_t segment_pages) {
     return segment_pages > 2 * summary_pages ? segment_pages - 2 * summary_pages : 0;
 }
 
-static struct kvfs_record_limits limits_of(const struct kvfs_plane *plane, uint64_t epoch_max) {
-    return (struct kvfs_record_limits){epoch_max, plane->config.segment_count, end_page_of(plane->segment_pages)};
+static struct kvfs_record_limits limits_of(const struct geometry *geometry, uint64_t epoch_max) {
+    return (struct kvfs_record_limits){epoch_max, geometry->segment_count, end_page_of(geometry->segment_pages)};
 }
 
 /* Why the name cannot be one; NULL if it can. */
@@ -130,14 +132,14 @@ int64_t kvfs_records_check(const struct kvfs_record_limits *limits, const void *
     return count;
 }
 
-bool records_sound(const struct kvfs_plane *plane, uint64_t epoch_max, const uint8_t *records, uint64_t size) {
-    struct kvfs_record_limits limits = limits_of(plane, epoch_max);
+bool records_sound(const struct geometry *geometry, uint64_t epoch_max, const uint8_t *records, uint64_t size) {
+    struct kvfs_record_limits limits = limits_of(geometry, epoch_max);
     uint64_t at;
     const char *why;
     return kvfs_records_check(&limits, records, size, &at, &why) >= 0;
 }
 
-int header_check(struct kvfs_plane *plane, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record) {
+int header_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record) {
     uint64_t size = pages * PAGE;
     struct kvfs_block_header h;
     struct kvfs_inode_record r;
@@ -150,12 +152,12 @@ int header_check(struct kvfs_plane *plane, const uint8_t *header, uint32_t pages
     uint8_t first[KVFS_PAGE_SIZE];
     memcpy(first, header, PAGE);
     memset(first + offsetof(struct kvfs_block_header, checksum), 0, 8);
-    if (kvfs_checksum(first, PAGE, plane->config.secret) != h.checksum)
+    if (kvfs_checksum(first, PAGE, geometry->secret) != h.checksum)
         return -EBADMSG;
     for (uint32_t i = 1; i < pages; i++) {
         uint64_t sum;
         memcpy(&sum, header + h.sums_offset + 8ull * (i - 1), 8); /* in a page before page i */
-        if (kvfs_checksum(header + i * PAGE, PAGE, plane->config.secret) != sum)
+        if (kvfs_checksum(header + i * PAGE, PAGE, geometry->secret) != sum)
             return -EBADMSG;
     }
     memcpy(&r, header + h.record_offset, sizeof(r));
@@ -190,10 +192,10 @@ void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record 
     to->flags = from->flags;
 }
 
-int desc_verify(struct kvfs_plane *plane, struct desc *desc, const struct kvfs_record *want) {
+int desc_verify(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *want) {
     struct kvfs_block_header h;
     struct kvfs_inode_record r;
-    if (header_check(plane, desc->header, desc->header_pages, &h, &r) < 0)
+    if (header_check(geometry, desc->header, desc->header_pages, &h, &r) < 0)
         return -EBADMSG;
     /* The version is of the name too: a rename raises the table's, never the header's. */
     if (r.inode != want->inode || r.generation != want->generation || r.version > want->version || r.size != want->size ||
@@ -217,7 +219,7 @@ int desc_verify(struct kvfs_plane *plane, struct desc *desc, const struct kvfs_r
         desc->extent_count = r.extent_count;
     }
     /* Its own record is what is read by: no extent leads out of its segment, no page is read twice. */
-    return records_sound(plane, plane->config.mount_epoch, desc->header + h.record_offset, r.record_size) ? 0 : -EBADMSG;
+    return records_sound(geometry, geometry->mount_epoch, desc->header + h.record_offset, r.record_size) ? 0 : -EBADMSG;
 }
 
 /* ---- building ---- */
@@ -230,7 +232,7 @@ uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancesto
     return (uint32_t)pages;
 }
 
-int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
+int header_build(const struct geometry *geometry, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
                  uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves,
                  uint32_t run_pages) {
     struct kvfs_inode_record r;
@@ -240,7 +242,7 @@ int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8_t *rec
     if (extent_count == 1 && extents[0].segment == r.segment && extents[0].generation == r.generation && extents[0].file_page == 0 &&
         extents[0].page == r.page + pages && extents[0].page_count == leaf_count)
         extent_count = 0;
-    struct kvfs_block_header h = {.magic = KVFS_MAGIC_BLOCK, .version = KVFS_FORMAT_VERSION, .owner_epoch = plane->config.mount_epoch,
+    struct kvfs_block_header h = {.magic = KVFS_MAGIC_BLOCK, .version = KVFS_FORMAT_VERSION, .owner_epoch = geometry->mount_epoch,
                                   .header_pages = pages, .leaf_count = leaf_count, .sums_offset = sizeof(h), .run_pages = run_pages};
     uint64_t at = sizeof(h) + 8ull * (pages - 1);
     uint64_t final_size = record_size + 24ull * extent_count;
@@ -255,7 +257,7 @@ int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8_t *rec
     r.header_pages = pages;
     uint8_t *out = desc->header;
     memset(out, 0, pages * PAGE);
-    kvfs_name_key(r.parent, (const char *)record + sizeof(r), r.name_size, plane->config.secret, &h.key_low, &h.key_high);
+    kvfs_name_key(r.parent, (const char *)record + sizeof(r), r.name_size, geometry->secret, &h.key_low, &h.key_high);
     memcpy(out + at, &r, sizeof(r));
     memcpy(out + at + sizeof(r), record + sizeof(r), name_end - sizeof(r));
     copy_bytes(out + at + name_end, extents, 24ull * extent_count);
@@ -264,23 +266,23 @@ int header_build(struct kvfs_plane *plane, struct desc *desc, const uint8_t *rec
     copy_bytes(out + h.leaves_offset, leaves, 4ull * leaf_count);
     /* From the last page on: each sum lies in an earlier page, which is summed after it. */
     for (uint32_t i = pages; i-- > 1;) {
-        uint64_t sum = kvfs_checksum(out + i * PAGE, PAGE, plane->config.secret);
+        uint64_t sum = kvfs_checksum(out + i * PAGE, PAGE, geometry->secret);
         memcpy(out + h.sums_offset + 8ull * (i - 1), &sum, 8);
     }
     memcpy(out, &h, sizeof(h));
-    h.checksum = kvfs_checksum(out, PAGE, plane->config.secret);
+    h.checksum = kvfs_checksum(out, PAGE, geometry->secret);
     memcpy(out, &h, sizeof(h));
     struct kvfs_record want;
     record_from_inode(&r, &want);
-    return desc_verify(plane, desc, &want); /* paired: what is about to be written reads back */
+    return desc_verify(geometry, desc, &want); /* paired: what is about to be written reads back */
 }
 
-void extent_header_build(struct kvfs_plane *plane, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page) {
+void extent_header_build(const struct geometry *geometry, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page) {
     struct kvfs_extent_header h = {.magic = KVFS_MAGIC_EXTENT, .version = KVFS_FORMAT_VERSION, .inode = inode, .generation = run->generation,
-                                   .owner_epoch = plane->config.mount_epoch, .segment = run->segment, .page = run->page,
+                                   .owner_epoch = geometry->mount_epoch, .segment = run->segment, .page = run->page,
                                    .run_pages = run->page_count, .file_page = file_page};
     memset(page, 0, PAGE);
     memcpy(page, &h, sizeof(h));
-    h.checksum = kvfs_checksum(page, PAGE, plane->config.secret);
+    h.checksum = kvfs_checksum(page, PAGE, geometry->secret);
     memcpy(page, &h, sizeof(h));
 }

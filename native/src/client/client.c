@@ -27,7 +27,7 @@ int lane_take(struct kvfs_client *client, struct session *session, struct lane *
     pthread_mutex_unlock(&session->lock);
     if (r == 1) {
         lane = calloc(1, sizeof(*lane));
-        r = lane ? ring_init(&lane->ring, &session->plane, 256) : -ENOMEM;
+        r = lane ? ring_init(&lane->ring, &session->array, 256) : -ENOMEM;
         if (r < 0) {
             free(lane);
             pthread_mutex_lock(&session->lock);

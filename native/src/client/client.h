@@ -1,8 +1,8 @@
 /* Inside libkvfs: how its parts hold together. Not installed; kvfs.h is the outside.
  *
  * A client has one session with a daemon: its block table, devices, and connection. When the daemon ends the session stays readable; a call
- * that finds a new daemon makes a new session, and the old one goes with its last user. A session's devices are a struct kvfs_plane without
- * threads, arenas or transports: ring.c, node.c and the checksums work on it as in the daemon.
+ * that finds a new daemon makes a new session, and the old one goes with its last user. A session's devices are a struct kvfs_array, as
+ * in the daemon: rooms base, block and io work on it.
  *
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the stager (client/stage.c).
@@ -10,7 +10,8 @@
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
 
-#include "internal.h"
+#include "block/block.h"
+#include "io/ring.h"
 #include "client/wire.h"
 #include "kvfs.h"
 
@@ -23,7 +24,8 @@ struct put_item;
 struct session {
     struct session *next;                /* retired ones */
     atomic_uint refs;
-    struct kvfs_plane plane;             /* config, devices, members, segment_busy, counters: no more */
+    struct kvfs_array array;
+    bool verify;                         /* leaves are checked */
     struct kvfs_table *table;
     int *fds;                            /* devices */
     uint32_t memory_alignment;

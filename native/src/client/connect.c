@@ -1,5 +1,6 @@
 /* How libkvfs finds a daemon, and what it gets from it: devices, block table, and answers. */
 #include "client/client.h"
+#include "client/mountinfo.h"
 #include "io/nvme/tcp.h"
 
 #include <fcntl.h>
@@ -109,19 +110,6 @@ static int receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, 
 
 /* ---- finding the pool ---- */
 
-static void unescape(char *text) { /* mountinfo writes space, tab, newline and backslash in octal */
-    char *out = text;
-    for (const char *in = text; *in; out++) {
-        if (in[0] == '\\' && in[1] >= '0' && in[1] <= '3' && in[2] >= '0' && in[2] <= '7' && in[3] >= '0' && in[3] <= '7') {
-            *out = (char)((in[1] - '0') * 64 + (in[2] - '0') * 8 + (in[3] - '0'));
-            in += 4;
-        } else {
-            *out = *in++;
-        }
-    }
-    *out = 0;
-}
-
 /* A pool's own directory stands for the root of its files: the way to one that has no mount here. */
 static bool is_pool(const char *path, char pool[PATH_MAX], uint64_t *base) {
     char file[PATH_MAX + 16];
@@ -147,14 +135,12 @@ static int pool_of(const char *path, char pool[PATH_MAX], uint64_t *base) {
     size_t capacity = 0;
     int r = client_fail(-EINVAL, "%s: its mount is not in /proc/self/mountinfo", path);
     while (getline(&line, &capacity, mounts) >= 0) {
-        char *end, *kind = strstr(line, " - "), *source, *save = NULL;
-        if (strtoull(line, &end, 10) != st.stx_mnt_id || end == line || !kind)
+        struct mountinfo mount;
+        if (!mountinfo_parse(line, &mount) || mount.id != st.stx_mnt_id)
             continue;
-        kind = strtok_r(kind + 3, " \n", &save);
-        source = strtok_r(NULL, " \n", &save);
-        if (!kind || !source)
+        const char *kind = mount.kind, *source = mount.source;
+        if (!source)
             break;
-        unescape(source);
         if (strcmp(kind, "fuse.kvfs") != 0 && is_pool(path, pool, base))
             r = 0;
         else if (strcmp(kind, "fuse.kvfs") != 0)
@@ -252,14 +238,12 @@ static void session_free(struct session *session) {
     if (owed)
         return;
     late_free(session);
-    nvme_hosts_stop(&session->plane);
-    for (uint32_t i = 0; session->fds && i < session->plane.config.device_count; i++)
+    nvme_hosts_stop(&session->array);
+    for (uint32_t i = 0; session->fds && i < session->array.device_count; i++)
         if (session->fds[i] >= 0)
             close(session->fds[i]);
     free(session->fds);
-    free(session->plane.devices);
-    free(session->plane.members);
-    free(session->plane.segment_busy);
+    array_free(&session->array);
     free(session);
 }
 
@@ -280,7 +264,7 @@ static uint32_t memory_alignment(int fd) {
 }
 
 static int session_fill(struct kvfs_client *client, struct session *session, const struct wire_welcome *w, const uint8_t *rest, uint64_t size) {
-    struct kvfs_plane *plane = &session->plane;
+    struct kvfs_array *array = &session->array;
     uint64_t members = (uint64_t)w->segment_count * w->stripe_width;
     if (w->device_count == 0 || w->device_count > KVFS_DEVICES_MAX || w->stripe_width == 0 || w->stripe_width > KVFS_STRIPE_WIDTH_MAX ||
         w->stripe_width > w->device_count || w->stripe_unit < 16384 || w->stripe_unit % PAGE || w->zone_size == 0 ||
@@ -288,31 +272,26 @@ static int session_fill(struct kvfs_client *client, struct session *session, con
         size != 8ull * w->device_count + 8 * members)
         return client_fail(-EPROTO, "%s: the daemon's welcome makes no sense: %u devices, stripe width %u, %u segments, %llu bytes", client->pool,
                            w->device_count, w->stripe_width, w->segment_count, (unsigned long long)size);
-    plane->config = (struct kvfs_plane_config){
-        .secret = w->secret, .mount_epoch = w->mount_epoch, .zone_size = w->zone_size, .stripe_unit = w->stripe_unit,
-        .stripe_width = w->stripe_width, .segment_count = w->segment_count, .device_count = w->device_count,
-        .io_timeout_ms = client->options.timeout_ms, .verify = !(client->options.flags & KVFS_NO_VERIFY)};
-    plane->segment_size = w->zone_size * w->stripe_width;
-    plane->segment_pages = (uint32_t)(plane->segment_size / PAGE);
-    plane->inline_max = 256 << 10;
-    plane->fail_fast = true;
-    plane->event_fd = -1;
-    plane->devices = calloc(w->device_count, sizeof(*plane->devices));
-    plane->members = malloc(members * sizeof(*plane->members));
-    plane->segment_busy = calloc(w->segment_count, sizeof(*plane->segment_busy));
+    const struct geometry geometry = {.secret = w->secret, .mount_epoch = w->mount_epoch, .zone_size = w->zone_size, .stripe_unit = w->stripe_unit,
+                                      .stripe_width = w->stripe_width, .segment_count = w->segment_count};
+    array->io_timeout_ms = client->options.timeout_ms;
+    array->inline_max = 256 << 10;
+    array->fail_fast = true;
+    session->verify = !(client->options.flags & KVFS_NO_VERIFY);
+    int r = array_init(array, &geometry, w->device_count);
     session->fds = malloc(w->device_count * sizeof(int));
     for (uint32_t i = 0; session->fds && i < w->device_count; i++)
         session->fds[i] = -1;
-    if (!plane->devices || !plane->members || !plane->segment_busy || !session->fds)
+    if (r < 0 || !session->fds)
         return client_fail(-ENOMEM, "%s: no memory for %u segments", client->pool, w->segment_count);
     for (uint32_t i = 0; i < w->device_count; i++) {
-        memcpy(&plane->devices[i].zones_offset, rest + 8ull * i, 8);
+        memcpy(&array->devices[i].zones_offset, rest + 8ull * i, 8);
     }
-    memcpy(plane->members, rest + 8ull * w->device_count, members * sizeof(*plane->members));
+    memcpy(array->members, rest + 8ull * w->device_count, members * sizeof(*array->members));
     for (uint64_t i = 0; i < members; i++)
-        if (plane->members[i].device >= w->device_count)
+        if (array->members[i].device >= w->device_count)
             return client_fail(-EPROTO, "%s: the daemon's welcome puts segment %llu on device %u of %u", client->pool,
-                               (unsigned long long)(i / w->stripe_width), plane->members[i].device, w->device_count);
+                               (unsigned long long)(i / w->stripe_width), array->members[i].device, w->device_count);
     memcpy(session->uuid, w->pool_uuid, sizeof(session->uuid));
     session->writable = w->writable && !(client->options.flags & KVFS_READ_ONLY);
     session->reservation_ms = w->reservation_ms;
@@ -338,7 +317,7 @@ static int refusal(struct kvfs_client *client, int fd, const struct wire_frame *
 }
 
 static int descriptors(struct kvfs_client *client, struct session *session, uint64_t deadline_ns) {
-    uint32_t wanted = 1 + session->plane.config.device_count, have = 0;
+    uint32_t wanted = 1 + session->array.device_count, have = 0;
     int table_fd = -1, r = 0;
     while (have < wanted && r == 0) {
         struct wire_frame frame;
@@ -359,8 +338,8 @@ static int descriptors(struct kvfs_client *client, struct session *session, uint
         }
     }
     if (r == 0) {
-        r = kvfs_table_attach(table_fd, session->plane.config.secret, &session->table);
-        if (r == 0 && kvfs_table_mount_epoch(session->table) != session->plane.config.mount_epoch)
+        r = kvfs_table_attach(table_fd, session->array.geometry.secret, &session->table);
+        if (r == 0 && kvfs_table_mount_epoch(session->table) != session->array.geometry.mount_epoch)
             r = -EBADMSG;
         if (r < 0)
             client_fail(r = -EPROTO, "%s: the daemon's block table is not of this version, or of another mount", client->pool);
@@ -430,8 +409,8 @@ static int session_open(struct kvfs_client *client, struct session **out) {
             client_fail(r, "%s: the daemon broke off before its last descriptor: %s", client->pool, strerror(-r));
     }
     free(rest);
-    for (uint32_t i = 0; r == 0 && i < session->plane.config.device_count; i++) {
-        struct device *device = &session->plane.devices[i];
+    for (uint32_t i = 0; r == 0 && i < session->array.device_count; i++) {
+        struct device *device = &session->array.devices[i];
         device->fd = session->fds[i];
         device->memory = device_is_memory(device->fd);
         device->blocks = device_blocks(device->fd);
@@ -441,7 +420,7 @@ static int session_open(struct kvfs_client *client, struct session **out) {
     }
     if (r == 0) {
         char reason[NVME_REASON];
-        r = nvme_hosts_start(&session->plane, session->fds, false, reason, sizeof(reason)); /* one that is not there: misses, not an error */
+        r = nvme_hosts_start(&session->array, session->fds, false, reason, sizeof(reason)); /* one that is not there: misses, not an error */
         if (r < 0)
             client_fail(r, "%s: %s", client->pool, reason);
     }
@@ -549,7 +528,7 @@ int session_get(struct kvfs_client *client, struct session **out) {
             TALLY(client, reconnects, 1);
         } else if (r == -ENOTCONN && session->goodbye) {
             r = client_fail(-ENOTCONN, "%s: unmounted", client->path);
-        } else if (session->plane.config.verify && (r == -ENOTCONN || (r == -ETIMEDOUT && listener_is_same(client, session)))) {
+        } else if (session->verify && (r == -ENOTCONN || (r == -ETIMEDOUT && listener_is_same(client, session)))) {
             session->silent = r == -ETIMEDOUT;
             r = 0;
         }
@@ -790,10 +769,10 @@ int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_i
     struct session *session = client->session;
     session_look(session);
     memcpy(out->pool_uuid, session->uuid, sizeof(out->pool_uuid));
-    out->mount_epoch = session->plane.config.mount_epoch;
+    out->mount_epoch = session->array.geometry.mount_epoch;
     out->connected = !session->gone;
     out->writable = session->writable;
-    out->device_count = session->plane.config.device_count;
+    out->device_count = session->array.device_count;
     out->memory_alignment = session->memory_alignment;
     snprintf(out->pool, sizeof(out->pool), "%.255s", client->pool);
     pthread_mutex_unlock(&client->lock);

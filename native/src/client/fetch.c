@@ -192,7 +192,7 @@ static void group_done(struct io_group *group, bool reaped) {
 
 static int verify_leaves(const struct fetch *fetch) {
     const struct desc *desc = fetch->desc;
-    uint64_t secret = fetch->lane->session->plane.config.secret;
+    uint64_t secret = fetch->lane->session->array.geometry.secret;
     uint32_t page = first_page(fetch), end = end_page(fetch);
     while (page < end) {
         uint32_t stop = page + 1;
@@ -256,9 +256,9 @@ static bool fetch_again(struct fetch *fetch) {
 /* Every byte is in memory, or will not come. */
 static void fetch_finish(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
-    struct kvfs_plane *plane = &lane->session->plane;
+    struct kvfs_array *array = &lane->session->array;
     if (fetch->error == 0 && fetch->load_header) {
-        fetch->error = desc_verify(plane, fetch->desc, &fetch->record);
+        fetch->error = desc_verify(&array->geometry, fetch->desc, &fetch->record);
         if (fetch->error == 0) {
             fetch->load_header = false;
             if (fetch->record.extent_count && fetch->size) { /* now its extents are known */
@@ -267,7 +267,7 @@ static void fetch_finish(struct fetch *fetch) {
             }
         }
     }
-    if (fetch->error == 0 && plane->config.verify)
+    if (fetch->error == 0 && lane->session->verify)
         fetch->error = verify_leaves(fetch);
     if (fetch->error == -EBADMSG && fetch->groups_held == 0 && fetch_again(fetch))
         return;

@@ -211,7 +211,7 @@ static uint8_t *tail_of(const struct put_item *item) { return item->side + (item
 static int item_prepare(struct put_item *item) {
     struct lane *lane = item->lane;
     struct session *session = lane->session;
-    struct kvfs_plane *plane = &session->plane;
+    struct kvfs_array *array = &session->array;
     const struct wire_reserved *w = &item->reserved;
     const struct wire_run *runs = runs_of(item);
     const uint8_t *record_at = record_of(item), *ancestors = record_at + round_up(w->record_size, 8);
@@ -251,19 +251,19 @@ static int item_prepare(struct put_item *item) {
             memcpy(tail, item->source + (item->size - tail_size), tail_size);
             memset(tail + tail_size, 0, PAGE - tail_size);
         }
-        kvfs_leaf_checksums(item->source, item->size, plane->config.secret, leaves);
+        kvfs_leaf_checksums(item->source, item->size, array->geometry.secret, leaves);
         memcpy(bare, record_at, extents_at);
         memcpy(bare + extents_at, record_at + extents_at + extents_size, w->record_size - extents_at - extents_size);
         const struct kvfs_extent *extents = (const struct kvfs_extent *)(const void *)(record_at + extents_at);
         struct kvfs_extent whole = {record.generation, record.segment, record.page + w->header_pages, leaf_count, 0};
-        r = header_build(plane, item->header, bare, (uint32_t)(w->record_size - extents_size), ancestors, w->ancestors_size,
+        r = header_build(&array->geometry, item->header, bare, (uint32_t)(w->record_size - extents_size), ancestors, w->ancestors_size,
                          record.extent_count ? extents : &whole, record.extent_count ? record.extent_count : leaf_count > 0, leaves,
                          runs[0].page_count);
     }
     uint32_t page = runs[0].page_count - w->header_pages;
     for (uint32_t i = 1; i < w->run_count && r == 0; i++) {
         struct kvfs_run run = {runs[i].generation, runs[i].segment, runs[i].page, runs[i].page_count, 0};
-        extent_header_build(plane, item->side + (i - 1) * PAGE, record.inode, &run, page);
+        extent_header_build(&array->geometry, item->side + (i - 1) * PAGE, record.inode, &run, page);
         page += runs[i].page_count - 1;
     }
     free(bare);
@@ -660,9 +660,9 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
         return r;
     }
     /* The daemon lends a quarter of the pool at most, to all clients together. */
-    const struct kvfs_plane *plane = &call.session->plane;
+    const struct kvfs_array *array = &call.session->array;
     call.places = places;
-    call.window_bytes = min_u64(WINDOW_BYTES, plane->segment_size * plane->config.segment_count / (8 * WINDOWS_MAX));
+    call.window_bytes = min_u64(WINDOW_BYTES, array->geometry.segment_size * array->geometry.segment_count / (8 * WINDOWS_MAX));
     put_run(&call);
     lane_give(call.lane);
     session_put(call.session);

@@ -32,7 +32,7 @@ static void targets_clear(struct request *request) {
 }
 
 static void read_finish(struct request *request, int error) {
-    struct kvfs_plane *plane = request->server->plane;
+    struct kvfs_plane *plane = request->io->plane;
     COUNT(plane, read_errors, 1);
     struct node *node = request->node;
     uint64_t now = now_ns();
@@ -49,7 +49,7 @@ static void read_finish(struct request *request, int error) {
     request->owed = request->direct && request->groups_held;
     if (!request->owed) {
         targets_clear(request);
-        request_reply_failed(request->server->plane, request, error);
+        request->done(request, error);
     }
     if (request->groups_held == 0)
         request_put(plane, request);
@@ -58,18 +58,18 @@ static void read_finish(struct request *request, int error) {
 }
 
 static void read_wait_memory(struct request *request) {
-    struct server *server = request->server;
+    struct io_thread *io = request->io;
     request->next = NULL;
-    if (server->waiting_last)
-        server->waiting_last->next = request;
+    if (io->waiting_last)
+        io->waiting_last->next = request;
     else
-        server->waiting_reads = request;
-    server->waiting_last = request;
+        io->waiting_reads = request;
+    io->waiting_last = request;
 }
 
-void fastpath_retry_reads(struct server *server) {
-    struct request *request = server->waiting_reads;
-    server->waiting_reads = server->waiting_last = NULL;
+void reads_retry(struct io_thread *io) {
+    struct request *request = io->waiting_reads;
+    io->waiting_reads = io->waiting_last = NULL;
     while (request) {
         struct request *next = request->next;
         read_submit(request);
@@ -78,7 +78,7 @@ void fastpath_retry_reads(struct server *server) {
 }
 
 static int read_io(struct request *request, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t count) {
-    struct ring *ring = &request->server->ring;
+    struct ring *ring = &request->io->ring;
     ring->until_ns = request->until_ns;
     int r = ring_io(ring, false, segment, page, iovs, count, request->slots, request->slot_count, read_part_done, request);
     ring->until_ns = 0;
@@ -141,7 +141,7 @@ static int read_pages(struct request *request, uint32_t segment, uint32_t page, 
 
 /* Start (or start again) a read: request->node, offset, size are set; desc is known or not. */
 void read_submit(struct request *request) {
-    struct kvfs_plane *plane = request->server->plane;
+    struct kvfs_plane *plane = request->io->plane;
     struct iovec iovs[CHUNK_PAGES + 1];
     int r;
     if (request->until_ns <= now_ns()) {
@@ -157,7 +157,7 @@ void read_submit(struct request *request) {
     }
     uint64_t file_size = request->desc ? request->desc->size : request->record.size;
     if (request->offset >= file_size) {
-        request_reply_read(plane, request, 0);
+        request->done(request, 0);
         request_put(plane, request);
         return;
     }
@@ -227,12 +227,12 @@ static bool same_place(const struct kvfs_record *record, const struct desc *desc
 
 /* Everything is in memory: prove it, then reply. */
 static void read_complete(struct request *request) {
-    struct kvfs_plane *plane = request->server->plane;
+    struct kvfs_plane *plane = request->io->plane;
     struct desc *desc = request->desc;
     int error = request->result;
     bool header_only = false;
     if (error == 0 && request->load_header) {
-        error = desc_verify(plane, desc, &request->record);
+        error = desc_verify(&plane->array.geometry, desc, &request->record);
         if (error == 0) {
             request->load_header = false;
             header_only = request->record.extent_count > 0;
@@ -297,7 +297,7 @@ static void read_complete(struct request *request) {
         node->desc = desc;
     }
     pthread_mutex_unlock(&node->lock);
-    request_reply_read(plane, request, (uint32_t)(end - request->offset));
+    request->done(request, (int64_t)(end - request->offset));
     request_put(plane, request);
 }
 
@@ -307,9 +307,9 @@ static void read_part_done(struct io_group *group, bool reaped) {
         if (--request->groups_held == 0 && request->groups_left == 0) {
             if (request->owed) {
                 targets_clear(request);
-                request_reply_failed(request->server->plane, request, -EIO);
+                request->done(request, -EIO);
             }
-            request_put(request->server->plane, request);
+            request_put(request->io->plane, request);
         }
         return;
     }

@@ -84,7 +84,7 @@ static void keep_for_device(struct ring *ring, struct slot *slot) {
 }
 
 static void drain(struct ring *ring) {
-    uint64_t until = now_ns() + ring->plane->config.io_timeout_ms * 1000000ull;
+    uint64_t until = now_ns() + ring->array->io_timeout_ms * 1000000ull;
     while (!ring_idle(ring) && now_ns() < until) {
         ring_wait(ring, 50000000);
         ring_reap(ring);
@@ -117,7 +117,7 @@ static int runs_write(struct kvfs_plane *plane, struct ring *ring, struct write_
                 r = -ENOMEM;
                 break;
             }
-            extent_header_build(plane, small->data, job->node->inode, run, at < extent_count ? extents[at].file_page : 0);
+            extent_header_build(&plane->array.geometry, small->data, job->node->inode, run, at < extent_count ? extents[at].file_page : 0);
             iovs[count++] = (struct iovec){small->data, PAGE};
             slots[slot_count++] = small;
         }
@@ -241,7 +241,7 @@ static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
     }
     for (uint32_t i = 0; i < range_count; i++)
         leaves_of_range(plane, file, &ranges[i], true);
-    r = header_build(plane, desc, job->record, job->record_size, job->ancestors, job->ancestors_size, extents, extent_count, file->leaves,
+    r = header_build(&plane->array.geometry, desc, job->record, job->record_size, job->ancestors, job->ancestors_size, extents, extent_count, file->leaves,
                      job->runs[0].page_count);
     if (r == 0)
         r = runs_write(plane, ring, job, file, desc, written, new_count);
@@ -405,14 +405,14 @@ static int copy_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
             r = -ENOMEM;
             break;
         }
-        extent_header_build(plane, slot->data, old.inode, &job->runs[i], 0);
+        extent_header_build(&plane->array.geometry, slot->data, old.inode, &job->runs[i], 0);
         r = blocking_io(ring, true, job->runs[i].segment, job->runs[i].page, &(struct iovec){slot->data, PAGE}, 1, &slot, 1);
         slot_put(slot);
     }
     if (r < 0)
         goto out;
     new_count = extents_join(extents, new_count);
-    r = header_build(plane, to, job->record, job->record_size, job->ancestors, job->ancestors_size, extents, new_count, from->leaves,
+    r = header_build(&plane->array.geometry, to, job->record, job->record_size, job->ancestors, job->ancestors_size, extents, new_count, from->leaves,
                      job->runs[0].page_count);
     if (r == 0)
         r = blocking_io(ring, true, job->runs[0].segment, job->runs[0].page, &(struct iovec){to->header, to->header_pages * PAGE}, 1, NULL, 0);
@@ -454,7 +454,7 @@ static int runs_valid(const struct kvfs_plane *plane, const struct kvfs_run *run
     uint64_t total = 0;
     for (uint32_t i = 0; i < run_count; i++) {
         if (runs[i].segment >= plane->config.segment_count || runs[i].page == 0 || runs[i].page_count == 0 ||
-            (uint64_t)runs[i].page + runs[i].page_count > plane->segment_pages)
+            (uint64_t)runs[i].page + runs[i].page_count > plane->array.geometry.segment_pages)
             return -ERANGE;
         total += runs[i].page_count;
     }

@@ -8,10 +8,6 @@
 /* The first of so many places that is a user's or free; then all others share one place, and one share. */
 #define PROBES 64u
 
-uint32_t user_id(const struct transport *transport, uint32_t uid) {
-    return transport->guest ? KVFS_USER_GUEST + guest_number(transport->guest) : uid;
-}
-
 struct user *user_get(struct kvfs_plane *plane, uint32_t id) {
     uint64_t key = (uint64_t)id + 1;
     uint32_t at = id * 0x9e3779b1u >> 20;
@@ -161,14 +157,7 @@ int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacit
     return (int)count;
 }
 
-int64_t kvfs_inode_user(struct kvfs_plane *plane, uint64_t inode) {
-    struct node *node = node_get(plane, inode, false);
-    if (!node)
-        return -ENOENT;
-    struct shard *shard = shard_of(plane, inode);
-    pthread_mutex_lock(&shard->lock);
-    int64_t r = node->payer ? (int64_t)(atomic_load(&node->payer->key) - 1) : -ENOENT;
-    pthread_mutex_unlock(&shard->lock);
-    node_put(plane, node);
-    return r;
+void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error) {
+    atomic_store(&plane->space_error, error);
+    atomic_store(&plane->space, bytes);
 }

@@ -45,7 +45,7 @@ int pool_start(struct kvfs_plane *plane, struct worker_pool *pool, uint32_t coun
         struct worker *worker = &pool->workers[i];
         worker->plane = plane;
         worker->pool = pool;
-        int r = ring_init(&worker->ring, plane, 128);
+        int r = ring_init(&worker->ring, &plane->array, 128);
         if (r == 0)
             r = -pthread_create(&worker->thread, NULL, worker_main, worker);
         if (r < 0)
@@ -81,22 +81,4 @@ void pool_add(struct worker_pool *pool, struct job *job) {
     pool->last = job;
     pthread_cond_signal(&pool->more);
     pthread_mutex_unlock(&pool->lock);
-}
-
-static void run_request(struct kvfs_plane *plane, struct ring *ring, struct job *job) {
-    struct request *request = job->request;
-    free(job);
-    ring->until_ns = request->opcode == FUSE_READ ? request->until_ns : 0;
-    worker_request(plane, ring, request);
-    ring->until_ns = 0;
-}
-
-int worker_request_add(struct kvfs_plane *plane, struct request *request) {
-    struct job *job = calloc(1, sizeof(*job));
-    if (!job)
-        return -ENOMEM;
-    job->run = run_request;
-    job->request = request;
-    pool_add(&plane->slow, job);
-    return 0;
 }

@@ -31,12 +31,12 @@ static int fuse_serve(struct server *server, uint32_t *run) {
     *run += weight_of(in->opcode, (size_t)n);
     if (in->opcode != FUSE_WRITE && n > REQUEST_HEAD && n <= REQUEST_SMALL) /* the landing memory is for payload */
         memcpy(server->head + REQUEST_HEAD, server->landing->data, (size_t)n - REQUEST_HEAD);
-    fastpath_request(server, (size_t)n, &server->landing);
+    dispatch(server, (size_t)n);
     return 1;
 }
 
 static bool fuse_arm(struct server *server) {
-    ring_poll(&server->ring, server->fd, POLL_FUSE, false);
+    ring_poll(&server->io.ring, server->fd, POLL_FUSE, false);
     return false;
 }
 
@@ -56,7 +56,7 @@ static void fuse_reply(struct server *server, uint64_t unique, int error, uint32
     (void)n;
 }
 
-static const struct transport_ops fuse_ops = {fuse_serve, fuse_arm, fuse_reply};
+static const struct transport_ops fuse_ops = {fuse_serve, fuse_arm, fuse_reply, NULL};
 
 /* The device itself for the first server, clones of it for the others. */
 static int fuse_open(int fd, bool clone) {

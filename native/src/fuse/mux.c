@@ -212,10 +212,11 @@ static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, 
     return call;
 }
 
-void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset) {
+void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
     struct kvfs_plane *plane = server->plane;
     struct mux *mux = &plane->mux;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
+    const uint32_t size = in->len;
     uint64_t unique = in->unique, now = now_ns();
     bool is_call, first = false;
     struct call *call = call_make(mux, in, &is_call);
@@ -250,9 +251,8 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
             mux->oldest = p;
         mux->newest = p;
         in->unique = (uint64_t)p->salt << 32 | (index + 1);
-        in->len = size;
         if (!is_call) {
-            r = message_send(mux, head, size);
+            r = message_send(mux, in, size);
         } else if (!call || mux->fd < 0) {
             r = call ? -ENOTCONN : -ENOMEM;
         } else {
@@ -359,6 +359,8 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     }
     uint64_t fh;
     bool uncached = !p->transport->guest && host_opens_uncached(node);
+    if (p->transport->guest && writer)
+        atomic_store(&node->guest_wrote, true); /* before there is a handle to write by */
     r = handle_open(plane, p->transport, node, user, p->flags, writer, &fh);
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
@@ -653,4 +655,12 @@ void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inod
         }
     }
     answer(plane, &pending, (uint8_t *)&reply, size, error);
+}
+
+void transport_forget(struct transport *transport) {
+    atomic_fetch_add(&transport->session, 1);
+    mux_transport_ended(transport->plane, transport);
+    uint32_t from = 0;
+    for (uint64_t directory; (directory = handles_drop(transport->plane, transport, &from));)
+        mux_release_directory(transport->plane, directory);
 }

@@ -3,55 +3,6 @@
 
 #include <unistd.h>
 
-struct request *request_get(struct kvfs_plane *plane) {
-    pthread_mutex_lock(&plane->request_lock);
-    struct request *request = plane->requests_free;
-    if (request)
-        plane->requests_free = request->next;
-    pthread_mutex_unlock(&plane->request_lock);
-    if (!request)
-        request = malloc(sizeof(*request));
-    if (request)
-        memset(request, 0, sizeof(*request));
-    return request;
-}
-
-void request_put(struct kvfs_plane *plane, struct request *request) {
-    for (uint32_t i = 0; i < request->slot_count; i++)
-        slot_put(request->slots[i]);
-    desc_put(request->desc);
-    slab_put(request->slab);
-    node_put(plane, request->node);
-    free(request->targets);
-    guest_memory_put(request->memory);
-    pthread_mutex_lock(&plane->request_lock);
-    request->next = plane->requests_free;
-    plane->requests_free = request;
-    pthread_mutex_unlock(&plane->request_lock);
-}
-
-uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns) {
-    uint64_t took = now_ns() - arrived_ns;
-    uint32_t bucket = took ? 64 - (uint32_t)__builtin_clzll(took) : 0;
-    if (bucket > 39)
-        bucket = 39;
-    atomic_fetch_add_explicit(&plane->latency[operation].count, 1, memory_order_relaxed);
-    atomic_fetch_add_explicit(&plane->latency[operation].total_ns, took, memory_order_relaxed);
-    atomic_fetch_add_explicit(&plane->latency[operation].buckets[bucket], 1, memory_order_relaxed);
-    return took;
-}
-
-void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns) {
-    unsigned long long second = now_ns() / 1000000000, was = atomic_load(&plane->slow_window), is;
-    COUNT(plane, slow_requests, 1);
-    do {
-        is = was >> 8 >= second ? was + 1 : second << 8 | 1;
-        if ((is & 255) > SLOW_EVENTS_MAX)
-            return;
-    } while (!atomic_compare_exchange_weak(&plane->slow_window, &was, is));
-    event_add(plane, KVFS_EVENT_SLOW, inode, (uint64_t)opcode << 56 | min_u64(took_ns / 1000, ((uint64_t)1 << 56) - 1));
-}
-
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size) {
     struct iovec iov = {(void *)(uintptr_t)data, size};
     server->transport->ops->reply(server, unique, 0, 0, &iov, size ? 1 : 0);
@@ -62,7 +13,8 @@ void reply_error(struct server *server, uint64_t unique, int error) {
 }
 
 /* size bytes of what was read: from request->skip on out of its slots, or where they are in a guest's memory. */
-void request_reply_read(struct kvfs_plane *plane, struct request *request, uint32_t size) {
+static void read_reply(struct request *request, uint32_t size) {
+    struct kvfs_plane *plane = request->io->plane;
     struct iovec iovs[READ_SLOTS];
     uint32_t count = 0, placed = request->direct ? (uint32_t)min_u64(size, request->placed_max) : 0, left = size - placed;
     uint64_t skip = request->skip;
@@ -80,7 +32,39 @@ void request_reply_read(struct kvfs_plane *plane, struct request *request, uint3
     slow_look(plane, FUSE_READ, request->node->inode, latency_add(plane, LATENCY_READ, request->arrived_ns));
 }
 
-void request_reply_failed(struct kvfs_plane *plane, struct request *request, int error) {
-    reply_error(request->server, request->unique, error);
-    slow_look(plane, FUSE_READ, request->node->inode, now_ns() - request->arrived_ns);
+void reply_to_read(struct request *request, int64_t result) {
+    if (result >= 0) {
+        read_reply(request, (uint32_t)result);
+        return;
+    }
+    reply_error(request->server, request->unique, (int)result);
+    slow_look(request->io->plane, FUSE_READ, request->node->inode, now_ns() - request->arrived_ns);
+}
+
+static void written_without_handle(struct kvfs_plane *plane, struct node *node) {
+    struct shard *shard = shard_of(plane, node->inode);
+    pthread_mutex_lock(&shard->lock);
+    bool nobody = node->writers == 0;
+    pthread_mutex_unlock(&shard->lock);
+    if (nobody)
+        node_released(plane, node, true);
+}
+
+void reply_to_write(struct request *request, int64_t result) {
+    struct kvfs_plane *plane = request->io->plane;
+    if (result < 0) {
+        reply_error(request->server, request->unique, (int)result);
+        slow_look(plane, FUSE_WRITE, request->node->inode, now_ns() - request->arrived_ns);
+    } else {
+        struct fuse_write_out out = {.size = request->size};
+        COUNT(plane, writes, 1);
+        COUNT(plane, write_bytes, request->size);
+        reply_data(request->server, request->unique, &out, sizeof(out));
+        slow_look(plane, FUSE_WRITE, request->node->inode, latency_add(plane, LATENCY_WRITE, request->arrived_ns));
+    }
+    if (request->transport->guest) {
+        if (atomic_load(&request->node->host_cached))
+            notify_inode(plane, request->node->inode);
+        written_without_handle(plane, request->node); /* it may have released the handle meanwhile: then nobody would seal this */
+    }
 }

@@ -3,7 +3,7 @@
  * One, the leader, also waits for the session's replies. Some take requests all the time (the leader of /dev/fuse; all of a guest's, each
  * for its own queues), the others help: they are woken when requests queue up, take part while there is work, and go back to sleep. So one
  * client costs one wake-up a request and many clients use every core. Before it sleeps a thread polls for a short while, if what came lately
- * came within such a while and no more than one client seems to be at work; one thread of the plane at a time. / */
+ * came within such a while and no more than one client seems to be at work; one thread of the plane at a time. */
 #include "internal.h"
 
 #include <fcntl.h>
@@ -24,12 +24,6 @@
 /* Luck counts what came within the time of a poll, and twice what did not: half of it is enough to poll. */
 #define LUCK_MAX 16
 
-void server_wake(struct server *server) {
-    uint64_t one = 1;
-    if (write(server->wake_fd, &one, sizeof(one)) < 0)
-        return; /* the counter is at its limit: it is awake */
-}
-
 static void wake_helper(struct server *server) {
     struct transport *transport = server->transport;
     for (uint32_t i = 0; i < transport->server_count; i++) {
@@ -49,21 +43,15 @@ static bool sleep_until_work(struct server *server, bool leader, uint64_t timeou
         return false;
     COUNT(plane, sleeps, 1);
     if (leader && plane->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
-        ring_poll(&server->ring, plane->mux.fd, POLL_SESSION, false);
-    if (!(server->ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
+        ring_poll(&server->io.ring, plane->mux.fd, POLL_SESSION, false);
+    if (!(server->io.ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
         uint64_t count;
         ssize_t n = read(server->wake_fd, &count, sizeof(count));
         (void)n;
     }
-    ring_poll(&server->ring, server->wake_fd, POLL_WAKE, false);
-    ring_wait(&server->ring, timeout_ns);
+    ring_poll(&server->io.ring, server->wake_fd, POLL_WAKE, false);
+    ring_wait(&server->io.ring, timeout_ns);
     return true;
-}
-
-void transport_forget(struct transport *transport) {
-    atomic_fetch_add(&transport->session, 1);
-    mux_transport_ended(transport->plane, transport);
-    handles_drop(transport->plane, transport);
 }
 
 static void transport_end(struct transport *transport) {
@@ -75,126 +63,164 @@ static void transport_end(struct transport *transport) {
     }
 }
 
-static void *server_main(void *argument) {
-    struct server *server = argument;
-    struct kvfs_plane *plane = server->plane;
-    struct transport *transport = server->transport;
-    const bool leader = server->index == 0;
-    /* Between an answer and a guest's next request lie two of its interrupts, and an emulated CPU. */
-    const uint64_t spin_ns = plane->config.spin_us * (transport->guest ? 1500ull : 1000ull);
-    uint64_t expired_ns = 0, crowded_ns = 0, idle_ns = 0;
-    uint32_t run = 0;
-    int lucks[2] = {LUCK_MAX / 2, LUCK_MAX / 2}, *luck = lucks; /* the second: while our own I/O is under way */
-    bool spinning = false, trimmed = false;
-    for (;;) {
-        bool reading = server->reader || atomic_load(&server->active), requested = false;
-        int work = (int)ring_reap(&server->ring);
-        if (work && server->waiting_reads)
-            fastpath_retry_reads(server);
-        if (reading) {
-            int r = transport->ops->serve(server, &run);
-            if (r < 0)
-                break;
-            if (r > 0 && run >= BACKLOG) {
-                wake_helper(server);
-                crowded_ns = now_ns() + CROWDED_NS;
-                run = 0;
-            } else if (r == 0) {
-                run = 0;
-            }
-            requested = r > 0;
-            work += r;
+/* How a thread spends its time between requests. */
+struct pace {
+    bool leader, spinning, trimmed;
+    uint64_t spin_ns;                   /* a poll lasts so long */
+    uint64_t expired_ns;                /* when deadlines were last looked at */
+    uint64_t crowded_ns;                /* several clients are at work until then */
+    uint64_t idle_ns;                   /* since when there has been nothing to do; 0: there was */
+    uint32_t run;                       /* weight of requests in a row */
+    int lucks[2], *luck;                /* the second: while our own I/O is under way */
+};
+
+/* One round: completions, a request, a reply of the session. How much there was of it; -errno: the transport has ended. */
+static int work_once(struct server *server, struct pace *pace, bool reading, bool *requested) {
+    int work = (int)ring_reap(&server->io.ring);
+    if (work && server->io.waiting_reads)
+        reads_retry(&server->io);
+    if (reading) {
+        int r = server->transport->ops->serve(server, &pace->run);
+        if (r < 0)
+            return r;
+        if (r > 0 && pace->run >= BACKLOG) {
+            wake_helper(server);
+            pace->crowded_ns = now_ns() + CROWDED_NS;
+            pace->run = 0;
+        } else if (r == 0) {
+            pace->run = 0;
         }
-        if (leader && plane->mux.session_count && mux_receive(plane))
-            work++;
-        /* I/O of a slab comes many requests at a time: one call for those that are there, up to BATCH. */
-        if (server->batching && requested && server->ring.queued && server->ring.queued < BATCH)
-            continue;
-        server->batching = false;
-        ring_submit(&server->ring);
-        if (atomic_load_explicit(&transport->ended, memory_order_relaxed) || atomic_load_explicit(&plane->stopping, memory_order_relaxed))
-            break;
-        uint64_t now = now_ns();
-        if (leader && now - expired_ns > 50000000) {
-            expired_ns = now;
-            mux_expire(plane, now);
-            if (plane->mux.queue_count)
-                mux_flush(plane);
-        }
-        if (work) {
-            if (idle_ns)
-                *luck = idle_ns - server->last_work_ns <= spin_ns ? *luck + (*luck < LUCK_MAX) : *luck < 2 ? 0 : *luck - 2;
-            idle_ns = 0;
-            server->last_work_ns = now;
-            trimmed = false;
-            continue;
-        }
-        if (!idle_ns)
-            luck = &lucks[!ring_idle(&server->ring)];
-        idle_ns = now;
-        if (server->reader && now > crowded_ns && now - server->last_work_ns < spin_ns && *luck >= LUCK_MAX / 2) {
-            if (!spinning && !atomic_exchange(&plane->spinning, true)) {
-                spinning = true;
-                COUNT(plane, spins, 1);
-            }
-            if (spinning) {
-                sched_yield();
-                continue;
-            }
-        }
-        if (spinning) {
-            spinning = false;
-            atomic_store(&plane->spinning, false);
-        }
-        if (reading)
-            atomic_store(&server->active, false);
-        uint64_t timeout = leader ? trimmed ? 60 * IDLE_NS : IDLE_NS : 60 * IDLE_NS;
-        if (server->waiting_reads)
-            timeout = 1000000;
-        else if (leader && mux_waiting(plane))
-            timeout = 20000000;
-        if (!sleep_until_work(server, leader, timeout))
-            continue;
-        idle_ns = now = now_ns();
-        if (leader && !trimmed && now - server->last_work_ns > IDLE_NS) {
-            trimmed = true;
-            arena_trim(&plane->staging);
-            arena_trim(&plane->reading);
-            arena_trim(&plane->reading_small);
-            arena_trim(&plane->staging_small);
-        }
-        if (server->waiting_reads)
-            fastpath_retry_reads(server);
-        if (leader && now - server->last_work_ns > 100000000)
-            memory_unpark(plane); /* nothing that waits for memory waits for ever */
-        server->last_work_ns = server->last_work_ns == 0 ? now : server->last_work_ns;
+        *requested = r > 0;
+        work += r;
     }
-    if (spinning)
-        atomic_store(&plane->spinning, false);
+    if (pace->leader && server->plane->mux.session_count && mux_receive(server->plane))
+        work++;
+    return work;
+}
+
+static void work_done(struct server *server, struct pace *pace, uint64_t now) {
+    int *luck = pace->luck;
+    if (pace->idle_ns)
+        *luck = pace->idle_ns - server->last_work_ns <= pace->spin_ns ? *luck + (*luck < LUCK_MAX) : *luck < 2 ? 0 : *luck - 2;
+    pace->idle_ns = 0;
+    server->last_work_ns = now;
+    pace->trimmed = false;
+}
+
+static void spin_end(struct server *server, struct pace *pace) {
+    if (pace->spinning)
+        atomic_store(&server->plane->spinning, false);
+    pace->spinning = false;
+}
+
+/* There was nothing to do: true if that is to be seen again at once, false if it is time to sleep. */
+static bool spin(struct server *server, struct pace *pace, uint64_t now) {
+    struct kvfs_plane *plane = server->plane;
+    if (!pace->idle_ns)
+        pace->luck = &pace->lucks[!ring_idle(&server->io.ring)];
+    pace->idle_ns = now;
+    if (server->reader && now > pace->crowded_ns && now - server->last_work_ns < pace->spin_ns && *pace->luck >= LUCK_MAX / 2) {
+        if (!pace->spinning && !atomic_exchange(&plane->spinning, true)) {
+            pace->spinning = true;
+            COUNT(plane, spins, 1);
+        }
+        if (pace->spinning) {
+            sched_yield();
+            return true;
+        }
+    }
+    spin_end(server, pace);
+    return false;
+}
+
+static void rest(struct server *server, struct pace *pace) {
+    struct kvfs_plane *plane = server->plane;
+    uint64_t timeout = pace->leader && !pace->trimmed ? IDLE_NS : 60 * IDLE_NS;
+    if (server->io.waiting_reads)
+        timeout = 1000000;
+    else if (pace->leader && mux_waiting(plane))
+        timeout = 20000000;
+    if (!sleep_until_work(server, pace->leader, timeout))
+        return;
+    uint64_t now = pace->idle_ns = now_ns();
+    if (pace->leader && !pace->trimmed && now - server->last_work_ns > IDLE_NS) {
+        pace->trimmed = true;
+        arena_trim(&plane->staging);
+        arena_trim(&plane->reading);
+        arena_trim(&plane->reading_small);
+        arena_trim(&plane->staging_small);
+    }
+    if (server->io.waiting_reads)
+        reads_retry(&server->io);
+    if (pace->leader && now - server->last_work_ns > 100000000)
+        memory_unpark(plane); /* nothing that waits for memory waits for ever */
+    server->last_work_ns = server->last_work_ns == 0 ? now : server->last_work_ns;
+}
+
+static void server_end(struct server *server) {
+    struct transport *transport = server->transport;
     atomic_store(&transport->ended, true);
     for (uint32_t i = 0; i < transport->server_count; i++)
         if (&transport->servers[i] != server)
             server_wake(&transport->servers[i]);
-    uint64_t until = now_ns() + plane->config.io_timeout_ms * 2000000ull;
-    while (!ring_idle(&server->ring) && now_ns() < until) {
-        ring_wait(&server->ring, 10000000);
-        ring_reap(&server->ring);
+    uint64_t until = now_ns() + server->plane->array.io_timeout_ms * 2000000ull;
+    while (!ring_idle(&server->io.ring) && now_ns() < until) {
+        ring_wait(&server->io.ring, 10000000);
+        ring_reap(&server->io.ring);
     }
-    while (server->waiting_reads) {
-        struct request *request = server->waiting_reads;
-        server->waiting_reads = request->next;
-        request_put(plane, request);
+    while (server->io.waiting_reads) {
+        struct request *request = server->io.waiting_reads;
+        server->io.waiting_reads = request->next;
+        request_put(server->plane, request);
     }
     slot_put(server->landing);
     server->landing = NULL;
     if (atomic_fetch_sub(&transport->servers_running, 1) == 1)
         transport_end(transport);
+}
+
+static void *server_main(void *argument) {
+    struct server *server = argument;
+    struct kvfs_plane *plane = server->plane;
+    /* Between an answer and a guest's next request lie two of its interrupts, and an emulated CPU. */
+    struct pace pace = {.leader = server->index == 0, .spin_ns = plane->config.spin_us * (server->transport->guest ? 1500ull : 1000ull),
+                        .lucks = {LUCK_MAX / 2, LUCK_MAX / 2}};
+    pace.luck = pace.lucks;
+    for (;;) {
+        bool reading = server->reader || atomic_load(&server->active), requested = false;
+        int work = work_once(server, &pace, reading, &requested);
+        if (work < 0)
+            break;
+        /* I/O of a slab comes many requests at a time: one call for those that are there, up to BATCH. */
+        if (server->io.batching && requested && server->io.ring.queued && server->io.ring.queued < BATCH)
+            continue;
+        server->io.batching = false;
+        ring_submit(&server->io.ring);
+        if (atomic_load_explicit(&server->transport->ended, memory_order_relaxed) || atomic_load_explicit(&plane->stopping, memory_order_relaxed))
+            break;
+        uint64_t now = now_ns();
+        if (pace.leader && now - pace.expired_ns > 50000000) {
+            pace.expired_ns = now;
+            mux_expire(plane, now);
+            if (plane->mux.queue_count)
+                mux_flush(plane);
+        }
+        if (work) {
+            work_done(server, &pace, now);
+        } else if (!spin(server, &pace, now)) {
+            if (reading)
+                atomic_store(&server->active, false);
+            rest(server, &pace);
+        }
+    }
+    spin_end(server, &pace);
+    server_end(server);
     return NULL;
 }
 
 int server_init(struct transport *transport, uint32_t index, int fd) {
     struct server *server = &transport->servers[index];
-    server->plane = transport->plane;
+    server->plane = server->io.plane = transport->plane;
     server->transport = transport;
     server->index = index;
     server->fd = fd;
@@ -204,13 +230,13 @@ int server_init(struct transport *transport, uint32_t index, int fd) {
     server->head = malloc(REQUEST_SMALL + 8);
     if (!server->head)
         return -ENOMEM;
-    return ring_init(&server->ring, transport->plane, 256);
+    return ring_init(&server->io.ring, &transport->plane->array, 256);
 }
 
 void server_free(struct server *server) {
     if (!server->plane)
         return;
-    ring_free(&server->ring);
+    ring_free(&server->io.ring);
     free(server->head);
     free(server->chain);
     if (server->wake_fd >= 0)

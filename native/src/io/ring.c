@@ -4,6 +4,7 @@
  * A group is one run of a segment's pages; it becomes at most one vectored I/O per device of the stripe. A group that misses its deadline is
  * reported at once and cancelled; its memory stays the kernel's until every part has been reaped.
  */
+#include "io/nvme/generic.h"
 #include "io/nvme/tcp.h"
 
 #include <limits.h>
@@ -20,14 +21,14 @@
 /* A device that missed a deadline is left alone for so many of them: until the daemon has judged it. */
 #define STUCK_FACTOR 4u
 
-int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
+int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) {
     memset(ring, 0, sizeof(*ring));
-    ring->plane = plane;
+    ring->array = array;
     struct io_uring_params params = {.flags = IORING_SETUP_CQSIZE | IORING_SETUP_COOP_TASKRUN | IORING_SETUP_CLAMP, .cq_entries = entries * 4};
-    if (plane->passthrough)
+    if (array->passthrough)
         params.flags |= IORING_SETUP_SQE128 | IORING_SETUP_CQE32;
     int r = io_uring_queue_init_params(entries, &ring->uring, &params);
-    if (r == -EINVAL && !plane->passthrough) { /* before 5.19 */
+    if (r == -EINVAL && !array->passthrough) { /* before 5.19 */
         memset(&params, 0, sizeof(params));
         params.flags = IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP;
         params.cq_entries = entries * 4;
@@ -35,39 +36,39 @@ int ring_init(struct ring *ring, struct kvfs_plane *plane, unsigned entries) {
     }
     if (r < 0)
         return r;
-    ring->devices_seen = atomic_load(&plane->devices_changed);
-    int *fds = calloc(plane->config.device_count, sizeof(int));
+    ring->devices_seen = atomic_load(&array->devices_changed);
+    int *fds = calloc(array->device_count, sizeof(int));
     ring->delayed = calloc(DELAYED_MAX, sizeof(*ring->delayed));
     if (!fds || !ring->delayed) {
         free(fds);
         free(ring->delayed);
-        ring->plane = NULL;
+        ring->array = NULL;
         io_uring_queue_exit(&ring->uring);
         return -ENOMEM;
     }
-    for (uint32_t i = 0; i < plane->config.device_count; i++)
-        fds[i] = plane->devices[i].fd;
-    r = io_uring_register_files(&ring->uring, fds, plane->config.device_count);
+    for (uint32_t i = 0; i < array->device_count; i++)
+        fds[i] = array->devices[i].fd;
+    r = io_uring_register_files(&ring->uring, fds, array->device_count);
     free(fds);
     if (r < 0) {
         io_uring_queue_exit(&ring->uring);
         free(ring->delayed);
-        ring->plane = NULL;
+        ring->array = NULL;
     }
     return r;
 }
 
 /* Descriptors that lead elsewhere since the ring last looked. A file that is replaced is the kernel's until its I/O has ended. */
 static void files_renew(struct ring *ring, uint32_t changed) {
-    for (uint32_t i = 0; i < ring->plane->config.device_count; i++)
-        io_uring_register_files_update(&ring->uring, i, &ring->plane->devices[i].fd, 1);
+    for (uint32_t i = 0; i < ring->array->device_count; i++)
+        io_uring_register_files_update(&ring->uring, i, &ring->array->devices[i].fd, 1);
     ring->devices_seen = changed;
 }
 
 bool ring_idle(const struct ring *ring) { return ring->in_flight == 0; }
 
 void ring_free(struct ring *ring) {
-    if (!ring->plane)
+    if (!ring->array)
         return;
     nvme_ring_free(ring);
     io_uring_queue_exit(&ring->uring);
@@ -77,7 +78,7 @@ void ring_free(struct ring *ring) {
         ring->free = next;
     }
     free(ring->delayed);
-    ring->plane = NULL;
+    ring->array = NULL;
 }
 
 static struct io_group *group_get(struct ring *ring) {
@@ -117,8 +118,8 @@ struct io_uring_sqe *ring_sqe(struct ring *ring) {
     return sqe;
 }
 
-static uint8_t fault_for(struct kvfs_plane *plane, struct device *device, bool write) {
-    if (!atomic_load_explicit(&plane->faults, memory_order_relaxed))
+static uint8_t fault_for(struct kvfs_array *array, struct device *device, bool write) {
+    if (!atomic_load_explicit(&array->faults, memory_order_relaxed))
         return KVFS_FAULT_NONE;
     struct fault_rule *rule = &device->faults;
     unsigned every = atomic_load(&rule->every);
@@ -128,22 +129,22 @@ static uint8_t fault_for(struct kvfs_plane *plane, struct device *device, bool w
 }
 
 /* Cut the run into pieces of stripe units, each on one device, and gather the pieces of a device: they are one run there. */
-static int group_fill(struct io_group *group, const struct kvfs_plane *plane, uint64_t offset, const struct iovec *iovs, uint32_t iov_count) {
-    const uint64_t unit = plane->config.stripe_unit, zone_size = plane->config.zone_size;
-    const uint32_t width = plane->config.stripe_width;
+static int group_fill(struct io_group *group, const struct kvfs_array *array, uint64_t offset, const struct iovec *iovs, uint32_t iov_count) {
+    const uint64_t unit = array->geometry.stripe_unit, zone_size = array->geometry.zone_size;
+    const uint32_t width = array->geometry.stripe_width;
     struct piece { struct iovec iov; uint16_t next; } pieces[GROUP_IOVS];
     uint16_t first[KVFS_STRIPE_WIDTH_MAX], last[KVFS_STRIPE_WIDTH_MAX], counts[KVFS_STRIPE_WIDTH_MAX];
     uint64_t starts[KVFS_STRIPE_WIDTH_MAX], sizes[KVFS_STRIPE_WIDTH_MAX];
     memset(counts, 0, sizeof(counts));
     uint32_t piece_count = 0;
-    const struct kvfs_member *members = &plane->members[(uint64_t)group->segment * width];
+    const struct kvfs_member *members = &array->members[(uint64_t)group->segment * width];
     for (uint32_t i = 0; i < iov_count; i++) {
         uint8_t *data = iovs[i].iov_base;
         uint64_t left = iovs[i].iov_len;
         while (left) {
             uint64_t unit_index = offset / unit, inside = offset % unit;
             uint32_t member = (uint32_t)(unit_index % width);
-            uint64_t size = min_u64(left, unit - inside), transfer = plane->devices[members[member].device].transfer_size;
+            uint64_t size = min_u64(left, unit - inside), transfer = array->devices[members[member].device].transfer_size;
             bool whole = counts[member] && transfer && sizes[member] % transfer == 0; /* the next command begins with a piece */
             if (transfer)
                 size = min_u64(size, transfer - (counts[member] ? sizes[member] % transfer : 0));
@@ -178,7 +179,7 @@ static int group_fill(struct io_group *group, const struct kvfs_plane *plane, ui
         struct io_part *part = &group->parts[group->part_count++];
         part->group = group;
         part->device = members[m].device;
-        part->device_offset = plane->devices[part->device].zones_offset + members[m].zone * zone_size + starts[m];
+        part->device_offset = array->devices[part->device].zones_offset + members[m].zone * zone_size + starts[m];
         part->size = (uint32_t)sizes[m];
         part->iov_first = group->iov_count;
         part->iov_count = counts[m];
@@ -221,14 +222,14 @@ static void group_unlink(struct ring *ring, struct io_group *group) {
 
 /* Whether a device that missed a deadline is left alone still. When that is over one I/O finds out whether it answers; others do not wait
  * with it. */
-static bool group_stuck(const struct io_group *group, struct kvfs_plane *plane, uint64_t now) {
+static bool group_stuck(const struct io_group *group, struct kvfs_array *array, uint64_t now) {
     for (uint32_t i = 0; i < group->part_count; i++)
-        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now)
+        if (atomic_load_explicit(&array->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now)
             return true;
     for (uint32_t i = 0; i < group->part_count; i++) {
-        atomic_ullong *until = &plane->devices[group->parts[i].device].stuck_until_ns;
+        atomic_ullong *until = &array->devices[group->parts[i].device].stuck_until_ns;
         unsigned long long seen = atomic_load_explicit(until, memory_order_relaxed);
-        if (seen && !(seen <= now && atomic_compare_exchange_strong(until, &seen, now + plane->config.io_timeout_ms * 1000000ull)))
+        if (seen && !(seen <= now && atomic_compare_exchange_strong(until, &seen, now + array->io_timeout_ms * 1000000ull)))
             return true;
     }
     return false;
@@ -236,11 +237,11 @@ static bool group_stuck(const struct io_group *group, struct kvfs_plane *plane, 
 
 int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
             struct slot *const *slots, uint32_t slot_count, io_callback callback, void *owner) {
-    struct kvfs_plane *plane = ring->plane;
+    struct kvfs_array *array = ring->array;
     uint64_t size = 0;
     for (uint32_t i = 0; i < iov_count; i++)
         size += iovs[i].iov_len;
-    if (segment >= plane->config.segment_count || size == 0 || size % PAGE || page * PAGE + size > plane->segment_size)
+    if (segment >= array->geometry.segment_count || size == 0 || size % PAGE || page * PAGE + size > array->geometry.segment_size)
         return -ERANGE;
     struct io_group *group = group_get(ring);
     if (!group)
@@ -250,27 +251,27 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
     group->write = write;
     group->callback = callback;
     group->owner = owner;
-    int r = group_fill(group, plane, page * PAGE, iovs, iov_count);
+    int r = group_fill(group, array, page * PAGE, iovs, iov_count);
     if (r < 0) {
         group_release(group);
         return r;
     }
     for (uint32_t i = 0; i < group->part_count; i++)
-        if (atomic_load_explicit(&plane->devices[group->parts[i].device].stopped, memory_order_relaxed)) {
+        if (atomic_load_explicit(&array->devices[group->parts[i].device].stopped, memory_order_relaxed)) {
             group_release(group);
             return -EIO;
         }
-    uint32_t changed = atomic_load_explicit(&plane->devices_changed, memory_order_acquire);
+    uint32_t changed = atomic_load_explicit(&array->devices_changed, memory_order_acquire);
     if (changed != ring->devices_seen)
         files_renew(ring, changed);
-    uint64_t now = now_ns(), deadline = now + plane->config.io_timeout_ms * 1000000ull;
+    uint64_t now = now_ns(), deadline = now + array->io_timeout_ms * 1000000ull;
     if (ring->until_ns && ring->until_ns < deadline)
         deadline = ring->until_ns;
     if (deadline <= now) {
         group_release(group);
         return -ETIMEDOUT;
     }
-    if (plane->fail_fast && group_stuck(group, plane, now)) {
+    if (array->fail_fast && group_stuck(group, array, now)) {
         group_release(group);
         return -ETIMEDOUT;
     }
@@ -282,18 +283,18 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
     group->deadline_ns = deadline;
     group->parts_left = group->part_count;
     group_link(ring, group);
-    atomic_fetch_add(&plane->segment_busy[segment], group->part_count);
+    atomic_fetch_add(&array->segment_busy[segment], group->part_count);
     for (uint32_t i = 0; i < group->part_count; i++) {
         struct io_part *part = &group->parts[i];
         const struct iovec *iov = &group->iovs[part->iov_first];
         part->started_ns = now;
-        part->fault = fault_for(plane, &plane->devices[part->device], write);
-        part->remote = part->fault == KVFS_FAULT_LOST_WRITE ? NULL : atomic_load(&plane->devices[part->device].remote);
-        part->passthrough = part->fault != KVFS_FAULT_LOST_WRITE && atomic_load(&plane->devices[part->device].nsid) != 0;
-        if (plane->devices[part->device].memory && part->size <= plane->inline_max && !part->fault && ring->delayed_count < DELAYED_MAX) {
+        part->fault = fault_for(array, &array->devices[part->device], write);
+        part->remote = part->fault == KVFS_FAULT_LOST_WRITE ? NULL : atomic_load(&array->devices[part->device].remote);
+        part->passthrough = part->fault != KVFS_FAULT_LOST_WRITE && atomic_load(&array->devices[part->device].nsid) != 0;
+        if (array->devices[part->device].memory && part->size <= array->inline_max && !part->fault && ring->delayed_count < DELAYED_MAX) {
             /* Memory answers at once: io_uring would hand it to a kernel thread, and the wake-ups cost more than the copy. */
-            ssize_t n = write ? pwritev(plane->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset)
-                              : preadv(plane->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset);
+            ssize_t n = write ? pwritev(array->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset)
+                              : preadv(array->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset);
             ring->delayed[ring->delayed_count].due_ns = 0;
             ring->delayed[ring->delayed_count].part = part;
             ring->delayed[ring->delayed_count++].result = n < 0 ? -errno : (int)n;
@@ -323,7 +324,7 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         else
             io_uring_prep_readv(sqe, fd, iov, part->iov_count, part->device_offset);
         if (part->fault != KVFS_FAULT_LOST_WRITE)
-            sqe->flags |= (uint8_t)(IOSQE_FIXED_FILE | (plane->devices[part->device].blocks ? IOSQE_ASYNC : 0));
+            sqe->flags |= (uint8_t)(IOSQE_FIXED_FILE | (array->devices[part->device].blocks ? IOSQE_ASYNC : 0));
         io_uring_sqe_set_data(sqe, part);
         ring->in_flight++;
     }
@@ -347,7 +348,7 @@ static uint32_t bucket_of(uint64_t ns) {
 
 static void part_finish(struct ring *ring, struct io_part *part, int result) {
     struct io_group *group = part->group;
-    struct device *device = &ring->plane->devices[part->device];
+    struct device *device = &ring->array->devices[part->device];
     uint64_t took = now_ns() - part->started_ns;
     if (result < 0 || (uint32_t)result != part->size) {
         int error = result < 0 ? result : -EIO; /* short: the device is smaller than its label says */
@@ -356,8 +357,8 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
         if (!group->result)
             group->result = error;
         atomic_fetch_add(&device->errors, 1);
-        if (!group->expired)
-            event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | (uint32_t)-error);
+        if (!group->expired && ring->array->on_error)
+            ring->array->on_error(ring->array, part->device, -error);
     }
     atomic_fetch_add_explicit(&device->buckets[group->write][bucket_of(took)], 1, memory_order_relaxed);
     if (group->write) {
@@ -373,12 +374,12 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
         atomic_store_explicit(&device->stuck_until_ns, 0, memory_order_relaxed);
     part->done = true;
     ring->in_flight--;
-    atomic_fetch_sub(&ring->plane->segment_busy[group->segment], 1);
+    atomic_fetch_sub(&ring->array->segment_busy[group->segment], 1);
     if (--group->parts_left)
         return;
     bool expired = group->expired;
     if (expired)
-        atomic_fetch_sub(&ring->plane->count.zombies, 1);
+        atomic_fetch_sub(&ring->array->zombies, 1);
     else
         group_unlink(ring, group);
     group->callback(group, expired);
@@ -386,7 +387,7 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
 }
 
 void ring_part_complete(struct ring *ring, struct io_part *part, int result) {
-    struct device *device = &ring->plane->devices[part->device];
+    struct device *device = &ring->array->devices[part->device];
     unsigned value = atomic_load(&device->faults.value);
     struct iovec *iov = &part->group->iovs[part->iov_first];
     switch (part->fault) {
@@ -416,7 +417,7 @@ void ring_part_complete(struct ring *ring, struct io_part *part, int result) {
 static void expire(struct ring *ring) {
     if (!ring->oldest)
         return;
-    const uint64_t now = now_ns(), patience = ring->plane->config.io_timeout_ms * 1000000ull;
+    const uint64_t now = now_ns(), patience = ring->array->io_timeout_ms * 1000000ull;
     while (ring->oldest && ring->oldest->deadline_ns <= now) {
         struct io_group *group = ring->oldest;
         group_unlink(ring, group);
@@ -424,8 +425,8 @@ static void expire(struct ring *ring) {
         if (!group->result)
             group->result = -ETIMEDOUT;
         uint32_t remote = 0;
-        atomic_store(&ring->plane->stuck_until_ns, now + 10 * patience);
-        atomic_fetch_add(&ring->plane->count.zombies, 1);
+        atomic_store(&ring->array->stuck_until_ns, now + 10 * patience);
+        atomic_fetch_add(&ring->array->zombies, 1);
         for (uint32_t i = 0; i < group->part_count; i++) {
             struct io_part *part = &group->parts[i];
             if (part->done)
@@ -433,9 +434,10 @@ static void expire(struct ring *ring) {
             if (part->remote)
                 remote++;
             if (now - part->started_ns >= patience / 2) { /* else it is what came before that took the time */
-                atomic_fetch_add(&ring->plane->devices[part->device].timeouts, 1);
-                atomic_store(&ring->plane->devices[part->device].stuck_until_ns, now + STUCK_FACTOR * patience);
-                event_add(ring->plane, KVFS_EVENT_IO_ERROR, 0, (uint64_t)part->device << 32 | ETIMEDOUT);
+                atomic_fetch_add(&ring->array->devices[part->device].timeouts, 1);
+                atomic_store(&ring->array->devices[part->device].stuck_until_ns, now + STUCK_FACTOR * patience);
+                if (ring->array->on_error)
+                    ring->array->on_error(ring->array, part->device, ETIMEDOUT);
             }
             struct io_uring_sqe *sqe = part->remote ? NULL : io_uring_get_sqe(&ring->uring);
             if (!sqe)
@@ -484,7 +486,7 @@ uint32_t ring_reap(struct ring *ring) {
         uint64_t now = now_ns();
         for (uint32_t i = 0; i < ring->delayed_count;) {
             struct io_part *part = ring->delayed[i].part;
-            bool held = part->fault == KVFS_FAULT_HOLD && atomic_load(&ring->plane->devices[part->device].faults.fault) == KVFS_FAULT_HOLD;
+            bool held = part->fault == KVFS_FAULT_HOLD && atomic_load(&ring->array->devices[part->device].faults.fault) == KVFS_FAULT_HOLD;
             if (held || ring->delayed[i].due_ns > now) {
                 i++;
                 continue;

@@ -44,6 +44,7 @@ struct guest_memory {
     uint32_t count;
     struct guest_region *regions[];
 };
+void guest_memory_put(struct guest_memory *memory);
 struct region_description { uint64_t guest_address, size, user_address, offset; };
 /* types: as shared_check has them. */
 int region_map(const struct shared_owner *owner, int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count,
@@ -180,7 +181,8 @@ struct guest {
     atomic_uint connected;
     atomic_ullong connections, requests, bytes_read, bytes_written, zero_copy_bytes, copied_bytes, protocol_errors, descriptor_errors, io_errors;
 };
-/* A transport without threads: for kvfs_virtiofs_add, and for tests that call its parts. */
+extern const struct transport_ops guest_ops;
+/* export.c: a transport without threads: for kvfs_virtiofs_add, and for tests that call its parts. */
 int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *config, struct guest **out);
 int guest_serve(struct server *server, uint32_t *run);
 void guest_error(struct guest *guest, uint32_t queue, int error);

@@ -6,7 +6,7 @@
  * computed after the last part had ended, and before the device and the table said afterwards that the block still lies there.
  */
 #include "client/client.h"
-#include "client/gpu/gpu.h"
+#include "client/gpu/direct.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -46,12 +46,6 @@ struct cufile {
 #undef CUFILE_MEMBER
 };
 
-/* What is named: by the options, by the environment, by default. */
-static const char *named(const char *option, const char *variable, const char *otherwise) {
-    const char *name = option && *option ? option : getenv(variable);
-    return name && *name ? name : otherwise;
-}
-
 static int cufile_load(const char *path, const struct cufile **out) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static struct cufile cufile;
@@ -87,93 +81,6 @@ static int cufile_load(const char *path, const struct cufile **out) {
     }
     pthread_mutex_unlock(&lock);
     *out = &cufile;
-    return r;
-}
-
-/* ---- the kernel ---- */
-
-#define GPU_LEAF(...) #__VA_ARGS__
-static const char kernel_source[] = "#define GPU_KERNEL extern \"C\" __global__\n"
-                                    "#define GPU_FUNCTION static __device__\n"
-                                    "#define GPU_INDEX (blockIdx.x * (gpu_u64)blockDim.x + threadIdx.x)\n"
-#include "client/gpu/leaf.h"
-    ;
-
-#define NVRTC_FUNCTIONS(X)                                                                                                             \
-    X(CreateProgram, (void **program, const char *source, const char *name, int headers, const char *const *texts,                     \
-                      const char *const *names))                                                                                       \
-    X(CompileProgram, (void *program, int count, const char *const *options))                                                          \
-    X(GetProgramLogSize, (void *program, size_t *size))                                                                                \
-    X(GetProgramLog, (void *program, char *log))                                                                                       \
-    X(GetPTXSize, (void *program, size_t *size))                                                                                       \
-    X(GetPTX, (void *program, char *ptx))                                                                                              \
-    X(DestroyProgram, (void **program))
-
-static int kernel_compile(const char *path, uint32_t capability, char **out) {
-    static const char *const usual[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so"};
-    struct {
-#define NVRTC_MEMBER(function, parameters) int(*function) parameters;
-        NVRTC_FUNCTIONS(NVRTC_MEMBER)
-#undef NVRTC_MEMBER
-    } compiler;
-    const char *missing = NULL;
-    void *library = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
-    for (size_t i = 0; !path && !library && i < sizeof(usual) / sizeof(usual[0]); i++)
-        library = dlopen(usual[i], RTLD_NOW | RTLD_LOCAL);
-    if (!library)
-        return client_fail(-EOPNOTSUPP, "no gds: no libnvrtc, which compiles the checksums for the GPU: %s", dlerror());
-#define LOAD(function, parameters)                                             \
-    do {                                                                       \
-        void *symbol = dlsym(library, "nvrtc" #function);                      \
-        memcpy(&compiler.function, &symbol, sizeof(symbol));                   \
-        missing = symbol ? missing : "nvrtc" #function;                        \
-    } while (0);
-    NVRTC_FUNCTIONS(LOAD)
-#undef LOAD
-    if (missing)
-        return client_fail(-EOPNOTSUPP, "no gds: libnvrtc lacks %s", missing);
-    char architecture[40], *text = NULL;
-    const char *options[] = {architecture};
-    void *program = NULL;
-    size_t size = 0;
-    int error = compiler.CreateProgram(&program, kernel_source, "kvfs_leaf.cu", 0, NULL, NULL);
-    if (error)
-        return client_fail(-EOPNOTSUPP, "no gds: nvrtcCreateProgram: error %d", error);
-    snprintf(architecture, sizeof(architecture), "--gpu-architecture=compute_%u", capability);
-    error = compiler.CompileProgram(program, 1, options);
-    bool compiled = error == 0;
-    error = compiled ? compiler.GetPTXSize(program, &size) : compiler.GetProgramLogSize(program, &size);
-    text = error ? NULL : calloc(1, size + 1);
-    if (text)
-        error = compiled ? compiler.GetPTX(program, text) : compiler.GetProgramLog(program, text);
-    compiler.DestroyProgram(&program);
-    if (compiled && text && !error) {
-        *out = text;
-        return 0;
-    }
-    int r = client_fail(-EOPNOTSUPP, "no gds: libnvrtc makes no kernel for compute capability %u.%u: %.150s", capability / 10,
-                        capability % 10, text && !compiled ? text : "no text");
-    free(text);
-    return r;
-}
-
-/* Compiled once in a process, by whatever compiler came first; the text stays. */
-int kvfs_gpu_kernel(const char *nvrtc, uint32_t capability, const char **ptx) {
-    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    static struct { uint32_t capability; char *ptx; } made[8];
-    uint32_t i = 0;
-    pthread_mutex_lock(&lock);
-    while (i < 7 && made[i].ptx && made[i].capability != capability)
-        i++;
-    int r = 0;
-    if (!made[i].ptx) {
-        made[i].capability = capability;
-        r = kernel_compile(named(nvrtc, "KVFS_NVRTC_LIBRARY", NULL), capability, &made[i].ptx);
-    } else if (made[i].capability != capability) {
-        r = client_fail(-EOPNOTSUPP, "no gds: GPUs of more than 8 kinds");
-    }
-    *ptx = r == 0 ? made[i].ptx : NULL;
-    pthread_mutex_unlock(&lock);
     return r;
 }
 
@@ -417,9 +324,9 @@ static struct direct_read *read_new(cuda_context context, uint32_t count) {
 
 /* The parts of the first pages of a block: their number; into out, if it is not NULL. 0: there is a hole. */
 static uint32_t parts_cut(const struct direct *direct, const struct desc *desc, uint32_t pages, uint64_t to, struct direct_part *out) {
-    const struct kvfs_plane *plane = &direct->session->plane;
-    const uint32_t width = plane->config.stripe_width;
-    const uint64_t unit = width == 1 ? plane->config.zone_size : plane->config.stripe_unit;
+    const struct kvfs_array *array = &direct->session->array;
+    const uint32_t width = array->geometry.stripe_width;
+    const uint64_t unit = width == 1 ? array->geometry.zone_size : array->geometry.stripe_unit;
     uint32_t count = 0, at = 0;
     for (uint32_t i = 0; i < desc->extent_count && at < pages; i++) {
         const struct kvfs_extent *extent = &desc->extents[i];
@@ -430,10 +337,10 @@ static uint32_t parts_cut(const struct direct *direct, const struct desc *desc, 
             size = min_u64(min_u64(left, unit - offset % unit), PART_MAX);
             if (!out)
                 continue;
-            const struct kvfs_member *member = &plane->members[(uint64_t)extent->segment * width + offset / unit % width];
+            const struct kvfs_member *member = &array->members[(uint64_t)extent->segment * width + offset / unit % width];
             out[count].device = member->device;
             out[count].handle = direct->handles[member->device];
-            out[count].file_offset = plane->devices[member->device].zones_offset + member->zone * plane->config.zone_size +
+            out[count].file_offset = array->devices[member->device].zones_offset + member->zone * array->geometry.zone_size +
                                      offset / unit / width * unit + offset % unit;
             out[count].to = to;
             out[count].size = size;
@@ -575,7 +482,7 @@ static bool look_right(const struct session *session, const struct direct_look_p
     memset(page->page + offsetof(struct kvfs_segment_header, checksum), 0, sizeof(sum));
     return header.magic == KVFS_MAGIC_SEGMENT && header.generation == page->generation && header.segment == page->segment &&
            memcmp(header.pool_uuid, session->uuid, sizeof(session->uuid)) == 0 &&
-           kvfs_checksum(page->page, PAGE, session->plane.config.secret) == sum;
+           kvfs_checksum(page->page, PAGE, session->array.geometry.secret) == sum;
 }
 
 int direct_look_poll(struct direct_look *look, const struct kvfs_record *record) {
@@ -696,7 +603,7 @@ static int session_prove(struct direct *direct) {
 
 static int session_register(struct direct *direct) {
     const struct session *session = direct->session;
-    uint32_t count = session->plane.config.device_count;
+    uint32_t count = session->array.device_count;
     direct->fds = calloc(count, sizeof(*direct->fds));
     direct->handles = calloc(count, sizeof(*direct->handles));
     if (!direct->fds || !direct->handles)
@@ -737,7 +644,7 @@ static int session_enter(struct direct *direct, struct session *session) {
     session_forget(direct);
     atomic_fetch_add(&session->refs, 1);
     direct->session = session;
-    XXH3_generateSecret_fromSeed(drawn, session->plane.config.secret);
+    XXH3_generateSecret_fromSeed(drawn, session->array.geometry.secret);
     memcpy(direct->keys, drawn, sizeof(drawn));
     memcpy(direct->keys + 24, drawn + 121, 64);
     memcpy(direct->keys + 32, drawn + 11, 64);
@@ -824,7 +731,7 @@ int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int
     if (r == 0)
         r = CUDA(direct, cuDeviceGetUuid, direct->uuid, handle);
     if (r == 0)
-        r = cufile_load(named(options->cufile, "KVFS_CUFILE_LIBRARY", "libcufile.so.0"), &direct->cufile);
+        r = cufile_load(library_name(options->cufile, "KVFS_CUFILE_LIBRARY", "libcufile.so.0"), &direct->cufile);
     if (r == 0)
         r = kvfs_gpu_kernel(options->nvrtc, (uint32_t)(major * 10 + minor), &direct->ptx);
     if (r == 0)

@@ -1,5 +1,5 @@
 /* The leaf checksums as a GPU computes them: xxh3-64 of one page, cut to 32 bits, as checksum_leaf.h has it for a CPU. One text, for two
- * compilers: client/gpu/direct.c takes it as a string for NVRTC, tests and doubles as C. Hence the argument of a macro, and no preprocessor
+ * compilers: client/gpu/kernel.c takes it as a string for NVRTC, tests and doubles as C. Hence the argument of a macro, and no preprocessor
  * in it. Who includes it defines GPU_LEAF(...), and for C: GPU_KERNEL, GPU_FUNCTION, GPU_INDEX (the number of a thread).
  *
  * xxh3's eight lanes do not see each other until the end, but for the word that each takes from its neighbour: so a thread is a lane of a

@@ -1,7 +1,7 @@
 /* NVMe passthrough: a namespace by its generic character device (/dev/ngXnY), past the block layer. A ring's parts become commands by
  * IORING_OP_URING_CMD; labels and sizes go by ioctl. The kernel splits nothing here: group_fill cuts what a command may not carry.
  */
-#include "internal.h"
+#include "io/nvme/generic.h"
 
 #include <linux/nvme_ioctl.h>
 #include <sys/ioctl.h>
@@ -100,7 +100,7 @@ int generic_device(struct device *device) {
 }
 
 void generic_part_start(struct ring *ring, struct io_part *part, bool write) {
-    struct device *device = &ring->plane->devices[part->device];
+    struct device *device = &ring->array->devices[part->device];
     const struct iovec *iov = &part->group->iovs[part->iov_first], *end = iov + part->iov_count;
     uint64_t block = part->device_offset / device->block_size;
     part->error = 0;

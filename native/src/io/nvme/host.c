@@ -1,4 +1,4 @@
-/* The controllers that a plane's devices lie on. Each has a thread, which makes the association, keeps it alive, and makes it again when it
+/* The controllers that an array's devices lie on. Each has a thread, which makes the association, keeps it alive, and makes it again when it
  * is lost; rings look at `state` and `generation` and connect queues of their own (io/nvme/queue.c).
  *
  * An association lives and dies as a whole: when one queue's connection breaks, all are shut down. A namespace is used again only if it is
@@ -31,8 +31,8 @@ static void tell(struct nvme_host *host, struct nvme_remote *only, const char *f
             pthread_mutex_lock(&host->lock);
             snprintf(remote->message, sizeof(remote->message), "%.80s:%u: %s", host->target.host, host->target.port, text);
             pthread_mutex_unlock(&host->lock);
-            if (atomic_load(&host->plane->devices[remote->device].remote) == remote) /* else another has its place now */
-                event_add(host->plane, KVFS_EVENT_DEVICE, 0, remote->device);
+            if (host->array->on_message && atomic_load(&host->array->devices[remote->device].remote) == remote) /* else another has its place now */
+                host->array->on_message(host->array, remote->device);
         }
 }
 
@@ -103,9 +103,9 @@ static int label_check(struct nvme_remote *remote, const struct kvfs_label *labe
     if (label->magic != known->magic || memcmp(label->pool_uuid, known->pool_uuid, 16) != 0 ||
         memcmp(label->device_uuid, known->device_uuid, 16) != 0)
         return nvme_admin_fail(admin, -ESTALE, "namespace %u came back with another label", remote->nsid);
-    if (label->mount_epoch != known->mount_epoch && label->mount_epoch != remote->host->plane->config.mount_epoch)
+    if (label->mount_epoch != known->mount_epoch && label->mount_epoch != remote->host->array->geometry.mount_epoch)
         return nvme_admin_fail(admin, -ESTALE, "namespace %u came back with epoch %llu in its label, expected %llu", remote->nsid,
-                               (unsigned long long)label->mount_epoch, (unsigned long long)remote->host->plane->config.mount_epoch);
+                               (unsigned long long)label->mount_epoch, (unsigned long long)remote->host->array->geometry.mount_epoch);
     return 0;
 }
 
@@ -373,14 +373,14 @@ static bool same_controller(const struct kvfs_nvme_target *a, const struct kvfs_
     return memcmp(a, &other, sizeof(other)) == 0;
 }
 
-static struct nvme_host *host_of(struct kvfs_plane *plane, const struct kvfs_nvme_target *target) {
-    for (struct nvme_host *host = plane->hosts; host; host = host->next)
+static struct nvme_host *host_of(struct kvfs_array *array, const struct kvfs_nvme_target *target) {
+    for (struct nvme_host *host = array->hosts; host; host = host->next)
         if (same_controller(&host->target, target))
             return host;
     struct nvme_host *host = calloc(1, sizeof(*host));
     if (!host)
         return NULL;
-    host->plane = plane;
+    host->array = array;
     host->target = *target;
     pthread_mutex_init(&host->lock, NULL);
     pthread_condattr_t attributes;
@@ -388,14 +388,14 @@ static struct nvme_host *host_of(struct kvfs_plane *plane, const struct kvfs_nvm
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&host->changed, &attributes);
     host->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    host->next = plane->hosts;
-    plane->hosts = host;
+    host->next = array->hosts;
+    array->hosts = host;
     return host->wake_fd < 0 ? NULL : host;
 }
 
 /* Made now, or when the device lay there before. */
-static struct nvme_remote *remote_of(struct kvfs_plane *plane, uint32_t device, const struct kvfs_nvme_target *target) {
-    struct nvme_host *host = host_of(plane, target);
+static struct nvme_remote *remote_of(struct kvfs_array *array, uint32_t device, const struct kvfs_nvme_target *target) {
+    struct nvme_host *host = host_of(array, target);
     struct nvme_remote *remote = host ? atomic_load(&host->remotes) : NULL;
     while (remote && (remote->device != device || remote->nsid != target->nsid))
         remote = remote->next;
@@ -409,14 +409,14 @@ static struct nvme_remote *remote_of(struct kvfs_plane *plane, uint32_t device, 
     return remote;
 }
 
-int nvme_device_use(struct kvfs_plane *plane, uint32_t device, char *error, size_t error_size) {
+int nvme_device_use(struct kvfs_array *array, uint32_t device, char *error, size_t error_size) {
     struct kvfs_nvme_target target;
-    if (!nvme_target_of(plane->devices[device].fd, &target)) {
-        atomic_store(&plane->devices[device].remote, NULL);
+    if (!nvme_target_of(array->devices[device].fd, &target)) {
+        atomic_store(&array->devices[device].remote, NULL);
         return 0;
     }
     snprintf(error, error_size, "no memory for NVMe/TCP controllers");
-    struct nvme_remote *remote = remote_of(plane, device, &target);
+    struct nvme_remote *remote = remote_of(array, device, &target);
     if (!remote)
         return -ENOMEM;
     struct nvme_host *host = remote->host;
@@ -439,28 +439,28 @@ int nvme_device_use(struct kvfs_plane *plane, uint32_t device, char *error, size
     pthread_mutex_unlock(&host->lock);
     if (!usable)
         return -ENOTCONN;
-    atomic_store(&plane->devices[device].remote, remote);
+    atomic_store(&array->devices[device].remote, remote);
     return 0;
 }
 
-int nvme_hosts_start(struct kvfs_plane *plane, const int *device_fds, bool wait, char *error, size_t error_size) {
+int nvme_hosts_start(struct kvfs_array *array, const int *device_fds, bool wait, char *error, size_t error_size) {
     snprintf(error, error_size, "no memory for NVMe/TCP controllers");
-    for (uint32_t i = 0; i < plane->config.device_count; i++) {
+    for (uint32_t i = 0; i < array->device_count; i++) {
         struct kvfs_nvme_target target;
         if (!nvme_target_of(device_fds[i], &target))
             continue;
-        struct nvme_remote *remote = remote_of(plane, i, &target);
+        struct nvme_remote *remote = remote_of(array, i, &target);
         if (!remote)
             return -ENOMEM;
-        atomic_store(&plane->devices[i].remote, remote);
+        atomic_store(&array->devices[i].remote, remote);
     }
-    for (struct nvme_host *host = plane->hosts; host; host = host->next) {
+    for (struct nvme_host *host = array->hosts; host; host = host->next) {
         int r = -pthread_create(&host->thread, NULL, host_main, host);
         if (r < 0)
             return r;
         host->started = true;
     }
-    for (struct nvme_host *host = plane->hosts; host && wait; host = host->next) {
+    for (struct nvme_host *host = array->hosts; host && wait; host = host->next) {
         pthread_mutex_lock(&host->lock);
         while (atomic_load(&host->state) == NVME_HOST_STARTING) /* it has a deadline of its own */
             pthread_cond_wait(&host->changed, &host->lock);
@@ -480,14 +480,14 @@ int nvme_hosts_start(struct kvfs_plane *plane, const int *device_fds, bool wait,
     return 0;
 }
 
-void nvme_hosts_stop(struct kvfs_plane *plane) {
-    for (struct nvme_host *host = plane->hosts; host; host = host->next) {
+void nvme_hosts_stop(struct kvfs_array *array) {
+    for (struct nvme_host *host = array->hosts; host; host = host->next) {
         atomic_store(&host->stopping, true);
         wake(host);
     }
-    while (plane->hosts) {
-        struct nvme_host *host = plane->hosts;
-        plane->hosts = host->next;
+    while (array->hosts) {
+        struct nvme_host *host = array->hosts;
+        array->hosts = host->next;
         if (host->started)
             pthread_join(host->thread, NULL);
         for (struct nvme_remote *remote = atomic_load(&host->remotes), *next; remote; remote = next) {
@@ -502,10 +502,10 @@ void nvme_hosts_stop(struct kvfs_plane *plane) {
     }
 }
 
-int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, uint32_t capacity) {
-    if (device >= plane->config.device_count || capacity == 0)
+int nvme_device_message(struct kvfs_array *array, uint32_t device, char *out, uint32_t capacity) {
+    if (device >= array->device_count || capacity == 0)
         return -ERANGE;
-    struct nvme_remote *remote = plane->devices[device].remote;
+    struct nvme_remote *remote = array->devices[device].remote;
     out[0] = 0;
     if (!remote)
         return 1;

@@ -312,7 +312,7 @@ static void issue(struct nvme_queue *queue, bool finish) {
 
 /* What waits fails, or its reads only, and writes to a device that is out of service: nobody waits for it any more. */
 static void fail_waiting(struct nvme_queue *queue, int error) {
-    const struct device *devices = queue->ring->plane->devices;
+    const struct device *devices = queue->ring->array->devices;
     struct io_part *part = queue->first, *next;
     queue->first = queue->last = NULL;
     for (; part; part = next) {
@@ -332,7 +332,7 @@ static void fail_waiting(struct nvme_queue *queue, int error) {
 /* ---- steps ---- */
 
 static bool give_up(const struct nvme_queue *queue, uint64_t now) {
-    uint64_t patience = queue->ring->plane->config.io_timeout_ms * 1000000ull;
+    uint64_t patience = queue->ring->array->io_timeout_ms * 1000000ull;
     if (queue->state == QUEUE_OPENING || queue->state == QUEUE_CONNECTING)
         return now - queue->opened_ns > patience;
     for (uint32_t i = 0; queue->link.abandoned && i < queue->link.depth; i++) {

@@ -2,7 +2,7 @@
  *
  * io/nvme/link.c: one TCP connection, which is one queue: PDUs, digests, commands by their cid. Never blocks, knows no controller.
  * io/nvme/admin.c: an association with a controller, step by step, for callers that may wait: threads of hosts, and helpers for labels.
- * io/nvme/host.c: a controller that a plane's devices lie on: its thread keeps the association alive, and makes it again when it is lost.
+ * io/nvme/host.c: a controller that an array's devices lie on: its thread keeps the association alive, and makes it again when it is lost.
  * io/nvme/queue.c: a ring's own queue to a host: parts of ring.c become commands.
  *
  * All payload goes through calls that copy before they return: the kernel never holds memory of a command, so one that is given up on is
@@ -11,7 +11,7 @@
 #ifndef KVFS_NVME_TCP_H
 #define KVFS_NVME_TCP_H
 
-#include "internal.h"
+#include "io/ring.h"
 
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -142,7 +142,7 @@ void nvme_connect_fill(const struct kvfs_nvme_target *target, uint16_t cntlid, u
 
 /* ---- io/nvme/host.c ---- */
 
-/* A namespace that is a device of the plane. */
+/* A namespace that is a device of an array. */
 struct nvme_remote {
     struct nvme_host *host;
     uint32_t device;
@@ -159,7 +159,7 @@ struct nvme_remote {
 enum nvme_host_state { NVME_HOST_STARTING, NVME_HOST_UP, NVME_HOST_DOWN };
 struct nvme_host {
     struct nvme_host *next;
-    struct kvfs_plane *plane;
+    struct kvfs_array *array;
     struct kvfs_nvme_target target;
     _Atomic(struct nvme_remote *) remotes;  /* grows in front */
     uint32_t index;
@@ -182,10 +182,10 @@ struct nvme_host {
     char reason[NVME_REASON];
 };
 /* Makes hosts and remotes of those device descriptors that are NVMe/TCP targets, and starts them. wait: until each is up or has failed. */
-int nvme_hosts_start(struct kvfs_plane *plane, const int *device_fds, bool wait, char *error, size_t error_size);
+int nvme_hosts_start(struct kvfs_array *array, const int *device_fds, bool wait, char *error, size_t error_size);
 /* One device, whose descriptor was opened anew: blocks until it is usable, as long as a connection may take. -errno; error says why not. */
-int nvme_device_use(struct kvfs_plane *plane, uint32_t device, char *error, size_t error_size);
-void nvme_hosts_stop(struct kvfs_plane *plane);
+int nvme_device_use(struct kvfs_array *array, uint32_t device, char *error, size_t error_size);
+void nvme_hosts_stop(struct kvfs_array *array);
 /* A qid for a link of this generation, 0: none is left. Then the link is shut down with the association. */
 uint16_t nvme_host_join(struct nvme_host *host, struct nvme_link *link, uint32_t generation);
 bool nvme_host_room(struct nvme_host *host);           /* a qid is left */
@@ -194,6 +194,7 @@ void nvme_host_lost(struct nvme_host *host, uint32_t generation, const char *rea
 void nvme_host_abort(struct nvme_host *host, uint16_t qid, uint16_t cid);
 /* The target that a device descriptor stands for; false if it is another kind of device. */
 bool nvme_target_of(int fd, struct kvfs_nvme_target *out);
+int nvme_device_message(struct kvfs_array *array, uint32_t device, char *out, uint32_t capacity);    /* as kvfs_device_message */
 
 /* ---- io/nvme/queue.c: what ring.c calls ---- */
 

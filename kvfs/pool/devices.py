@@ -1,0 +1,228 @@
+"""An open device, of each kind: a block device or a file, an NVMe/TCP namespace, a namespace by passthrough.
+
+Reads, writes and claims whole devices; knows nothing of what is on them. Blocks. opening.py opens devices.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvfs.errors import DeviceError
+from kvfs.pool import nvme_generic, nvme_kernel, nvme_tcp
+from kvfs.pool.fence import Step, kernel_reservation, unsupported
+from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET
+
+# Where a device is: a path, the URL of an NVMe/TCP namespace, or `ng:` and the path of a generic NVMe device.
+Place = Path | str
+Tell = Callable[[str], None]
+# Labels, and eight zones of the smallest kind.
+DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
+
+
+@dataclass(slots=True)
+class Device:
+    """An open device. Close it by closing fd."""
+
+    path: Place
+    fd: int
+    size: int
+    is_block: bool
+    direct: bool
+    # A descriptor that keeps others away as long as it is open; -1: none. Not the one that io_uring and native clients
+    # have: theirs may outlive this process for a moment.
+    claim: int = field(default=-1, kw_only=True)
+
+    @property
+    def shared_fd(self) -> int:
+        """What native clients get a file of their own of."""
+        return self.fd
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.unclaim()
+
+    def unclaim(self) -> None:
+        claim, self.claim = self.claim, -1
+        if claim >= 0:
+            # A file of a filesystem that is gone says so, and is closed all the same.
+            with suppress(OSError):
+                os.close(claim)
+
+    def same(self, place: Place) -> bool:
+        """Whether `place` leads to this device."""
+        return isinstance(place, Path) and os.path.exists(self.path) and os.path.samefile(self.path, place)
+
+    def leads_to(self, place: Place) -> bool:
+        """Whether the open descriptor is still what is found there."""
+        if not isinstance(place, Path):
+            return False
+        try:
+            named, is_open = os.stat(place), os.fstat(self.fd)
+        except OSError:
+            return False
+        same = (named.st_dev, named.st_ino, named.st_rdev) == (is_open.st_dev, is_open.st_ino, is_open.st_rdev)
+        return same and os.lseek(self.fd, 0, os.SEEK_END) >= self.size > 0
+
+    def take_over(self, old: Device) -> None:
+        """Get the number of its descriptor, by which the data plane knows it. It is done with."""
+        os.dup2(self.fd, old.fd, inheritable=False)
+        os.close(self.fd)
+        self.fd = old.fd
+        old.let_go()
+
+    def let_go(self) -> None:
+        """Close all but the descriptor."""
+        self.unclaim()
+
+    def door(self) -> Device:
+        """The same device for a thread of its own, which closes it: a descriptor that stays what it is."""
+        return Device(self.path, os.dup(self.fd), self.size, self.is_block, self.direct)
+
+    def reservation(self, step: Step, key: int, other: int = 0) -> None:
+        """A step of an NVMe reservation. DeviceError: EBADE for a conflict, EOPNOTSUPP where there are none."""
+        if not self.is_block or nvme_kernel.namespace_at(str(self.path)) is None:
+            raise unsupported(str(self.path))
+        kernel_reservation(self.fd, str(self.path), step, key, other)
+
+    def sync(self) -> None:
+        """What was written is durable when this returns. OSError, DeviceError."""
+        os.fdatasync(self.fd)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read whole pages; raises DeviceError, also at the end of the device."""
+        with mmap.mmap(-1, size) as memory:
+            try:
+                done = os.preadv(self.fd, [memory], offset)
+            except OSError as error:
+                raise DeviceError(f"{self.path}: read at {offset}: {os.strerror(error.errno or 0)}") from error
+            if done != size:
+                raise DeviceError(f"{self.path}: read of {size} bytes at {offset} gave {done}")
+            return bytes(memory)
+
+    def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
+        """Write whole pages and wait until they are durable; without that, until whoever reads finds them."""
+        with mmap.mmap(-1, len(data)) as memory:
+            memory[:] = data
+            try:
+                done = os.pwritev(self.fd, [memory], offset)
+                if durable:
+                    os.fdatasync(self.fd)
+            except OSError as error:
+                raise DeviceError(f"{self.path}: write at {offset}: {os.strerror(error.errno or 0)}") from error
+            if done != len(data):
+                raise DeviceError(f"{self.path}: write of {len(data)} bytes at {offset} took {done}")
+
+
+@dataclass(slots=True)
+class RemoteDevice(Device):
+    """An NVMe/TCP namespace. Its fd stands for it in the data plane and in native clients; labels go by a connection of
+    its own."""
+
+    controller: nvme_tcp.Controller
+
+    def leads_to(self, place: Place) -> bool:
+        """The connection is made again, and the namespace compared, when it is used next."""
+        return self.same(place)
+
+    def let_go(self) -> None:
+        self.controller.close()
+
+    def door(self) -> Device:
+        return _RemoteDoor(self.path, -1, self.size, True, False, self.controller)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.controller.close()
+
+    def same(self, place: Place) -> bool:
+        return nvme_tcp.is_url(place) and nvme_tcp.parse(str(place)).where == nvme_tcp.parse(str(self.path)).where
+
+    def reservation(self, step: Step, key: int, other: int = 0) -> None:
+        self.controller.reservation(step, key, other)
+
+    def sync(self) -> None:
+        self.controller.flush()
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.controller.read(offset, size)
+
+    def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
+        self.controller.write(offset, data)
+
+
+@dataclass(slots=True)
+class _RemoteDoor(RemoteDevice):
+    """Its controller is another's, who closes it, and may do so meanwhile."""
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class GenericDevice(Device):
+    """An NVMe namespace by passthrough. Native clients get its block device where there is one: that needs no
+    privilege."""
+
+    namespace: nvme_generic.Namespace
+
+    @property
+    def shared_fd(self) -> int:
+        return self.fd if self.namespace.block_fd < 0 else self.namespace.block_fd
+
+    def leads_to(self, place: Place) -> bool:
+        try:
+            return nvme_kernel.is_generic(place) and (
+                os.stat(nvme_kernel.path_of(place)).st_rdev == os.fstat(self.fd).st_rdev
+            )
+        except OSError:
+            return False
+
+    def take_over(self, old: Device) -> None:
+        Device.take_over(self, old)
+        self.namespace.fd = self.fd
+
+    def let_go(self) -> None:
+        self.namespace.fd = -1
+        self.namespace.close()
+
+    def door(self) -> Device:
+        namespace = self.namespace.duplicate()
+        return GenericDevice(self.path, namespace.fd, self.size, True, False, namespace)
+
+    def close(self) -> None:
+        self.namespace.close()
+
+    def same(self, place: Place) -> bool:
+        path = nvme_kernel.path_of(self.path)
+        return nvme_kernel.is_generic(place) and os.path.samefile(path, nvme_kernel.path_of(place))
+
+    def reservation(self, step: Step, key: int, other: int = 0) -> None:
+        raise unsupported(str(self.path))
+
+    def sync(self) -> None:
+        self.namespace.flush()
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.namespace.read(offset, size)
+
+    def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
+        self.namespace.write(offset, data, durable=durable)
+
+
+def place_of(text: str) -> Place:
+    """A device as a user, or pool.toml, names it."""
+    return text if nvme_tcp.is_url(text) or nvme_kernel.is_generic(text) else Path(text)
+
+
+def open_absent(path: Place) -> Device:
+    """Stands for a device that is not there: reads give nothing, writes fail."""
+    fd = os.memfd_create("kvfs-absent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return Device(path, fd, 0, False, False)

@@ -1,0 +1,163 @@
+"""The shape of a pool: zones, segments, stripe units, and which zones of which devices a segment takes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvfs.errors import PoolError, UsageError
+from kvfs.types import PAGE_SIZE
+from kvfs.units import format_size
+
+LABEL_SIZE = 65536
+DEVICES_MAX = 256
+STRIPE_WIDTH_MAX = 32
+ZONES_OFFSET = 1 << 20
+STRIPE_UNIT = 128 << 10
+# The data plane's least: smaller stripes make more I/Os than a group holds.
+STRIPE_UNIT_MIN = 16 << 10
+SEGMENT_MIN = 1 << 20
+SEGMENT_CAP = 512 << 20
+SEGMENTS_WANTED = 256
+SEGMENTS_BEFORE_GROWTH = 16384
+SEGMENTS_MAX = 32768
+SEGMENTS_MIN = 8
+SUMMARY_SHARE = 64
+SUMMARY_PAGES_MIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    stripe_width: int
+    stripe_unit: int
+    zone_size: int
+
+    @property
+    def segment_size(self) -> int:
+        return self.stripe_width * self.zone_size
+
+    @property
+    def segment_pages(self) -> int:
+        return self.segment_size // PAGE_SIZE
+
+    @property
+    def summary_pages(self) -> int:
+        return max(SUMMARY_PAGES_MIN, self.segment_pages // SUMMARY_SHARE)
+
+    @property
+    def end_page(self) -> int:
+        """Runs lie in [1, end_page); behind it the two summary slots."""
+        return self.segment_pages - 2 * self.summary_pages
+
+    def summary_page(self, slot: int) -> int:
+        return self.end_page + slot * self.summary_pages
+
+
+def check_geometry(geometry: Geometry, origin: str) -> None:
+    """Raise PoolError unless segments of this shape are possible."""
+    unit, zone = geometry.stripe_unit, geometry.zone_size
+    if unit % PAGE_SIZE or unit < STRIPE_UNIT_MIN:
+        raise PoolError(
+            f"{origin}: stripe_unit is {unit}; it must be a multiple of {PAGE_SIZE}, at least {STRIPE_UNIT_MIN}"
+        )
+    if zone & (zone - 1) or zone % unit:
+        raise PoolError(
+            f"{origin}: zone_size is {zone}; it must be a power of two and a multiple of stripe_unit ({unit})"
+        )
+    if geometry.end_page < 8 or geometry.segment_pages >= 1 << 32:
+        raise PoolError(f"{origin}: zone_size is {zone}: segments of {geometry.segment_size} bytes are not possible")
+
+
+def choose_geometry(
+    device_sizes: list[int],
+    *,
+    stripe_width: int | None = None,
+    stripe_unit: int | None = None,
+    segment_size: int | None = None,
+) -> tuple[Geometry, list[str]]:
+    """The geometry of a new pool over devices of these sizes, and notes about what was adjusted. UsageError."""
+    notes: list[str] = []
+    count = len(device_sizes)
+    if not 1 <= count <= DEVICES_MAX:
+        raise UsageError(f"{count} devices: 1 to {DEVICES_MAX} are possible")
+    width = min(4, count) if stripe_width is None else stripe_width
+    if not 1 <= width <= min(count, STRIPE_WIDTH_MAX):
+        raise UsageError(f"stripe width {width}: 1 to {min(count, STRIPE_WIDTH_MAX)} is possible with {count} devices")
+    usable = sum(device_sizes)
+    zone = _power_below(segment_size // width) if segment_size is not None else _choose_zone(usable, width)
+    if segment_size is not None and segment_size != zone * width:
+        raise UsageError(
+            f"segment size {format_size(segment_size)}: it must be the stripe width ({width}) times a power of two"
+        )
+    unit = STRIPE_UNIT if stripe_unit is None else stripe_unit
+    if unit > zone and stripe_unit is None:
+        unit = zone
+        notes.append(f"stripe unit reduced to {format_size(unit)}, the zone size")
+    if unit > zone:
+        raise UsageError(
+            f"stripe unit {format_size(unit)} is larger than a zone of {format_size(zone)}; use a smaller unit "
+            "or larger segments"
+        )
+    geometry = Geometry(width, unit, zone)
+    try:
+        check_geometry(geometry, "geometry")
+    except PoolError as error:
+        raise UsageError(str(error)) from error
+    zone_counts = [zones_on(size, zone) for size in device_sizes]
+    for index, zones in enumerate(zone_counts):
+        if zones == 0:
+            raise UsageError(
+                f"device {index} of {format_size(device_sizes[index])} is too small for a zone of {format_size(zone)}"
+            )
+    segments = len(layout(zone_counts, width))
+    if segments < SEGMENTS_MIN:
+        raise UsageError(
+            f"the devices hold {segments} segments of {format_size(geometry.segment_size)}; "
+            f"at least {SEGMENTS_MIN} are needed"
+        )
+    return geometry, notes
+
+
+def _choose_zone(usable: int, width: int) -> int:
+    """Small pools: some hundreds of segments; then segments of 512 MiB, then at most 32,768 segments."""
+    segment = max(SEGMENT_MIN, _power_below(max(1, usable // SEGMENTS_WANTED)))
+    segment = min(segment, SEGMENT_CAP)
+    if usable // segment > SEGMENTS_BEFORE_GROWTH:
+        while usable // segment > SEGMENTS_MAX:
+            segment *= 2
+    return max(_power_below(max(1, segment // width)), STRIPE_UNIT_MIN)
+
+
+def _power_below(value: int) -> int:
+    """The largest power of two that is at most value."""
+    return 1 << (max(1, value).bit_length() - 1)
+
+
+def zones_on(device_size: int, zone_size: int) -> int:
+    return max(0, device_size // PAGE_SIZE * PAGE_SIZE - LABEL_SIZE - ZONES_OFFSET) // zone_size
+
+
+def layout(zone_counts: list[int], stripe_width: int) -> list[tuple[tuple[int, int], ...]]:
+    """The members, (device, zone), of every segment: a pure function, so that every node and every version finds the
+    same.
+
+    Each segment takes the stripe_width devices with the most unused zones, among equals those used longest ago, so
+    successive segments rotate.
+    """
+    left = list(zone_counts)
+    used = [0] * len(left)
+    order = list(range(-len(left), 0))
+    segments: list[tuple[tuple[int, int], ...]] = []
+    devices = range(len(left))
+    turn = 0
+    while True:
+        chosen = sorted(devices, key=lambda device: (-left[device], order[device]))[:stripe_width]
+        if left[chosen[-1]] == 0:
+            return segments
+        members = []
+        for device in chosen:
+            members.append((device, used[device]))
+            used[device] += 1
+            left[device] -= 1
+            order[device] = turn
+            turn += 1
+        segments.append(tuple(members))

@@ -1,0 +1,297 @@
+"""The heart of a pool in use: a thread for each device writes there, once a second, that this process owns it, and
+looks first whether another says so.
+
+What is found decides: one's own page is as it should be, a newer owner's ends the use of the pool at once. A device
+that hangs stops its own thread alone. Blocking calls; docs/format.md has the page, owner.py who is alive.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+
+from kvfs.errors import DeviceError, InUseError, printable
+from kvfs.pool import fence, owner
+from kvfs.pool.config import PoolConfig
+from kvfs.pool.devices import Device, Tell
+from kvfs.pool.format import BEAT_ENDING, BEAT_OFFSET, Beat, holds_beat, pack_beat, unpack_beat
+from kvfs.pool.labels import has_beat, read_beat
+from kvfs.pool.opening import OpenPool
+from kvfs.types import PAGE_SIZE
+
+log = logging.getLogger(__name__)
+
+# Pages that may turn up later, of writes that were given up on.
+_HISTORY = 64
+# To clear all pages; a device that takes longer keeps its own, of a process that is gone.
+_STOP_S = 2.0
+# Two that begin at the same moment see each other after this. On a file the claim decides.
+_SETTLE_S = 0.2
+# An owner that is pushed aside has noticed by then.
+_YIELD_S = 2.5 * owner.INTERVAL_S
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One device's thread."""
+
+    number: int
+    door: Device
+    wake: threading.Event = field(default_factory=threading.Event)
+    stopping: bool = False
+    clear: bool = True
+    thread: threading.Thread | None = None
+
+
+class Heart:
+    """Beats from `take` to `stop`. Its methods are for one thread, but for `check`."""
+
+    def __init__(self, opened: OpenPool, me: Beat, clock: owner.Clock = owner.REAL) -> None:
+        """For Heart.take only."""
+        self._opened, self.me, self._clock = opened, me, clock
+        self._beat = 0
+        self._flags = 0
+        self._lock = threading.Lock()
+        self._written: dict[int, deque[bytes]] = {}
+        # Of others, as it was found last, and has to move to count.
+        self._odd: dict[int, bytes] = {}
+        self._slots: dict[int, _Slot] = {}
+        # Devices that have reservations.
+        self._fenced: set[int] = set()
+        self._on_lost: Callable[[str], None] | None = None
+        self.lost: str | None = None
+
+    @classmethod
+    def take(
+        cls, opened: OpenPool, *, use: str, known: int = 0, next_epoch: bool = False, force: bool = False,
+        tell: Tell | None = None, clock: owner.Clock = owner.REAL,
+    ) -> Heart:  # fmt: skip
+        """Own the devices that are there: nobody else does, or not any more, and it stands on them who does now.
+
+        `known`: the last epoch that the index knows. `next_epoch`: of a mount; else that of the last one stays.
+        `force`: push an owner aside that still beats. InUseError.
+        """
+        here = owner.this_process(pool=str(opened.path), use=use)
+        heart = cls(opened, here, clock)
+        beats = heart._read()
+        try:
+            for beat in owner.wait_free(heart._read, here, heart._claims(), tell, clock):
+                who = f"pid {beat.pid} on {printable(beat.host)}"
+                opened.notes.append(f"the beat of {who} did not move for {owner.watch_s(beat):.0f} s: taken over")
+        except InUseError as error:
+            if not force:
+                raise InUseError(f"{opened.path}: {error}") from error
+            opened.notes.append(f"taken over by --force: {error}")
+        last = max([opened.epoch, known, *(beat.epoch for beat in beats.values() if beat is not None)])
+        heart.me = replace(here, epoch=last + next_epoch)
+        heart._reserve(beats)
+        heart._settle(pushing=force and any(beat is not None for beat in beats.values()))
+        return heart
+
+    # ---- taking ----
+
+    def _present(self) -> list[int]:
+        return [
+            described.index for device, described in zip(self._opened.devices, self._opened.config.devices, strict=True)
+            if device.size and has_beat(described)
+        ]  # fmt: skip
+
+    def _claims(self) -> Mapping[int, bool]:
+        return {number: self._opened.devices[number].claim >= 0 for number in self._present()}
+
+    def _read(self) -> Mapping[int, Beat | None]:
+        """All beats; a device that cannot be read says nothing."""
+        found: dict[int, Beat | None] = {}
+        for number in self._present():
+            try:
+                found[number] = read_beat(self._opened.devices[number], self._opened.config, number)
+            except DeviceError as error:
+                log.warning("%s", error)
+        return found
+
+    def _reserve(self, beats: Mapping[int, Beat | None]) -> None:
+        """Keep the writes of other machines away, where devices can: from the one before, too."""
+        for number in self._present():
+            before = beats.get(number)
+            old = 0 if before is None else fence.key_of(before.owner)
+            self._fenced.add(number)
+            try:
+                fence.reserve(self._opened.devices[number].reservation, fence.key_of(self.me.owner), old)
+            except DeviceError as error:
+                if error.errno == errno.EOPNOTSUPP:
+                    self._fenced.discard(number)
+                else:
+                    log.warning("%s; beats alone keep others away", error)
+
+    def _settle(self, *, pushing: bool) -> None:
+        """Write the first beats, and see that they stay where others can write as well."""
+        began = self._clock.now()
+        for number in self._present():
+            self._write(number, self._opened.devices[number])
+        if not pushing and all(not device.is_block for device in self._opened.devices):
+            return
+        while True:
+            self._clock.sleep(_SETTLE_S)
+            others = {n: beat for n, beat in self._read().items() if beat is not None and beat.owner != self.me.owner}
+            if not pushing:
+                for beat in others.values():
+                    self._clear()
+                    raise InUseError(f"{self._opened.path}: {owner.describe(beat, self.me)}")
+                return
+            for number in others:
+                self._write(number, self._opened.devices[number])
+            if self._clock.now() - began >= _YIELD_S:
+                return
+
+    def _clear(self) -> None:
+        """Where it is still one's own."""
+        for number in self._present():
+            try:
+                self._clear_one(number, self._opened.devices[number])
+            except (DeviceError, OSError) as error:
+                log.warning("%s", error)
+
+    def _clear_one(self, number: int, door: Device) -> None:
+        if door.read(BEAT_OFFSET, PAGE_SIZE) in self._written.get(number, ()):
+            door.write(BEAT_OFFSET, bytes(PAGE_SIZE), durable=False)
+        if number in self._fenced:
+            fence.give_back(door.reservation, fence.key_of(self.me.owner))
+
+    def _write(self, number: int, door: Device) -> None:
+        with self._lock:
+            self._beat += 1
+            beat = replace(self.me, number=self._beat, written_ns=time.time_ns(), flags=self._flags)
+            config = self._opened.config
+            page = pack_beat(config.secret, config.uuid, config.devices[number].uuid, beat)
+            # Before it is there: it may be even if it fails.
+            self._written.setdefault(number, deque(maxlen=_HISTORY)).append(page)
+        try:
+            door.write(BEAT_OFFSET, page, durable=False)
+        except (DeviceError, OSError) as error:
+            log.debug("%s", error)
+
+    # ---- beating ----
+
+    def start(self, on_lost: Callable[[str], None]) -> None:
+        """`on_lost` is called once, in a thread, with the reason, when another has taken a device."""
+        self._on_lost = on_lost
+        for number in self._present():
+            self.resume(number)
+
+    def resume(self, number: int) -> None:
+        """A device is there, again or instead of another."""
+        self.rest(number)
+        if self._on_lost is None or number not in self._present() or self.lost is not None:
+            return
+        slot = self._slots[number] = _Slot(number, self._opened.devices[number].door())
+        slot.thread = threading.Thread(target=self._run, args=(slot,), name=f"beat {number}", daemon=True)
+        slot.thread.start()
+
+    def rest(self, number: int, *, clear: bool = False) -> None:
+        """A device is away: nothing is written there any more once what is under way has ended; or it goes for good,
+        and nobody is to wait for this owner there."""
+        slot = self._slots.pop(number, None)
+        if slot is not None:
+            slot.clear, slot.stopping = clear, True
+            slot.wake.set()
+
+    def ending(self) -> None:
+        """Others may wait: the end is near."""
+        self._flags |= BEAT_ENDING
+        for slot in self._slots.values():
+            slot.wake.set()
+
+    def stop(self) -> None:
+        """The last: pages are cleared where the devices answer. When nothing is written any more."""
+        if self._on_lost is None:
+            self._clear()
+        slots = list(self._slots.values())
+        self._slots.clear()
+        for slot in slots:
+            slot.stopping = True
+            slot.wake.set()
+        until = time.monotonic() + _STOP_S
+        for slot in slots:
+            assert slot.thread is not None
+            slot.thread.join(max(0.0, until - time.monotonic()))
+            if slot.thread.is_alive():
+                log.warning("%s: no answer; the beat there is not cleared", slot.door.path)
+
+    def check(self, device: Device, number: int) -> None:
+        """That a device that was away has no other owner. Blocks. InUseError, DeviceError."""
+        config, claims = self._opened.config, {number: device.claim >= 0}
+        owner.wait_free(lambda: {number: read_beat(device, config, number)}, self.me, claims, None, self._clock)
+
+    def _run(self, slot: _Slot) -> None:
+        try:
+            # A device that was away may have lost it.
+            if slot.number in self._fenced:
+                with suppress(DeviceError):
+                    fence.reserve(slot.door.reservation, fence.key_of(self.me.owner), 0)
+            while not slot.stopping:
+                try:
+                    self._turn(slot)
+                except (DeviceError, OSError) as error:
+                    log.debug("%s", error)
+                slot.wake.wait(owner.INTERVAL_S)
+                slot.wake.clear()
+            if slot.clear and self.lost is None:
+                self._clear_one(slot.number, slot.door)
+        except (DeviceError, OSError) as error:
+            log.debug("%s", error)
+        finally:
+            # A device that is gone says so, and is closed all the same.
+            with suppress(OSError):
+                slot.door.close()
+
+    def _turn(self, slot: _Slot) -> None:
+        page = slot.door.read(BEAT_OFFSET, PAGE_SIZE)
+        # Only what was read just now allows a write.
+        if slot.stopping or self.lost is not None:
+            return
+        reason = self.judge(slot.number, page, self._opened.config)
+        if reason is None:
+            self._write(slot.number, slot.door)
+            return
+        with self._lock:
+            if self.lost is not None:
+                return
+            self.lost = f"{slot.door.path}: {reason}"
+        assert self._on_lost is not None
+        self._on_lost(self.lost)
+
+    def judge(self, number: int, page: bytes, config: PoolConfig) -> str | None:
+        """Why the device is another's, by the page that was found there; None: it is ours."""
+        with self._lock:
+            if page in self._written.get(number, ()):
+                return None
+            beat = unpack_beat(config.secret, config.uuid, config.devices[number].uuid, page)
+            # A copy of this very process has its owner as well, and is found by what it wrote.
+            ours = beat is not None and beat.owner == self.me.owner
+            if beat is not None and (beat.number > self._beat if ours else beat.epoch >= self.me.epoch):
+                return owner.describe(beat, self.me)
+            if not holds_beat(page):
+                return None
+            # Written late, by an older owner or by this one, or another pool's: one such page is a leftover, two are
+            # somebody at work.
+            before = self._odd.setdefault(number, page)
+            if before == page:
+                return None
+            return "in use by another kvfs, of another pool" if beat is None else owner.describe(beat, self.me)
+
+
+@contextmanager
+def kept(opened: OpenPool, use: str, on_lost: Callable[[str], None], tell: Tell | None = None) -> Iterator[Heart]:
+    """Own the devices of a pool that is not mounted. InUseError."""
+    heart = Heart.take(opened, use=use, tell=tell)
+    try:
+        heart.start(on_lost)
+        yield heart
+    finally:
+        heart.stop()

@@ -1,0 +1,98 @@
+"""Labels and beats on an open device: both copies of a label, and who uses the device.
+
+format.py packs and unpacks; this reads and writes. All calls block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from kvfs.errors import DeviceError, FormatError, KvfsError, PoolError
+from kvfs.pool.config import DeviceConfig, PoolConfig
+from kvfs.pool.devices import DEVICE_SIZE_MIN, Device
+from kvfs.pool.format import BEAT_OFFSET, Beat, Label, pack_label, unpack_beat, unpack_label
+from kvfs.pool.geometry import LABEL_SIZE
+from kvfs.types import PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class LabelCopies:
+    """What was found at a device's two label places: labels, or why there is none."""
+
+    copies: tuple[Label | FormatError | PoolError, Label | FormatError | PoolError]
+
+    def best(self) -> Label | None:
+        valid = [copy for copy in self.copies if isinstance(copy, Label)]
+        return max(valid, key=lambda label: label.mount_epoch, default=None)
+
+    def newer(self) -> PoolError | None:
+        """The complaint about a newer version, if that is what one copy is."""
+        return next((copy for copy in self.copies if isinstance(copy, PoolError)), None)
+
+
+def read_labels(device: Device, size: int | None = None) -> LabelCopies:
+    """Both copies. `size`: where the pool says the device ends; by default, where it really does."""
+    end = (device.size if size is None else size) // PAGE_SIZE * PAGE_SIZE
+    return LabelCopies((_read_label(device, 0, "first"), _read_label(device, end - LABEL_SIZE, "second")))
+
+
+def _read_label(device: Device, offset: int, which: str) -> Label | FormatError | PoolError:
+    where = f"{device.path}: {which} label"
+    if offset < 0:
+        return FormatError(f"{where}: the device is too small")
+    try:
+        return unpack_label(device.read(offset, LABEL_SIZE), where)
+    except (FormatError, PoolError) as error:
+        return error
+    except DeviceError as error:
+        return FormatError(str(error))
+
+
+def write_labels(
+    config: PoolConfig, devices: Sequence[Device], epoch: int, absent: Container[int] = ()
+) -> dict[int, str]:
+    """Both copies on every device but those `absent`, one after the other: a crash in between leaves one of them whole.
+    Returns what failed on which device."""
+    failed: dict[int, str] = {}
+    for second in (False, True):
+        for device, described in zip(devices, config.devices, strict=True):
+            if described.index in absent or described.index in failed:
+                continue
+            offset = described.size - LABEL_SIZE if second else 0
+            try:
+                device.write(offset, pack_label(config, described.index, epoch))
+            except DeviceError as error:
+                failed[described.index] = str(error)
+    return failed
+
+
+def write_label(config: PoolConfig, device: Device, number: int, epoch: int) -> None:
+    """Both copies on one device. DeviceError."""
+    for offset in (0, config.devices[number].size - LABEL_SIZE):
+        device.write(offset, pack_label(config, number, epoch))
+
+
+def has_beat(described: DeviceConfig) -> bool:
+    """Whether there is room for one before its zones."""
+    return described.zones_offset >= BEAT_OFFSET + PAGE_SIZE and not described.removed
+
+
+def read_beat(device: Device, config: PoolConfig, number: int) -> Beat | None:
+    """Who uses a device, or did until it was killed. DeviceError."""
+    if not has_beat(config.devices[number]):
+        return None
+    page = device.read(BEAT_OFFSET, PAGE_SIZE)
+    return unpack_beat(config.secret, config.uuid, config.devices[number].uuid, page)
+
+
+def beat_by_label(device: Device) -> tuple[bool, Beat | None]:
+    """As label_beat: where only the label says which pool it is."""
+    try:
+        label = read_labels(device).best() if device.size >= DEVICE_SIZE_MIN else None
+        if label is None:
+            return False, None
+        config = label.config(f"{device.path}: label")
+        return True, read_beat(device, config, label.device_index)
+    except (KvfsError, OSError, IndexError):
+        return False, None

@@ -1,0 +1,106 @@
+"""The lock of a pool's directory: at most one process has a pool, and its text says which, and for what."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid as uuids
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvfs.errors import InUseError, PoolError
+from kvfs.guard import check_owner, open_own
+from kvfs.pool import owner
+from kvfs.pool.config import CONFIG_NAME
+from kvfs.pool.devices import Tell
+from kvfs.pool.format import Beat
+
+LOCK_NAME = "lock"
+INDEX_NAME = "index"
+DEVICES_NAME = "devices"
+_LOCK_TEXT_MAX = 4096
+
+
+@contextmanager
+def locked(
+    pool: Path, use: str = "in use", *, wait: bool = True, tell: Tell | None = None
+) -> Iterator[PoolLock]:  # fmt: skip
+    """Hold the pool's lock. PoolError if it is no pool, InUseError if somebody else has it.
+
+    `use`: what others are told that it is for. Whoever is about to give it up is waited for, without `wait` nobody.
+    """
+    if not pool.is_dir():
+        raise PoolError(f"{pool}: {'not a directory' if pool.exists() else 'no such pool'}")
+    if not (pool / CONFIG_NAME).exists() and not (pool / INDEX_NAME).is_dir() and not (pool / DEVICES_NAME).is_dir():
+        raise PoolError(f"{pool}: not a kvfs pool (no {CONFIG_NAME})")
+    with pool_lock(pool, use, wait=wait, tell=tell) as lock:
+        yield lock
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLock:
+    """The lock of a pool's directory, which this process holds. Its text says who that is."""
+
+    fd: int
+    holder: Beat
+
+    def describe(self, *, ending: bool = False) -> None:
+        """For others to read. A full disk is no reason not to hold it."""
+        beat = self.holder
+        text = json.dumps({
+            "pid": beat.pid, "started": beat.started, "namespace": beat.namespace, "boot": beat.boot.hex(),
+            "host": beat.host, "use": beat.use, "ending": ending,
+        })  # fmt: skip
+        with suppress(OSError):
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, text.encode()[:_LOCK_TEXT_MAX], 0)
+
+
+def _lock_holder(fd: int, pool: Path) -> Beat | None:
+    """Who holds the lock, by its text; None if that says nothing."""
+    try:
+        read = json.loads(os.pread(fd, _LOCK_TEXT_MAX, 0))
+        return replace(
+            owner.this_process(), pid=int(read["pid"]), started=int(read["started"]), host=str(read["host"]),
+            namespace=int(read["namespace"]), boot=bytes.fromhex(read["boot"]), use=str(read["use"]), pool=str(pool),
+            flags=int(bool(read["ending"])),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def pool_lock(
+    pool: Path, use: str, *, wait: bool = True, tell: Tell | None = None
+) -> Iterator[PoolLock]:  # fmt: skip
+    check_owner(pool)
+    fd = open_own(pool / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    here = owner.this_process(use=use)
+
+    def claim() -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    try:
+        if wait:
+            found = owner.wait_claim(claim, lambda: _lock_holder(fd, pool), here, tell)
+        else:
+            found = None if claim() else _lock_holder(fd, pool) or replace(here, owner=uuids.UUID(int=0))
+        if found is not None:
+            who = owner.describe(found, here) if found.owner.int else "in use by another kvfs"
+            raise InUseError(f"{pool}: {who}")
+        lock = PoolLock(fd, here)
+        lock.describe()
+        try:
+            yield lock
+        finally:
+            with suppress(OSError):
+                os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)

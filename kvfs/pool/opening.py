@@ -1,0 +1,344 @@
+"""Opening devices, and all devices of a pool: claimed, measured, their labels checked against pool.toml and each other.
+
+Blocking calls throughout: for the command line and for the time before a mount answers. Knows labels, not segments.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvfs.errors import DeviceError, ForeignLabelError, InUseError, KvfsError, PoolError, UsageError
+from kvfs.guard import open_own
+from kvfs.pool import nvme_generic, nvme_tcp, owner
+from kvfs.pool.config import CONFIG_NAME, DeviceConfig, PoolConfig, compare, load
+from kvfs.pool.devices import Device, GenericDevice, Place, RemoteDevice, Tell, open_absent, place_of
+from kvfs.pool.format import Beat, Label
+from kvfs.pool.labels import beat_by_label, read_labels
+from kvfs.pool.lock import DEVICES_NAME
+
+
+def open_device(
+    path: Place, *, exclusive: bool = True, writable: bool = True, holder: Device | None = None,
+    tell: Tell | None = None,
+) -> Device:  # fmt: skip
+    """Open for direct I/O. A device that is mounted or otherwise claimed is an error when exclusive, unless `holder`,
+    which is open, has the claim. DeviceError, InUseError."""
+    if isinstance(path, str):
+        return (
+            _open_remote(path) if nvme_tcp.is_url(path) else _open_generic(path, exclusive=exclusive, writable=writable)
+        )
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}") from error
+    is_block = stat.S_ISBLK(mode)
+    if not is_block and not stat.S_ISREG(mode):
+        raise DeviceError(f"{path}: neither a block device nor a file")
+    claim = -1
+    if holder is not None and holder.claim >= 0 and holder.same(path):
+        claim = os.dup(holder.claim)
+    elif exclusive:
+        claim = _claim(path, is_block, tell)
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+    direct = True
+    try:
+        try:
+            fd = os.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            # A filesystem without direct I/O under a file: slower, still right.
+            if is_block or error.errno != errno.EINVAL:
+                raise
+            fd, direct = os.open(path, flags), False
+        size = os.lseek(fd, 0, os.SEEK_END)
+    except OSError as error:
+        if claim >= 0:
+            os.close(claim)
+        raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}") from error
+    return Device(path, fd, size, is_block, direct, claim=claim)
+
+
+def _open_generic(place: str, *, exclusive: bool, writable: bool) -> Device:
+    namespace = nvme_generic.Namespace(place, exclusive=exclusive, writable=writable)
+    return GenericDevice(place, namespace.fd, namespace.size, True, namespace.block_fd >= 0, namespace)
+
+
+def _open_remote(url: str) -> Device:
+    controller = nvme_tcp.Controller(url)
+    try:
+        if not controller.size:
+            raise UsageError(f"{url}: names no namespace (nsid)")
+        return RemoteDevice(url, controller.descriptor(), controller.size, True, False, controller)
+    except BaseException:
+        controller.close()
+        raise
+
+
+def _claim(path: Path, is_block: bool, tell: Tell | None) -> int:
+    """A descriptor that keeps others away: by O_EXCL from a block device (open(2)), by flock(2) from a file."""
+    claimed = -1
+
+    def claim() -> bool:
+        nonlocal claimed
+        try:
+            # Readable and writable: flock on NFS asks for that.
+            claimed = os.open(path, (os.O_RDONLY | os.O_EXCL if is_block else os.O_RDWR) | os.O_CLOEXEC)
+            if not is_block:
+                fcntl.flock(claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if claimed >= 0:
+                os.close(claimed)
+                claimed = -1
+            if error.errno in (errno.EBUSY, errno.EWOULDBLOCK):
+                return False
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EROFS, errno.EACCES) and not is_block:
+                return True  # a filesystem without locks, or a file that can only be read: the beat has to do
+            raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}") from error
+        return True
+
+    if claim():
+        return claimed
+    if label_beat(path)[0]:
+        here = owner.this_process()
+        found = owner.wait_claim(claim, lambda: label_beat(path)[1], here, tell)
+        if found is None:
+            return claimed
+        who = owner.describe(found, here) if found.owner.int else "in use by another kvfs, or mounted"
+        raise InUseError(f"{path}: {who}")
+    busy = DeviceError(f"{path}: in use (mounted, or part of another device)")
+    busy.errno = errno.EBUSY
+    raise busy
+
+
+def label_beat(path: Place) -> tuple[bool, Beat | None]:
+    """Whether there is a kvfs label, and who uses the device as its beat says. For devices that others have claimed."""
+    try:
+        device = open_device(path, exclusive=False, writable=False)
+    except KvfsError:
+        return False, None
+    try:
+        return beat_by_label(device)
+    finally:
+        device.close()
+
+
+@dataclass(slots=True)
+class OpenPool:
+    """A pool's devices, checked against its configuration and each other."""
+
+    path: Path
+    config: PoolConfig
+    devices: list[Device]
+    epoch: int
+    notes: list[str]
+    # Devices that could not be opened, or were removed, and why. Their descriptors give nothing.
+    absent: dict[int, str] = field(default_factory=dict)
+    # Of the labels of the others.
+    epochs: dict[int, int] = field(default_factory=dict)
+
+    def leave_stale(self, known: int) -> None:
+        """Count those as absent that missed a mount: what is on them has to be compared first.
+
+        `known`: the last mount that the index knows, 0 if it cannot say. A mount that ended while it wrote the labels
+        wrote nothing else, and the index does not know of it: the devices that it did not come to missed nothing.
+        """
+        last = known or self.epoch
+        for index, epoch in self.epochs.items():
+            if epoch < last:
+                self.absent[index] = f"its label has mount epoch {epoch}, the pool {last}"
+        self.epoch = max(self.epoch, known)
+
+    def close(self) -> None:
+        # At once: a controller that is silent has half a second to say that it has shut down.
+        with ThreadPoolExecutor(len(self.devices)) as threads:
+            for device in self.devices:
+                threads.submit(device.close)
+
+
+def open_pool(
+    pool: Path, *, writable: bool = True, degraded: bool = False, tell: Tell | None = None
+) -> OpenPool:  # fmt: skip
+    """Open and check every device. The caller holds the lock and closes the result. PoolError, DeviceError.
+
+    `degraded`: those that cannot be opened or read are absent, unless none is left.
+    """
+    config, notes = load(pool), []
+    if config is None:
+        config = discover(pool)
+        if writable:
+            write_config(pool, config)
+        notes.append(f"{pool / CONFIG_NAME} was missing; {'written' if writable else 'read'} again from the labels")
+    devices: list[Device] = []
+    absent: dict[int, str] = {}
+    epochs: dict[int, int] = {}
+    failure = None
+    try:
+        for described in config.devices:
+            path = device_path(pool, described)
+            if described.removed:
+                absent[described.index] = "removed"
+                devices.append(open_absent(path))
+                continue
+            device = None
+            try:
+                device = open_device(path, exclusive=writable, writable=writable, tell=tell)
+                label, note = check_device(config, device, described, str(pool / CONFIG_NAME))
+                epochs[described.index] = label.mount_epoch
+                notes += note
+                devices.append(device)
+            except BaseException as error:
+                if device is not None:
+                    device.close()
+                # One that somebody else uses is there: nobody may write around it.
+                lost = isinstance(error, DeviceError) and error.errno != errno.EBUSY
+                if not degraded or not (lost or isinstance(error, ForeignLabelError)):
+                    raise
+                failure = failure or error
+                absent[described.index] = str(error)
+                devices.append(open_absent(path))
+        if failure is not None and len(absent) == len(devices):
+            raise failure
+    except BaseException:
+        for device in devices:
+            device.close()
+        raise
+    return OpenPool(pool, config, devices, max(epochs.values(), default=0), notes, absent, epochs)
+
+
+def check_device(config: PoolConfig, device: Device, described: DeviceConfig, origin: str) -> tuple[Label, list[str]]:
+    """Its best label, checked against pool.toml, and what is wrong with the other copy."""
+    if device.size < described.size:
+        raise DeviceError(
+            f"{device.path}: {device.size} bytes, but {origin} says {described.size}: "
+            f"device {described.index} has shrunk"
+        )
+    found = read_labels(device, described.size)
+    newer = found.newer()
+    if newer is not None:
+        raise newer
+    label = found.best()
+    if label is None:
+        raise DeviceError(
+            f"{device.path}: device {described.index} of the pool has no valid kvfs label: {found.copies[0]}"
+        )
+    if label.pool_uuid != config.uuid:
+        raise ForeignLabelError(
+            f"{origin}: uuid is {config.uuid}, but the label of {device.path} says {label.pool_uuid}: "
+            f"{_replace_advice(described.index)}"
+        )
+    if label.device_uuid != described.uuid:
+        # One of the others: paths were mixed up, and can be put right. Else it was one once.
+        known = any(label.device_uuid == other.uuid for other in config.devices)
+        raise (PoolError if known else ForeignLabelError)(
+            f"{origin}: device[{described.index}].uuid is {described.uuid}, but the label of {device.path} says "
+            f"{label.device_uuid} (device {label.device_index})"
+            + (": put the paths right" if known else f": {_replace_advice(described.index)}")
+        )
+    described_there = label.config(f"{device.path}: label")
+    if described_there.revision > config.revision:
+        raise PoolError(
+            f"{origin}: revision is {config.revision}, but the label of {device.path} has {described_there.revision}: "
+            "remove the file, and mount or import the pool by its labels"
+        )
+    # Devices were added, removed or replaced while this one was away.
+    own = described.index if described_there.revision < config.revision else None
+    compare(config, origin, described_there, f"the label of {device.path}", own)
+    return label, [f"{copy}; the other copy is used" for copy in found.copies if not isinstance(copy, Label)]
+
+
+def _replace_advice(number: int) -> str:
+    return (
+        f"give pool.toml the path of the right device, or `kvfs device replace POOL {number} PATH` a new one, with "
+        f"--force this one, or `kvfs device remove POOL {number}`"
+    )
+
+
+def discover(pool: Path) -> PoolConfig:
+    """The configuration from the labels of the devices in the pool's own directory."""
+    directory = pool / DEVICES_NAME
+    candidates = sorted(directory.iterdir()) if directory.is_dir() else []
+    if not candidates:
+        raise PoolError(
+            f"{pool}: no {CONFIG_NAME} and no devices in {directory}; use `kvfs import POOL --device PATH ...`"
+        )
+    return config_from_labels(candidates, pool)
+
+
+def config_from_labels(paths: Sequence[Place], pool: Path) -> PoolConfig:
+    """The configuration that the labels of these devices agree on, with their present paths. PoolError."""
+    found: dict[int, tuple[Place, Label]] = {}
+    for path in paths:
+        device = open_device(path, exclusive=False, writable=False)
+        try:
+            copies = read_labels(device)
+            label = copies.best()
+            if label is None:
+                raise PoolError(str(copies.newer() or f"{path}: no valid kvfs label"))
+        finally:
+            device.close()
+        other = found.get(label.device_index)
+        if other is not None:
+            raise PoolError(f"{path}: says it is device {label.device_index}, and so does {other[0]}")
+        found[label.device_index] = (path, label)
+    # The one with the latest description; of those the first.
+    first_path, first = max(
+        (found[index] for index in sorted(found)), key=lambda item: item[1].config(str(item[0])).revision
+    )
+    config = first.config(f"{first_path}: label")
+    for path, label in found.values():
+        own = label.config(f"{path}: label")
+        older = label.device_index if own.revision < config.revision else None
+        compare(own, f"{path}: label", config, f"the label of {first_path}", older)
+    missing = [device.index for device in config.devices if device.index not in found and not device.removed]
+    if missing:
+        listed = ", ".join(str(index) for index in missing)
+        raise PoolError(f"pool {config.uuid}: device {listed} of {len(config.devices)} is missing")
+    devices = tuple(
+        device if device.index not in found else replace(device, path=stored_path(found[device.index][0], pool))
+        for device in config.devices
+    )
+    return replace(config, devices=devices)
+
+
+def device_path(pool: Path, device: DeviceConfig) -> Place:
+    """Relative paths are relative to the pool."""
+    place = place_of(device.path)
+    return pool / place if isinstance(place, Path) else place
+
+
+def stored_path(path: Place, pool: Path) -> str:
+    """As pool.toml has it: relative inside the pool, absolute outside."""
+    if isinstance(path, str):
+        return path
+    absolute, base = Path(os.path.abspath(path)), Path(os.path.abspath(pool))
+    return os.fspath(absolute.relative_to(base) if absolute.is_relative_to(base) else absolute)
+
+
+def write_config(pool: Path, config: PoolConfig) -> None:
+    """Replace pool.toml, durably."""
+    temporary = pool / f"{CONFIG_NAME}.new"
+    try:
+        fd = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(fd, config.dump().encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, pool / CONFIG_NAME)
+        _sync_directory(pool)
+    except OSError as error:
+        raise PoolError(f"{pool / CONFIG_NAME}: {os.strerror(error.errno or 0)}") from error
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

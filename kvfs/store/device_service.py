@@ -1,0 +1,739 @@
+"""Devices in service and out of it: what their failure, return, removal and replacement mean for segments and blocks.
+
+A device that is away takes its segments along: nothing is written there, and every block with a part there is a miss.
+It is hidden, not forgotten: the index keeps its entry, and it leaves the block table. If the device comes back with the
+label and the generations that it went with, those entries count again, but for names that were given anew meanwhile.
+What the device itself says of blocks is never believed. What is removed or replaced is forgotten.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import time
+import uuid as uuids
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import trio
+
+from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
+from kvfs.pool import nvme_tcp
+from kvfs.pool.config import CONFIG_NAME, PoolConfig
+from kvfs.pool.devices import Device, Place
+from kvfs.pool.format import SegmentHeader
+from kvfs.pool.geometry import LABEL_SIZE, SEGMENTS_MIN
+from kvfs.pool.heart import Heart
+from kvfs.pool.labels import write_label
+from kvfs.pool.making import open_new
+from kvfs.pool.opening import OpenPool, check_device, device_path, open_device, stored_path, write_config
+from kvfs.record import Inode
+from kvfs.store.blocks import Blocks
+from kvfs.store.health import HARMLESS, DeviceState, Failures, Pace, judge
+from kvfs.store.segment import State, usage
+from kvfs.store.slabs import Slabs
+from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WATCH_S = 0.25
+# Times are compared at every so many turns.
+_COMPARE_TURNS = 8
+# A device that nothing was asked of is asked this often, a slow one at each turn: native clients tell nobody what they
+# see, and it takes some answers to say that a device is not slow any more.
+_BEAT_S = 1.0
+# A connection that is lost for so long takes its devices along.
+_CUT_S = 1.0
+# A device that failed is looked for this often.
+_PROBE_S = 1.0
+# What opens, reads or writes a label, or syncs, and takes longer is given up on.
+_LABEL_TIMEOUT_S = 20.0
+_BATCH = 256
+# Of the segments that can be written, this share must be left when one is avoided because a device is slow.
+_AVOID_LEAVES = 4
+# A disk below a device that had no room counts as full for this long.
+_FULL_S = 60.0
+
+
+@dataclass(slots=True)
+class ServedDevice:
+    """One device."""
+
+    state: DeviceState = DeviceState.ONLINE
+    reason: str = ""
+    since_s: float = field(default_factory=time.time)
+    draining: bool = False
+    failures: Failures = field(default_factory=Failures)
+    pace: Pace = field(default_factory=Pace)
+    probe_at: float = 0.0
+    # Why it was not back when it was last looked for.
+    missed: str = ""
+    # The index has nothing of it any more: nothing has to be hidden.
+    forgotten: bool = False
+    # It comes back, goes for good or is replaced by one of these at a time. Taken before the lock of all, if both are.
+    turn: trio.Lock = field(default_factory=trio.Lock)
+    # What blocks on a device, one at a time: threads that it never answers must not be many.
+    limit: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
+    errors: int = 0
+    # When (trio time) the disk below it, a file, last had no room; when that was last logged.
+    full_at: float = -math.inf
+    full_told: float = -math.inf
+    good: int = -1
+    good_at: float = 0.0
+    beating: bool = False
+    # Of an NVMe/TCP device: since when it cannot be used, and why.
+    cut_at: float | None = None
+    cut: str = ""
+
+
+@dataclass(slots=True)
+class _Headers:
+    """Segment headers as a device has them, and the segments where never one was written."""
+
+    found: dict[int, SegmentHeader | None] = field(default_factory=dict)
+    blank: set[int] = field(default_factory=set)
+
+
+class DeviceService:
+    """The devices of a pool that is in use. One trio thread."""
+
+    def __init__(
+        self, opened: OpenPool, blocks: Blocks, slabs: Slabs, heart: Heart, on_devices: Callable[[], None]
+    ) -> None:
+        """on_devices: descriptors lead to other devices than before."""
+        self._opened, self._index, self._plane, self._segments = opened, blocks.index, blocks.plane, blocks.segments
+        self._blocks, self._slabs, self._devices_changed = blocks, slabs, on_devices
+        self._heart, self._epoch = heart, heart.me.epoch
+        self.all = [ServedDevice() for _ in opened.devices]
+        # Until those that only missed a mount have been taken in, nothing is said of what cannot be written.
+        self._settled = self._said = False
+        # Blocks go and come by one of these at a time.
+        self._lock = trio.Lock()
+        self._vanish: set[SegmentIndex] = set()
+        self._work = trio.Event()
+        self._of: list[list[SegmentIndex]] = [[] for _ in opened.devices]
+        for number, members in enumerate(self._segments.members):
+            for device, _ in members:
+                self._of[device].append(SegmentIndex(number))
+
+    @property
+    def config(self) -> PoolConfig:
+        return self._opened.config
+
+    def start(self) -> None:
+        """Those that were not there when the pool was opened. Before anything of the index is used."""
+        for number, reason in self._opened.absent.items():
+            removed = self.config.devices[number].removed
+            self._set(number, DeviceState.REMOVED if removed else DeviceState.FAILED, reason)
+            self.all[number].forgotten = removed
+            self._plane.device_stop(number)
+        if self._opened.absent:
+            self._place()
+
+    async def take_in_stale(self) -> None:
+        """Those that are there, but missed a mount: before anybody asks for what lies on them."""
+        for device, service in enumerate(self.all):
+            if service.state == DeviceState.FAILED and self._opened.devices[device].size:
+                try:
+                    await self.bring_back(device)
+                except (KvfsError, OSError) as error:
+                    log.error("device %d (%s): %s", device, self._path(device), error)
+        self._settled = True
+        self._say()
+
+    def missing(self) -> list[str]:
+        """Why each device that failed did."""
+        return [f"device {device}: {service.reason}" for device, service in enumerate(self.all)
+                if service.state == DeviceState.FAILED]  # fmt: skip
+
+    def segments_of(self, device: int) -> Sequence[SegmentIndex]:
+        return self._of[device]
+
+    def _path(self, device: int) -> Place:
+        return device_path(self._opened.path, self.config.devices[device])
+
+    def _set(self, device: int, state: DeviceState, reason: str) -> None:
+        service = self.all[device]
+        service.state, service.reason, service.since_s = state, reason, time.time()
+        service.failures.clear()
+        service.pace.clear()
+
+    def _place(self) -> None:
+        """Tell index and segments what is away, and what is not to be written."""
+        lost = {number for device, service in enumerate(self.all) if service.state.away for number in self._of[device]}
+        avoided: set[SegmentIndex] = set()
+        for device, service in enumerate(self.all):
+            if service.draining:
+                avoided.update(self._of[device])
+        for device, service in enumerate(self.all):
+            if service.state == DeviceState.SLOW:
+                more = avoided.union(self._of[device])
+                if len(self._segments.all) - len(lost | more) >= (len(self._segments.all) - len(lost)) // _AVOID_LEAVES:
+                    avoided = more
+        hidden = {
+            number for device, service in enumerate(self.all) if service.state.away and not service.forgotten
+            for number in self._of[device]
+        }  # fmt: skip
+        self._index.hide(hidden, self._blocks.forget)
+        self._segments.set_places(lost, avoided)
+        self._say()
+        self._blocks.space.update()
+
+    def _say(self) -> None:
+        if not self._settled:
+            return
+        why = self.writes_nothing()
+        if why is not None and not self._said:
+            log.error("%s", why)
+        # Once, until one can be written again.
+        self._said = not self._segments.usable and (self._said or why is not None)
+
+    def writes_nothing(self) -> str | None:
+        """Why no segment can be written, as a sentence; None if one can, or can in a moment: of a device that is back,
+        what is there is compared with the index first."""
+        if self._segments.usable:
+            return None
+        away = [
+            device for device, service in enumerate(self.all)
+            if service.state.away and service.state != DeviceState.RETURNING and not service.forgotten
+        ]  # fmt: skip
+        draining = [device for device, service in enumerate(self.all) if service.draining]
+        hit = {number for device in away for number in self._of[device]}
+        if len(hit) == len(self._segments.all):
+            return (
+                f"no segment can be written, writes get EIO: each lies on a device that is away ({_listed(away)}); "
+                "bring it back, or kvfs device replace"
+            )
+        hit.update(number for device in draining for number in self._of[device])
+        if draining and len(hit) == len(self._segments.all):
+            return (
+                "no segment can be written, writes get EIO: each lies on a device that is being drained "
+                f"({_listed(draining)})" + (f" or away ({_listed(away)})" if away else "")
+            )
+        return None
+
+    def full(self) -> list[str]:
+        """Of devices whose disk had no room a moment ago: what that means."""
+        since = trio.current_time() - _FULL_S
+        return [self._full(device) for device, service in enumerate(self.all) if service.full_at > since]
+
+    def _full(self, device: int) -> str:
+        return (
+            f"device {device} ({self._path(device)}): the disk below it is full (ENOSPC): new blocks are refused, "
+            "what is stored stays; make room on that disk"
+        )
+
+    # ---- watching ----
+
+    def note_error(self, device: int, number: int) -> None:
+        """An I/O of the data plane failed."""
+        if device >= len(self.all):
+            return
+        service = self.all[device]
+        service.errors += 1
+        if service.errors in (1, 10, 100) or service.errors % 1000 == 0:
+            log.error("device %d (%s): %s, %d so far", device, self._path(device), os.strerror(number), service.errors)
+        if number in HARMLESS:
+            service.full_at = trio.current_time()
+            if service.full_at - service.full_told > _FULL_S:
+                service.full_told = service.full_at
+                log.error("%s", self._full(device))
+        if number == errno.ENOTCONN and nvme_tcp.is_url(self._path(device)):
+            return  # the news of its connection says whether it is gone; what was under way then says no more
+        if service.cut_at is None and (not service.state.away or service.state == DeviceState.RETURNING):
+            gone = service.failures.note(number, trio.current_time())
+            if gone is not None:
+                self.fail(device, gone)
+
+    def note_connection(self, device: int, usable: bool, message: str) -> None:
+        """News of the connection to an NVMe/TCP device. A short interruption is none: it is made again at once."""
+        if device >= len(self.all):
+            return
+        service = self.all[device]
+        log.log(logging.INFO if usable else logging.ERROR, "device %d (%s): %s", device, self._path(device), message)
+        if usable:
+            service.cut_at = None
+            if service.state == DeviceState.FAILED:
+                service.probe_at = trio.current_time()
+        elif service.cut_at is None:
+            service.cut_at, service.cut = trio.current_time(), message
+            service.failures.note(errno.EIO, service.cut_at)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, nursery)
+            nursery.start_soon(self._vanish_loop)
+            # By itself each: one that gives no answer must not keep the others away.
+            for device in range(len(self.all)):
+                nursery.start_soon(self._probe_loop, device)
+
+    async def _beat(self, device: int) -> None:
+        """Read a page. What comes of it the data plane counts, and says."""
+        number = self._of[device][0]
+        member = [of for of, _ in self._segments.members[number]].index(device)
+        try:
+            await self._plane.store_read(number, member * self.config.geometry.stripe_unit // PAGE_SIZE, PAGE_SIZE)
+        except KvfsError as error:
+            log.debug("device %d: %s", device, error)
+        finally:
+            self.all[device].beating = False
+
+    async def _watch(self, nursery: trio.Nursery) -> None:
+        turn = 0
+        while True:
+            await trio.sleep(_WATCH_S)
+            turn += 1
+            now = trio.current_time()
+            for device, service in enumerate(self.all):
+                if service.state.away and service.state != DeviceState.RETURNING:
+                    continue
+                counts = self._plane.device_statistics(device)
+                good = counts["reads"] + counts["writes"] - counts["errors"]
+                reason = service.failures.verdict(good, now)
+                if service.cut_at is not None:
+                    reason = service.cut if now - service.cut_at >= _CUT_S else None
+                if reason is not None:
+                    self.fail(device, reason)
+                    continue
+                if good != service.good:
+                    service.good, service.good_at = good, now
+                beat_s = 0.0 if service.state == DeviceState.SLOW else _BEAT_S
+                if now - service.good_at >= beat_s and not service.beating and self._of[device]:
+                    service.beating, service.good_at = True, now
+                    nursery.start_soon(self._beat, device)
+            if turn % _COMPARE_TURNS == 0:
+                self._compare(now)
+
+    def _compare(self, now: float) -> None:
+        here = {device: service for device, service in enumerate(self.all) if not service.state.away}
+        for device, service in here.items():
+            service.pace.take(self._plane.device_latency(device), now)
+        slow = frozenset(device for device, service in here.items() if service.state == DeviceState.SLOW)
+        verdicts = judge({device: service.pace for device, service in here.items()}, slow, now)
+        for device, reason in verdicts.items():
+            if reason is None:
+                log.info("device %d (%s): not slow any more", device, self._path(device))
+                self._set(device, DeviceState.ONLINE, "")
+            else:
+                log.warning("device %d (%s): slow, gets no new segments: %s", device, self._path(device), reason)
+                self._set(device, DeviceState.SLOW, reason)
+        if verdicts:
+            self._place()
+
+    # ---- failing ----
+
+    def fail(self, device: int, reason: str) -> None:
+        """Out of service: at once nothing is read or written there, and the index has nothing of it; the block table
+        follows."""
+        service = self.all[device]
+        if service.state.away and service.state != DeviceState.RETURNING:
+            return
+        log.error("device %d (%s): failed: %s", device, self._path(device), reason)
+        self._plane.device_stop(device)
+        self._heart.rest(device)
+        self._set(device, DeviceState.FAILED, reason)
+        service.probe_at = trio.current_time() + _PROBE_S
+        self._take_away(device)
+
+    def _take_away(self, device: int) -> None:
+        self._slabs.fail(self._of[device])
+        self._vanish.update(self._of[device])
+        self._index.hide_shown()
+        self._place()
+        self._work.set()
+
+    async def _vanish_loop(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work = trio.Event()
+            async with self._lock:
+                await self._vanish_all()
+
+    async def _vanish_all(self) -> None:
+        """Take what is hidden out of the block table. With the lock."""
+        count = 0
+        while self._vanish:
+            segment = self._vanish.pop()
+            inodes = self._index.segment_inodes(segment)
+            for at in range(0, len(inodes), _BATCH):
+                count += self.leave_table(inodes[at : at + _BATCH])
+                await trio.lowlevel.checkpoint()
+        if count:
+            self._plane.notify_epoch()
+            log.info("%d blocks are not there until their device is back", count)
+
+    def leave_table(self, inodes: Iterable[InodeNumber]) -> int:
+        """Those of them that are hidden; returns how many."""
+        hidden = [number for number in inodes if self._index.hidden(number) is not None]
+        for number, is_open in zip(hidden, self._plane.inode_evict(hidden), strict=True):
+            if is_open:
+                # Its handles stay, and read what they can; its name goes.
+                with suppress(KvfsError):
+                    self._plane.inode_remove(number)
+        return len(hidden)
+
+    async def _purge(self, segments: Iterable[SegmentIndex]) -> int:
+        """Forget what is hidden there. With the lock."""
+        count = 0
+        for segment in segments:
+            for i, number in enumerate(self._index.segment_inodes(segment)):
+                count += self._index.purge(number)
+                if i % _BATCH == _BATCH - 1:
+                    await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
+        return count
+
+    # ---- coming back ----
+
+    async def _probe_loop(self, device: int) -> None:
+        service = self.all[device]
+        while True:
+            await trio.sleep(_WATCH_S)
+            if service.state == DeviceState.FAILED and service.probe_at <= trio.current_time():
+                try:
+                    await self.bring_back(device)
+                    service.missed = ""
+                except (KvfsError, OSError) as error:
+                    if str(error) not in (service.missed, service.reason):
+                        log.info("device %d (%s): not back: %s", device, self._path(device), error)
+                    service.missed = str(error)
+                    service.probe_at = trio.current_time() + _PROBE_S
+
+    async def bring_back(self, device: int) -> None:
+        """Take a failed device into service if it is the one that went. KvfsError: why not."""
+        async with self.all[device].turn:
+            if self.all[device].state != DeviceState.FAILED:
+                return
+            was = self.all[device].reason
+            with trio.move_on_after(_LABEL_TIMEOUT_S):
+                # What has begun to open one fails, and must not succeed instead.
+                while any(self._segments.all[number].opening for number in self._of[device]):
+                    await trio.sleep(0.01)
+            if any(self._segments.all[number].opening for number in self._of[device]):
+                raise DeviceError(f"{self._path(device)}: still owes an answer")
+            found = await _in_thread(self.all[device].limit, self._path(device), lambda: self._find(device), _close)
+            self._set(device, DeviceState.RETURNING, "its segments are being checked")
+            headers = _Headers()
+            try:
+                await self._take_in(device, found)
+                # Without the lock: the others must not wait for this device.
+                await self._read_headers(device, headers)
+                async with self._lock:
+                    await self._vanish_all()
+                    await self._read_headers(device, headers)
+                    back = await self._reconcile(device, headers)
+                    if back is not None:
+                        self._set(device, DeviceState.ONLINE, "")
+                        self._place()
+                        self._index.hide_shown()
+            except BaseException as error:
+                if self.all[device].state == DeviceState.RETURNING:
+                    self._plane.device_stop(device)
+                    self._heart.rest(device)
+                    self._set(device, DeviceState.FAILED, str(error) or was)
+                self._take_away(device)
+                raise
+            if back is None:
+                self._take_away(device)
+                return
+        self._plane.notify_epoch()
+        if found is not None:
+            # Else native clients have the right descriptor: to connect again would hold up their reads of all devices.
+            self._devices_changed()
+        log.info("device %d (%s): back, with %d blocks", device, self._path(device), back)
+
+    def _find(self, device: int) -> Device | None:
+        """The device, checked and labelled anew, or None if it is the descriptor that is open. Blocks."""
+        described, path, old = self.config.devices[device], self._path(device), self._opened.devices[device]
+        fresh = None if old.leads_to(path) else open_device(path, holder=old)
+        try:
+            here = fresh or old
+            label, _ = check_device(self.config, here, described, CONFIG_NAME)
+            if label.mount_epoch > self._epoch:
+                raise PoolError(
+                    f"{path}: its label has mount epoch {label.mount_epoch}, this mount is {self._epoch}: "
+                    "it was used elsewhere meanwhile; replace it"
+                )
+            self._heart.check(here, device)
+            write_label(self.config, here, device, self._epoch)
+        except BaseException:
+            if fresh is not None:
+                fresh.close()
+            raise
+        return fresh
+
+    async def _take_in(self, device: int, fresh: Device | None) -> None:
+        """Let the data plane use a device that was opened anew: by the number that it knows."""
+        old = self._opened.devices[device]
+        # What is known of a connection is of the last one; this waits for the next.
+        self.all[device].cut_at = None
+
+        def use() -> None:
+            if fresh is not None:
+                fresh.take_over(old)
+                self._opened.devices[device] = fresh
+            self._plane.device_use(device)
+
+        await _in_thread(self.all[device].limit, self._path(device), use)
+        self._heart.resume(device)
+        self._opened.absent.pop(device, None)
+
+    def _away_without(self, device: int) -> set[SegmentIndex]:
+        """Segments that would be away if this device was not."""
+        return {number for i, service in enumerate(self.all) if service.state.away and i != device
+                for number in self._of[i]}  # fmt: skip
+
+    async def _read_headers(self, device: int, headers: _Headers) -> None:
+        """Those of its segments that have no part on another device that is away, and are not read yet."""
+        away = self._away_without(device)
+        wanted = [number for number in self._of[device] if number not in away and number not in headers.found]
+        before = self._plane.device_statistics(device)
+        found, blank = await self._segments.read_headers(wanted)
+        after = self._plane.device_statistics(device)
+        if (after["errors"], after["timeouts"]) != (before["errors"], before["timeouts"]):
+            raise DeviceError(f"{self._path(device)}: its label can be read, its segments cannot")
+        headers.found.update(found)
+        headers.blank.update(blank)
+
+    async def _reconcile(self, device: int, headers: _Headers) -> int | None:
+        """Compare its segments with what the index has of them, and show what is there again. None if the device went
+        again. With the lock."""
+        away = self._away_without(device)
+        count = 0
+        for number in self._of[device]:
+            if number in away:
+                continue
+            segment, header = self._segments.all[number], headers.found[number]
+            generation = 0 if header is None else header.generation
+            if segment.state == State.FREE:
+                if generation > segment.generation:
+                    self._segments.forget_life(segment, generation)
+            elif number in headers.blank or (header is not None and generation != segment.generation):
+                await self._purge([number])
+                self._segments.forget_life(segment, generation)
+            else:
+                inodes = self._index.segment_inodes(number)
+                for at in range(0, len(inodes), _BATCH):
+                    if self.all[device].state != DeviceState.RETURNING:
+                        return None
+                    count += self._show(inodes[at : at + _BATCH], away)
+                    await trio.lowlevel.checkpoint()
+        return count if self.all[device].state == DeviceState.RETURNING else None
+
+    def _show(self, inodes: Sequence[InodeNumber], away: set[SegmentIndex]) -> int:
+        """Hidden entries of which nothing is away any more count again, unless their directory has gone."""
+        records: list[bytes] = []
+        for number in inodes:
+            record = self._index.hidden(number)
+            if record is None:
+                continue
+            inode = Inode.unpack(record)
+            if not away.isdisjoint(usage(inode)):
+                continue
+            if self._index.raw(inode.parent) is None:
+                self._index.purge(number)
+                continue
+            self._index.show(number)
+            self._segments.mark_dirty(self._segments.all[inode.segment], gone=False)
+            records.append(record)
+        if records:
+            self._plane.table_load(b"".join(records))
+        return len(records)
+
+    # ---- as the operator says ----
+
+    def find(self, text: str) -> int:
+        """A device by its number, or its path. UsageError."""
+        if text.isascii() and text.isdigit() and int(text) < len(self.all):
+            return int(text)
+        for device, described in enumerate(self.config.devices):
+            if text in (described.path, str(self._path(device))):
+                return device
+        raise UsageError(f"{text}: no device of this pool; kvfs device list shows them")
+
+    def check_removable(self, device: int) -> None:
+        """UsageError unless enough is left without it."""
+        if self.all[device].state == DeviceState.REMOVED:
+            raise UsageError(f"device {device}: removed already")
+        lost = {number for i, service in enumerate(self.all) if service.state == DeviceState.REMOVED or i == device
+                for number in self._of[i]}  # fmt: skip
+        left = len(self._segments.all) - len(lost)
+        if left < SEGMENTS_MIN:
+            raise UsageError(
+                f"device {device}: without it {left} segments are left, at least {SEGMENTS_MIN} are needed "
+                f"(stripe width {self.config.geometry.stripe_width}); replace it"
+            )
+
+    def _check_slabs(self, device: int) -> None:
+        """UsageError if a slab lies there: it can be neither moved nor read from anywhere else."""
+        found = self._slabs.on_segments(self._of[device])
+        if found:
+            inodes = ", ".join(str(number) for number in found[:8])
+            raise UsageError(
+                f"device {device}: {len(found)} slabs lie there (inodes {inodes}); end the programs that have them open"
+            )
+
+    async def remove(self, device: int, drain: Callable[[Sequence[SegmentIndex]], Awaitable[None]] | None) -> int:
+        """For good. `drain` empties segments before. Returns how many blocks went with it."""
+        self.check_removable(device)
+        self._check_slabs(device)
+        if drain is not None and not self.all[device].state.away:
+            self.all[device].draining = True
+            self._place()
+            try:
+                await drain(self._of[device])
+            finally:
+                self.all[device].draining = False
+                self._place()
+        devices = list(self.config.devices)
+        devices[device] = replace(devices[device], removed=True)
+        async with self.all[device].turn, self._lock:
+            self._check_slabs(device)
+            self._plane.device_stop(device)
+            self._heart.rest(device, clear=True)
+            self._set(device, DeviceState.REMOVED, "")
+            self._take_away(device)
+            try:
+                count = await self._forget(device)
+                await self._describe(replace(self.config, devices=tuple(devices)))
+            except BaseException as error:
+                self._set(device, DeviceState.FAILED, f"could not be removed: {error}")
+                raise
+            self.all[device].forgotten = True
+            self._place()
+        log.info("device %d (%s): removed, %d blocks with it", device, self._path(device), count)
+        self._devices_changed()
+        return count
+
+    async def replace(self, device: int, path: Place, force: bool) -> int:
+        """Let another device take its place, empty. Returns how many blocks went with the old one."""
+        described = self.config.devices[device]
+        limit = trio.CapacityLimiter(1)
+        # A new device may have the old one's place.
+        others = [other for number, other in enumerate(self._opened.devices) if number != device]
+        old = self._opened.devices[device]
+        fresh = await _in_thread(limit, path, lambda: open_new(path, others, force=force, old=old, me=self._heart.me),
+                                 _close)  # fmt: skip
+        try:
+            needed = described.zones_offset + described.zone_count * self.config.geometry.zone_size + LABEL_SIZE
+            if fresh.size < needed:
+                raise UsageError(f"{path}: {fresh.size} bytes; to replace device {device} it needs {needed}")
+            devices = list(self.config.devices)
+            devices[device] = replace(
+                described, uuid=uuids.uuid4(), path=stored_path(path, self._opened.path), removed=False,
+                size=fresh.size // PAGE_SIZE * PAGE_SIZE,
+            )  # fmt: skip
+            changed = replace(self.config, devices=tuple(devices), revision=self.config.revision + 1)
+            async with self.all[device].turn, self._lock:
+                self._check_slabs(device)
+                self._plane.device_stop(device)
+                self._heart.rest(device)
+                self._set(device, DeviceState.FAILED, "being replaced")
+                self.all[device].probe_at = float("inf")
+                self._take_away(device)
+                count = await self._forget(device)
+                for number in self._of[device]:
+                    # What was under way fails, at its deadline at the latest. Free ones as well: the new device may
+                    # have been this pool's before, and name blocks.
+                    while self._segments.all[number].state in (State.OPEN, State.EVICTING):
+                        await trio.sleep(0.01)
+                    self._segments.forget_life(self._segments.all[number], 0)
+                await _in_thread(limit, path, lambda: write_label(changed, fresh, device, self._epoch))
+                await self._describe(replace(self.config, devices=tuple(devices)))
+                await self._take_in(device, fresh)
+                self._set(device, DeviceState.ONLINE, "")
+                self.all[device].forgotten = False
+                self._place()
+        except BaseException:
+            if fresh.fd != self._opened.devices[device].fd:
+                fresh.close()
+            self.all[device].probe_at = 0.0
+            raise
+        log.info("device %d: replaced by %s, %d blocks went", device, path, count)
+        self._devices_changed()
+        return count
+
+    async def _forget(self, device: int) -> int:
+        """Nothing of what lies there is in the index any more, durably. With the lock."""
+        await self._vanish_all()
+        count = await self._purge(self._of[device])
+        await self._blocks.commit()
+        return count
+
+    async def _describe(self, config: PoolConfig) -> None:
+        """A new description of the pool: pool.toml first, then the labels; older labels are taken for what they are."""
+        config = replace(config, revision=self.config.revision + 1)
+        await trio.to_thread.run_sync(write_config, self._opened.path, config)
+        self._opened.config = config
+
+        async def label(device: int) -> None:
+            try:
+                await _in_thread(
+                    self.all[device].limit, self._path(device),
+                    lambda: write_label(config, self._opened.devices[device], device, self._epoch),
+                )  # fmt: skip
+            except KvfsError as error:
+                self.fail(device, str(error))
+
+        async with trio.open_nursery() as nursery:
+            for device, service in enumerate(self.all):
+                if not service.state.away:
+                    nursery.start_soon(label, device)
+
+    # ---- durability ----
+
+    async def sync(self) -> None:
+        """What was written to the devices in service is durable. KvfsError if one cannot say so."""
+        failed: list[KvfsError] = []
+
+        async def one(number: int, device: Device) -> None:
+            try:
+                await _in_thread(self.all[number].limit, device.path, device.sync)
+            except OSError as error:
+                failure = KvfsError(f"{device.path}: {os.strerror(error.errno or 0)}")
+                failure.errno = error.errno or failure.errno
+                failed.append(failure)
+            except KvfsError as error:
+                self.note_error(number, errno.ETIMEDOUT)
+                failed.append(error)
+
+        async with trio.open_nursery() as nursery:
+            for number, device in enumerate(self._opened.devices):
+                if not self.all[number].state.away:
+                    nursery.start_soon(one, number, device)
+        if failed:
+            raise failed[0]
+
+
+async def _in_thread(
+    limit: trio.CapacityLimiter, what: Place, work: Callable[[], T], undo: Callable[[T], None] | None = None
+) -> T:
+    """Blocking work on a device. One that does not answer is given up on; the thread waits on, and undoes."""
+    late = False
+
+    def run() -> T:
+        result = work()
+        if late and undo is not None:
+            undo(result)
+        return result
+
+    with trio.move_on_after(_LABEL_TIMEOUT_S):
+        return await trio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=limit)
+    late = True
+    raise DeviceError(f"{what}: no answer within {_LABEL_TIMEOUT_S:.0f} s")
+
+
+def _listed(devices: Sequence[int]) -> str:
+    return ", ".join(map(str, devices))
+
+
+def _close(device: Device | None) -> None:
+    if device is not None:
+        device.close()

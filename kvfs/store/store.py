@@ -1,0 +1,533 @@
+"""The store of one mounted pool: opens it, runs its tasks, closes it.
+
+Durable in this order: data and block header (before the seal is answered), index (a second later, or at fsync),
+summaries; a segment that was evicted may be written again before the index says so. internals/recovery.md in docs/ says
+what a crash takes. blocks.py keeps index, block table and summaries in step; sealing.py writes blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from errno import EBADMSG
+from pathlib import Path
+
+import trio
+
+from kvfs.errors import DeviceError, InUseError, KvfsError, NoSpaceError
+from kvfs.index.lmdb import IndexError_, LmdbIndex
+from kvfs.plane import Event, EventType, Plane, PlaneError
+from kvfs.pool.config import PoolConfig
+from kvfs.pool.devices import Device, Place
+from kvfs.pool.format import META_CLEAN, META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
+from kvfs.pool.heart import Heart
+from kvfs.pool.labels import write_labels
+from kvfs.pool.lock import INDEX_NAME, PoolLock, locked
+from kvfs.pool.opening import OpenPool, open_pool
+from kvfs.record import RECORD_HEAD, Inode, Kind, split_records
+from kvfs.store import recovery
+from kvfs.store.blocks import Blocks
+from kvfs.store.device_service import DeviceService
+from kvfs.store.eviction import EvictionPolicy, LeastLoss
+from kvfs.store.evictor import EvictionCounters, Evictor
+from kvfs.store.groups import Groups
+from kvfs.store.opening import StoreOptions, index_epoch, make_plane, meta_number, open_index
+from kvfs.store.pins import Pins
+from kvfs.store.reservations import Reservations, ReservationStatistics
+from kvfs.store.sealing import Sealing
+from kvfs.store.segment import SegmentStatistics, usage
+from kvfs.store.segments import Segments
+from kvfs.store.shares import Shares
+from kvfs.store.slabs import Slabs
+from kvfs.store.space import Space
+from kvfs.store.tasks import Tasks
+from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
+
+log = logging.getLogger(__name__)
+
+_COMMIT_CHANGES = 20_000
+_COMMIT_POLL_S = 0.1
+_PIN_COUNT_S = 60.0
+_SEAL_AT_CLOSE_S = 60.0
+# One segment of a device that is being drained.
+_DRAIN_TIMEOUT_S = 120.0
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    uuid: str
+    epoch: int
+    blocks: int
+    segments: SegmentStatistics
+    space: Space
+    eviction: EvictionCounters
+    bad_blocks: int
+    sealed: int
+    seal_retries: int
+    index_bytes: int
+    index_pending: int
+    commit_failures: int
+    rebuilding: bool
+    notes: tuple[str, ...]
+    reservations: ReservationStatistics
+
+
+class Store:
+    """Use: `async with Store.open(path) as store:`. Its background work runs while it is open; `run` may be awaited
+    too."""
+
+    def __init__(self, opened: OpenPool, index: LmdbIndex, plane: Plane, options: StoreOptions, heart: Heart,
+                 lock: PoolLock, records_max: int, policy: EvictionPolicy, nursery: trio.Nursery) -> None:  # fmt: skip
+        """For Store.open only."""
+        self.path, self.epoch = opened.path, heart.me.epoch
+        self._opened, self._options, self._records_max = opened, options, records_max
+        self._heart, self._lock = heart, lock
+        self.notes = list(opened.notes)
+        self.index, self.plane = index, plane
+        self.segments = Segments(opened.config, opened.config.members(), plane, index, self.epoch)
+        self.shares = Shares(plane, opened.config.user_share, os.geteuid())
+        self._tasks = Tasks(nursery, plane)
+        self.blocks = Blocks(index, plane, self.segments, self.shares, self.epoch)
+        self.sealing = Sealing(self.blocks, policy, self._tasks)
+        self.reservations = Reservations(self.blocks, self.sealing)
+        self.slabs = Slabs(self.blocks, self.sealing, opened.config.slab_quota)
+        self.service = DeviceService(opened, self.blocks, self.slabs, heart, self._devices_changed)
+        self.evictor = Evictor(self.blocks, self.sealing, policy, Groups(index, opened.config.groups))
+        self.rebuilding = False
+        self._ended = False
+        self._commit_failed = False
+        self._lost = trio.Event()
+
+    # ---- opening ----
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, pool: Path, options: StoreOptions | None = None, policy: EvictionPolicy | None = None
+    ) -> AsyncIterator[Store]:
+        """Open a pool for use: locked, recovered, its block table loaded. Raises PoolError, DeviceError, PlaneError."""
+        options = options or StoreOptions()
+        failure: BaseException | None = None
+        async with AsyncExitStack() as stack:
+            lock = stack.enter_context(locked(pool, options.use, tell=options.on_wait))
+            opened = open_pool(pool, degraded=True, tell=options.on_wait)
+            stack.callback(opened.close)
+            known = index_epoch(opened)
+            if known > opened.epoch and not opened.absent:
+                raise IndexError_(f"index {pool / INDEX_NAME}: it knows mount {known}, the labels none after "
+                                  f"{opened.epoch}: other devices?")  # fmt: skip
+            opened.leave_stale(known)
+            heart = Heart.take(opened, use=options.use, known=known, next_epoch=True, force=options.take_over,
+                               tell=options.on_wait)  # fmt: skip
+            stack.callback(heart.stop)
+            epoch = heart.me.epoch
+            # Tried out before anything is written but beats: what this machine lacks is found here.
+            size = sum(device.size for device in opened.config.devices)
+            records_max = options.records_max or min(64 << 20, max(2 << 20, (size >> 13) + (1 << 20)))
+            plane = make_plane(opened, options, epoch, records_max)
+            stack.callback(plane.destroy)
+            index, rebuild = open_index(opened)
+            stack.callback(index.close)
+            # Labels of this mount are then of this index, also if it ends while it writes them.
+            index.meta_put(META_OPENING, META_NUMBER.pack(epoch))
+            index.commit_now()
+            failed = write_labels(opened.config, opened.devices, epoch, opened.absent)
+            opened.absent.update(failed)
+            if failed and len(opened.absent) == len(opened.devices):
+                raise DeviceError(next(iter(failed.values())))
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            stack.callback(nursery.cancel_scope.cancel)
+            # Not raised in here: the nursery would wrap it, and the caller looks for a KvfsError.
+            try:
+                store = cls(opened, index, plane, options, heart, lock, records_max, policy or LeastLoss(), nursery)
+                stack.callback(store._end)
+                store._guard(nursery)
+                pumping = trio.CancelScope(shield=True)
+                stack.callback(pumping.cancel)
+                store._tasks.start(store._pump, pumping)
+                await store._start(rebuild, stack)
+                yield store
+            except BaseException as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _end(self) -> None:
+        self._ended = True
+
+    async def _start(self, rebuild: bool, stack: AsyncExitStack) -> None:
+        """Recover, load the block table, and begin the work in the background. From where the segments are known on,
+        `stack` closes the store."""
+        index = self.index
+        clean = index.meta_get(META_CLEAN) == b"1" and not rebuild
+        index.meta_put(META_CLEAN, b"0")
+        index.meta_put(META_EPOCH, META_NUMBER.pack(self.epoch))
+        index.meta_put(META_UUID, self.config.uuid.bytes)
+        if index.raw(ROOT_INODE) is None:
+            index.put(self._root(), None)
+        index.commit_now()
+        self.segments.load(index.segment_items())
+        self.service.start()
+        if rebuild:
+            self.notes.append("the index was missing or unreadable; it is being rebuilt from the devices")
+            job = recovery.Rebuild(self.index, self.segments, self.plane, self.pins)
+            await job.prepare()
+        elif not clean:
+            in_flight = array("Q", index.meta_get(META_IN_FLIGHT) or b"")
+            await recovery.recover(
+                self.index, self.segments, self.plane, meta_number(index, META_VERSION), set(in_flight)
+            )
+        # From here on each commit carries versions: before it, recovery needed those of the last mount.
+        self.blocks.commit_now()
+        if not rebuild:
+            for chunk in index.records(_CHUNK):
+                self.plane.table_load(self._visible(chunk) if index.is_hiding else chunk)
+                await trio.lowlevel.checkpoint()
+            self.plane.table_set_complete(True)
+        else:
+            self.plane.table_load(self._root_record())
+        self.segments.start()
+        if not clean and not rebuild:
+            # What was found is what stays, even if the next thing that happens is a crash that takes the index along.
+            await self.segments.flush_summaries()
+        stack.push_async_callback(self._close)
+        self.blocks.space.update()
+        await self.service.take_in_stale()
+        self.rebuilding = rebuild
+        if rebuild:
+            self._tasks.start(self._rebuild, job)
+        self._tasks.start(self.service.run)
+        self._tasks.start(self._commit_loop)
+        self._tasks.start(self._flush_loop)
+        self._tasks.start(self._retry_loop)
+        self._tasks.start(self.reservations.run)
+        self._tasks.start(self.evictor.run, lambda: not self.rebuilding)
+        self._tasks.start(self._prepare_loop)
+        self._tasks.start(self._count_pins_loop)
+        self._tasks.start(self.blocks.follow_moves)
+
+    def _root(self) -> Inode:
+        owner = os.stat(self.path)
+        now = owner.st_mtime_ns
+        return Inode(
+            inode=ROOT_INODE, parent=ROOT_INODE, name=b"", kind=Kind.DIRECTORY, mode=0o040755, uid=owner.st_uid,
+            gid=owner.st_gid, nlink=2, mtime_ns=now, ctime_ns=now, atime_ns=now,
+        )  # fmt: skip
+
+    def _visible(self, records: bytes) -> bytes:
+        """Those of the records that do not lie on devices that are away."""
+        places = split_records(records)
+        pieces = [records[at : at + size] for at, size in places]
+        return b"".join(piece for piece in pieces if self.index.raw(RECORD_HEAD.unpack_from(piece)[4]) is not None)
+
+    def _root_record(self) -> bytes:
+        record = self.index.raw(ROOT_INODE)
+        assert record is not None
+        return record
+
+    async def _rebuild(self, job: recovery.Rebuild) -> None:
+        try:
+            count = await job.run()
+            await self.blocks.make_durable()
+            log.info("the index was rebuilt: %d blocks", count)
+            self.notes = [note for note in self.notes if "rebuilt" not in note]
+        except KvfsError as error:
+            log.error("the rebuild of the index broke off: %s; what was found so far is there", error)
+        self.rebuilding = False
+        self.plane.table_set_complete(True)
+        self.segments.need_space.set()
+
+    # ---- owning ----
+
+    def _guard(self, nursery: trio.Nursery) -> None:
+        """Beat, and end as after a crash, at once, when another has taken the devices."""
+        token = trio.lowlevel.current_trio_token()
+
+        def lost(reason: str) -> None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._lose, reason)
+
+        async def wait() -> None:
+            await self._lost.wait()
+            raise InUseError(f"{self.path}: {self._heart.lost}")
+
+        nursery.start_soon(wait)
+        self._heart.start(lost)
+
+    def _lose(self, reason: str) -> None:
+        if self.plane.abandoned is None and not self._ended:
+            log.critical("%s; it ends as after a crash: nothing more is written", reason)
+            for device in range(len(self._opened.devices)):
+                self.plane.device_stop(device)
+            self.plane.abandon(reason)
+            self._lost.set()
+
+    def ending(self) -> None:
+        """Whoever wants the pool may wait for it: it will not be long."""
+        self._heart.ending()
+        self._lock.describe(ending=True)
+
+    # ---- background ----
+
+    async def run(self) -> None:
+        """Until cancelled. The background tasks are the store's own; a failure in one ends `async with Store.open`."""
+        await trio.sleep_forever()
+
+    async def _pump(self, scope: trio.CancelScope) -> None:
+        """Until the scope is cancelled: what is shielded waits for completions also when all else was cancelled."""
+        with scope:
+            await self.plane.pump(self._on_event)
+
+    async def _commit_loop(self) -> None:
+        while True:
+            deadline = trio.current_time() + self._options.commit_interval_s
+            while (now := trio.current_time()) < deadline and self.index.changes_pending < _COMMIT_CHANGES:
+                pending = self.index.changes_pending
+                await trio.sleep(min(_COMMIT_POLL_S, deadline - now) if pending else deadline - now)
+            await self._commit_and_flush()
+
+    async def _flush_loop(self) -> None:
+        """Writers wait for segments that were freed: when the summaries say so, they may have them. The index, whose
+        commit takes long on a busy disk, seldom has to say it first."""
+        segments = self.segments
+        while True:
+            await segments.need_flush.wait()
+            segments.need_flush = trio.Event()
+            await segments.flush_summaries()
+            if segments.waits_for_commit:
+                await self._commit_and_flush()
+
+    async def _commit_and_flush(self) -> None:
+        self.plane.expire()
+        try:
+            await self.blocks.commit()
+            if self._commit_failed:
+                log.info("the index can be committed again")
+            self._commit_failed = False
+        except KvfsError as error:
+            if not self._commit_failed:
+                log.error("%s; tried again every second", error)
+            self._commit_failed = True
+            # Writers go on: nothing may wait for a disk that is not the pool's.
+            try:
+                self.index.distrust()
+            except OSError as failure:
+                log.error("index: cannot be marked for a rebuild: %s; freed segments wait for its commit", failure)
+        await self.segments.flush_summaries()
+        self.sealing.forget_ancestors()
+        self.sealing.check_held()
+        for number in self.blocks.end_lingering():
+            if self._options.on_event is not None:
+                self._options.on_event(int(EventType.IDLE), number, 0)
+        self.blocks.space.update()
+
+    async def _retry_loop(self) -> None:
+        """By itself: a seal may wait for space, which commits and summaries make."""
+        while True:
+            await trio.sleep(self._options.commit_interval_s)
+            await self.sealing.retry()
+
+    async def _prepare_loop(self) -> None:
+        while True:
+            try:
+                await self.segments.prepare()
+            except KvfsError as error:
+                log.warning("no segment could be prepared: %s", error)
+            await self.segments.ready_taken.wait()
+            self.segments.ready_taken = trio.Event()
+
+    async def _count_pins_loop(self) -> None:
+        while True:
+            await self.pins.count()
+            self.blocks.space.update()
+            with trio.move_on_after(_PIN_COUNT_S if self.pins else float("inf")):
+                await self.pins.changed.wait()
+            self.pins.changed = trio.Event()
+
+    # ---- events ----
+
+    def _on_event(self, event: Event) -> None:
+        if event.type == EventType.SPILL:
+            self._tasks.start(self.sealing.spill_quietly, InodeNumber(event.inode))
+        elif event.type == EventType.RESEAL:
+            self._tasks.start(self.sealing.seal_quietly, InodeNumber(event.inode))
+        elif event.type == EventType.BAD_BLOCK:
+            # Being moved or written right now: whoever reads it again says so again.
+            if self.sealing.is_busy(event.inode):
+                return
+            self.blocks.drop_bad(InodeNumber(event.inode), event.value)
+        elif event.type == EventType.SLAB_WANTED:
+            self._tasks.start(self.slabs.wanted, InodeNumber(event.inode), event.value)
+        elif event.type == EventType.SLAB_CLOSED:
+            self._tasks.start(self.slabs.closed, InodeNumber(event.inode), bool(event.value))
+        elif event.type == EventType.SLAB_FREE:
+            self.slabs.freed(InodeNumber(event.inode), event.value)
+        elif event.type == EventType.IO_ERROR:
+            self.service.note_error(event.value >> 32, event.value & 0xFFFFFFFF)
+        elif event.type == EventType.DEVICE:
+            self.service.note_connection(event.value, *self.plane.device_message(event.value))
+        elif event.type == EventType.IDLE and self.index.hidden(event.inode) is not None:
+            # Open when its device went: now nobody has it any more.
+            with suppress(PlaneError):
+                self.plane.inode_remove(event.inode)
+        elif self._options.on_event is not None:
+            self._options.on_event(int(event.type), event.inode, event.value)
+
+    async def check_block(self, number: InodeNumber, segment: int) -> None:
+        """A native client says that a block failed its checksums: it is dropped if that is so."""
+        record = self.index.raw(number)
+        if record is None or self.sealing.is_busy(number):
+            return
+        inode = Inode.unpack(record)
+        if not inode.sealed or all(segment != used for used in usage(inode)):
+            return
+        try:
+            await self.plane.store_verify(record, verify_data=True)
+        except PlaneError as error:
+            if error.errno == EBADMSG and self.index.raw(number) == record and not self.sealing.is_busy(number):
+                self.blocks.drop_bad(number, segment)
+
+    # ---- for the front ----
+
+    async def evict(self, size: int | None, progress: Callable[[int, int], None] | None = None) -> int:
+        """Evict blocks of `size` bytes together; None: all that are neither pinned nor open. Blocks that are worth a
+        copy go last. Returns the bytes evicted."""
+        start, wanted = self.evictor.counters.bytes, self.space().used if size is None else size
+
+        def enough() -> bool:
+            done = self.evictor.counters.bytes - start
+            if progress is not None:
+                progress(min(done, wanted), wanted)
+            return size is not None and done >= size
+
+        if self.rebuilding:
+            raise KvfsError("the index is being rebuilt; nothing can be evicted until that is done")
+        if size is not None:
+            await self.evictor.free_until(enough)
+            before = -1
+            while not enough() and self.evictor.counters.bytes > before:
+                # What is left lies in segments that are still written to, or were when this began.
+                before = self.evictor.counters.bytes
+                self.segments.retire_open()
+                await self.evictor.free_until(enough)
+        if not enough():
+            self.segments.retire_open()
+            await self.evictor.clear(enough)
+        await self._commit_and_flush()
+        return self.evictor.counters.bytes - start
+
+    async def sync(self) -> None:
+        """Everything sealed and changed so far is durable when this returns. KvfsError if it cannot be."""
+        await self.service.sync()
+        await self.blocks.commit()
+
+    @property
+    def pins(self) -> Pins:
+        return self.blocks.pins
+
+    @property
+    def config(self) -> PoolConfig:
+        return self._opened.config
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        return self._opened.devices
+
+    def space(self) -> Space:
+        statistics = self.segments.statistics()
+        table = self.plane.table_statistics()
+        return Space(
+            statistics.capacity, statistics.live_bytes, self.pins.bytes, self.slabs.bytes, table["records"],
+            self._records_max,
+        )  # fmt: skip
+
+    def statistics(self) -> StoreStatistics:
+        index = self.index.statistics()
+        return StoreStatistics(
+            uuid=str(self.config.uuid), epoch=self.epoch, blocks=self.plane.table_statistics()["blocks"],
+            segments=self.segments.statistics(), space=self.space(), eviction=self.evictor.counters,
+            bad_blocks=self.blocks.bad_blocks, sealed=self.sealing.sealed,
+            seal_retries=self.sealing.retries, index_bytes=index.bytes, index_pending=index.changes_pending,
+            commit_failures=index.commit_failures, rebuilding=self.rebuilding, notes=tuple(self.notes),
+            reservations=self.reservations.statistics(),
+        )  # fmt: skip
+
+    # ---- devices ----
+
+    def _devices_changed(self) -> None:
+        if self._options.on_devices is not None:
+            self._options.on_devices()
+
+    async def remove_device(self, device: int, *, drain: bool) -> int:
+        """Take a device out for good; `drain`: what is pinned, open or hot is carried over first. Returns how many
+        blocks went."""
+        self._check_settled()
+        return await self.service.remove(device, self._drain if drain else None)
+
+    async def replace_device(self, device: int, path: Place, *, force: bool) -> int:
+        """Let another device take its place, empty. Returns how many blocks went with the old one."""
+        self._check_settled()
+        return await self.service.replace(device, path, force)
+
+    def _check_settled(self) -> None:
+        if self.rebuilding:
+            raise KvfsError("the index is being rebuilt; devices can be changed when that is done")
+
+    async def _drain(self, numbers: Sequence[SegmentIndex]) -> None:
+        for number in numbers:
+            done = False
+            with trio.move_on_after(_DRAIN_TIMEOUT_S):
+                while not await self.evictor.drain(self.segments.all[number]):
+                    # No room: others go first.
+                    if not await self.evictor.free_until(lambda: self.segments.free_count() > self.evictor.low):
+                        await trio.sleep(0.1)
+                    await self._commit_and_flush()
+                done = True
+            if not done:
+                raise NoSpaceError(f"segment {number}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
+
+    # ---- closing ----
+
+    async def _close(self) -> None:
+        """Unless it ends as after a crash: seal what is dirty, close the open segments, commit, mark the pool clean."""
+        if self.plane.abandoned is None:
+            with trio.CancelScope(shield=True):
+                await self._close_cleanly()
+
+    async def _close_cleanly(self) -> None:
+        self.ending()
+        clean = not self.rebuilding
+        with trio.move_on_after(_SEAL_AT_CLOSE_S) as scope:
+            await self.reservations.close()
+            await self._seal_all()
+        if scope.cancelled_caught:
+            log.error("not everything could be sealed within %.0f s", _SEAL_AT_CLOSE_S)
+            clean = clean and not self.reservations.pages  # segments with clients' runs in flight stay open
+        self.slabs.close()
+        self.segments.stop()
+        for number in self.index.volatile_inodes():
+            inode = self.index.get(number)
+            if inode is not None and inode.sealed:
+                self.blocks.drop(inode)
+        try:
+            await self.blocks.commit()
+            for _ in range(2):  # the second writes the other copy where the first names what is gone
+                await self.segments.flush_summaries()
+            await self.service.sync()
+            self.index.meta_put(META_CLEAN, b"1" if clean else b"0")
+            await self.blocks.commit()
+        except KvfsError as error:
+            log.error("the pool could not be closed cleanly: %s", error)
+
+    async def _seal_all(self) -> None:
+        """What is not sealed yet, and what the data plane still wants sealed."""
+        for number in self.plane.dirty_files():
+            if not self.sealing.is_busy(number):
+                await self.sealing.seal_quietly(number)
+        await self.sealing.retry()
+        await self.sealing.wait_idle()

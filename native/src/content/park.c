@@ -1,0 +1,51 @@
+/* WRITEs that wait: for the end of a seal or spill, for a slab, or for staging. */
+#include "internal.h"
+
+static void append(struct kvfs_plane *plane, struct request **first, struct request **last, struct request *request) {
+    request->next = NULL;
+    if (*last)
+        (*last)->next = request;
+    else
+        *first = request;
+    *last = request;
+    COUNT(plane, parked, 1);
+}
+
+static void resume_all(struct kvfs_plane *plane, struct request *request) {
+    while (request) {
+        struct request *next = request->next;
+        atomic_fetch_sub(&plane->count.parked, 1);
+        request->resume(request);
+        request = next;
+    }
+}
+
+void file_park(struct kvfs_plane *plane, struct file *file, struct request *request) { append(plane, &file->parked, &file->parked_last, request); }
+
+void file_unpark(struct kvfs_plane *plane, struct file *file) {
+    struct request *request = file->parked;
+    file->parked = file->parked_last = NULL;
+    resume_all(plane, request);
+}
+
+int memory_park(struct kvfs_plane *plane, struct node *node, struct request *request) {
+    if (now_ns() - request->arrived_ns > plane->config.request_timeout_ms * 1000000ull)
+        return -EIO;
+    struct file *file = node->file;
+    if (!file->spill_asked) {
+        file->spill_asked = true;
+        event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
+    }
+    pthread_mutex_lock(&plane->request_lock);
+    append(plane, &plane->memory_parked, &plane->memory_parked_last, request);
+    pthread_mutex_unlock(&plane->request_lock);
+    return -EAGAIN;
+}
+
+void memory_unpark(struct kvfs_plane *plane) {
+    pthread_mutex_lock(&plane->request_lock);
+    struct request *request = plane->memory_parked;
+    plane->memory_parked = plane->memory_parked_last = NULL;
+    pthread_mutex_unlock(&plane->request_lock);
+    resume_all(plane, request);
+}

@@ -1,0 +1,379 @@
+/* Files being written: their bytes in chunks of 1 MiB, each a hole, staged in memory, or placed on the devices already.
+ *
+ * One content per inode number at a time: from the open for writing until the seal every handle of the inode reads here.
+ */
+#include "internal.h"
+
+#define FILE_CHUNKS_MAX (1u << 22) /* 4 TiB */
+
+/* Bytes. The header of a block, 4 bytes for each leaf, has to fit in a segment: it gets half of one at most. */
+uint64_t file_size_max(const struct kvfs_plane *plane) {
+    return min_u64(FILE_CHUNKS_MAX * CHUNK_SIZE, plane->config.zone_size * plane->config.stripe_width * 512);
+}
+
+struct file *file_new(void) {
+    struct file *file = calloc(1, sizeof(*file));
+    if (!file)
+        return NULL;
+    struct timespec ts;
+    clock_gettime(CLOCK_REALTIME, &ts);
+    file->mtime_ns = ts.tv_sec * 1000000000ll + ts.tv_nsec;
+    file->short_page = UINT32_MAX;
+    return file;
+}
+
+int file_grow_chunks(struct file *file, uint32_t count) {
+    if (count <= file->chunk_count)
+        return 0;
+    if (count > FILE_CHUNKS_MAX)
+        return -EFBIG;
+    uint32_t capacity = file->chunk_count ? file->chunk_count : 4;
+    while (capacity < count)
+        capacity *= 2;
+    struct chunk *grown = realloc(file->chunks, capacity * sizeof(*grown));
+    if (!grown)
+        return -ENOMEM;
+    memset(grown + file->chunk_count, 0, (capacity - file->chunk_count) * sizeof(*grown));
+    file->chunks = grown;
+    file->chunk_count = capacity;
+    return 0;
+}
+
+int file_grow_leaves(struct file *file, uint32_t count) {
+    if (count <= file->leaf_capacity)
+        return 0;
+    uint32_t *grown = realloc(file->leaves, count * sizeof(uint32_t));
+    if (!grown)
+        return -ENOMEM;
+    memset(grown + file->leaf_capacity, 0, (count - file->leaf_capacity) * sizeof(uint32_t));
+    file->leaves = grown;
+    file->leaf_capacity = count;
+    return 0;
+}
+
+/* The size has changed: so has what eviction must keep. */
+void file_count(struct kvfs_plane *plane, struct file *file) {
+    uint64_t size = file->slab ? 0 : file->size;
+    atomic_fetch_add(&plane->open_bytes, size - file->counted); /* modulo 2^64 where it shrinks */
+    if (file->payer)
+        atomic_fetch_add(&file->payer->writing, size - file->counted);
+    file->counted = size;
+}
+
+void file_charge(struct file *file, struct user *user) {
+    if (file->payer == user)
+        return;
+    if (file->payer)
+        atomic_fetch_sub(&file->payer->writing, file->counted);
+    if (user)
+        atomic_fetch_add(&user->writing, file->counted);
+    file->payer = user;
+}
+
+int file_admit(struct kvfs_plane *plane, struct node *node, struct user *user) {
+    pthread_mutex_lock(&node->lock);
+    struct file *file = node->file;
+    bool first = file && !file->payer;
+    if (first)
+        file_charge(file, user);
+    int r = first && file->counted && writer_lacks(plane, user, 0) ? -EDQUOT : 0;
+    pthread_mutex_unlock(&node->lock);
+    return r;
+}
+
+void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled) {
+    assert(!chunk->slot);
+    *chunk = (struct chunk){.state = CHUNK_PLACED, .filled = filled, .placement = ++node->placements};
+}
+
+/* Take over a sealed content: every chunk placed. */
+int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc) {
+    struct file *file = node->file;
+    uint32_t chunks = (uint32_t)((desc->size + CHUNK_SIZE - 1) / CHUNK_SIZE);
+    int r = file_grow_chunks(file, chunks);
+    if (r == 0)
+        r = file_grow_leaves(file, desc->leaf_count);
+    if (r < 0)
+        return r;
+    struct kvfs_extent *placed = malloc(desc->extent_count * sizeof(*placed) + 1);
+    if (!placed)
+        return -ENOMEM;
+    copy_bytes(placed, desc->extents, desc->extent_count * sizeof(*placed));
+    free(file->placed);
+    file->placed = placed;
+    file->placed_count = desc->extent_count;
+    copy_bytes(file->leaves, desc->leaves, desc->leaf_count * sizeof(uint32_t));
+    for (uint32_t i = 0; i < file->chunk_count; i++) {
+        struct chunk *chunk = &file->chunks[i];
+        assert(chunk->state != CHUNK_STAGED);
+        if (i < chunks)
+            chunk_place(node, chunk, (uint32_t)min_u64(CHUNK_SIZE, desc->size - i * CHUNK_SIZE));
+        else
+            memset(chunk, 0, sizeof(*chunk));
+    }
+    file->size = desc->size;
+    file_count(plane, file);
+    file->short_size = (uint32_t)(desc->size % PAGE);
+    file->short_page = file->short_size ? (uint32_t)(desc->size / PAGE) : UINT32_MAX;
+    return 0;
+}
+
+void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index) {
+    struct chunk *chunk = &file->chunks[index];
+    if (chunk->slot) {
+        file->staged_bytes -= chunk->slot->size;
+        atomic_fetch_sub(&plane->staged_bytes, chunk->slot->size);
+        slot_put(chunk->slot);
+    }
+    if (file->short_page != UINT32_MAX && file->short_page / CHUNK_PAGES == index)
+        file->short_page = UINT32_MAX;
+    memset(chunk, 0, sizeof(*chunk));
+}
+
+void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, struct slot *slot, uint32_t filled) {
+    file_drop_chunk(plane, file, index);
+    struct chunk *chunk = &file->chunks[index];
+    chunk->slot = slot;
+    chunk->filled = filled;
+    chunk->state = CHUNK_STAGED;
+    file->staged_bytes += slot->size;
+    atomic_fetch_add(&plane->staged_bytes, slot->size);
+}
+
+int file_stage_zeros(struct kvfs_plane *plane, struct file *file) {
+    struct slot *slot = slot_get_extra(&plane->staging_small);
+    int r = slot ? file_grow_chunks(file, 1) : -ENOMEM;
+    if (r < 0) {
+        slot_put(slot);
+        return r;
+    }
+    slot->data[0] = 0;
+    chunk_stage(plane, file, 0, slot, 1);
+    return 0;
+}
+
+/* A page that was the file's short last one is about to have successors or a longer tail: its leaf no longer says what the file has there. */
+static void file_grows(struct kvfs_plane *plane, struct file *file, uint64_t size) {
+    if (size <= file->size)
+        return;
+    if (file->short_page != UINT32_MAX)
+        file->chunks[file->short_page / CHUNK_PAGES].reload = true;
+    file->size = size;
+    file_count(plane, file);
+}
+
+static struct slot *staging_slot(struct kvfs_plane *plane, uint64_t need) {
+    struct slot *slot = need <= SMALL_SIZE ? slot_get(&plane->staging_small) : NULL;
+    return slot ? slot : slot_get(&plane->staging);
+}
+
+int file_write(struct kvfs_plane *plane, struct node *node, struct request *request) {
+    struct file *file = node->file;
+    uint64_t offset = request->offset, end = offset + request->size;
+    if (end > file_size_max(plane))
+        return -EFBIG;
+    if (request->size == 0)
+        return 0;
+    if (file->sealing) {
+        file_park(plane, file, request);
+        return -EAGAIN;
+    }
+    uint64_t growth = end > file->size ? end - file->size : 0;
+    if (growth) {
+        file_charge(file, request->user);
+        int r = space_ask(plane, file->payer, growth);
+        if (r < 0)
+            return r;
+    }
+    uint32_t first = (uint32_t)(offset / CHUNK_SIZE), last = (uint32_t)((end - 1) / CHUNK_SIZE);
+    int r = file_grow_chunks(file, last + 1);
+    if (r < 0)
+        return r;
+    bool fills = false;
+    for (uint32_t i = first; i <= last; i++) {
+        struct chunk *chunk = &file->chunks[i];
+        if (chunk->spilling) {
+            file_park(plane, file, request);
+            return -EAGAIN;
+        }
+        bool whole = offset <= i * CHUNK_SIZE && end >= (i + 1) * CHUNK_SIZE;
+        if (chunk->state == CHUNK_PLACED && !whole)
+            return -EINPROGRESS;
+        fills |= min_u64(end, (i + 1) * CHUNK_SIZE) - i * CHUNK_SIZE > chunk->filled;
+    }
+    /* ftruncate(2) asks for no space, so what it added is asked for here, when bytes come to lie there. */
+    if (fills && (r = space_ask(plane, file->payer, growth)) < 0)
+        return r;
+    const uint8_t *payload = request->payload;
+    uint64_t at = offset;
+    for (uint32_t i = first; i <= last; i++) {
+        struct chunk *chunk = &file->chunks[i];
+        uint64_t inside = at % CHUNK_SIZE, size = min_u64(CHUNK_SIZE - inside, end - at);
+        bool from_start = inside == 0 && payload == request->payload && request->slot_count == 1 && payload == request->slots[0]->data;
+        if (from_start && (size == CHUNK_SIZE || (chunk->state == CHUNK_HOLE && size > SMALL_SIZE && first == last))) {
+            /* The payload lies where it is to stay: take the memory over instead of copying it. */
+            chunk_stage(plane, file, i, request->slots[0], (uint32_t)size);
+            request->slot_count = 0;
+        } else {
+            uint64_t need = inside + size;
+            if (chunk->state != CHUNK_STAGED || chunk->slot->size < need) {
+                struct slot *slot = staging_slot(plane, need);
+                if (!slot) {
+                    if (at > offset) { /* the first chunk is written: finish beyond the budget rather than tear the write */
+                        slot = slot_get_extra(&plane->staging);
+                        if (!slot)
+                            return -ENOMEM;
+                    } else {
+                        return memory_park(plane, node, request);
+                    }
+                }
+                uint32_t filled = chunk->state == CHUNK_STAGED ? chunk->filled : 0;
+                if (filled)
+                    memcpy(slot->data, chunk->slot->data, filled);
+                chunk_stage(plane, file, i, slot, filled);
+            }
+            chunk = &file->chunks[i];
+            if (chunk->filled < inside)
+                memset(chunk->slot->data + chunk->filled, 0, inside - chunk->filled);
+            memcpy(chunk->slot->data + inside, payload, size);
+            if (chunk->filled < inside + size)
+                chunk->filled = (uint32_t)(inside + size);
+        }
+        payload += size;
+        at += size;
+    }
+    file_grows(plane, file, end);
+    file->dirty = true;
+    struct timespec ts;
+    clock_gettime(CLOCK_REALTIME, &ts);
+    file->mtime_ns = ts.tv_sec * 1000000000ll + ts.tv_nsec;
+    uint64_t share = plane->config.staging_size / 4;
+    if (!file->spill_asked && file->staged_bytes > CHUNK_SIZE * 2 &&
+        (file->staged_bytes > share || atomic_load(&plane->staged_bytes) > plane->config.staging_size / 4 * 3)) {
+        file->spill_asked = true;
+        event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
+    }
+    return 0;
+}
+
+int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8_t *out) {
+    uint64_t end = offset + size;
+    for (uint64_t at = offset; at < end;) {
+        uint32_t index = (uint32_t)(at / CHUNK_SIZE);
+        if (index < file->chunk_count && file->chunks[index].state == CHUNK_PLACED)
+            return -EINPROGRESS;
+        at = (index + 1) * CHUNK_SIZE;
+    }
+    for (uint64_t at = offset; at < end;) {
+        uint32_t index = (uint32_t)(at / CHUNK_SIZE);
+        uint64_t inside = at % CHUNK_SIZE, length = min_u64(CHUNK_SIZE - inside, end - at), real = 0;
+        if (index < file->chunk_count && file->chunks[index].state == CHUNK_STAGED) {
+            const struct chunk *chunk = &file->chunks[index];
+            real = chunk->filled > inside ? min_u64(length, chunk->filled - inside) : 0;
+            memcpy(out, chunk->slot->data + inside, real);
+        }
+        memset(out + real, 0, length - real);
+        out += length;
+        at += length;
+    }
+    return 0;
+}
+
+int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
+    struct file *file = node->file;
+    if (size > file_size_max(plane))
+        return -EFBIG;
+    if (size < file->size) {
+        uint32_t keep = (uint32_t)((size + CHUNK_SIZE - 1) / CHUNK_SIZE);
+        for (uint32_t i = keep; i < file->chunk_count; i++)
+            if (file->chunks[i].state != CHUNK_HOLE)
+                file_drop_chunk(plane, file, i);
+        uint32_t inside = (uint32_t)(size % CHUNK_SIZE);
+        if (inside && keep - 1 < file->chunk_count) {
+            struct chunk *chunk = &file->chunks[keep - 1];
+            /* A last page has a leaf of as much as the file has of it: one that was placed has another, also if nothing of it is cut off. */
+            if (chunk->state == CHUNK_PLACED && (inside < chunk->filled || (inside % PAGE && inside < round_up(chunk->filled, PAGE))))
+                chunk->reload = true;
+            if (chunk->filled > inside)
+                chunk->filled = inside;
+        }
+        file->size = size;
+        file_count(plane, file);
+    } else {
+        file_grows(plane, file, size);
+    }
+    file->dirty = true;
+    struct timespec ts;
+    clock_gettime(CLOCK_REALTIME, &ts);
+    file->mtime_ns = ts.tv_sec * 1000000000ll + ts.tv_nsec;
+    return 0;
+}
+
+/* What of the placed extents still counts: clipped to chunks that are placed, `sealing`: and not to be written again. Until a seal has read those,
+ * their bytes are nowhere else. */
+uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity) {
+    uint32_t count = 0;
+    uint64_t pages = pages_of(file->size);
+    for (uint32_t i = 0; i < file->placed_count; i++) {
+        struct kvfs_extent e = file->placed[i];
+        uint32_t at = e.file_page, end = (uint32_t)min_u64((uint64_t)e.file_page + e.page_count, pages);
+        while (at < end) {
+            uint32_t index = at / CHUNK_PAGES;
+            uint32_t stop = (uint32_t)min_u64(end, (uint64_t)(index + 1) * CHUNK_PAGES);
+            bool kept = index < file->chunk_count && file->chunks[index].state == CHUNK_PLACED && !(sealing && file->chunks[index].reload);
+            if (kept) {
+                struct kvfs_extent *before = count && count <= capacity ? &out[count - 1] : NULL;
+                uint32_t page = e.page + (at - e.file_page);
+                if (before && before->segment == e.segment && before->generation == e.generation &&
+                    before->page + before->page_count == page && before->file_page + before->page_count == at) {
+                    before->page_count += stop - at;
+                } else {
+                    if (count < capacity)
+                        out[count] = (struct kvfs_extent){e.generation, e.segment, page, stop - at, at};
+                    count++;
+                }
+            }
+            at = stop;
+        }
+    }
+    return count;
+}
+
+void file_free(struct kvfs_plane *plane, struct node *node) {
+    struct file *file = node->file;
+    for (uint32_t i = 0; i < file->chunk_count; i++)
+        if (file->chunks[i].slot)
+            file_drop_chunk(plane, file, i);
+    atomic_fetch_sub(&plane->open_bytes, file->counted);
+    file_charge(file, NULL);
+    file_unpark(plane, file); /* they find no file, and end as EIO */
+    desc_put(file->sealed);
+    slab_put(file->slab);
+    free(file->chunks);
+    free(file->placed);
+    free(file->leaves);
+    free(file);
+    node->file = NULL;
+    kvfs_table_count_written(plane->table, node->inode, -1);
+    atomic_fetch_sub(&plane->count.staged_files, 1);
+}
+
+int file_allocate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
+    struct file *file = node->file;
+    if (size <= file->size)
+        return 0;
+    if (file->sealing || file->slab)
+        return -EBUSY;
+    int r = space_ask(plane, file->payer, size - file->size);
+    return r < 0 ? r : file_truncate(plane, node, size);
+}
+
+/* Nothing of a file's content was ever written. With the node's lock held. */
+bool file_untouched(const struct file *file) {
+    if (file->slab || file->sealing || file->spilling || file->discarded || file->placed_count)
+        return false;
+    for (uint32_t i = 0; i < file->chunk_count; i++)
+        if (file->chunks[i].state != CHUNK_HOLE)
+            return false;
+    return true;
+}

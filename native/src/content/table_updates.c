@@ -1,0 +1,139 @@
+/* What the control plane tells the data plane about names and files: block table changes that must agree with who has what open. */
+#include "internal.h"
+
+#include <time.h>
+#include <unistd.h>
+
+static const char *record_name(const void *record) { return (const char *)record + sizeof(struct kvfs_inode_record); }
+
+/* With the shard's lock held. */
+static int open_state(struct kvfs_plane *plane, struct shard *shard, uint64_t inode, struct node **out) {
+    struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
+    while (node && node->inode != inode)
+        node = node->next;
+    if (!node)
+        return 0;
+    pthread_mutex_lock(&node->lock);
+    bool file = node->file && !node->file->discarded, rewriting = node->rewriting;
+    pthread_mutex_unlock(&node->lock);
+    *out = node;
+    if (file || !node->handles)
+        return file ? KVFS_BEING_WRITTEN : KVFS_NOT_OPEN;
+    return !node->writers && !rewriting && hold_may_go(plane, node) ? KVFS_OPEN_BEYOND_SHARE : KVFS_OPEN;
+}
+
+int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode) {
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    struct node *node;
+    int state = open_state(plane, shard, inode, &node);
+    pthread_mutex_unlock(&shard->lock);
+    return state;
+}
+
+/* An inode that lost its name: it lives on only for open handles. Nobody will seal what is staged. */
+static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (*change)(struct kvfs_plane *, uint64_t, int keep, const void *),
+                    const void *argument) {
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
+    while (node && node->inode != inode)
+        node = node->next;
+    int keep = node && node->handles > 0;
+    struct kvfs_record record;
+    if (!keep && linger && kvfs_table_find_inode(plane->table, inode, &record) == 0 && record.flags & KVFS_INODE_SEALED) {
+        bool written = false;
+        if (node) {
+            pthread_mutex_lock(&node->lock);
+            written = node->file != NULL;
+            pthread_mutex_unlock(&node->lock);
+        }
+        keep = !written;
+    }
+    int r = change(plane, inode, keep, argument);
+    pthread_mutex_unlock(&shard->lock);
+    if (r < 0)
+        return r;
+    if (!keep)
+        kvfs_file_discard(plane, inode);
+    return keep;
+}
+
+static int change_remove(struct kvfs_plane *plane, uint64_t inode, int keep, const void *argument) {
+    (void)argument;
+    return kvfs_table_remove(plane->table, inode, keep);
+}
+
+static int change_put(struct kvfs_plane *plane, uint64_t inode, int keep, const void *record) {
+    (void)inode;
+    struct kvfs_inode_record r;
+    struct kvfs_record to;
+    memcpy(&r, record, sizeof(r));
+    record_from_inode(&r, &to);
+    struct kvfs_record before, after;
+    bool known = kvfs_table_find_inode(plane->table, to.inode, &before) == 0;
+    int error = kvfs_table_put(plane->table, &to, record_name(record), r.name_size, keep);
+    /* A new inode is used now; one that is renamed has another slot, and was used as before. */
+    if (error == 0 && kvfs_table_find_inode(plane->table, to.inode, &after) == 0 && !(known && after.slot == before.slot))
+        use_enter(plane, after.slot, known ? &before.slot : NULL);
+    return error;
+}
+
+int kvfs_name_put(struct kvfs_plane *plane, const void *record, uint64_t replaced) {
+    if (replaced)
+        return nameless(plane, replaced, true, change_put, record);
+    return change_put(plane, 0, 0, record);
+}
+
+int kvfs_inode_update(struct kvfs_plane *plane, const void *record) {
+    struct kvfs_inode_record r;
+    struct kvfs_record to;
+    memcpy(&r, record, sizeof(r));
+    record_from_inode(&r, &to);
+    return kvfs_table_update(plane->table, &to);
+}
+
+int kvfs_inode_move(struct kvfs_plane *plane, const void *record) {
+    struct kvfs_inode_record r;
+    struct kvfs_record to;
+    memcpy(&r, record, sizeof(r));
+    record_from_inode(&r, &to);
+    struct shard *shard = shard_of(plane, to.inode);
+    pthread_mutex_lock(&shard->lock);
+    struct node *node;
+    int error = open_state(plane, shard, to.inode, &node) == KVFS_BEING_WRITTEN ? -EBUSY : kvfs_table_update(plane->table, &to);
+    pthread_mutex_unlock(&shard->lock);
+    return error;
+}
+
+int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) { return nameless(plane, inode, false, change_remove, NULL); }
+
+int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy) {
+    int total = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        struct shard *shard = shard_of(plane, inodes[i]);
+        pthread_mutex_lock(&shard->lock);
+        struct node *node;
+        int state = open_state(plane, shard, inodes[i], &node);
+        busy[i] = state == KVFS_OPEN || state == KVFS_BEING_WRITTEN;
+        if (!busy[i])
+            kvfs_table_remove(plane->table, inodes[i], 0);
+        if (state == KVFS_OPEN_BEYOND_SHARE)
+            hold_evict(plane, node); /* its handles find no record: they read EIO */
+        pthread_mutex_unlock(&shard->lock);
+        total += busy[i];
+    }
+    return total;
+}
+
+int64_t kvfs_inode_user(struct kvfs_plane *plane, uint64_t inode) {
+    struct node *node = node_get(plane, inode, false);
+    if (!node)
+        return -ENOENT;
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    int64_t r = node->payer ? (int64_t)(atomic_load(&node->payer->key) - 1) : -ENOENT;
+    pthread_mutex_unlock(&shard->lock);
+    node_put(plane, node);
+    return r;
+}

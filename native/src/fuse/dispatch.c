@@ -1,0 +1,574 @@
+/* What the data plane answers by itself, and what it passes on. One function a group of opcodes; fuse_kernel.h is linux/fuse.h. */
+#include "internal.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
+
+#ifndef FUSE_HANDLE_KILLPRIV_V2
+#define FUSE_HANDLE_KILLPRIV_V2 (1 << 28)
+#endif
+#define FLAG2_DIRECT_IO_ALLOW_MMAP (1u << (36 - 32))
+#define FLAG_INIT_EXT (1u << 30)
+/* Linux 6.15, protocol 7.43. Older headers know neither the flag nor the field: 16 bits, behind flags2 and another field. */
+#define FLAG2_REQUEST_TIMEOUT (1u << (42 - 32))
+#define INIT_REQUEST_TIMEOUT_AT 40u
+static_assert(sizeof(struct fuse_init_out) == 64 && __builtin_offsetof(struct fuse_init_out, flags2) + 8 == INIT_REQUEST_TIMEOUT_AT, "ABI");
+#define OPEN_DIRECT_IO (1u << 0)
+#define OPEN_KEEP_CACHE (1u << 1)
+#define OPEN_NOFLUSH (1u << 5)
+#define OPEN_PARALLEL_DIRECT_WRITES (1u << 6)
+/* A page that could not be read the kernel asks for once more: to whoever reads that is one read, with one deadline. */
+#define AGAIN_NS 500000000ull
+/* namespace/files.py takes them. */
+#define SLAB_REQUEST "kvfs.slab"
+#define ALLOCATE_REQUEST "kvfs.allocate"
+
+static void do_init(struct server *server, struct fuse_in_header *in) {
+    struct kvfs_plane *plane = server->plane;
+    struct transport *transport = server->transport;
+    struct fuse_init_in init;
+    memset(&init, 0, sizeof(init));
+    memcpy(&init, in + 1, min_u64(in->len - sizeof(*in), sizeof(init)));
+    struct fuse_init_out out;
+    memset(&out, 0, sizeof(out));
+    out.major = FUSE_KERNEL_VERSION;
+    if (init.major != FUSE_KERNEL_VERSION) {
+        reply_data(server, in->unique, &out, sizeof(out)); /* the kernel comes again with ours */
+        return;
+    }
+    if (init.minor < 28) { /* MAX_PAGES: Linux 4.20 */
+        reply_error(server, in->unique, -EPROTO);
+        return;
+    }
+    uint64_t offered = init.flags | (init.flags & FLAG_INIT_EXT ? (uint64_t)init.flags2 << 32 : 0);
+    uint64_t wanted = FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_ASYNC_DIO | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES |
+                      FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT | (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
+    /* Pages of a file that another kernel may rewrite: before a read of its cache a kernel looks at the file's mtime, as far as it does not
+     * trust the attributes that it has; a host is told to ask again. */
+    wanted |= transport->guest || atomic_load(&plane->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
+    /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would
+     * ask again for each that was listed. Which listings are worth it (`ls -l`, not `ls`) the kernel finds out: AUTO. */
+    transport->inc_epoch = init.minor >= 44 && !transport->guest;
+    transport->listing_plus = transport->inc_epoch && offered & FUSE_DO_READDIRPLUS && offered & FUSE_READDIRPLUS_AUTO;
+    if (transport->listing_plus)
+        wanted |= FUSE_DO_READDIRPLUS | FUSE_READDIRPLUS_AUTO;
+    /* What a guest's kernel does is the guest's. */
+    uint16_t patience_s = transport->guest ? 0 : (uint16_t)min_u64(plane->config.kernel_timeout_s, UINT16_MAX);
+    if (patience_s)
+        wanted |= (uint64_t)FLAG2_REQUEST_TIMEOUT << 32;
+    uint64_t flags = offered & wanted;
+    if (flags >> 32 & FLAG2_REQUEST_TIMEOUT)
+        memcpy((uint8_t *)&out + INIT_REQUEST_TIMEOUT_AT, &patience_s, sizeof(patience_s));
+    out.minor = init.minor < 45 ? init.minor : 45;
+    transport->minor = out.minor;
+    transport->direct_mmap = flags >> 32 & FLAG2_DIRECT_IO_ALLOW_MMAP;
+    if (transport->guest) /* it has booted, or mounts again: nothing of before is open there */
+        transport_forget(transport);
+    out.max_readahead = init.max_readahead;
+    out.flags = (uint32_t)flags;
+    out.flags2 = (uint32_t)(flags >> 32);
+    out.max_background = 1024;
+    out.congestion_threshold = 768;
+    out.max_write = plane->config.max_write;
+    out.time_gran = 1;
+    uint32_t pages = transport->max_read / KVFS_PAGE_SIZE;
+    out.max_pages = (uint16_t)(pages > 65535 ? 65535 : pages);
+    atomic_store(&transport->initialized, true);
+    reply_data(server, in->unique, &out, sizeof(out));
+}
+
+static void do_lookup(struct server *server, struct fuse_in_header *in) {
+    struct kvfs_plane *plane = server->plane;
+    const char *name = (const char *)(in + 1);
+    size_t name_size = strnlen(name, in->len - sizeof(*in));
+    COUNT(plane, lookups, 1);
+    if (name_size > KVFS_NAME_MAX) {
+        reply_error(server, in->unique, -ENAMETOOLONG);
+        return;
+    }
+    struct kvfs_record record;
+    int r = kvfs_table_find_name(plane->table, in->nodeid, name, (uint32_t)name_size, &record);
+    if (r == -EAGAIN || (r == 0 && record.flags & KVFS_INODE_ASK)) {
+        mux_forward(server, 0, name_hash(plane, in->nodeid, name, name_size));
+        return;
+    }
+    if (r < 0) {
+        missed_add(plane, name_hash(plane, in->nodeid, name, name_size));
+        reply_error(server, in->unique, -ENOENT);
+    } else {
+        struct fuse_entry_out entry;
+        memset(&entry, 0, sizeof(entry));
+        entry.nodeid = record.inode;
+        fill_attr(plane, &record, &entry.attr);
+        bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &entry.attr);
+        entry_timeouts(server->transport, &entry.attr, staged || !(record.flags & KVFS_INODE_SEALED), &entry);
+        reply_data(server, in->unique, &entry, sizeof(entry));
+    }
+    slow_look(plane, FUSE_LOOKUP, in->nodeid, latency_add(plane, LATENCY_LOOKUP, server->arrived_ns));
+}
+
+static void do_getattr(struct server *server, struct fuse_in_header *in) {
+    struct kvfs_plane *plane = server->plane;
+    struct kvfs_record record;
+    bool leased = server->transport->guest && node_lease(plane, in->nodeid);
+    int r = kvfs_table_find_inode(plane->table, in->nodeid, &record);
+    if (r < 0 || record.flags & KVFS_INODE_ASK) { /* -ENOENT: perhaps a removed directory that is held open, which Python knows */
+        struct fuse_getattr_in *get = (struct fuse_getattr_in *)(void *)(in + 1);
+        get->getattr_flags = 0;
+        mux_forward(server, 0, 0);
+        return;
+    }
+    struct fuse_attr_out out;
+    memset(&out, 0, sizeof(out));
+    fill_attr(plane, &record, &out.attr);
+    bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &out.attr);
+    if (S_ISDIR(record.mode))
+        out.attr_valid = 1;
+    else if (!staged && record.flags & KVFS_INODE_SEALED)
+        out.attr_valid = server->transport->inc_epoch ? LONG_SECONDS : leased ? LEASE_S : 0;
+    reply_data(server, in->unique, &out, sizeof(out));
+}
+
+static void do_open(struct server *server, struct fuse_in_header *in) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_open_in open;
+    memcpy(&open, in + 1, sizeof(open));
+    if ((open.flags & O_ACCMODE) != O_RDONLY || open.flags & O_TRUNC) {
+        mux_forward(server, open.flags, 0);
+        return;
+    }
+    struct kvfs_record record;
+    struct node *node;
+    struct user *user = user_get(plane, user_id(server->transport, in->uid));
+    int r = node_open(plane, in->nodeid, user, false, &record, &node);
+    if (r == -EAGAIN) {
+        mux_forward(server, open.flags, 0);
+        return;
+    }
+    struct fuse_open_out out;
+    memset(&out, 0, sizeof(out));
+    if (r == 0) {
+        r = handle_open(plane, server->transport, node, user, open.flags, false, &out.fh);
+        if (r < 0) {
+            struct shard *shard = shard_of(plane, in->nodeid);
+            pthread_mutex_lock(&shard->lock);
+            node_unopen(plane, node, user, false);
+            pthread_mutex_unlock(&shard->lock);
+            node_put(plane, node);
+        }
+    }
+    if (r < 0) {
+        COUNT(plane, stale_opens, r == -ESTALE);
+        reply_error(server, in->unique, r);
+        return;
+    }
+    pthread_mutex_lock(&node->lock);
+    bool written = node->file != NULL;
+    pthread_mutex_unlock(&node->lock);
+    out.open_flags = OPEN_NOFLUSH;
+    bool uncached = !server->transport->guest && host_opens_uncached(node);
+    if ((written && cache_bypass(server->transport, node, false)) || uncached)
+        out.open_flags |= OPEN_DIRECT_IO;
+    else if (!server->transport->guest && !written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
+        out.open_flags |= OPEN_KEEP_CACHE;
+    COUNT(plane, opens, 1);
+    reply_data(server, in->unique, &out, sizeof(out));
+    slow_look(plane, FUSE_OPEN, in->nodeid, latency_add(plane, LATENCY_OPEN, server->arrived_ns));
+}
+
+static struct request *request_new(struct server *server, const struct fuse_in_header *in, struct node *node) {
+    struct request *request = request_get(server->plane);
+    if (!request)
+        return NULL;
+    request->server = server;
+    request->transport = server->transport;
+    request->unique = in->unique;
+    request->io = &server->io;
+    request->resume = request_slow;
+    request->write = in->opcode == FUSE_WRITE;
+    request->done = request->write ? reply_to_write : reply_to_read;
+    request->node = node;
+    request->arrived_ns = server->arrived_ns;
+    return request;
+}
+
+/* A read of a file that is being written: from memory here, else by a worker. */
+static void read_staged(struct server *server, struct request *request) {
+    struct kvfs_plane *plane = server->plane;
+    struct node *node = request->node;
+    uint64_t size = 0;
+    int r = -EINPROGRESS;
+    if (request->size <= CHUNK_SIZE) {
+        struct slot *slot = slot_get_extra(request->size <= SMALL_SIZE ? &plane->reading_small : &plane->reading);
+        pthread_mutex_lock(&node->lock);
+        if (slot && node->file) {
+            request->slots[0] = slot;
+            request->slot_count = 1;
+            slot = NULL;
+            if (request->offset < node->file->size)
+                size = min_u64(request->size, node->file->size - request->offset);
+            r = file_copy_out(node->file, request->offset, (uint32_t)size, request->slots[0]->data);
+        }
+        pthread_mutex_unlock(&node->lock);
+        slot_put(slot);
+    }
+    if (r == 0) {
+        request->done(request, (int64_t)size);
+        request_put(plane, request);
+        return;
+    }
+    while (request->slot_count)
+        slot_put(request->slots[--request->slot_count]);
+    if (request_slow(request) < 0) {
+        reply_error(server, request->unique, -ENOMEM);
+        request_put(plane, request);
+    }
+}
+
+/* A guest that has outlived a daemon reads on with handles that the new one has never given out: a node id is all that a sealed block
+ * needs. */
+static int find_lost(struct kvfs_plane *plane, uint64_t inode, struct handle *out) {
+    struct kvfs_record record;
+    if (kvfs_table_find_inode(plane->table, inode, &record) < 0 || !(record.flags & KVFS_INODE_SEALED) || !S_ISREG(record.mode))
+        return -EBADF;
+    out->node = node_get(plane, inode, true);
+    return out->node ? 0 : -ENOMEM;
+}
+
+static void do_read(struct server *server, struct fuse_in_header *in) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_read_in read;
+    memcpy(&read, in + 1, sizeof(read));
+    struct handle handle = {0};
+    int r = handle_find(plane, server->transport, read.fh, &handle) ? 0 : server->transport->guest ? find_lost(plane, in->nodeid, &handle) : -EBADF;
+    if (r == 0 && (handle.node->inode != in->nodeid || read.size > server->transport->max_read))
+        r = -EINVAL;
+    struct request *request = r == 0 ? request_new(server, in, handle.node) : NULL;
+    if (!request) {
+        node_put(plane, handle.node);
+        reply_error(server, in->unique, r < 0 ? r : -ENOMEM);
+        return;
+    }
+    request->offset = read.offset;
+    request->size = read.size;
+    request->until_ns = server->arrived_ns + plane->array.io_timeout_ms * 1000000ull;
+    struct node *node = request->node;
+    pthread_mutex_lock(&node->lock);
+    if (node->failed_ns && server->arrived_ns < node->failed_ns + AGAIN_NS && node->failed_until_ns < request->until_ns)
+        request->until_ns = node->failed_until_ns;
+    bool staged = node->file != NULL, slab = staged && node->file->slab, good = slab && slab_read_begin(node, request);
+    if (!staged && node->desc) {
+        request->desc = node->desc;
+        atomic_fetch_add(&request->desc->refs, 1);
+    }
+    pthread_mutex_unlock(&node->lock);
+    if (slab) {
+        slab_read(request, good);
+        return;
+    }
+    if (staged) {
+        read_staged(server, request);
+        return;
+    }
+    request->direct = server->transport->ops->targets && server->transport->ops->targets(request);
+    read_submit(request);
+}
+
+static void do_write(struct server *server, struct fuse_in_header *in) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_write_in write;
+    memcpy(&write, in + 1, sizeof(write));
+    struct handle handle = {0};
+    bool found = handle_find(plane, server->transport, write.fh, &handle);
+    bool good = found && handle.writer && handle.node->inode == in->nodeid && write.size == in->len - REQUEST_HEAD && write.size <= CHUNK_SIZE;
+    struct request *request = good ? request_new(server, in, handle.node) : NULL;
+    if (!request) {
+        node_put(plane, handle.node);
+        reply_error(server, in->unique, !found ? -EBADF : good ? -ENOMEM : -EINVAL);
+        return;
+    }
+    request->offset = write.offset;
+    request->size = write.size;
+    request->slots[0] = server->landing;
+    request->slot_count = 1;
+    request->payload = server->landing->data;
+    request->cached = write.write_flags & FUSE_WRITE_CACHE;
+    request->user = handle.user;
+    server->landing = NULL;
+    struct node *node = request->node;
+    pthread_mutex_lock(&node->lock);
+    bool slab = node->file && node->file->slab && request->size;
+    int r = slab ? slab_write_begin(node, request, false) : -EINPROGRESS;
+    if (node->file && !slab)
+        r = write.flags & O_DIRECT && slab_ask(plane, node, request) ? -EAGAIN : file_write(plane, node, request);
+    pthread_mutex_unlock(&node->lock);
+    if (r == -EAGAIN)
+        return; /* parked */
+    if (slab && r == 0) {
+        slab_write(request);
+        return;
+    }
+    if (r == -EINPROGRESS) {
+        r = request_slow(request);
+        if (r == 0)
+            return;
+    }
+    if (request->slot_count) { /* copied: the landing memory is free again */
+        server->landing = request->slots[0];
+        request->slot_count = 0;
+    }
+    request->done(request, r);
+    request_put(plane, request);
+}
+
+/* Python makes slabs, and makes them larger, and it knows when a seal ends; of FALLOCATE pyfuse3 knows nothing, so it is asked as by setxattr(2). Both
+ * are answered alike. */
+static void forward_fallocate(struct server *server, struct fuse_in_header *in, const char *what, uint64_t size) {
+    struct fuse_setxattr_in set = {0};
+    char *name = (char *)(in + 1) + FUSE_COMPAT_SETXATTR_IN_SIZE;
+    int length = sprintf(name, "%s%c%llu", what, 0, (unsigned long long)size);
+    set.size = (uint32_t)(length - (int)strlen(what) - 1);
+    memcpy(in + 1, &set, FUSE_COMPAT_SETXATTR_IN_SIZE);
+    in->opcode = FUSE_SETXATTR;
+    in->len = (uint32_t)(sizeof(*in) + FUSE_COMPAT_SETXATTR_IN_SIZE) + (uint32_t)length;
+    mux_forward(server, 0, 0);
+}
+
+static void do_fallocate(struct server *server, struct fuse_in_header *in) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_fallocate_in fallocate;
+    memcpy(&fallocate, in + 1, sizeof(fallocate));
+    struct handle handle = {0};
+    int r = handle_find(plane, server->transport, fallocate.fh, &handle) && handle.writer ? 0 : -EBADF;
+    uint64_t end = fallocate.offset + fallocate.length;
+    if (r == 0 && fallocate.mode)
+        r = -EOPNOTSUPP;
+    if (r == 0 && (end < fallocate.offset || end > INT64_MAX))
+        r = -EFBIG;
+    if (r == 0) {
+        pthread_mutex_lock(&handle.node->lock);
+        struct file *file = handle.node->file;
+        bool grows = file && end > file->size, slab = grows && (file->slab || (end >= KVFS_SLAB_MIN && file_untouched(file)));
+        r = file ? 0 : -EBUSY; /* its last writer before this one closed it as this one opened it */
+        if (grows && !slab) {
+            file_charge(file, handle.user);
+            r = file_allocate(plane, handle.node, end);
+        }
+        pthread_mutex_unlock(&handle.node->lock);
+        if (slab || r == -EBUSY) {
+            node_put(plane, handle.node);
+            forward_fallocate(server, in, slab ? SLAB_REQUEST : ALLOCATE_REQUEST, end);
+            return;
+        }
+    }
+    if (r == 0 && server->transport->guest && atomic_load(&handle.node->host_cached))
+        notify_inode(plane, in->nodeid);
+    node_put(plane, handle.node);
+    reply_error(server, in->unique, r);
+}
+
+/* FLUSH comes on every close of a writer: Python seals if anything is unsealed. */
+static void do_flush(struct server *server, struct fuse_in_header *in) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_flush_in *flush = (struct fuse_flush_in *)(void *)(in + 1);
+    struct handle handle;
+    bool dirty = false, found = handle_find(plane, server->transport, flush->fh, &handle);
+    if (found) {
+        pthread_mutex_lock(&handle.node->lock);
+        dirty = handle.writer && handle.node->file && !handle.node->file->slab && (handle.node->file->dirty || handle.node->file->sealing);
+        pthread_mutex_unlock(&handle.node->lock);
+        found = handle.node->inode == in->nodeid;
+        node_put(plane, handle.node);
+    }
+    if (!found || !dirty) {
+        reply_error(server, in->unique, found ? 0 : -EBADF);
+        return;
+    }
+    flush->fh = in->nodeid;
+    mux_forward(server, 0, 0);
+}
+
+static void do_release(struct server *server, struct fuse_in_header *in) {
+    struct fuse_release_in release;
+    memcpy(&release, in + 1, sizeof(release));
+    bool was_writer = false;
+    struct node *node = handle_close(server->plane, server->transport, release.fh, &was_writer);
+    reply_error(server, in->unique, 0);
+    if (node) {
+        node_released(server->plane, node, was_writer);
+        node_put(server->plane, node);
+    }
+}
+
+/* A request that gives something a name. Its strings have been checked. */
+static void made_note(struct kvfs_plane *plane, const struct fuse_in_header *in) {
+    const uint8_t *body = (const uint8_t *)(in + 1);
+    size_t at = in->opcode == FUSE_CREATE ? sizeof(struct fuse_create_in) : in->opcode == FUSE_MKNOD ? sizeof(struct fuse_mknod_in) :
+                in->opcode == FUSE_MKDIR ? sizeof(struct fuse_mkdir_in) : in->opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) :
+                in->opcode == FUSE_RENAME2 ? sizeof(struct fuse_rename2_in) : 0;
+    const char *name = (const char *)body + at;
+    uint64_t parent = in->nodeid;
+    if (in->opcode == FUSE_RENAME || in->opcode == FUSE_RENAME2) {
+        memcpy(&parent, body, sizeof(parent)); /* newdir comes first in both */
+        name += strlen(name) + 1;
+    }
+    missed_made(plane, parent, name);
+}
+
+static void do_create(struct server *server, struct fuse_in_header *in) {
+    struct fuse_create_in create;
+    memcpy(&create, in + 1, sizeof(create));
+    made_note(server->plane, in);
+    mux_forward(server, create.flags, 0);
+}
+
+static void do_make(struct server *server, struct fuse_in_header *in) {
+    made_note(server->plane, in);
+    mux_forward(server, 0, 0);
+}
+
+static void do_setattr(struct server *server, struct fuse_in_header *in) {
+    struct fuse_setattr_in *set = (struct fuse_setattr_in *)(void *)(in + 1);
+    if (set->valid & FATTR_FH)
+        set->fh = in->nodeid;
+    mux_forward(server, 0, 0);
+}
+
+static void do_fsync(struct server *server, struct fuse_in_header *in) {
+    struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
+    struct handle handle;
+    if (!handle_find(server->plane, server->transport, sync->fh, &handle)) { /* what it wrote went with the daemon of before */
+        reply_error(server, in->unique, -EBADF);
+        return;
+    }
+    node_put(server->plane, handle.node);
+    sync->fh = in->nodeid;
+    mux_forward(server, 0, 0);
+}
+
+/* security.* is asked for on every buffered write and by execve(2), system.posix_acl_access by `ls -l` for every file. Of other namespaces there
+ * are none, and EOPNOTSUPP says so: who gets it asks for no second file. */
+static void do_getxattr(struct server *server, struct fuse_in_header *in) {
+    const char *name = (const char *)(in + 1) + sizeof(struct fuse_getxattr_in);
+    if (strncmp(name, "user.", 5) != 0 && strncmp(name, "trusted.", 8) != 0)
+        reply_error(server, in->unique, -EOPNOTSUPP);
+    else
+        mux_forward(server, 0, 0);
+}
+
+static void do_readdir(struct server *server, struct fuse_in_header *in) {
+    struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
+    if (in->opcode == FUSE_READDIRPLUS && !server->transport->listing_plus)
+        reply_error(server, in->unique, -ENOSYS);
+    else if (read->offset > INT64_MAX) /* a cookie is an inode number and 2, or what lies before them */
+        reply_error(server, in->unique, -EINVAL);
+    else
+        mux_forward(server, 0, read->offset);
+}
+
+static void do_releasedir(struct server *server, struct fuse_in_header *in) {
+    struct fuse_release_in *release = (struct fuse_release_in *)(void *)(in + 1);
+    if (!handle_close_directory(server->plane, server->transport, release->fh, in->nodeid)) {
+        reply_error(server, in->unique, 0);
+        return;
+    }
+    release->fh = in->nodeid;
+    mux_forward(server, 0, 0);
+}
+
+static void do_fsyncdir(struct server *server, struct fuse_in_header *in) {
+    struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
+    sync->fh = in->nodeid;
+    mux_forward(server, 0, 0);
+}
+
+static void do_forward(struct server *server, struct fuse_in_header *in) {
+    (void)in;
+    mux_forward(server, 0, 0);
+}
+
+/* FORGET: nobody counts lookups (I26). INTERRUPT: a forwarded request has its deadline (I24). */
+static void do_nothing(struct server *server, struct fuse_in_header *in) {
+    (void)server;
+    (void)in;
+}
+
+static void do_succeed(struct server *server, struct fuse_in_header *in) { reply_error(server, in->unique, 0); }
+
+/* There are no hard links: an inode has one name. */
+static void do_link(struct server *server, struct fuse_in_header *in) { reply_error(server, in->unique, -EPERM); }
+
+static void do_ioctl(struct server *server, struct fuse_in_header *in) { reply_error(server, in->unique, -ENOTTY); }
+
+typedef void (*operation)(struct server *server, struct fuse_in_header *in);
+
+/* By opcode; those that are not here are ENOSYS. */
+static const operation operations[] = {
+    [FUSE_INIT] = do_init,
+    [FUSE_LOOKUP] = do_lookup,
+    [FUSE_GETATTR] = do_getattr,
+    [FUSE_OPEN] = do_open,
+    [FUSE_READ] = do_read,
+    [FUSE_WRITE] = do_write,
+    [FUSE_FLUSH] = do_flush,
+    [FUSE_RELEASE] = do_release,
+    [FUSE_FALLOCATE] = do_fallocate,
+    [FUSE_FORGET] = do_nothing,
+    [FUSE_BATCH_FORGET] = do_nothing,
+    [FUSE_INTERRUPT] = do_nothing,
+    [FUSE_DESTROY] = do_succeed,
+    [FUSE_SYNCFS] = do_succeed,
+    [FUSE_LINK] = do_link,
+    [FUSE_IOCTL] = do_ioctl,
+    [FUSE_GETXATTR] = do_getxattr,
+    [FUSE_SETATTR] = do_setattr,
+    [FUSE_FSYNC] = do_fsync,
+    [FUSE_CREATE] = do_create,
+    [FUSE_READDIR] = do_readdir,
+    [FUSE_READDIRPLUS] = do_readdir,
+    [FUSE_RELEASEDIR] = do_releasedir,
+    [FUSE_FSYNCDIR] = do_fsyncdir,
+    [FUSE_SYMLINK] = do_make,
+    [FUSE_MKNOD] = do_make,
+    [FUSE_MKDIR] = do_make,
+    [FUSE_RENAME] = do_make,
+    [FUSE_RENAME2] = do_make,
+    [FUSE_READLINK] = do_forward,
+    [FUSE_UNLINK] = do_forward,
+    [FUSE_RMDIR] = do_forward,
+    [FUSE_STATFS] = do_forward,
+    [FUSE_SETXATTR] = do_forward,
+    [FUSE_LISTXATTR] = do_forward,
+    [FUSE_REMOVEXATTR] = do_forward,
+    [FUSE_OPENDIR] = do_forward,
+    [FUSE_ACCESS] = do_forward,
+};
+
+void dispatch(struct server *server, size_t size) {
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
+    server->arrived_ns = now_ns();
+    COUNT(server->plane, requests, 1);
+    if (size < sizeof(*in) || in->len != size || size < sizeof(*in) + body_minimum(in->opcode)) {
+        if (size >= sizeof(*in))
+            reply_error(server, in->unique, -EINVAL);
+        return;
+    }
+    if (in->opcode != FUSE_WRITE) { /* whose payload is in the landing memory */
+        if (size > REQUEST_SMALL) {
+            reply_error(server, in->unique, -E2BIG);
+            return;
+        }
+        server->head[size] = 0;
+        int r = strings_check(in->opcode, (uint8_t *)(in + 1), size - sizeof(*in));
+        if (r < 0) {
+            reply_error(server, in->unique, r);
+            return;
+        }
+    }
+    operation run = in->opcode < sizeof(operations) / sizeof(operations[0]) ? operations[in->opcode] : NULL;
+    if (run)
+        run(server, in);
+    else
+        reply_error(server, in->unique, -ENOSYS);
+}
