@@ -33,7 +33,8 @@ from kvfs.namespace.survey import DEPTH_MAX, Survey
 from kvfs.plane import EventType
 from kvfs.status.document import live_counters, live_status
 from kvfs.status.endpoint import Endpoint, listen
-from kvfs.store.store import Store, StoreOptions
+from kvfs.store.opening import StoreOptions
+from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, InodeNumber
 from kvfs.virtiofs.exports import Exports
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvfs.errors import UsageError
-from kvfs.store.store import StoreOptions
+from kvfs.store.opening import StoreOptions
 from kvfs.virtiofs.exports import Export
 
 # Seconds that the kernel can be told (fuse_init_out.request_timeout): it rounds up what is less, and looks as often.
