@@ -383,9 +383,6 @@ class Plane:
     def fuse_add(self, fd: int) -> int:
         return _check(lib.kvfs_fuse_add(self._plane, fd), "transport")
 
-    def transport_count(self) -> int:
-        return _check(lib.kvfs_transport_count(self._plane), "transports")
-
     def virtiofs_add(
         self, fd: int, tag: str, queues: int, queue_size_max: int = 1024, *, memory_types: Sequence[int] = ()
     ) -> int:
@@ -496,9 +493,6 @@ class Plane:
 
     def file_set_mtime(self, inode: int, mtime_ns: int) -> int:
         return _check(lib.kvfs_file_set_mtime(self._plane, inode, mtime_ns), f"mtime of inode {inode}")
-
-    def file_discard(self, inode: int) -> int:
-        return _check(lib.kvfs_file_discard(self._plane, inode), f"discard of inode {inode}")
 
     def seal_begin(self, inode: int) -> SealInfo:
         _check(lib.kvfs_seal_begin(self._plane, inode, self._info), f"seal of inode {inode}")

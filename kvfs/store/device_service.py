@@ -17,13 +17,11 @@ import uuid as uuids
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import trio
 
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
-from kvfs.index.lmdb import LmdbIndex
-from kvfs.plane import Plane
 from kvfs.pool import nvme_tcp
 from kvfs.pool.config import CONFIG_NAME, PoolConfig
 from kvfs.pool.devices import Device, Place
@@ -34,8 +32,10 @@ from kvfs.pool.labels import write_label
 from kvfs.pool.making import open_new
 from kvfs.pool.opening import OpenPool, check_device, device_path, open_device, stored_path, write_config
 from kvfs.record import Inode
+from kvfs.store.blocks import Blocks
 from kvfs.store.health import HARMLESS, DeviceState, Failures, Pace, judge
-from kvfs.store.segments import Segments, State, usage
+from kvfs.store.segment import State, usage
+from kvfs.store.slabs import Slabs
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
@@ -100,27 +100,15 @@ class _Headers:
     blank: set[int] = field(default_factory=set)
 
 
-class Blocks(Protocol):
-    """What is asked of the store."""
-
-    def forget(self, inode: Inode) -> None: ...
-
-    def device_away(self, segments: Sequence[SegmentIndex]) -> None: ...
-
-    def check_slabs(self, device: int, segments: Sequence[SegmentIndex]) -> None: ...
-
-    def places_changed(self) -> None: ...
-
-    def devices_changed(self) -> None: ...
-
-
 class DeviceService:
     """The devices of a pool that is in use. One trio thread."""
 
     def __init__(
-        self, opened: OpenPool, index: LmdbIndex, plane: Plane, segments: Segments, blocks: Blocks, heart: Heart
+        self, opened: OpenPool, blocks: Blocks, slabs: Slabs, heart: Heart, on_devices: Callable[[], None]
     ) -> None:
-        self._opened, self._index, self._plane, self._segments, self._blocks = opened, index, plane, segments, blocks
+        """on_devices: descriptors lead to other devices than before."""
+        self._opened, self._index, self._plane, self._segments = opened, blocks.index, blocks.plane, blocks.segments
+        self._blocks, self._slabs, self._devices_changed = blocks, slabs, on_devices
         self._heart, self._epoch = heart, heart.me.epoch
         self.all = [ServedDevice() for _ in opened.devices]
         # Until those that only missed a mount have been taken in, nothing is said of what cannot be written.
@@ -130,10 +118,9 @@ class DeviceService:
         self._vanish: set[SegmentIndex] = set()
         self._work = trio.Event()
         self._of: list[list[SegmentIndex]] = [[] for _ in opened.devices]
-        for number, members in enumerate(segments.members):
+        for number, members in enumerate(self._segments.members):
             for device, _ in members:
                 self._of[device].append(SegmentIndex(number))
-        index.on_purge = blocks.forget
 
     @property
     def config(self) -> PoolConfig:
@@ -189,13 +176,14 @@ class DeviceService:
                 more = avoided.union(self._of[device])
                 if len(self._segments.all) - len(lost | more) >= (len(self._segments.all) - len(lost)) // _AVOID_LEAVES:
                     avoided = more
-        self._index.lost = {
+        hidden = {
             number for device, service in enumerate(self.all) if service.state.away and not service.forgotten
             for number in self._of[device]
         }  # fmt: skip
+        self._index.hide(hidden, self._blocks.forget)
         self._segments.set_places(lost, avoided)
         self._say()
-        self._blocks.places_changed()
+        self._blocks.space.update()
 
     def _say(self) -> None:
         if not self._settled:
@@ -355,9 +343,9 @@ class DeviceService:
         self._take_away(device)
 
     def _take_away(self, device: int) -> None:
-        self._blocks.device_away(self._of[device])
+        self._slabs.fail(self._of[device])
         self._vanish.update(self._of[device])
-        self._index.shown.clear()
+        self._index.hide_shown()
         self._place()
         self._work.set()
 
@@ -444,7 +432,7 @@ class DeviceService:
                     if back is not None:
                         self._set(device, DeviceState.ONLINE, "")
                         self._place()
-                        self._index.shown.clear()
+                        self._index.hide_shown()
             except BaseException as error:
                 if self.all[device].state == DeviceState.RETURNING:
                     self._plane.device_stop(device)
@@ -458,7 +446,7 @@ class DeviceService:
         self._plane.notify_epoch()
         if found is not None:
             # Else native clients have the right descriptor: to connect again would hold up their reads of all devices.
-            self._blocks.devices_changed()
+            self._devices_changed()
         log.info("device %d (%s): back, with %d blocks", device, self._path(device), back)
 
     def _find(self, device: int) -> Device | None:
@@ -552,7 +540,7 @@ class DeviceService:
             if self._index.raw(inode.parent) is None:
                 self._index.purge(number)
                 continue
-            self._index.shown.add(int(number))
+            self._index.show(number)
             self._segments.mark_dirty(self._segments.all[inode.segment], gone=False)
             records.append(record)
         if records:
@@ -583,10 +571,19 @@ class DeviceService:
                 f"(stripe width {self.config.geometry.stripe_width}); replace it"
             )
 
+    def _check_slabs(self, device: int) -> None:
+        """UsageError if a slab lies there: it can be neither moved nor read from anywhere else."""
+        found = self._slabs.on_segments(self._of[device])
+        if found:
+            inodes = ", ".join(str(number) for number in found[:8])
+            raise UsageError(
+                f"device {device}: {len(found)} slabs lie there (inodes {inodes}); end the programs that have them open"
+            )
+
     async def remove(self, device: int, drain: Callable[[Sequence[SegmentIndex]], Awaitable[None]] | None) -> int:
         """For good. `drain` empties segments before. Returns how many blocks went with it."""
         self.check_removable(device)
-        self._blocks.check_slabs(device, self._of[device])
+        self._check_slabs(device)
         if drain is not None and not self.all[device].state.away:
             self.all[device].draining = True
             self._place()
@@ -598,7 +595,7 @@ class DeviceService:
         devices = list(self.config.devices)
         devices[device] = replace(devices[device], removed=True)
         async with self.all[device].turn, self._lock:
-            self._blocks.check_slabs(device, self._of[device])
+            self._check_slabs(device)
             self._plane.device_stop(device)
             self._heart.rest(device, clear=True)
             self._set(device, DeviceState.REMOVED, "")
@@ -612,7 +609,7 @@ class DeviceService:
             self.all[device].forgotten = True
             self._place()
         log.info("device %d (%s): removed, %d blocks with it", device, self._path(device), count)
-        self._blocks.devices_changed()
+        self._devices_changed()
         return count
 
     async def replace(self, device: int, path: Place, force: bool) -> int:
@@ -635,7 +632,7 @@ class DeviceService:
             )  # fmt: skip
             changed = replace(self.config, devices=tuple(devices), revision=self.config.revision + 1)
             async with self.all[device].turn, self._lock:
-                self._blocks.check_slabs(device, self._of[device])
+                self._check_slabs(device)
                 self._plane.device_stop(device)
                 self._heart.rest(device)
                 self._set(device, DeviceState.FAILED, "being replaced")
@@ -660,14 +657,14 @@ class DeviceService:
             self.all[device].probe_at = 0.0
             raise
         log.info("device %d: replaced by %s, %d blocks went", device, path, count)
-        self._blocks.devices_changed()
+        self._devices_changed()
         return count
 
     async def _forget(self, device: int) -> int:
         """Nothing of what lies there is in the index any more, durably. With the lock."""
         await self._vanish_all()
         count = await self._purge(self._of[device])
-        await self._index.commit()
+        await self._blocks.commit()
         return count
 
     async def _describe(self, config: PoolConfig) -> None:

@@ -36,7 +36,7 @@ from kvfs.store import health
 from kvfs.store.device_service import DeviceService
 from kvfs.store.fsck import fsck
 from kvfs.store.health import DeviceState
-from kvfs.store.segments import usage
+from kvfs.store.segment import usage
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -389,7 +389,7 @@ def test_a_removed_device_stays_out_and_its_replacement_starts_empty(tmp_path: P
     async def remove(store: Store) -> None:
         blocks.update(await fill(store))
         await store.remove_device(SICK, drain=False)
-        assert not store.index.lost, "nothing is left to hide"
+        assert not store.index.is_hiding, "nothing is left to hide"
         with pytest.raises(UsageError, match="removed already"):
             await store.remove_device(SICK, drain=False)
         with pytest.raises(UsageError, match="segments are left"):
@@ -426,7 +426,7 @@ def test_drained_what_is_pinned_or_hot_stays(tmp_path: Path) -> None:
         lost = [name for name, is_lost in blocks.items() if is_lost]
         numbers = {name: store.index.lookup(ROOT_INODE, name) for name in lost}
         for name in lost[:10]:
-            await store.pin(numbers[name] or InodeNumber(0))
+            await store.blocks.pin(numbers[name] or InodeNumber(0))
         store.plane.inode_touch([numbers[name] or 0 for name in lost[10:20]])
         await store.remove_device(SICK, drain=True)
         assert set(lost[:20]) <= names(store)
@@ -507,7 +507,7 @@ def test_a_store_that_is_cancelled_from_outside_still_closes_cleanly(tmp_path: P
                 late = make(store, ROOT_INODE, b"late")
                 store.plane.file_truncate(late.inode, SIZE)
                 scope.cancel()
-                await store.seal(late.inode)
+                await store.sealing.seal(late.inode)
         assert scope.cancelled_caught
 
     trio.run(main)

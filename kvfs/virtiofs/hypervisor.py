@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from xml.sax.saxutils import quoteattr
 
-from kvfs.frontend.virtiofs import Export
+from kvfs.virtiofs.exports import Export
 
 # The largest there is: with the default of 128 a request is at most 124 pages.
 QUEUE_SIZE = 1024

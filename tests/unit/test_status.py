@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvfs import metrics, stats
+from kvfs.status import numbers, prometheus
+from kvfs.status.text import render_stats, render_stats_header, render_stats_line, render_status
 from kvfs.units import percentile_ns
 
 BUCKETS = [0] * 40
@@ -91,18 +92,18 @@ def test_percentiles_grow_with_the_percentage() -> None:
     [(0, "0"), (1023, "1023"), (1536, "1.50K"), (150 << 10, "150K"), (4 << 30, "4.00G"), (5 << 50, "5.00P")],
 )
 def test_sizes_read_as_zpool_prints_them(size: int, text: str) -> None:
-    assert stats.size_text(size) == text
+    assert numbers.size_text(size) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0"), (999, "999"), (2.5, "2.5"), (12345, "12.3k"), (3_600_000, "3.6M"), (7e12, "7000.0G")]
 )
 def test_counts_are_short(count: float, text: str) -> None:
-    assert stats.count_text(count) == text
+    assert numbers.count_text(count) == text
 
 
 def test_status_names_pool_devices_use_and_hits() -> None:
-    text = stats.render_status(document())
+    text = render_status(document())
     for part in (
         "/srv/pool",
         "/mnt/kv",
@@ -120,40 +121,40 @@ def test_status_names_pool_devices_use_and_hits() -> None:
 def test_status_gives_advice_on_a_failing_device() -> None:
     failing = document()
     failing["devices"] = [{"path": "/dev/nvme1n1", "size": 1, "errors": 3, "timeouts": 1}]
-    text = stats.render_status(failing)
+    text = render_status(failing)
     assert "device /dev/nvme1n1: 3 errors, 1 timeouts" in text
     assert "errors: 3, see advice" in text
 
 
 def test_status_of_an_unmounted_pool_has_no_counters() -> None:
-    text = stats.render_status({"pool": {"path": "/p", "uuid": "u", "state": "not mounted"}, "devices": []})
+    text = render_status({"pool": {"path": "/p", "uuid": "u", "state": "not mounted"}, "devices": []})
     assert "not mounted" in text and "asked" not in text
 
 
 def test_a_difference_counts_only_what_happened_since() -> None:
     later = document(time_s=1002.0)
-    later["counters"] = {**stats.section(document(), "counters"), "lookups": 3000, "blocks_found": 2750}
+    later["counters"] = {**numbers.section(document(), "counters"), "lookups": 3000, "blocks_found": 2750}
     later["latency"] = {"lookup": latency(b14=1000), "read": latency(b17=90, b20=10, b25=100)}
-    change = stats.difference(later, document())
+    change = numbers.difference(later, document())
     assert change["seconds"] == 2.0
-    assert stats.number(change, "counters", "lookups") == 2000
-    assert stats.number(change, "latency", "read", "count") == 100
-    assert stats.items(change, "devices")[0]["reads"] == 0
-    line = stats.render_stats_line(change).split()
+    assert numbers.number(change, "counters", "lookups") == 2000
+    assert numbers.number(change, "latency", "read", "count") == 100
+    assert numbers.items(change, "devices")[0]["reads"] == 0
+    line = render_stats_line(change).split()
     assert line[0] == "1.0k" and line[1] == "100.0"
     assert len(line) == len(
-        stats.render_stats_header().replace("read B/s", "a").replace("write B/s", "b").replace("rd ", "").split()
+        render_stats_header().replace("read B/s", "a").replace("write B/s", "b").replace("rd ", "").split()
     )
 
 
 def test_stats_since_the_mount_show_latencies_and_devices() -> None:
-    text = stats.render_stats(stats.difference(document(), None))
+    text = render_stats(numbers.difference(document(), None))
     assert "lookup" in text and "p99.9" in text and "devices/0" in text
 
 
 def test_a_quiet_second_divides_by_nothing() -> None:
-    change = stats.difference(document(), document())
-    assert "-" in stats.render_stats_line(change)
+    change = numbers.difference(document(), document())
+    assert "-" in render_stats_line(change)
 
 
 def test_prometheus_text_has_help_and_type_for_every_metric() -> None:
@@ -194,7 +195,7 @@ def test_pools_share_their_families() -> None:
 
 def rendered(*documents: dict[str, object]) -> list[str]:
     pytest.importorskip("prometheus_client")
-    return metrics.render(documents).decode().splitlines()
+    return prometheus.render(documents).decode().splitlines()
 
 
 EXPORT = {
@@ -206,10 +207,10 @@ EXPORT = {
 
 def test_exports_are_in_every_text() -> None:
     exported = document(mounts=[], exports=[EXPORT])
-    text = stats.render_status(exported)
+    text = render_status(exported)
     assert "export: /run/kvfs/vm1.sock (tag kv): connected" in text and "75.0%" in text and "pid 4" in text
     assert "advice: nothing to do" in text
-    row = next(line for line in stats.render_stats(stats.difference(exported, None)).splitlines() if "vm1" in line)
+    row = next(line for line in render_stats(numbers.difference(exported, None)).splitlines() if "vm1" in line)
     assert row.split() == ["/run/kvfs/vm1.sock", "connected", "10", "40.96K", "75.0%", "10.24K", "0"]
     lines = rendered(exported)
     labels = 'pool="/srv/pool",socket="/run/kvfs/vm1.sock",tag="kv"'
@@ -220,13 +221,13 @@ def test_exports_are_in_every_text() -> None:
 
 def test_an_export_s_counters_are_differences_too() -> None:
     later = document(time_s=1002.0, exports=[{**EXPORT, "requests": 1500, "connected": 0}])
-    change = stats.difference(later, document(exports=[EXPORT]))
-    (export,) = stats.items(change, "exports")
+    change = numbers.difference(later, document(exports=[EXPORT]))
+    (export,) = numbers.items(change, "exports")
     assert export["requests"] == 500 and export["bytes_read"] == 0
     assert export["connected"] == 0 and export["queues"] == 2
-    assert stats.items(stats.difference(later, document()), "exports")[0]["requests"] == 1500
+    assert numbers.items(numbers.difference(later, document()), "exports")[0]["requests"] == 1500
 
 
 def test_a_guest_that_breaks_the_protocol_is_advice() -> None:
-    text = stats.render_status(document(exports=[{**EXPORT, "descriptor_errors": 2, "protocol_errors": 1}]))
+    text = render_status(document(exports=[{**EXPORT, "descriptor_errors": 2, "protocol_errors": 1}]))
     assert "export /run/kvfs/vm1.sock: 3 requests or messages that break the protocol" in text

@@ -13,11 +13,12 @@ from pathlib import Path
 from kvfs.errors import KvfsError, PoolError
 from kvfs.frontend.clients import Clients
 from kvfs.guard import check_owner
+from kvfs.plane import OPERATIONS
 from kvfs.pool.config import DeviceConfig, PoolConfig, load
 from kvfs.pool.lock import locked
 from kvfs.pool.opening import check_device, device_path, discover, open_device
 from kvfs.pool.owner import LOOKING
-from kvfs.stats import OPERATIONS, STATUS_VERSION
+from kvfs.status.numbers import STATUS_VERSION
 from kvfs.store.shares import name_of
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from kvfs.bench.common import (
     COMMAND_TIMEOUT_S,
@@ -37,12 +37,10 @@ from kvfs.bench.common import (
     run_command,
     wait_until,
 )
+from kvfs.bench.session import Bench
 from kvfs.errors import KvfsError
 
 # ---- devices ----
-
-if TYPE_CHECKING:
-    from kvfs.bench.run import Bench
 
 
 @contextlib.contextmanager
@@ -331,7 +329,7 @@ def raw_fio(pattern: str, words: Sequence[str]) -> Json:
     }
 
 
-class Stand:
+class Rig:
     """One kind of devices with kvfs and its peers on them; each part is set up when it is first needed."""
 
     def __init__(self, bench: Bench, devices: str, base: Path, device_size: int) -> None:

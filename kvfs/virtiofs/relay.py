@@ -26,7 +26,8 @@ from pathlib import Path
 
 from kvfs.errors import KvfsError
 
-log = logging.getLogger(__name__)
+# The name in log lines stays when a module moves.
+log = logging.getLogger("kvfs.frontend.keeper")
 
 GET_FEATURES, SET_FEATURES, SET_OWNER, SET_MEM_TABLE = 1, 2, 3, 5
 SET_VRING_NUM, SET_VRING_ADDR, SET_VRING_BASE, GET_VRING_BASE = 8, 9, 10, 11
@@ -38,7 +39,6 @@ _ANSWERED = (
 )  # fmt: skip
 _VERSION, _REPLY, _NEED_REPLY = 1, 4, 8
 _REPLY_ACK = 1 << 3
-_NO_FD = 0x100
 _FDS_MAX = 8
 _PAYLOAD_MAX = 4096
 _QUEUE_SIZE_MAX = 1024

@@ -22,7 +22,8 @@ from typing import Protocol
 
 from kvfs.errors import KvfsError, UsageError
 
-log = logging.getLogger(__name__)
+# The name in log lines stays when a module moves.
+log = logging.getLogger("kvfs.frontend.virtiofs")
 
 DEFAULT_TAG = "kvfs"
 # The configuration space has room for this many bytes of it.

@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from kvfs import metrics
 from kvfs.errors import KvfsError, UsageError
-from kvfs.stats import Json
+from kvfs.status import prometheus
+from kvfs.status.numbers import Json
 
-log = logging.getLogger(__name__)
+# The name in log lines stays when a module moves.
+log = logging.getLogger("kvfs.frontend.endpoint")
 
 CONNECTIONS_MAX = 16
 HEAD_MAX = 8192
@@ -86,8 +87,8 @@ class Endpoint:
             return _response("404 Not Found", b"/metrics is here\n", "text/plain")
         documents = await self._collect()
         # One at a time, in a thread: the loop that serves the mount goes on.
-        text = await trio.to_thread.run_sync(metrics.render, documents, limiter=self._rendering)
-        return _response("200 OK", text if method == b"GET" else b"", metrics.CONTENT_TYPE)
+        text = await trio.to_thread.run_sync(prometheus.render, documents, limiter=self._rendering)
+        return _response("200 OK", text if method == b"GET" else b"", prometheus.CONTENT_TYPE)
 
 
 async def _head(stream: trio.SocketStream) -> bytes | None:

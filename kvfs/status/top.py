@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvfs.errors import MissingFeatureError, printable
-from kvfs.stats import (
+from kvfs.status.numbers import (
     Json,
     age_text,
     asked_and_found,

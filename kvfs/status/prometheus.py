@@ -1,6 +1,6 @@
 """Prometheus: a pool's status document as metrics, by the prometheus-client package (pip install 'kvfs[metrics]').
 
-Pure but for the import: documents in, text out. frontend/endpoint.py serves it. docs/operations.md has a scrape
+Pure but for the import: documents in, text out. endpoint.py serves it. docs/operations.md has a scrape
 configuration, docs/grafana.json a dashboard.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvfs.errors import MissingFeatureError
-from kvfs.stats import Json, buckets_of, items, number, section
+from kvfs.status.numbers import Json, buckets_of, items, number, section
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DEVICE_STATES = ("online", "slow", "failed", "removed", "returning")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.frontend import keeper
-from kvfs.frontend.keeper import Memory, Message, Queue, fail_requests, receive, send
+from kvfs.virtiofs import relay
+from kvfs.virtiofs.relay import Memory, Message, Queue, fail_requests, receive, send
 
 SIZE = 8
 MEMORY = 1 << 16
@@ -70,9 +70,9 @@ class GuestDouble:
     def queue(self) -> Queue:
         queue = Queue(size=SIZE)
         for request, payload, fds in (
-            (keeper.SET_VRING_ADDR, self.address(), []),
-            (keeper.SET_VRING_CALL, struct.pack("<Q", 0), [self.call]),
-            (keeper.SET_VRING_KICK, struct.pack("<Q", 0), [self.kick]),
+            (relay.SET_VRING_ADDR, self.address(), []),
+            (relay.SET_VRING_CALL, struct.pack("<Q", 0), [self.call]),
+            (relay.SET_VRING_KICK, struct.pack("<Q", 0), [self.kick]),
         ):
             queue.keep(Message(request, 1, payload, list(fds)))
         return queue
@@ -194,7 +194,7 @@ def test_rings_that_cannot_be_are_given_up(guest: GuestDouble, case: str, monkey
     guest.offer(head)
     if case == "jump":
         struct.pack_into("<H", guest.map, AVAIL + 2, SIZE + 1)
-    with pytest.raises(keeper.GuestError):
+    with pytest.raises(relay.GuestError):
         fail(guest)
     assert guest.used() == []
 
@@ -229,17 +229,17 @@ class DaemonDouble:
                 message = receive(self.connection)
                 self.told.append((message.request, message.payload, len(message.fds)))
                 message.close()
-                if message.request == keeper.GET_INFLIGHT_FD:
+                if message.request == relay.GET_INFLIGHT_FD:
                     fd = os.memfd_create("inflight")
                     os.ftruncate(fd, 1 << 16)
                     payload = struct.pack("<QQHH", 1 << 16, 0, 2, 1024)
                     send(self.connection, message.request, 5, payload, [fd])
                     os.close(fd)
-                elif message.request == keeper.GET_QUEUE_NUM:
+                elif message.request == relay.GET_QUEUE_NUM:
                     send(self.connection, message.request, 5, struct.pack("<Q", 2))
-                elif message.request in keeper._ANSWERED or message.flags & 8:
+                elif message.request in relay._ANSWERED or message.flags & 8:
                     send(self.connection, message.request, 5, bytes(8))
-        except (keeper.KeeperError, OSError):
+        except (relay.KeeperError, OSError):
             return
 
     def end(self) -> None:
@@ -253,13 +253,13 @@ class DaemonDouble:
 class FrontEnd:
     """A double of QEMU's end."""
 
-    def __init__(self, front: socket.socket, guest: GuestDouble, session: keeper.Session) -> None:
+    def __init__(self, front: socket.socket, guest: GuestDouble, session: relay.Session) -> None:
         self.socket, self.guest, self.session = front, guest, session
         self.socket.settimeout(10)
 
     def say(self, request: int, payload: bytes = b"", fds: tuple[int, ...] = (), *, ack: bool = False) -> bytes:
         send(self.socket, request, 9 if ack else 1, payload, fds)
-        if not ack and request not in keeper._ANSWERED:
+        if not ack and request not in relay._ANSWERED:
             return b""
         answer = receive(self.socket)
         assert answer.request == request and answer.flags == 5
@@ -267,26 +267,26 @@ class FrontEnd:
 
     def set_up(self) -> None:
         guest = self.guest
-        for request in (keeper.GET_FEATURES, keeper.GET_PROTOCOL_FEATURES):
+        for request in (relay.GET_FEATURES, relay.GET_PROTOCOL_FEATURES):
             self.say(request)
-        self.say(keeper.SET_PROTOCOL_FEATURES, struct.pack("<Q", 1 << 3 | 1))
-        assert self.say(keeper.GET_QUEUE_NUM) == struct.pack("<Q", 2)
-        self.say(keeper.SET_OWNER)
-        self.say(keeper.SET_FEATURES, struct.pack("<Q", 1 << 32))
-        assert self.say(keeper.ADD_MEM_REG, bytes(8) + guest.region(), (guest.fd,), ack=True) == bytes(8)
-        self.say(keeper.SET_VRING_NUM, struct.pack("<II", 0, SIZE))
-        self.say(keeper.SET_VRING_BASE, struct.pack("<II", 0, 0))
-        self.say(keeper.SET_VRING_ADDR, guest.address())
-        self.say(keeper.SET_VRING_KICK, struct.pack("<Q", 0), (guest.kick,))
-        self.say(keeper.SET_VRING_CALL, struct.pack("<Q", 0), (guest.call,))
-        self.say(keeper.SET_VRING_ENABLE, struct.pack("<II", 0, 1), ack=True)
+        self.say(relay.SET_PROTOCOL_FEATURES, struct.pack("<Q", 1 << 3 | 1))
+        assert self.say(relay.GET_QUEUE_NUM) == struct.pack("<Q", 2)
+        self.say(relay.SET_OWNER)
+        self.say(relay.SET_FEATURES, struct.pack("<Q", 1 << 32))
+        assert self.say(relay.ADD_MEM_REG, bytes(8) + guest.region(), (guest.fd,), ack=True) == bytes(8)
+        self.say(relay.SET_VRING_NUM, struct.pack("<II", 0, SIZE))
+        self.say(relay.SET_VRING_BASE, struct.pack("<II", 0, 0))
+        self.say(relay.SET_VRING_ADDR, guest.address())
+        self.say(relay.SET_VRING_KICK, struct.pack("<Q", 0), (guest.kick,))
+        self.say(relay.SET_VRING_CALL, struct.pack("<Q", 0), (guest.call,))
+        self.say(relay.SET_VRING_ENABLE, struct.pack("<II", 0, 1), ack=True)
 
 
 @pytest.fixture
 def front_end(tmp_path: Path, guest: GuestDouble) -> Iterator[FrontEnd]:
     """Behind a keeper; there is no daemon yet."""
     ours, theirs = socket.socketpair()
-    session = keeper.Session(theirs, tmp_path / "export.sock", 30)
+    session = relay.Session(theirs, tmp_path / "export.sock", 30)
     thread = threading.Thread(target=session.run, daemon=True)
     thread.start()
     with ours:
@@ -307,27 +307,27 @@ def wait_for(condition: object, what: str) -> None:
 def test_the_next_daemon_is_told_what_the_first_was(front_end: FrontEnd, tmp_path: Path, guest: GuestDouble) -> None:
     first = DaemonDouble(tmp_path / "export.sock")
     front_end.set_up()
-    assert (keeper.GET_INFLIGHT_FD, struct.pack("<QQHH", 0, 0, 2, 1024), 0) in first.told
+    assert (relay.GET_INFLIGHT_FD, struct.pack("<QQHH", 0, 0, 2, 1024), 0) in first.told
     first.end()
     with pytest.raises(BlockingIOError):
         os.eventfd_read(guest.kick)
     second = DaemonDouble(tmp_path / "export.sock")
     assert select.select([guest.kick], [], [], 10)[0], "the queue is looked at again"
     assert [request for request, _, _ in second.told] == [
-        keeper.SET_PROTOCOL_FEATURES, keeper.SET_OWNER, keeper.SET_FEATURES, keeper.ADD_MEM_REG,
-        keeper.SET_INFLIGHT_FD, keeper.SET_VRING_NUM, keeper.SET_VRING_BASE, keeper.SET_VRING_ADDR,
-        keeper.SET_VRING_CALL, keeper.SET_VRING_KICK, keeper.SET_VRING_ENABLE, keeper.GET_FEATURES,
+        relay.SET_PROTOCOL_FEATURES, relay.SET_OWNER, relay.SET_FEATURES, relay.ADD_MEM_REG,
+        relay.SET_INFLIGHT_FD, relay.SET_VRING_NUM, relay.SET_VRING_BASE, relay.SET_VRING_ADDR,
+        relay.SET_VRING_CALL, relay.SET_VRING_KICK, relay.SET_VRING_ENABLE, relay.GET_FEATURES,
     ]  # fmt: skip
     told = {request: (payload, fds) for request, payload, fds in second.told}
-    assert told[keeper.ADD_MEM_REG] == (bytes(8) + guest.region(), 1)
-    assert told[keeper.SET_INFLIGHT_FD] == (struct.pack("<QQHH", 1 << 16, 0, 2, 1024), 1)
-    assert told[keeper.SET_VRING_ADDR] == (guest.address(), 0) and told[keeper.SET_VRING_KICK][1] == 1
+    assert told[relay.ADD_MEM_REG] == (bytes(8) + guest.region(), 1)
+    assert told[relay.SET_INFLIGHT_FD] == (struct.pack("<QQHH", 1 << 16, 0, 2, 1024), 1)
+    assert told[relay.SET_VRING_ADDR] == (guest.address(), 0) and told[relay.SET_VRING_KICK][1] == 1
     # And what is stopped by then is not started again.
-    assert front_end.say(keeper.GET_VRING_BASE, struct.pack("<II", 0, 0)) == bytes(8)
+    assert front_end.say(relay.GET_VRING_BASE, struct.pack("<II", 0, 0)) == bytes(8)
     second.end()
     third = DaemonDouble(tmp_path / "export.sock")
-    wait_for(lambda: third.told and third.told[-1][0] == keeper.GET_FEATURES, "the third daemon is told")
-    assert keeper.SET_VRING_KICK not in [request for request, _, _ in third.told]
+    wait_for(lambda: third.told and third.told[-1][0] == relay.GET_FEATURES, "the third daemon is told")
+    assert relay.SET_VRING_KICK not in [request for request, _, _ in third.told]
     third.end()
 
 
@@ -347,18 +347,18 @@ def test_without_a_daemon_a_guest_gets_errors_and_its_front_end_answers(
     guest.ask(2, unique=6)
     guest.offer(2)
     wait_for(lambda: len(guest.used()) == 2, "later requests fail too")
-    assert front_end.say(keeper.SET_VRING_ENABLE, struct.pack("<II", 0, 0), ack=True) == bytes(8)
+    assert front_end.say(relay.SET_VRING_ENABLE, struct.pack("<II", 0, 0), ack=True) == bytes(8)
     guest.ask(4)
     guest.offer(4)
     # A queue that its front end stops owes nothing.
-    assert front_end.say(keeper.GET_VRING_BASE, struct.pack("<II", 0, 0)) == struct.pack("<II", 0, 3)
-    assert front_end.say(keeper.GET_QUEUE_NUM) == struct.pack("<Q", 2)
+    assert front_end.say(relay.GET_VRING_BASE, struct.pack("<II", 0, 0)) == struct.pack("<II", 0, 3)
+    assert front_end.say(relay.GET_QUEUE_NUM) == struct.pack("<Q", 2)
 
 
 def test_a_front_end_that_finds_no_daemon_is_hung_up_on(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(keeper.KeeperError, match=r"export\.sock: nobody listens there"):
-        keeper.Session(theirs, tmp_path / "export.sock", 0.3).run()
+    with ours, theirs, pytest.raises(relay.KeeperError, match=r"export\.sock: nobody listens there"):
+        relay.Session(theirs, tmp_path / "export.sock", 0.3).run()
 
 
 @pytest.mark.parametrize(
@@ -370,5 +370,5 @@ def test_a_message_that_is_none_ends_the_conversation(data: bytes) -> None:
         ours.sendall(data)
         ours.shutdown(socket.SHUT_WR)
         theirs.settimeout(5)
-        with pytest.raises(keeper.KeeperError):
+        with pytest.raises(relay.KeeperError):
             receive(theirs)
