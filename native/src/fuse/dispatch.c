@@ -1,5 +1,5 @@
 /* What the data plane answers by itself, and what it passes on. One function a group of opcodes; fuse_kernel.h is linux/fuse.h. */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -46,7 +46,7 @@ static void do_init(struct server *server, struct fuse_in_header *in) {
                       FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT | (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
     /* Pages of a file that another kernel may rewrite: before a read of its cache a kernel looks at the file's mtime, as far as it does not
      * trust the attributes that it has; a host is told to ask again. */
-    wanted |= transport->guest || atomic_load(&plane->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
+    wanted |= transport->guest || atomic_load(&plane->fuse->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
     /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would
      * ask again for each that was listed. Which listings are worth it (`ls -l`, not `ls`) the kernel finds out: AUTO. */
     transport->inc_epoch = init.minor >= 44 && !transport->guest;

@@ -4,7 +4,7 @@
  * for its own queues), the others help: they are woken when requests queue up, take part while there is work, and go back to sleep. So one
  * client costs one wake-up a request and many clients use every core. Before it sleeps a thread polls for a short while, if what came lately
  * came within such a while and no more than one client seems to be at work; one thread of the plane at a time. */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <fcntl.h>
 #include <sched.h>
@@ -42,8 +42,8 @@ static bool sleep_until_work(struct server *server, bool leader, uint64_t timeou
     if (server->reader && server->transport->ops->arm(server))
         return false;
     COUNT(plane, sleeps, 1);
-    if (leader && plane->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
-        ring_poll(&server->io.ring, plane->mux.fd, POLL_SESSION, false);
+    if (leader && plane->fuse->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
+        ring_poll(&server->io.ring, plane->fuse->mux.fd, POLL_SESSION, false);
     if (!(server->io.ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
         uint64_t count;
         ssize_t n = read(server->wake_fd, &count, sizeof(count));
@@ -57,7 +57,7 @@ static bool sleep_until_work(struct server *server, bool leader, uint64_t timeou
 static void transport_end(struct transport *transport) {
     struct kvfs_plane *plane = transport->plane;
     transport_forget(transport);
-    if (atomic_fetch_sub(&plane->transport_count, 1) == 1) {
+    if (atomic_fetch_sub(&plane->fuse->transport_count, 1) == 1) {
         mux_close(plane);
         event_add(plane, KVFS_EVENT_TRANSPORTS_GONE, 0, 0);
     }
@@ -93,7 +93,7 @@ static int work_once(struct server *server, struct pace *pace, bool reading, boo
         *requested = r > 0;
         work += r;
     }
-    if (pace->leader && server->plane->mux.session_count && mux_receive(server->plane))
+    if (pace->leader && server->plane->fuse->mux.session_count && mux_receive(server->plane))
         work++;
     return work;
 }
@@ -109,7 +109,7 @@ static void work_done(struct server *server, struct pace *pace, uint64_t now) {
 
 static void spin_end(struct server *server, struct pace *pace) {
     if (pace->spinning)
-        atomic_store(&server->plane->spinning, false);
+        atomic_store(&server->plane->fuse->spinning, false);
     pace->spinning = false;
 }
 
@@ -120,7 +120,7 @@ static bool spin(struct server *server, struct pace *pace, uint64_t now) {
         pace->luck = &pace->lucks[!ring_idle(&server->io.ring)];
     pace->idle_ns = now;
     if (server->reader && now > pace->crowded_ns && now - server->last_work_ns < pace->spin_ns && *pace->luck >= LUCK_MAX / 2) {
-        if (!pace->spinning && !atomic_exchange(&plane->spinning, true)) {
+        if (!pace->spinning && !atomic_exchange(&plane->fuse->spinning, true)) {
             pace->spinning = true;
             COUNT(plane, spins, 1);
         }
@@ -202,7 +202,7 @@ static void *server_main(void *argument) {
         if (pace.leader && now - pace.expired_ns > 50000000) {
             pace.expired_ns = now;
             mux_expire(plane, now);
-            if (plane->mux.queue_count)
+            if (plane->fuse->mux.queue_count)
                 mux_flush(plane);
         }
         if (work) {
@@ -255,7 +255,7 @@ void transport_free(struct transport *transport) {
 /* The transport counts from here on, and ends when its last thread does. */
 int servers_start(struct transport *transport) {
     int r = 0;
-    atomic_fetch_add(&transport->plane->transport_count, 1);
+    atomic_fetch_add(&transport->plane->fuse->transport_count, 1);
     atomic_store(&transport->servers_running, transport->server_count);
     for (uint32_t i = 0; i < transport->server_count; i++) {
         struct server *server = &transport->servers[i];

@@ -1,38 +1,30 @@
-/* Inside the data plane: the parts and how they hold together. Not installed.
+/* The content of files: blocks and files being written, in memory, and who has them open. Not installed.
  *
- * Threads: server threads of each transport (one of them the leader, who also reads the session's replies), one for the socket of each guest and
- * a porter that takes its messages in (porter.c),
- * workers (store jobs from Python; requests that must wait for a device in the middle), one notifier. Locks are taken in this order: shard, node, then any one leaf lock
- * (arena, queues, pending). No lock is held across a device wait.
+ * Nothing here knows FUSE. Whoever makes a request says how it is answered, resumed and freed (struct request); to content transports and servers are
+ * names. Locks are taken in this order: shard, node, then any one leaf lock (arena, queues, pending); no lock is held across a wait for a device (I1).
  */
-#ifndef KVFS_INTERNAL_H
-#define KVFS_INTERNAL_H
+#ifndef KVFS_CONTENT_H
+#define KVFS_CONTENT_H
 
 #include "base/events.h"
-#include "io/nvme/generic.h"
 #include "io/ring.h"
-
-#include <fcntl.h>
-#include <linux/fuse.h>
-#include <unistd.h>
+#include "kvfs_plane.h"
 
 #define CHUNK_SIZE ((uint64_t)1 << 20)
 #define CHUNK_PAGES 256u
-#define SERVERS_MAX 8
-#define TRANSPORTS_MAX 16
 #define SHARDS 64
 #define READ_SLOTS 5            /* 4 MiB and an unaligned page */
-#define READ_GROUPS 12
-#define PENDING_MAX 16384
-#define LONG_SECONDS 3600u
 #define LEASE_S 1u
 #define LEASE_SLACK_NS 50000000ull      /* an answer's way to the guest */
-#define REQUEST_HEAD 80         /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
-#define REQUEST_SMALL (REQUEST_HEAD + 132 * 1024)
+
+struct file;
+struct request;
+struct server;
+struct slab;
+struct transport;
 
 /* ---- node.c, handles.c, uses.c: open inodes and handles ---- */
 
-struct file;
 /* What a user holds of the pool. Never goes: who comes again finds the place. */
 struct user {
     atomic_ullong key;                  /* id + 1; 0: free */
@@ -63,7 +55,6 @@ struct node {
 };
 struct shard { pthread_mutex_t lock; struct node *nodes[1024]; };
 
-struct transport;
 struct handle {
     struct node *node;                  /* NULL: a directory */
     uint64_t directory;
@@ -83,7 +74,6 @@ struct handle_table {
 
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
 void node_put(struct kvfs_plane *plane, struct node *node);
-/* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 /* A block was asked for and is there: what eviction goes by, and its age. */
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record);
 /* A name was asked for and is not there; `hash` is name_hash() of it. */
@@ -93,6 +83,7 @@ void use_enter(struct kvfs_plane *plane, uint32_t slot, const uint32_t *before);
 void missed_add(struct kvfs_plane *plane, uint64_t hash);
 /* It is made now: nobody missed it. Its kernel had asked whether it is there, as before every name that it makes. */
 void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
+/* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool writer, struct kvfs_record *record, struct node **out);
 void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user, bool writer);
 /* Promise a guest that the content of an open block stays for LEASE_S seconds; false: it may change, or is not open. Before the table is asked. */
@@ -138,8 +129,6 @@ struct chunk {
     /* PLACED: which placing this is, of all in the node's life. I/O without the lock ends by comparing it: the same state may be of other bytes. */
     uint64_t placement;
 };
-struct request;
-struct slab;
 struct file {
     uint64_t size;
     int64_t mtime_ns;
@@ -197,6 +186,7 @@ int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_rec
 struct placed { const struct kvfs_extent *extents; uint32_t extent_count; const uint32_t *leaves; uint32_t short_page, short_size; };
 /* Read whole pages and verify every leaf; what no extent covers is zeros. data is page aligned. */
 int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data);
+
 /* ---- slab.c, slab_control.c: files that are overwritten in place ---- */
 
 struct slab *slab_ref(struct slab *slab);
@@ -214,9 +204,8 @@ void slab_read(struct request *request, bool good);
 void slab_write(struct request *request);
 bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct request *request);
 
-/* ---- requests ---- */
+/* ---- request.c, read.c: requests ---- */
 
-struct server;
 /* The thread that took a request, as content sees it. */
 struct io_thread {
     struct kvfs_plane *plane;
@@ -232,7 +221,7 @@ struct request {
     void (*done)(struct request *request, int64_t result);
     int (*resume)(struct request *request);     /* Go on with one that was parked, on a worker. -ENOMEM: it was not taken */
     void (*release)(struct request *request);   /* NULL: nothing. Gives back the memory of the targets */
-    struct server *server;
+    struct server *server;                      /* whose it is: for those three alone */
     struct transport *transport;
     struct node *node;
     struct user *user;                  /* WRITE: whose handle it came through */
@@ -260,147 +249,14 @@ struct request {
     void *target_memory;                /* keeps them mapped */
     struct kvfs_record record;
 };
+void read_submit(struct request *request);
+void reads_retry(struct io_thread *io);                      /* those that wait for memory */
 struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
-void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
-void reply_error(struct server *server, uint64_t unique, int error);
-void reply_to_read(struct request *request, int64_t result);
-void reply_to_write(struct request *request, int64_t result);
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
 /* Returns what it took, in ns: for slow_look(), which whoever answers with an error calls too. */
 uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
 void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns);
-
-/* ---- transports: server.c, fuse_dev.c, guest.c ---- */
-
-struct guest;
-struct transport_ops {
-    int (*serve)(struct server *server, uint32_t *run);   /* one request, if there is one: 1, 0, or -errno when the transport has ended */
-    bool (*arm)(struct server *server);                   /* before a sleep: what arrives will end it. True: something is there already */
-    /* error: 0 or -errno. The first `placed` bytes of the body are where they belong. Any thread. */
-    void (*reply)(struct server *server, uint64_t unique, int error, uint32_t placed, const struct iovec *iovs, uint32_t count);
-    /* Let a READ's targets be the kernel's own pages. False: they are not such pages, use slots. NULL: never. */
-    bool (*targets)(struct request *request);
-};
-struct server {
-    struct kvfs_plane *plane;
-    struct transport *transport;
-    pthread_t thread;
-    int fd;
-    int wake_fd;
-    uint32_t index;
-    bool started;
-    bool reader;                        /* takes requests all the time; the others only while active */
-    atomic_bool active;                 /* asked to help */
-    struct io_thread io;
-    uint8_t *head;                      /* REQUEST_SMALL bytes */
-    uint64_t arrived_ns;                /* when that request came */
-    struct slot *landing;
-    uint64_t last_work_ns;
-    struct chain *chain;                /* guests: the request being taken */
-    uint32_t next_queue;
-};
-struct transport {
-    struct kvfs_plane *plane;
-    const struct transport_ops *ops;
-    struct guest *guest;                /* NULL: /dev/fuse */
-    struct server servers[SERVERS_MAX];
-    uint32_t server_count;
-    atomic_uint servers_running;
-    atomic_bool ended;
-    atomic_bool initialized;
-    bool inc_epoch;
-    bool listing_plus;                  /* its kernel asks for attributes with a listing: READDIRPLUS */
-    bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
-    uint32_t minor;
-    uint32_t max_read;
-    uint32_t user;                      /* a guest is one user, whatever its own are. 0: users are its kernel's */
-    atomic_uint forwarded;              /* under way in the session */
-    atomic_uint session;                /* counts the kernels that came and went: what an earlier one opened is not this one's */
-};
-static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
-int transport_start(struct kvfs_plane *plane, int fd);
-int server_init(struct transport *transport, uint32_t index, int fd);  /* fd is the server's from then on, also after a failure */
-void server_free(struct server *server);
-int servers_start(struct transport *transport);
-static inline void server_wake(struct server *server) {
-    uint64_t one = 1;
-    if (write(server->wake_fd, &one, sizeof(one)) < 0)
-        return; /* the counter is at its limit: it is awake */
-}
-void transport_stop(struct transport *transport);      /* ends its threads; blocks */
-void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
-void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, what it had open is released */
-
-/* ---- guest.c, export.c: virtio-fs ---- */
-
-void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
-void guests_free(struct kvfs_plane *plane);
-
-/* ---- attr.c, check.c, dispatch.c, slow.c, content/read.c: what C answers ---- */
-
-void dispatch(struct server *server, size_t size);   /* the request in server->head, payload of a WRITE in server->landing */
-void reads_retry(struct io_thread *io);              /* those that wait for memory */
-void read_submit(struct request *request);
-int request_slow(struct request *request);       /* the slow half, on a worker: 0 or -ENOMEM */
-size_t body_minimum(uint32_t opcode);
-int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
-void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
-bool host_opens_uncached(struct node *node);
-/* An open while the file is being written: whether it must bypass the kernel's page cache, as the writer does. `created`: it is the writer. */
-bool cache_bypass(const struct transport *transport, struct node *node, bool created);
-bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
-void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
-
-/* ---- mux.c: the session ---- */
-
-struct pending {
-    struct transport *transport;
-    struct server *server;
-    uint64_t unique, node, deadline_ns, arrived_ns, offset, fh;
-    uint32_t opcode, flags, salt, index, size, user;
-    uint32_t session;                    /* of the transport, when it came */
-    bool live, timed_out, call;
-    struct pending *next, *previous;     /* by deadline; or free list */
-};
-struct message { struct message *next; size_t size; uint8_t data[]; };
-struct mux {
-    pthread_mutex_t lock;
-    atomic_int fd;                       /* our end of the socketpair; -1 */
-    struct pending *entries;
-    struct pending *free, *oldest, *newest;
-    struct message *queue, *queue_last;
-    atomic_uint queue_count;
-    atomic_uint live_count;
-    atomic_uint session_count;           /* of those: not calls, the session will reply */
-    atomic_bool calls_open;
-    pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
-    uint8_t *reply;
-    uint8_t *strip;
-    uint64_t listed_since_ns;
-    uint32_t listed;                     /* inodes that listings made since then */
-};
-int mux_init(struct kvfs_plane *plane);
-void mux_free(struct kvfs_plane *plane);
-/* Pass the request in server->head on to Python. offset, flags: kept for the reply. */
-void mux_forward(struct server *server, uint32_t flags, uint64_t offset);
-bool mux_receive(struct kvfs_plane *plane);         /* one reply; false when there is none */
-void mux_expire(struct kvfs_plane *plane, uint64_t now);
-void mux_flush(struct kvfs_plane *plane);
-bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under way */
-void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
-void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
-void mux_close(struct kvfs_plane *plane);
-/* The session has ended: what it owed to hosts is answered with EIO, and what comes is refused. A guest's keeper asks the next daemon. */
-void mux_end(struct kvfs_plane *plane);
-
-/* ---- notify.c ---- */
-
-struct notification { struct notification *next; uint64_t inode, cookie; };  /* inode 0: a flush */
-/* Hosts' kernels ask for the inode's attributes again, and drop its pages if its mtime has changed since (AUTO_INVAL_DATA). */
-void notify_inode(struct kvfs_plane *plane, uint64_t inode);
-int notifier_start(struct kvfs_plane *plane);
-void notifier_stop(struct kvfs_plane *plane);
 
 /* ---- workers (worker.c) and store jobs (segment_jobs.c) ---- */
 
@@ -421,7 +277,8 @@ struct worker_pool {
 int pool_start(struct kvfs_plane *plane, struct worker_pool *pool, uint32_t count);
 void pool_stop(struct worker_pool *pool);
 void pool_add(struct worker_pool *pool, struct job *job);
-/* ---- the plane ---- */
+
+/* ---- the plane, as content sees it: fuse and virtiofs keep what is theirs ---- */
 
 #define MISSED_NAMES 4096
 struct counters {
@@ -444,15 +301,8 @@ struct kvfs_plane {
     struct handle_table handles;
     atomic_uint *uses;                   /* by table slot: tick of the last use << 8 | hits, which stop at 255 */
     atomic_uint tick;                    /* 24 bits */
-    struct mux mux;
-    struct worker_pool store, slow;
-    struct transport *transports[TRANSPORTS_MAX];
-    struct guest *guests[KVFS_VIRTIOFS_MAX];
-    atomic_uint guest_count;            /* exports */
-    struct guest *guests_ended;         /* late replies may still look at them */
-    pthread_mutex_t transports_lock;
-    atomic_uint transport_count;
-    atomic_bool had_transport, stopping, spinning;
+    struct worker_pool store;
+    atomic_bool stopping;
     struct counters count;
     atomic_ullong missed_names[MISSED_NAMES];   /* hashes of names that were asked for and not there, by hash */
     atomic_ullong missed_told;                  /* the most that kvfs_statistics_get() has said: a counter never goes back */
@@ -464,11 +314,8 @@ struct kvfs_plane {
     pthread_mutex_t request_lock;
     struct request *requests_free;
     struct request *memory_parked, *memory_parked_last;     /* WRITEs that wait for staging; under request_lock */
-    pthread_mutex_t notify_lock;
-    pthread_cond_t notify_more;
-    struct notification *notify_first, *notify_last;
-    pthread_t notifier;
-    bool notifier_started, notify_epoch, notifier_stopping;
+    struct fuse *fuse;                   /* fuse/fuse.h */
+    struct guests *guests;               /* virtiofs/virtio.h */
 };
 #define COUNT(plane, field, n) atomic_fetch_add_explicit(&(plane)->count.field, (n), memory_order_relaxed)
 
@@ -477,7 +324,6 @@ static inline void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t r
     atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
     events_complete(&plane->events, cookie, result);
 }
-static inline void call_add(struct kvfs_plane *plane, struct call *call) { events_call(&plane->events, call); }
 
 static inline void slow_look(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns) {
     if (__builtin_expect(took_ns > plane->slow_ns, 0))
