@@ -24,7 +24,7 @@ import trio
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
 from kvfs.pool import nvme_tcp
 from kvfs.pool.config import CONFIG_NAME, PoolConfig
-from kvfs.pool.devices import Device, Place
+from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import SegmentHeader
 from kvfs.pool.geometry import LABEL_SIZE, SEGMENTS_MIN
 from kvfs.pool.heart import Heart
@@ -134,7 +134,7 @@ class DeviceService:
             self.all[number].forgotten = removed
             self._plane.device_stop(number)
         if self._opened.absent:
-            self._place()
+            self._apply_states()
 
     async def take_in_stale(self) -> None:
         """Those that are there, but missed a mount: before anybody asks for what lies on them."""
@@ -155,7 +155,7 @@ class DeviceService:
     def segments_of(self, device: int) -> Sequence[SegmentIndex]:
         return self._of[device]
 
-    def _path(self, device: int) -> Place:
+    def _path(self, device: int) -> DeviceAddress:
         return device_path(self._opened.path, self.config.devices[device])
 
     def _set(self, device: int, state: DeviceState, reason: str) -> None:
@@ -164,7 +164,7 @@ class DeviceService:
         service.failures.clear()
         service.pace.clear()
 
-    def _place(self) -> None:
+    def _apply_states(self) -> None:
         """Tell index and segments what is away, and what is not to be written."""
         lost = {number for device, service in enumerate(self.all) if service.state.away for number in self._of[device]}
         avoided: set[SegmentIndex] = set()
@@ -325,7 +325,7 @@ class DeviceService:
                 log.warning("device %d (%s): slow, gets no new segments: %s", device, self._path(device), reason)
                 self._set(device, DeviceState.SLOW, reason)
         if verdicts:
-            self._place()
+            self._apply_states()
 
     # ---- failing ----
 
@@ -346,7 +346,7 @@ class DeviceService:
         self._slabs.fail(self._of[device])
         self._vanish.update(self._of[device])
         self._index.hide_shown()
-        self._place()
+        self._apply_states()
         self._work.set()
 
     async def _vanish_loop(self) -> None:
@@ -431,7 +431,7 @@ class DeviceService:
                     back = await self._reconcile(device, headers)
                     if back is not None:
                         self._set(device, DeviceState.ONLINE, "")
-                        self._place()
+                        self._apply_states()
                         self._index.hide_shown()
             except BaseException as error:
                 if self.all[device].state == DeviceState.RETURNING:
@@ -586,12 +586,12 @@ class DeviceService:
         self._check_slabs(device)
         if drain is not None and not self.all[device].state.away:
             self.all[device].draining = True
-            self._place()
+            self._apply_states()
             try:
                 await drain(self._of[device])
             finally:
                 self.all[device].draining = False
-                self._place()
+                self._apply_states()
         devices = list(self.config.devices)
         devices[device] = replace(devices[device], removed=True)
         async with self.all[device].turn, self._lock:
@@ -607,12 +607,12 @@ class DeviceService:
                 self._set(device, DeviceState.FAILED, f"could not be removed: {error}")
                 raise
             self.all[device].forgotten = True
-            self._place()
+            self._apply_states()
         log.info("device %d (%s): removed, %d blocks with it", device, self._path(device), count)
         self._devices_changed()
         return count
 
-    async def replace(self, device: int, path: Place, force: bool) -> int:
+    async def replace(self, device: int, path: DeviceAddress, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
         described = self.config.devices[device]
         limit = trio.CapacityLimiter(1)
@@ -650,7 +650,7 @@ class DeviceService:
                 await self._take_in(device, fresh)
                 self._set(device, DeviceState.ONLINE, "")
                 self.all[device].forgotten = False
-                self._place()
+                self._apply_states()
         except BaseException:
             if fresh.fd != self._opened.devices[device].fd:
                 fresh.close()
@@ -713,7 +713,7 @@ class DeviceService:
 
 
 async def _in_thread(
-    limit: trio.CapacityLimiter, what: Place, work: Callable[[], T], undo: Callable[[T], None] | None = None
+    limit: trio.CapacityLimiter, what: DeviceAddress, work: Callable[[], T], undo: Callable[[T], None] | None = None
 ) -> T:
     """Blocking work on a device. One that does not answer is given up on; the thread waits on, and undoes."""
     late = False

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.plane import Plane, PlaneOptions, check_records
+from kvfs.plane import Plane, PlaneOptions, PlaneTuning, check_records
 from kvfs.pool.format import META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.lock import INDEX_NAME
 from kvfs.pool.opening import OpenPool
@@ -21,20 +21,8 @@ log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    staging_size: int = 256 << 20
-    read_memory_size: int = 128 << 20
-    io_timeout_ms: int = 10_000
-    request_timeout_ms: int = 60_000
-    # A request that takes longer is told of by an event SLOW; 0: none is.
-    slow_ms: int = 0
-    server_threads: int = 0
-    store_threads: int = 0
-    max_read: int = 0
-    max_write: int = 0
-    spin_us: int = 100
-    kernel_timeout_s: int = 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions(PlaneTuning):
     records_max: int = 0
     commit_interval_s: float = 1.0
     # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE,
@@ -58,11 +46,8 @@ def make_plane(opened: OpenPool, options: StoreOptions, epoch: int, records_max:
         PlaneOptions(
             secret=config.secret, mount_epoch=epoch, zone_size=config.geometry.zone_size,
             stripe_unit=config.geometry.stripe_unit, stripe_width=config.geometry.stripe_width,
-            segment_count=len(members), records_max=records_max, staging_size=options.staging_size,
-            read_memory_size=options.read_memory_size, io_timeout_ms=options.io_timeout_ms,
-            request_timeout_ms=options.request_timeout_ms, server_threads=options.server_threads,
-            store_threads=options.store_threads, max_read=options.max_read, max_write=options.max_write,
-            spin_us=options.spin_us, kernel_timeout_s=options.kernel_timeout_s, slow_ms=options.slow_ms,
+            segment_count=len(members), records_max=records_max,
+            **{field.name: getattr(options, field.name) for field in fields(PlaneTuning)},
         ),
         [device.fd for device in opened.devices],
         [device.zones_offset for device in config.devices],

@@ -22,7 +22,7 @@ from kvfs.errors import DeviceError, InUseError, KvfsError, NoSpaceError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
 from kvfs.plane import Event, EventType, Plane, PlaneError
 from kvfs.pool.config import PoolConfig
-from kvfs.pool.devices import Device, Place
+from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import META_CLEAN, META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.heart import Heart
 from kvfs.pool.labels import write_labels
@@ -469,7 +469,7 @@ class Store:
         self._check_settled()
         return await self.service.remove(device, self._drain if drain else None)
 
-    async def replace_device(self, device: int, path: Place, *, force: bool) -> int:
+    async def replace_device(self, device: int, path: DeviceAddress, *, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
         self._check_settled()
         return await self.service.replace(device, path, force)
