@@ -103,8 +103,23 @@ class ScanResult:
     impossible: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlaneOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneTuning:
+    """The part of struct kvfs_plane_config that a store's user may choose; 0 lets the data plane choose."""
+
+    staging_size: int = 256 << 20
+    read_memory_size: int = 128 << 20
+    io_timeout_ms: int = 10_000
+    request_timeout_ms: int = 60_000
+    # A request that takes longer is told of by an event SLOW; 0: none is.
+    slow_ms: int = 0
+    server_threads: int = 0
+    max_read: int = 0
+    kernel_timeout_s: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneOptions(PlaneTuning):
     """struct kvfs_plane_config; 0 lets the data plane choose."""
 
     secret: int
@@ -114,18 +129,10 @@ class PlaneOptions:
     stripe_width: int
     segment_count: int
     records_max: int
-    staging_size: int = 256 << 20
-    read_memory_size: int = 128 << 20
-    io_timeout_ms: int = 10_000
-    request_timeout_ms: int = 60_000
-    server_threads: int = 0
     store_threads: int = 0
-    max_read: int = 0
     max_write: int = 0
     verify: int = 1
     spin_us: int = 100
-    kernel_timeout_s: int = 0
-    slow_ms: int = 0
 
 
 @dataclass(slots=True)
@@ -383,9 +390,6 @@ class Plane:
     def fuse_add(self, fd: int) -> int:
         return _check(lib.kvfs_fuse_add(self._plane, fd), "transport")
 
-    def transport_count(self) -> int:
-        return _check(lib.kvfs_transport_count(self._plane), "transports")
-
     def virtiofs_add(
         self, fd: int, tag: str, queues: int, queue_size_max: int = 1024, *, memory_types: Sequence[int] = ()
     ) -> int:
@@ -496,9 +500,6 @@ class Plane:
 
     def file_set_mtime(self, inode: int, mtime_ns: int) -> int:
         return _check(lib.kvfs_file_set_mtime(self._plane, inode, mtime_ns), f"mtime of inode {inode}")
-
-    def file_discard(self, inode: int) -> int:
-        return _check(lib.kvfs_file_discard(self._plane, inode), f"discard of inode {inode}")
 
     def seal_begin(self, inode: int) -> SealInfo:
         _check(lib.kvfs_seal_begin(self._plane, inode, self._info), f"seal of inode {inode}")

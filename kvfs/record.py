@@ -219,6 +219,16 @@ class Inode:
         )  # fmt: skip
 
 
+def segments_of(inode: Inode) -> set[int]:
+    """The segments that hold the inode's header or data."""
+    if not inode.sealed:
+        return {extent.segment for extent in inode.extents}
+    found: set[int] = {inode.segment}
+    if inode.extents:
+        found.update(extent.segment for extent in inode.extents)
+    return found
+
+
 def split_records(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
     """(offset, size) of each of the concatenated records; stops before what cannot be one."""
     at, end = 0, len(data)

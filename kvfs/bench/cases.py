@@ -40,50 +40,50 @@ from kvfs.bench.native import (
 from kvfs.bench.nvme import case_nvme
 from kvfs.bench.replay import case_replay
 from kvfs.bench.report import size_text
+from kvfs.bench.rig import Kvfs, Rig, Side
 from kvfs.bench.slab import case_slab
-from kvfs.bench.stand import Kvfs, Side, Stand
 from kvfs.bench.virtiofs import case_virtiofs
 
 # ---- the cases ----
 
 
 def _interleaved(
-    stand: Stand,
+    rig: Rig,
     run: Callable[[Side, int], Json],
     others: Sequence[Side],
     raw: Mapping[str, Callable[[int], Json]] = {},
 ) -> dict[str, list[Json]]:
     """Rounds of kvfs, the other filesystems, and raw jobs, by name."""
     runs: dict[str, Callable[[int], Json]] = {}
-    for side in (stand.kvfs, *others):
+    for side in (rig.kvfs, *others):
         runs[side.name] = functools.partial(run, side)
-    return stand.bench.interleave({**runs, **raw})
+    return rig.bench.interleave({**runs, **raw})
 
 
-def case_random_read(stand: Stand) -> None:
+def case_random_read(rig: Rig) -> None:
     """4 KiB O_DIRECT reads at random places of open, sealed blocks, one thread."""
-    bench, scale = stand.bench, stand.scale
+    bench, scale = rig.bench, rig.scale
     count = scale.working_set // scale.block_size
 
     def words(listed: Path, index: int) -> list[object]:
         return ["read", "--list", listed, "--size", 4 * KIB, "--count", scale.reads, "--direct", "--seed", 1 + index]
 
     def read(side: Side, index: int) -> Json:
-        blocks = stand.filled(side, "blocks", scale.block_size, count)
-        return stand.measured(side, lambda: bench.client(*words(blocks, index)))
+        blocks = rig.filled(side, "blocks", scale.block_size, count)
+        return rig.measured(side, lambda: bench.client(*words(blocks, index)))
 
     def raw(index: int) -> Json:
         return bench.client(
-            *words(stand.raw_list, index), "--base", RAW_BASE, "--span", scale.working_set // DEVICE_COUNT
+            *words(rig.raw_list, index), "--base", RAW_BASE, "--span", scale.working_set // DEVICE_COUNT
         )
 
-    if stand.devices == "zram":
-        peer, relation, target = stand.peer.name, "faster", 2.5
-        results = _interleaved(stand, read, [stand.peer])
+    if rig.devices == "zram":
+        peer, relation, target = rig.peer.name, "faster", 2.5
+        results = _interleaved(rig, read, [rig.peer])
         _same_bytes(results)
     else:
         peer, relation, target = "raw pread", "extra", 20.0
-        results = _interleaved(stand, read, [], {peer: raw})
+        results = _interleaved(rig, read, [], {peer: raw})
     details = {
         "daemon_cpu_us_per_read": sum(column_at(results["kvfs"], "daemon_cpu_s")) * 1e6 / scale.reads / scale.rounds
     }
@@ -91,19 +91,19 @@ def case_random_read(stand: Stand) -> None:
         ours, theirs = (column_at(results[name], "latency_us", point) for name in ("kvfs", peer))
         what = f"4 KiB O_DIRECT read, 1 thread, {point}"
         wanted = target if point != "p99" else None
-        stand.add("random-read", what, "us", ours, peer, theirs, relation, wanted, details=details)
+        rig.add("random-read", what, "us", ours, peer, theirs, relation, wanted, details=details)
 
 
-def case_lookup(stand: Stand) -> None:
+def case_lookup(rig: Rig) -> None:
     """A stat that fails (another name each time), and open and close of a file that is there."""
-    bench, scale = stand.bench, stand.scale
+    bench, scale = rig.bench, rig.scale
     count = min(scale.lookups, 2_000)
 
     def names(side: Side) -> Path:
-        return stand.filled(side, "names", 4 * KIB, count)
+        return rig.filled(side, "names", 4 * KIB, count)
 
     def stat(side: Side, index: int) -> Json:
-        known = side is not stand.floor
+        known = side is not rig.floor
         directory = Path(names(side).read_text().split("\n", 1)[0]).parent if known else side.root
         return bench.client("stat", "--dir", directory, "--count", scale.lookups, "--seed", _unused())
 
@@ -116,31 +116,31 @@ def case_lookup(stand: Stand) -> None:
         forget_names()
         return bench.client("open", "--list", listed, "--count", count)
 
-    peer = stand.peer.name
+    peer = rig.peer.name
     for what, run, target in (
         ("stat of a missing name", stat, 5.0),
         ("open and close", open_known, 5.0),
         ("open and close, name not cached", open_unknown, None),
     ):
-        floor = [stand.floor] if run is stat else []
-        results = _interleaved(stand, run, [stand.peer, *floor])
+        floor = [rig.floor] if run is stat else []
+        results = _interleaved(rig, run, [rig.peer, *floor])
         ours, theirs = (column_at(results[name], "latency_us", "mean") for name in ("kvfs", peer))
         details = {"latency": latency_points(results["kvfs"]), "peer_latency": latency_points(results[peer])}
-        stand.add("lookup", f"{what}, 1 thread, mean", "us", ours, peer, theirs, "faster", target, details=details)
+        rig.add("lookup", f"{what}, 1 thread, mean", "us", ours, peer, theirs, "faster", target, details=details)
         for side in floor:
             bare = column_at(results[side.name], "latency_us", "mean")
-            stand.add("lookup", f"{what}, 1 thread, mean", "us", ours, side.name, bare, "faster")
+            rig.add("lookup", f"{what}, 1 thread, mean", "us", ours, side.name, bare, "faster")
 
 
-def case_prompt(stand: Stand) -> None:
+def case_prompt(rig: Rig) -> None:
     """What vLLM asks for one prompt: faccessat of each block's path, half of them missing, no name cached."""
-    bench, scale = stand.bench, stand.scale
+    bench, scale = rig.bench, rig.scale
     half = scale.prompt // 2
 
     def access(side: Side, index: int) -> Json:
-        present = stand.filled(side, "prompt", 4 * KIB, half).read_text().splitlines()
+        present = rig.filled(side, "prompt", 4 * KIB, half).read_text().splitlines()
         tag = f"{_unused():x}"
-        listed = stand.base / "prompt.list"
+        listed = rig.base / "prompt.list"
         listed.write_text("".join(f"{path}\n{path}-{tag}\n" for path in present))
         forget_names()
         document = bench.client("access", "--list", listed, "--count", 2 * half)
@@ -148,100 +148,98 @@ def case_prompt(stand: Stand) -> None:
             raise BenchError(f"{side.name}: {document['found']} of {half} blocks found")
         return document
 
-    peer = stand.peer.name
-    results = _interleaved(stand, access, [stand.peer])
+    peer = rig.peer.name
+    results = _interleaved(rig, access, [rig.peer])
     ours, theirs = ([value * 1000 for value in column_at(results[name], "seconds")] for name in ("kvfs", peer))
     what = f"{2 * half} faccessat, half missing"
-    stand.add("prompt", what, "ms", ours, target=100.0)
-    stand.add("prompt", what, "ms", ours, peer, theirs, "faster")
+    rig.add("prompt", what, "ms", ours, target=100.0)
+    rig.add("prompt", what, "ms", ours, peer, theirs, "faster")
 
 
-def case_large_read(stand: Stand) -> None:
+def case_large_read(rig: Rig) -> None:
     """1 and 4 MiB O_DIRECT reads of open, sealed blocks, one thread: against the peer, the raw stripe, and raid0."""
-    bench, scale = stand.bench, stand.scale
+    bench, scale = rig.bench, rig.scale
     count = max(2, scale.working_set // scale.large_file)
     for size in (MIB, 4 * MIB):
         words = ["--size", size, "--count", max(8, scale.working_set // size), "--direct"]
 
         def read(side: Side, index: int, words: list[object] = words) -> Json:
-            blocks = stand.filled(side, "large", scale.large_file, count)
-            return stand.measured(side, lambda: bench.client("read", "--list", blocks, "--seed", 1 + index, *words))
+            blocks = rig.filled(side, "large", scale.large_file, count)
+            return rig.measured(side, lambda: bench.client("read", "--list", blocks, "--seed", 1 + index, *words))
 
         def raw(index: int, words: list[object] = words) -> Json:
             place = ["--unit", STRIPE_UNIT, "--base", RAW_BASE, "--span", scale.working_set]
-            return bench.client("stripe", "--list", stand.raw_list, "--seed", 1 + index, *place, *words)
+            return bench.client("stripe", "--list", rig.raw_list, "--seed", 1 + index, *place, *words)
 
-        others = [stand.peer, *stand.striped] if stand.devices == "zram" else stand.striped
-        results = _interleaved(stand, read, others, {"raw stripe": raw})
+        others = [rig.peer, *rig.striped] if rig.devices == "zram" else rig.striped
+        results = _interleaved(rig, read, others, {"raw stripe": raw})
         _same_bytes(results, but="raw stripe")
         targets = {("zram", "passthrough_hp/ext4"): 2.0, ("files", "raw stripe"): 0.9}
         for name in list(results)[1:]:
             details = {"latency": latency_points(results["kvfs"]), "peer_latency": latency_points(results[name])}
-            what, target = f"{size // MIB} MiB O_DIRECT reads, 1 thread", targets.get((stand.devices, name))
+            what, target = f"{size // MIB} MiB O_DIRECT reads, 1 thread", targets.get((rig.devices, name))
             ours, theirs = rates(results["kvfs"]), rates(results[name])
-            stand.add("large-read", what, "GB/s", ours, name, theirs, "share", target, details=details)
+            rig.add("large-read", what, "GB/s", ours, name, theirs, "share", target, details=details)
 
 
-def case_block_read(stand: Stand) -> None:
+def case_block_read(rig: Rig) -> None:
     """Whole blocks, open-read-close, many threads: against raw fio of the same size and total depth, and raid0."""
-    bench, scale = stand.bench, stand.scale
+    bench, scale = rig.bench, rig.scale
     count = scale.working_set // scale.block_size
     words = ["--size", scale.block_size, "--count", count, "--threads", scale.threads, "--direct"]
 
     def read(side: Side, index: int) -> Json:
-        blocks = stand.filled(side, "blocks", scale.block_size, count)
+        blocks = rig.filled(side, "blocks", scale.block_size, count)
         digest = ["--digest"] if index == 0 else []
-        return stand.measured(
+        return rig.measured(
             side, lambda: bench.client("blocks", "--list", blocks, "--seed", 1 + index, *words, *digest)
         )
 
-    results = _interleaved(stand, read, stand.striped, {"raw fio": functools.partial(stand.raw_fio, "randread")})
+    results = _interleaved(rig, read, rig.striped, {"raw fio": functools.partial(rig.raw_fio, "randread")})
     _same_bytes(results, but="raw fio")
     targets = {("zram", "raw fio"): 0.35, ("files", "raw fio"): 0.95}
     for name in list(results)[1:]:
         what, target = (
             f"{size_text(scale.block_size)} open-read-close, threads: {scale.threads}",
-            targets.get((stand.devices, name)),
+            targets.get((rig.devices, name)),
         )
         details = {"cpu": cpu_per_gib(results["kvfs"]), "peer_cpu": cpu_per_gib(results[name])}
         ours, theirs = rates(results["kvfs"]), rates(results[name])
-        stand.add("block-read", what, "GB/s", ours, name, theirs, "share", target, details=details)
+        rig.add("block-read", what, "GB/s", ours, name, theirs, "share", target, details=details)
 
 
-def case_idle(stand: Stand) -> None:
+def case_idle(rig: Rig) -> None:
     """CPU that a mount uses while nobody asks for anything."""
-    stand.filled(stand.kvfs, "names", 4 * KIB, 100)
-    time.sleep(stand.scale.settle_s)
-    before = stand.kvfs.cpu_s()
-    time.sleep(stand.scale.idle_s)
-    used = stand.kvfs.cpu_s() - before
-    stand.add(
-        "idle", f"daemon CPU in {stand.scale.idle_s} s of an idle mount", "s", [used], target=0.01 * stand.scale.idle_s
-    )
+    rig.filled(rig.kvfs, "names", 4 * KIB, 100)
+    time.sleep(rig.scale.settle_s)
+    before = rig.kvfs.cpu_s()
+    time.sleep(rig.scale.idle_s)
+    used = rig.kvfs.cpu_s() - before
+    rig.add("idle", f"daemon CPU in {rig.scale.idle_s} s of an idle mount", "s", [used], target=0.01 * rig.scale.idle_s)
 
 
-def case_small_files(stand: Stand) -> None:
+def case_small_files(rig: Rig) -> None:
     """Files of 64 KiB created, written and renamed a second, through the mount."""
-    scale = stand.scale
+    scale = rig.scale
     for threads in (1, 8):
 
         def write(side: Side, index: int, threads: int = threads) -> Json:
             directory = f"small-{threads}-{index}"
-            return stand.write(side, directory, size=64 * KIB, count=scale.small_files, threads=threads)
+            return rig.write(side, directory, size=64 * KIB, count=scale.small_files, threads=threads)
 
-        results = _interleaved(stand, write, [])["kvfs"]
+        results = _interleaved(rig, write, [])["kvfs"]
         rates = [number_at(document, "operations") / number_at(document, "seconds") for document in results]
         what = f"create, write, rename of 64 KiB, threads: {threads}"
         details = {"latency": latency_points(results), "cpu": cpu_per_gib(results)}
-        stand.add("small-files", what, "files/s", rates, details=details)
+        rig.add("small-files", what, "files/s", rates, details=details)
 
 
-def case_block_write(stand: Stand) -> None:
+def case_block_write(rig: Rig) -> None:
     """Whole blocks, tmp-write-rename, many threads, against raw sequential writes: empty pool, then a full one."""
-    scale = stand.scale
+    scale = rig.scale
     count = scale.write_set // scale.block_size
     written = 0
-    raw = functools.partial(stand.raw_fio, "write")
+    raw = functools.partial(rig.raw_fio, "write")
 
     def settled(run: Callable[[], Json]) -> Json:
         document = run()
@@ -251,85 +249,85 @@ def case_block_write(stand: Stand) -> None:
     def write(side: Side, index: int) -> Json:
         nonlocal written
         first = written
-        if side is stand.kvfs:
+        if side is rig.kvfs:
             written += count
         # Other filesystems do not evict: there the same names are written again.
-        modulo = 0 if side is stand.kvfs else count
-        return stand.write(
+        modulo = 0 if side is rig.kvfs else count
+        return rig.write(
             side, "written", size=scale.block_size, count=count, threads=scale.threads, first=first, modulo=modulo
         )
 
     for state in ("empty pool", "full pool, evicting"):
         if state == "empty pool":
-            for side in stand.striped:  # room for what is written here
+            for side in rig.striped:  # room for what is written here
                 for directory in ("blocks", "large"):
                     shutil.rmtree(side.lower / directory, ignore_errors=True)
         else:
             while written * scale.block_size < DEVICE_COUNT * scale.device_size * 11 // 10:
-                write(stand.kvfs, 0)
+                write(rig.kvfs, 0)
 
         def measure(side: Side, index: int, empty: bool = state == "empty pool") -> Json:
             nonlocal written
-            if side is not stand.kvfs:
+            if side is not rig.kvfs:
                 return settled(lambda: write(side, index))
             if empty:
-                stand.fresh()
+                rig.fresh()
                 written = 0
-            before = stand.pool.device_bytes_written()
+            before = rig.pool.device_bytes_written()
             document = settled(lambda: write(side, index))
             stored = number_at(document, "bytes")
-            return {**document, "amplification": (stand.pool.device_bytes_written() - before) / stored}
+            return {**document, "amplification": (rig.pool.device_bytes_written() - before) / stored}
 
-        results = _interleaved(stand, measure, stand.striped, {"raw fio": lambda index: settled(lambda: raw(index))})
+        results = _interleaved(rig, measure, rig.striped, {"raw fio": lambda index: settled(lambda: raw(index))})
         for name in list(results)[1:]:
             what = f"{size_text(scale.block_size)} tmp-write-rename, threads: {scale.threads}, {state}"
-            target = 0.85 if (stand.devices, name) == ("files", "raw fio") else None
+            target = 0.85 if (rig.devices, name) == ("files", "raw fio") else None
             cpu = {"cpu": cpu_per_gib(results["kvfs"]), "peer_cpu": cpu_per_gib(results[name])}
             details = {**cpu, "latency": latency_points(results["kvfs"])}
             ours, theirs = rates(results["kvfs"]), rates(results[name])
-            stand.add("block-write", what, "GB/s", ours, name, theirs, "share", target, details=details)
+            rig.add("block-write", what, "GB/s", ours, name, theirs, "share", target, details=details)
         what = f"device bytes written / bytes stored, {state}"
-        stand.add("block-write", what, "x", column_at(results["kvfs"], "amplification"), target=1.02)
+        rig.add("block-write", what, "x", column_at(results["kvfs"], "amplification"), target=1.02)
 
 
-def case_million(stand: Stand) -> None:
+def case_million(rig: Rig) -> None:
     """A million small blocks: memory, index, warm mount, rebuild without index, the cost of a lookup among so many."""
-    scale = stand.scale
-    pool, side = stand.pool, stand.kvfs
+    scale = rig.scale
+    pool, side = rig.pool, rig.kvfs
     words = ["--space", "million", "--size", 4 * KIB, "--batch", 1024, "--packable"]
     latencies: dict[int, dict[str, list[float]]] = {}
     done, started = 0, time.monotonic()
     for goal in (scale.few, scale.million):
         while done < goal:
             count = min(goal - done, 20_000)
-            stand.native("put", *words, "--count", count, "--first", done)
+            rig.native("put", *words, "--count", count, "--first", done)
             done += count
             say(f"million: {done} of {scale.million} blocks, {done / (time.monotonic() - started):.0f} a second")
-        latencies[goal] = _lookup_latencies(stand, side.root / "million", goal)
+        latencies[goal] = _lookup_latencies(rig, side.root / "million", goal)
     blocks = scale.million
     for what in ("missing", "present"):
         few, many = latencies[scale.few][what], latencies[scale.million][what]
         ratios = [b / a for a, b in zip(few, many, strict=True)]
         told = f"lookup of a {what} name among {blocks} / among {scale.few} blocks"
-        stand.add("million", told, "x", ratios, target=1.5, details={"few_us": few, "many_us": many})
-    exists_among(stand, "million", "million", blocks)
+        rig.add("million", told, "x", ratios, target=1.5, details={"few_us": few, "many_us": many})
+    exists_among(rig, "million", "million", blocks)
     held = int(number_at(pool.status(), "blocks"))
     memory = _memory(pool.pid())
     told = "daemon RSS besides mapped index pages"
-    stand.add("million", told, "MB", [memory["other"] / 1e6], target=400.0, details=memory)
-    stand.add("million", "block table in memory", "bytes/block", [memory["table"] / blocks], target=144.0)
+    rig.add("million", told, "MB", [memory["other"] / 1e6], target=400.0, details=memory)
+    rig.add("million", "block table in memory", "bytes/block", [memory["table"] / blocks], target=144.0)
     pool.umount()
     index = sum(path.stat().st_blocks * 512 for path in (pool.pool / "index").rglob("*") if path.is_file())
-    stand.add("million", "index on disk", "bytes/block", [index / blocks], target=600.0)
+    rig.add("million", "index on disk", "bytes/block", [index / blocks], target=600.0)
     warm = [_timed_mount(pool, held) for _ in range(max(3, scale.rounds))]
-    stand.add("million", "warm mount until it answers and holds all blocks", "s", warm, target=3.0)
+    rig.add("million", "warm mount until it answers and holds all blocks", "s", warm, target=3.0)
     for source, target in (("summaries", 100_000.0), ("headers alone", 50_000.0)):
         if source == "headers alone":
             _erase_summaries(pool)
         shutil.rmtree(pool.pool / "index")
         seconds = _timed_mount(pool, held)
         told = f"rebuild from {source}, mount included"
-        stand.add(
+        rig.add(
             "million", told, "blocks/s", [held / seconds], target=target, at_most=False, details={"seconds": seconds}
         )
 
@@ -348,12 +346,12 @@ def _same_bytes(results: Mapping[str, Sequence[Json]], but: str = "") -> None:
             raise BenchError(f"the sides were read as different bytes: {digests}")
 
 
-def _lookup_latencies(stand: Stand, directory: Path, blocks: int) -> dict[str, list[float]]:
+def _lookup_latencies(rig: Rig, directory: Path, blocks: int) -> dict[str, list[float]]:
     """p50 in us, one a round, of a stat that fails and of faccessat of a block whose name the kernel has forgotten."""
-    bench, scale = stand.bench, stand.scale
+    bench, scale = rig.bench, rig.scale
     sample = [str(key_path(directory, number)) for number in range(0, blocks, max(1, blocks // scale.lookups))]
     sample = sample[: scale.lookups]
-    listed = stand.base / "million.list"
+    listed = rig.base / "million.list"
     listed.write_text("\n".join(sample) + "\n")
     found: dict[str, list[float]] = {"missing": [], "present": []}
     for _ in range(scale.rounds):
@@ -419,7 +417,7 @@ def _erase_summaries(pool: Kvfs) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    run: Callable[[Stand], None]
+    run: Callable[[Rig], None]
     devices: tuple[str, ...]  # the kinds that it is about
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvfs.bench.common import KIB, MIB, REPOSITORY, BenchError, Json, MissingError, column_at, parse_json, run_command
-from kvfs.bench.stand import Stand
+from kvfs.bench.rig import Rig
 
 NQN = "nqn.2026-11.bench:a"
 SIZE = 64 * MIB  # of what is read
@@ -21,30 +21,30 @@ START_TIMEOUT_S = 60
 PEER = "bare TCP"
 
 
-def case_nvme(stand: Stand) -> None:
+def case_nvme(rig: Rig) -> None:
     """4 KiB reads one at a time, and 1 MiB reads eight at a time."""
-    program = stand.bench.client_path.with_name("bench_nvme")
+    program = rig.bench.client_path.with_name("bench_nvme")
     target = REPOSITORY / "tools/nvme_tcp_target"
     if not program.exists() or not target.exists():
         raise MissingError(f"needs {program}: tools/bench builds it")
-    (device,) = stand.make_block_devices("nvme", 1, SIZE)
+    (device,) = rig.make_block_devices("nvme", 1, SIZE)
     with device.open("r+b", buffering=0) as file:
         for _ in range(SIZE // MIB):
             file.write(os.urandom(MIB))
         os.fsync(file.fileno())
     with _enclosure(target, device) as port:
-        result = run_command(program, str(port), NQN, str(stand.scale.rounds), str(stand.scale.reads))
+        result = run_command(program, str(port), NQN, str(rig.scale.rounds), str(rig.scale.reads))
     rounds = [parse_json(line, "bench_nvme") for line in result.stdout.splitlines()]
     small = [one for one in rounds if one["size"] == 4 * KIB]
     large = [one for one in rounds if one["size"] == MIB]
     if not small or not large:
         raise BenchError(f"bench_nvme reported {len(rounds)} rounds")
     what = "4 KiB reads at depth 1 by NVMe/TCP, mean"
-    stand.add("nvme", what, "us", column_at(small, "nvme_us"), PEER, column_at(small, "bare_us"), "extra", 20.0)
+    rig.add("nvme", what, "us", column_at(small, "nvme_us"), PEER, column_at(small, "bare_us"), "extra", 20.0)
     what = "1 MiB reads at depth 8 by NVMe/TCP"
-    stand.add("nvme", what, "GB/s", _rates(large, "nvme_us"), PEER, _rates(large, "bare_us"), "share", 0.8)
+    rig.add("nvme", what, "GB/s", _rates(large, "nvme_us"), PEER, _rates(large, "bare_us"), "share", 0.8)
     ours, theirs = column_at(large, "nvme_cpu_s_per_gib"), column_at(large, "bare_cpu_s_per_gib")
-    stand.add("nvme", f"{what}: CPU of the reader", "s/GiB", ours, PEER, theirs, "cost", 1.3)
+    rig.add("nvme", f"{what}: CPU of the reader", "s/GiB", ours, PEER, theirs, "cost", 1.3)
 
 
 def _rates(rounds: list[Json], name: str) -> list[float]:

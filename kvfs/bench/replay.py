@@ -33,7 +33,7 @@ from kvfs.bench.common import (
     say,
 )
 from kvfs.bench.report import size_text
-from kvfs.bench.stand import Kvfs, Side, Stand, disk_files, filesystem, loops
+from kvfs.bench.rig import Kvfs, Rig, Side, disk_files, filesystem, loops
 from kvfs.replay import plot
 
 HIGH, LOW = 0.9, 0.8
@@ -44,53 +44,53 @@ KVFS, NATIVE = "kvfs", "kvfs native"
 
 @dataclass(frozen=True, slots=True)
 class ReplaySide:
-    """words: what `kvfs replay` is told besides. janitor: files are deleted by one beside it. server: the process that
-    serves the target."""
+    """words: further arguments of `kvfs replay`. lru_script: whether one deletes files beside it. server: the process
+    that serves the target."""
 
     name: str
     target: Path
     words: tuple[str, ...] = ()
-    janitor: bool = False
+    lru_script: bool = False
     server: int | None = None
 
 
-def case_replay(stand: Stand) -> None:
+def case_replay(rig: Rig) -> None:
     """On four devices, then on one of their total size, so that it is not the striping alone."""
     with contextlib.ExitStack() as stack:
-        trace = stand.bench.trace
+        trace = rig.bench.trace
         if trace is None:
-            if not stand.bench.quick:
+            if not rig.bench.quick:
                 raise MissingError("needs --trace FILE: a trace of requests as `kvfs replay` takes it")
-            trace = stand.base / "invented.jsonl"
-            trace.write_text(invented_trace((stand.scale.rounds + 1) * stand.scale.replay_requests))
+            trace = rig.base / "invented.jsonl"
+            trace.write_text(invented_trace((rig.scale.rounds + 1) * rig.scale.replay_requests))
             stack.callback(trace.unlink)
         for count in (DEVICE_COUNT, 1):
-            _replay_on(stand, trace, count)
+            _replay_on(rig, trace, count)
 
 
-def _replay_on(stand: Stand, trace: Path, count: int) -> None:
-    size = max(stand.scale.device_size, DEVICE_MIN)
+def _replay_on(rig: Rig, trace: Path, count: int) -> None:
+    size = max(rig.scale.device_size, DEVICE_MIN)
     places = f"{count} devices" if count > 1 else f"one device of {size_text(size * DEVICE_COUNT)}"
     with contextlib.ExitStack() as stack:
-        sides = _sides(stand, stack, count, size * DEVICE_COUNT // count)
+        sides = _sides(rig, stack, count, size * DEVICE_COUNT // count)
         for side in sides:
             say(f"replay on {places}: {side.name} is filled")
-            _run(stand, trace, side, 0)
-        results = stand.bench.interleave(
-            {side.name: lambda index, side=side: _run(stand, trace, side, index + 1) for side in sides}  # type: ignore[misc]
+            _run(rig, trace, side, 0)
+        results = rig.bench.interleave(
+            {side.name: lambda index, side=side: _run(rig, trace, side, index + 1) for side in sides}  # type: ignore[misc]
         )
-    _add_rows(stand, places, results)
-    if stand.bench.plots is not None:
-        stand.bench.plots.mkdir(parents=True, exist_ok=True)
-        path = stand.bench.plots / f"replay-{count}-device{'s' if count > 1 else ''}.svg"
-        title = f"{trace.name}, {size_text(stand.scale.replay_block)} blocks, {places}"
+    _add_rows(rig, places, results)
+    if rig.bench.plots is not None:
+        rig.bench.plots.mkdir(parents=True, exist_ok=True)
+        path = rig.bench.plots / f"replay-{count}-device{'s' if count > 1 else ''}.svg"
+        title = f"{trace.name}, {size_text(rig.scale.replay_block)} blocks, {places}"
         path.write_text(plot.render({name: _joined(documents) for name, documents in results.items()}, title))
         say(f"replay on {places}: drawn in {path}")
 
 
-def _sides(stand: Stand, stack: contextlib.ExitStack, count: int, size: int) -> list[ReplaySide]:
+def _sides(rig: Rig, stack: contextlib.ExitStack, count: int, size: int) -> list[ReplaySide]:
     """Each has devices of its own, which are loop devices on every side: ext4 and XFS on one of the total size."""
-    base = stand.base
+    base = rig.base
 
     def devices(name: str, number: int, each: int) -> list[Path]:
         paths = stack.enter_context(disk_files(base, f"replay-{count}-{name}", number, each))
@@ -118,21 +118,21 @@ def _sides(stand: Stand, stack: contextlib.ExitStack, count: int, size: int) -> 
             made = devices(tag, numbers, size * count // numbers)
             root = stack.enter_context(filesystem(kind, made, base / f"replay-{count}-{tag}-mount"))
         except MissingError as error:
-            stand.bench.skip(f"replay: {name}", stand.devices, str(error))
+            rig.bench.skip(f"replay: {name}", rig.devices, str(error))
             continue
         if "LRU" in name:
             # An engine's own index, as LMCache's LocalDisk keeps: it deletes what it has not used for longest.
             kept = int(HIGH * os.statvfs(root).f_bfree * os.statvfs(root).f_frsize)
             sides.append(ReplaySide(name, root, ("--lru", str(kept))))
         else:
-            sides.append(ReplaySide(name, root, ("--touch",), janitor=True))
+            sides.append(ReplaySide(name, root, ("--touch",), lru_script=True))
     return sides
 
 
 @contextlib.contextmanager
-def janitor(directory: Path) -> Iterator[int]:
+def lru_script(directory: Path) -> Iterator[int]:
     """Yields its process."""
-    words = [sys.executable, "-m", "kvfs.bench.janitor", str(directory), "--high", str(HIGH), "--low", str(LOW)]
+    words = [sys.executable, "-m", "kvfs.bench.lru_script", str(directory), "--high", str(HIGH), "--low", str(LOW)]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL)
     try:
         yield process.pid
@@ -143,16 +143,16 @@ def janitor(directory: Path) -> Iterator[int]:
         process.wait()
 
 
-def _run(stand: Stand, trace: Path, side: ReplaySide, part: int) -> Json:
+def _run(rig: Rig, trace: Path, side: ReplaySide, part: int) -> Json:
     """One part of the trace on a side."""
-    scale = stand.scale
+    scale = rig.scale
     words = ["replay", str(trace), "--target", str(side.target), "--block-size", str(scale.replay_block)]
     words += ["--full-speed", "--threads", "4", "--io-threads", "16", "-o", "json", *side.words]
     words += ["--skip", str(part * scale.replay_requests), "--requests", str(scale.replay_requests)]
     with contextlib.ExitStack() as stack:
         beside = [] if side.server is None else [side.server]
-        if side.janitor:
-            beside.append(stack.enter_context(janitor(side.target)))
+        if side.lru_script:
+            beside.append(stack.enter_context(lru_script(side.target)))
         before = sum(map(cpu_s, beside))
         result = run_command(sys.executable, "-m", "kvfs", *words)
         used = sum(map(cpu_s, beside)) - before
@@ -165,7 +165,7 @@ def _run(stand: Stand, trace: Path, side: ReplaySide, part: int) -> Json:
     return document
 
 
-def _add_rows(stand: Stand, places: str, results: dict[str, list[Json]]) -> None:
+def _add_rows(rig: Rig, places: str, results: dict[str, list[Json]]) -> None:
     peers = [name for name in results if name not in (KVFS, NATIVE)]
     speeds = {name: column_at(documents, "requests_per_s") for name, documents in results.items()}
     loads = {name: column_at(documents, "latency_ms", "load", "p99") for name, documents in results.items()}
@@ -178,7 +178,7 @@ def _add_rows(stand: Stand, places: str, results: dict[str, list[Json]]) -> None
         for peer in peers:
             first = peer == best
             details = {name: _details(results[name]) for name in (ours, peer)}
-            add = functools.partial(stand.add, "replay", details=details)
+            add = functools.partial(rig.add, "replay", details=details)
             what = f"requests a second, {how}, {places}"
             add(what, "/s", speeds[ours], peer, speeds[peer], "share", 1.5 if first else None)
             what = f"p99 of a request's load, {how}, {places}"

@@ -57,7 +57,7 @@ def row_text(row: Json) -> str:
 
 def render(document: Mapping[str, object]) -> str:
     """The table for people: ratios first."""
-    from kvfs.stats import table
+    from kvfs.status.numbers import table
 
     rows = cast(Sequence[Json], document["rows"])
     lines = [["score", "target", "", "case", "devices", "what", "kvfs", "peer"]]

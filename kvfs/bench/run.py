@@ -1,20 +1,15 @@
-"""One run: rounds in turn, the JSON, the command line."""
+"""`kvfs bench`: the command line, and the cases that it asks for."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
 import functools
 import json
-import os
-import platform
 import shutil
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -23,136 +18,38 @@ from kvfs.bench.cases import BOTH, CASES
 from kvfs.bench.common import (
     DEVICE_COUNT,
     FULL,
-    HUGE_PAGES,
-    JSON_VERSION,
     KIB,
     MIB,
     QUICK,
     REPOSITORY,
     BenchError,
-    Json,
-    MissingError,
-    Row,
-    Scale,
     parse_json,
-    run_command,
-    say,
 )
-from kvfs.bench.report import render, render_markdown, row_text, size_text
-from kvfs.bench.stand import Stand
+from kvfs.bench.report import render, render_markdown, size_text
+from kvfs.bench.rig import Rig
+from kvfs.bench.session import Bench
 from kvfs.errors import KvfsError, UsageError
 from kvfs.units import parse_size
 
-# ---- the run ----
 
-
-class Bench:
-    def __init__(
-        self,
-        scale: Scale,
-        *,
-        client: Path,
-        passthrough_hp: Path,
-        quick: bool,
-        trace: Path | None = None,
-        plots: Path | None = None,
-    ) -> None:
-        self.scale, self.client_path, self.passthrough_hp, self.quick = scale, client, passthrough_hp, quick
-        self.trace, self.plots = trace, plots
-        self.rows: list[Row] = []
-        self.skipped: list[Json] = []
-        self.failed: list[Json] = []
-
-    def client(self, *words: object) -> Json:
-        if not self.client_path.exists():
-            raise MissingError(f"needs {self.client_path}: tools/bench builds it")
-        result = run_command(self.client_path, *(str(word) for word in words), environment=HUGE_PAGES)
-        return parse_json(result.stdout, "bench_client")
-
-    def native(self, *words: object) -> Json:
-        program = self.client_path.with_name("native_client")
-        if not program.exists():
-            raise MissingError(f"needs {program}: tools/bench builds it, if tools/setup has built libkvfs")
-        result = run_command(program, *(str(word) for word in words), environment=HUGE_PAGES)
-        return parse_json(result.stdout, "native_client")
-
-    def skip(self, case: str, devices: str, reason: str) -> None:
-        say(f"{case} on {devices}: skipped: {reason}")
-        self.skipped.append({"case": case, "devices": devices, "reason": reason})
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        say(row_text(row.document()))
-
-    def interleave(self, runs: Mapping[str, Callable[[int], Json]], finer: int = 1) -> dict[str, list[Json]]:
-        """Each round runs every side once, one after the other. `finer`: so many times as many rounds."""
-        results: dict[str, list[Json]] = {name: [] for name in runs}
-        for index in range(self.scale.rounds * finer):
-            for name, run in runs.items():
-                results[name].append(run(index))
-        return results
-
-    def run(self, cases: Sequence[str], devices: Sequence[str], base: Path) -> None:
-        """The cases on each kind of devices, in the order of CASES; `million` on larger devices of its own."""
-        for kind in devices:
-            wanted = [name for name, case in CASES.items() if name in cases and kind in case.devices]
-            # Header and data of 4 KiB each, and room so that nothing is evicted; zram keeps little of packable data.
-            million_size = max(self.scale.million * 8 * KIB * 3 // 2 // DEVICE_COUNT, 64 * MIB) // MIB * MIB
-            for names, size in (
-                ([name for name in wanted if name != "million"], self.scale.device_size),
-                ([name for name in wanted if name == "million"], million_size),
-            ):
-                if not names:
-                    continue
-                stand = Stand(self, kind, base / f"{kind}-{names[0]}", size)
-                try:
-                    for name in names:
-                        self.guarded(name, kind, functools.partial(CASES[name].run, stand))
-                finally:
-                    stand.close()
-
-    def guarded(self, name: str, devices: str, case: Callable[[], None]) -> None:
-        """One case; what this machine lacks skips it, what goes wrong fails it, and the others run either way."""
-        say(f"{name} on {devices}")
-        started = time.monotonic()
-        try:
-            case()
-        except MissingError as error:
-            self.skip(name, devices, str(error))
-        except (KvfsError, OSError, ValueError) as error:
-            say(f"{name} on {devices} FAILED: {error}")
-            self.failed.append({"case": name, "devices": devices, "error": f"{type(error).__name__}: {error}"})
-        say(f"{name} on {devices}: {time.monotonic() - started:.1f} s")
-
-    def document(self) -> Json:
-        return {
-            "version": JSON_VERSION,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "quick": self.quick,
-            "machine": machine(),
-            "scale": {name: getattr(self.scale, name) for name in Scale.__slots__},
-            "rows": [row.document() for row in self.rows],
-            "skipped": self.skipped,
-            "failed": self.failed,
-        }
-
-
-def machine() -> Json:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    model = ""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "kernel": platform.release(),
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "memory": memory,
-        "python": platform.python_version(),
-    }
-
-
-# ---- the command line ----
+def run_cases(bench: Bench, cases: Sequence[str], devices: Sequence[str], base: Path) -> None:
+    """The cases on each kind of devices, in the order of CASES; `million` on larger devices of its own."""
+    for kind in devices:
+        wanted = [name for name, case in CASES.items() if name in cases and kind in case.devices]
+        # Header and data of 4 KiB each, and room so that nothing is evicted; zram keeps little of packable data.
+        million_size = max(bench.scale.million * 8 * KIB * 3 // 2 // DEVICE_COUNT, 64 * MIB) // MIB * MIB
+        for names, size in (
+            ([name for name in wanted if name != "million"], bench.scale.device_size),
+            ([name for name in wanted if name == "million"], million_size),
+        ):
+            if not names:
+                continue
+            rig = Rig(bench, kind, base / f"{kind}-{names[0]}", size)
+            try:
+                for name in names:
+                    bench.guarded(name, kind, functools.partial(CASES[name].run, rig))
+            finally:
+                rig.close()
 
 
 def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
@@ -252,7 +149,7 @@ def _main(arguments: argparse.Namespace) -> int:
     )
     base = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
     try:
-        bench.run(cases, devices, base)
+        run_cases(bench, cases, devices, base)
     finally:
         shutil.rmtree(base, ignore_errors=True)
     document = bench.document()

@@ -30,7 +30,8 @@ from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geomet
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.record import Inode, Kind
 from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, LeastLoss, Use
-from kvfs.store.store import Store, StoreOptions
+from kvfs.store.opening import StoreOptions
+from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, ROOT_INODE
 
 _JSON_VERSION = 1
@@ -341,14 +342,14 @@ async def _store_block(store: Store, name: bytes) -> None:
     """As the namespace makes a file, a page of zeros, and closes it."""
     now = time.time_ns()
     inode = Inode(
-        inode=store.next_inode(), parent=ROOT_INODE, name=name, kind=Kind.FILE, mode=0o100644, nlink=1,
-        version=store.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
+        inode=store.blocks.next_inode(), parent=ROOT_INODE, name=name, kind=Kind.FILE, mode=0o100644, nlink=1,
+        version=store.blocks.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
     )  # fmt: skip
     store.plane.name_put(inode.pack(), 0)
     store.index.put(inode, None)
     store.plane.file_create(inode.inode)
     store.plane.file_truncate(inode.inode, PAGE_SIZE)
-    await store.seal(inode.inode)
+    await store.sealing.seal(inode.inode)
 
 
 # ---- command line ----

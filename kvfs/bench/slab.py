@@ -24,22 +24,22 @@ from kvfs.bench.common import (
     rates,
     run_command,
 )
-from kvfs.bench.stand import Kvfs, Side, Stand
+from kvfs.bench.rig import Kvfs, Rig, Side
 
 DEPTH = 32
 ENGINES = ("libaio", "io_uring")
 PEER = "raw fio"
 
 
-def case_slab(stand: Stand) -> None:
+def case_slab(rig: Rig) -> None:
     """4 KiB and 128 KiB, by libaio and by io_uring."""
     needs_program("fio")
-    size = stand.scale.slab
+    size = rig.scale.slab
     # A quarter of the pool is for slabs, in whole segments.
-    devices = stand.make_devices("slab", DEVICE_COUNT, size // DEVICE_COUNT * 5 + 64 * MIB)
-    raw = stand.make_devices("slab-raw", DEVICE_COUNT, size // DEVICE_COUNT + 2 * RAW_BASE)
-    pool = Kvfs(stand.base / "slab-kvfs", devices)
-    stand.stack.callback(pool.stop)
+    devices = rig.make_devices("slab", DEVICE_COUNT, size // DEVICE_COUNT * 5 + 64 * MIB)
+    raw = rig.make_devices("slab-raw", DEVICE_COUNT, size // DEVICE_COUNT + 2 * RAW_BASE)
+    pool = Kvfs(rig.base / "slab-kvfs", devices)
+    rig.stack.callback(pool.stop)
     pool.format()
     side = pool.mount()
     span = size // DEVICE_COUNT // MIB * MIB
@@ -49,7 +49,7 @@ def case_slab(stand: Stand) -> None:
         for block_size in (4 * KIB, 128 * KIB):
             for engine in ENGINES:
                 words = ["--rw=randrw", f"--bs={block_size}", f"--ioengine={engine}", "--norandommap", "--time_based"]
-                words.append(f"--runtime={stand.scale.slab_s}")
+                words.append(f"--runtime={rig.scale.slab_s}")
 
                 def ours(index: int, words: Sequence[str] = words) -> Json:
                     return _served(side, slab, [*words, f"--size={size}", f"--randseed={1 + index}"])
@@ -58,11 +58,11 @@ def case_slab(stand: Stand) -> None:
                     where = [f"--size={span * DEVICE_COUNT}", f"--offset={RAW_BASE}", "--file_service_type=random"]
                     return _fio(stripe, [*words, *where, f"--randseed={1 + index}"])
 
-                results = stand.bench.interleave({"kvfs": ours, PEER: theirs})
+                results = rig.bench.interleave({"kvfs": ours, PEER: theirs})
                 what = f"slab, {block_size // KIB} KiB reads and writes at random, depth {DEPTH}, {engine}"
                 details = {name: cpu_per_gib(documents) for name, documents in results.items()}
                 values = {name: rates(documents) for name, documents in results.items()}
-                stand.add("slab", what, "GB/s", values["kvfs"], PEER, values[PEER], "share", 0.9, details=details)
+                rig.add("slab", what, "GB/s", values["kvfs"], PEER, values[PEER], "share", 0.9, details=details)
 
 
 @contextlib.contextmanager

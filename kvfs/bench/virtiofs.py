@@ -35,7 +35,7 @@ from kvfs.bench.common import (
     rates,
 )
 from kvfs.bench.guest import Guest, Share, children, virtiofsd
-from kvfs.bench.stand import Kvfs, Stand, filesystem, raw_fio
+from kvfs.bench.rig import Kvfs, Rig, filesystem, raw_fio
 
 OURS = "kvfs"
 # The peer reads devices where a guest asks for O_DIRECT, as kvfs does, in each of its cache modes.
@@ -66,10 +66,10 @@ def _machine_cpu_s() -> float:
     return (sum(fields[:3]) + sum(fields[5:7])) / os.sysconf("SC_CLK_TCK")
 
 
-def case_virtiofs(stand: Stand) -> None:
+def case_virtiofs(rig: Rig) -> None:
     """1 and 4 MiB reads, 4 KiB reads, 1 MiB writes, all O_DIRECT, of one thread in a guest."""
-    scale = stand.scale
-    with_guest = _Guest(stand)
+    scale = rig.scale
+    with_guest = _Guest(rig)
     large = scale.working_set * scale.passes
     for size in (MIB, 4 * MIB):
         what = f"{size // MIB} MiB O_DIRECT reads in a guest, 1 thread"
@@ -77,51 +77,51 @@ def case_virtiofs(stand: Stand) -> None:
         peer = _best(results, lambda documents: statistics.median(rates(documents)))
         ours, theirs = rates(results[OURS]), rates(results[peer])
         details = {"sides": {name: rates(documents) for name, documents in results.items()}}
-        stand.add("virtiofs", what, "GB/s", ours, peer, theirs, "share", 1.2, details=details)
-        stand.add("virtiofs", what, "GB/s", ours, CACHED, rates(results[CACHED]), "share")
+        rig.add("virtiofs", what, "GB/s", ours, peer, theirs, "share", 1.2, details=details)
+        rig.add("virtiofs", what, "GB/s", ours, CACHED, rates(results[CACHED]), "share")
         _add_cpu(with_guest, what, results, peer)
     what = "4 KiB O_DIRECT reads in a guest, 1 thread, mean"
     results = with_guest.rounds(functools.partial(_read, 4 * KIB, scale.reads * 4 * KIB))
     latencies = {name: column_at(documents, "latency_us") for name, documents in results.items()}
     peer = _best(results, lambda documents: -statistics.median(column_at(documents, "latency_us")))
     details = {"sides": latencies}
-    stand.add("virtiofs", what, "us", latencies[OURS], peer, latencies[peer], "cost", 0.8, details=details)
-    stand.add("virtiofs", what, "us", latencies[OURS], CACHED, latencies[CACHED], "cost")
-    _add_vcpu(stand, what, results, peer)
+    rig.add("virtiofs", what, "us", latencies[OURS], peer, latencies[peer], "cost", 0.8, details=details)
+    rig.add("virtiofs", what, "us", latencies[OURS], CACHED, latencies[CACHED], "cost")
+    _add_vcpu(rig, what, results, peer)
     what = "1 MiB O_DIRECT writes in a guest, 1 thread, fsync at the end"
     results = with_guest.rounds(_write)
     peer = _best(results, lambda documents: statistics.median(rates(documents)))
     ours, theirs = rates(results[OURS]), rates(results[peer])
     details = {"sides": {name: rates(documents) for name, documents in results.items()}}
-    stand.add("virtiofs", what, "GB/s", ours, peer, theirs, "share", 1.0, details=details)
-    _add_vcpu(stand, what, results, peer)
+    rig.add("virtiofs", what, "GB/s", ours, peer, theirs, "share", 1.0, details=details)
+    _add_vcpu(rig, what, results, peer)
 
 
 class _Guest:
     """The guest with all doors, and files of the same bytes behind each."""
 
-    def __init__(self, stand: Stand) -> None:
-        self.stand, self.scale = stand, stand.scale
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.scale = rig, rig.scale
         self.fio = needs_program("fio")
-        base = stand.base / "virtiofs"
-        pool = Kvfs(base / "kvfs", stand.make_devices("virtiofs", DEVICE_COUNT, stand.device_size))
-        stand.stack.callback(pool.stop)
+        base = rig.base / "virtiofs"
+        pool = Kvfs(base / "kvfs", rig.make_devices("virtiofs", DEVICE_COUNT, rig.device_size))
+        rig.stack.callback(pool.stop)
         pool.format()
         sockets = base / "kvfs.socket"
         mounted = pool.mount("--virtiofs", f"{sockets},tag={OURS}")
         size = 2 * self.scale.working_set + self.scale.working_set // 4 + 192 * MIB
-        (device,) = stand.make_block_devices("virtiofsd", 1, size)
-        lower = self.lower = stand.stack.enter_context(filesystem("ext4", [device], base / "ext4"))
+        (device,) = rig.make_block_devices("virtiofsd", 1, size)
+        lower = self.lower = rig.stack.enter_context(filesystem("ext4", [device], base / "ext4"))
         assert mounted.pid is not None
         self.doors = {OURS: _Door(Path(), mounted.root, mounted.pid)}
         shares = [Share(sockets, OURS)]
-        peers = PEERS if not stand.bench.quick else dict(list(PEERS.items())[:1])
+        peers = PEERS if not rig.bench.quick else dict(list(PEERS.items())[:1])
         for index, (name, options) in enumerate({**peers, CACHED: "cache=none"}.items()):
             path = base / f"{index}.socket"
-            self.doors[name] = _Door(Path(), lower, stand.stack.enter_context(virtiofsd(lower, path, options)))
+            self.doors[name] = _Door(Path(), lower, rig.stack.enter_context(virtiofsd(lower, path, options)))
             shares.append(Share(path, f"virtiofsd{index}"))
         # Of one CPU, as in the figures so far: a second one would take the back end's.
-        self.guest = stand.stack.enter_context(Guest(shares, cpu_count=1, memory_mib=1024, lifetime_s=3600))
+        self.guest = rig.stack.enter_context(Guest(shares, cpu_count=1, memory_mib=1024, lifetime_s=3600))
         for share, door in zip(shares, self.doors.values(), strict=True):
             door.root = self.guest.mount(share.tag)
         for lower in {door.lower for door in self.doors.values()}:
@@ -146,7 +146,7 @@ class _Guest:
 
     def rounds(self, run: Callable[[_Guest, _Door, int], Json]) -> dict[str, list[Json]]:
         runs = {name: functools.partial(run, self, door) for name, door in self.doors.items()}
-        return self.stand.bench.interleave(runs)
+        return self.rig.bench.interleave(runs)
 
     def job(self, door: _Door, pattern: str, *words: str) -> Json:
         """One fio job in the guest: bytes, seconds, latency, and the CPU seconds of who serves and of the guest."""
@@ -206,22 +206,22 @@ def _add_cpu(guest: _Guest, what: str, results: dict[str, list[Json]], peer: str
     def per_gib(name: str, whose: str) -> list[float]:
         return [number_at(one, whose) / number_at(one, "bytes") * GIB for one in results[name]]
 
-    stand = guest.stand
+    rig = guest.rig
     for whose, told in {"daemon_cpu_s": "the back end", "host_cpu_s": "the host without the emulated CPU"}.items():
         told = f"{what}: CPU of {told} a GiB"
-        stand.add("virtiofs", told, "s/GiB", per_gib(OURS, whose), peer, per_gib(peer, whose), "cost", 0.6)
-    none, floor = "the same files, no guest", [guest.floor_s_per_gib() for _ in range(stand.scale.rounds)]
+        rig.add("virtiofs", told, "s/GiB", per_gib(OURS, whose), peer, per_gib(peer, whose), "cost", 0.6)
+    none, floor = "the same files, no guest", [guest.floor_s_per_gib() for _ in range(rig.scale.rounds)]
     told = f"{what}: CPU of the back end a GiB"
-    stand.add("virtiofs", told, "s/GiB", per_gib(OURS, "daemon_cpu_s"), none, floor, "cost")
-    stand.add("virtiofs", f"{told}, of the peer", "s/GiB", per_gib(peer, "daemon_cpu_s"), none, floor, "cost")
-    _add_vcpu(stand, what, results, peer)
+    rig.add("virtiofs", told, "s/GiB", per_gib(OURS, "daemon_cpu_s"), none, floor, "cost")
+    rig.add("virtiofs", f"{told}, of the peer", "s/GiB", per_gib(peer, "daemon_cpu_s"), none, floor, "cost")
+    _add_vcpu(rig, what, results, peer)
 
 
-def _add_vcpu(stand: Stand, what: str, results: dict[str, list[Json]], peer: str) -> None:
+def _add_vcpu(rig: Rig, what: str, results: dict[str, list[Json]], peer: str) -> None:
     """Share of the time that the emulated CPU was at work, fio's start included."""
 
     def share(name: str) -> list[float]:
         return [number_at(one, "vcpu_s") / number_at(one, "elapsed_s") for one in results[name]]
 
     told = f"{what}: share of the time at work, emulated CPU"
-    stand.add("virtiofs", told, "", share(OURS), peer, share(peer), "cost")
+    rig.add("virtiofs", told, "", share(OURS), peer, share(peer), "cost")

@@ -1,4 +1,4 @@
-"""The daemon's side of the native path: what libkvfs asks on the control socket, as native/src/client/wire.h has it.
+"""The daemon's side of the native path: what libkvfs asks on the control socket (native/src/client/wire_format.h).
 
 A client gets the block table and the devices, and then reads by itself. What it asks for afterwards is everything that
 changes something, and what the table cannot say. Clients are root, the daemon's user, and the members of the daemon's

@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
-import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
 from kvfs.errors import AttributesFullError, KvfsError, NotPermittedError, StaleInodeError
@@ -327,9 +326,3 @@ class Session:
     def close(self) -> None:
         """Free the session and close its descriptor. Call after run() has returned."""
         pyfuse3.close(unmount=False)
-
-
-async def serve(session: Session, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """Run a session as a task of a nursery."""
-    task_status.started()
-    await session.run()

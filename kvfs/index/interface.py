@@ -8,7 +8,7 @@ said otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,8 +73,6 @@ class Index(Protocol):
         """Every inode whose extended attribute names this group, files and directories, in order of inode number."""
         ...
 
-    def segment_get(self, segment: SegmentIndex) -> bytes | None: ...
-
     def segment_put(self, segment: SegmentIndex, state: bytes) -> None: ...
 
     def segment_items(self) -> States: ...
@@ -105,15 +103,24 @@ class Index(Protocol):
         """The last batch that a commit has made durable."""
         ...
 
-    lost: set[int]
-    """Segments on devices that are away: what has a part there is hidden. raw, get, lookup and list do not find it, and
-    it goes for good when its name is given to another or its directory is removed."""
+    def hide(self, segments: Collection[int], on_purge: Callable[[Inode], None]) -> None:
+        """These segments, and no others, are on devices that are away: what has a part there is hidden. raw, get,
+        lookup and list do not find it, and it goes for good when its name is given to another or its directory is
+        removed. on_purge is told of each hidden inode that went so."""
+        ...
 
-    shown: set[int]
-    """Inodes that are not hidden all the same: those of a device that comes back, until `lost` has none of it."""
+    @property
+    def is_hiding(self) -> bool:
+        """Whether any segment is on a device that is away."""
+        ...
 
-    on_purge: Callable[[Inode], None] | None
-    """Called with each hidden inode that went for good."""
+    def show(self, inode: int) -> None:
+        """An inode of a device that comes back is not hidden, until hide() says that the device is there."""
+        ...
+
+    def hide_shown(self) -> None:
+        """Nothing is exempt from hide() any more."""
+        ...
 
     def volatile_inodes(self) -> Numbers:
         """Inodes that no commit writes: files not sealed yet, and nameless ones."""
@@ -129,15 +136,6 @@ class Index(Protocol):
 
     distrusted: bool
     """Commits fail, and the next start, unless one goes well before it, makes the index anew from the devices."""
-
-    async def commit(self) -> None:
-        """Return when every change made so far is durable. KvfsError with the errno if it cannot be: the changes
-        then stay pending."""
-        ...
-
-    def commit_now(self) -> None:
-        """The same, blocking; for tools and for the time before the mount answers."""
-        ...
 
     def statistics(self) -> IndexStatistics: ...
 

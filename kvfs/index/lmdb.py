@@ -9,14 +9,13 @@ and syncs; meanwhile a fresh layer collects. Databases and keys are described in
 
 from __future__ import annotations
 
-import bisect
 import errno
 import logging
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Protocol, cast
@@ -25,18 +24,14 @@ import lmdb
 import trio
 
 from kvfs.errors import KvfsError
+from kvfs.index.hidden import Hidden
 from kvfs.index.interface import IndexStatistics, Names, Numbers, Pairs, States
+from kvfs.index.overlay import Layer
 from kvfs.record import (
-    FLAGS_OFFSET,
     GROUP_ATTRIBUTE,
-    HOME_OFFSET,
-    KIND_OFFSET,
-    NUMBER_OFFSET,
-    RECORD_HOME,
-    RECORD_NUMBER,
     Inode,
-    InodeFlags,
     Kind,
+    segments_of,
 )
 from kvfs.types import InodeNumber, SegmentIndex
 
@@ -79,91 +74,6 @@ class Cursor(Protocol):
     def putmulti(self, items: list[tuple[bytes, bytes]]) -> tuple[int, int]: ...
 
 
-@dataclass(slots=True)
-class _Layer:
-    """Changes on top of what lies below. None (or False) says: removed."""
-
-    inodes: dict[int, bytes | None] = field(default_factory=dict)
-    names: dict[int, dict[bytes, int | None]] = field(default_factory=dict)
-    members: dict[int, dict[int, bool]] = field(default_factory=dict)
-    groups: dict[bytes, dict[int, bool]] = field(default_factory=dict)
-    segments: dict[int, bytes] = field(default_factory=dict)
-    meta: dict[bytes, bytes | None] = field(default_factory=dict)
-    count: int = 0
-    # Sorted names of directories that are being listed; dropped when the directory changes.
-    sorted_names: dict[int, list[bytes]] = field(default_factory=dict)
-
-    def set_name(self, parent: int, name: bytes, inode: int | None) -> None:
-        names = self.names.get(parent)
-        if names is None:
-            names = self.names[parent] = {}
-        names[name] = inode
-        self.sorted_names.pop(parent, None)
-
-    def drop_name(self, parent: int, name: bytes) -> None:
-        names = self.names.get(parent)
-        if names is not None and names.pop(name, 0) != 0:
-            self.sorted_names.pop(parent, None)
-            if not names:
-                del self.names[parent]
-
-    def set_member(self, segment: int, inode: int, present: bool) -> None:
-        members = self.members.get(segment)
-        if members is None:
-            members = self.members[segment] = {}
-        members[inode] = present
-
-    def drop_member(self, segment: int, inode: int) -> None:
-        members = self.members.get(segment)
-        if members is not None:
-            members.pop(inode, None)
-            if not members:
-                del self.members[segment]
-
-    def set_group(self, group: bytes, inode: int, present: bool) -> None:
-        self.groups.setdefault(group, {})[inode] = present
-
-    def drop_group(self, group: bytes, inode: int) -> None:
-        inodes = self.groups.get(group)
-        if inodes is not None:
-            inodes.pop(inode, None)
-            if not inodes:
-                del self.groups[group]
-
-    def names_after(self, parent: int, after: bytes) -> list[bytes]:
-        names = self.names.get(parent)
-        if not names:
-            return []
-        order = self.sorted_names.get(parent)
-        if order is None:
-            order = self.sorted_names[parent] = sorted(names)
-        return order[bisect.bisect_right(order, after) :]
-
-    def update(self, newer: _Layer) -> None:
-        """Put newer's changes over these."""
-        self.inodes.update(newer.inodes)
-        for parent, names in newer.names.items():
-            self.names.setdefault(parent, {}).update(names)
-        for segment, members in newer.members.items():
-            self.members.setdefault(segment, {}).update(members)
-        for group, inodes in newer.groups.items():
-            self.groups.setdefault(group, {}).update(inodes)
-        self.segments.update(newer.segments)
-        self.meta.update(newer.meta)
-        self.count += newer.count
-        self.sorted_names.clear()
-
-
-def segments_of(inode: Inode) -> set[int]:
-    """The segments that hold the inode's header or data."""
-    if not inode.sealed:
-        return {extent.segment for extent in inode.extents}
-    found: set[int] = {inode.segment}
-    if inode.extents:
-        found.update(extent.segment for extent in inode.extents)
-    return found
-
-
 class LmdbIndex:
     """kvfs.index.interface.Index over LMDB. One process opens a pool's index at a time (the pool's lock sees to
     that)."""
@@ -177,9 +87,9 @@ class LmdbIndex:
         self._read_only = read_only
         _check_size(path / "data.mdb")
         self._open(durable)
-        self._volatile = _Layer()
-        self._pending = _Layer()
-        self._committing: _Layer | None = None
+        self._volatile = Layer()
+        self._pending = Layer()
+        self._committing: Layer | None = None
         self._lock = trio.Lock()
         self._write_lock = threading.Lock()
         self.pending_batch, self.durable_batch = 1, 0
@@ -188,11 +98,8 @@ class LmdbIndex:
         # While a rebuild runs: the names removed since, which must not come back from an old header.
         self.removed_names: set[tuple[int, bytes]] | None = None
         self.distrusted = False
-        # Called in the step that a commit begins with: what it puts is part of that commit.
-        self.before_commit: Callable[[], None] | None = None
-        self.lost: set[int] = set()
-        self.shown: set[int] = set()
-        self.on_purge: Callable[[Inode], None] | None = None
+        self._hidden = Hidden()
+        self._on_purge: Callable[[Inode], None] | None = None  # set as long as anything can be hidden
 
     def _open(self, durable: bool) -> None:
         path, marker = self._path, self._path / _INCOMPLETE_NAME
@@ -242,9 +149,9 @@ class LmdbIndex:
             _sync_directory(self._path)
             self.distrusted = False
 
-    async def make_durable(self) -> None:
+    async def make_durable(self, before: Callable[[], None] | None = None) -> None:
         """The rebuild is done: from now on commits are durable, and so is everything before."""
-        await self.commit()
+        await self.commit(before)
         async with self._lock:
             await trio.to_thread.run_sync(self._env.sync, True)
             self._read.abort()
@@ -257,7 +164,7 @@ class LmdbIndex:
 
     def raw(self, inode: int) -> bytes | None:
         record = self._raw(inode)
-        return None if record is not None and self.lost and self._hides(record) else record
+        return None if record is not None and self._hidden.lost and self._hidden.hides(record) else record
 
     def _raw(self, inode: int) -> bytes | None:
         inodes = self._volatile.inodes
@@ -276,17 +183,22 @@ class LmdbIndex:
 
     # ---- what lies on devices that are away ----
 
-    def _hides(self, record: bytes) -> bool:
-        if record[KIND_OFFSET] != Kind.FILE or not record[FLAGS_OFFSET] & InodeFlags.SEALED:
-            return False
-        home, extent_count = RECORD_HOME.unpack_from(record, HOME_OFFSET)
-        if home not in self.lost and (not extent_count or self.lost.isdisjoint(segments_of(Inode.unpack(record)))):
-            return False
-        return not self.shown or RECORD_NUMBER.unpack_from(record, NUMBER_OFFSET)[0] not in self.shown
+    def hide(self, segments: Collection[int], on_purge: Callable[[Inode], None]) -> None:
+        self._hidden.lost, self._on_purge = frozenset(segments), on_purge
+
+    @property
+    def is_hiding(self) -> bool:
+        return bool(self._hidden.lost)
+
+    def show(self, inode: int) -> None:
+        self._hidden.shown.add(inode)
+
+    def hide_shown(self) -> None:
+        self._hidden.shown.clear()
 
     def hidden(self, inode: int) -> bytes | None:
-        record = self._raw(inode) if self.lost else None
-        return record if record is not None and self._hides(record) else None
+        record = self._raw(inode) if self._hidden.lost else None
+        return record if record is not None and self._hidden.hides(record) else None
 
     def purge(self, inode: int) -> bool:
         record = self.hidden(inode)
@@ -294,8 +206,8 @@ class LmdbIndex:
             return False
         old = Inode.unpack(record)
         self.delete(old)
-        if self.on_purge is not None:
-            self.on_purge(old)
+        assert self._on_purge is not None
+        self._on_purge(old)
         return True
 
     def _purge_holder(self, parent: InodeNumber, name: bytes, successor: int) -> None:
@@ -313,7 +225,7 @@ class LmdbIndex:
 
     def lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None:
         number = self._lookup(parent, name)
-        return None if number is not None and self.lost and self.hidden(number) is not None else number
+        return None if number is not None and self._hidden.lost and self.hidden(number) is not None else number
 
     def _lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None:
         for layer in (self._volatile, self._pending, self._committing):
@@ -327,7 +239,7 @@ class LmdbIndex:
 
     def list(self, parent: InodeNumber, after: bytes, limit: int) -> Names:
         found = self._list(parent, after, limit)
-        if not self.lost:
+        if not self._hidden.lost:
             return found
         visible = [item for item in found if self.hidden(item[1]) is None]
         while len(found) == limit and len(visible) < limit:
@@ -436,12 +348,6 @@ class LmdbIndex:
                     return
                 yield _U64.unpack(key[-8:])[0]
 
-    def segment_get(self, segment: SegmentIndex) -> bytes | None:
-        for layer in (self._pending, self._committing):
-            if layer is not None and segment in layer.segments:
-                return layer.segments[segment]
-        return self._read.get(_U32.pack(segment), None, self._segments_db)
-
     def segment_items(self) -> States:
         cursor = self._read.cursor(self._segments_db)
         found: dict[int, bytes] = {}
@@ -505,7 +411,7 @@ class LmdbIndex:
         """`record`: new.pack(), if the caller has it."""
         number = int(new.inode)
         assert old is None or old.inode == number
-        if self.lost and new.name and not new.nameless:
+        if self._hidden.lost and new.name and not new.nameless:
             self._purge_holder(new.parent, new.name, number)
         if new.kind == Kind.FILE and (not new.sealed or new.nameless):
             self._put_volatile(new, old, record)
@@ -573,7 +479,7 @@ class LmdbIndex:
             self.removed_names.add((int(old.parent), old.name))
 
     def delete(self, old: Inode) -> None:
-        if self.lost and old.kind == Kind.DIRECTORY:
+        if self._hidden.lost and old.kind == Kind.DIRECTORY:
             self._purge_below(old.inode)
         if int(old.inode) in self._volatile.inodes:
             self._drop_volatile(int(old.inode))
@@ -608,10 +514,12 @@ class LmdbIndex:
 
     # ---- committing ----
 
-    async def commit(self) -> None:
+    async def commit(self, before: Callable[[], None] | None = None) -> None:
+        """Return when every change made so far is durable. KvfsError with the errno if it cannot be: the changes then
+        stay pending. `before` is called in the step that the commit begins with: its changes are part of it."""
         async with self._lock:
-            if self.before_commit is not None:
-                self.before_commit()
+            if before is not None:
+                before()
             if not self._pending.count:
                 return
             batch = self._begin_commit()
@@ -625,10 +533,11 @@ class LmdbIndex:
             finally:
                 self._end_commit(batch, error)
 
-    def commit_now(self) -> None:
+    def commit_now(self, before: Callable[[], None] | None = None) -> None:
+        """As commit(), blocking; for tools and for the time before the mount answers."""
         assert self._committing is None
-        if self.before_commit is not None:
-            self.before_commit()
+        if before is not None:
+            before()
         if not self._pending.count:
             return
         batch = self._begin_commit()
@@ -641,13 +550,13 @@ class LmdbIndex:
         finally:
             self._end_commit(batch, error)
 
-    def _begin_commit(self) -> _Layer:
-        batch, self._pending = self._pending, _Layer()
+    def _begin_commit(self) -> Layer:
+        batch, self._pending = self._pending, Layer()
         self._committing = batch
         self.pending_batch += 1
         return batch
 
-    def _end_commit(self, batch: _Layer, error: BaseException | None) -> None:
+    def _end_commit(self, batch: Layer, error: BaseException | None) -> None:
         if error is not None:
             batch.update(self._pending)
             self._pending = batch
@@ -663,7 +572,7 @@ class LmdbIndex:
         self._read.abort()
         self._read = cast(Transaction, self._env.begin())
 
-    def _write(self, batch: _Layer) -> None:
+    def _write(self, batch: Layer) -> None:
         """Write one layer in one durable transaction. Blocks; in the committing thread."""
         try:
             with self._write_lock, self._env.begin(write=True) as plain:
@@ -674,7 +583,7 @@ class LmdbIndex:
             number = errno.ENOSPC if "No space" in str(error) else errno.EIO
             raise _commit_error(self._path, number, error) from error
 
-    def _write_layer(self, txn: Transaction, batch: _Layer) -> None:
+    def _write_layer(self, txn: Transaction, batch: Layer) -> None:
         # Sorted: neighbours share pages. In one call a database: each call may wait for the interpreter lock.
         puts = [(_U64.pack(inode), record) for inode, record in sorted(batch.inodes.items()) if record is not None]
         txn.cursor(self._inodes_db).putmulti(puts)
@@ -749,9 +658,6 @@ class LmdbIndex:
         """Where LMDB alone says a name leads."""
         value = self._read.get(_U64.pack(parent) + name, None, self._names_db)
         return None if value is None else cast(int, _VALUE.unpack(value)[0])
-
-    def stored_record(self, inode: int) -> bytes | None:
-        return self._read.get(_U64.pack(inode), None, self._inodes_db)
 
     # ---- the rest ----
 

@@ -33,14 +33,7 @@ from kvfs.errors import (
     NotSupportedError,
     StaleInodeError,
 )
-from kvfs.namespace.storage import (
-    ALLOCATE_REQUEST,
-    PIN_ATTRIBUTE,
-    SLAB_ATTRIBUTE,
-    SLAB_REQUEST,
-    SYMLINK_KEY,
-    Storage,
-)
+from kvfs.namespace.attributes import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.record import (
     GROUP_ATTRIBUTE,
     GROUP_NAME_MAX,
@@ -53,6 +46,7 @@ from kvfs.record import (
     InodeFlags,
     Kind,
 )
+from kvfs.store.store import Store
 from kvfs.types import NAME_MAX, PAGE_SIZE, ROOT_INODE, InodeNumber
 
 RENAME_NOREPLACE = 1
@@ -102,10 +96,9 @@ class FilesystemSpace:
 class Namespace:
     """The tree of a pool. All methods raise KvfsError with the errno that POSIX has for the case."""
 
-    def __init__(self, store: Storage) -> None:
-        self._store = store
-        self._index = store.index
-        self._plane = store.plane
+    def __init__(self, store: Store) -> None:
+        self._store, self._blocks, self._sealing, self._slabs = store, store.blocks, store.sealing, store.slabs
+        self._index, self._plane = store.index, store.plane
         # How often each directory is open: a removed one stays until its last holder has closed it.
         self._open_directories: dict[InodeNumber, int] = {}
         # Nobody counts who works in a directory, so those that were removed are remembered for a while.
@@ -117,7 +110,7 @@ class Namespace:
         """The inode. StaleInodeError if it is gone."""
         inode = self._index.get(number)
         if inode is None:
-            self._store.leave_table(number)
+            self._store.service.leave_table([number])
             raise StaleInodeError(f"inode {number}: gone")
         return inode
 
@@ -192,7 +185,7 @@ class Namespace:
     async def make_file(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
         """mknod(2): a new file without anybody who writes it, so its (empty) content is sealed here."""
         inode = self.create(parent, name, mode, uid, gid)
-        return await self._store.seal(inode.inode) or inode
+        return await self._sealing.seal(inode.inode) or inode
 
     def mkdir(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
         inode = self._new(parent, name, Kind.DIRECTORY, stat.S_IFDIR | (mode & 0o7777), uid, gid)
@@ -250,15 +243,15 @@ class Namespace:
             if target.inode > block.inode:
                 return False
             if target.version > block.version:
-                block.version = self._store.next_version()
+                block.version = self._blocks.next_version()
         kept = self._plane.name_put(block.pack(), 0 if target is None else target.inode)
         now = time.time_ns()
         if target is not None:
             self._vanish(target, bool(kept), now)
             if kept:
-                self._store.linger(target.inode)
+                self._blocks.linger(target.inode)
         self._index.put(block, None)
-        self._store.entered(block)
+        self._blocks.entered(block)
         self._touch(directory.inode, now)
         return True
 
@@ -273,8 +266,8 @@ class Namespace:
                 mode |= stat.S_ISGID
         now = time.time_ns()
         return Inode(
-            inode=self._store.next_inode(), parent=parent, name=name, kind=kind, mode=mode, uid=uid, gid=gid,
-            version=self._store.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
+            inode=self._blocks.next_inode(), parent=parent, name=name, kind=kind, mode=mode, uid=uid, gid=gid,
+            version=self._blocks.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
         )  # fmt: skip
 
     def _enter(self, inode: Inode, links: int = 0) -> None:
@@ -351,7 +344,7 @@ class Namespace:
             self._plane.inode_update(nameless.pack())
             # Its block must not come back after a crash; its space is not free yet.
             if inode.sealed:
-                self._store.renamed(nameless)
+                self._blocks.renamed(nameless)
             return
         self._drop(inode)
 
@@ -363,7 +356,7 @@ class Namespace:
             if len(self._removed) > _REMOVED_MAX:
                 del self._removed[next(iter(self._removed))]
         if inode.sealed:
-            self._store.forget(inode)
+            self._blocks.forget(inode)
 
     def _remove(self, number: InodeNumber) -> bool:
         """Take the inode out of the block table, and what is staged of it; True if it is open and stays without a
@@ -379,7 +372,7 @@ class Namespace:
     def idle(self, number: InodeNumber) -> None:
         """The last handle of a nameless inode was closed: now it goes, unless who looked it up may still open it."""
         inode = self._index.get(number)
-        if inode is None or not inode.nameless or self._store.lingers(number):
+        if inode is None or not inode.nameless or self._blocks.lingers(number):
             return
         # Opened again through /proc meanwhile: another idle() follows.
         if not self._remove(number):
@@ -412,19 +405,19 @@ class Namespace:
         renamed.parent, renamed.name, renamed.ctime_ns = new_parent, new_name, now
         lasting = renamed.sealed or renamed.kind == Kind.DIRECTORY
         if lasting:
-            renamed.version = self._store.next_version()
+            renamed.version = self._blocks.next_version()
         record = renamed.pack()
         kept = self._plane.name_put(record, 0 if target is None else target.inode)
         # The old holder of the name leaves the index before the new one takes the name over.
         if target is not None:
             self._vanish(target, bool(kept) or target.inode in self._open_directories, now)
             if kept:
-                self._store.linger(target.inode)
+                self._blocks.linger(target.inode)
         self._index.put(renamed, inode, record)
         if lasting:
-            self._store.renamed(renamed, entered=True)
+            self._blocks.renamed(renamed, entered=True)
             if parent != new_parent:
-                self._store.moved(inode, renamed)
+                self._blocks.moved(inode, renamed)
         moved = int(inode.kind == Kind.DIRECTORY)
         replaced = int(target is not None and target.kind == Kind.DIRECTORY)
         if parent == new_parent:
@@ -483,10 +476,10 @@ class Namespace:
         self._put(inode)
         lasting = owner_changed or changes.mode is not None or changes.mtime_ns is not None
         if lasting and (inode.sealed or inode.kind == Kind.DIRECTORY):
-            self._store.renamed(inode)
+            self._blocks.renamed(inode)
         if changes.size is not None and not changes.through_handle:
             # truncate(2) has no close() that would seal what it did.
-            return await self._store.seal(number) or self.get(number)
+            return await self._sealing.seal(number) or self.get(number)
         return inode
 
     async def _truncate(self, number: InodeNumber, size: int, *, through_handle: bool = False) -> None:
@@ -495,17 +488,17 @@ class Namespace:
             raise IsDirectoryError(f"inode {number}: is a directory")
         if inode.kind != Kind.FILE:
             raise InvalidArgumentError(f"inode {number}: not a file")
-        if InodeFlags.SLAB in inode.flags and await self._store.slabs.resize(number, size):
+        if InodeFlags.SLAB in inode.flags and await self._slabs.resize(number, size):
             return
         slab = through_handle and self._plane.slab_wanted(number, size)
-        if slab and await self._store.slabs.preallocate(number, size):
+        if slab and await self._slabs.preallocate(number, size):
             return
         await self._when_settled(number, lambda: self._truncate_file(number, size))
 
     async def _truncate_file(self, number: InodeNumber, size: int) -> None:
         while True:
             try:
-                async with self._store.turn(number):
+                async with self._sealing.turn(number):
                     self._plane.file_truncate(number, size)
                 return
             except (KvfsError, OSError) as error:
@@ -523,14 +516,14 @@ class Namespace:
 
     async def _allocate(self, number: InodeNumber, size: int, *, slab: bool) -> None:
         """fallocate(2): the file has at least that size, and the room for it."""
-        if slab and await self._store.slabs.preallocate(number, size):
+        if slab and await self._slabs.preallocate(number, size):
             return
         await self._when_settled(number, lambda: self._allocate_file(number, size))
 
     async def _allocate_file(self, number: InodeNumber, size: int) -> None:
         while True:
             try:
-                async with self._store.turn(number):
+                async with self._sealing.turn(number):
                     self._plane.file_allocate(number, size)
                 return
             except (KvfsError, OSError) as error:
@@ -556,7 +549,7 @@ class Namespace:
 
     async def _rewrite(self, number: InodeNumber, *, keep_content: bool) -> None:
         try:
-            await self._store.rewrite(number, keep_content)
+            await self._sealing.rewrite(number, keep_content)
         except (KvfsError, OSError) as error:
             if error.errno in (errno.ENOENT, errno.EBADMSG):
                 raise StaleInodeError(f"inode {number}: gone") from error
@@ -595,11 +588,11 @@ class Namespace:
 
     def flush(self, number: InodeNumber, done: Callable[[KvfsError | None], None]) -> None:
         """close(2): `done` is told when the content is on the devices and in the index, or why it is not."""
-        self._store.seal_soon(number, done)
+        self._sealing.seal_soon(number, done)
 
     async def fsync(self, number: InodeNumber) -> None:
         """As flush, and durable."""
-        await self._store.seal(number)
+        await self._sealing.seal(number)
         await self._store.sync()
 
     async def sync(self) -> None:
@@ -636,7 +629,7 @@ class Namespace:
         if name == SLAB_ATTRIBUTE:
             if value != b"1":
                 raise InvalidArgumentError(f"inode {number}: {SLAB_ATTRIBUTE.decode()} is {value!r}; 1 is possible")
-            await self._store.slabs.choose(number)
+            await self._slabs.choose(number)
             return
         if not value.isdigit() or len(value) > 19:
             raise InvalidArgumentError(f"inode {number}: {value!r} bytes to preallocate")
@@ -680,7 +673,7 @@ class Namespace:
         self._index.put(inode, before)
         self._plane.inode_update(inode.pack())
         if inode.sealed or inode.kind == Kind.DIRECTORY:
-            self._store.renamed(inode)
+            self._blocks.renamed(inode)
 
     async def set_pinned(self, number: InodeNumber, pinned: bool, user: int = 0) -> None:
         """Keep a file, or everything below a directory, from being evicted; or no longer."""
@@ -688,7 +681,7 @@ class Namespace:
         if inode.kind == Kind.SYMLINK:
             raise NotPermittedError(f"inode {number}: a symbolic link cannot be pinned")
         if pinned != (InodeFlags.PINNED in inode.flags):
-            await (self._store.pin(number, user) if pinned else self._store.unpin(number))
+            await (self._blocks.pin(number, user) if pinned else self._blocks.unpin(number))
 
     def path(self, number: InodeNumber) -> bytes:
         """Where the inode is, from the root on; for messages."""

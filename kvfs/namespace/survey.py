@@ -10,10 +10,11 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import trio
 
+from kvfs.index.interface import Index
+from kvfs.plane import Plane
 from kvfs.record import RECORD_HEAD, RECORD_TIMES, TIMES_OFFSET, Inode, InodeFlags, Kind
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -23,18 +24,6 @@ _STEP = 256
 FRESH_S = 5.0
 DEPTH_MAX = 16
 _SEALED = int(InodeFlags.SEALED)
-
-
-class Index(Protocol):
-    def get(self, inode: InodeNumber) -> Inode | None: ...
-
-    def raw(self, inode: int) -> bytes | None: ...
-
-    def list(self, parent: InodeNumber, after: bytes, limit: int) -> list[tuple[bytes, InodeNumber]]: ...
-
-
-class Plane(Protocol):
-    def inode_uses(self, inodes: Sequence[int]) -> list[tuple[int, int]]: ...
 
 
 @dataclass(slots=True)

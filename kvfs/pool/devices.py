@@ -19,7 +19,7 @@ from kvfs.pool.fence import Step, kernel_reservation, unsupported
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET
 
 # Where a device is: a path, the URL of an NVMe/TCP namespace, or `ng:` and the path of a generic NVMe device.
-Place = Path | str
+DeviceAddress = Path | str
 Tell = Callable[[str], None]
 # Labels, and eight zones of the smallest kind.
 DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
@@ -29,7 +29,7 @@ DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
 class Device:
     """An open device. Close it by closing fd."""
 
-    path: Place
+    path: DeviceAddress
     fd: int
     size: int
     is_block: bool
@@ -54,11 +54,11 @@ class Device:
             with suppress(OSError):
                 os.close(claim)
 
-    def same(self, place: Place) -> bool:
+    def same(self, place: DeviceAddress) -> bool:
         """Whether `place` leads to this device."""
         return isinstance(place, Path) and os.path.exists(self.path) and os.path.samefile(self.path, place)
 
-    def leads_to(self, place: Place) -> bool:
+    def leads_to(self, place: DeviceAddress) -> bool:
         """Whether the open descriptor is still what is found there."""
         if not isinstance(place, Path):
             return False
@@ -126,7 +126,7 @@ class RemoteDevice(Device):
 
     controller: nvme_tcp.Controller
 
-    def leads_to(self, place: Place) -> bool:
+    def leads_to(self, place: DeviceAddress) -> bool:
         """The connection is made again, and the namespace compared, when it is used next."""
         return self.same(place)
 
@@ -140,7 +140,7 @@ class RemoteDevice(Device):
         os.close(self.fd)
         self.controller.close()
 
-    def same(self, place: Place) -> bool:
+    def same(self, place: DeviceAddress) -> bool:
         return nvme_tcp.is_url(place) and nvme_tcp.parse(str(place)).where == nvme_tcp.parse(str(self.path)).where
 
     def reservation(self, step: Step, key: int, other: int = 0) -> None:
@@ -175,7 +175,7 @@ class GenericDevice(Device):
     def shared_fd(self) -> int:
         return self.fd if self.namespace.block_fd < 0 else self.namespace.block_fd
 
-    def leads_to(self, place: Place) -> bool:
+    def leads_to(self, place: DeviceAddress) -> bool:
         try:
             return nvme_kernel.is_generic(place) and (
                 os.stat(nvme_kernel.path_of(place)).st_rdev == os.fstat(self.fd).st_rdev
@@ -198,7 +198,7 @@ class GenericDevice(Device):
     def close(self) -> None:
         self.namespace.close()
 
-    def same(self, place: Place) -> bool:
+    def same(self, place: DeviceAddress) -> bool:
         path = nvme_kernel.path_of(self.path)
         return nvme_kernel.is_generic(place) and os.path.samefile(path, nvme_kernel.path_of(place))
 
@@ -215,12 +215,12 @@ class GenericDevice(Device):
         self.namespace.write(offset, data, durable=durable)
 
 
-def place_of(text: str) -> Place:
+def device_address(text: str) -> DeviceAddress:
     """A device as a user, or pool.toml, names it."""
     return text if nvme_tcp.is_url(text) or nvme_kernel.is_generic(text) else Path(text)
 
 
-def open_absent(path: Place) -> Device:
+def open_absent(path: DeviceAddress) -> Device:
     """Stands for a device that is not there: reads give nothing, writes fail."""
     fd = os.memfd_create("kvfs-absent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL

@@ -15,11 +15,11 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol
 
 import xxhash
 
 from kvfs.errors import ChecksumError, FormatError, NewerVersionError, PoolError
+from kvfs.plane import Run
 from kvfs.pool.config import LABEL_TEXT_OFFSET, PoolConfig, parse
 from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, SegmentIndex
@@ -72,23 +72,7 @@ def _sum_without_field(data: bytes | memoryview, seed: int) -> int:
 # ---- extent headers ----
 
 
-class Place(Protocol):
-    """A run of pages (kvfs.plane.Run)."""
-
-    @property
-    def generation(self) -> int: ...
-
-    @property
-    def segment(self) -> int: ...
-
-    @property
-    def page(self) -> int: ...
-
-    @property
-    def page_count(self) -> int: ...
-
-
-def pack_extent_header(config: PoolConfig, epoch: int, run: Place) -> bytes:
+def pack_extent_header(config: PoolConfig, epoch: int, run: Run) -> bytes:
     """One page that says: no block begins here, the next header is run.page_count pages on."""
     page = bytearray(PAGE_SIZE)
     _EXTENT_HEADER.pack_into(

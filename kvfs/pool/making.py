@@ -17,7 +17,7 @@ from kvfs.guard import check_owner
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.pool import owner
 from kvfs.pool.config import CONFIG_NAME, PoolConfig, new_config
-from kvfs.pool.devices import DEVICE_SIZE_MIN, Device, Place
+from kvfs.pool.devices import DEVICE_SIZE_MIN, Device, DeviceAddress
 from kvfs.pool.format import META_CLEAN, META_UUID, Beat
 from kvfs.pool.geometry import DEVICES_MAX, Geometry, choose_geometry
 from kvfs.pool.labels import beat_by_label, write_labels
@@ -33,7 +33,7 @@ class FormatRequest:
     """`kvfs format`: devices that are there, or `files` sparse files of `file_size` bytes in the pool."""
 
     pool: Path
-    devices: tuple[Place, ...] = ()
+    devices: tuple[DeviceAddress, ...] = ()
     files: int = 0
     file_size: int = 0
     stripe_width: int | None = None
@@ -210,7 +210,7 @@ def _make_files(paths: Sequence[Path], size: int) -> None:
         raise PoolError(f"{paths[0].parent}: {os.strerror(error.errno or 0)}") from error
 
 
-def add_devices(pool: Path, paths: Sequence[Place], *, force: bool) -> tuple[PoolConfig, PoolConfig]:
+def add_devices(pool: Path, paths: Sequence[DeviceAddress], *, force: bool) -> tuple[PoolConfig, PoolConfig]:
     """Add devices to a pool that nobody uses: new segments on them alone. Returns the pool as it was and as it is.
 
     The new devices' labels come first, then pool.toml, then the labels of the others: whoever reads in between finds
@@ -254,7 +254,7 @@ def add_devices(pool: Path, paths: Sequence[Place], *, force: bool) -> tuple[Poo
 
 
 def open_new(
-    path: Place, others: Sequence[Device], *, force: bool, old: Device | None = None, me: Beat | None = None
+    path: DeviceAddress, others: Sequence[Device], *, force: bool, old: Device | None = None, me: Beat | None = None
 ) -> Device:  # fmt: skip
     """A device that is to become one of a pool, in the place of `old`, which is `me`'s. UsageError, PoolError,
     DeviceError."""
@@ -271,7 +271,7 @@ def open_new(
     return device
 
 
-def import_pool(pool: Path, paths: Sequence[Place]) -> PoolConfig:
+def import_pool(pool: Path, paths: Sequence[DeviceAddress]) -> PoolConfig:
     """Write pool.toml again from the labels of the devices at `paths`. Whatever can be refused is refused before
     anything changes."""
     if (pool / CONFIG_NAME).exists():

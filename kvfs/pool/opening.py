@@ -18,14 +18,14 @@ from kvfs.errors import DeviceError, ForeignLabelError, InUseError, KvfsError, P
 from kvfs.guard import open_own
 from kvfs.pool import nvme_generic, nvme_tcp, owner
 from kvfs.pool.config import CONFIG_NAME, DeviceConfig, PoolConfig, compare, load
-from kvfs.pool.devices import Device, GenericDevice, Place, RemoteDevice, Tell, open_absent, place_of
+from kvfs.pool.devices import Device, DeviceAddress, GenericDevice, RemoteDevice, Tell, device_address, open_absent
 from kvfs.pool.format import Beat, Label
 from kvfs.pool.labels import beat_by_label, read_labels
 from kvfs.pool.lock import DEVICES_NAME
 
 
 def open_device(
-    path: Place, *, exclusive: bool = True, writable: bool = True, holder: Device | None = None,
+    path: DeviceAddress, *, exclusive: bool = True, writable: bool = True, holder: Device | None = None,
     tell: Tell | None = None,
 ) -> Device:  # fmt: skip
     """Open for direct I/O. A device that is mounted or otherwise claimed is an error when exclusive, unless `holder`,
@@ -116,7 +116,7 @@ def _claim(path: Path, is_block: bool, tell: Tell | None) -> int:
     raise busy
 
 
-def label_beat(path: Place) -> tuple[bool, Beat | None]:
+def label_beat(path: DeviceAddress) -> tuple[bool, Beat | None]:
     """Whether there is a kvfs label, and who uses the device as its beat says. For devices that others have claimed."""
     try:
         device = open_device(path, exclusive=False, writable=False)
@@ -270,9 +270,9 @@ def discover(pool: Path) -> PoolConfig:
     return config_from_labels(candidates, pool)
 
 
-def config_from_labels(paths: Sequence[Place], pool: Path) -> PoolConfig:
+def config_from_labels(paths: Sequence[DeviceAddress], pool: Path) -> PoolConfig:
     """The configuration that the labels of these devices agree on, with their present paths. PoolError."""
-    found: dict[int, tuple[Place, Label]] = {}
+    found: dict[int, tuple[DeviceAddress, Label]] = {}
     for path in paths:
         device = open_device(path, exclusive=False, writable=False)
         try:
@@ -306,13 +306,13 @@ def config_from_labels(paths: Sequence[Place], pool: Path) -> PoolConfig:
     return replace(config, devices=devices)
 
 
-def device_path(pool: Path, device: DeviceConfig) -> Place:
+def device_path(pool: Path, device: DeviceConfig) -> DeviceAddress:
     """Relative paths are relative to the pool."""
-    place = place_of(device.path)
+    place = device_address(device.path)
     return pool / place if isinstance(place, Path) else place
 
 
-def stored_path(path: Place, pool: Path) -> str:
+def stored_path(path: DeviceAddress, pool: Path) -> str:
     """As pool.toml has it: relative inside the pool, absolute outside."""
     if isinstance(path, str):
         return path

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvfs.errors import FormatError, PoolError
 from kvfs.pool import nvme_kernel, nvme_tcp
-from kvfs.pool.devices import Device, Place
+from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import holds_label, unpack_label
 from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.types import PAGE_SIZE
@@ -107,7 +107,7 @@ def _holds_data(fd: int, at: int) -> bool:
     return False
 
 
-def _blkid(path: Place) -> str | None:
+def _blkid(path: DeviceAddress) -> str | None:
     """What blkid (util-linux) finds where it is installed: it knows the rare ones."""
     program = shutil.which("blkid") or shutil.which("blkid", path="/usr/sbin:/sbin")
     block = nvme_kernel.block_device_of(nvme_kernel.path_of(path)) if nvme_kernel.is_generic(path) else path

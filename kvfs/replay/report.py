@@ -9,7 +9,7 @@ from typing import cast
 from kvfs.errors import KvfsError
 from kvfs.replay.engine import Outcome, Record, Settings
 from kvfs.replay.trace import BLOCK_TOKENS, Request, unlimited_hits
-from kvfs.stats import size_text, table
+from kvfs.status.numbers import size_text, table
 
 Json = dict[str, object]
 SERIES_LENGTH = 60

@@ -17,16 +17,14 @@ import uuid as uuids
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import trio
 
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
-from kvfs.index.lmdb import LmdbIndex
-from kvfs.plane import Plane
 from kvfs.pool import nvme_tcp
 from kvfs.pool.config import CONFIG_NAME, PoolConfig
-from kvfs.pool.devices import Device, Place
+from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import SegmentHeader
 from kvfs.pool.geometry import LABEL_SIZE, SEGMENTS_MIN
 from kvfs.pool.heart import Heart
@@ -34,8 +32,10 @@ from kvfs.pool.labels import write_label
 from kvfs.pool.making import open_new
 from kvfs.pool.opening import OpenPool, check_device, device_path, open_device, stored_path, write_config
 from kvfs.record import Inode
+from kvfs.store.blocks import Blocks
 from kvfs.store.health import HARMLESS, DeviceState, Failures, Pace, judge
-from kvfs.store.segments import Segments, State, usage
+from kvfs.store.segment import State, usage
+from kvfs.store.slabs import Slabs
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
@@ -100,27 +100,15 @@ class _Headers:
     blank: set[int] = field(default_factory=set)
 
 
-class Blocks(Protocol):
-    """What is asked of the store."""
-
-    def forget(self, inode: Inode) -> None: ...
-
-    def device_away(self, segments: Sequence[SegmentIndex]) -> None: ...
-
-    def check_slabs(self, device: int, segments: Sequence[SegmentIndex]) -> None: ...
-
-    def places_changed(self) -> None: ...
-
-    def devices_changed(self) -> None: ...
-
-
 class DeviceService:
     """The devices of a pool that is in use. One trio thread."""
 
     def __init__(
-        self, opened: OpenPool, index: LmdbIndex, plane: Plane, segments: Segments, blocks: Blocks, heart: Heart
+        self, opened: OpenPool, blocks: Blocks, slabs: Slabs, heart: Heart, on_devices: Callable[[], None]
     ) -> None:
-        self._opened, self._index, self._plane, self._segments, self._blocks = opened, index, plane, segments, blocks
+        """on_devices: descriptors lead to other devices than before."""
+        self._opened, self._index, self._plane, self._segments = opened, blocks.index, blocks.plane, blocks.segments
+        self._blocks, self._slabs, self._devices_changed = blocks, slabs, on_devices
         self._heart, self._epoch = heart, heart.me.epoch
         self.all = [ServedDevice() for _ in opened.devices]
         # Until those that only missed a mount have been taken in, nothing is said of what cannot be written.
@@ -130,10 +118,9 @@ class DeviceService:
         self._vanish: set[SegmentIndex] = set()
         self._work = trio.Event()
         self._of: list[list[SegmentIndex]] = [[] for _ in opened.devices]
-        for number, members in enumerate(segments.members):
+        for number, members in enumerate(self._segments.members):
             for device, _ in members:
                 self._of[device].append(SegmentIndex(number))
-        index.on_purge = blocks.forget
 
     @property
     def config(self) -> PoolConfig:
@@ -147,7 +134,7 @@ class DeviceService:
             self.all[number].forgotten = removed
             self._plane.device_stop(number)
         if self._opened.absent:
-            self._place()
+            self._apply_states()
 
     async def take_in_stale(self) -> None:
         """Those that are there, but missed a mount: before anybody asks for what lies on them."""
@@ -168,7 +155,7 @@ class DeviceService:
     def segments_of(self, device: int) -> Sequence[SegmentIndex]:
         return self._of[device]
 
-    def _path(self, device: int) -> Place:
+    def _path(self, device: int) -> DeviceAddress:
         return device_path(self._opened.path, self.config.devices[device])
 
     def _set(self, device: int, state: DeviceState, reason: str) -> None:
@@ -177,7 +164,7 @@ class DeviceService:
         service.failures.clear()
         service.pace.clear()
 
-    def _place(self) -> None:
+    def _apply_states(self) -> None:
         """Tell index and segments what is away, and what is not to be written."""
         lost = {number for device, service in enumerate(self.all) if service.state.away for number in self._of[device]}
         avoided: set[SegmentIndex] = set()
@@ -189,13 +176,14 @@ class DeviceService:
                 more = avoided.union(self._of[device])
                 if len(self._segments.all) - len(lost | more) >= (len(self._segments.all) - len(lost)) // _AVOID_LEAVES:
                     avoided = more
-        self._index.lost = {
+        hidden = {
             number for device, service in enumerate(self.all) if service.state.away and not service.forgotten
             for number in self._of[device]
         }  # fmt: skip
+        self._index.hide(hidden, self._blocks.forget)
         self._segments.set_places(lost, avoided)
         self._say()
-        self._blocks.places_changed()
+        self._blocks.space.update()
 
     def _say(self) -> None:
         if not self._settled:
@@ -337,7 +325,7 @@ class DeviceService:
                 log.warning("device %d (%s): slow, gets no new segments: %s", device, self._path(device), reason)
                 self._set(device, DeviceState.SLOW, reason)
         if verdicts:
-            self._place()
+            self._apply_states()
 
     # ---- failing ----
 
@@ -355,10 +343,10 @@ class DeviceService:
         self._take_away(device)
 
     def _take_away(self, device: int) -> None:
-        self._blocks.device_away(self._of[device])
+        self._slabs.fail(self._of[device])
         self._vanish.update(self._of[device])
-        self._index.shown.clear()
-        self._place()
+        self._index.hide_shown()
+        self._apply_states()
         self._work.set()
 
     async def _vanish_loop(self) -> None:
@@ -443,8 +431,8 @@ class DeviceService:
                     back = await self._reconcile(device, headers)
                     if back is not None:
                         self._set(device, DeviceState.ONLINE, "")
-                        self._place()
-                        self._index.shown.clear()
+                        self._apply_states()
+                        self._index.hide_shown()
             except BaseException as error:
                 if self.all[device].state == DeviceState.RETURNING:
                     self._plane.device_stop(device)
@@ -458,7 +446,7 @@ class DeviceService:
         self._plane.notify_epoch()
         if found is not None:
             # Else native clients have the right descriptor: to connect again would hold up their reads of all devices.
-            self._blocks.devices_changed()
+            self._devices_changed()
         log.info("device %d (%s): back, with %d blocks", device, self._path(device), back)
 
     def _find(self, device: int) -> Device | None:
@@ -552,7 +540,7 @@ class DeviceService:
             if self._index.raw(inode.parent) is None:
                 self._index.purge(number)
                 continue
-            self._index.shown.add(int(number))
+            self._index.show(number)
             self._segments.mark_dirty(self._segments.all[inode.segment], gone=False)
             records.append(record)
         if records:
@@ -583,22 +571,31 @@ class DeviceService:
                 f"(stripe width {self.config.geometry.stripe_width}); replace it"
             )
 
+    def _check_slabs(self, device: int) -> None:
+        """UsageError if a slab lies there: it can be neither moved nor read from anywhere else."""
+        found = self._slabs.on_segments(self._of[device])
+        if found:
+            inodes = ", ".join(str(number) for number in found[:8])
+            raise UsageError(
+                f"device {device}: {len(found)} slabs lie there (inodes {inodes}); end the programs that have them open"
+            )
+
     async def remove(self, device: int, drain: Callable[[Sequence[SegmentIndex]], Awaitable[None]] | None) -> int:
         """For good. `drain` empties segments before. Returns how many blocks went with it."""
         self.check_removable(device)
-        self._blocks.check_slabs(device, self._of[device])
+        self._check_slabs(device)
         if drain is not None and not self.all[device].state.away:
             self.all[device].draining = True
-            self._place()
+            self._apply_states()
             try:
                 await drain(self._of[device])
             finally:
                 self.all[device].draining = False
-                self._place()
+                self._apply_states()
         devices = list(self.config.devices)
         devices[device] = replace(devices[device], removed=True)
         async with self.all[device].turn, self._lock:
-            self._blocks.check_slabs(device, self._of[device])
+            self._check_slabs(device)
             self._plane.device_stop(device)
             self._heart.rest(device, clear=True)
             self._set(device, DeviceState.REMOVED, "")
@@ -610,12 +607,12 @@ class DeviceService:
                 self._set(device, DeviceState.FAILED, f"could not be removed: {error}")
                 raise
             self.all[device].forgotten = True
-            self._place()
+            self._apply_states()
         log.info("device %d (%s): removed, %d blocks with it", device, self._path(device), count)
-        self._blocks.devices_changed()
+        self._devices_changed()
         return count
 
-    async def replace(self, device: int, path: Place, force: bool) -> int:
+    async def replace(self, device: int, path: DeviceAddress, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
         described = self.config.devices[device]
         limit = trio.CapacityLimiter(1)
@@ -635,7 +632,7 @@ class DeviceService:
             )  # fmt: skip
             changed = replace(self.config, devices=tuple(devices), revision=self.config.revision + 1)
             async with self.all[device].turn, self._lock:
-                self._blocks.check_slabs(device, self._of[device])
+                self._check_slabs(device)
                 self._plane.device_stop(device)
                 self._heart.rest(device)
                 self._set(device, DeviceState.FAILED, "being replaced")
@@ -653,21 +650,21 @@ class DeviceService:
                 await self._take_in(device, fresh)
                 self._set(device, DeviceState.ONLINE, "")
                 self.all[device].forgotten = False
-                self._place()
+                self._apply_states()
         except BaseException:
             if fresh.fd != self._opened.devices[device].fd:
                 fresh.close()
             self.all[device].probe_at = 0.0
             raise
         log.info("device %d: replaced by %s, %d blocks went", device, path, count)
-        self._blocks.devices_changed()
+        self._devices_changed()
         return count
 
     async def _forget(self, device: int) -> int:
         """Nothing of what lies there is in the index any more, durably. With the lock."""
         await self._vanish_all()
         count = await self._purge(self._of[device])
-        await self._index.commit()
+        await self._blocks.commit()
         return count
 
     async def _describe(self, config: PoolConfig) -> None:
@@ -716,7 +713,7 @@ class DeviceService:
 
 
 async def _in_thread(
-    limit: trio.CapacityLimiter, what: Place, work: Callable[[], T], undo: Callable[[T], None] | None = None
+    limit: trio.CapacityLimiter, what: DeviceAddress, work: Callable[[], T], undo: Callable[[T], None] | None = None
 ) -> T:
     """Blocking work on a device. One that does not answer is given up on; the thread waits on, and undoes."""
     late = False

@@ -12,18 +12,17 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 import trio
 
 from kvfs.errors import DeviceError, NoSpaceError, first_error
-from kvfs.index.interface import Index
-from kvfs.plane import OpenState, Plane
+from kvfs.plane import OpenState
 from kvfs.record import Inode, Kind
+from kvfs.store.blocks import Blocks
 from kvfs.store.eviction import Contents, CopyBudget, EvictionPolicy
 from kvfs.store.groups import Group, Groups
-from kvfs.store.pins import Pins
-from kvfs.store.segments import Segment, Segments, State, usage
+from kvfs.store.sealing import Sealing
+from kvfs.store.segment import Segment, State, usage
 from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
@@ -56,22 +55,6 @@ _NAMED = 8
 _PATIENCE_S = 2.0
 
 
-class BlockMover(Protocol):
-    """What the evictor asks of the store."""
-
-    async def carry(self, record: bytes) -> bool:
-        """Copy a block to the carried-over stream. False if it is gone, or cannot be read any more."""
-        ...
-
-    def is_busy(self, inode: InodeNumber) -> bool:
-        """It is being sealed, copied, or opened for writing right now."""
-        ...
-
-    def drop(self, inode: Inode) -> None:
-        """The block left the block table: it leaves the index too."""
-        ...
-
-
 @dataclass(slots=True)
 class Kept:
     """What stays when all goes that may: blocks, bytes, and the first of them."""
@@ -97,18 +80,10 @@ class EvictionCounters:
 
 
 class Evictor:
-    def __init__(
-        self,
-        segments: Segments,
-        index: Index,
-        plane: Plane,
-        policy: EvictionPolicy,
-        pins: Pins,
-        groups: Groups,
-        mover: BlockMover,
-    ) -> None:
-        self._segments, self._index, self._plane = segments, index, plane
-        self._policy, self._pins, self._groups, self._mover = policy, pins, groups, mover
+    def __init__(self, blocks: Blocks, sealing: Sealing, policy: EvictionPolicy, groups: Groups) -> None:
+        self._segments, self._index, self._plane = blocks.segments, blocks.index, blocks.plane
+        self._policy, self._pins, self._groups = policy, blocks.pins, groups
+        self._blocks, self._sealing = blocks, sealing
         self.counters = EvictionCounters()
         self._order: list[tuple[Segment, int]] = []
         self._newest: set[int] = set()
@@ -118,8 +93,8 @@ class Evictor:
         # Free segments kept for writers; when that changed; how often they had waited by then.
         self._ahead, self._ahead_at, self._waits = 1, 0.0, 0
         self._lock = trio.Lock()
-        self._pages_at_start = segments.pages_written
-        self._budget = CopyBudget(len(segments.all) * segments.area, segments.area)
+        self._pages_at_start = self._segments.pages_written
+        self._budget = CopyBudget(len(self._segments.all) * self._segments.area, self._segments.area)
         self._emptying = 0
 
     # Free segments, of which `reserve` are not for writers: below low the evictor works, up to high. As few as writers
@@ -250,7 +225,7 @@ class Evictor:
                 group = groups.get(number)
                 if self._pins.holds(record):
                     why = "pinned"
-                elif self._plane.inode_is_open(number) or self._mover.is_busy(number):
+                elif self._plane.inode_is_open(number) or self._sealing.is_busy(number):
                     why = "open"
                 else:
                     why = "grouped" if group is not None and group.held else "others"
@@ -393,7 +368,7 @@ class Evictor:
                 record = self._index.raw(number)
                 group.held = record is not None and (
                     self._plane.inode_is_open(number) in _KEPT_OPEN
-                    or self._mover.is_busy(number)
+                    or self._sealing.is_busy(number)
                     or self._pins.holds(record)
                 )
                 looked += 1
@@ -423,7 +398,7 @@ class Evictor:
             if record is None:
                 continue
             state = self._plane.inode_is_open(number)
-            if state == OpenState.BEING_WRITTEN or self._mover.is_busy(number):
+            if state == OpenState.BEING_WRITTEN or self._sealing.is_busy(number):
                 return None
             group = groups.get(number)
             if state == OpenState.OPEN or self._pins.holds(record) or (group is not None and group.held):
@@ -479,7 +454,7 @@ class Evictor:
             nonlocal full
             for record in queue:
                 try:
-                    if await self._mover.carry(record):
+                    if await self._sealing.carry(record):
                         self.counters.carried_blocks += 1
                 except NoSpaceError:
                     full = True
@@ -511,7 +486,7 @@ class Evictor:
                 if record is None and self._index.purge(number):
                     removed += 1
                 # Carried over, unlinked or sealed anew since it was listed.
-                if record is None or self._mover.is_busy(number):
+                if record is None or self._sealing.is_busy(number):
                     continue
                 inode = Inode.unpack(record)
                 if (segment.index in usage(inode) or number in elsewhere) and not self._pins.holds(record):
@@ -521,7 +496,7 @@ class Evictor:
             busy = self._plane.inode_evict(here)
             for inode, is_open in zip(found, busy, strict=True):
                 if not is_open:
-                    self._mover.drop(inode)
+                    self._blocks.drop(inode)
                     self.counters.blocks += 1
                     self.counters.bytes += sum(usage(inode).values()) * PAGE_SIZE
                     removed += 1

@@ -29,8 +29,10 @@ from kvfs.pool.lock import INDEX_NAME, locked
 from kvfs.pool.making import check_unused
 from kvfs.pool.opening import OpenPool, check_device, device_path, discover, open_device, write_config
 from kvfs.record import Inode, Kind, split_records
-from kvfs.store.segments import Segment, Segments, State, usage
-from kvfs.store.store import Store, StoreOptions, check_index, make_plane
+from kvfs.store.opening import StoreOptions, check_index, make_plane
+from kvfs.store.segment import Segment, State, usage
+from kvfs.store.segments import Segments
+from kvfs.store.store import Store
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, ROOT_INODE, InodeNumber
 
 Progress = Callable[[str, int, int], None]
@@ -251,9 +253,10 @@ class _Check:
         self._index, self._plane, self._repair, self._verify = index, plane, repair, verify_data
         self._progress, self._report = progress, report
         self._config = opened.config
-        self._segments = Segments(opened.config, opened.config.members(), plane, index, opened.epoch)
+        self._segments = Segments(opened.config, opened.config.members(), plane, index, opened.epoch, self._impossible)
         # After a crash the index is a second old: what does not fit is for recovery to judge.
         self._stale = not report.clean
+        self._on_impossible: Callable[[int, str], None]
         self._bad: dict[InodeNumber, Inode] = {}
         # Directories from which the way up comes to an end.
         self._ending: set[InodeNumber] = set()
@@ -284,6 +287,10 @@ class _Check:
             self._segments.save_changed()
             self._index.commit_now()
 
+    def _impossible(self, segment: int, message: str) -> None:
+        """What is on the devices cannot have been written by a kvfs: each step judges that in its own way."""
+        self._on_impossible(segment, message)
+
     def _add(self, what: str, message: str, *, harmless: bool = False, repaired: bool = False) -> None:
         self._report.add(Finding(what, message, harmless or self._stale, repaired))
 
@@ -304,7 +311,7 @@ class _Check:
             self._report.add(Finding("segment", message, repaired=self._repair))
             impossible.append(number)
 
-        self._segments.on_impossible = report
+        self._on_impossible = report
         headers, _ = await self._segments.read_headers(numbers)
         if self._repair:
             for number in impossible:
@@ -493,7 +500,7 @@ class _Check:
             if self._repair:
                 self._segments.mark_dirty(self._segments.all[number], gone=True)
 
-        self._segments.on_impossible = report
+        self._on_impossible = report
         for done, segment in enumerate(self._segments.all):
             if segment.state != State.CLOSED or segment.lost:
                 continue

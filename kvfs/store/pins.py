@@ -14,7 +14,7 @@ import trio
 
 from kvfs.index.interface import Index
 from kvfs.record import FLAGS_OFFSET, NUMBER_OFFSET, RECORD_NUMBERS, InodeFlags, Kind
-from kvfs.store.segments import usage
+from kvfs.store.segment import usage
 from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber
 

@@ -23,7 +23,8 @@ from kvfs.plane import Plane
 from kvfs.pool.format import SegmentHeader, Stream
 from kvfs.record import RECORD_EXTENT, RECORD_HEAD, RECORD_SIZE, Inode, InodeFlags, Kind, split_records
 from kvfs.store.pins import Pins
-from kvfs.store.segments import Segment, Segments, State, usage
+from kvfs.store.segment import Segment, State, usage
+from kvfs.store.segments import Segments
 from kvfs.types import ROOT_INODE, InodeNumber
 
 log = logging.getLogger(__name__)
@@ -397,7 +398,6 @@ class Rebuild:
         self._live: dict[int, int] = {}
         self._pinned: list[int] = []
         self.blocks = 0
-        self.segments_done = 0
 
     async def prepare(self) -> None:
         """Learn which segments hold something: they are not free. Before the mount answers."""
@@ -475,7 +475,6 @@ class Rebuild:
                         nursery.start_soon(one, at)
                 for at in sorted(results):
                     await send.send(results[at])
-                    self.segments_done += 1
                 results.clear()
 
     async def _read_segment(self, segment: Segment) -> list[bytes]:

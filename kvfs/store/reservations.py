@@ -20,17 +20,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from errno import ECANCELED, EFBIG, EIO, ENOSPC, ETIMEDOUT
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import trio
 
 from kvfs.errors import KvfsError, NoSpaceError
-from kvfs.index.interface import Index
-from kvfs.plane import Plane, Run
+from kvfs.plane import Run
 from kvfs.pool.format import Stream
 from kvfs.record import RECORD_SIZE, Extent, Inode, InodeFlags, Kind
-from kvfs.store.segments import Counter, Head, Segments, Versions
-from kvfs.store.shares import RESERVED, ROOT, Shares
+from kvfs.store.blocks import Blocks
+from kvfs.store.sealing import Sealing
+from kvfs.store.segment import Head
+from kvfs.store.shares import RESERVED, ROOT
 from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
@@ -88,15 +89,6 @@ class ReservationStatistics:
     reclaimed: int
 
 
-class Blocks(Protocol):
-    """What is asked of the store."""
-
-    @property
-    def directory_moves(self) -> int: ...
-
-    def ancestors(self, parent: int) -> bytes: ...
-
-
 # Gives a block its name. False: the name has a newer one.
 Enter = Callable[[Inode], bool]
 
@@ -104,18 +96,10 @@ Enter = Callable[[Inode], bool]
 class Reservations:
     """All native clients' reservations of a mounted pool. `run()` must run."""
 
-    def __init__(
-        self,
-        segments: Segments,
-        index: Index,
-        plane: Plane,
-        inodes: Counter,
-        versions: Versions,
-        blocks: Blocks,
-        shares: Shares,
-    ) -> None:
-        self._segments, self._index, self._plane, self._blocks = segments, index, plane, blocks
-        self._inodes, self._versions, self._shares = inodes, versions, shares
+    def __init__(self, blocks: Blocks, sealing: Sealing) -> None:
+        self._segments, self._index, self._plane, self._blocks = blocks.segments, blocks.index, blocks.plane, blocks
+        self._inodes, self._versions, self._shares = blocks.inodes, blocks.versions, blocks.shares
+        self._sealing = sealing
         self.pages = 0
         self._numbers = 0
         self._holders: set[Holder] = set()
@@ -182,7 +166,7 @@ class Reservations:
         share = len(self._segments.all) * self._segments.area // _SHARE
         if data_pages > share:
             return -EFBIG
-        ancestors = self._blocks.ancestors(item.parent)
+        ancestors = self._sealing.ancestors(item.parent)
         record_size = RECORD_SIZE + (len(item.name) + 7 & ~7)
         sizes = (item.size, record_size, len(ancestors))
         header_pages = known.get(sizes)
@@ -295,7 +279,7 @@ class Reservations:
                 await self._segments.settle(runs)
                 return
         try:
-            await self._index.commit()
+            await self._blocks.commit()
         except KvfsError as error:
             log.warning("a native put waits for its segments: %s", error)
             await self._segments.settle(runs)
@@ -325,6 +309,7 @@ class Reservations:
 
     def _count(self, user: int, pages: int) -> None:
         self.pages += pages
+        self._blocks.space.reserved_pages = self.pages
         self._shares.add(RESERVED, user, pages * PAGE_SIZE)
 
     def _wake(self) -> None:

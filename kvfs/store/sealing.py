@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from errno import EBADMSG, EBUSY, ENOENT
-from typing import Protocol, TypeVarTuple
+from errno import EBADMSG, ENOENT
 
 import trio
 
 from kvfs.errors import DeviceError, KvfsError
-from kvfs.index.interface import Index
-from kvfs.plane import OpenState, Plane, PlaneError, Run, SealInfo, failure, wait_job
+from kvfs.plane import OpenState, PlaneError, Run, SealInfo, failure, wait_job
 from kvfs.pool.format import Stream
 from kvfs.record import PARENT_OFFSET, RECORD_PARENT, Inode, InodeFlags
+from kvfs.store.blocks import Blocks
 from kvfs.store.eviction import EvictionPolicy
-from kvfs.store.segments import Head, Segments, Versions
+from kvfs.store.segment import Head
+from kvfs.store.tasks import Tasks
 from kvfs.types import ROOT_INODE, InodeNumber
 
 log = logging.getLogger(__name__)
@@ -32,18 +32,6 @@ _WRITE_TRIES = 3
 _ANCESTORS_MAX = 8192
 _ANCESTORS_SIZE_MAX = 1 << 20
 _RECORD_SLACK = 4096
-
-Arguments = TypeVarTuple("Arguments")
-
-
-class Blocks(Protocol):
-    """What is asked of the store."""
-
-    def count_pinned(self, before: Inode | None, after: Inode | None) -> None: ...
-
-    def drop_bad(self, number: InodeNumber, segment: int) -> None: ...
-
-    def start_task(self, task: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments) -> None: ...
 
 
 @dataclass(slots=True)
@@ -66,18 +54,17 @@ class _Seal:
 class Sealing:
     """All writing of blocks by the daemon itself."""
 
-    def __init__(
-        self, segments: Segments, index: Index, plane: Plane, policy: EvictionPolicy, versions: Versions, blocks: Blocks
-    ) -> None:
-        self._segments, self._index, self._plane = segments, index, plane
-        self._policy, self._versions, self._blocks = policy, versions, blocks
+    def __init__(self, blocks: Blocks, policy: EvictionPolicy, tasks: Tasks) -> None:
+        self._segments, self._index, self._plane = blocks.segments, blocks.index, blocks.plane
+        self._versions, self._blocks = blocks.versions, blocks
+        self._policy, self._tasks = policy, tasks
         self._busy: dict[int, trio.Event] = {}
         self._ancestors: dict[int, bytes] = {}
         self._held: dict[int, set[int]] = {}
         self._reseal: set[InodeNumber] = set()
         # Seals that wait for room in the segment of their head.
         self._waiting: defaultdict[Head, deque[tuple[_Seal, Callable[[KvfsError | None], None]]]] = defaultdict(deque)
-        self.directory_moves = 0
+        self._ancestors_as_of = 0  # blocks.directory_moves
         self.sealed = self.retries = 0
 
     def is_busy(self, inode: int) -> bool:
@@ -133,7 +120,7 @@ class Sealing:
         """As seal(), for who does not wait: `done` is told the end, perhaps before this returns. Most seals need no
         task: there is room, and the writes succeed."""
         if number in self._busy:
-            self._blocks.start_task(self._seal_late, number, done)
+            self._tasks.start(self._seal_late, number, done)
             return
         try:
             seal = self._begin(number)
@@ -150,7 +137,7 @@ class Sealing:
             return
         waiting.append((seal, done))
         if len(waiting) == 1:
-            self._blocks.start_task(self._find_room, seal.head)
+            self._tasks.start(self._find_room, seal.head)
 
     async def _find_room(self, head: Head) -> None:
         """For all that wait: what comes while this waits for a segment waits too."""
@@ -174,7 +161,7 @@ class Sealing:
         try:
             self._start_write(seal, lambda result: self._on_written(seal, result, done))
         except PlaneError as error:
-            self._blocks.start_task(self._finish_late, seal, error, done)
+            self._tasks.start(self._finish_late, seal, error, done)
 
     def _on_written(self, seal: _Seal, result: int, done: Callable[[KvfsError | None], None]) -> None:
         number = seal.inode.inode
@@ -183,7 +170,7 @@ class Sealing:
                 raise failure(result, f"seal of inode {number}")
             written = Inode.unpack(self._plane.seal_record(number))
         except PlaneError as error:
-            self._blocks.start_task(self._finish_late, seal, error, done)
+            self._tasks.start(self._finish_late, seal, error, done)
             return
 
         def settled() -> None:
@@ -264,7 +251,7 @@ class Sealing:
         """The new inode enters, and what was frozen is let go. None if it was not written, or has lost its name."""
         number, sealed = seal.inode.inode, None
         try:
-            if written is not None and self._enter(seal.inode, seal.record, written, copy=False):
+            if written is not None and self._blocks.enter(seal.inode, seal.record, written, copy=False):
                 sealed = written
         finally:
             with suppress(PlaneError):
@@ -409,7 +396,7 @@ class Sealing:
             new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
             capacity = len(old_record) + 24 * extents + _RECORD_SLACK
             copied = await self._plane.store_copy(old_record, runs, new.header_pages, new.pack(), ancestors, capacity)
-            return self._enter(before, old_record, Inode.unpack(copied), copy=True)
+            return self._blocks.enter(before, old_record, Inode.unpack(copied), copy=True)
         except PlaneError as error:
             await self._segments.bury(runs)
             log.warning("inode %d: not carried over: %s", number, error)
@@ -419,53 +406,13 @@ class Sealing:
         finally:
             self._segments.release(runs)
 
-    # ---- entering ----
-
-    def _enter(self, before: Inode, record: bytes, written: Inode, *, copy: bool) -> bool:
-        """The block is on the devices: index, table and accounts learn of it in one step. False if it lost its name, or
-        a copy is of what the file was: then it is an orphan in its segment, that no summary will name. `record`:
-        before, packed."""
-        found = self._index.raw(written.inode)
-        current = None if found is None else before if found == record else Inode.unpack(found)
-        home = self._segments.all[written.segment]
-        if current is None or (self._overtaken(before, current) if copy else current.nameless):
-            self._segments.mark_dirty(home, gone=True)
-            return False
-        if current is not before:
-            _take_changes(written, before, current)
-            self._segments.mark_dirty(home, gone=True)
-        entered = written.pack()
-        if copy and not self._moved(entered):
-            self._segments.mark_dirty(home, gone=True)
-            return False
-        self._index.put(written, current, entered)
-        if current.sealed:
-            self._segments.mark_dirty(self._segments.all[current.segment], gone=True)
-        self._segments.account(current if current.sealed else None, written)
-        if not copy:
-            self._blocks.count_pinned(current, written)
-            self._plane.inode_update(entered)
-        return True
-
-    def _moved(self, record: bytes) -> bool:
-        """The table leads to the copy. False if the data plane has begun to write the block from where it was."""
-        try:
-            self._plane.inode_move(record)
-        except PlaneError as error:
-            if error.errno != EBUSY:
-                raise
-            return False
-        return True
-
-    def _overtaken(self, before: Inode, current: Inode) -> bool:
-        place = (before.segment, before.page, before.generation)
-        moved = (current.segment, current.page, current.generation) != place
-        return moved or self._plane.inode_is_open(current.inode) == OpenState.BEING_WRITTEN
-
     # ---- ancestors ----
 
     def ancestors(self, parent: int) -> bytes:
         """The records of the directories from `parent` up, without the root."""
+        if self._ancestors_as_of != self._blocks.directory_moves:
+            self._ancestors_as_of = self._blocks.directory_moves
+            self._ancestors.clear()
         known = self._ancestors.get(parent)
         if known is not None:
             return known
@@ -486,19 +433,3 @@ class Sealing:
 
     def forget_ancestors(self) -> None:
         self._ancestors.clear()
-
-    def directory_moved(self) -> None:
-        self.directory_moves += 1
-        self._ancestors.clear()
-
-
-def _take_changes(written: Inode, before: Inode, current: Inode) -> None:
-    """What was changed while a block was written, `before` to `current`: the index has it, the block header has not."""
-    written.parent, written.name, written.nlink = current.parent, current.name, current.nlink
-    written.mode, written.uid, written.gid, written.xattrs = current.mode, current.uid, current.gid, current.xattrs
-    written.atime_ns, written.ctime_ns = current.atime_ns, max(written.ctime_ns, current.ctime_ns)
-    if current.mtime_ns != before.mtime_ns:
-        written.mtime_ns = current.mtime_ns
-    kept = InodeFlags.PINNED | InodeFlags.NAMELESS
-    written.flags = (written.flags & ~kept) | (current.flags & kept)
-    written.version = max(written.version, current.version)

@@ -8,12 +8,9 @@ and the summaries of all others say what was removed: an older block under a rem
 from __future__ import annotations
 
 import logging
-import struct
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
 
 import trio
 
@@ -34,8 +31,9 @@ from kvfs.pool.format import (
     unpack_summary,
 )
 from kvfs.pool.geometry import Geometry
-from kvfs.record import RECORD_HEAD, Inode, InodeFlags, Kind
+from kvfs.record import RECORD_HEAD, Inode, InodeFlags
 from kvfs.store.eviction import TICKS_PER_POOL
+from kvfs.store.segment import Counter, Head, Segment, SegmentStatistics, State, usage
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, SegmentIndex
 
 log = logging.getLogger(__name__)
@@ -61,146 +59,21 @@ _LATE_WRITES_S = 10.0
 # After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
 _LENT_REST_S = 20.0
 
-_STATE = struct.Struct("<BBBBIQQQ")
-_STATE_VERSION = 1
-_STATE_DIRTY = 1
-_STATE_SLOT = 2
-_STATE_LENT = 4
 _LIVE_FLAGS = InodeFlags.SEALED
 _GONE_FLAGS = InodeFlags.NAMELESS
-
-
-class State(IntEnum):
-    FREE = 0
-    OPEN = 1
-    CLOSED = 2
-    EVICTING = 3
-
-
-@dataclass(slots=True)
-class Segment:
-    index: SegmentIndex
-    state: State = State.FREE
-    generation: int = 0
-    stream: int = Stream.NEW
-    next_page: int = 1
-    live_pages: int = 0
-    sequence: int = 0  # of the last summary
-    slot: int = 1  # where that one was written
-    dirty: bool = False  # the summary on the device does not say what is live
-    copy_stale: bool = False  # the summary in the other slot names blocks that are gone
-    writing: bool = False  # a summary is on its way to the device: until it is there, a crash must find this dirty
-    opening: bool = False  # its header is on its way
-    closing: bool = False  # full; closed with its last run in flight
-    held: int = 0  # files being written with pages here
-    in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
-    batch: int = 0  # of the index: the last in which a block came here or got another name
-    avoid_until: float = 0.0  # eviction freed nothing here; trio time
-    lent: int = 0  # runs that a native client may be writing to, entitled or late
-    late: bool = False  # one that is gone may have had writes under way here
-    lost: bool = False  # a device that it lies on is away: nothing of it can be read or written
-    avoided: bool = False  # not to be opened, and not worth evicting: lost, on a slow device, or on one being drained
-
-    def covered_page(self) -> int:
-        """Every block before this page is in the index, or is none."""
-        return min(self.in_flight, default=self.next_page)
-
-    def pack(self) -> bytes:
-        return _STATE.pack(
-            _STATE_VERSION, self.state, self.stream,
-            _STATE_DIRTY * (self.dirty or self.copy_stale or self.writing) + _STATE_SLOT * self.slot
-            + _STATE_LENT * (self.late or self.lent > 0),
-            self.covered_page(), self.generation, self.live_pages, self.sequence,
-        )  # fmt: skip
-
-    def unpack_into(self, data: bytes) -> None:
-        try:
-            version, state, stream, flags, page, generation, live, sequence = _STATE.unpack(data)
-            if version != _STATE_VERSION or stream >= len(Stream) or page >= 1 << 32 or live >= 1 << 32:
-                raise ValueError(data)
-            self.state = State(state)
-        except (struct.error, ValueError) as error:
-            raise FormatError(f"segment {self.index}: its state in the index is not readable") from error
-        self.stream, self.next_page, self.generation, self.live_pages = stream, page, generation, live
-        self.sequence = sequence
-        self.dirty = bool(flags & _STATE_DIRTY)
-        self.slot = int(bool(flags & _STATE_SLOT))
-        self.late = bool(flags & _STATE_LENT)
-
-
-@dataclass(slots=True, eq=False)
-class Head:
-    """Where a stream is appended to. Segments changes it."""
-
-    stream: Stream
-    segment: Segment | None = None
-    lock: trio.Lock = field(default_factory=trio.Lock)
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentStatistics:
-    count: int
-    size: int
-    free: int
-    open: int
-    closed: int
-    evicting: int
-    live_bytes: int
-    capacity: int
-    summaries_written: int
-    summaries_too_large: int
-    write_errors: int
-    lost: int
 
 
 def _log_impossible(segment: int, message: str) -> None:
     log.warning("%s", message)
 
 
-def usage(inode: Inode) -> dict[int, int]:
-    """Pages that a sealed block takes in each segment, headers included."""
-    if not inode.sealed or inode.kind != Kind.FILE:
-        return {}
-    if not inode.extents:
-        return {inode.segment: inode.header_pages + inode.data_pages}
-    used: dict[int, int] = {inode.segment: inode.header_pages}
-    for extent in inode.extents:
-        used[extent.segment] = used.get(extent.segment, 0) + extent.page_count
-    return used
-
-
-class Counter:
-    """Numbers that never go back: the mount epoch in the high bits."""
-
-    def __init__(self, epoch: int) -> None:
-        self.last = epoch << COUNTER_BITS
-
-    def next(self) -> int:
-        self.last += 1
-        return self.last
-
-
-class Versions(Counter):
-    """Versions of blocks. Those in flight were given out, but the index does not know yet what became of them."""
-
-    def __init__(self, epoch: int) -> None:
-        super().__init__(epoch)
-        self.in_flight: set[int] = set()
-
-    def begin(self) -> int:
-        version = self.next()
-        self.in_flight.add(version)
-        return version
-
-    def end(self, version: int) -> None:
-        self.in_flight.discard(version)
-
-
 class Segments:
     """All segments of a pool. One trio thread."""
 
     def __init__(self, config: PoolConfig, members: Sequence[tuple[tuple[int, int], ...]], plane: Plane, index: Index,
-                 epoch: int) -> None:  # fmt: skip
+                 epoch: int, on_impossible: Callable[[int, str], None] | None = None) -> None:  # fmt: skip
+        """on_impossible: told of what lies on the devices under a valid checksum, and cannot have been written by a
+        kvfs; by default a warning is logged."""
         self.config = config
         self.geometry: Geometry = config.geometry
         self.members = members
@@ -208,8 +81,7 @@ class Segments:
         self.epoch = epoch
         # Segments that can be written.
         self.usable = len(members)
-        # Told of what lies on the devices under a valid checksum, and cannot have been written by a kvfs.
-        self.on_impossible: Callable[[int, str], None] = _log_impossible
+        self.on_impossible = on_impossible or _log_impossible
         # Set by the evictor: nothing can be freed now.
         self.exhausted = False
         self.need_space = trio.Event()

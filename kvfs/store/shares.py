@@ -12,23 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvfs.errors import ShareError
+from kvfs.plane import Plane
 
 PINNED, RESERVED, SLABS = "pinned", "reserved", "slabs"
 _KINDS = (PINNED, RESERVED, SLABS)
 ROOT = 0
-
-
-class Plane(Protocol):
-    """What is told to the data plane, and asked of it."""
-
-    def set_share(self, size: int, exempt: int) -> None: ...
-
-    def user_hold(self, user: int, size: int) -> None: ...
-
-    def users(self) -> list[tuple[int, int, int, int]]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfs.errors import BusyError, DeadlineError, DeviceError, InvalidArgumentError, KvfsError, NoSpaceError
-from kvfs.index.interface import Index
-from kvfs.plane import Plane, PlaneError, Run
+from kvfs.plane import PlaneError, Run
 from kvfs.record import InodeFlags
+from kvfs.store.blocks import Blocks
 from kvfs.store.sealing import Sealing
-from kvfs.store.segments import Segment, Segments
-from kvfs.store.shares import ROOT, SLABS, Shares
+from kvfs.store.segment import Segment
+from kvfs.store.shares import ROOT, SLABS
 from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ class _Slab:
 class Slabs:
     """All slabs of a pool. One trio thread."""
 
-    def __init__(self, segments: Segments, index: Index, plane: Plane, sealing: Sealing, quota: float,
-                 shares: Shares, on_change: Callable[[], None]) -> None:  # fmt: skip
-        """`quota`: the part of the pool's segments that slabs may have. on_change: they have more, or fewer."""
-        self._segments, self._index, self._plane, self._sealing = segments, index, plane, sealing
-        self._on_change, self._shares = on_change, shares
+    def __init__(self, blocks: Blocks, sealing: Sealing, quota: float) -> None:
+        """`quota`: the part of the pool's segments that slabs may have."""
+        segments = blocks.segments
+        self._segments, self._index, self._plane, self._sealing = segments, blocks.index, blocks.plane, sealing
+        self._space, self._shares = blocks.space, blocks.shares
         self._slabs: dict[int, _Slab] = {}
         # No file's any more, but still read by requests under way; by first segment. Their inodes may have others.
         self._ended: dict[int, _Slab] = {}
@@ -77,6 +77,11 @@ class Slabs:
     def bytes(self) -> int:
         """What slabs take of the pool, in whole segments."""
         return self.segment_count * self._segments.area * PAGE_SIZE
+
+    def _changed(self) -> None:
+        """They have more segments, or fewer."""
+        self._space.slab_segments = self.segment_count
+        self._space.update()
 
     async def make(self, number: InodeNumber, size: int, *, chosen: bool = False) -> None:
         """Make an empty file that is being written a slab of at least `size` bytes, or a slab larger.
@@ -118,7 +123,7 @@ class Slabs:
         if not pages and (ended := self._slabs.pop(number, None)) is not None:
             self._ended[ended.first] = ended
         self._slabs.setdefault(number, _Slab(number, user=slab.user)).segments += slab.segments
-        self._on_change()
+        self._changed()
         inode = self._index.get(number)
         if inode is not None and InodeFlags.SLAB not in inode.flags:
             inode.flags |= InodeFlags.SLAB
@@ -279,7 +284,7 @@ class Slabs:
             # It may be a file now, whose pages lie here.
             self._sealing.hold_extents(number)
             self._release(slab)
-            self._on_change()
+            self._changed()
 
     def _release(self, slab: _Slab) -> None:
         for segment, generation in slab.segments:

@@ -1,11 +1,10 @@
 /* The plane: builds and takes down the parts, counts. */
-#include "internal.h"
-
+#include "io/nvme/generic.h"
 #include "io/nvme/tcp.h"
+#include "virtiofs/virtio.h"
 
 #include <stdarg.h>
 #include <stdio.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 static _Thread_local char last_error[256];
@@ -48,8 +47,8 @@ static void on_message(struct kvfs_array *array, uint32_t device) {
     event_add((struct kvfs_plane *)((char *)array - offsetof(struct kvfs_plane, array)), KVFS_EVENT_DEVICE, 0, device);
 }
 
-static int plane_build(struct kvfs_plane *plane, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members) {
-    struct kvfs_plane_config *c = &plane->config;
+/* Zeros in a configuration mean the usual. */
+static void config_complete(struct kvfs_plane_config *c) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     if (!c->server_threads)
         c->server_threads = cores < 1 ? 1 : (uint32_t)cores;
@@ -65,13 +64,16 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
         c->max_write = (uint32_t)CHUNK_SIZE;
     if (!c->io_timeout_ms)
         c->io_timeout_ms = 5000;
-    plane->slow_ns = c->slow_ms ? c->slow_ms * (uint64_t)1000000 : UINT64_MAX;
     if (!c->request_timeout_ms)
         c->request_timeout_ms = 30000;
     if (c->staging_size < 16 * CHUNK_SIZE)
         c->staging_size = 16 * CHUNK_SIZE;
     if (c->read_memory_size < 16 * CHUNK_SIZE)
         c->read_memory_size = 16 * CHUNK_SIZE;
+}
+
+static int array_build(struct kvfs_plane *plane, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members) {
+    const struct kvfs_plane_config *c = &plane->config;
     const struct geometry geometry = {.secret = c->secret, .mount_epoch = c->mount_epoch, .zone_size = c->zone_size, .stripe_unit = c->stripe_unit,
                                       .stripe_width = c->stripe_width, .segment_count = c->segment_count};
     plane->array.io_timeout_ms = c->io_timeout_ms;
@@ -79,8 +81,7 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
     plane->array.on_error = on_error;
     plane->array.on_message = on_message;
     int r = array_init(&plane->array, &geometry, c->device_count);
-    plane->uses = calloc(c->records_max + 1, sizeof(*plane->uses)); /* untouched pages cost nothing */
-    if (r < 0 || !plane->uses)
+    if (r < 0)
         return fail(-ENOMEM, "no memory for %u segments", c->segment_count);
     memcpy(plane->array.members, members, (uint64_t)c->segment_count * c->stripe_width * sizeof(*members));
     for (uint32_t i = 0; i < c->device_count; i++) {
@@ -91,19 +92,27 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
         if (r < 0)
             return fail(r, "device %u: NVMe passthrough: %s", i, strerror(-r));
     }
+    return 0;
+}
+
+static int memory_build(struct kvfs_plane *plane) {
+    const struct kvfs_plane_config *c = &plane->config;
+    plane->uses = calloc(c->records_max + 1, sizeof(*plane->uses)); /* untouched pages cost nothing */
+    if (!plane->uses)
+        return fail(-ENOMEM, "no memory for %u segments", c->segment_count);
     for (uint32_t i = 0; i < SHARDS; i++)
         pthread_mutex_init(&plane->shards[i].lock, NULL);
     pthread_mutex_init(&plane->handles.lock, NULL);
-    pthread_mutex_init(&plane->transports_lock, NULL);
     pthread_mutex_init(&plane->request_lock, NULL);
-    pthread_mutex_init(&plane->notify_lock, NULL);
-    pthread_cond_init(&plane->notify_more, NULL);
     atomic_store(&plane->space, UINT64_MAX);
     atomic_store(&plane->share, UINT64_MAX);
-    r = events_init(&plane->events);
+    plane->slow_ns = c->slow_ms ? c->slow_ms * (uint64_t)1000000 : UINT64_MAX;
+    int r = events_init(&plane->events);
     if (r < 0)
         return fail(r, "eventfd: %s", strerror(-r));
-    r = mux_init(plane);
+    r = fuse_create(plane);
+    if (r == 0)
+        r = guests_create(plane);
     if (r == 0)
         r = arena_init(&plane->staging, CHUNK_SIZE, (uint32_t)(c->staging_size / CHUNK_SIZE / 4 * 3));
     if (r == 0)
@@ -117,15 +126,17 @@ static int plane_build(struct kvfs_plane *plane, const int *device_fds, const ui
     r = kvfs_table_create(c->records_max, c->secret, c->mount_epoch, &plane->table);
     if (r < 0)
         return fail(r, "block table of %llu records: %s", (unsigned long long)c->records_max, strerror(-r));
+    return 0;
+}
+
+static int threads_start(struct kvfs_plane *plane, const int *device_fds) {
     char reason[NVME_REASON];
-    r = nvme_hosts_start(&plane->array, device_fds, true, reason, sizeof(reason));
+    int r = nvme_hosts_start(&plane->array, device_fds, true, reason, sizeof(reason));
     if (r < 0)
         return fail(r, "%s", reason);
-    r = pool_start(plane, &plane->store, c->store_threads);
+    r = pool_start(plane, &plane->store, plane->config.store_threads);
     if (r == 0)
-        r = pool_start(plane, &plane->slow, 4);
-    if (r == 0)
-        r = notifier_start(plane);
+        r = fuse_start(plane);
     if (r == -ENOMEM)
         return fail(r, "io_uring: no memory to lock; raise the memlock limit (ulimit -l)");
     if (r < 0)
@@ -145,7 +156,12 @@ int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_
         return fail(-ENOMEM, "no memory");
     plane->config = *config;
     plane->events.fd = -1;
-    r = plane_build(plane, device_fds, zones_offset, members);
+    config_complete(&plane->config);
+    r = array_build(plane, device_fds, zones_offset, members);
+    if (r == 0)
+        r = memory_build(plane);
+    if (r == 0)
+        r = threads_start(plane, device_fds);
     if (r < 0) {
         kvfs_plane_destroy(plane);
         return r;
@@ -174,24 +190,20 @@ static void nodes_free(struct kvfs_plane *plane) {
 }
 
 void kvfs_plane_destroy(struct kvfs_plane *plane) {
-    if (plane->mux.entries)
+    if (plane->fuse)
         mux_end(plane);
     atomic_store(&plane->stopping, true);
-    guests_stop(plane);
-    for (uint32_t i = 0; i < TRANSPORTS_MAX; i++)
-        if (plane->transports[i])
-            transport_stop(plane->transports[i]);
-    notifier_stop(plane);
-    pool_stop(&plane->slow);
+    if (plane->guests)
+        guests_stop(plane);
+    if (plane->fuse)
+        fuse_stop(plane);
     pool_stop(&plane->store);
-    for (uint32_t i = 0; i < TRANSPORTS_MAX; i++)
-        if (plane->transports[i])
-            transport_free(plane->transports[i]);
-    guests_free(plane);
+    if (plane->guests)
+        guests_free(plane);
+    if (plane->fuse)
+        fuse_free(plane);
     if (plane->array.devices)
         nvme_hosts_stop(&plane->array);
-    if (plane->mux.entries)
-        mux_free(plane);
     if (plane->array.segment_busy)
         nodes_free(plane);
     for (uint32_t i = 0; i < plane->handles.count; i++)
@@ -218,10 +230,6 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
 
 struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane) { return plane->table; }
 
-int kvfs_fuse_add(struct kvfs_plane *plane, int fd) { return transport_start(plane, fd); }
-
-int kvfs_transport_count(struct kvfs_plane *plane) { return (int)atomic_load(&plane->transport_count); }
-
 /* ---- statistics and faults ---- */
 
 void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) {
@@ -242,7 +250,7 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     out->names_missed = missed > told ? missed : told;
     for (uint32_t i = 0; i < KVFS_AGES; i++)
         out->found_ages[i] = atomic_load_explicit(&plane->found_ages[i], memory_order_relaxed);
-    out->forwarded_in_flight = plane->mux.live_count;
+    out->forwarded_in_flight = plane->fuse->mux.live_count;
     out->staged_bytes = atomic_load(&plane->staged_bytes);
     out->staging_size = plane->config.staging_size;
     out->open_bytes = atomic_load(&plane->open_bytes);

@@ -2,7 +2,7 @@
 #ifndef KVFS_TEST_PLANE_HARNESS_H
 #define KVFS_TEST_PLANE_HARNESS_H
 
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <fcntl.h>
 #include <stdio.h>

@@ -24,7 +24,7 @@ import kvfs
 from kvfs.errors import PutError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.pool.config import load
-from kvfs.store.segments import usage
+from kvfs.store.segment import usage
 
 pytestmark = pytest.mark.timeout(180)
 

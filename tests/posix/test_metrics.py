@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 from helpers import REPOSITORY, Pool, read_file, wait_until, write_file
 
-from kvfs import metrics
+from kvfs.status import prometheus
 
 pytest.importorskip("prometheus_client", reason="the package prometheus-client is not installed")
 from prometheus_client.parser import text_string_to_metric_families
@@ -40,7 +40,7 @@ def pool(port: int) -> Iterator[Pool]:
 
 def scrape(port: int, path: str = "/metrics") -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
-        assert answer.headers["Content-Type"] == metrics.CONTENT_TYPE
+        assert answer.headers["Content-Type"] == prometheus.CONTENT_TYPE
         return answer.read().decode()
 
 
@@ -69,7 +69,7 @@ def test_every_metric_of_a_live_pool_has_words_of_its_own(pool: Pool, port: int)
     for family in families:
         assert family.type in ("gauge", "counter", "histogram") and len(family.documentation) > 10, family.name
     assert not [family.name for family in families if family.documentation == "See kvfs status."]
-    assert set(pool.status()["counters"]) == set(metrics.COUNTERS) | set(metrics.GAUGES)
+    assert set(pool.status()["counters"]) == set(prometheus.COUNTERS) | set(prometheus.GAUGES)
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are(pool: Pool, port: int) -> None:

@@ -24,7 +24,7 @@ from kvfs.plane import check_records
 from kvfs.pool.format import Summary, pack_summary
 from kvfs.record import Extent, Inode, InodeFlags, Kind
 from kvfs.store.fsck import fsck
-from kvfs.store.segments import usage
+from kvfs.store.segment import usage
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
 

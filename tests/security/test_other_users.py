@@ -15,15 +15,19 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY, Pool, in_child, requires_root, run
 
-from kvfs import cli, daemon, stats, top
+from kvfs import cli
+from kvfs.cli.mounting import _watch_daemon
+from kvfs.daemon.reporter import log_to_file
 from kvfs.errors import PoolError
-from kvfs.frontend.status import offline_status
 from kvfs.guard import open_own
 from kvfs.pool import nvme_tcp
 from kvfs.pool.config import load
 from kvfs.pool.lock import locked
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.pool.opening import write_config
+from kvfs.status import top
+from kvfs.status.document import offline_status
+from kvfs.status.text import render_device_list, render_status
 from kvfs.store.fsck import fsck
 
 MALLORY = 12_321
@@ -93,7 +97,7 @@ def test_a_log_that_was_rotated_is_made_anew_and_never_through_a_link(tmp_path: 
 
     def rotate() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  pytest's own leads elsewhere
-        daemon._log_to_file(path)
+        log_to_file(path)
         log = logging.getLogger("kvfs.test")
         log.info("one")
         path.rename(tmp_path / "kvfs.log.1")
@@ -166,7 +170,7 @@ def test_a_link_that_was_planted_in_the_index_is_not_written_through(pool: Path,
 
 def test_a_pipe_in_the_place_of_the_pid_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "kvfs.pid")
-    assert cli._watch_daemon(tmp_path) is None
+    assert _watch_daemon(tmp_path) is None
 
 
 def test_quickstart_uses_no_directory_that_others_prepared(tmp_path: Path, precious: Path) -> None:
@@ -219,7 +223,7 @@ def test_names_move_no_cursor(tmp_path: Path) -> None:
     run(sys.executable, "-m", "kvfs", "import", pool, "--device", device)
     escaped = r"a\x1b[31m\x1b]0;x\x07"
     document = offline_status(pool)
-    for text in (stats.render_status(document), "\n".join(stats.render_device_list(document))):
+    for text in (render_status(document), "\n".join(render_device_list(document))):
         assert escaped in text
         assert all(line.isprintable() for line in text.splitlines())
     (tmp_path / f"pool {NAME}").symlink_to(pool)

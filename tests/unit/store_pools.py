@@ -12,7 +12,8 @@ import trio.testing
 
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.record import Inode, InodeFlags, Kind
-from kvfs.store.store import Store, StoreOptions
+from kvfs.store.opening import StoreOptions
+from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
 # A disk that others use may pause for as long as a device's usual deadline.
@@ -61,7 +62,7 @@ def crashed_store(path: Path, work: Callable[[Store], Awaitable[None]], options:
             async with Store.open(path, options) as store:
                 await rebuilt(store)
                 await work(store)
-                store._closed = True  # close() then does nothing
+                store._close_cleanly = trio.lowlevel.checkpoint  # type: ignore[method-assign]
 
     trio.run(main)
 
@@ -76,8 +77,8 @@ def make(store: Store, parent: int, name: bytes, kind: Kind = Kind.FILE) -> Inod
     now = time.time_ns()
     mode = 0o040755 if kind == Kind.DIRECTORY else 0o100644
     inode = Inode(
-        inode=store.next_inode(), parent=InodeNumber(parent), name=name, kind=kind, mode=mode, nlink=1,
-        version=store.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
+        inode=store.blocks.next_inode(), parent=InodeNumber(parent), name=name, kind=kind, mode=mode, nlink=1,
+        version=store.blocks.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
     )  # fmt: skip
     store.plane.name_put(inode.pack(), 0)
     store.index.put(inode, None)
@@ -90,7 +91,7 @@ async def write(store: Store, name: bytes, size: int = 3 * 4096, parent: int = R
     """A sealed block of zeros; with a large size its header alone fills pages (4 bytes for every 4 KiB)."""
     inode = make(store, parent, name)
     store.plane.file_truncate(inode.inode, size)
-    sealed = await store.seal(inode.inode)
+    sealed = await store.sealing.seal(inode.inode)
     assert sealed is not None
     return sealed
 
@@ -106,9 +107,9 @@ def rename(store: Store, number: InodeNumber, name: bytes, parent: int = ROOT_IN
     if target is not None:
         assert lingers and store.plane.inode_remove(target.inode) == 0
         store.index.delete(target)
-        store.forget(target)
+        store.blocks.forget(target)
     store.index.put(new, old)
-    store.renamed(new)
+    store.blocks.renamed(new)
 
 
 def unlink(store: Store, name: bytes, parent: int = ROOT_INODE) -> None:
@@ -118,7 +119,7 @@ def unlink(store: Store, name: bytes, parent: int = ROOT_INODE) -> None:
     assert inode is not None
     assert store.plane.inode_remove(number) == 0
     store.index.delete(inode)
-    store.forget(inode)
+    store.blocks.forget(inode)
 
 
 def names(store: Store, parent: int = ROOT_INODE) -> set[bytes]:

@@ -13,9 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import cli, usage
+from kvfs import cli
+from kvfs.cli import output, programs, usage, watching
+from kvfs.cli.command import parser
+from kvfs.cli.targets import in_a_mount
 from kvfs.errors import DeadlineError
-from kvfs.frontend import control, keeper, mount
+from kvfs.frontend import control, mount
+from kvfs.virtiofs import relay
 
 
 def run(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -167,8 +171,8 @@ def status_of(failures: dict[str, Exception], monkeypatch: pytest.MonkeyPatch) -
             raise failures[str(pool)]
         return {"pool": {"path": str(pool), "state": "mounted"}}
 
-    monkeypatch.setattr(cli, "_pools_mounted", lambda: [Path("/srv/a"), Path("/srv/b")])
-    monkeypatch.setattr(cli, "_status_of", answer)
+    monkeypatch.setattr(watching, "pools_mounted", lambda: [Path("/srv/a"), Path("/srv/b")])
+    monkeypatch.setattr(watching, "status_of", answer)
 
 
 def test_status_of_a_pool_that_does_not_answer_hides_no_other(
@@ -197,8 +201,8 @@ def test_status_of_pools_of_others_alone_is_a_failure_and_beside_ones_own_is_non
 
 
 def test_every_verb_that_stays_kvfs_takes_json() -> None:
-    others = {"bench", "completion", "man", *cli.RUN_VERBS}
-    _, verbs = usage.read(cli.parser())
+    others = {"bench", "completion", "man", *programs.RUN_VERBS}
+    _, verbs = usage.read(parser())
     takes = {verb.name for verb in verbs if any("-o" in option.names for option in verb.options)}
     assert takes == {verb.name for verb in verbs} - others
 
@@ -206,7 +210,7 @@ def test_every_verb_that_stays_kvfs_takes_json() -> None:
 def test_keep_says_in_json_where_it_listens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(keeper, "keep", lambda *_: None)
+    monkeypatch.setattr(relay, "keep", lambda *_: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     status, out, _ = run("keep", tmp_path / "a.sock", tmp_path / "b.sock", "-o", "json", capsys=capsys)
     assert status == 0
@@ -237,9 +241,9 @@ def test_a_path_in_a_mount_below_another_one_is_judged_by_the_nearer() -> None:
     kvfs = mount.Mount("/mnt/kv", "/srv/pool", mount.FILESYSTEM_TYPE, "rw", "0:50")
     tmpfs = mount.Mount("/mnt/kv/tmp", "tmpfs", "tmpfs", "rw", "0:51")
     root = mount.Mount("/", "/dev/sda1", "ext4", "rw", "8:1")
-    assert cli._in_a_mount("/mnt/kv/file", [root, kvfs, tmpfs])
-    assert not cli._in_a_mount("/mnt/kv/tmp/file", [root, kvfs, tmpfs])
-    assert not cli._in_a_mount("/mnt/kvx", [root, kvfs, tmpfs])
+    assert in_a_mount("/mnt/kv/file", [root, kvfs, tmpfs])
+    assert not in_a_mount("/mnt/kv/tmp/file", [root, kvfs, tmpfs])
+    assert not in_a_mount("/mnt/kvx", [root, kvfs, tmpfs])
 
 
 def test_progress_is_silent_for_short_steps(
@@ -247,10 +251,10 @@ def test_progress_is_silent_for_short_steps(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    progress = cli.ProgressPrinter()
+    progress = output.ProgressPrinter()
     progress("reading", 1, 10)
     assert capsys.readouterr().err == ""
-    now += cli.PROGRESS_AFTER_S
+    now += output.PROGRESS_AFTER_S
     progress("reading", 5, 10)
     progress("reading", 6, 10)
     assert capsys.readouterr().err == "kvfs: reading: 5 of 10 (50%)\n"

@@ -13,11 +13,15 @@ from typing import cast
 
 import pytest
 
-from kvfs import daemon
+from kvfs.daemon.daemon import Daemon
+from kvfs.daemon.host import pid_file
+from kvfs.daemon.options import MountOptions
+from kvfs.daemon.process import _relay
 from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
+from kvfs.plane import EventType
 from kvfs.store.store import Store
 
-OPTIONS = daemon.MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=20)
+OPTIONS = MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=20)
 Start = Callable[[str], tuple[int, int]]
 
 
@@ -42,7 +46,7 @@ def said(*messages: dict[str, object]) -> str:
 
 def test_the_parent_returns_the_pid_once_the_mount_answers(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     pid, reading = start(said({"info": "segments read: 10%"}, {"ready": 1}))
-    assert daemon._relay(pid, reading, OPTIONS) == pid
+    assert _relay(pid, reading, OPTIONS) == pid
     assert capsys.readouterr().err == "kvfs: segments read: 10%\n"
     os.waitpid(pid, 0)
     os.close(reading)
@@ -52,7 +56,7 @@ def test_the_parent_returns_the_pid_once_the_mount_answers(start: Start, capsys:
 def test_an_error_of_the_daemon_is_raised_in_the_parent(start: Start, usage: bool, kind: type[KvfsError]) -> None:
     pid, reading = start(said({"error": "device 2: gone", "errno": errno.ENXIO, "usage": usage}))
     with pytest.raises(kind, match="device 2: gone") as raised:
-        daemon._relay(pid, reading, OPTIONS)
+        _relay(pid, reading, OPTIONS)
     assert raised.value.errno == errno.ENXIO
     os.close(reading)
 
@@ -60,15 +64,15 @@ def test_an_error_of_the_daemon_is_raised_in_the_parent(start: Start, usage: boo
 def test_a_daemon_that_dies_is_reported_with_its_signal(start: Start) -> None:
     pid, reading = start("import os; os.kill(os.getpid(), 11)")
     with pytest.raises(KvfsError, match=r"ended while starting \(signal SIGSEGV\)"):
-        daemon._relay(pid, reading, OPTIONS)
+        _relay(pid, reading, OPTIONS)
     os.close(reading)
 
 
 def test_a_daemon_that_says_nothing_is_stopped(start: Start) -> None:
     pid, reading = start("import time; time.sleep(600)")
-    options = daemon.MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=0.2)
+    options = MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=0.2)
     with pytest.raises(DeadlineError, match="said nothing for"):
-        daemon._relay(pid, reading, options)
+        _relay(pid, reading, options)
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, 0)
     os.close(reading)
@@ -83,7 +87,7 @@ def test_the_error_that_says_most_is_told() -> None:
 
 
 def test_the_pid_file_is_there_while_the_daemon_is(tmp_path: Path) -> None:
-    with daemon._pid_file(tmp_path):
+    with pid_file(tmp_path):
         assert int((tmp_path / "kvfs.pid").read_text()) == os.getpid()
     assert not (tmp_path / "kvfs.pid").exists()
 
@@ -91,7 +95,7 @@ def test_the_pid_file_is_there_while_the_daemon_is(tmp_path: Path) -> None:
 def test_whoever_mounts_after_the_last_transport_is_gone_may_wait() -> None:
     """Before anything else of the end, which may take a while, so that no mount in between is refused."""
     told: list[bool] = []
-    serving = daemon.Daemon(OPTIONS, "/mnt/kv")
+    serving = Daemon(OPTIONS, "/mnt/kv")
     serving._store = cast(Store, SimpleNamespace(ending=lambda: told.append(serving._gone.is_set())))
-    serving._on_event(daemon.Event.TRANSPORTS_GONE, 0, 0)
+    serving._on_event(EventType.TRANSPORTS_GONE, 0, 0)
     assert told == [False] and serving._gone.is_set()

@@ -36,7 +36,7 @@ from kvfs.store import health
 from kvfs.store.device_service import DeviceService
 from kvfs.store.fsck import fsck
 from kvfs.store.health import DeviceState
-from kvfs.store.segments import usage
+from kvfs.store.segment import usage
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -389,7 +389,7 @@ def test_a_removed_device_stays_out_and_its_replacement_starts_empty(tmp_path: P
     async def remove(store: Store) -> None:
         blocks.update(await fill(store))
         await store.remove_device(SICK, drain=False)
-        assert not store.index.lost, "nothing is left to hide"
+        assert not store.index.is_hiding, "nothing is left to hide"
         with pytest.raises(UsageError, match="removed already"):
             await store.remove_device(SICK, drain=False)
         with pytest.raises(UsageError, match="segments are left"):
@@ -426,7 +426,7 @@ def test_drained_what_is_pinned_or_hot_stays(tmp_path: Path) -> None:
         lost = [name for name, is_lost in blocks.items() if is_lost]
         numbers = {name: store.index.lookup(ROOT_INODE, name) for name in lost}
         for name in lost[:10]:
-            await store.pin(numbers[name] or InodeNumber(0))
+            await store.blocks.pin(numbers[name] or InodeNumber(0))
         store.plane.inode_touch([numbers[name] or 0 for name in lost[10:20]])
         await store.remove_device(SICK, drain=True)
         assert set(lost[:20]) <= names(store)
@@ -441,7 +441,7 @@ def test_a_slow_device_gets_no_new_segments_unless_too_few_were_left(tmp_path: P
     def slow(work: Callable[[Store], Awaitable[None]], width: int) -> None:
         async def begin(store: Store) -> None:
             store.service._set(SICK, DeviceState.SLOW, "as the test says")
-            store.service._place()
+            store.service._apply_states()
             await work(store)
 
         with_store(pool_of(tmp_path / str(width), width), begin)
@@ -474,7 +474,7 @@ def test_a_device_that_was_slow_is_not_for_long_though_nobody_asks_it(
         monkeypatch.setattr(service_module, "_BEAT_S", 1000.0)  # asked every turn, or not within the test
         monkeypatch.setattr(health, "SLOW_NS", 10**12)
         store.service._set(SICK, DeviceState.SLOW, "as the test says")
-        store.service._place()
+        store.service._apply_states()
         await until(store, DeviceState.ONLINE)
 
     with_store(pool_of(tmp_path, 1), work, jumping=True)
@@ -507,7 +507,7 @@ def test_a_store_that_is_cancelled_from_outside_still_closes_cleanly(tmp_path: P
                 late = make(store, ROOT_INODE, b"late")
                 store.plane.file_truncate(late.inode, SIZE)
                 scope.cancel()
-                await store.seal(late.inode)
+                await store.sealing.seal(late.inode)
         assert scope.cancelled_caught
 
     trio.run(main)

@@ -14,7 +14,7 @@ from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.record import Kind
 from kvfs.store.eviction import CARRY_SHARE, TICK_MASK, TICKS_PER_POOL, Contents, LeastLoss, Use
 from kvfs.store.fsck import fsck
-from kvfs.store.segments import State
+from kvfs.store.segment import State
 from kvfs.store.store import Store
 
 # Sparse: 64 MiB have 16,384 leaves, so a header of this many pages and no data.
@@ -152,7 +152,7 @@ def test_pinned_blocks_stay_and_everything_pinned_is_enospc(tmp_path: Path) -> N
 
     async def work(store: Store) -> None:
         kept = make(store, 1, b"kept", Kind.DIRECTORY)
-        await store.pin(kept.inode)
+        await store.blocks.pin(kept.inode)
         pinned = {b"p%d" % i for i in range(20)}
         for name in pinned:
             await write(store, name, BIG, kept.inode)
@@ -165,7 +165,7 @@ def test_pinned_blocks_stay_and_everything_pinned_is_enospc(tmp_path: Path) -> N
         with pytest.raises(NoSpaceError, match="pinned"), trio.fail_after(50):
             for i in range(10_000):
                 await write(store, b"q%06d" % i, BIG, kept.inode)
-        await store.unpin(kept.inode)
+        await store.blocks.unpin(kept.inode)
         with trio.fail_after(20):
             await write(store, b"fits again", BIG)
             while not any(name == b"later" for name in names(store)):
@@ -186,7 +186,7 @@ def test_to_evict_all_ends_where_pinned_blocks_fill_more_than_half_a_segment_eac
         pages = store.segments.area * 35 // 100  # two in a segment, and no third
         for i in range(8):
             pinned = await write(store, b"p%d" % i, pages * 1024 * 4096)  # 4 bytes of header for each 4 KiB
-            await store.pin(pinned.inode)
+            await store.blocks.pin(pinned.inode)
             await write(store, b"q%d" % i)
         with trio.fail_after(20):
             await store.evict(1 << 60)
@@ -287,7 +287,7 @@ def test_a_block_carried_over_keeps_its_uses(tmp_path: Path) -> None:
         store.plane.tick(3)
         store.plane.inode_touch([block.inode] * 2)
         record = store.index.raw(block.inode)
-        assert record is not None and await store.carry(record)
+        assert record is not None and await store.sealing.carry(record)
         assert store.plane.inode_uses([block.inode]) == [(3, 2)]
 
     with_store(pool, work)
@@ -316,7 +316,7 @@ def test_what_changes_while_it_is_copied_is_not_undone_by_the_copy(
 
         monkeypatch.setattr(store.plane, "store_copy", meanwhile)
         record = store.index.raw(before.inode)
-        assert record is not None and await store.carry(record) == (change == "rename")
+        assert record is not None and await store.sealing.carry(record) == (change == "rename")
         after = store.index.get(before.inode)
         if change == "remove":
             assert after is None and names(store) == set()
@@ -325,7 +325,7 @@ def test_what_changes_while_it_is_copied_is_not_undone_by_the_copy(
         assert (after.segment == before.segment) == (change == "write")
         if change == "write":
             assert store.plane.file_extents(before.inode)[0].segment == before.segment
-            sealed = await store.seal(before.inode)
+            sealed = await store.sealing.seal(before.inode)
             assert sealed is not None and sealed.size == 5000
         await verify_all(store)
 
@@ -349,12 +349,12 @@ def test_evict_all_takes_blocks_that_are_worth_a_copy_and_says_what_stays(
         monkeypatch.setattr(store.evictor, "_policy", KeepsAll())
         monkeypatch.setattr(store.evictor, "_budget_pages", lambda: 1 << 30)
         blocks = [await write(store, b"%03d" % i, BIG) for i in range(100)]
-        await store.pin(blocks[7].inode)
+        await store.blocks.pin(blocks[7].inode)
         await store.evict(None)
         assert names(store) == {b"007"}
         kept = await store.evictor.kept()
         assert {why: (part.blocks, part.inodes) for why, part in kept.items()} == {"pinned": (1, [blocks[7].inode])}
-        await store.unpin(blocks[7].inode)
+        await store.blocks.unpin(blocks[7].inode)
         await store.evict(store.space().used)  # they go last, but they go
         assert names(store) == set() and not await store.evictor.kept()
         await verify_all(store)

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import cli, daemon
+from kvfs import cli
+from kvfs.daemon.host import tell_manager
 from kvfs.errors import KvfsError, UsageError
-from kvfs.frontend import hypervisor
-from kvfs.frontend.virtiofs import Export, ExportError, Exports, listen, parse_export, parse_exports
+from kvfs.virtiofs import hypervisor
+from kvfs.virtiofs.exports import Export, ExportError, Exports, listen, parse_export, parse_exports
 
 COUNTS = {"connected": 1, "queues_running": 2, "connections": 3, "requests": 40, "bytes_read": 5}
 
@@ -347,15 +348,15 @@ def test_systemd_is_told_when_the_daemon_is_ready(tmp_path: Path, monkeypatch: p
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(5)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        daemon._tell_manager("READY=1")
+        tell_manager("READY=1")
         assert manager.recv(100) == b"READY=1"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"\0kvfs-test-{os.getpid()}")
         manager.settimeout(5)
         monkeypatch.setenv("NOTIFY_SOCKET", f"@kvfs-test-{os.getpid()}")
-        daemon._tell_manager("STOPPING=1")
+        tell_manager("STOPPING=1")
         assert manager.recv(100) == b"STOPPING=1"
     # One that is gone, or none at all, is no failure.
     for value in (str(tmp_path / "gone"), "", "relative"):
         monkeypatch.setenv("NOTIFY_SOCKET", value)
-        daemon._tell_manager("READY=1")
+        tell_manager("READY=1")

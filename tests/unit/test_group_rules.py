@@ -33,7 +33,7 @@ def put_group(store: Store, number: InodeNumber, group: bytes | None) -> None:
     store.index.put(inode, before)
     store.plane.inode_update(inode.pack())
     if inode.sealed or inode.kind == Kind.DIRECTORY:
-        store.renamed(inode)
+        store.blocks.renamed(inode)
 
 
 async def found(store: Store, inode: Inode, *rules: GroupRule) -> set[bytes]:
@@ -195,11 +195,11 @@ def test_a_pinned_member_keeps_its_group(tmp_path: Path) -> None:
         await pairs_apart(store, 4)
         pinned = store.index.lookup(ROOT_INODE, b"2.metadata")
         assert pinned is not None
-        await store.pin(pinned)
+        await store.blocks.pin(pinned)
         await store.evict(1 << 40)
         assert names(store) == {b"2", b"2.metadata"}
         await verify_all(store)
-        await store.unpin(pinned)
+        await store.blocks.unpin(pinned)
         await store.evict(1 << 40)
         assert names(store) == set()
 
@@ -211,7 +211,7 @@ def test_a_member_that_is_being_written_keeps_its_group(tmp_path: Path) -> None:
         await pairs_apart(store, 2)
         number = store.index.lookup(ROOT_INODE, b"1.metadata")
         assert number is not None
-        await store.rewrite(number, True)
+        await store.sealing.rewrite(number, True)
         await store.evict(1 << 40)
         assert names(store) == {b"1", b"1.metadata"}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvfs import logs
+from kvfs.daemon import logs
 
 FORMAT = "%(levelname)s %(name)s: %(message)s"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ import trio.testing
 
 from kvfs import errors
 from kvfs.namespace import files
+from kvfs.namespace.attributes import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.namespace.files import RENAME_NOREPLACE, USED_PERCENT_MAX, XATTRS_SIZE_MAX, Changes, Namespace
-from kvfs.namespace.storage import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.record import Inode, InodeFlags, Kind
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -178,7 +178,10 @@ class SlabsDouble:
 
 
 class StoreDouble:
+    """A store, and all its parts that the namespace asks."""
+
     def __init__(self) -> None:
+        self.blocks = self.sealing = self.service = self
         self.index = IndexDouble()
         self.plane = PlaneDouble()
         self.slabs = SlabsDouble(self.index)
@@ -200,8 +203,11 @@ class StoreDouble:
         self.counter += 1
         return self.counter
 
-    def leave_table(self, number: InodeNumber) -> None:
-        assert self.index.get(number) is None
+    def leave_table(self, inodes: Sequence[InodeNumber]) -> None:
+        assert all(self.index.get(number) is None for number in inodes)
+
+    def entered(self, inode: Inode) -> None:
+        assert self.index.get(inode.inode) is not None
 
     def linger(self, inode: InodeNumber) -> None:
         assert inode in self.plane.table

@@ -33,7 +33,7 @@ from kvfs.pool.making import import_pool
 from kvfs.record import Kind
 from kvfs.store import store as store_module
 from kvfs.store.fsck import fsck
-from kvfs.store.segments import State
+from kvfs.store.segment import State
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -136,9 +136,9 @@ def test_a_file_that_took_the_name_of_a_removed_directory_is_found_with_its_last
         await store.sync()
         rename(store, taken.inode, b"elsewhere")
         rename(store, moving.inode, b"taken")
-        await store.rewrite(moving.inode, True)
+        await store.sealing.rewrite(moving.inode, True)
         store.plane.file_truncate(moving.inode, 20_000)
-        assert await store.seal(moving.inode) is not None
+        assert await store.sealing.seal(moving.inode) is not None
 
     crashed_store(pool, work, LAZY)
 
@@ -160,9 +160,9 @@ def test_a_file_that_took_the_name_of_the_directory_it_was_in_is_found(pool: Pat
         rename(store, inside.inode, b"moved")
         unlink(store, b"name")
         rename(store, inside.inode, b"name")
-        await store.rewrite(inside.inode, True)
+        await store.sealing.rewrite(inside.inode, True)
         store.plane.file_truncate(inside.inode, 20_000)
-        assert await store.seal(inside.inode) is not None
+        assert await store.sealing.seal(inside.inode) is not None
 
     crashed_store(pool, work, LAZY)
 
@@ -180,9 +180,9 @@ def test_a_rewritten_file_whose_new_name_was_taken_again_never_has_its_old_conte
         first = await write(store, b"a")
         await store.sync()
         rename(store, first.inode, b"b")
-        await store.rewrite(first.inode, True)
+        await store.sealing.rewrite(first.inode, True)
         store.plane.file_truncate(first.inode, 20_000)
-        assert await store.seal(first.inode) is not None
+        assert await store.sealing.seal(first.inode) is not None
         rename(store, first.inode, b"c")
         await write(store, b"b", size=5)
 
@@ -309,7 +309,7 @@ def test_a_removal_that_the_crash_undid_stays_undone_without_the_index(pool: Pat
 def test_carried_over_blocks_survive_the_reuse_of_their_segment(pool: Path) -> None:
     async def work(store: Store) -> None:
         kept = await write(store, b"kept")
-        await store.pin(kept.inode)
+        await store.blocks.pin(kept.inode)
         await store.sync()
         for i in range(1200):
             await write(store, b"%d" % i, BIG)
@@ -327,8 +327,8 @@ def test_pins_survive_with_and_without_the_index(pool: Path) -> None:
         directory = make(store, 1, b"dir", Kind.DIRECTORY)
         await write(store, b"in it", parent=directory.inode)
         block = await write(store, b"pinned")
-        await store.pin(block.inode)
-        await store.pin(directory.inode)
+        await store.blocks.pin(block.inode)
+        await store.blocks.pin(directory.inode)
         await settle(store)
 
     with_store(pool, work)
@@ -372,7 +372,9 @@ def test_numbers_never_go_back(pool: Path) -> None:
     seen: list[int] = []
 
     async def work(store: Store) -> None:
-        seen.extend([store.next_inode(), store.next_version(), (await write(store, b"%d" % len(seen))).generation])
+        seen.extend(
+            [store.blocks.next_inode(), store.blocks.next_version(), (await write(store, b"%d" % len(seen))).generation]
+        )
 
     for end in (crashed_store, with_store, crashed_store):
         end(pool, work)

@@ -18,7 +18,7 @@ import pytest
 from helpers import often
 from store_pools import LAZY, crashed_store, make_pool, names, rename, unlink, verify_all, with_store, write
 
-from kvfs.store.segments import State
+from kvfs.store.segment import State
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -113,7 +113,7 @@ class History:
     async def _pin(self, store: Store) -> None:
         picked = self._pick(store)
         if picked is not None:
-            await store.pin(picked[1])
+            await store.blocks.pin(picked[1])
             self.log.append(f"{self.now}: pin {picked[0]!r}")
 
     async def _carry(self, store: Store) -> None:
@@ -138,7 +138,7 @@ class History:
         self.log.append(f"{self.now}: evict")
 
     async def _commit(self, store: Store) -> None:
-        await store.index.commit()
+        await store.blocks.commit()
         self.committed = self.now
         self.log.append(f"{self.now}: commit")
 
@@ -182,7 +182,7 @@ def observe(pool: Path, *, crash: bool) -> dict[bytes, int]:
             found[name] = inode.size
         await verify_all(store)
         if crash:
-            await store.index.commit()
+            await store.blocks.commit()
             for _ in range(2):
                 await store.segments.flush_summaries()
 

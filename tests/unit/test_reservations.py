@@ -18,7 +18,7 @@ from kvfs.store import reservations
 from kvfs.store import segments as segments_module
 from kvfs.store.fsck import fsck
 from kvfs.store.reservations import Holder, Reservation, Wanted
-from kvfs.store.segments import State
+from kvfs.store.segment import State
 from kvfs.store.shares import PINNED
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber
@@ -184,7 +184,7 @@ def test_a_block_replaces_what_has_its_name(pool: Path) -> None:
         assert await letter_of(store, b"name") == b"b"
         lingering = store.index.get(old.inode.inode)
         assert lingering is None or InodeFlags.NAMELESS in lingering.flags
-        store._lingering.clear()
+        store.blocks._lingering.clear()
         if lingering is not None:
             writer.namespace.idle(old.inode.inode)
         assert store.space().used == new.pages * PAGE_SIZE
@@ -240,7 +240,7 @@ def test_attributes_that_changed_meanwhile_do_not_bring_the_old_content_back(poo
         new = await writer.place(b"name")
         await writer.write(new, b"b")
         await writer.namespace.setattr(old.inode.inode, Changes(mode=0o600))
-        await store.index.commit()
+        await store.blocks.commit()
         assert await writer.commit(new) == [0]
         assert await letter_of(store, b"name") == b"b"
 
@@ -478,9 +478,9 @@ def test_a_removed_block_stays_removed_while_an_older_reservation_is_open(pool: 
         stopped, alive = Writer(store), Writer(store)
         await stopped.write(await stopped.place(b"stopped"))
         await alive.put(b"removed", b"r")
-        await store.index.commit()
+        await store.blocks.commit()
         alive.namespace.unlink(ROOT_INODE, b"removed")
-        await store.index.commit()
+        await store.blocks.commit()
         dead = await alive.place(b"dead")
         await alive.write(dead)
 
@@ -492,8 +492,8 @@ def test_a_block_reserved_before_the_last_commit_of_the_index_is_found(pool: Pat
     async def work(store: Store) -> None:
         writer = Writer(store)
         place = await writer.place(b"block")
-        store.next_version()
-        await store.index.commit()
+        store.blocks.next_version()
+        await store.blocks.commit()
         await writer.write(place, b"b")
         assert await writer.commit(place) == [0]
 

@@ -28,7 +28,8 @@ from kvfs.errors import DeviceError, FileTooLargeError
 from kvfs.plane import PlaneError
 from kvfs.pool.format import Stream
 from kvfs.record import InodeFlags
-from kvfs.store.segments import Segment, Segments, State, usage
+from kvfs.store.segment import Segment, State, usage
+from kvfs.store.segments import Segments
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -167,7 +168,7 @@ def test_a_file_whose_header_fits_in_no_segment_is_refused_when_it_is_written(po
             store.plane.file_truncate(inode.inode, largest + 1)
         assert refused.value.errno == errno.EFBIG
         store.plane.file_truncate(inode.inode, largest)
-        assert await store.seal(inode.inode) is not None
+        assert await store.sealing.seal(inode.inode) is not None
         with trio.fail_after(50), pytest.raises(FileTooLargeError, match=f"{area} pages does not fit"):
             await store.segments.allocate(store.segments.head(Stream.NEW), area, 0)
         await verify_all(store)
@@ -186,10 +187,10 @@ def test_when_every_device_fails_the_seal_fails_and_the_file_stays_dirty(
         for device in range(2):
             store.plane.fault_set(device, FAULT_ERROR, WRITES, 1, errno.EIO)
         with pytest.raises((PlaneError, DeviceError)):
-            await store.seal(inode.inode)
+            await store.sealing.seal(inode.inode)
         for device in range(2):
             store.plane.fault_set(device, 0, WRITES | READS, 0, 0)
-        assert await store.seal(inode.inode) is not None
+        assert await store.sealing.seal(inode.inode) is not None
         await verify_all(store)
 
     with_store(pool, work)
@@ -248,7 +249,7 @@ def test_two_seals_of_one_file_do_it_once(pool: Path) -> None:
         results: list[object] = []
 
         async def seal() -> None:
-            results.append(await store.seal(inode.inode))
+            results.append(await store.sealing.seal(inode.inode))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(seal)
@@ -262,8 +263,8 @@ def test_a_rename_during_the_seal_counts(pool: Path) -> None:
     async def work(store: Store) -> None:
         inode = make(store, ROOT_INODE, b"x.tmp")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(store.seal, inode.inode)
-            while not store._versions.in_flight:
+            nursery.start_soon(store.sealing.seal, inode.inode)
+            while not store.blocks.versions.in_flight:
                 await trio.sleep(0)
             rename(store, inode.inode, b"x")
         assert names(store) == {b"x"}
@@ -283,9 +284,9 @@ def test_a_bad_block_is_a_miss(pool: Path) -> None:
     async def work(store: Store) -> None:
         block = await write(store, b"bad")
         await write(store, b"good")
-        store.drop_bad(block.inode, block.segment + 1)  # it has moved since: nothing happens
+        store.blocks.drop_bad(block.inode, block.segment + 1)  # it has moved since: nothing happens
         assert names(store) == {b"bad", b"good"}
-        store.drop_bad(block.inode, block.segment)
+        store.blocks.drop_bad(block.inode, block.segment)
         assert names(store) == {b"good"} and store.plane.table_find_name(ROOT_INODE, b"bad") is None
         assert store.statistics().bad_blocks == 1
 
@@ -297,9 +298,9 @@ def test_a_file_sealed_again_is_marked_so(pool: Path) -> None:
     async def work(store: Store) -> None:
         block = await write(store, b"x")
         assert InodeFlags.REWRITTEN not in block.flags
-        await store.rewrite(block.inode, True)
+        await store.sealing.rewrite(block.inode, True)
         store.plane.file_truncate(block.inode, 100)
-        again = await store.seal(block.inode)
+        again = await store.sealing.seal(block.inode)
         assert again is not None and again.size == 100 and again.version > block.version
         assert InodeFlags.REWRITTEN in again.flags
         await verify_all(store)

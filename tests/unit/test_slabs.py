@@ -18,7 +18,7 @@ from kvfs.pool.format import Stream
 from kvfs.pool.opening import write_config
 from kvfs.record import InodeFlags
 from kvfs.store.fsck import fsck
-from kvfs.store.segments import Segment, State
+from kvfs.store.segment import Segment, State
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber
 
@@ -69,7 +69,7 @@ def test_a_slab_takes_whole_segments_and_gives_them_back_when_it_is_closed(tmp_p
         assert store.plane.file_size(number) == 5 * MIB
         await store.slabs.resize(number, 22 * MIB)
         assert store.plane.file_size(number) == 22 * MIB
-        assert await store.seal(number) is None, "a slab is never sealed"
+        assert await store.sealing.seal(number) is None, "a slab is never sealed"
         await store.slabs.closed(number, True)
         await freed(store)
         assert names(store) == set() and not slab_segments(store) and store.slabs.bytes == 0
@@ -101,7 +101,7 @@ def test_beyond_the_quota_nothing_is_taken(tmp_path: Path) -> None:
         assert store.slabs.segment_count == used and store.plane.file_size(another) == MIB // 2
         inode = store.index.get(another)
         assert inode is not None and InodeFlags.SLAB not in inode.flags
-        sealed = await store.seal(another)
+        sealed = await store.sealing.seal(another)
         assert sealed is not None and sealed.size == MIB // 2
 
     pool = pool_of(tmp_path)
@@ -141,7 +141,7 @@ def test_only_an_untouched_file_that_is_open_becomes_a_slab(tmp_path: Path) -> N
             await store.slabs.make(sealed.inode, MIB)
         with pytest.raises(InvalidArgumentError, match="not open"):
             await store.slabs.choose(sealed.inode)
-        await store.rewrite(sealed.inode, True)
+        await store.sealing.rewrite(sealed.inode, True)
         with pytest.raises(BusyError, match="content"):
             await store.slabs.make(sealed.inode, MIB)
         assert not slab_segments(store)
@@ -187,7 +187,7 @@ def test_a_slab_keeps_its_segments_when_an_earlier_one_of_the_same_file_is_freed
         with trio.fail_after(50):
             while not late:  # as if somebody were still reading the slab, which is a file by now
                 await trio.sleep(0.01)
-        await store.rewrite(number, False)
+        await store.sealing.rewrite(number, False)
         await store.slabs.make(number, 7 * MIB)
         mine = [segment for segment in slab_segments(store) if segment not in before]
         assert len(mine) >= 7 and store.slabs.segment_count == len(mine) + len(before)

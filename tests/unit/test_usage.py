@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import cli, usage
+from kvfs import cli
+from kvfs.cli import usage
+from kvfs.cli.command import parser
 
 DEADLINE_S = 30
 
@@ -31,7 +33,7 @@ def needed(program: str) -> str:
 
 
 def verbs() -> list[str]:
-    return [verb.name for verb in usage.read(cli.parser())[1]]
+    return [verb.name for verb in usage.read(parser())[1]]
 
 
 # Command lines that end where the key is pressed, what must be offered, and what must not.
@@ -132,7 +134,7 @@ def until(master: int, words: str) -> str:
 
 
 def test_every_verb_and_option_is_in_every_completion(capsys: pytest.CaptureFixture[str]) -> None:
-    _, every = usage.read(cli.parser())
+    _, every = usage.read(parser())
     assert {"mount", "fsck", "man", "bench"} <= {verb.name for verb in every}
     for shell in usage.COMPLETIONS:
         text = script(shell, capsys)
@@ -194,7 +196,7 @@ def test_manual_pages_of_every_verb_are_roff(tmp_path: Path, capsys: pytest.Capt
 
 def test_manual_pages_pass_mandocs_lint(tmp_path: Path) -> None:
     mandoc = needed("mandoc")
-    for name, text in usage.pages(cli.parser(), "kvfs 1").items():
+    for name, text in usage.pages(parser(), "kvfs 1").items():
         (tmp_path / f"{name}.1").write_text(text)
     lint = [mandoc, "-T", "lint", "-W", "warning", *sorted(tmp_path.iterdir())]
     found = subprocess.run(lint, capture_output=True, text=True, check=False)
@@ -215,5 +217,5 @@ def test_a_synopsis_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPa
     made = []
     for columns in ("40", "200"):
         monkeypatch.setenv("COLUMNS", columns)
-        made.append(usage.pages(cli.parser(), "kvfs 1"))
+        made.append(usage.pages(parser(), "kvfs 1"))
     assert made[0] == made[1]

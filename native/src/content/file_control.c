@@ -1,5 +1,5 @@
 /* What the control plane asks of files being written: create, rewrite, cut, give up. */
-#include "internal.h"
+#include "content/content.h"
 
 #include <unistd.h>
 

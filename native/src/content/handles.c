@@ -1,5 +1,5 @@
 /* Handles: who has an inode or a directory open, by which transport. */
-#include "internal.h"
+#include "content/content.h"
 
 static struct handle **handle_place(struct handle_table *table, uint32_t index) {
     return &table->chunks[index / 1024][index % 1024];

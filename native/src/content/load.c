@@ -1,5 +1,5 @@
 /* Content that lies on devices, read by a worker, which waits: headers, and the placed chunks of files being written. */
-#include "internal.h"
+#include "content/content.h"
 
 /* A read into memory that may be freed before a late device answers needs a slot of its own, held by the group. */
 static int bounce_read(struct kvfs_plane *plane, struct ring *ring, uint32_t segment, uint32_t page, uint8_t *data, uint64_t size) {

@@ -2,7 +2,7 @@
  *
  * Node id = inode number, never reused, so nobody counts lookups; a node exists only while something holds the inode open or writes it.
  */
-#include "internal.h"
+#include "content/content.h"
 
 static struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create) {
     struct node **bucket = &shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];

@@ -1,5 +1,5 @@
 /* WRITEs that wait: for the end of a seal or spill, for a slab, or for staging. */
-#include "internal.h"
+#include "content/content.h"
 
 static void append(struct kvfs_plane *plane, struct request **first, struct request **last, struct request *request) {
     request->next = NULL;

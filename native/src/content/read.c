@@ -1,5 +1,5 @@
 /* Reads of sealed blocks: table, device, checksum, reply. Nothing here enters Python, nothing is copied on the way. */
-#include "internal.h"
+#include "content/content.h"
 
 static void read_part_done(struct io_group *group, bool reaped);
 

@@ -1,5 +1,5 @@
 /* Requests: their memory, and the times that they took. */
-#include "internal.h"
+#include "content/content.h"
 
 struct request *request_get(struct kvfs_plane *plane) {
     pthread_mutex_lock(&plane->request_lock);

@@ -1,5 +1,5 @@
 /* Writing blocks: seal, spill, and the copy that carries a block over. Data and header before anything names them. */
-#include "internal.h"
+#include "content/content.h"
 
 struct write_job {
     struct job job;

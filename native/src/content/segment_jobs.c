@@ -1,5 +1,5 @@
 /* Store jobs: raw reads and writes of segment pages, header scans, verification. Each runs on a worker and ends in a completion. */
-#include "internal.h"
+#include "content/content.h"
 
 struct store_job {
     struct job job;

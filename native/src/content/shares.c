@@ -3,7 +3,7 @@
  * A block that is open is charged to one of those who have it open. Beyond a user's share eviction may take what is charged to that user: handles then
  * read EIO. Another holder within the share takes the charge over first, so that nobody loses a block by what somebody else does.
  */
-#include "internal.h"
+#include "content/content.h"
 
 /* The first of so many places that is a user's or free; then all others share one place, and one share. */
 #define PROBES 64u

@@ -2,7 +2,7 @@
 #ifndef KVFS_SLAB_H
 #define KVFS_SLAB_H
 
-#include "internal.h"
+#include "content/content.h"
 
 struct slab_run {
     uint64_t generation;

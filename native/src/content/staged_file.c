@@ -2,7 +2,7 @@
  *
  * One content per inode number at a time: from the open for writing until the seal every handle of the inode reads here.
  */
-#include "internal.h"
+#include "content/content.h"
 
 #define FILE_CHUNKS_MAX (1u << 22) /* 4 TiB */
 

@@ -1,5 +1,5 @@
 /* What the control plane tells the data plane about names and files: block table changes that must agree with who has what open. */
-#include "internal.h"
+#include "content/content.h"
 
 #include <time.h>
 #include <unistd.h>

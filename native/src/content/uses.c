@@ -1,7 +1,7 @@
 /* Uses of blocks, by which eviction goes, and misses: names that were asked for, but for those that were then made.
  *
  * Uses are hints: a word may be another block's for a moment, or miss one of two opens at once. */
-#include "internal.h"
+#include "content/content.h"
 
 static uint32_t tick_now(struct kvfs_plane *plane) { return atomic_load_explicit(&plane->tick, memory_order_relaxed); }
 

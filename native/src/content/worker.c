@@ -1,5 +1,5 @@
 /* Worker threads: each has a ring and does one blocking job at a time. */
-#include "internal.h"
+#include "content/content.h"
 
 static void *worker_main(void *argument) {
     struct worker *worker = argument;

@@ -1,5 +1,5 @@
 /* Attributes in replies: of a record, of a file that is being written, and how long a kernel may keep them. */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <sys/stat.h>
 

@@ -1,5 +1,5 @@
 /* Requests as every kernel sends them: sizes, names and strings. libfuse and Python take them at their word, a guest may send anything. */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #define XATTR_NAME_SIZE_MAX 255
 

@@ -1,5 +1,5 @@
 /* What the data plane answers by itself, and what it passes on. One function a group of opcodes; fuse_kernel.h is linux/fuse.h. */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -24,12 +24,12 @@ static_assert(sizeof(struct fuse_init_out) == 64 && __builtin_offsetof(struct fu
 #define SLAB_REQUEST "kvfs.slab"
 #define ALLOCATE_REQUEST "kvfs.allocate"
 
-static void do_init(struct server *server, const struct fuse_in_header *in, const uint8_t *body, size_t size) {
+static void do_init(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
     struct transport *transport = server->transport;
     struct fuse_init_in init;
     memset(&init, 0, sizeof(init));
-    memcpy(&init, body, size < sizeof(init) ? size : sizeof(init));
+    memcpy(&init, in + 1, min_u64(in->len - sizeof(*in), sizeof(init)));
     struct fuse_init_out out;
     memset(&out, 0, sizeof(out));
     out.major = FUSE_KERNEL_VERSION;
@@ -46,7 +46,7 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
                       FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT | (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
     /* Pages of a file that another kernel may rewrite: before a read of its cache a kernel looks at the file's mtime, as far as it does not
      * trust the attributes that it has; a host is told to ask again. */
-    wanted |= transport->guest || atomic_load(&plane->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
+    wanted |= transport->guest || atomic_load(&plane->fuse->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
     /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would
      * ask again for each that was listed. Which listings are worth it (`ls -l`, not `ls`) the kernel finds out: AUTO. */
     transport->inc_epoch = init.minor >= 44 && !transport->guest;
@@ -78,11 +78,10 @@ static void do_init(struct server *server, const struct fuse_in_header *in, cons
     reply_data(server, in->unique, &out, sizeof(out));
 }
 
-static void do_lookup(struct server *server, uint8_t *head, size_t size, uint64_t arrived) {
+static void do_lookup(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     const char *name = (const char *)(in + 1);
-    size_t name_size = strnlen(name, size - sizeof(*in));
+    size_t name_size = strnlen(name, in->len - sizeof(*in));
     COUNT(plane, lookups, 1);
     if (name_size > KVFS_NAME_MAX) {
         reply_error(server, in->unique, -ENAMETOOLONG);
@@ -91,7 +90,7 @@ static void do_lookup(struct server *server, uint8_t *head, size_t size, uint64_
     struct kvfs_record record;
     int r = kvfs_table_find_name(plane->table, in->nodeid, name, (uint32_t)name_size, &record);
     if (r == -EAGAIN || (r == 0 && record.flags & KVFS_INODE_ASK)) {
-        mux_forward(server, head, (uint32_t)size, 0, name_hash(plane, in->nodeid, name, name_size));
+        mux_forward(server, 0, name_hash(plane, in->nodeid, name, name_size));
         return;
     }
     if (r < 0) {
@@ -106,19 +105,18 @@ static void do_lookup(struct server *server, uint8_t *head, size_t size, uint64_
         entry_timeouts(server->transport, &entry.attr, staged || !(record.flags & KVFS_INODE_SEALED), &entry);
         reply_data(server, in->unique, &entry, sizeof(entry));
     }
-    slow_look(plane, FUSE_LOOKUP, in->nodeid, latency_add(plane, LATENCY_LOOKUP, arrived));
+    slow_look(plane, FUSE_LOOKUP, in->nodeid, latency_add(plane, LATENCY_LOOKUP, server->arrived_ns));
 }
 
-static void do_getattr(struct server *server, uint8_t *head, size_t size) {
+static void do_getattr(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct kvfs_record record;
     bool leased = server->transport->guest && node_lease(plane, in->nodeid);
     int r = kvfs_table_find_inode(plane->table, in->nodeid, &record);
     if (r < 0 || record.flags & KVFS_INODE_ASK) { /* -ENOENT: perhaps a removed directory that is held open, which Python knows */
         struct fuse_getattr_in *get = (struct fuse_getattr_in *)(void *)(in + 1);
         get->getattr_flags = 0;
-        mux_forward(server, head, (uint32_t)size, 0, 0);
+        mux_forward(server, 0, 0);
         return;
     }
     struct fuse_attr_out out;
@@ -132,13 +130,12 @@ static void do_getattr(struct server *server, uint8_t *head, size_t size) {
     reply_data(server, in->unique, &out, sizeof(out));
 }
 
-static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t arrived) {
+static void do_open(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_open_in open;
     memcpy(&open, in + 1, sizeof(open));
     if ((open.flags & O_ACCMODE) != O_RDONLY || open.flags & O_TRUNC) {
-        mux_forward(server, head, (uint32_t)size, open.flags, 0);
+        mux_forward(server, open.flags, 0);
         return;
     }
     struct kvfs_record record;
@@ -146,7 +143,7 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
     struct user *user = user_get(plane, user_id(server->transport, in->uid));
     int r = node_open(plane, in->nodeid, user, false, &record, &node);
     if (r == -EAGAIN) {
-        mux_forward(server, head, (uint32_t)size, open.flags, 0);
+        mux_forward(server, open.flags, 0);
         return;
     }
     struct fuse_open_out out;
@@ -177,10 +174,10 @@ static void do_open(struct server *server, uint8_t *head, size_t size, uint64_t 
         out.open_flags |= OPEN_KEEP_CACHE;
     COUNT(plane, opens, 1);
     reply_data(server, in->unique, &out, sizeof(out));
-    slow_look(plane, FUSE_OPEN, in->nodeid, latency_add(plane, LATENCY_OPEN, arrived));
+    slow_look(plane, FUSE_OPEN, in->nodeid, latency_add(plane, LATENCY_OPEN, server->arrived_ns));
 }
 
-static struct request *request_new(struct server *server, const struct fuse_in_header *in, struct node *node, uint64_t arrived) {
+static struct request *request_new(struct server *server, const struct fuse_in_header *in, struct node *node) {
     struct request *request = request_get(server->plane);
     if (!request)
         return NULL;
@@ -192,7 +189,7 @@ static struct request *request_new(struct server *server, const struct fuse_in_h
     request->write = in->opcode == FUSE_WRITE;
     request->done = request->write ? reply_to_write : reply_to_read;
     request->node = node;
-    request->arrived_ns = arrived;
+    request->arrived_ns = server->arrived_ns;
     return request;
 }
 
@@ -239,16 +236,15 @@ static int find_lost(struct kvfs_plane *plane, uint64_t inode, struct handle *ou
     return out->node ? 0 : -ENOMEM;
 }
 
-static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
+static void do_read(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_read_in read;
     memcpy(&read, in + 1, sizeof(read));
     struct handle handle = {0};
     int r = handle_find(plane, server->transport, read.fh, &handle) ? 0 : server->transport->guest ? find_lost(plane, in->nodeid, &handle) : -EBADF;
     if (r == 0 && (handle.node->inode != in->nodeid || read.size > server->transport->max_read))
         r = -EINVAL;
-    struct request *request = r == 0 ? request_new(server, in, handle.node, arrived) : NULL;
+    struct request *request = r == 0 ? request_new(server, in, handle.node) : NULL;
     if (!request) {
         node_put(plane, handle.node);
         reply_error(server, in->unique, r < 0 ? r : -ENOMEM);
@@ -256,10 +252,10 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
     }
     request->offset = read.offset;
     request->size = read.size;
-    request->until_ns = arrived + plane->array.io_timeout_ms * 1000000ull;
+    request->until_ns = server->arrived_ns + plane->array.io_timeout_ms * 1000000ull;
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
-    if (node->failed_ns && arrived < node->failed_ns + AGAIN_NS && node->failed_until_ns < request->until_ns)
+    if (node->failed_ns && server->arrived_ns < node->failed_ns + AGAIN_NS && node->failed_until_ns < request->until_ns)
         request->until_ns = node->failed_until_ns;
     bool staged = node->file != NULL, slab = staged && node->file->slab, good = slab && slab_read_begin(node, request);
     if (!staged && node->desc) {
@@ -279,15 +275,14 @@ static void do_read(struct server *server, uint8_t *head, uint64_t arrived) {
     read_submit(request);
 }
 
-static void do_write(struct server *server, uint8_t *head, size_t size, struct slot **landing, uint64_t arrived) {
+static void do_write(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_write_in write;
     memcpy(&write, in + 1, sizeof(write));
     struct handle handle = {0};
     bool found = handle_find(plane, server->transport, write.fh, &handle);
-    bool good = found && handle.writer && handle.node->inode == in->nodeid && write.size == size - REQUEST_HEAD && write.size <= CHUNK_SIZE;
-    struct request *request = good ? request_new(server, in, handle.node, arrived) : NULL;
+    bool good = found && handle.writer && handle.node->inode == in->nodeid && write.size == in->len - REQUEST_HEAD && write.size <= CHUNK_SIZE;
+    struct request *request = good ? request_new(server, in, handle.node) : NULL;
     if (!request) {
         node_put(plane, handle.node);
         reply_error(server, in->unique, !found ? -EBADF : good ? -ENOMEM : -EINVAL);
@@ -295,12 +290,12 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
     }
     request->offset = write.offset;
     request->size = write.size;
-    request->slots[0] = *landing;
+    request->slots[0] = server->landing;
     request->slot_count = 1;
-    request->payload = (*landing)->data;
+    request->payload = server->landing->data;
     request->cached = write.write_flags & FUSE_WRITE_CACHE;
     request->user = handle.user;
-    *landing = NULL;
+    server->landing = NULL;
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
     bool slab = node->file && node->file->slab && request->size;
@@ -320,7 +315,7 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
             return;
     }
     if (request->slot_count) { /* copied: the landing memory is free again */
-        *landing = request->slots[0];
+        server->landing = request->slots[0];
         request->slot_count = 0;
     }
     request->done(request, r);
@@ -329,8 +324,7 @@ static void do_write(struct server *server, uint8_t *head, size_t size, struct s
 
 /* Python makes slabs, and makes them larger, and it knows when a seal ends; of FALLOCATE pyfuse3 knows nothing, so it is asked as by setxattr(2). Both
  * are answered alike. */
-static void forward_fallocate(struct server *server, uint8_t *head, const char *what, uint64_t size) {
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+static void forward_fallocate(struct server *server, struct fuse_in_header *in, const char *what, uint64_t size) {
     struct fuse_setxattr_in set = {0};
     char *name = (char *)(in + 1) + FUSE_COMPAT_SETXATTR_IN_SIZE;
     int length = sprintf(name, "%s%c%llu", what, 0, (unsigned long long)size);
@@ -338,12 +332,11 @@ static void forward_fallocate(struct server *server, uint8_t *head, const char *
     memcpy(in + 1, &set, FUSE_COMPAT_SETXATTR_IN_SIZE);
     in->opcode = FUSE_SETXATTR;
     in->len = (uint32_t)(sizeof(*in) + FUSE_COMPAT_SETXATTR_IN_SIZE) + (uint32_t)length;
-    mux_forward(server, head, in->len, 0, 0);
+    mux_forward(server, 0, 0);
 }
 
-static void do_fallocate(struct server *server, uint8_t *head) {
+static void do_fallocate(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_fallocate_in fallocate;
     memcpy(&fallocate, in + 1, sizeof(fallocate));
     struct handle handle = {0};
@@ -365,7 +358,7 @@ static void do_fallocate(struct server *server, uint8_t *head) {
         pthread_mutex_unlock(&handle.node->lock);
         if (slab || r == -EBUSY) {
             node_put(plane, handle.node);
-            forward_fallocate(server, head, slab ? SLAB_REQUEST : ALLOCATE_REQUEST, end);
+            forward_fallocate(server, in, slab ? SLAB_REQUEST : ALLOCATE_REQUEST, end);
             return;
         }
     }
@@ -376,9 +369,8 @@ static void do_fallocate(struct server *server, uint8_t *head) {
 }
 
 /* FLUSH comes on every close of a writer: Python seals if anything is unsealed. */
-static void do_flush(struct server *server, uint8_t *head, size_t size) {
+static void do_flush(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
     struct fuse_flush_in *flush = (struct fuse_flush_in *)(void *)(in + 1);
     struct handle handle;
     bool dirty = false, found = handle_find(plane, server->transport, flush->fh, &handle);
@@ -394,11 +386,10 @@ static void do_flush(struct server *server, uint8_t *head, size_t size) {
         return;
     }
     flush->fh = in->nodeid;
-    mux_forward(server, head, (uint32_t)size, 0, 0);
+    mux_forward(server, 0, 0);
 }
 
-static void do_release(struct server *server, uint8_t *head) {
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+static void do_release(struct server *server, struct fuse_in_header *in) {
     struct fuse_release_in release;
     memcpy(&release, in + 1, sizeof(release));
     bool was_writer = false;
@@ -425,131 +416,159 @@ static void made_note(struct kvfs_plane *plane, const struct fuse_in_header *in)
     missed_made(plane, parent, name);
 }
 
-void fastpath_request(struct server *server, size_t size, struct slot **landing) {
-    struct kvfs_plane *plane = server->plane;
-    uint8_t *head = server->head;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
-    uint64_t arrived = now_ns();
-    COUNT(plane, requests, 1);
+static void do_create(struct server *server, struct fuse_in_header *in) {
+    struct fuse_create_in create;
+    memcpy(&create, in + 1, sizeof(create));
+    made_note(server->plane, in);
+    mux_forward(server, create.flags, 0);
+}
+
+static void do_make(struct server *server, struct fuse_in_header *in) {
+    made_note(server->plane, in);
+    mux_forward(server, 0, 0);
+}
+
+static void do_setattr(struct server *server, struct fuse_in_header *in) {
+    struct fuse_setattr_in *set = (struct fuse_setattr_in *)(void *)(in + 1);
+    if (set->valid & FATTR_FH)
+        set->fh = in->nodeid;
+    mux_forward(server, 0, 0);
+}
+
+static void do_fsync(struct server *server, struct fuse_in_header *in) {
+    struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
+    struct handle handle;
+    if (!handle_find(server->plane, server->transport, sync->fh, &handle)) { /* what it wrote went with the daemon of before */
+        reply_error(server, in->unique, -EBADF);
+        return;
+    }
+    node_put(server->plane, handle.node);
+    sync->fh = in->nodeid;
+    mux_forward(server, 0, 0);
+}
+
+/* security.* is asked for on every buffered write and by execve(2), system.posix_acl_access by `ls -l` for every file. Of other namespaces there
+ * are none, and EOPNOTSUPP says so: who gets it asks for no second file. */
+static void do_getxattr(struct server *server, struct fuse_in_header *in) {
+    const char *name = (const char *)(in + 1) + sizeof(struct fuse_getxattr_in);
+    if (strncmp(name, "user.", 5) != 0 && strncmp(name, "trusted.", 8) != 0)
+        reply_error(server, in->unique, -EOPNOTSUPP);
+    else
+        mux_forward(server, 0, 0);
+}
+
+static void do_readdir(struct server *server, struct fuse_in_header *in) {
+    struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
+    if (in->opcode == FUSE_READDIRPLUS && !server->transport->listing_plus)
+        reply_error(server, in->unique, -ENOSYS);
+    else if (read->offset > INT64_MAX) /* a cookie is an inode number and 2, or what lies before them */
+        reply_error(server, in->unique, -EINVAL);
+    else
+        mux_forward(server, 0, read->offset);
+}
+
+static void do_releasedir(struct server *server, struct fuse_in_header *in) {
+    struct fuse_release_in *release = (struct fuse_release_in *)(void *)(in + 1);
+    if (!handle_close_directory(server->plane, server->transport, release->fh, in->nodeid)) {
+        reply_error(server, in->unique, 0);
+        return;
+    }
+    release->fh = in->nodeid;
+    mux_forward(server, 0, 0);
+}
+
+static void do_fsyncdir(struct server *server, struct fuse_in_header *in) {
+    struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
+    sync->fh = in->nodeid;
+    mux_forward(server, 0, 0);
+}
+
+static void do_forward(struct server *server, struct fuse_in_header *in) {
+    (void)in;
+    mux_forward(server, 0, 0);
+}
+
+/* FORGET: nobody counts lookups (I26). INTERRUPT: a forwarded request has its deadline (I24). */
+static void do_nothing(struct server *server, struct fuse_in_header *in) {
+    (void)server;
+    (void)in;
+}
+
+static void do_succeed(struct server *server, struct fuse_in_header *in) { reply_error(server, in->unique, 0); }
+
+/* There are no hard links: an inode has one name. */
+static void do_link(struct server *server, struct fuse_in_header *in) { reply_error(server, in->unique, -EPERM); }
+
+static void do_ioctl(struct server *server, struct fuse_in_header *in) { reply_error(server, in->unique, -ENOTTY); }
+
+typedef void (*operation)(struct server *server, struct fuse_in_header *in);
+
+/* By opcode; those that are not here are ENOSYS. */
+static const operation operations[] = {
+    [FUSE_INIT] = do_init,
+    [FUSE_LOOKUP] = do_lookup,
+    [FUSE_GETATTR] = do_getattr,
+    [FUSE_OPEN] = do_open,
+    [FUSE_READ] = do_read,
+    [FUSE_WRITE] = do_write,
+    [FUSE_FLUSH] = do_flush,
+    [FUSE_RELEASE] = do_release,
+    [FUSE_FALLOCATE] = do_fallocate,
+    [FUSE_FORGET] = do_nothing,
+    [FUSE_BATCH_FORGET] = do_nothing,
+    [FUSE_INTERRUPT] = do_nothing,
+    [FUSE_DESTROY] = do_succeed,
+    [FUSE_SYNCFS] = do_succeed,
+    [FUSE_LINK] = do_link,
+    [FUSE_IOCTL] = do_ioctl,
+    [FUSE_GETXATTR] = do_getxattr,
+    [FUSE_SETATTR] = do_setattr,
+    [FUSE_FSYNC] = do_fsync,
+    [FUSE_CREATE] = do_create,
+    [FUSE_READDIR] = do_readdir,
+    [FUSE_READDIRPLUS] = do_readdir,
+    [FUSE_RELEASEDIR] = do_releasedir,
+    [FUSE_FSYNCDIR] = do_fsyncdir,
+    [FUSE_SYMLINK] = do_make,
+    [FUSE_MKNOD] = do_make,
+    [FUSE_MKDIR] = do_make,
+    [FUSE_RENAME] = do_make,
+    [FUSE_RENAME2] = do_make,
+    [FUSE_READLINK] = do_forward,
+    [FUSE_UNLINK] = do_forward,
+    [FUSE_RMDIR] = do_forward,
+    [FUSE_STATFS] = do_forward,
+    [FUSE_SETXATTR] = do_forward,
+    [FUSE_LISTXATTR] = do_forward,
+    [FUSE_REMOVEXATTR] = do_forward,
+    [FUSE_OPENDIR] = do_forward,
+    [FUSE_ACCESS] = do_forward,
+};
+
+void dispatch(struct server *server, size_t size) {
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
+    server->arrived_ns = now_ns();
+    COUNT(server->plane, requests, 1);
     if (size < sizeof(*in) || in->len != size || size < sizeof(*in) + body_minimum(in->opcode)) {
         if (size >= sizeof(*in))
             reply_error(server, in->unique, -EINVAL);
         return;
     }
-    if (in->opcode == FUSE_WRITE) {
-        do_write(server, head, size, landing, arrived);
-        return;
-    }
-    if (size > REQUEST_SMALL) {
-        reply_error(server, in->unique, -E2BIG);
-        return;
-    }
-    head[size] = 0;
-    int r = strings_check(in->opcode, (uint8_t *)(in + 1), size - sizeof(*in));
-    if (r < 0) {
-        reply_error(server, in->unique, r);
-        return;
-    }
-    switch (in->opcode) {
-    case FUSE_INIT: do_init(server, in, (uint8_t *)(in + 1), size - sizeof(*in)); return;
-    case FUSE_LOOKUP: do_lookup(server, head, size, arrived); return;
-    case FUSE_GETATTR: do_getattr(server, head, size); return;
-    case FUSE_OPEN: do_open(server, head, size, arrived); return;
-    case FUSE_READ: do_read(server, head, arrived); return;
-    case FUSE_FLUSH: do_flush(server, head, size); return;
-    case FUSE_RELEASE: do_release(server, head); return;
-    case FUSE_FALLOCATE: do_fallocate(server, head); return;
-    case FUSE_FORGET:
-    case FUSE_BATCH_FORGET:
-    case FUSE_INTERRUPT: return; /* no reply; nobody counts lookups; a forwarded request has its deadline */
-    case FUSE_DESTROY:
-    case FUSE_SYNCFS: reply_error(server, in->unique, 0); return;
-    case FUSE_LINK: reply_error(server, in->unique, -EPERM); return; /* no hard links: one name per inode */
-    case FUSE_IOCTL: reply_error(server, in->unique, -ENOTTY); return;
-    case FUSE_GETXATTR: {
-        /* security.* is asked for on every buffered write and by execve(2), system.posix_acl_access by `ls -l` for every file. Of other
-         * namespaces there are none, and EOPNOTSUPP says so: who gets it asks for no second file. */
-        const char *name = (const char *)(in + 1) + sizeof(struct fuse_getxattr_in);
-        if (strncmp(name, "user.", 5) != 0 && strncmp(name, "trusted.", 8) != 0) {
-            reply_error(server, in->unique, -EOPNOTSUPP);
+    if (in->opcode != FUSE_WRITE) { /* whose payload is in the landing memory */
+        if (size > REQUEST_SMALL) {
+            reply_error(server, in->unique, -E2BIG);
             return;
         }
-        mux_forward(server, head, (uint32_t)size, 0, 0);
-        return;
-    }
-    case FUSE_SETATTR: {
-        struct fuse_setattr_in *set = (struct fuse_setattr_in *)(void *)(in + 1);
-        if (set->valid & FATTR_FH)
-            set->fh = in->nodeid;
-        mux_forward(server, head, (uint32_t)size, 0, 0);
-        return;
-    }
-    case FUSE_FSYNC: {
-        struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
-        struct handle handle;
-        if (!handle_find(plane, server->transport, sync->fh, &handle)) { /* what it wrote went with the daemon of before */
-            reply_error(server, in->unique, -EBADF);
+        server->head[size] = 0;
+        int r = strings_check(in->opcode, (uint8_t *)(in + 1), size - sizeof(*in));
+        if (r < 0) {
+            reply_error(server, in->unique, r);
             return;
         }
-        node_put(plane, handle.node);
-        sync->fh = in->nodeid;
-        mux_forward(server, head, (uint32_t)size, 0, 0);
-        return;
     }
-    case FUSE_CREATE: {
-        struct fuse_create_in create;
-        memcpy(&create, in + 1, sizeof(create));
-        made_note(plane, in);
-        mux_forward(server, head, (uint32_t)size, create.flags, 0);
-        return;
-    }
-    case FUSE_READDIR:
-    case FUSE_READDIRPLUS: {
-        if (in->opcode == FUSE_READDIRPLUS && !server->transport->listing_plus) {
-            reply_error(server, in->unique, -ENOSYS);
-            return;
-        }
-        struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
-        if (read->offset > INT64_MAX) { /* a cookie is an inode number and 2, or what lies before them */
-            reply_error(server, in->unique, -EINVAL);
-            return;
-        }
-        mux_forward(server, head, (uint32_t)size, 0, read->offset);
-        return;
-    }
-    case FUSE_RELEASEDIR: {
-        struct fuse_release_in *release = (struct fuse_release_in *)(void *)(in + 1);
-        if (!handle_close_directory(plane, server->transport, release->fh, in->nodeid)) {
-            reply_error(server, in->unique, 0);
-            return;
-        }
-        release->fh = in->nodeid;
-        mux_forward(server, head, (uint32_t)size, 0, 0);
-        return;
-    }
-    case FUSE_FSYNCDIR: {
-        struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
-        sync->fh = in->nodeid;
-        mux_forward(server, head, (uint32_t)size, 0, 0);
-        return;
-    }
-    case FUSE_SYMLINK:
-    case FUSE_MKNOD:
-    case FUSE_MKDIR:
-    case FUSE_RENAME:
-    case FUSE_RENAME2:
-        made_note(plane, in);
-        mux_forward(server, head, (uint32_t)size, 0, 0);
-        return;
-    case FUSE_READLINK:
-    case FUSE_UNLINK:
-    case FUSE_RMDIR:
-    case FUSE_STATFS:
-    case FUSE_SETXATTR:
-    case FUSE_LISTXATTR:
-    case FUSE_REMOVEXATTR:
-    case FUSE_OPENDIR:
-    case FUSE_ACCESS: mux_forward(server, head, (uint32_t)size, 0, 0); return;
-    default: reply_error(server, in->unique, -ENOSYS); return;
-    }
+    operation run = in->opcode < sizeof(operations) / sizeof(operations[0]) ? operations[in->opcode] : NULL;
+    if (run)
+        run(server, in);
+    else
+        reply_error(server, in->unique, -ENOSYS);
 }

@@ -1,5 +1,5 @@
 /* The /dev/fuse transport: server threads, each with a clone of the device. */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <fcntl.h>
 #include <sys/ioctl.h>
@@ -31,7 +31,7 @@ static int fuse_serve(struct server *server, uint32_t *run) {
     *run += weight_of(in->opcode, (size_t)n);
     if (in->opcode != FUSE_WRITE && n > REQUEST_HEAD && n <= REQUEST_SMALL) /* the landing memory is for payload */
         memcpy(server->head + REQUEST_HEAD, server->landing->data, (size_t)n - REQUEST_HEAD);
-    fastpath_request(server, (size_t)n, &server->landing);
+    dispatch(server, (size_t)n);
     return 1;
 }
 
@@ -96,15 +96,15 @@ int transport_start(struct kvfs_plane *plane, int fd) {
         transport->servers[i].reader = i == 0;
         transport->server_count = i + 1;
     }
-    pthread_mutex_lock(&plane->transports_lock);
+    pthread_mutex_lock(&plane->fuse->transports_lock);
     uint32_t place = 0;
-    while (place < TRANSPORTS_MAX && plane->transports[place])
+    while (place < TRANSPORTS_MAX && plane->fuse->transports[place])
         place++;
     if (r == 0 && place == TRANSPORTS_MAX)
         r = -EUSERS;
     if (r == 0)
-        plane->transports[place] = transport;
-    pthread_mutex_unlock(&plane->transports_lock);
+        plane->fuse->transports[place] = transport;
+    pthread_mutex_unlock(&plane->fuse->transports_lock);
     if (r < 0) {
         transport->servers[0].fd = -1; /* stays the caller's */
         transport_free(transport);

@@ -3,7 +3,7 @@
  *
  * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that
  * the kernel sees are ours. */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <fcntl.h>
 #include <sys/eventfd.h>
@@ -27,7 +27,7 @@
 #define CREATED_NS 100000000u
 
 int mux_init(struct kvfs_plane *plane) {
-    struct mux *mux = &plane->mux;
+    struct mux *mux = &plane->fuse->mux;
     pthread_mutex_init(&mux->lock, NULL);
     pthread_mutex_init(&mux->receiving, NULL);
     mux->fd = -1;
@@ -45,7 +45,7 @@ int mux_init(struct kvfs_plane *plane) {
 }
 
 void mux_free(struct kvfs_plane *plane) {
-    struct mux *mux = &plane->mux;
+    struct mux *mux = &plane->fuse->mux;
     mux_close(plane);
     while (mux->queue) {
         struct message *next = mux->queue->next;
@@ -58,11 +58,11 @@ void mux_free(struct kvfs_plane *plane) {
 }
 
 void mux_close(struct kvfs_plane *plane) {
-    pthread_mutex_lock(&plane->mux.lock);
-    if (plane->mux.fd >= 0)
-        shutdown(plane->mux.fd, SHUT_RDWR), close(plane->mux.fd);
-    plane->mux.fd = -1;
-    pthread_mutex_unlock(&plane->mux.lock);
+    pthread_mutex_lock(&plane->fuse->mux.lock);
+    if (plane->fuse->mux.fd >= 0)
+        shutdown(plane->fuse->mux.fd, SHUT_RDWR), close(plane->fuse->mux.fd);
+    plane->fuse->mux.fd = -1;
+    pthread_mutex_unlock(&plane->fuse->mux.lock);
 }
 
 /* With the lock held. */
@@ -93,7 +93,7 @@ static int message_send(struct mux *mux, const void *data, size_t size) {
 }
 
 void mux_flush(struct kvfs_plane *plane) {
-    struct mux *mux = &plane->mux;
+    struct mux *mux = &plane->fuse->mux;
     pthread_mutex_lock(&mux->lock);
     while (mux->queue && mux->fd >= 0) {
         struct message *message = mux->queue;
@@ -109,7 +109,7 @@ void mux_flush(struct kvfs_plane *plane) {
 }
 
 int kvfs_session_open(struct kvfs_plane *plane) {
-    struct mux *mux = &plane->mux;
+    struct mux *mux = &plane->fuse->mux;
     int fds[2];
     if (mux->fd >= 0)
         return -EBUSY;
@@ -212,10 +212,11 @@ static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, 
     return call;
 }
 
-void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t flags, uint64_t offset) {
+void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
     struct kvfs_plane *plane = server->plane;
-    struct mux *mux = &plane->mux;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)head;
+    struct mux *mux = &plane->fuse->mux;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
+    const uint32_t size = in->len;
     uint64_t unique = in->unique, now = now_ns();
     bool is_call, first = false;
     struct call *call = call_make(mux, in, &is_call);
@@ -250,14 +251,13 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
             mux->oldest = p;
         mux->newest = p;
         in->unique = (uint64_t)p->salt << 32 | (index + 1);
-        in->len = size;
         if (!is_call) {
-            r = message_send(mux, head, size);
+            r = message_send(mux, in, size);
         } else if (!call || mux->fd < 0) {
             r = call ? -ENOTCONN : -ENOMEM;
         } else {
             call->body.id = in->unique;
-            call_add(plane, call);
+            events_call(&plane->events, call);
             call = NULL;
         }
         if (r < 0) {
@@ -273,10 +273,10 @@ void mux_forward(struct server *server, uint8_t *head, uint32_t size, uint32_t f
         server_wake(&server->transport->servers[0]); /* the leader waits for the session's reply, and sees to deadlines */
 }
 
-bool mux_waiting(struct kvfs_plane *plane) { return plane->mux.live_count || plane->mux.queue_count; }
+bool mux_waiting(struct kvfs_plane *plane) { return plane->fuse->mux.live_count || plane->fuse->mux.queue_count; }
 
 void mux_expire(struct kvfs_plane *plane, uint64_t now) {
-    struct mux *mux = &plane->mux;
+    struct mux *mux = &plane->fuse->mux;
     for (;;) {
         pthread_mutex_lock(&mux->lock);
         struct pending *p = mux->oldest;
@@ -299,7 +299,7 @@ void mux_expire(struct kvfs_plane *plane, uint64_t now) {
 }
 
 void mux_end(struct kvfs_plane *plane) {
-    struct mux *mux = &plane->mux;
+    struct mux *mux = &plane->fuse->mux;
     pthread_mutex_lock(&mux->lock);
     if (mux->fd >= 0)
         shutdown(mux->fd, SHUT_RDWR); /* a server thread may be reading it: closed when all have ended */
@@ -322,7 +322,7 @@ void mux_end(struct kvfs_plane *plane) {
 }
 
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport) {
-    struct mux *mux = &plane->mux;
+    struct mux *mux = &plane->fuse->mux;
     pthread_mutex_lock(&mux->lock);
     for (uint32_t i = 0; i < PENDING_MAX; i++) {
         struct pending *p = &mux->entries[i];
@@ -436,7 +436,7 @@ static bool entry_put(uint8_t *out, uint32_t *used, uint32_t room, const struct 
 /* The names are Python's, "." and ".." are ours. READDIR gives names alone, READDIRPLUS attributes and an inode in the kernel too, from the block table:
  * LISTED_MAX of them at most, in one listing or, over all, in LISTED_PERIOD_NS; beyond that the node id is 0, and the kernel makes none. */
 static uint32_t listing_make(struct kvfs_plane *plane, const struct pending *p, const uint8_t *data, uint32_t size, uint8_t *out) {
-    struct mux *mux = &plane->mux;
+    struct mux *mux = &plane->fuse->mux;
     bool plus = p->opcode == FUSE_READDIRPLUS;
     uint32_t used = 0, room = p->size < REPLY_MAX - 4096 ? p->size : REPLY_MAX - 4096, inodes = 0, inodes_max = 0;
     if (plus) {
@@ -486,9 +486,9 @@ void mux_release_directory(struct kvfs_plane *plane, uint64_t inode) {
     memset(&message, 0, sizeof(message));
     message.head = (struct fuse_in_header){.len = sizeof(message), .opcode = FUSE_RELEASEDIR, .unique = RELEASEDIR_UNIQUE, .nodeid = inode};
     message.release.fh = inode;
-    pthread_mutex_lock(&plane->mux.lock);
-    message_send(&plane->mux, &message, sizeof(message));
-    pthread_mutex_unlock(&plane->mux.lock);
+    pthread_mutex_lock(&plane->fuse->mux.lock);
+    message_send(&plane->fuse->mux, &message, sizeof(message));
+    pthread_mutex_unlock(&plane->fuse->mux.lock);
 }
 
 /* What a guest has changed the kernels of hosts may still have cached. */
@@ -563,8 +563,8 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
             break;
         case FUSE_READDIR:
         case FUSE_READDIRPLUS:
-            length = listing_make(plane, p, body, length, plane->mux.strip);
-            body = plane->mux.strip;
+            length = listing_make(plane, p, body, length, plane->fuse->mux.strip);
+            body = plane->fuse->mux.strip;
             break;
         default: break;
         }
@@ -600,7 +600,7 @@ static bool pending_take(struct mux *mux, uint64_t id, struct pending *out) {
 }
 
 static bool receive(struct kvfs_plane *plane) {
-    struct mux *mux = &plane->mux;
+    struct mux *mux = &plane->fuse->mux;
     int fd = mux->fd;
     if (fd < 0)
         return false;
@@ -623,14 +623,14 @@ static bool receive(struct kvfs_plane *plane) {
 }
 
 bool mux_receive(struct kvfs_plane *plane) {
-    if (pthread_mutex_trylock(&plane->mux.receiving))
+    if (pthread_mutex_trylock(&plane->fuse->mux.receiving))
         return false; /* another transport's leader is at it */
     bool received = receive(plane);
-    pthread_mutex_unlock(&plane->mux.receiving);
+    pthread_mutex_unlock(&plane->fuse->mux.receiving);
     return received;
 }
 
-void kvfs_calls_open(struct kvfs_plane *plane, int on) { atomic_store(&plane->mux.calls_open, on != 0); }
+void kvfs_calls_open(struct kvfs_plane *plane, int on) { atomic_store(&plane->fuse->mux.calls_open, on != 0); }
 
 void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inode) {
     struct pending pending;
@@ -641,7 +641,7 @@ void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inod
     } reply;
     uint32_t size = sizeof(reply.head);
     /* The session has ended: hosts have their answer, guests ask the next daemon. */
-    if (plane->mux.fd < 0 || !pending_take(&plane->mux, id, &pending))
+    if (plane->fuse->mux.fd < 0 || !pending_take(&plane->fuse->mux, id, &pending))
         return;
     if (pending.opcode == FUSE_CREATE && error == 0) {
         struct kvfs_record record;

@@ -4,7 +4,7 @@
  * INVAL_ENTRY waits, unkillably, for the lock of the directory; who has that may be waiting for our
  * answer. If the daemon is killed then, that thread never ends, so /dev/fuse stays open and the mount hangs for ever. Nor is it needed: where
  * there is no INC_EPOCH, names of files are not cached (entry_timeouts). */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <unistd.h>
 
@@ -20,20 +20,20 @@ static void notify_send(struct transport *transport, int code, void *body, size_
 static void *notifier_main(void *argument) {
     struct kvfs_plane *plane = argument;
     for (;;) {
-        pthread_mutex_lock(&plane->notify_lock);
-        while (!plane->notify_first && !plane->notify_epoch && !plane->notifier_stopping)
-            pthread_cond_wait(&plane->notify_more, &plane->notify_lock);
-        bool stop = plane->notifier_stopping, epoch = plane->notify_epoch;
-        struct notification *n = plane->notify_first;
+        pthread_mutex_lock(&plane->fuse->notifier.lock);
+        while (!plane->fuse->notifier.first && !plane->fuse->notifier.epoch && !plane->fuse->notifier.stopping)
+            pthread_cond_wait(&plane->fuse->notifier.more, &plane->fuse->notifier.lock);
+        bool stop = plane->fuse->notifier.stopping, epoch = plane->fuse->notifier.epoch;
+        struct notification *n = plane->fuse->notifier.first;
         if (n) {
-            plane->notify_first = n->next;
-            if (!plane->notify_first)
-                plane->notify_last = NULL;
+            plane->fuse->notifier.first = n->next;
+            if (!plane->fuse->notifier.first)
+                plane->fuse->notifier.last = NULL;
         }
-        plane->notify_epoch = false;
-        pthread_mutex_unlock(&plane->notify_lock);
+        plane->fuse->notifier.epoch = false;
+        pthread_mutex_unlock(&plane->fuse->notifier.lock);
         for (uint32_t i = 0; i < TRANSPORTS_MAX && !stop; i++) {
-            struct transport *transport = plane->transports[i];
+            struct transport *transport = plane->fuse->transports[i];
             if (!transport || atomic_load(&transport->ended) || !atomic_load(&transport->initialized))
                 continue;
             if (epoch && transport->inc_epoch)
@@ -52,52 +52,52 @@ static void *notifier_main(void *argument) {
 }
 
 int notifier_start(struct kvfs_plane *plane) {
-    int r = -pthread_create(&plane->notifier, NULL, notifier_main, plane);
-    plane->notifier_started = r == 0;
+    int r = -pthread_create(&plane->fuse->notifier.thread, NULL, notifier_main, plane);
+    plane->fuse->notifier.started = r == 0;
     return r;
 }
 
 void notifier_stop(struct kvfs_plane *plane) {
-    if (!plane->notifier_started)
+    if (!plane->fuse->notifier.started)
         return;
-    pthread_mutex_lock(&plane->notify_lock);
-    plane->notifier_stopping = true;
-    pthread_cond_signal(&plane->notify_more);
-    pthread_mutex_unlock(&plane->notify_lock);
-    pthread_join(plane->notifier, NULL);
-    while (plane->notify_first) {
-        struct notification *next = plane->notify_first->next;
-        free(plane->notify_first);
-        plane->notify_first = next;
+    pthread_mutex_lock(&plane->fuse->notifier.lock);
+    plane->fuse->notifier.stopping = true;
+    pthread_cond_signal(&plane->fuse->notifier.more);
+    pthread_mutex_unlock(&plane->fuse->notifier.lock);
+    pthread_join(plane->fuse->notifier.thread, NULL);
+    while (plane->fuse->notifier.first) {
+        struct notification *next = plane->fuse->notifier.first->next;
+        free(plane->fuse->notifier.first);
+        plane->fuse->notifier.first = next;
     }
 }
 
 void kvfs_notify_epoch(struct kvfs_plane *plane) {
-    pthread_mutex_lock(&plane->notify_lock);
-    plane->notify_epoch = true;
-    pthread_cond_signal(&plane->notify_more);
-    pthread_mutex_unlock(&plane->notify_lock);
+    pthread_mutex_lock(&plane->fuse->notifier.lock);
+    plane->fuse->notifier.epoch = true;
+    pthread_cond_signal(&plane->fuse->notifier.more);
+    pthread_mutex_unlock(&plane->fuse->notifier.lock);
 }
 
 /* -ENOMEM, or queued. */
 static int notification_add(struct kvfs_plane *plane, uint64_t inode, uint64_t cookie) {
     int r = 0;
-    pthread_mutex_lock(&plane->notify_lock);
-    if (!inode || !plane->notify_last || plane->notify_last->inode != inode) { /* else the one that waits says it too */
+    pthread_mutex_lock(&plane->fuse->notifier.lock);
+    if (!inode || !plane->fuse->notifier.last || plane->fuse->notifier.last->inode != inode) { /* else the one that waits says it too */
         struct notification *n = calloc(1, sizeof(*n));
         r = n ? 0 : -ENOMEM;
         if (n) {
             n->inode = inode;
             n->cookie = cookie;
-            if (plane->notify_last)
-                plane->notify_last->next = n;
+            if (plane->fuse->notifier.last)
+                plane->fuse->notifier.last->next = n;
             else
-                plane->notify_first = n;
-            plane->notify_last = n;
-            pthread_cond_signal(&plane->notify_more);
+                plane->fuse->notifier.first = n;
+            plane->fuse->notifier.last = n;
+            pthread_cond_signal(&plane->fuse->notifier.more);
         }
     }
-    pthread_mutex_unlock(&plane->notify_lock);
+    pthread_mutex_unlock(&plane->fuse->notifier.lock);
     return r;
 }
 

@@ -1,5 +1,5 @@
 /* Requests and replies: the parts that server threads, workers and the mux share. */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <unistd.h>
 

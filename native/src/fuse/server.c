@@ -3,8 +3,8 @@
  * One, the leader, also waits for the session's replies. Some take requests all the time (the leader of /dev/fuse; all of a guest's, each
  * for its own queues), the others help: they are woken when requests queue up, take part while there is work, and go back to sleep. So one
  * client costs one wake-up a request and many clients use every core. Before it sleeps a thread polls for a short while, if what came lately
- * came within such a while and no more than one client seems to be at work; one thread of the plane at a time. / */
-#include "internal.h"
+ * came within such a while and no more than one client seems to be at work; one thread of the plane at a time. */
+#include "fuse/fuse.h"
 
 #include <fcntl.h>
 #include <sched.h>
@@ -42,8 +42,8 @@ static bool sleep_until_work(struct server *server, bool leader, uint64_t timeou
     if (server->reader && server->transport->ops->arm(server))
         return false;
     COUNT(plane, sleeps, 1);
-    if (leader && plane->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
-        ring_poll(&server->io.ring, plane->mux.fd, POLL_SESSION, false);
+    if (leader && plane->fuse->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
+        ring_poll(&server->io.ring, plane->fuse->mux.fd, POLL_SESSION, false);
     if (!(server->io.ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
         uint64_t count;
         ssize_t n = read(server->wake_fd, &count, sizeof(count));
@@ -57,113 +57,113 @@ static bool sleep_until_work(struct server *server, bool leader, uint64_t timeou
 static void transport_end(struct transport *transport) {
     struct kvfs_plane *plane = transport->plane;
     transport_forget(transport);
-    if (atomic_fetch_sub(&plane->transport_count, 1) == 1) {
+    if (atomic_fetch_sub(&plane->fuse->transport_count, 1) == 1) {
         mux_close(plane);
         event_add(plane, KVFS_EVENT_TRANSPORTS_GONE, 0, 0);
     }
 }
 
-static void *server_main(void *argument) {
-    struct server *server = argument;
-    struct kvfs_plane *plane = server->plane;
-    struct transport *transport = server->transport;
-    const bool leader = server->index == 0;
-    /* Between an answer and a guest's next request lie two of its interrupts, and an emulated CPU. */
-    const uint64_t spin_ns = plane->config.spin_us * (transport->guest ? 1500ull : 1000ull);
-    uint64_t expired_ns = 0, crowded_ns = 0, idle_ns = 0;
-    uint32_t run = 0;
-    int lucks[2] = {LUCK_MAX / 2, LUCK_MAX / 2}, *luck = lucks; /* the second: while our own I/O is under way */
-    bool spinning = false, trimmed = false;
-    for (;;) {
-        bool reading = server->reader || atomic_load(&server->active), requested = false;
-        int work = (int)ring_reap(&server->io.ring);
-        if (work && server->io.waiting_reads)
-            reads_retry(&server->io);
-        if (reading) {
-            int r = transport->ops->serve(server, &run);
-            if (r < 0)
-                break;
-            if (r > 0 && run >= BACKLOG) {
-                wake_helper(server);
-                crowded_ns = now_ns() + CROWDED_NS;
-                run = 0;
-            } else if (r == 0) {
-                run = 0;
-            }
-            requested = r > 0;
-            work += r;
+/* How a thread spends its time between requests. */
+struct pace {
+    bool leader, spinning, trimmed;
+    uint64_t spin_ns;                   /* a poll lasts so long */
+    uint64_t expired_ns;                /* when deadlines were last looked at */
+    uint64_t crowded_ns;                /* several clients are at work until then */
+    uint64_t idle_ns;                   /* since when there has been nothing to do; 0: there was */
+    uint32_t run;                       /* weight of requests in a row */
+    int lucks[2], *luck;                /* the second: while our own I/O is under way */
+};
+
+/* One round: completions, a request, a reply of the session. How much there was of it; -errno: the transport has ended. */
+static int work_once(struct server *server, struct pace *pace, bool reading, bool *requested) {
+    int work = (int)ring_reap(&server->io.ring);
+    if (work && server->io.waiting_reads)
+        reads_retry(&server->io);
+    if (reading) {
+        int r = server->transport->ops->serve(server, &pace->run);
+        if (r < 0)
+            return r;
+        if (r > 0 && pace->run >= BACKLOG) {
+            wake_helper(server);
+            pace->crowded_ns = now_ns() + CROWDED_NS;
+            pace->run = 0;
+        } else if (r == 0) {
+            pace->run = 0;
         }
-        if (leader && plane->mux.session_count && mux_receive(plane))
-            work++;
-        /* I/O of a slab comes many requests at a time: one call for those that are there, up to BATCH. */
-        if (server->io.batching && requested && server->io.ring.queued && server->io.ring.queued < BATCH)
-            continue;
-        server->io.batching = false;
-        ring_submit(&server->io.ring);
-        if (atomic_load_explicit(&transport->ended, memory_order_relaxed) || atomic_load_explicit(&plane->stopping, memory_order_relaxed))
-            break;
-        uint64_t now = now_ns();
-        if (leader && now - expired_ns > 50000000) {
-            expired_ns = now;
-            mux_expire(plane, now);
-            if (plane->mux.queue_count)
-                mux_flush(plane);
-        }
-        if (work) {
-            if (idle_ns)
-                *luck = idle_ns - server->last_work_ns <= spin_ns ? *luck + (*luck < LUCK_MAX) : *luck < 2 ? 0 : *luck - 2;
-            idle_ns = 0;
-            server->last_work_ns = now;
-            trimmed = false;
-            continue;
-        }
-        if (!idle_ns)
-            luck = &lucks[!ring_idle(&server->io.ring)];
-        idle_ns = now;
-        if (server->reader && now > crowded_ns && now - server->last_work_ns < spin_ns && *luck >= LUCK_MAX / 2) {
-            if (!spinning && !atomic_exchange(&plane->spinning, true)) {
-                spinning = true;
-                COUNT(plane, spins, 1);
-            }
-            if (spinning) {
-                sched_yield();
-                continue;
-            }
-        }
-        if (spinning) {
-            spinning = false;
-            atomic_store(&plane->spinning, false);
-        }
-        if (reading)
-            atomic_store(&server->active, false);
-        uint64_t timeout = leader ? trimmed ? 60 * IDLE_NS : IDLE_NS : 60 * IDLE_NS;
-        if (server->io.waiting_reads)
-            timeout = 1000000;
-        else if (leader && mux_waiting(plane))
-            timeout = 20000000;
-        if (!sleep_until_work(server, leader, timeout))
-            continue;
-        idle_ns = now = now_ns();
-        if (leader && !trimmed && now - server->last_work_ns > IDLE_NS) {
-            trimmed = true;
-            arena_trim(&plane->staging);
-            arena_trim(&plane->reading);
-            arena_trim(&plane->reading_small);
-            arena_trim(&plane->staging_small);
-        }
-        if (server->io.waiting_reads)
-            reads_retry(&server->io);
-        if (leader && now - server->last_work_ns > 100000000)
-            memory_unpark(plane); /* nothing that waits for memory waits for ever */
-        server->last_work_ns = server->last_work_ns == 0 ? now : server->last_work_ns;
+        *requested = r > 0;
+        work += r;
     }
-    if (spinning)
-        atomic_store(&plane->spinning, false);
+    if (pace->leader && server->plane->fuse->mux.session_count && mux_receive(server->plane))
+        work++;
+    return work;
+}
+
+static void work_done(struct server *server, struct pace *pace, uint64_t now) {
+    int *luck = pace->luck;
+    if (pace->idle_ns)
+        *luck = pace->idle_ns - server->last_work_ns <= pace->spin_ns ? *luck + (*luck < LUCK_MAX) : *luck < 2 ? 0 : *luck - 2;
+    pace->idle_ns = 0;
+    server->last_work_ns = now;
+    pace->trimmed = false;
+}
+
+static void spin_end(struct server *server, struct pace *pace) {
+    if (pace->spinning)
+        atomic_store(&server->plane->fuse->spinning, false);
+    pace->spinning = false;
+}
+
+/* There was nothing to do: true if that is to be seen again at once, false if it is time to sleep. */
+static bool spin(struct server *server, struct pace *pace, uint64_t now) {
+    struct kvfs_plane *plane = server->plane;
+    if (!pace->idle_ns)
+        pace->luck = &pace->lucks[!ring_idle(&server->io.ring)];
+    pace->idle_ns = now;
+    if (server->reader && now > pace->crowded_ns && now - server->last_work_ns < pace->spin_ns && *pace->luck >= LUCK_MAX / 2) {
+        if (!pace->spinning && !atomic_exchange(&plane->fuse->spinning, true)) {
+            pace->spinning = true;
+            COUNT(plane, spins, 1);
+        }
+        if (pace->spinning) {
+            sched_yield();
+            return true;
+        }
+    }
+    spin_end(server, pace);
+    return false;
+}
+
+static void rest(struct server *server, struct pace *pace) {
+    struct kvfs_plane *plane = server->plane;
+    uint64_t timeout = pace->leader && !pace->trimmed ? IDLE_NS : 60 * IDLE_NS;
+    if (server->io.waiting_reads)
+        timeout = 1000000;
+    else if (pace->leader && mux_waiting(plane))
+        timeout = 20000000;
+    if (!sleep_until_work(server, pace->leader, timeout))
+        return;
+    uint64_t now = pace->idle_ns = now_ns();
+    if (pace->leader && !pace->trimmed && now - server->last_work_ns > IDLE_NS) {
+        pace->trimmed = true;
+        arena_trim(&plane->staging);
+        arena_trim(&plane->reading);
+        arena_trim(&plane->reading_small);
+        arena_trim(&plane->staging_small);
+    }
+    if (server->io.waiting_reads)
+        reads_retry(&server->io);
+    if (pace->leader && now - server->last_work_ns > 100000000)
+        memory_unpark(plane); /* nothing that waits for memory waits for ever */
+    server->last_work_ns = server->last_work_ns == 0 ? now : server->last_work_ns;
+}
+
+static void server_end(struct server *server) {
+    struct transport *transport = server->transport;
     atomic_store(&transport->ended, true);
     for (uint32_t i = 0; i < transport->server_count; i++)
         if (&transport->servers[i] != server)
             server_wake(&transport->servers[i]);
-    uint64_t until = now_ns() + plane->array.io_timeout_ms * 2000000ull;
+    uint64_t until = now_ns() + server->plane->array.io_timeout_ms * 2000000ull;
     while (!ring_idle(&server->io.ring) && now_ns() < until) {
         ring_wait(&server->io.ring, 10000000);
         ring_reap(&server->io.ring);
@@ -171,12 +171,50 @@ static void *server_main(void *argument) {
     while (server->io.waiting_reads) {
         struct request *request = server->io.waiting_reads;
         server->io.waiting_reads = request->next;
-        request_put(plane, request);
+        request_put(server->plane, request);
     }
     slot_put(server->landing);
     server->landing = NULL;
     if (atomic_fetch_sub(&transport->servers_running, 1) == 1)
         transport_end(transport);
+}
+
+static void *server_main(void *argument) {
+    struct server *server = argument;
+    struct kvfs_plane *plane = server->plane;
+    /* Between an answer and a guest's next request lie two of its interrupts, and an emulated CPU. */
+    struct pace pace = {.leader = server->index == 0, .spin_ns = plane->config.spin_us * (server->transport->guest ? 1500ull : 1000ull),
+                        .lucks = {LUCK_MAX / 2, LUCK_MAX / 2}};
+    pace.luck = pace.lucks;
+    for (;;) {
+        bool reading = server->reader || atomic_load(&server->active), requested = false;
+        int work = work_once(server, &pace, reading, &requested);
+        if (work < 0)
+            break;
+        /* I/O of a slab comes many requests at a time: one call for those that are there, up to BATCH. */
+        if (server->io.batching && requested && server->io.ring.queued && server->io.ring.queued < BATCH)
+            continue;
+        server->io.batching = false;
+        ring_submit(&server->io.ring);
+        if (atomic_load_explicit(&server->transport->ended, memory_order_relaxed) || atomic_load_explicit(&plane->stopping, memory_order_relaxed))
+            break;
+        uint64_t now = now_ns();
+        if (pace.leader && now - pace.expired_ns > 50000000) {
+            pace.expired_ns = now;
+            mux_expire(plane, now);
+            if (plane->fuse->mux.queue_count)
+                mux_flush(plane);
+        }
+        if (work) {
+            work_done(server, &pace, now);
+        } else if (!spin(server, &pace, now)) {
+            if (reading)
+                atomic_store(&server->active, false);
+            rest(server, &pace);
+        }
+    }
+    spin_end(server, &pace);
+    server_end(server);
     return NULL;
 }
 
@@ -217,7 +255,7 @@ void transport_free(struct transport *transport) {
 /* The transport counts from here on, and ends when its last thread does. */
 int servers_start(struct transport *transport) {
     int r = 0;
-    atomic_fetch_add(&transport->plane->transport_count, 1);
+    atomic_fetch_add(&transport->plane->fuse->transport_count, 1);
     atomic_store(&transport->servers_running, transport->server_count);
     for (uint32_t i = 0; i < transport->server_count; i++) {
         struct server *server = &transport->servers[i];

@@ -1,5 +1,5 @@
 /* The slow half of READ and WRITE: what must wait for a device, on a worker. */
-#include "internal.h"
+#include "fuse/fuse.h"
 
 static void slow_write(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
     struct node *node = request->node;
@@ -90,6 +90,6 @@ int request_slow(struct request *request) {
         return -ENOMEM;
     job->job.run = run_request;
     job->request = request;
-    pool_add(&request->io->plane->slow, &job->job);
+    pool_add(&request->io->plane->fuse->slow, &job->job);
     return 0;
 }

@@ -77,10 +77,10 @@ static void listen_end(struct guest *guest) {
 
 /* With transports_lock held. */
 static void guest_ended(struct kvfs_plane *plane, struct guest *guest) {
-    plane->guests[guest->number] = NULL;
-    atomic_fetch_sub(&plane->guest_count, 1);
-    guest->next = plane->guests_ended;
-    plane->guests_ended = guest;
+    plane->guests->all[guest->number] = NULL;
+    atomic_fetch_sub(&plane->fuse->guest_count, 1);
+    guest->next = plane->guests->ended;
+    plane->guests->ended = guest;
 }
 
 static void *guest_main(void *argument) {
@@ -103,17 +103,17 @@ static void *guest_main(void *argument) {
     }
     listen_end(guest);
     transport_stop(guest->transport);
-    pthread_mutex_lock(&plane->transports_lock);
+    pthread_mutex_lock(&plane->fuse->transports_lock);
     guest_ended(plane, guest);
-    pthread_mutex_unlock(&plane->transports_lock);
+    pthread_mutex_unlock(&plane->fuse->transports_lock);
     return NULL;
 }
 
 /* Guests that have ended: their threads' stacks and rings go now, the rest when the plane does: late replies may still look for them. */
 static void guests_reap(struct kvfs_plane *plane) {
-    pthread_mutex_lock(&plane->transports_lock);
-    struct guest *guest = plane->guests_ended;
-    pthread_mutex_unlock(&plane->transports_lock);
+    pthread_mutex_lock(&plane->fuse->transports_lock);
+    struct guest *guest = plane->guests->ended;
+    pthread_mutex_unlock(&plane->fuse->transports_lock);
     for (; guest; guest = guest->next) {
         if (!guest->threaded)
             continue;
@@ -138,19 +138,19 @@ int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs
     int flags = guest->listen_fd < 0 ? -1 : fcntl(guest->listen_fd, F_GETFL);
     if (flags < 0 || fcntl(guest->listen_fd, F_SETFL, flags | O_NONBLOCK) < 0)
         r = -errno;
-    pthread_mutex_lock(&plane->transports_lock);
+    pthread_mutex_lock(&plane->fuse->transports_lock);
     uint32_t number = 0;
-    while (number < KVFS_VIRTIOFS_MAX && plane->guests[number])
+    while (number < KVFS_VIRTIOFS_MAX && plane->guests->all[number])
         number++;
     if (r == 0 && number == KVFS_VIRTIOFS_MAX)
         r = -EUSERS;
     if (r == 0) {
         guest->number = number;
         guest->transport->user = KVFS_USER_GUEST + number;
-        plane->guests[number] = guest;
-        atomic_fetch_add(&plane->guest_count, 1);
+        plane->guests->all[number] = guest;
+        atomic_fetch_add(&plane->fuse->guest_count, 1);
     }
-    pthread_mutex_unlock(&plane->transports_lock);
+    pthread_mutex_unlock(&plane->fuse->transports_lock);
     if (r < 0) {
         guest_free(guest);
         return r;
@@ -160,9 +160,9 @@ int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs
         r = -pthread_create(&guest->thread, NULL, guest_main, guest);
     if (r < 0) { /* no threads: what has started ends, and is kept for who may know it already */
         transport_stop(guest->transport);
-        pthread_mutex_lock(&plane->transports_lock);
+        pthread_mutex_lock(&plane->fuse->transports_lock);
         guest_ended(plane, guest);
-        pthread_mutex_unlock(&plane->transports_lock);
+        pthread_mutex_unlock(&plane->fuse->transports_lock);
         return r;
     }
     guest->threaded = true;
@@ -171,7 +171,7 @@ int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs
 
 /* With transports_lock held. */
 static struct guest *guest_at(struct kvfs_plane *plane, int number) {
-    return number >= 0 && number < KVFS_VIRTIOFS_MAX ? plane->guests[number] : NULL;
+    return number >= 0 && number < KVFS_VIRTIOFS_MAX ? plane->guests->all[number] : NULL;
 }
 
 static void guest_ask_stop(struct guest *guest) {
@@ -182,24 +182,29 @@ static void guest_ask_stop(struct guest *guest) {
 }
 
 int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number) {
-    pthread_mutex_lock(&plane->transports_lock);
+    pthread_mutex_lock(&plane->fuse->transports_lock);
     struct guest *guest = guest_at(plane, number);
     if (guest)
         guest_ask_stop(guest);
-    pthread_mutex_unlock(&plane->transports_lock);
+    pthread_mutex_unlock(&plane->fuse->transports_lock);
     return guest ? 0 : -ENOENT;
 }
 
+int guests_create(struct kvfs_plane *plane) {
+    plane->guests = calloc(1, sizeof(*plane->guests));
+    return plane->guests ? 0 : -ENOMEM;
+}
+
 void guests_stop(struct kvfs_plane *plane) {
-    pthread_mutex_lock(&plane->transports_lock);
+    pthread_mutex_lock(&plane->fuse->transports_lock);
     for (uint32_t i = 0; i < KVFS_VIRTIOFS_MAX; i++)
-        if (plane->guests[i])
-            guest_ask_stop(plane->guests[i]);
-    pthread_mutex_unlock(&plane->transports_lock);
+        if (plane->guests->all[i])
+            guest_ask_stop(plane->guests->all[i]);
+    pthread_mutex_unlock(&plane->fuse->transports_lock);
     for (uint32_t i = 0; i < KVFS_VIRTIOFS_MAX; i++) {
-        pthread_mutex_lock(&plane->transports_lock);
-        struct guest *guest = plane->guests[i];
-        pthread_mutex_unlock(&plane->transports_lock);
+        pthread_mutex_lock(&plane->fuse->transports_lock);
+        struct guest *guest = plane->guests->all[i];
+        pthread_mutex_unlock(&plane->fuse->transports_lock);
         if (guest && guest->threaded) {
             pthread_join(guest->thread, NULL);
             guest->threaded = false;
@@ -209,16 +214,17 @@ void guests_stop(struct kvfs_plane *plane) {
 }
 
 void guests_free(struct kvfs_plane *plane) {
-    while (plane->guests_ended) {
-        struct guest *guest = plane->guests_ended;
-        plane->guests_ended = guest->next;
+    while (plane->guests->ended) {
+        struct guest *guest = plane->guests->ended;
+        plane->guests->ended = guest->next;
         guest_free(guest);
     }
+    free(plane->guests);
 }
 
 int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_virtiofs_statistics *out) {
     memset(out, 0, sizeof(*out));
-    pthread_mutex_lock(&plane->transports_lock);
+    pthread_mutex_lock(&plane->fuse->transports_lock);
     struct guest *guest = guest_at(plane, number);
     if (guest) {
         out->connected = atomic_load(&guest->connected);
@@ -229,6 +235,6 @@ int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_v
         TAKE(protocol_errors); TAKE(descriptor_errors); TAKE(io_errors);
 #undef TAKE
     }
-    pthread_mutex_unlock(&plane->transports_lock);
+    pthread_mutex_unlock(&plane->fuse->transports_lock);
     return guest ? 0 : -ENOENT;
 }

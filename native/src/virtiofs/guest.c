@@ -204,7 +204,7 @@ static uint32_t cost_of(const struct server *server, const uint8_t *head, uint64
     return (uint32_t)min_u64(read.size, server->transport->max_read) + KVFS_PAGE_SIZE;
 }
 
-static void dispatch(struct server *server, struct virtqueue *queue, uint32_t salt, uint32_t *run) {
+static void request_take(struct server *server, struct virtqueue *queue, uint32_t salt, uint32_t *run) {
     struct guest *guest = server->transport->guest;
     struct chain *chain = server->chain;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
@@ -240,7 +240,7 @@ static void dispatch(struct server *server, struct virtqueue *queue, uint32_t sa
     } else if (size > REQUEST_HEAD && size <= REQUEST_SMALL) {
         gather(chain, REQUEST_HEAD, server->head + REQUEST_HEAD, size - REQUEST_HEAD);
     }
-    fastpath_request(server, size, &server->landing);
+    dispatch(server, size);
 }
 
 static bool over_limit(struct guest *guest) {
@@ -279,7 +279,7 @@ int guest_serve(struct server *server, uint32_t *run) {
         pthread_mutex_unlock(&queue->serve);
         if (r > 0) {
             server->next_queue = queue->index + 1;
-            dispatch(server, queue, salt, run);
+            request_take(server, queue, salt, run);
             atomic_fetch_sub(&guest->dispatching, 1);
             return 1;
         }

@@ -177,7 +177,7 @@ static void memory_set(struct front_end *front, struct guest_memory *memory) {
 
 static int memory_take(const struct front_end *front, int fd, const struct region_description *description, struct guest_region **out) {
     const struct kvfs_virtiofs_config *config = &front->guest->config;
-    uint32_t count = atomic_load(&front->guest->transport->plane->guest_count);
+    uint32_t count = atomic_load(&front->guest->transport->plane->fuse->guest_count);
     front->guest->owner.of = count ? count : 1;
     return region_map(&front->guest->owner, fd, description, config->memory_types, config->memory_type_count, out);
 }

@@ -6,7 +6,7 @@
 #ifndef KVFS_VIRTIO_H
 #define KVFS_VIRTIO_H
 
-#include "internal.h"
+#include "fuse/fuse.h"
 
 #include <linux/virtio_ring.h>
 
@@ -182,6 +182,14 @@ struct guest {
     atomic_ullong connections, requests, bytes_read, bytes_written, zero_copy_bytes, copied_bytes, protocol_errors, descriptor_errors, io_errors;
 };
 extern const struct transport_ops guest_ops;
+/* Under plane->fuse->transports_lock. */
+struct guests {
+    struct guest *all[KVFS_VIRTIOFS_MAX];
+    struct guest *ended;                /* late replies may still look at them */
+};
+int guests_create(struct kvfs_plane *plane);             /* 0 or -ENOMEM */
+void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
+void guests_free(struct kvfs_plane *plane);
 /* export.c: a transport without threads: for kvfs_virtiofs_add, and for tests that call its parts. */
 int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *config, struct guest **out);
 int guest_serve(struct server *server, uint32_t *run);

@@ -1,0 +1,124 @@
+"""The command line: arguments in, one function a verb, text or JSON out.
+
+Data goes to stdout, messages to stderr. Exit status 0: done; 1: failed, with one line that names the object; 2: asked
+for in a way that makes no sense, also one line. What a verb does to a pool is in the rooms below; they are imported
+when the verb runs, so that `kvfs doctor` and `kvfs --help` work where the data plane does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from kvfs.cli import completion, keeping, mounting, pools, programs, replaying, watching
+from kvfs.cli.arguments import Parser, Verbs, WrongCommandLine
+from kvfs.cli.output import ToldError, error_part, print_json
+from kvfs.cli.programs import RUN_VERBS
+from kvfs.errors import KvfsError, UsageError, first_error, printable
+
+# What the extra "daemon" of pyproject.toml installs: a client has none of it.
+DAEMON_PACKAGES = frozenset({"pyfuse3", "trio", "lmdb", "xxhash"})
+
+
+# In the order of `kvfs --help`.
+_VERBS = (
+    pools.add_format, mounting.add_mount, mounting.add_export, mounting.add_keep, mounting.add_umount,
+    watching.add_status, watching.add_list, watching.add_stats, watching.add_top, watching.add_metrics,
+    pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,
+    pools.add_doctor, pools.add_import, replaying.add_replay, completion.add_completion, programs.add_run_verbs,
+    replaying.add_bench, completion.add_man,
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:
+        return _guarded(lambda: replaying.run_bench(arguments[1:]), False)
+
+    def command() -> int:
+        args = parser().parse_args(arguments)
+        return cast(int, args.function(args))
+
+    return _guarded(command, _asks_for_json(arguments))
+
+
+def _asks_for_json(arguments: Sequence[str]) -> bool:
+    """Whether an error is told in JSON too: known before the command line is understood, as that may be the error."""
+    if arguments[:1] and arguments[0] in RUN_VERBS:
+        return False
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    pairs = itertools.pairwise(words)
+    return any(pair in (("-o", "json"), ("--output", "json")) for pair in pairs) or bool(
+        {"-ojson", "--output=json"} & set(words)
+    )
+
+
+def _guarded(command: Callable[[], int], as_json: bool) -> int:
+    """Turn every failure into one line on stderr and a status, and into a document on stdout if that is asked for.
+    KVFS_DEBUG=1 shows the traceback."""
+    debug = os.environ.get("KVFS_DEBUG") == "1"
+
+    def fail(error: object, status: int, text: str | None = None) -> int:
+        return _fail(error, debug, status, as_json, text)
+
+    try:
+        try:
+            return command()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+    except UsageError as error:
+        return fail(error, 2)
+    except KvfsError as error:
+        return fail(error, 1)
+    except KeyboardInterrupt:
+        return fail(InterruptedError(errno.EINTR, "interrupted"), 130, "interrupted")
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; without this the interpreter complains at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ImportError as error:
+        if error.name in DAEMON_PACKAGES:
+            needs = "this verb needs what the daemon needs: pip install 'kvfs[daemon]'"
+            return fail(error, 1, f"{error.name}: not installed; {needs}")
+        return fail(error, 1, f"{error.name or 'kvfs'}: cannot be loaded ({error}); run tools/setup")
+    except OSError as error:
+        return fail(error, 1, f"{error.filename}: {error.strerror}" if error.filename else None)
+    except Exception as error:  # our bug, but the user gets one line
+        return fail(error, 1, f"internal error: {type(error).__name__}: {error} (KVFS_DEBUG=1 shows where)")
+
+
+def _fail(error: object, debug: bool, status: int, as_json: bool, text: str | None) -> int:
+    if debug and status != 130:
+        import traceback
+
+        traceback.print_exc()
+    message = " ".join((text or str(error)).split("\n"))
+    if as_json and not isinstance(error, ToldError):
+        print_json(error_part(message, error))
+    print(printable(message if isinstance(error, WrongCommandLine) else f"kvfs: {message}"), file=sys.stderr)
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; completion and manual pages are made from it as well (usage.py)."""
+    top = Parser(prog="kvfs", description="A striped cache of KV blocks, mounted as a filesystem.", allow_abbrev=False)
+    top.add_argument("--version", action="version", version=_version())
+    verbs = Verbs(top)
+    for add in _VERBS:
+        add(verbs)
+    return top
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"kvfs {version('kvfs')}"
+    except PackageNotFoundError:
+        return "kvfs (not installed)"

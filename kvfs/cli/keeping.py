@@ -1,0 +1,137 @@
+"""Verbs on blocks, by their paths or by their number of bytes: pin, unpin, prestage, evict."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+from kvfs.cli import arguments
+from kvfs.cli.arguments import Verbs
+from kvfs.cli.output import ProgressPrinter, ToldError, as_json, emit, note
+from kvfs.cli.targets import in_a_mount, pool_of
+from kvfs.errors import KvfsError
+from kvfs.status.numbers import size_text
+from kvfs.status.text import render_evicted
+
+
+def add_pins(verbs: Verbs) -> None:
+    for name, help_text in (
+        ("pin", "keep files, or all below directories, from being evicted"),
+        ("unpin", "let them be evicted again"),
+    ):
+        sub = verbs.add(name, _pin, help_text)
+        sub.add_argument("paths", metavar="PATH", nargs="+", help="in a mount")
+
+
+def _pin(args: argparse.Namespace) -> int:
+    wanted = b"1" if args.verb == "pin" else b"0"
+    _check_paths(args.paths)
+    for path in args.paths:
+        try:
+            os.setxattr(path, "user.kvfs.pin", wanted)
+        except OSError as error:
+            raise _about(path, error) from error
+    stays = [] if args.verb == "pin" else [_still_pinned(path) for path in args.paths]
+    emit(args, {"paths": args.paths, "pinned": args.verb == "pin", **({"stays": stays} if stays else {})})
+    for found in [] if as_json(args) else stays:
+        above, below = cast(list[str], found["above"]), cast(list[str], found["below"])
+        if above:
+            note(f"{found['path']}: stays pinned by {above[-1]}, which it lies in")
+        if below:
+            more = f" and {len(below) - 3} more" if len(below) > 3 else ""
+            note(f"{found['path']}: stays pinned below it: {', '.join(below[:3])}{more}")
+    return 0
+
+
+def _check_paths(paths: Sequence[str]) -> None:
+    from kvfs.frontend import mount
+
+    for path in paths:
+        if not os.path.lexists(path):
+            raise KvfsError(f"{path}: no such file or directory")
+        if not in_a_mount(path, mount.mounts()):
+            raise KvfsError(f"{path}: not in a kvfs mount")
+
+
+def _about(path: str, error: OSError) -> KvfsError:
+    failure = KvfsError(f"{path}: {error.strerror}")
+    failure.errno = error.errno or errno.EIO
+    return failure
+
+
+def _still_pinned(path: str) -> dict[str, object]:
+    """The pins that hold for a path still, of directories that it lies in; and those below it, as far as this user may
+    ask the daemon."""
+    from kvfs.frontend import mount
+    from kvfs.frontend.control import ControlClient
+
+    present = mount.mount_of(path)
+    assert present is not None
+    top = Path(present.mountpoint)
+    real = Path(os.path.realpath(path))
+    above = [str(parent) for parent in real.parents if parent.is_relative_to(top) and _is_pinned(parent)]
+    below: list[str] = []
+    with suppress(KvfsError), ControlClient(Path(present.source)) as client:
+        pins = cast(Mapping[str, list[Mapping[str, str]]], client.call("pins"))["pins"]
+        paths = [top / pin["path"].lstrip("/") for pin in pins]
+        below = sorted(str(pin) for pin in paths if pin != real and pin.is_relative_to(real))
+    return {"path": path, "above": above[::-1], "below": below}
+
+
+def _is_pinned(path: Path) -> bool:
+    try:
+        return os.getxattr(path, "user.kvfs.pin") == b"1"
+    except OSError:
+        return False
+
+
+def add_prestage(verbs: Verbs) -> None:
+    sub = verbs.add("prestage", _prestage, "read files, or all below directories, into the kernel's page cache")
+    sub.add_argument("paths", metavar="PATH", nargs="+", help="in a mount")
+    sub.add_argument("--threads", type=arguments.count, default=4, metavar="N", help="files read at once (default 4)")
+
+
+def _prestage(args: argparse.Namespace) -> int:
+    from kvfs.prestage import prestage
+
+    _check_paths(args.paths)
+    printer = ProgressPrinter()
+    done = prestage(args.paths, args.threads, lambda bytes_: printer("read, bytes", bytes_, 0))
+    printer.close()
+    emit(args, asdict(done), f"{done.blocks} blocks of {size_text(done.bytes)} in the page cache")
+    if done.missed and not as_json(args):
+        note(f"{done.missed} blocks were gone, or could not be read")
+    return 0
+
+
+def add_evict(verbs: Verbs) -> None:
+    sub = verbs.add("evict", _evict, "free space now")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
+    amount = sub.add_mutually_exclusive_group(required=True)
+    amount.add_argument("--size", type=arguments.size, metavar="SIZE", help="free at least this much")
+    amount.add_argument("--all", action="store_true", help="evict every block that is neither pinned nor open")
+
+
+def _evict(args: argparse.Namespace) -> int:
+    from kvfs.frontend.control import ControlClient
+
+    printer = ProgressPrinter()
+
+    def progress(document: Mapping[str, object]) -> None:
+        printer("evicting, bytes", int(cast(int, document.get("freed", 0))), int(cast(int, document.get("wanted", 0))))
+
+    with ControlClient(pool_of(args.target), timeout_s=120.0) as client:
+        result = client.call("evict", progress, size=args.size, all=args.all)
+    printer.close()
+    document = cast(Mapping[str, object], result)
+    failure = None
+    if args.size is not None and cast(int, document.get("evicted_bytes", 0)) < args.size:
+        failure = ToldError(f"{args.target}: {document.get('evicted_bytes')} of {args.size} bytes could be evicted")
+    emit(args, document, render_evicted(document), failure)
+    return 0

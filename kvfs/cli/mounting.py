@@ -1,0 +1,344 @@
+"""Verbs that begin and end the serving of a pool: mount, export, keep, umount."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from kvfs.cli import arguments
+from kvfs.cli.arguments import Verbs
+from kvfs.cli.output import ProgressPrinter, emit, emit_line, note
+from kvfs.errors import KvfsError, UsageError
+from kvfs.status import numbers
+
+if TYPE_CHECKING:
+    from kvfs.daemon.options import MountOptions
+    from kvfs.frontend.mount import Mount
+    from kvfs.virtiofs.exports import Export
+
+UMOUNT_TIMEOUT_S = 120.0
+UMOUNT_STATUS_TIMEOUT_S = 5.0
+
+
+def add_mount(verbs: Verbs) -> None:
+    sub = verbs.add("mount", _mount, "mount a pool; returns once the mount answers")
+    sub.add_argument("pool", metavar="POOL", help="the pool's directory")
+    sub.add_argument("mountpoint", metavar="MOUNTPOINT", help="a directory")
+    _add_daemon_arguments(sub)
+    sub.add_argument("--allow-other", action="store_true", help="let other users in")
+    sub.add_argument(
+        "--options", default="", metavar="LIST", help="mount(8) options, comma separated: ro, noexec, suid, dev, ..."
+    )
+    sub.add_argument(
+        "--request-timeout",
+        type=arguments.count,
+        metavar="S",
+        help="have the kernel end the mount if a request waits this long, as with a stopped daemon (default: never)",
+    )
+
+
+def _mount(args: argparse.Namespace) -> int:
+    from kvfs.daemon.options import MountOptions
+    from kvfs.virtiofs.exports import parse_exports
+
+    return _start(
+        args,
+        MountOptions(
+            pool=Path(os.path.abspath(args.pool)),
+            mountpoint=Path(os.path.abspath(args.mountpoint)),
+            exports=parse_exports(args.virtiofs),
+            allow_other=args.allow_other,
+            options=tuple(option for option in args.options.split(",") if option),
+            request_timeout_s=args.request_timeout,
+        ),
+    )
+
+
+def add_export(verbs: Verbs) -> None:
+    sub = verbs.add("export", _export, "serve a pool to virtual machines or a DPU's host, without a mount here")
+    sub.add_argument("pool", metavar="POOL", help="the pool's directory")
+    _add_daemon_arguments(sub)
+    sub.add_argument(
+        "--show-qemu", action="store_true", help="start nothing; print the QEMU command and the guest's mount command"
+    )
+    sub.add_argument("--show-libvirt", action="store_true", help="start nothing; print libvirt's XML")
+
+
+def _export(args: argparse.Namespace) -> int:
+    from kvfs.daemon.options import MountOptions
+    from kvfs.virtiofs.exports import parse_exports
+
+    exports = parse_exports(args.virtiofs)
+    if args.show_qemu or args.show_libvirt:
+        return _show_export(args, exports or _running_exports(Path(args.pool)))
+    if not exports:
+        raise UsageError("export: give --virtiofs SOCKET (once for each guest)")
+    return _start(args, MountOptions(pool=Path(os.path.abspath(args.pool)), exports=exports))
+
+
+def _start(args: argparse.Namespace, options: MountOptions) -> int:
+    from kvfs.daemon.process import start
+    from kvfs.status import prometheus
+    from kvfs.status.endpoint import parse_address
+
+    if args.metrics is not None:
+        prometheus.require()
+    pid = start(
+        replace(
+            options,
+            metrics=None if args.metrics is None else parse_address(args.metrics),
+            foreground=args.foreground,
+            staging_size=args.staging,
+            read_memory_size=args.read_memory,
+            server_threads=args.threads,
+            io_timeout_ms=args.io_timeout,
+            slow_ms=args.slow_ops,
+            start_timeout_s=args.timeout,
+            force=args.force,
+        )
+    )
+    mountpoint = {"mountpoint": str(options.mountpoint)} if options.mountpoint is not None else {}
+    exports = [_export_part(export) for export in options.exports]
+    emit(args, {"pool": str(options.pool), **mountpoint, "exports": exports, "pid": pid})
+    return 0
+
+
+def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
+    """What `kvfs mount` and `kvfs export` have in common."""
+    sub.add_argument(
+        "--virtiofs",
+        action="append",
+        default=[],
+        metavar="SOCKET[,tag=TAG][,queues=N][,memory=TYPE]",
+        help="export by virtio-fs: one front end at a time connects to this socket; once for each",
+    )
+    sub.add_argument(
+        "--force", action="store_true", help="take the pool from another machine that uses it; the mount there ends"
+    )
+    sub.add_argument(
+        "--metrics", metavar="[HOST:]PORT", help="serve the pool's metrics to Prometheus (kvfs metrics: of all pools)"
+    )
+    sub.add_argument("--foreground", action="store_true", help="stay, and log to stderr")
+    sub.add_argument("--staging", type=arguments.memory_size, metavar="SIZE", help="memory for blocks being written")
+    sub.add_argument("--read-memory", type=arguments.memory_size, metavar="SIZE", help="memory for reads under way")
+    sub.add_argument(
+        "--threads", type=arguments.count, metavar="N", help="server threads (default: one a core, at most 8)"
+    )
+    sub.add_argument(
+        "--io-timeout", type=arguments.count, metavar="MS", help="deadline of a device's I/O (default 10000)"
+    )
+    sub.add_argument(
+        "--slow-ops", type=arguments.slow_ms, default=1000, metavar="MILLISECONDS",
+        help="log the path of what takes longer (default 1000; 0: nothing)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--timeout",
+        type=arguments.seconds,
+        default=120.0,
+        metavar="S",
+        help="give up starting after this long without progress",
+    )
+
+
+def _export_part(export: Export) -> dict[str, object]:
+    return {"socket": str(export.socket), "tag": export.tag, "queues": export.queues}
+
+
+def _running_exports(pool: Path) -> tuple[Export, ...]:
+    """Those of the pool's daemon."""
+    from kvfs.frontend.control import ControlClient, NotRunningError
+    from kvfs.virtiofs.exports import Export
+
+    try:
+        with ControlClient(pool) as client:
+            found = numbers.items(cast(numbers.Json, client.call("status")), "exports")
+    except NotRunningError:
+        found = []
+    if not found:
+        raise UsageError(f"export: {pool} is not exported now: give --virtiofs SOCKET")
+    return tuple(
+        Export(Path(str(item.get("socket"))), str(item.get("tag")), int(numbers.number(item, "queues")))
+        for item in found
+    )
+
+
+def _show_export(args: argparse.Namespace, exports: Sequence[Export]) -> int:
+    from kvfs.virtiofs import hypervisor
+
+    documents = [
+        {
+            **_export_part(export),
+            "qemu": hypervisor.qemu_arguments(export),
+            "guest": hypervisor.guest_arguments(export),
+            "libvirt": hypervisor.render_libvirt([export]),
+        }
+        for export in exports
+    ]
+    texts = [
+        *([hypervisor.render_qemu(exports)] if args.show_qemu else []),
+        *([hypervisor.render_libvirt(exports)] if args.show_libvirt else []),
+    ]
+    emit(args, {"exports": documents}, "\n".join(texts))
+    return 0
+
+
+def add_keep(verbs: Verbs) -> None:
+    sub = verbs.add(
+        "keep", _keep, "stand between QEMU and an export, so that its guest outlives a restart of the daemon"
+    )
+    sub.add_argument("socket", metavar="SOCKET", help="where the hypervisor connects")
+    sub.add_argument("export", metavar="EXPORT", help="a socket of kvfs export or mount --virtiofs")
+    sub.add_argument(
+        "--timeout",
+        type=arguments.seconds,
+        default=60.0,
+        metavar="S",
+        help="without a daemon for this long the guest gets EIO",
+    )
+
+
+def _keep(args: argparse.Namespace) -> int:
+    import logging
+    import signal
+
+    from kvfs.virtiofs.exports import listen, parse_export
+    from kvfs.virtiofs.relay import keep
+
+    path, export = parse_export(args.socket).socket, parse_export(args.export).socket
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with listen(path) as listener:
+        emit_line(args, {"socket": str(path), "export": str(export)})
+        try:
+            keep(listener, export, args.timeout)
+        finally:
+            path.unlink(missing_ok=True)
+    return 0
+
+
+def add_umount(verbs: Verbs) -> None:
+    sub = verbs.add("umount", _umount, "unmount, and wait until the pool is clean; a POOL's exports end as well")
+    sub.add_argument("target", metavar="MOUNTPOINT|POOL", help="where it is mounted, or the pool's directory")
+    sub.add_argument("--lazy", action="store_true", help="also with files open: the rest follows when they are closed")
+    sub.add_argument("--force", action="store_true", help="abort what is under way")
+
+
+def _umount(args: argparse.Namespace) -> int:
+    from kvfs.frontend import mount
+    from kvfs.frontend.control import not_yours
+
+    present = mount.find_mount(args.target)
+    if present is None or not present.is_kvfs:
+        pool = Path(mount.resolve(args.target))
+        for its in mount.mounts_of(pool):
+            _refuse_strangers(its)
+        try:
+            if (pool / "kvfs.pid").exists():
+                return _end_pool(args, pool)
+        except PermissionError as error:
+            raise not_yours(pool) from error
+        if present is None:
+            raise mount.MountError(f"{args.target}: not mounted")
+        raise mount.MountError(f"{args.target}: not a kvfs mount ({present.type})")
+    _refuse_strangers(present)
+    pool = Path(present.source)
+    exports: list[str] = []
+    # One that does not answer can be unmounted all the same.
+    with suppress(KvfsError):
+        exports = _exports_of(pool)
+    watch = _watch_daemon(pool)
+    mount.unmount(present.mountpoint, lazy=args.lazy, force=args.force)
+    clean = not exports
+    if exports:
+        note(
+            f"{present.mountpoint}: unmounted; the pool is still exported ({', '.join(exports)}): "
+            f"kvfs umount {pool} ends that"
+        )
+    elif watch is not None and not args.lazy:
+        clean = _wait_for_end(watch, args.target)
+    emit(args, {"mountpoint": present.mountpoint, "pool": present.source, "clean": clean, "exports": exports})
+    return 0
+
+
+def _refuse_strangers(present: Mount) -> None:
+    """MountError if this user may not unmount it."""
+    from kvfs.frontend.mount import MountError
+
+    if os.geteuid() not in (0, present.user) and present.user is not None:
+        refusal = MountError(
+            f"{present.mountpoint}: mounted by user {present.user}: only root and that user may unmount it"
+        )
+        refusal.errno = errno.EPERM
+        raise refusal
+
+
+def _end_pool(args: argparse.Namespace, pool: Path) -> int:
+    """Unmount a pool from wherever it is mounted, and end its exports."""
+    from kvfs.frontend import mount
+    from kvfs.frontend.control import ControlClient, NotRunningError
+
+    exports = _exports_of(pool)
+    watch = _watch_daemon(pool)
+    mountpoints = [present.mountpoint for present in mount.mounts_of(pool)]
+    for mountpoint in mountpoints:
+        mount.unmount(mountpoint, lazy=args.lazy, force=args.force)
+    if exports:
+        with suppress(NotRunningError), ControlClient(pool) as client:
+            client.call("stop")
+    elif not mountpoints:
+        raise mount.MountError(f"{args.target}: not mounted")
+    clean = True
+    if watch is not None and not args.lazy:
+        clean = _wait_for_end(watch, args.target)
+    emit(args, {"mountpoints": mountpoints, "pool": str(pool), "clean": clean, "exports": exports})
+    return 0
+
+
+def _exports_of(pool: Path) -> list[str]:
+    """The sockets that the pool's daemon serves."""
+    from kvfs.frontend.control import ControlClient, NotRunningError
+
+    try:
+        with ControlClient(pool, timeout_s=UMOUNT_STATUS_TIMEOUT_S) as client:
+            document = cast(numbers.Json, client.call("status"))
+    except NotRunningError:
+        return []
+    return [str(item.get("socket")) for item in numbers.items(document, "exports")]
+
+
+def _watch_daemon(pool: Path) -> object:
+    """The daemon of a pool, held by a pidfd from before the unmount; None if there is none."""
+    from kvfs.errors import PoolError
+    from kvfs.frontend.mount import ProcessWatch
+    from kvfs.guard import open_own
+
+    try:
+        with open(open_own(pool / "kvfs.pid", os.O_RDONLY, 0)) as file:
+            return ProcessWatch(int(file.read(32)))
+    except (PoolError, OSError, ValueError):
+        return None
+
+
+def _wait_for_end(watch: object, mountpoint: str) -> bool:
+    from kvfs.errors import DeadlineError
+    from kvfs.frontend.mount import ProcessWatch
+
+    assert isinstance(watch, ProcessWatch)
+    progress, started = ProgressPrinter(), time.monotonic()
+    while not watch.wait(0.5):
+        waited = time.monotonic() - started
+        progress("writing what is not on the devices yet: seconds", int(waited), 0)
+        if waited > UMOUNT_TIMEOUT_S:
+            raise DeadlineError(
+                f"{mountpoint}: unmounted, but the daemon (pid {watch.pid}) has not ended after {waited:.0f} s"
+            )
+    progress.close()
+    return True

@@ -1,0 +1,95 @@
+"""What a verb prints: its result as text or as JSON on stdout, notes and progress on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from kvfs.errors import KvfsError, printable
+
+JSON_VERSION = 1
+# Anything that takes longer than this says how far it is.
+PROGRESS_AFTER_S = 2.0
+
+
+class ToldError(KvfsError):
+    """A failure after which there is a result all the same: in JSON both are one document, which is printed already."""
+
+
+def emit(
+    args: argparse.Namespace,
+    document: Mapping[str, object],
+    text: str | Callable[[], str] = "",
+    failure: ToldError | None = None,
+) -> None:
+    """Print a verb's result in the form that is asked for, and raise the failure that came with it.
+
+    text is made only if it is printed; nothing is printed for an empty one.
+    """
+    if as_json(args):
+        print_json({**document, **({} if failure is None else error_part(str(failure), failure))})
+    else:
+        _print_text(text, flush=False)
+    if failure is not None:
+        raise failure
+
+
+def emit_line(args: argparse.Namespace, document: Mapping[str, object], text: str | Callable[[], str] = "") -> None:
+    """Print one result of a verb that goes on: a reader has it at once."""
+    if as_json(args):
+        print(json.dumps({"version": JSON_VERSION, **document}), flush=True)
+    else:
+        _print_text(text, flush=True)
+
+
+def as_json(args: argparse.Namespace) -> bool:
+    return cast(str, args.output) == "json"
+
+
+def _print_text(text: str | Callable[[], str], *, flush: bool) -> None:
+    text = text if isinstance(text, str) else text()
+    if text:
+        print(text, flush=flush)
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    print(json.dumps({"version": JSON_VERSION, **document}, indent=2))
+
+
+def note(text: object) -> None:
+    """A line for people, beside the result."""
+    print(printable(f"kvfs: {text}"), file=sys.stderr)
+
+
+def error_part(message: str, error: object) -> dict[str, object]:
+    number = getattr(error, "errno", None)
+    return {"error": message, "errno": number if isinstance(number, int) else None}
+
+
+class ProgressPrinter:
+    """Says on stderr how far a long step is: nothing in the first two seconds, then at most a line a second."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + PROGRESS_AFTER_S
+        self._open_line = False
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now < self._next and not (self._open_line and done >= total > 0):
+            return
+        self._next = now + 1.0
+        share = f"{done} of {total} ({done * 100 // total}%)" if total else str(done)
+        if sys.stderr.isatty():
+            print(f"\r\x1b[Kkvfs: {step}: {share}", end="", file=sys.stderr, flush=True)
+            self._open_line = True
+        else:
+            print(f"kvfs: {step}: {share}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._open_line:
+            print(file=sys.stderr)
+            self._open_line = False

@@ -1,0 +1,289 @@
+"""Verbs on a pool and its devices: format, import, device, discover, doctor, fsck."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from kvfs.cli import arguments
+from kvfs.cli.arguments import Verbs
+from kvfs.cli.output import ProgressPrinter, as_json, emit, note
+from kvfs.cli.targets import pool_of, status_of
+from kvfs.errors import UsageError, printable
+
+if TYPE_CHECKING:
+    from kvfs.store.fsck import FsckReport
+
+
+def add_format(verbs: Verbs) -> None:
+    sub = verbs.add("format", _format, "make a pool")
+    sub.add_argument("pool", metavar="POOL", help="directory to make")
+    sub.add_argument(
+        "--device", action="append", default=[], metavar="PATH|URL",
+        help="a block device, a file, ng:/dev/ngXnY, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each",
+    )  # fmt: skip
+    sub.add_argument(
+        "--files", type=arguments.count, metavar="N", help="make N files in the pool's own directory the devices"
+    )
+    sub.add_argument("--size", type=arguments.size, metavar="SIZE", help="of each of the files (64M, 4G)")
+    sub.add_argument(
+        "--stripe-width", type=arguments.count, metavar="W", help="devices in one segment (default: all, at most 4)"
+    )
+    sub.add_argument(
+        "--stripe-unit",
+        type=arguments.size,
+        metavar="SIZE",
+        help="bytes on one device before the next begins (default 128K)",
+    )
+    sub.add_argument(
+        "--segment-size", type=arguments.size, metavar="SIZE", help="unit of eviction (default: by the pool's size)"
+    )
+    sub.add_argument("--force", action="store_true", help="overwrite labels and filesystems on the devices")
+
+
+def _format(args: argparse.Namespace) -> int:
+    from kvfs.pool.devices import device_address
+    from kvfs.pool.making import FormatRequest, format_devices
+    from kvfs.units import format_size
+
+    if args.device and args.files:
+        raise UsageError("--files: not together with --device")
+    if not args.device and not args.files:
+        raise UsageError("format: give --device PATH (once for each device) or --files N --size SIZE")
+    if args.files and args.size is None:
+        raise UsageError("--files: needs --size SIZE")
+    if args.device and args.size is not None:
+        raise UsageError("--size: only with --files; a device is used whole")
+    _refuse_inside(args.pool, args.device)
+    result = format_devices(
+        FormatRequest(
+            pool=Path(args.pool),
+            devices=tuple(device_address(device) for device in _expanded(args.device)),
+            files=args.files or 0,
+            file_size=args.size or 0,
+            stripe_width=args.stripe_width,
+            stripe_unit=args.stripe_unit,
+            segment_size=args.segment_size,
+            force=args.force,
+        )
+    )
+    config = result.config
+    geometry = config.geometry
+    if not as_json(args):
+        for said in result.notes:
+            note(said)
+    document = {
+        "pool": os.path.abspath(args.pool),
+        "uuid": str(config.uuid),
+        "segment_count": config.segment_count,
+        "segment_size": geometry.segment_size,
+        "stripe_width": geometry.stripe_width,
+        "stripe_unit": geometry.stripe_unit,
+        "devices": [{"index": d.index, "path": d.path, "size": d.size} for d in config.devices],
+        "notes": list(result.notes),
+    }
+    text = (
+        f"pool {printable(str(args.pool))}: {len(config.devices)} devices, {config.segment_count} segments of "
+        f"{format_size(geometry.segment_size)}, stripe width {geometry.stripe_width}, "
+        f"unit {format_size(geometry.stripe_unit)}"
+    )
+    emit(args, document, text)
+    return 0
+
+
+def add_import(verbs: Verbs) -> None:
+    sub = verbs.add("import", _import, "write a lost pool.toml again, from the labels of its devices")
+    sub.add_argument("pool", metavar="POOL", help="the pool's directory")
+    sub.add_argument(
+        "--device", action="append", default=[], metavar="PATH", required=True, help="once for each device of the pool"
+    )
+
+
+def _import(args: argparse.Namespace) -> int:
+    from kvfs.pool.devices import device_address
+    from kvfs.pool.making import import_pool
+
+    _refuse_inside(args.pool, args.device)
+    config = import_pool(Path(args.pool), [device_address(device) for device in _expanded(args.device)])
+    document = {"pool": os.path.abspath(args.pool), "uuid": str(config.uuid), "devices": len(config.devices)}
+    pool = printable(str(args.pool))
+    emit(args, document, f"pool {pool}: pool.toml written, {len(config.devices)} devices, uuid {config.uuid}")
+    return 0
+
+
+def add_discover(verbs: Verbs) -> None:
+    sub = verbs.add("discover", _discover, "list the subsystems of an NVMe/TCP enclosure")
+    sub.add_argument("address", metavar="HOST:PORT", help="of its discovery controller")
+
+
+def _discover(args: argparse.Namespace) -> int:
+    from kvfs.pool import nvme_tcp
+
+    found = nvme_tcp.discover(f"{nvme_tcp.SCHEME}://{args.address}")
+    lines = [printable(f"{each.transport} {each.address}:{each.port} {each.kind} {each.nqn}") for each in found]
+    emit(args, {"subsystems": [asdict(subsystem) for subsystem in found]}, "\n".join(lines))
+    return 0
+
+
+def add_device(verbs: Verbs) -> None:
+    sub = verbs.add("device", _device, "list a pool's devices, remove or replace one, add more")
+    sub.add_argument("action", choices=("list", "add", "remove", "replace"), help="what to do with them")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
+    sub.add_argument(
+        "devices", metavar="DEVICE", nargs="*", help="add: PATH...; remove: a device's number or path; replace: OLD NEW"
+    )
+    sub.add_argument("--drain", action="store_true", help="remove: carry over what is pinned, open or hot before")
+    sub.add_argument("--force", action="store_true", help="add, replace: overwrite what the new device holds")
+
+
+def _device(args: argparse.Namespace) -> int:
+    pool, count = pool_of(args.target), len(args.devices)
+    wanted = {"list": count == 0, "add": count > 0, "remove": count == 1, "replace": count == 2}
+    if not wanted[args.action]:
+        raise UsageError(f"device {args.action}: {count} devices given (try kvfs device --help)")
+    if (args.drain and args.action != "remove") or (args.force and args.action not in ("add", "replace")):
+        raise UsageError(f"device {args.action}: {'--drain' if args.drain else '--force'} has no meaning there")
+    if args.action == "list":
+        return _device_list(args, pool)
+    if args.action == "add":
+        _refuse_inside(pool, args.devices)
+        return _device_add(args, pool)
+    return _device_change(args, pool)
+
+
+def _device_list(args: argparse.Namespace, pool: Path) -> int:
+    from kvfs.status.text import render_device_list
+
+    document = status_of(pool)
+    devices = {"pool": os.path.abspath(pool), "devices": document["devices"]}
+    emit(args, devices, lambda: "\n".join(render_device_list(document)))
+    return 0
+
+
+def _device_change(args: argparse.Namespace, pool: Path) -> int:
+    """Remove or replace a device: by the pool's daemon, or here if there is none."""
+    from kvfs.frontend.control import ControlClient, NotRunningError
+
+    asked: dict[str, object] = {"device": args.devices[0], "drain": args.drain}
+    if args.action == "replace":
+        _refuse_inside(pool, args.devices[1:])
+        asked = {"device": args.devices[0], "path": _absolute(args.devices[1]), "force": args.force}
+    printer = ProgressPrinter()
+    started = time.monotonic()
+    try:
+        with ControlClient(pool, timeout_s=120.0) as client:
+            result = client.call(
+                f"device_{args.action}", lambda _: printer("seconds", int(time.monotonic() - started), 0), **asked
+            )
+    except NotRunningError:
+        from kvfs.daemon.devices import change_device
+
+        result = change_device(pool, args.action, asked)
+    printer.close()
+    document = cast(Mapping[str, object], result)
+    by = f" by {document['path']}" if "path" in document else ""
+    done = f"device {document['device']}: {args.action}d{by}, {document['lost_blocks']} blocks went with it"
+    emit(args, document, printable(done))
+    return 0
+
+
+def _device_add(args: argparse.Namespace, pool: Path) -> int:
+    from kvfs.pool.devices import device_address
+    from kvfs.pool.making import add_devices
+
+    before, after = add_devices(pool, [device_address(device) for device in _expanded(args.devices)], force=args.force)
+    document = {"pool": os.path.abspath(pool), "devices": len(after.devices), "segments": after.segment_count}
+    text = (
+        f"pool {printable(str(pool))}: {len(after.devices) - len(before.devices)} devices added, "
+        f"{after.segment_count - before.segment_count} segments more, {after.segment_count} now"
+    )
+    emit(args, document, text)
+    return 0
+
+
+def _absolute(device: str) -> str:
+    from kvfs.pool.devices import device_address
+
+    place = device_address(device)
+    return os.path.abspath(place) if isinstance(place, Path) else place
+
+
+def _expanded(devices: list[str]) -> list[str]:
+    """Every namespace where a URL names a subsystem or an enclosure."""
+    from kvfs.pool import nvme_tcp
+
+    return [one for device in devices for one in (nvme_tcp.expand(device) if nvme_tcp.is_url(device) else [device])]
+
+
+def _refuse_inside(pool: str | Path, devices: Sequence[str] = ()) -> None:
+    """MountError if a pool, or a device that is given to it, lies in a kvfs mount."""
+    from kvfs.frontend.mount import refuse_inside
+    from kvfs.pool.devices import device_address
+
+    refuse_inside(pool, "a pool")
+    for place in map(device_address, devices):
+        if isinstance(place, Path):
+            refuse_inside(place, "a device of a pool")
+
+
+def add_doctor(verbs: Verbs) -> None:
+    sub = verbs.add("doctor", _doctor, "what this machine has of what kvfs needs, and what to do")
+    sub.add_argument("device", nargs="*", metavar="DEVICE|POOL", help="look at these devices too, or those of a pool")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from kvfs import doctor
+
+    checks = doctor.examine(args.device)
+    status = 1 if any(check.fatal for check in checks) else 0
+    document = {"checks": [asdict(check) for check in checks], "mount_can_work": status == 0}
+    emit(args, document, lambda: doctor.render(checks))
+    return status
+
+
+def add_fsck(verbs: Verbs) -> None:
+    sub = verbs.add("fsck", _fsck, "check an unmounted pool; reports, and acts only with --repair")
+    sub.add_argument("pool", metavar="POOL", help="the pool's directory")
+    sub.add_argument("--repair", action="store_true", help="repair what can be, drop what cannot")
+    sub.add_argument("--verify-data", action="store_true", help="read every block and check it")
+
+
+def _fsck(args: argparse.Namespace) -> int:
+    from kvfs.store.fsck import fsck
+
+    progress = ProgressPrinter()
+    try:
+        report = fsck(Path(args.pool), repair=args.repair, verify_data=args.verify_data, progress=progress)
+    finally:
+        progress.close()
+    document = {"pool": os.path.abspath(args.pool), "healthy": report.healthy, **asdict(report)}
+    emit(args, document, lambda: _fsck_text(args, report))
+    return 0 if report.healthy else 1
+
+
+def _fsck_text(args: argparse.Namespace, report: FsckReport) -> str:
+    from kvfs.status.numbers import size_text
+
+    lines = []
+    for finding in report.findings:
+        mark = "repaired" if finding.repaired else "note" if finding.harmless else "DAMAGED"
+        lines.append(printable(f"{mark}: {finding.what}: {finding.message}"))
+    if report.findings_left_out:
+        lines.append(f"{report.findings_left_out} more findings are left out")
+    verified = f", {size_text(report.verified_bytes)} read and right" if args.verify_data else ""
+    lines.append(
+        f"pool {printable(str(args.pool))}: {report.blocks} blocks of {size_text(report.bytes)} in "
+        f"{report.segments} segments, {report.directories} directories{verified}"
+    )
+    if not report.damaged:
+        lines.append("nothing is damaged")
+    else:
+        left = report.damaged - report.repaired
+        acts = "" if not left or args.repair else "; --repair acts"
+        lines.append(f"{report.damaged} things damaged, {report.repaired} repaired{acts}")
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""Verbs that play an engine or measure one: replay, bench."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from kvfs.cli import arguments
+from kvfs.cli.arguments import Verbs
+from kvfs.cli.output import ProgressPrinter, ToldError, emit
+from kvfs.errors import KvfsError, UsageError
+
+
+def add_replay(verbs: Verbs) -> None:
+    from kvfs.replay.trace import BLOCK_TOKENS, MODELS
+
+    sub = verbs.add("replay", _replay, "replay a trace of requests against a directory, as an inference engine would")
+    sub.add_argument("trace", metavar="TRACE", help="JSON lines: timestamp (ms), input_length, hash_ids")
+    sub.add_argument("--target", metavar="DIR", required=True, help="where the blocks are; any directory will do")
+    sub.add_argument("--native", action="store_true", help="DIR is in a kvfs mount: by libkvfs, not by files")
+    size = sub.add_mutually_exclusive_group(required=True)
+    size.add_argument("--model", choices=sorted(MODELS), help="what a token takes, bf16, all ranks")
+    size.add_argument("--bytes-per-token", type=arguments.count, metavar="N", help=f"a block is {BLOCK_TOKENS} tokens")
+    size.add_argument("--block-size", type=arguments.size, metavar="SIZE", help="bytes of a block")
+    pace = sub.add_mutually_exclusive_group()
+    pace.add_argument(
+        "--time-scale", type=arguments.positive, default=1.0, metavar="X", help="X times as fast (default 1)"
+    )
+    pace.add_argument("--full-speed", action="store_true", help="no request waits for its time")
+    sub.add_argument("--threads", type=arguments.count, default=4, metavar="N", help="requests at once (default 4)")
+    sub.add_argument(
+        "--io-threads", type=arguments.count, default=16, metavar="N",
+        help="blocks loaded at once, and as many stored (default 16); with --native those of each request",
+    )  # fmt: skip
+    sub.add_argument("--skip", type=arguments.whole, default=0, metavar="N", help="leave out the first N requests")
+    sub.add_argument("--requests", type=arguments.count, metavar="N", help="replay so many (default: all)")
+    sub.add_argument(
+        "--warmup", type=arguments.share, default=0.0, metavar="SHARE", help="of the requests, not counted: 0.3"
+    )
+    sub.add_argument(
+        "--prefill-tokens-per-second", type=arguments.positive, default=8000.0, metavar="N",
+        help="what the engine computes, for the time to the first token (default 8000)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--memory", type=arguments.memory_size, default=1 << 30, metavar="SIZE", help="of blocks on their way (1G)"
+    )
+    sub.add_argument("--buffered", action="store_true", help="files without O_DIRECT")
+    sub.add_argument("--verify", action="store_true", help="compare every byte that is loaded")
+    sub.add_argument("--touch", action="store_true", help="set a file's atime at each load")
+    sub.add_argument(
+        "--lru", type=arguments.size, default=0, metavar="SIZE", help="keep at most so much in DIR, by an LRU in memory"
+    )
+    sub.add_argument("--plot", metavar="FILE.svg", help="draw hit ratio and load latency over time")
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from kvfs.replay.trace import BLOCK_TOKENS, MODELS, read_trace
+
+    trace = read_trace(Path(args.trace))
+    requests = trace[args.skip :][: args.requests]
+    if not requests:
+        raise UsageError(f"--skip: {args.trace} has {len(trace)} requests, {args.skip} are to be left out")
+    for name, count, most in (("--threads", args.threads, 256), ("--io-threads", args.io_threads, 1024)):
+        if count > most:
+            raise UsageError(f"{name}: {count}; {most} at most")
+    plot = None if args.plot is None else Path(args.plot)
+    if plot is not None and plot.suffix != ".svg":
+        raise UsageError(f"--plot: {plot}: an SVG is drawn, so FILE.svg is expected")
+
+    from kvfs.replay import engine, report
+    from kvfs.replay.plot import render as render_plot
+
+    tokens = MODELS[args.model] if args.model else args.bytes_per_token
+    settings = engine.Settings(
+        target=Path(args.target),
+        block_size=args.block_size or tokens * BLOCK_TOKENS,
+        native=args.native,
+        threads=args.threads,
+        io_threads=args.io_threads,
+        memory=args.memory,
+        speed=None if args.full_speed else args.time_scale,
+        buffered=args.buffered,
+        verify=args.verify,
+        touch=args.touch,
+        lru_bytes=args.lru,
+    )
+    printer = ProgressPrinter()
+    outcome = engine.replay(settings, trace, requests, lambda done, total: printer("requests", done, total))
+    printer.close()
+    document = report.document(
+        settings, args.trace, trace[: args.skip], requests, outcome,
+        prefill_tokens_per_s=args.prefill_tokens_per_second, warmup=args.warmup,
+    )  # fmt: skip
+    if plot is not None:
+        try:
+            plot.write_text(render_plot({args.target: document}, f"replay of {args.trace}"))
+        except OSError as error:
+            raise KvfsError(f"{plot}: {error.strerror}") from error
+    wrong = sum(record.wrong for record in outcome.records if record is not None)
+    failure = ToldError(f"replay: {wrong} blocks of {args.target} were not what was stored") if wrong else None
+    emit(args, document, report.render(document), failure)
+    return 130 if outcome.interrupted else 0
+
+
+def add_bench(verbs: Verbs) -> None:
+    verbs.add_plain("bench", "measure kvfs against its peers (kvfs bench --help)", add_help=False)
+
+
+def run_bench(words: Sequence[str]) -> int:
+    import importlib
+
+    try:
+        bench = importlib.import_module("kvfs.bench")
+    except ModuleNotFoundError as error:
+        if error.name != "kvfs.bench":
+            raise
+        raise KvfsError("bench: not part of this installation") from error
+    return cast(int, bench.main(list(words)) or 0)

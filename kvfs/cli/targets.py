@@ -1,0 +1,50 @@
+"""Which pool a verb's argument means, and what its daemon says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from kvfs.errors import NotFoundError
+
+
+def pool_of(target: str) -> Path:
+    """The pool that a mount point or a pool's own path means."""
+    from kvfs.frontend import mount
+
+    present = mount.find_mount(target)
+    if present is not None and present.is_kvfs:
+        return Path(present.source)
+    if present is None and not os.path.lexists(target):
+        raise NotFoundError(f"{target}: no such pool or mount point")
+    return Path(target)
+
+
+def pools_mounted() -> list[Path]:
+    from kvfs.frontend import mount
+
+    return sorted({Path(present.source) for present in mount.mounts() if present.is_kvfs})
+
+
+def status_of(pool: Path, timeout_s: float = 15.0) -> Mapping[str, object]:
+    from kvfs.frontend.control import ControlClient, NotRunningError
+    from kvfs.frontend.mount import mounts_of
+    from kvfs.status.document import offline_status
+
+    try:
+        with ControlClient(pool, timeout_s) as client:
+            return cast(Mapping[str, object], client.call("status"))
+    except NotRunningError:
+        document = offline_status(pool)
+        dead = [present.mountpoint for present in mounts_of(pool)]
+        notes = [f"{mountpoint}: its daemon is gone; kvfs mount or kvfs umount clears it" for mountpoint in dead]
+        return {**document, "advice": [*notes, *cast(list[str], document["advice"])]}
+
+
+def in_a_mount(path: str, mounts: Sequence[object]) -> bool:
+    from kvfs.frontend.mount import Mount, mount_of
+
+    best = mount_of(path, cast(Sequence[Mount], mounts))
+    return best is not None and best.is_kvfs

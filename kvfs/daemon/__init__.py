@@ -1,0 +1,1 @@
+"""The one process of a pool that is mounted, exported or both."""

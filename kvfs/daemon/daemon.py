@@ -1,0 +1,363 @@
+"""The daemon: builds every part of a pool that is mounted, exported or both, runs them, takes them down in order. The
+one module that builds objects.
+
+The order matters. Up: limits, store (its lock, labels and epoch first), session, control socket, exports, and last the
+mount, so that whoever sees it gets answers. Down: exports and mount first, then the session, then the store, which
+seals what is dirty and marks the pool clean.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing, suppress
+
+import trio
+
+from kvfs.daemon.devices import device_command
+from kvfs.daemon.host import fuse_pages, pid_file, tell_manager
+from kvfs.daemon.options import MountOptions, own_limit_ms
+from kvfs.daemon.reporter import Reporter
+from kvfs.errors import KvfsError, UsageError, printable
+from kvfs.frontend import mount as mounting
+from kvfs.frontend.calls import Calls
+from kvfs.frontend.clients import HOSTS_TIMEOUT_S, Clients
+from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
+from kvfs.frontend.fuse import Session
+from kvfs.namespace.files import Namespace
+from kvfs.namespace.survey import DEPTH_MAX, Survey
+from kvfs.plane import EventType
+from kvfs.status.document import live_counters, live_status
+from kvfs.status.endpoint import Endpoint, listen
+from kvfs.store.opening import StoreOptions
+from kvfs.store.store import Store
+from kvfs.types import PAGE_SIZE, InodeNumber
+from kvfs.virtiofs.exports import Exports
+
+# One name for the whole room: it is in every line of the log.
+log = logging.getLogger(__package__)
+
+# What READ requests may ask for at most: 4 MiB where the kernel allows 1024 pages a request.
+MAX_READ = 4 << 20
+# Files that are open when the daemon is told to go get this long to be closed.
+GRACE_S = 10.0
+ANSWER_TIMEOUT_S = 30.0
+# Of the threads that answer requests: the kernel holds a directory's lock, and others wait, until they do.
+_NICENESS = -10
+# Of the garbage collector: most of what a request makes goes by itself.
+_GC_THRESHOLDS = (20_000, 20, 20)
+# Of a slow operation, by FUSE opcode (linux/fuse.h); "in": the inode is the directory of the name that was asked for.
+_OPERATIONS = {
+    1: "lookup in", 4: "setattr of", 5: "readlink of", 6: "symlink in", 8: "mknod in", 9: "mkdir in", 10: "unlink in",
+    11: "rmdir in", 12: "rename in", 14: "open of", 15: "read of", 16: "write of", 17: "statfs of", 20: "fsync of",
+    21: "setxattr of", 22: "getxattr of", 23: "listxattr of", 24: "removexattr of", 25: "flush of", 27: "opendir of",
+    28: "readdir of", 30: "fsyncdir of", 34: "access of", 35: "create in", 43: "fallocate of", 44: "readdir of",
+    45: "rename in",
+}  # fmt: skip
+
+
+async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporter) -> None:
+    daemon = Daemon(options, mountpoint)
+    async with Store.open(options.pool, daemon.store_options(reporter)) as store:
+        for note in store.notes:
+            reporter.info(note)
+        for reason in store.service.missing():
+            reporter.info(f"degraded: {reason}; what lies there is not there until it is back")
+        namespace = Namespace(store)
+        clients = Clients(store, namespace)
+        control = ControlServer(options.pool, daemon.commands(), clients.serve)
+        with pid_file(options.pool), closing(control), closing(Exports(options.exports, store.plane)) as exports:
+            # The session's end of the socket is pyfuse3's to close from here on.
+            with closing(Session(namespace, store.plane.session_open())) as session:
+                await daemon.run(store, namespace, session, control, clients, exports, reporter)
+
+
+class Daemon:
+    """A pool that is mounted or exported: its tasks, its commands, its end."""
+
+    _store: Store
+    _namespace: Namespace
+    _clients: Clients
+    _exports: Exports
+    _survey: Survey
+
+    def __init__(self, options: MountOptions, mountpoint: str | None) -> None:
+        self._options = options
+        self._mountpoint = mountpoint
+        self._started_s = time.time()
+        self._max_read = min(MAX_READ, fuse_pages() * PAGE_SIZE)
+        # Set when the last transport is gone: nobody can send a request any more.
+        self._gone = trio.Event()
+        self._mounted = False
+        self._ready = False
+        self._stop = trio.Event()
+
+    def store_options(self, reporter: Reporter) -> StoreOptions:
+        """The store's options, as the command line has them."""
+        asked, default = self._options, StoreOptions()
+        uses = [f"exported at {export.socket}" for export in asked.exports]
+        if self._mountpoint is not None:
+            uses.insert(0, f"mounted at {self._mountpoint}")
+        return StoreOptions(
+            staging_size=default.staging_size if asked.staging_size is None else asked.staging_size,
+            read_memory_size=default.read_memory_size if asked.read_memory_size is None else asked.read_memory_size,
+            server_threads=asked.server_threads or default.server_threads,
+            io_timeout_ms=asked.io_timeout_ms or default.io_timeout_ms,
+            kernel_timeout_s=asked.request_timeout_s or 0,
+            request_timeout_ms=own_limit_ms(asked.request_timeout_s, default.request_timeout_ms),
+            slow_ms=asked.slow_ms,
+            max_read=self._max_read,
+            on_event=self._on_event,
+            on_devices=self._on_devices,
+            use=", ".join(uses),
+            take_over=asked.force,
+            on_wait=reporter.info,
+        )
+
+    async def run(
+        self, store: Store, namespace: Namespace, session: Session, control: ControlServer, clients: Clients,
+        exports: Exports, reporter: Reporter,
+    ) -> None:  # fmt: skip
+        """Mount and export, serve, and return when the last transport is gone and the session has ended."""
+        self._store, self._namespace, self._clients, self._exports = store, namespace, clients, exports
+        self._survey = Survey(store.index, store.plane, store.pins.numbers)
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._store.run)
+            await nursery.start(Calls(namespace, store.plane).run)
+            nursery.start_soon(session.run)
+            nursery.start_soon(self._start, nursery, control, reporter)
+            try:
+                await self._gone.wait()
+            finally:
+                session.stop()
+                if self._mountpoint is not None and self._mounted and not self._ready and not self._gone.is_set():
+                    # The start has failed: whoever asked for the mount finds the directory as it was.
+                    with suppress(KvfsError):
+                        mounting.unmount(self._mountpoint, lazy=True)
+            await clients.goodbye()
+            nursery.cancel_scope.cancel()
+
+    async def _start(self, nursery: trio.Nursery, control: ControlServer, reporter: Reporter) -> None:
+        pool = self._options.pool
+        self._exports.serve()
+        if self._mountpoint is not None:
+            self._store.plane.fuse_add(await self._mount(self._mountpoint))
+        # Before anybody hears that we are ready: a signal that comes then must not kill.
+        await nursery.start(self._stop_on_signal)
+        nursery.start_soon(self._end_on_stop)
+        nursery.start_soon(control.run)
+        if self._mountpoint is not None:
+            await self._wait_answer(self._mountpoint)
+        if self._options.metrics is not None:
+            listeners = await listen(self._options.metrics)
+            nursery.start_soon(Endpoint(self._collect).run, listeners)
+        self._ready = True
+        # What is there now stays: no collection need look at it, and none is needed often.
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
+        reporter.ready(pool)
+        tell_manager("READY=1")
+        if self._mountpoint is not None:
+            log.info("pool %s mounted at %s by pid %d", pool, self._mountpoint, os.getpid())
+        for export in self._options.exports:
+            log.info("pool %s exported at %s by pid %d", pool, export.socket, os.getpid())
+        for note in self._store.notes:
+            log.warning("%s", note)
+
+    async def _mount(self, mountpoint: str) -> int:
+        options = self._options
+        fd = await trio.to_thread.run_sync(
+            lambda: mounting.mount(
+                mounting.resolve(options.pool),
+                mountpoint,
+                max_read=self._max_read,
+                allow_other=options.allow_other,
+                options=options.options,
+            )
+        )
+        self._mounted = True
+        return fd
+
+    async def _wait_answer(self, mountpoint: str) -> None:
+        """Wait until a request through the mount is answered."""
+        try:
+            with trio.fail_after(ANSWER_TIMEOUT_S):
+                await trio.to_thread.run_sync(os.statvfs, mountpoint, abandon_on_cancel=True)
+        except (trio.TooSlowError, OSError) as error:
+            with suppress(KvfsError):
+                await trio.to_thread.run_sync(lambda: mounting.unmount(mountpoint, lazy=True))
+            raise KvfsError(f"{mountpoint}: mounted, but gave no answer: {error or 'deadline'}") from error
+
+    def _mounts(self) -> list[str]:
+        """Where it is mounted now. With exports the daemon outlives its mount."""
+        if self._mountpoint is None:
+            return []
+        present = mounting.find_mount(self._mountpoint)
+        ours = present is not None and present.is_kvfs and present.source == mounting.resolve(self._options.pool)
+        return [self._mountpoint] if ours else []
+
+    # ---- the end ----
+
+    def _on_event(self, kind: int, inode: int, value: int) -> None:
+        """What the store passes on of the data plane's events."""
+        if kind == EventType.TRANSPORTS_GONE:
+            # Unmounted, or the connection was aborted, and nothing is exported: nobody can send a request any more.
+            # Whoever mounts now waits; what comes before the store is closed (goodbyes to clients) may take a while.
+            self._store.ending()
+            self._gone.set()
+        elif kind == EventType.IDLE:
+            self._namespace.idle(InodeNumber(inode))
+        elif kind == EventType.GUEST:
+            self._exports.broken(inode, value >> 32, value & 0xFFFFFFFF)
+        elif kind == EventType.SLOW:
+            self._tell_slow(InodeNumber(inode), value >> 56, value & (1 << 56) - 1)
+
+    def _tell_slow(self, number: InodeNumber, opcode: int, took_us: int) -> None:
+        path = self._namespace.find_path(number)
+        where = f"inode {number}" if path is None else f"{printable(os.fsdecode(path))} (inode {number})"
+        what = _OPERATIONS.get(opcode, f"request {opcode} of")
+        log.warning("slow %s %s: %s ms", what, where, f"{took_us // 1000:,}")
+
+    def _on_devices(self) -> None:
+        # They hold descriptors of their own, and learn of the new ones when they connect again.
+        if hasattr(self, "_clients"):
+            self._clients.hang_up()
+
+    async def _stop_on_signal(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
+            async for number in signals:
+                log.info("%s: ending", signal.Signals(number).name)
+                self._stop.set()
+
+    async def _end_on_stop(self) -> None:
+        await self._stop.wait()
+        tell_manager("STOPPING=1")
+        self._store.ending()
+        for mountpoint in self._mounts():
+            await self._unmount(mountpoint)
+        self._exports.stop()
+        with trio.move_on_after(GRACE_S):
+            await self._gone.wait()
+        self._gone.set()
+
+    async def _unmount(self, mountpoint: str) -> None:
+        try:
+            await trio.to_thread.run_sync(lambda: mounting.unmount(mountpoint), abandon_on_cancel=True)
+        except KvfsError as error:
+            log.warning("%s; files that are open get %.0f s", error, GRACE_S)
+            with suppress(KvfsError):
+                await trio.to_thread.run_sync(lambda: mounting.unmount(mountpoint, lazy=True), abandon_on_cancel=True)
+
+    # ---- commands ----
+
+    def commands(self) -> Mapping[str, Command]:
+        """What the control socket may ask for."""
+        return {
+            "status": self._command_status,
+            "list": self._command_list,
+            "pins": self._command_pins,
+            "evict": self._command_evict,
+            "sync": self._command_sync,
+            "device_remove": self._command_device_remove,
+            "device_replace": self._command_device_replace,
+            "stop": self._command_stop,
+        }
+
+    async def _collect(self) -> list[Mapping[str, object]]:
+        return [self._status()]
+
+    async def _command_status(self, arguments: Arguments, progress: Progress) -> object:
+        return self._status()
+
+    def _status(self) -> dict[str, object]:
+        counters = live_counters(self._store, self._clients)
+        exports = self._exports.statistics()
+        return live_status(self._store, counters, self._options.pool, self._mounts(), exports, self._started_s)
+
+    async def _command_list(self, arguments: Arguments, progress: Progress) -> object:
+        depth = arguments.get("depth", 1)
+        if not isinstance(depth, int) or not 0 <= depth <= DEPTH_MAX:
+            raise UsageError(f"list: depth {depth!r}; 0 to {DEPTH_MAX}")
+        return await self._telling(lambda: self._survey.take(depth), progress)
+
+    async def _command_pins(self, arguments: Arguments, progress: Progress) -> object:
+        return {"pins": self._survey.pins()}
+
+    async def _command_sync(self, arguments: Arguments, progress: Progress) -> object:
+        await self._namespace.sync()
+        return {}
+
+    async def _command_device_remove(self, arguments: Arguments, progress: Progress) -> object:
+        return await self._telling(lambda: device_command(self._store, "remove", arguments), progress)
+
+    async def _command_device_replace(self, arguments: Arguments, progress: Progress) -> object:
+        return await self._telling(lambda: device_command(self._store, "replace", arguments), progress)
+
+    async def _telling(
+        self,
+        work: Callable[[], Awaitable[object]],
+        progress: Progress,
+        how_far: Callable[[], Mapping[str, object]] = dict,
+    ) -> object:
+        """What may take long: once a second the client hears that it goes on, and how far it is."""
+
+        async def tell() -> None:
+            while True:
+                await trio.sleep(1)
+                with suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+                    await progress(how_far())
+
+        result: object = None
+        failure: KvfsError | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tell)
+            try:
+                result = await work()
+            except KvfsError as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return result
+
+    async def _command_stop(self, arguments: Arguments, progress: Progress) -> object:
+        self._stop.set()
+        return {"pid": os.getpid()}
+
+    async def _command_evict(self, arguments: Arguments, progress: Progress) -> object:
+        """Free space; tells once a second how far it is."""
+        size, before = arguments.get("size"), live_counters(self._store, self._clients)
+        if arguments.get("all"):
+            size = None
+        elif not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise UsageError(f"evict: size {size!r} is no number of bytes")
+        done = wanted = 0
+
+        def note(freed: int, total: int) -> None:
+            nonlocal done, wanted
+            done, wanted = freed, total
+
+        await self._telling(lambda: self._store.evict(size, note), progress, lambda: {"freed": done, "wanted": wanted})
+        # Who asks a mount after the answer sees what has gone.
+        with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
+            await self._store.plane.notify_flush()
+        after = live_counters(self._store, self._clients)
+        names = ("evicted_segments", "evicted_blocks", "evicted_bytes")
+        result: dict[str, object] = {name: after.get(name, 0) - before.get(name, 0) for name in names}
+        if size is None or done < wanted:
+            result["kept"] = {
+                why: {
+                    "blocks": kept.blocks,
+                    "bytes": kept.bytes,
+                    "names": [os.fsdecode(self._namespace.path(number)) for number in kept.inodes],
+                }
+                for why, kept in (await self._store.evictor.kept()).items()
+            }
+        return result

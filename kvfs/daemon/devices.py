@@ -1,0 +1,38 @@
+"""Changes of a pool's devices: by its daemon, or here where nobody uses the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import trio
+
+from kvfs.errors import UsageError, first_error
+from kvfs.pool.devices import device_address
+from kvfs.store.store import Store
+
+
+def change_device(pool: Path, action: str, arguments: Mapping[str, object]) -> Mapping[str, object]:
+    """Remove or replace a device of a pool that nobody uses: as its daemon would. KvfsError."""
+
+    async def change() -> Mapping[str, object]:
+        async with Store.open(pool) as store:
+            return await device_command(store, action, arguments)
+
+    try:
+        return trio.run(change)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+async def device_command(store: Store, action: str, arguments: Mapping[str, object]) -> Mapping[str, object]:
+    """`kvfs device remove` and `replace`."""
+    device = store.service.find(str(arguments.get("device")))
+    if action == "remove":
+        return {"device": device, "lost_blocks": await store.remove_device(device, drain=bool(arguments.get("drain")))}
+    path = arguments.get("path")
+    place = device_address(path) if isinstance(path, str) else Path()
+    if isinstance(place, Path) and not place.is_absolute():
+        raise UsageError(f"device replace: path {path!r} is no absolute path")
+    count = await store.replace_device(device, place, force=bool(arguments.get("force")))
+    return {"device": device, "path": path, "lost_blocks": count}

@@ -1,0 +1,73 @@
+"""What a daemon asks of the machine: limits, the size of FUSE requests, its pid file, and a word to systemd."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvfs.guard import open_own
+
+# One name for the whole room: it is in every line of the log.
+log = logging.getLogger(__package__)
+
+PID_NAME = "kvfs.pid"
+FUSE_PAGES = 1024
+FUSE_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
+
+
+def raise_limits() -> None:
+    """As many descriptors and as much locked memory as this user may have. What is then too little is said by who needs
+    it."""
+    for what, wanted in ((resource.RLIMIT_NOFILE, 1 << 17), (resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY)):
+        _, hard = resource.getrlimit(what)
+        with suppress(OSError, ValueError):
+            if os.geteuid() == 0 and hard != resource.RLIM_INFINITY:
+                resource.setrlimit(what, (wanted, wanted))
+                continue
+        with suppress(OSError, ValueError):
+            resource.setrlimit(what, (hard, hard))
+
+
+def raise_fuse_pages() -> None:
+    """Let requests be of 4 MiB, where this user may decide that."""
+    if os.geteuid() == 0 and fuse_pages() < FUSE_PAGES and FUSE_PAGES_PATH.exists():
+        with suppress(OSError):
+            FUSE_PAGES_PATH.write_text(f"{FUSE_PAGES}\n")
+            log.info("fs.fuse.max_pages_limit raised to %d", FUSE_PAGES)
+
+
+def fuse_pages() -> int:
+    """Pages that one request may have: a limit since kernel 6.13, 256 before."""
+    try:
+        return int(FUSE_PAGES_PATH.read_text())
+    except (OSError, ValueError):
+        return 256
+
+
+@contextmanager
+def pid_file(pool: Path) -> Iterator[None]:
+    path = pool / PID_NAME
+    fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        os.write(fd, f"{os.getpid()}\n".encode())
+    finally:
+        os.close(fd)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def tell_manager(state: str) -> None:
+    """Tell systemd, if it has started us with Type=notify (sd_notify(3))."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path.startswith(("/", "@")):
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        sender.connect(path.replace("@", "\0", 1) if path[0] == "@" else path)
+        sender.send(state.encode())

@@ -1,0 +1,64 @@
+"""What the command line asks of a daemon."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfs.errors import UsageError
+from kvfs.store.opening import StoreOptions
+from kvfs.virtiofs.exports import Export
+
+# Seconds that the kernel can be told (fuse_init_out.request_timeout): it rounds up what is less, and looks as often.
+REQUEST_TIMEOUT_MIN_S, REQUEST_TIMEOUT_MAX_S = 15, 65535
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """A `kvfs mount` or `kvfs export` command line. None: the default of the part it belongs to; no mount point: no
+    mount."""
+
+    pool: Path
+    mountpoint: Path | None = None
+    exports: tuple[Export, ...] = ()
+    foreground: bool = False
+    allow_other: bool = False
+    options: tuple[str, ...] = ()
+    staging_size: int | None = None
+    read_memory_size: int | None = None
+    server_threads: int | None = None
+    io_timeout_ms: int | None = None
+    # The kernel ends the mount when a request has waited this long.
+    request_timeout_s: int | None = None
+    # What takes longer is logged; 0: nothing is.
+    slow_ms: int = 1000
+    force: bool = False
+    start_timeout_s: float = 120.0
+    # Where Prometheus finds the metrics.
+    metrics: tuple[str, int] | None = None
+
+
+def own_limit_ms(request_timeout_s: int | None, limit_ms: int) -> int:
+    """What one request may take here: one that is slow fails by itself before the kernel ends the mount for it."""
+    return limit_ms if request_timeout_s is None else min(limit_ms, request_timeout_s * 1000 * 2 // 3)
+
+
+def check_request_timeout(options: MountOptions) -> None:
+    from kvfs.doctor import REQUEST_TIMEOUT_KERNEL, kernel_version
+
+    timeout_s, release = options.request_timeout_s, platform.release()
+    if timeout_s is None:
+        return
+    if not REQUEST_TIMEOUT_MIN_S <= timeout_s <= REQUEST_TIMEOUT_MAX_S:
+        raise UsageError(
+            f"--request-timeout {timeout_s}: {REQUEST_TIMEOUT_MIN_S} to {REQUEST_TIMEOUT_MAX_S} s are possible"
+        )
+    if kernel_version(release) < REQUEST_TIMEOUT_KERNEL:
+        raise UsageError(f"--request-timeout {timeout_s}: Linux 6.15 or newer can do that; this is {release}")
+    io_timeout_ms = options.io_timeout_ms or StoreOptions().io_timeout_ms
+    if io_timeout_ms > own_limit_ms(timeout_s, io_timeout_ms):
+        raise UsageError(
+            f"--request-timeout {timeout_s}: a device may take {io_timeout_ms} ms (--io-timeout), "
+            f"so the kernel must wait {-(-io_timeout_ms * 3 // 2000)} s or longer"
+        )

@@ -1,0 +1,148 @@
+"""The process of a daemon: started in the foreground, or as a fork that the command line waits for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+
+from kvfs.daemon.daemon import serve
+from kvfs.daemon.host import raise_fuse_pages, raise_limits
+from kvfs.daemon.options import MountOptions, check_request_timeout
+from kvfs.daemon.reporter import LOG_NAME, Reporter, log_to_file, log_to_stderr
+from kvfs.errors import DeadlineError, KvfsError, PoolError, UsageError, first_error, printable
+from kvfs.frontend import mount as mounting
+from kvfs.guard import check_owner
+
+# One name for the whole room: it is in every line of the log.
+log = logging.getLogger(__package__)
+
+
+def start(options: MountOptions) -> int:
+    """Mount the pool, export it, or both. In the background: return the daemon's pid once the mount answers and every
+    socket listens. In the foreground: return when it has ended.
+
+    Raises KvfsError with what went wrong; the mount point and the pool are then as they were.
+    """
+    assert options.mountpoint is not None or options.exports
+    check_request_timeout(options)
+    if options.foreground:
+        log_to_stderr(logging.INFO)
+        _run(options, Reporter(None))
+        return os.getpid()
+    return _start_in_background(options)
+
+
+def _start_in_background(options: MountOptions) -> int:
+    # The child is a fork rather than a new interpreter: it sees the same files and needs no second start. Nothing here
+    # has threads yet.
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _child(options, Reporter(writing))
+    os.close(writing)
+    try:
+        return _relay(pid, reading, options)
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGTERM)
+        raise
+    finally:
+        os.close(reading)
+
+
+def _relay(pid: int, reading: int, options: MountOptions) -> int:
+    """Pass on what the starting daemon says, until it is ready or has failed."""
+    poller = select.poll()
+    poller.register(reading, select.POLLIN)
+    pending = b""
+    while True:
+        if not poller.poll(options.start_timeout_s * 1000):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise DeadlineError(
+                f"{options.pool}: the daemon said nothing for {options.start_timeout_s:g} s while starting; stopped"
+            )
+        data = os.read(reading, 65536)
+        pending += data
+        *lines, pending = pending.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "ready" in message:
+                return pid
+            if "error" in message:
+                os.waitpid(pid, 0)
+                failure = (UsageError if message.get("usage") else KvfsError)(message["error"])
+                failure.errno = message["errno"]
+                raise failure
+            print(printable(f"kvfs: {message.get('info')}"), file=sys.stderr, flush=True)
+        if not data:
+            _, status = os.waitpid(pid, 0)
+            code = os.waitstatus_to_exitcode(status)
+            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            raise KvfsError(
+                f"{options.pool}: the daemon ended while starting ({reason}); see {options.pool / LOG_NAME}"
+            )
+
+
+def _child(options: MountOptions, reporter: Reporter) -> NoReturn:
+    """The daemon's life after the fork; never returns into the command line."""
+    status = 1
+    try:
+        os.setsid()
+        os.chdir("/")
+        devnull = os.open(os.devnull, os.O_RDWR)
+        os.dup2(devnull, 0)
+        os.dup2(devnull, 1)
+        log_to_stderr(logging.WARNING)
+        _run(options, reporter)
+        status = 0
+    except KvfsError as error:
+        if reporter.done:
+            log.error("%s", error)
+        reporter.error(error)
+    except OSError as error:
+        _log_failure(options.pool, reporter)
+        reporter.error(KvfsError(f"{error.filename or options.pool}: {error.strerror or error}"))
+    except BaseException as error:
+        _log_failure(options.pool, reporter)
+        reporter.error(KvfsError(f"{options.pool}: internal error: {type(error).__name__}: {error}"))
+    finally:
+        logging.shutdown()
+        os._exit(status)
+
+
+def _log_failure(pool: Path, reporter: Reporter) -> None:
+    """Where it failed is for the log; whoever waits gets one line."""
+    if not reporter.done and os.environ.get("KVFS_DEBUG") != "1":
+        if not (pool / "pool.toml").exists():
+            return
+        try:
+            check_owner(pool)
+            log_to_file(pool / LOG_NAME)
+        except PoolError as error:
+            log.error("%s", error)
+    log.exception("the daemon failed")
+
+
+def _run(options: MountOptions, reporter: Reporter) -> None:
+    mountpoint = None
+    mounting.refuse_inside(options.pool, "a pool")
+    if options.mountpoint is not None:
+        mountpoint = mounting.check_mountpoint(options.mountpoint, options.pool)
+        mounting.check_device()
+        raise_fuse_pages()
+    raise_limits()
+    try:
+        trio.run(serve, options, mountpoint, reporter)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None

@@ -1,0 +1,96 @@
+"""What a daemon says, and to whom: to the command line that waits for its start, from then on to its log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import cast
+
+from kvfs.daemon.logs import Escaping, spare
+from kvfs.errors import KvfsError, PoolError, UsageError
+from kvfs.guard import open_own
+
+# One name for the whole room: it is in every line of the log.
+log = logging.getLogger(__package__)
+
+LOG_NAME = "kvfs.log"
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class Reporter:
+    """The starting daemon's words to the command line that waits for it."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    @property
+    def done(self) -> bool:
+        """Nobody waits any more: what there is to say belongs into the log."""
+        return self._fd is None
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        if self._fd is not None:
+            with suppress(BrokenPipeError):
+                os.write(self._fd, json.dumps(message).encode() + b"\n")
+
+    def info(self, text: str) -> None:
+        if self._fd is None:
+            log.info("%s", text)
+        self._send({"info": text})
+
+    def error(self, error: KvfsError) -> None:
+        self._send({"error": str(error), "errno": error.errno, "usage": isinstance(error, UsageError)})
+
+    def ready(self, pool: Path) -> None:
+        """From here on the daemon speaks to its log alone."""
+        if self._fd is None:
+            return
+        log_to_file(pool / LOG_NAME)
+        self._send({"ready": os.getpid()})
+        os.close(self._fd)
+        self._fd = None
+
+
+def log_to_stderr(level: int) -> None:
+    handler = spare(logging.StreamHandler(sys.stderr))
+    handler.setFormatter(Escaping(_FORMAT if level <= logging.INFO else "kvfs: %(message)s"))
+    handler.setLevel(level)
+    # What stderr is not told is kept for the log file.
+    early = logging.handlers.MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
+    handlers = [handler, early] if level > logging.INFO else [handler]
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+
+
+def log_to_file(path: Path) -> None:
+    handler = spare(_LogFile(path))
+    handler.setFormatter(Escaping(_FORMAT))
+    for early in logging.getLogger().handlers:
+        if isinstance(early, logging.handlers.MemoryHandler):
+            early.setTarget(handler)  # which it gives all to when it is closed, next
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    fd = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+class _LogFile(logging.handlers.WatchedFileHandler):
+    """A rotated log is noticed and made anew. One that cannot be costs no more than the log."""
+
+    def _open(self) -> TextIOWrapper:
+        fd = open_own(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        return cast(TextIOWrapper, open(fd, self.mode, encoding=self.encoding, errors=self.errors))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except (OSError, PoolError):
+            with suppress(OSError, ValueError):
+                print(self.format(record), file=sys.stderr, flush=True)

@@ -1,0 +1,120 @@
+"""The Prometheus endpoint: GET /metrics, and nothing else, for `kvfs mount --metrics` and `kvfs metrics`.
+
+Whoever connects is a stranger: few connections at once, one request each, little memory and a deadline for all of it.
+A request that is slow holds one of those places for some seconds, and nobody else up. HTTP/1.0 as RFC 1945 has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+
+from kvfs.errors import KvfsError, UsageError
+from kvfs.status import prometheus
+from kvfs.status.numbers import Json
+
+# The name in log lines stays when a module moves.
+log = logging.getLogger("kvfs.frontend.endpoint")
+
+CONNECTIONS_MAX = 16
+HEAD_MAX = 8192
+# For the request, and again for the answer.
+TIMEOUT_S = 5.0
+DEFAULT_PORT = 9464
+
+Collect = Callable[[], Awaitable[Sequence[Json]]]
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """HOST:PORT, [IPV6]:PORT, :PORT or PORT; without a host it is this machine alone."""
+    host, separator, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if separator else ""
+    if not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise UsageError(f"metrics: {text!r} is no HOST:PORT")
+    return host or "127.0.0.1", int(port)
+
+
+async def listen(address: tuple[str, int]) -> list[trio.SocketListener]:
+    """KvfsError if the address cannot be listened at."""
+    host, port = address
+    try:
+        return await trio.open_tcp_listeners(port, host=host, backlog=CONNECTIONS_MAX)
+    except OSError as error:
+        raise KvfsError(f"metrics: {host}:{port}: {os.strerror(error.errno) if error.errno else error}") from error
+
+
+class Endpoint:
+    """Answers scrapes until cancelled."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect
+        self._places = trio.CapacityLimiter(CONNECTIONS_MAX)
+        self._rendering = trio.CapacityLimiter(1)
+
+    async def run(self, listeners: Sequence[trio.SocketListener]) -> None:
+        await trio.serve_listeners(self._serve, list(listeners))
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        try:
+            self._places.acquire_nowait()
+        except trio.WouldBlock:
+            await _close(stream)
+            return
+        try:
+            with trio.fail_after(TIMEOUT_S):
+                head = await _head(stream)
+            if head is not None:
+                with trio.fail_after(TIMEOUT_S):
+                    await stream.send_all(await self._answer(head))
+                    await stream.send_eof()
+        except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, OSError):
+            log.debug("a scrape was not finished")
+        except Exception:
+            log.exception("a scrape failed")
+        finally:
+            self._places.release()
+            await _close(stream)
+
+    async def _answer(self, head: bytes) -> bytes:
+        method, _, rest = head.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if method not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", b"only GET\n", "text/plain")
+        if path not in (b"/metrics", b"/"):
+            return _response("404 Not Found", b"/metrics is here\n", "text/plain")
+        documents = await self._collect()
+        # One at a time, in a thread: the loop that serves the mount goes on.
+        text = await trio.to_thread.run_sync(prometheus.render, documents, limiter=self._rendering)
+        return _response("200 OK", text if method == b"GET" else b"", prometheus.CONTENT_TYPE)
+
+
+async def _head(stream: trio.SocketStream) -> bytes | None:
+    """The request's head, or None: the other side went away, or said too much."""
+    data = b""
+    while b"\r\n\r\n" not in data and b"\n\n" not in data:
+        piece = await stream.receive_some(HEAD_MAX)
+        data += piece
+        if not piece or len(data) > HEAD_MAX:
+            return None
+    return data
+
+
+async def _close(stream: trio.SocketStream) -> None:
+    with trio.CancelScope(shield=True):
+        await trio.aclose_forcefully(stream)
+
+
+def _response(status: str, body: bytes, kind: str) -> bytes:
+    head = f"HTTP/1.0 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+async def serve(address: tuple[str, int], collect: Collect, ready: Callable[[str], None]) -> None:
+    """`kvfs metrics`: until interrupted. `ready` hears where."""
+    listeners = await listen(address)
+    host, port = listeners[0].socket.getsockname()[:2]
+    ready(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    await Endpoint(collect).run(listeners)

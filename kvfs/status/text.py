@@ -1,0 +1,353 @@
+"""A status document as text: `kvfs status` like `zpool status`, `kvfs stats` like iostat.
+
+Works on the status document that the daemon sends over the control socket (docs/operations.md lists its fields); knows
+neither the daemon nor the data plane. Everything here is pure: documents in, text out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from kvfs.errors import printable
+from kvfs.status.numbers import (
+    EXPORT_ERRORS,
+    Json,
+    age_text,
+    asked_and_found,
+    count_text,
+    items,
+    latency_summary,
+    number,
+    section,
+    size_text,
+    table,
+    time_text,
+)  # fmt: skip
+
+_SEGMENT_STATES = ("free", "open", "closed", "evicting", "lost")
+
+
+def advice(status: Json) -> list[str]:
+    """What the one who runs the pool should know or do, worst first."""
+    found = [str(item) for item in cast(Sequence[object], status.get("advice", ()))]
+    for device in items(status, "devices"):
+        state = str(device.get("state", ""))
+        if state.startswith(("failed", "returning", "slow")) and device.get("reason"):
+            what = {
+                "failed": "its blocks are misses until it is back; kvfs device replace or remove, if it does not come",
+                "slow": "it gets no new segments while others can take them",
+            }.get(state, "its blocks are being looked for")
+            who = f"device {device.get('index')} {device.get('path')}"
+            found.append(f"{who} is {state}: {device.get('reason')}; {what}")
+            continue
+        errors, timeouts = number(device, "errors"), number(device, "timeouts")
+        if errors or timeouts:
+            found.append(
+                f"device {device.get('path')}: {errors:.0f} errors, {timeouts:.0f} timeouts; see kvfs.log in the pool"
+            )
+    for export in items(status, "exports"):
+        broken = number(export, "protocol_errors") + number(export, "descriptor_errors")
+        if broken:
+            found.append(
+                f"export {export.get('socket')}: {broken:.0f} requests or messages that break the protocol; its front "
+                "end or guest is broken or hostile"
+            )
+    counters = section(status, "counters")
+    if number(counters, "checksum_errors"):
+        bad = number(counters, "checksum_errors")
+        found.append(f"{bad:.0f} blocks failed their checksum and were dropped; check the devices")
+    if number(counters, "commit_failures"):
+        found.append("the index cannot be committed: is the filesystem that holds the pool full?")
+    if number(counters, "forward_timeouts"):
+        found.append(f"{number(counters, 'forward_timeouts'):.0f} requests got no answer in time and failed with EIO")
+    space = section(status, "space")
+    size = number(space, "size")
+    if size and number(space, "pinned") > size / 2:
+        found.append(
+            f"{number(space, 'pinned') * 100 / size:.0f}% of the pool is pinned; what is not pinned is evicted sooner"
+        )
+    return found
+
+
+_KEPT = {
+    "pinned": "pinned",
+    "open": "open",
+    "grouped": "in a group with one that is pinned or open",
+    "others": "stored meanwhile, or on a device that is away",
+}
+
+
+def render_evicted(result: Json) -> str:
+    """The text of `kvfs evict`: what went, and what stayed and why."""
+    lines = [
+        f"freed {size_text(number(result, 'evicted_bytes'))} in {number(result, 'evicted_segments'):.0f} segments, "
+        f"{number(result, 'evicted_blocks'):.0f} blocks evicted"
+    ]
+    kept = section(result, "kept")
+    for why, text in _KEPT.items():
+        some = section(kept, why)
+        count = number(some, "blocks")
+        if not count:
+            continue
+        found = [str(name) for name in cast(Sequence[object], some.get("names", ()))]
+        names = ", ".join(printable(name) for name in found)
+        more = ", ..." if count > len(found) else ""
+        lines.append(f"kept {count:.0f} blocks, {size_text(number(some, 'bytes'))}, {text}: {names}{more}")
+    return "\n".join(lines)
+
+
+def _user_rows(status: Json) -> list[list[str]]:
+    """Who holds what eviction leaves alone."""
+    title = f"user (share {size_text(number(status, 'share'))})"
+    rows = [[title, "open", "writing", "pinned", "reserved", "slabs", "evicted open"]]
+    for user in items(status, "users"):
+        sizes = [size_text(number(user, kind)) for kind in ("open", "writing", "pinned", "reserved", "slabs")]
+        rows.append([str(user.get("name")), *sizes, f"{number(user, 'evicted_open'):.0f}"])
+    return rows
+
+
+def render_status(status: Json) -> str:
+    """The text of `kvfs status`."""
+    pool, segments, space = section(status, "pool"), section(status, "segments"), section(status, "space")
+    counters = section(status, "counters")
+    lines = [f"  pool: {pool.get('path')}", f"  uuid: {pool.get('uuid')}", f" state: {pool.get('state')}"]
+    if "pid" in pool:
+        lines[-1] += f" (pid {number(pool, 'pid'):.0f}, epoch {number(pool, 'epoch'):.0f})"
+    for mount in items(status, "mounts"):
+        lines.append(f" mount: {mount.get('mountpoint')}")
+    for export in items(status, "exports"):
+        guest = "connected" if number(export, "connected") else "waiting for a front end"
+        lines.append(f"export: {export.get('socket')} (tag {export.get('tag')}): {guest}")
+    notes = advice(status)
+    lines.append(f"advice: {notes[0] if notes else 'nothing to do'}")
+    lines += [f"        {note}" for note in notes[1:]]
+    if space:
+        size = number(space, "size")
+        used = number(space, "used")
+        share = f" ({used * 100 / size:.1f}%)" if size else ""
+        lines.append(
+            f"   use: {size_text(used)} of {size_text(size)}{share}, pinned {size_text(number(space, 'pinned'))}, "
+            f"slabs {size_text(number(space, 'slabs'))}, blocks {number(status, 'blocks'):.0f}"
+        )
+    if segments:
+        devices = [device for device in items(status, "devices") if device.get("state") != "removed"]
+        everywhere = 1 < len(devices) == number(segments, "stripe_width")
+        states = ", ".join(
+            f"{number(segments, key):.0f} {key}"
+            for key in _SEGMENT_STATES
+            if key in segments and (key != "lost" or number(segments, key))
+        )
+        lines.append(
+            f"layout: {number(segments, 'count'):.0f} segments of {size_text(number(segments, 'size'))}, width "
+            f"{number(segments, 'stripe_width'):.0f}, unit {size_text(number(segments, 'stripe_unit'))}"
+            + (", all of them on every device" if everywhere else "")
+            + (f": {states}" if states else "")
+        )
+    lines += ["", *(f"  {line}" for line in render_device_list(status))]
+    if items(status, "users"):
+        lines += ["", *table(_user_rows(status), indent="  ")]
+    if items(status, "exports"):
+        lines += ["", *table(_export_rows(status), indent="  ")]
+    if counters:
+        asked, found_share = asked_and_found(counters)
+        found = "-" if found_share is None else f"{found_share * 100:.1f}%"
+        lines += [
+            "",
+            f"  blocks asked for {asked:.0f}, found {found}; "
+            f"read {size_text(number(counters, 'read_bytes'))}, written {size_text(number(counters, 'write_bytes'))}",
+            f"  evicted {number(counters, 'evicted_blocks'):.0f} blocks in "
+            f"{number(counters, 'evicted_segments'):.0f} segments, "
+            f"carried over {number(counters, 'carried_blocks'):.0f}; dropped bad {number(counters, 'bad_blocks'):.0f}",
+            *_native_line(counters),
+        ]
+    errors = (
+        number(counters, "checksum_errors")
+        + number(counters, "read_errors")
+        + sum(number(d, "errors") for d in items(status, "devices"))
+    )
+    lines.append(f"errors: {f'{errors:.0f}, see advice' if errors else 'none known'}")
+    return "\n".join(printable(line) for line in lines)
+
+
+def render_device_list(status: Json) -> list[str]:
+    """The text of `kvfs device list`: since the mount."""
+    rows = [["device", "size", "state", "read", "written", "errors", "timeouts", "rd p99", "wr p99"]]
+    for device in items(status, "devices"):
+        times = [latency_summary(section(section(device, "latency"), kind)) for kind in ("read", "write")]
+        rows.append(
+            [
+                f"{number(device, 'index'):.0f} {device.get('path')}",
+                size_text(number(device, "size")),
+                str(device.get("state", "-")),
+                size_text(number(device, "read_bytes")),
+                size_text(number(device, "write_bytes")),
+                f"{number(device, 'errors'):.0f}",
+                f"{number(device, 'timeouts'):.0f}",
+                *(time_text(summary["p99_us"]) if summary["count"] else "-" for summary in times),
+            ]
+        )
+    return table(rows)
+
+
+def render_list(document: Json, *, pins_only: bool = False) -> str:
+    """The text of `kvfs list`."""
+    lines = [] if pins_only else _places("namespace", items(document, "namespaces"))
+    pins = items(document, "pins")
+    if pins or pins_only:
+        lines += [*([""] if lines else []), *_places("pinned", pins)]
+    return "\n".join(lines)
+
+
+def _places(head: str, places: Sequence[Json]) -> list[str]:
+    rows = [[head, "blocks", "bytes", "hits", "newest", "oldest"]]
+    for place in places:
+        ages = [age_text(number(place, key)) if key in place else "-" for key in ("newest_s", "oldest_s")]
+        rows.append(
+            [
+                str(place.get("path")),
+                f"{number(place, 'blocks'):.0f}",
+                size_text(number(place, "bytes")),
+                count_text(number(place, "hits")),
+                *ages,
+            ]
+        )
+    return table(rows)
+
+
+def _export_rows(status: Json) -> list[list[str]]:
+    """What front ends have done, one row an export."""
+    rows = [["export", "queues", "connections", "requests", "read", "zero copy", "written", "errors"]]
+    for export in items(status, "exports"):
+        rows.append(
+            [
+                str(export.get("socket")),
+                f"{number(export, 'queues_running'):.0f}",
+                f"{number(export, 'connections'):.0f}",
+                f"{number(export, 'requests'):.0f}",
+                size_text(number(export, "bytes_read")),
+                _uncopied(export),
+                size_text(number(export, "bytes_written")),
+                f"{export_errors(export):.0f}",
+            ]
+        )
+    return rows
+
+
+def _uncopied(export: Json) -> str:
+    """The share of what was read that no CPU has copied."""
+    total = number(export, "bytes_read")
+    return f"{number(export, 'zero_copy_bytes') * 100 / total:.1f}%" if total else "-"
+
+
+def export_errors(export: Json) -> float:
+    return sum(number(export, key) for key in EXPORT_ERRORS)
+
+
+def _native_line(counters: Json) -> list[str]:
+    """What clients of the native path did, if there ever was one."""
+    if not number(counters, "native_clients") and not number(counters, "native_lookups"):
+        return []
+    return [
+        f"  native: {number(counters, 'native_clients'):.0f} clients; read {number(counters, 'native_gets'):.0f} "
+        f"blocks ({size_text(number(counters, 'native_get_bytes'))}), stored {number(counters, 'native_puts'):.0f} "
+        f"({size_text(number(counters, 'native_put_bytes'))}); prestaged {number(counters, 'native_prestaged'):.0f}, "
+        f"used {number(counters, 'native_prestage_used'):.0f}, "
+        f"wasted {number(counters, 'native_prestage_wasted'):.0f}; reservations "
+        f"{number(counters, 'reservations_open'):.0f} open, {number(counters, 'reservations_reclaimed'):.0f} reclaimed"
+    ]
+
+
+def render_stats_header() -> str:
+    heads = (
+        "asked/s",
+        "hit%",
+        "open/s",
+        "read/s",
+        "read B/s",
+        "write B/s",
+        "fwd/s",
+        "rd p50",
+        "rd p99",
+        "use%",
+        "evict/s",
+    )
+    return "  ".join(head.rjust(9) for head in heads)
+
+
+def render_stats_line(change: Json) -> str:
+    """One line of `kvfs stats`, from a difference()."""
+    seconds = number(change, "seconds") or 1.0
+    counters = section(change, "counters")
+    asked, share = asked_and_found(counters)
+    read = latency_summary(section(section(change, "latency"), "read"))
+    size = number(change, "space", "size")
+    cells = (
+        count_text(asked / seconds),
+        "-" if share is None else f"{share * 100:.1f}",
+        count_text(number(counters, "opens") / seconds),
+        count_text(number(counters, "reads") / seconds),
+        size_text(number(counters, "read_bytes") / seconds),
+        size_text(number(counters, "write_bytes") / seconds),
+        count_text(number(counters, "forwarded") / seconds),
+        time_text(read["p50_us"]) if read["count"] else "-",
+        time_text(read["p99_us"]) if read["count"] else "-",
+        f"{number(change, 'space', 'used') * 100 / size:.1f}" if size else "-",
+        count_text(number(counters, "evicted_blocks") / seconds),
+    )
+    return "  ".join(cell.rjust(9) for cell in cells)
+
+
+def render_stats(change: Json) -> str:
+    """The text of one `kvfs stats` without an interval: rates since the mount, latencies, devices."""
+    seconds = number(change, "seconds") or 1.0
+    lines = [render_stats_header(), render_stats_line(change), ""]
+    rows = [["operation", "count", "mean", "p50", "p90", "p99", "p99.9"]]
+    for name, value in section(change, "latency").items():
+        summary = latency_summary(cast(Json, value))
+        times = [
+            time_text(summary[key]) if summary["count"] else "-"
+            for key in ("mean_us", "p50_us", "p90_us", "p99_us", "p99.9_us")
+        ]
+        rows.append([name, f"{summary['count']:.0f}", *times])
+    lines += [*table(rows), "", *_native_line(section(change, "counters"))]
+    lines += render_devices(change, seconds)
+    if items(change, "exports"):
+        lines += ["", *render_exports(change, seconds)]
+    return "\n".join(lines)
+
+
+def render_exports(change: Json, seconds: float) -> list[str]:
+    rows = [["export", "guest", "req/s", "read B/s", "zero copy", "write B/s", "errors"]]
+    for export in items(change, "exports"):
+        rows.append(
+            [
+                str(export.get("socket")),
+                "connected" if number(export, "connected") else "none",
+                count_text(number(export, "requests") / seconds),
+                size_text(number(export, "bytes_read") / seconds),
+                _uncopied(export),
+                size_text(number(export, "bytes_written") / seconds),
+                f"{export_errors(export):.0f}",
+            ]
+        )
+    return table(rows)
+
+
+def render_devices(change: Json, seconds: float) -> list[str]:
+    rows = [["device", "r/s", "read B/s", "r_await", "w/s", "write B/s", "w_await", "errors"]]
+    for device in items(change, "devices"):
+        reads, writes = number(device, "reads"), number(device, "writes")
+        rows.append(
+            [
+                str(device.get("path")),
+                count_text(reads / seconds),
+                size_text(number(device, "read_bytes") / seconds),
+                time_text(number(device, "read_ns") / reads / 1000) if reads else "-",
+                count_text(writes / seconds),
+                size_text(number(device, "write_bytes") / seconds),
+                time_text(number(device, "write_ns") / writes / 1000) if writes else "-",
+                f"{number(device, 'errors'):.0f}",
+            ]
+        )
+    return table(rows)

@@ -1,0 +1,285 @@
+"""The blocks of an open pool: what must agree changes here, in one step.
+
+A step is code of the one trio thread between two awaits (I4). One step changes a block's index record, its record in
+the block table, the live pages of its segments, pins, and which summaries are not true any more. Nothing here waits for
+a device. Names are the namespace's, bytes on devices are sealing.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from errno import EBUSY
+
+import trio
+
+from kvfs.index.lmdb import LmdbIndex
+from kvfs.plane import OpenState, Plane, PlaneError
+from kvfs.pool.format import META_IN_FLIGHT, META_NUMBER, META_VERSION
+from kvfs.record import Inode, InodeFlags, Kind
+from kvfs.store.pins import Pins
+from kvfs.store.segment import Counter, Versions, usage
+from kvfs.store.segments import Segments
+from kvfs.store.shares import PINNED, ROOT, Shares
+from kvfs.store.space import SpaceLimit
+from kvfs.types import PAGE_SIZE, InodeNumber
+
+log = logging.getLogger(__name__)
+
+_LINGER_S = 1.0
+_WALK_BATCH = 512
+
+
+class Blocks:
+    """Index, block table and accounts of one pool. One trio thread."""
+
+    def __init__(self, index: LmdbIndex, plane: Plane, segments: Segments, shares: Shares, epoch: int) -> None:
+        self.index, self.plane, self.segments, self.shares = index, plane, segments, shares
+        self.inodes, self.versions = Counter(epoch), Versions(epoch)
+        self.pins = Pins(index, shares)
+        self.space = SpaceLimit(segments, plane, shares)
+        # How often a directory came to another place: what was known of the way up from a block may be old.
+        self.directory_moves = 0
+        self.bad_blocks = 0
+        self._moved_directories: list[InodeNumber] = []
+        self._directory_moved = trio.Event()
+        self._lingering: dict[InodeNumber, float] = {}  # until when; the first is the next
+        self._pinning = trio.Lock()
+
+    # ---- numbers and commits ----
+
+    def next_inode(self) -> InodeNumber:
+        return InodeNumber(self.inodes.next())
+
+    def next_version(self) -> int:
+        return self.versions.next()
+
+    async def commit(self) -> None:
+        """Return when every change made so far is durable. KvfsError if it cannot be."""
+        await self.index.commit(self._before_commit)
+
+    def commit_now(self) -> None:
+        """As commit(), blocking: for the time before a mount answers."""
+        self.index.commit_now(self._before_commit)
+
+    async def make_durable(self) -> None:
+        """The index was rebuilt: from now on its commits are durable, and so is everything before."""
+        await self.index.make_durable(self._before_commit)
+
+    def _before_commit(self) -> None:
+        """What every commit carries: segment states, and up to which version the index knows all, but which."""
+        self.segments.save_changed()
+        if self.index.changes_pending:
+            self.index.meta_put(META_VERSION, META_NUMBER.pack(self.versions.last))
+            self.index.meta_put(META_IN_FLIGHT, array("Q", self.versions.in_flight).tobytes())
+
+    # ---- blocks that come and go ----
+
+    def enter(self, before: Inode, record: bytes, written: Inode, *, copy: bool) -> bool:
+        """The block is on the devices: index, table and accounts learn of it in one step. False if it lost its name, or
+        a copy is of what the file was: then it is an orphan in its segment, that no summary will name. `record`:
+        before, packed."""
+        found = self.index.raw(written.inode)
+        current = None if found is None else before if found == record else Inode.unpack(found)
+        home = self.segments.all[written.segment]
+        if current is None or (self._overtaken(before, current) if copy else current.nameless):
+            self.segments.mark_dirty(home, gone=True)
+            return False
+        if current is not before:
+            _take_changes(written, before, current)
+            self.segments.mark_dirty(home, gone=True)
+        entered = written.pack()
+        if copy and not self._move_in_table(entered):
+            self.segments.mark_dirty(home, gone=True)
+            return False
+        self.index.put(written, current, entered)
+        if current.sealed:
+            self.segments.mark_dirty(self.segments.all[current.segment], gone=True)
+        self.segments.account(current if current.sealed else None, written)
+        if not copy:
+            self.count_pinned(current, written)
+            self.plane.inode_update(entered)
+        return True
+
+    def _move_in_table(self, record: bytes) -> bool:
+        """The table leads to the copy. False if the data plane has begun to write the block from where it was."""
+        try:
+            self.plane.inode_move(record)
+        except PlaneError as error:
+            if error.errno != EBUSY:
+                raise
+            return False
+        return True
+
+    def _overtaken(self, before: Inode, current: Inode) -> bool:
+        place = (before.segment, before.page, before.generation)
+        moved = (current.segment, current.page, current.generation) != place
+        return moved or self.plane.inode_is_open(current.inode) == OpenState.BEING_WRITTEN
+
+    def entered(self, inode: Inode) -> None:
+        """A block that a native client wrote is in the index and in the block table."""
+        self.segments.account(None, inode)
+        self.count_pinned(None, inode)
+
+    def drop(self, inode: Inode) -> None:
+        """The block left the block table: it leaves the index and the accounts."""
+        self.index.delete(inode)
+        self.forget(inode)
+
+    def drop_bad(self, number: InodeNumber, segment: int) -> None:
+        """A block failed verification: it is a miss from now on, unless it has moved since."""
+        inode = self.index.get(number)
+        if inode is None or not inode.sealed or self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
+            return
+        if segment != inode.segment and all(extent.segment != segment for extent in inode.extents):
+            return
+        self.bad_blocks += 1
+        log.error("inode %d in segment %d: failed its checksums; dropped", number, inode.segment)
+        if inode.nameless:
+            return
+        try:
+            kept = self.plane.inode_remove(number)
+        except PlaneError:
+            kept = 0
+        if kept:
+            nameless = inode.copy()
+            nameless.flags |= InodeFlags.NAMELESS
+            nameless.nlink = 0
+            self.index.put(nameless, inode)
+            self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
+        else:
+            self.drop(inode)
+        self.plane.notify_epoch()
+
+    def forget(self, inode: Inode) -> None:
+        """A sealed block was removed from the index: its pages are free, its summary must not name it."""
+        if not inode.sealed or inode.kind != Kind.FILE:
+            return
+        self.count_pinned(inode, None)
+        if InodeFlags.PINNED in inode.flags:
+            self.pins.remove(inode.inode)
+        self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
+        self.segments.account(inode, None)
+
+    def renamed(self, inode: Inode, *, entered: bool = False) -> None:
+        """Name or attributes of what is in the index have changed: summaries must say so. The version rises with it,
+        unless it did when it `entered`."""
+        if not entered and not inode.nameless:
+            inode.version = self.next_version()
+            self.index.put(inode, inode)
+            self.plane.inode_update(inode.pack())
+        if inode.kind == Kind.DIRECTORY:
+            self.directory_moves += 1
+            self._moved_directories.append(inode.inode)
+            self._directory_moved.set()
+        elif inode.sealed:
+            self.segments.renamed(self.segments.all[inode.segment])
+
+    def moved(self, before: Inode, after: Inode) -> None:
+        """It lies in another directory: a pin may hold it that did not, or no longer."""
+        if after.kind == Kind.DIRECTORY:
+            self.pins.changed.set()  # all below it: counted anew
+        else:
+            self.count_pinned(before, None)
+            self.count_pinned(None, after)
+
+    async def follow_moves(self) -> None:
+        """Mark the summaries that name blocks below a directory that was renamed. Until cancelled."""
+        while True:
+            await self._directory_moved.wait()
+            self._directory_moved = trio.Event()
+            while self._moved_directories:
+                directory = self._moved_directories.pop()
+                after = b""
+                while entries := self.index.list(directory, after, _WALK_BATCH):
+                    for _, number in entries:
+                        inode = self.index.get(number)
+                        if inode is not None and inode.kind == Kind.DIRECTORY:
+                            self._moved_directories.append(number)
+                        elif inode is not None and inode.sealed:
+                            self.segments.mark_dirty(self.segments.all[inode.segment], gone=False)
+                    after = entries[-1][0]
+                    await trio.lowlevel.checkpoint()
+
+    # ---- lingering ----
+
+    def linger(self, inode: InodeNumber) -> None:
+        """A block whose name was taken by another: it can be opened for another second by who just looked it up."""
+        self._lingering[inode] = trio.current_time() + _LINGER_S
+
+    def lingers(self, inode: InodeNumber) -> bool:
+        """It is not to go when its last handle is closed; an IDLE event follows when its time is over."""
+        return inode in self._lingering
+
+    def end_lingering(self) -> list[InodeNumber]:
+        """Those whose time is over; each is to be told of as IDLE."""
+        ended: list[InodeNumber] = []
+        while self._lingering and next(iter(self._lingering.values())) <= trio.current_time():
+            number = next(iter(self._lingering))
+            del self._lingering[number]
+            ended.append(number)
+        return ended
+
+    # ---- pins ----
+
+    def count_pinned(self, before: Inode | None, after: Inode | None) -> None:
+        """What is pinned came, went or changed its size: writers learn of it at once."""
+        if not self.pins:
+            return
+        known = after or before
+        assert known is not None
+        user = self.pins.user(known.pack())
+        if user is not None:
+            come = 0 if after is None else sum(usage(after).values())
+            gone = 0 if before is None else sum(usage(before).values())
+            self.pins.pages = max(0, self.pins.pages + come - gone)
+            self.shares.add(PINNED, user, (come - gone) * PAGE_SIZE)
+            self.space.update()
+
+    async def pin(self, inode: InodeNumber, user: int = ROOT) -> None:
+        """Keep a file, or everything below a directory, from eviction. ShareError if that is more than `user` may
+        hold."""
+        # One after the other: of two that have room each, the second may have none.
+        async with self._pinning:
+            if not self.shares.is_exempt(user):
+                size = await self.pins.pages_of(inode) * PAGE_SIZE
+                self.shares.check(user, size, f"pin of inode {inode}")
+                self.shares.add(PINNED, user, size)
+            self._set_pinned(inode, True, user)
+
+    async def unpin(self, inode: InodeNumber) -> None:
+        async with self._pinning:
+            user = self.pins.charged(inode)
+            size = 0 if user is None else await self.pins.pages_of(inode) * PAGE_SIZE
+            self._set_pinned(inode, False)
+            if user is not None:
+                self.shares.add(PINNED, user, -size)
+
+    def _set_pinned(self, number: InodeNumber, pinned: bool, user: int = ROOT) -> None:
+        before = self.index.get(number)
+        if before is None:
+            return
+        inode = before.copy()
+        inode.flags = before.flags | InodeFlags.PINNED if pinned else before.flags & ~InodeFlags.PINNED
+        self.index.put(inode, before)
+        if pinned:
+            self.pins.add(number, user)
+        else:
+            self.pins.remove(number)
+            self.segments.look_again()
+        if inode.sealed or inode.kind == Kind.DIRECTORY:
+            self.renamed(inode)
+        else:
+            self.plane.inode_update(inode.pack())
+
+
+def _take_changes(written: Inode, before: Inode, current: Inode) -> None:
+    """What was changed while a block was written, `before` to `current`: the index has it, the block header has not."""
+    written.parent, written.name, written.nlink = current.parent, current.name, current.nlink
+    written.mode, written.uid, written.gid, written.xattrs = current.mode, current.uid, current.gid, current.xattrs
+    written.atime_ns, written.ctime_ns = current.atime_ns, max(written.ctime_ns, current.ctime_ns)
+    if current.mtime_ns != before.mtime_ns:
+        written.mtime_ns = current.mtime_ns
+    kept = InodeFlags.PINNED | InodeFlags.NAMELESS
+    written.flags = (written.flags & ~kept) | (current.flags & kept)
+    written.version = max(written.version, current.version)

@@ -1,0 +1,135 @@
+"""What an open pool stands on: its data plane, and an index that is checked to be of this pool and its last mount."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from kvfs.errors import FormatError, KvfsError
+from kvfs.index.lmdb import LmdbIndex
+from kvfs.plane import Plane, PlaneOptions, PlaneTuning, check_records
+from kvfs.pool.format import META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
+from kvfs.pool.lock import INDEX_NAME
+from kvfs.pool.opening import OpenPool
+from kvfs.store.segment import Segment
+from kvfs.types import COUNTER_BITS, EPOCH_MAX, SegmentIndex
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions(PlaneTuning):
+    records_max: int = 0
+    commit_interval_s: float = 1.0
+    # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE,
+    # GUEST, SLOW).
+    on_event: Callable[[int, int, int], None] | None = None
+    # Descriptors lead to other devices than before, or there are others: who holds them must ask again.
+    on_devices: Callable[[], None] | None = None
+    # For others, who want the pool meanwhile.
+    use: str = "open"
+    # Push an owner aside that beats on the devices.
+    take_over: bool = False
+    # Told when opening has to wait for somebody.
+    on_wait: Callable[[str], None] | None = None
+
+
+def make_plane(opened: OpenPool, options: StoreOptions, epoch: int, records_max: int) -> Plane:
+    """A data plane over the pool's devices."""
+    config = opened.config
+    members = config.members()
+    return Plane(
+        PlaneOptions(
+            secret=config.secret, mount_epoch=epoch, zone_size=config.geometry.zone_size,
+            stripe_unit=config.geometry.stripe_unit, stripe_width=config.geometry.stripe_width,
+            segment_count=len(members), records_max=records_max,
+            **{field.name: getattr(options, field.name) for field in fields(PlaneTuning)},
+        ),
+        [device.fd for device in opened.devices],
+        [device.zones_offset for device in config.devices],
+        members,
+    )  # fmt: skip
+
+
+def open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
+    """The pool's index, and whether it must be rebuilt: missing, unreadable, of another pool, or half rebuilt."""
+    path = opened.path / INDEX_NAME
+    if path.is_dir():
+        index: LmdbIndex | None = None
+        try:
+            index = LmdbIndex(path)
+            uuid = index.meta_get(META_UUID)
+            if uuid == opened.config.uuid.bytes and not index.incomplete:
+                check_index(index, opened)
+                return index, False
+            log.warning("%s: %s; it is made anew", path, "half rebuilt" if uuid else "empty")
+        except KvfsError as error:
+            log.warning("%s; it is made anew", error)
+        except Exception as error:  # whatever LMDB says of a damaged file
+            log.warning("index %s: %s; it is made anew", path, error)
+        if index is not None:
+            index.close()
+        shutil.rmtree(path, ignore_errors=True)
+    return LmdbIndex(path, durable=False), True
+
+
+def check_index(index: LmdbIndex, opened: OpenPool) -> None:
+    """FormatError unless it is of the pool's last mount, and all that a mount takes from it can be a kvfs's."""
+    known_epoch(index, opened)
+    members, end_page = opened.config.members(), opened.config.geometry.end_page
+    for number, data in index.segment_items():
+        if number >= len(members):
+            raise FormatError(f"segment {number} of a pool with {len(members)}")
+        state = Segment(SegmentIndex(number))
+        state.unpack_into(data)
+        if state.next_page > end_page or state.generation >> COUNTER_BITS > opened.epoch:
+            raise FormatError(f"segment {number}: page {state.next_page} of {end_page}, generation "
+                              f"{state.generation:#x} at mount {opened.epoch}")  # fmt: skip
+    meta_number(index, META_VERSION)
+    in_flight = index.meta_get(META_IN_FLIGHT) or b""
+    if len(in_flight) % 8:
+        raise FormatError(f"the versions in flight have {len(in_flight)} bytes")
+    for chunk in index.records(_CHUNK):
+        check_records(chunk, epoch_max=opened.epoch, segment_count=len(members), end_page=end_page, origin="inodes")
+
+
+def known_epoch(index: LmdbIndex, opened: OpenPool) -> int:
+    """The last mount that the index knows. FormatError if the devices know a later one: that was with another index, of
+    another directory or a copy, and what it wrote, replaced and removed is not known to this one."""
+    known = meta_number(index, META_EPOCH)
+    if max(known, meta_number(index, META_OPENING)) < opened.epoch:
+        raise FormatError(f"it knows mount {known}, the labels mount {opened.epoch}: with another index")
+    return known
+
+
+def index_epoch(opened: OpenPool) -> int:
+    """The last mount that the index knows; 0 if there is no index that can say."""
+    path = opened.path / INDEX_NAME
+    if not (path / "data.mdb").exists():
+        return 0
+    try:
+        index = LmdbIndex(path, read_only=True)
+    except KvfsError:
+        return 0
+    try:
+        own = index.meta_get(META_UUID) == opened.config.uuid.bytes and not index.incomplete
+        known = known_epoch(index, opened) if own else 0
+        if known >= EPOCH_MAX:
+            raise FormatError(f"it knows mount {known}; the last possible is {EPOCH_MAX - 1}")
+        return known
+    except Exception as error:  # whatever LMDB says of a damaged file: open_index says what becomes of it
+        log.warning("index %s: %s", path, error)
+        return 0
+    finally:
+        index.close()
+
+
+def meta_number(index: LmdbIndex, key: bytes) -> int:
+    value = index.meta_get(key)
+    if value is not None and len(value) != META_NUMBER.size:
+        raise FormatError(f"{key.decode()} has {len(value)} bytes; {META_NUMBER.size} are needed")
+    return 0 if value is None else int(META_NUMBER.unpack(value)[0])

@@ -1,0 +1,48 @@
+"""How much the pool holds, and how much of it may be open or being written at one time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from errno import EIO, ENOSPC
+
+from kvfs.plane import Plane
+from kvfs.store.segments import Segments
+from kvfs.store.shares import PINNED, Shares
+from kvfs.types import PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Bytes of the pool: all of it, in use by live blocks and slabs, and of those what eviction leaves alone: what is
+    pinned, and slabs. And inodes."""
+
+    size: int
+    used: int
+    pinned: int
+    slabs: int
+    inodes: int
+    inodes_max: int
+
+
+class SpaceLimit:
+    """What the data plane may let users open or write. Slabs and reservations say here what they hold."""
+
+    def __init__(self, segments: Segments, plane: Plane, shares: Shares) -> None:
+        self._segments, self._plane, self._shares = segments, plane, shares
+        self.slab_segments = 0
+        self.reserved_pages = 0
+
+    def update(self) -> None:
+        """What may be open or being written at one time: all that eviction can make room for, less what is pinned or
+        reserved.
+
+        A tenth is left for the tails of segments and for headers. So a write fails while the close after it still
+        succeeds.
+        """
+        count = self._segments.usable
+        segments = max(count - self._segments.reserve - 5, count // 2) - self.slab_segments
+        self._shares.resize(count * self._segments.area * PAGE_SIZE)
+        self._shares.tell()
+        pinned = self._shares.firm(PINNED) // PAGE_SIZE
+        pages = segments * self._segments.area * 9 // 10 - pinned - self.reserved_pages
+        self._plane.set_space(max(0, pages) * PAGE_SIZE, ENOSPC if count else EIO)

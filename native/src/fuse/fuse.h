@@ -1,0 +1,174 @@
+/* The protocol of FUSE: transports and their threads, what C answers, and the session behind it. Not installed.
+ *
+ * Threads: the servers of each transport, of which one is the leader, who also reads the session's replies; workers, for requests that wait for a
+ * device; one notifier.
+ */
+#ifndef KVFS_FUSE_H
+#define KVFS_FUSE_H
+
+#include "content/content.h"
+
+#include <fcntl.h>
+#include <linux/fuse.h>
+#include <unistd.h>
+
+#define SERVERS_MAX 8
+#define TRANSPORTS_MAX 16
+#define PENDING_MAX 16384
+#define LONG_SECONDS 3600u
+#define REQUEST_HEAD 80         /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
+#define REQUEST_SMALL (REQUEST_HEAD + 132 * 1024)
+
+/* ---- transports: server.c, fuse_dev.c, guest.c ---- */
+
+struct guest;
+struct transport_ops {
+    int (*serve)(struct server *server, uint32_t *run);   /* one request, if there is one: 1, 0, or -errno when the transport has ended */
+    bool (*arm)(struct server *server);                   /* before a sleep: what arrives will end it. True: something is there already */
+    /* error: 0 or -errno. The first `placed` bytes of the body are where they belong. Any thread. */
+    void (*reply)(struct server *server, uint64_t unique, int error, uint32_t placed, const struct iovec *iovs, uint32_t count);
+    /* Let a READ's targets be the kernel's own pages. False: they are not such pages, use slots. NULL: never. */
+    bool (*targets)(struct request *request);
+};
+struct server {
+    struct kvfs_plane *plane;
+    struct transport *transport;
+    pthread_t thread;
+    int fd;
+    int wake_fd;
+    uint32_t index;
+    bool started;
+    bool reader;                        /* takes requests all the time; the others only while active */
+    atomic_bool active;                 /* asked to help */
+    struct io_thread io;
+    uint8_t *head;                      /* REQUEST_SMALL bytes */
+    uint64_t arrived_ns;                /* when that request came */
+    struct slot *landing;
+    uint64_t last_work_ns;
+    struct chain *chain;                /* guests: the request being taken */
+    uint32_t next_queue;
+};
+struct transport {
+    struct kvfs_plane *plane;
+    const struct transport_ops *ops;
+    struct guest *guest;                /* NULL: /dev/fuse */
+    struct server servers[SERVERS_MAX];
+    uint32_t server_count;
+    atomic_uint servers_running;
+    atomic_bool ended;
+    atomic_bool initialized;
+    bool inc_epoch;
+    bool listing_plus;                  /* its kernel asks for attributes with a listing: READDIRPLUS */
+    bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
+    uint32_t minor;
+    uint32_t max_read;
+    uint32_t user;                      /* a guest is one user, whatever its own are. 0: users are its kernel's */
+    atomic_uint forwarded;              /* under way in the session */
+    atomic_uint session;                /* counts the kernels that came and went: what an earlier one opened is not this one's */
+};
+static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
+int transport_start(struct kvfs_plane *plane, int fd);
+int server_init(struct transport *transport, uint32_t index, int fd);  /* fd is the server's from then on, also after a failure */
+void server_free(struct server *server);
+int servers_start(struct transport *transport);
+static inline void server_wake(struct server *server) {
+    uint64_t one = 1;
+    if (write(server->wake_fd, &one, sizeof(one)) < 0)
+        return; /* the counter is at its limit: it is awake */
+}
+void transport_stop(struct transport *transport);      /* ends its threads; blocks */
+void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
+void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, what it had open is released */
+
+/* ---- attr.c, check.c, dispatch.c, reply.c, slow.c: what C answers ---- */
+
+void dispatch(struct server *server, size_t size);   /* the request in server->head, payload of a WRITE in server->landing */
+int request_slow(struct request *request);       /* the slow half, on a worker: 0 or -ENOMEM */
+size_t body_minimum(uint32_t opcode);
+int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
+void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
+bool host_opens_uncached(struct node *node);
+/* An open while the file is being written: whether it must bypass the kernel's page cache, as the writer does. `created`: it is the writer. */
+bool cache_bypass(const struct transport *transport, struct node *node, bool created);
+bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
+void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
+void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
+void reply_error(struct server *server, uint64_t unique, int error);
+void reply_to_read(struct request *request, int64_t result);
+void reply_to_write(struct request *request, int64_t result);
+
+/* ---- mux.c: the session ---- */
+
+struct pending {
+    struct transport *transport;
+    struct server *server;
+    uint64_t unique, node, deadline_ns, arrived_ns, offset, fh;
+    uint32_t opcode, flags, salt, index, size, user;
+    uint32_t session;                    /* of the transport, when it came */
+    bool live, timed_out, call;
+    struct pending *next, *previous;     /* by deadline; or free list */
+};
+struct message { struct message *next; size_t size; uint8_t data[]; };
+struct mux {
+    pthread_mutex_t lock;
+    atomic_int fd;                       /* our end of the socketpair; -1 */
+    struct pending *entries;
+    struct pending *free, *oldest, *newest;
+    struct message *queue, *queue_last;
+    atomic_uint queue_count;
+    atomic_uint live_count;
+    atomic_uint session_count;           /* of those: not calls, the session will reply */
+    atomic_bool calls_open;
+    pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
+    uint8_t *reply;
+    uint8_t *strip;
+    uint64_t listed_since_ns;
+    uint32_t listed;                     /* inodes that listings made since then */
+};
+int mux_init(struct kvfs_plane *plane);
+void mux_free(struct kvfs_plane *plane);
+/* Pass the request in server->head on to Python. offset, flags: kept for the reply. */
+void mux_forward(struct server *server, uint32_t flags, uint64_t offset);
+bool mux_receive(struct kvfs_plane *plane);         /* one reply; false when there is none */
+void mux_expire(struct kvfs_plane *plane, uint64_t now);
+void mux_flush(struct kvfs_plane *plane);
+bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under way */
+void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
+void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
+void mux_close(struct kvfs_plane *plane);
+/* The session has ended: what it owed to hosts is answered with EIO, and what comes is refused. A guest's keeper asks the next daemon. */
+void mux_end(struct kvfs_plane *plane);
+
+/* ---- notify.c ---- */
+
+struct notification { struct notification *next; uint64_t inode, cookie; };  /* inode 0: a flush */
+/* Hosts' kernels ask for the inode's attributes again, and drop its pages if its mtime has changed since (AUTO_INVAL_DATA). */
+void notify_inode(struct kvfs_plane *plane, uint64_t inode);
+struct notifier {
+    pthread_mutex_t lock;
+    pthread_cond_t more;
+    struct notification *first, *last;
+    pthread_t thread;
+    bool started, epoch, stopping;
+};
+int notifier_start(struct kvfs_plane *plane);
+void notifier_stop(struct kvfs_plane *plane);
+
+/* ---- fuse.c: all of it ---- */
+
+struct fuse {
+    struct mux mux;
+    struct notifier notifier;
+    struct worker_pool slow;             /* requests that wait for a device */
+    pthread_mutex_t transports_lock;
+    struct transport *transports[TRANSPORTS_MAX];
+    atomic_uint transport_count;
+    atomic_uint guest_count;             /* exports */
+    atomic_bool spinning;                /* one thread of the plane at a time polls */
+};
+int fuse_create(struct kvfs_plane *plane);     /* memory; 0 or -ENOMEM */
+int fuse_start(struct kvfs_plane *plane);    /* its threads */
+void fuse_stop(struct kvfs_plane *plane);    /* blocks until they have ended */
+void fuse_free(struct kvfs_plane *plane);
+
+#endif

@@ -1,0 +1,233 @@
+"""Percentiles and renderings, from documents as the daemon sends them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvfs.status import numbers, prometheus
+from kvfs.status.text import render_stats, render_stats_header, render_stats_line, render_status
+from kvfs.units import percentile_ns
+
+BUCKETS = [0] * 40
+
+
+def latency(**counts: int) -> dict[str, object]:
+    buckets = list(BUCKETS)
+    for key, count in counts.items():
+        buckets[int(key[1:])] = count
+    return {"count": sum(buckets), "total_ns": 1000 * sum(buckets), "buckets": buckets}
+
+
+def document(**changes: object) -> dict[str, object]:
+    base: dict[str, object] = {
+        "time_s": 1000.0,
+        "pool": {"path": "/srv/pool", "uuid": "u-1", "state": "mounted", "pid": 4, "epoch": 9, "uptime_s": 100.0},
+        "mounts": [{"mountpoint": "/mnt/kv"}],
+        "space": {"size": 1 << 30, "used": 1 << 29, "pinned": 1 << 20},
+        "segments": {
+            "count": 256,
+            "size": 4 << 20,
+            "stripe_width": 4,
+            "stripe_unit": 131072,
+            "free": 10,
+            "open": 2,
+            "closed": 244,
+            "evicting": 0,
+        },
+        "blocks": 250,
+        "devices": [
+            {
+                "index": i,
+                "path": f"devices/{i}",
+                "size": 1 << 28,
+                "state": "online",
+                "reads": 10,
+                "read_bytes": 1 << 20,
+                "writes": 5,
+                "write_bytes": 1 << 19,
+                "errors": 0,
+                "timeouts": 0,
+                "read_ns": 1_000_000,
+                "write_ns": 500_000,
+            }
+            for i in range(2)
+        ],
+        "counters": {
+            "lookups": 1000,
+            "blocks_found": 750,
+            "blocks_missed": 250,
+            "opens": 500,
+            "reads": 400,
+            "read_bytes": 4 << 20,
+            "write_bytes": 1 << 20,
+            "staged_bytes": 5,
+            "forwarded": 20,
+            "evicted_blocks": 3,
+            "checksum_errors": 0,
+        },
+        "latency": {"lookup": latency(b14=1000), "read": latency(b17=90, b20=10)},
+    }
+    return {**base, **changes}
+
+
+def test_percentiles_lie_inside_their_bucket() -> None:
+    buckets = list(BUCKETS)
+    buckets[10] = 50  # 512 to 1024 ns
+    buckets[20] = 50
+    assert percentile_ns(buckets, 50) == 1024
+    assert 512 < percentile_ns(buckets, 25) < 1024
+    assert percentile_ns(buckets, 99) > 1 << 19
+    assert percentile_ns(buckets, 100) == 1 << 20
+    assert percentile_ns(BUCKETS, 50) == 0
+
+
+def test_percentiles_grow_with_the_percentage() -> None:
+    buckets = [index % 7 for index in range(40)]
+    values = [percentile_ns(buckets, percent / 10) for percent in range(1, 1001)]
+    assert values == sorted(values)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0"), (1023, "1023"), (1536, "1.50K"), (150 << 10, "150K"), (4 << 30, "4.00G"), (5 << 50, "5.00P")],
+)
+def test_sizes_read_as_zpool_prints_them(size: int, text: str) -> None:
+    assert numbers.size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (2.5, "2.5"), (12345, "12.3k"), (3_600_000, "3.6M"), (7e12, "7000.0G")]
+)
+def test_counts_are_short(count: float, text: str) -> None:
+    assert numbers.count_text(count) == text
+
+
+def test_status_names_pool_devices_use_and_hits() -> None:
+    text = render_status(document())
+    for part in (
+        "/srv/pool",
+        "/mnt/kv",
+        "512M of 1.00G (50.0%)",
+        "256 segments of 4.00M",
+        "10 free",
+        "devices/1",
+        "asked for 1000, found 75.0%",
+        "errors: none known",
+    ):
+        assert part in text
+    assert "advice: nothing to do" in text
+
+
+def test_status_gives_advice_on_a_failing_device() -> None:
+    failing = document()
+    failing["devices"] = [{"path": "/dev/nvme1n1", "size": 1, "errors": 3, "timeouts": 1}]
+    text = render_status(failing)
+    assert "device /dev/nvme1n1: 3 errors, 1 timeouts" in text
+    assert "errors: 3, see advice" in text
+
+
+def test_status_of_an_unmounted_pool_has_no_counters() -> None:
+    text = render_status({"pool": {"path": "/p", "uuid": "u", "state": "not mounted"}, "devices": []})
+    assert "not mounted" in text and "asked" not in text
+
+
+def test_a_difference_counts_only_what_happened_since() -> None:
+    later = document(time_s=1002.0)
+    later["counters"] = {**numbers.section(document(), "counters"), "lookups": 3000, "blocks_found": 2750}
+    later["latency"] = {"lookup": latency(b14=1000), "read": latency(b17=90, b20=10, b25=100)}
+    change = numbers.difference(later, document())
+    assert change["seconds"] == 2.0
+    assert numbers.number(change, "counters", "lookups") == 2000
+    assert numbers.number(change, "latency", "read", "count") == 100
+    assert numbers.items(change, "devices")[0]["reads"] == 0
+    line = render_stats_line(change).split()
+    assert line[0] == "1.0k" and line[1] == "100.0"
+    assert len(line) == len(
+        render_stats_header().replace("read B/s", "a").replace("write B/s", "b").replace("rd ", "").split()
+    )
+
+
+def test_stats_since_the_mount_show_latencies_and_devices() -> None:
+    text = render_stats(numbers.difference(document(), None))
+    assert "lookup" in text and "p99.9" in text and "devices/0" in text
+
+
+def test_a_quiet_second_divides_by_nothing() -> None:
+    change = numbers.difference(document(), document())
+    assert "-" in render_stats_line(change)
+
+
+def test_prometheus_text_has_help_and_type_for_every_metric() -> None:
+    lines = rendered(document(pool={"path": 'a"b\\c'}))
+    typed = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    helped = {line.split()[2] for line in lines if line.startswith("# HELP") and len(line.split()) > 4}
+    assert typed == helped and len(typed) > 20
+    for line in lines:
+        if line.startswith("#"):
+            continue
+        name, _, value = line.rpartition(" ")
+        float(value)
+        family = name.partition("{")[0]
+        assert any(
+            family == known or family.removesuffix(suffix) == known
+            for known in typed
+            for suffix in ("_bucket", "_sum", "_count")
+        ), line
+        assert 'pool="a\\"b\\\\c"' in name
+    assert len(lines) == len(set(lines))
+    counts = [
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("kvfs_latency_seconds_bucket") and 'operation="read"' in line
+    ]
+    assert counts == sorted(counts) and counts[-1] == 100
+    assert "# TYPE kvfs_staged_bytes gauge" in lines
+    assert "# TYPE kvfs_lookups_total counter" in lines
+
+
+def test_pools_share_their_families() -> None:
+    lines = rendered(document(), document(pool={"path": "/srv/other"}))
+    assert lines.count("# TYPE kvfs_blocks gauge") == 1
+    assert {line for line in lines if line.startswith("kvfs_blocks{")} == {
+        'kvfs_blocks{pool="/srv/pool"} 250.0', 'kvfs_blocks{pool="/srv/other"} 250.0',
+    }  # fmt: skip
+
+
+def rendered(*documents: dict[str, object]) -> list[str]:
+    pytest.importorskip("prometheus_client")
+    return prometheus.render(documents).decode().splitlines()
+
+
+EXPORT = {
+    "socket": "/run/kvfs/vm1.sock", "tag": "kv", "queues": 2, "connected": 1, "queues_running": 3, "connections": 1,
+    "requests": 1000, "bytes_read": 4 << 20, "bytes_written": 1 << 20, "zero_copy_bytes": 3 << 20,
+    "copied_bytes": 1 << 20, "protocol_errors": 0, "descriptor_errors": 0, "io_errors": 0,
+}  # fmt: skip
+
+
+def test_exports_are_in_every_text() -> None:
+    exported = document(mounts=[], exports=[EXPORT])
+    text = render_status(exported)
+    assert "export: /run/kvfs/vm1.sock (tag kv): connected" in text and "75.0%" in text and "pid 4" in text
+    assert "advice: nothing to do" in text
+    row = next(line for line in render_stats(numbers.difference(exported, None)).splitlines() if "vm1" in line)
+    assert row.split() == ["/run/kvfs/vm1.sock", "connected", "10", "40.96K", "75.0%", "10.24K", "0"]
+    lines = rendered(exported)
+    labels = 'pool="/srv/pool",socket="/run/kvfs/vm1.sock",tag="kv"'
+    assert f"kvfs_virtiofs_requests_total{{{labels}}} 1000.0" in lines
+    assert f"kvfs_virtiofs_connected{{{labels}}} 1.0" in lines
+    assert "# TYPE kvfs_virtiofs_zero_copy_bytes_total counter" in lines
+
+
+def test_an_export_s_counters_are_differences_too() -> None:
+    later = document(time_s=1002.0, exports=[{**EXPORT, "requests": 1500, "connected": 0}])
+    change = numbers.difference(later, document(exports=[EXPORT]))
+    (export,) = numbers.items(change, "exports")
+    assert export["requests"] == 500 and export["bytes_read"] == 0
+    assert export["connected"] == 0 and export["queues"] == 2
+    assert numbers.items(numbers.difference(later, document()), "exports")[0]["requests"] == 1500
+
+
+def test_a_guest_that_breaks_the_protocol_is_advice() -> None:
+    text = render_status(document(exports=[{**EXPORT, "descriptor_errors": 2, "protocol_errors": 1}]))
+    assert "export /run/kvfs/vm1.sock: 3 requests or messages that break the protocol" in text
