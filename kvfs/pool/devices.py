@@ -34,13 +34,13 @@ class Device:
     size: int
     is_block: bool
     direct: bool
-    # A descriptor that keeps others away as long as it is open; -1: none. Not the one that io_uring and native clients
-    # have: theirs may outlive this process for a moment.
+    # A descriptor that keeps others away as long as it is open; -1: none. io_uring and native clients have another one,
+    # which may outlive this process for a moment.
     claim: int = field(default=-1, kw_only=True)
 
     @property
     def shared_fd(self) -> int:
-        """What native clients get a file of their own of."""
+        """The descriptor that native clients open again for themselves."""
         return self.fd
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class Device:
     def unclaim(self) -> None:
         claim, self.claim = self.claim, -1
         if claim >= 0:
-            # A file of a filesystem that is gone says so, and is closed all the same.
+            # close(2) of a file whose filesystem is gone fails, and closes the descriptor all the same.
             with suppress(OSError):
                 os.close(claim)
 
@@ -70,7 +70,8 @@ class Device:
         return same and os.lseek(self.fd, 0, os.SEEK_END) >= self.size > 0
 
     def take_over(self, old: Device) -> None:
-        """Get the number of its descriptor, by which the data plane knows it. It is done with."""
+        """Take over the number of the old descriptor, by which the data plane knows the device. The old device is
+        closed."""
         os.dup2(self.fd, old.fd, inheritable=False)
         os.close(self.fd)
         self.fd = old.fd
@@ -91,7 +92,7 @@ class Device:
         kernel_reservation(self.fd, str(self.path), step, key, other)
 
     def sync(self) -> None:
-        """What was written is durable when this returns. OSError, DeviceError."""
+        """All writes before the call are durable when it returns. OSError, DeviceError."""
         os.fdatasync(self.fd)
 
     def read(self, offset: int, size: int) -> bytes:
@@ -106,7 +107,7 @@ class Device:
             return bytes(memory)
 
     def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
-        """Write whole pages and wait until they are durable; without that, until whoever reads finds them."""
+        """Write whole pages and wait until they are durable. Not durable: until readers find them."""
         with mmap.mmap(-1, len(data)) as memory:
             memory[:] = data
             try:
@@ -127,7 +128,7 @@ class RemoteDevice(Device):
     controller: nvme_tcp.Controller
 
     def leads_to(self, place: DeviceAddress) -> bool:
-        """The connection is made again, and the namespace compared, when it is used next."""
+        """Always: the next use connects again and compares the namespace."""
         return self.same(place)
 
     def let_go(self) -> None:
@@ -158,7 +159,7 @@ class RemoteDevice(Device):
 
 @dataclass(slots=True)
 class _RemoteDoor(RemoteDevice):
-    """Its controller is another's, who closes it, and may do so meanwhile."""
+    """The controller belongs to the RemoteDevice that it came from, which may close it at any time."""
 
     def close(self) -> None:
         pass
@@ -166,7 +167,7 @@ class _RemoteDoor(RemoteDevice):
 
 @dataclass(slots=True)
 class GenericDevice(Device):
-    """An NVMe namespace by passthrough. Native clients get its block device where there is one: that needs no
+    """An NVMe namespace by passthrough. Native clients get the block device where there is one, as that needs no
     privilege."""
 
     namespace: nvme_generic.Namespace

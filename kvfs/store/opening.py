@@ -1,4 +1,5 @@
-"""What an open pool stands on: its data plane, and an index that is checked to be of this pool and its last mount."""
+"""Parts that an open pool stands on: its data plane, and an index that is checked to be of this pool and its last
+mount."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ class StoreOptions(PlaneTuning):
     # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE,
     # GUEST, SLOW).
     on_event: Callable[[int, int, int], None] | None = None
-    # Descriptors lead to other devices than before, or there are others: who holds them must ask again.
+    # Called when descriptors lead to other devices than before, or there are others: holders of descriptors ask again.
     on_devices: Callable[[], None] | None = None
-    # For others, who want the pool meanwhile.
+    # Shown to others that want the pool meanwhile.
     use: str = "open"
     # Push an owner aside that beats on the devices.
     take_over: bool = False
-    # Told when opening has to wait for somebody.
+    # Called with a text when opening has to wait for somebody.
     on_wait: Callable[[str], None] | None = None
 
 
@@ -78,7 +79,8 @@ def open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
 
 
 def check_index(index: LmdbIndex, opened: OpenPool) -> None:
-    """FormatError unless it is of the pool's last mount, and all that a mount takes from it can be a kvfs's."""
+    """FormatError unless the index is of the pool's last mount, and a kvfs can have written all that a mount takes from
+    it."""
     known_epoch(index, opened)
     members, end_page = opened.config.members(), opened.config.geometry.end_page
     for number, data in index.segment_items():
@@ -98,8 +100,8 @@ def check_index(index: LmdbIndex, opened: OpenPool) -> None:
 
 
 def known_epoch(index: LmdbIndex, opened: OpenPool) -> int:
-    """The last mount that the index knows. FormatError if the devices know a later one: that was with another index, of
-    another directory or a copy, and what it wrote, replaced and removed is not known to this one."""
+    """The last mount that the index knows. FormatError if the devices know a later one. That mount had another index,
+    of another directory or a copy, and this one knows none of its changes."""
     known = meta_number(index, META_EPOCH)
     if max(known, meta_number(index, META_OPENING)) < opened.epoch:
         raise FormatError(f"it knows mount {known}, the labels mount {opened.epoch}: with another index")

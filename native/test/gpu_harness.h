@@ -1,4 +1,4 @@
-/* What test_gpu.c and test_gpu_direct.c share: the doubles of libcuda (fake_cuda.c) and of the daemon (a thread that hands out table and
+/* What test_gpu.c and test_gpu_direct.c share: the doubles of libcuda (doubles/fake_cuda.c) and of the daemon (a thread that hands out table and
  * devices, which are files), blocks on those devices, and batches of them with what must come of it. */
 #ifndef KVFS_TEST_GPU_HARNESS_H
 #define KVFS_TEST_GPU_HARNESS_H
