@@ -133,14 +133,7 @@ static inline struct kvfs_client_statistics statistics(struct kvfs_client *clien
 }
 
 static inline void fault(struct kvfs_client *client, uint32_t device, uint32_t kind, uint32_t direction, uint32_t every, uint32_t value) {
-    struct kvfs_array *array = &client->session->array;
-    struct fault_rule *rule = &array->devices[device].faults;
-    atomic_store(&rule->fault, kind);
-    atomic_store(&rule->direction, direction);
-    atomic_store(&rule->value, value);
-    atomic_store(&rule->counter, 0);
-    atomic_store(&rule->every, kind == KVFS_FAULT_NONE ? 0 : every);
-    atomic_store(&array->faults, true);
+    fault_set(&client->session->array.devices[device], kind, direction, every, value);
 }
 
 static inline void fault_all(struct kvfs_client *client, uint32_t kind, uint32_t direction, uint32_t every, uint32_t value) {

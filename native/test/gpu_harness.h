@@ -365,13 +365,7 @@ static inline int get(struct kvfs_gpu *gpu, struct batch *batch, cuda_stream str
 }
 
 static inline void faults(uint32_t device, uint32_t fault, uint32_t value) {
-    struct session *session = client->session;
-    struct fault_rule *rule = &session->array.devices[device].faults;
-    atomic_store(&rule->fault, fault);
-    atomic_store(&rule->direction, 1);
-    atomic_store(&rule->value, value);
-    atomic_store(&rule->every, fault != KVFS_FAULT_NONE);
-    atomic_store(&session->array.faults, fault != KVFS_FAULT_NONE);
+    fault_set(&client->session->array.devices[device], fault, 1, 1, value);
 }
 
 static inline bool says(const char *text) { return strstr(kvfs_error(), text) != NULL; }
