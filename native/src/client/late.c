@@ -41,9 +41,9 @@ bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64
         return false;
     bool owed = false;
     pthread_mutex_lock(&client->lock);
-    bool found = session_overlaps(client->session, data, size, &owed);
-    for (struct session *session = client->retired; session; session = session->next)
-        found = session_overlaps(session, data, size, &owed) || found;
+    bool found = connection_overlaps(client->connection, data, size, &owed);
+    for (struct connection *connection = client->retired; connection; connection = connection->next)
+        found = connection_overlaps(connection, data, size, &owed) || found;
     client_prune(client);
     pthread_mutex_unlock(&client->lock);
     return found;
@@ -52,9 +52,9 @@ bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64
 bool client_owed(struct kvfs_client *client) {
     bool owed = false;
     pthread_mutex_lock(&client->lock);
-    session_overlaps(client->session, NULL, 0, &owed);
-    for (struct session *session = client->retired; session; session = session->next)
-        session_overlaps(session, NULL, 0, &owed);
+    connection_overlaps(client->connection, NULL, 0, &owed);
+    for (struct connection *connection = client->retired; connection; connection = connection->next)
+        connection_overlaps(connection, NULL, 0, &owed);
     pthread_mutex_unlock(&client->lock);
     return owed;
 }
