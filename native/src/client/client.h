@@ -7,7 +7,7 @@
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the stager (client/prestage.c).
  *
- * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, late, names, fetch, prestage, get, file, put_block, put,
+ * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
  * client; gpu/ all but client.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
@@ -51,9 +51,9 @@ struct connection {
     bool writable;
     uint32_t reservation_ms;
     uint8_t uuid[16];
-    pthread_mutex_t lock;                /* lanes, zombies */
+    pthread_mutex_t lock;                /* lanes, orphans */
     struct lane *idle;
-    struct fetch *zombies;               /* of all lanes: done with -ETIMEDOUT, memory still the device's */
+    struct fetch *orphans;               /* of all lanes: done with -ETIMEDOUT, memory still the device's */
     uint32_t lane_count;
     pthread_cond_t lane_idle;
     _Atomic(struct late_write *) landed; /* those that cannot land any more; each is the begin of its allocation */
@@ -92,7 +92,7 @@ struct lane {
     struct kvfs_client *client;
     struct ring ring;
     struct fetch *ready, *ready_last;    /* read, not yet verified */
-    uint32_t zombie_count;               /* its fetches in connection->zombies */
+    uint32_t orphan_count;               /* its fetches in connection->orphans */
     struct fetch *free;
     uint32_t active_count, ready_count;  /* ready ones are active */
     uint8_t *bounces[8];                 /* free bounce buffers */
@@ -114,7 +114,7 @@ struct kvfs_client {
     uint32_t hit_count;
     uint64_t hits_sent_ns;
     uint64_t silent_until_ns;            /* a daemon took a connection and said nothing: not asked again before that */
-    atomic_uint zombies;                 /* of all lanes */
+    atomic_uint orphans;                 /* of all lanes */
     struct stage *stage;
     atomic_ullong count[CLIENT_COUNTERS]; /* as struct kvfs_client_statistics has them; the last, `busy`, is not counted here */
 };
@@ -187,10 +187,10 @@ void lane_give(struct lane *lane);                                              
 bool lane_free(struct lane *lane);
 struct fetch *fetch_get(struct lane *lane);              /* NULL: no memory */
 void fetch_recycle(struct fetch *fetch);
-/* Let go of zombies whose devices have answered. By the lane's holder; or, locked, of an idle lane with connection->lock held. */
+/* Let go of orphans whose devices have answered. By the lane's holder; or, locked, of an idle lane with connection->lock held. */
 void lane_reap(struct lane *lane, bool locked);
 void connection_reap(struct connection *connection);                                                /* lane_reap() for all idle lanes */
-/* Whether a zombie writes there. *owed becomes true where devices owe answers, to reads or, which are no zombies, to writes. */
+/* Whether an orphan writes there. *owed becomes true where devices owe answers, to reads or, which are no orphans, to writes. */
 bool connection_overlaps(struct connection *connection, const uint8_t *data, uint64_t size, bool *owed);
 
 /* ---- client/connection.c ---- */
@@ -209,13 +209,13 @@ void client_prune(struct kvfs_client *client);                                  
 void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode);      /* tells the daemon, some time soon; 0: now */
 void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment);
 
-/* ---- client/late.c ---- */
+/* ---- client/orphans.c ---- */
 
 /* Memory of this process that a read writes into which belongs to no lane and cannot be cancelled. From any thread. */
-struct claim { struct claim *next; const uint8_t *data; uint64_t size; };
-void claim_add(struct claim *claim);
-void claim_remove(struct claim *claim);
-bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64_t size);
+struct orphan { struct orphan *next; const uint8_t *data; uint64_t size; };
+void orphan_add(struct orphan *orphan);
+void orphan_remove(struct orphan *orphan);
+bool client_overlaps_orphan(struct kvfs_client *client, const void *data, uint64_t size);
 bool client_owed(struct kvfs_client *client);                                              /* devices owe answers, to reads or to writes */
 /* -EINVAL, -EBUSY: destinations that overlap each other, or memory that a device still owns. */
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count);

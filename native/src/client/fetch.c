@@ -146,7 +146,7 @@ void fetch_start(struct lane *lane, struct fetch *fetch) {
 static void group_done(struct io_group *group, bool reaped) {
     struct fetch *fetch = group->owner;
     if (reaped) {
-        fetch->groups_held--; /* a zombie is let go of by lane_reap() */
+        fetch->groups_held--; /* an orphan is let go of by lane_reap() */
         return;
     }
     if (!group->expired)
@@ -249,11 +249,11 @@ static void fetch_finish(struct fetch *fetch) {
     if (held) { /* counted before anybody is told */
         fetch->result = -ETIMEDOUT;
         pthread_mutex_lock(&lane->connection->lock);
-        fetch->next = lane->connection->zombies;
-        lane->connection->zombies = fetch;
+        fetch->next = lane->connection->orphans;
+        lane->connection->orphans = fetch;
         pthread_mutex_unlock(&lane->connection->lock);
-        lane->zombie_count++;
-        atomic_fetch_add(&lane->client->zombies, 1);
+        lane->orphan_count++;
+        atomic_fetch_add(&lane->client->orphans, 1);
     }
     lane->active_count--;
     fetch->done(lane, fetch);
@@ -275,7 +275,7 @@ static uint32_t run(struct lane *lane, uint64_t timeout_ns, uint32_t limit) {
         lane->ready_count--;
         fetch_finish(fetch);
     }
-    if (lane->zombie_count)
+    if (lane->orphan_count)
         lane_reap(lane, false);
     return lane->active_count;
 }

@@ -109,19 +109,19 @@ void fetch_recycle(struct fetch *fetch) {
 void lane_reap(struct lane *lane, bool locked) {
     ring_submit(&lane->ring);
     ring_reap(&lane->ring);
-    if (!lane->zombie_count)
+    if (!lane->orphan_count)
         return;
     if (!locked)
         pthread_mutex_lock(&lane->connection->lock);
-    for (struct fetch **link = &lane->connection->zombies; *link;) {
+    for (struct fetch **link = &lane->connection->orphans; *link;) {
         struct fetch *fetch = *link;
         if (fetch->lane != lane || fetch->groups_held) {
             link = &fetch->next;
             continue;
         }
         *link = fetch->next;
-        lane->zombie_count--;
-        atomic_fetch_sub(&lane->client->zombies, 1);
+        lane->orphan_count--;
+        atomic_fetch_sub(&lane->client->orphans, 1);
         fetch_recycle(fetch);
     }
     if (!locked)
@@ -145,12 +145,12 @@ void connection_reap(struct connection *connection) {
     pthread_mutex_unlock(&connection->lock);
 }
 
-/* *owed: whether devices owe answers, to reads or, which are no zombies, to writes. */
+/* *owed: whether devices owe answers, to reads or, which are no orphans, to writes. */
 bool connection_overlaps(struct connection *connection, const uint8_t *data, uint64_t size, bool *owed) {
     bool found = false;
     pthread_mutex_lock(&connection->lock);
-    *owed = idle_reap(connection) || *owed || connection->zombies;
-    for (struct fetch *fetch = connection->zombies; fetch; fetch = fetch->next)
+    *owed = idle_reap(connection) || *owed || connection->orphans;
+    for (struct fetch *fetch = connection->orphans; fetch; fetch = fetch->next)
         found = found || (fetch->data < data + size && data < fetch->data + fetch->size);
     pthread_mutex_unlock(&connection->lock);
     return found;

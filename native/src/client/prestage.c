@@ -205,7 +205,7 @@ void stage_stop(struct kvfs_client *client) {
     pthread_join(stage->thread, NULL);
     bool owed = false;
     while (stage->oldest) {
-        owed = owed || client_overlaps_zombie(client, stage->memory, stage->size);
+        owed = owed || client_overlaps_orphan(client, stage->memory, stage->size);
         if (stage->oldest->state == STAGED_READY)
             TALLY(client, prestage_wasted, 1);
         unlink_staged(stage, stage->oldest);
@@ -252,7 +252,7 @@ static void reclaim_lost(struct stage *stage) {
     for (struct staged *block = stage->oldest, *next; block; block = next) {
         next = block->next;
         if (block->state == STAGED_LOST && !block->takers &&
-            !client_overlaps_zombie(stage->client, stage->memory + block->slot * SLOT_SIZE, block->slots * SLOT_SIZE))
+            !client_overlaps_orphan(stage->client, stage->memory + block->slot * SLOT_SIZE, block->slots * SLOT_SIZE))
             unlink_staged(stage, block);
     }
 }

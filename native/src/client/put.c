@@ -352,7 +352,7 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
         results[i] = -ECANCELED;
         if (r == 0 && !buffers[i].data && buffers[i].size)
             r = client_fail(-EINVAL, "buffer %u: %llu bytes at 0", i, (unsigned long long)buffers[i].size);
-        if (r == 0 && client_overlaps_zombie(client, buffers[i].data, buffers[i].size))
+        if (r == 0 && client_overlaps_orphan(client, buffers[i].data, buffers[i].size))
             r = client_fail(-EBUSY, "buffer %u: a device that gave no answer in time may still write into it", i);
     }
     if (r == 0) {

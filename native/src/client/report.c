@@ -34,7 +34,7 @@ int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_st
     for (size_t i = 0; i < CLIENT_COUNTERS; i++)
         values[i] = atomic_load_explicit(&client->count[i], memory_order_relaxed);
     memcpy(out, values, sizeof(*out));
-    out->busy = atomic_load(&client->zombies);
+    out->busy = atomic_load(&client->orphans);
     return 0;
 }
 

@@ -1,7 +1,7 @@
 /* gds: the devices' DMA straight into GPU memory, by cuFileRead on threads of our own, and its proof.
  *
  * A read is a block's whole pages, cut into parts: runs on one device. A part belongs to the caller while it is queued, to a thread while
- * it is read. One that gives no answer in time cannot be cancelled: then its memory is claimed (kvfs_busy()) until it is back, and the
+ * it is read. One that gives no answer in time cannot be cancelled: then its memory is an orphan (kvfs_busy()) until it is back, and the
  * read, the thread, and what it needs are left to it. Nothing of a read is believed before the pages were proven by checksums that the GPU
  * computed after the last part had ended, and before the device and the table said afterwards that the block still lies there.
  */
@@ -94,7 +94,7 @@ struct direct_part {
     uint64_t file_offset, to, size;
     uint64_t started_ns;                     /* 0: queued */
     bool over;
-    struct claim claim;                      /* late */
+    struct orphan orphan;                      /* late */
 };
 struct direct_read {
     cuda_context context;
@@ -208,7 +208,7 @@ static void *thread_main(void *argument) {
         direct->reads++;
         read->error = read->error ? read->error : error;
         if (read->late) {
-            claim_remove(&part->claim);
+            orphan_remove(&part->orphan);
             direct->overdue--;
         }
         if (--read->left == 0 && read->late) {
@@ -295,8 +295,8 @@ int direct_poll(struct direct *direct, struct direct_read *read) {
             struct direct_part *part = &read->parts[i];
             if (part->over || !part->started_ns)
                 continue;
-            part->claim = (struct claim){.data = (const uint8_t *)(uintptr_t)part->to, .size = part->size};
-            claim_add(&part->claim);
+            part->orphan = (struct orphan){.data = (const uint8_t *)(uintptr_t)part->to, .size = part->size};
+            orphan_add(&part->orphan);
             direct->overdue++;
         }
         read->late = true;
