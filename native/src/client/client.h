@@ -21,6 +21,7 @@
 #define LANES_MAX 32
 #define CLIENT_RETRIES 4
 #define CLIENT_HITS_MAX 500
+#define CLIENT_COUNTERS (sizeof(struct kvfs_client_statistics) / sizeof(uint64_t))
 
 struct lane;
 /* A write that the daemon was told may still land. */
@@ -115,12 +116,10 @@ struct kvfs_client {
     uint64_t silent_until_ns;            /* a daemon took a connection and said nothing: not asked again before that */
     atomic_uint zombies;                 /* of all lanes */
     struct stage *stage;
-    struct {
-        atomic_ullong lookups, hits, misses, gets, get_bytes, bounced_bytes, retries, timeouts, checksum_errors, puts, put_bytes, deletes,
-            prestaged, prestage_used, prestage_wasted, reconnects;
-    } count;
+    atomic_ullong count[CLIENT_COUNTERS]; /* as struct kvfs_client_statistics has them; the last, `busy`, is not counted here */
 };
-#define TALLY(client, field, n) atomic_fetch_add_explicit(&(client)->count.field, (n), memory_order_relaxed)
+#define TALLY(client, field, n)                                                                                        \
+    atomic_fetch_add_explicit(&(client)->count[offsetof(struct kvfs_client_statistics, field) / sizeof(uint64_t)], (n), memory_order_relaxed)
 
 /* ---- client/error.c ---- */
 

@@ -24,18 +24,20 @@ int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_i
     return 0;
 }
 
+static_assert(offsetof(struct kvfs_client_statistics, busy) == (CLIENT_COUNTERS - 1) * sizeof(uint64_t), "busy is no counter");
+
 int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_statistics *out) {
     memset(out, 0, sizeof(*out));
     if (client->pid != getpid())
         return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
-#define TAKE(field) out->field = atomic_load_explicit(&client->count.field, memory_order_relaxed)
-    TAKE(lookups); TAKE(hits); TAKE(misses); TAKE(gets); TAKE(get_bytes); TAKE(bounced_bytes); TAKE(retries); TAKE(timeouts);
-    TAKE(checksum_errors); TAKE(puts); TAKE(put_bytes); TAKE(deletes); TAKE(prestaged); TAKE(prestage_used); TAKE(prestage_wasted);
-    TAKE(reconnects);
-#undef TAKE
+    uint64_t values[CLIENT_COUNTERS];
+    for (size_t i = 0; i < CLIENT_COUNTERS; i++)
+        values[i] = atomic_load_explicit(&client->count[i], memory_order_relaxed);
+    memcpy(out, values, sizeof(*out));
     out->busy = atomic_load(&client->zombies);
     return 0;
 }
+
 /* ---- to the daemon ---- */
 
 void client_bad_block(struct kvfs_client *client, struct session *session, uint64_t inode, uint32_t segment) {

@@ -190,8 +190,7 @@ static int devices_open(struct kvfs_client *client, struct session *session) {
     for (uint32_t i = 0; i < session->array.device_count; i++) {
         struct device *device = &session->array.devices[i];
         device->fd = session->fds[i];
-        device->memory = device_is_memory(device->fd);
-        device->blocks = device_blocks(device->fd);
+        device_look(&session->array, device);
         uint32_t alignment = memory_alignment(device->fd);
         if (alignment > session->memory_alignment)
             session->memory_alignment = alignment;
