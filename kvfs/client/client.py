@@ -311,8 +311,8 @@ class Client:
     # ---- inside kvfs.client ----
 
     def gpu_reader(self) -> GpuReader:
-        """The reader that fills GPU memory; made at its first use. Raises MissingFeatureError if the mode asked for is not to be
-        had."""
+        """The reader that fills GPU memory; made at its first use. Raises MissingFeatureError if the mode asked
+        for is not to be had."""
         from kvfs.client.gpu import open_reader
 
         if self._gpu is None:

@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """The answer of libcuda. error: why nothing can be had of it, or empty. double: no driver, but a test's stand-in."""
+    """libcuda's answer. error: why nothing can be had of it, or empty. double: no driver, but a test's stand-in."""
 
     library: str = ""
     error: str = ""
@@ -203,9 +203,11 @@ class DirectStatistics:
 
 
 def open_reader(library: Library, wanted: str) -> GpuReader:
-    """Open the reader that fills GPU memory for a client, in the mode wanted: "auto", "staged", "gds" or "host". No GPU is touched
-    before the first destination. Raises MissingFeatureError, with the reason, if a mode that is named is not to be
-    had."""
+    """Open the reader that fills GPU memory for a client, in the mode wanted: "auto", "staged", "gds" or "host".
+
+    No GPU is touched before the first destination. Raises MissingFeatureError, with the reason, if a mode that is
+    named is not to be had.
+    """
     if wanted == "host":
         return GpuReader(library, "host", "asked for")
     cuda = examine_cuda()

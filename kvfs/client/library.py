@@ -59,8 +59,10 @@ assert list(ClientStatistics.__dataclass_fields__) == [
 
 @dataclass(frozen=True, slots=True)
 class ClientInformation:
-    """The pool that a client is connected to. connected: the daemon answers (reads go on without). memory_alignment: bytes;
-    reads into memory aligned to it need no copy."""
+    """The pool that a client is connected to. connected: the daemon answers (reads go on without).
+
+    memory_alignment: bytes; reads into memory aligned to it need no copy.
+    """
 
     pool: str
     pool_uuid: UUID
