@@ -52,6 +52,11 @@ class ClientStatistics:
     busy: int
 
 
+assert list(ClientStatistics.__dataclass_fields__) == [
+    name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ClientInformation:
     """What a client is connected to. connected: the daemon answers (reads go on without). memory_alignment: bytes;

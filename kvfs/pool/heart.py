@@ -1,8 +1,9 @@
-"""The heart of a pool in use: a thread for each device writes there, once a second, that this process owns it, and
-looks first whether another says so.
+"""The heart of a pool in use. A thread for each device writes there once a second that this process owns it, and looks
+first whether another process says so.
 
-What is found decides: one's own page is as it should be, a newer owner's ends the use of the pool at once. A device
-that hangs stops its own thread alone. Blocking calls; docs/format.md has the page, owner.py who is alive.
+The page that is found decides: our own is as it should be, a newer owner's ends the use of the pool at once. A device
+that hangs stops its own thread alone. All calls block. docs/format.md describes the page; owner.py knows which owners
+are alive.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from kvfs.types import PAGE_SIZE
 
 log = logging.getLogger(__name__)
 
-# Pages that may turn up later, of writes that were given up on.
+# Writes that were given up on may land later: so many of their pages are remembered.
 _HISTORY = 64
-# To clear all pages; a device that takes longer keeps its own, of a process that is gone.
+# Time to clear all pages. A device that takes longer keeps the page of a process that is gone.
 _STOP_S = 2.0
 # Two that begin at the same moment see each other after this. On a file the claim decides.
 _SETTLE_S = 0.2
-# An owner that is pushed aside has noticed by then.
+# After this time an owner that is pushed aside has noticed.
 _YIELD_S = 2.5 * owner.INTERVAL_S
 
 
@@ -50,7 +51,7 @@ class _Slot:
 
 
 class Heart:
-    """Beats from `take` to `stop`. Its methods are for one thread, but for `check`."""
+    """Beats from `take` to `stop`. One thread calls all methods but `check`."""
 
     def __init__(self, opened: OpenPool, me: Beat, clock: owner.Clock = owner.REAL) -> None:
         """For Heart.take only."""
@@ -59,7 +60,7 @@ class Heart:
         self._flags = 0
         self._lock = threading.Lock()
         self._written: dict[int, deque[bytes]] = {}
-        # Of others, as it was found last, and has to move to count.
+        # Pages of others as they were last found. Such a page counts once it has changed.
         self._odd: dict[int, bytes] = {}
         self._slots: dict[int, _Slot] = {}
         # Devices that have reservations.
@@ -72,10 +73,10 @@ class Heart:
         cls, opened: OpenPool, *, use: str, known: int = 0, next_epoch: bool = False, force: bool = False,
         tell: Tell | None = None, clock: owner.Clock = owner.REAL,
     ) -> Heart:  # fmt: skip
-        """Own the devices that are there: nobody else does, or not any more, and it stands on them who does now.
+        """Own the devices that are there. Nobody else does when this returns, and this process's beat stands on them.
 
-        `known`: the last epoch that the index knows. `next_epoch`: of a mount; else that of the last one stays.
-        `force`: push an owner aside that still beats. InUseError.
+        `known`: the last epoch that the index knows. `next_epoch`: raise the epoch, for a mount; else the last one
+        stays. `force`: push an owner aside that still beats. InUseError.
         """
         here = owner.this_process(pool=str(opened.path), use=use)
         heart = cls(opened, here, clock)
@@ -106,7 +107,7 @@ class Heart:
         return {number: self._opened.devices[number].claim >= 0 for number in self._present()}
 
     def _read(self) -> Mapping[int, Beat | None]:
-        """All beats; a device that cannot be read says nothing."""
+        """All beats. A device that cannot be read is left out."""
         found: dict[int, Beat | None] = {}
         for number in self._present():
             try:
@@ -116,7 +117,7 @@ class Heart:
         return found
 
     def _reserve(self, beats: Mapping[int, Beat | None]) -> None:
-        """Keep the writes of other machines away, where devices can: from the one before, too."""
+        """Keep the writes of other machines away where devices can, also those of the last owner."""
         for number in self._present():
             before = beats.get(number)
             old = 0 if before is None else fence.key_of(before.owner)
@@ -150,7 +151,7 @@ class Heart:
                 return
 
     def _clear(self) -> None:
-        """Where it is still one's own."""
+        """Clear the beats that are still this process's."""
         for number in self._present():
             try:
                 self._clear_one(number, self._opened.devices[number])
@@ -169,7 +170,7 @@ class Heart:
             beat = replace(self.me, number=self._beat, written_ns=time.time_ns(), flags=self._flags)
             config = self._opened.config
             page = pack_beat(config.secret, config.uuid, config.devices[number].uuid, beat)
-            # Before it is there: it may be even if it fails.
+            # Remembered before the write: a write that fails may land all the same.
             self._written.setdefault(number, deque(maxlen=_HISTORY)).append(page)
         try:
             door.write(BEAT_OFFSET, page, durable=False)
@@ -194,8 +195,8 @@ class Heart:
         slot.thread.start()
 
     def rest(self, number: int, *, clear: bool = False) -> None:
-        """A device is away: nothing is written there any more once what is under way has ended; or it goes for good,
-        and nobody is to wait for this owner there."""
+        """A device is away: no beat is begun there any more. `clear`: it goes for good, so no owner is to wait for this
+        one."""
         slot = self._slots.pop(number, None)
         if slot is not None:
             slot.clear, slot.stopping = clear, True
@@ -208,7 +209,7 @@ class Heart:
             slot.wake.set()
 
     def stop(self) -> None:
-        """The last: pages are cleared where the devices answer. When nothing is written any more."""
+        """Clear the pages where devices answer. Called last, when nothing is written any more."""
         if self._on_lost is None:
             self._clear()
         slots = list(self._slots.values())
@@ -224,13 +225,13 @@ class Heart:
                 log.warning("%s: no answer; the beat there is not cleared", slot.door.path)
 
     def check(self, device: Device, number: int) -> None:
-        """That a device that was away has no other owner. Blocks. InUseError, DeviceError."""
+        """Check that a device that was away has no other owner. Blocks. InUseError, DeviceError."""
         config, claims = self._opened.config, {number: device.claim >= 0}
         owner.wait_free(lambda: {number: read_beat(device, config, number)}, self.me, claims, None, self._clock)
 
     def _run(self, slot: _Slot) -> None:
         try:
-            # A device that was away may have lost it.
+            # A device that was away may have lost the reservation.
             if slot.number in self._fenced:
                 with suppress(DeviceError):
                     fence.reserve(slot.door.reservation, fence.key_of(self.me.owner), 0)
@@ -246,13 +247,13 @@ class Heart:
         except (DeviceError, OSError) as error:
             log.debug("%s", error)
         finally:
-            # A device that is gone says so, and is closed all the same.
+            # close(2) of a device that is gone fails, and closes it all the same.
             with suppress(OSError):
                 slot.door.close()
 
     def _turn(self, slot: _Slot) -> None:
         page = slot.door.read(BEAT_OFFSET, PAGE_SIZE)
-        # Only what was read just now allows a write.
+        # A write is allowed only by the page that was read just now.
         if slot.stopping or self.lost is not None:
             return
         reason = self.judge(slot.number, page, self._opened.config)
@@ -267,19 +268,19 @@ class Heart:
         self._on_lost(self.lost)
 
     def judge(self, number: int, page: bytes, config: PoolConfig) -> str | None:
-        """Why the device is another's, by the page that was found there; None: it is ours."""
+        """The reason why the device is another's, by the page that was found there. None: it is ours."""
         with self._lock:
             if page in self._written.get(number, ()):
                 return None
             beat = unpack_beat(config.secret, config.uuid, config.devices[number].uuid, page)
-            # A copy of this very process has its owner as well, and is found by what it wrote.
+            # A copy of this very process has the same owner. Its pages give it away.
             ours = beat is not None and beat.owner == self.me.owner
             if beat is not None and (beat.number > self._beat if ours else beat.epoch >= self.me.epoch):
                 return owner.describe(beat, self.me)
             if not holds_beat(page):
                 return None
-            # Written late, by an older owner or by this one, or another pool's: one such page is a leftover, two are
-            # somebody at work.
+            # The page is another pool's, or was written late by an older owner or this one. One such page is a
+            # leftover; two mean that somebody is at work.
             before = self._odd.setdefault(number, page)
             if before == page:
                 return None

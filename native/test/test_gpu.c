@@ -1,5 +1,5 @@
 /* sources: base block io client */
-/* The way into GPU memory, with two doubles: of libcuda (fake_cuda.c) and of the daemon (a thread that hands out table and devices).
+/* The way into GPU memory, with two doubles: of libcuda (doubles/fake_cuda.c) and of the daemon (a thread that hands out table and devices).
  * Devices are files. What it proves under the sanitizers: the bytes are those of the blocks and nothing beside them is touched; copies are
  * ordered with the caller's stream both ways; a slot is used again only after its copy; every failure of CUDA is an error, every failure of
  * a device a miss; a block that is replaced meanwhile is never torn. What it cannot prove: anything about a real GPU. */

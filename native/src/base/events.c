@@ -31,13 +31,10 @@ void events_free(struct events *events) {
 /* Something was added: unlocks, then wakes Python unless it has been woken; who wakes must not hold the lock that the woken one wants. */
 static void unlock_and_wake(struct events *events) {
     bool wake = !events->signalled;
-    uint64_t one = 1;
     events->signalled = true;
     pthread_mutex_unlock(&events->lock);
-    if (wake) {
-        ssize_t n = write(events->fd, &one, sizeof(one));
-        (void)n;
-    }
+    if (wake)
+        wake_fd(events->fd);
 }
 
 /* With the lock. Who is about to wake Python may not have written yet: then it stays signalled, and is readable soon. */

@@ -35,6 +35,7 @@ static bool representable(const struct kvfs_record *record)
 
 static struct packed pack(const struct kvfs_record *record, uint8_t flags, const uint64_t key[2])
 {
+    assert(representable(record));
     return (struct packed){
         .links_kind = record->nlink << 2 | record->kind,
         .words = {
@@ -129,12 +130,14 @@ static uint32_t free_set_take(struct free_set *set)
 
 static inline void begin_write(_Atomic uint32_t *sequence)
 {
+    assert(get(sequence) % 2 == 0); /* one writer (I7), and never two writes of one place */
     set(sequence, get(sequence) + 1);
     atomic_thread_fence(memory_order_release);
 }
 
 static inline void end_write(_Atomic uint32_t *sequence)
 {
+    assert(get(sequence) % 2 == 1);
     set_release(sequence, get(sequence) + 1);
 }
 
@@ -190,6 +193,7 @@ static uint32_t slot_take(struct kvfs_table *table)
     uint32_t number = free_set_take(&table->free_slots);
 
     assert(number);
+    assert(!get(&table->slots[number].links_kind)); /* as slot_free() left it */
     table->records++;
     set(&table->header->records, table->records);
     set(&table->header->slots_fresh, table->free_slots.fresh);
@@ -200,6 +204,7 @@ static void slot_free(struct kvfs_table *table, uint32_t number)
 {
     static const struct packed nothing;
 
+    assert(get(&table->slots[number].links_kind));
     slot_write(table, number, &nothing);
     free_set_give(&table->free_slots, number);
     table->records--;
@@ -211,6 +216,7 @@ static uint32_t overflow_take(struct kvfs_table *table)
     uint32_t number = free_set_take(&table->free_overflow);
 
     assert(number);
+    assert(!get(&table->overflow[number].slots[0]) && !get(&table->overflow[number].overflow)); /* as chain_cut() left it */
     table->overflow_used++;
     set(&table->header->overflow_used, table->overflow_used);
     set(&table->header->overflow_fresh, table->free_overflow.fresh);
@@ -257,8 +263,9 @@ static uint32_t locate(const struct kvfs_table *table, const struct index *index
     return 0;
 }
 
-static void place_redirect(const struct place *place, uint32_t slot)
+static void place_redirect(const struct kvfs_table *table, const struct place *place, uint32_t slot)
 {
+    assert(get(&table->slots[slot].links_kind)); /* filled before an index leads to it (I9) */
     begin_write(&place->primary->sequence);
     set(&place->bucket->slots[place->position], slot);
     end_write(&place->primary->sequence);
@@ -360,6 +367,7 @@ static void index_insert(struct kvfs_table *table, struct index *index, uint64_t
     struct bucket *primary = &index->buckets[bucket_of(hash, count)];
     struct bucket *tail = primary;
 
+    assert(get(&table->slots[slot].links_kind)); /* filled before an index leads to it (I9) */
     begin_write(&primary->sequence);
     chain_append(table, &tail, tag_of(hash), slot);
     end_write(&primary->sequence);
@@ -546,11 +554,11 @@ static int put(struct kvfs_table *table, const struct kvfs_record *record, uint6
         slot = slot_take(table);
     slot_write(table, slot, &packed);
     if (renamed)
-        place_redirect(&by_inode, slot);
+        place_redirect(table, &by_inode, slot);
     else if (!old)
         index_insert(table, &table->inodes, hash, slot);
     if (holder)
-        place_redirect(&by_name, slot);
+        place_redirect(table, &by_name, slot);
     else if (name)
         index_insert(table, &table->names, name->hash, slot);
     if (renamed) {

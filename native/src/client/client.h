@@ -5,22 +5,27 @@
  * in the daemon: rooms base, block and io work on it.
  *
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
- * the stager (client/stage.c).
+ * the stager (client/prestage.c).
+ *
+ * Each file uses those above it: error, wire, locate, bounce, lane, session, report, late, names, fetch, prestage, get, file, put_block, put,
+ * connect; gpu/ all but connect.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
 
 #include "block/block.h"
+#include "client/wire_format.h"
 #include "io/ring.h"
-#include "client/wire.h"
 #include "kvfs.h"
 
 #define LANES_MAX 32
 #define CLIENT_RETRIES 4
 #define CLIENT_HITS_MAX 500
+#define CLIENT_COUNTERS (sizeof(struct kvfs_client_statistics) / sizeof(uint64_t))
 
 struct lane;
-struct put_item;
+/* A write that the daemon was told may still land. */
+struct late_write { struct late_write *next; uint64_t reservation; };
 struct session {
     struct session *next;                /* retired ones */
     atomic_uint refs;
@@ -51,7 +56,7 @@ struct session {
     struct fetch *zombies;               /* of all lanes: done with -ETIMEDOUT, memory still the device's */
     uint32_t lane_count;
     pthread_cond_t lane_idle;
-    _Atomic(struct put_item *) landed;   /* writes that the daemon was told may still land, and that cannot any more */
+    _Atomic(struct late_write *) landed; /* those that cannot land any more; each is the begin of its allocation */
     atomic_uint late;                    /* these, and those that still can */
 };
 
@@ -94,7 +99,7 @@ struct lane {
     uint64_t bounce_sizes[8];
 };
 
-struct stage;                            /* client/stage.c */
+struct stage;                            /* client/prestage.c */
 struct kvfs_client {
     pid_t pid;
     struct kvfs_options options;
@@ -111,36 +116,24 @@ struct kvfs_client {
     uint64_t silent_until_ns;            /* a daemon took a connection and said nothing: not asked again before that */
     atomic_uint zombies;                 /* of all lanes */
     struct stage *stage;
-    struct {
-        atomic_ullong lookups, hits, misses, gets, get_bytes, bounced_bytes, retries, timeouts, checksum_errors, puts, put_bytes, deletes,
-            prestaged, prestage_used, prestage_wasted, reconnects;
-    } count;
+    atomic_ullong count[CLIENT_COUNTERS]; /* as struct kvfs_client_statistics has them; the last, `busy`, is not counted here */
 };
-#define TALLY(client, field, n) atomic_fetch_add_explicit(&(client)->count.field, (n), memory_order_relaxed)
+#define TALLY(client, field, n)                                                                                        \
+    atomic_fetch_add_explicit(&(client)->count[offsetof(struct kvfs_client_statistics, field) / sizeof(uint64_t)], (n), memory_order_relaxed)
 
-/* ---- client/connect.c: the daemon ---- */
+/* ---- client/error.c ---- */
 
 /* Keep the sentence for kvfs_error(); returns error. */
 int client_fail(int error, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Connect to the daemon of the pool in a directory; path, of inode `base`, is what its users call it. options may be NULL. */
-int client_open(const char *path, const char *pool, uint64_t base, const char *space, const struct kvfs_options *options, struct kvfs_client **out);
-/* Every call begins here: -ECHILD after fork, -ENOTCONN after an unmount; else the session, reconnected if there is a new daemon, with a
- * reference that session_put() gives back. */
-int session_get(struct kvfs_client *client, struct session **out);
-void session_put(struct session *session);
+
+/* ---- client/wire.c ---- */
+
+/* One after the other, in as few pieces as the socket takes. 0, -ETIMEDOUT, -ENOTCONN. */
+int wire_send_all(int fd, const void *head, uint64_t head_size, const void *data, uint64_t size, uint64_t deadline_ns);
+/* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. */
+int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count);
 /* Is the daemon still there? Takes in what it has said meanwhile. Never waits. */
 void session_look(struct session *session);
-int key_directory(struct kvfs_client *client, struct session *session, const char *path, uint64_t *inode);  /* 0, -ENOENT */
-int lane_take(struct kvfs_client *client, struct session *session, struct lane **out);   /* -EBUSY: all in use for timeout_ms */
-void lane_give(struct lane *lane);                                                        /* no fetch may be active */
-/* The inode number of a directory below the client's base, or of the shard directory of a key; 0, -ENOENT, -EAGAIN. */
-struct shards { uint64_t space; uint64_t inodes[256]; uint8_t known[256]; };              /* zeroed at the start of a call */
-/* 0 and the record of a sealed file; -ENOENT: a miss; -EINVAL: a key of a wrong size. Asks the daemon where the table cannot say. */
-int key_find(struct kvfs_client *client, struct session *session, struct shards *shards, const uint8_t *key, uint32_t key_size,
-             struct kvfs_record *out);
-void client_hit(struct kvfs_client *client, struct session *session, uint64_t inode);      /* tells the daemon, some time soon */
-void client_bad_block(struct kvfs_client *client, struct session *session, uint64_t inode, uint32_t segment);
-uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out);                        /* out: 2 * key_size bytes; returns that */
 /* One request: its asker's, who waits for the answer in any case. Any number may be under way, of any threads. */
 struct asked {
     struct asked *next;
@@ -160,38 +153,100 @@ int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply
 /* All three. */
 int wire_ask(struct kvfs_client *client, struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);
+/* Tell without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
+void wire_tell(struct session *session, uint16_t type, const void *payload, uint32_t size);
+/* A payload that grows; what is appended is padded to 8. The owner frees data. */
+struct message_buffer { uint8_t *data; uint64_t size, capacity; bool failed; };
+void message_append(struct message_buffer *out, const void *data, uint64_t size);
+void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t count);
+int message_check(const struct message_buffer *request);   /* -ENOMEM: there was no memory, or it is too long for a frame */
+/* message_check() and wire_ask(); the request is freed. */
+int message_ask(struct kvfs_client *client, struct session *session, uint16_t type, struct message_buffer *request, uint8_t **reply,
+                uint32_t *reply_size);
+
+/* ---- client/locate.c ---- */
+
+/* The pool behind a path: the source of its mount, or the path itself; and the path's inode in it. */
+int pool_of(const char *path, char pool[4096], uint64_t *base);
+/* The socket's file, as session->listener has it. Zeros: there is none. */
+void listener_of(const struct kvfs_client *client, uint64_t out[4]);
+/* The process that the session was with still is who listens: nothing can have been changed without it. */
+bool listener_is_same(const struct kvfs_client *client, const struct session *session);
+int socket_open(struct kvfs_client *client, uint64_t deadline_ns);                         /* a descriptor, or -errno */
+
+/* ---- client/bounce.c ---- */
+
+uint8_t *lane_bounce(struct lane *lane, uint64_t *size);                                   /* page aligned, at least *size; NULL: no memory */
+void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size);
+
+/* ---- client/lane.c ---- */
+
+int lane_take(struct kvfs_client *client, struct session *session, struct lane **out);   /* -EBUSY: all in use for timeout_ms */
+void lane_give(struct lane *lane);                                                        /* no fetch may be active */
+/* Of a session that nobody uses. False: a device may still write; what it writes to stays. */
+bool lane_free(struct lane *lane);
+struct fetch *fetch_get(struct lane *lane);              /* NULL: no memory */
+void fetch_recycle(struct fetch *fetch);
+/* Let go of zombies whose devices have answered. By the lane's holder; or, locked, of an idle lane with session->lock held. */
+void lane_reap(struct lane *lane, bool locked);
+void session_reap(struct session *session);                                                /* lane_reap() for all idle lanes */
+/* Whether a zombie writes there. *owed becomes true where devices owe answers, to reads or, which are no zombies, to writes. */
+bool session_overlaps(struct session *session, const uint8_t *data, uint64_t size, bool *owed);
+
+/* ---- client/session.c ---- */
+
+/* The first session of a client. */
+int session_open(struct kvfs_client *client, struct session **out);
+/* Every call begins here: -ECHILD after fork, -ENOTCONN after an unmount; else the session, reconnected if there is a new daemon, with a
+ * reference that session_put() gives back. */
+int session_get(struct kvfs_client *client, struct session **out);
+int writer_get(struct kvfs_client *client, struct session **out);                          /* one that may write, with a daemon that lives */
+void session_put(struct session *session);
+void client_prune(struct kvfs_client *client);                                             /* client->lock held */
+
+/* ---- client/report.c ---- */
+
+void client_hit(struct kvfs_client *client, struct session *session, uint64_t inode);      /* tells the daemon, some time soon; 0: now */
+void client_bad_block(struct kvfs_client *client, struct session *session, uint64_t inode, uint32_t segment);
+
+/* ---- client/late.c ---- */
+
 /* Memory of this process that a read writes into which belongs to no lane and cannot be cancelled. From any thread. */
 struct claim { struct claim *next; const uint8_t *data; uint64_t size; };
 void claim_add(struct claim *claim);
 void claim_remove(struct claim *claim);
-void session_reap(struct session *session);                                                /* lane_reap() for all idle lanes */
 bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64_t size);
 bool client_owed(struct kvfs_client *client);                                              /* devices owe answers, to reads or to writes */
-void client_prune(struct kvfs_client *client);                                             /* client->lock held */
 /* -EINVAL, -EBUSY: destinations that overlap each other, or memory that a device still owns. */
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count);
-uint8_t *lane_bounce(struct lane *lane, uint64_t *size);                                  /* page aligned, at least *size; NULL: no memory */
-void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size);
+
+/* ---- client/names.c ---- */
+
+int key_directory(struct kvfs_client *client, struct session *session, const char *path, uint64_t *inode);  /* 0, -ENOENT */
+/* The inode number of a directory below the client's base, or of the shard directory of a key; 0, -ENOENT, -EAGAIN. */
+struct shards { uint64_t space; uint64_t inodes[256]; uint8_t known[256]; };              /* zeroed at the start of a call */
+/* 0 and the record of a sealed file; -ENOENT: a miss; -EINVAL: a key of a wrong size. Asks the daemon where the table cannot say. */
+int key_find(struct kvfs_client *client, struct session *session, struct shards *shards, const uint8_t *key, uint32_t key_size,
+             struct kvfs_record *out);
+uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out);                        /* out: 2 * key_size bytes; returns that */
 
 /* ---- client/fetch.c ---- */
 
-struct fetch *fetch_get(struct lane *lane);              /* NULL: no memory */
 void fetch_start(struct lane *lane, struct fetch *fetch);
 /* Submit, wait for a completion (at most timeout_ns; 0: only look), prove what is complete and call its done. Returns how many fetches are
  * active. lane_step() proves one at most: who has more to read starts it before the next is proven, so that devices do not wait for checksums. */
 uint32_t lane_step(struct lane *lane, uint64_t timeout_ns);
 uint32_t lane_run(struct lane *lane, uint64_t timeout_ns);
-/* Let go of zombies whose devices have answered. By the lane's holder; or, locked, of an idle lane with session->lock held. */
-void lane_reap(struct lane *lane, bool locked);
 
-/* ---- client/put.c ---- */
-
-void late_free(struct session *session);
-
-/* ---- client/stage.c ---- */
+/* ---- client/prestage.c ---- */
 
 void stage_stop(struct kvfs_client *client);
 /* If this very block is staged: copy it to data (size bytes) and give it up. 1, or 0: not staged. Waits for one that is being read, until then. */
 int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint8_t *data, uint64_t until_ns);
+
+/* ---- client/connect.c ---- */
+
+/* Connect to the daemon of the pool in a directory; path, of inode `base`, is what its users call it. options may be NULL. */
+int client_open(const char *path, const char *pool, uint64_t base, const char *space, const struct kvfs_options *options, struct kvfs_client **out);
 
 #endif

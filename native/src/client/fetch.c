@@ -3,37 +3,6 @@
 
 static void group_done(struct io_group *group, bool reaped);
 
-struct fetch *fetch_get(struct lane *lane) {
-    struct fetch *fetch = lane->free;
-    if (fetch) {
-        lane->free = fetch->next;
-        uint8_t *side = fetch->side;
-        memset(fetch, 0, sizeof(*fetch));
-        fetch->side = side;
-    } else {
-        fetch = calloc(1, sizeof(*fetch));
-        void *side = NULL;
-        if (!fetch || posix_memalign(&side, KVFS_PAGE_SIZE, 2 * PAGE)) {
-            free(fetch);
-            return NULL;
-        }
-        fetch->side = side;
-    }
-    fetch->lane = lane;
-    return fetch;
-}
-
-static void fetch_recycle(struct fetch *fetch) {
-    struct lane *lane = fetch->lane;
-    desc_put(fetch->desc);
-    if (fetch->bounce)
-        lane_bounce_give(lane, fetch->bounce, fetch->bounce_size);
-    fetch->desc = NULL;
-    fetch->bounce = NULL;
-    fetch->next = lane->free;
-    lane->free = fetch;
-}
-
 static void fetch_ready(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
     fetch->next = NULL;
@@ -290,28 +259,6 @@ static void fetch_finish(struct fetch *fetch) {
     fetch->done(lane, fetch);
     if (!held)
         fetch_recycle(fetch);
-}
-
-void lane_reap(struct lane *lane, bool locked) {
-    ring_submit(&lane->ring);
-    ring_reap(&lane->ring);
-    if (!lane->zombie_count)
-        return;
-    if (!locked)
-        pthread_mutex_lock(&lane->session->lock);
-    for (struct fetch **link = &lane->session->zombies; *link;) {
-        struct fetch *fetch = *link;
-        if (fetch->lane != lane || fetch->groups_held) {
-            link = &fetch->next;
-            continue;
-        }
-        *link = fetch->next;
-        lane->zombie_count--;
-        atomic_fetch_sub(&lane->client->zombies, 1);
-        fetch_recycle(fetch);
-    }
-    if (!locked)
-        pthread_mutex_unlock(&lane->session->lock);
 }
 
 static uint32_t run(struct lane *lane, uint64_t timeout_ns, uint32_t limit) {

@@ -1,7 +1,7 @@
 /* kvfs_replay.h. Requests are served by `threads` threads; those of a directory hand their blocks to two pools of I/O threads, one for loads
  * and one for stores, as engines have them. A client has its own depth and needs no pools.
  */
-#define _GNU_SOURCE
+#include "base/base.h"
 #include "kvfs_replay.h"
 
 #include <assert.h>
@@ -18,7 +18,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define PAGE 4096u
 #define KEY_SIZE 16u
 #define NAME_SIZE 96u
 #define NONE UINT32_MAX
@@ -79,12 +78,6 @@ struct serving {
     struct kvfs_buffer *buffers;
     int64_t *results;
 };
-
-static uint64_t now_ns(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
-}
 
 static void add(uint32_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 

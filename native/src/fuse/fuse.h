@@ -71,11 +71,7 @@ int transport_start(struct kvfs_plane *plane, int fd);
 int server_init(struct transport *transport, uint32_t index, int fd);  /* fd is the server's from then on, also after a failure */
 void server_free(struct server *server);
 int servers_start(struct transport *transport);
-static inline void server_wake(struct server *server) {
-    uint64_t one = 1;
-    if (write(server->wake_fd, &one, sizeof(one)) < 0)
-        return; /* the counter is at its limit: it is awake */
-}
+static inline void server_wake(struct server *server) { wake_fd(server->wake_fd); }
 void transport_stop(struct transport *transport);      /* ends its threads; blocks */
 void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
 void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, what it had open is released */

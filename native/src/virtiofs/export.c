@@ -175,10 +175,8 @@ static struct guest *guest_at(struct kvfs_plane *plane, int number) {
 }
 
 static void guest_ask_stop(struct guest *guest) {
-    uint64_t one = 1;
     atomic_store(&guest->stopping, true);
-    ssize_t n = write(guest->stop_fd, &one, sizeof(one));
-    (void)n;
+    wake_fd(guest->stop_fd);
 }
 
 int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number) {

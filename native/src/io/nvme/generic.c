@@ -99,7 +99,7 @@ int generic_device(struct device *device) {
     return 0;
 }
 
-void generic_part_start(struct ring *ring, struct io_part *part, bool write) {
+static void start(struct ring *ring, struct io_part *part) {
     struct device *device = &ring->array->devices[part->device];
     const struct iovec *iov = &part->group->iovs[part->iov_first], *end = iov + part->iov_count;
     uint64_t block = part->device_offset / device->block_size;
@@ -116,7 +116,7 @@ void generic_part_start(struct ring *ring, struct io_part *part, bool write) {
         sqe->fd = (int)part->device;
         sqe->cmd_op = count == 1 ? NVME_URING_CMD_IO : NVME_URING_CMD_IO_VEC;
         struct nvme_uring_cmd *cmd = (struct nvme_uring_cmd *)sqe->cmd;
-        cmd->opcode = write ? NVME_IO_WRITE : NVME_IO_READ;
+        cmd->opcode = part->group->write ? NVME_IO_WRITE : NVME_IO_READ;
         cmd->nsid = device->nsid;
         cmd->addr = count == 1 ? (uintptr_t)iov->iov_base : (uintptr_t)iov;
         cmd->data_len = count == 1 ? size : count;
@@ -129,8 +129,11 @@ void generic_part_start(struct ring *ring, struct io_part *part, bool write) {
     }
 }
 
-bool generic_command_done(struct io_part *part, int result) {
-    if (result && !part->error)
-        part->error = result < 0 ? result : -EIO;
+static bool reaped(struct io_part *part, int *result) {
+    if (*result && !part->error)
+        part->error = *result < 0 ? *result : -EIO;
+    *result = part->error ? part->error : (int)part->size;
     return --part->commands_left == 0;
 }
+
+const struct device_ops passthrough_ops = {.start = start, .reaped = reaped, .cancel = uring_cancel};

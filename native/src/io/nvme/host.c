@@ -41,12 +41,6 @@ static uint32_t kato_ms(const struct nvme_host *host) { return host->target.kato
 
 /* ---- what rings call ---- */
 
-static void wake(struct nvme_host *host) {
-    uint64_t one = 1;
-    ssize_t n = write(host->wake_fd, &one, sizeof(one));
-    (void)n;
-}
-
 bool nvme_host_room(struct nvme_host *host) {
     bool room = false;
     pthread_mutex_lock(&host->lock);
@@ -81,7 +75,7 @@ void nvme_host_lost(struct nvme_host *host, uint32_t generation, const char *rea
     if (atomic_load(&host->generation) == generation && atomic_load(&host->lost) != generation) {
         snprintf(host->reason, sizeof(host->reason), "%s", reason);
         atomic_store(&host->lost, generation);
-        wake(host);
+        wake_fd(host->wake_fd);
     }
     pthread_mutex_unlock(&host->lock);
 }
@@ -91,7 +85,7 @@ void nvme_host_abort(struct nvme_host *host, uint16_t qid, uint16_t cid) {
     if (host->abort_count < sizeof(host->aborts) / sizeof(host->aborts[0])) { /* a courtesy: what does not fit is not aborted */
         host->aborts[host->abort_count].qid = qid;
         host->aborts[host->abort_count++].cid = cid;
-        wake(host);
+        wake_fd(host->wake_fd);
     }
     pthread_mutex_unlock(&host->lock);
 }
@@ -167,6 +161,7 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
 
 struct service {
     uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: 0, or when it was sent, and when its answer is overdue */
+    uint64_t next_alive_ns;
     bool suspect;                               /* a command missed its deadline: is the controller there? */
     bool namespaces_changed, watching;
 };
@@ -222,10 +217,53 @@ static bool all_usable(const struct nvme_host *host) {
     return true;
 }
 
+/* Keep alive is asked for at half of its time, and at once where a command missed its deadline. */
+static int alive_step(struct service *service, struct nvme_admin *admin, uint64_t kato_ns, uint64_t now) {
+    if (service->alive_asked_ns && now > service->alive_until_ns)
+        return nvme_admin_fail(admin, -ETIMEDOUT, "no answer to keep alive in %llu ms",
+                               (unsigned long long)(now - service->alive_asked_ns) / 1000000);
+    if (service->suspect && service->alive_asked_ns)
+        service->alive_until_ns = min_u64(service->alive_until_ns, now + SUSPECT_NS);
+    if ((now >= service->next_alive_ns || service->suspect) && !service->alive_asked_ns) {
+        service->alive_asked_ns = now;
+        service->alive_until_ns = now + (service->suspect ? min_u64(kato_ns, SUSPECT_NS) : kato_ns);
+        service->next_alive_ns = now + kato_ns / 2;
+        send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_KEEP_ALIVE}, alive_done);
+    }
+    service->suspect = false;
+    return 0;
+}
+
+/* One Abort at a time: few controllers take many. True: there is more to do before a wait. */
+static bool abort_step(struct nvme_host *host, struct nvme_admin *admin, struct service *service) {
+    pthread_mutex_lock(&host->lock);
+    if (host->abort_count && admin->link.in_flight < 8) {
+        uint16_t qid = host->aborts[0].qid, cid = host->aborts[0].cid;
+        memmove(host->aborts, host->aborts + 1, --host->abort_count * sizeof(host->aborts[0]));
+        send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ABORT, .cdw10 = (uint32_t)cid << 16 | qid}, NULL);
+        service->suspect = true;
+    }
+    bool more = service->suspect || (host->abort_count && admin->link.in_flight < 8);
+    pthread_mutex_unlock(&host->lock);
+    return more;
+}
+
+static void wait_for_news(struct nvme_host *host, struct nvme_admin *admin, uint64_t until, uint64_t now) {
+    struct pollfd fds[2] = {{.fd = admin->link.fd, .events = (short)(POLLIN | (nvme_link_sending(&admin->link) ? POLLOUT : 0))},
+                            {.fd = host->wake_fd, .events = POLLIN}};
+    poll(fds, 2, until > now ? (int)((until - now) / 1000000 + 1) : 0);
+    uint64_t count;
+    if (fds[1].revents) {
+        ssize_t n = read(host->wake_fd, &count, sizeof(count));
+        (void)n;
+    }
+}
+
 /* Until the association is lost, or the host is to stop (-ECANCELED). */
 static int serve(struct nvme_host *host, struct nvme_admin *admin, struct service *service) {
     const uint64_t kato_ns = kato_ms(host) * 1000000ull;
-    uint64_t next_alive = now_ns() + kato_ns / 2, next_look = now_ns() + LOOK_NS;
+    uint64_t next_look = now_ns() + LOOK_NS;
+    service->next_alive_ns = now_ns() + kato_ns / 2;
     int r = 0;
     while (r == 0) {
         uint64_t now = now_ns();
@@ -237,44 +275,18 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
             pthread_mutex_unlock(&host->lock);
             return -ENOTCONN;
         }
-        if (service->alive_asked_ns && now > service->alive_until_ns)
-            return nvme_admin_fail(admin, -ETIMEDOUT, "no answer to keep alive in %llu ms",
-                                   (unsigned long long)(now - service->alive_asked_ns) / 1000000);
-        if (service->suspect && service->alive_asked_ns)
-            service->alive_until_ns = min_u64(service->alive_until_ns, now + SUSPECT_NS);
-        if ((now >= next_alive || service->suspect) && !service->alive_asked_ns) {
-            service->alive_asked_ns = now;
-            service->alive_until_ns = now + (service->suspect ? min_u64(kato_ns, SUSPECT_NS) : kato_ns);
-            next_alive = now + kato_ns / 2;
-            send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_KEEP_ALIVE}, alive_done);
-        }
-        service->suspect = false;
+        r = alive_step(service, admin, kato_ns, now);
+        if (r < 0)
+            return r;
         if (!service->watching && admin->oaes & NVME_ASYNC_NAMESPACES) {
             service->watching = true;
             send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ASYNC_EVENT}, event_done);
         }
-        pthread_mutex_lock(&host->lock);
-        if (host->abort_count && admin->link.in_flight < 8) { /* one at a time: few controllers take many */
-            uint16_t qid = host->aborts[0].qid, cid = host->aborts[0].cid;
-            memmove(host->aborts, host->aborts + 1, --host->abort_count * sizeof(host->aborts[0]));
-            send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ABORT, .cdw10 = (uint32_t)cid << 16 | qid}, NULL);
-            service->suspect = true;
-        }
-        bool more = service->suspect || (host->abort_count && admin->link.in_flight < 8);
-        pthread_mutex_unlock(&host->lock);
+        bool more = abort_step(host, admin, service);
         r = nvme_link_send(&admin->link);
         if (r == 0 && !more) {
-            uint64_t until = service->alive_asked_ns ? service->alive_until_ns : next_alive;
-            if (!all_usable(host))
-                until = min_u64(until, next_look);
-            struct pollfd fds[2] = {{.fd = admin->link.fd, .events = (short)(POLLIN | (nvme_link_sending(&admin->link) ? POLLOUT : 0))},
-                                    {.fd = host->wake_fd, .events = POLLIN}};
-            poll(fds, 2, until > now ? (int)((until - now) / 1000000 + 1) : 0);
-            uint64_t count;
-            if (fds[1].revents) {
-                ssize_t n = read(host->wake_fd, &count, sizeof(count));
-                (void)n;
-            }
+            uint64_t until = service->alive_asked_ns ? service->alive_until_ns : service->next_alive_ns;
+            wait_for_news(host, admin, all_usable(host) ? until : min_u64(until, next_look), now);
         }
         if (r == 0)
             r = nvme_link_receive(&admin->link);
@@ -429,7 +441,7 @@ int nvme_device_use(struct kvfs_array *array, uint32_t device, char *error, size
             return r;
         host->started = true;
     }
-    wake(host);
+    wake_fd(host->wake_fd);
     uint64_t until = now_ns() + timeout_ns(host) + BACKOFF_MAX_MS * 1000000ull;
     bool usable;
     while (!(usable = atomic_load(&remote->usable) && atomic_load(&host->state) == NVME_HOST_UP) && now_ns() < until)
@@ -483,7 +495,7 @@ int nvme_hosts_start(struct kvfs_array *array, const int *device_fds, bool wait,
 void nvme_hosts_stop(struct kvfs_array *array) {
     for (struct nvme_host *host = array->hosts; host; host = host->next) {
         atomic_store(&host->stopping, true);
-        wake(host);
+        wake_fd(host->wake_fd);
     }
     while (array->hosts) {
         struct nvme_host *host = array->hosts;

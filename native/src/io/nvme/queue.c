@@ -364,7 +364,7 @@ static void watch(struct nvme_queue *queue) {
         uint64_t tag = (uint64_t)(uintptr_t)queue;
         if (i == 0) {
             io_uring_prep_cancel64(sqe, tag | TAG_IN, 0);
-            sqe->user_data = 255u << 1 | 1;
+            sqe->user_data = RING_CANCELS;
             queue->cancel = false;
         } else if (i == 1) {
             io_uring_prep_poll_multishot(sqe, queue->link.fd, POLLIN);
@@ -432,12 +432,19 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
 
 /* ---- what ring.c calls ---- */
 
-void nvme_part_start(struct ring *ring, struct io_part *part) {
-    struct nvme_queue *queue = queue_of(ring, part->remote->host);
+static const struct ring_beside queues;
+
+static void part_start(struct ring *ring, struct io_part *part) {
+    part->remote = atomic_load(&ring->array->devices[part->device].remote);
     part->begun = 0;
     part->commands_left = 0;
-    part->error = 0;
+    part->error = part->remote ? 0 : -ENOTCONN; /* not connected yet, or another kind of device by now */
+    struct nvme_queue *queue = part->remote ? queue_of(ring, part->remote->host) : NULL;
+    ring->beside = &queues;
     if (!queue) { /* told at the next reap, like all others */
+        if (!part->error)
+            part->error = -ENOMEM;
+        part->remote = NULL;
         part->next = ring->remote_failed;
         ring->remote_failed = part;
         ring->remote_ready = true;
@@ -447,7 +454,7 @@ void nvme_part_start(struct ring *ring, struct io_part *part) {
     queue->fresh = true;
 }
 
-void nvme_ring_submit(struct ring *ring) {
+static void queues_submit(struct ring *ring) {
     if (ring->remote_busy) /* from a callback: the step under way sends it */
         return;
     for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next) {
@@ -471,7 +478,7 @@ void nvme_ring_submit(struct ring *ring) {
     }
 }
 
-uint32_t nvme_ring_reap(struct ring *ring) {
+static uint32_t queues_reap(struct ring *ring) {
     if (ring->remote_busy)
         return 0;
     uint32_t finished = 0;
@@ -481,7 +488,7 @@ uint32_t nvme_ring_reap(struct ring *ring) {
     while (ring->remote_failed) {
         struct io_part *part = ring->remote_failed;
         ring->remote_failed = part->next;
-        ring_part_complete(ring, part, -ENOMEM);
+        ring_part_complete(ring, part, part->error);
         finished++;
     }
     for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next)
@@ -490,7 +497,7 @@ uint32_t nvme_ring_reap(struct ring *ring) {
     return finished;
 }
 
-void nvme_ring_event(struct ring *ring, uint64_t user_data, uint32_t flags) {
+static void queues_event(struct ring *ring, uint64_t user_data, uint32_t flags) {
     struct nvme_queue *queue = (struct nvme_queue *)(uintptr_t)(user_data & ~7ull);
     if ((user_data & 7) == TAG_IN) {
         queue->readable = true;
@@ -502,9 +509,9 @@ void nvme_ring_event(struct ring *ring, uint64_t user_data, uint32_t flags) {
     ring->remote_ready = true;
 }
 
-void nvme_part_expire(struct ring *ring, struct io_part *part, uint64_t now) {
-    struct nvme_queue *queue = queue_of(ring, part->remote->host);
-    if (!queue)
+static void part_expire(struct ring *ring, struct io_part *part, uint64_t now) {
+    struct nvme_queue *queue = part->remote ? queue_of(ring, part->remote->host) : NULL;
+    if (!queue) /* it has failed, and ends at the next reap */
         return;
     struct io_part **at = &queue->first, *before = NULL;
     while (*at && *at != part)
@@ -532,7 +539,7 @@ void nvme_part_expire(struct ring *ring, struct io_part *part, uint64_t now) {
         part_finish(queue, part);
 }
 
-uint64_t nvme_ring_timeout(struct ring *ring, uint64_t timeout_ns) {
+static uint64_t queues_timeout(struct ring *ring, uint64_t timeout_ns) {
     if (ring->remote_ready)
         return 0;
     for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next)
@@ -543,7 +550,7 @@ uint64_t nvme_ring_timeout(struct ring *ring, uint64_t timeout_ns) {
     return timeout_ns;
 }
 
-void nvme_ring_free(struct ring *ring) {
+static void queues_free(struct ring *ring) {
     while (ring->queues) {
         struct nvme_queue *queue = ring->queues;
         ring->queues = queue->next;
@@ -556,3 +563,8 @@ void nvme_ring_free(struct ring *ring) {
         free(queue);
     }
 }
+
+static const struct ring_beside queues = {
+    .submit = queues_submit, .reap = queues_reap, .event = queues_event, .timeout = queues_timeout, .free = queues_free};
+
+const struct device_ops nvme_tcp_ops = {.start = part_start, .expire = part_expire};

@@ -196,15 +196,4 @@ void nvme_host_abort(struct nvme_host *host, uint16_t qid, uint16_t cid);
 bool nvme_target_of(int fd, struct kvfs_nvme_target *out);
 int nvme_device_message(struct kvfs_array *array, uint32_t device, char *out, uint32_t capacity);    /* as kvfs_device_message */
 
-/* ---- io/nvme/queue.c: what ring.c calls ---- */
-
-struct nvme_queue;
-void nvme_part_start(struct ring *ring, struct io_part *part);
-void nvme_part_expire(struct ring *ring, struct io_part *part, uint64_t now);
-void nvme_ring_submit(struct ring *ring);
-uint32_t nvme_ring_reap(struct ring *ring);            /* callbacks run in here only */
-void nvme_ring_event(struct ring *ring, uint64_t user_data, uint32_t flags);
-uint64_t nvme_ring_timeout(struct ring *ring, uint64_t timeout_ns);
-void nvme_ring_free(struct ring *ring);
-
 #endif

@@ -15,6 +15,7 @@
 #define KVFS_WIRE_SIZE_MAX (16u << 20)  /* of a payload */
 #define KVFS_WIRE_FDS_MAX 128           /* in one frame */
 #define KVFS_WIRE_ITEMS_MAX 4096        /* in one request */
+#define KVFS_WIRE_ERRNO_MAX 4095        /* of a status */
 
 enum wire_type {
     WIRE_HELLO = 1, WIRE_DESCRIPTORS = 2, WIRE_RESERVE = 3, WIRE_COMMIT = 4, WIRE_DELETE = 5, WIRE_LIST = 6, WIRE_LOOKUP = 7,
