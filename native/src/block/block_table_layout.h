@@ -149,8 +149,7 @@ struct key {
 
 /* ---- keys and packing ---- */
 
-static inline struct key name_key(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size)
-{
+static inline struct key name_key(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size) {
     struct key key = {.by_name = true};
 
     kvfs_name_key(parent, name, name_size, table->secret, &key.words[0], &key.words[1]);
@@ -161,8 +160,7 @@ static inline struct key name_key(const struct kvfs_table *table, uint64_t paren
 }
 
 /* murmur3's finalizer: inode numbers count up, and carry an epoch in their high bits. */
-static inline uint64_t inode_hash(const struct kvfs_table *table, uint64_t inode)
-{
+static inline uint64_t inode_hash(const struct kvfs_table *table, uint64_t inode) {
     uint64_t x = inode ^ table->secret;
 
     x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdULL;
@@ -170,24 +168,20 @@ static inline uint64_t inode_hash(const struct kvfs_table *table, uint64_t inode
     return x ^ (x >> 33);
 }
 
-static inline struct key inode_key(const struct kvfs_table *table, uint64_t inode)
-{
+static inline struct key inode_key(const struct kvfs_table *table, uint64_t inode) {
     return (struct key){.hash = inode_hash(table, inode), .words = {inode, 0}};
 }
 
-static inline uint8_t packed_flags(const struct packed *packed)
-{
+static inline uint8_t packed_flags(const struct packed *packed) {
     return (uint8_t)(packed->words[COUNTS] >> 24);
 }
 
-static inline uint16_t tag_of(uint64_t hash)
-{
+static inline uint16_t tag_of(uint64_t hash) {
     return (uint16_t)(hash >> 48);
 }
 
 /* count >= 2 */
-static inline uint32_t bucket_of(uint64_t hash, uint32_t count)
-{
+static inline uint32_t bucket_of(uint64_t hash, uint32_t count) {
     uint32_t mask = UINT32_MAX >> __builtin_clz(count - 1);
     uint32_t bucket = (uint32_t)hash & mask;
 
@@ -196,14 +190,12 @@ static inline uint32_t bucket_of(uint64_t hash, uint32_t count)
 
 /* ---- layout ---- */
 
-static inline uint64_t page_round(uint64_t size)
-{
+static inline uint64_t page_round(uint64_t size) {
     return (size + KVFS_PAGE_SIZE - 1) & ~(uint64_t)(KVFS_PAGE_SIZE - 1);
 }
 
 /* Set what follows from records_max; with a header mapped, also where each part lies. */
-static inline void lay_out(struct kvfs_table *table, uint64_t records_max)
-{
+static inline void lay_out(struct kvfs_table *table, uint64_t records_max) {
     uint64_t primary = records_max / LOAD + 2;
     uint64_t offset = KVFS_PAGE_SIZE;
     char *base = (char *)table->header;
@@ -237,8 +229,7 @@ static inline void lay_out(struct kvfs_table *table, uint64_t records_max)
     table->size = offset;
 }
 
-static inline uint64_t constants_checksum(const struct constants *constants, uint64_t secret)
-{
+static inline uint64_t constants_checksum(const struct constants *constants, uint64_t secret) {
     return kvfs_checksum(constants, offsetof(struct constants, checksum), secret);
 }
 
