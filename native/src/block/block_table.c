@@ -221,7 +221,7 @@ static struct bucket *next_bucket(const struct kvfs_table *table, const struct b
 
 /* ---- the writer's side of an index ---- */
 
-/* The slot that `key` (or, with wanted, the entry of that very slot) leads to, or 0. */
+/* The slot that `key` leads to, or 0. With `wanted`: only the entry of that slot. */
 static uint32_t locate(const struct kvfs_table *table, const struct index *index, const struct key *key, uint32_t wanted,
                        struct place *place) {
     uint16_t tag = tag_of(key->hash);
@@ -302,7 +302,7 @@ static void index_split(struct kvfs_table *table, struct index *index) {
     struct bucket *keep = old, *tail = new;
     int kept = 0;
 
-    /* The records tell which entries move: have all the misses at once, and before readers have to wait. */
+    /* The records tell which entries move. All of them are fetched at once, before readers have to wait. */
     for (struct bucket *bucket = old; bucket; bucket = next_bucket(table, bucket))
         for (int i = 0; i < BUCKET_ENTRIES && get(&bucket->slots[i]); i++)
             __builtin_prefetch(&table->slots[get(&bucket->slots[i])].words[index == &table->names ? KEY_LOW : INODE]);
@@ -480,7 +480,7 @@ static void free_record(struct kvfs_table *table, uint32_t slot) {
     slot_free(table, slot);
 }
 
-/* name: NULL: the inode has none, and loses the one it had. */
+/* Without a name the inode loses the one it had. */
 static int put(struct kvfs_table *table, const struct kvfs_record *record, uint64_t hash, const struct key *name, bool keep_replaced) {
     static const uint64_t no_key[2];
     struct key inode = {.hash = hash, .words = {record->inode, 0}};

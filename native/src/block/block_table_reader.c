@@ -30,7 +30,7 @@ int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out) {
 
     if (fstat(fd, &status) < 0)
         return -errno;
-    /* Unsealed, it could be cut under our feet, and reading it would be SIGBUS. */
+    /* An unsealed memfd could be truncated while we read it: SIGBUS. */
     if (seals < 0 || !(seals & F_SEAL_SHRINK) || status.st_size < KVFS_PAGE_SIZE)
         return -EBADMSG;
     memory = mmap(NULL, KVFS_PAGE_SIZE, PROT_READ, MAP_SHARED, fd, 0);
@@ -107,7 +107,7 @@ static bool matches(const struct packed *packed, const struct key *key) {
     return packed->words[INODE] == key->words[0];
 }
 
-/* Whether a consistent copy could be taken. */
+/* False: the record changed during the copy. */
 static inline bool slot_read(const struct slot *slot, struct packed *packed) {
     uint32_t sequence = get_acquire(&slot->sequence);
 
@@ -153,7 +153,7 @@ static inline enum search search_chain(const struct kvfs_table *table, const str
 }
 
 static int find(const struct kvfs_table *table, const struct index *index, const struct key *key, struct kvfs_record *out) {
-    /* Before the search: what was put before the table became complete is then found by it. */
+    /* Read before the search. Then the search finds all that was put before the table became complete. */
     bool complete = get_acquire(&table->header->complete);
 
     for (int attempt = 0; attempt < READ_ATTEMPTS; attempt++) {

@@ -14,7 +14,7 @@ static_assert(KVFS_LEAF_SIZE == KVFS_PAGE_SIZE, "a leaf is a page");
 
 static const struct kvfs_leaf_functions *chosen = &kvfs_leaf_portable;
 
-/* At load time, while there is one thread: no reader of `chosen` needs a fence. */
+/* Runs at load time, in the only thread, so readers of `chosen` need no fence. */
 __attribute__((constructor)) static void choose(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -37,7 +37,7 @@ uint64_t kvfs_leaf_verify(const void *data, uint64_t size, uint64_t secret, cons
     return chosen->verify(data, size, secret, expected);
 }
 
-/* One plain call a leaf: neither the chosen instruction set nor the secret drawn ahead. */
+/* The reference: one plain call for each leaf, without the chosen instruction set and without a secret drawn ahead. */
 void kvfs_leaf_checksums_reference(const void *data, uint64_t size, uint64_t secret, uint32_t *out) {
     const unsigned char *at = data;
 

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
-/* Before the pragma: clang would give every function of this header a second target. */
+/* Included before the pragma, as clang would give every function of this header a second target. */
 #include <immintrin.h>
 #endif
 
@@ -43,7 +43,7 @@ KVFS_PRAGMA_OF(GCC target(KVFS_LEAF_TARGET))
 #define KVFS_CAT_(a, b) a##b
 #define KVFS_CAT(a, b) KVFS_CAT_(a, b)
 
-/* The long hash draws 192 bytes of secret from the seed at each call, a fifth of a leaf's time: drawn here once for all leaves. */
+/* The long hash draws 192 bytes of secret from the seed at each call: a fifth of a leaf's time. Here they are drawn once for all leaves. */
 struct leaf_secret {
     _Alignas(64) unsigned char bytes[XXH3_SECRET_DEFAULT_SIZE];
 };

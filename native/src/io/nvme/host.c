@@ -1,8 +1,8 @@
-/* The controllers that an array's devices lie on. Each has a thread, which makes the association, keeps it alive, and makes it again when it
- * is lost; rings look at `state` and `generation` and connect queues of their own (io/nvme/queue.c).
+/* The controllers of an array's NVMe/TCP devices. Each has a thread, which makes the association, keeps it alive, and makes it again after a
+ * loss. Rings look at `state` and `generation`, and connect queues of their own (io/nvme/queue.c).
  *
  * An association lives and dies as a whole: when one queue's connection breaks, all are shut down. A namespace is used again only if it is
- * the same one, and its label that of this pool, this device and this mount.
+ * the same one, and its label names this pool, this device and this mount.
  */
 #include "io/nvme/tcp.h"
 
@@ -13,11 +13,11 @@
 #include <unistd.h>
 
 #define BACKOFF_MIN_MS 100u
-#define BACKOFF_UP_MAX_MS 400u          /* after an association that was made */
-#define BACKOFF_MAX_MS 2000u            /* after one that was not */
-#define LOOK_NS 500000000ull            /* at a namespace that could not be used */
-#define SUSPECT_NS 1000000000ull        /* for keep alive, when a command got no answer in time */
-#define STEADY_NS 2000000000ull         /* lost after at least this long: tried again at once */
+#define BACKOFF_UP_MAX_MS 400u          /* after a loss of an association */
+#define BACKOFF_MAX_MS 2000u            /* after a failure to make one */
+#define LOOK_NS 500000000ull            /* between looks at a namespace that is not usable */
+#define SUSPECT_NS 1000000000ull        /* wait for keep alive after a command without an answer */
+#define STEADY_NS 2000000000ull         /* an association that lasted so long is made again at once */
 
 static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
 static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
@@ -39,7 +39,7 @@ static void tell(struct nvme_host *host, struct nvme_remote *only, const char *f
 static uint64_t timeout_ns(const struct nvme_host *host) { return (host->target.timeout_ms ? host->target.timeout_ms : 5000) * 1000000ull; }
 static uint32_t kato_ms(const struct nvme_host *host) { return host->target.kato_ms ? host->target.kato_ms : 5000; }
 
-/* ---- what rings call ---- */
+/* ---- for rings ---- */
 
 bool nvme_host_room(struct nvme_host *host) {
     bool room = false;
@@ -82,7 +82,7 @@ void nvme_host_lost(struct nvme_host *host, uint32_t generation, const char *rea
 
 void nvme_host_abort(struct nvme_host *host, uint16_t qid, uint16_t cid) {
     pthread_mutex_lock(&host->lock);
-    if (host->abort_count < sizeof(host->aborts) / sizeof(host->aborts[0])) { /* a courtesy: what does not fit is not aborted */
+    if (host->abort_count < sizeof(host->aborts) / sizeof(host->aborts[0])) { /* an Abort is a courtesy: those that do not fit are left out */
         host->aborts[host->abort_count].qid = qid;
         host->aborts[host->abort_count++].cid = cid;
         wake_fd(host->wake_fd);
@@ -129,7 +129,7 @@ static int remote_check(struct nvme_admin *admin, struct nvme_link *link, struct
     return r;
 }
 
-/* Those that are not usable. One that fails is left out, and looked at again later; the others are used. The last failure, if none is. */
+/* Check the namespaces that are not usable. One that fails is looked at again later. Returns 0 if any is usable, else the last failure. */
 static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint64_t deadline) {
     struct nvme_link link;
     int r = nvme_link_init(&link, 3), failure = 0;
@@ -160,9 +160,9 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
 /* ---- the thread ---- */
 
 struct service {
-    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: 0, or when it was sent, and when its answer is overdue */
+    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: when it was sent, or 0; and when its answer is overdue */
     uint64_t next_alive_ns;
-    bool suspect;                               /* a command missed its deadline: is the controller there? */
+    bool suspect;                               /* a command missed its deadline, so the controller may be gone */
     bool namespaces_changed, watching;
 };
 
@@ -259,7 +259,7 @@ static void wait_for_news(struct nvme_host *host, struct nvme_admin *admin, uint
     }
 }
 
-/* Until the association is lost, or the host is to stop (-ECANCELED). */
+/* Returns when the association is lost, or the host is to stop (-ECANCELED). */
 static int serve(struct nvme_host *host, struct nvme_admin *admin, struct service *service) {
     const uint64_t kato_ns = kato_ms(host) * 1000000ull;
     uint64_t next_look = now_ns() + LOOK_NS;
@@ -292,7 +292,7 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
             r = nvme_link_receive(&admin->link);
         if (r < 0)
             return nvme_admin_fail(admin, r, "%s", admin->link.reason);
-        admin->wake_fd = -1; /* these have short deadlines of their own */
+        admin->wake_fd = -1; /* the following calls have short deadlines of their own */
         if (service->namespaces_changed) {
             service->namespaces_changed = false;
             r = namespaces_look(host, admin);
@@ -301,7 +301,7 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
         if (atomic_exchange(&host->look, false))
             next_look = 0;
         if (r == 0 && now_ns() >= next_look && !all_usable(host)) {
-            remotes_check(host, admin, now_ns() + kato_ns / 2); /* keep alive has to wait for it */
+            remotes_check(host, admin, now_ns() + kato_ns / 2); /* keep alive waits meanwhile */
             next_look = now_ns() + LOOK_NS;
             r = admin->link.state == NVME_LINK_READY ? 0 : -ENOTCONN;
         }
@@ -340,10 +340,10 @@ static void *host_main(void *argument) {
     struct nvme_host *host = argument;
     uint32_t backoff_ms = BACKOFF_MIN_MS;
     while (!atomic_load(&host->stopping)) {
-        struct service service = {0}; /* as long as the link: closing it ends requests that lead here */
+        struct service service = {0}; /* outlives the link: requests lead here until it is closed */
         struct nvme_admin admin = {.wake_fd = host->wake_fd, .link.fd = -1};
         uint64_t count, deadline = now_ns() + timeout_ns(host);
-        ssize_t n = read(host->wake_fd, &count, sizeof(count)); /* what was meant for the association before */
+        ssize_t n = read(host->wake_fd, &count, sizeof(count)); /* drop wakes that were meant for the association before */
         (void)n;
         if (atomic_load(&host->stopping))
             break;
@@ -405,7 +405,7 @@ static struct nvme_host *host_of(struct kvfs_array *array, const struct kvfs_nvm
     return host->wake_fd < 0 ? NULL : host;
 }
 
-/* Made now, or when the device lay there before. */
+/* Makes the remote, unless the device was there before. */
 static struct nvme_remote *remote_of(struct kvfs_array *array, uint32_t device, const struct kvfs_nvme_target *target) {
     struct nvme_host *host = host_of(array, target);
     struct nvme_remote *remote = host ? atomic_load(&host->remotes) : NULL;
@@ -474,7 +474,7 @@ int nvme_hosts_start(struct kvfs_array *array, const int *device_fds, bool wait,
     }
     for (struct nvme_host *host = array->hosts; host && wait; host = host->next) {
         pthread_mutex_lock(&host->lock);
-        while (atomic_load(&host->state) == NVME_HOST_STARTING) /* it has a deadline of its own */
+        while (atomic_load(&host->state) == NVME_HOST_STARTING) /* the host has a deadline of its own */
             pthread_cond_wait(&host->changed, &host->lock);
         bool up = atomic_load(&host->state) == NVME_HOST_UP;
         snprintf(error, error_size, "%.80s:%u: %s", host->target.host, host->target.port, host->reason);
