@@ -21,7 +21,7 @@ import trio
 
 from kvfs._native import ffi, lib
 from kvfs.errors import FormatError, KvfsError
-from kvfs.record import Extent
+from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
@@ -174,6 +174,11 @@ async def wait_job(begin: Callable[[Callable[[int], None]], None], what: str) ->
         error.errno = errno.ETIMEDOUT
         raise error
     return _check(results[0], what)
+
+
+def _assert_record(record: bytes) -> None:
+    """The other half is in C, which takes record_size for granted: all bytes are there, and no more."""
+    assert len(record) >= RECORD_SIZE and RECORD_BYTES.unpack_from(record)[0] == len(record), len(record)
 
 
 def _nobody(result: int) -> None:
@@ -386,9 +391,9 @@ class Plane:
         self.on_call = on_call
         lib.kvfs_calls_open(self._plane, int(on_call is not None))
 
-    def answer(self, number: int, error: int, inode: int = 0) -> None:
+    def answer(self, call: int, error: int, inode: int = 0) -> None:
         """Answer a call: an errno or 0, and the inode that a CREATE made or found."""
-        lib.kvfs_answer(self._plane, number, -error, inode)
+        lib.kvfs_answer(self._plane, call, -error, inode)
 
     def fuse_add(self, fd: int) -> int:
         return _check(lib.kvfs_fuse_add(self._plane, fd), "transport")
@@ -413,14 +418,14 @@ class Plane:
             f"virtio-fs tag {tag!r}, {queues} queues of up to {queue_size_max}",
         )
 
-    def virtiofs_remove(self, number: int) -> None:
+    def virtiofs_remove(self, transport: int) -> None:
         """Ask for the end of a guest's transport: requests in flight are answered first. It has gone when
         virtiofs_statistics raises ENOENT."""
-        _check(lib.kvfs_virtiofs_remove(self._plane, number), f"virtio-fs transport {number}")
+        _check(lib.kvfs_virtiofs_remove(self._plane, transport), f"virtio-fs transport {transport}")
 
-    def virtiofs_statistics(self, number: int) -> dict[str, int]:
+    def virtiofs_statistics(self, transport: int) -> dict[str, int]:
         out = ffi.new("struct kvfs_virtiofs_statistics *")
-        _check(lib.kvfs_virtiofs_statistics(self._plane, number, out), f"virtio-fs transport {number}")
+        _check(lib.kvfs_virtiofs_statistics(self._plane, transport, out), f"virtio-fs transport {transport}")
         return {name: getattr(out, name) for name in _VIRTIOFS_STATISTICS}
 
     def notify_epoch(self) -> None:
@@ -433,13 +438,16 @@ class Plane:
     # ---- names ----
 
     def name_put(self, record: bytes, replaced: int) -> int:
+        _assert_record(record)
         return _check(lib.kvfs_name_put(self._plane, record, replaced), "block table: put")
 
     def inode_update(self, record: bytes) -> int:
+        _assert_record(record)
         return _check(lib.kvfs_inode_update(self._plane, record), "block table: update")
 
     def inode_move(self, record: bytes) -> None:
         """As inode_update(), of a copied block. PlaneError with EBUSY if it is being written from where it was."""
+        _assert_record(record)
         _check(lib.kvfs_inode_move(self._plane, record), "block table: move")
 
     def inode_remove(self, inode: int) -> int:
@@ -641,6 +649,7 @@ class Plane:
     # ---- the store ----
 
     async def store_write(self, segment: int, page: int, data: bytes) -> None:
+        assert data and not len(data) % PAGE_SIZE, f"segment {segment}: {len(data)} bytes at page {page}"
         await self._run(
             lambda cookie: lib.kvfs_store_write(self._plane, cookie, segment, page, data, len(data)),
             f"segment {segment}: write of {len(data)} bytes at page {page}",

@@ -66,7 +66,7 @@ RECORD_PARENT, PARENT_OFFSET = struct.Struct("<Q"), 16
 RECORD_HOME, HOME_OFFSET = struct.Struct("<I8xI"), 48  # segment and extent_count
 RECORD_TIMES, TIMES_OFFSET = struct.Struct("<qq"), 64  # mtime_ns and ctime_ns
 RECORD_LINKS, LINKS_OFFSET = struct.Struct("<I"), 100
-_RECORD_BYTES = struct.Struct("<I")  # record_size
+RECORD_BYTES = struct.Struct("<I")  # record_size
 _NO_SEGMENT = SegmentIndex(0)
 _NO_SEGMENT = SegmentIndex(0)
 
@@ -233,7 +233,7 @@ def split_records(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
     """(offset, size) of each of the concatenated records; stops before bytes that cannot be a record."""
     at, end = 0, len(data)
     while at + RECORD_SIZE <= end:
-        (size,) = _RECORD_BYTES.unpack_from(data, at)
+        (size,) = RECORD_BYTES.unpack_from(data, at)
         if size < RECORD_SIZE or size % 8 or at + size > end:
             return
         yield at, size

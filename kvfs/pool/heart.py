@@ -42,7 +42,7 @@ _YIELD_S = 2.5 * owner.INTERVAL_S
 class _Slot:
     """One device's thread."""
 
-    number: int
+    index: int
     door: Device
     wake: threading.Event = field(default_factory=threading.Event)
     stopping: bool = False
@@ -104,37 +104,37 @@ class Heart:
         ]  # fmt: skip
 
     def _claims(self) -> Mapping[int, bool]:
-        return {number: self._opened.devices[number].claim >= 0 for number in self._present()}
+        return {index: self._opened.devices[index].claim >= 0 for index in self._present()}
 
     def _read(self) -> Mapping[int, Beat | None]:
         """All beats. A device that cannot be read is left out."""
         found: dict[int, Beat | None] = {}
-        for number in self._present():
+        for index in self._present():
             try:
-                found[number] = read_beat(self._opened.devices[number], self._opened.config, number)
+                found[index] = read_beat(self._opened.devices[index], self._opened.config, index)
             except DeviceError as error:
                 log.warning("%s", error)
         return found
 
     def _reserve(self, beats: Mapping[int, Beat | None]) -> None:
         """Keep the writes of other machines away where devices can, also those of the last owner."""
-        for number in self._present():
-            before = beats.get(number)
+        for index in self._present():
+            before = beats.get(index)
             old = 0 if before is None else fence.key_of(before.owner)
-            self._fenced.add(number)
+            self._fenced.add(index)
             try:
-                fence.reserve(self._opened.devices[number].reservation, fence.key_of(self.me.owner), old)
+                fence.reserve(self._opened.devices[index].reservation, fence.key_of(self.me.owner), old)
             except DeviceError as error:
                 if error.errno == errno.EOPNOTSUPP:
-                    self._fenced.discard(number)
+                    self._fenced.discard(index)
                 else:
                     log.warning("%s; beats alone keep others away", error)
 
     def _settle(self, *, pushing: bool) -> None:
         """Write the first beats, and see that they stay where others can write as well."""
         began = self._clock.now()
-        for number in self._present():
-            self._write(number, self._opened.devices[number])
+        for index in self._present():
+            self._write(index, self._opened.devices[index])
         if not pushing and all(not device.is_block for device in self._opened.devices):
             return
         while True:
@@ -145,33 +145,33 @@ class Heart:
                     self._clear()
                     raise InUseError(f"{self._opened.path}: {owner.describe(beat, self.me)}")
                 return
-            for number in others:
-                self._write(number, self._opened.devices[number])
+            for index in others:
+                self._write(index, self._opened.devices[index])
             if self._clock.now() - began >= _YIELD_S:
                 return
 
     def _clear(self) -> None:
         """Clear the beats that are still this process's."""
-        for number in self._present():
+        for index in self._present():
             try:
-                self._clear_one(number, self._opened.devices[number])
+                self._clear_one(index, self._opened.devices[index])
             except (DeviceError, OSError) as error:
                 log.warning("%s", error)
 
-    def _clear_one(self, number: int, door: Device) -> None:
-        if door.read(BEAT_OFFSET, PAGE_SIZE) in self._written.get(number, ()):
+    def _clear_one(self, index: int, door: Device) -> None:
+        if door.read(BEAT_OFFSET, PAGE_SIZE) in self._written.get(index, ()):
             door.write(BEAT_OFFSET, bytes(PAGE_SIZE), durable=False)
-        if number in self._fenced:
+        if index in self._fenced:
             fence.give_back(door.reservation, fence.key_of(self.me.owner))
 
-    def _write(self, number: int, door: Device) -> None:
+    def _write(self, index: int, door: Device) -> None:
         with self._lock:
             self._beat += 1
             beat = replace(self.me, number=self._beat, written_ns=time.time_ns(), flags=self._flags)
             config = self._opened.config
-            page = pack_beat(config.secret, config.uuid, config.devices[number].uuid, beat)
+            page = pack_beat(config.secret, config.uuid, config.devices[index].uuid, beat)
             # Remembered before the write: a write that fails may land all the same.
-            self._written.setdefault(number, deque(maxlen=_HISTORY)).append(page)
+            self._written.setdefault(index, deque(maxlen=_HISTORY)).append(page)
         try:
             door.write(BEAT_OFFSET, page, durable=False)
         except (DeviceError, OSError) as error:
@@ -182,22 +182,22 @@ class Heart:
     def start(self, on_lost: Callable[[str], None]) -> None:
         """`on_lost` is called once, in a thread, with the reason, when another has taken a device."""
         self._on_lost = on_lost
-        for number in self._present():
-            self.resume(number)
+        for index in self._present():
+            self.resume(index)
 
-    def resume(self, number: int) -> None:
+    def resume(self, index: int) -> None:
         """A device is there, again or instead of another."""
-        self.rest(number)
-        if self._on_lost is None or number not in self._present() or self.lost is not None:
+        self.rest(index)
+        if self._on_lost is None or index not in self._present() or self.lost is not None:
             return
-        slot = self._slots[number] = _Slot(number, self._opened.devices[number].door())
-        slot.thread = threading.Thread(target=self._run, args=(slot,), name=f"beat {number}", daemon=True)
+        slot = self._slots[index] = _Slot(index, self._opened.devices[index].door())
+        slot.thread = threading.Thread(target=self._run, args=(slot,), name=f"beat {index}", daemon=True)
         slot.thread.start()
 
-    def rest(self, number: int, *, clear: bool = False) -> None:
+    def rest(self, index: int, *, clear: bool = False) -> None:
         """A device is away: no beat is begun there any more. `clear`: it goes for good, so no owner is to wait for this
         one."""
-        slot = self._slots.pop(number, None)
+        slot = self._slots.pop(index, None)
         if slot is not None:
             slot.clear, slot.stopping = clear, True
             slot.wake.set()
@@ -224,15 +224,15 @@ class Heart:
             if slot.thread.is_alive():
                 log.warning("%s: no answer; the beat there is not cleared", slot.door.path)
 
-    def check(self, device: Device, number: int) -> None:
+    def check(self, device: Device, index: int) -> None:
         """Check that a device that was away has no other owner. Blocks. InUseError, DeviceError."""
-        config, claims = self._opened.config, {number: device.claim >= 0}
-        owner.wait_free(lambda: {number: read_beat(device, config, number)}, self.me, claims, None, self._clock)
+        config, claims = self._opened.config, {index: device.claim >= 0}
+        owner.wait_free(lambda: {index: read_beat(device, config, index)}, self.me, claims, None, self._clock)
 
     def _run(self, slot: _Slot) -> None:
         try:
             # A device that was away may have lost the reservation.
-            if slot.number in self._fenced:
+            if slot.index in self._fenced:
                 with suppress(DeviceError):
                     fence.reserve(slot.door.reservation, fence.key_of(self.me.owner), 0)
             while not slot.stopping:
@@ -243,7 +243,7 @@ class Heart:
                 slot.wake.wait(owner.INTERVAL_S)
                 slot.wake.clear()
             if slot.clear and self.lost is None:
-                self._clear_one(slot.number, slot.door)
+                self._clear_one(slot.index, slot.door)
         except (DeviceError, OSError) as error:
             log.debug("%s", error)
         finally:
@@ -256,9 +256,9 @@ class Heart:
         # A write is allowed only by the page that was read just now.
         if slot.stopping or self.lost is not None:
             return
-        reason = self.judge(slot.number, page, self._opened.config)
+        reason = self.judge(slot.index, page, self._opened.config)
         if reason is None:
-            self._write(slot.number, slot.door)
+            self._write(slot.index, slot.door)
             return
         with self._lock:
             if self.lost is not None:
@@ -267,12 +267,12 @@ class Heart:
         assert self._on_lost is not None
         self._on_lost(self.lost)
 
-    def judge(self, number: int, page: bytes, config: PoolConfig) -> str | None:
+    def judge(self, index: int, page: bytes, config: PoolConfig) -> str | None:
         """The reason why the device is another's, by the page that was found there. None: it is ours."""
         with self._lock:
-            if page in self._written.get(number, ()):
+            if page in self._written.get(index, ()):
                 return None
-            beat = unpack_beat(config.secret, config.uuid, config.devices[number].uuid, page)
+            beat = unpack_beat(config.secret, config.uuid, config.devices[index].uuid, page)
             # A copy of this very process has the same owner. Its pages give it away.
             ours = beat is not None and beat.owner == self.me.owner
             if beat is not None and (beat.number > self._beat if ours else beat.epoch >= self.me.epoch):
@@ -281,7 +281,7 @@ class Heart:
                 return None
             # The page is another pool's, or was written late by an older owner or this one. One such page is a
             # leftover; two mean that somebody is at work.
-            before = self._odd.setdefault(number, page)
+            before = self._odd.setdefault(index, page)
             if before == page:
                 return None
             return "in use by another kvfs, of another pool" if beat is None else owner.describe(beat, self.me)

@@ -67,10 +67,10 @@ def write_labels(
     return failed
 
 
-def write_label(config: PoolConfig, device: Device, number: int, epoch: int) -> None:
+def write_label(config: PoolConfig, device: Device, index: int, epoch: int) -> None:
     """Write both copies on one device. DeviceError."""
-    for offset in (0, config.devices[number].size - LABEL_SIZE):
-        device.write(offset, pack_label(config, number, epoch))
+    for offset in (0, config.devices[index].size - LABEL_SIZE):
+        device.write(offset, pack_label(config, index, epoch))
 
 
 def has_beat(described: DeviceConfig) -> bool:
@@ -78,12 +78,12 @@ def has_beat(described: DeviceConfig) -> bool:
     return described.zones_offset >= BEAT_OFFSET + PAGE_SIZE and not described.removed
 
 
-def read_beat(device: Device, config: PoolConfig, number: int) -> Beat | None:
+def read_beat(device: Device, config: PoolConfig, index: int) -> Beat | None:
     """The beat on a device: its user now, or the one that was killed last. DeviceError."""
-    if not has_beat(config.devices[number]):
+    if not has_beat(config.devices[index]):
         return None
     page = device.read(BEAT_OFFSET, PAGE_SIZE)
-    return unpack_beat(config.secret, config.uuid, config.devices[number].uuid, page)
+    return unpack_beat(config.secret, config.uuid, config.devices[index].uuid, page)
 
 
 def beat_by_label(device: Device) -> tuple[bool, Beat | None]:

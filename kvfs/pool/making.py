@@ -220,8 +220,8 @@ def add_devices(pool: Path, paths: Sequence[DeviceAddress], *, force: bool) -> t
         fresh: list[Device] = []
         try:
             config, geometry = opened.config, opened.config.geometry
-            for number, device in enumerate(opened.devices):
-                if number not in opened.absent:
+            for index, device in enumerate(opened.devices):
+                if index not in opened.absent:
                     check_unused(device)
             for path in paths:
                 fresh.append(open_new(path, [*opened.devices, *fresh], force=force))

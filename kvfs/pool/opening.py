@@ -253,10 +253,10 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
     return label, [f"{copy}; the other copy is used" for copy in found.copies if not isinstance(copy, Label)]
 
 
-def _replace_advice(number: int) -> str:
+def _replace_advice(index: int) -> str:
     return (
-        f"give pool.toml the path of the right device, or `kvfs device replace POOL {number} PATH` a new one, with "
-        f"--force this one, or `kvfs device remove POOL {number}`"
+        f"give pool.toml the path of the right device, or `kvfs device replace POOL {index} PATH` a new one, with "
+        f"--force this one, or `kvfs device remove POOL {index}`"
     )
 
 

@@ -79,6 +79,7 @@ class Blocks:
         """The block is on the devices: index, table and accounts learn of it in one step. False if it lost its name, or
         is the copy of an older content. Then it is an orphan in its segment that no summary will name. `record`:
         before, packed."""
+        assert written.inode == before.inode and written.sealed and (not copy or before.sealed), written
         found = self.index.raw(written.inode)
         current = None if found is None else before if found == record else Inode.unpack(found)
         home = self.segments.all[written.segment]
@@ -118,12 +119,14 @@ class Blocks:
 
     def entered(self, inode: Inode) -> None:
         """A block that a native client wrote is in the index and in the block table."""
+        assert inode.sealed and not inode.nameless, inode
         self.segments.account(None, inode)
         self.count_pinned(None, inode)
 
     def drop(self, inode: Inode) -> None:
         """The block left the block table: it leaves the index and the accounts."""
         self.index.delete(inode)
+        assert self.index.raw(inode.inode) is None, inode
         self.forget(inode)
 
     def drop_bad(self, number: InodeNumber, segment: int) -> None:

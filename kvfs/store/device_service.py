@@ -120,9 +120,9 @@ class DeviceService:
         self._vanish: set[SegmentIndex] = set()
         self._work = trio.Event()
         self._of: list[list[SegmentIndex]] = [[] for _ in opened.devices]
-        for number, members in enumerate(self._segments.members):
+        for segment, members in enumerate(self._segments.members):
             for device, _ in members:
-                self._of[device].append(SegmentIndex(number))
+                self._of[device].append(SegmentIndex(segment))
 
     @property
     def config(self) -> PoolConfig:
@@ -131,11 +131,11 @@ class DeviceService:
     def start(self) -> None:
         """Take note of the devices that were not there when the pool was opened. Called before anything of the index is
         used."""
-        for number, reason in self._opened.absent.items():
-            removed = self.config.devices[number].removed
-            self._set(number, DeviceState.REMOVED if removed else DeviceState.FAILED, reason)
-            self.all[number].forgotten = removed
-            self._plane.device_stop(number)
+        for device, reason in self._opened.absent.items():
+            removed = self.config.devices[device].removed
+            self._set(device, DeviceState.REMOVED if removed else DeviceState.FAILED, reason)
+            self.all[device].forgotten = removed
+            self._plane.device_stop(device)
         if self._opened.absent:
             self._apply_states()
 
@@ -169,7 +169,8 @@ class DeviceService:
 
     def _apply_states(self) -> None:
         """Tell index and segments which segments are away, and which others are not to be written."""
-        lost = {number for device, service in enumerate(self.all) if service.state.away for number in self._of[device]}
+        away = [device for device, service in enumerate(self.all) if service.state.away]
+        lost = {segment for device in away for segment in self._of[device]}
         avoided: set[SegmentIndex] = set()
         for device, service in enumerate(self.all):
             if service.draining:
@@ -180,8 +181,7 @@ class DeviceService:
                 if len(self._segments.all) - len(lost | more) >= (len(self._segments.all) - len(lost)) // _AVOID_LEAVES:
                     avoided = more
         hidden = {
-            number for device, service in enumerate(self.all) if service.state.away and not service.forgotten
-            for number in self._of[device]
+            segment for device in away if not self.all[device].forgotten for segment in self._of[device]
         }  # fmt: skip
         self._index.hide(hidden, self._blocks.forget)
         self._segments.set_places(lost, avoided)
@@ -207,13 +207,13 @@ class DeviceService:
             if service.state.away and service.state != DeviceState.RETURNING and not service.forgotten
         ]  # fmt: skip
         draining = [device for device, service in enumerate(self.all) if service.draining]
-        hit = {number for device in away for number in self._of[device]}
+        hit = {segment for device in away for segment in self._of[device]}
         if len(hit) == len(self._segments.all):
             return (
                 f"no segment can be written, writes get EIO: each lies on a device that is away ({_listed(away)}); "
                 "bring it back, or kvfs device replace"
             )
-        hit.update(number for device in draining for number in self._of[device])
+        hit.update(segment for device in draining for segment in self._of[device])
         if draining and len(hit) == len(self._segments.all):
             return (
                 "no segment can be written, writes get EIO: each lies on a device that is being drained "
@@ -234,23 +234,23 @@ class DeviceService:
 
     # ---- watching ----
 
-    def note_error(self, device: int, number: int) -> None:
+    def note_error(self, device: int, code: int) -> None:
         """An I/O of the data plane failed."""
         if device >= len(self.all):
             return
         service = self.all[device]
         service.errors += 1
         if service.errors in (1, 10, 100) or service.errors % 1000 == 0:
-            log.error("device %d (%s): %s, %d so far", device, self._path(device), os.strerror(number), service.errors)
-        if number in HARMLESS:
+            log.error("device %d (%s): %s, %d so far", device, self._path(device), os.strerror(code), service.errors)
+        if code in HARMLESS:
             service.full_at = trio.current_time()
             if service.full_at - service.full_told > _FULL_S:
                 service.full_told = service.full_at
                 log.error("%s", self._full(device))
-        if number == errno.ENOTCONN and nvme_tcp.is_url(self._path(device)):
+        if code == errno.ENOTCONN and nvme_tcp.is_url(self._path(device)):
             return  # the news of its connection says whether it is gone; errors of what was under way say no more
         if service.cut_at is None and (not service.state.away or service.state == DeviceState.RETURNING):
-            gone = service.failures.note(number, trio.current_time())
+            gone = service.failures.note(code, trio.current_time())
             if gone is not None:
                 self.fail(device, gone)
 
@@ -280,10 +280,10 @@ class DeviceService:
 
     async def _beat(self, device: int) -> None:
         """Read a page. The data plane counts and reports the result."""
-        number = self._of[device][0]
-        member = [of for of, _ in self._segments.members[number]].index(device)
+        segment = self._of[device][0]
+        member = [of for of, _ in self._segments.members[segment]].index(device)
         try:
-            await self._plane.store_read(number, member * self.config.geometry.stripe_unit // PAGE_SIZE, PAGE_SIZE)
+            await self._plane.store_read(segment, member * self.config.geometry.stripe_unit // PAGE_SIZE, PAGE_SIZE)
         except KvfsError as error:
             log.debug("device %d: %s", device, error)
         finally:
@@ -375,20 +375,20 @@ class DeviceService:
 
     def leave_table(self, inodes: Iterable[InodeNumber]) -> int:
         """Take the hidden ones of these inodes out of the block table; returns how many."""
-        hidden = [number for number in inodes if self._index.hidden(number) is not None]
-        for number, is_open in zip(hidden, self._plane.inode_evict(hidden), strict=True):
+        hidden = [inode for inode in inodes if self._index.hidden(inode) is not None]
+        for inode, is_open in zip(hidden, self._plane.inode_evict(hidden), strict=True):
             if is_open:
                 # Its open handles stay, and read what they can; its name goes.
                 with suppress(KvfsError):
-                    self._plane.inode_remove(number)
+                    self._plane.inode_remove(inode)
         return len(hidden)
 
     async def _purge(self, segments: Iterable[SegmentIndex]) -> int:
         """Forget the hidden blocks of these segments. The caller holds the lock."""
         count = 0
         for segment in segments:
-            for i, number in enumerate(self._index.segment_inodes(segment)):
-                count += self._index.purge(number)
+            for i, inode in enumerate(self._index.segment_inodes(segment)):
+                count += self._index.purge(inode)
                 if i % _BATCH == _BATCH - 1:
                     await trio.lowlevel.checkpoint()
             await trio.lowlevel.checkpoint()
@@ -418,9 +418,9 @@ class DeviceService:
             was = self.all[device].reason
             with trio.move_on_after(_LABEL_TIMEOUT_S):
                 # The opening of a segment that began before the failure must fail, and not succeed late.
-                while any(self._segments.all[number].opening for number in self._of[device]):
+                while any(self._segments.all[segment].opening for segment in self._of[device]):
                     await trio.sleep(0.01)
-            if any(self._segments.all[number].opening for number in self._of[device]):
+            if any(self._segments.all[segment].opening for segment in self._of[device]):
                 raise DeviceError(f"{self._path(device)}: still owes an answer")
             found = await _in_thread(self.all[device].limit, self._path(device), lambda: self._find(device), _close)
             self._set(device, DeviceState.RETURNING, "its segments are being checked")
@@ -492,14 +492,14 @@ class DeviceService:
 
     def _away_without(self, device: int) -> set[SegmentIndex]:
         """Segments that would be away if this device was not."""
-        return {number for i, service in enumerate(self.all) if service.state.away and i != device
-                for number in self._of[i]}  # fmt: skip
+        return {segment for i, service in enumerate(self.all) if service.state.away and i != device
+                for segment in self._of[i]}  # fmt: skip
 
     async def _read_headers(self, device: int, headers: _Headers) -> None:
         """Read the headers of the device's segments, but those read already or with a part on another device that is
         away."""
         away = self._away_without(device)
-        wanted = [number for number in self._of[device] if number not in away and number not in headers.found]
+        wanted = [segment for segment in self._of[device] if segment not in away and segment not in headers.found]
         before = self._plane.device_statistics(device)
         found, blank = await self._segments.read_headers(wanted)
         after = self._plane.device_statistics(device)
@@ -513,19 +513,19 @@ class DeviceService:
         went again. The caller holds the lock."""
         away = self._away_without(device)
         count = 0
-        for number in self._of[device]:
-            if number in away:
+        for index in self._of[device]:
+            if index in away:
                 continue
-            segment, header = self._segments.all[number], headers.found[number]
+            segment, header = self._segments.all[index], headers.found[index]
             generation = 0 if header is None else header.generation
             if segment.state == State.FREE:
                 if generation > segment.generation:
                     self._segments.forget_life(segment, generation)
-            elif number in headers.blank or (header is not None and generation != segment.generation):
-                await self._purge([number])
+            elif index in headers.blank or (header is not None and generation != segment.generation):
+                await self._purge([index])
                 self._segments.forget_life(segment, generation)
             else:
-                inodes = self._index.segment_inodes(number)
+                inodes = self._index.segment_inodes(index)
                 for at in range(0, len(inodes), _BATCH):
                     if self.all[device].state != DeviceState.RETURNING:
                         return None
@@ -568,8 +568,8 @@ class DeviceService:
         """UsageError unless enough is left without it."""
         if self.all[device].state == DeviceState.REMOVED:
             raise UsageError(f"device {device}: removed already")
-        lost = {number for i, service in enumerate(self.all) if service.state == DeviceState.REMOVED or i == device
-                for number in self._of[i]}  # fmt: skip
+        lost = {segment for i, service in enumerate(self.all) if service.state == DeviceState.REMOVED or i == device
+                for segment in self._of[i]}  # fmt: skip
         left = len(self._segments.all) - len(lost)
         if left < SEGMENTS_MIN:
             raise UsageError(
@@ -581,7 +581,7 @@ class DeviceService:
         """UsageError if a slab lies there: it can be neither moved nor read from anywhere else."""
         found = self._slabs.on_segments(self._of[device])
         if found:
-            inodes = ", ".join(str(number) for number in found[:8])
+            inodes = ", ".join(str(inode) for inode in found[:8])
             raise UsageError(
                 f"device {device}: {len(found)} slabs lie there (inodes {inodes}); end the programs that have them open"
             )
@@ -623,7 +623,7 @@ class DeviceService:
         described = self.config.devices[device]
         limit = trio.CapacityLimiter(1)
         # A new device may have the old one's place.
-        others = [other for number, other in enumerate(self._opened.devices) if number != device]
+        others = [other for i, other in enumerate(self._opened.devices) if i != device]
         old = self._opened.devices[device]
         fresh = await _in_thread(limit, path, lambda: open_new(path, others, force=force, old=old, me=self._heart.me),
                                  _close)  # fmt: skip
@@ -645,12 +645,12 @@ class DeviceService:
                 self.all[device].probe_at = float("inf")
                 self._take_away(device)
                 count = await self._forget(device)
-                for number in self._of[device]:
+                for segment in self._of[device]:
                     # I/O under way fails, at its deadline at the latest. Free segments are done as well: the new device
                     # may have been this pool's before, and name blocks.
-                    while self._segments.all[number].state in (State.OPEN, State.EVICTING):
+                    while self._segments.all[segment].state in (State.OPEN, State.EVICTING):
                         await trio.sleep(0.01)
-                    self._segments.forget_life(self._segments.all[number], 0)
+                    self._segments.forget_life(self._segments.all[segment], 0)
                 await _in_thread(limit, path, lambda: write_label(changed, fresh, device, self._epoch))
                 await self._describe(replace(self.config, devices=tuple(devices)))
                 await self._take_in(device, fresh)

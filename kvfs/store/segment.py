@@ -57,6 +57,7 @@ class Segment:
         return min(self.in_flight, default=self.next_page)
 
     def pack(self) -> bytes:
+        assert self.covered_page() <= self.next_page and self.live_pages >= 0 and self.stream < len(Stream), self
         return _STATE.pack(
             _STATE_VERSION, self.state, self.stream,
             _STATE_DIRTY * (self.dirty or self.copy_stale or self.writing) + _STATE_SLOT * self.slot

@@ -39,6 +39,7 @@ class SpaceLimit:
         A tenth is left for the tails of segments and for headers. So a write fails while the close after it still
         succeeds.
         """
+        assert self.slab_segments >= 0 and self.reserved_pages >= 0
         count = self._segments.usable
         segments = max(count - self._segments.reserve - 5, count // 2) - self.slab_segments
         self._shares.resize(count * self._segments.area * PAGE_SIZE)

@@ -133,7 +133,7 @@ static inline struct kvfs_client_statistics statistics(struct kvfs_client *clien
 }
 
 static inline void fault(struct kvfs_client *client, uint32_t device, uint32_t kind, uint32_t direction, uint32_t every, uint32_t value) {
-    fault_set(&client->session->array.devices[device], kind, direction, every, value);
+    fault_set(&client->connection->array.devices[device], kind, direction, every, value);
 }
 
 static inline void fault_all(struct kvfs_client *client, uint32_t kind, uint32_t direction, uint32_t every, uint32_t value) {
@@ -144,7 +144,7 @@ static inline void fault_all(struct kvfs_client *client, uint32_t kind, uint32_t
 static inline uint64_t device_reads(struct kvfs_client *client) {
     uint64_t total = 0;
     for (uint32_t i = 0; i < DEVICES; i++)
-        total += atomic_load(&client->session->array.devices[i].reads);
+        total += atomic_load(&client->connection->array.devices[i].reads);
     return total;
 }
 

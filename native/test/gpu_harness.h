@@ -365,7 +365,7 @@ static inline int get(struct kvfs_gpu *gpu, struct batch *batch, cuda_stream str
 }
 
 static inline void faults(uint32_t device, uint32_t fault, uint32_t value) {
-    fault_set(&client->session->array.devices[device], fault, 1, 1, value);
+    fault_set(&client->connection->array.devices[device], fault, 1, 1, value);
 }
 
 static inline bool says(const char *text) { return strstr(kvfs_error(), text) != NULL; }

@@ -338,7 +338,7 @@ static void test_more_threads_than_lanes(void) {
         CHECK(pthread_create(&threads[i], NULL, crowd_get, (void *)i) == 0);
     for (int i = 0; i < THREADS; i++)
         pthread_join(threads[i], NULL);
-    CHECK(atomic_load(&crowd.good) == THREADS && crowd.client->session->lane_count <= LANES_MAX);
+    CHECK(atomic_load(&crowd.good) == THREADS && crowd.client->connection->lane_count <= LANES_MAX);
     kvfs_close(crowd.client);
     daemon_stop(false);
 }

@@ -319,7 +319,7 @@ static void test_deadlines(void) {
     daemon_stop(false);
 }
 
-/* A device owes an answer to a session that is over: its memory is known all the same, and the session goes when it has answered. */
+/* A device owes an answer to a connection that is over: its memory is known all the same, and the connection goes when it has answered. */
 static void test_restart_while_stuck(void) {
     const uint32_t timeout_ms = 200 * slowness(), late_ms = 600 * slowness();
     static const uint64_t size = 100000;

@@ -1,6 +1,6 @@
 /* sources: base block io client */
 /* gds, with doubles of libcuda, libcufile, libnvrtc and the daemon. What it proves under the sanitizers: the kernel's checksums are the
- * CPU's; no byte that the GPU did not prove is a result; a read that hangs leaves its memory claimed until it is back, and touches nothing
+ * CPU's; no byte that the GPU did not prove is a result; a read that hangs leaves its memory orphan_overlaps until it is back, and touches nothing
  * else; what cuFile cannot do, the ring does; every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile) the
  * reads that need no double of it are done by that, on host memory that the double of libcuda calls a GPU's. Argument: the stripe width. */
 #define IDLE_TIMEOUT_MS 1000u            /* under a sanitizer the CPU is slow as a GPU */

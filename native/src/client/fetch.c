@@ -102,7 +102,7 @@ static void fetch_submit(struct fetch *fetch) {
     fetch->groups_left = 1; /* ours, until all is queued */
     fetch->error = 0;
     fetch->direct = NULL;
-    if (((uintptr_t)fetch->data - fetch->offset) % lane->session->memory_alignment == 0) {
+    if (((uintptr_t)fetch->data - fetch->offset) % lane->connection->memory_alignment == 0) {
         fetch->direct = fetch->data - fetch->offset;
     } else if (!fetch->bounce && fetch->size) {
         fetch->bounce_size = (end - first) * PAGE;
@@ -146,7 +146,7 @@ void fetch_start(struct lane *lane, struct fetch *fetch) {
 static void group_done(struct io_group *group, bool reaped) {
     struct fetch *fetch = group->owner;
     if (reaped) {
-        fetch->groups_held--; /* a zombie is let go of by lane_reap() */
+        fetch->groups_held--; /* an orphan is let go of by lane_reap() */
         return;
     }
     if (!group->expired)
@@ -161,7 +161,7 @@ static void group_done(struct io_group *group, bool reaped) {
 
 static int verify_leaves(const struct fetch *fetch) {
     const struct desc *desc = fetch->desc;
-    uint64_t secret = fetch->lane->session->array.geometry.secret;
+    uint64_t secret = fetch->lane->connection->array.geometry.secret;
     uint32_t page = first_page(fetch), end = end_page(fetch);
     while (page < end) {
         uint32_t stop = page + 1;
@@ -197,10 +197,10 @@ static void copy_out(struct fetch *fetch) {
 /* The bytes are not those of this place: has the block moved? True: it is being read from where it is now. */
 static bool fetch_again(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
-    struct session *session = lane->session;
+    struct connection *connection = lane->connection;
     struct kvfs_record now;
     const struct kvfs_record *then = &fetch->record;
-    int found = kvfs_table_find_inode(session->table, then->inode, &now);
+    int found = kvfs_table_find_inode(connection->table, then->inode, &now);
     if (found < 0 || !(now.flags & KVFS_INODE_SEALED) || now.size != then->size || fetch->retries++ == CLIENT_RETRIES) {
         fetch->error = -ESTALE;
         return false;
@@ -208,7 +208,7 @@ static bool fetch_again(struct fetch *fetch) {
     if (now.segment == then->segment && now.page == then->page && now.generation == then->generation) {
         if (fetch->bad_once) {
             TALLY(lane->client, checksum_errors, 1);
-            client_bad_block(lane->client, session, then->inode, then->segment);
+            client_bad_block(lane->client, connection, then->inode, then->segment);
             fetch->error = -EIO;
             return false;
         }
@@ -225,7 +225,7 @@ static bool fetch_again(struct fetch *fetch) {
 /* Every byte is in memory, or will not come. */
 static void fetch_finish(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
-    struct kvfs_array *array = &lane->session->array;
+    struct kvfs_array *array = &lane->connection->array;
     if (fetch->error == 0 && fetch->load_header) {
         fetch->error = desc_verify(&array->geometry, fetch->desc, &fetch->record);
         if (fetch->error == 0) {
@@ -236,7 +236,7 @@ static void fetch_finish(struct fetch *fetch) {
             }
         }
     }
-    if (fetch->error == 0 && lane->session->verify)
+    if (fetch->error == 0 && lane->connection->verify)
         fetch->error = verify_leaves(fetch);
     if (fetch->error == -EBADMSG && fetch->groups_held == 0 && fetch_again(fetch))
         return;
@@ -248,12 +248,12 @@ static void fetch_finish(struct fetch *fetch) {
     bool held = fetch->groups_held > 0;
     if (held) { /* counted before anybody is told */
         fetch->result = -ETIMEDOUT;
-        pthread_mutex_lock(&lane->session->lock);
-        fetch->next = lane->session->zombies;
-        lane->session->zombies = fetch;
-        pthread_mutex_unlock(&lane->session->lock);
-        lane->zombie_count++;
-        atomic_fetch_add(&lane->client->zombies, 1);
+        pthread_mutex_lock(&lane->connection->lock);
+        fetch->next = lane->connection->orphans;
+        lane->connection->orphans = fetch;
+        pthread_mutex_unlock(&lane->connection->lock);
+        lane->orphan_count++;
+        atomic_fetch_add(&lane->client->orphans, 1);
     }
     lane->active_count--;
     fetch->done(lane, fetch);
@@ -275,7 +275,7 @@ static uint32_t run(struct lane *lane, uint64_t timeout_ns, uint32_t limit) {
         lane->ready_count--;
         fetch_finish(fetch);
     }
-    if (lane->zombie_count)
+    if (lane->orphan_count)
         lane_reap(lane, false);
     return lane->active_count;
 }

@@ -8,20 +8,20 @@ static void attributes_of(const struct kvfs_record *record, bool sealed, struct 
 }
 
 int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attributes *out, uint32_t capacity, uint32_t *count) {
-    struct session *session;
+    struct connection *connection;
     struct kvfs_record record;
     *count = 0;
-    int r = session_get(client, &session);
+    int r = connection_get(client, &connection);
     if (r < 0)
         return r;
-    r = kvfs_table_find_inode(session->table, 1, &record);
+    r = kvfs_table_find_inode(connection->table, 1, &record);
     while (r == 0) {
         bool sealed = record.kind == KVFS_KIND_FILE && record.flags & KVFS_INODE_SEALED;
         if (record.kind == KVFS_KIND_SYMLINK || record.flags & KVFS_INODE_ASK)
             r = -EAGAIN;
         if (r == 0 && sealed) { /* looked up again once it is known that nobody writes it */
-            sealed = !kvfs_table_is_written(session->table, record.inode);
-            r = sealed ? kvfs_table_find_inode(session->table, record.inode, &record) : 0;
+            sealed = !kvfs_table_is_written(connection->table, record.inode);
+            r = sealed ? kvfs_table_find_inode(connection->table, record.inode, &record) : 0;
             if (r == -ENOENT || record.flags & (KVFS_INODE_ASK | KVFS_INODE_NAMELESS))
                 r = -EAGAIN;
         }
@@ -33,13 +33,13 @@ int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attribut
         if (!*path)
             break;
         uint32_t size = (uint32_t)strcspn(path, "/");
-        r = record.kind == KVFS_KIND_DIRECTORY ? kvfs_table_find_name(session->table, record.inode, path, size, &record) : -ENOTDIR;
+        r = record.kind == KVFS_KIND_DIRECTORY ? kvfs_table_find_name(connection->table, record.inode, path, size, &record) : -ENOTDIR;
         path += size + (path[size] == '/');
     }
     TALLY(client, lookups, 1);
     if (r == -ENOENT)
         TALLY(client, misses, 1);
-    session_put(session);
+    connection_put(connection);
     return r;
 }
 
@@ -59,23 +59,23 @@ struct kvfs_file {
     struct desc *desc;                   /* verified; of the place where the block was last read */
 };
 
-static int file_record(struct session *session, uint64_t inode, struct kvfs_record *record) {
-    if (kvfs_table_is_written(session->table, inode)) /* before the record is looked up: then it is up to date */
+static int file_record(struct connection *connection, uint64_t inode, struct kvfs_record *record) {
+    if (kvfs_table_is_written(connection->table, inode)) /* before the record is looked up: then it is up to date */
         return -EAGAIN;
-    int r = kvfs_table_find_inode(session->table, inode, record);
+    int r = kvfs_table_find_inode(connection->table, inode, record);
     if (r == 0 && (record->kind != KVFS_KIND_FILE || !(record->flags & KVFS_INODE_SEALED) || record->flags & KVFS_INODE_ASK))
         r = -EAGAIN;
     return r;
 }
 
 int kvfs_file_open(struct kvfs_client *client, uint64_t inode, struct kvfs_file **out) {
-    struct session *session;
+    struct connection *connection;
     struct kvfs_record record;
-    int r = session_get(client, &session);
+    int r = connection_get(client, &connection);
     if (r < 0)
         return r;
-    r = file_record(session, inode, &record);
-    session_put(session);
+    r = file_record(connection, inode, &record);
+    connection_put(connection);
     struct kvfs_file *file = r == 0 ? calloc(1, sizeof(*file)) : NULL;
     if (!file)
         return r < 0 ? r : client_fail(-ENOMEM, "no memory for a file");
@@ -111,22 +111,22 @@ static void file_read_done(struct lane *lane, struct fetch *fetch) {
 
 int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint64_t size) {
     struct kvfs_client *client = file->client;
-    struct session *session;
+    struct connection *connection;
     struct lane *lane;
     struct kvfs_record record;
     uint64_t until = now_ns() + client->options.timeout_ms * 1000000ull;
-    int64_t result = session_get(client, &session);
+    int64_t result = connection_get(client, &connection);
     if (result < 0)
         return result;
-    result = file_record(session, file->inode, &record);
+    result = file_record(connection, file->inode, &record);
     if (result == -ENOENT) /* evicted, or replaced and gone */
         result = -EAGAIN;
     if (result == 0)
         result = client_check_buffers(client, &(struct kvfs_buffer){data, size}, 1);
     if (result == 0 && offset < record.size && size)
-        result = lane_take(client, session, &lane);
+        result = lane_take(client, connection, &lane);
     if (result < 0 || offset >= record.size || size == 0) {
-        session_put(session);
+        connection_put(connection);
         return result;
     }
     struct fetch *fetch = fetch_get(lane);
@@ -147,7 +147,7 @@ int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint
         }
         pthread_mutex_unlock(&file->lock);
         if (offset == 0)
-            client_hit(client, session, record.inode);
+            client_hit(client, connection, record.inode);
         fetch_start(lane, fetch);
         while (lane_run(lane, 1000000000))
             ;
@@ -159,6 +159,6 @@ int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint
         result = client_fail(-ENOMEM, "no memory for a read");
     }
     lane_give(lane);
-    session_put(session);
+    connection_put(connection);
     return result == -ESTALE ? -EAGAIN : result;
 }

@@ -3,7 +3,7 @@
 
 struct get_call {
     struct kvfs_client *client;
-    struct session *session;
+    struct connection *connection;
     const struct kvfs_keys *keys;
     const struct kvfs_buffer *buffers;
     int64_t *results;
@@ -18,7 +18,7 @@ static void get_done(struct lane *lane, struct fetch *fetch);
 
 static void get_start(struct get_call *call, struct lane *lane, uint32_t i, uint64_t until_ns) {
     struct kvfs_record record;
-    int r = key_find(call->client, call->session, &call->shards, call->places[i], call->keys->sizes[i], &record);
+    int r = key_find(call->client, call->connection, &call->shards, call->places[i], call->keys->sizes[i], &record);
     if (r < 0 && r != -ENOENT && !call->error)
         call->error = r;
     if (r == 0 && record.size > call->buffers[i].size)
@@ -32,7 +32,7 @@ static void get_start(struct get_call *call, struct lane *lane, uint32_t i, uint
     if (stage_take(call->client, &record, call->buffers[i].data, until_ns)) {
         call->results[i] = (int64_t)record.size;
         call->read++;
-        client_hit(call->client, call->session, record.inode);
+        client_hit(call->client, call->connection, record.inode);
         TALLY(call->client, hits, 1);
         TALLY(call->client, gets, 1);
         TALLY(call->client, get_bytes, record.size);
@@ -67,7 +67,7 @@ static void get_done(struct lane *lane, struct fetch *fetch) {
         return;
     }
     call->read++;
-    client_hit(call->client, call->session, fetch->record.inode);
+    client_hit(call->client, call->connection, fetch->record.inode);
     TALLY(call->client, hits, 1);
     TALLY(call->client, gets, 1);
     TALLY(call->client, get_bytes, (uint64_t)fetch->result);
@@ -77,14 +77,14 @@ int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const str
     struct get_call call = {.client = client, .keys = keys, .buffers = buffers, .results = results};
     struct lane *lane;
     uint64_t began = now_ns(); /* a block's turn; that of the first is the call's beginning */
-    int r = session_get(client, &call.session);
+    int r = connection_get(client, &call.connection);
     if (r < 0)
         return r;
     r = client_check_buffers(client, buffers, keys->count);
     if (r == 0)
-        r = lane_take(client, call.session, &lane);
+        r = lane_take(client, call.connection, &lane);
     if (r < 0) {
-        session_put(call.session);
+        connection_put(call.connection);
         return r;
     }
     call.places = malloc((keys->count + 1) * sizeof(*call.places));
@@ -110,6 +110,6 @@ int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const str
     free(call.places);
     free(call.tries);
     lane_give(lane);
-    session_put(call.session);
+    connection_put(call.connection);
     return call.error < 0 ? call.error : (int)call.read;
 }

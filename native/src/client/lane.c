@@ -1,8 +1,8 @@
 /* Lanes: a ring for one call at a time, with its fetches; and what of them devices still owe. */
 #include "client/client.h"
 
-int lane_take(struct kvfs_client *client, struct session *session, struct lane **out) {
-    pthread_mutex_lock(&session->lock);
+int lane_take(struct kvfs_client *client, struct connection *connection, struct lane **out) {
+    pthread_mutex_lock(&connection->lock);
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_sec += client->options.timeout_ms / 1000;
@@ -10,31 +10,31 @@ int lane_take(struct kvfs_client *client, struct session *session, struct lane *
     if (until.tv_nsec >= 1000000000)
         until.tv_sec++, until.tv_nsec -= 1000000000;
     int r = 0;
-    while (!session->idle && session->lane_count >= LANES_MAX && r == 0)
-        r = pthread_cond_timedwait(&session->lane_idle, &session->lock, &until);
-    struct lane *lane = session->idle;
+    while (!connection->idle && connection->lane_count >= LANES_MAX && r == 0)
+        r = pthread_cond_timedwait(&connection->lane_idle, &connection->lock, &until);
+    struct lane *lane = connection->idle;
     if (lane)
-        session->idle = lane->next;
-    else if (session->lane_count < LANES_MAX)
-        session->lane_count++, r = 1;
+        connection->idle = lane->next;
+    else if (connection->lane_count < LANES_MAX)
+        connection->lane_count++, r = 1;
     else
         r = client_fail(-EBUSY, "%s: %u calls are under way, and none ended in %u ms", client->path, LANES_MAX, client->options.timeout_ms);
-    pthread_mutex_unlock(&session->lock);
+    pthread_mutex_unlock(&connection->lock);
     if (r == 1) {
         lane = calloc(1, sizeof(*lane));
-        r = lane ? ring_init(&lane->ring, &session->array, 256) : -ENOMEM;
+        r = lane ? ring_init(&lane->ring, &connection->array, 256) : -ENOMEM;
         if (r < 0) {
             free(lane);
-            pthread_mutex_lock(&session->lock);
-            session->lane_count--;
-            pthread_cond_signal(&session->lane_idle);
-            pthread_mutex_unlock(&session->lock);
+            pthread_mutex_lock(&connection->lock);
+            connection->lane_count--;
+            pthread_cond_signal(&connection->lane_idle);
+            pthread_mutex_unlock(&connection->lock);
             return client_fail(r, "%s: io_uring: %s%s", client->path, strerror(-r),
                                r == -ENOMEM  ? "; raise the memlock limit (ulimit -l)"
                                : r == -EPERM ? "; set /proc/sys/kernel/io_uring_disabled to 0"
                                              : "");
         }
-        lane->session = session;
+        lane->connection = connection;
     }
     if (!lane)
         return r < 0 ? r : client_fail(-EBUSY, "%s: no lane became free", client->path);
@@ -46,13 +46,13 @@ int lane_take(struct kvfs_client *client, struct session *session, struct lane *
 }
 
 void lane_give(struct lane *lane) {
-    struct session *session = lane->session;
+    struct connection *connection = lane->connection;
     assert(lane->active_count == 0);
-    pthread_mutex_lock(&session->lock);
-    lane->next = session->idle;
-    session->idle = lane;
-    pthread_cond_signal(&session->lane_idle);
-    pthread_mutex_unlock(&session->lock);
+    pthread_mutex_lock(&connection->lock);
+    lane->next = connection->idle;
+    connection->idle = lane;
+    pthread_cond_signal(&connection->lane_idle);
+    pthread_mutex_unlock(&connection->lock);
 }
 
 /* False: a device may still write; what it writes to stays. */
@@ -109,29 +109,29 @@ void fetch_recycle(struct fetch *fetch) {
 void lane_reap(struct lane *lane, bool locked) {
     ring_submit(&lane->ring);
     ring_reap(&lane->ring);
-    if (!lane->zombie_count)
+    if (!lane->orphan_count)
         return;
     if (!locked)
-        pthread_mutex_lock(&lane->session->lock);
-    for (struct fetch **link = &lane->session->zombies; *link;) {
+        pthread_mutex_lock(&lane->connection->lock);
+    for (struct fetch **link = &lane->connection->orphans; *link;) {
         struct fetch *fetch = *link;
         if (fetch->lane != lane || fetch->groups_held) {
             link = &fetch->next;
             continue;
         }
         *link = fetch->next;
-        lane->zombie_count--;
-        atomic_fetch_sub(&lane->client->zombies, 1);
+        lane->orphan_count--;
+        atomic_fetch_sub(&lane->client->orphans, 1);
         fetch_recycle(fetch);
     }
     if (!locked)
-        pthread_mutex_unlock(&lane->session->lock);
+        pthread_mutex_unlock(&lane->connection->lock);
 }
 
-/* session->lock is held. Whether devices owe answers to idle lanes. */
-static bool idle_reap(struct session *session) {
+/* connection->lock is held. Whether devices owe answers to idle lanes. */
+static bool idle_reap(struct connection *connection) {
     bool owed = false;
-    for (struct lane *lane = session->idle; lane; lane = lane->next)
+    for (struct lane *lane = connection->idle; lane; lane = lane->next)
         if (!ring_idle(&lane->ring)) {
             lane_reap(lane, true);
             owed = owed || !ring_idle(&lane->ring);
@@ -139,19 +139,19 @@ static bool idle_reap(struct session *session) {
     return owed;
 }
 
-void session_reap(struct session *session) {
-    pthread_mutex_lock(&session->lock);
-    idle_reap(session);
-    pthread_mutex_unlock(&session->lock);
+void connection_reap(struct connection *connection) {
+    pthread_mutex_lock(&connection->lock);
+    idle_reap(connection);
+    pthread_mutex_unlock(&connection->lock);
 }
 
-/* *owed: whether devices owe answers, to reads or, which are no zombies, to writes. */
-bool session_overlaps(struct session *session, const uint8_t *data, uint64_t size, bool *owed) {
+/* *owed: whether devices owe answers, to reads or, which are no orphans, to writes. */
+bool connection_overlaps(struct connection *connection, const uint8_t *data, uint64_t size, bool *owed) {
     bool found = false;
-    pthread_mutex_lock(&session->lock);
-    *owed = idle_reap(session) || *owed || session->zombies;
-    for (struct fetch *fetch = session->zombies; fetch; fetch = fetch->next)
+    pthread_mutex_lock(&connection->lock);
+    *owed = idle_reap(connection) || *owed || connection->orphans;
+    for (struct fetch *fetch = connection->orphans; fetch; fetch = fetch->next)
         found = found || (fetch->data < data + size && data < fetch->data + fetch->size);
-    pthread_mutex_unlock(&session->lock);
+    pthread_mutex_unlock(&connection->lock);
     return found;
 }

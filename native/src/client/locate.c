@@ -70,11 +70,11 @@ void listener_of(const struct kvfs_client *client, uint64_t out[4]) {
     }
 }
 
-/* The process that the session was with still is who listens: nothing can have been changed without it. */
-bool listener_is_same(const struct kvfs_client *client, const struct session *session) {
+/* The process that the connection was with still is who listens: nothing can have been changed without it. */
+bool listener_is_same(const struct kvfs_client *client, const struct connection *connection) {
     uint64_t now[4];
     listener_of(client, now);
-    return now[1] && memcmp(now, session->listener, sizeof(now)) == 0;
+    return now[1] && memcmp(now, connection->listener, sizeof(now)) == 0;
 }
 
 int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {

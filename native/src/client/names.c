@@ -1,16 +1,16 @@
 /* Keys and their names: looked up in the block table, deleted and listed by the daemon. */
 #include "client/client.h"
 
-static int table_or_daemon(struct kvfs_client *client, struct session *session, uint64_t parent, const char *name, uint32_t size,
+static int table_or_daemon(struct kvfs_client *client, struct connection *connection, uint64_t parent, const char *name, uint32_t size,
                            struct kvfs_record *out) {
-    int r = kvfs_table_find_name(session->table, parent, name, size, out);
+    int r = kvfs_table_find_name(connection->table, parent, name, size, out);
     if (r != -EAGAIN && !(r == 0 && out->flags & KVFS_INODE_ASK))
         return r;
     uint64_t words[2 + (KVFS_NAME_MAX + 8) / 8] = {parent, size};
     uint8_t *reply;
     uint32_t reply_size;
     memcpy(words + 2, name, size);
-    r = wire_ask(client, session, WIRE_LOOKUP, words, 16 + (uint32_t)round_up(size, 8), client->options.timeout_ms, &reply, &reply_size);
+    r = wire_ask(client, connection, WIRE_LOOKUP, words, 16 + (uint32_t)round_up(size, 8), client->options.timeout_ms, &reply, &reply_size);
     if (r < 0)
         return r == -ENOENT || r == -ENOTCONN ? -ENOENT : r; /* without a daemon nobody can say: a miss */
     struct kvfs_inode_record record;
@@ -24,11 +24,11 @@ static int table_or_daemon(struct kvfs_client *client, struct session *session, 
     return 0;
 }
 
-int key_directory(struct kvfs_client *client, struct session *session, const char *path, uint64_t *inode) {
+int key_directory(struct kvfs_client *client, struct connection *connection, const char *path, uint64_t *inode) {
     struct kvfs_record record;
     while (*path) {
         uint32_t size = (uint32_t)strcspn(path, "/");
-        int r = table_or_daemon(client, session, *inode, path, size, &record);
+        int r = table_or_daemon(client, connection, *inode, path, size, &record);
         if (r == 0 && record.kind != KVFS_KIND_DIRECTORY)
             r = -ENOENT;
         if (r < 0)
@@ -48,7 +48,7 @@ uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out) {
     return 2 * key_size;
 }
 
-int key_find(struct kvfs_client *client, struct session *session, struct shards *shards, const uint8_t *key, uint32_t key_size,
+int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, const uint8_t *key, uint32_t key_size,
              struct kvfs_record *out) {
     char name[2 * KVFS_KEY_MAX];
     int r = 0;
@@ -57,13 +57,13 @@ int key_find(struct kvfs_client *client, struct session *session, struct shards 
     uint32_t size = key_hex(key, key_size, name);
     if (!shards->space) {
         uint64_t inode = client->base;
-        r = key_directory(client, session, client->space, &inode);
+        r = key_directory(client, connection, client->space, &inode);
         if (r < 0)
             return r;
         shards->space = inode;
     }
     if (!shards->known[key[0]]) {
-        r = table_or_daemon(client, session, shards->space, name, 2, out);
+        r = table_or_daemon(client, connection, shards->space, name, 2, out);
         if (r < 0 && r != -ENOENT)
             return r;
         shards->inodes[key[0]] = r == 0 && out->kind == KVFS_KIND_DIRECTORY ? out->inode : 0;
@@ -71,7 +71,7 @@ int key_find(struct kvfs_client *client, struct session *session, struct shards 
     }
     if (!shards->inodes[key[0]])
         return -ENOENT;
-    r = table_or_daemon(client, session, shards->inodes[key[0]], name, size, out);
+    r = table_or_daemon(client, connection, shards->inodes[key[0]], name, size, out);
     if (r == 0 && (out->kind != KVFS_KIND_FILE || !(out->flags & KVFS_INODE_SEALED)))
         r = -ENOENT;
     return r;
@@ -79,16 +79,16 @@ int key_find(struct kvfs_client *client, struct session *session, struct shards 
 
 /* Either of sizes and found may be NULL. */
 static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes, uint8_t *found) {
-    struct session *session;
+    struct connection *connection;
     struct shards shards = {0};
     uint32_t missing = 0;
     const uint8_t *key = keys->data;
-    int r = session_get(client, &session);
+    int r = connection_get(client, &connection);
     if (r < 0)
         return r;
     for (uint32_t i = 0; i < keys->count; key += keys->sizes[i++]) {
         struct kvfs_record record;
-        r = key_find(client, session, &shards, key, keys->sizes[i], &record);
+        r = key_find(client, connection, &shards, key, keys->sizes[i], &record);
         if (r < 0 && r != -ENOENT)
             break;
         if (sizes)
@@ -99,7 +99,7 @@ static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, int
     }
     TALLY(client, lookups, keys->count);
     TALLY(client, misses, missing);
-    session_put(session);
+    connection_put(connection);
     return r == -ENOENT ? 0 : r;
 }
 
@@ -110,8 +110,8 @@ int kvfs_exists(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_
 /* ---- delete, list ---- */
 
 int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted) {
-    struct session *session;
-    int r = writer_get(client, &session), total = 0;
+    struct connection *connection;
+    int r = writer_get(client, &connection), total = 0;
     if (r < 0)
         return r;
     const uint8_t *key = keys->data;
@@ -135,7 +135,7 @@ int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_
             free(request.data);
             break;
         }
-        r = message_ask(client, session, WIRE_DELETE, &request, &reply, &reply_size);
+        r = message_ask(client, connection, WIRE_DELETE, &request, &reply, &reply_size);
         if (r == 0 && reply_size != count)
             r = client_fail(-EPROTO, "%s: the daemon answered a delete of %u keys with %u bytes", client->pool, count, reply_size);
         for (uint32_t i = 0; r == 0 && i < count; i++)
@@ -143,7 +143,7 @@ int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_
         free(reply);
     }
     TALLY(client, deletes, (uint64_t)total);
-    session_put(session);
+    connection_put(connection);
     return r < 0 ? r : total;
 }
 
@@ -151,10 +151,10 @@ static int digit(uint8_t c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' &
 
 int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size, void *data, uint64_t data_size, uint32_t *sizes,
               uint32_t capacity) {
-    struct session *session;
+    struct connection *connection;
     if (after_size > KVFS_KEY_MAX)
         return client_fail(-EINVAL, "a key of %u bytes: at most %u", after_size, KVFS_KEY_MAX);
-    int r = session_get(client, &session);
+    int r = connection_get(client, &connection);
     if (r < 0)
         return r;
     struct message_buffer request = {0};
@@ -169,7 +169,7 @@ int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size
     if (capacity == 0)
         r = client_fail(-ERANGE, "%llu bytes hold no key: %u are needed for each", (unsigned long long)data_size, KVFS_KEY_MAX);
     if (r == 0)
-        r = message_ask(client, session, WIRE_LIST, &request, &reply, &reply_size);
+        r = message_ask(client, connection, WIRE_LIST, &request, &reply, &reply_size);
     else
         free(request.data);
     if (r == 0 && reply_size < 8)
@@ -199,6 +199,6 @@ int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size
     if (r == -EPROTO)
         client_fail(r, "%s: the daemon's list of %llu names in %u bytes makes no sense", client->pool, (unsigned long long)count, reply_size);
     free(reply);
-    session_put(session);
+    connection_put(connection);
     return r < 0 ? r : (int)count;
 }

@@ -59,7 +59,7 @@ static void window_ask(struct put_call *call) {
         *window = (struct window){.first = first, .count = count, .alone = true};
         for (struct window *other = call->windows; other; other = other->next)
             window->alone = window->alone && other->item_count == 0;
-        wire_send(call->session, WIRE_RESERVE, request.data, (uint32_t)request.size, call->client->options.timeout_ms,
+        wire_send(call->connection, WIRE_RESERVE, request.data, (uint32_t)request.size, call->client->options.timeout_ms,
                   &window->asked);
         window->asked_ns = window->asked.sent_ns;
         if (last)
@@ -154,14 +154,14 @@ static struct put_item *item_next(struct put_call *call) {
 
 static void item_start(struct put_call *call, struct put_item *item) {
     struct window *window = item->window;
-    uint64_t limit = call->session->reservation_ms * 1000000ull / 2;
+    uint64_t limit = call->connection->reservation_ms * 1000000ull / 2;
     call->prepared = NULL;
     window->started++;
     window->in_flight++;
     call->in_flight++;
     item->groups_left = 1; /* until all of its groups are queued */
     /* Late writes, or those that a dead daemon's successor knows nothing of, would go to places that may be others' by then. */
-    int error = call->error ? call->error : call->session->gone ? -ENOTCONN : now_ns() - window->asked_ns > limit ? -ETIMEDOUT : item_write(item);
+    int error = call->error ? call->error : call->connection->gone ? -ENOTCONN : now_ns() - window->asked_ns > limit ? -ETIMEDOUT : item_write(item);
     if (error < 0 && !item->error)
         item->error = error;
     item_advance(item);
@@ -187,12 +187,12 @@ static void window_commit(struct put_call *call, struct window *window) {
         struct wire_commit commit = {item->reserved.reservation, outcome(item)};
         memcpy(window->commit + 8 + i * sizeof(commit), &commit, sizeof(commit));
         if (item->late)
-            atomic_fetch_add(&call->session->late, 1);
+            atomic_fetch_add(&call->connection->late, 1);
         if (item->index < window->first + window->count)
             call->results[item->index] = item->error;
     }
     window->committing = true;
-    wire_send(call->session, WIRE_COMMIT, window->commit, 8 + window->item_count * (uint32_t)sizeof(struct wire_commit),
+    wire_send(call->connection, WIRE_COMMIT, window->commit, 8 + window->item_count * (uint32_t)sizeof(struct wire_commit),
               call->client->options.timeout_ms, &window->asked);
 }
 
@@ -261,13 +261,13 @@ static void put_wait(struct put_call *call) {
             ring_wait(&call->lane->ring, 1000000000);
         ring_reap(&call->lane->ring);
     } else if (window) {
-        wire_wait(call->session, &window->asked);
+        wire_wait(call->connection, &window->asked);
     }
 }
 
 static void put_run(struct put_call *call) {
     do {
-        session_look(call->session);
+        connection_look(call->connection);
         struct window *last = window_last(call);
         if (last && !last->opened && last->asked.done)
             window_open(call, last);
@@ -283,11 +283,11 @@ static void put_run(struct put_call *call) {
 }
 
 /* Tell the daemon which writes that it knows as late cannot land any more: it keeps their segments from being used until then. */
-static void late_tell(struct kvfs_client *client, struct session *session) {
-    if (!atomic_load(&session->late))
+static void late_tell(struct kvfs_client *client, struct connection *connection) {
+    if (!atomic_load(&connection->late))
         return;
-    session_reap(session);
-    struct late_write *write = atomic_exchange(&session->landed, NULL), *next;
+    connection_reap(connection);
+    struct late_write *write = atomic_exchange(&connection->landed, NULL), *next;
     while (write) {
         struct message_buffer request = {0};
         uint64_t count = 0;
@@ -298,12 +298,12 @@ static void late_tell(struct kvfs_client *client, struct session *session) {
             next = write->next;
             free(write);
         }
-        atomic_fetch_sub(&session->late, (unsigned)count);
+        atomic_fetch_sub(&connection->late, (unsigned)count);
         if (!request.failed)
             memcpy(request.data, &count, sizeof(count));
         uint8_t *reply = NULL;
         uint32_t reply_size;
-        message_ask(client, session, WIRE_COMMIT, &request, &reply, &reply_size); /* it has nothing to say to that */
+        message_ask(client, connection, WIRE_COMMIT, &request, &reply, &reply_size); /* it has nothing to say to that */
         free(reply);
     }
 }
@@ -342,7 +342,7 @@ static int check_keys(const struct kvfs_keys *keys, const uint8_t **places) {
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results) {
     struct put_call call = {.client = client, .buffers = buffers, .sizes = keys->sizes, .results = results, .count = keys->count};
     const uint8_t **places = malloc((keys->count + 1) * sizeof(*places));
-    int r = places ? writer_get(client, &call.session) : client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
+    int r = places ? writer_get(client, &call.connection) : client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
     if (r < 0) {
         free(places);
         return r;
@@ -352,25 +352,25 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
         results[i] = -ECANCELED;
         if (r == 0 && !buffers[i].data && buffers[i].size)
             r = client_fail(-EINVAL, "buffer %u: %llu bytes at 0", i, (unsigned long long)buffers[i].size);
-        if (r == 0 && client_overlaps_zombie(client, buffers[i].data, buffers[i].size))
+        if (r == 0 && client_overlaps_orphan(client, buffers[i].data, buffers[i].size))
             r = client_fail(-EBUSY, "buffer %u: a device that gave no answer in time may still write into it", i);
     }
     if (r == 0) {
-        late_tell(client, call.session);
-        r = lane_take(client, call.session, &call.lane);
+        late_tell(client, call.connection);
+        r = lane_take(client, call.connection, &call.lane);
     }
     if (r < 0) {
-        session_put(call.session);
+        connection_put(call.connection);
         free(places);
         return r;
     }
     /* The daemon lends a quarter of the pool at most, to all clients together. */
-    const struct kvfs_array *array = &call.session->array;
+    const struct kvfs_array *array = &call.connection->array;
     call.places = places;
     call.window_bytes = min_u64(WINDOW_BYTES, array->geometry.segment_size * array->geometry.segment_count / (8 * WINDOWS_MAX));
     put_run(&call);
     lane_give(call.lane);
-    session_put(call.session);
+    connection_put(call.connection);
     free(places);
     return call.error < 0 ? call.error : (int)call.stored;
 }

@@ -6,7 +6,7 @@
 
 struct window;
 struct put_item {
-    struct late_write late_write;        /* first: in session->landed it is one of many */
+    struct late_write late_write;        /* first: in connection->landed it is one of many */
     struct lane *lane;
     struct put_call *call;
     struct window *window;
@@ -26,7 +26,7 @@ struct put_item {
     bool dismissed;                      /* its call is over, but a device owes an answer */
 };
 
-static_assert(offsetof(struct put_item, late_write) == 0, "session_free() knows no other part of it");
+static_assert(offsetof(struct put_item, late_write) == 0, "connection_free() knows no other part of it");
 
 /* Asked for until `opened`; then its items are written; then, with `committing`, what was written is asked to be entered. */
 struct window {
@@ -43,7 +43,7 @@ struct window {
 
 struct put_call {
     struct kvfs_client *client;
-    struct session *session;
+    struct connection *connection;
     struct lane *lane;
     const struct kvfs_buffer *buffers;
     const uint8_t *const *places;

@@ -13,15 +13,15 @@ void item_release(struct put_item *item) {
 
 /* Its call is over, and no device needs it. */
 void item_end(struct put_item *item) {
-    struct session *session = item->lane->session;
+    struct connection *connection = item->lane->connection;
     item_release(item);
     if (!item->late) {
         free(item);
         return;
     }
     item->late_write.reservation = item->reserved.reservation;
-    item->late_write.next = atomic_load(&session->landed);
-    while (!atomic_compare_exchange_weak(&session->landed, &item->late_write.next, &item->late_write))
+    item->late_write.next = atomic_load(&connection->landed);
+    while (!atomic_compare_exchange_weak(&connection->landed, &item->late_write.next, &item->late_write))
         ;
 }
 
@@ -87,8 +87,8 @@ static uint8_t *tail_of(const struct put_item *item) { return item->side + (item
 /* Check that, and make what goes to the devices. */
 int item_prepare(struct put_item *item) {
     struct lane *lane = item->lane;
-    struct session *session = lane->session;
-    struct kvfs_array *array = &session->array;
+    struct connection *connection = lane->connection;
+    struct kvfs_array *array = &connection->array;
     const struct wire_reserved *w = &item->reserved;
     const struct wire_run *runs = runs_of(item);
     const uint8_t *record_at = record_of(item), *ancestors = record_at + round_up(w->record_size, 8);
@@ -112,7 +112,7 @@ int item_prepare(struct put_item *item) {
     int r = item->header && bare && leaves && posix_memalign(&side, KVFS_PAGE_SIZE, w->run_count * PAGE) == 0 ? 0 : -ENOMEM;
     item->side = side;
     item->source = item->data;
-    if (r == 0 && (uintptr_t)item->data % session->memory_alignment) {
+    if (r == 0 && (uintptr_t)item->data % connection->memory_alignment) {
         item->bounce_size = item->size + 1;
         item->bounce = lane_bounce(lane, &item->bounce_size);
         r = item->bounce ? 0 : -ENOMEM;

@@ -11,14 +11,14 @@ int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_i
     if (client->pid != getpid())
         return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
     pthread_mutex_lock(&client->lock);
-    struct session *session = client->session;
-    session_look(session);
-    memcpy(out->pool_uuid, session->uuid, sizeof(out->pool_uuid));
-    out->mount_epoch = session->array.geometry.mount_epoch;
-    out->connected = !session->gone;
-    out->writable = session->writable;
-    out->device_count = session->array.device_count;
-    out->memory_alignment = session->memory_alignment;
+    struct connection *connection = client->connection;
+    connection_look(connection);
+    memcpy(out->pool_uuid, connection->uuid, sizeof(out->pool_uuid));
+    out->mount_epoch = connection->array.geometry.mount_epoch;
+    out->connected = !connection->gone;
+    out->writable = connection->writable;
+    out->device_count = connection->array.device_count;
+    out->memory_alignment = connection->memory_alignment;
     snprintf(out->pool, sizeof(out->pool), "%.255s", client->pool);
     pthread_mutex_unlock(&client->lock);
     return 0;
@@ -34,19 +34,19 @@ int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_st
     for (size_t i = 0; i < CLIENT_COUNTERS; i++)
         values[i] = atomic_load_explicit(&client->count[i], memory_order_relaxed);
     memcpy(out, values, sizeof(*out));
-    out->busy = atomic_load(&client->zombies);
+    out->busy = atomic_load(&client->orphans);
     return 0;
 }
 
 /* ---- to the daemon ---- */
 
-void client_bad_block(struct kvfs_client *client, struct session *session, uint64_t inode, uint32_t segment) {
+void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment) {
     (void)client;
     uint64_t words[2] = {inode, segment};
-    wire_tell(session, WIRE_BAD_BLOCK, words, sizeof(words));
+    wire_tell(connection, WIRE_BAD_BLOCK, words, sizeof(words));
 }
 
-void client_hit(struct kvfs_client *client, struct session *session, uint64_t inode) {
+void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode) {
     uint64_t hits[CLIENT_HITS_MAX], now = now_ns();
     uint32_t count = 0;
     struct kvfs_client_statistics report;
@@ -63,7 +63,7 @@ void client_hit(struct kvfs_client *client, struct session *session, uint64_t in
     }
     pthread_mutex_unlock(&client->lock);
     if (count)
-        wire_tell(session, WIRE_HITS, hits, count * (uint32_t)sizeof(*hits));
+        wire_tell(connection, WIRE_HITS, hits, count * (uint32_t)sizeof(*hits));
     if (tell && kvfs_client_statistics_get(client, &report) == 0)
-        wire_tell(session, WIRE_REPORT, &report, sizeof(report));
+        wire_tell(connection, WIRE_REPORT, &report, sizeof(report));
 }

@@ -85,125 +85,125 @@ int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, in
 /* ---- what comes ---- */
 
 /* With socket_lock: nothing more comes. Whoever waits for an answer learns why, but for those that know already. */
-static void session_lose(struct session *session, int error) {
-    session->gone = true; /* what comes now would answer something else */
-    shutdown(session->socket, SHUT_RDWR);
-    for (struct asked *asked = session->asked; asked; asked = session->asked) {
-        session->asked = asked->next;
+static void connection_lose(struct connection *connection, int error) {
+    connection->gone = true; /* what comes now would answer something else */
+    shutdown(connection->socket, SHUT_RDWR);
+    for (struct asked *asked = connection->asked; asked; asked = connection->asked) {
+        connection->asked = asked->next;
         asked->result = error == -EPROTO ? error : -ENOTCONN;
         atomic_store(&asked->done, true);
     }
-    pthread_cond_broadcast(&session->answered);
+    pthread_cond_broadcast(&connection->answered);
 }
 
 /* With socket_lock: a frame has begun. Whose answer it is; NULL: it breaks the rules, or says good-bye. */
-static struct asked *frame_begun(struct session *session) {
-    const struct wire_frame *frame = &session->frame;
-    struct asked *asked = session->asked;
+static struct asked *frame_begun(struct connection *connection) {
+    const struct wire_frame *frame = &connection->frame;
+    struct asked *asked = connection->asked;
     while (asked && (asked->id != frame->id || asked->type != frame->type))
         asked = asked->next;
-    session->goodbye = session->goodbye || frame->type == WIRE_GOODBYE;
+    connection->goodbye = connection->goodbye || frame->type == WIRE_GOODBYE;
     if (!asked || frame->size > KVFS_WIRE_SIZE_MAX || frame->status < -KVFS_WIRE_ERRNO_MAX) {
-        session_lose(session, frame->type == WIRE_GOODBYE ? -ENOTCONN : -EPROTO);
+        connection_lose(connection, frame->type == WIRE_GOODBYE ? -ENOTCONN : -EPROTO);
         return NULL;
     }
-    if (!session->payload && !(session->payload = malloc(frame->size + 1u)))
-        session_lose(session, -ENOMEM);
-    return session->payload ? asked : NULL;
+    if (!connection->payload && !(connection->payload = malloc(frame->size + 1u)))
+        connection_lose(connection, -ENOMEM);
+    return connection->payload ? asked : NULL;
 }
 
 /* With socket_lock: take in what is there. */
-static void session_hear(struct session *session) {
-    while (!session->gone) {
-        uint64_t head = sizeof(session->frame), at = session->heard;
+static void connection_hear(struct connection *connection) {
+    while (!connection->gone) {
+        uint64_t head = sizeof(connection->frame), at = connection->heard;
         struct asked *asked = NULL;
         if (at >= head) {
-            asked = frame_begun(session);
+            asked = frame_begun(connection);
             if (!asked)
                 return;
         }
-        if (asked && at == head + session->frame.size) {
-            for (struct asked **link = &session->asked; *link; link = &(*link)->next)
+        if (asked && at == head + connection->frame.size) {
+            for (struct asked **link = &connection->asked; *link; link = &(*link)->next)
                 if (*link == asked) {
                     *link = asked->next;
                     break;
                 }
-            asked->status = session->frame.status;
-            asked->reply = session->payload;
-            asked->reply_size = session->frame.size;
+            asked->status = connection->frame.status;
+            asked->reply = connection->payload;
+            asked->reply_size = connection->frame.size;
             asked->answered_ns = now_ns();
             atomic_store(&asked->done, true);
-            session->payload = NULL;
-            session->heard = 0;
-            pthread_cond_broadcast(&session->answered);
+            connection->payload = NULL;
+            connection->heard = 0;
+            pthread_cond_broadcast(&connection->answered);
             continue;
         }
-        ssize_t n = asked ? recv(session->socket, session->payload + (at - head), head + session->frame.size - at, MSG_DONTWAIT)
-                          : recv(session->socket, (uint8_t *)&session->frame + at, head - at, MSG_DONTWAIT);
+        ssize_t n = asked ? recv(connection->socket, connection->payload + (at - head), head + connection->frame.size - at, MSG_DONTWAIT)
+                          : recv(connection->socket, (uint8_t *)&connection->frame + at, head - at, MSG_DONTWAIT);
         if (n > 0)
-            session->heard += (uint64_t)n;
+            connection->heard += (uint64_t)n;
         else if (n < 0 && errno == EAGAIN)
             return;
         else if (n == 0 || errno != EINTR)
-            session_lose(session, -ENOTCONN);
+            connection_lose(connection, -ENOTCONN);
     }
 }
 
-void session_look(struct session *session) {
-    if (session->gone || pthread_mutex_trylock(&session->socket_lock) != 0)
+void connection_look(struct connection *connection) {
+    if (connection->gone || pthread_mutex_trylock(&connection->socket_lock) != 0)
         return;
-    if (!session->listening) /* who listens hears it */
-        session_hear(session);
-    pthread_mutex_unlock(&session->socket_lock);
+    if (!connection->listening) /* who listens hears it */
+        connection_hear(connection);
+    pthread_mutex_unlock(&connection->socket_lock);
 }
 
 /* ---- requests ---- */
 
-void wire_send(struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked) {
+void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked) {
     *asked = (struct asked){.type = type, .sent_ns = now_ns()};
     asked->deadline_ns = asked->sent_ns + timeout_ms * 1000000ull;
-    pthread_mutex_lock(&session->send_lock);
-    pthread_mutex_lock(&session->socket_lock);
-    asked->id = ++session->next_id;
-    asked->next = session->asked;
-    session->asked = asked;
-    if (session->gone)
-        session_lose(session, -ENOTCONN);
-    if (session->gone && session->silent)
+    pthread_mutex_lock(&connection->send_lock);
+    pthread_mutex_lock(&connection->socket_lock);
+    asked->id = ++connection->next_id;
+    asked->next = connection->asked;
+    connection->asked = asked;
+    if (connection->gone)
+        connection_lose(connection, -ENOTCONN);
+    if (connection->gone && connection->silent)
         asked->result = -ETIMEDOUT;
-    pthread_mutex_unlock(&session->socket_lock);
+    pthread_mutex_unlock(&connection->socket_lock);
     struct wire_frame frame = {.size = size, .type = type, .id = asked->id};
-    int r = session->gone ? 0 : wire_send_all(session->socket, &frame, sizeof(frame), payload, size, asked->deadline_ns);
-    pthread_mutex_unlock(&session->send_lock);
+    int r = connection->gone ? 0 : wire_send_all(connection->socket, &frame, sizeof(frame), payload, size, asked->deadline_ns);
+    pthread_mutex_unlock(&connection->send_lock);
     if (r < 0) {
-        pthread_mutex_lock(&session->socket_lock);
-        session_lose(session, r);
+        pthread_mutex_lock(&connection->socket_lock);
+        connection_lose(connection, r);
         asked->result = r == -ETIMEDOUT ? r : asked->result;
-        pthread_mutex_unlock(&session->socket_lock);
+        pthread_mutex_unlock(&connection->socket_lock);
     }
 }
 
-void wire_wait(struct session *session, struct asked *asked) {
-    pthread_mutex_lock(&session->socket_lock);
+void wire_wait(struct connection *connection, struct asked *asked) {
+    pthread_mutex_lock(&connection->socket_lock);
     while (!asked->done) {
-        if (session->listening) {
+        if (connection->listening) {
             struct timespec until = {.tv_sec = (time_t)(asked->deadline_ns / 1000000000u), .tv_nsec = (long)(asked->deadline_ns % 1000000000u)};
-            pthread_cond_timedwait(&session->answered, &session->socket_lock, &until);
+            pthread_cond_timedwait(&connection->answered, &connection->socket_lock, &until);
         } else {
-            session->listening = true;
-            pthread_mutex_unlock(&session->socket_lock);
-            wait_for(session->socket, POLLIN, asked->deadline_ns);
-            pthread_mutex_lock(&session->socket_lock);
-            session->listening = false;
-            session_hear(session);
-            pthread_cond_broadcast(&session->answered);
+            connection->listening = true;
+            pthread_mutex_unlock(&connection->socket_lock);
+            wait_for(connection->socket, POLLIN, asked->deadline_ns);
+            pthread_mutex_lock(&connection->socket_lock);
+            connection->listening = false;
+            connection_hear(connection);
+            pthread_cond_broadcast(&connection->answered);
         }
         if (!asked->done && now_ns() >= asked->deadline_ns) {
-            session_lose(session, -ETIMEDOUT);
+            connection_lose(connection, -ETIMEDOUT);
             asked->result = -ETIMEDOUT;
         }
     }
-    pthread_mutex_unlock(&session->socket_lock);
+    pthread_mutex_unlock(&connection->socket_lock);
 }
 
 int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply, uint32_t *reply_size) {
@@ -224,29 +224,29 @@ int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply
     return 0;
 }
 
-int wire_ask(struct kvfs_client *client, struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
+int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size) {
     struct asked asked;
-    wire_send(session, type, payload, size, timeout_ms, &asked);
-    wire_wait(session, &asked);
+    wire_send(connection, type, payload, size, timeout_ms, &asked);
+    wire_wait(connection, &asked);
     return wire_answer(client, &asked, reply, reply_size);
 }
 
 /* Tell without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
-void wire_tell(struct session *session, uint16_t type, const void *payload, uint32_t size) {
+void wire_tell(struct connection *connection, uint16_t type, const void *payload, uint32_t size) {
     uint8_t data[sizeof(struct wire_frame) + 8 * 512];
     struct wire_frame frame = {.size = size, .type = type};
-    if (size > sizeof(data) - sizeof(frame) || session->gone || pthread_mutex_trylock(&session->send_lock) != 0)
+    if (size > sizeof(data) - sizeof(frame) || connection->gone || pthread_mutex_trylock(&connection->send_lock) != 0)
         return;
     memcpy(data, &frame, sizeof(frame));
     memcpy(data + sizeof(frame), payload, size);
-    ssize_t n = send(session->socket, data, sizeof(frame) + size, MSG_DONTWAIT | MSG_NOSIGNAL);
+    ssize_t n = send(connection->socket, data, sizeof(frame) + size, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n >= 0 && n != (ssize_t)(sizeof(frame) + size)) {
-        pthread_mutex_lock(&session->socket_lock);
-        session_lose(session, -ENOTCONN);
-        pthread_mutex_unlock(&session->socket_lock);
+        pthread_mutex_lock(&connection->socket_lock);
+        connection_lose(connection, -ENOTCONN);
+        pthread_mutex_unlock(&connection->socket_lock);
     }
-    pthread_mutex_unlock(&session->send_lock);
+    pthread_mutex_unlock(&connection->send_lock);
 }
 
 /* ---- messages ---- */
@@ -280,11 +280,11 @@ int message_check(const struct message_buffer *request) {
     return 0;
 }
 
-int message_ask(struct kvfs_client *client, struct session *session, uint16_t type, struct message_buffer *request, uint8_t **reply,
+int message_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, struct message_buffer *request, uint8_t **reply,
                uint32_t *reply_size) {
     int r = message_check(request);
     if (r == 0)
-        r = wire_ask(client, session, type, request->data, (uint32_t)request->size, client->options.timeout_ms, reply, reply_size);
+        r = wire_ask(client, connection, type, request->data, (uint32_t)request->size, client->options.timeout_ms, reply, reply_size);
     free(request->data);
     return r;
 }

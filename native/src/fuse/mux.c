@@ -506,69 +506,61 @@ static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uin
     }
 }
 
+static int opendir_reply(struct kvfs_plane *plane, const struct pending *p, struct fuse_open_out *open) {
+    open->open_flags = 0;
+    int r = p->timed_out ? -EINTR : handle_open_directory(plane, p->transport, p->node, &open->fh);
+    bool ended = r == 0 && atomic_load(&p->transport->session) != p->session;
+    if (r < 0 || (ended && handle_close_directory(plane, p->transport, open->fh, p->node)))
+        mux_release_directory(plane, p->node);
+    return r;
+}
+
+/* Make Python's good reply the kernel's: attributes, handles, listings. 0 or what to answer instead. */
+static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **body, uint32_t *length) {
+    void *out = *body;
+    struct fuse_entry_out *entry = out;
+    switch (p->opcode) {
+    case FUSE_LOOKUP:
+    case FUSE_MKNOD:
+    case FUSE_MKDIR:
+    case FUSE_SYMLINK:
+        if (*length < sizeof(*entry))
+            return -EIO;
+        entry_patch(plane, p->transport, entry);
+        return 0;
+    case FUSE_CREATE:
+        if (*length < sizeof(*entry) + sizeof(struct fuse_open_out))
+            return -EIO;
+        entry_patch(plane, p->transport, entry);
+        if (p->transport->inc_epoch)
+            entry->attr_valid_nsec = CREATED_NS;
+        return open_reply(plane, p, entry->nodeid, true, (struct fuse_open_out *)(void *)(entry + 1));
+    case FUSE_OPEN:
+        if (*length < sizeof(struct fuse_open_out))
+            return -EIO;
+        /* One that only cut it has changed it too: its close seals that. */
+        return open_reply(plane, p, p->node, (p->flags & O_ACCMODE) != O_RDONLY || p->flags & O_TRUNC, out);
+    case FUSE_GETATTR:
+    case FUSE_SETATTR:
+        if (*length < sizeof(struct fuse_attr_out))
+            return -EIO;
+        attr_patch(plane, out);
+        return 0;
+    case FUSE_OPENDIR:
+        return *length < sizeof(struct fuse_open_out) ? -EIO : opendir_reply(plane, p, out);
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS:
+        *length = listing_make(plane, p, *body, *length, plane->fuse->mux.strip);
+        *body = plane->fuse->mux.strip;
+        return 0;
+    default: return 0;
+    }
+}
+
 static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, uint32_t size, int error) {
     uint8_t *body = data + sizeof(struct fuse_out_header);
     uint32_t length = size - (uint32_t)sizeof(struct fuse_out_header);
-    int r = error;
-    if (r == 0) {
-        switch (p->opcode) {
-        case FUSE_LOOKUP:
-        case FUSE_MKNOD:
-        case FUSE_MKDIR:
-        case FUSE_SYMLINK:
-            if (length >= sizeof(struct fuse_entry_out))
-                entry_patch(plane, p->transport, (struct fuse_entry_out *)(void *)body);
-            else
-                r = -EIO;
-            break;
-        case FUSE_CREATE:
-            if (length >= sizeof(struct fuse_entry_out) + sizeof(struct fuse_open_out)) {
-                struct fuse_entry_out *entry = (struct fuse_entry_out *)(void *)body;
-                entry_patch(plane, p->transport, entry);
-                if (p->transport->inc_epoch)
-                    entry->attr_valid_nsec = CREATED_NS;
-                r = open_reply(plane, p, entry->nodeid, true, (struct fuse_open_out *)(void *)(entry + 1));
-            } else {
-                r = -EIO;
-            }
-            break;
-        case FUSE_OPEN:
-            if (length >= sizeof(struct fuse_open_out))
-                /* One that only cut it has changed it too: its close seals that. */
-                r = open_reply(plane, p, p->node, (p->flags & O_ACCMODE) != O_RDONLY || p->flags & O_TRUNC, (struct fuse_open_out *)(void *)body);
-            else
-                r = -EIO;
-            break;
-        case FUSE_GETATTR:
-        case FUSE_SETATTR:
-            if (length >= sizeof(struct fuse_attr_out))
-                attr_patch(plane, (struct fuse_attr_out *)(void *)body);
-            else
-                r = -EIO;
-            break;
-        case FUSE_OPENDIR:
-            if (length >= sizeof(struct fuse_open_out)) {
-                struct fuse_open_out *open = (struct fuse_open_out *)(void *)body;
-                r = p->timed_out ? -EINTR : handle_open_directory(plane, p->transport, p->node, &open->fh);
-                if (r < 0) {
-                    mux_release_directory(plane, p->node);
-                } else if (atomic_load(&p->transport->session) != p->session) {
-                    if (handle_close_directory(plane, p->transport, open->fh, p->node))
-                        mux_release_directory(plane, p->node);
-                }
-                open->open_flags = 0;
-            } else {
-                r = -EIO;
-            }
-            break;
-        case FUSE_READDIR:
-        case FUSE_READDIRPLUS:
-            length = listing_make(plane, p, body, length, plane->fuse->mux.strip);
-            body = plane->fuse->mux.strip;
-            break;
-        default: break;
-        }
-    }
+    int r = error ? error : reply_patch(plane, p, &body, &length);
     if (error == 0 && p->transport->guest)
         guest_changed(plane, p, p->opcode == FUSE_CREATE && length >= 8 ? ((struct fuse_entry_out *)(void *)body)->nodeid : p->node);
     if (p->opcode == FUSE_LOOKUP && error == -ENOENT)

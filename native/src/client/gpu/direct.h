@@ -10,13 +10,13 @@ struct desc;
 struct kvfs_client;
 struct kvfs_record;
 struct lane;
-struct session;
+struct connection;
 struct direct;
 struct direct_read;
 struct direct_proof;
 struct direct_look;
 
-/* Everything that gds needs, proven with the devices of the client's session; the sentence says what is missing. The primary context is
+/* Everything that gds needs, proven with the devices of the client's connection; the sentence says what is missing. The primary context is
  * current. */
 int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int device, int handle, cuda_context primary,
                 const struct kvfs_gpu_options *options, struct direct **out);
@@ -25,8 +25,8 @@ void direct_close(struct direct *direct, bool usable);
 /* What belongs to a context, which is current. */
 int direct_enter(struct direct *direct, cuda_context context);
 void direct_leave(struct direct *direct);
-/* Whether blocks of this session may be read so now: 0, or -EAGAIN. Proves its devices if they are new; the primary context is current. */
-int direct_session(struct direct *direct, struct session *session);
+/* Whether blocks of this connection may be read so now: 0, or -EAGAIN. Proves its devices if they are new; the primary context is current. */
+int direct_session(struct direct *direct, struct connection *connection);
 /* Start reading the first pages of a block. NULL: this one is to be read another way. */
 struct direct_read *direct_start(struct direct *direct, const struct desc *desc, uint32_t pages, cuda_pointer to);
 /* -EINPROGRESS; else it is over, and read gone: 0; -EAGAIN: failed, nobody writes there any more; -ETIMEDOUT: kvfs_busy() knows where. */

@@ -1,4 +1,4 @@
-/* A session with a daemon: made, found again after a restart, and let go. */
+/* A connection with a daemon: made, found again after a restart, and let go. */
 #include "client/client.h"
 #include "io/nvme/tcp.h"
 
@@ -12,36 +12,36 @@
 #define SILENT_TIMEOUTS 4u
 #define SILENT_MAX_MS 10000u
 
-static void session_free(struct session *session) {
+static void connection_free(struct connection *connection) {
     bool owed = false;
-    while (session->idle) {
-        struct lane *lane = session->idle;
-        session->idle = lane->next;
+    while (connection->idle) {
+        struct lane *lane = connection->idle;
+        connection->idle = lane->next;
         owed = !lane_free(lane) || owed;
     }
-    if (session->socket >= 0)
-        close(session->socket);
-    free(session->payload);
-    kvfs_table_detach(session->table);
-    session->table = NULL;
+    if (connection->socket >= 0)
+        close(connection->socket);
+    free(connection->payload);
+    kvfs_table_detach(connection->table);
+    connection->table = NULL;
     if (owed)
         return;
-    for (struct late_write *write = atomic_exchange(&session->landed, NULL), *next; write; write = next) {
+    for (struct late_write *write = atomic_exchange(&connection->landed, NULL), *next; write; write = next) {
         next = write->next;
         free(write);
     }
-    nvme_hosts_stop(&session->array);
-    for (uint32_t i = 0; session->fds && i < session->array.device_count; i++)
-        if (session->fds[i] >= 0)
-            close(session->fds[i]);
-    free(session->fds);
-    array_free(&session->array);
-    free(session);
+    nvme_hosts_stop(&connection->array);
+    for (uint32_t i = 0; connection->fds && i < connection->array.device_count; i++)
+        if (connection->fds[i] >= 0)
+            close(connection->fds[i]);
+    free(connection->fds);
+    array_free(&connection->array);
+    free(connection);
 }
 
-void session_put(struct session *session) {
-    if (session && atomic_fetch_sub(&session->refs, 1) == 1)
-        session_free(session);
+void connection_put(struct connection *connection) {
+    if (connection && atomic_fetch_sub(&connection->refs, 1) == 1)
+        connection_free(connection);
 }
 
 /* ---- the welcome ---- */
@@ -57,8 +57,8 @@ static uint32_t memory_alignment(int fd) {
     return 512;
 }
 
-static int session_fill(struct kvfs_client *client, struct session *session, const struct wire_welcome *w, const uint8_t *rest, uint64_t size) {
-    struct kvfs_array *array = &session->array;
+static int connection_fill(struct kvfs_client *client, struct connection *connection, const struct wire_welcome *w, const uint8_t *rest, uint64_t size) {
+    struct kvfs_array *array = &connection->array;
     uint64_t members = (uint64_t)w->segment_count * w->stripe_width;
     if (w->device_count == 0 || w->device_count > KVFS_DEVICES_MAX || w->stripe_width == 0 || w->stripe_width > KVFS_STRIPE_WIDTH_MAX ||
         w->stripe_width > w->device_count || w->stripe_unit < 16384 || w->stripe_unit % PAGE || w->zone_size == 0 ||
@@ -71,12 +71,12 @@ static int session_fill(struct kvfs_client *client, struct session *session, con
     array->io_timeout_ms = client->options.timeout_ms;
     array->inline_max = 256 << 10;
     array->fail_fast = true;
-    session->verify = !(client->options.flags & KVFS_NO_VERIFY);
+    connection->verify = !(client->options.flags & KVFS_NO_VERIFY);
     int r = array_init(array, &geometry, w->device_count);
-    session->fds = malloc(w->device_count * sizeof(int));
-    for (uint32_t i = 0; session->fds && i < w->device_count; i++)
-        session->fds[i] = -1;
-    if (r < 0 || !session->fds)
+    connection->fds = malloc(w->device_count * sizeof(int));
+    for (uint32_t i = 0; connection->fds && i < w->device_count; i++)
+        connection->fds[i] = -1;
+    if (r < 0 || !connection->fds)
         return client_fail(-ENOMEM, "%s: no memory for %u segments", client->pool, w->segment_count);
     for (uint32_t i = 0; i < w->device_count; i++) {
         memcpy(&array->devices[i].zones_offset, rest + 8ull * i, 8);
@@ -86,9 +86,9 @@ static int session_fill(struct kvfs_client *client, struct session *session, con
         if (array->members[i].device >= w->device_count)
             return client_fail(-EPROTO, "%s: the daemon's welcome puts segment %llu on device %u of %u", client->pool,
                                (unsigned long long)(i / w->stripe_width), array->members[i].device, w->device_count);
-    memcpy(session->uuid, w->pool_uuid, sizeof(session->uuid));
-    session->writable = w->writable && !(client->options.flags & KVFS_READ_ONLY);
-    session->reservation_ms = w->reservation_ms;
+    memcpy(connection->uuid, w->pool_uuid, sizeof(connection->uuid));
+    connection->writable = w->writable && !(client->options.flags & KVFS_READ_ONLY);
+    connection->reservation_ms = w->reservation_ms;
     return 0;
 }
 
@@ -110,14 +110,14 @@ static int refusal(struct kvfs_client *client, int fd, const struct wire_frame *
     return client_fail(frame->status, "%s: %s", client->pool, text[0] ? text : strerror(-frame->status));
 }
 
-static int descriptors(struct kvfs_client *client, struct session *session, uint64_t deadline_ns) {
-    uint32_t wanted = 1 + session->array.device_count, have = 0;
+static int descriptors(struct kvfs_client *client, struct connection *connection, uint64_t deadline_ns) {
+    uint32_t wanted = 1 + connection->array.device_count, have = 0;
     int table_fd = -1, r = 0;
     while (have < wanted && r == 0) {
         struct wire_frame frame;
         int fds[KVFS_WIRE_FDS_MAX];
         uint32_t count = 0;
-        r = wire_receive_all(session->socket, &frame, sizeof(frame), deadline_ns, fds, &count);
+        r = wire_receive_all(connection->socket, &frame, sizeof(frame), deadline_ns, fds, &count);
         if (r == 0)
             r = frame_check(client, &frame, WIRE_DESCRIPTORS, 0);
         if (r == 0 && (count == 0 || have + count > wanted))
@@ -128,12 +128,12 @@ static int descriptors(struct kvfs_client *client, struct session *session, uint
             else if (have++ == 0)
                 table_fd = fds[i];
             else
-                session->fds[have - 2] = fds[i];
+                connection->fds[have - 2] = fds[i];
         }
     }
     if (r == 0) {
-        r = kvfs_table_attach(table_fd, session->array.geometry.secret, &session->table);
-        if (r == 0 && kvfs_table_mount_epoch(session->table) != session->array.geometry.mount_epoch)
+        r = kvfs_table_attach(table_fd, connection->array.geometry.secret, &connection->table);
+        if (r == 0 && kvfs_table_mount_epoch(connection->table) != connection->array.geometry.mount_epoch)
             r = -EBADMSG;
         if (r < 0)
             client_fail(r = -EPROTO, "%s: the daemon's block table is not of this version, or of another mount", client->pool);
@@ -144,21 +144,21 @@ static int descriptors(struct kvfs_client *client, struct session *session, uint
 }
 
 /* Say hello, and take in all that the daemon hands out. */
-static int session_welcome(struct kvfs_client *client, struct session *session, uint64_t deadline) {
+static int connection_welcome(struct kvfs_client *client, struct connection *connection, uint64_t deadline) {
     struct wire_hello hello = {.magic = "KVFSCLI1", .version = KVFS_WIRE_VERSION, .flags = client->options.flags & KVFS_READ_ONLY,
                                .timeout_ms = client->options.timeout_ms};
     struct wire_frame frame;
     struct wire_welcome welcome;
     uint8_t *rest = NULL;
-    int r = wire_send_all(session->socket, &hello, sizeof(hello), NULL, 0, deadline);
+    int r = wire_send_all(connection->socket, &hello, sizeof(hello), NULL, 0, deadline);
     if (r == 0)
-        r = wire_receive_all(session->socket, &frame, sizeof(frame), deadline, NULL, NULL);
+        r = wire_receive_all(connection->socket, &frame, sizeof(frame), deadline, NULL, NULL);
     if (r == -ETIMEDOUT)
         client_fail(r, "%s: the daemon gave no answer in %u ms", client->pool, client->options.timeout_ms);
     else if (r < 0)
         client_fail(r = -ENOTCONN, "%s: the daemon hung up: a daemon without native clients, or one that is ending", client->pool);
     else if (frame.type == WIRE_HELLO && frame.status < 0)
-        r = refusal(client, session->socket, &frame, deadline);
+        r = refusal(client, connection->socket, &frame, deadline);
     else
         r = frame_check(client, &frame, WIRE_HELLO, WELCOME_MAX);
     if (r == 0 && frame.size < sizeof(welcome))
@@ -166,7 +166,7 @@ static int session_welcome(struct kvfs_client *client, struct session *session, 
     if (r == 0 && !(rest = malloc(frame.size)))
         r = client_fail(-ENOMEM, "%s: no memory for a welcome of %u bytes", client->pool, frame.size);
     if (r == 0) {
-        r = wire_receive_all(session->socket, rest, frame.size, deadline, NULL, NULL);
+        r = wire_receive_all(connection->socket, rest, frame.size, deadline, NULL, NULL);
         if (r < 0)
             client_fail(r, "%s: the daemon broke off its welcome: %s", client->pool, strerror(-r));
     }
@@ -176,9 +176,9 @@ static int session_welcome(struct kvfs_client *client, struct session *session, 
             r = client_fail(-EPROTO, "%s: the daemon speaks version %u, this library %u", client->pool, welcome.version, KVFS_WIRE_VERSION);
     }
     if (r == 0)
-        r = session_fill(client, session, &welcome, rest + sizeof(welcome), frame.size - sizeof(welcome));
+        r = connection_fill(client, connection, &welcome, rest + sizeof(welcome), frame.size - sizeof(welcome));
     if (r == 0) {
-        r = descriptors(client, session, deadline);
+        r = descriptors(client, connection, deadline);
         if (r == -ETIMEDOUT || r == -ENOTCONN)
             client_fail(r, "%s: the daemon broke off before its last descriptor: %s", client->pool, strerror(-r));
     }
@@ -186,110 +186,110 @@ static int session_welcome(struct kvfs_client *client, struct session *session, 
     return r;
 }
 
-static int devices_open(struct kvfs_client *client, struct session *session) {
-    for (uint32_t i = 0; i < session->array.device_count; i++) {
-        struct device *device = &session->array.devices[i];
-        device->fd = session->fds[i];
-        device_look(&session->array, device);
+static int devices_open(struct kvfs_client *client, struct connection *connection) {
+    for (uint32_t i = 0; i < connection->array.device_count; i++) {
+        struct device *device = &connection->array.devices[i];
+        device->fd = connection->fds[i];
+        device_look(&connection->array, device);
         uint32_t alignment = memory_alignment(device->fd);
-        if (alignment > session->memory_alignment)
-            session->memory_alignment = alignment;
+        if (alignment > connection->memory_alignment)
+            connection->memory_alignment = alignment;
     }
     char reason[NVME_REASON];
-    int r = nvme_hosts_start(&session->array, session->fds, false, reason, sizeof(reason)); /* one that is not there: misses, not an error */
+    int r = nvme_hosts_start(&connection->array, connection->fds, false, reason, sizeof(reason)); /* one that is not there: misses, not an error */
     return r < 0 ? client_fail(r, "%s: %s", client->pool, reason) : 0;
 }
 
-int session_open(struct kvfs_client *client, struct session **out) {
+int connection_open(struct kvfs_client *client, struct connection **out) {
     uint64_t deadline = now_ns() + client->options.timeout_ms * 1000000ull, listener[4];
     listener_of(client, listener); /* first: a daemon that comes meanwhile is another one */
     int fd = socket_open(client, deadline);
     if (fd < 0)
         return fd;
-    struct session *session = calloc(1, sizeof(*session));
-    if (!session) {
+    struct connection *connection = calloc(1, sizeof(*connection));
+    if (!connection) {
         close(fd);
         return client_fail(-ENOMEM, "%s: no memory for a session", client->pool);
     }
-    atomic_store(&session->refs, 1);
-    pthread_mutex_init(&session->lock, NULL);
-    pthread_mutex_init(&session->send_lock, NULL);
-    pthread_mutex_init(&session->socket_lock, NULL);
+    atomic_store(&connection->refs, 1);
+    pthread_mutex_init(&connection->lock, NULL);
+    pthread_mutex_init(&connection->send_lock, NULL);
+    pthread_mutex_init(&connection->socket_lock, NULL);
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&session->lane_idle, &attributes);
-    pthread_cond_init(&session->answered, &attributes);
-    session->socket = fd;
-    memcpy(session->listener, listener, sizeof(listener));
-    int r = session_welcome(client, session, deadline);
+    pthread_cond_init(&connection->lane_idle, &attributes);
+    pthread_cond_init(&connection->answered, &attributes);
+    connection->socket = fd;
+    memcpy(connection->listener, listener, sizeof(listener));
+    int r = connection_welcome(client, connection, deadline);
     if (r == 0)
-        r = devices_open(client, session);
+        r = devices_open(client, connection);
     if (r < 0)
-        session_put(session);
+        connection_put(connection);
     else
-        *out = session;
+        *out = connection;
     return r;
 }
 
-/* ---- the session of a call ---- */
+/* ---- the connection of a call ---- */
 
-/* client->lock is held: sessions of daemons that are gone go when nothing needs them. */
+/* client->lock is held: connections of daemons that are gone go when nothing needs them. */
 void client_prune(struct kvfs_client *client) {
-    for (struct session **link = &client->retired; *link;) {
-        struct session *session = *link;
+    for (struct connection **link = &client->retired; *link;) {
+        struct connection *connection = *link;
         bool owed = false;
-        if (atomic_load(&session->refs) > 1 || (session_overlaps(session, NULL, 0, &owed), owed)) {
-            link = &session->next;
+        if (atomic_load(&connection->refs) > 1 || (connection_overlaps(connection, NULL, 0, &owed), owed)) {
+            link = &connection->next;
             continue;
         }
-        *link = session->next;
-        session_put(session);
+        *link = connection->next;
+        connection_put(connection);
     }
 }
 
-int session_get(struct kvfs_client *client, struct session **out) {
+int connection_get(struct kvfs_client *client, struct connection **out) {
     if (client->pid != getpid())
         return client_fail(-ECHILD, "%s: this client was connected by process %d; after fork() connect again", client->path, (int)client->pid);
     pthread_mutex_lock(&client->lock);
-    struct session *session = client->session;
-    session_look(session);
+    struct connection *connection = client->connection;
+    connection_look(connection);
     int r = 0;
-    if (session->gone) {
-        struct session *fresh = NULL;
+    if (connection->gone) {
+        struct connection *fresh = NULL;
         /* A new daemon listens before anything can be changed through it: while nobody listens, the old table is right. */
-        r = now_ns() < client->silent_until_ns ? client_fail(-ETIMEDOUT, "%s: the daemon gives no answer", client->pool) : session_open(client, &fresh);
+        r = now_ns() < client->silent_until_ns ? client_fail(-ETIMEDOUT, "%s: the daemon gives no answer", client->pool) : connection_open(client, &fresh);
         if (r == -ETIMEDOUT && now_ns() >= client->silent_until_ns)
             client->silent_until_ns = now_ns() + min_u64(SILENT_TIMEOUTS * client->options.timeout_ms, SILENT_MAX_MS) * 1000000ull;
-        if (r == 0 && memcmp(fresh->uuid, session->uuid, sizeof(fresh->uuid)) != 0) {
-            session_put(fresh);
+        if (r == 0 && memcmp(fresh->uuid, connection->uuid, sizeof(fresh->uuid)) != 0) {
+            connection_put(fresh);
             r = client_fail(-ESTALE, "%s: another pool is there now: it was formatted again", client->pool);
         } else if (r == 0) {
-            session->next = client->retired;
-            client->retired = session;
+            connection->next = client->retired;
+            client->retired = connection;
             client_prune(client);
-            client->session = session = fresh;
+            client->connection = connection = fresh;
             TALLY(client, reconnects, 1);
-        } else if (r == -ENOTCONN && session->goodbye) {
+        } else if (r == -ENOTCONN && connection->goodbye) {
             r = client_fail(-ENOTCONN, "%s: unmounted", client->path);
-        } else if (session->verify && (r == -ENOTCONN || (r == -ETIMEDOUT && listener_is_same(client, session)))) {
-            session->silent = r == -ETIMEDOUT;
+        } else if (connection->verify && (r == -ENOTCONN || (r == -ETIMEDOUT && listener_is_same(client, connection)))) {
+            connection->silent = r == -ETIMEDOUT;
             r = 0;
         }
     }
     if (r == 0) {
-        atomic_fetch_add(&session->refs, 1);
-        *out = session;
+        atomic_fetch_add(&connection->refs, 1);
+        *out = connection;
     }
     pthread_mutex_unlock(&client->lock);
     return r;
 }
 
-/* A session that may write, with a daemon that lives. */
-int writer_get(struct kvfs_client *client, struct session **out) {
+/* A connection that may write, with a daemon that lives. */
+int writer_get(struct kvfs_client *client, struct connection **out) {
     if (client->options.flags & KVFS_READ_ONLY)
         return client_fail(-EROFS, "%s: connected for reading only", client->path);
-    int r = session_get(client, out);
+    int r = connection_get(client, out);
     if (r < 0)
         return r;
     if ((*out)->gone && (*out)->silent)
@@ -299,6 +299,6 @@ int writer_get(struct kvfs_client *client, struct session **out) {
     else if (!(*out)->writable)
         r = client_fail(-EROFS, "%s: the daemon gave this user no right to write", client->path);
     if (r < 0)
-        session_put(*out);
+        connection_put(*out);
     return r;
 }

@@ -61,7 +61,7 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
     strcpy(client->space, space);
     strcpy(client->path, path);
     strcpy(client->pool, pool);
-    int r = session_open(client, &client->session);
+    int r = connection_open(client, &client->connection);
     if (r < 0) {
         free(client->hits);
         free(client);
@@ -85,17 +85,17 @@ void kvfs_close(struct kvfs_client *client) {
     if (!client || client->pid != getpid()) /* a child's copy: the rings are its parent's */
         return;
     stage_stop(client);
-    struct session *session = client->session;
-    client_hit(client, session, 0);
+    struct connection *connection = client->connection;
+    client_hit(client, connection, 0);
     uint64_t until = now_ns() + client->options.timeout_ms * 1000000ull;
     while (client_owed(client) && now_ns() < until)
         usleep(1000);
     while (client->retired) {
-        struct session *next = client->retired->next;
-        session_put(client->retired);
+        struct connection *next = client->retired->next;
+        connection_put(client->retired);
         client->retired = next;
     }
-    session_put(session);
+    connection_put(connection);
     pthread_mutex_destroy(&client->lock);
     free(client->hits);
     free(client);

@@ -1,49 +1,49 @@
 /* Memory that devices still own: of reads that were given up on, until the devices have answered. */
 #include "client/client.h"
 
-static pthread_mutex_t claims_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct claim *claims;
-static atomic_uint claim_count;
+static pthread_mutex_t orphans_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct orphan *orphans;
+static atomic_uint orphan_count;
 
-void claim_add(struct claim *claim) {
-    pthread_mutex_lock(&claims_lock);
-    claim->next = claims;
-    claims = claim;
-    atomic_fetch_add(&claim_count, 1);
-    pthread_mutex_unlock(&claims_lock);
+void orphan_add(struct orphan *orphan) {
+    pthread_mutex_lock(&orphans_lock);
+    orphan->next = orphans;
+    orphans = orphan;
+    atomic_fetch_add(&orphan_count, 1);
+    pthread_mutex_unlock(&orphans_lock);
 }
 
-void claim_remove(struct claim *claim) {
-    pthread_mutex_lock(&claims_lock);
-    struct claim **link = &claims;
-    while (*link != claim)
+void orphan_remove(struct orphan *orphan) {
+    pthread_mutex_lock(&orphans_lock);
+    struct orphan **link = &orphans;
+    while (*link != orphan)
         link = &(*link)->next;
-    *link = claim->next;
-    atomic_fetch_sub(&claim_count, 1);
-    pthread_mutex_unlock(&claims_lock);
+    *link = orphan->next;
+    atomic_fetch_sub(&orphan_count, 1);
+    pthread_mutex_unlock(&orphans_lock);
 }
 
-static bool claimed(const uint8_t *data, uint64_t size) {
+static bool orphan_overlaps(const uint8_t *data, uint64_t size) {
     bool found = false;
-    if (!atomic_load(&claim_count))
+    if (!atomic_load(&orphan_count))
         return false;
-    pthread_mutex_lock(&claims_lock);
-    for (struct claim *claim = claims; claim && !found; claim = claim->next)
-        found = claim->data < data + size && data < claim->data + claim->size;
-    pthread_mutex_unlock(&claims_lock);
+    pthread_mutex_lock(&orphans_lock);
+    for (struct orphan *orphan = orphans; orphan && !found; orphan = orphan->next)
+        found = orphan->data < data + size && data < orphan->data + orphan->size;
+    pthread_mutex_unlock(&orphans_lock);
     return found;
 }
 
-bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64_t size) {
-    if (claimed(data, size))
+bool client_overlaps_orphan(struct kvfs_client *client, const void *data, uint64_t size) {
+    if (orphan_overlaps(data, size))
         return true;
-    if (!atomic_load(&client->zombies))
+    if (!atomic_load(&client->orphans))
         return false;
     bool owed = false;
     pthread_mutex_lock(&client->lock);
-    bool found = session_overlaps(client->session, data, size, &owed);
-    for (struct session *session = client->retired; session; session = session->next)
-        found = session_overlaps(session, data, size, &owed) || found;
+    bool found = connection_overlaps(client->connection, data, size, &owed);
+    for (struct connection *connection = client->retired; connection; connection = connection->next)
+        found = connection_overlaps(connection, data, size, &owed) || found;
     client_prune(client);
     pthread_mutex_unlock(&client->lock);
     return found;
@@ -52,9 +52,9 @@ bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64
 bool client_owed(struct kvfs_client *client) {
     bool owed = false;
     pthread_mutex_lock(&client->lock);
-    session_overlaps(client->session, NULL, 0, &owed);
-    for (struct session *session = client->retired; session; session = session->next)
-        session_overlaps(session, NULL, 0, &owed);
+    connection_overlaps(client->connection, NULL, 0, &owed);
+    for (struct connection *connection = client->retired; connection; connection = connection->next)
+        connection_overlaps(connection, NULL, 0, &owed);
     pthread_mutex_unlock(&client->lock);
     return owed;
 }
@@ -62,7 +62,7 @@ bool client_owed(struct kvfs_client *client) {
 int kvfs_busy(struct kvfs_client *client, const void *data, uint64_t size) {
     if (client->pid != getpid())
         return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
-    return client_overlaps_zombie(client, data, size);
+    return client_overlaps_orphan(client, data, size);
 }
 
 /* ---- a batch's destinations ---- */
@@ -73,12 +73,12 @@ static int by_address(const void *a, const void *b) {
 }
 
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count) {
-    bool sorted = true, zombies = atomic_load(&client->zombies) || atomic_load(&claim_count);
+    bool sorted = true, orphans = atomic_load(&client->orphans) || atomic_load(&orphan_count);
     for (uint32_t i = 0; i < count; i++) {
         uint64_t start = (uint64_t)(uintptr_t)buffers[i].data;
         if (start + buffers[i].size < start || (!start && buffers[i].size))
             return client_fail(-EINVAL, "buffer %u: %llu bytes at 0x%llx", i, (unsigned long long)buffers[i].size, (unsigned long long)start);
-        if (zombies && client_overlaps_zombie(client, buffers[i].data, buffers[i].size))
+        if (orphans && client_overlaps_orphan(client, buffers[i].data, buffers[i].size))
             return client_fail(-EBUSY, "buffer %u: a device that gave no answer in time may still write into it", i);
         if (i && start < (uint64_t)(uintptr_t)buffers[i - 1].data + buffers[i - 1].size)
             sorted = false;
