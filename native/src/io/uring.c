@@ -37,7 +37,8 @@ static void memory_start(struct ring *ring, struct io_part *part) {
         start(ring, part);
         return;
     }
-    ssize_t n = part->group->write ? pwritev(fd, iov, part->iov_count, (off_t)part->device_offset) : preadv(fd, iov, part->iov_count, (off_t)part->device_offset);
+    off_t offset = (off_t)part->device_offset;
+    ssize_t n = part->group->write ? pwritev(fd, iov, part->iov_count, offset) : preadv(fd, iov, part->iov_count, offset);
     bool kept = ring_part_delay(ring, part, 0, n < 0 ? -errno : (int)n);
     assert(kept);
 }
