@@ -88,7 +88,7 @@ static int array_build(struct kvfs_plane *plane, const int *device_fds, const ui
         plane->array.devices[i].fd = device_fds[i];
         plane->array.devices[i].zones_offset = zones_offset[i];
         plane->array.passthrough |= generic_is(device_fds[i]);
-        r = device_look(&plane->array, &plane->array.devices[i]);
+        r = device_probe(&plane->array, &plane->array.devices[i]);
         if (r < 0)
             return fail(r, "device %u: NVMe passthrough: %s", i, strerror(-r));
     }
@@ -305,7 +305,7 @@ int kvfs_device_use(struct kvfs_plane *plane, uint32_t device) {
         return -ERANGE;
     if (generic_is(plane->array.devices[device].fd) && !plane->array.passthrough)
         return fail(-EOPNOTSUPP, "NVMe passthrough beside devices that were opened without it: mount the pool again");
-    int r = device_look(&plane->array, &plane->array.devices[device]);
+    int r = device_probe(&plane->array, &plane->array.devices[device]);
     if (r < 0)
         return fail(r, "NVMe passthrough: %s", strerror(-r));
     char reason[NVME_REASON + 96];

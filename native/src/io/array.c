@@ -60,7 +60,7 @@ void device_kind_set(struct device *device, const struct device_ops *kind) {
     atomic_compare_exchange_strong(&device->ops, &before, kind); /* it fails where faults are wrapped around the kind: they stay */
 }
 
-int device_look(const struct kvfs_array *array, struct device *device) {
+int device_probe(const struct kvfs_array *array, struct device *device) {
     struct kvfs_nvme_target target;
     const struct device_ops *kind = is_memory(device->fd) ? &memory_ops : &uring_ops;
     if (nvme_target_of(device->fd, &target))

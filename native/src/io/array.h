@@ -24,7 +24,7 @@ struct device_ops {
 struct fault_rule { atomic_uint fault, direction, every, value, counter; };
 struct device {
     int fd;                              /* the number stays; the file behind it may change (kvfs_device_use) */
-    const struct device_ops *_Atomic kind;  /* as device_look() found it */
+    const struct device_ops *_Atomic kind;  /* as device_probe() found it */
     const struct device_ops *_Atomic ops;   /* rings start parts by these: the kind's, or fault_ops around them */
     _Atomic(struct nvme_remote *) remote;   /* NVMe/TCP, where fd only names the target. Else NULL */
     atomic_uint nsid, block_size, transfer_size;    /* NVMe passthrough: a command carries at most transfer_size. Else 0 */
@@ -59,7 +59,7 @@ int array_init(struct kvfs_array *array, const struct geometry *geometry, uint32
 void array_free(struct kvfs_array *array);   /* also after array_init failed; hosts have stopped */
 /* Find out what kind of device the descriptor leads to; before its first I/O, and when it leads elsewhere. -errno of NVMe passthrough, which is
  * looked for only if the array has it. */
-int device_look(const struct kvfs_array *array, struct device *device);
+int device_probe(const struct kvfs_array *array, struct device *device);
 void device_kind_set(struct device *device, const struct device_ops *kind);
 
 extern const struct device_ops uring_ops;        /* io/uring.c: files and block devices */
