@@ -242,7 +242,7 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     TAKE(open_handles); TAKE(parked); TAKE(spins); TAKE(sleeps); TAKE(wakeups); TAKE(blocks_written); TAKE(blocks_copied);
     TAKE(written_bytes); TAKE(jobs_in_flight); TAKE(slow_requests);
 #undef TAKE
-    out->zombies = atomic_load_explicit(&plane->array.zombies, memory_order_relaxed);
+    out->zombies = atomic_load_explicit(&plane->array.orphans, memory_order_relaxed);
     /* A name that is being made counts until it is asked for; that takes back what was said of it, but what is told never falls. */
     unsigned long long missed = out->lookup_misses > out->misses_made ? out->lookup_misses - out->misses_made : 0, told = atomic_load(&plane->missed_told);
     while (missed > told && !atomic_compare_exchange_weak(&plane->missed_told, &told, missed))

@@ -161,7 +161,7 @@ static void test_faults_wrap_a_kind(void) {
     CHECK(io(&ring, true, other) == 0 && starts == before + DEVICES - 1);
     CHECK(memcmp(media[2] + ZONE, data + 2 * 65536, 65536) == 0 && memcmp(media[1] + ZONE, other + 65536, 65536) == 0);
     fault_set(device, KVFS_FAULT_DELAY, 1, 1, array.io_timeout_ms * 3 / 2);
-    CHECK(io(&ring, false, back) == -ETIMEDOUT && atomic_load(&array.zombies) == 0); /* expired, then reaped */
+    CHECK(io(&ring, false, back) == -ETIMEDOUT && atomic_load(&array.orphans) == 0); /* expired, then reaped */
     array.io_timeout_ms = 60000;
     fault_set(device, KVFS_FAULT_HOLD, 1, 1, 0);
     io_start(&ring, false, back, &wait);
@@ -200,10 +200,10 @@ static void test_a_missed_deadline_is_told_in_order(void) {
         }
         CHECK(wait.result == -ETIMEDOUT && cancels == (gives_up ? 0 : DEVICES) && expires == (gives_up ? DEVICES : 0));
         CHECK(errors == DEVICES && error_seen == ETIMEDOUT);
-        CHECK(wait.done == (bool)gives_up && ring_idle(&ring) == (bool)gives_up && atomic_load(&array.zombies) == !gives_up);
+        CHECK(wait.done == (bool)gives_up && ring_idle(&ring) == (bool)gives_up && atomic_load(&array.orphans) == !gives_up);
         for (uint32_t i = 0; i < DEVICES && !gives_up; i++)
             ring_part_complete(&ring, kept[i], (int)kept[i]->size);
-        CHECK(wait.done && ring_idle(&ring) && atomic_load(&array.zombies) == 0 && atomic_load(&array.segment_busy[1]) == 0);
+        CHECK(wait.done && ring_idle(&ring) && atomic_load(&array.orphans) == 0 && atomic_load(&array.segment_busy[1]) == 0);
         free(data);
         ring_free(&ring);
         array_end();

@@ -49,7 +49,7 @@ struct kvfs_array {
     bool fail_fast;
     bool passthrough;                    /* some device has it: rings have large entries */
     atomic_ullong stuck_until_ns;        /* a device missed a deadline: for the time of ten, no read goes to a guest's own pages */
-    atomic_ullong zombies;               /* I/Os that missed their deadline and have not come back */
+    atomic_ullong orphans;               /* I/Os that missed their deadline and have not come back */
     /* Callbacks from any thread, or NULL. on_error: I/O of a device ended with -error. on_message: an NVMe/TCP device has a new message. */
     void (*on_error)(struct kvfs_array *array, uint32_t device, int error);
     void (*on_message)(struct kvfs_array *array, uint32_t device);

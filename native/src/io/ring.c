@@ -325,7 +325,7 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
         return;
     bool expired = group->expired;
     if (expired)
-        atomic_fetch_sub(&ring->array->zombies, 1);
+        atomic_fetch_sub(&ring->array->orphans, 1);
     else
         group_unlink(ring, group);
     group->callback(group, expired);
@@ -360,7 +360,7 @@ static void expire(struct ring *ring) {
             group->result = -ETIMEDOUT;
         uint32_t left = 0; /* parts to expire */
         atomic_store(&ring->array->stuck_until_ns, now + 10 * patience);
-        atomic_fetch_add(&ring->array->zombies, 1);
+        atomic_fetch_add(&ring->array->orphans, 1);
         for (uint32_t i = 0; i < group->part_count; i++) {
             struct io_part *part = &group->parts[i];
             if (part->done)
