@@ -16,7 +16,7 @@
 #define LOAD_BATCH 16
 
 /* Where the writer found an entry. Valid until the index changes. */
-struct place {
+struct location {
     struct bucket *primary;
     struct bucket *bucket;
     int position;
@@ -223,11 +223,11 @@ static struct bucket *next_bucket(const struct kvfs_table *table, const struct b
 
 /* The slot that `key` leads to, or 0. With `wanted`: only the entry of that slot. */
 static uint32_t locate(const struct kvfs_table *table, const struct index *index, const struct key *key, uint32_t wanted,
-                       struct place *place) {
+                       struct location *location) {
     uint16_t tag = tag_of(key->hash);
 
-    place->primary = &index->buckets[bucket_of(key->hash, get(index->count))];
-    for (struct bucket *bucket = place->primary; bucket; bucket = next_bucket(table, bucket)) {
+    location->primary = &index->buckets[bucket_of(key->hash, get(index->count))];
+    for (struct bucket *bucket = location->primary; bucket; bucket = next_bucket(table, bucket)) {
         for (int i = 0; i < BUCKET_ENTRIES; i++) {
             uint32_t slot = get(&bucket->slots[i]);
 
@@ -235,19 +235,19 @@ static uint32_t locate(const struct kvfs_table *table, const struct index *index
                 return 0;
             if (get(&bucket->tags[i]) != tag || !(wanted ? slot == wanted : slot_matches(table, slot, key)))
                 continue;
-            place->bucket = bucket;
-            place->position = i;
+            location->bucket = bucket;
+            location->position = i;
             return slot;
         }
     }
     return 0;
 }
 
-static void place_redirect(const struct kvfs_table *table, const struct place *place, uint32_t slot) {
+static void location_redirect(const struct kvfs_table *table, const struct location *location, uint32_t slot) {
     assert(get(&table->slots[slot].links_kind)); /* filled before an index leads to it (I9) */
-    begin_write(&place->primary->sequence);
-    set(&place->bucket->slots[place->position], slot);
-    end_write(&place->primary->sequence);
+    begin_write(&location->primary->sequence);
+    set(&location->bucket->slots[location->position], slot);
+    end_write(&location->primary->sequence);
 }
 
 /* The caller holds the primary bucket's sequence odd. `*from` is a bucket of the chain with only full ones before it. */
@@ -351,12 +351,12 @@ static void index_insert(struct kvfs_table *table, struct index *index, uint64_t
 }
 
 /* The chain's last entry fills the hole, so chains stay dense. */
-static void index_remove(struct kvfs_table *table, struct index *index, const struct place *place) {
-    struct bucket *last = place->bucket, *before = NULL, *next;
+static void index_remove(struct kvfs_table *table, struct index *index, const struct location *location) {
+    struct bucket *last = location->bucket, *before = NULL, *next;
     int i;
 
-    if (last != place->primary)
-        for (before = place->primary; next_bucket(table, before) != last; before = next_bucket(table, before))
+    if (last != location->primary)
+        for (before = location->primary; next_bucket(table, before) != last; before = next_bucket(table, before))
             ;
     while ((next = next_bucket(table, last))) {
         before = last;
@@ -364,13 +364,13 @@ static void index_remove(struct kvfs_table *table, struct index *index, const st
     }
     for (i = BUCKET_ENTRIES - 1; !get(&last->slots[i]); i--)
         ;
-    begin_write(&place->primary->sequence);
-    set(&place->bucket->tags[place->position], get(&last->tags[i]));
-    set(&place->bucket->slots[place->position], get(&last->slots[i]));
+    begin_write(&location->primary->sequence);
+    set(&location->bucket->tags[location->position], get(&last->tags[i]));
+    set(&location->bucket->slots[location->position], get(&last->slots[i]));
     set(&last->slots[i], 0);
     if (!i && before)
         chain_cut(table, before);
-    end_write(&place->primary->sequence);
+    end_write(&location->primary->sequence);
     index->entries--;
 }
 
@@ -452,12 +452,12 @@ int kvfs_table_fd(const struct kvfs_table *table) {
 
 static void remove_name(struct kvfs_table *table, uint32_t slot, const uint64_t words[2]) {
     struct key key = {.hash = words[0], .words = {words[0], words[1]}, .by_name = true};
-    struct place place;
-    uint32_t found = locate(table, &table->names, &key, slot, &place);
+    struct location location;
+    uint32_t found = locate(table, &table->names, &key, slot, &location);
 
     assert(found == slot);
     (void)found;
-    index_remove(table, &table->names, &place);
+    index_remove(table, &table->names, &location);
 }
 
 /* No name leads to the slot any more. */
@@ -471,12 +471,12 @@ static void make_nameless(struct kvfs_table *table, uint32_t slot) {
 
 static void free_record(struct kvfs_table *table, uint32_t slot) {
     struct key key = inode_key(table, get(&table->slots[slot].words[INODE]));
-    struct place place;
-    uint32_t found = locate(table, &table->inodes, &key, slot, &place);
+    struct location location;
+    uint32_t found = locate(table, &table->inodes, &key, slot, &location);
 
     assert(found == slot);
     (void)found;
-    index_remove(table, &table->inodes, &place);
+    index_remove(table, &table->inodes, &location);
     slot_free(table, slot);
 }
 
@@ -484,7 +484,7 @@ static void free_record(struct kvfs_table *table, uint32_t slot) {
 static int put(struct kvfs_table *table, const struct kvfs_record *record, uint64_t hash, const struct key *name, bool keep_replaced) {
     static const uint64_t no_key[2];
     struct key inode = {.hash = hash, .words = {record->inode, 0}};
-    struct place by_inode, by_name;
+    struct location by_inode, by_name;
     uint32_t old = locate(table, &table->inodes, &inode, 0, &by_inode);
     uint32_t holder = name ? locate(table, &table->names, name, 0, &by_name) : 0;
     bool replaces = holder && holder != old;
@@ -520,11 +520,11 @@ static int put(struct kvfs_table *table, const struct kvfs_record *record, uint6
         slot = slot_take(table);
     slot_write(table, slot, &packed);
     if (renamed)
-        place_redirect(table, &by_inode, slot);
+        location_redirect(table, &by_inode, slot);
     else if (!old)
         index_insert(table, &table->inodes, hash, slot);
     if (holder)
-        place_redirect(table, &by_name, slot);
+        location_redirect(table, &by_name, slot);
     else if (name)
         index_insert(table, &table->names, name->hash, slot);
     if (renamed) {
@@ -555,14 +555,14 @@ int kvfs_table_update(struct kvfs_table *table, const struct kvfs_record *record
     struct key key = inode_key(table, record->inode);
     struct kvfs_record changed = *record;
     struct packed before, after;
-    struct place place;
+    struct location location;
     uint8_t flags = record->flags & (uint8_t)~KVFS_INODE_NAMELESS;
     uint32_t slot;
 
     assert(table->fd >= 0);
     if (!representable(record))
         return -EINVAL;
-    slot = locate(table, &table->inodes, &key, 0, &place);
+    slot = locate(table, &table->inodes, &key, 0, &location);
     if (!slot)
         return -ENOENT;
     before = slot_content(table, slot);
@@ -577,11 +577,11 @@ int kvfs_table_update(struct kvfs_table *table, const struct kvfs_record *record
 int kvfs_table_remove(struct kvfs_table *table, uint64_t inode, int keep) {
     struct key key = inode_key(table, inode);
     struct packed packed;
-    struct place place;
+    struct location location;
     uint32_t slot;
 
     assert(table->fd >= 0);
-    slot = locate(table, &table->inodes, &key, 0, &place);
+    slot = locate(table, &table->inodes, &key, 0, &location);
     if (!slot)
         return -ENOENT;
     packed = slot_content(table, slot);
