@@ -15,12 +15,12 @@
 #define BACKOFF_MIN_MS 100u
 #define BACKOFF_UP_MAX_MS 400u          /* after a loss of an association */
 #define BACKOFF_MAX_MS 2000u            /* after a failure to make one */
-#define LOOK_NS 500000000ull            /* between looks at a namespace that is not usable */
+#define POLL_NS 500000000ull            /* between polls of a namespace that is not usable */
 #define SUSPECT_NS 1000000000ull        /* wait for keep alive after a command without an answer */
 #define STEADY_NS 2000000000ull         /* an association that lasted so long is made again at once */
 
-static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
-static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
+static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
+static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
     char text[NVME_REASON + 64];
     va_list arguments;
     va_start(arguments, format);
@@ -129,7 +129,7 @@ static int remote_check(struct nvme_admin *admin, struct nvme_link *link, struct
     return r;
 }
 
-/* Check the namespaces that are not usable. One that fails is looked at again later. Returns 0 if any is usable, else the last failure. */
+/* Check the namespaces that are not usable. One that fails is polled again later. Returns 0 if any is usable, else the last failure. */
 static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint64_t deadline) {
     struct nvme_link link;
     int r = nvme_link_init(&link, 3), failure = 0;
@@ -148,9 +148,9 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
         snprintf(remote->reason, sizeof(remote->reason), "%s", r < 0 ? admin->reason : "");
         pthread_mutex_unlock(&host->lock);
         if (back)
-            tell(host, remote, "namespace %u is back", remote->nsid);
+            notify(host, remote, "namespace %u is back", remote->nsid);
         else if (news)
-            tell(host, remote, "%s", admin->reason);
+            notify(host, remote, "%s", admin->reason);
     }
     nvme_link_close(&link, -ENOTCONN);
     nvme_link_free(&link);
@@ -191,7 +191,7 @@ static void send_admin(struct service *service, struct nvme_admin *admin, struct
 }
 
 /* Reading the log of changed namespaces allows the next event of this kind. */
-static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
+static int namespaces_poll(struct nvme_host *host, struct nvme_admin *admin) {
     uint64_t deadline = now_ns() + kato_ms(host) * 500000ull;
     uint8_t *list = malloc(4096);
     if (!list)
@@ -205,7 +205,7 @@ static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
         int found = nvme_admin_identity(admin, remote->nsid, &identity, deadline);
         bool same = found == 0 && remote->known && memcmp(&identity, &remote->identity, sizeof(identity)) == 0;
         if (!same && atomic_exchange(&remote->usable, false))
-            tell(host, remote, "namespace %u is gone or another one now: %s", remote->nsid, found < 0 ? admin->reason : "it has changed");
+            notify(host, remote, "namespace %u is gone or another one now: %s", remote->nsid, found < 0 ? admin->reason : "it has changed");
     }
     return admin->link.state == NVME_LINK_READY ? 0 : r < 0 ? r : -ENOTCONN;
 }
@@ -262,7 +262,7 @@ static void wait_for_news(struct nvme_host *host, struct nvme_admin *admin, uint
 /* Returns when the association is lost, or the host is to stop (-ECANCELED). */
 static int serve(struct nvme_host *host, struct nvme_admin *admin, struct service *service) {
     const uint64_t kato_ns = kato_ms(host) * 1000000ull;
-    uint64_t next_look = now_ns() + LOOK_NS;
+    uint64_t next_poll = now_ns() + POLL_NS;
     service->next_alive_ns = now_ns() + kato_ns / 2;
     int r = 0;
     while (r == 0) {
@@ -286,7 +286,7 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
         r = nvme_link_send(&admin->link);
         if (r == 0 && !more) {
             uint64_t until = service->alive_asked_ns ? service->alive_until_ns : service->next_alive_ns;
-            wait_for_news(host, admin, all_usable(host) ? until : min_u64(until, next_look), now);
+            wait_for_news(host, admin, all_usable(host) ? until : min_u64(until, next_poll), now);
         }
         if (r == 0)
             r = nvme_link_receive(&admin->link);
@@ -295,14 +295,14 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
         admin->wake_fd = -1; /* the following calls have short deadlines of their own */
         if (service->namespaces_changed) {
             service->namespaces_changed = false;
-            r = namespaces_look(host, admin);
-            next_look = 0;
+            r = namespaces_poll(host, admin);
+            next_poll = 0;
         }
-        if (atomic_exchange(&host->look, false))
-            next_look = 0;
-        if (r == 0 && now_ns() >= next_look && !all_usable(host)) {
+        if (atomic_exchange(&host->poll_now, false))
+            next_poll = 0;
+        if (r == 0 && now_ns() >= next_poll && !all_usable(host)) {
             remotes_check(host, admin, now_ns() + kato_ns / 2); /* keep alive waits meanwhile */
-            next_look = now_ns() + LOOK_NS;
+            next_poll = now_ns() + POLL_NS;
             r = admin->link.state == NVME_LINK_READY ? 0 : -ENOTCONN;
         }
         admin->wake_fd = host->wake_fd;
@@ -356,7 +356,7 @@ static void *host_main(void *argument) {
             state_set(host, NVME_HOST_UP, &admin);
             for (struct nvme_remote *remote = host->remotes; remote && again; remote = remote->next)
                 if (atomic_load(&remote->usable))
-                    tell(host, remote, "connected again");
+                    notify(host, remote, "connected again");
             r = serve(host, &admin, &service);
             if (r != -ECANCELED)
                 backoff_ms = now_ns() - up_ns >= STEADY_NS ? 0 : (uint32_t)min_u64(backoff_ms, BACKOFF_UP_MAX_MS);
@@ -364,7 +364,7 @@ static void *host_main(void *argument) {
         bool first = atomic_load(&host->state) != NVME_HOST_DOWN;
         state_set(host, NVME_HOST_DOWN, &admin);
         if (r != -ECANCELED && first)
-            tell(host, NULL, "connection lost: %s", admin.reason);
+            notify(host, NULL, "connection lost: %s", admin.reason);
         nvme_admin_close(&admin, r == -ECANCELED);
         struct pollfd poll_fd = {.fd = host->wake_fd, .events = POLLIN};
         while (backoff_ms && !atomic_load(&host->stopping) && poll(&poll_fd, 1, (int)backoff_ms) > 0) {
@@ -434,7 +434,7 @@ int nvme_device_use(struct kvfs_array *array, uint32_t device, char *error, size
     struct nvme_host *host = remote->host;
     atomic_store(&remote->anew, true);
     atomic_store(&remote->usable, false);
-    atomic_store(&host->look, true);
+    atomic_store(&host->poll_now, true);
     if (!host->started) {
         int r = -pthread_create(&host->thread, NULL, host_main, host);
         if (r < 0)

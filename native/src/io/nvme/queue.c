@@ -6,7 +6,7 @@
  *
  * A queue connects when the first I/O needs it. While the controller is down reads fail at once: they are misses. Writes wait for the
  * controller until their own deadline, or until their device is out of service. If writes failed at once, they would be tried elsewhere
- * and use up segment after segment. The ring's io_uring only tells when a socket can be read or written.
+ * and use up segment after segment. The ring's io_uring only says when a socket can be read or written.
  */
 #include "io/nvme/tcp.h"
 
@@ -274,7 +274,7 @@ static void issue(struct nvme_queue *queue, bool finish) {
         const struct nvme_remote *remote = part->remote;
         const uint32_t shift = remote->identity.block_shift;
         if (!part->error && !atomic_load_explicit(&remote->usable, memory_order_relaxed))
-            part->error = -ENOTCONN; /* not "gone": the host finds out whether the device is gone, and tells it, perhaps later */
+            part->error = -ENOTCONN; /* not "gone": the host finds out whether the device is gone, and says so, perhaps later */
         if (!part->error && (part->size > remote->identity.size || part->device_offset > remote->identity.size - part->size))
             part->error = -EIO; /* the device is smaller than its label says */
         if (part->error && !finish) {

@@ -166,7 +166,7 @@ struct nvme_host {
     pthread_t thread;
     bool started;
     int wake_fd;
-    atomic_bool stopping, look;             /* look: at the namespaces that are not usable, now */
+    atomic_bool stopping, poll_now;         /* poll_now: the namespaces that are not usable */
     /* Rings read these; they change under the lock. */
     atomic_uint state, generation;
     atomic_uint lost;                       /* the generation that a ring has found dead */
