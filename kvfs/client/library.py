@@ -59,8 +59,10 @@ assert list(ClientStatistics.__dataclass_fields__) == [
 
 @dataclass(frozen=True, slots=True)
 class ClientInformation:
-    """What a client is connected to. connected: the daemon answers (reads go on without). memory_alignment: bytes;
-    reads into memory aligned to it need no copy."""
+    """The pool that a client is connected to. connected: the daemon answers (reads go on without).
+
+    memory_alignment: bytes; reads into memory aligned to it need no copy.
+    """
 
     pool: str
     pool_uuid: UUID
@@ -134,7 +136,7 @@ class Library:
         return True
 
     def free(self) -> None:
-        """After stop(). Waits for what devices owe, as long as a device may take."""
+        """After stop(). Waits for answers that devices owe, as long as a device may take."""
         with self._changed:
             if self._freed:
                 return
@@ -169,7 +171,7 @@ class Library:
             self._hold(busy)
 
     def _prune(self) -> None:
-        """Let go of what devices have let go of."""
+        """Release memory that devices have released."""
         with self._changed:
             self._held = [
                 region for region in self._held if lib.kvfs_busy(self._handle, region.pointer, region.size) == 1

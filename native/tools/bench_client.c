@@ -308,7 +308,7 @@ static void command_read(struct job *job) {
     unsigned char *buffer = allocate(job->options.size);
     operation_read(job, 0, buffer);
     uint64_t digest = XXH3_64bits(buffer, job->options.size);
-    /* What an open file needs once (a block header, say) is not what is measured: each file is touched first. */
+    /* The first read of an open file also reads its block header, which is not what is measured: each file is touched first. */
     for (uint64_t i = 0; i < job->path_count; i++)
         read_exactly(job->fds[i], job->paths[i], buffer, job->options.size, job->options.base);
     free(buffer);

@@ -1,4 +1,4 @@
-/* What the clients of `kvfs bench` share: content of blocks, and small helpers. `program` is the name that messages begin with. */
+/* Shared by the clients of `kvfs bench`: content of blocks, and small helpers. `program` is the name that messages begin with. */
 #ifndef KVFS_BENCH_COMMON_H
 #define KVFS_BENCH_COMMON_H
 
@@ -66,7 +66,7 @@ static inline void content_stamp(unsigned char *out, uint64_t size, uint64_t blo
     }
 }
 
-/* For qsort() of latencies. */
+/* Order for qsort() of latencies. */
 static inline int by_value(const void *a, const void *b) {
     uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
     return x < y ? -1 : x > y;

@@ -1,8 +1,8 @@
 /* The native half of `kvfs bench`: libkvfs called in fixed loops, in one process or in several that start together.
  *
- * One command a run, one JSON object on stdout, its fields those of bench_client. Blocks are numbered; key and content follow from the
- * number, so that what one run puts, another one checks: get reads every block once and compares every byte before the clock starts, and
- * compares the last batch again when it has stopped; put reads its last batch back. A miss, a wrong byte, a wrong answer of exists: status 1.
+ * One command a run, one JSON object on stdout, its fields those of bench_client. Blocks are numbered; key and content follow from the number, so
+ * one run can check what another one put: get reads every block once and compares every byte before the clock starts, and compares the last batch
+ * again when it has stopped; put reads its last batch back. A miss, a wrong byte, a wrong answer of exists: status 1.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -36,7 +36,7 @@ struct options {
     bool missing, no_verify, packable;
 };
 
-/* What a process tells its parent, in shared memory. */
+/* The report of a process to its parent, in shared memory. */
 struct report {
     uint64_t start_ns, end_ns, busy_ns, operations, bytes, calls;
     double user_s, system_s;
@@ -271,7 +271,7 @@ static void command_exists(struct job *job) {
         die("exists: %" PRIu64 " of %" PRIu64 " answers are wrong", job->report->operations - right, job->report->operations);
 }
 
-/* What libkvfs's checks cost by themselves, over as much memory as a batch of get fills. */
+/* The cost of libkvfs's checks by themselves, over as much memory as a batch of get fills. */
 static void command_checksum(struct job *job) {
     const struct options *options = &job->options;
     uint64_t leaves = (options->size + PAGE - 1) / PAGE;

@@ -19,7 +19,7 @@ static int space_check(const char *space) {
     return 0;
 }
 
-/* For programs that cannot say it themselves, those under libkvfs_preload or libcufile. 0 from the environment is refused too. */
+/* Programs under libkvfs_preload or libcufile cannot set the option; the environment does it for them. 0 is refused there too. */
 static int timeout_from_environment(uint32_t *timeout_ms) {
     const char *text = getenv("KVFS_TIMEOUT_MS");
     if (!text || !*text) {

@@ -1,8 +1,8 @@
 /* Inside libkvfs: how its parts hold together. Not installed; kvfs.h is the outside.
  *
- * A client has one connection with a daemon: its block table, devices, and socket. When the daemon ends the connection stays readable; a call
- * that finds a new daemon makes a new connection, and the old one goes with its last user. A connection's devices are a struct kvfs_array, as
- * in the daemon: rooms base, block and io work on it.
+ * A client has one connection with a daemon: its block table, devices, and socket. When the daemon ends, the connection stays readable. A call that
+ * finds a new daemon makes a new connection; the old one goes with its last user. A connection's devices are a struct kvfs_array, as in the daemon:
+ * rooms base, block and io work on it.
  *
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the stager (client/prestage.c).
@@ -36,9 +36,9 @@ struct connection {
     uint32_t memory_alignment;
     int socket;
     pthread_mutex_t send_lock;           /* one frame is sent; taken before socket_lock, if both are */
-    pthread_mutex_t socket_lock;         /* what comes: from here to next_id */
+    pthread_mutex_t socket_lock;         /* guards what is received: from here to next_id */
     pthread_cond_t answered;             /* some request was, or nobody listens */
-    bool listening;                      /* a thread waits for the socket; the others wait for that one */
+    bool listening;                      /* a thread waits for the socket; the others wait for `answered` */
     struct asked *asked;                 /* requests without an answer */
     struct wire_frame frame;             /* the frame that is coming in: heard bytes of it, and of its payload */
     uint8_t *payload;
@@ -53,7 +53,7 @@ struct connection {
     uint8_t uuid[16];
     pthread_mutex_t lock;                /* lanes, orphans */
     struct lane *idle;
-    struct fetch *orphans;               /* of all lanes: done with -ETIMEDOUT, memory still the device's */
+    struct fetch *orphans;               /* of all lanes: ended with -ETIMEDOUT while a device still owns the memory */
     uint32_t lane_count;
     pthread_cond_t lane_idle;
     _Atomic(struct late_write *) landed; /* those that cannot land any more; each is the begin of its allocation */
@@ -132,9 +132,9 @@ int client_fail(int error, const char *format, ...) __attribute__((format(printf
 int wire_send_all(int fd, const void *head, uint64_t head_size, const void *data, uint64_t size, uint64_t deadline_ns);
 /* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. */
 int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count);
-/* Is the daemon still there? Takes in what it has said meanwhile. Never waits. */
+/* Is the daemon still there? Receives what it has sent meanwhile. Never waits. */
 void connection_look(struct connection *connection);
-/* One request: its asker's, who waits for the answer in any case. Any number may be under way, of any threads. */
+/* One request. It belongs to its asker, which waits for the answer in any case. Any number may be under way, from any threads. */
 struct asked {
     struct asked *next;
     uint32_t id;
@@ -148,7 +148,7 @@ struct asked {
 };
 void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked);
 void wire_wait(struct connection *connection, struct asked *asked);
-/* What came of it, when it is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
+/* The outcome of a request that is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
 int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply, uint32_t *reply_size);
 /* All three. */
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
@@ -170,7 +170,7 @@ int message_ask(struct kvfs_client *client, struct connection *connection, uint1
 int pool_of(const char *path, char pool[4096], uint64_t *base);
 /* The socket's file, as connection->listener has it. Zeros: there is none. */
 void listener_of(const struct kvfs_client *client, uint64_t out[4]);
-/* The process that the connection was with still is who listens: nothing can have been changed without it. */
+/* The process behind the connection still listens: nothing can have been changed without it. */
 bool listener_is_same(const struct kvfs_client *client, const struct connection *connection);
 int socket_open(struct kvfs_client *client, uint64_t deadline_ns);                         /* a descriptor, or -errno */
 
@@ -183,14 +183,14 @@ void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size);
 
 int lane_take(struct kvfs_client *client, struct connection *connection, struct lane **out);   /* -EBUSY: all in use for timeout_ms */
 void lane_give(struct lane *lane);                                                        /* no fetch may be active */
-/* Of a connection that nobody uses. False: a device may still write; what it writes to stays. */
+/* Free a lane of a connection that nobody uses. False: a device may still write, so its memory stays. */
 bool lane_free(struct lane *lane);
 struct fetch *fetch_get(struct lane *lane);              /* NULL: no memory */
 void fetch_recycle(struct fetch *fetch);
 /* Let go of orphans whose devices have answered. By the lane's holder; or, locked, of an idle lane with connection->lock held. */
 void lane_reap(struct lane *lane, bool locked);
 void connection_reap(struct connection *connection);                                                /* lane_reap() for all idle lanes */
-/* Whether an orphan writes there. *owed becomes true where devices owe answers, to reads or, which are no orphans, to writes. */
+/* True: an orphan overlaps that memory. *owed becomes true where devices owe answers to reads (orphans) or to writes. */
 bool connection_overlaps(struct connection *connection, const uint8_t *data, uint64_t size, bool *owed);
 
 /* ---- client/connection.c ---- */
@@ -211,7 +211,7 @@ void client_bad_block(struct kvfs_client *client, struct connection *connection,
 
 /* ---- client/orphans.c ---- */
 
-/* Memory of this process that a read writes into which belongs to no lane and cannot be cancelled. From any thread. */
+/* Memory that is written by a read which belongs to no lane and cannot be cancelled. Any thread may call. */
 struct orphan { struct orphan *next; const uint8_t *data; uint64_t size; };
 void orphan_add(struct orphan *orphan);
 void orphan_remove(struct orphan *orphan);
@@ -233,8 +233,8 @@ uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out);             
 /* ---- client/fetch.c ---- */
 
 void fetch_start(struct lane *lane, struct fetch *fetch);
-/* Submit, wait for a completion (at most timeout_ns; 0: only look), prove what is complete and call its done. Returns how many fetches are
- * active. lane_step() proves one at most: who has more to read starts it before the next is proven, so that devices do not wait for checksums. */
+/* Submit, wait for a completion (at most timeout_ns; 0: only look), prove what is complete and call its done. Returns how many fetches are active.
+ * lane_step() proves one at most: a caller with more to read starts that first, so that devices do not wait for checksums. */
 uint32_t lane_step(struct lane *lane, uint64_t timeout_ns);
 uint32_t lane_run(struct lane *lane, uint64_t timeout_ns);
 

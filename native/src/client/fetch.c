@@ -28,7 +28,7 @@ static int fetch_io(struct fetch *fetch, uint32_t segment, uint32_t page, const 
 
 static uint32_t first_page(const struct fetch *fetch) { return (uint32_t)(fetch->offset / PAGE); }
 static uint32_t end_page(const struct fetch *fetch) { return (uint32_t)pages_of(fetch->offset + fetch->size); }
-/* Whether a page is wanted in part only, and so read to the side: the first, the last. */
+/* True: only a part of this page is wanted, so it is read to the side. That can be the first or the last one. */
 static bool side_first(const struct fetch *fetch, uint32_t page) { return page == first_page(fetch) && fetch->offset % PAGE; }
 static bool side_last(const struct fetch *fetch, uint32_t page) {
     return page + 1 == end_page(fetch) && (fetch->offset + fetch->size) % PAGE && !side_first(fetch, page);
@@ -177,7 +177,7 @@ static int verify_leaves(const struct fetch *fetch) {
     return 0;
 }
 
-/* What was read to the side, or bounced, goes where it is wanted. */
+/* Copy bytes that were read to the side, or bounced, to their destination. */
 static void copy_out(struct fetch *fetch) {
     uint32_t first = first_page(fetch), last = end_page(fetch) - 1;
     if (fetch->size == 0)
@@ -194,7 +194,7 @@ static void copy_out(struct fetch *fetch) {
         memcpy(fetch->data + (last * PAGE - fetch->offset), fetch->side + PAGE, end - last * PAGE);
 }
 
-/* The bytes are not those of this place: has the block moved? True: it is being read from where it is now. */
+/* The bytes do not prove at this place (I10): has the block moved? True: it is being read from its new place. */
 static bool fetch_again(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
     struct connection *connection = lane->connection;

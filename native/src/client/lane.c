@@ -128,7 +128,7 @@ void lane_reap(struct lane *lane, bool locked) {
         pthread_mutex_unlock(&lane->connection->lock);
 }
 
-/* connection->lock is held. Whether devices owe answers to idle lanes. */
+/* connection->lock is held. True: devices owe answers to idle lanes. */
 static bool idle_reap(struct connection *connection) {
     bool owed = false;
     for (struct lane *lane = connection->idle; lane; lane = lane->next)

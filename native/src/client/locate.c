@@ -70,7 +70,7 @@ void listener_of(const struct kvfs_client *client, uint64_t out[4]) {
     }
 }
 
-/* The process that the connection was with still is who listens: nothing can have been changed without it. */
+/* The process behind the connection still listens: nothing can have been changed without it. */
 bool listener_is_same(const struct kvfs_client *client, const struct connection *connection) {
     uint64_t now[4];
     listener_of(client, now);

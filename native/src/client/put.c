@@ -1,8 +1,8 @@
 /* kvfs_put(): the daemon decides where, this writes, the daemon enters. */
 #include "client/put.h"
 
-/* A batch goes in windows: one is reserved while the one before is written and those before that are committed. Nothing is
- * written before the first answer: that one is for less. All together bound what one client keeps from others. */
+/* A batch goes in windows: one is reserved while the window before it is written and earlier ones are committed. The first window is small, as
+ * nothing can be written until it is granted. The sum of all windows limits how much space one client withholds from others. */
 #define WINDOWS_MAX 4u
 #define WINDOW_ITEMS 256u
 #define WINDOW_BYTES ((uint64_t)64 << 20)
@@ -75,8 +75,8 @@ static void window_ask(struct put_call *call) {
     free(request.data);
 }
 
-/* What the daemon has no room for is asked for again once everything before it is committed, and so can be evicted. Not where that was so
- * already, nor where the daemon looked for room as long as it does: it would again, for every block that is left. */
+/* Blocks without room are asked for again once everything before them is committed, and so can be evicted. There is no second try if all was
+ * committed already, or if the daemon looked for room as long as it ever does: it would do so again for every block that is left. */
 static void window_without_room(struct put_call *call, struct window *window, uint32_t from, bool some) {
     if (window->asked.answered_ns - window->asked_ns > call->client->options.timeout_ms * 1000000ull / 2) {
         for (uint32_t i = window->first + window->count; i < call->count; i++)
@@ -168,7 +168,7 @@ static void item_start(struct put_call *call, struct put_item *item) {
     ring_submit(&call->lane->ring);
 }
 
-/* What the daemon is told of a write: that it may still land is said of no other. */
+/* The error of a write in COMMIT. -ETIMEDOUT, and it alone, says that the write may still land. */
 static int64_t outcome(struct put_item *item) {
     item->late = item->groups_held > 0;
     if (item->late)
@@ -196,7 +196,7 @@ static void window_commit(struct put_call *call, struct window *window) {
               call->client->options.timeout_ms, &window->asked);
 }
 
-/* What was entered. */
+/* The commit is answered: give each block its result. */
 static void window_close(struct put_call *call, struct window *window) {
     uint8_t *answer = NULL;
     uint32_t answer_size = 0;
@@ -235,7 +235,7 @@ static void window_close(struct put_call *call, struct window *window) {
     free(window);
 }
 
-/* Send the commits of windows that are written, take in the answers to those before. Whether one is done with. */
+/* Send the commits of windows that are written; take in the answers to earlier ones. True: a window is closed. */
 static bool windows_settle(struct put_call *call) {
     bool closed = false;
     for (struct window **link = &call->windows, *window = *link; window; window = *link) {
@@ -253,7 +253,7 @@ static bool windows_settle(struct put_call *call) {
     return closed;
 }
 
-/* Wait for what will go on: a write, or an answer. Of two answers the younger one is places, and lets blocks be written. */
+/* Wait for a write, or else for an answer. The youngest window's answer has places, and lets blocks be written. */
 static void put_wait(struct put_call *call) {
     struct window *window = window_last(call);
     if (call->in_flight) {

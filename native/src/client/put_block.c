@@ -79,7 +79,7 @@ static int data_io(struct put_item *item, const struct wire_run *run, uint32_t p
     return r;
 }
 
-/* What the daemon says of a block: runs, then the record with its extents, then ancestors. */
+/* The daemon's reply about a block: runs, then the record with its extents, then ancestors. */
 static const struct wire_run *runs_of(const struct put_item *item) { return (const struct wire_run *)(const void *)item->body; }
 static const uint8_t *record_of(const struct put_item *item) { return item->body + item->reserved.run_count * sizeof(struct wire_run); }
 static uint8_t *tail_of(const struct put_item *item) { return item->side + (item->reserved.run_count - 1) * PAGE; }

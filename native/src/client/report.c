@@ -1,4 +1,4 @@
-/* What a client tells of itself: to the daemon, unasked, and to its caller. */
+/* Reports of a client about itself: to the daemon, unasked, and to its caller. */
 #include "client/client.h"
 
 #include <stdio.h>

@@ -84,7 +84,7 @@ int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, in
 
 /* ---- what comes ---- */
 
-/* With socket_lock: nothing more comes. Whoever waits for an answer learns why, but for those that know already. */
+/* With socket_lock: nothing more comes. Every request without an answer ends with the reason. */
 static void connection_lose(struct connection *connection, int error) {
     connection->gone = true; /* what comes now would answer something else */
     shutdown(connection->socket, SHUT_RDWR);
@@ -96,7 +96,7 @@ static void connection_lose(struct connection *connection, int error) {
     pthread_cond_broadcast(&connection->answered);
 }
 
-/* With socket_lock: a frame has begun. Whose answer it is; NULL: it breaks the rules, or says good-bye. */
+/* With socket_lock: a frame has begun. Returns the request that it answers; NULL: it breaks the rules, or says good-bye. */
 static struct asked *frame_begun(struct connection *connection) {
     const struct wire_frame *frame = &connection->frame;
     struct asked *asked = connection->asked;
@@ -112,7 +112,7 @@ static struct asked *frame_begun(struct connection *connection) {
     return connection->payload ? asked : NULL;
 }
 
-/* With socket_lock: take in what is there. */
+/* With socket_lock: receive all that is there. */
 static void connection_hear(struct connection *connection) {
     while (!connection->gone) {
         uint64_t head = sizeof(connection->frame), at = connection->heard;
@@ -152,7 +152,7 @@ static void connection_hear(struct connection *connection) {
 void connection_look(struct connection *connection) {
     if (connection->gone || pthread_mutex_trylock(&connection->socket_lock) != 0)
         return;
-    if (!connection->listening) /* who listens hears it */
+    if (!connection->listening) /* the listening thread receives it */
         connection_hear(connection);
     pthread_mutex_unlock(&connection->socket_lock);
 }

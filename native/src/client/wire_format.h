@@ -1,5 +1,4 @@
-/* What libkvfs and the daemon say to each other on the pool's control socket (SOCK_STREAM, little-endian). kvfs/frontend/clients.py is the
- * other end.
+/* Frames between libkvfs and the daemon on the pool's control socket (SOCK_STREAM, little-endian). kvfs/frontend/clients.py is the other end.
  *
  * A connection that begins with "KVFSCLI1" instead of '{' speaks frames: struct wire_frame and `size` bytes behind it. The client asks,
  * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, REPORT and BAD_BLOCK have no

@@ -1,9 +1,9 @@
 /* gds: the devices' DMA straight into GPU memory, by cuFileRead on threads of our own, and its proof.
  *
- * A read is a block's whole pages, cut into parts: runs on one device. A part belongs to the caller while it is queued, to a thread while
- * it is read. One that gives no answer in time cannot be cancelled: then its memory is an orphan (kvfs_busy()) until it is back, and the
- * read, the thread, and what it needs are left to it. Nothing of a read is believed before the pages were proven by checksums that the GPU
- * computed after the last part had ended, and before the device and the table said afterwards that the block still lies there.
+ * A read is a block's whole pages, cut into parts: runs on one device. A part belongs to the caller while it is queued, to a thread while it is
+ * read. A part that gives no answer in time cannot be cancelled. Then its memory is an orphan (kvfs_busy()) until it is back; read, thread, and all
+ * that they need are left to it. A read is believed after two proofs. First the GPU computes the checksums, once the last part has ended. Then the
+ * device and the table say that the block still lies there (I10).
  */
 #include "client/client.h"
 #include "client/gpu/direct.h"
@@ -126,14 +126,14 @@ struct direct {
     cuda_context primary;
     struct counters_of before;
     const char *ptx;
-    /* Of a connection. */
+    /* One connection: */
     struct connection *connection;
     bool refused;
     int *fds;
     void **handles;
     uint32_t handle_count;
     uint64_t keys[LEAF_WORDS];
-    /* Of a context. */
+    /* One context: */
     cuda_context context;
     cuda_module module;
     cuda_function lanes, sums;
@@ -141,7 +141,7 @@ struct direct {
     uint32_t *host_sums;                     /* pinned, PROOFS * DIRECT_PROOF_PAGES */
     uint32_t nonce;
     struct direct_proof proofs[PROOFS];
-    /* Of threads, all under the lock. */
+    /* Threads, all under the lock: */
     pthread_mutex_t lock;
     pthread_cond_t more, ended;
     struct direct_part *first, *last;
@@ -261,7 +261,7 @@ static bool reads_late(struct direct *direct) {
     return late;
 }
 
-/* What no thread has begun. The lock is held. */
+/* Take back the parts that no thread has begun. The lock is held. */
 static void read_unqueue(struct direct *direct, struct direct_read *read) {
     struct direct_part **link = &direct->first;
     direct->last = NULL;
@@ -473,7 +473,7 @@ struct direct_look *direct_look_start(struct lane *lane, const struct desc *desc
     return look;
 }
 
-/* Whether this page is the header of that segment, in that generation. */
+/* True: this page is the header of that segment, in that generation. */
 static bool look_right(const struct connection *connection, const struct direct_look_page *page) {
     struct kvfs_segment_header header;
     uint64_t sum;

@@ -118,7 +118,7 @@ static int fence(struct gpu_call *call) {
     return r;
 }
 
-/* Of the user's stream, all that was there; then what is ready, each run of neighbours in one copy. */
+/* Copy the slots that are ready, behind all work on the caller's stream; neighbours go in one copy. */
 static int copies_start(struct gpu_call *call) {
     struct kvfs_gpu *gpu = call->gpu;
     struct gpu_slot *slots = gpu->slots;
@@ -265,7 +265,7 @@ static void blocks_end(struct gpu_call *call) {
     }
 }
 
-/* Start as many pieces as there are slots. Whether it was for want of a slot that it stopped. */
+/* Start as many pieces as there are slots. True: it stopped because no slot was free. */
 static bool pieces_start(struct gpu_call *call) {
     struct kvfs_gpu *gpu = call->gpu;
     for (;;) {
@@ -303,7 +303,7 @@ static void blocks_give_up(struct gpu_call *call) {
 
 /* ---- blocks by gds ---- */
 
-/* What cuFile began, the ring does. Nobody writes to the buffer any more. */
+/* The ring reads this block from its start. Nobody writes to the buffer any more. */
 static void block_fall_back(struct gpu_call *call, struct gpu_block *block) {
     call->gpu->direct_count.fallbacks++;
     block_stage(call, block, 0);
@@ -382,7 +382,7 @@ static void block_look(struct gpu_call *call, struct gpu_block *block) {
         block->way = WAY_STAGED, block->failure = r;
 }
 
-/* Whether there is something to wait for that does not wake the lane. */
+/* Advance all blocks. *waiting: something is waited for that does not wake the lane. */
 static int blocks_direct(struct gpu_call *call, bool *waiting) {
     int r = 0;
     *waiting = false;
@@ -404,7 +404,7 @@ static int blocks_direct(struct gpu_call *call, bool *waiting) {
     return r;
 }
 
-/* After an error: until no thread writes, or is known to be late. What the GPU still proves, copies_settle() waits for. */
+/* After an error: wait until each thread has ended or is known to be late. copies_settle() waits for proofs on the GPU. */
 static void direct_settle(struct gpu_call *call) {
     for (uint32_t i = 0; i < call->gpu->ring_slots; i++) {
         struct gpu_block *block = &call->blocks[i];
