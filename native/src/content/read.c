@@ -25,7 +25,7 @@ static bool read_slots(struct kvfs_plane *plane, struct request *request, uint64
     return true;
 }
 
-/* Bytes that are not proven are not left with a guest. */
+/* A guest keeps no bytes that are not proven. */
 static void targets_clear(struct request *request) {
     for (uint32_t i = 0; i < request->target_count; i++)
         memset(request->targets[i].iov_base, 0, request->targets[i].iov_len);
@@ -37,15 +37,16 @@ static void read_finish(struct request *request, int error) {
     struct node *node = request->node;
     uint64_t now = now_ns();
     pthread_mutex_lock(&node->lock);
-    /* What was asked again does not prolong it, but for the end of the deadline that it has from the first: the next has that one, too. */
+    /* A retry does not extend the deadline: it inherits the first attempt's. A failure at the end of that deadline counts
+     * anew, so the next retry inherits it too. */
     if (node->failed_until_ns != request->until_ns || (now >= request->until_ns && node->failed_ns < request->until_ns)) {
         node->failed_ns = now;
         node->failed_until_ns = request->until_ns;
     }
     pthread_mutex_unlock(&node->lock);
-    /* A device that gave no answer may still write into these slots and this header: the groups hold the slots, we hold the header. The
-     * pages of a guest are nobody's to hold: once answered it uses them for something else. So it waits for the device, longer than the
-     * deadline: until the kernel gives up on it. Reads that come now go through slots. */
+    /* A device that gave no answer may still write into these slots and this header. The groups hold the slots, the request holds the header. Nobody
+     * holds the pages of a guest: after the answer the guest uses them for something else. So the answer waits for the device beyond the deadline,
+     * until the kernel gives up on the device. Meanwhile other reads go through slots. */
     request->owed = request->direct && request->groups_held;
     if (!request->owed) {
         targets_clear(request);
@@ -124,7 +125,7 @@ static uint32_t read_memory(const struct request *request, uint32_t first, uint3
     return (request->direct ? targets_memory : slots_memory)(request, first, from, to, iovs);
 }
 
-/* A guest's pages are many pieces: no more than CHUNK_PAGES of them in an I/O. */
+/* A guest's pages are many pieces, so an I/O has at most CHUNK_PAGES of them. */
 static uint32_t read_step(const struct request *request, uint32_t from, uint32_t to) {
     return request->direct && to - from > CHUNK_PAGES ? from + CHUNK_PAGES : to;
 }
@@ -244,7 +245,7 @@ static bool leaves_good(const struct request *request, uint64_t end) {
     return true;
 }
 
-/* What pads a block's last page is not the file's, and a guest sees the page. */
+/* The padding of a block's last page is not the file's. A guest sees the whole page, so it is cleared. */
 static void padding_clear(const struct request *request, uint64_t end) {
     struct iovec last;
     uint32_t first = (uint32_t)(request->offset / PAGE), page = (uint32_t)(end / PAGE);
@@ -277,7 +278,7 @@ static void read_complete(struct request *request) {
         else if (request->direct && end % PAGE && end == desc->size)
             padding_clear(request, end);
     }
-    /* The bytes are those of this place; is the place still this inode's? A segment is reused only after its blocks have left the table. */
+    /* The bytes are proven for this location. The location may no longer be the inode's: a segment is reused after its blocks have left the table. */
     struct kvfs_record record = {0};
     int found = kvfs_table_find_inode(plane->table, request->node->inode, &record);
     bool moved = found == 0 && desc && !(request->load_header ? record.generation == request->record.generation && record.segment == request->record.segment &&

@@ -1,12 +1,11 @@
-/* Files being written: their bytes in chunks of 1 MiB, each a hole, staged in memory, or placed on the devices already.
+/* Files being written: their bytes in chunks of 1 MiB. A chunk is a hole, staged in memory, or placed on devices.
  *
- * One content per inode number at a time: from the open for writing until the seal every handle of the inode reads here.
- */
+ * An inode number has one content at a time (I19): from the open for writing until the seal every handle of the inode reads here. */
 #include "content/content.h"
 
 #define FILE_CHUNKS_MAX (1u << 22) /* 4 TiB */
 
-/* Bytes. The header of a block, 4 bytes for each leaf, has to fit in a segment: it gets half of one at most. */
+/* In bytes. A block's header has 4 bytes for each leaf and must fit in a segment: it gets at most half of one. */
 uint64_t file_size_max(const struct kvfs_plane *plane) {
     return min_u64(FILE_CHUNKS_MAX * CHUNK_SIZE, plane->config.zone_size * plane->config.stripe_width * 512);
 }
@@ -152,7 +151,7 @@ int file_stage_zeros(struct kvfs_plane *plane, struct file *file) {
     return 0;
 }
 
-/* A page that was the file's short last one is about to have successors or a longer tail: its leaf no longer says what the file has there. */
+/* The file's short last page gets a longer tail or successors, so its leaf no longer covers all that the file has there. */
 static void file_grows(struct kvfs_plane *plane, struct file *file, uint64_t size) {
     if (size <= file->size)
         return;
@@ -198,7 +197,7 @@ static int write_admit(struct kvfs_plane *plane, struct node *node, struct reque
             return -EINPROGRESS;
         fills |= min_u64(end, (i + 1) * CHUNK_SIZE) - i * CHUNK_SIZE > chunk->filled;
     }
-    /* ftruncate(2) asks for no space, so what it added is asked for here, when bytes come to lie there. */
+    /* ftruncate(2) asks for no space. What it added is asked for here, when bytes come to lie there. */
     return fills ? space_ask(plane, file->payer, growth) : 0;
 }
 
@@ -303,7 +302,8 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
         uint32_t inside = (uint32_t)(size % CHUNK_SIZE);
         if (inside && keep - 1 < file->chunk_count) {
             struct chunk *chunk = &file->chunks[keep - 1];
-            /* A last page has a leaf of as much as the file has of it: one that was placed has another, also if nothing of it is cut off. */
+            /* The leaf of a last page covers only the file's part of the page. So a placed page that becomes the last one needs another leaf, even if
+             * no byte of it is cut off. */
             if (chunk->state == CHUNK_PLACED && (inside < chunk->filled || (inside % PAGE && inside < round_up(chunk->filled, PAGE))))
                 chunk->reload = true;
             if (chunk->filled > inside)
@@ -321,8 +321,8 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     return 0;
 }
 
-/* What of the placed extents still counts: clipped to chunks that are placed, `sealing`: and not to be written again. Until a seal has read those,
- * their bytes are nowhere else. */
+/* The parts of the placed extents that count: those of chunks that are still placed. While sealing, chunks that must be written again do not count;
+ * until the seal has read them, their bytes are nowhere else. */
 uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity) {
     uint32_t count = 0;
     uint64_t pages = pages_of(file->size);
@@ -380,7 +380,7 @@ int file_allocate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     return r < 0 ? r : file_truncate(plane, node, size);
 }
 
-/* Nothing of a file's content was ever written. With the node's lock held. */
+/* True if no content of the file was ever written. With the node's lock held. */
 bool file_untouched(const struct file *file) {
     if (file->slab || file->sealing || file->spilling || file->discarded || file->placed_count)
         return false;

@@ -84,7 +84,7 @@ size_t body_minimum(uint32_t opcode);
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
 bool host_opens_uncached(struct node *node);
-/* An open while the file is being written: whether it must bypass the kernel's page cache, as the writer does. `created`: it is the writer. */
+/* Whether an open of a file being written must bypass the kernel's page cache, as the writer does. `created`: it is the writer's open. */
 bool cache_bypass(const struct transport *transport, struct node *node, bool created);
 bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
@@ -132,7 +132,7 @@ bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under 
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
 void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
 void mux_close(struct kvfs_plane *plane);
-/* The session has ended: what it owed to hosts is answered with EIO, and what comes is refused. A guest's keeper asks the next daemon. */
+/* The session has ended. Hosts get EIO for what it owed them, and new requests are refused. A guest's keeper asks the next daemon. */
 void mux_end(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */
