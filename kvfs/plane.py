@@ -1,8 +1,9 @@
-"""The data plane (native/include/kvfs_plane.h) as the control plane uses it: typed calls, errors, and waiting for
+"""A handle to the data plane (native/src/plane.c, native/include/kvfs_plane.h): typed calls, errors, and waiting for
 completions.
 
-Decides nothing. Methods bear the C functions' names and raise PlaneError with their errno. Those that start a job are
-async and return its result; memory that the job uses is kept until its completion, also if whoever waits is cancelled.
+Decides nothing. Methods bear the C functions' names and raise PlaneError with their errno. Methods that start a job are
+async and return its result. Memory that a job uses is kept until its completion (I5), also if the waiting task is
+cancelled.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import trio
 
 from kvfs._native import ffi, lib
 from kvfs.errors import FormatError, KvfsError
-from kvfs.record import Extent
+from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
-# The data plane answers every job by itself after its own deadlines; this is for a job that it lost.
+# The data plane answers every job by its own deadlines. This deadline is for a job that it lost.
 JOB_TIMEOUT_S = 300.0
 _BATCH = 256
 # content/shares.c: places for users, and one for all others.
@@ -103,8 +104,23 @@ class ScanResult:
     impossible: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlaneOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneTuning:
+    """The part of struct kvfs_plane_config that a store's user may choose; 0 lets the data plane choose."""
+
+    staging_size: int = 256 << 20
+    read_memory_size: int = 128 << 20
+    io_timeout_ms: int = 10_000
+    request_timeout_ms: int = 60_000
+    # A request that takes longer makes an event SLOW. 0: none does.
+    slow_ms: int = 0
+    server_threads: int = 0
+    max_read: int = 0
+    kernel_timeout_s: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneOptions(PlaneTuning):
     """struct kvfs_plane_config; 0 lets the data plane choose."""
 
     secret: int
@@ -114,23 +130,15 @@ class PlaneOptions:
     stripe_width: int
     segment_count: int
     records_max: int
-    staging_size: int = 256 << 20
-    read_memory_size: int = 128 << 20
-    io_timeout_ms: int = 10_000
-    request_timeout_ms: int = 60_000
-    server_threads: int = 0
     store_threads: int = 0
-    max_read: int = 0
     max_write: int = 0
     verify: int = 1
     spin_us: int = 100
-    kernel_timeout_s: int = 0
-    slow_ms: int = 0
 
 
 @dataclass(slots=True)
 class _Job:
-    """A job under way: whom to tell its result, and the memory it uses."""
+    """A job under way: the callback for its result, and the memory that it uses."""
 
     done: Callable[[int], None]
     keep: tuple[object, ...]
@@ -138,7 +146,7 @@ class _Job:
 
 
 def failure(result: int, what: str) -> PlaneError:
-    """The error that a negative result stands for."""
+    """The error for a negative result."""
     error = PlaneError(f"{what}: {os.strerror(-result)}")
     error.errno = -result
     return error
@@ -166,6 +174,11 @@ async def wait_job(begin: Callable[[Callable[[int], None]], None], what: str) ->
         error.errno = errno.ETIMEDOUT
         raise error
     return _check(results[0], what)
+
+
+def _assert_record(record: bytes) -> None:
+    """The other half is in C, which takes record_size for granted: all bytes are there, and no more."""
+    assert len(record) >= RECORD_SIZE and RECORD_BYTES.unpack_from(record)[0] == len(record), len(record)
 
 
 def _nobody(result: int) -> None:
@@ -218,7 +231,7 @@ OPERATIONS = ("lookup", "open", "read", "write", "forwarded")
 
 
 class Plane:
-    """One data plane. `pump()` must run while anything awaits a job."""
+    """A handle to one data plane. `pump()` must run while anything awaits a job."""
 
     def __init__(
         self,
@@ -227,7 +240,8 @@ class Plane:
         zones_offset: Sequence[int],
         members: Sequence[Sequence[tuple[int, int]]],
     ) -> None:
-        """device_fds stay the caller's and must outlive this. Raises PlaneError with what the data plane lacks."""
+        """device_fds stay the caller's and must outlive this. Raises PlaneError, which names what the data plane
+        lacks."""
         config = ffi.new("struct kvfs_plane_config *")
         for name in PlaneOptions.__dataclass_fields__:
             setattr(config, name, getattr(options, name))
@@ -248,16 +262,16 @@ class Plane:
             raise error
         self._plane = out[0]
         self._closed = False
-        # Why nobody waits for jobs any more.
+        # The reason why nobody waits for jobs any more.
         self.abandoned: str | None = None
         self._cookie = 0
         self._jobs: dict[int, _Job] = {}
         self._completions = ffi.new("struct kvfs_completion[]", _BATCH)
         self._events = ffi.new("struct kvfs_event[]", _BATCH)
         self._calls = ffi.new("struct kvfs_call[]", _CALLS)
-        # Set by who answers calls (open_calls); what it raises ends the pump.
+        # Answers calls (open_calls). An exception that it raises ends the pump.
         self.on_call: Callable[[Call], None] | None = None
-        # Taken from the data plane, and to be delivered.
+        # Taken from the data plane and not delivered yet.
         self._done: deque[tuple[int, int]] = deque()
         self._flushes: deque[Call] = deque()
         self._info = ffi.new("struct kvfs_seal_info *")
@@ -277,7 +291,7 @@ class Plane:
         return cast(int, lib.kvfs_event_fd(self._plane))
 
     async def pump(self, handler: Callable[[Event], None]) -> None:
-        """Deliver completions to who awaits them, events to the handler and calls to on_call, until cancelled."""
+        """Deliver completions to the jobs' callbacks, events to the handler and calls to on_call, until cancelled."""
         fd = self.event_fd()
         while True:
             if self._done or self._flushes:
@@ -287,10 +301,11 @@ class Plane:
             self.take(handler)
 
     def take(self, handler: Callable[[Event], None]) -> None:
-        """Deliver what is there: events first, then the rest until a moment has passed, what is left by the next call.
+        """Deliver what is there: events first, then calls and completions for a moment. The next call delivers the
+        rest.
 
-        Calls that change a directory come before everything else: its lock, which the kernel holds meanwhile, makes all
-        others wait that store there. A FLUSH takes its time anyway.
+        Calls that change a directory come before all else (I29): the kernel holds the directory's lock meanwhile, and
+        others that store there wait for it. A FLUSH takes its time anyway.
         """
         while count := lib.kvfs_take_events(self._plane, self._events, _BATCH):
             events = [Event(EventType(e.type), e.inode, e.value) for e in self._events[0:count]]
@@ -330,16 +345,16 @@ class Plane:
             _tell(job, result)
 
     def expire(self) -> None:
-        """Jobs of which nothing was heard for too long are over for who waits for them; their memory is kept. Call it
-        now and then."""
+        """Fail jobs that did not answer in time. Their memory is kept, as C may still use it. Call it now and then."""
         now = trio.current_time()
         for job in self._jobs.values():
             if job.until > now:
-                break  # those after it began later
+                break  # later jobs began later
             _tell(job, -errno.ETIMEDOUT)
 
     def abandon(self, reason: str) -> None:
-        """Whoever waits for a job gets EIO now, whoever starts one at once. Their memory is kept until destroy()."""
+        """All jobs that are waited for fail with EIO now, and new ones at once. Their memory is kept until
+        destroy()."""
         self.abandoned = reason
         for job in self._jobs.values():
             _tell(job, -errno.EIO)
@@ -372,13 +387,13 @@ class Plane:
         return _check(lib.kvfs_session_open(self._plane), "session")
 
     def open_calls(self, on_call: Callable[[Call], None] | None) -> None:
-        """From now on CREATE, UNLINK, RENAME and FLUSH come to on_call, not to the session; None: as before."""
+        """From now on CREATE, UNLINK, RENAME and FLUSH come to on_call. None: they come to the session."""
         self.on_call = on_call
         lib.kvfs_calls_open(self._plane, int(on_call is not None))
 
-    def answer(self, number: int, error: int, inode: int = 0) -> None:
-        """Of a call: an errno or 0, and the inode that a CREATE made or found."""
-        lib.kvfs_answer(self._plane, number, -error, inode)
+    def answer(self, call: int, error: int, inode: int = 0) -> None:
+        """Answer a call: an errno or 0, and the inode that a CREATE made or found."""
+        lib.kvfs_answer(self._plane, call, -error, inode)
 
     def fuse_add(self, fd: int) -> int:
         return _check(lib.kvfs_fuse_add(self._plane, fd), "transport")
@@ -403,33 +418,36 @@ class Plane:
             f"virtio-fs tag {tag!r}, {queues} queues of up to {queue_size_max}",
         )
 
-    def virtiofs_remove(self, number: int) -> None:
-        """Ask for the end of a guest's transport: what is in flight is answered first. It has gone when
+    def virtiofs_remove(self, transport: int) -> None:
+        """Ask for the end of a guest's transport: requests in flight are answered first. It has gone when
         virtiofs_statistics raises ENOENT."""
-        _check(lib.kvfs_virtiofs_remove(self._plane, number), f"virtio-fs transport {number}")
+        _check(lib.kvfs_virtiofs_remove(self._plane, transport), f"virtio-fs transport {transport}")
 
-    def virtiofs_statistics(self, number: int) -> dict[str, int]:
+    def virtiofs_statistics(self, transport: int) -> dict[str, int]:
         out = ffi.new("struct kvfs_virtiofs_statistics *")
-        _check(lib.kvfs_virtiofs_statistics(self._plane, number, out), f"virtio-fs transport {number}")
+        _check(lib.kvfs_virtiofs_statistics(self._plane, transport, out), f"virtio-fs transport {transport}")
         return {name: getattr(out, name) for name in _VIRTIOFS_STATISTICS}
 
     def notify_epoch(self) -> None:
         lib.kvfs_notify_epoch(self._plane)
 
     async def notify_flush(self) -> None:
-        """Return when the hosts have been told what was queued before."""
+        """Return when the hosts have all notifications that were queued before."""
         await self._run(lambda cookie: lib.kvfs_notify_flush(self._plane, cookie), "notification of the hosts")
 
     # ---- names ----
 
     def name_put(self, record: bytes, replaced: int) -> int:
+        _assert_record(record)
         return _check(lib.kvfs_name_put(self._plane, record, replaced), "block table: put")
 
     def inode_update(self, record: bytes) -> int:
+        _assert_record(record)
         return _check(lib.kvfs_inode_update(self._plane, record), "block table: update")
 
     def inode_move(self, record: bytes) -> None:
         """As inode_update(), of a copied block. PlaneError with EBUSY if it is being written from where it was."""
+        _assert_record(record)
         _check(lib.kvfs_inode_move(self._plane, record), "block table: move")
 
     def inode_remove(self, inode: int) -> int:
@@ -447,9 +465,9 @@ class Plane:
         return bytes(ffi.buffer(busy))
 
     def inode_uses(self, inodes: Sequence[int]) -> list[tuple[int, int]]:
-        """Of each: the tick of its last use, and hits: opens since the mount, 255 at most.
+        """For each inode: the tick of its last use, and hits: opens since the mount, 255 at most.
 
-        Its creation is a use, but no hit. (0, 0) for what was there at the mount and not opened since, and for what is
+        The creation is a use, but no hit. (0, 0) for an inode that was not opened since the mount, and for one that is
         not there.
         """
         if not inodes:
@@ -464,12 +482,12 @@ class Plane:
         lib.kvfs_set_tick(self._plane, tick)
 
     def inode_touch(self, inodes: Sequence[int]) -> None:
-        """One hit for each that is there."""
+        """Count one hit for each inode that is there."""
         if inodes:
             _check(lib.kvfs_inode_touch(self._plane, ffi.new("uint64_t[]", inodes), len(inodes)), "block table: touch")
 
     def inode_is_open(self, inode: int) -> int:
-        """0 not open, 1 open, 2 being written, 3 open beyond its users' shares: eviction may take it."""
+        """An OpenState. Eviction may take an inode that is open beyond its users' shares."""
         return _check(lib.kvfs_inode_is_open(self._plane, inode), f"inode {inode}")
 
     # ---- files being written ----
@@ -540,7 +558,7 @@ class Plane:
         _check(lib.kvfs_spill_cancel(self._plane, inode), f"spill of inode {inode}")
 
     def file_extents(self, inode: int) -> list[Extent]:
-        """Where a file that is being written already lies. PlaneError with ENOENT if it is not being written."""
+        """The extents of a file that is being written. PlaneError with ENOENT if it is not being written."""
         capacity = 256
         while True:
             out = ffi.new("struct kvfs_extent[]", capacity)
@@ -602,24 +620,24 @@ class Plane:
         _check(lib.kvfs_slab_answer(self._plane, inode), f"slab of inode {inode}")
 
     def slab_fail(self, inode: int) -> None:
-        """Every read and write of it ends with EIO from now on."""
+        """Every read and write of the slab ends with EIO from now on."""
         _check(lib.kvfs_slab_fail(self._plane, inode), f"slab of inode {inode}")
 
     def set_space(self, size: int, error: int) -> None:
-        """What may be open or being written; a write that needs more ends with this errno."""
+        """Set the bytes that may be open or being written. A write that needs more ends with this errno."""
         lib.kvfs_set_space(self._plane, size, error)
 
     def set_share(self, size: int, exempt: int) -> None:
-        """What one user may hold; root and `exempt` may hold all."""
+        """Set the bytes that one user may hold. Root and `exempt` may hold all."""
         lib.kvfs_set_share(self._plane, size, exempt)
 
     def user_hold(self, user: int, size: int) -> None:
-        """What a user holds besides open blocks."""
+        """Set the bytes that a user holds besides open blocks."""
         lib.kvfs_user_hold(self._plane, user, size)
 
     def users(self) -> list[tuple[int, int, int, int]]:
-        """Of each user that was ever seen: id, bytes of open blocks, bytes of files being written, blocks evicted while
-        they were open."""
+        """For each user that was ever seen: id, bytes of open blocks, bytes of files being written, blocks evicted
+        while they were open."""
         out = ffi.new("struct kvfs_user[]", _USERS_MAX)
         count = lib.kvfs_users(self._plane, out, _USERS_MAX)
         return [(out[i].id, out[i].open_bytes, out[i].writing_bytes, out[i].evicted) for i in range(count)]
@@ -631,6 +649,7 @@ class Plane:
     # ---- the store ----
 
     async def store_write(self, segment: int, page: int, data: bytes) -> None:
+        assert data and not len(data) % PAGE_SIZE, f"segment {segment}: {len(data)} bytes at page {page}"
         await self._run(
             lambda cookie: lib.kvfs_store_write(self._plane, cookie, segment, page, data, len(data)),
             f"segment {segment}: write of {len(data)} bytes at page {page}",
@@ -646,7 +665,7 @@ class Plane:
         return bytes(ffi.buffer(out))
 
     async def store_read_pages(self, segments: Sequence[int], page: int) -> bytes:
-        """This page of each segment, one after the other; 0xff bytes where one could not be read."""
+        """This page of each segment, one after the other; 0xff bytes in place of a page that could not be read."""
         if not segments:
             return b""
         out = ffi.new("uint8_t[]", len(segments) * PAGE_SIZE)
@@ -750,7 +769,8 @@ class Plane:
         _check(lib.kvfs_device_stop(self._plane, device), f"device {device}")
 
     def device_use(self, device: int) -> None:
-        """I/O goes to where its descriptor leads now. Blocks if what the device lies on does: for a thread."""
+        """I/O goes to where the device's descriptor leads now. Blocks if the storage below the device does: call it in
+        a thread."""
         result = lib.kvfs_device_use(self._plane, device)
         if result < 0:
             error = PlaneError(f"device {device}: {ffi.string(lib.kvfs_plane_error()).decode(errors='replace')}")
@@ -787,7 +807,7 @@ _scan_memory = ffi.new_allocator(should_clear_after_alloc=False)
 
 
 def check_records(records: bytes, *, epoch_max: int, segment_count: int, end_page: int, origin: str) -> int:
-    """How many inode records these are. FormatError names `origin`, and the first that no kvfs can have written."""
+    """The number of inode records. FormatError names `origin`, and the first record that no kvfs can have written."""
     limits = ffi.new("struct kvfs_record_limits *", (epoch_max, segment_count, end_page))
     at, why = ffi.new("uint64_t *"), ffi.new("const char **")
     count = lib.kvfs_records_check(limits, records, len(records), at, why)
@@ -799,5 +819,5 @@ def check_records(records: bytes, *, epoch_max: int, segment_count: int, end_pag
 
 
 def checksum(data: bytes | bytearray | memoryview, secret: int) -> int:
-    """xxh3-64 seeded with the pool's secret, as everything on a device is summed."""
+    """xxh3-64 seeded with the pool's secret: the checksum of all structures on devices."""
     return cast(int, lib.kvfs_checksum(ffi.from_buffer(data), len(data), secret))

@@ -1,7 +1,7 @@
 """The inode record: attributes, name, parent and extents of an inode, the same bytes in header, summary and index.
 
-`struct kvfs_inode_record` of native/include/kvfs_format.h, which docs/format.md describes. All that Python knows of its
-bytes is here: whole records as Inode, and the fields that bulk work reads in place.
+`struct kvfs_inode_record` of native/include/kvfs_format.h, which docs/format.md describes. Python's knowledge of these
+bytes is here alone: whole records as Inode, and the fields that bulk work reads in place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class InodeFlags(IntFlag):
     SLAB = 32
 
 
-# Looked up, not called: a member of a number takes Python a microsecond, and every request unpacks several records.
+# Members are looked up here: to call Kind(number) takes a microsecond, and every request unpacks several records.
 _KINDS = {int(kind): kind for kind in Kind}
 _FLAGS = tuple(InodeFlags(value) for value in range(256))
 _SEALED, _NAMELESS = int(InodeFlags.SEALED), int(InodeFlags.NAMELESS)
@@ -66,14 +66,14 @@ RECORD_PARENT, PARENT_OFFSET = struct.Struct("<Q"), 16
 RECORD_HOME, HOME_OFFSET = struct.Struct("<I8xI"), 48  # segment and extent_count
 RECORD_TIMES, TIMES_OFFSET = struct.Struct("<qq"), 64  # mtime_ns and ctime_ns
 RECORD_LINKS, LINKS_OFFSET = struct.Struct("<I"), 100
-_RECORD_BYTES = struct.Struct("<I")  # record_size
+RECORD_BYTES = struct.Struct("<I")  # record_size
 _NO_SEGMENT = SegmentIndex(0)
 _NO_SEGMENT = SegmentIndex(0)
 
 
 @dataclass(slots=True)
 class Inode:
-    """One inode: attributes, name and place. Mutable; whoever changes one puts it back into the index."""
+    """One inode: attributes, name and place. Mutable: a caller that changes one puts it back into the index."""
 
     inode: InodeNumber
     parent: InodeNumber
@@ -197,7 +197,7 @@ class Inode:
 
     @property
     def group(self) -> bytes:
-        """The group that its extended attribute names; empty if none. What is too long to be one names none."""
+        """The group that its extended attribute names; empty if none. A value too long for a name names none."""
         name = self.xattrs.get(GROUP_ATTRIBUTE, b"") if self.xattrs else b""
         return name if len(name) <= GROUP_NAME_MAX else b""
 
@@ -230,10 +230,10 @@ def segments_of(inode: Inode) -> set[int]:
 
 
 def split_records(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
-    """(offset, size) of each of the concatenated records; stops before what cannot be one."""
+    """(offset, size) of each of the concatenated records; stops before bytes that cannot be a record."""
     at, end = 0, len(data)
     while at + RECORD_SIZE <= end:
-        (size,) = _RECORD_BYTES.unpack_from(data, at)
+        (size,) = RECORD_BYTES.unpack_from(data, at)
         if size < RECORD_SIZE or size % 8 or at + size > end:
             return
         yield at, size

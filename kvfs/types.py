@@ -10,7 +10,7 @@ SegmentIndex = NewType("SegmentIndex", int)
 PAGE_SIZE = 4096
 NAME_MAX = 255
 ROOT_INODE = InodeNumber(1)
-# Mount epoch in the high bits, a counter in the low ones: numbers never go back, whatever a crash forgot.
+# Mount epoch in the high bits, a counter in the low ones: numbers never go back (I14), whatever a crash forgot.
 COUNTER_BITS = 36
-# The last that such numbers have room for.
+# The last epoch that such numbers have room for.
 EPOCH_MAX = (1 << 64 - COUNTER_BITS) - 1

@@ -8,26 +8,24 @@ line. A run says how many slow tests it left out: they have not passed.
 directory (ext4, or a FUSE peer), to tell a wrong test from a wrong filesystem. tests/engines does both too.
 """
 
-import helpers
+import os
+
 import pytest
 
-for _name in helpers.FIXTURES:
-    globals()[_name] = getattr(helpers, _name)
+pytest_plugins = ["helpers"]
 
 _LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    helpers.pytest_addoption(parser)
     parser.addoption("--run-slow", action="store_true", help="run the tests that are marked slow too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    helpers.pytest_configure(config)
     config.addinivalue_line("markers", "smoke: tools/check runs it too, of those that mount")
     config.addinivalue_line("markers", "slow: left out without --run-slow, unless its file is named")
     if config.getoption("run_slow"):
-        helpers.run_slow()
+        os.environ["KVFS_RUN_SLOW"] = "1"  # for helpers.often(), and inherited by programs that a test starts
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

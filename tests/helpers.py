@@ -5,7 +5,7 @@ Everything that could wait for ever has a deadline: commands have timeouts, cond
 deadline, and a watchdog process aborts the FUSE connection of a test that hangs (a signal cannot: a thread
 waiting for a FUSE reply wakes only for SIGKILL, and a page fault does so with the interpreter lock held).
 
-The conftest.py of each black-box directory imports the fixtures and hooks named in FIXTURES below.
+A plugin of pytest: tests/conftest.py names it, so every test has these fixtures and hooks.
 """
 
 from __future__ import annotations
@@ -35,17 +35,6 @@ from typing import Any, NoReturn, Self
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
-FIXTURES = (
-    "pytest_addoption",
-    "pytest_configure",
-    "pytest_itemcollected",
-    "pytest_runtest_makereport",
-    "service",
-    "mount",
-    "directory",
-    "is_kvfs",
-    "own_pool",
-)
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 # Long enough for a busy two-core machine, short enough that a hang is seen the same day.
@@ -55,11 +44,6 @@ LOG_TAIL_LINES = 60
 # A guest under emulation is so many times slower than the machine it runs on: deadlines so many times as long, and what
 # is done often for its number's sake done so many times less.
 SLOWNESS = int(os.environ.get("KVFS_TEST_SLOWNESS", "1"))
-
-
-def run_slow() -> None:
-    """Told once by --run-slow; a program that a test starts inherits it."""
-    os.environ["KVFS_RUN_SLOW"] = "1"
 
 
 def often(few: Any, full: Any) -> Any:
@@ -632,9 +616,8 @@ _pools: list[Pool] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    with contextlib.suppress(ValueError):  # another black-box directory's conftest was first
-        parser.addoption("--directory", metavar="DIR", help="test this directory instead of mounting kvfs")
-        parser.addoption("--kvfs", action="store_true", help="DIR is kvfs: ask of it what only kvfs owes")
+    parser.addoption("--directory", metavar="DIR", help="test this directory instead of mounting kvfs")
+    parser.addoption("--kvfs", action="store_true", help="DIR is kvfs: ask of it what only kvfs owes")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""tools/gpu_check: what the way into GPU memory does on this machine, in one run.
+"""tools/gpu_check: the way into GPU memory on this machine, measured in one run.
 
 Facts, probe, ceilings (pinned memory to GPU; devices to host), the staged matrix against them, correctness, libcufile
 on the mount, and a list of what was not exercised. It makes a pool of its own, in a directory that it removes.
@@ -103,7 +103,7 @@ class CheckedPool:
             subprocess.run(["umount", "-l", str(self.mount)], timeout=30, check=False)
 
     def devices(self) -> list[Path]:
-        """Of a pool of files."""
+        """For a pool of files."""
         return [path for path in self.path.rglob("*") if path.is_file() and path.stat().st_size >= 16 * MIB]
 
 
@@ -516,7 +516,7 @@ def cufile_read(path: str, size: int, on_gpu: bool) -> dict[str, object]:
 
 
 def cufile(report: Report, pool: CheckedPool, client: kvfs.Client, on_gpu: bool) -> None:
-    """What libcufile does with a block's file, and with a device under it, in the whole. Diagnosis: gds reads parts."""
+    """Let libcufile read a block's file, and a device under it, in the whole. Diagnosis: gds reads parts."""
     data = content(BLOCK_SIZE, "cufile")
     client.put([("cufile", data)])
     where = "GPU memory" if on_gpu else "host memory"

@@ -47,7 +47,7 @@ def add_format(verbs: Verbs) -> None:
 
 
 def _format(args: argparse.Namespace) -> int:
-    from kvfs.pool.devices import place_of
+    from kvfs.pool.devices import device_address
     from kvfs.pool.making import FormatRequest, format_devices
     from kvfs.units import format_size
 
@@ -63,7 +63,7 @@ def _format(args: argparse.Namespace) -> int:
     result = format_devices(
         FormatRequest(
             pool=Path(args.pool),
-            devices=tuple(place_of(device) for device in _expanded(args.device)),
+            devices=tuple(device_address(device) for device in _expanded(args.device)),
             files=args.files or 0,
             file_size=args.size or 0,
             stripe_width=args.stripe_width,
@@ -105,11 +105,11 @@ def add_import(verbs: Verbs) -> None:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from kvfs.pool.devices import place_of
+    from kvfs.pool.devices import device_address
     from kvfs.pool.making import import_pool
 
     _refuse_inside(args.pool, args.device)
-    config = import_pool(Path(args.pool), [place_of(device) for device in _expanded(args.device)])
+    config = import_pool(Path(args.pool), [device_address(device) for device in _expanded(args.device)])
     document = {"pool": os.path.abspath(args.pool), "uuid": str(config.uuid), "devices": len(config.devices)}
     pool = printable(str(args.pool))
     emit(args, document, f"pool {pool}: pool.toml written, {len(config.devices)} devices, uuid {config.uuid}")
@@ -193,10 +193,10 @@ def _device_change(args: argparse.Namespace, pool: Path) -> int:
 
 
 def _device_add(args: argparse.Namespace, pool: Path) -> int:
-    from kvfs.pool.devices import place_of
+    from kvfs.pool.devices import device_address
     from kvfs.pool.making import add_devices
 
-    before, after = add_devices(pool, [place_of(device) for device in _expanded(args.devices)], force=args.force)
+    before, after = add_devices(pool, [device_address(device) for device in _expanded(args.devices)], force=args.force)
     document = {"pool": os.path.abspath(pool), "devices": len(after.devices), "segments": after.segment_count}
     text = (
         f"pool {printable(str(pool))}: {len(after.devices) - len(before.devices)} devices added, "
@@ -207,9 +207,9 @@ def _device_add(args: argparse.Namespace, pool: Path) -> int:
 
 
 def _absolute(device: str) -> str:
-    from kvfs.pool.devices import place_of
+    from kvfs.pool.devices import device_address
 
-    place = place_of(device)
+    place = device_address(device)
     return os.path.abspath(place) if isinstance(place, Path) else place
 
 
@@ -223,10 +223,10 @@ def _expanded(devices: list[str]) -> list[str]:
 def _refuse_inside(pool: str | Path, devices: Sequence[str] = ()) -> None:
     """MountError if a pool, or a device that is given to it, lies in a kvfs mount."""
     from kvfs.frontend.mount import refuse_inside
-    from kvfs.pool.devices import place_of
+    from kvfs.pool.devices import device_address
 
     refuse_inside(pool, "a pool")
-    for place in map(place_of, devices):
+    for place in map(device_address, devices):
         if isinstance(place, Path):
             refuse_inside(place, "a device of a pool")
 

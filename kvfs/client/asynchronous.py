@@ -49,7 +49,7 @@ class BlockingClient(Protocol):
 
 
 class AsyncClient(ABC):
-    """What client.trio() and client.asyncio() give: see Client for what the calls mean and raise. `async with` closes
+    """The result of client.trio() and client.asyncio(). Client says what the calls mean and raise. `async with` closes
     the client at the end, in a thread, also when cancelled."""
 
     def __init__(self, client: BlockingClient) -> None:
@@ -115,7 +115,7 @@ class AsyncClient(ABC):
 
 
 class TrioClient(AsyncClient):
-    """For trio. Threads are trio's own, under its default limit."""
+    """The form for trio. Threads are trio's own, under its default limit."""
 
     async def _run(self, call: Callable[[], R]) -> R:
         import trio  # here, not above: a client whose program is asyncio's need not have it
@@ -130,7 +130,7 @@ class TrioClient(AsyncClient):
 
 
 class AsyncioClient(AsyncClient):
-    """For asyncio. Threads are those of the loop's default executor."""
+    """The form for asyncio. Threads are those of the loop's default executor."""
 
     async def _run(self, call: Callable[[], R]) -> R:
         return await asyncio.to_thread(call)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Results: TypeAlias = list[int | None]
 GpuMode = Literal["auto", "staged", "gds", "host"]
-# A call ends by its own deadlines; this is for who closes while one runs.
+# A call ends by its own deadlines; close() waits this long for calls that run.
 CLOSE_TIMEOUT_S = 60.0
 _NAMED_AT_MOST = 3
 # A block that grows each time it is looked at is being replaced all the time.
@@ -168,7 +168,7 @@ class Client:
     def put(self, items: Iterable[tuple[Key, Memory]]) -> None:
         """Store blocks: pairs of key and memory (host memory, C-contiguous, taken as bytes; read-only is fine).
 
-        A block that is there is replaced; readers see the old one or the new one, whole. Of two writers of one key
+        A block that is there is replaced; readers see the old one or the new one, whole. Two writers of one key
         both succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
 
         Raises PutError if any was not stored (its `failed`: key -> error; all others were), which is also a
@@ -196,7 +196,7 @@ class Client:
             raise _put_error(failed, dict(zip(names, regions, strict=True)), len(names))
 
     def exists(self, keys: Iterable[Key]) -> list[bool]:
-        """Whether there is a block, for each key. Reads nothing from a device and asks nobody."""
+        """Is there a block, for each key? Reads nothing from a device and asks nobody."""
         packed = keys_.pack(keys)
         return list(map(bool, self.library.exists(packed))) if packed.count else []
 
@@ -311,8 +311,8 @@ class Client:
     # ---- inside kvfs.client ----
 
     def gpu_reader(self) -> GpuReader:
-        """What fills GPU memory; made at its first use. Raises MissingFeatureError if the mode asked for is not to be
-        had."""
+        """The reader that fills GPU memory; made at its first use. Raises MissingFeatureError if the mode asked
+        for is not to be had."""
         from kvfs.client.gpu import open_reader
 
         if self._gpu is None:
@@ -363,7 +363,7 @@ class Client:
         return self._read(names, regions, self.library.get(keys, regions))
 
     def _read(self, names: Sequence[bytes], regions: Sequence[Region], values: Sequence[int]) -> Results:
-        """What a read's results mean to the caller."""
+        """Turn the results of a read into those of the call."""
         results = [_or_none(value) for value in values]
         if -errno.ERANGE in values:
             small = [i for i, value in enumerate(values) if value == -errno.ERANGE]

@@ -82,7 +82,7 @@ class Driver:
         self.call("cuMemsetD8Async", *arguments)
 
     def read(self, pointer: int, size: int) -> bytearray:
-        """Of other streams' work, only what is done by now."""
+        """Work of other streams counts only as far as it is done by now."""
         data = bytearray(size)
         if size:
             into = (ctypes.c_char * size).from_buffer(data)

@@ -60,7 +60,7 @@ def _directories(program: str, base: Mapping[str, str]) -> Iterator[str]:
 
 
 def _of_linker() -> str | None:
-    """What the dynamic linker's cache has."""
+    """The entry of the dynamic linker's cache."""
     ldconfig = shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin")
     if ldconfig is None:
         return None

@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """What libcuda says. error: why nothing can be had of it, or empty. double: no driver, but a test's stand-in."""
+    """libcuda's answer. error: why nothing can be had of it, or empty. double: no driver, but a test's stand-in."""
 
     library: str = ""
     error: str = ""
@@ -72,7 +72,7 @@ class Cuda:
 
 @dataclass(frozen=True, slots=True)
 class CuFile:
-    """What libcufile says of itself; nvidia_fs: the kernel module for it; nvrtc: a path of libnvrtc, or empty: wherever
+    """The answer of libcufile. nvidia_fs: the kernel module for it; nvrtc: a path of libnvrtc, or empty: wherever
     the dynamic linker finds it; nvrtc_error: why that does not compile the checksums."""
 
     library: str = ""
@@ -84,7 +84,7 @@ class CuFile:
 
     @property
     def missing(self) -> str:
-        """What gds lacks before any GPU or device is asked."""
+        """The first thing that gds lacks, before any GPU or device is asked."""
         return "; ".join(filter(None, (self.error, self.nvrtc_error)))
 
     @property
@@ -96,7 +96,7 @@ class CuFile:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Whether a pool's devices can be read straight into every GPU, proven. error: which condition failed, or empty."""
+    """The proof that a pool's devices can be read straight into every GPU. error: which condition failed, or empty."""
 
     error: str = ""
     devices: int = 0
@@ -135,9 +135,9 @@ def _examined(what: str, *_libraries: str) -> str:
 
 
 def _ask(what: str, arguments: Sequence[str]) -> str:
-    """What the probe prints, or why it did not."""
+    """The line that the probe prints, or one with the reason why it did not."""
     name = "gds" if what == "gds" else f"lib{what}"
-    # Of the package that asks, wherever it lies.
+    # The path of the package that asks, wherever it lies.
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]))
     try:
         process = subprocess.Popen(
@@ -198,14 +198,16 @@ class DirectStatistics:
 
     @property
     def direct(self) -> bool:
-        """Whether what was read may be called direct."""
+        """True: the reads may be called direct."""
         return bool(self.known and self.direct_reads and not self.indirect_reads)
 
 
 def open_reader(library: Library, wanted: str) -> GpuReader:
-    """What fills GPU memory for a client, in the mode wanted: "auto", "staged", "gds" or "host". No GPU is touched
-    before the first destination. Raises MissingFeatureError, with the reason, if a mode that is named is not to be
-    had."""
+    """Open the reader that fills GPU memory for a client, in the mode wanted: "auto", "staged", "gds" or "host".
+
+    No GPU is touched before the first destination. Raises MissingFeatureError, with the reason, if a mode that is
+    named is not to be had.
+    """
     if wanted == "host":
         return GpuReader(library, "host", "asked for")
     cuda = examine_cuda()
@@ -251,7 +253,7 @@ class GpuReader:
         self._libraries = (cufile.encode(), nvrtc.encode())
         self._wanted = wanted
         self._indirect = indirect
-        # Whether a read may go on after a call, whatever becomes of the mode.
+        # True: a read may go on after a call, also when the mode has changed.
         self.may_owe = mode == "gds"
         self._readers = readers
         self._changed = threading.Condition()
@@ -294,7 +296,7 @@ class GpuReader:
         return read
 
     def statistics(self) -> GpuStatistics:
-        """Of the rings that no call is using at the moment."""
+        """Sums over the rings that no call is using at the moment."""
         from kvfs._native import ffi, lib
 
         totals = dict.fromkeys((field.name for field in fields(GpuStatistics)), 0)
@@ -307,7 +309,7 @@ class GpuReader:
         return GpuStatistics(**totals)
 
     def direct_statistics(self) -> DirectStatistics:
-        """Of the rings that no call is using at the moment."""
+        """Sums over the rings that no call is using at the moment."""
         from kvfs._native import ffi, lib
 
         totals = dict.fromkeys((field.name for field in fields(DirectStatistics)), 0)

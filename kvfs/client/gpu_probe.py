@@ -1,4 +1,4 @@
-"""What of CUDA, libcufile and gds is to be had, found out in a process of its own: a driver may hang or crash.
+"""Probes of CUDA, libcufile and gds, which run in a process of their own: a driver may hang or crash.
 
     python -m kvfs.client.gpu_probe --probe cuda|cufile|gds   one line of JSON
 
@@ -70,7 +70,7 @@ def probe_cuda() -> Cuda:
 
 
 class CuFileStatus(ctypes.Structure):
-    """What most of its functions return, by value."""
+    """The result of most functions of libcufile, by value."""
 
     _fields_ = (("error", ctypes.c_int), ("cuda_error", ctypes.c_int))
 
@@ -95,7 +95,7 @@ def probe_cufile() -> CuFile:
     library.cuFileGetVersion.restype = library.cuFileDriverOpen.restype = CuFileStatus
     library.cuFileGetVersion(ctypes.byref(number))
     version = f"{number.value // 1000}.{number.value % 1000 // 10}"
-    # As libcufile itself looks for it: by the C library.
+    # By the C library, as libcufile itself looks for the file.
     library_c = ctypes.CDLL(None)
     library_c.fopen.restype = ctypes.c_void_p
     if not library_c.fopen(b"/proc/modules", b"r"):

@@ -52,10 +52,17 @@ class ClientStatistics:
     busy: int
 
 
+assert list(ClientStatistics.__dataclass_fields__) == [
+    name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ClientInformation:
-    """What a client is connected to. connected: the daemon answers (reads go on without). memory_alignment: bytes;
-    reads into memory aligned to it need no copy."""
+    """The pool that a client is connected to. connected: the daemon answers (reads go on without).
+
+    memory_alignment: bytes; reads into memory aligned to it need no copy.
+    """
 
     pool: str
     pool_uuid: UUID
@@ -129,7 +136,7 @@ class Library:
         return True
 
     def free(self) -> None:
-        """After stop(). Waits for what devices owe, as long as a device may take."""
+        """After stop(). Waits for answers that devices owe, as long as a device may take."""
         with self._changed:
             if self._freed:
                 return
@@ -164,7 +171,7 @@ class Library:
             self._hold(busy)
 
     def _prune(self) -> None:
-        """Let go of what devices have let go of."""
+        """Release memory that devices have released."""
         with self._changed:
             self._held = [
                 region for region in self._held if lib.kvfs_busy(self._handle, region.pointer, region.size) == 1

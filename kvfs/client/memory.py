@@ -97,7 +97,7 @@ def _region(key: bytes, memory: Memory, writable: bool) -> Region:
             try:
                 return way(memory, writable)
             except _Refusal as refusal:
-                # What one interface cannot express (DLPack: a tensor that wants a gradient) another may.
+                # Another interface may express what this one cannot (DLPack: a tensor that wants a gradient).
                 reason = reason or str(refusal)
     try:
         return _from_buffer(memory, writable)
@@ -194,7 +194,7 @@ _capsule_pointer.restype = ctypes.c_void_p
 def _from_dlpack(memory: SupportsDLPack, writable: bool) -> Region:
     try:
         device = int(cast(int, memory.__dlpack_device__()[0]))
-        # Whoever calls orders the streams (get_into's `stream`): the producer is to order nothing.
+        # The caller orders the streams (get_into's `stream`), so the producer is to order nothing.
         stream = -1 if device in _GPU else None
         try:
             capsule = memory.__dlpack__(stream=stream, max_version=(1, 1))

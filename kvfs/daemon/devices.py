@@ -8,7 +8,7 @@ from pathlib import Path
 import trio
 
 from kvfs.errors import UsageError, first_error
-from kvfs.pool.devices import place_of
+from kvfs.pool.devices import device_address
 from kvfs.store.store import Store
 
 
@@ -31,7 +31,7 @@ async def device_command(store: Store, action: str, arguments: Mapping[str, obje
     if action == "remove":
         return {"device": device, "lost_blocks": await store.remove_device(device, drain=bool(arguments.get("drain")))}
     path = arguments.get("path")
-    place = place_of(path) if isinstance(path, str) else Path()
+    place = device_address(path) if isinstance(path, str) else Path()
     if isinstance(place, Path) and not place.is_absolute():
         raise UsageError(f"device replace: path {path!r} is no absolute path")
     count = await store.replace_device(device, place, force=bool(arguments.get("force")))

@@ -1,4 +1,4 @@
-"""The daemon's side of the native path: what libkvfs asks on the control socket, as native/src/client/wire.h has it.
+"""The daemon's side of the native path: what libkvfs asks on the control socket (native/src/client/wire_format.h).
 
 A client gets the block table and the devices, and then reads by itself. What it asks for afterwards is everything that
 changes something, and what the table cannot say. Clients are root, the daemon's user, and the members of the daemon's
@@ -22,6 +22,7 @@ from enum import IntEnum
 
 import trio
 
+from kvfs._native import ffi
 from kvfs.errors import KvfsError
 from kvfs.namespace.files import Namespace
 from kvfs.record import FLAGS_OFFSET, Inode, InodeFlags, Kind
@@ -69,11 +70,8 @@ _WORDS = struct.Struct("<QQ")
 _NAME = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,127}")
 assert (_HELLO.size, _FRAME.size, _WELCOME.size, _RESERVED.size, _RUN.size) == (16, 16, 72, 32, 24)
 
-# struct kvfs_client_statistics. All but the last are totals.
-REPORTED = (
-    "lookups", "hits", "misses", "gets", "get_bytes", "bounced_bytes", "retries", "timeouts", "checksum_errors", "puts",
-    "put_bytes", "deletes", "prestaged", "prestage_used", "prestage_wasted", "reconnects", "busy",
-)  # fmt: skip
+# struct kvfs_client_statistics. All but the last, `busy`, are totals.
+REPORTED = tuple(name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields)
 _RECONNECTS = REPORTED.index("reconnects")
 _REPORT = struct.Struct(f"<{len(REPORTED)}Q")
 

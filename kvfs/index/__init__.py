@@ -1,2 +1,1 @@
-"""The index: the truth of a running pool. Names and inodes, which segment holds whose pages, segment states,
-counters."""
+"""The index: the truth of a running pool. Names, inodes, the inodes of each segment, segment states, counters."""

@@ -1,4 +1,4 @@
-"""Which entries of the index are hidden: blocks with a part on a device that is away."""
+"""Hidden entries of the index: blocks with a part on a device that is away."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What the rest of kvfs asks of an index, whatever engine holds it.
+"""The interface of an index, whichever engine holds it.
 
-A change is visible to the next call, and durable with the next commit. An inode whose bytes are not sealed yet (a
-FILE without SEALED), and one
-that lost its name, is never committed: neither may survive a restart. All calls come from the one trio thread unless
-said otherwise.
+A change is visible to the next call, and durable with the next commit. An inode whose bytes are not sealed yet (a FILE
+without SEALED) is never committed, nor is one that lost its name: neither may survive a restart. All calls come from
+the one trio thread unless said otherwise.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Index(Protocol):
         ...
 
     def replace_directory(self, number: InodeNumber, record: bytes) -> None:
-        """Of a directory that is there: only times and links differ."""
+        """Change a directory that is there: only times and links differ."""
         ...
 
     def delete(self, old: Inode) -> None: ...
@@ -104,9 +103,9 @@ class Index(Protocol):
         ...
 
     def hide(self, segments: Collection[int], on_purge: Callable[[Inode], None]) -> None:
-        """These segments, and no others, are on devices that are away: what has a part there is hidden. raw, get,
-        lookup and list do not find it, and it goes for good when its name is given to another or its directory is
-        removed. on_purge is told of each hidden inode that went so."""
+        """These segments, and no others, are on devices that are away: inodes with a part there are hidden. raw, get,
+        lookup and list do not find a hidden inode. It is purged when its name is given to another or its directory is
+        removed; on_purge is called with each."""
         ...
 
     @property
@@ -115,7 +114,7 @@ class Index(Protocol):
         ...
 
     def show(self, inode: int) -> None:
-        """An inode of a device that comes back is not hidden, until hide() says that the device is there."""
+        """Exempt an inode of a device that comes back, until hide() leaves its segments out."""
         ...
 
     def hide_shown(self) -> None:

@@ -1,10 +1,9 @@
 """The index in LMDB (http://www.lmdb.tech/doc), in the pool's directory.
 
-Reads go through three layers: the volatile one (inodes that must not survive a restart), the pending one, the one
-that is being committed, and
-then LMDB itself by one long-lived read transaction. A commit hands the pending layer to one thread, which writes it
-in a single transaction
-and syncs; meanwhile a fresh layer collects. Databases and keys are described in docs/format.md.
+Reads go through three layers: the volatile one (inodes that must not survive a restart), the pending one, the one that
+is being committed, and then LMDB itself by one long-lived read transaction. A commit hands the pending layer to one
+thread, which writes it in a single transaction and syncs; meanwhile a fresh layer collects. Databases and keys are
+described in docs/format.md.
 """
 
 from __future__ import annotations
@@ -333,7 +332,7 @@ class LmdbIndex:
                     found.add(number)
                 else:
                     found.discard(number)
-        # A rebuild enters what it finds, and not all of that stays.
+        # A rebuild inserts candidates; some are removed again at its end.
         inodes = [self.get(InodeNumber(number)) for number in sorted(found)]
         return [inode.inode for inode in inodes if inode is not None and inode.group == group]
 

@@ -1,4 +1,4 @@
-"""Changes of the index that are visible already and not committed yet: a layer over what lies below."""
+"""Changes of the index that are visible already and not committed yet: a layer over the layers below and LMDB."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Layer:
-    """Changes on top of what lies below. None (or False) says: removed."""
+    """Changes on top of the layers below. A value of None (or False) says: removed."""
 
     inodes: dict[int, bytes | None] = field(default_factory=dict)
     names: dict[int, dict[bytes, int | None]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""What lies where: blocks, bytes, hits and ages by directory, and what is pinned. For `kvfs list` and `kvfs top`.
+"""Surveys of a pool: blocks, bytes, hits and ages by directory, and pins. For `kvfs list` and `kvfs top`.
 
-Walks the index in small steps, so that requests are answered in between; of what changes meanwhile a part may be
-missing or counted twice. Knows neither FUSE nor devices.
+Walks the index in small steps, so that requests are answered in between. Entries that change meanwhile may be missing
+or counted twice. Knows neither FUSE nor devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvfs.types import ROOT_INODE, InodeNumber
 
 # Names looked at before other tasks have their turn: some 2 ms.
 _STEP = 256
-# A survey that was made a moment ago is given again: who asks every second need not make the daemon walk every second.
+# A survey is given again for this long: a client that asks every second does not make the daemon walk every second.
 FRESH_S = 5.0
 DEPTH_MAX = 16
 _SEALED = int(InodeFlags.SEALED)
@@ -63,7 +63,7 @@ class Survey:
         self._last: dict[int, tuple[float, dict[str, object]]] = {}
 
     def pins(self) -> list[dict[str, object]]:
-        """What is pinned itself, by path."""
+        """Inodes that are pinned themselves, by path."""
         found: dict[str, str] = {}
         for number in self._pinned():
             inode = self._index.get(InodeNumber(number))
@@ -89,7 +89,8 @@ class Survey:
 
     async def _spaces(self, depth: int) -> list[Row]:
         rows: list[Row] = []
-        # Each with the row that its blocks are of; a row is begun for every directory down to the depth.
+        # Each directory has the row to which its blocks are added. Directories down to the depth begin a row of their
+        # own.
         left = [(ROOT_INODE, "", 0, Row("/", "directory"))]
         rows.append(left[0][3])
         while left:
@@ -122,7 +123,7 @@ class Survey:
         return row
 
     async def _files(self, directory: InodeNumber, row: Row) -> AsyncIterator[tuple[bytes, int, InodeNumber]]:
-        """Add the blocks of a directory to a row, and give what else is in it."""
+        """Add the blocks of a directory to a row, and yield its other entries."""
         after = b""
         while entries := self._index.list(directory, after, _STEP):
             blocks: list[tuple[int, int, int]] = []

@@ -44,7 +44,7 @@ class DeviceConfig:
     size: int
     zone_count: int
     zones_offset: int
-    # Devices that came together: 0 those that the pool was made of, then one number for each addition.
+    # Devices that were added together have one number. 0: the devices that the pool was made of.
     group: int = 0
     # Taken out for good; its entry stays, so that the others' segments keep their numbers.
     removed: bool = False
@@ -66,7 +66,8 @@ class PoolConfig:
     created: str
     geometry: Geometry
     devices: tuple[DeviceConfig, ...]
-    # Raised when devices are added, removed or replaced: of two descriptions of a pool the higher one is true.
+    # Rises when devices are added, removed or replaced. Of two descriptions of a pool the one with the higher revision
+    # is true.
     revision: int = 0
     groups: tuple[GroupRule, ...] = ()
     # The part of the pool's segments that slabs may have.

@@ -19,7 +19,7 @@ from kvfs.pool.fence import Step, kernel_reservation, unsupported
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET
 
 # Where a device is: a path, the URL of an NVMe/TCP namespace, or `ng:` and the path of a generic NVMe device.
-Place = Path | str
+DeviceAddress = Path | str
 Tell = Callable[[str], None]
 # Labels, and eight zones of the smallest kind.
 DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
@@ -29,18 +29,18 @@ DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
 class Device:
     """An open device. Close it by closing fd."""
 
-    path: Place
+    path: DeviceAddress
     fd: int
     size: int
     is_block: bool
     direct: bool
-    # A descriptor that keeps others away as long as it is open; -1: none. Not the one that io_uring and native clients
-    # have: theirs may outlive this process for a moment.
+    # A descriptor that keeps others away as long as it is open; -1: none. io_uring and native clients have another one,
+    # which may outlive this process for a moment.
     claim: int = field(default=-1, kw_only=True)
 
     @property
     def shared_fd(self) -> int:
-        """What native clients get a file of their own of."""
+        """The descriptor that native clients open again for themselves."""
         return self.fd
 
     def close(self) -> None:
@@ -50,15 +50,15 @@ class Device:
     def unclaim(self) -> None:
         claim, self.claim = self.claim, -1
         if claim >= 0:
-            # A file of a filesystem that is gone says so, and is closed all the same.
+            # close(2) of a file whose filesystem is gone fails, and closes the descriptor all the same.
             with suppress(OSError):
                 os.close(claim)
 
-    def same(self, place: Place) -> bool:
+    def same(self, place: DeviceAddress) -> bool:
         """Whether `place` leads to this device."""
         return isinstance(place, Path) and os.path.exists(self.path) and os.path.samefile(self.path, place)
 
-    def leads_to(self, place: Place) -> bool:
+    def leads_to(self, place: DeviceAddress) -> bool:
         """Whether the open descriptor is still what is found there."""
         if not isinstance(place, Path):
             return False
@@ -70,7 +70,8 @@ class Device:
         return same and os.lseek(self.fd, 0, os.SEEK_END) >= self.size > 0
 
     def take_over(self, old: Device) -> None:
-        """Get the number of its descriptor, by which the data plane knows it. It is done with."""
+        """Take over the number of the old descriptor, by which the data plane knows the device. The old device is
+        closed."""
         os.dup2(self.fd, old.fd, inheritable=False)
         os.close(self.fd)
         self.fd = old.fd
@@ -91,7 +92,7 @@ class Device:
         kernel_reservation(self.fd, str(self.path), step, key, other)
 
     def sync(self) -> None:
-        """What was written is durable when this returns. OSError, DeviceError."""
+        """All writes before the call are durable when it returns. OSError, DeviceError."""
         os.fdatasync(self.fd)
 
     def read(self, offset: int, size: int) -> bytes:
@@ -106,7 +107,7 @@ class Device:
             return bytes(memory)
 
     def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
-        """Write whole pages and wait until they are durable; without that, until whoever reads finds them."""
+        """Write whole pages and wait until they are durable. Not durable: until readers find them."""
         with mmap.mmap(-1, len(data)) as memory:
             memory[:] = data
             try:
@@ -126,8 +127,8 @@ class RemoteDevice(Device):
 
     controller: nvme_tcp.Controller
 
-    def leads_to(self, place: Place) -> bool:
-        """The connection is made again, and the namespace compared, when it is used next."""
+    def leads_to(self, place: DeviceAddress) -> bool:
+        """Always: the next use connects again and compares the namespace."""
         return self.same(place)
 
     def let_go(self) -> None:
@@ -140,7 +141,7 @@ class RemoteDevice(Device):
         os.close(self.fd)
         self.controller.close()
 
-    def same(self, place: Place) -> bool:
+    def same(self, place: DeviceAddress) -> bool:
         return nvme_tcp.is_url(place) and nvme_tcp.parse(str(place)).where == nvme_tcp.parse(str(self.path)).where
 
     def reservation(self, step: Step, key: int, other: int = 0) -> None:
@@ -158,7 +159,7 @@ class RemoteDevice(Device):
 
 @dataclass(slots=True)
 class _RemoteDoor(RemoteDevice):
-    """Its controller is another's, who closes it, and may do so meanwhile."""
+    """The controller belongs to the RemoteDevice that it came from, which may close it at any time."""
 
     def close(self) -> None:
         pass
@@ -166,7 +167,7 @@ class _RemoteDoor(RemoteDevice):
 
 @dataclass(slots=True)
 class GenericDevice(Device):
-    """An NVMe namespace by passthrough. Native clients get its block device where there is one: that needs no
+    """An NVMe namespace by passthrough. Native clients get the block device where there is one, as that needs no
     privilege."""
 
     namespace: nvme_generic.Namespace
@@ -175,7 +176,7 @@ class GenericDevice(Device):
     def shared_fd(self) -> int:
         return self.fd if self.namespace.block_fd < 0 else self.namespace.block_fd
 
-    def leads_to(self, place: Place) -> bool:
+    def leads_to(self, place: DeviceAddress) -> bool:
         try:
             return nvme_kernel.is_generic(place) and (
                 os.stat(nvme_kernel.path_of(place)).st_rdev == os.fstat(self.fd).st_rdev
@@ -198,7 +199,7 @@ class GenericDevice(Device):
     def close(self) -> None:
         self.namespace.close()
 
-    def same(self, place: Place) -> bool:
+    def same(self, place: DeviceAddress) -> bool:
         path = nvme_kernel.path_of(self.path)
         return nvme_kernel.is_generic(place) and os.path.samefile(path, nvme_kernel.path_of(place))
 
@@ -215,12 +216,12 @@ class GenericDevice(Device):
         self.namespace.write(offset, data, durable=durable)
 
 
-def place_of(text: str) -> Place:
+def device_address(text: str) -> DeviceAddress:
     """A device as a user, or pool.toml, names it."""
     return text if nvme_tcp.is_url(text) or nvme_kernel.is_generic(text) else Path(text)
 
 
-def open_absent(path: Place) -> Device:
+def open_absent(path: DeviceAddress) -> Device:
     """Stands for a device that is not there: reads give nothing, writes fail."""
     fd = os.memfd_create("kvfs-absent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL

@@ -1,7 +1,7 @@
 """NVMe reservations: while one of them is held a namespace takes writes of registered hosts alone.
 
 Type: write exclusive for registrants, so daemon and native clients, which have one host identifier, all write, and
-every host reads. Sources: NVMe base 2.0, 7.2 to 7.6 and 8.19; linux/pr.h. How it is asked for is the device's.
+every host reads. Sources: NVMe base 2.0, 7.2 to 7.6 and 8.19; linux/pr.h. Each kind of device has its own way to ask.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Reservation(Protocol):
 
 
 def key_of(owner: uuids.UUID) -> int:
-    """The key of an owner: who finds its beat can preempt it."""
+    """The key of an owner. A host that reads the owner's beat can preempt it."""
     return int.from_bytes(owner.bytes[:8], "little")
 
 
@@ -61,13 +61,13 @@ def reserve(step: Reservation, key: int, before: int) -> None:
         # This host is registered, by a daemon that was killed.
         step(Step.REPLACE, key, before)
     if before and before != key:
-        # That of another host; this host's own is gone by now, which is said to be a conflict.
+        # This removes the registration of another host. This host's own is gone by now, which counts as a conflict.
         _without_conflict(step, Step.PREEMPT, key, before)
     step(Step.ACQUIRE, key)
 
 
 def give_back(step: Reservation, key: int) -> None:
-    """At the end. Whoever was preempted has nothing to give back. DeviceError."""
+    """Release and unregister. A host that was preempted has nothing to release. DeviceError."""
     if _without_conflict(step, Step.RELEASE, key):
         _without_conflict(step, Step.END, key)
 
@@ -87,7 +87,7 @@ def kernel_reservation(fd: int, path: str, step: Step, key: int, other: int) -> 
     kind = _PR_WRITE_EXCLUSIVE_REG_ONLY
     request, data = {
         Step.REGISTER: (_PR_REGISTER, struct.pack("<QQII", 0, key, _PR_IGNORE_KEY, 0)),
-        # The kernel replaces a registration if it is told an old key, whichever: it may be one that no beat has.
+        # The kernel replaces a registration if any old key is given. The registered key may be in no beat.
         Step.REPLACE: (_PR_REGISTER, struct.pack("<QQII", other or key, key, _PR_IGNORE_KEY, 0)),
         Step.ACQUIRE: (_PR_RESERVE, struct.pack("<QII", key, kind, 0)),
         Step.PREEMPT: (_PR_PREEMPT, struct.pack("<QQII", other, key, kind, 0)),
@@ -102,7 +102,7 @@ def kernel_reservation(fd: int, path: str, step: Step, key: int, other: int) -> 
         error.errno = errno.EOPNOTSUPP if failure.errno in _UNSUPPORTED else failure.errno or errno.EIO
         raise error from failure
     if status:
-        # Of the others none says more than that it cannot be had.
+        # All other statuses say only that there is no reservation.
         error = DeviceError(f"{path}: reservation: {step.name}: status {status:#x}")
         error.errno = errno.EBADE if status in _CONFLICTS else errno.EOPNOTSUPP
         raise error

@@ -1,9 +1,9 @@
-"""What kvfs writes on devices besides blocks: labels, segment headers, summaries. Bytes in, values out, and back; no
+"""Structures on devices besides blocks: labels, beats, segment headers, summaries. Bytes in, values out, and back; no
 I/O.
 
 The layouts are the structs of native/include/kvfs_format.h; docs/format.md describes them byte by byte. Block headers
-are the data plane's. Whatever is unpacked here came from a device and may hold anything, also under a valid checksum:
-every field is checked. Who does not prove itself is not there (None); who does, and says what no kvfs writes, is a
+are the data plane's. Bytes from a device may hold anything, also under a valid checksum: every field is checked (I18).
+A structure whose checksum fails is not there (None). A whole structure that no kvfs can have written raises
 FormatError.
 """
 
@@ -30,7 +30,7 @@ MAGIC_SEGMENT = 0x4D4745535346564B
 MAGIC_EXTENT = 0x4E5458455346564B
 MAGIC_SUMMARY = 0x4D4D55535346564B
 MAGIC_BEAT = 0x544145425346564B
-# Where a device's beat is: the page behind the first label. Those up to the zones are kept for the nodes of a pod.
+# A device's beat is the page behind the first label. The pages from there to the zones are kept for the nodes of a pod.
 BEAT_OFFSET = LABEL_SIZE
 BEAT_ENDING = 1
 SUMMARY_CLOSED = 1
@@ -149,7 +149,7 @@ def unpack_label(data: bytes, where: str) -> Label:
         text = data[LABEL_TEXT_OFFSET : LABEL_TEXT_OFFSET + text_size].decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"{where}: the label's text is not UTF-8") from error
-    # A mount needs one number above it.
+    # The next mount needs a number above this one.
     if epoch >= EPOCH_MAX:
         raise FormatError(f"{where}: label of mount {epoch}; the last possible is {EPOCH_MAX - 1}")
     try:
@@ -177,7 +177,7 @@ def unpack_label(data: bytes, where: str) -> Label:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Who uses a device, and that it was so when this was written. `owner` is of one start of one process."""
+    """The user of a device at the time of writing. `owner` names one start of one process."""
 
     owner: uuids.UUID
     epoch: int

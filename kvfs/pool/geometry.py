@@ -13,7 +13,7 @@ DEVICES_MAX = 256
 STRIPE_WIDTH_MAX = 32
 ZONES_OFFSET = 1 << 20
 STRIPE_UNIT = 128 << 10
-# The data plane's least: smaller stripes make more I/Os than a group holds.
+# The data plane takes no smaller stripes: they make more I/Os than a group holds.
 STRIPE_UNIT_MIN = 16 << 10
 SEGMENT_MIN = 1 << 20
 SEGMENT_CAP = 512 << 20

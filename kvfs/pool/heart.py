@@ -1,8 +1,9 @@
-"""The heart of a pool in use: a thread for each device writes there, once a second, that this process owns it, and
-looks first whether another says so.
+"""The heart of a pool in use. A thread for each device writes there once a second that this process owns it, and looks
+first whether another process says so.
 
-What is found decides: one's own page is as it should be, a newer owner's ends the use of the pool at once. A device
-that hangs stops its own thread alone. Blocking calls; docs/format.md has the page, owner.py who is alive.
+The page that is found decides: our own is as it should be, a newer owner's ends the use of the pool at once. A device
+that hangs stops its own thread alone. All calls block. docs/format.md describes the page; owner.py knows which owners
+are alive.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from kvfs.types import PAGE_SIZE
 
 log = logging.getLogger(__name__)
 
-# Pages that may turn up later, of writes that were given up on.
+# Writes that were given up on may land later: so many of their pages are remembered.
 _HISTORY = 64
-# To clear all pages; a device that takes longer keeps its own, of a process that is gone.
+# Time to clear all pages. A device that takes longer keeps the page of a process that is gone.
 _STOP_S = 2.0
 # Two that begin at the same moment see each other after this. On a file the claim decides.
 _SETTLE_S = 0.2
-# An owner that is pushed aside has noticed by then.
+# After this time an owner that is pushed aside has noticed.
 _YIELD_S = 2.5 * owner.INTERVAL_S
 
 
@@ -41,7 +42,7 @@ _YIELD_S = 2.5 * owner.INTERVAL_S
 class _Slot:
     """One device's thread."""
 
-    number: int
+    index: int
     door: Device
     wake: threading.Event = field(default_factory=threading.Event)
     stopping: bool = False
@@ -50,7 +51,7 @@ class _Slot:
 
 
 class Heart:
-    """Beats from `take` to `stop`. Its methods are for one thread, but for `check`."""
+    """Beats from `take` to `stop`. One thread calls all methods but `check`."""
 
     def __init__(self, opened: OpenPool, me: Beat, clock: owner.Clock = owner.REAL) -> None:
         """For Heart.take only."""
@@ -59,7 +60,7 @@ class Heart:
         self._flags = 0
         self._lock = threading.Lock()
         self._written: dict[int, deque[bytes]] = {}
-        # Of others, as it was found last, and has to move to count.
+        # Pages of others as they were last found. Such a page counts once it has changed.
         self._odd: dict[int, bytes] = {}
         self._slots: dict[int, _Slot] = {}
         # Devices that have reservations.
@@ -72,10 +73,10 @@ class Heart:
         cls, opened: OpenPool, *, use: str, known: int = 0, next_epoch: bool = False, force: bool = False,
         tell: Tell | None = None, clock: owner.Clock = owner.REAL,
     ) -> Heart:  # fmt: skip
-        """Own the devices that are there: nobody else does, or not any more, and it stands on them who does now.
+        """Own the devices that are there. Nobody else does when this returns, and this process's beat stands on them.
 
-        `known`: the last epoch that the index knows. `next_epoch`: of a mount; else that of the last one stays.
-        `force`: push an owner aside that still beats. InUseError.
+        `known`: the last epoch that the index knows. `next_epoch`: raise the epoch, for a mount; else the last one
+        stays. `force`: push an owner aside that still beats. InUseError.
         """
         here = owner.this_process(pool=str(opened.path), use=use)
         heart = cls(opened, here, clock)
@@ -103,37 +104,37 @@ class Heart:
         ]  # fmt: skip
 
     def _claims(self) -> Mapping[int, bool]:
-        return {number: self._opened.devices[number].claim >= 0 for number in self._present()}
+        return {index: self._opened.devices[index].claim >= 0 for index in self._present()}
 
     def _read(self) -> Mapping[int, Beat | None]:
-        """All beats; a device that cannot be read says nothing."""
+        """All beats. A device that cannot be read is left out."""
         found: dict[int, Beat | None] = {}
-        for number in self._present():
+        for index in self._present():
             try:
-                found[number] = read_beat(self._opened.devices[number], self._opened.config, number)
+                found[index] = read_beat(self._opened.devices[index], self._opened.config, index)
             except DeviceError as error:
                 log.warning("%s", error)
         return found
 
     def _reserve(self, beats: Mapping[int, Beat | None]) -> None:
-        """Keep the writes of other machines away, where devices can: from the one before, too."""
-        for number in self._present():
-            before = beats.get(number)
+        """Keep the writes of other machines away where devices can, also those of the last owner."""
+        for index in self._present():
+            before = beats.get(index)
             old = 0 if before is None else fence.key_of(before.owner)
-            self._fenced.add(number)
+            self._fenced.add(index)
             try:
-                fence.reserve(self._opened.devices[number].reservation, fence.key_of(self.me.owner), old)
+                fence.reserve(self._opened.devices[index].reservation, fence.key_of(self.me.owner), old)
             except DeviceError as error:
                 if error.errno == errno.EOPNOTSUPP:
-                    self._fenced.discard(number)
+                    self._fenced.discard(index)
                 else:
                     log.warning("%s; beats alone keep others away", error)
 
     def _settle(self, *, pushing: bool) -> None:
         """Write the first beats, and see that they stay where others can write as well."""
         began = self._clock.now()
-        for number in self._present():
-            self._write(number, self._opened.devices[number])
+        for index in self._present():
+            self._write(index, self._opened.devices[index])
         if not pushing and all(not device.is_block for device in self._opened.devices):
             return
         while True:
@@ -144,33 +145,33 @@ class Heart:
                     self._clear()
                     raise InUseError(f"{self._opened.path}: {owner.describe(beat, self.me)}")
                 return
-            for number in others:
-                self._write(number, self._opened.devices[number])
+            for index in others:
+                self._write(index, self._opened.devices[index])
             if self._clock.now() - began >= _YIELD_S:
                 return
 
     def _clear(self) -> None:
-        """Where it is still one's own."""
-        for number in self._present():
+        """Clear the beats that are still this process's."""
+        for index in self._present():
             try:
-                self._clear_one(number, self._opened.devices[number])
+                self._clear_one(index, self._opened.devices[index])
             except (DeviceError, OSError) as error:
                 log.warning("%s", error)
 
-    def _clear_one(self, number: int, door: Device) -> None:
-        if door.read(BEAT_OFFSET, PAGE_SIZE) in self._written.get(number, ()):
+    def _clear_one(self, index: int, door: Device) -> None:
+        if door.read(BEAT_OFFSET, PAGE_SIZE) in self._written.get(index, ()):
             door.write(BEAT_OFFSET, bytes(PAGE_SIZE), durable=False)
-        if number in self._fenced:
+        if index in self._fenced:
             fence.give_back(door.reservation, fence.key_of(self.me.owner))
 
-    def _write(self, number: int, door: Device) -> None:
+    def _write(self, index: int, door: Device) -> None:
         with self._lock:
             self._beat += 1
             beat = replace(self.me, number=self._beat, written_ns=time.time_ns(), flags=self._flags)
             config = self._opened.config
-            page = pack_beat(config.secret, config.uuid, config.devices[number].uuid, beat)
-            # Before it is there: it may be even if it fails.
-            self._written.setdefault(number, deque(maxlen=_HISTORY)).append(page)
+            page = pack_beat(config.secret, config.uuid, config.devices[index].uuid, beat)
+            # Remembered before the write: a write that fails may land all the same.
+            self._written.setdefault(index, deque(maxlen=_HISTORY)).append(page)
         try:
             door.write(BEAT_OFFSET, page, durable=False)
         except (DeviceError, OSError) as error:
@@ -181,22 +182,22 @@ class Heart:
     def start(self, on_lost: Callable[[str], None]) -> None:
         """`on_lost` is called once, in a thread, with the reason, when another has taken a device."""
         self._on_lost = on_lost
-        for number in self._present():
-            self.resume(number)
+        for index in self._present():
+            self.resume(index)
 
-    def resume(self, number: int) -> None:
+    def resume(self, index: int) -> None:
         """A device is there, again or instead of another."""
-        self.rest(number)
-        if self._on_lost is None or number not in self._present() or self.lost is not None:
+        self.rest(index)
+        if self._on_lost is None or index not in self._present() or self.lost is not None:
             return
-        slot = self._slots[number] = _Slot(number, self._opened.devices[number].door())
-        slot.thread = threading.Thread(target=self._run, args=(slot,), name=f"beat {number}", daemon=True)
+        slot = self._slots[index] = _Slot(index, self._opened.devices[index].door())
+        slot.thread = threading.Thread(target=self._run, args=(slot,), name=f"beat {index}", daemon=True)
         slot.thread.start()
 
-    def rest(self, number: int, *, clear: bool = False) -> None:
-        """A device is away: nothing is written there any more once what is under way has ended; or it goes for good,
-        and nobody is to wait for this owner there."""
-        slot = self._slots.pop(number, None)
+    def rest(self, index: int, *, clear: bool = False) -> None:
+        """A device is away: no beat is begun there any more. `clear`: it goes for good, so no owner is to wait for this
+        one."""
+        slot = self._slots.pop(index, None)
         if slot is not None:
             slot.clear, slot.stopping = clear, True
             slot.wake.set()
@@ -208,7 +209,7 @@ class Heart:
             slot.wake.set()
 
     def stop(self) -> None:
-        """The last: pages are cleared where the devices answer. When nothing is written any more."""
+        """Clear the pages where devices answer. Called last, when nothing is written any more."""
         if self._on_lost is None:
             self._clear()
         slots = list(self._slots.values())
@@ -223,15 +224,15 @@ class Heart:
             if slot.thread.is_alive():
                 log.warning("%s: no answer; the beat there is not cleared", slot.door.path)
 
-    def check(self, device: Device, number: int) -> None:
-        """That a device that was away has no other owner. Blocks. InUseError, DeviceError."""
-        config, claims = self._opened.config, {number: device.claim >= 0}
-        owner.wait_free(lambda: {number: read_beat(device, config, number)}, self.me, claims, None, self._clock)
+    def check(self, device: Device, index: int) -> None:
+        """Check that a device that was away has no other owner. Blocks. InUseError, DeviceError."""
+        config, claims = self._opened.config, {index: device.claim >= 0}
+        owner.wait_free(lambda: {index: read_beat(device, config, index)}, self.me, claims, None, self._clock)
 
     def _run(self, slot: _Slot) -> None:
         try:
-            # A device that was away may have lost it.
-            if slot.number in self._fenced:
+            # A device that was away may have lost the reservation.
+            if slot.index in self._fenced:
                 with suppress(DeviceError):
                     fence.reserve(slot.door.reservation, fence.key_of(self.me.owner), 0)
             while not slot.stopping:
@@ -242,22 +243,22 @@ class Heart:
                 slot.wake.wait(owner.INTERVAL_S)
                 slot.wake.clear()
             if slot.clear and self.lost is None:
-                self._clear_one(slot.number, slot.door)
+                self._clear_one(slot.index, slot.door)
         except (DeviceError, OSError) as error:
             log.debug("%s", error)
         finally:
-            # A device that is gone says so, and is closed all the same.
+            # close(2) of a device that is gone fails, and closes it all the same.
             with suppress(OSError):
                 slot.door.close()
 
     def _turn(self, slot: _Slot) -> None:
         page = slot.door.read(BEAT_OFFSET, PAGE_SIZE)
-        # Only what was read just now allows a write.
+        # A write is allowed only by the page that was read just now.
         if slot.stopping or self.lost is not None:
             return
-        reason = self.judge(slot.number, page, self._opened.config)
+        reason = self.judge(slot.index, page, self._opened.config)
         if reason is None:
-            self._write(slot.number, slot.door)
+            self._write(slot.index, slot.door)
             return
         with self._lock:
             if self.lost is not None:
@@ -266,21 +267,21 @@ class Heart:
         assert self._on_lost is not None
         self._on_lost(self.lost)
 
-    def judge(self, number: int, page: bytes, config: PoolConfig) -> str | None:
-        """Why the device is another's, by the page that was found there; None: it is ours."""
+    def judge(self, index: int, page: bytes, config: PoolConfig) -> str | None:
+        """The reason why the device is another's, by the page that was found there. None: it is ours."""
         with self._lock:
-            if page in self._written.get(number, ()):
+            if page in self._written.get(index, ()):
                 return None
-            beat = unpack_beat(config.secret, config.uuid, config.devices[number].uuid, page)
-            # A copy of this very process has its owner as well, and is found by what it wrote.
+            beat = unpack_beat(config.secret, config.uuid, config.devices[index].uuid, page)
+            # A copy of this very process has the same owner. Its pages give it away.
             ours = beat is not None and beat.owner == self.me.owner
             if beat is not None and (beat.number > self._beat if ours else beat.epoch >= self.me.epoch):
                 return owner.describe(beat, self.me)
             if not holds_beat(page):
                 return None
-            # Written late, by an older owner or by this one, or another pool's: one such page is a leftover, two are
-            # somebody at work.
-            before = self._odd.setdefault(number, page)
+            # The page is another pool's, or was written late by an older owner or this one. One such page is a
+            # leftover; two mean that somebody is at work.
+            before = self._odd.setdefault(index, page)
             if before == page:
                 return None
             return "in use by another kvfs, of another pool" if beat is None else owner.describe(beat, self.me)

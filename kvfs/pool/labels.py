@@ -18,7 +18,7 @@ from kvfs.types import PAGE_SIZE
 
 @dataclass(frozen=True, slots=True)
 class LabelCopies:
-    """What was found at a device's two label places: labels, or why there is none."""
+    """Both label places of a device: each a label, or the reason why there is none."""
 
     copies: tuple[Label | FormatError | PoolError, Label | FormatError | PoolError]
 
@@ -32,7 +32,7 @@ class LabelCopies:
 
 
 def read_labels(device: Device, size: int | None = None) -> LabelCopies:
-    """Both copies. `size`: where the pool says the device ends; by default, where it really does."""
+    """Both copies. `size`: of the device as the pool has it; by default its real size."""
     end = (device.size if size is None else size) // PAGE_SIZE * PAGE_SIZE
     return LabelCopies((_read_label(device, 0, "first"), _read_label(device, end - LABEL_SIZE, "second")))
 
@@ -52,8 +52,8 @@ def _read_label(device: Device, offset: int, which: str) -> Label | FormatError 
 def write_labels(
     config: PoolConfig, devices: Sequence[Device], epoch: int, absent: Container[int] = ()
 ) -> dict[int, str]:
-    """Both copies on every device but those `absent`, one after the other: a crash in between leaves one of them whole.
-    Returns what failed on which device."""
+    """Write both copies on every device but those `absent`. All first copies come before the second ones: a crash in
+    between leaves one of them whole. Returns the failure of each device."""
     failed: dict[int, str] = {}
     for second in (False, True):
         for device, described in zip(devices, config.devices, strict=True):
@@ -67,27 +67,27 @@ def write_labels(
     return failed
 
 
-def write_label(config: PoolConfig, device: Device, number: int, epoch: int) -> None:
-    """Both copies on one device. DeviceError."""
-    for offset in (0, config.devices[number].size - LABEL_SIZE):
-        device.write(offset, pack_label(config, number, epoch))
+def write_label(config: PoolConfig, device: Device, index: int, epoch: int) -> None:
+    """Write both copies on one device. DeviceError."""
+    for offset in (0, config.devices[index].size - LABEL_SIZE):
+        device.write(offset, pack_label(config, index, epoch))
 
 
 def has_beat(described: DeviceConfig) -> bool:
-    """Whether there is room for one before its zones."""
+    """Whether there is room for a beat before the zones of a device."""
     return described.zones_offset >= BEAT_OFFSET + PAGE_SIZE and not described.removed
 
 
-def read_beat(device: Device, config: PoolConfig, number: int) -> Beat | None:
-    """Who uses a device, or did until it was killed. DeviceError."""
-    if not has_beat(config.devices[number]):
+def read_beat(device: Device, config: PoolConfig, index: int) -> Beat | None:
+    """The beat on a device: its user now, or the one that was killed last. DeviceError."""
+    if not has_beat(config.devices[index]):
         return None
     page = device.read(BEAT_OFFSET, PAGE_SIZE)
-    return unpack_beat(config.secret, config.uuid, config.devices[number].uuid, page)
+    return unpack_beat(config.secret, config.uuid, config.devices[index].uuid, page)
 
 
 def beat_by_label(device: Device) -> tuple[bool, Beat | None]:
-    """As label_beat: where only the label says which pool it is."""
+    """As label_beat(), of an open device whose label alone says which pool it is of."""
     try:
         label = read_labels(device).best() if device.size >= DEVICE_SIZE_MIN else None
         if label is None:

@@ -1,4 +1,4 @@
-"""The lock of a pool's directory: at most one process has a pool, and its text says which, and for what."""
+"""The lock of a pool's directory: one process at a time has a pool. The lock's text names the process and its use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def locked(
 ) -> Iterator[PoolLock]:  # fmt: skip
     """Hold the pool's lock. PoolError if it is no pool, InUseError if somebody else has it.
 
-    `use`: what others are told that it is for. Whoever is about to give it up is waited for, without `wait` nobody.
+    `use` is shown to others that want the pool. `wait`: a holder that is about to give the lock up is waited for.
     """
     if not pool.is_dir():
         raise PoolError(f"{pool}: {'not a directory' if pool.exists() else 'no such pool'}")
@@ -42,13 +42,13 @@ def locked(
 
 @dataclass(frozen=True, slots=True)
 class PoolLock:
-    """The lock of a pool's directory, which this process holds. Its text says who that is."""
+    """The lock of a pool's directory, which this process holds. Its text names the process."""
 
     fd: int
     holder: Beat
 
     def describe(self, *, ending: bool = False) -> None:
-        """For others to read. A full disk is no reason not to hold it."""
+        """Write the text for others. On a full disk the lock holds without it."""
         beat = self.holder
         text = json.dumps({
             "pid": beat.pid, "started": beat.started, "namespace": beat.namespace, "boot": beat.boot.hex(),
@@ -60,7 +60,7 @@ class PoolLock:
 
 
 def _lock_holder(fd: int, pool: Path) -> Beat | None:
-    """Who holds the lock, by its text; None if that says nothing."""
+    """The lock's holder by its text; None if the text names none."""
     try:
         read = json.loads(os.pread(fd, _LOCK_TEXT_MAX, 0))
         return replace(

@@ -17,7 +17,7 @@ from kvfs.guard import check_owner
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.pool import owner
 from kvfs.pool.config import CONFIG_NAME, PoolConfig, new_config
-from kvfs.pool.devices import DEVICE_SIZE_MIN, Device, Place
+from kvfs.pool.devices import DEVICE_SIZE_MIN, Device, DeviceAddress
 from kvfs.pool.format import META_CLEAN, META_UUID, Beat
 from kvfs.pool.geometry import DEVICES_MAX, Geometry, choose_geometry
 from kvfs.pool.labels import beat_by_label, write_labels
@@ -33,7 +33,7 @@ class FormatRequest:
     """`kvfs format`: devices that are there, or `files` sparse files of `file_size` bytes in the pool."""
 
     pool: Path
-    devices: tuple[Place, ...] = ()
+    devices: tuple[DeviceAddress, ...] = ()
     files: int = 0
     file_size: int = 0
     stripe_width: int | None = None
@@ -49,8 +49,7 @@ class FormatResult:
 
 
 def format_devices(request: FormatRequest) -> FormatResult:
-    """Make the pool's directory, devices, labels and pool.toml. Whatever can be refused is refused before anything
-    changes."""
+    """Make the pool's directory, devices, labels and pool.toml. All refusals come before the first change."""
     pool = request.pool
     _check_directory(pool, request.force)
     if request.files:
@@ -103,7 +102,7 @@ def format_devices(request: FormatRequest) -> FormatResult:
 
 
 def _check_content(device: Device, force: bool, me: Beat | None = None) -> None:
-    """That a device may be overwritten: what it holds by `force`, what somebody uses never."""
+    """Check that a device may be overwritten: its content with `force` alone, a device in use never."""
     what = None if force else signature(device)
     if what is not None:
         raise PoolError(f"{device.path}: holds {what}; use --force to overwrite it")
@@ -111,7 +110,7 @@ def _check_content(device: Device, force: bool, me: Beat | None = None) -> None:
 
 
 def check_unused(device: Device, me: Beat | None = None) -> None:
-    """That nobody but `me` uses the pool whose label a device has. InUseError."""
+    """Check that nobody but `me` uses the pool whose label a device has. InUseError."""
     here = me or owner.this_process()
     try:
         owner.wait_free(lambda: {0: beat_by_label(device)[1]}, here, {0: device.claim >= 0})
@@ -120,7 +119,7 @@ def check_unused(device: Device, me: Beat | None = None) -> None:
 
 
 def _check_old_file(path: Path) -> None:
-    """That nobody uses the file that is about to go: another pool's directory may lead to it."""
+    """Check that nobody uses the file that is about to go: another pool's directory may lead to it."""
     device = open_device(path)
     try:
         check_unused(device)
@@ -145,7 +144,7 @@ def _write_pool(request: FormatRequest, geometry: Geometry, notes: list[str], op
 
 
 def _make_index(path: Path, config: PoolConfig) -> None:
-    """An empty one: there is nothing to rebuild at the first mount."""
+    """Make an empty index, so that the first mount has nothing to rebuild."""
     index = LmdbIndex(path)
     try:
         index.meta_put(META_UUID, config.uuid.bytes)
@@ -210,19 +209,19 @@ def _make_files(paths: Sequence[Path], size: int) -> None:
         raise PoolError(f"{paths[0].parent}: {os.strerror(error.errno or 0)}") from error
 
 
-def add_devices(pool: Path, paths: Sequence[Place], *, force: bool) -> tuple[PoolConfig, PoolConfig]:
+def add_devices(pool: Path, paths: Sequence[DeviceAddress], *, force: bool) -> tuple[PoolConfig, PoolConfig]:
     """Add devices to a pool that nobody uses: new segments on them alone. Returns the pool as it was and as it is.
 
-    The new devices' labels come first, then pool.toml, then the labels of the others: whoever reads in between finds
-    the pool as it was, or older labels, which are known by their revision.
+    The new devices' labels come first, then pool.toml, then the labels of the others. A reader in between finds the
+    pool as it was, or labels that their revision shows to be older.
     """
     with locked(pool, "being given devices"):
         opened = open_pool(pool)
         fresh: list[Device] = []
         try:
             config, geometry = opened.config, opened.config.geometry
-            for number, device in enumerate(opened.devices):
-                if number not in opened.absent:
+            for index, device in enumerate(opened.devices):
+                if index not in opened.absent:
                     check_unused(device)
             for path in paths:
                 fresh.append(open_new(path, [*opened.devices, *fresh], force=force))
@@ -254,7 +253,7 @@ def add_devices(pool: Path, paths: Sequence[Place], *, force: bool) -> tuple[Poo
 
 
 def open_new(
-    path: Place, others: Sequence[Device], *, force: bool, old: Device | None = None, me: Beat | None = None
+    path: DeviceAddress, others: Sequence[Device], *, force: bool, old: Device | None = None, me: Beat | None = None
 ) -> Device:  # fmt: skip
     """A device that is to become one of a pool, in the place of `old`, which is `me`'s. UsageError, PoolError,
     DeviceError."""
@@ -271,9 +270,8 @@ def open_new(
     return device
 
 
-def import_pool(pool: Path, paths: Sequence[Place]) -> PoolConfig:
-    """Write pool.toml again from the labels of the devices at `paths`. Whatever can be refused is refused before
-    anything changes."""
+def import_pool(pool: Path, paths: Sequence[DeviceAddress]) -> PoolConfig:
+    """Write pool.toml again from the labels of the devices at `paths`. All refusals come before the first change."""
     if (pool / CONFIG_NAME).exists():
         raise PoolError(f"{pool / CONFIG_NAME}: exists; remove it first to import")
     config = config_from_labels(paths, pool)

@@ -1,4 +1,4 @@
-"""Namespaces by NVMe passthrough, `ng:/dev/ng0n1`: opening them, and what is asked of them before a mount.
+"""Namespaces by NVMe passthrough, `ng:/dev/ng0n1`: opening them, and the questions before a mount.
 
 A generic character device knows no claims: two users of one would not see each other. So its block device, where there
 is one, is held exclusively meanwhile. Blocking calls. The commands are the data plane's (native/src/io/nvme/generic.c).
@@ -17,7 +17,7 @@ from kvfs.pool.nvme_kernel import PREFIX, block_device_of, path_of
 
 
 class Namespace:
-    """An open one. `block_fd` is its block device's, or -1."""
+    """An open namespace. `block_fd` is the descriptor of its block device, or -1."""
 
     def __init__(self, place: str, *, exclusive: bool, writable: bool) -> None:
         """UsageError, DeviceError."""
@@ -65,7 +65,7 @@ class Namespace:
         return other
 
     def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
-        """Durable when it returns, if that is asked for."""
+        """The data is durable when this returns, if `durable`."""
         memory = ffi.from_buffer("uint8_t[]", data)
         self._check(lib.kvfs_generic_io(self.fd, self._info, 1, offset, memory, len(data)), f"write at {offset}")
         if durable:

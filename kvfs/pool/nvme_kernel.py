@@ -1,4 +1,4 @@
-"""NVMe namespaces that the kernel has, PCIe or fabrics: their devices, and what sysfs tells of them.
+"""NVMe namespaces that the kernel has, PCIe or fabrics: their devices and their description in sysfs.
 
 Sources: Documentation/ABI/stable/sysfs-block and drivers/nvme/host/{core,sysfs,multipath}.c of the kernel. With its
 multipath a namespace's block device belongs to a subsystem, to which several controllers lead; else to a controller.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 SYSFS = Path("/sys")
 _NAME = re.compile(r"nvme(\d+)n(\d+)")
-# Of a device that is to be used by NVMe passthrough: ng:/dev/ng0n1.
+# Prefix of a device that is used by NVMe passthrough: ng:/dev/ng0n1.
 PREFIX = "ng:"
 
 
@@ -49,9 +49,9 @@ class Namespace:
     name: str
     nqn: str
     block_size: int
-    transfer_size: int  # of one command: MDTS, or what the driver makes of it
+    transfer_size: int  # largest of one command: MDTS, or the driver's limit
     write_cache: bool
-    policy: str  # by which paths are chosen; empty: no multipath
+    policy: str  # policy that chooses among paths; empty: no multipath
     controllers: tuple[Controller, ...]
 
     @property
@@ -71,20 +71,20 @@ class Namespace:
 
 
 def limits_text(block_size: int, transfer_size: int, write_cache: bool) -> str:
-    """Said alike of namespaces of every transport."""
+    """The text is the same for namespaces of every transport."""
     cache = "" if write_cache else "no "
     return f"blocks of {block_size} bytes, MDTS {transfer_size >> 10} KiB, {cache}volatile write cache"
 
 
 def namespaces() -> list[Namespace]:
-    """Those that have a block device."""
+    """All namespaces that have a block device."""
     found = (_NAME.fullmatch(path.name) for path in (SYSFS / "class/block").glob("nvme*"))
     names = [(int(match[1]), int(match[2]), match[0]) for match in found if match is not None]
     return [_namespace(name) for _, _, name in sorted(names)]
 
 
 def namespace_at(place: str) -> Namespace | None:
-    """That of a block device or generic device, by its path; None if the kernel has none there."""
+    """The namespace of a block device or generic device, by its path; None if the kernel has none there."""
     path = path_of(place)
     name = (block_device_of(path) or Path(path).resolve()).name
     return _namespace(name) if _NAME.fullmatch(name) and (SYSFS / "class/block" / name).exists() else None
@@ -108,7 +108,7 @@ def _controllers(name: str, owner: Path) -> Iterator[Controller]:
 
 
 def _read(path: Path) -> str:
-    """Empty if it is not there: attributes come with kernels, and go with devices."""
+    """The attribute's text; empty if it is not there. Attributes come with kernels, and go with devices."""
     try:
         return path.read_text().strip()
     except OSError:

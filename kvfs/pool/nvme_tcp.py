@@ -1,9 +1,9 @@
-"""NVMe/TCP namespaces as devices: their URLs, and what is asked of them before a mount: sizes, labels, which there are.
+"""NVMe/TCP namespaces as devices: their URLs, and the questions before a mount: sizes, labels, discovery.
 
     nvme-tcp://HOST[:PORT]/NQN?nsid=1[&queues=N][&depth=N][&hdgst=0|1][&ddgst=0|1][&hostnqn=NQN][&kato=MS][&timeout=MS]
 
 Without nsid a URL names all namespaces of a subsystem; without NQN, all subsystems that the discovery controller at
-this address lists. Blocking calls. The protocol is the data plane's (native/src/nvme_*.c).
+this address lists. Blocking calls. The protocol is the data plane's (native/src/io/nvme/).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMESPACES_MAX = 1024
 _SUBSYSTEMS_MAX = 4096
 _HOSTNQN = Path("/etc/nvme/hostnqn")
 _MACHINE_ID = Path("/etc/machine-id")
-# Of host NQNs that are made from something else than a UUID: any constant will do.
+# UUID namespace of host NQNs that are made from something else than a UUID. Any constant will do.
 _HOSTS = uuids.UUID("0d1fd9d5-2a5e-4d4a-9d05-6b5fd6f5a1c7")
 # Option, and its largest value.
 _OPTIONS = {
@@ -42,7 +42,7 @@ _TRANSPORTS = {1: "rdma", 2: "fc", 3: "tcp"}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a URL says. 0: by default; no nsid: all."""
+    """The parts of a URL. 0: the default; no nsid: all namespaces."""
 
     host: str
     port: int
@@ -56,7 +56,7 @@ class Target:
 
     @property
     def where(self) -> tuple[str, int, str, int]:
-        """Two URLs with the same lead to the same namespace."""
+        """Two URLs with the same value lead to the same namespace."""
         return self.host, self.port, self.nqn, self.nsid
 
 
@@ -76,7 +76,7 @@ def is_url(text: object) -> bool:
 
 
 def parse(url: str) -> Target:
-    """UsageError says what is wrong."""
+    """Raises UsageError, which names the part that is wrong."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -109,7 +109,7 @@ def parse(url: str) -> Target:
 
 
 def _default_hostnqn() -> str:
-    """The machine's, where it has one; else one that stays the same."""
+    """The machine's host NQN where it has one; else one that stays the same."""
     try:
         found = _HOSTNQN.read_text().strip()
         if found.startswith("nqn."):
@@ -162,7 +162,7 @@ class Controller:
         out = ffi.new("struct kvfs_nvme **")
         _check(lib.kvfs_nvme_open(_native(self._target), out), url)
         self._nvme = out[0]
-        # A call that takes too long is given up on, in a thread that waits on: then that closes.
+        # A call that takes too long is given up on. Its thread waits on, and closes the connection.
         self._lock = threading.Lock()
         self._closed = False
 
@@ -201,7 +201,7 @@ class Controller:
         return info.block_size, info.transfer_size, bool(info.write_cache)
 
     def descriptor(self) -> int:
-        """What stands for the namespace where a file descriptor is asked for; the caller's to close."""
+        """A descriptor that stands for the namespace; the caller closes it."""
         return _check(lib.kvfs_nvme_descriptor(_native(self._target)), self._url)
 
     def read(self, offset: int, size: int) -> bytes:
@@ -211,7 +211,7 @@ class Controller:
         return bytes(ffi.buffer(out))
 
     def write(self, offset: int, data: bytes) -> None:
-        """Durable when it returns."""
+        """The data is durable when this returns."""
         with self._used():
             _check(lib.kvfs_nvme_write(self._nvme, offset, data, len(data)), f"{self._url}: write at {offset}")
 
@@ -232,7 +232,7 @@ class Controller:
 
 
 def discover(url: str) -> list[Subsystem]:
-    """What the discovery controller at this address lists. UsageError, DeviceError."""
+    """The subsystems that the discovery controller at this address lists. UsageError, DeviceError."""
     out = ffi.new("struct kvfs_nvme_subsystem[]", _SUBSYSTEMS_MAX)
     target = parse(url)
     count = _check(lib.kvfs_nvme_discover(_native(target), out, _SUBSYSTEMS_MAX), f"{target.host}:{target.port}")

@@ -18,14 +18,14 @@ from kvfs.errors import DeviceError, ForeignLabelError, InUseError, KvfsError, P
 from kvfs.guard import open_own
 from kvfs.pool import nvme_generic, nvme_tcp, owner
 from kvfs.pool.config import CONFIG_NAME, DeviceConfig, PoolConfig, compare, load
-from kvfs.pool.devices import Device, GenericDevice, Place, RemoteDevice, Tell, open_absent, place_of
+from kvfs.pool.devices import Device, DeviceAddress, GenericDevice, RemoteDevice, Tell, device_address, open_absent
 from kvfs.pool.format import Beat, Label
 from kvfs.pool.labels import beat_by_label, read_labels
 from kvfs.pool.lock import DEVICES_NAME
 
 
 def open_device(
-    path: Place, *, exclusive: bool = True, writable: bool = True, holder: Device | None = None,
+    path: DeviceAddress, *, exclusive: bool = True, writable: bool = True, holder: Device | None = None,
     tell: Tell | None = None,
 ) -> Device:  # fmt: skip
     """Open for direct I/O. A device that is mounted or otherwise claimed is an error when exclusive, unless `holder`,
@@ -52,7 +52,7 @@ def open_device(
         try:
             fd = os.open(path, flags | os.O_DIRECT)
         except OSError as error:
-            # A filesystem without direct I/O under a file: slower, still right.
+            # The file's filesystem has no direct I/O. Without it kvfs is slower, and still right.
             if is_block or error.errno != errno.EINVAL:
                 raise
             fd, direct = os.open(path, flags), False
@@ -116,8 +116,8 @@ def _claim(path: Path, is_block: bool, tell: Tell | None) -> int:
     raise busy
 
 
-def label_beat(path: Place) -> tuple[bool, Beat | None]:
-    """Whether there is a kvfs label, and who uses the device as its beat says. For devices that others have claimed."""
+def label_beat(path: DeviceAddress) -> tuple[bool, Beat | None]:
+    """Whether there is a kvfs label, and the user that the beat names. For devices that others have claimed."""
     try:
         device = open_device(path, exclusive=False, writable=False)
     except KvfsError:
@@ -137,16 +137,16 @@ class OpenPool:
     devices: list[Device]
     epoch: int
     notes: list[str]
-    # Devices that could not be opened, or were removed, and why. Their descriptors give nothing.
+    # Devices that could not be opened, or were removed, each with its reason. Their descriptors give nothing.
     absent: dict[int, str] = field(default_factory=dict)
-    # Of the labels of the others.
+    # Mount epochs in the labels of the other devices.
     epochs: dict[int, int] = field(default_factory=dict)
 
     def leave_stale(self, known: int) -> None:
-        """Count those as absent that missed a mount: what is on them has to be compared first.
+        """Count devices that missed a mount as absent: their content has to be compared first.
 
         `known`: the last mount that the index knows, 0 if it cannot say. A mount that ended while it wrote the labels
-        wrote nothing else, and the index does not know of it: the devices that it did not come to missed nothing.
+        wrote nothing else, and the index does not know it. The devices that it did not reach missed nothing.
         """
         last = known or self.epoch
         for index, epoch in self.epochs.items():
@@ -166,7 +166,7 @@ def open_pool(
 ) -> OpenPool:  # fmt: skip
     """Open and check every device. The caller holds the lock and closes the result. PoolError, DeviceError.
 
-    `degraded`: those that cannot be opened or read are absent, unless none is left.
+    `degraded`: devices that cannot be opened or read are absent, unless none is left.
     """
     config, notes = load(pool), []
     if config is None:
@@ -195,7 +195,7 @@ def open_pool(
             except BaseException as error:
                 if device is not None:
                     device.close()
-                # One that somebody else uses is there: nobody may write around it.
+                # A device that somebody else uses is not absent: nobody may write around it.
                 lost = isinstance(error, DeviceError) and error.errno != errno.EBUSY
                 if not degraded or not (lost or isinstance(error, ForeignLabelError)):
                     raise
@@ -212,7 +212,7 @@ def open_pool(
 
 
 def check_device(config: PoolConfig, device: Device, described: DeviceConfig, origin: str) -> tuple[Label, list[str]]:
-    """Its best label, checked against pool.toml, and what is wrong with the other copy."""
+    """The device's best label, checked against pool.toml, and notes about the other copy."""
     if device.size < described.size:
         raise DeviceError(
             f"{device.path}: {device.size} bytes, but {origin} says {described.size}: "
@@ -233,7 +233,8 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
             f"{_replace_advice(described.index)}"
         )
     if label.device_uuid != described.uuid:
-        # One of the others: paths were mixed up, and can be put right. Else it was one once.
+        # If the label is of another device of this pool, paths were mixed up and can be put right. Else it was one
+        # once.
         known = any(label.device_uuid == other.uuid for other in config.devices)
         raise (PoolError if known else ForeignLabelError)(
             f"{origin}: device[{described.index}].uuid is {described.uuid}, but the label of {device.path} says "
@@ -252,10 +253,10 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
     return label, [f"{copy}; the other copy is used" for copy in found.copies if not isinstance(copy, Label)]
 
 
-def _replace_advice(number: int) -> str:
+def _replace_advice(index: int) -> str:
     return (
-        f"give pool.toml the path of the right device, or `kvfs device replace POOL {number} PATH` a new one, with "
-        f"--force this one, or `kvfs device remove POOL {number}`"
+        f"give pool.toml the path of the right device, or `kvfs device replace POOL {index} PATH` a new one, with "
+        f"--force this one, or `kvfs device remove POOL {index}`"
     )
 
 
@@ -270,9 +271,9 @@ def discover(pool: Path) -> PoolConfig:
     return config_from_labels(candidates, pool)
 
 
-def config_from_labels(paths: Sequence[Place], pool: Path) -> PoolConfig:
+def config_from_labels(paths: Sequence[DeviceAddress], pool: Path) -> PoolConfig:
     """The configuration that the labels of these devices agree on, with their present paths. PoolError."""
-    found: dict[int, tuple[Place, Label]] = {}
+    found: dict[int, tuple[DeviceAddress, Label]] = {}
     for path in paths:
         device = open_device(path, exclusive=False, writable=False)
         try:
@@ -286,7 +287,7 @@ def config_from_labels(paths: Sequence[Place], pool: Path) -> PoolConfig:
         if other is not None:
             raise PoolError(f"{path}: says it is device {label.device_index}, and so does {other[0]}")
         found[label.device_index] = (path, label)
-    # The one with the latest description; of those the first.
+    # The label with the latest description; of several the first.
     first_path, first = max(
         (found[index] for index in sorted(found)), key=lambda item: item[1].config(str(item[0])).revision
     )
@@ -306,14 +307,14 @@ def config_from_labels(paths: Sequence[Place], pool: Path) -> PoolConfig:
     return replace(config, devices=devices)
 
 
-def device_path(pool: Path, device: DeviceConfig) -> Place:
+def device_path(pool: Path, device: DeviceConfig) -> DeviceAddress:
     """Relative paths are relative to the pool."""
-    place = place_of(device.path)
+    place = device_address(device.path)
     return pool / place if isinstance(place, Path) else place
 
 
-def stored_path(path: Place, pool: Path) -> str:
-    """As pool.toml has it: relative inside the pool, absolute outside."""
+def stored_path(path: DeviceAddress, pool: Path) -> str:
+    """The path for pool.toml: relative inside the pool, absolute outside."""
     if isinstance(path, str):
         return path
     absolute, base = Path(os.path.abspath(path)), Path(os.path.abspath(pool))

@@ -1,5 +1,5 @@
-"""Who owns a device: this process as a beat says it, whether the process of another beat is still there, and how long
-one waits to find out.
+"""Owners of devices: the beat of this process, whether the process of another beat is still there, and how long to wait
+for an answer.
 
 Knows beats (pool/format.py, docs/format.md), processes and clocks; does no I/O on devices.
 """
@@ -19,18 +19,18 @@ from pathlib import Path
 from kvfs.errors import InUseError, printable
 from kvfs.pool.format import BEAT_ENDING, Beat
 
-# A beat is written so often, ...
+# Interval of beats.
 INTERVAL_S = 1.0
-# ... and one that has not moved for so many intervals is of nobody, if nothing says more.
+# A beat that has not moved for so many intervals is nobody's, if nothing else is known of its owner.
 WATCH_BEATS = 5
 _WATCH_MAX_S = 60.0
-# An owner that is ending has this long.
+# Time that an owner has to end.
 ENDING_S = 60.0
 _POLL_S = 0.1
-# Somebody whom nobody knows may be on its way in or out, and whoever only looks is soon done.
+# An unknown holder may be on its way in or out; one that only looks is soon done.
 _PATIENCE_S = 2.0
 LOOKING = "being looked at"
-# Whoever waits for longer hears of it.
+# A wait that lasts longer is reported.
 _QUIET_S = 0.5
 _PF_EXITING = 4
 _PROC = Path("/proc")
@@ -61,7 +61,7 @@ REAL = Clock()
 
 @cache
 def _machine() -> tuple[bytes, bytes]:
-    """Ids of this machine and of its boot; zeros for what it does not tell."""
+    """Ids of this machine and of its boot; zeros for an id that is not to be had."""
     ids = []
     for path in (Path("/etc/machine-id"), _PROC / "sys/kernel/random/boot_id"):
         try:
@@ -135,14 +135,15 @@ def _killed(pid: int) -> bool:
 
 
 def life(beat: Beat, here: Beat) -> Life:
-    """As far as this machine can tell. The machine's id says nothing: clones have the same."""
+    """The life of a beat's process, as far as this machine can tell. The machine's id proves nothing: clones have the
+    same."""
     if beat.boot != here.boot or beat.boot == bytes(16) or beat.namespace != here.namespace:
         return Life.UNKNOWN
     return process_life(beat.pid, beat.started)
 
 
 def describe(beat: Beat, here: Beat) -> str:
-    """Who it is, and the command that ends it."""
+    """The owner, and the command that ends it, as a phrase."""
     host, pool, use = (printable(text) for text in (beat.host, beat.pool, beat.use))
     local = beat.boot == here.boot
     where = "" if local else f" on {host or 'another machine'}"
@@ -154,13 +155,13 @@ def describe(beat: Beat, here: Beat) -> str:
 
 
 class Watch:
-    """Decides from what is read again and again whether devices are free. Pure: the caller reads, and says when."""
+    """Decides from repeated reads of beats whether devices are free. Pure: the caller reads and gives the time."""
 
     def __init__(self, here: Beat, claimed: Mapping[int, bool], now: float) -> None:
-        """`claimed`: devices that only one process of this machine can have, and this one has."""
+        """`claimed`: devices of which this process has the machine's only claim."""
         self._here, self._claimed, self._began = here, claimed, now
         self._seen: dict[int, tuple[Beat, float]] = {}
-        # Of other machines, found dead by watching.
+        # Beats of other machines that stood still.
         self.given_up: dict[uuids.UUID, Beat] = {}
 
     def look(self, beats: Mapping[int, Beat | None], now: float) -> Beat | None:
@@ -175,7 +176,7 @@ class Watch:
                 continue
             first, since = self._seen.setdefault(index, (beat, now))
             ending = state == Life.GOING or bool(beat.flags & BEAT_ENDING)
-            # A process of this machine that stands still is alive; but where it would have a claim and has none, it
+            # A process of this machine whose beat stands still is alive. Where it would have a claim and has none, it
             # has let go.
             surely = state in (Life.GOING, Life.HERE) and not self._claimed.get(index, False)
             if beat != first:
@@ -194,7 +195,7 @@ class Watch:
 
 
 def watch_s(beat: Beat) -> float:
-    """How long a beat must stand still to be of nobody."""
+    """The time that a beat must stand still to be nobody's."""
     return min(WATCH_BEATS * max(beat.interval_ms / 1000, INTERVAL_S), _WATCH_MAX_S)
 
 
@@ -225,8 +226,8 @@ def wait_claim(
     claim: Callable[[], bool], holder: Callable[[], Beat | None], here: Beat,
     tell: Callable[[str], None] | None = None, clock: Clock = REAL,
 ) -> Beat | None:  # fmt: skip
-    """Try to get a lock. One that is just being given up is waited for. None: got it; else who has it, as far as
-    `holder` knows (a beat without an owner: nobody knows)."""
+    """Try to get a lock, and wait for one that is just being given up. Returns None when it is ours, else the holder as
+    far as `holder` knows; a beat without an owner: nobody knows."""
     began, told = clock.now(), False
     while not claim():
         beat = holder()

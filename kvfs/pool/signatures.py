@@ -1,6 +1,6 @@
-"""What a device holds already: other filesystems, partition tables, kvfs labels, data in a plain file.
+"""Signatures of what a device holds already: other filesystems, partition tables, kvfs labels, data in a plain file.
 
-Whoever makes a pool asks before anything is overwritten. Reads only.
+The command that makes a pool asks before it overwrites anything. Reads only.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from kvfs.errors import FormatError, PoolError
 from kvfs.pool import nvme_kernel, nvme_tcp
-from kvfs.pool.devices import Device, Place
+from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import holds_label, unpack_label
 from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.types import PAGE_SIZE
 
-# Where signatures lie: the first MiB holds every one of these, and `btrfs` and `zfs` begin at 64 and 128 KiB.
+# The first MiB holds every signature below; `btrfs` and `zfs` begin at 64 and 128 KiB.
 _HEAD_SIZE = 1 << 20
-# A file is one that was made to be a device if so many of its first and last bytes are zeros, and so many pages
-# between: a file of zeros is not read whole.
+# A file was made to be a device if so many of its first and last bytes are zeros, and so many pages between. So a file
+# of zeros is not read whole.
 _CONTENT_MAX = 64 << 20
 _CONTENT_SAMPLES = 256
 _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
@@ -49,7 +49,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 
 
 def signature(device: Device) -> str | None:
-    """What a device holds already, as a phrase; None if nothing is known to be there."""
+    """A phrase for the content of a device; None if nothing is known to be there."""
     size = min(_HEAD_SIZE, device.size // PAGE_SIZE * PAGE_SIZE)
     if not size:
         return None
@@ -74,7 +74,7 @@ def signature(device: Device) -> str | None:
 
 
 def _content(device: Device) -> str | None:
-    """Whether a plain file holds anything but zeros: then somebody may want it back. One that was made to be a device
+    """Whether a plain file holds anything but zeros, which somebody may want back. A file that was made to be a device
     has a hole, or zeros."""
     if device.is_block or not isinstance(device.path, Path):
         return None
@@ -107,8 +107,8 @@ def _holds_data(fd: int, at: int) -> bool:
     return False
 
 
-def _blkid(path: Place) -> str | None:
-    """What blkid (util-linux) finds where it is installed: it knows the rare ones."""
+def _blkid(path: DeviceAddress) -> str | None:
+    """The answer of blkid (util-linux), which knows rare signatures; None where it is not installed."""
     program = shutil.which("blkid") or shutil.which("blkid", path="/usr/sbin:/sbin")
     block = nvme_kernel.block_device_of(nvme_kernel.path_of(path)) if nvme_kernel.is_generic(path) else path
     if program is None or block is None or nvme_tcp.is_url(block):

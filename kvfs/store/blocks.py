@@ -38,7 +38,7 @@ class Blocks:
         self.inodes, self.versions = Counter(epoch), Versions(epoch)
         self.pins = Pins(index, shares)
         self.space = SpaceLimit(segments, plane, shares)
-        # How often a directory came to another place: what was known of the way up from a block may be old.
+        # How often directories were renamed. Ancestors that were read before the last time may be old.
         self.directory_moves = 0
         self.bad_blocks = 0
         self._moved_directories: list[InodeNumber] = []
@@ -67,7 +67,7 @@ class Blocks:
         await self.index.make_durable(self._before_commit)
 
     def _before_commit(self) -> None:
-        """What every commit carries: segment states, and up to which version the index knows all, but which."""
+        """Each commit carries segment states, the last version, and the versions in flight (I14)."""
         self.segments.save_changed()
         if self.index.changes_pending:
             self.index.meta_put(META_VERSION, META_NUMBER.pack(self.versions.last))
@@ -77,8 +77,9 @@ class Blocks:
 
     def enter(self, before: Inode, record: bytes, written: Inode, *, copy: bool) -> bool:
         """The block is on the devices: index, table and accounts learn of it in one step. False if it lost its name, or
-        a copy is of what the file was: then it is an orphan in its segment, that no summary will name. `record`:
+        is the copy of an older content. Then it is an orphan in its segment that no summary will name. `record`:
         before, packed."""
+        assert written.inode == before.inode and written.sealed and (not copy or before.sealed), written
         found = self.index.raw(written.inode)
         current = None if found is None else before if found == record else Inode.unpack(found)
         home = self.segments.all[written.segment]
@@ -102,7 +103,7 @@ class Blocks:
         return True
 
     def _move_in_table(self, record: bytes) -> bool:
-        """The table leads to the copy. False if the data plane has begun to write the block from where it was."""
+        """Let the table lead to the copy. False if the data plane has begun to write the block from its old place."""
         try:
             self.plane.inode_move(record)
         except PlaneError as error:
@@ -118,16 +119,18 @@ class Blocks:
 
     def entered(self, inode: Inode) -> None:
         """A block that a native client wrote is in the index and in the block table."""
+        assert inode.sealed and not inode.nameless, inode
         self.segments.account(None, inode)
         self.count_pinned(None, inode)
 
     def drop(self, inode: Inode) -> None:
         """The block left the block table: it leaves the index and the accounts."""
         self.index.delete(inode)
+        assert self.index.raw(inode.inode) is None, inode
         self.forget(inode)
 
     def drop_bad(self, number: InodeNumber, segment: int) -> None:
-        """A block failed verification: it is a miss from now on, unless it has moved since."""
+        """A block failed verification: it is a miss from now on, unless it has moved meanwhile."""
         inode = self.index.get(number)
         if inode is None or not inode.sealed or self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
             return
@@ -162,8 +165,8 @@ class Blocks:
         self.segments.account(inode, None)
 
     def renamed(self, inode: Inode, *, entered: bool = False) -> None:
-        """Name or attributes of what is in the index have changed: summaries must say so. The version rises with it,
-        unless it did when it `entered`."""
+        """Name or attributes of an inode in the index have changed: summaries must say so. The version rises, unless it
+        did when the inode `entered`."""
         if not entered and not inode.nameless:
             inode.version = self.next_version()
             self.index.put(inode, inode)
@@ -176,9 +179,9 @@ class Blocks:
             self.segments.renamed(self.segments.all[inode.segment])
 
     def moved(self, before: Inode, after: Inode) -> None:
-        """It lies in another directory: a pin may hold it that did not, or no longer."""
+        """The inode lies in another directory, where other pins may hold it."""
         if after.kind == Kind.DIRECTORY:
-            self.pins.changed.set()  # all below it: counted anew
+            self.pins.changed.set()  # all below it is counted anew
         else:
             self.count_pinned(before, None)
             self.count_pinned(None, after)
@@ -204,15 +207,15 @@ class Blocks:
     # ---- lingering ----
 
     def linger(self, inode: InodeNumber) -> None:
-        """A block whose name was taken by another: it can be opened for another second by who just looked it up."""
+        """The block's name was given to another. Whoever has just looked it up can open it for another second."""
         self._lingering[inode] = trio.current_time() + _LINGER_S
 
     def lingers(self, inode: InodeNumber) -> bool:
-        """It is not to go when its last handle is closed; an IDLE event follows when its time is over."""
+        """Whether the inode stays after its last close. An IDLE event follows when its time is over."""
         return inode in self._lingering
 
     def end_lingering(self) -> list[InodeNumber]:
-        """Those whose time is over; each is to be told of as IDLE."""
+        """Inodes whose time is over. The caller sends an IDLE event for each."""
         ended: list[InodeNumber] = []
         while self._lingering and next(iter(self._lingering.values())) <= trio.current_time():
             number = next(iter(self._lingering))
@@ -223,7 +226,7 @@ class Blocks:
     # ---- pins ----
 
     def count_pinned(self, before: Inode | None, after: Inode | None) -> None:
-        """What is pinned came, went or changed its size: writers learn of it at once."""
+        """Adjust the pinned pages to a block that came, went or changed its size. Writers learn of it at once."""
         if not self.pins:
             return
         known = after or before
@@ -239,7 +242,7 @@ class Blocks:
     async def pin(self, inode: InodeNumber, user: int = ROOT) -> None:
         """Keep a file, or everything below a directory, from eviction. ShareError if that is more than `user` may
         hold."""
-        # One after the other: of two that have room each, the second may have none.
+        # Pins are set one after the other: of two that have room each, the second may have none.
         async with self._pinning:
             if not self.shares.is_exempt(user):
                 size = await self.pins.pages_of(inode) * PAGE_SIZE
@@ -274,7 +277,8 @@ class Blocks:
 
 
 def _take_changes(written: Inode, before: Inode, current: Inode) -> None:
-    """What was changed while a block was written, `before` to `current`: the index has it, the block header has not."""
+    """Take along the changes of the inode, `before` to `current`, that were made while its block was written. The index
+    has them, the block header does not."""
     written.parent, written.name, written.nlink = current.parent, current.name, current.nlink
     written.mode, written.uid, written.gid, written.xattrs = current.mode, current.uid, current.gid, current.xattrs
     written.atime_ns, written.ctime_ns = current.atime_ns, max(written.ctime_ns, current.ctime_ns)

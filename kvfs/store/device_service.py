@@ -1,9 +1,10 @@
-"""Devices in service and out of it: what their failure, return, removal and replacement mean for segments and blocks.
+"""Devices in service and out of it: the effects of failure, return, removal and replacement on segments and blocks.
 
 A device that is away takes its segments along: nothing is written there, and every block with a part there is a miss.
-It is hidden, not forgotten: the index keeps its entry, and it leaves the block table. If the device comes back with the
-label and the generations that it went with, those entries count again, but for names that were given anew meanwhile.
-What the device itself says of blocks is never believed. What is removed or replaced is forgotten.
+Such a block is hidden, not forgotten: the index keeps its entry, and the block table drops it. If the device comes back
+with the same label and generations, those entries count again, but for names that were given anew meanwhile. Its
+summaries and headers are never believed about blocks. A device that is removed or replaced is forgotten with its
+blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import trio
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
 from kvfs.pool import nvme_tcp
 from kvfs.pool.config import CONFIG_NAME, PoolConfig
-from kvfs.pool.devices import Device, Place
+from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import SegmentHeader
 from kvfs.pool.geometry import LABEL_SIZE, SEGMENTS_MIN
 from kvfs.pool.heart import Heart
@@ -45,19 +46,19 @@ T = TypeVar("T")
 _WATCH_S = 0.25
 # Times are compared at every so many turns.
 _COMPARE_TURNS = 8
-# A device that nothing was asked of is asked this often, a slow one at each turn: native clients tell nobody what they
-# see, and it takes some answers to say that a device is not slow any more.
+# An idle device is asked this often, a slow one at each turn. Native clients report nothing that they see, and several
+# answers are needed to find that a device is not slow any more.
 _BEAT_S = 1.0
-# A connection that is lost for so long takes its devices along.
+# After a connection has been lost for so long, its devices have failed.
 _CUT_S = 1.0
-# A device that failed is looked for this often.
+# Interval of probes for a failed device.
 _PROBE_S = 1.0
-# What opens, reads or writes a label, or syncs, and takes longer is given up on.
+# An open, a sync, or an I/O on a label that takes longer is given up on.
 _LABEL_TIMEOUT_S = 20.0
 _BATCH = 256
-# Of the segments that can be written, this share must be left when one is avoided because a device is slow.
+# A slow device is avoided only if this share of the segments that can be written is left.
 _AVOID_LEAVES = 4
-# A disk below a device that had no room counts as full for this long.
+# A disk that had no room for its device file counts as full for this long.
 _FULL_S = 60.0
 
 
@@ -72,29 +73,29 @@ class ServedDevice:
     failures: Failures = field(default_factory=Failures)
     pace: Pace = field(default_factory=Pace)
     probe_at: float = 0.0
-    # Why it was not back when it was last looked for.
+    # The reason why the last probe did not bring it back.
     missed: str = ""
-    # The index has nothing of it any more: nothing has to be hidden.
+    # The index has no entry on it any more: nothing has to be hidden.
     forgotten: bool = False
-    # It comes back, goes for good or is replaced by one of these at a time. Taken before the lock of all, if both are.
+    # One return, removal or replacement of the device at a time. Taken before the lock of all devices.
     turn: trio.Lock = field(default_factory=trio.Lock)
-    # What blocks on a device, one at a time: threads that it never answers must not be many.
+    # Blocking calls on a device, one at a time: a device that never answers holds one thread.
     limit: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     errors: int = 0
-    # When (trio time) the disk below it, a file, last had no room; when that was last logged.
+    # Trio times: when the disk below a device file last had no room, and when that was last logged.
     full_at: float = -math.inf
     full_told: float = -math.inf
     good: int = -1
     good_at: float = 0.0
     beating: bool = False
-    # Of an NVMe/TCP device: since when it cannot be used, and why.
+    # Of an NVMe/TCP device: the time since which it cannot be used, and the reason.
     cut_at: float | None = None
     cut: str = ""
 
 
 @dataclass(slots=True)
 class _Headers:
-    """Segment headers as a device has them, and the segments where never one was written."""
+    """Segment headers as a device has them, and the segments that never had one."""
 
     found: dict[int, SegmentHeader | None] = field(default_factory=dict)
     blank: set[int] = field(default_factory=set)
@@ -111,33 +112,35 @@ class DeviceService:
         self._blocks, self._slabs, self._devices_changed = blocks, slabs, on_devices
         self._heart, self._epoch = heart, heart.me.epoch
         self.all = [ServedDevice() for _ in opened.devices]
-        # Until those that only missed a mount have been taken in, nothing is said of what cannot be written.
+        # Until devices that only missed a mount have been taken in, nothing is logged about segments that cannot be
+        # written.
         self._settled = self._said = False
-        # Blocks go and come by one of these at a time.
+        # Held while blocks are hidden, shown or forgotten.
         self._lock = trio.Lock()
         self._vanish: set[SegmentIndex] = set()
         self._work = trio.Event()
         self._of: list[list[SegmentIndex]] = [[] for _ in opened.devices]
-        for number, members in enumerate(self._segments.members):
+        for segment, members in enumerate(self._segments.members):
             for device, _ in members:
-                self._of[device].append(SegmentIndex(number))
+                self._of[device].append(SegmentIndex(segment))
 
     @property
     def config(self) -> PoolConfig:
         return self._opened.config
 
     def start(self) -> None:
-        """Those that were not there when the pool was opened. Before anything of the index is used."""
-        for number, reason in self._opened.absent.items():
-            removed = self.config.devices[number].removed
-            self._set(number, DeviceState.REMOVED if removed else DeviceState.FAILED, reason)
-            self.all[number].forgotten = removed
-            self._plane.device_stop(number)
+        """Take note of the devices that were not there when the pool was opened. Called before anything of the index is
+        used."""
+        for device, reason in self._opened.absent.items():
+            removed = self.config.devices[device].removed
+            self._set(device, DeviceState.REMOVED if removed else DeviceState.FAILED, reason)
+            self.all[device].forgotten = removed
+            self._plane.device_stop(device)
         if self._opened.absent:
-            self._place()
+            self._apply_states()
 
     async def take_in_stale(self) -> None:
-        """Those that are there, but missed a mount: before anybody asks for what lies on them."""
+        """Take in the devices that are there, but missed a mount. Called before anybody asks for their blocks."""
         for device, service in enumerate(self.all):
             if service.state == DeviceState.FAILED and self._opened.devices[device].size:
                 try:
@@ -148,14 +151,14 @@ class DeviceService:
         self._say()
 
     def missing(self) -> list[str]:
-        """Why each device that failed did."""
+        """The reason of each failed device."""
         return [f"device {device}: {service.reason}" for device, service in enumerate(self.all)
                 if service.state == DeviceState.FAILED]  # fmt: skip
 
     def segments_of(self, device: int) -> Sequence[SegmentIndex]:
         return self._of[device]
 
-    def _path(self, device: int) -> Place:
+    def _path(self, device: int) -> DeviceAddress:
         return device_path(self._opened.path, self.config.devices[device])
 
     def _set(self, device: int, state: DeviceState, reason: str) -> None:
@@ -164,9 +167,10 @@ class DeviceService:
         service.failures.clear()
         service.pace.clear()
 
-    def _place(self) -> None:
-        """Tell index and segments what is away, and what is not to be written."""
-        lost = {number for device, service in enumerate(self.all) if service.state.away for number in self._of[device]}
+    def _apply_states(self) -> None:
+        """Tell index and segments which segments are away, and which others are not to be written."""
+        away = [device for device, service in enumerate(self.all) if service.state.away]
+        lost = {segment for device in away for segment in self._of[device]}
         avoided: set[SegmentIndex] = set()
         for device, service in enumerate(self.all):
             if service.draining:
@@ -177,8 +181,7 @@ class DeviceService:
                 if len(self._segments.all) - len(lost | more) >= (len(self._segments.all) - len(lost)) // _AVOID_LEAVES:
                     avoided = more
         hidden = {
-            number for device, service in enumerate(self.all) if service.state.away and not service.forgotten
-            for number in self._of[device]
+            segment for device in away if not self.all[device].forgotten for segment in self._of[device]
         }  # fmt: skip
         self._index.hide(hidden, self._blocks.forget)
         self._segments.set_places(lost, avoided)
@@ -191,12 +194,12 @@ class DeviceService:
         why = self.writes_nothing()
         if why is not None and not self._said:
             log.error("%s", why)
-        # Once, until one can be written again.
+        # Logged once, until a segment can be written again.
         self._said = not self._segments.usable and (self._said or why is not None)
 
     def writes_nothing(self) -> str | None:
-        """Why no segment can be written, as a sentence; None if one can, or can in a moment: of a device that is back,
-        what is there is compared with the index first."""
+        """The reason why no segment can be written, as a sentence; None if one can, or can in a moment. The content of
+        a device that is back is compared with the index first."""
         if self._segments.usable:
             return None
         away = [
@@ -204,13 +207,13 @@ class DeviceService:
             if service.state.away and service.state != DeviceState.RETURNING and not service.forgotten
         ]  # fmt: skip
         draining = [device for device, service in enumerate(self.all) if service.draining]
-        hit = {number for device in away for number in self._of[device]}
+        hit = {segment for device in away for segment in self._of[device]}
         if len(hit) == len(self._segments.all):
             return (
                 f"no segment can be written, writes get EIO: each lies on a device that is away ({_listed(away)}); "
                 "bring it back, or kvfs device replace"
             )
-        hit.update(number for device in draining for number in self._of[device])
+        hit.update(segment for device in draining for segment in self._of[device])
         if draining and len(hit) == len(self._segments.all):
             return (
                 "no segment can be written, writes get EIO: each lies on a device that is being drained "
@@ -219,7 +222,7 @@ class DeviceService:
         return None
 
     def full(self) -> list[str]:
-        """Of devices whose disk had no room a moment ago: what that means."""
+        """A warning for each device whose disk had no room a moment ago."""
         since = trio.current_time() - _FULL_S
         return [self._full(device) for device, service in enumerate(self.all) if service.full_at > since]
 
@@ -231,28 +234,29 @@ class DeviceService:
 
     # ---- watching ----
 
-    def note_error(self, device: int, number: int) -> None:
+    def note_error(self, device: int, code: int) -> None:
         """An I/O of the data plane failed."""
         if device >= len(self.all):
             return
         service = self.all[device]
         service.errors += 1
         if service.errors in (1, 10, 100) or service.errors % 1000 == 0:
-            log.error("device %d (%s): %s, %d so far", device, self._path(device), os.strerror(number), service.errors)
-        if number in HARMLESS:
+            log.error("device %d (%s): %s, %d so far", device, self._path(device), os.strerror(code), service.errors)
+        if code in HARMLESS:
             service.full_at = trio.current_time()
             if service.full_at - service.full_told > _FULL_S:
                 service.full_told = service.full_at
                 log.error("%s", self._full(device))
-        if number == errno.ENOTCONN and nvme_tcp.is_url(self._path(device)):
-            return  # the news of its connection says whether it is gone; what was under way then says no more
+        if code == errno.ENOTCONN and nvme_tcp.is_url(self._path(device)):
+            return  # the news of its connection says whether it is gone; errors of what was under way say no more
         if service.cut_at is None and (not service.state.away or service.state == DeviceState.RETURNING):
-            gone = service.failures.note(number, trio.current_time())
+            gone = service.failures.note(code, trio.current_time())
             if gone is not None:
                 self.fail(device, gone)
 
     def note_connection(self, device: int, usable: bool, message: str) -> None:
-        """News of the connection to an NVMe/TCP device. A short interruption is none: it is made again at once."""
+        """News of the connection to an NVMe/TCP device. A short interruption is ignored: the connection is made again
+        at once."""
         if device >= len(self.all):
             return
         service = self.all[device]
@@ -270,16 +274,16 @@ class DeviceService:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, nursery)
             nursery.start_soon(self._vanish_loop)
-            # By itself each: one that gives no answer must not keep the others away.
+            # Each device has its own task: one that does not answer must not keep the others away.
             for device in range(len(self.all)):
                 nursery.start_soon(self._probe_loop, device)
 
     async def _beat(self, device: int) -> None:
-        """Read a page. What comes of it the data plane counts, and says."""
-        number = self._of[device][0]
-        member = [of for of, _ in self._segments.members[number]].index(device)
+        """Read a page. The data plane counts and reports the result."""
+        segment = self._of[device][0]
+        member = [of for of, _ in self._segments.members[segment]].index(device)
         try:
-            await self._plane.store_read(number, member * self.config.geometry.stripe_unit // PAGE_SIZE, PAGE_SIZE)
+            await self._plane.store_read(segment, member * self.config.geometry.stripe_unit // PAGE_SIZE, PAGE_SIZE)
         except KvfsError as error:
             log.debug("device %d: %s", device, error)
         finally:
@@ -325,13 +329,13 @@ class DeviceService:
                 log.warning("device %d (%s): slow, gets no new segments: %s", device, self._path(device), reason)
                 self._set(device, DeviceState.SLOW, reason)
         if verdicts:
-            self._place()
+            self._apply_states()
 
     # ---- failing ----
 
     def fail(self, device: int, reason: str) -> None:
-        """Out of service: at once nothing is read or written there, and the index has nothing of it; the block table
-        follows."""
+        """Take the device out of service. At once nothing is read or written there, and the index finds none of its
+        blocks; the block table follows."""
         service = self.all[device]
         if service.state.away and service.state != DeviceState.RETURNING:
             return
@@ -346,7 +350,7 @@ class DeviceService:
         self._slabs.fail(self._of[device])
         self._vanish.update(self._of[device])
         self._index.hide_shown()
-        self._place()
+        self._apply_states()
         self._work.set()
 
     async def _vanish_loop(self) -> None:
@@ -357,7 +361,7 @@ class DeviceService:
                 await self._vanish_all()
 
     async def _vanish_all(self) -> None:
-        """Take what is hidden out of the block table. With the lock."""
+        """Take hidden blocks out of the block table. The caller holds the lock."""
         count = 0
         while self._vanish:
             segment = self._vanish.pop()
@@ -370,21 +374,21 @@ class DeviceService:
             log.info("%d blocks are not there until their device is back", count)
 
     def leave_table(self, inodes: Iterable[InodeNumber]) -> int:
-        """Those of them that are hidden; returns how many."""
-        hidden = [number for number in inodes if self._index.hidden(number) is not None]
-        for number, is_open in zip(hidden, self._plane.inode_evict(hidden), strict=True):
+        """Take the hidden ones of these inodes out of the block table; returns how many."""
+        hidden = [inode for inode in inodes if self._index.hidden(inode) is not None]
+        for inode, is_open in zip(hidden, self._plane.inode_evict(hidden), strict=True):
             if is_open:
-                # Its handles stay, and read what they can; its name goes.
+                # Its open handles stay, and read what they can; its name goes.
                 with suppress(KvfsError):
-                    self._plane.inode_remove(number)
+                    self._plane.inode_remove(inode)
         return len(hidden)
 
     async def _purge(self, segments: Iterable[SegmentIndex]) -> int:
-        """Forget what is hidden there. With the lock."""
+        """Forget the hidden blocks of these segments. The caller holds the lock."""
         count = 0
         for segment in segments:
-            for i, number in enumerate(self._index.segment_inodes(segment)):
-                count += self._index.purge(number)
+            for i, inode in enumerate(self._index.segment_inodes(segment)):
+                count += self._index.purge(inode)
                 if i % _BATCH == _BATCH - 1:
                     await trio.lowlevel.checkpoint()
             await trio.lowlevel.checkpoint()
@@ -407,23 +411,23 @@ class DeviceService:
                     service.probe_at = trio.current_time() + _PROBE_S
 
     async def bring_back(self, device: int) -> None:
-        """Take a failed device into service if it is the one that went. KvfsError: why not."""
+        """Take a failed device into service if it is the one that went. KvfsError gives the reason if it is not."""
         async with self.all[device].turn:
             if self.all[device].state != DeviceState.FAILED:
                 return
             was = self.all[device].reason
             with trio.move_on_after(_LABEL_TIMEOUT_S):
-                # What has begun to open one fails, and must not succeed instead.
-                while any(self._segments.all[number].opening for number in self._of[device]):
+                # The opening of a segment that began before the failure must fail, and not succeed late.
+                while any(self._segments.all[segment].opening for segment in self._of[device]):
                     await trio.sleep(0.01)
-            if any(self._segments.all[number].opening for number in self._of[device]):
+            if any(self._segments.all[segment].opening for segment in self._of[device]):
                 raise DeviceError(f"{self._path(device)}: still owes an answer")
             found = await _in_thread(self.all[device].limit, self._path(device), lambda: self._find(device), _close)
             self._set(device, DeviceState.RETURNING, "its segments are being checked")
             headers = _Headers()
             try:
                 await self._take_in(device, found)
-                # Without the lock: the others must not wait for this device.
+                # Read without the lock: other devices must not wait for this one.
                 await self._read_headers(device, headers)
                 async with self._lock:
                     await self._vanish_all()
@@ -431,7 +435,7 @@ class DeviceService:
                     back = await self._reconcile(device, headers)
                     if back is not None:
                         self._set(device, DeviceState.ONLINE, "")
-                        self._place()
+                        self._apply_states()
                         self._index.hide_shown()
             except BaseException as error:
                 if self.all[device].state == DeviceState.RETURNING:
@@ -445,7 +449,8 @@ class DeviceService:
                 return
         self._plane.notify_epoch()
         if found is not None:
-            # Else native clients have the right descriptor: to connect again would hold up their reads of all devices.
+            # Otherwise native clients have the right descriptor. To connect again would hold up their reads of all
+            # devices.
             self._devices_changed()
         log.info("device %d (%s): back, with %d blocks", device, self._path(device), back)
 
@@ -470,9 +475,9 @@ class DeviceService:
         return fresh
 
     async def _take_in(self, device: int, fresh: Device | None) -> None:
-        """Let the data plane use a device that was opened anew: by the number that it knows."""
+        """Let the data plane use a device that was opened anew, under the descriptor number that it knows."""
         old = self._opened.devices[device]
-        # What is known of a connection is of the last one; this waits for the next.
+        # The connection's news are of the last one; device_use waits for the next.
         self.all[device].cut_at = None
 
         def use() -> None:
@@ -487,13 +492,14 @@ class DeviceService:
 
     def _away_without(self, device: int) -> set[SegmentIndex]:
         """Segments that would be away if this device was not."""
-        return {number for i, service in enumerate(self.all) if service.state.away and i != device
-                for number in self._of[i]}  # fmt: skip
+        return {segment for i, service in enumerate(self.all) if service.state.away and i != device
+                for segment in self._of[i]}  # fmt: skip
 
     async def _read_headers(self, device: int, headers: _Headers) -> None:
-        """Those of its segments that have no part on another device that is away, and are not read yet."""
+        """Read the headers of the device's segments, but those read already or with a part on another device that is
+        away."""
         away = self._away_without(device)
-        wanted = [number for number in self._of[device] if number not in away and number not in headers.found]
+        wanted = [segment for segment in self._of[device] if segment not in away and segment not in headers.found]
         before = self._plane.device_statistics(device)
         found, blank = await self._segments.read_headers(wanted)
         after = self._plane.device_statistics(device)
@@ -503,23 +509,23 @@ class DeviceService:
         headers.blank.update(blank)
 
     async def _reconcile(self, device: int, headers: _Headers) -> int | None:
-        """Compare its segments with what the index has of them, and show what is there again. None if the device went
-        again. With the lock."""
+        """Compare the device's segments with the index, and show the blocks that are there again. None if the device
+        went again. The caller holds the lock."""
         away = self._away_without(device)
         count = 0
-        for number in self._of[device]:
-            if number in away:
+        for index in self._of[device]:
+            if index in away:
                 continue
-            segment, header = self._segments.all[number], headers.found[number]
+            segment, header = self._segments.all[index], headers.found[index]
             generation = 0 if header is None else header.generation
             if segment.state == State.FREE:
                 if generation > segment.generation:
                     self._segments.forget_life(segment, generation)
-            elif number in headers.blank or (header is not None and generation != segment.generation):
-                await self._purge([number])
+            elif index in headers.blank or (header is not None and generation != segment.generation):
+                await self._purge([index])
                 self._segments.forget_life(segment, generation)
             else:
-                inodes = self._index.segment_inodes(number)
+                inodes = self._index.segment_inodes(index)
                 for at in range(0, len(inodes), _BATCH):
                     if self.all[device].state != DeviceState.RETURNING:
                         return None
@@ -562,8 +568,8 @@ class DeviceService:
         """UsageError unless enough is left without it."""
         if self.all[device].state == DeviceState.REMOVED:
             raise UsageError(f"device {device}: removed already")
-        lost = {number for i, service in enumerate(self.all) if service.state == DeviceState.REMOVED or i == device
-                for number in self._of[i]}  # fmt: skip
+        lost = {segment for i, service in enumerate(self.all) if service.state == DeviceState.REMOVED or i == device
+                for segment in self._of[i]}  # fmt: skip
         left = len(self._segments.all) - len(lost)
         if left < SEGMENTS_MIN:
             raise UsageError(
@@ -575,23 +581,23 @@ class DeviceService:
         """UsageError if a slab lies there: it can be neither moved nor read from anywhere else."""
         found = self._slabs.on_segments(self._of[device])
         if found:
-            inodes = ", ".join(str(number) for number in found[:8])
+            inodes = ", ".join(str(inode) for inode in found[:8])
             raise UsageError(
                 f"device {device}: {len(found)} slabs lie there (inodes {inodes}); end the programs that have them open"
             )
 
     async def remove(self, device: int, drain: Callable[[Sequence[SegmentIndex]], Awaitable[None]] | None) -> int:
-        """For good. `drain` empties segments before. Returns how many blocks went with it."""
+        """Remove the device for good. `drain` empties segments before. Returns how many blocks went with it."""
         self.check_removable(device)
         self._check_slabs(device)
         if drain is not None and not self.all[device].state.away:
             self.all[device].draining = True
-            self._place()
+            self._apply_states()
             try:
                 await drain(self._of[device])
             finally:
                 self.all[device].draining = False
-                self._place()
+                self._apply_states()
         devices = list(self.config.devices)
         devices[device] = replace(devices[device], removed=True)
         async with self.all[device].turn, self._lock:
@@ -607,17 +613,17 @@ class DeviceService:
                 self._set(device, DeviceState.FAILED, f"could not be removed: {error}")
                 raise
             self.all[device].forgotten = True
-            self._place()
+            self._apply_states()
         log.info("device %d (%s): removed, %d blocks with it", device, self._path(device), count)
         self._devices_changed()
         return count
 
-    async def replace(self, device: int, path: Place, force: bool) -> int:
+    async def replace(self, device: int, path: DeviceAddress, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
         described = self.config.devices[device]
         limit = trio.CapacityLimiter(1)
         # A new device may have the old one's place.
-        others = [other for number, other in enumerate(self._opened.devices) if number != device]
+        others = [other for i, other in enumerate(self._opened.devices) if i != device]
         old = self._opened.devices[device]
         fresh = await _in_thread(limit, path, lambda: open_new(path, others, force=force, old=old, me=self._heart.me),
                                  _close)  # fmt: skip
@@ -639,18 +645,18 @@ class DeviceService:
                 self.all[device].probe_at = float("inf")
                 self._take_away(device)
                 count = await self._forget(device)
-                for number in self._of[device]:
-                    # What was under way fails, at its deadline at the latest. Free ones as well: the new device may
-                    # have been this pool's before, and name blocks.
-                    while self._segments.all[number].state in (State.OPEN, State.EVICTING):
+                for segment in self._of[device]:
+                    # I/O under way fails, at its deadline at the latest. Free segments are done as well: the new device
+                    # may have been this pool's before, and name blocks.
+                    while self._segments.all[segment].state in (State.OPEN, State.EVICTING):
                         await trio.sleep(0.01)
-                    self._segments.forget_life(self._segments.all[number], 0)
+                    self._segments.forget_life(self._segments.all[segment], 0)
                 await _in_thread(limit, path, lambda: write_label(changed, fresh, device, self._epoch))
                 await self._describe(replace(self.config, devices=tuple(devices)))
                 await self._take_in(device, fresh)
                 self._set(device, DeviceState.ONLINE, "")
                 self.all[device].forgotten = False
-                self._place()
+                self._apply_states()
         except BaseException:
             if fresh.fd != self._opened.devices[device].fd:
                 fresh.close()
@@ -661,14 +667,15 @@ class DeviceService:
         return count
 
     async def _forget(self, device: int) -> int:
-        """Nothing of what lies there is in the index any more, durably. With the lock."""
+        """Remove all blocks on the device from the index, durably. The caller holds the lock."""
         await self._vanish_all()
         count = await self._purge(self._of[device])
         await self._blocks.commit()
         return count
 
     async def _describe(self, config: PoolConfig) -> None:
-        """A new description of the pool: pool.toml first, then the labels; older labels are taken for what they are."""
+        """Write a new description of the pool: pool.toml first, then the labels. A reader tells older labels by their
+        revision."""
         config = replace(config, revision=self.config.revision + 1)
         await trio.to_thread.run_sync(write_config, self._opened.path, config)
         self._opened.config = config
@@ -690,7 +697,7 @@ class DeviceService:
     # ---- durability ----
 
     async def sync(self) -> None:
-        """What was written to the devices in service is durable. KvfsError if one cannot say so."""
+        """Make all writes to the devices in service durable. KvfsError if one fails."""
         failed: list[KvfsError] = []
 
         async def one(number: int, device: Device) -> None:
@@ -713,9 +720,10 @@ class DeviceService:
 
 
 async def _in_thread(
-    limit: trio.CapacityLimiter, what: Place, work: Callable[[], T], undo: Callable[[T], None] | None = None
+    limit: trio.CapacityLimiter, what: DeviceAddress, work: Callable[[], T], undo: Callable[[T], None] | None = None
 ) -> T:
-    """Blocking work on a device. One that does not answer is given up on; the thread waits on, and undoes."""
+    """Blocking work on a device. A device that does not answer is given up on; the thread waits on, and undoes its
+    result."""
     late = False
 
     def run() -> T:

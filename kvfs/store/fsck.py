@@ -1,9 +1,8 @@
 """Checking a pool that is not mounted. Reports; acts only when asked to repair.
 
 Checked, in this order: labels against pool.toml; the index against itself (names, parents, memberships); extents
-against
-segments (inside, not overlapping, of the segment's generation); segment headers; block headers, or every leaf of every
-block; summaries. What cannot be repaired from a second copy is dropped: a lost block is a miss, a wrong one must not
+against segments (inside, not overlapping, of the segment's generation); segment headers; block headers, or every leaf
+of every block; summaries. Damage that no second copy repairs is dropped: a lost block is a miss, a wrong one must not
 be.
 """
 
@@ -46,7 +45,7 @@ _OPTIONS = StoreOptions(staging_size=16 << 20, read_memory_size=64 << 20, record
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it should be. `what` is its class: label, index, name, extent, segment, block,
+    """A deviation from the format or among structures. `what` is its class: label, index, name, extent, segment, block,
     summary."""
 
     what: str
@@ -71,7 +70,7 @@ class FsckReport:
 
     @property
     def healthy(self) -> bool:
-        """Nothing is damaged, or all that was has been repaired."""
+        """Nothing is damaged, or all damage has been repaired."""
         return self.damaged <= self.repaired
 
     def add(self, finding: Finding) -> None:
@@ -98,7 +97,7 @@ async def _fsck(pool: Path, repair: bool, verify_data: bool, progress: Progress)
         _check_labels(pool, repair, report)
         state = _index_state(pool, report)
     if state != "clean" and repair:
-        # Recovery is the mount's: let it do that.
+        # A mount does the recovery, so --repair mounts.
         progress("recovering", 0, 0)
         async with Store.open(pool, _OPTIONS) as store:
             while store.rebuilding:
@@ -187,7 +186,7 @@ def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
             try:
                 _, notes = check_device(config, device, described, str(pool / configuration.CONFIG_NAME))
             except DeviceError as error:
-                # No valid copy here; pool.toml and the other devices' labels have all that it said.
+                # There is no valid copy here. pool.toml and the other devices' labels have all that it said.
                 if device.size < described.size or not _others_agree(opened, config, described.index):
                     raise
                 notes = [str(error)]
@@ -236,7 +235,7 @@ def _index_state(pool: Path, report: FsckReport) -> str:
                 Finding("index", f"{pool}: not unmounted cleanly; a mount or --repair recovers it", harmless=True)
             )
             return "unclean"
-    except Exception as error:  # whatever LMDB says of a damaged file
+    except Exception as error:  # LMDB may raise anything for a damaged file
         report.add(Finding("index", f"{path}: {error}; a mount or --repair rebuilds it"))
         return "missing"
     finally:
@@ -254,11 +253,11 @@ class _Check:
         self._progress, self._report = progress, report
         self._config = opened.config
         self._segments = Segments(opened.config, opened.config.members(), plane, index, opened.epoch, self._impossible)
-        # After a crash the index is a second old: what does not fit is for recovery to judge.
+        # After a crash the index is a second old: recovery judges what does not fit.
         self._stale = not report.clean
         self._on_impossible: Callable[[int, str], None]
         self._bad: dict[InodeNumber, Inode] = {}
-        # Directories from which the way up comes to an end.
+        # Directories from which the way up ends at the root.
         self._ending: set[InodeNumber] = set()
 
     async def run(self) -> None:
@@ -288,7 +287,7 @@ class _Check:
             self._index.commit_now()
 
     def _impossible(self, segment: int, message: str) -> None:
-        """What is on the devices cannot have been written by a kvfs: each step judges that in its own way."""
+        """Called for a structure that no kvfs can have written. Each step has its own judgement."""
         self._on_impossible(segment, message)
 
     def _add(self, what: str, message: str, *, harmless: bool = False, repaired: bool = False) -> None:
@@ -307,7 +306,7 @@ class _Check:
         impossible: list[int] = []
 
         def report(number: int, message: str) -> None:
-            # Also where the index is stale: no recovery makes that right.
+            # Reported also where the index is stale: no recovery mends it.
             self._report.add(Finding("segment", message, repaired=self._repair))
             impossible.append(number)
 
@@ -337,7 +336,7 @@ class _Check:
                         self._bad[inode_number] = inode
 
     async def _write_header(self, segment: Segment) -> None:
-        """As the index has it; nothing where no segment of the pool was ever opened."""
+        """Write the header as the index has it; zeros if the segment was never opened."""
         header = SegmentHeader(segment.generation, segment.generation >> COUNTER_BITS, segment.index, segment.stream,
                                self._segments.members[segment.index])  # fmt: skip
         data = pack_segment_header(self._config, header) if segment.generation else bytes(PAGE_SIZE)
@@ -388,7 +387,7 @@ class _Check:
         return None
 
     def _comes_to_an_end(self, directory: Inode) -> bool:
-        """Whether the way up from a directory does."""
+        """Whether the way up from a directory ends at the root."""
         way: set[InodeNumber] = set()
         above: Inode | None = directory
         while above is not None and above.inode != ROOT_INODE and above.inode not in self._ending:
@@ -429,7 +428,7 @@ class _Check:
             self._index.refresh()
 
     async def _check_extents(self) -> None:
-        """Inside the runs' area, and no two blocks on one page."""
+        """Check that extents lie inside the runs' area, and that no two blocks share a page."""
         end = self._segments.geometry.end_page
         for segment in self._segments.all:
             if segment.state == State.FREE:
@@ -491,7 +490,8 @@ class _Check:
         self._index.commit_now()
 
     async def _check_summaries(self) -> None:
-        """A closed segment without a valid one is described by its headers: right, but removed blocks are in them."""
+        """Check the summaries of closed segments. Without a valid one the block headers describe the segment, and those
+        still have removed blocks."""
         if self._stale:
             return
 

@@ -1,8 +1,8 @@
-"""Groups: files that are worth nothing without each other, so that eviction takes all of a group or none of it.
+"""Groups: files that are worth nothing without each other. Eviction takes all of a group or none of it.
 
-A file is in one group at most: that of its extended attribute, else its directory's, if the directory has the attribute
-or fits a rule of pool.toml, else that of the first rule that its name's ending fits. Only the groups of the attribute
-are kept, by the index; all others follow from the names. Knows nothing of what is open, pinned or hot.
+A file is in one group at most. Its extended attribute names the group; else its directory is the group, if it has the
+attribute or fits a rule of pool.toml; else the first rule decides that its name's ending fits. Only the groups of the
+attribute are kept, by the index; all others follow from the names. Knows nothing of what is open, pinned or hot.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from kvfs.record import Inode, Kind
 from kvfs.types import ROOT_INODE, InodeNumber
 
 _BATCH = 256
-# What names a group: the attribute's value; or the directory; or the directory, the rule, and the name less its ending.
+# The name of a group: the attribute's value; or the directory; or the directory, the rule, and the name less its
+# ending.
 _Key = bytes | InodeNumber | tuple[InodeNumber, int, bytes]
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The files of one group, two at least; what the evictor learns of them it keeps here."""
+    """The files of one group, two at least; the evictor keeps here what it learns of them."""
 
     inodes: list[InodeNumber]
     held: bool = False  # one of them is open, pinned or being written: all stay
@@ -38,7 +39,7 @@ class Groups:
         self._index = index
         self._patterns = [[re.compile(part) for part in _parts(r)] for r in rules if r.directory]
         self._endings = [
-            # The longest that a name ends with counts, so they are tried in this order.
+            # The longest ending of a name counts, so the longest are tried first.
             sorted((ending.encode() for ending in rule.endings), key=len, reverse=True)
             for rule in rules if rule.endings
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether a device does what devices do: by its errors, its silences, and its times beside its peers'.
+"""The verdict on a device, by its errors, its silences, and its times beside those of its peers.
 
 Pure: numbers and times in, verdicts out. device_service.py asks and acts.
 """
@@ -16,11 +16,11 @@ from kvfs.units import percentile_ns
 
 # Errors and missed deadlines count for this long.
 WINDOW_S = 10.0
-# A device has failed with so many of them, if they are this share of its I/O: one bad sector, however often it is
-# read, is no failed device.
+# A device has failed with so many errors, if they are this share of its I/O. One bad sector, however often it is read,
+# is no failed device.
 FAILURES = 8
 FAILURES_SHARE = 0.05
-# Or with a single missed deadline, if it has answered nothing at all for this long.
+# It has also failed with a single missed deadline, if it has answered nothing at all for this long.
 SILENCE_S = 5.0
 # Slow: a p99 of so many times that of its peers, and at least this long, in two turns that follow on each other.
 SLOW_FACTOR = 10.0
@@ -31,12 +31,12 @@ FAST_FACTOR = 4.0
 FAST_TURNS = 3
 # A turn needs this many I/Os of a kind to say anything.
 SAMPLES = 32
-# One of which nothing has been heard for so long may show again how it is.
+# A slow device that was not used for so long may show again how it is.
 UNHEARD_S = 60.0
 
-# The descriptor leads nowhere any more.
+# Errors of a descriptor that leads nowhere any more.
 GONE = frozenset((errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EBADF))
-# The device is well: the disk below a device that is a file is full.
+# Errors of a full disk below a device file: the device itself is well.
 HARMLESS = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
@@ -49,20 +49,20 @@ class DeviceState(StrEnum):
 
     @property
     def away(self) -> bool:
-        """Nothing that lies there can be read or written."""
+        """Nothing on the device can be read or written."""
         return self in (DeviceState.FAILED, DeviceState.REMOVED, DeviceState.RETURNING)
 
 
 @dataclass(slots=True)
 class Failures:
-    """The errors of one device. Times are those of any one clock."""
+    """The errors of one device. Times are of any one clock."""
 
     recent: deque[tuple[float, int]] = field(default_factory=deque)
     # (when, I/Os that went well until then)
     counts: deque[tuple[float, int]] = field(default_factory=deque)
 
     def note(self, number: int, now: float) -> str | None:
-        """An I/O failed with this errno. Why the device has failed, if this one says so."""
+        """An I/O failed with this errno. Returns the reason if the device has failed by it."""
         if number in GONE:
             return f"gone: {errno.errorcode[number]}"
         if number not in HARMLESS:
@@ -70,7 +70,7 @@ class Failures:
         return None
 
     def verdict(self, good: int, now: float) -> str | None:
-        """Why it has failed; None if it has not. `good`: I/Os that went well since it came."""
+        """The reason why the device has failed; None if it has not. `good`: I/Os that went well since it came."""
         self.counts.append((now, good))
         while self.counts[0][0] < now - WINDOW_S:
             self.counts.popleft()
@@ -84,7 +84,7 @@ class Failures:
         return None
 
     def _heard(self, now: float) -> float:
-        """When it was last known to answer, or to be new."""
+        """The time when the device last answered, or was new."""
         last = self.counts[-1][1]
         return next((when for when, good in reversed(self.counts) if good != last), self.counts[0][0])
 
@@ -99,11 +99,11 @@ def _name(number: int) -> str:
 
 @dataclass(slots=True)
 class Pace:
-    """How one device's times compare, turn by turn. `buckets` are histograms since it came, by kind of I/O."""
+    """Times of one device, turn by turn. `buckets` are histograms since it came, by kind of I/O."""
 
     before: dict[str, Sequence[int]] = field(default_factory=dict)
     p99_ns: dict[str, float] = field(default_factory=dict)
-    # The last one of each kind, for comparison: turns with enough samples need not be those of its peers.
+    # The last p99 of each kind, for comparison: turns with enough samples need not be those of its peers.
     last_ns: dict[str, float] = field(default_factory=dict)
     slow_turns: int = 0
     fast_turns: int = 0
@@ -126,7 +126,8 @@ class Pace:
 
 
 def judge(paces: Mapping[int, Pace], slow: frozenset[int], now: float) -> dict[int, str | None]:
-    """After each take(): the devices whose verdict changes, and why one is slow; None: not any more."""
+    """After each take(): the devices whose verdict changes, each with the reason why it is slow; None: it is not any
+    more."""
     changed: dict[int, str | None] = {}
     for device, pace in paces.items():
         worst, kind_of_worst, peers_ns = 0.0, "", 0.0

@@ -1,15 +1,16 @@
-"""What an open pool stands on: its data plane, and an index that is checked to be of this pool and its last mount."""
+"""Parts that an open pool stands on: its data plane, and an index that is checked to be of this pool and its last
+mount."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.plane import Plane, PlaneOptions, check_records
+from kvfs.plane import Plane, PlaneOptions, PlaneTuning, check_records
 from kvfs.pool.format import META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.lock import INDEX_NAME
 from kvfs.pool.opening import OpenPool
@@ -21,32 +22,20 @@ log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    staging_size: int = 256 << 20
-    read_memory_size: int = 128 << 20
-    io_timeout_ms: int = 10_000
-    request_timeout_ms: int = 60_000
-    # A request that takes longer is told of by an event SLOW; 0: none is.
-    slow_ms: int = 0
-    server_threads: int = 0
-    store_threads: int = 0
-    max_read: int = 0
-    max_write: int = 0
-    spin_us: int = 100
-    kernel_timeout_s: int = 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions(PlaneTuning):
     records_max: int = 0
     commit_interval_s: float = 1.0
     # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE,
     # GUEST, SLOW).
     on_event: Callable[[int, int, int], None] | None = None
-    # Descriptors lead to other devices than before, or there are others: who holds them must ask again.
+    # Called when descriptors lead to other devices than before, or there are others: holders of descriptors ask again.
     on_devices: Callable[[], None] | None = None
-    # For others, who want the pool meanwhile.
+    # Shown to others that want the pool meanwhile.
     use: str = "open"
     # Push an owner aside that beats on the devices.
     take_over: bool = False
-    # Told when opening has to wait for somebody.
+    # Called with a text when opening has to wait for somebody.
     on_wait: Callable[[str], None] | None = None
 
 
@@ -58,11 +47,8 @@ def make_plane(opened: OpenPool, options: StoreOptions, epoch: int, records_max:
         PlaneOptions(
             secret=config.secret, mount_epoch=epoch, zone_size=config.geometry.zone_size,
             stripe_unit=config.geometry.stripe_unit, stripe_width=config.geometry.stripe_width,
-            segment_count=len(members), records_max=records_max, staging_size=options.staging_size,
-            read_memory_size=options.read_memory_size, io_timeout_ms=options.io_timeout_ms,
-            request_timeout_ms=options.request_timeout_ms, server_threads=options.server_threads,
-            store_threads=options.store_threads, max_read=options.max_read, max_write=options.max_write,
-            spin_us=options.spin_us, kernel_timeout_s=options.kernel_timeout_s, slow_ms=options.slow_ms,
+            segment_count=len(members), records_max=records_max,
+            **{field.name: getattr(options, field.name) for field in fields(PlaneTuning)},
         ),
         [device.fd for device in opened.devices],
         [device.zones_offset for device in config.devices],
@@ -93,7 +79,8 @@ def open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
 
 
 def check_index(index: LmdbIndex, opened: OpenPool) -> None:
-    """FormatError unless it is of the pool's last mount, and all that a mount takes from it can be a kvfs's."""
+    """FormatError unless the index is of the pool's last mount, and a kvfs can have written all that a mount takes from
+    it."""
     known_epoch(index, opened)
     members, end_page = opened.config.members(), opened.config.geometry.end_page
     for number, data in index.segment_items():
@@ -113,8 +100,8 @@ def check_index(index: LmdbIndex, opened: OpenPool) -> None:
 
 
 def known_epoch(index: LmdbIndex, opened: OpenPool) -> int:
-    """The last mount that the index knows. FormatError if the devices know a later one: that was with another index, of
-    another directory or a copy, and what it wrote, replaced and removed is not known to this one."""
+    """The last mount that the index knows. FormatError if the devices know a later one. That mount had another index,
+    of another directory or a copy, and this one knows none of its changes."""
     known = meta_number(index, META_EPOCH)
     if max(known, meta_number(index, META_OPENING)) < opened.epoch:
         raise FormatError(f"it knows mount {known}, the labels mount {opened.epoch}: with another index")

@@ -1,7 +1,7 @@
 """Pins: files and directories that eviction leaves alone. A directory's pin holds for everything below it.
 
-The pinned inodes are meta values of the index, so they are known after a restart without reading every inode; the value
-is who pinned it. What somebody has pinned beyond the share of one user holds no longer, until enough of it has gone.
+The pinned inodes are meta values of the index, so a restart need not read every inode to know them. The value is the
+user. Pins of a user beyond the share hold no longer, until enough of them has gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BATCH = 512
 class Pins:
     def __init__(self, index: Index, shares: Shares) -> None:
         self._index, self._shares = index, shares
-        # By inode: whom the pin is charged to.
+        # By inode: the user to whom the pin is charged.
         self._pinned: dict[int, int] = {}
         for key, value in index.meta_items(_PREFIX):
             inode = _KEY.unpack(key[len(_PREFIX) :])[0]
@@ -50,7 +50,7 @@ class Pins:
         return ROOT if inode is None else inode.uid
 
     def add(self, inode: int, user: int | None = None) -> None:
-        """None: whoever owns it."""
+        """user None: the owner of the inode."""
         user = self._owner(inode) if user is None else user
         self._pinned[inode] = user
         self._index.meta_put(_PREFIX + _KEY.pack(inode), _USER.pack(user))
@@ -62,19 +62,19 @@ class Pins:
             self.changed.set()
 
     def holds(self, record: bytes) -> bool:
-        """Whether this inode, or a directory above it, is pinned, within the share of whoever did it."""
+        """Whether this inode, or a directory above it, is pinned by a user within the share."""
         return any(self._shares.keeps(user) for user in self._users(record))
 
     def charged(self, number: InodeNumber) -> int | None:
-        """Whom the pin of this very inode is charged to; None: it has none."""
+        """The user to whom the pin of this very inode is charged; None: it has none."""
         return self._pinned.get(number)
 
     def user(self, record: bytes) -> int | None:
-        """Whom this inode is charged to, as pinned; None: it is not."""
+        """The user to whom this inode is charged as pinned; None: it is not pinned."""
         return next(self._users(record), None)
 
     def _users(self, record: bytes) -> Iterator[int]:
-        """Who has pinned it, or a directory above it, the nearest first."""
+        """The users who have pinned the inode or a directory above it, the nearest first."""
         if not self._pinned:
             return
         for _ in range(_DEPTH_MAX):
@@ -82,7 +82,7 @@ class Pins:
             user = self._pinned.get(number)
             if user is not None:
                 yield user
-            elif record[FLAGS_OFFSET] & _PINNED:  # a rebuild has not told of it yet
+            elif record[FLAGS_OFFSET] & _PINNED:  # a rebuild has not added it yet
                 yield ROOT
             if number == ROOT_INODE:
                 return
@@ -96,15 +96,14 @@ class Pins:
             record = above
 
     async def pages_of(self, number: InodeNumber) -> int:
-        """What a pin of this inode would hold, and others do not."""
+        """Pages that a pin of this inode would hold, and others do not."""
         inode = self._index.get(number)
         if inode is None:
             return 0
         return await self._below(number) if inode.kind == Kind.DIRECTORY else sum(usage(inode).values())
 
     async def count(self) -> None:
-        """Bring `pages` and the users' shares, what everything pinned takes, up to date. Walks the pinned
-        directories."""
+        """Count the pages of everything pinned anew, in all and by user. Walks the pinned directories."""
         pages: Counter[int] = Counter()
         for number, user in list(self._pinned.items()):
             inode = self._index.get(InodeNumber(number))
@@ -116,7 +115,7 @@ class Pins:
         self._shares.replace(PINNED, {user: count * PAGE_SIZE for user, count in pages.items()})
 
     async def _below(self, top: InodeNumber) -> int:
-        """Of all below a directory, but what has a pin of its own."""
+        """Pages of all below a directory, but of inodes with a pin of their own."""
         pages = 0
         directories = [top]
         while directories:

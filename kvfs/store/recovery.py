@@ -1,11 +1,11 @@
-"""What a mount does about what it finds: after an unclean end, and when there is no index.
+"""Recovery at a mount: after an unclean end, and when there is no index.
 
 After an unclean end the index is right but up to a second old (or older, if commits failed): segments that were opened
 since, and open segments from the committed append point on, are scanned for block headers, and blocks that the index
 cannot know enter it. Summaries that are newer than the index are written again: they leave out what the crash brought
-back. Without an index everything is found again: by the summaries of all segments, then by the block headers that no
-summary covers. The highest version of a name wins, and of an inode. What is found is admitted only if every extent's
-generation is that of its segment, so nothing of an overwritten segment comes back.
+back. Without an index all blocks are found again, by the summaries of all segments, then by the block headers that no
+summary covers. The highest version of a name wins, and of an inode. A block is admitted only if each extent's
+generation is its segment's, so nothing of an overwritten segment comes back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _SCAN_CAPACITY = 4 << 20
 _YIELD_EVERY = 256
-# Records that go into one transaction of a rebuild, and so into the block table at once.
+# Records that one transaction of a rebuild takes, and so the block table at once.
 _BATCH_BYTES = 4 << 20
 _VERIFY_TASKS = 16
 _READ_AHEAD = 8
@@ -44,8 +44,8 @@ _VALUE = struct.Struct("<Q")
 
 
 async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: int) -> list[bytes]:
-    """The records of the blocks from first_page on, each followed by its directories', as their headers have them; all
-    of mounts before this one."""
+    """The records in the block headers from first_page on, each followed by those of its directories. All are of mounts
+    before this one."""
     found: list[bytes] = []
     page, end = first_page, segments.geometry.end_page
     capacity = _SCAN_CAPACITY
@@ -77,7 +77,7 @@ async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: i
 async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_version: int, in_flight: set[int]) -> None:
     """Bring index and segments together after an unclean end. Afterwards every segment is FREE or CLOSED.
 
-    The index knows what became of every block up to known_version, but those in flight.
+    The index knows the fate of every block up to known_version, but those in flight.
     """
     headers, _ = await segments.read_headers([segment.index for segment in segments.all], segments.epoch - 1)
     to_scan: list[tuple[Segment, int]] = []
@@ -85,19 +85,19 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
     for segment in segments.all:
         header = headers[segment.index]
         if segment.lost:
-            # Nothing is known of it but what the index has. Its device's return is device_service.py's.
+            # Only the index knows anything of this segment. device_service.py takes care of its device's return.
             if segment.state != State.FREE:
                 segment.state, segment.next_page = State.CLOSED, segments.geometry.end_page
                 segments.changed(segment)
             continue
         if segment.state == State.FREE:
             if header is not None and header.generation > segment.generation:
-                # Opened after the last commit.
+                # The segment was opened after the last commit.
                 _reopened(segment, header)
                 to_scan.append((segment, 1))
             continue
         if header is None:
-            # Its page is damaged; blocks prove themselves by their own headers.
+            # The header's page is damaged; blocks prove themselves by their own headers.
             log.warning("segment %d: its header is not readable; its blocks are kept", segment.index)
             if segment.state == State.OPEN:
                 to_scan.append((segment, segment.next_page))
@@ -107,7 +107,7 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
                 _reopened(segment, header)
                 to_scan.append((segment, 1))
             else:
-                # The header of this generation never arrived, so nothing of it did.
+                # The header of this generation never arrived, so no block of it did.
                 segment.state, segment.live_pages = State.FREE, 0
         elif segment.state == State.OPEN:
             to_scan.append((segment, segment.next_page))
@@ -123,11 +123,11 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
         segments.mark_dirty(segment, gone=True)
         try:
             await _admit_segment(segments, plane, segment, first_page, admission)
-        except Exception as error:  # what is checked cannot fail; what fails all the same costs this segment, no mount
+        except Exception as error:  # all is checked before; a failure all the same costs this segment, not the mount
             segments.on_impossible(
                 segment.index, f"segment {segment.index}: its recovery broke off: {type(error).__name__}: {error}"
             )
-        # Nothing is appended any more, and what was not admitted must not be found by a later scan either.
+        # Nothing is appended any more, and a later scan must not find what was not admitted.
         segment.next_page = segments.geometry.end_page
     await recount(index, segments)
     await segments.mark_overtaken()
@@ -142,7 +142,8 @@ async def _admit_segment(
     covered = 0
     if first_page == 1:
         covered = await _admit_summary(segments, segment, admission)
-    # Also what the summary covers: it leaves out what was replaced, perhaps by what this crash undoes.
+    # Pages that the summary covers are scanned too: it leaves out what was replaced, perhaps by a block that this crash
+    # undoes.
     for page in (first_page, covered) if covered > first_page else (first_page,):
         for records in await scan(segments, plane, segment, page):
             await admission.admit_all(records, verify=True)
@@ -167,8 +168,8 @@ async def _forget_blocks(index: LmdbIndex, segment: Segment) -> list[int]:
 
 
 async def _admit_summary(segments: Segments, segment: Segment, admission: Admission) -> int:
-    """A segment that was opened after the last commit may have a summary already: it knows newer names. Returns the
-    page that it covers all before; a scan may not get there, if a page between could not be written."""
+    """A segment that was opened after the last commit may have a summary already, with newer names. Returns the page
+    before which it covers all. A scan may not get there if a page between could not be written."""
     summary = await segments.read_summary(segment.index, segment.generation, segments.epoch - 1)
     if summary is None:
         return 0
@@ -177,7 +178,7 @@ async def _admit_summary(segments: Segments, segment: Segment, admission: Admiss
 
 
 async def recount(index: LmdbIndex, segments: Segments) -> None:
-    """Count live pages anew from every record."""
+    """Count live pages anew from all records."""
     live = [0] * len(segments.all)
     index.commit_now()
     for chunk in index.records(1 << 20):
@@ -211,11 +212,11 @@ class Admission:
     readmitted: int = 0
 
     async def admit_all(self, records: bytes, *, verify: bool = False) -> None:
-        """With `verify`, only blocks whose every leaf is right.
+        """`verify`: only blocks whose leaves are all right.
 
         A header proves itself, not its data: a write that the crash cut off may have brought the header and not the
-        rest, or the first of several runs. Nobody was told that such a block is there, and it must not take the place
-        of an older one that somebody was told of.
+        rest, or the first of several runs. Such a block was never acknowledged, and must not take the place of an older
+        one that was.
         """
         directories: dict[int, Inode] = {}
         files: list[Inode] = []
@@ -241,7 +242,7 @@ class Admission:
                 await trio.lowlevel.checkpoint()
 
     async def _torn(self, files: list[Inode]) -> set[int]:
-        """Which of these would be admitted, but do not hold what their headers say."""
+        """The inodes that would be admitted, and whose data does not fit their headers."""
         torn: set[int] = set()
         queue = iter([i for i, inode in enumerate(files) if self._is_new(inode)])
 
@@ -260,10 +261,11 @@ class Admission:
         return torn
 
     def _is_new(self, inode: Inode) -> bool:
-        """Whether the index may be without it only because it is older."""
+        """Whether the index may lack the block only because the index is older."""
         if not inode.sealed or inode.nameless or not self._in_place(inode):
             return False
-        # Sealed before the last commit: if the index does not have it, it was removed, unless its segment was lost.
+        # The block was sealed before the last commit. If the index does not have it, it was removed, unless its segment
+        # was lost.
         known_then = inode.version <= self.known_version and inode.version not in self.in_flight
         if known_then and inode.inode not in self.lost:
             return False
@@ -276,7 +278,7 @@ class Admission:
         placed = self._take_name(inode, directories)
         known = self.index.get(inode.inode)  # not before: it may have lain in a directory that gave way
         if not placed:
-            # It is gone, and what it was before has no right to stay.
+            # The new version is lost, and the old one must not reappear.
             if known is not None:
                 self._delete(known)
             return
@@ -287,7 +289,7 @@ class Admission:
         self.readmitted += inode.inode in self.lost
 
     def _take_name(self, inode: Inode, directories: dict[int, Inode]) -> bool:
-        """Make the name of its header free for it. False if its directory is gone, or something newer has the name."""
+        """Free the block's name from older holders. False if its directory is gone, or something newer has the name."""
         parent = self._directory(inode.parent, directories, 0)
         if parent is None:
             return False
@@ -302,7 +304,7 @@ class Admission:
         return True
 
     def _delete(self, old: Inode) -> None:
-        """Remove what lost its name before the crash, after the last commit: a directory with what is still in it."""
+        """Remove an inode that lost its name after the last commit: a directory with all that is still in it."""
         doomed = [old]
         for inode in doomed:
             after = b""
@@ -344,7 +346,7 @@ class Admission:
         found.parent = parent
         other = self.index.lookup(parent, found.name)
         if other is not None:
-            # A directory of that name is there: then it is this one.
+            # A directory of that name is there: it takes the part of this one.
             taken = self.index.get(other)
             return taken.inode if taken is not None and taken.kind == Kind.DIRECTORY else None
         self.index.put(found, None)
@@ -372,7 +374,7 @@ class _Numbers:
         return bool(present)
 
 
-# What users did that is not committed: key of a name -> (inode, is a directory), or None if it was removed.
+# Changes by users that are not committed: key of a name -> (inode, is a directory), or None if it was removed.
 _Overlay = dict[bytes, tuple[int, bool] | None]
 
 
@@ -391,7 +393,7 @@ class Rebuild:
     def __init__(self, index: LmdbIndex, segments: Segments, plane: Plane, pins: Pins) -> None:
         self._index, self._segments, self._plane, self._pins = index, segments, plane, pins
         self._seen = _Numbers()
-        # One bit for each name's hash: clear says that the name was not met, set that it must be looked up.
+        # One bit for each hash of a name. Clear: the name was not met. Set: it must be looked up.
         self._names = bytearray(1 << (_NAME_BITS - 3))
         self._directories: dict[int, int] = {ROOT_INODE: 1 << 63}
         self._aliases: dict[int, int] = {}
@@ -417,21 +419,21 @@ class Rebuild:
                 nursery.start_soon(self._by_summary, queue)
         for segment in self._segments.all:
             if segment.state == State.CLOSED:
-                # Not empty until its blocks have been looked for.
+                # The segment counts as not empty until its blocks have been looked for.
                 segment.live_pages = 1
                 segment.next_page = self._segments.geometry.end_page
                 segment.held += 1
                 self._segments.changed(segment)
 
     async def _by_summary(self, queue: Iterable[Segment]) -> None:
-        """Without a header, a summary says whether there is something, and of which generation."""
+        """Without a header a summary says whether the segment holds anything, and of which generation."""
         for segment in queue:
             summary = await self._segments.read_summary(segment.index, None, self._segments.epoch - 1)
             if summary is not None:
                 segment.state, segment.generation = State.CLOSED, summary.generation
 
     async def run(self) -> int:
-        """Find every block. Returns how many. The block table has them too, but is not marked complete here."""
+        """Find every block. Returns how many. The block table has them too; the caller marks it complete."""
         self._index.removed_names = set()
         order = sorted(
             (s for s in self._segments.all if s.state == State.CLOSED and s.held), key=lambda s: -s.generation
@@ -453,7 +455,7 @@ class Rebuild:
         for number in self._pinned:
             self._pins.add(number)
         for segment in order:
-            # Live pages were counted beside the 1 that kept it from being taken for empty.
+            # Live pages were counted beside the 1 that kept the segment from being taken for empty.
             segment.held -= 1
             segment.live_pages = max(0, segment.live_pages - 1)
             self._segments.changed(segment)
@@ -485,8 +487,8 @@ class Rebuild:
         return pieces
 
     async def _load_contained(self, pieces: list[bytes]) -> None:
-        """Records are checked where they are read. What fails all the same costs these blocks, not the mount, and not
-        the next one."""
+        """Records are checked where they are read. A failure all the same costs these blocks, not this mount or the
+        next."""
         try:
             await self._load(pieces)
         except KvfsError:
@@ -505,7 +507,8 @@ class Rebuild:
         def work(bulk: Bulk) -> None:
             taken.append(self._merge(bulk, pieces, overlay))
 
-        # The table may name a block only when the index does: both change while no commit and no other request runs.
+        # The table may name a block only when the index does (I11): both change while no commit and no other request
+        # runs.
         async with self._index.exclusive():
             await trio.to_thread.run_sync(self._index.bulk, work)
             self._index.refresh()
@@ -527,7 +530,7 @@ class Rebuild:
         return overlay
 
     def _drop_overtaken(self, found: _Found) -> None:
-        """Names that were made or removed while the batch was on its way: what the user did counts."""
+        """Names that were made or removed while the batch was on its way: the user's change counts."""
         overtaken = [(parent, name, inode) for parent, name, inode in self._index.overlay_names()]
         overtaken += [(parent, name, None) for parent, name in self._index.removed_names or ()]
         for parent, name, inode in overtaken:
@@ -547,7 +550,7 @@ class Rebuild:
             for number, pages in usage(inode).items():
                 self._live[number] = self._live.get(number, 0) + sign * pages
 
-    # In a thread: nothing here touches what the trio thread changes.
+    # Runs in a thread: nothing here touches what the trio thread changes.
 
     def _merge(self, bulk: Bulk, pieces: Iterable[bytes], overlay: _Overlay) -> _Found:
         found = _Found()
@@ -599,7 +602,7 @@ class Rebuild:
         self._mark_name(key)
 
     def _is_above(self, bulk: Bulk, found: _Found, number: int, below: int) -> bool:
-        """Whether `below` is this directory, or lies below it: whoever walks up from there would not come to an end."""
+        """Whether `below` is this directory, or lies below it: a walk up from there would never end."""
         for _ in range(_DEPTH_MAX):
             if below == number:
                 return True
@@ -638,7 +641,7 @@ class Rebuild:
                 continue
             key = parent.to_bytes(8, "big") + data[at + RECORD_SIZE : at + RECORD_SIZE + name_size]
             name_bit = hash(key) & name_mask
-            # Hardly ever: the inode or the name was met before, or is being used right now.
+            # A rare case: the inode or the name was met before, or is in use right now.
             if self._seen.add(number) and not self._supersedes(bulk, found, number, version):
                 continue
             if (seen_names[name_bit >> 3] >> (name_bit & 7)) & 1 or key in overlay:
@@ -667,7 +670,7 @@ class Rebuild:
         self._names[bit >> 3] |= 1 << (bit & 7)
 
     def _user_directory(self, bulk: Bulk, number: int, overlay: _Overlay) -> bool:
-        """A directory that a user made since the mount: by an alias, it can be a parent."""
+        """A directory that a user made since the mount. By an alias it can be a parent."""
         record = bulk.record(number)
         if record is None:
             return any(value is not None and value[0] == number for value in overlay.values())
@@ -705,7 +708,7 @@ class Rebuild:
         return True
 
     def _supersedes(self, bulk: Bulk, found: _Found, number: int, version: int) -> bool:
-        """The inode was met before: whether this record is newer. Then the old one is gone."""
+        """The inode was met before. Whether this record is newer; the old one is then gone."""
         record = found.inodes.get(number) or bulk.record(number)
         if record is None:
             return True
@@ -715,7 +718,7 @@ class Rebuild:
         return True
 
     def _forget(self, bulk: Bulk, found: _Found, number: int) -> None:
-        """Take out what an older record put in, in this batch or before."""
+        """Take out the entries of an older record, in this batch or before."""
         record = found.inodes.pop(number, None)
         stored = bulk.record(number)
         for data in (record, stored):

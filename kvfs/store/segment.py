@@ -1,4 +1,5 @@
-"""One segment: its state, as memory and the index have it, and what a block takes of it. Numbers that never go back."""
+"""One segment: its state in memory and in the index, and the pages that a block takes of it. Numbers that never go
+back."""
 
 from __future__ import annotations
 
@@ -36,26 +37,27 @@ class Segment:
     next_page: int = 1
     live_pages: int = 0
     sequence: int = 0  # of the last summary
-    slot: int = 1  # where that one was written
-    dirty: bool = False  # the summary on the device does not say what is live
+    slot: int = 1  # of the last summary
+    dirty: bool = False  # the summary on the device is not true any more
     copy_stale: bool = False  # the summary in the other slot names blocks that are gone
     writing: bool = False  # a summary is on its way to the device: until it is there, a crash must find this dirty
-    opening: bool = False  # its header is on its way
+    opening: bool = False  # its header is being written
     closing: bool = False  # full; closed with its last run in flight
     held: int = 0  # files being written with pages here
     in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
-    batch: int = 0  # of the index: the last in which a block came here or got another name
+    batch: int = 0  # index batch in which a block last came here or was renamed
     avoid_until: float = 0.0  # eviction freed nothing here; trio time
     lent: int = 0  # runs that a native client may be writing to, entitled or late
-    late: bool = False  # one that is gone may have had writes under way here
+    late: bool = False  # a client that is gone may have had writes under way here
     lost: bool = False  # a device that it lies on is away: nothing of it can be read or written
-    avoided: bool = False  # not to be opened, and not worth evicting: lost, on a slow device, or on one being drained
+    avoided: bool = False  # not to be opened or evicted: lost, on a slow device, or on a device that is drained
 
     def covered_page(self) -> int:
-        """Every block before this page is in the index, or is none."""
+        """All blocks before this page have entered the index or failed."""
         return min(self.in_flight, default=self.next_page)
 
     def pack(self) -> bytes:
+        assert self.covered_page() <= self.next_page and self.live_pages >= 0 and self.stream < len(Stream), self
         return _STATE.pack(
             _STATE_VERSION, self.state, self.stream,
             _STATE_DIRTY * (self.dirty or self.copy_stale or self.writing) + _STATE_SLOT * self.slot
@@ -80,7 +82,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Head:
-    """Where a stream is appended to. Segments changes it."""
+    """The place to which a stream is appended. Only Segments changes it."""
 
     stream: Stream
     segment: Segment | None = None
@@ -127,7 +129,7 @@ class Counter:
 
 
 class Versions(Counter):
-    """Versions of blocks. Those in flight were given out, but the index does not know yet what became of them."""
+    """Versions of blocks. Versions in flight were given out, and the index does not know yet what became of them."""
 
     def __init__(self, epoch: int) -> None:
         super().__init__(epoch)

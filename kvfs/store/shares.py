@@ -1,8 +1,8 @@
-"""Shares: what one user may hold of the pool, of all that eviction leaves alone: pins, open sealed blocks, reservations
-and slabs together.
+"""Shares: the part of the pool that one user may hold by pins, open sealed blocks, reservations and slabs together.
+Eviction leaves all of these alone.
 
-The data plane counts what is open (content/shares.c), and may let go of it beyond the share; what is told of here
-counts before that. Pins beyond the share hold no longer; reservations and slabs beyond it are refused. Files being
+The data plane counts what is open (content/shares.c), and may let go of it beyond the share; holdings that are counted
+here come first. Pins beyond the share hold no longer; reservations and slabs beyond it are refused. Files being
 written, which the data plane counts too, may be more, as long as a share of room is left to others. Root and the
 daemon's own user may hold all. A guest is one user, whatever users it has.
 """
@@ -36,19 +36,19 @@ class UserStatistics:
 
 class Shares:
     def __init__(self, plane: Plane, part: float, exempt: int) -> None:
-        """`part`: of what the pool can hold."""
+        """`part`: the share of one user, as a part of what the pool can hold."""
         self._plane, self._part, self._exempt = plane, part, exempt
         self._held: dict[str, Counter[int]] = {kind: Counter() for kind in _KINDS}
         self._changed: set[int] = set()
         self.size = 0
 
     def resize(self, capacity: int) -> None:
-        """The pool can hold so many bytes now."""
+        """Set the number of bytes that the pool can hold now."""
         self.size = int(capacity * self._part)
         self._plane.set_share(self.size, self._exempt)
 
     def tell(self) -> None:
-        """Let the data plane know what has changed."""
+        """Tell the data plane the holdings that have changed."""
         for user in self._changed:
             self._plane.user_hold(user, self.held(user))
         self._changed.clear()
@@ -60,7 +60,7 @@ class Shares:
         return sum(held[user] for held in self._held.values())
 
     def add(self, kind: str, user: int, size: int) -> None:
-        """So much more, or less."""
+        """The user holds so much more, or less."""
         held = self._held[kind]
         held[user] = max(0, held[user] + size)
         if not held[user]:
@@ -73,7 +73,7 @@ class Shares:
         self._held[kind] = Counter({user: size for user, size in sizes.items() if size})
 
     def keeps(self, user: int) -> bool:
-        """What the user has pinned holds."""
+        """Whether the user's pins hold."""
         return self.is_exempt(user) or self.held(user) <= self.size
 
     def has_room(self, user: int, size: int) -> bool:
@@ -89,12 +89,12 @@ class Shares:
             )
 
     def firm(self, kind: str) -> int:
-        """Bytes of a kind that stay, whatever happens: of nobody more than the share."""
+        """Bytes of a kind that stay whatever happens: of each user at most the share."""
         held = self._held[kind]
         return sum(size if self.is_exempt(user) else min(size, self.size) for user, size in held.items())
 
     def statistics(self) -> list[UserStatistics]:
-        """Who holds anything, or lost an open block; those who hold most first."""
+        """Users that hold anything, or lost an open block; the largest holders first."""
         known = {user: numbers for user, *numbers in self._plane.users()}
         found: list[UserStatistics] = []
         for user in known.keys() | {user for held in self._held.values() for user in held}:
@@ -113,7 +113,7 @@ _GUEST, _OTHERS = 0xFFFF0000, 0xFFFFFFFF  # kvfs_plane.h: KVFS_USER_GUEST, KVFS_
 
 
 def name_of(user: int) -> str:
-    """How a user is called in messages and in the status."""
+    """A user's name in messages and in the status."""
     if user == _OTHERS:
         return "all other users"
     return f"guest {user - _GUEST}" if user >= _GUEST else f"user {user}"

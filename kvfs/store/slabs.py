@@ -1,8 +1,8 @@
-"""Slabs: files that are preallocated and overwritten in place. Which segments are theirs, and within which quota.
+"""Slabs: files that are preallocated and overwritten in place. Their segments and their quota.
 
-A slab has whole segments of the SLAB stream to itself for as long as its inode is open; the data plane reads and
-writes them (native/src/content/). Nothing of it is in the index on disk: after a restart its segments are empty. One
-that was closed without ever having been overwritten is a file as any other: its pages stay where they are, and get a
+A slab has whole segments of the SLAB stream to itself for as long as its inode is open; the data plane reads and writes
+them (native/src/content/). Nothing of it is in the index on disk: after a restart its segments are empty. A slab that
+was closed without ever having been overwritten becomes an ordinary file: its pages stay where they are, and get a
 header.
 """
 
@@ -27,18 +27,18 @@ from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
 
-# Who changes a slab waits this long for another change of it: that it becomes a file, at most.
+# A change of a slab waits this long for a running one. The slowest turns the slab into a file.
 _TURN_TIMEOUT_S = 60.0
 _TURN_POLL_S = 0.005
 
 
 @dataclass(slots=True)
 class _Slab:
-    """The segments of one, each with the generation that it was opened with."""
+    """The segments of a slab, each with the generation that it was opened with."""
 
     inode: InodeNumber
     segments: list[tuple[Segment, int]] = field(default_factory=list)
-    user: int = ROOT  # whom it is charged to
+    user: int = ROOT  # the user to whom it is charged
     failed: bool = False
 
     @property
@@ -55,11 +55,12 @@ class Slabs:
         self._segments, self._index, self._plane, self._sealing = segments, blocks.index, blocks.plane, sealing
         self._space, self._shares = blocks.space, blocks.shares
         self._slabs: dict[int, _Slab] = {}
-        # No file's any more, but still read by requests under way; by first segment. Their inodes may have others.
+        # Slabs that are no file's any more, and still read by requests under way; by first segment. Their inodes may
+        # have others.
         self._ended: dict[int, _Slab] = {}
         self._lock = trio.Lock()
         self.quota = int(len(segments.all) * quota)
-        # Pages of a segment that a slab has: whole stripe units, so that its I/O is cut where a file's would be.
+        # A slab has these pages of a segment: whole stripe units, so that its I/O is cut where a file's would be.
         unit = segments.geometry.stripe_unit // PAGE_SIZE
         end = segments.geometry.end_page
         self._first_page = unit if end >= 2 * unit else 1
@@ -75,11 +76,11 @@ class Slabs:
 
     @property
     def bytes(self) -> int:
-        """What slabs take of the pool, in whole segments."""
+        """Bytes of the pool that slabs take, in whole segments."""
         return self.segment_count * self._segments.area * PAGE_SIZE
 
     def _changed(self) -> None:
-        """They have more segments, or fewer."""
+        """Slabs have more segments, or fewer."""
         self._space.slab_segments = self.segment_count
         self._space.update()
 
@@ -167,7 +168,7 @@ class Slabs:
                 raise
             log.info("inode %d: no slab any more, a file as any other: %s", number, error)
             self._unmark(number)
-            # What it had counts as a file's now: until its segments are given back it would count twice.
+            # Its pages count as a file's now. Until its segments are given back they would count twice.
             while number in self._slabs:
                 await trio.sleep(_TURN_POLL_S)
             return False
@@ -185,7 +186,7 @@ class Slabs:
                                 raise
                         if not self._is_slab(number):
                             return False
-                    # It is just becoming a file.
+                    # The slab is just becoming a file.
                     await trio.sleep(_TURN_POLL_S)
         except trio.TooSlowError:
             raise DeadlineError(f"inode {number}: its slab was busy for {_TURN_TIMEOUT_S:g} s") from None
@@ -195,7 +196,7 @@ class Slabs:
         return self._segments.area * PAGE_SIZE
 
     def _user(self, number: InodeNumber) -> int:
-        """Who has the file open."""
+        """The user that has the file open."""
         try:
             return self._plane.inode_user(number)
         except PlaneError:
@@ -227,7 +228,7 @@ class Slabs:
         await self.make(number, size, chosen=True)
 
     async def resize(self, number: InodeNumber, size: int) -> bool:
-        """ftruncate of a slab. What it has room for it keeps. False if it is none any more, as preallocate()."""
+        """ftruncate of a slab. The slab keeps all its room. False if it is none any more, as preallocate()."""
         return await self._alone(number, lambda: self._resize(number, size))
 
     async def _resize(self, number: InodeNumber, size: int) -> bool:
@@ -248,7 +249,7 @@ class Slabs:
     # ---- the end of one ----
 
     async def closed(self, number: InodeNumber, goes: bool) -> None:
-        """Nobody writes it any more (KVFS_EVENT_SLAB_CLOSED); if it `goes`, nobody has it open."""
+        """Nobody writes the slab any more (KVFS_EVENT_SLAB_CLOSED); if it `goes`, nobody has it open."""
         if not goes:
             try:
                 await self._plane.slab_settle(number)
@@ -256,7 +257,7 @@ class Slabs:
                 await self._sealing.seal_quietly(number)
                 return
             except PlaneError as error:
-                # Open for writing again, or gone: then there is nothing to do.
+                # The slab is open for writing again, or gone: nothing is to be done.
                 if error.errno in (errno.EBUSY, errno.ENOENT):
                     return
                 if error.errno != errno.EPERM:
@@ -281,7 +282,7 @@ class Slabs:
         if slab is None and (current := self._slabs.get(number)) is not None and current.first == first:
             slab = self._slabs.pop(number)
         if slab is not None:
-            # It may be a file now, whose pages lie here.
+            # The inode may be a file now, whose pages lie here.
             self._sealing.hold_extents(number)
             self._release(slab)
             self._changed()
@@ -307,7 +308,7 @@ class Slabs:
         )  # fmt: skip
 
     def fail(self, numbers: Iterable[int]) -> None:
-        """A device is away: slabs there say EIO from now on. Without checksums nobody could tell what it lost."""
+        """A device is away: its slabs answer EIO from now on. Without checksums nobody could tell what it lost."""
         for number in self.on_segments(numbers):
             self._slabs[number].failed = True
             log.error("inode %d: a device that its slab lies on is away: it says EIO until it is closed", number)

@@ -13,8 +13,8 @@ from kvfs.types import PAGE_SIZE
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Bytes of the pool: all of it, in use by live blocks and slabs, and of those what eviction leaves alone: what is
-    pinned, and slabs. And inodes."""
+    """Bytes of the pool: its size, live blocks and slabs, and of these the pinned ones and slabs, which eviction leaves
+    alone. And inodes."""
 
     size: int
     used: int
@@ -25,7 +25,7 @@ class Space:
 
 
 class SpaceLimit:
-    """What the data plane may let users open or write. Slabs and reservations say here what they hold."""
+    """The bytes that users may have open or write. Slabs and reservations enter here what they hold."""
 
     def __init__(self, segments: Segments, plane: Plane, shares: Shares) -> None:
         self._segments, self._plane, self._shares = segments, plane, shares
@@ -33,12 +33,13 @@ class SpaceLimit:
         self.reserved_pages = 0
 
     def update(self) -> None:
-        """What may be open or being written at one time: all that eviction can make room for, less what is pinned or
-        reserved.
+        """Set what may be open or being written at one time: all that eviction can make room for, less pinned and
+        reserved pages.
 
         A tenth is left for the tails of segments and for headers. So a write fails while the close after it still
         succeeds.
         """
+        assert self.slab_segments >= 0 and self.reserved_pages >= 0
         count = self._segments.usable
         segments = max(count - self._segments.reserve - 5, count // 2) - self.slab_segments
         self._shares.resize(count * self._segments.area * PAGE_SIZE)

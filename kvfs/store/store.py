@@ -22,7 +22,7 @@ from kvfs.errors import DeviceError, InUseError, KvfsError, NoSpaceError
 from kvfs.index.lmdb import IndexError_, LmdbIndex
 from kvfs.plane import Event, EventType, Plane, PlaneError
 from kvfs.pool.config import PoolConfig
-from kvfs.pool.devices import Device, Place
+from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import META_CLEAN, META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.heart import Heart
 from kvfs.pool.labels import write_labels
@@ -53,7 +53,7 @@ _COMMIT_CHANGES = 20_000
 _COMMIT_POLL_S = 0.1
 _PIN_COUNT_S = 60.0
 _SEAL_AT_CLOSE_S = 60.0
-# One segment of a device that is being drained.
+# Time to drain one segment of a device.
 _DRAIN_TIMEOUT_S = 120.0
 _CHUNK = 1 << 20
 
@@ -126,14 +126,14 @@ class Store:
                                tell=options.on_wait)  # fmt: skip
             stack.callback(heart.stop)
             epoch = heart.me.epoch
-            # Tried out before anything is written but beats: what this machine lacks is found here.
+            # The data plane is made before anything but beats is written: it finds what this machine lacks.
             size = sum(device.size for device in opened.config.devices)
             records_max = options.records_max or min(64 << 20, max(2 << 20, (size >> 13) + (1 << 20)))
             plane = make_plane(opened, options, epoch, records_max)
             stack.callback(plane.destroy)
             index, rebuild = open_index(opened)
             stack.callback(index.close)
-            # Labels of this mount are then of this index, also if it ends while it writes them.
+            # This ties labels of this mount to this index, also if the mount ends while it writes them.
             index.meta_put(META_OPENING, META_NUMBER.pack(epoch))
             index.commit_now()
             failed = write_labels(opened.config, opened.devices, epoch, opened.absent)
@@ -142,7 +142,7 @@ class Store:
                 raise DeviceError(next(iter(failed.values())))
             nursery = await stack.enter_async_context(trio.open_nursery())
             stack.callback(nursery.cancel_scope.cancel)
-            # Not raised in here: the nursery would wrap it, and the caller looks for a KvfsError.
+            # An error is not raised in here: the nursery would wrap it, and the caller looks for a KvfsError.
             try:
                 store = cls(opened, index, plane, options, heart, lock, records_max, policy or LeastLoss(), nursery)
                 stack.callback(store._end)
@@ -161,8 +161,8 @@ class Store:
         self._ended = True
 
     async def _start(self, rebuild: bool, stack: AsyncExitStack) -> None:
-        """Recover, load the block table, and begin the work in the background. From where the segments are known on,
-        `stack` closes the store."""
+        """Recover, load the block table, and begin the work in the background. Once segments and block table are
+        loaded, `stack` closes the store at its end."""
         index = self.index
         clean = index.meta_get(META_CLEAN) == b"1" and not rebuild
         index.meta_put(META_CLEAN, b"0")
@@ -193,7 +193,7 @@ class Store:
             self.plane.table_load(self._root_record())
         self.segments.start()
         if not clean and not rebuild:
-            # What was found is what stays, even if the next thing that happens is a crash that takes the index along.
+            # The summaries keep what recovery found, even if the next crash takes the index along.
             await self.segments.flush_summaries()
         stack.push_async_callback(self._close)
         self.blocks.space.update()
@@ -220,7 +220,7 @@ class Store:
         )  # fmt: skip
 
     def _visible(self, records: bytes) -> bytes:
-        """Those of the records that do not lie on devices that are away."""
+        """The records but those of blocks on devices that are away."""
         places = split_records(records)
         pieces = [records[at : at + size] for at, size in places]
         return b"".join(piece for piece in pieces if self.index.raw(RECORD_HEAD.unpack_from(piece)[4]) is not None)
@@ -268,7 +268,7 @@ class Store:
             self._lost.set()
 
     def ending(self) -> None:
-        """Whoever wants the pool may wait for it: it will not be long."""
+        """Tell others that want the pool that it will soon be free."""
         self._heart.ending()
         self._lock.describe(ending=True)
 
@@ -279,7 +279,8 @@ class Store:
         await trio.sleep_forever()
 
     async def _pump(self, scope: trio.CancelScope) -> None:
-        """Until the scope is cancelled: what is shielded waits for completions also when all else was cancelled."""
+        """Deliver completions until the scope is cancelled: shielded tasks wait for them also when all else was
+        cancelled."""
         with scope:
             await self.plane.pump(self._on_event)
 
@@ -313,7 +314,7 @@ class Store:
             if not self._commit_failed:
                 log.error("%s; tried again every second", error)
             self._commit_failed = True
-            # Writers go on: nothing may wait for a disk that is not the pool's.
+            # Writers go on: they may not wait for a disk that is not the pool's.
             try:
                 self.index.distrust()
             except OSError as failure:
@@ -327,7 +328,7 @@ class Store:
         self.blocks.space.update()
 
     async def _retry_loop(self) -> None:
-        """By itself: a seal may wait for space, which commits and summaries make."""
+        """A task of its own: a seal may wait for space, which commits and summaries make."""
         while True:
             await trio.sleep(self._options.commit_interval_s)
             await self.sealing.retry()
@@ -357,7 +358,7 @@ class Store:
         elif event.type == EventType.RESEAL:
             self._tasks.start(self.sealing.seal_quietly, InodeNumber(event.inode))
         elif event.type == EventType.BAD_BLOCK:
-            # Being moved or written right now: whoever reads it again says so again.
+            # The block is being moved or written right now. A later reader will report it again.
             if self.sealing.is_busy(event.inode):
                 return
             self.blocks.drop_bad(InodeNumber(event.inode), event.value)
@@ -372,7 +373,7 @@ class Store:
         elif event.type == EventType.DEVICE:
             self.service.note_connection(event.value, *self.plane.device_message(event.value))
         elif event.type == EventType.IDLE and self.index.hidden(event.inode) is not None:
-            # Open when its device went: now nobody has it any more.
+            # The file was open when its device went. Now nobody has it open any more.
             with suppress(PlaneError):
                 self.plane.inode_remove(event.inode)
         elif self._options.on_event is not None:
@@ -395,8 +396,8 @@ class Store:
     # ---- for the front ----
 
     async def evict(self, size: int | None, progress: Callable[[int, int], None] | None = None) -> int:
-        """Evict blocks of `size` bytes together; None: all that are neither pinned nor open. Blocks that are worth a
-        copy go last. Returns the bytes evicted."""
+        """Evict blocks of `size` bytes together. None: all blocks that are neither pinned nor open. Blocks that are
+        worth a copy go last. Returns the bytes evicted."""
         start, wanted = self.evictor.counters.bytes, self.space().used if size is None else size
 
         def enough() -> bool:
@@ -411,7 +412,7 @@ class Store:
             await self.evictor.free_until(enough)
             before = -1
             while not enough() and self.evictor.counters.bytes > before:
-                # What is left lies in segments that are still written to, or were when this began.
+                # The rest lies in segments that are still written to, or were when this began.
                 before = self.evictor.counters.bytes
                 self.segments.retire_open()
                 await self.evictor.free_until(enough)
@@ -422,7 +423,7 @@ class Store:
         return self.evictor.counters.bytes - start
 
     async def sync(self) -> None:
-        """Everything sealed and changed so far is durable when this returns. KvfsError if it cannot be."""
+        """All that was sealed and changed so far is durable when this returns. KvfsError if it cannot be."""
         await self.service.sync()
         await self.blocks.commit()
 
@@ -464,12 +465,12 @@ class Store:
             self._options.on_devices()
 
     async def remove_device(self, device: int, *, drain: bool) -> int:
-        """Take a device out for good; `drain`: what is pinned, open or hot is carried over first. Returns how many
+        """Take a device out for good. `drain`: pinned, open and hot blocks are carried over first. Returns how many
         blocks went."""
         self._check_settled()
         return await self.service.remove(device, self._drain if drain else None)
 
-    async def replace_device(self, device: int, path: Place, *, force: bool) -> int:
+    async def replace_device(self, device: int, path: DeviceAddress, *, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
         self._check_settled()
         return await self.service.replace(device, path, force)
@@ -483,7 +484,7 @@ class Store:
             done = False
             with trio.move_on_after(_DRAIN_TIMEOUT_S):
                 while not await self.evictor.drain(self.segments.all[number]):
-                    # No room: others go first.
+                    # There is no room: other blocks go first.
                     if not await self.evictor.free_until(lambda: self.segments.free_count() > self.evictor.low):
                         await trio.sleep(0.1)
                     await self._commit_and_flush()
@@ -525,7 +526,7 @@ class Store:
             log.error("the pool could not be closed cleanly: %s", error)
 
     async def _seal_all(self) -> None:
-        """What is not sealed yet, and what the data plane still wants sealed."""
+        """Seal all files that are not sealed yet, also those whose seal has failed before."""
         for number in self.plane.dirty_files():
             if not self.sealing.is_busy(number):
                 await self.sealing.seal_quietly(number)

@@ -1,4 +1,4 @@
-"""Background tasks of an open store. One that fails ends the store as a crash would."""
+"""Background tasks of an open store. A task that fails ends the store as a crash would."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Tasks:
         self._nursery, self._plane = nursery, plane
 
     def start(self, task: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments) -> None:
-        """In the background. If it fails the store ends as after a crash: at once, and nothing more is written, as
-        nobody knows what is true any more."""
+        """Run the task in the background. If it fails the store ends at once, as after a crash. Nothing more is
+        written, as nobody knows what is true any more."""
 
         async def run() -> None:
             try:

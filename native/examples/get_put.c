@@ -14,7 +14,7 @@
 
 enum { COUNT = 8, BLOCK_SIZE = 2 << 20, KEY_SIZE = 16, ALIGNMENT = 4096 };
 
-/* What block i holds, so that a reader can tell. */
+/* The content of block i, so that a reader can tell. */
 static void fill(uint8_t *block, uint32_t i) {
     for (uint32_t at = 0; at < BLOCK_SIZE; at++)
         block[at] = (uint8_t)(at * 31 + (at >> 12) + i * 97);

@@ -31,6 +31,7 @@ static void array_make(uint32_t width, uint32_t block_size, uint32_t transfer_si
         array.devices[i].nsid = i + 1;
         array.devices[i].block_size = block_size;
         array.devices[i].transfer_size = transfer_size;
+        device_kind_set(&array.devices[i], &passthrough_ops);
     }
     for (uint32_t s = 0; s < SEGMENTS; s++)
         for (uint32_t i = 0; i < width; i++)

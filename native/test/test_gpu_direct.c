@@ -1,6 +1,6 @@
 /* sources: base block io client */
 /* gds, with doubles of libcuda, libcufile, libnvrtc and the daemon. What it proves under the sanitizers: the kernel's checksums are the
- * CPU's; no byte that the GPU did not prove is a result; a read that hangs leaves its memory claimed until it is back, and touches nothing
+ * CPU's; no byte that the GPU did not prove is a result; a read that hangs leaves its memory orphan_overlaps until it is back, and touches nothing
  * else; what cuFile cannot do, the ring does; every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile) the
  * reads that need no double of it are done by that, on host memory that the double of libcuda calls a GPU's. Argument: the stripe width. */
 #define IDLE_TIMEOUT_MS 1000u            /* under a sanitizer the CPU is slow as a GPU */
@@ -285,7 +285,7 @@ static void test_a_read_that_hangs_owns_its_memory(void) {
     CHECK_SAY(late > 0 && late <= 8 && read == (int)(MANY - late) && direct_of(gpu).overdue >= late, "%llu late", (unsigned long long)late);
     CHECK(batch_check(&batch) == (uint32_t)read);
     CHECK(!kvfs_busy(client, (void *)(uintptr_t)other.memory, other.memory_size));
-    /* That memory is refused; into other memory everything comes, through the ring. */
+    /* The late memory is refused; other memory is filled, through the ring. */
     CHECK(get(gpu, &batch, NULL) == -EBUSY);
     uint64_t blocks = direct_of(gpu).blocks;
     CHECK(get(gpu, &other, NULL) == MANY && batch_check(&other) == MANY && direct_of(gpu).blocks == blocks);

@@ -8,29 +8,27 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <getopt.h>
-#include <inttypes.h>
 #include <liburing.h>
 #include <linux/fs.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdatomic.h>
-#include <stdbool.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-#define PAGE 4096u
+#include "bench_common.h"
+
 #define THREADS_MAX 256u
 #define DEVICES_MAX 64u
 #define PIECES_MAX 1024u
+
+static const char program[] = "bench_client";
 
 struct options {
     const char *list, *dir, *prefix;
@@ -60,56 +58,6 @@ struct worker {
     uint64_t count, bytes;
     uint64_t end_ns;
 };
-
-__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
-    va_list arguments;
-    fputs("bench_client: ", stderr);
-    va_start(arguments, format);
-    vfprintf(stderr, format, arguments);
-    va_end(arguments);
-    fputc('\n', stderr);
-    exit(1);
-}
-
-static uint64_t now_ns(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
-}
-
-static void *allocate(uint64_t size) {
-    void *memory = NULL;
-    if (posix_memalign(&memory, PAGE, size ? size : PAGE))
-        die("no memory for %" PRIu64 " bytes", size);
-    memset(memory, 0, size ? size : PAGE);
-    return memory;
-}
-
-/* splitmix64 */
-static uint64_t random64(uint64_t *state) {
-    uint64_t x = *state += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-}
-
-/* ---- content: random pages, the same for every block but for a stamp at the head of each page ---- */
-
-static void content_make(unsigned char *out, const struct options *options) {
-    uint64_t state = options->seed;
-    for (uint64_t i = 0; i < options->size / 8; i++) {
-        uint64_t value = random64(&state);
-        if (!options->packable || i % 512 < 8) /* packable: memory-backed devices keep only the head of each page */
-            memcpy(out + 8 * i, &value, 8);
-    }
-}
-
-static void content_stamp(unsigned char *out, uint64_t size, uint64_t block) {
-    for (uint64_t offset = 0; offset + 16 <= size; offset += PAGE) {
-        uint64_t stamp[2] = {block, offset};
-        memcpy(out + offset, stamp, sizeof(stamp));
-    }
-}
 
 static void block_name(const struct options *options, uint64_t block, char *out, size_t capacity) {
     if (options->modulo)
@@ -229,18 +177,11 @@ static void *worker_main(void *argument) {
     return NULL;
 }
 
-static int compare(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return x < y ? -1 : x > y;
-}
-
-static double seconds_of(struct timeval time) { return (double)time.tv_sec + (double)time.tv_usec / 1e6; }
-
 static void print_result(const char *command, const struct options *options, uint64_t *latencies_ns, uint64_t count, uint64_t bytes,
                          uint64_t elapsed_ns, const struct rusage *before, uint64_t found, uint64_t digest) {
     struct rusage after;
     getrusage(RUSAGE_SELF, &after);
-    qsort(latencies_ns, count, sizeof(*latencies_ns), compare);
+    qsort(latencies_ns, count, sizeof(*latencies_ns), by_value);
     double total = 0;
     for (uint64_t i = 0; i < count; i++)
         total += (double)latencies_ns[i];
@@ -367,7 +308,7 @@ static void command_read(struct job *job) {
     unsigned char *buffer = allocate(job->options.size);
     operation_read(job, 0, buffer);
     uint64_t digest = XXH3_64bits(buffer, job->options.size);
-    /* What an open file needs once (a block header, say) is not what is measured: each file is touched first. */
+    /* The first read of an open file also reads its block header, which is not what is measured: each file is touched first. */
     for (uint64_t i = 0; i < job->path_count; i++)
         read_exactly(job->fds[i], job->paths[i], buffer, job->options.size, job->options.base);
     free(buffer);
@@ -398,7 +339,7 @@ static void command_write(struct job *job) {
             die("%s: mkdir: %s", path, strerror(errno));
     }
     job->content = allocate(options->size);
-    content_make(job->content, options);
+    content_make(job->content, options->size, options->seed, options->packable);
     content_stamp(job->content, options->size, options->first);
     job->operation = operation_write;
     run("write", job, XXH3_64bits(job->content, options->size));

@@ -2,8 +2,8 @@
  *
  *     fuse_floor DIRECTORY
  *
- * Mounts itself there (root), answers every LOOKUP with ENOENT straight from a blocking read of /dev/fuse, and ends with the unmount. What
- * `kvfs bench` measures of a stat that fails can not be faster than this by waking a thread.
+ * Mounts itself there (root), answers every LOOKUP with ENOENT straight from a blocking read of /dev/fuse, and ends with the unmount. A failing
+ * stat through kvfs, as `kvfs bench` measures it, cannot be faster than this.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,36 +1,33 @@
 /* The native half of `kvfs bench`: libkvfs called in fixed loops, in one process or in several that start together.
  *
- * One command a run, one JSON object on stdout, its fields those of bench_client. Blocks are numbered; key and content follow from the
- * number, so that what one run puts, another one checks: get reads every block once and compares every byte before the clock starts, and
- * compares the last batch again when it has stopped; put reads its last batch back. A miss, a wrong byte, a wrong answer of exists: status 1.
+ * One command a run, one JSON object on stdout, its fields those of bench_client. Blocks are numbered; key and content follow from the number, so
+ * one run can check what another one put: get reads every block once and compares every byte before the clock starts, and compares the last batch
+ * again when it has stopped; put reads its last batch back. A miss, a wrong byte, a wrong answer of exists: status 1.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <getopt.h>
-#include <inttypes.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdbool.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "bench_common.h"
 #include "kvfs.h"
 #include "kvfs_checksum.h"
 
-#define PAGE 4096u
 #define KEY_SIZE 16u
 #define PROCESSES_MAX 64u
 #define MISSING (1ull << 40) /* blocks from this number on are never put */
 #define SECRET 0x9e3779b97f4a7c15u
 #define CONTENT 1u /* the seed of every block's bytes */
+
+static const char program[] = "native_client";
 
 struct options {
     const char *mount, *space;
@@ -39,7 +36,7 @@ struct options {
     bool missing, no_verify, packable;
 };
 
-/* What a process tells its parent, in shared memory. */
+/* The report of a process to its parent, in shared memory. */
 struct report {
     uint64_t start_ns, end_ns, busy_ns, operations, bytes, calls;
     double user_s, system_s;
@@ -68,38 +65,6 @@ struct job {
     struct kvfs_client_statistics counted;
 };
 
-__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
-    va_list arguments;
-    fputs("native_client: ", stderr);
-    va_start(arguments, format);
-    vfprintf(stderr, format, arguments);
-    va_end(arguments);
-    fputc('\n', stderr);
-    exit(1);
-}
-
-static uint64_t now_ns(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
-}
-
-static void *allocate(uint64_t size) {
-    void *memory = NULL;
-    if (posix_memalign(&memory, PAGE, size ? size : PAGE))
-        die("no memory for %" PRIu64 " bytes", size);
-    memset(memory, 0, size ? size : PAGE);
-    return memory;
-}
-
-/* splitmix64 */
-static uint64_t random64(uint64_t *state) {
-    uint64_t x = *state += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-}
-
 /* ---- keys and content ---- */
 
 /* Big-endian: a hash of the number, then the number. kvfs/bench/python_client.py makes the same. */
@@ -108,22 +73,9 @@ static void key_make(uint64_t number, uint8_t *out) {
     memcpy(out, parts, KEY_SIZE);
 }
 
-static void content_make(struct job *job) {
-    const struct options *options = &job->options;
-    uint64_t state = CONTENT;
-    job->content = allocate(options->size);
-    for (uint64_t i = 0; i < options->size / 8; i++) {
-        uint64_t value = random64(&state);
-        if (!options->packable || i % 512 < 8) /* packable: memory-backed devices keep only the head of each page */
-            memcpy(job->content + 8 * i, &value, 8);
-    }
-}
-
-static void content_stamp(unsigned char *out, uint64_t size, uint64_t number) {
-    for (uint64_t offset = 0; offset + 16 <= size; offset += PAGE) {
-        uint64_t stamp[2] = {number, offset};
-        memcpy(out + offset, stamp, sizeof(stamp));
-    }
+static void job_content(struct job *job) {
+    job->content = allocate(job->options.size);
+    content_make(job->content, job->options.size, CONTENT, job->options.packable);
 }
 
 /* ---- batches ---- */
@@ -223,8 +175,6 @@ static void clock_add(struct job *job, uint64_t ns, uint64_t operations, uint64_
     report->bytes += bytes;
 }
 
-static double seconds_of(struct timeval time) { return (double)time.tv_sec + (double)time.tv_usec / 1e6; }
-
 static void clock_stop(struct job *job) {
     struct rusage after;
     struct kvfs_client_statistics now = {0};
@@ -243,7 +193,7 @@ static void command_get(struct job *job) {
     struct batch batch;
     uint64_t state = job->options.seed + job->rank;
     uint32_t n;
-    content_make(job);
+    job_content(job);
     job->memory = allocate(job->options.batch * job->options.size);
     batch_make(&batch, job->options.batch);
     for (uint64_t at = 0; at < job->number_count; at += n) {
@@ -271,7 +221,7 @@ static void command_get(struct job *job) {
 static void command_put(struct job *job) {
     struct batch batch;
     uint32_t n;
-    content_make(job);
+    job_content(job);
     job->memory = allocate(job->options.batch * job->options.size);
     for (uint32_t i = 0; i < job->options.batch; i++)
         memcpy(job->memory + i * job->options.size, job->content, job->options.size);
@@ -321,12 +271,12 @@ static void command_exists(struct job *job) {
         die("exists: %" PRIu64 " of %" PRIu64 " answers are wrong", job->report->operations - right, job->report->operations);
 }
 
-/* What libkvfs's checks cost by themselves, over as much memory as a batch of get fills. */
+/* The cost of libkvfs's checks by themselves, over as much memory as a batch of get fills. */
 static void command_checksum(struct job *job) {
     const struct options *options = &job->options;
     uint64_t leaves = (options->size + PAGE - 1) / PAGE;
     uint32_t *sums = allocate(options->batch * leaves * sizeof(*sums));
-    content_make(job);
+    job_content(job);
     job->memory = allocate(options->batch * options->size);
     for (uint32_t i = 0; i < options->batch; i++) {
         memcpy(job->memory + i * options->size, job->content, options->size);
@@ -359,11 +309,6 @@ static const struct command commands[] = {
     {"checksum", command_checksum, false, true},
 };
 
-static int compare(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return x < y ? -1 : x > y;
-}
-
 static void print_result(const struct command *command, const struct job *job) {
     const struct options *options = &job->options;
     struct report sum = {.start_ns = UINT64_MAX};
@@ -383,7 +328,7 @@ static void print_result(const struct command *command, const struct job *job) {
         sum.statistics.bounced_bytes += report->statistics.bounced_bytes;
         sum.statistics.retries += report->statistics.retries;
     }
-    qsort(all, sum.calls, sizeof(*all), compare);
+    qsort(all, sum.calls, sizeof(*all), by_value);
 #define AT(percent) ((double)all[(sum.calls - 1) * (percent) / 100] / 1000)
     printf("{\"command\": \"%s\", \"processes\": %u, \"depth\": %u, \"batch\": %u, \"size\": %" PRIu64 ", \"operations\": %" PRIu64
            ", \"bytes\": %" PRIu64 ", \"seconds\": %.9f, \"calls\": %" PRIu64 ", ",

@@ -3,8 +3,3 @@
 `pytest tests/engines` mounts kvfs on a pool of its own; `pytest tests/engines --directory DIR` asserts the same of
 any directory (ext4, or a FUSE peer), to tell a wrong test from a wrong filesystem.
 """
-
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "faults"))

@@ -1,10 +1,5 @@
 """Faults: dead daemons, damaged devices, wrong input, pressure."""
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
 import helpers
 import pytest
 from remounts import only_root, own_pool

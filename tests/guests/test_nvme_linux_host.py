@@ -13,13 +13,10 @@ import sys
 import time
 
 import pytest
+from enclosure import NQN, Enclosure
 from helpers import MIB, REPOSITORY, wait_until
 
 from kvfs.bench.guest import Guest
-
-sys.path.insert(0, str(REPOSITORY / "tests/nvme"))
-
-from enclosure import NQN, Enclosure
 
 LINUX_HOST = pathlib.Path(__file__).with_name("linux_host.py")
 DISCOVERY = "nqn.2014-08.org.nvmexpress.discovery"

@@ -15,13 +15,10 @@ import time
 import xml.etree.ElementTree
 
 import pytest
+import workload
 from helpers import MIB, REPOSITORY, Pool, assert_same, content, process_alive, read_file, run, wait_until, write_file
 
 from kvfs.bench.guest import Guest, Share
-
-sys.path.insert(0, str(REPOSITORY / "tests/faults"))
-
-import workload
 
 VISITOR = pathlib.Path(__file__).with_name("visitor.py")
 # What a guest goes by without asking: nothing of names and files, and this long of a directory's mode and times.

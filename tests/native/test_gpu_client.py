@@ -1,4 +1,4 @@
-"""kvfs.connect() into GPU memory, end to end on a mounted pool, against a double of libcuda (native/test/fake_cuda.c).
+"""kvfs.connect() into GPU memory, end to end on a mounted pool, against a double of libcuda (fake_cuda.c).
 
 What passes here says nothing about a real GPU: that is tools/gpu_check's, on a machine that has one.
 """

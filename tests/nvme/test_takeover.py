@@ -14,11 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 from enclosure import Enclosure
-from load import content, files, urls
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 from helpers import MIB, REPOSITORY, CommandError, Pool, detach
+from load import content, files, urls
 
 import kvfs
 from kvfs.errors import DeviceError

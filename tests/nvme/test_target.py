@@ -3,19 +3,14 @@
 import contextlib
 import itertools
 import os
-import pathlib
 import random
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
 from enclosure import NQN, Enclosure, EnclosureError
 from host_double import (
     C2H_DATA,

@@ -1,4 +1,4 @@
-"""A double of libkvfs: packs blocks as docs/format.md has them, writes them with pwrite(2), speaks client/wire.h.
+"""A double of libkvfs: packs blocks as docs/format.md has them, writes them with pwrite(2), speaks its frames.
 
 Written from the format's and the protocol's text, not from the library's code.
 """

@@ -441,7 +441,7 @@ def test_a_slow_device_gets_no_new_segments_unless_too_few_were_left(tmp_path: P
     def slow(work: Callable[[Store], Awaitable[None]], width: int) -> None:
         async def begin(store: Store) -> None:
             store.service._set(SICK, DeviceState.SLOW, "as the test says")
-            store.service._place()
+            store.service._apply_states()
             await work(store)
 
         with_store(pool_of(tmp_path / str(width), width), begin)
@@ -474,7 +474,7 @@ def test_a_device_that_was_slow_is_not_for_long_though_nobody_asks_it(
         monkeypatch.setattr(service_module, "_BEAT_S", 1000.0)  # asked every turn, or not within the test
         monkeypatch.setattr(health, "SLOW_NS", 10**12)
         store.service._set(SICK, DeviceState.SLOW, "as the test says")
-        store.service._place()
+        store.service._apply_states()
         await until(store, DeviceState.ONLINE)
 
     with_store(pool_of(tmp_path, 1), work, jumping=True)

@@ -9,7 +9,7 @@ import pytest
 from kvfs import doctor
 from kvfs.errors import DeviceError, UsageError
 from kvfs.pool import nvme_kernel
-from kvfs.pool.devices import place_of
+from kvfs.pool.devices import device_address
 from kvfs.pool.opening import open_device
 
 
@@ -79,4 +79,4 @@ def test_a_namespace_of_several_paths(sysfs: Path) -> None:
 )
 def test_what_is_no_generic_device_is_refused(place: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        open_device(place_of(place))
+        open_device(device_address(place))

@@ -7,7 +7,8 @@ import struct
 import pytest
 from kvfs._native import ffi, lib
 
-from kvfs import plane, record
+from kvfs import plane, record, types
+from kvfs.pool import geometry
 from kvfs.record import Extent, Inode, InodeFlags, Kind
 from kvfs.types import InodeNumber, SegmentIndex
 
@@ -54,6 +55,15 @@ def test_a_field_read_in_place_is_the_c_struct_s(name: str) -> None:
     assert ffi.offsetof(STRUCT, fields[0]) == offset
     reader: struct.Struct = getattr(record, name)
     assert reader.unpack_from(packed, offset) == tuple(getattr(seen, field) for field in fields)
+
+
+def test_constants_and_events_have_c_s_values() -> None:
+    for name in ("PAGE_SIZE", "NAME_MAX", "COUNTER_BITS"):
+        assert getattr(lib, f"KVFS_{name}") == getattr(types, name), name
+    for name in ("LABEL_SIZE", "DEVICES_MAX", "STRIPE_WIDTH_MAX"):
+        assert getattr(lib, f"KVFS_{name}") == getattr(geometry, name), name
+    for event in plane.EventType:
+        assert getattr(lib, f"KVFS_EVENT_{event.name}") == event
 
 
 def test_kinds_flags_and_open_states_have_c_s_numbers() -> None:

@@ -1,5 +1,5 @@
-/* What is spoken here of libcufile's binary interface, on 64-bit Linux: our own declarations, from its documentation and from what
- * libcufile 1.20 was seen to do. Names are ours; layouts and numbers are libcufile's. */
+/* The part of libcufile's binary interface that is spoken here, on 64-bit Linux. The declarations are our own, from its documentation and from
+ * observing libcufile 1.20. Names are ours; layouts and numbers are libcufile's. */
 #ifndef KVFS_CUFILE_ABI_H
 #define KVFS_CUFILE_ABI_H
 

@@ -230,7 +230,7 @@ static bool start_threads(unsigned wanted) {
 /* ---- submitting ---- */
 
 enum verdict { VERDICT_REAL, VERDICT_OURS, VERDICT_EMPTY, VERDICT_ODD };
-/* What is to become of an item; or, above all of these, why the submit is refused. ODD: a read of a file of ours that is not plain. */
+/* The verdict on an item; a higher value is the reason why the submit is refused. ODD: a read of a kvfs file that is not plain. */
 static int judge(struct batch *batch, struct handle *handle, const struct cufile_item *item, struct buffer *buffer) {
     bool own = batch->own || (handle && handle->own);
     *buffer = buffer_find(item->base);
@@ -263,7 +263,7 @@ static int sort_items(struct batch *batch, unsigned count, const struct cufile_i
             error = verdicts[i] == CUFILE_SUBMIT_FAILED && i == 0 ? CUFILE_SUBMIT_REFUSED : verdicts[i];
     }
     for (unsigned i = 0; i < count && !error; i++) {
-        /* What the real library says of an odd item depends on what comes with it: then it gets all of them. */
+        /* The real library's answer to an odd item depends on the items beside it: then it gets all of them. */
         bool ours = verdicts[i] == VERDICT_OURS && (!odd || handles[i]->own);
         struct job *job = ours ? calloc(1, sizeof(*job)) : NULL;
         if (job) {

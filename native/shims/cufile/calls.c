@@ -7,7 +7,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define VERSION 1200                     /* of libcufile, 1.20: whose interface is spoken here when there is no other */
 
-/* What is exported is what the real library is called with. */
+/* Exported functions have the signatures of the real library. */
 #define X(type, name, parameters, arguments) EXPORT type cuFile##name parameters;
 CUFILE_CALLS(X)
 #undef X
@@ -72,7 +72,7 @@ struct cufile_status cuFileGetVersion(int *out) {
 
 /* ---- handles and buffers ---- */
 
-/* What the real library says of a file that it will not have, for what the file lies on. */
+/* The errors by which the real library refuses a file for the filesystem that it lies on. */
 static bool refuses_file(int error) {
     return error == CUFILE_UNSUPPORTED || error == CUFILE_NOT_DIRECT || error == CUFILE_DISABLED || error == CUFILE_NO_HANDLE;
 }

@@ -47,7 +47,7 @@ static atomic_bool found;
 static struct copier *idle;
 static void *primary_contexts[CONTEXTS_MAX];   /* by device; retained, for allocations that have no context of their own */
 
-/* Whoever has GPU memory has loaded libcuda: it is looked for, never loaded. */
+/* A program that has GPU memory has loaded libcuda: it is looked for, never loaded. */
 static bool have_driver(void) {
     if (atomic_load_explicit(&found, memory_order_acquire))
         return true;

@@ -10,7 +10,7 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-/* Faults in what is not there yet, and fails where a store would. Linux 5.14; before, and for memory of devices, it says no. */
+/* Faults missing pages in, and fails where a store would. Needs Linux 5.14; before, and for memory of devices, the answer is no. */
 bool host_memory_is_good(const void *memory, uint64_t size) {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), start = (uintptr_t)memory & ~(page - 1), end = (uintptr_t)memory + size;
     int r;

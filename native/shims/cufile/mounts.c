@@ -88,7 +88,7 @@ static void refresh(void) {
 
 bool mounts_find(int fd, struct place *out) {
     struct statx status;
-    /* What the kernel knows by itself: no filesystem, of whatever kind, is asked. */
+    /* The kernel answers by itself: no filesystem is asked. */
     if (statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO, &status) < 0 || !S_ISREG(status.stx_mode))
         return false;
     dev_t device = makedev(status.stx_dev_major, status.stx_dev_minor);

@@ -67,7 +67,7 @@ void cuda_forked(void);
 
 /* ---- memory.c ---- */
 
-/* Whether a store there is no fault; pages that are missing are faulted in. */
+/* True: a store there does not fault. Missing pages are faulted in. */
 bool memory_is_good(const void *memory, uint64_t size);
 /* The same by the process's map, touching nothing: for large memory, once. */
 bool memory_is_mapped(const void *memory, uint64_t size);
@@ -123,7 +123,7 @@ void registry_forked(void);
 
 /* By libkvfs. Bytes, or -1: not done, the destination's bytes undefined. mapped: memory_is_mapped() said so of it. */
 int64_t native_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset, bool mapped);
-/* Of an own handle, by its descriptor: bytes or -errno. */
+/* Read and write an own handle by its descriptor: bytes or -errno. */
 int64_t descriptor_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset);
 int64_t descriptor_write(struct handle *handle, const void *source, uint64_t size, uint64_t offset);
 /* A read that both libraries would do alike. buffer: what is registered at base. */
@@ -151,7 +151,7 @@ int emulate_check_item(struct handle *handle, const struct cufile_item *item);
 
 /* ---- batch.c ---- */
 
-/* A batch of the application: what of it is read here, and a count of what the real library has of it. */
+/* A batch of the application: the items that are read here, and a count of those that the real library has. */
 struct batch {
     struct batch *next;
     void *key;                           /* the real library's batch, or this */

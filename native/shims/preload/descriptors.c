@@ -1,5 +1,5 @@
-/* libkvfs's own descriptors in the application's table: moved to high numbers, where dup2() to a small one does not meet them, and known,
- * so that an application which closes "all" descriptors does not close these and then open something else in their place. */
+/* libkvfs's own descriptors in the application's table: moved to high numbers, where dup2() to a small number does not meet them. They are known,
+ * so an application that closes "all" descriptors leaves these open. */
 #include "preload.h"
 
 #include <sys/resource.h>

@@ -14,10 +14,10 @@
 #define BUSY (1u << 30)             /* being changed by one thread */
 /* The rest of the state counts readers. */
 
-/* Blocks begin at this size. Smaller buffered reads are the mount's: the kernel reads ahead (in pieces of 256 KiB native reads were a fifth
- * slower, of 64 KiB half as fast), and several small pieces of memory are one request for it and would be as many here. */
+/* Blocks begin at this size. Smaller buffered reads are the mount's, because the kernel reads ahead: native reads were a fifth slower in pieces of
+ * 256 KiB, half as fast at 64 KiB. Several small pieces of memory are one request for the kernel, and would be as many here. */
 #define BLOCK_MIN (512u << 10)
-/* What read(2) transfers at most. */
+/* The most that read(2) transfers. */
 #define READ_MAX 0x7ffff000u
 #define PAGE_SIZE 4096u
 #define SYS_CACHESTAT 451
@@ -126,7 +126,7 @@ void file_duplicated(int from, int to) {
     leave(file);
 }
 
-/* What is asked for, if it is for here to read; else 0. */
+/* The bytes asked for, if they are to be read here; else 0. */
 static uint64_t wanted(const struct file *file, const struct iovec *iovs, int count) {
     uint64_t size = 0;
     for (int i = 0; i < count; i++) {
@@ -165,7 +165,7 @@ static bool read_pieces(struct file *file, const struct iovec *iovs, int count, 
     return true;
 }
 
-/* Whether the kernel has all of it in its page cache, and so is faster: cachestat(2), Linux 6.5. */
+/* True: the kernel has all of it in its page cache, and so is faster. cachestat(2), Linux 6.5. */
 static bool is_cached(int fd, uint64_t offset, uint64_t size, uint64_t file_size) {
     struct { uint64_t offset, size; } range = {offset, size};
     struct { uint64_t pages, dirty, writeback, evicted, recently_evicted; } found;
@@ -190,7 +190,7 @@ static bool file_read(int fd, const struct iovec *iovs, int count, const uint64_
         if (!identify(fd, &st) || st.stx_ino != file->inode || makedev(st.stx_dev_major, st.stx_dev_minor) != mount_device(file->mount)) {
             file_closing(fd); /* closed by a call that could not be seen, and perhaps another file since */
         } else {
-            /* Without an offset: take the range first, then read it. Of two readers at once each gets its own, as from the kernel. */
+            /* Without an offset: take the range first, then read it. Two readers at once each get their own range, as from the kernel. */
             off_t end = offset ? (off_t)(*offset + size) : lseek(fd, (off_t)size, SEEK_CUR);
             uint64_t at = (uint64_t)end - size;
             good = end >= 0 && (file->direct || !is_cached(fd, at, size, st.stx_size)) && read_pieces(file, iovs, count, at, result);

@@ -1,11 +1,11 @@
 /* Which paths lie on a kvfs mount, and what its block table says of them.
  *
- * /proc/self/mountinfo is read when poll(2) says that it has changed, and asked at most every PERIOD_MS. What is seen of it is a snapshot
- * that never changes; snapshots and mounts are few, and never freed, so they are used without locks. A mount that is gone is retired: its
- * connection is closed when its last user has left.
+ * /proc/self/mountinfo is read when poll(2) says that it has changed, and asked at most every PERIOD_MS. Callers see a snapshot that never changes.
+ * Snapshots and mounts are few and never freed, so they are used without locks. A mount that is gone is retired: its connection is closed when its
+ * last user has left.
  *
- * A path is resolved as a string: no "..", no symbolic links, every directory's right to search it known from mode bits. For what lies
- * above the mount point the kernel is asked, every PERIOD_MS. */
+ * A path is resolved as a string: no "..", no symbolic links, every directory's right to search it known from mode bits. The kernel is asked about
+ * the directories above the mount point, every PERIOD_MS. */
 #include "client/mountinfo.h"
 #include "preload.h"
 
@@ -167,7 +167,7 @@ static struct mount *mount_known(const struct mount *wanted) {
 
 static void mount_found(const struct mountinfo *line) {
     struct mount wanted = {.path_size = (uint32_t)strlen(line->path), .id = (int)line->id, .major = line->major, .minor = line->minor};
-    /* Of a bind mount of a part of the pool paths would mean something else. */
+    /* Paths in a bind mount of a part of the pool would mean something else. */
     if (!line->options || strcmp(line->root, "/") != 0 || wanted.path_size < 2 || wanted.path_size >= PATH_SIZE ||
         strlen(line->source) >= PATH_SIZE || scratch.count == MOUNTS_MAX)
         return;
@@ -332,7 +332,7 @@ static bool mount_is_visible(const struct mount *mount) {
            (!(st.stx_mask & STATX_MNT_ID_MASK) || id == (uint64_t)mount->id);
 }
 
-/* Who may search the directories above the mount point. */
+/* The users that may search the directories above the mount point. */
 static enum reach mount_reach(struct mount *mount) {
     char path[PATH_SIZE];
     bool anybody = true;

@@ -67,7 +67,7 @@ int take_openat(int dirfd, const char *path, int flags, ...) TAKES(openat);
 int take_openat(int dirfd, const char *path, int flags, ...) { return open_any(dirfd, path, flags, OPEN_MODE(flags, flags), true); }
 int take_openat64(int dirfd, const char *path, int flags, ...) ALSO(openat64, openat);
 
-/* What programs built with _FORTIFY_SOURCE call; without the mode that O_CREAT needs they are to be aborted. */
+/* Programs built with _FORTIFY_SOURCE call these. Without the mode that O_CREAT needs they are to be aborted. */
 int take_open_2(const char *path, int flags) TAKES(__open_2);
 int take_open_2(const char *path, int flags) {
     if (flags & (O_CREAT | __O_TMPFILE))
@@ -283,7 +283,7 @@ int take_fstatat(int dirfd, const char *path, struct stat *out, int flags) TAKES
 int take_fstatat(int dirfd, const char *path, struct stat *out, int flags) { return stat_any(dirfd, path, out, flags); }
 int take_fstatat64(int dirfd, const char *path, struct stat *out, int flags) ALSO(fstatat64, fstatat);
 
-/* What programs built against a C library before 2.33 call. */
+/* Programs built against a C library before 2.33 call these. */
 #ifdef __x86_64__
 #define STAT_VERSION 1
 #else
@@ -487,7 +487,7 @@ __attribute__((destructor)) static void end(void) {
     real_close(fd);
 }
 
-/* What leaves without destructors: children of fork(), mostly. */
+/* Exits without destructors: children of fork(), mostly. */
 _Noreturn void take_exit(int status) TAKES(_exit);
 _Noreturn void take_exit(int status) {
     end();

@@ -94,7 +94,7 @@ void place_put(struct place *place);
 enum ids { EFFECTIVE_IDS, REAL_IDS };
 /* 0 and the attributes, -ENOENT or -ENOTDIR as the kernel would say for this caller; -EAGAIN: ask the mount. */
 int place_find(struct place *place, enum ids ids, struct kvfs_attributes *out);
-/* Whether the mode bits alone give the caller these rights (R_OK, X_OK). False: perhaps; capabilities are the kernel's business. */
+/* True: the mode bits alone give the caller these rights (R_OK, X_OK). False: perhaps; capabilities are the kernel's business. */
 bool place_allows(const struct kvfs_attributes *attributes, enum ids ids, int wanted);
 
 void mount_fill_stat(const struct mount *mount, const struct kvfs_attributes *attributes, struct stat *out);
@@ -109,7 +109,7 @@ bool mount_reads(const struct mount *mount);
 void mounts_on_retire(void (*then)(const struct mount *mount));
 /* The working directory has changed. */
 void mounts_moved(void);
-/* What path answers rest on has changed in a way that is not followed: no more of them. */
+/* A change that is not followed makes answers about paths uncertain: no more of them are given. */
 void mounts_paths_off(void);
 void mounts_forked(void);
 /* Why the last connection was not made. */
@@ -124,7 +124,7 @@ void file_duplicated(int from, int to);
 /* fd is about to be closed. */
 void file_closing(int fd);
 bool file_is_open(int fd);
-/* Let go of what closed descriptors of this mount still hold; NULL: of every mount. May free memory. */
+/* Release the files that closed descriptors of this mount still hold; NULL: of every mount. May free memory. */
 void files_reap(const struct mount *mount);
 void files_forked(void);
 /* True: *result is what the call returns (always a count). False: make the real call. */

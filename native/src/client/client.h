@@ -1,28 +1,33 @@
 /* Inside libkvfs: how its parts hold together. Not installed; kvfs.h is the outside.
  *
- * A client has one session with a daemon: its block table, devices, and connection. When the daemon ends the session stays readable; a call
- * that finds a new daemon makes a new session, and the old one goes with its last user. A session's devices are a struct kvfs_array, as
- * in the daemon: rooms base, block and io work on it.
+ * A client has one connection with a daemon: its block table, devices, and socket. When the daemon ends, the connection stays readable. A call that
+ * finds a new daemon makes a new connection; the old one goes with its last user. A connection's devices are a struct kvfs_array, as in the daemon:
+ * rooms base, block and io work on it.
  *
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
- * the stager (client/stage.c).
+ * the stager (client/prestage.c).
+ *
+ * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
+ * client; gpu/ all but client.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
 
 #include "block/block.h"
+#include "client/wire_format.h"
 #include "io/ring.h"
-#include "client/wire.h"
 #include "kvfs.h"
 
 #define LANES_MAX 32
 #define CLIENT_RETRIES 4
 #define CLIENT_HITS_MAX 500
+#define CLIENT_COUNTERS (sizeof(struct kvfs_client_statistics) / sizeof(uint64_t))
 
 struct lane;
-struct put_item;
-struct session {
-    struct session *next;                /* retired ones */
+/* A write that the daemon was told may still land. */
+struct late_write { struct late_write *next; uint64_t reservation; };
+struct connection {
+    struct connection *next;                /* retired ones */
     atomic_uint refs;
     struct kvfs_array array;
     bool verify;                         /* leaves are checked */
@@ -31,9 +36,9 @@ struct session {
     uint32_t memory_alignment;
     int socket;
     pthread_mutex_t send_lock;           /* one frame is sent; taken before socket_lock, if both are */
-    pthread_mutex_t socket_lock;         /* what comes: from here to next_id */
+    pthread_mutex_t socket_lock;         /* guards what is received: from here to next_id */
     pthread_cond_t answered;             /* some request was, or nobody listens */
-    bool listening;                      /* a thread waits for the socket; the others wait for that one */
+    bool listening;                      /* a thread waits for the socket; the others wait for `answered` */
     struct asked *asked;                 /* requests without an answer */
     struct wire_frame frame;             /* the frame that is coming in: heard bytes of it, and of its payload */
     uint8_t *payload;
@@ -46,12 +51,12 @@ struct session {
     bool writable;
     uint32_t reservation_ms;
     uint8_t uuid[16];
-    pthread_mutex_t lock;                /* lanes, zombies */
+    pthread_mutex_t lock;                /* lanes, orphans */
     struct lane *idle;
-    struct fetch *zombies;               /* of all lanes: done with -ETIMEDOUT, memory still the device's */
+    struct fetch *orphans;               /* of all lanes: ended with -ETIMEDOUT while a device still owns the memory */
     uint32_t lane_count;
     pthread_cond_t lane_idle;
-    _Atomic(struct put_item *) landed;   /* writes that the daemon was told may still land, and that cannot any more */
+    _Atomic(struct late_write *) landed; /* those that cannot land any more; each is the begin of its allocation */
     atomic_uint late;                    /* these, and those that still can */
 };
 
@@ -83,18 +88,18 @@ struct fetch {
 
 struct lane {
     struct lane *next;
-    struct session *session;
+    struct connection *connection;
     struct kvfs_client *client;
     struct ring ring;
     struct fetch *ready, *ready_last;    /* read, not yet verified */
-    uint32_t zombie_count;               /* its fetches in session->zombies */
+    uint32_t orphan_count;               /* its fetches in connection->orphans */
     struct fetch *free;
     uint32_t active_count, ready_count;  /* ready ones are active */
     uint8_t *bounces[8];                 /* free bounce buffers */
     uint64_t bounce_sizes[8];
 };
 
-struct stage;                            /* client/stage.c */
+struct stage;                            /* client/prestage.c */
 struct kvfs_client {
     pid_t pid;
     struct kvfs_options options;
@@ -102,96 +107,146 @@ struct kvfs_client {
     char pool[4096];                     /* directory of the control socket */
     char space[1024];
     uint64_t base;                       /* inode of path */
-    pthread_mutex_t lock;                /* session (the pointer), connection, hits */
-    struct session *session;
-    struct session *retired;             /* of daemons that are gone; kept while calls use them or devices owe them answers */
+    pthread_mutex_t lock;                /* connection (the pointer), hits */
+    struct connection *connection;
+    struct connection *retired;             /* of daemons that are gone; kept while calls use them or devices owe them answers */
     uint64_t *hits;
     uint32_t hit_count;
     uint64_t hits_sent_ns;
     uint64_t silent_until_ns;            /* a daemon took a connection and said nothing: not asked again before that */
-    atomic_uint zombies;                 /* of all lanes */
+    atomic_uint orphans;                 /* of all lanes */
     struct stage *stage;
-    struct {
-        atomic_ullong lookups, hits, misses, gets, get_bytes, bounced_bytes, retries, timeouts, checksum_errors, puts, put_bytes, deletes,
-            prestaged, prestage_used, prestage_wasted, reconnects;
-    } count;
+    atomic_ullong count[CLIENT_COUNTERS]; /* as struct kvfs_client_statistics has them; the last, `busy`, is not counted here */
 };
-#define TALLY(client, field, n) atomic_fetch_add_explicit(&(client)->count.field, (n), memory_order_relaxed)
+#define TALLY(client, field, n)                                                                                        \
+    atomic_fetch_add_explicit(&(client)->count[offsetof(struct kvfs_client_statistics, field) / sizeof(uint64_t)], (n), memory_order_relaxed)
 
-/* ---- client/connect.c: the daemon ---- */
+/* ---- client/error.c ---- */
 
 /* Keep the sentence for kvfs_error(); returns error. */
 int client_fail(int error, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Connect to the daemon of the pool in a directory; path, of inode `base`, is what its users call it. options may be NULL. */
-int client_open(const char *path, const char *pool, uint64_t base, const char *space, const struct kvfs_options *options, struct kvfs_client **out);
-/* Every call begins here: -ECHILD after fork, -ENOTCONN after an unmount; else the session, reconnected if there is a new daemon, with a
- * reference that session_put() gives back. */
-int session_get(struct kvfs_client *client, struct session **out);
-void session_put(struct session *session);
-/* Is the daemon still there? Takes in what it has said meanwhile. Never waits. */
-void session_look(struct session *session);
-int key_directory(struct kvfs_client *client, struct session *session, const char *path, uint64_t *inode);  /* 0, -ENOENT */
-int lane_take(struct kvfs_client *client, struct session *session, struct lane **out);   /* -EBUSY: all in use for timeout_ms */
-void lane_give(struct lane *lane);                                                        /* no fetch may be active */
-/* The inode number of a directory below the client's base, or of the shard directory of a key; 0, -ENOENT, -EAGAIN. */
-struct shards { uint64_t space; uint64_t inodes[256]; uint8_t known[256]; };              /* zeroed at the start of a call */
-/* 0 and the record of a sealed file; -ENOENT: a miss; -EINVAL: a key of a wrong size. Asks the daemon where the table cannot say. */
-int key_find(struct kvfs_client *client, struct session *session, struct shards *shards, const uint8_t *key, uint32_t key_size,
-             struct kvfs_record *out);
-void client_hit(struct kvfs_client *client, struct session *session, uint64_t inode);      /* tells the daemon, some time soon */
-void client_bad_block(struct kvfs_client *client, struct session *session, uint64_t inode, uint32_t segment);
-uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out);                        /* out: 2 * key_size bytes; returns that */
-/* One request: its asker's, who waits for the answer in any case. Any number may be under way, of any threads. */
+
+/* ---- client/wire.c ---- */
+
+/* One after the other, in as few pieces as the socket takes. 0, -ETIMEDOUT, -ENOTCONN. */
+int wire_send_all(int fd, const void *head, uint64_t head_size, const void *data, uint64_t size, uint64_t deadline_ns);
+/* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. */
+int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count);
+/* Is the daemon still there? Receives what it has sent meanwhile. Never waits. */
+void connection_look(struct connection *connection);
+/* One request. It belongs to its asker, which waits for the answer in any case. Any number may be under way, from any threads. */
 struct asked {
     struct asked *next;
     uint32_t id;
     uint16_t type;
     uint64_t sent_ns, answered_ns, deadline_ns;
-    atomic_bool done;                    /* what follows is set; session_look() may have done that */
+    atomic_bool done;                    /* what follows is set; connection_look() may have done that */
     int result;                          /* 0, or why no answer came: -ENOTCONN, -EPROTO, -ETIMEDOUT */
     int32_t status;
     uint8_t *reply;                      /* malloc'ed */
     uint32_t reply_size;
 };
-void wire_send(struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked);
-void wire_wait(struct session *session, struct asked *asked);
-/* What came of it, when it is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
+void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked);
+void wire_wait(struct connection *connection, struct asked *asked);
+/* The outcome of a request that is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
 int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply, uint32_t *reply_size);
 /* All three. */
-int wire_ask(struct kvfs_client *client, struct session *session, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
+int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);
-/* Memory of this process that a read writes into which belongs to no lane and cannot be cancelled. From any thread. */
-struct claim { struct claim *next; const uint8_t *data; uint64_t size; };
-void claim_add(struct claim *claim);
-void claim_remove(struct claim *claim);
-void session_reap(struct session *session);                                                /* lane_reap() for all idle lanes */
-bool client_overlaps_zombie(struct kvfs_client *client, const void *data, uint64_t size);
-bool client_owed(struct kvfs_client *client);                                              /* devices owe answers, to reads or to writes */
+/* Tell without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
+void wire_tell(struct connection *connection, uint16_t type, const void *payload, uint32_t size);
+/* A payload that grows; what is appended is padded to 8. The owner frees data. */
+struct message_buffer { uint8_t *data; uint64_t size, capacity; bool failed; };
+void message_append(struct message_buffer *out, const void *data, uint64_t size);
+void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t count);
+int message_check(const struct message_buffer *request);   /* -ENOMEM: there was no memory, or it is too long for a frame */
+/* message_check() and wire_ask(); the request is freed. */
+int message_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, struct message_buffer *request, uint8_t **reply,
+                uint32_t *reply_size);
+
+/* ---- client/locate.c ---- */
+
+/* The pool behind a path: the source of its mount, or the path itself; and the path's inode in it. */
+int pool_of(const char *path, char pool[4096], uint64_t *base);
+/* The socket's file, as connection->listener has it. Zeros: there is none. */
+void listener_of(const struct kvfs_client *client, uint64_t out[4]);
+/* The process behind the connection still listens: nothing can have been changed without it. */
+bool listener_is_same(const struct kvfs_client *client, const struct connection *connection);
+int socket_open(struct kvfs_client *client, uint64_t deadline_ns);                         /* a descriptor, or -errno */
+
+/* ---- client/bounce.c ---- */
+
+uint8_t *lane_bounce(struct lane *lane, uint64_t *size);                                   /* page aligned, at least *size; NULL: no memory */
+void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size);
+
+/* ---- client/lane.c ---- */
+
+int lane_take(struct kvfs_client *client, struct connection *connection, struct lane **out);   /* -EBUSY: all in use for timeout_ms */
+void lane_give(struct lane *lane);                                                        /* no fetch may be active */
+/* Free a lane of a connection that nobody uses. False: a device may still write, so its memory stays. */
+bool lane_free(struct lane *lane);
+struct fetch *fetch_get(struct lane *lane);              /* NULL: no memory */
+void fetch_recycle(struct fetch *fetch);
+/* Let go of orphans whose devices have answered. By the lane's holder; or, locked, of an idle lane with connection->lock held. */
+void lane_reap(struct lane *lane, bool locked);
+void connection_reap(struct connection *connection);                                                /* lane_reap() for all idle lanes */
+/* True: an orphan overlaps that memory. *owed becomes true where devices owe answers to reads (orphans) or to writes. */
+bool connection_overlaps(struct connection *connection, const uint8_t *data, uint64_t size, bool *owed);
+
+/* ---- client/connection.c ---- */
+
+/* The first connection of a client. */
+int connection_open(struct kvfs_client *client, struct connection **out);
+/* Every call begins here: -ECHILD after fork, -ENOTCONN after an unmount; else the connection, reconnected if there is a new daemon, with a
+ * reference that connection_put() gives back. */
+int connection_get(struct kvfs_client *client, struct connection **out);
+int writer_get(struct kvfs_client *client, struct connection **out);                          /* one that may write, with a daemon that lives */
+void connection_put(struct connection *connection);
 void client_prune(struct kvfs_client *client);                                             /* client->lock held */
+
+/* ---- client/report.c ---- */
+
+void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode);      /* tells the daemon, some time soon; 0: now */
+void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment);
+
+/* ---- client/orphans.c ---- */
+
+/* Memory that is written by a read which belongs to no lane and cannot be cancelled. Any thread may call. */
+struct orphan { struct orphan *next; const uint8_t *data; uint64_t size; };
+void orphan_add(struct orphan *orphan);
+void orphan_remove(struct orphan *orphan);
+bool client_overlaps_orphan(struct kvfs_client *client, const void *data, uint64_t size);
+bool client_owed(struct kvfs_client *client);                                              /* devices owe answers, to reads or to writes */
 /* -EINVAL, -EBUSY: destinations that overlap each other, or memory that a device still owns. */
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count);
-uint8_t *lane_bounce(struct lane *lane, uint64_t *size);                                  /* page aligned, at least *size; NULL: no memory */
-void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size);
+
+/* ---- client/names.c ---- */
+
+int key_directory(struct kvfs_client *client, struct connection *connection, const char *path, uint64_t *inode);  /* 0, -ENOENT */
+/* The inode number of a directory below the client's base, or of the shard directory of a key; 0, -ENOENT, -EAGAIN. */
+struct shards { uint64_t space; uint64_t inodes[256]; uint8_t known[256]; };              /* zeroed at the start of a call */
+/* 0 and the record of a sealed file; -ENOENT: a miss; -EINVAL: a key of a wrong size. Asks the daemon where the table cannot say. */
+int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, const uint8_t *key, uint32_t key_size,
+             struct kvfs_record *out);
+uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out);                        /* out: 2 * key_size bytes; returns that */
 
 /* ---- client/fetch.c ---- */
 
-struct fetch *fetch_get(struct lane *lane);              /* NULL: no memory */
 void fetch_start(struct lane *lane, struct fetch *fetch);
-/* Submit, wait for a completion (at most timeout_ns; 0: only look), prove what is complete and call its done. Returns how many fetches are
- * active. lane_step() proves one at most: who has more to read starts it before the next is proven, so that devices do not wait for checksums. */
+/* Submit, wait for a completion (at most timeout_ns; 0: only look), prove what is complete and call its done. Returns how many fetches are active.
+ * lane_step() proves one at most: a caller with more to read starts that first, so that devices do not wait for checksums. */
 uint32_t lane_step(struct lane *lane, uint64_t timeout_ns);
 uint32_t lane_run(struct lane *lane, uint64_t timeout_ns);
-/* Let go of zombies whose devices have answered. By the lane's holder; or, locked, of an idle lane with session->lock held. */
-void lane_reap(struct lane *lane, bool locked);
 
-/* ---- client/put.c ---- */
-
-void late_free(struct session *session);
-
-/* ---- client/stage.c ---- */
+/* ---- client/prestage.c ---- */
 
 void stage_stop(struct kvfs_client *client);
 /* If this very block is staged: copy it to data (size bytes) and give it up. 1, or 0: not staged. Waits for one that is being read, until then. */
 int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint8_t *data, uint64_t until_ns);
+
+/* ---- client/client.c ---- */
+
+/* Connect to the daemon of the pool in a directory; path, of inode `base`, is what its users call it. options may be NULL. */
+int client_open(const char *path, const char *pool, uint64_t base, const char *space, const struct kvfs_options *options, struct kvfs_client **out);
 
 #endif

@@ -3,37 +3,6 @@
 
 static void group_done(struct io_group *group, bool reaped);
 
-struct fetch *fetch_get(struct lane *lane) {
-    struct fetch *fetch = lane->free;
-    if (fetch) {
-        lane->free = fetch->next;
-        uint8_t *side = fetch->side;
-        memset(fetch, 0, sizeof(*fetch));
-        fetch->side = side;
-    } else {
-        fetch = calloc(1, sizeof(*fetch));
-        void *side = NULL;
-        if (!fetch || posix_memalign(&side, KVFS_PAGE_SIZE, 2 * PAGE)) {
-            free(fetch);
-            return NULL;
-        }
-        fetch->side = side;
-    }
-    fetch->lane = lane;
-    return fetch;
-}
-
-static void fetch_recycle(struct fetch *fetch) {
-    struct lane *lane = fetch->lane;
-    desc_put(fetch->desc);
-    if (fetch->bounce)
-        lane_bounce_give(lane, fetch->bounce, fetch->bounce_size);
-    fetch->desc = NULL;
-    fetch->bounce = NULL;
-    fetch->next = lane->free;
-    lane->free = fetch;
-}
-
 static void fetch_ready(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
     fetch->next = NULL;
@@ -59,7 +28,7 @@ static int fetch_io(struct fetch *fetch, uint32_t segment, uint32_t page, const 
 
 static uint32_t first_page(const struct fetch *fetch) { return (uint32_t)(fetch->offset / PAGE); }
 static uint32_t end_page(const struct fetch *fetch) { return (uint32_t)pages_of(fetch->offset + fetch->size); }
-/* Whether a page is wanted in part only, and so read to the side: the first, the last. */
+/* True: only a part of this page is wanted, so it is read to the side. That can be the first or the last one. */
 static bool side_first(const struct fetch *fetch, uint32_t page) { return page == first_page(fetch) && fetch->offset % PAGE; }
 static bool side_last(const struct fetch *fetch, uint32_t page) {
     return page + 1 == end_page(fetch) && (fetch->offset + fetch->size) % PAGE && !side_first(fetch, page);
@@ -133,7 +102,7 @@ static void fetch_submit(struct fetch *fetch) {
     fetch->groups_left = 1; /* ours, until all is queued */
     fetch->error = 0;
     fetch->direct = NULL;
-    if (((uintptr_t)fetch->data - fetch->offset) % lane->session->memory_alignment == 0) {
+    if (((uintptr_t)fetch->data - fetch->offset) % lane->connection->memory_alignment == 0) {
         fetch->direct = fetch->data - fetch->offset;
     } else if (!fetch->bounce && fetch->size) {
         fetch->bounce_size = (end - first) * PAGE;
@@ -177,7 +146,7 @@ void fetch_start(struct lane *lane, struct fetch *fetch) {
 static void group_done(struct io_group *group, bool reaped) {
     struct fetch *fetch = group->owner;
     if (reaped) {
-        fetch->groups_held--; /* a zombie is let go of by lane_reap() */
+        fetch->groups_held--; /* an orphan is let go of by lane_reap() */
         return;
     }
     if (!group->expired)
@@ -192,7 +161,7 @@ static void group_done(struct io_group *group, bool reaped) {
 
 static int verify_leaves(const struct fetch *fetch) {
     const struct desc *desc = fetch->desc;
-    uint64_t secret = fetch->lane->session->array.geometry.secret;
+    uint64_t secret = fetch->lane->connection->array.geometry.secret;
     uint32_t page = first_page(fetch), end = end_page(fetch);
     while (page < end) {
         uint32_t stop = page + 1;
@@ -208,7 +177,7 @@ static int verify_leaves(const struct fetch *fetch) {
     return 0;
 }
 
-/* What was read to the side, or bounced, goes where it is wanted. */
+/* Copy bytes that were read to the side, or bounced, to their destination. */
 static void copy_out(struct fetch *fetch) {
     uint32_t first = first_page(fetch), last = end_page(fetch) - 1;
     if (fetch->size == 0)
@@ -225,13 +194,13 @@ static void copy_out(struct fetch *fetch) {
         memcpy(fetch->data + (last * PAGE - fetch->offset), fetch->side + PAGE, end - last * PAGE);
 }
 
-/* The bytes are not those of this place: has the block moved? True: it is being read from where it is now. */
+/* The bytes do not prove at this place (I10): has the block moved? True: it is being read from its new place. */
 static bool fetch_again(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
-    struct session *session = lane->session;
+    struct connection *connection = lane->connection;
     struct kvfs_record now;
     const struct kvfs_record *then = &fetch->record;
-    int found = kvfs_table_find_inode(session->table, then->inode, &now);
+    int found = kvfs_table_find_inode(connection->table, then->inode, &now);
     if (found < 0 || !(now.flags & KVFS_INODE_SEALED) || now.size != then->size || fetch->retries++ == CLIENT_RETRIES) {
         fetch->error = -ESTALE;
         return false;
@@ -239,7 +208,7 @@ static bool fetch_again(struct fetch *fetch) {
     if (now.segment == then->segment && now.page == then->page && now.generation == then->generation) {
         if (fetch->bad_once) {
             TALLY(lane->client, checksum_errors, 1);
-            client_bad_block(lane->client, session, then->inode, then->segment);
+            client_bad_block(lane->client, connection, then->inode, then->segment);
             fetch->error = -EIO;
             return false;
         }
@@ -256,7 +225,7 @@ static bool fetch_again(struct fetch *fetch) {
 /* Every byte is in memory, or will not come. */
 static void fetch_finish(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
-    struct kvfs_array *array = &lane->session->array;
+    struct kvfs_array *array = &lane->connection->array;
     if (fetch->error == 0 && fetch->load_header) {
         fetch->error = desc_verify(&array->geometry, fetch->desc, &fetch->record);
         if (fetch->error == 0) {
@@ -267,7 +236,7 @@ static void fetch_finish(struct fetch *fetch) {
             }
         }
     }
-    if (fetch->error == 0 && lane->session->verify)
+    if (fetch->error == 0 && lane->connection->verify)
         fetch->error = verify_leaves(fetch);
     if (fetch->error == -EBADMSG && fetch->groups_held == 0 && fetch_again(fetch))
         return;
@@ -279,39 +248,17 @@ static void fetch_finish(struct fetch *fetch) {
     bool held = fetch->groups_held > 0;
     if (held) { /* counted before anybody is told */
         fetch->result = -ETIMEDOUT;
-        pthread_mutex_lock(&lane->session->lock);
-        fetch->next = lane->session->zombies;
-        lane->session->zombies = fetch;
-        pthread_mutex_unlock(&lane->session->lock);
-        lane->zombie_count++;
-        atomic_fetch_add(&lane->client->zombies, 1);
+        pthread_mutex_lock(&lane->connection->lock);
+        fetch->next = lane->connection->orphans;
+        lane->connection->orphans = fetch;
+        pthread_mutex_unlock(&lane->connection->lock);
+        lane->orphan_count++;
+        atomic_fetch_add(&lane->client->orphans, 1);
     }
     lane->active_count--;
     fetch->done(lane, fetch);
     if (!held)
         fetch_recycle(fetch);
-}
-
-void lane_reap(struct lane *lane, bool locked) {
-    ring_submit(&lane->ring);
-    ring_reap(&lane->ring);
-    if (!lane->zombie_count)
-        return;
-    if (!locked)
-        pthread_mutex_lock(&lane->session->lock);
-    for (struct fetch **link = &lane->session->zombies; *link;) {
-        struct fetch *fetch = *link;
-        if (fetch->lane != lane || fetch->groups_held) {
-            link = &fetch->next;
-            continue;
-        }
-        *link = fetch->next;
-        lane->zombie_count--;
-        atomic_fetch_sub(&lane->client->zombies, 1);
-        fetch_recycle(fetch);
-    }
-    if (!locked)
-        pthread_mutex_unlock(&lane->session->lock);
 }
 
 static uint32_t run(struct lane *lane, uint64_t timeout_ns, uint32_t limit) {
@@ -328,7 +275,7 @@ static uint32_t run(struct lane *lane, uint64_t timeout_ns, uint32_t limit) {
         lane->ready_count--;
         fetch_finish(fetch);
     }
-    if (lane->zombie_count)
+    if (lane->orphan_count)
         lane_reap(lane, false);
     return lane->active_count;
 }

@@ -1,5 +1,5 @@
-/* Lines of /proc/self/mountinfo; proc_pid_mountinfo(5). For libkvfs and for the libraries in native/shims, which share this one file with it: in
- * those it runs inside calls that they have taken over, so it calls nothing, allocates nothing and takes no lock. */
+/* Lines of /proc/self/mountinfo; proc_pid_mountinfo(5). The libraries in native/shims share this file with libkvfs, and run it inside calls that
+ * they have taken over. So it calls nothing, allocates nothing and takes no lock. */
 #ifndef KVFS_CLIENT_MOUNTINFO_H
 #define KVFS_CLIENT_MOUNTINFO_H
 

@@ -1,7 +1,7 @@
 /* kvfs_replay.h. Requests are served by `threads` threads; those of a directory hand their blocks to two pools of I/O threads, one for loads
  * and one for stores, as engines have them. A client has its own depth and needs no pools.
  */
-#define _GNU_SOURCE
+#include "base/base.h"
 #include "kvfs_replay.h"
 
 #include <assert.h>
@@ -18,7 +18,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define PAGE 4096u
 #define KEY_SIZE 16u
 #define NAME_SIZE 96u
 #define NONE UINT32_MAX
@@ -50,7 +49,7 @@ struct pool {
 
 enum lru_state { LRU_ABSENT, LRU_BEING_WRITTEN, LRU_THERE };
 
-/* What an engine keeps of its own files: a list by last use, over the indexes of blocks. */
+/* The list that an engine keeps of its own files: by last use, over the indexes of blocks. */
 struct lru {
     pthread_mutex_t lock;
     uint32_t *newer, *older; /* NONE at the ends */
@@ -79,12 +78,6 @@ struct serving {
     struct kvfs_buffer *buffers;
     int64_t *results;
 };
-
-static uint64_t now_ns(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
-}
 
 static void add(uint32_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 
@@ -156,7 +149,7 @@ static void lru_push(struct lru *lru, uint32_t block, enum lru_state state) {
     lru->count++;
 }
 
-/* Whether the index has a block, which is the most recent then. */
+/* True: the index has the block, which becomes the most recent one. */
 static bool lru_has(struct run *run, uint32_t block) {
     pthread_mutex_lock(&run->lru.lock);
     bool there = run->lru.state[block] == LRU_THERE;
@@ -472,7 +465,7 @@ static void load(struct serving *serving, const uint32_t *blocks, uint32_t count
     }
 }
 
-/* Those of the blocks that are not there as far as we know. Of files everybody else's are looked for once more, as engines do. */
+/* The blocks that are missing as far as this process knows. Files of other processes are looked for once more, as engines do. */
 static void store(struct serving *serving, const uint32_t *blocks, const uint8_t *there, uint32_t count) {
     struct run *run = serving->run;
     uint32_t at = 0;
@@ -504,7 +497,7 @@ static void serve(struct serving *serving, const struct kvfs_replay_request *req
     record->lookup_ns = after - before;
     before = after;
     load(serving, blocks, record->found);
-    /* What comes after a block that could not be loaded is of no use to this request: it is computed again. */
+    /* Blocks behind one that could not be loaded are of no use to this request: they are computed again. */
     while (record->loaded < record->found && serving->flags[record->loaded])
         record->loaded++;
     after = now_ns();

@@ -25,7 +25,7 @@ struct transport;
 
 /* ---- node.c, handles.c, uses.c: open inodes and handles ---- */
 
-/* What a user holds of the pool. Never goes: who comes again finds the place. */
+/* A user's part of the pool. It never goes: a user who comes again finds the place. */
 struct user {
     atomic_ullong key;                  /* id + 1; 0: free */
     atomic_ullong open, other;          /* bytes: blocks open and charged to the user; pins, reservations and slabs, as Python says */
@@ -39,12 +39,12 @@ struct node {
     atomic_uint refs;                   /* handles, requests under way, and the file */
     uint32_t handles, writers;          /* under the shard's lock */
     uint64_t open_size;                 /* its share of plane->open_bytes; under the shard's lock */
-    struct user *payer;                 /* whom open_size is charged to: one of those who have it open. Under the shard's lock */
+    struct user *payer;                 /* open_size is charged to this one of those who have it open. Under the shard's lock */
     struct hold hold;                   /* who has it open; under the shard's lock */
-    /* One content, several kernels: from a guest's open for writing on no host opens it for its page cache, and one that has done so before is
+    /* One content, several kernels. Once a guest has opened an inode for writing, no host opens it for its page cache. A host that did so before is
      * told of every change. (Guests cache nothing unasked: see do_init.) */
     atomic_bool guest_wrote, host_cached;
-    /* What a guest was told of an open block's size and times holds until then; who wants to rewrite it waits. Under the lock. */
+    /* Until this time guests may cache the attributes of an open block. A rewrite waits for it. Under the lock. */
     uint64_t lease_until_ns;
     bool rewriting;
     pthread_mutex_t lock;               /* desc, file */
@@ -74,14 +74,14 @@ struct handle_table {
 
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
 void node_put(struct kvfs_plane *plane, struct node *node);
-/* A block was asked for and is there: what eviction goes by, and its age. */
+/* A block was looked for and found: counts a use, and its age. */
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record);
-/* A name was asked for and is not there; `hash` is name_hash() of it. */
+/* A name was looked for and not found; `hash` is name_hash() of it. */
 uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size);
 /* A slot of the table has a record now: as used as its slot of before was; NULL: new, used now. */
 void use_enter(struct kvfs_plane *plane, uint32_t slot, const uint32_t *before);
 void missed_add(struct kvfs_plane *plane, uint64_t hash);
-/* It is made now: nobody missed it. Its kernel had asked whether it is there, as before every name that it makes. */
+/* The name is made now, so nobody missed it: every kernel looks for a name before it makes one. */
 void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool writer, struct kvfs_record *record, struct node **out);
@@ -89,7 +89,7 @@ void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user,
 /* Promise a guest that the content of an open block stays for LEASE_S seconds; false: it may change, or is not open. Before the table is asked. */
 bool node_lease(struct kvfs_plane *plane, uint64_t inode);
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, uint64_t *fh);
-/* A copy, whose node is referenced once more; false: no such file handle. A copy, because a hostile guest may release it at any moment. */
+/* Copies a handle and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any moment. */
 bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, struct handle *out);
 int handle_open_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t inode, uint64_t *fh);
 /* Of a directory's handle, with `more` added: inodes that its listing has made. UINT32_MAX: no such handle. */
@@ -126,7 +126,8 @@ struct chunk {
     uint8_t state;
     bool spilling;
     bool reload;                        /* PLACED, but cut or grown inside a page: must be staged and written again at the seal */
-    /* PLACED: which placing this is, of all in the node's life. I/O without the lock ends by comparing it: the same state may be of other bytes. */
+    /* PLACED: the number of this placing, of all in the node's life. I/O without the lock ends by comparing it, as the same state may be of other
+     * bytes. */
     uint64_t placement;
 };
 struct file {
@@ -141,7 +142,7 @@ struct file {
     uint32_t short_page, short_size;    /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
     uint64_t staged_bytes;              /* of slots */
     uint64_t counted;                   /* its share of plane->open_bytes: the size; a slab has none */
-    struct user *payer;                 /* whom `counted` is charged to: the last that made it grow, or the first writer. NULL: nobody yet */
+    struct user *payer;                 /* `counted` is charged to the last user that made it grow, or to the first writer. NULL: nobody yet */
     struct slab *slab;                  /* its content lies there, and is written in place */
     bool direct;                        /* somebody opened it with O_DIRECT, to write */
     bool past_cache, shared;            /* its writer bypasses its kernel's page cache; and others opened it meanwhile: cache_bypass() */
@@ -254,7 +255,7 @@ void reads_retry(struct io_thread *io);                      /* those that wait 
 struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
-/* Returns what it took, in ns: for slow_look(), which whoever answers with an error calls too. */
+/* Returns the time that it took, in ns. Whoever answers with an error calls slow_look() with it, too. */
 uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
 void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns);
 

@@ -1,4 +1,4 @@
-/* What the control plane asks of files being written: create, rewrite, cut, give up. */
+/* Files being written, as the control plane asks: create, rewrite, cut, give up. */
 #include "content/content.h"
 
 #include <unistd.h>
@@ -51,7 +51,7 @@ static int rewrite(struct kvfs_plane *plane, struct ring *ring, struct node *nod
     struct kvfs_record now;
     r = kvfs_table_find_inode(plane->table, node->inode, &now);
     if (r == 0 && (now.generation != record.generation || now.segment != record.segment || now.page != record.page))
-        r = -EAGAIN; /* carried over meanwhile */
+        r = -EAGAIN; /* copied to another segment meanwhile */
     if (r == 0) {
         pthread_mutex_lock(&node->lock);
         if (!node->file) {
@@ -81,7 +81,7 @@ int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node) 
 
 /* With the node's lock held. */
 static int rewrite_empty(struct kvfs_plane *plane, struct node *node) {
-    if (node->file) /* frozen while a seal or spill is under way: the caller comes again */
+    if (node->file) /* frozen during a seal or spill: the caller comes again */
         return node->file->sealing || node->file->spilling || node->file->slab ? -EBUSY : file_truncate(plane, node, 0);
     int r = file_install(plane, node);
     if (r == 0)

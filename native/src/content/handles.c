@@ -136,14 +136,14 @@ bool handle_close_directory(struct kvfs_plane *plane, struct transport *transpor
     return handle != NULL;
 }
 
-/* After a handle has gone: tell Python what it has to do, and return a file that is sealed and has no writer to the fast path. */
+/* After a handle has gone: Python hears of what it has to do. A file that is sealed and has no writer goes back to the fast path. */
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer) {
     struct shard *shard = shard_of(plane, node->inode);
     pthread_mutex_lock(&shard->lock);
     bool last = node->handles == 0, last_writer = was_writer && node->writers == 0;
     pthread_mutex_unlock(&shard->lock);
     struct kvfs_record record;
-    if (last || last_writer) { /* one without a name goes as any file does */
+    if (last || last_writer) { /* a slab without a name ends as any file does */
         pthread_mutex_lock(&node->lock);
         bool slab = node->file && node->file->slab, passes = slab && slab_passes(plane, node->file);
         pthread_mutex_unlock(&node->lock);

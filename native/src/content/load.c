@@ -1,7 +1,7 @@
 /* Content that lies on devices, read by a worker, which waits: headers, and the placed chunks of files being written. */
 #include "content/content.h"
 
-/* A read into memory that may be freed before a late device answers needs a slot of its own, held by the group. */
+/* Memory that may be freed before a late device answers is never read into. The read goes through a slot, which the group holds. */
 static int bounce_read(struct kvfs_plane *plane, struct ring *ring, uint32_t segment, uint32_t page, uint8_t *data, uint64_t size) {
     while (size) {
         uint64_t length = min_u64(size, CHUNK_SIZE);
@@ -104,8 +104,8 @@ int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *no
     free(placed);
     pthread_mutex_lock(&node->lock);
     file = node->file;
-    /* Meanwhile another worker may have loaded the chunk, and it may have been written, and sealed or spilled: it is placed again, with other
-     * bytes, and those that were read, or could not be read, are of the past. */
+    /* Meanwhile the chunk may have been loaded by another worker, written, and sealed or spilled. It is placed again then, with other bytes. The
+     * bytes that were read here, or the error, are of the past. */
     bool same = placement_of(node, index) == placement && (!file->sealing || for_seal);
     if (same && r == 0) {
         chunk_stage(plane, file, index, slot, (uint32_t)min_u64(filled, file->chunks[index].filled));
@@ -157,7 +157,7 @@ int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *nod
             }
             free(placed);
             slot_put(slot);
-            /* Bytes that were proven are right, as of when this began. Those that were not may lie where others have come to lie since. */
+            /* Proven bytes are right as of the beginning of this read. Unproven bytes may be of another block that has come to lie there. */
             pthread_mutex_lock(&node->lock);
             moved = placement_of(node, index) != placement;
             pthread_mutex_unlock(&node->lock);

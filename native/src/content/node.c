@@ -1,7 +1,6 @@
-/* Open inodes.
+/* Open inodes. A node id is the inode number, which is never used again, so nobody counts lookups (I26).
  *
- * Node id = inode number, never reused, so nobody counts lookups; a node exists only while something holds the inode open or writes it.
- */
+ * A node exists only while an inode is open or being written. */
 #include "content/content.h"
 
 static struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create) {

@@ -25,7 +25,7 @@ static bool read_slots(struct kvfs_plane *plane, struct request *request, uint64
     return true;
 }
 
-/* Bytes that are not proven are not left with a guest. */
+/* A guest keeps no bytes that are not proven. */
 static void targets_clear(struct request *request) {
     for (uint32_t i = 0; i < request->target_count; i++)
         memset(request->targets[i].iov_base, 0, request->targets[i].iov_len);
@@ -37,15 +37,16 @@ static void read_finish(struct request *request, int error) {
     struct node *node = request->node;
     uint64_t now = now_ns();
     pthread_mutex_lock(&node->lock);
-    /* What was asked again does not prolong it, but for the end of the deadline that it has from the first: the next has that one, too. */
+    /* A retry does not extend the deadline: it inherits the first attempt's. A failure at the end of that deadline counts
+     * anew, so the next retry inherits it too. */
     if (node->failed_until_ns != request->until_ns || (now >= request->until_ns && node->failed_ns < request->until_ns)) {
         node->failed_ns = now;
         node->failed_until_ns = request->until_ns;
     }
     pthread_mutex_unlock(&node->lock);
-    /* A device that gave no answer may still write into these slots and this header: the groups hold the slots, we hold the header. The
-     * pages of a guest are nobody's to hold: once answered it uses them for something else. So it waits for the device, longer than the
-     * deadline: until the kernel gives up on it. Reads that come now go through slots. */
+    /* A device that gave no answer may still write into these slots and this header. The groups hold the slots, the request holds the header. Nobody
+     * holds the pages of a guest: after the answer the guest uses them for something else. So the answer waits for the device beyond the deadline,
+     * until the kernel gives up on the device. Meanwhile other reads go through slots. */
     request->owed = request->direct && request->groups_held;
     if (!request->owed) {
         targets_clear(request);
@@ -124,7 +125,7 @@ static uint32_t read_memory(const struct request *request, uint32_t first, uint3
     return (request->direct ? targets_memory : slots_memory)(request, first, from, to, iovs);
 }
 
-/* A guest's pages are many pieces: no more than CHUNK_PAGES of them in an I/O. */
+/* A guest's pages are many pieces, so an I/O has at most CHUNK_PAGES of them. */
 static uint32_t read_step(const struct request *request, uint32_t from, uint32_t to) {
     return request->direct && to - from > CHUNK_PAGES ? from + CHUNK_PAGES : to;
 }
@@ -139,17 +140,60 @@ static int read_pages(struct request *request, uint32_t segment, uint32_t page, 
     return r;
 }
 
+/* The header is not known yet: read it, and with it the data that lies right behind. */
+static int header_submit(struct request *request, uint32_t first, uint32_t last) {
+    struct iovec iovs[CHUNK_PAGES + 1];
+    const struct kvfs_record *record = &request->record;
+    request->desc = desc_new(record->header_pages);
+    request->load_header = true;
+    if (!request->desc)
+        return -ENOMEM;
+    iovs[0] = (struct iovec){request->desc->header, record->header_pages * PAGE};
+    uint32_t data = record->page + record->header_pages, count = 1, stop = first;
+    if (record->extent_count == 0 && first == 0 && record->header_pages < 64) { /* one I/O */
+        stop = read_step(request, first, last);
+        count += read_memory(request, first, first, stop, iovs + 1);
+    }
+    int r = read_io(request, record->segment, record->page, iovs, count);
+    return r < 0 || record->extent_count ? r : read_pages(request, record->segment, data + stop, first, stop, last, iovs);
+}
+
+static void zero_pages(const struct request *request, uint32_t first, uint32_t from, uint32_t to) {
+    for (struct iovec page; from < to; from++) {
+        read_memory(request, first, from, from + 1, &page);
+        memset(page.iov_base, 0, PAGE);
+    }
+}
+
+static int extents_submit(struct request *request, uint32_t first, uint32_t last) {
+    struct iovec iovs[CHUNK_PAGES + 1];
+    const struct desc *desc = request->desc;
+    uint32_t at = first;
+    int r = 0;
+    for (uint32_t i = 0; i < desc->extent_count && at < last && r == 0; i++) {
+        const struct kvfs_extent *e = &desc->extents[i];
+        uint32_t e_end = e->file_page + e->page_count;
+        if (e_end <= at)
+            continue;
+        uint32_t from = e->file_page > at ? e->file_page : at, to = (uint32_t)min_u64(last, e_end);
+        zero_pages(request, first, at, (uint32_t)min_u64(from, last)); /* a hole */
+        if (from < to)
+            r = read_pages(request, e->segment, e->page + (from - e->file_page), first, from, to, iovs);
+        at = to > at ? to : at;
+    }
+    zero_pages(request, first, at, last);
+    return r;
+}
+
 /* Start (or start again) a read: request->node, offset, size are set; desc is known or not. */
 void read_submit(struct request *request) {
     struct kvfs_plane *plane = request->io->plane;
-    struct iovec iovs[CHUNK_PAGES + 1];
-    int r;
     if (request->until_ns <= now_ns()) {
         read_finish(request, -EIO);
         return;
     }
     if (!request->desc) {
-        r = kvfs_table_find_inode(plane->table, request->node->inode, &request->record);
+        int r = kvfs_table_find_inode(plane->table, request->node->inode, &request->record);
         if (r < 0 || !(request->record.flags & KVFS_INODE_SEALED) || request->record.header_pages == 0) {
             read_finish(request, -EIO);
             return;
@@ -171,46 +215,7 @@ void read_submit(struct request *request) {
     request->groups_left = 1; /* ours, until all is queued */
     request->groups_held = 0;
     request->result = 0;
-    if (!request->desc) {
-        const struct kvfs_record *record = &request->record;
-        request->desc = desc_new(record->header_pages);
-        request->load_header = true;
-        r = request->desc ? 0 : -ENOMEM;
-        iovs[0] = (struct iovec){request->desc ? request->desc->header : NULL, record->header_pages * PAGE};
-        if (r == 0 && record->extent_count == 0 && first == 0 && record->header_pages < 64) { /* header and data lie together: one I/O */
-            uint32_t stop = read_step(request, first, last), count = 1 + read_memory(request, first, first, stop, iovs + 1);
-            r = read_io(request, record->segment, record->page, iovs, count);
-            if (r == 0)
-                r = read_pages(request, record->segment, record->page + record->header_pages + stop, first, stop, last, iovs);
-        } else if (r == 0) {
-            r = read_io(request, record->segment, record->page, iovs, 1);
-            if (r == 0 && record->extent_count == 0)
-                r = read_pages(request, record->segment, record->page + record->header_pages + first, first, first, last, iovs);
-        }
-    } else {
-        const struct desc *desc = request->desc;
-        r = 0;
-        uint32_t at = first;
-        for (uint32_t i = 0; i < desc->extent_count && at < last && r == 0; i++) {
-            const struct kvfs_extent *e = &desc->extents[i];
-            uint32_t e_end = e->file_page + e->page_count;
-            if (e_end <= at)
-                continue;
-            uint32_t from = e->file_page > at ? e->file_page : at, to = (uint32_t)min_u64(last, e_end);
-            if (from > at && at < last) /* a hole */
-                for (uint32_t hole = at; hole < from && hole < last; hole++) {
-                    read_memory(request, first, hole, hole + 1, iovs);
-                    memset(iovs[0].iov_base, 0, PAGE);
-                }
-            if (from < to)
-                r = read_pages(request, e->segment, e->page + (from - e->file_page), first, from, to, iovs);
-            at = to > at ? to : at;
-        }
-        for (; at < last; at++) {
-            read_memory(request, first, at, at + 1, iovs);
-            memset(iovs[0].iov_base, 0, PAGE);
-        }
-    }
+    int r = request->desc ? extents_submit(request, first, last) : header_submit(request, first, last);
     if (r < 0)
         request->result = r;
     if (--request->groups_left == 0) {
@@ -223,6 +228,29 @@ void read_submit(struct request *request) {
 
 static bool same_place(const struct kvfs_record *record, const struct desc *desc) {
     return record->generation == desc->generation && record->segment == desc->segment && record->page == desc->page;
+}
+
+static bool leaves_good(const struct request *request, uint64_t end) {
+    const struct desc *desc = request->desc;
+    uint32_t page = (uint32_t)(request->offset / PAGE), last = (uint32_t)pages_of(end);
+    uint64_t left = min_u64((uint64_t)last * PAGE, desc->size) - (uint64_t)page * PAGE;
+    for (uint32_t i = 0; left; i++) {
+        uint8_t *data = request->direct ? request->targets[i].iov_base : request->slots[i]->data;
+        uint64_t length = min_u64(left, request->direct ? request->targets[i].iov_len : request->slots[i]->size);
+        if (kvfs_leaf_verify(data, length, request->io->plane->config.secret, desc->leaves + page))
+            return false;
+        page += (uint32_t)(length / PAGE);
+        left -= length;
+    }
+    return true;
+}
+
+/* The padding of a block's last page is not the file's. A guest sees the whole page, so it is cleared. */
+static void padding_clear(const struct request *request, uint64_t end) {
+    struct iovec last;
+    uint32_t first = (uint32_t)(request->offset / PAGE), page = (uint32_t)(end / PAGE);
+    read_memory(request, first, page, page + 1, &last);
+    memset((uint8_t *)last.iov_base + end % PAGE, 0, PAGE - end % PAGE);
 }
 
 /* Everything is in memory: prove it, then reply. */
@@ -245,28 +273,12 @@ static void read_complete(struct request *request) {
     uint64_t end = 0;
     if (error == 0) {
         end = min_u64(request->offset + request->size, desc->size);
-        if (plane->config.verify) {
-            uint32_t page = (uint32_t)(request->offset / PAGE), last = (uint32_t)pages_of(end);
-            uint64_t left = min_u64((uint64_t)last * PAGE, desc->size) - (uint64_t)page * PAGE;
-            for (uint32_t i = 0; left; i++) {
-                uint8_t *data = request->direct ? request->targets[i].iov_base : request->slots[i]->data;
-                uint64_t length = min_u64(left, request->direct ? request->targets[i].iov_len : request->slots[i]->size);
-                if (kvfs_leaf_verify(data, length, plane->config.secret, desc->leaves + page)) {
-                    error = -EBADMSG;
-                    break;
-                }
-                page += (uint32_t)(length / PAGE);
-                left -= length;
-            }
-        }
+        if (plane->config.verify && !leaves_good(request, end))
+            error = -EBADMSG;
+        else if (request->direct && end % PAGE && end == desc->size)
+            padding_clear(request, end);
     }
-    if (error == 0 && request->direct && end % PAGE && end == desc->size) { /* what pads the block is not the file's */
-        struct iovec last;
-        uint32_t first = (uint32_t)(request->offset / PAGE), page = (uint32_t)(end / PAGE);
-        read_memory(request, first, page, page + 1, &last);
-        memset((uint8_t *)last.iov_base + end % PAGE, 0, PAGE - end % PAGE);
-    }
-    /* The bytes are those of this place; is the place still this inode's? A segment is reused only after its blocks have left the table. */
+    /* The bytes are proven for this location. The location may no longer be the inode's: a segment is reused after its blocks have left the table. */
     struct kvfs_record record = {0};
     int found = kvfs_table_find_inode(plane->table, request->node->inode, &record);
     bool moved = found == 0 && desc && !(request->load_header ? record.generation == request->record.generation && record.segment == request->record.segment &&

@@ -5,7 +5,7 @@
  */
 #include "content/content.h"
 
-/* The first of so many places that is a user's or free; then all others share one place, and one share. */
+/* Probes for a place that is the user's or free. If there is none, the user shares the last place, and its one share, with all other such users. */
 #define PROBES 64u
 
 struct user *user_get(struct kvfs_plane *plane, uint32_t id) {
@@ -27,7 +27,7 @@ static bool is_exempt(struct kvfs_plane *plane, const struct user *user) {
     return key == 1 || key == (uint64_t)atomic_load(&plane->exempt) + 1;
 }
 
-/* What the user has beyond the share if `more` bytes come, 0 if nothing. */
+/* Bytes that the user has beyond the share if `more` bytes come; 0 if none. */
 static uint64_t user_beyond(struct kvfs_plane *plane, const struct user *user, uint64_t more) {
     uint64_t has = atomic_load(&user->open) + atomic_load(&user->other) + more, share = atomic_load(&plane->share);
     return has <= share || is_exempt(plane, user) ? 0 : has - share;
@@ -127,7 +127,7 @@ bool space_lacks(struct kvfs_plane *plane, uint64_t growth) {
     return open - min_u64(open, may_go) + growth > space;
 }
 
-/* What is being written cannot be evicted, so it is not taken from who has too much: it is refused before. */
+/* Eviction cannot take files being written from a user with too much, so their growth is refused beforehand. */
 bool writer_lacks(struct kvfs_plane *plane, const struct user *writer, uint64_t growth) {
     return writer && user_beyond(plane, writer, atomic_load(&writer->writing) + growth) && space_lacks(plane, growth + atomic_load(&plane->share));
 }

@@ -1,10 +1,10 @@
-/* Slabs: files that are preallocated and overwritten in place. Their pages lie in whole segments of their own, and READ and WRITE go straight to
- * the devices: no checksums, no header, no staging.
+/* Slabs: files that are preallocated and overwritten in place. Their pages lie in whole segments of their own. READ and WRITE go straight to the
+ * devices: there are no checksums, no header, no staging.
  *
- * A page that was never written reads as zeros: what the device has there is some other block's. Which pages were written is known in memory
- * alone, as a slab does not outlive its daemon. A write of whole pages goes from the memory that it arrived in; one of parts of pages reads and
- * writes those again, on a worker, alone on them. A write whose fate is unknown (a device gave no answer) may land at any later time: the slab has
- * failed then, and says EIO from then on. */
+ * A page that was never written reads as zeros, as the device holds some other block's bytes there. Only memory knows which pages were written: a
+ * slab does not outlive its daemon. A write of whole pages goes from the memory that it arrived in. A worker reads and writes again the pages that a
+ * write covers in part, and no other write is on these pages meanwhile. A write that a device did not answer may land at any later time, so the slab
+ * has failed and answers EIO from then on. */
 #include "content/slab.h"
 
 #define STEP_PAGES 512u /* of one I/O: what a group holds */
@@ -59,7 +59,7 @@ static int slab_io(struct request *request, uint64_t page, const struct iovec *i
     return r;
 }
 
-/* Runs on the request's server thread, whose ring it is. */
+/* Runs on the server thread that took the request: the ring is that thread's. */
 static void slab_submit(struct request *request) {
     struct slab *slab = request->slab;
     struct iovec iovs[READ_SLOTS + 1];
@@ -89,7 +89,7 @@ static void slab_submit(struct request *request) {
         slab_finish(request);
 }
 
-/* With the node's lock held; the node has a slab. The request's size is what there is to read, not more than the file has. */
+/* With the node's lock held; the node has a slab. Cuts the request's size to what the file has there. */
 bool slab_read_begin(struct node *node, struct request *request) {
     struct file *file = node->file;
     request->slab = slab_ref(file->slab);
@@ -154,7 +154,7 @@ int slab_write_begin(struct node *node, struct request *request, bool worker) {
 
 void slab_write(struct request *request) { slab_submit(request); }
 
-/* A file that has its size, and no content, and is written with O_DIRECT: it is to be overwritten in place, however it came to O_DIRECT. */
+/* A file is to become a slab if it has its size and no content, and somebody writes to it with O_DIRECT. How it came to O_DIRECT does not matter. */
 bool slab_ask(struct kvfs_plane *plane, struct node *node, struct request *request) {
     struct file *file = node->file;
     if (file->size < KVFS_SLAB_MIN || file->slab_refused || request->offset + request->size > file->size)
@@ -171,7 +171,7 @@ bool slab_ask(struct kvfs_plane *plane, struct node *node, struct request *reque
     return true;
 }
 
-/* What was written counts, before it is answered. */
+/* Notes the written pages, before the answer. */
 static void write_end(struct request *request, int error) {
     struct slab *slab = request->slab;
     struct node *node = request->node;
@@ -249,7 +249,7 @@ static int write_parts(struct kvfs_plane *plane, struct ring *ring, struct reque
     return r;
 }
 
-/* A WRITE that waited, or is of parts of pages. False: the file is no slab (any more). */
+/* Writes parts of pages, and WRITEs that waited. False: the file is no slab, or no longer. */
 bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);

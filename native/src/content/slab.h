@@ -13,8 +13,8 @@ struct slab {
     atomic_uint refs; /* the file, and every request under way */
     struct kvfs_plane *plane;
     uint64_t inode;
-    uint32_t first_segment; /* tells it from another slab of the inode, as nobody else has the segment before it is free */
-    /* As many as there are segments: it never moves. Those beyond run_count (under the node's lock) are not there yet. */
+    uint32_t first_segment; /* tells it from another slab of the inode: nobody else has the segment until it is free */
+    /* Room for as many runs as there are segments, so the array never moves. Those beyond run_count (under the node's lock) are not there yet. */
     struct slab_run *runs;
     uint32_t run_count, run_pages;
     bool chosen;      /* by its owner, whatever becomes of it */
@@ -28,12 +28,12 @@ static inline uint64_t slab_pages(const struct slab *slab) { return (uint64_t)sl
 
 bool slab_page_written(const struct slab *slab, uint64_t page);
 void slab_page_mark(struct slab *slab, uint64_t page, bool written);
-/* Where the pages from `from` on end that lie together in a segment and were all written, or all not; at most `to`. */
+/* The end of the pages from `from` on that lie together in a segment and were all written, or all not; at most `to`. */
 uint64_t slab_stretch(const struct slab *slab, uint64_t from, uint64_t to, bool written);
 uint32_t slab_locate(const struct slab *slab, uint64_t page, uint32_t *segment);
 /* On a worker: `count` pages of a slab, to or from a slot. */
 int slab_pages_io(struct ring *ring, struct slab *slab, bool write, uint64_t page, uint64_t count, struct slot *slot, uint64_t inside);
-/* On a worker: what the pages have, zeros where nothing was written. */
+/* On a worker: the content of pages; zeros where nothing was written. */
 int slab_pages_load(struct ring *ring, struct slab *slab, uint64_t page, uint64_t count, struct slot *slot, uint64_t inside);
 
 #endif

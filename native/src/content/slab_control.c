@@ -1,4 +1,4 @@
-/* What the control plane asks of slabs: a slab grows, shrinks, or becomes a file as any other. */
+/* Slabs, as the control plane asks: grow, shrink, become a file as any other. */
 #include "content/slab.h"
 
 #include <unistd.h>
@@ -170,7 +170,7 @@ struct slab_job {
     bool writers_stay;
 };
 
-/* With the node's lock held. True: the file was given up meanwhile, and is gone; the caller puts the node once more. */
+/* With the node's lock held. True: the file was given up meanwhile and is freed; the caller puts the node once more. */
 static bool thaw(struct kvfs_plane *plane, struct node *node) {
     struct file *file = node->file;
     file->sealing = false;
@@ -180,7 +180,7 @@ static bool thaw(struct kvfs_plane *plane, struct node *node) {
     return !node->file;
 }
 
-/* Let nobody write. With the node's lock held, which it opens while it waits. An error: it is thawed, and `gone` as thaw() says. */
+/* Stops all writes. With the node's lock held, which is released while it waits. After an error the slab is thawed, and `gone` is as thaw() says. */
 static int freeze(struct kvfs_plane *plane, struct node *node, bool *gone) {
     uint64_t until = now_ns() + plane->array.io_timeout_ms * 2000000ull;
     struct file *file = node->file;
@@ -253,7 +253,7 @@ static void resize_job(struct kvfs_plane *plane, struct ring *ring, struct job *
     job_end(plane, job, gone, r);
 }
 
-/* Prove what a chunk's pages will be known by, and fill those that were never written. 1: it is placed; 0: a hole. */
+/* Computes the leaves of a chunk, and writes zeros to pages that were never written. 1: it is placed; 0: a hole. */
 static int settle_chunk(struct kvfs_plane *plane, struct ring *ring, struct slab *slab, struct file *file, uint32_t index) {
     uint64_t first = (uint64_t)index * CHUNK_PAGES, last = min_u64(first + CHUNK_PAGES, pages_of(file->size));
     uint64_t size = min_u64(CHUNK_SIZE, file->size - index * CHUNK_SIZE);
@@ -276,7 +276,7 @@ static int settle_chunk(struct kvfs_plane *plane, struct ring *ring, struct slab
     return r < 0 ? r : 1;
 }
 
-/* Returns with the node's lock held: who finds a file finds one that is not frozen. */
+/* Returns with the node's lock held, so nobody finds a file that is frozen. */
 static int settle(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
     struct file *file = node->file; /* frozen */
     struct slab *slab = file->slab;

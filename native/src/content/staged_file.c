@@ -1,12 +1,11 @@
-/* Files being written: their bytes in chunks of 1 MiB, each a hole, staged in memory, or placed on the devices already.
+/* Files being written: their bytes in chunks of 1 MiB. A chunk is a hole, staged in memory, or placed on devices.
  *
- * One content per inode number at a time: from the open for writing until the seal every handle of the inode reads here.
- */
+ * An inode number has one content at a time (I19): from the open for writing until the seal every handle of the inode reads here. */
 #include "content/content.h"
 
 #define FILE_CHUNKS_MAX (1u << 22) /* 4 TiB */
 
-/* Bytes. The header of a block, 4 bytes for each leaf, has to fit in a segment: it gets half of one at most. */
+/* In bytes. A block's header has 4 bytes for each leaf and must fit in a segment: it gets at most half of one. */
 uint64_t file_size_max(const struct kvfs_plane *plane) {
     return min_u64(FILE_CHUNKS_MAX * CHUNK_SIZE, plane->config.zone_size * plane->config.stripe_width * 512);
 }
@@ -152,7 +151,7 @@ int file_stage_zeros(struct kvfs_plane *plane, struct file *file) {
     return 0;
 }
 
-/* A page that was the file's short last one is about to have successors or a longer tail: its leaf no longer says what the file has there. */
+/* The file's short last page gets a longer tail or successors, so its leaf no longer covers all that the file has there. */
 static void file_grows(struct kvfs_plane *plane, struct file *file, uint64_t size) {
     if (size <= file->size)
         return;
@@ -167,26 +166,23 @@ static struct slot *staging_slot(struct kvfs_plane *plane, uint64_t need) {
     return slot ? slot : slot_get(&plane->staging);
 }
 
-int file_write(struct kvfs_plane *plane, struct node *node, struct request *request) {
+/* Whether a WRITE of at least one byte can go on: 0, or as file_write(). */
+static int write_admit(struct kvfs_plane *plane, struct node *node, struct request *request) {
     struct file *file = node->file;
     uint64_t offset = request->offset, end = offset + request->size;
-    if (end > file_size_max(plane))
-        return -EFBIG;
-    if (request->size == 0)
-        return 0;
     if (file->sealing) {
         file_park(plane, file, request);
         return -EAGAIN;
     }
     uint64_t growth = end > file->size ? end - file->size : 0;
+    int r = 0;
     if (growth) {
         file_charge(file, request->user);
-        int r = space_ask(plane, file->payer, growth);
-        if (r < 0)
-            return r;
+        r = space_ask(plane, file->payer, growth);
     }
     uint32_t first = (uint32_t)(offset / CHUNK_SIZE), last = (uint32_t)((end - 1) / CHUNK_SIZE);
-    int r = file_grow_chunks(file, last + 1);
+    if (r == 0)
+        r = file_grow_chunks(file, last + 1);
     if (r < 0)
         return r;
     bool fills = false;
@@ -201,46 +197,61 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
             return -EINPROGRESS;
         fills |= min_u64(end, (i + 1) * CHUNK_SIZE) - i * CHUNK_SIZE > chunk->filled;
     }
-    /* ftruncate(2) asks for no space, so what it added is asked for here, when bytes come to lie there. */
-    if (fills && (r = space_ask(plane, file->payer, growth)) < 0)
+    /* ftruncate(2) asks for no space. What it added is asked for here, when bytes come to lie there. */
+    return fills ? space_ask(plane, file->payer, growth) : 0;
+}
+
+/* Copy `size` bytes to `inside` of a chunk. `torn`: a part of the write lies in another chunk already, so it ends beyond the budget rather than half
+ * done. */
+static int chunk_write(struct kvfs_plane *plane, struct node *node, struct request *request, uint32_t index, uint64_t inside, const uint8_t *payload,
+                       uint64_t size, bool torn) {
+    struct file *file = node->file;
+    struct chunk *chunk = &file->chunks[index];
+    uint64_t need = inside + size;
+    if (chunk->state != CHUNK_STAGED || chunk->slot->size < need) {
+        struct slot *slot = staging_slot(plane, need);
+        if (!slot && !torn)
+            return memory_park(plane, node, request);
+        if (!slot && !(slot = slot_get_extra(&plane->staging)))
+            return -ENOMEM;
+        uint32_t filled = chunk->state == CHUNK_STAGED ? chunk->filled : 0;
+        if (filled)
+            memcpy(slot->data, chunk->slot->data, filled);
+        chunk_stage(plane, file, index, slot, filled);
+    }
+    if (chunk->filled < inside)
+        memset(chunk->slot->data + chunk->filled, 0, inside - chunk->filled);
+    memcpy(chunk->slot->data + inside, payload, size);
+    if (chunk->filled < need)
+        chunk->filled = (uint32_t)need;
+    return 0;
+}
+
+int file_write(struct kvfs_plane *plane, struct node *node, struct request *request) {
+    struct file *file = node->file;
+    uint64_t offset = request->offset, end = offset + request->size;
+    if (end > file_size_max(plane))
+        return -EFBIG;
+    if (request->size == 0)
+        return 0;
+    int r = write_admit(plane, node, request);
+    if (r < 0)
         return r;
     const uint8_t *payload = request->payload;
-    uint64_t at = offset;
-    for (uint32_t i = first; i <= last; i++) {
-        struct chunk *chunk = &file->chunks[i];
-        uint64_t inside = at % CHUNK_SIZE, size = min_u64(CHUNK_SIZE - inside, end - at);
-        bool from_start = inside == 0 && payload == request->payload && request->slot_count == 1 && payload == request->slots[0]->data;
-        if (from_start && (size == CHUNK_SIZE || (chunk->state == CHUNK_HOLE && size > SMALL_SIZE && first == last))) {
+    for (uint64_t at = offset, size; at < end; at += size, payload += size) {
+        uint32_t index = (uint32_t)(at / CHUNK_SIZE);
+        uint64_t inside = at % CHUNK_SIZE;
+        size = min_u64(CHUNK_SIZE - inside, end - at);
+        bool from_start = inside == 0 && at == offset && request->slot_count == 1 && payload == request->slots[0]->data;
+        if (from_start && (size == CHUNK_SIZE || (file->chunks[index].state == CHUNK_HOLE && size > SMALL_SIZE && size == request->size))) {
             /* The payload lies where it is to stay: take the memory over instead of copying it. */
-            chunk_stage(plane, file, i, request->slots[0], (uint32_t)size);
+            chunk_stage(plane, file, index, request->slots[0], (uint32_t)size);
             request->slot_count = 0;
-        } else {
-            uint64_t need = inside + size;
-            if (chunk->state != CHUNK_STAGED || chunk->slot->size < need) {
-                struct slot *slot = staging_slot(plane, need);
-                if (!slot) {
-                    if (at > offset) { /* the first chunk is written: finish beyond the budget rather than tear the write */
-                        slot = slot_get_extra(&plane->staging);
-                        if (!slot)
-                            return -ENOMEM;
-                    } else {
-                        return memory_park(plane, node, request);
-                    }
-                }
-                uint32_t filled = chunk->state == CHUNK_STAGED ? chunk->filled : 0;
-                if (filled)
-                    memcpy(slot->data, chunk->slot->data, filled);
-                chunk_stage(plane, file, i, slot, filled);
-            }
-            chunk = &file->chunks[i];
-            if (chunk->filled < inside)
-                memset(chunk->slot->data + chunk->filled, 0, inside - chunk->filled);
-            memcpy(chunk->slot->data + inside, payload, size);
-            if (chunk->filled < inside + size)
-                chunk->filled = (uint32_t)(inside + size);
+            continue;
         }
-        payload += size;
-        at += size;
+        r = chunk_write(plane, node, request, index, inside, payload, size, at > offset);
+        if (r < 0)
+            return r;
     }
     file_grows(plane, file, end);
     file->dirty = true;
@@ -291,7 +302,8 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
         uint32_t inside = (uint32_t)(size % CHUNK_SIZE);
         if (inside && keep - 1 < file->chunk_count) {
             struct chunk *chunk = &file->chunks[keep - 1];
-            /* A last page has a leaf of as much as the file has of it: one that was placed has another, also if nothing of it is cut off. */
+            /* The leaf of a last page covers only the file's part of the page. So a placed page that becomes the last one needs another leaf, even if
+             * no byte of it is cut off. */
             if (chunk->state == CHUNK_PLACED && (inside < chunk->filled || (inside % PAGE && inside < round_up(chunk->filled, PAGE))))
                 chunk->reload = true;
             if (chunk->filled > inside)
@@ -309,8 +321,8 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     return 0;
 }
 
-/* What of the placed extents still counts: clipped to chunks that are placed, `sealing`: and not to be written again. Until a seal has read those,
- * their bytes are nowhere else. */
+/* The parts of the placed extents that count: those of chunks that are still placed. While sealing, chunks that must be written again do not count;
+ * until the seal has read them, their bytes are nowhere else. */
 uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity) {
     uint32_t count = 0;
     uint64_t pages = pages_of(file->size);
@@ -368,7 +380,7 @@ int file_allocate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     return r < 0 ? r : file_truncate(plane, node, size);
 }
 
-/* Nothing of a file's content was ever written. With the node's lock held. */
+/* True if no content of the file was ever written. With the node's lock held. */
 bool file_untouched(const struct file *file) {
     if (file->slab || file->sealing || file->spilling || file->discarded || file->placed_count)
         return false;

@@ -1,4 +1,4 @@
-/* What the control plane tells the data plane about names and files: block table changes that must agree with who has what open. */
+/* Block table changes for the control plane. They agree with what is open, as the shard's lock is held over both. */
 #include "content/content.h"
 
 #include <time.h>
@@ -31,7 +31,7 @@ int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode) {
     return state;
 }
 
-/* An inode that lost its name: it lives on only for open handles. Nobody will seal what is staged. */
+/* An inode that lost its name lives on for open handles alone. Its staged content is not sealed. */
 static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (*change)(struct kvfs_plane *, uint64_t, int keep, const void *),
                     const void *argument) {
     struct shard *shard = shard_of(plane, inode);

@@ -45,13 +45,12 @@ bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *at
     return staged;
 }
 
-/* Blocks are immutable: where the kernel can be told of an eviction (INC_EPOCH) it may keep names and attributes for long; of what is still
- * being written the name alone.
+/* How long a kernel may keep a name and attributes. Blocks are immutable: a kernel that can be told of an eviction (INC_EPOCH) keeps both for long.
+ * Of a file being written it keeps the name alone.
  *
- * A guest can be told nothing. So it keeps no name at all, not even a directory's: renamed, and another in its place, it would lead to the
- * blocks that were there before. Every open asks, and finds what is there now. What a guest may keep, for a second, is the attributes of a
- * directory, and of a block that it has open (node_lease): before each read its kernel wants to know whether the pages that it has are
- * still the file's. */
+ * A guest cannot be told. It keeps no names, not even of directories: a directory that was renamed, with another in its place, would lead to the
+ * blocks of before. So every open asks and finds what is there now. For a second a guest may keep the attributes of a directory and of a block that
+ * it has open (node_lease): before each read its kernel checks by them whether its cached pages are still the file's. */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry) {
     entry->entry_valid_nsec = entry->attr_valid_nsec = 0;
     entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : 0;
@@ -68,10 +67,10 @@ bool host_opens_uncached(struct node *node) {
     return atomic_load(&node->guest_wrote);
 }
 
-/* What is written once goes from the writer's pages to ours: not by the kernel's, which it would fill and copy for nobody, and which the next
- * eviction would drop. Only of a new file open for nothing but writing, which nobody can have mapped. Pages that others then read would not
- * follow what is written: so they bypass the cache too, and what they mapped is not kept beyond the seal (KVFS_INODE_REWRITTEN). A kernel that
- * cannot map such files has them cached, its writers' too. */
+/* Content that is written once need not go through the kernel's page cache: the cache would be filled and copied for nobody, and dropped by the next
+ * eviction. This holds for a new file that is open for writing alone, so nobody can have mapped it. Cached pages of other readers would not follow
+ * the writes. So these readers bypass the cache too, and what they mapped is not kept beyond the seal (KVFS_INODE_REWRITTEN). A kernel that cannot
+ * map such files caches them, also for the writer. */
 bool cache_bypass(const struct transport *transport, struct node *node, bool created) {
     struct shard *shard = shard_of(transport->plane, node->inode);
     pthread_mutex_lock(&shard->lock); /* whoever opens it next counts as a handle after this, and finds what is said here */

@@ -1,4 +1,4 @@
-/* Requests as every kernel sends them: sizes, names and strings. libfuse and Python take them at their word, a guest may send anything. */
+/* Checks of sizes, names and strings. Every kernel sends them right, and libfuse and Python rely on that. A guest may send anything. */
 #include "fuse/fuse.h"
 
 #define XATTR_NAME_SIZE_MAX 255
@@ -53,7 +53,7 @@ static int name_check(const uint8_t *body, size_t size, size_t *at) {
     return memchr(name, '/', (size_t)length) || strcmp(name, ".") == 0 || strcmp(name, "..") == 0 ? -EINVAL : 0;
 }
 
-/* Names and strings as every kernel sends them: libfuse and Python take them at their word, a guest may send anything. */
+/* Names and strings. 0, -EINVAL, -ENAMETOOLONG, or -ERANGE for the name of an xattr. */
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size) {
     size_t at = 0;
     ssize_t length;

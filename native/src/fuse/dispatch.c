@@ -1,4 +1,4 @@
-/* What the data plane answers by itself, and what it passes on. One function a group of opcodes; fuse_kernel.h is linux/fuse.h. */
+/* Requests of a kernel: which of them C answers, and which go on to Python. A table has a function by opcode. */
 #include "fuse/fuse.h"
 
 #include <fcntl.h>
@@ -18,7 +18,7 @@ static_assert(sizeof(struct fuse_init_out) == 64 && __builtin_offsetof(struct fu
 #define OPEN_KEEP_CACHE (1u << 1)
 #define OPEN_NOFLUSH (1u << 5)
 #define OPEN_PARALLEL_DIRECT_WRITES (1u << 6)
-/* A page that could not be read the kernel asks for once more: to whoever reads that is one read, with one deadline. */
+/* After a failed read the kernel retries each page once. Both attempts share one deadline. */
 #define AGAIN_NS 500000000ull
 /* namespace/files.py takes them. */
 #define SLAB_REQUEST "kvfs.slab"
@@ -44,16 +44,16 @@ static void do_init(struct server *server, struct fuse_in_header *in) {
     uint64_t offered = init.flags | (init.flags & FLAG_INIT_EXT ? (uint64_t)init.flags2 << 32 : 0);
     uint64_t wanted = FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_ASYNC_DIO | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES |
                       FUSE_HANDLE_KILLPRIV_V2 | FLAG_INIT_EXT | (uint64_t)FLAG2_DIRECT_IO_ALLOW_MMAP << 32;
-    /* Pages of a file that another kernel may rewrite: before a read of its cache a kernel looks at the file's mtime, as far as it does not
-     * trust the attributes that it has; a host is told to ask again. */
+    /* Another kernel may rewrite a file whose pages are cached. A kernel whose attributes have expired looks at the file's mtime before it reads its
+     * cache. A host is told to ask again. */
     wanted |= transport->guest || atomic_load(&plane->fuse->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
-    /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would
-     * ask again for each that was listed. Which listings are worth it (`ls -l`, not `ls`) the kernel finds out: AUTO. */
+    /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would ask
+     * again for each name that was listed. With AUTO the kernel finds out which listings are worth it (`ls -l`, not `ls`). */
     transport->inc_epoch = init.minor >= 44 && !transport->guest;
     transport->listing_plus = transport->inc_epoch && offered & FUSE_DO_READDIRPLUS && offered & FUSE_READDIRPLUS_AUTO;
     if (transport->listing_plus)
         wanted |= FUSE_DO_READDIRPLUS | FUSE_READDIRPLUS_AUTO;
-    /* What a guest's kernel does is the guest's. */
+    /* A guest may wait as long as it likes. */
     uint16_t patience_s = transport->guest ? 0 : (uint16_t)min_u64(plane->config.kernel_timeout_s, UINT16_MAX);
     if (patience_s)
         wanted |= (uint64_t)FLAG2_REQUEST_TIMEOUT << 32;
@@ -226,8 +226,7 @@ static void read_staged(struct server *server, struct request *request) {
     }
 }
 
-/* A guest that has outlived a daemon reads on with handles that the new one has never given out: a node id is all that a sealed block
- * needs. */
+/* A guest that has outlived a daemon reads on with handles that the new daemon never gave out. A sealed block needs only the node id. */
 static int find_lost(struct kvfs_plane *plane, uint64_t inode, struct handle *out) {
     struct kvfs_record record;
     if (kvfs_table_find_inode(plane->table, inode, &record) < 0 || !(record.flags & KVFS_INODE_SEALED) || !S_ISREG(record.mode))
@@ -322,8 +321,7 @@ static void do_write(struct server *server, struct fuse_in_header *in) {
     request_put(plane, request);
 }
 
-/* Python makes slabs, and makes them larger, and it knows when a seal ends; of FALLOCATE pyfuse3 knows nothing, so it is asked as by setxattr(2). Both
- * are answered alike. */
+/* Python makes and grows slabs, and knows when a seal ends. pyfuse3 has no FALLOCATE, so Python is asked as by setxattr(2): both are answered alike. */
 static void forward_fallocate(struct server *server, struct fuse_in_header *in, const char *what, uint64_t size) {
     struct fuse_setxattr_in set = {0};
     char *name = (char *)(in + 1) + FUSE_COMPAT_SETXATTR_IN_SIZE;
@@ -350,7 +348,7 @@ static void do_fallocate(struct server *server, struct fuse_in_header *in) {
         pthread_mutex_lock(&handle.node->lock);
         struct file *file = handle.node->file;
         bool grows = file && end > file->size, slab = grows && (file->slab || (end >= KVFS_SLAB_MIN && file_untouched(file)));
-        r = file ? 0 : -EBUSY; /* its last writer before this one closed it as this one opened it */
+        r = file ? 0 : -EBUSY; /* the last writer closed it as this one opened it */
         if (grows && !slab) {
             file_charge(file, handle.user);
             r = file_allocate(plane, handle.node, end);
@@ -438,7 +436,7 @@ static void do_setattr(struct server *server, struct fuse_in_header *in) {
 static void do_fsync(struct server *server, struct fuse_in_header *in) {
     struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
     struct handle handle;
-    if (!handle_find(server->plane, server->transport, sync->fh, &handle)) { /* what it wrote went with the daemon of before */
+    if (!handle_find(server->plane, server->transport, sync->fh, &handle)) { /* its writes were lost with an earlier daemon */
         reply_error(server, in->unique, -EBADF);
         return;
     }
@@ -447,8 +445,8 @@ static void do_fsync(struct server *server, struct fuse_in_header *in) {
     mux_forward(server, 0, 0);
 }
 
-/* security.* is asked for on every buffered write and by execve(2), system.posix_acl_access by `ls -l` for every file. Of other namespaces there
- * are none, and EOPNOTSUPP says so: who gets it asks for no second file. */
+/* Kernels ask for security.* on every buffered write and in execve(2), and `ls -l` asks for system.posix_acl_access of every file. Only user.* and
+ * trusted.* exist. EOPNOTSUPP says so, and keeps the caller from asking for a second file. */
 static void do_getxattr(struct server *server, struct fuse_in_header *in) {
     const char *name = (const char *)(in + 1) + sizeof(struct fuse_getxattr_in);
     if (strncmp(name, "user.", 5) != 0 && strncmp(name, "trusted.", 8) != 0)
@@ -554,7 +552,7 @@ void dispatch(struct server *server, size_t size) {
             reply_error(server, in->unique, -EINVAL);
         return;
     }
-    if (in->opcode != FUSE_WRITE) { /* whose payload is in the landing memory */
+    if (in->opcode != FUSE_WRITE) { /* the payload of a WRITE is in the landing memory */
         if (size > REQUEST_SMALL) {
             reply_error(server, in->unique, -E2BIG);
             return;

@@ -1,4 +1,4 @@
-/* What of the plane is FUSE's: made, started, and taken down again. */
+/* The plane's FUSE part: made, started, and taken down again. */
 #include "fuse/fuse.h"
 
 int fuse_create(struct kvfs_plane *plane) {

@@ -71,11 +71,7 @@ int transport_start(struct kvfs_plane *plane, int fd);
 int server_init(struct transport *transport, uint32_t index, int fd);  /* fd is the server's from then on, also after a failure */
 void server_free(struct server *server);
 int servers_start(struct transport *transport);
-static inline void server_wake(struct server *server) {
-    uint64_t one = 1;
-    if (write(server->wake_fd, &one, sizeof(one)) < 0)
-        return; /* the counter is at its limit: it is awake */
-}
+static inline void server_wake(struct server *server) { wake_fd(server->wake_fd); }
 void transport_stop(struct transport *transport);      /* ends its threads; blocks */
 void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
 void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, what it had open is released */
@@ -88,7 +84,7 @@ size_t body_minimum(uint32_t opcode);
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
 bool host_opens_uncached(struct node *node);
-/* An open while the file is being written: whether it must bypass the kernel's page cache, as the writer does. `created`: it is the writer. */
+/* Whether an open of a file being written must bypass the kernel's page cache, as the writer does. `created`: it is the writer's open. */
 bool cache_bypass(const struct transport *transport, struct node *node, bool created);
 bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
@@ -136,7 +132,7 @@ bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under 
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
 void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
 void mux_close(struct kvfs_plane *plane);
-/* The session has ended: what it owed to hosts is answered with EIO, and what comes is refused. A guest's keeper asks the next daemon. */
+/* The session has ended. Hosts get EIO for what it owed them, and new requests are refused. A guest's keeper asks the next daemon. */
 void mux_end(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */

@@ -1,8 +1,8 @@
-/* The session behind the transports: requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a
- * deadline. Those that come with every block go another way to Python, as calls, without its tasks.
+/* The session behind the transports. Requests that C does not answer go to pyfuse3 over a socketpair, under our own ids, each with a deadline (I24).
+ * Requests that come with every block go to Python as calls, without a task for each.
  *
- * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; handles that
- * the kernel sees are ours. */
+ * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; the kernel's handles are
+ * ours. */
 #include "fuse/fuse.h"
 
 #include <fcntl.h>
@@ -20,10 +20,10 @@
 #define LISTED_MAX 65536u
 #define LISTED_PERIOD_MAX 262144u
 #define LISTED_PERIOD_NS 60000000000ull
-/* A kernel enters a listing after it has heard of evictions that came after the listing: what it enters holds for a moment, which is enough for
- * who asks for each entry as it is listed. */
+/* A kernel may enter a listing after it heard of evictions that are newer than the listing. So listed entries hold for a moment only: enough for a
+ * caller that asks for each entry as it is listed. */
 #define LISTED_S 1u
-/* A kernel looks at the mode of a file that it has just created, and would ask for it. What it writes it counts itself. */
+/* A kernel checks the mode of a file that it has just created, and would ask for it. The size it counts itself. */
 #define CREATED_NS 100000000u
 
 int mux_init(struct kvfs_plane *plane) {
@@ -166,7 +166,7 @@ static void pending_release(struct mux *mux, struct pending *p) {
     mux->session_count -= !p->call;
 }
 
-/* What Python takes as a call; NULL: no memory, or it goes by the session. `*is`: whether it is one. Names have been checked. */
+/* Makes a call of a request. NULL: no memory, or it goes by the session. `*is`: whether it is a call. Names have been checked. */
 static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, bool *is) {
     const uint8_t *body = (const uint8_t *)(in + 1);
     const char *name = (const char *)body;
@@ -372,7 +372,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         return r;
     }
     r = writer ? file_admit(plane, node, user) : 0;
-    bool ended = atomic_load(&p->transport->session) != p->session; /* its kernel went away meanwhile; whoever drops its handles may have passed */
+    bool ended = atomic_load(&p->transport->session) != p->session; /* its kernel went away meanwhile, and the drop of its handles may be over */
     if (r < 0 || ended) {
         bool was_writer = false;
         node = handle_close(plane, p->transport, fh, &was_writer);
@@ -402,7 +402,7 @@ static void entry_patch(struct kvfs_plane *plane, struct transport *transport, s
     entry_timeouts(transport, &out->attr, staged, out);
 }
 
-/* What is there by that name, unless the table cannot say, or another block has the name by now. It is no use of a block. */
+/* Finds a listed name in the table. False: the table cannot say, or another block has the name by now. This is no use of the block. */
 static bool listed_entry(struct kvfs_plane *plane, struct transport *transport, uint64_t parent, const struct fuse_dirent *dirent, const char *name,
                          struct fuse_entry_out *out) {
     struct kvfs_record record;
@@ -433,8 +433,9 @@ static bool entry_put(uint8_t *out, uint32_t *used, uint32_t room, const struct 
     return true;
 }
 
-/* The names are Python's, "." and ".." are ours. READDIR gives names alone, READDIRPLUS attributes and an inode in the kernel too, from the block table:
- * LISTED_MAX of them at most, in one listing or, over all, in LISTED_PERIOD_NS; beyond that the node id is 0, and the kernel makes none. */
+/* A listing. Python gives the names; "." and ".." are ours. READDIR has names alone. READDIRPLUS adds attributes from the block table, and an inode
+ * in the kernel. There are at most LISTED_MAX such inodes in a listing, and LISTED_PERIOD_MAX in LISTED_PERIOD_NS. Beyond that the node id is 0, and
+ * the kernel makes no inode. */
 static uint32_t listing_make(struct kvfs_plane *plane, const struct pending *p, const uint8_t *data, uint32_t size, uint8_t *out) {
     struct mux *mux = &plane->fuse->mux;
     bool plus = p->opcode == FUSE_READDIRPLUS;
@@ -491,7 +492,7 @@ void mux_release_directory(struct kvfs_plane *plane, uint64_t inode) {
     pthread_mutex_unlock(&plane->fuse->mux.lock);
 }
 
-/* What a guest has changed the kernels of hosts may still have cached. */
+/* Kernels of hosts may have cached what a guest changes: they are told. */
 static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uint64_t inode) {
     switch (p->opcode) {
     case FUSE_UNLINK:
@@ -506,69 +507,61 @@ static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uin
     }
 }
 
+static int opendir_reply(struct kvfs_plane *plane, const struct pending *p, struct fuse_open_out *open) {
+    open->open_flags = 0;
+    int r = p->timed_out ? -EINTR : handle_open_directory(plane, p->transport, p->node, &open->fh);
+    bool ended = r == 0 && atomic_load(&p->transport->session) != p->session;
+    if (r < 0 || (ended && handle_close_directory(plane, p->transport, open->fh, p->node)))
+        mux_release_directory(plane, p->node);
+    return r;
+}
+
+/* Make Python's good reply the kernel's: attributes, handles, listings. 0 or what to answer instead. */
+static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **body, uint32_t *length) {
+    void *out = *body;
+    struct fuse_entry_out *entry = out;
+    switch (p->opcode) {
+    case FUSE_LOOKUP:
+    case FUSE_MKNOD:
+    case FUSE_MKDIR:
+    case FUSE_SYMLINK:
+        if (*length < sizeof(*entry))
+            return -EIO;
+        entry_patch(plane, p->transport, entry);
+        return 0;
+    case FUSE_CREATE:
+        if (*length < sizeof(*entry) + sizeof(struct fuse_open_out))
+            return -EIO;
+        entry_patch(plane, p->transport, entry);
+        if (p->transport->inc_epoch)
+            entry->attr_valid_nsec = CREATED_NS;
+        return open_reply(plane, p, entry->nodeid, true, (struct fuse_open_out *)(void *)(entry + 1));
+    case FUSE_OPEN:
+        if (*length < sizeof(struct fuse_open_out))
+            return -EIO;
+        /* An open that only truncated the file has changed it too: its close seals the change. */
+        return open_reply(plane, p, p->node, (p->flags & O_ACCMODE) != O_RDONLY || p->flags & O_TRUNC, out);
+    case FUSE_GETATTR:
+    case FUSE_SETATTR:
+        if (*length < sizeof(struct fuse_attr_out))
+            return -EIO;
+        attr_patch(plane, out);
+        return 0;
+    case FUSE_OPENDIR:
+        return *length < sizeof(struct fuse_open_out) ? -EIO : opendir_reply(plane, p, out);
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS:
+        *length = listing_make(plane, p, *body, *length, plane->fuse->mux.strip);
+        *body = plane->fuse->mux.strip;
+        return 0;
+    default: return 0;
+    }
+}
+
 static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, uint32_t size, int error) {
     uint8_t *body = data + sizeof(struct fuse_out_header);
     uint32_t length = size - (uint32_t)sizeof(struct fuse_out_header);
-    int r = error;
-    if (r == 0) {
-        switch (p->opcode) {
-        case FUSE_LOOKUP:
-        case FUSE_MKNOD:
-        case FUSE_MKDIR:
-        case FUSE_SYMLINK:
-            if (length >= sizeof(struct fuse_entry_out))
-                entry_patch(plane, p->transport, (struct fuse_entry_out *)(void *)body);
-            else
-                r = -EIO;
-            break;
-        case FUSE_CREATE:
-            if (length >= sizeof(struct fuse_entry_out) + sizeof(struct fuse_open_out)) {
-                struct fuse_entry_out *entry = (struct fuse_entry_out *)(void *)body;
-                entry_patch(plane, p->transport, entry);
-                if (p->transport->inc_epoch)
-                    entry->attr_valid_nsec = CREATED_NS;
-                r = open_reply(plane, p, entry->nodeid, true, (struct fuse_open_out *)(void *)(entry + 1));
-            } else {
-                r = -EIO;
-            }
-            break;
-        case FUSE_OPEN:
-            if (length >= sizeof(struct fuse_open_out))
-                /* One that only cut it has changed it too: its close seals that. */
-                r = open_reply(plane, p, p->node, (p->flags & O_ACCMODE) != O_RDONLY || p->flags & O_TRUNC, (struct fuse_open_out *)(void *)body);
-            else
-                r = -EIO;
-            break;
-        case FUSE_GETATTR:
-        case FUSE_SETATTR:
-            if (length >= sizeof(struct fuse_attr_out))
-                attr_patch(plane, (struct fuse_attr_out *)(void *)body);
-            else
-                r = -EIO;
-            break;
-        case FUSE_OPENDIR:
-            if (length >= sizeof(struct fuse_open_out)) {
-                struct fuse_open_out *open = (struct fuse_open_out *)(void *)body;
-                r = p->timed_out ? -EINTR : handle_open_directory(plane, p->transport, p->node, &open->fh);
-                if (r < 0) {
-                    mux_release_directory(plane, p->node);
-                } else if (atomic_load(&p->transport->session) != p->session) {
-                    if (handle_close_directory(plane, p->transport, open->fh, p->node))
-                        mux_release_directory(plane, p->node);
-                }
-                open->open_flags = 0;
-            } else {
-                r = -EIO;
-            }
-            break;
-        case FUSE_READDIR:
-        case FUSE_READDIRPLUS:
-            length = listing_make(plane, p, body, length, plane->fuse->mux.strip);
-            body = plane->fuse->mux.strip;
-            break;
-        default: break;
-        }
-    }
+    int r = error ? error : reply_patch(plane, p, &body, &length);
     if (error == 0 && p->transport->guest)
         guest_changed(plane, p, p->opcode == FUSE_CREATE && length >= 8 ? ((struct fuse_entry_out *)(void *)body)->nodeid : p->node);
     if (p->opcode == FUSE_LOOKUP && error == -ENOENT)
@@ -581,7 +574,7 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
     p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
 }
 
-/* The request that an id of ours stands for, which is over with this; false if it is over. */
+/* Takes the request of one of our ids and ends it; false if it has ended. */
 static bool pending_take(struct mux *mux, uint64_t id, struct pending *out) {
     uint32_t index = (uint32_t)id - 1;
     if (index >= PENDING_MAX)

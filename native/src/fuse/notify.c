@@ -1,9 +1,9 @@
-/* The notifier: the one thread that sends notifications to the kernel, and does nothing else. Nothing waits for it.
+/* The notifier sends notifications to the kernel and does nothing else. Nothing waits for it (I23).
  *
- * INC_EPOCH, which takes no lock, and INVAL_INODE of attributes alone (a negative offset): with pages it would wait for their locks.
- * INVAL_ENTRY waits, unkillably, for the lock of the directory; who has that may be waiting for our
- * answer. If the daemon is killed then, that thread never ends, so /dev/fuse stays open and the mount hangs for ever. Nor is it needed: where
- * there is no INC_EPOCH, names of files are not cached (entry_timeouts). */
+ * It sends INC_EPOCH, which takes no lock, and INVAL_INODE of attributes alone (a negative offset): with pages the kernel would wait for their locks.
+ * INVAL_ENTRY is never sent. It waits, unkillably, for the directory's lock, whose holder may be waiting for our answer. If the daemon is killed
+ * then, that thread never ends, /dev/fuse stays open, and the mount hangs for ever. INVAL_ENTRY is not needed either: a kernel without INC_EPOCH
+ * caches no names of files (entry_timeouts). */
 #include "fuse/fuse.h"
 
 #include <unistd.h>

@@ -1,4 +1,4 @@
-/* Requests and replies: the parts that server threads, workers and the mux share. */
+/* Replies: to any request, and to READs and WRITEs when content is done with them. */
 #include "fuse/fuse.h"
 
 #include <unistd.h>
@@ -65,6 +65,6 @@ void reply_to_write(struct request *request, int64_t result) {
     if (request->transport->guest) {
         if (atomic_load(&request->node->host_cached))
             notify_inode(plane, request->node->inode);
-        written_without_handle(plane, request->node); /* it may have released the handle meanwhile: then nobody would seal this */
+        written_without_handle(plane, request->node); /* the guest may have released the handle meanwhile, and nobody else would seal this */
     }
 }

@@ -1,9 +1,11 @@
 /* The threads of a transport: each takes requests, answers what it can, and reaps its own ring.
  *
- * One, the leader, also waits for the session's replies. Some take requests all the time (the leader of /dev/fuse; all of a guest's, each
- * for its own queues), the others help: they are woken when requests queue up, take part while there is work, and go back to sleep. So one
- * client costs one wake-up a request and many clients use every core. Before it sleeps a thread polls for a short while, if what came lately
- * came within such a while and no more than one client seems to be at work; one thread of the plane at a time. */
+ * One thread, the leader, also waits for the session's replies. Readers take requests all the time: the leader of /dev/fuse, and all threads of a
+ * guest, each for its own queues. The others help. They are woken when requests queue up, take part while there is work, and go back to sleep. So one
+ * client costs one wake-up a request, and many clients use every core.
+ *
+ * Before it sleeps a thread polls for a short while, if the last requests came within such a while and no more than one client seems to be at work.
+ * One thread of the plane polls at a time. */
 #include "fuse/fuse.h"
 
 #include <fcntl.h>
@@ -13,15 +15,15 @@
 
 #define POLL_SESSION 1
 #define POLL_WAKE 2
-/* Weight of requests served without finding the queue empty in between, from which on a helper is worth its wake-up. A RELEASE that comes
- * with the next OPEN weighs nothing: one client would wake the second thread for every file. */
+/* A helper is woken when requests of this weight were served without finding the queue empty in between. A RELEASE that comes with the next OPEN
+ * weighs nothing: otherwise one client would wake the second thread for every file. */
 #define BACKLOG 4
 #define BATCH 8
 #define IDLE_NS 1000000000ull
-/* After requests have queued up, several clients are at work: what a poll would burn they can use (8 readers of 2 MiB on two cores: 9.3
- * against 5.1 GB/s). */
+/* Requests that queue up mean that several clients are at work, and they can use the time that a poll would burn (8 readers of 2 MiB on two cores:
+ * 9.3 against 5.1 GB/s). */
 #define CROWDED_NS 5000000ull
-/* Luck counts what came within the time of a poll, and twice what did not: half of it is enough to poll. */
+/* Luck gains one for work that came within the time of a poll, and loses two for work that did not. A thread polls with half of LUCK_MAX. */
 #define LUCK_MAX 16
 
 static void wake_helper(struct server *server) {

@@ -4,7 +4,7 @@
 static void slow_write(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
     struct node *node = request->node;
     int r;
-    /* What it needs may be sealed or spilled again before it is written: it tries until its deadline, and never takes that for an end. */
+    /* The chunks that it needs may be sealed or spilled again before the write. It tries until its deadline, and never takes that for an end. */
     const uint64_t until = request->arrived_ns + plane->config.request_timeout_ms * 1000000ull;
     for (;;) {
         if (slab_worker_write(plane, ring, request))

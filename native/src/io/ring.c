@@ -1,24 +1,13 @@
-/* Device I/O: io_uring, one ring a thread, requests striped over devices, every one with a deadline. Parts on NVMe/TCP devices go to
- * io/nvme/queue.c, those by NVMe passthrough to io/nvme/generic.c.
+/* Device I/O: one ring a thread, I/O striped over devices, every I/O with a deadline. The kinds of devices are behind struct device_ops.
  *
- * A group is one run of a segment's pages; it becomes at most one vectored I/O per device of the stripe. A group that misses its deadline is
- * reported at once and cancelled; its memory stays the kernel's until every part has been reaped.
+ * A group is one run of a segment's pages. It becomes one part, a vectored I/O, on each device of the stripe that it touches. A group that
+ * misses its deadline is reported at once and cancelled. Its memory stays the kernel's until every part has been reaped (I5).
  */
-#include "io/nvme/generic.h"
-#include "io/nvme/tcp.h"
+#include "io/ring.h"
 
-#include <limits.h>
-#include <linux/magic.h>
 #include <poll.h>
-#include <stdio.h>
-#include <sys/stat.h>
-#include <sys/statfs.h>
-#include <sys/sysmacros.h>
-#include <unistd.h>
 
-#define DELAYED_MAX 1024
-#define TAG_CANCEL 255u
-/* A device that missed a deadline is left alone for so many of them: until the daemon has judged it. */
+/* A device that missed a deadline gets no I/O for the time of so many deadlines. Until then the daemon has judged it. */
 #define STUCK_FACTOR 4u
 
 int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) {
@@ -38,7 +27,7 @@ int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) {
         return r;
     ring->devices_seen = atomic_load(&array->devices_changed);
     int *fds = calloc(array->device_count, sizeof(int));
-    ring->delayed = calloc(DELAYED_MAX, sizeof(*ring->delayed));
+    ring->delayed = calloc(RING_DELAYED_MAX, sizeof(*ring->delayed));
     if (!fds || !ring->delayed) {
         free(fds);
         free(ring->delayed);
@@ -58,7 +47,7 @@ int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) {
     return r;
 }
 
-/* Descriptors that lead elsewhere since the ring last looked. A file that is replaced is the kernel's until its I/O has ended. */
+/* Register again, as descriptors may lead elsewhere now. The kernel keeps a replaced file until its I/O has ended. */
 static void files_renew(struct ring *ring, uint32_t changed) {
     for (uint32_t i = 0; i < ring->array->device_count; i++)
         io_uring_register_files_update(&ring->uring, i, &ring->array->devices[i].fd, 1);
@@ -70,7 +59,8 @@ bool ring_idle(const struct ring *ring) { return ring->in_flight == 0; }
 void ring_free(struct ring *ring) {
     if (!ring->array)
         return;
-    nvme_ring_free(ring);
+    if (ring->beside)
+        ring->beside->free(ring);
     io_uring_queue_exit(&ring->uring);
     while (ring->free) {
         struct io_group *next = ring->free->next;
@@ -118,17 +108,7 @@ struct io_uring_sqe *ring_sqe(struct ring *ring) {
     return sqe;
 }
 
-static uint8_t fault_for(struct kvfs_array *array, struct device *device, bool write) {
-    if (!atomic_load_explicit(&array->faults, memory_order_relaxed))
-        return KVFS_FAULT_NONE;
-    struct fault_rule *rule = &device->faults;
-    unsigned every = atomic_load(&rule->every);
-    if (!every || !(atomic_load(&rule->direction) & (write ? 2u : 1u)))
-        return KVFS_FAULT_NONE;
-    return atomic_fetch_add(&rule->counter, 1) % every == every - 1 ? (uint8_t)atomic_load(&rule->fault) : KVFS_FAULT_NONE;
-}
-
-/* Cut the run into pieces of stripe units, each on one device, and gather the pieces of a device: they are one run there. */
+/* Cut the run into pieces by stripe unit, each on one device. The pieces of a device are one run there, and become one part. */
 static int group_fill(struct io_group *group, const struct kvfs_array *array, uint64_t offset, const struct iovec *iovs, uint32_t iov_count) {
     const uint64_t unit = array->geometry.stripe_unit, zone_size = array->geometry.zone_size;
     const uint32_t width = array->geometry.stripe_width;
@@ -220,8 +200,7 @@ static void group_unlink(struct ring *ring, struct io_group *group) {
         ring->newest = group->previous;
 }
 
-/* Whether a device that missed a deadline is left alone still. When that is over one I/O finds out whether it answers; others do not wait
- * with it. */
+/* True while a device of the group is left alone after a missed deadline. Afterwards one I/O tries the device, and the others still fail. */
 static bool group_stuck(const struct io_group *group, struct kvfs_array *array, uint64_t now) {
     for (uint32_t i = 0; i < group->part_count; i++)
         if (atomic_load_explicit(&array->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now)
@@ -282,58 +261,25 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
     group->slot_count = slot_count;
     group->deadline_ns = deadline;
     group->parts_left = group->part_count;
+    for (uint32_t i = 0; i < group->part_count; i++) { /* before any part begins: the group may expire during a start */
+        struct io_part *part = &group->parts[i];
+        part->started_ns = now;
+        part->ops = atomic_load_explicit(&array->devices[part->device].ops, memory_order_acquire);
+        part->remote = NULL;
+        part->ended = NULL;
+    }
     group_link(ring, group);
     atomic_fetch_add(&array->segment_busy[segment], group->part_count);
     for (uint32_t i = 0; i < group->part_count; i++) {
-        struct io_part *part = &group->parts[i];
-        const struct iovec *iov = &group->iovs[part->iov_first];
-        part->started_ns = now;
-        part->fault = fault_for(array, &array->devices[part->device], write);
-        part->remote = part->fault == KVFS_FAULT_LOST_WRITE ? NULL : atomic_load(&array->devices[part->device].remote);
-        part->passthrough = part->fault != KVFS_FAULT_LOST_WRITE && atomic_load(&array->devices[part->device].nsid) != 0;
-        if (array->devices[part->device].memory && part->size <= array->inline_max && !part->fault && ring->delayed_count < DELAYED_MAX) {
-            /* Memory answers at once: io_uring would hand it to a kernel thread, and the wake-ups cost more than the copy. */
-            ssize_t n = write ? pwritev(array->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset)
-                              : preadv(array->devices[part->device].fd, iov, part->iov_count, (off_t)part->device_offset);
-            ring->delayed[ring->delayed_count].due_ns = 0;
-            ring->delayed[ring->delayed_count].part = part;
-            ring->delayed[ring->delayed_count++].result = n < 0 ? -errno : (int)n;
-            ring->in_flight++;
-            continue;
-        }
-        if (part->remote) {
-            nvme_part_start(ring, part);
-            ring->in_flight++;
-            continue;
-        }
-        if (part->passthrough) {
-            generic_part_start(ring, part, write);
-            ring->in_flight++;
-            continue;
-        }
-        struct io_uring_sqe *sqe = ring_sqe(ring);
-        int fd = (int)part->device;
-        if (part->fault == KVFS_FAULT_LOST_WRITE)
-            io_uring_prep_nop(sqe);
-        else if (part->iov_count == 1 && write)
-            io_uring_prep_write(sqe, fd, iov->iov_base, (unsigned)iov->iov_len, part->device_offset);
-        else if (part->iov_count == 1)
-            io_uring_prep_read(sqe, fd, iov->iov_base, (unsigned)iov->iov_len, part->device_offset);
-        else if (write)
-            io_uring_prep_writev(sqe, fd, iov, part->iov_count, part->device_offset);
-        else
-            io_uring_prep_readv(sqe, fd, iov, part->iov_count, part->device_offset);
-        if (part->fault != KVFS_FAULT_LOST_WRITE)
-            sqe->flags |= (uint8_t)(IOSQE_FIXED_FILE | (array->devices[part->device].blocks ? IOSQE_ASYNC : 0));
-        io_uring_sqe_set_data(sqe, part);
         ring->in_flight++;
+        group->parts[i].ops->start(ring, &group->parts[i]);
     }
     return 0;
 }
 
 void ring_submit(struct ring *ring) {
-    if (ring->queues)
-        nvme_ring_submit(ring);
+    if (ring->beside)
+        ring->beside->submit(ring);
     if (!ring->queued)
         return;
     int r = io_uring_submit(&ring->uring);
@@ -379,7 +325,7 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
         return;
     bool expired = group->expired;
     if (expired)
-        atomic_fetch_sub(&ring->array->zombies, 1);
+        atomic_fetch_sub(&ring->array->orphans, 1);
     else
         group_unlink(ring, group);
     group->callback(group, expired);
@@ -387,31 +333,19 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
 }
 
 void ring_part_complete(struct ring *ring, struct io_part *part, int result) {
-    struct device *device = &ring->array->devices[part->device];
-    unsigned value = atomic_load(&device->faults.value);
-    struct iovec *iov = &part->group->iovs[part->iov_first];
-    switch (part->fault) {
-    case KVFS_FAULT_ERROR: result = -(int)value; break;
-    case KVFS_FAULT_SHORT: result = result > 0 ? result / 2 : result; break;
-    case KVFS_FAULT_FLIP:
-        if (result > 0 && !part->group->write)
-            ((uint8_t *)iov->iov_base)[value % iov->iov_len] ^= 1u << (value % 8);
-        break;
-    case KVFS_FAULT_LOST_WRITE: result = (int)part->size; break;
-    case KVFS_FAULT_DELAY:
-    case KVFS_FAULT_HOLD:
-        if (ring->delayed_count < DELAYED_MAX) {
-            ring->delayed[ring->delayed_count].due_ns = now_ns() + (part->fault == KVFS_FAULT_DELAY ? value * 1000000ull : 0);
-            if (part->fault == KVFS_FAULT_HOLD && value)
-                result = -(int)value;
-            ring->delayed[ring->delayed_count].part = part;
-            ring->delayed[ring->delayed_count++].result = result;
-            return;
-        }
-        break;
-    default: break;
-    }
-    part_finish(ring, part, result);
+    if (__builtin_expect(part->ended != NULL, 0))
+        part->ended(ring, part, result);
+    else
+        part_finish(ring, part, result);
+}
+
+bool ring_part_delay(struct ring *ring, struct io_part *part, uint64_t due_ns, int result) {
+    if (ring->delayed_count == RING_DELAYED_MAX)
+        return false;
+    ring->delayed[ring->delayed_count].due_ns = due_ns;
+    ring->delayed[ring->delayed_count].part = part;
+    ring->delayed[ring->delayed_count++].result = result;
+    return true;
 }
 
 static void expire(struct ring *ring) {
@@ -424,35 +358,30 @@ static void expire(struct ring *ring) {
         group->expired = true;
         if (!group->result)
             group->result = -ETIMEDOUT;
-        uint32_t remote = 0;
+        uint32_t left = 0; /* parts to expire */
         atomic_store(&ring->array->stuck_until_ns, now + 10 * patience);
-        atomic_fetch_add(&ring->array->zombies, 1);
+        atomic_fetch_add(&ring->array->orphans, 1);
         for (uint32_t i = 0; i < group->part_count; i++) {
             struct io_part *part = &group->parts[i];
             if (part->done)
                 continue;
-            if (part->remote)
-                remote++;
-            if (now - part->started_ns >= patience / 2) { /* else it is what came before that took the time */
+            if (now - part->started_ns >= patience / 2) { /* else the time went to earlier I/O */
                 atomic_fetch_add(&ring->array->devices[part->device].timeouts, 1);
                 atomic_store(&ring->array->devices[part->device].stuck_until_ns, now + STUCK_FACTOR * patience);
                 if (ring->array->on_error)
                     ring->array->on_error(ring->array, part->device, ETIMEDOUT);
             }
-            struct io_uring_sqe *sqe = part->remote ? NULL : io_uring_get_sqe(&ring->uring);
-            if (!sqe)
-                continue;
-            ring->queued++;
-            io_uring_prep_cancel(sqe, part, 0);
-            sqe->user_data = TAG_CANCEL << 1 | 1;
+            if (part->ops->cancel)
+                part->ops->cancel(ring, part);
+            left += part->ops->expire != NULL;
         }
         group->callback(group, false);
-        for (uint32_t i = 0; remote; i++) { /* with the last part the group may be gone */
+        for (uint32_t i = 0; left; i++) { /* the group may be gone with its last part */
             struct io_part *part = &group->parts[i];
-            if (part->done || !part->remote)
+            if (part->done || !part->ops->expire)
                 continue;
-            remote--;
-            nvme_part_expire(ring, part, now);
+            left--;
+            part->ops->expire(ring, part, now);
         }
         ring_submit(ring);
     }
@@ -467,33 +396,30 @@ uint32_t ring_reap(struct ring *ring) {
         uint32_t flags = cqe->flags;
         io_uring_cqe_seen(&ring->uring, cqe);
         if (data & 1) {
-            if (data >> 1 != TAG_CANCEL && !(flags & IORING_CQE_F_MORE))
+            if (data != RING_CANCELS && !(flags & IORING_CQE_F_MORE))
                 ring->armed &= ~(1u << (data >> 1));
         } else if (data & 6) {
-            nvme_ring_event(ring, data, flags);
+            ring->beside->event(ring, data, flags);
         } else {
             seen++;
             struct io_part *part = (struct io_part *)(uintptr_t)data;
-            if (!part->passthrough)
+            if (!part->ops->reaped || part->ops->reaped(part, &result))
                 ring_part_complete(ring, part, result);
-            else if (generic_command_done(part, result))
-                ring_part_complete(ring, part, part->error ? part->error : (int)part->size);
         }
     }
-    if (ring->queues || ring->remote_failed)
-        seen += nvme_ring_reap(ring);
+    if (ring->beside)
+        seen += ring->beside->reap(ring);
     if (ring->delayed_count) {
         uint64_t now = now_ns();
         for (uint32_t i = 0; i < ring->delayed_count;) {
             struct io_part *part = ring->delayed[i].part;
-            bool held = part->fault == KVFS_FAULT_HOLD && atomic_load(&ring->array->devices[part->device].faults.fault) == KVFS_FAULT_HOLD;
-            if (held || ring->delayed[i].due_ns > now) {
+            if (ring->delayed[i].due_ns > now) {
                 i++;
                 continue;
             }
             int result = ring->delayed[i].result;
             ring->delayed[i] = ring->delayed[--ring->delayed_count];
-            part_finish(ring, part, result);
+            ring_part_complete(ring, part, result);
             seen++;
         }
     }
@@ -501,42 +427,20 @@ uint32_t ring_reap(struct ring *ring) {
     return seen;
 }
 
-/* Whether the device is a RAM disk: reading it can not block for longer than a copy takes. */
-bool device_is_memory(int fd) {
-    struct stat st;
-    char path[64], name[PATH_MAX];
-    if (fstat(fd, &st) < 0 || !S_ISBLK(st.st_mode))
-        return false;
-    snprintf(path, sizeof(path), "/sys/dev/block/%u:%u", major(st.st_rdev), minor(st.st_rdev));
-    ssize_t n = readlink(path, name, sizeof(name) - 1);
-    if (n <= 0)
-        return false;
-    name[n] = 0;
-    const char *base = strrchr(name, '/');
-    return base && (strncmp(base, "/zram", 5) == 0 || strncmp(base, "/ram", 4) == 0 || strncmp(base, "/pmem", 5) == 0);
-}
-
-/* Whether the file lies on a filesystem that another process or host serves. FUSE takes 12 requests at a time by default and lets the 13th
- * wait in io_uring_enter, whatever was asked for: one server that hangs would hang every thread that submits, deadlines and all. Only such
- * a filesystem can fail to answer fstatfs: many a FUSE server knows no such call. */
-bool device_blocks(int fd) {
-    struct statfs st;
-    return fstatfs(fd, &st) < 0 || st.f_type == FUSE_SUPER_MAGIC || st.f_type == NFS_SUPER_MAGIC || st.f_type == (__fsword_t)SMB2_SUPER_MAGIC;
-}
-
 void ring_wait(struct ring *ring, uint64_t timeout_ns) {
-    if (ring->delayed_count) /* completions that are due, or tests' delays */
+    if (ring->delayed_count) /* completions for the next reap, or delays of faults */
         timeout_ns = ring->delayed[0].due_ns ? min_u64(timeout_ns, 1000000) : 0;
     if (ring->oldest) {
         uint64_t now = now_ns();
         uint64_t left = ring->oldest->deadline_ns > now ? ring->oldest->deadline_ns - now : 1;
         timeout_ns = min_u64(timeout_ns, left);
     }
-    timeout_ns = nvme_ring_timeout(ring, timeout_ns);
+    if (ring->beside)
+        timeout_ns = ring->beside->timeout(ring, timeout_ns);
     struct __kernel_timespec ts = {.tv_sec = (long long)(timeout_ns / 1000000000u), .tv_nsec = (long long)(timeout_ns % 1000000000u)};
     struct io_uring_cqe *cqe;
     int r = io_uring_submit_and_wait_timeout(&ring->uring, &cqe, 1, &ts, NULL);
-    (void)r; /* -ETIME, -EINTR: the caller looks for itself */
+    (void)r; /* -ETIME, -EINTR: the caller looks at the ring */
     ring->queued = io_uring_sq_ready(&ring->uring);
 }
 

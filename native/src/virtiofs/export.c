@@ -64,7 +64,7 @@ static bool stopped(const struct guest *guest) {
     return atomic_load(&guest->stopping) || atomic_load(&guest->transport->plane->stopping);
 }
 
-/* Who connects from now on is refused. Those who wait are turned away, as front ends are: to close the listening socket would be to close theirs. */
+/* New connections are refused, and those that wait are turned away as front ends are. If we closed the listening socket, we would close theirs. */
 static void listen_end(struct guest *guest) {
     int fd = -1;
     shutdown(guest->listen_fd, SHUT_RDWR);
@@ -109,7 +109,7 @@ static void *guest_main(void *argument) {
     return NULL;
 }
 
-/* Guests that have ended: their threads' stacks and rings go now, the rest when the plane does: late replies may still look for them. */
+/* Frees the stacks and rings of guests that have ended. The rest goes with the plane, as late replies may still look for a guest. */
 static void guests_reap(struct kvfs_plane *plane) {
     pthread_mutex_lock(&plane->fuse->transports_lock);
     struct guest *guest = plane->guests->ended;
@@ -158,7 +158,7 @@ int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs
     r = servers_start(guest->transport);
     if (r == 0)
         r = -pthread_create(&guest->thread, NULL, guest_main, guest);
-    if (r < 0) { /* no threads: what has started ends, and is kept for who may know it already */
+    if (r < 0) { /* no threads: what has started ends, and is kept, as somebody may know it already */
         transport_stop(guest->transport);
         pthread_mutex_lock(&plane->fuse->transports_lock);
         guest_ended(plane, guest);
@@ -175,10 +175,8 @@ static struct guest *guest_at(struct kvfs_plane *plane, int number) {
 }
 
 static void guest_ask_stop(struct guest *guest) {
-    uint64_t one = 1;
     atomic_store(&guest->stopping, true);
-    ssize_t n = write(guest->stop_fd, &one, sizeof(one));
-    (void)n;
+    wake_fd(guest->stop_fd);
 }
 
 int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number) {

@@ -1,12 +1,11 @@
-/* virtio-fs: a transport whose requests come out of a guest's virtqueues, and whose replies go straight into its memory.
+/* virtio-fs: a transport whose requests come out of a guest's virtqueues, and whose replies go straight into the guest's memory.
  *
- * A request is known by its element: queue and head of the chain, with a salt, which together are the id that the fast path and the
- * session see. So a reply finds its place from any thread, once, and one that comes after a reset finds nothing. READ of a sealed block
- * needs no memory of ours: the device writes to the guest's pages (guest_targets), the leaves are checked there, and then the answer is
- * published.
+ * A request is known by its element: the queue, the head of the chain, and a salt. Together they are the id that fuse and the session see. So a reply
+ * from any thread finds its place once, and a reply after a reset finds nothing. A READ of a sealed block needs no memory of ours: the device writes
+ * to the guest's pages (guest_targets), the leaves are checked there, and then the answer is published.
  *
- * A fair share: a guest may have IN_FLIGHT_MAX bytes under way, staging for its WRITEs included, and FORWARDED_MAX requests in the
- * session. Beyond that its queues wait, nobody else's. / */
+ * A guest has a fair share: IN_FLIGHT_MAX bytes under way, staging for its WRITEs included, and FORWARDED_MAX requests in the session. Beyond that
+ * the guest's own queues wait, and nobody else's. */
 #include "virtiofs/virtio.h"
 
 #include <poll.h>
@@ -122,7 +121,7 @@ static bool guest_targets(struct request *request) {
     struct kvfs_plane *plane = request->server->plane;
     uint32_t left = request->size / KVFS_PAGE_SIZE * KVFS_PAGE_SIZE, rest = request->size - left;
     uint64_t stuck_until_ns = atomic_load_explicit(&plane->array.stuck_until_ns, memory_order_relaxed);
-    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->array.zombies))))
+    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->array.orphans))))
         return false;
     struct virtqueue *queue;
     struct element *element = element_find(guest, request->unique, &queue);

@@ -1,14 +1,15 @@
-/* A front end's messages, and the descriptors that come with them: taken in by a thread whose table of descriptors is its own.
+/* A thread with a table of descriptors of its own takes in a front end's messages and the descriptors that come with them.
  *
- * To close a file can mean to wait for its filesystem (FUSE's FLUSH), for ever if nobody serves it, and so can fstatfs. A descriptor is in the
- * receiver's table before anybody can know what it is: closed there it would stop the guest's thread, and the end of the process too, which
- * closes what is left and keeps all that comes after, locks and devices among them. So a porter looks at each. Eventfds and memory go on to the
- * guest's thread by a socket pair; the porter closes the others. One that never comes back from that holds nothing but its own stack.
+ * To close a file can mean to wait for its filesystem (FUSE's FLUSH), for ever if nobody serves it; fstatfs can wait, too. A descriptor is in the
+ * receiver's table before anybody can know what it is. Closed in the daemon's table it would stop the guest's thread, and the end of the process too:
+ * that closes what is left, and keeps all that comes after, locks and devices among them. So a porter looks at each descriptor. Eventfds and memory
+ * go on to the guest's thread by a socket pair; the porter closes the others. A porter that never comes back from that holds nothing but its own
+ * stack.
  *
- * The socket itself is closed by a porter last: messages that nobody took go with it, and their descriptors too. A TCP socket among these lingers for
- * as long as its maker has said.
+ * A porter closes the socket itself last: messages that nobody took go with it, and so do their descriptors. A TCP socket among these lingers for as
+ * long as its maker has said.
  *
- * System calls are made directly: sanitizers believe that there is one table in a process. / */
+ * System calls are made directly, as sanitizers believe that a process has one table. */
 #include "virtiofs/virtio.h"
 
 #include <linux/close_range.h>

@@ -1,9 +1,8 @@
-/* vhost-user: a front end (QEMU, another VMM, a DPU's device emulation) hands over a guest's memory and virtqueues. The back end's side of
+/* vhost-user: a front end (QEMU, another VMM, a DPU's device emulation) hands over a guest's memory and virtqueues. This is the back end's side of
  * QEMU's docs/interop/vhost-user.rst, for a virtio-fs device.
  *
- * One thread a guest speaks it; servers meanwhile go on with the queues. Every message is checked against its length, its descriptors and
- * the state that it finds; one that breaks the protocol ends the connection. Descriptors that came with a message are closed unless
- * something keeps them. / */
+ * One thread a guest speaks it; servers meanwhile go on with the queues. Every message is checked against its length, its descriptors and the state
+ * that it finds. A message that breaks the protocol ends the connection. Descriptors that came with a message are closed unless something keeps them. */
 #include "virtiofs/virtio.h"
 
 #include <linux/virtio_config.h>

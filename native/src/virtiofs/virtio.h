@@ -1,8 +1,7 @@
 /* Guests: shared memory, split virtqueues, and what a vhost-user front end may change of them. Part of the data plane, not installed.
  *
- * Nothing that a guest can write is believed: every structure is copied before it is looked at, every address is translated, every length
- * bounded. A queue whose guest breaks the rules stops (its error descriptor is signalled) until the guest resets it.
- */
+ * Nothing that a guest can write is believed. Every structure is copied before it is looked at, every address is translated, every length is bounded.
+ * A queue whose guest breaks the rules stops, and its error descriptor is signalled, until the guest resets it. */
 #ifndef KVFS_VIRTIO_H
 #define KVFS_VIRTIO_H
 
@@ -18,12 +17,12 @@
 
 /* ---- shared_memory.c ---- */
 
-/* Whether a fault on this file's memory waits for nobody but the kernel: memfd, tmpfs and hugetlbfs; besides, where a guest's operator says so, the
- * filesystems of these types (statfs(2), f_type). -EMEDIUMTYPE: another one. */
+/* Accepts a file if a fault on its memory waits for the kernel alone: memfd, tmpfs and hugetlbfs, and the filesystems of `types` (statfs(2), f_type),
+ * which the guest's operator has named. -EMEDIUMTYPE: another filesystem. */
 int shared_check(int fd, const uint64_t *types, uint32_t count);
-/* Who shares memory: a guest, one of so many, who have an equal part of our addresses each. */
+/* A guest that shares memory. `of` guests have an equal part of our addresses each. */
 struct shared_owner { uint32_t of; };
-/* Memory of another process, who may cut it off: then it reads as zeros instead of ending us. NULL and *error: -errno; -EDQUOT: more than the
+/* Map memory of another process. If that process cuts it off, it reads as zeros instead of ending us. NULL and *error: -errno; -EDQUOT: more than the
  * owner's part. */
 void *shared_map(const struct shared_owner *owner, int fd, uint64_t offset, uint64_t size, int *error);
 void shared_unmap(void *map, uint64_t size);
@@ -37,7 +36,7 @@ struct guest_region {
     void *map;
     uint64_t map_size;
 };
-/* What a guest's addresses mean at one time. Requests hold the one they began with: its regions stay mapped until the last of them has
+/* The meaning of a guest's addresses at one time. A request holds the one that it began with, so regions stay mapped until their last request has
  * ended. */
 struct guest_memory {
     atomic_uint refs;
@@ -76,7 +75,7 @@ struct chain {
     struct iovec in[CHAIN_IOVS], out[CHAIN_IOVS];
     struct vring_desc table[QUEUE_SIZE_MAX];
 };
-/* Who has been given a request and has not published its answer (vhost-user's inflight tracking): survives us in the front end. */
+/* vhost-user's inflight tracking: requests that were taken and whose answers are not published. It survives us in the front end. */
 struct inflight_entry { uint8_t inflight; uint8_t padding[5]; uint16_t next; uint64_t counter; };
 struct inflight_queue { uint64_t features; uint16_t version, size, last_batch_head, used_index; struct inflight_entry entries[]; };
 
@@ -134,7 +133,7 @@ void virtqueue_remind(struct virtqueue *queue);
 void virtqueue_drop(struct virtqueue *queue, uint16_t head);
 /* No more of it until it is reset; serve held, lock not. */
 void virtqueue_break(struct virtqueue *queue);
-/* What a front end kept of the requests of before; both locks held, queue mapped, nothing in flight. */
+/* Take over what a front end kept of earlier requests; both locks held, queue mapped, nothing in flight. */
 int virtqueue_resume(struct virtqueue *queue);
 
 /* ---- porter.c ---- */
@@ -157,7 +156,7 @@ void porters_put(struct porters *porters);
 int porter_start(struct porters *porters, const struct kvfs_virtiofs_config *config, int fd);
 /* Close `fd` and what porter_start returned (-errno: the porter is none); the porter closes the socket itself, and waits alone if that waits. */
 void porter_end(int channel, int fd);
-/* Without room for a porter no front end is let in: to close its socket could be to wait. */
+/* A front end is let in only if there is room for a porter: to close a front end's socket could be to wait. */
 bool porters_have_room(const struct porters *porters);
 /* Asks no filesystem. */
 bool is_eventfd(int fd);
@@ -200,7 +199,7 @@ void guest_look_again(struct guest *guest);
 void guest_queue_update(struct guest *guest, struct virtqueue *queue);
 /* Both locks held. fd (-1: none) is the queue's from then on. */
 int guest_queue_kick(struct guest *guest, struct virtqueue *queue, int fd);
-/* No request is taken any more; wait until none is under way, then give up on what is left: with an answer (EIO), or silently. */
+/* Take no more requests, and wait until none is under way. Then give up on the rest: with an answer (EIO), or silently. */
 void guest_queue_stop(struct guest *guest, struct virtqueue *queue, bool answer, uint32_t timeout_ms);
 /* The front end is gone. */
 void guest_disconnect(struct guest *guest);

@@ -1,4 +1,4 @@
-/* Whether the caller's buffers and stream are such that a GPU reader can work with them. */
+/* Checks of the caller's buffers and stream, before a GPU reader works with them. */
 #include "client/gpu/reader.h"
 
 struct pointer_attributes { cuda_context context; unsigned type; int ordinal; cuda_pointer start; size_t size; };
@@ -62,7 +62,7 @@ int buffers_check(struct kvfs_gpu *gpu, const struct kvfs_buffer *buffers, uint3
     return 0;
 }
 
-/* What is recorded on a stream that is being captured belongs to a graph, and is not done now. */
+/* Work that is recorded on a stream under capture belongs to a graph, and is not done now. */
 int stream_check(struct kvfs_gpu *gpu, cuda_stream stream) {
     int capturing = 0, r = stream ? CUDA(gpu, cuStreamIsCapturing, stream, &capturing) : 0;
     if (r == 0 && capturing)

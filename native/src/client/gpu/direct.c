@@ -1,9 +1,9 @@
 /* gds: the devices' DMA straight into GPU memory, by cuFileRead on threads of our own, and its proof.
  *
- * A read is a block's whole pages, cut into parts: runs on one device. A part belongs to the caller while it is queued, to a thread while
- * it is read. One that gives no answer in time cannot be cancelled: then its memory is claimed (kvfs_busy()) until it is back, and the
- * read, the thread, and what it needs are left to it. Nothing of a read is believed before the pages were proven by checksums that the GPU
- * computed after the last part had ended, and before the device and the table said afterwards that the block still lies there.
+ * A read is a block's whole pages, cut into parts: runs on one device. A part belongs to the caller while it is queued, to a thread while it is
+ * read. A part that gives no answer in time cannot be cancelled. Then its memory is an orphan (kvfs_busy()) until it is back; read, thread, and all
+ * that they need are left to it. A read is believed after two proofs. First the GPU computes the checksums, once the last part has ended. Then the
+ * device and the table say that the block still lies there (I10).
  */
 #include "client/client.h"
 #include "client/gpu/direct.h"
@@ -94,7 +94,7 @@ struct direct_part {
     uint64_t file_offset, to, size;
     uint64_t started_ns;                     /* 0: queued */
     bool over;
-    struct claim claim;                      /* late */
+    struct orphan orphan;                      /* late */
 };
 struct direct_read {
     cuda_context context;
@@ -126,14 +126,14 @@ struct direct {
     cuda_context primary;
     struct counters_of before;
     const char *ptx;
-    /* Of a session. */
-    struct session *session;
+    /* One connection: */
+    struct connection *connection;
     bool refused;
     int *fds;
     void **handles;
     uint32_t handle_count;
     uint64_t keys[LEAF_WORDS];
-    /* Of a context. */
+    /* One context: */
     cuda_context context;
     cuda_module module;
     cuda_function lanes, sums;
@@ -141,7 +141,7 @@ struct direct {
     uint32_t *host_sums;                     /* pinned, PROOFS * DIRECT_PROOF_PAGES */
     uint32_t nonce;
     struct direct_proof proofs[PROOFS];
-    /* Of threads, all under the lock. */
+    /* Threads, all under the lock: */
     pthread_mutex_t lock;
     pthread_cond_t more, ended;
     struct direct_part *first, *last;
@@ -208,7 +208,7 @@ static void *thread_main(void *argument) {
         direct->reads++;
         read->error = read->error ? read->error : error;
         if (read->late) {
-            claim_remove(&part->claim);
+            orphan_remove(&part->orphan);
             direct->overdue--;
         }
         if (--read->left == 0 && read->late) {
@@ -261,7 +261,7 @@ static bool reads_late(struct direct *direct) {
     return late;
 }
 
-/* What no thread has begun. The lock is held. */
+/* Take back the parts that no thread has begun. The lock is held. */
 static void read_unqueue(struct direct *direct, struct direct_read *read) {
     struct direct_part **link = &direct->first;
     direct->last = NULL;
@@ -295,8 +295,8 @@ int direct_poll(struct direct *direct, struct direct_read *read) {
             struct direct_part *part = &read->parts[i];
             if (part->over || !part->started_ns)
                 continue;
-            part->claim = (struct claim){.data = (const uint8_t *)(uintptr_t)part->to, .size = part->size};
-            claim_add(&part->claim);
+            part->orphan = (struct orphan){.data = (const uint8_t *)(uintptr_t)part->to, .size = part->size};
+            orphan_add(&part->orphan);
             direct->overdue++;
         }
         read->late = true;
@@ -324,7 +324,7 @@ static struct direct_read *read_new(cuda_context context, uint32_t count) {
 
 /* The parts of the first pages of a block: their number; into out, if it is not NULL. 0: there is a hole. */
 static uint32_t parts_cut(const struct direct *direct, const struct desc *desc, uint32_t pages, uint64_t to, struct direct_part *out) {
-    const struct kvfs_array *array = &direct->session->array;
+    const struct kvfs_array *array = &direct->connection->array;
     const uint32_t width = array->geometry.stripe_width;
     const uint64_t unit = width == 1 ? array->geometry.zone_size : array->geometry.stripe_unit;
     uint32_t count = 0, at = 0;
@@ -473,29 +473,29 @@ struct direct_look *direct_look_start(struct lane *lane, const struct desc *desc
     return look;
 }
 
-/* Whether this page is the header of that segment, in that generation. */
-static bool look_right(const struct session *session, const struct direct_look_page *page) {
+/* True: this page is the header of that segment, in that generation. */
+static bool look_right(const struct connection *connection, const struct direct_look_page *page) {
     struct kvfs_segment_header header;
     uint64_t sum;
     memcpy(&header, page->page, sizeof(header));
     sum = header.checksum;
     memset(page->page + offsetof(struct kvfs_segment_header, checksum), 0, sizeof(sum));
     return header.magic == KVFS_MAGIC_SEGMENT && header.generation == page->generation && header.segment == page->segment &&
-           memcmp(header.pool_uuid, session->uuid, sizeof(session->uuid)) == 0 &&
-           kvfs_checksum(page->page, PAGE, session->array.geometry.secret) == sum;
+           memcmp(header.pool_uuid, connection->uuid, sizeof(connection->uuid)) == 0 &&
+           kvfs_checksum(page->page, PAGE, connection->array.geometry.secret) == sum;
 }
 
 int direct_look_poll(struct direct_look *look, const struct kvfs_record *record) {
-    struct session *session = look->lane->session;
+    struct connection *connection = look->lane->connection;
     struct kvfs_record now;
     if (look->left)
         return -EINPROGRESS;
     int r = look->error;
     for (uint32_t i = 0; i < look->count && r == 0; i++)
-        r = look_right(session, &look->pages[i]) ? 0 : -ESTALE;
+        r = look_right(connection, &look->pages[i]) ? 0 : -ESTALE;
     if (r == 0) { /* without a daemon the table may not know */
-        session_look(session);
-        bool there = !session->gone && kvfs_table_find_inode(session->table, record->inode, &now) == 0 && now.flags & KVFS_INODE_SEALED;
+        connection_look(connection);
+        bool there = !connection->gone && kvfs_table_find_inode(connection->table, record->inode, &now) == 0 && now.flags & KVFS_INODE_SEALED;
         r = there && now.size == record->size && now.segment == record->segment && now.page == record->page &&
                     now.generation == record->generation
                 ? 0
@@ -536,7 +536,7 @@ void direct_statistics(struct direct *direct, struct kvfs_gpu_direct_statistics 
     out->indirect_reads = now.indirect - direct->before.indirect;
 }
 
-/* ---- the devices of a session ---- */
+/* ---- the devices of a connection ---- */
 
 /* Read a device's label by both ways, and compare. */
 static int canary(struct direct *direct, uint32_t i, cuda_pointer memory, uint8_t *got) {
@@ -577,7 +577,7 @@ static int canary(struct direct *direct, uint32_t i, cuda_pointer memory, uint8_
     return r;
 }
 
-static int session_prove(struct direct *direct) {
+static int connection_prove(struct direct *direct) {
     struct counters_of before = cufile_counters(direct);
     uint8_t *got = malloc(CANARY_SIZE);
     cuda_pointer memory = 0;
@@ -601,15 +601,15 @@ static int session_prove(struct direct *direct) {
     return 0;
 }
 
-static int session_register(struct direct *direct) {
-    const struct session *session = direct->session;
-    uint32_t count = session->array.device_count;
+static int connection_register(struct direct *direct) {
+    const struct connection *connection = direct->connection;
+    uint32_t count = connection->array.device_count;
     direct->fds = calloc(count, sizeof(*direct->fds));
     direct->handles = calloc(count, sizeof(*direct->handles));
     if (!direct->fds || !direct->handles)
         return client_fail(-ENOMEM, "no memory for %u devices", count);
     for (uint32_t i = 0; i < count; i++) {
-        int fd = fcntl(session->fds[i], F_DUPFD_CLOEXEC, 0);
+        int fd = fcntl(connection->fds[i], F_DUPFD_CLOEXEC, 0);
         struct cufile_description description = {.type = 1, .fd = fd};
         if (fd < 0)
             return client_fail(-errno, "device %u: dup: %s", i, strerror(errno));
@@ -624,7 +624,7 @@ static int session_register(struct direct *direct) {
     return 0;
 }
 
-static void session_forget(struct direct *direct) {
+static void connection_forget(struct direct *direct) {
     for (uint32_t i = 0; i < direct->handle_count; i++) {
         direct->cufile->HandleDeregister(direct->handles[i]);
         close(direct->fds[i]);
@@ -634,31 +634,31 @@ static void session_forget(struct direct *direct) {
     free(direct->fds);
     direct->handles = NULL;
     direct->fds = NULL;
-    session_put(direct->session);
-    direct->session = NULL;
+    connection_put(direct->connection);
+    direct->connection = NULL;
 }
 
 /* 0, or why not. No read is under way. */
-static int session_enter(struct direct *direct, struct session *session) {
+static int connection_enter(struct direct *direct, struct connection *connection) {
     uint8_t drawn[XXH3_SECRET_DEFAULT_SIZE];
-    session_forget(direct);
-    atomic_fetch_add(&session->refs, 1);
-    direct->session = session;
-    XXH3_generateSecret_fromSeed(drawn, session->array.geometry.secret);
+    connection_forget(direct);
+    atomic_fetch_add(&connection->refs, 1);
+    direct->connection = connection;
+    XXH3_generateSecret_fromSeed(drawn, connection->array.geometry.secret);
     memcpy(direct->keys, drawn, sizeof(drawn));
     memcpy(direct->keys + 24, drawn + 121, 64);
     memcpy(direct->keys + 32, drawn + 11, 64);
-    int r = session_register(direct);
-    r = r == 0 ? session_prove(direct) : r;
+    int r = connection_register(direct);
+    r = r == 0 ? connection_prove(direct) : r;
     direct->refused = r < 0;
     return r;
 }
 
-int direct_session(struct direct *direct, struct session *session) {
-    if (reads_late(direct) || session->gone)
+int direct_session(struct direct *direct, struct connection *connection) {
+    if (reads_late(direct) || connection->gone)
         return -EAGAIN;
-    if (direct->session != session)
-        session_enter(direct, session);
+    if (direct->connection != connection)
+        connection_enter(direct, connection);
     return direct->refused ? -EAGAIN : 0;
 }
 
@@ -706,7 +706,7 @@ void direct_leave(struct direct *direct) {
 int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int device, int handle, cuda_context primary,
                 const struct kvfs_gpu_options *options, struct direct **out) {
     struct direct *direct = calloc(1, sizeof(*direct));
-    struct session *session = NULL;
+    struct connection *connection = NULL;
     int major = 0, minor = 0;
     *out = NULL;
     if (!direct)
@@ -750,9 +750,9 @@ int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int
     }
     if (r == 0)
         r = threads_start(direct);
-    if (r == 0 && (r = session_get(client, &session)) == 0) {
-        r = session->gone ? client_fail(-EOPNOTSUPP, "no gds: the daemon is gone") : session_enter(direct, session);
-        session_put(session);
+    if (r == 0 && (r = connection_get(client, &connection)) == 0) {
+        r = connection->gone ? client_fail(-EOPNOTSUPP, "no gds: the daemon is gone") : connection_enter(direct, connection);
+        connection_put(connection);
     }
     if (r < 0) {
         char why[256]; /* what closing says is not what happened */
@@ -769,8 +769,8 @@ void direct_close(struct direct *direct, bool usable) {
     struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u), .tv_nsec = (long)(until_ns % 1000000000u)};
     if (direct->host_sums && usable && direct->driver->cuMemHostUnregister(direct->host_sums) == CUDA_SUCCESS)
         munmap(direct->host_sums, size);
-    session_put(direct->session); /* the descriptors are our own */
-    direct->session = NULL;
+    connection_put(direct->connection); /* the descriptors are our own */
+    direct->connection = NULL;
     pthread_mutex_lock(&direct->lock);
     direct->stopping = true;
     pthread_cond_broadcast(&direct->more);

@@ -83,7 +83,7 @@ int driver_load(const struct gpu_driver **out);
 const char *library_name(const char *option, const char *variable, const char *otherwise);
 /* -EIO, with the sentence. */
 int cuda_fail(const struct gpu_driver *driver, int device, const char *what, int error);
-/* 0, or -EIO with the sentence. who has a driver and a device. */
+/* 0, or -EIO with the sentence. `who` has a driver and a device. */
 #define CUDA(who, function, ...)                                                                        \
     ({                                                                                                  \
         int cuda_error = (who)->driver->function(__VA_ARGS__);                                          \

@@ -70,7 +70,7 @@ static int kernel_compile(const char *path, uint32_t capability, char **out) {
     return r;
 }
 
-/* Compiled once in a process, by whatever compiler came first; the text stays. */
+/* The kernel is compiled once in a process, by the compiler that was named first; the text stays. */
 int kvfs_gpu_kernel(const char *nvrtc, uint32_t capability, const char **ptx) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static struct { uint32_t capability; char *ptx; } made[8];

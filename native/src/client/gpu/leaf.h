@@ -1,10 +1,10 @@
-/* The leaf checksums as a GPU computes them: xxh3-64 of one page, cut to 32 bits, as checksum_leaf.h has it for a CPU. One text, for two
- * compilers: client/gpu/kernel.c takes it as a string for NVRTC, tests and doubles as C. Hence the argument of a macro, and no preprocessor
- * in it. Who includes it defines GPU_LEAF(...), and for C: GPU_KERNEL, GPU_FUNCTION, GPU_INDEX (the number of a thread).
+/* The leaf checksums as a GPU computes them: xxh3-64 of one page, cut to 32 bits, as checksum_leaf.h has it for a CPU. One text, for two compilers:
+ * client/gpu/kernel.c takes it as a string for NVRTC, tests and doubles as C. Hence the argument of a macro, and no preprocessor in it. A file that
+ * includes it defines GPU_LEAF(...), and for C: GPU_KERNEL, GPU_FUNCTION, GPU_INDEX (the number of a thread).
  *
- * xxh3's eight lanes do not see each other until the end, but for the word that each takes from its neighbour: so a thread is a lane of a
- * leaf (kvfs_leaf_lanes), and then a leaf (kvfs_leaf_sums). Data is aligned to 8. The nonce is another one at every launch: sums that an
- * earlier launch left behind match nothing.
+ * xxh3's eight lanes do not see each other until the end, but for the word that each takes from its neighbour: so a thread is a lane of a leaf
+ * (kvfs_leaf_lanes), and then a leaf (kvfs_leaf_sums). Data is aligned to 8. Each launch has another nonce, so sums that an earlier launch left
+ * behind match nothing.
  *
  * words: of the secret drawn from the pool's (192 bytes), the 24 from its start; then 8 from byte 121, for the last stripe; then 8 from
  * byte 11, for the end. */

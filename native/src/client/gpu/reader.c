@@ -30,7 +30,7 @@ struct gpu_block {
 };
 struct gpu_call {
     struct kvfs_gpu *gpu;
-    struct session *session;
+    struct connection *connection;
     struct lane *lane;
     const struct kvfs_keys *keys;
     const struct kvfs_buffer *buffers;
@@ -118,7 +118,7 @@ static int fence(struct gpu_call *call) {
     return r;
 }
 
-/* Of the user's stream, all that was there; then what is ready, each run of neighbours in one copy. */
+/* Copy the slots that are ready, behind all work on the caller's stream; neighbours go in one copy. */
 static int copies_start(struct gpu_call *call) {
     struct kvfs_gpu *gpu = call->gpu;
     struct gpu_slot *slots = gpu->slots;
@@ -152,7 +152,7 @@ static void block_over(struct gpu_call *call, struct gpu_block *block, int64_t r
     call->results[block->key] = result == -ESTALE ? -ENOENT : result;
     if (result >= 0) {
         call->read++;
-        client_hit(client, call->session, block->record.inode);
+        client_hit(client, call->connection, block->record.inode);
         TALLY(client, hits, 1);
         TALLY(client, gets, 1);
         TALLY(client, get_bytes, (uint64_t)result);
@@ -215,7 +215,7 @@ static void block_find(struct gpu_call *call, struct gpu_block *block) {
     block->desc = NULL;
     block->next = 0;
     block->failure = 0;
-    int r = key_find(gpu->client, call->session, &call->shards, call->places[block - call->blocks], call->keys->sizes[i], &block->record);
+    int r = key_find(gpu->client, call->connection, &call->shards, call->places[block - call->blocks], call->keys->sizes[i], &block->record);
     if (r < 0 && r != -ENOENT && !call->error)
         call->error = r;
     if (r == 0 && block->record.size > call->buffers[i].size)
@@ -265,7 +265,7 @@ static void blocks_end(struct gpu_call *call) {
     }
 }
 
-/* Start as many pieces as there are slots. Whether it was for want of a slot that it stopped. */
+/* Start as many pieces as there are slots. True: it stopped because no slot was free. */
 static bool pieces_start(struct gpu_call *call) {
     struct kvfs_gpu *gpu = call->gpu;
     for (;;) {
@@ -303,7 +303,7 @@ static void blocks_give_up(struct gpu_call *call) {
 
 /* ---- blocks by gds ---- */
 
-/* What cuFile began, the ring does. Nobody writes to the buffer any more. */
+/* The ring reads this block from its start. Nobody writes to the buffer any more. */
 static void block_fall_back(struct gpu_call *call, struct gpu_block *block) {
     call->gpu->direct_count.fallbacks++;
     block_stage(call, block, 0);
@@ -376,13 +376,13 @@ static void block_look(struct gpu_call *call, struct gpu_block *block) {
     block->look = NULL;
     if (r == 0)
         block_stage(call, block, whole_pages(block) * PAGE);
-    else if (call->session->gone) /* nobody can say whether it is still there; the ring's checksums do not need to know */
+    else if (call->connection->gone) /* nobody can say whether it is still there; the ring's checksums do not need to know */
         block_fall_back(call, block);
     else
         block->way = WAY_STAGED, block->failure = r;
 }
 
-/* Whether there is something to wait for that does not wake the lane. */
+/* Advance all blocks. *waiting: something is waited for that does not wake the lane. */
 static int blocks_direct(struct gpu_call *call, bool *waiting) {
     int r = 0;
     *waiting = false;
@@ -404,7 +404,7 @@ static int blocks_direct(struct gpu_call *call, bool *waiting) {
     return r;
 }
 
-/* After an error: until no thread writes, or is known to be late. What the GPU still proves, copies_settle() waits for. */
+/* After an error: wait until each thread has ended or is known to be late. copies_settle() waits for proofs on the GPU. */
 static void direct_settle(struct gpu_call *call) {
     for (uint32_t i = 0; i < call->gpu->ring_slots; i++) {
         struct gpu_block *block = &call->blocks[i];
@@ -492,7 +492,7 @@ int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struc
                             .stream = (cuda_stream)(uintptr_t)stream};
     struct kvfs_client *client = gpu->client;
     cuda_context context = NULL;
-    int r = session_get(client, &call.session);
+    int r = connection_get(client, &call.connection);
     if (r < 0)
         return r;
     pthread_mutex_lock(&gpu->lock);
@@ -503,14 +503,14 @@ int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struc
     bool primary = r == 0 && (r = CUDA(gpu, cuCtxPushCurrent, gpu->primary)) == 0;
     if (r == 0)
         r = buffers_check(gpu, device_buffers, keys->count, &context);
-    call.direct = r == 0 && gpu->direct && direct_session(gpu->direct, call.session) == 0;
+    call.direct = r == 0 && gpu->direct && direct_session(gpu->direct, call.connection) == 0;
     bool entered = r == 0 && (r = context_enter(gpu, context ? context : gpu->primary)) == 0;
     if (r == 0)
         r = stream_check(gpu, call.stream);
     if (r == 0)
         slots_recover(gpu);
     if (r == 0)
-        r = lane_take(client, call.session, &call.lane);
+        r = lane_take(client, call.connection, &call.lane);
     if (r == 0) {
         call.blocks = calloc(gpu->ring_slots, sizeof(*call.blocks));
         call.places = calloc(gpu->ring_slots, sizeof(*call.places));
@@ -525,7 +525,7 @@ int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struc
     if (primary)
         gpu->driver->cuCtxPopCurrent(&(cuda_context){NULL});
     pthread_mutex_unlock(&gpu->lock);
-    session_put(call.session);
+    connection_put(call.connection);
     for (uint32_t i = 0; r < 0 && i < keys->count; i++)
         results[i] = r;
     return r < 0 ? r : (int)call.read;

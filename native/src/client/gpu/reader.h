@@ -1,8 +1,8 @@
 /* A GPU reader: its ring of pinned slots, and the copies from there into GPU memory.
  *
- * A slot is free; being read into; ready (verified, to be copied); being copied; or stuck, with a device that gave no answer. Copies go to
- * one stream of our own and end in its order, so a queue of events says which slots are free again. In that queue a fence stands where the
- * stream waits for the caller's: what takes long there is the caller's work, and no copy of ours that hangs.
+ * A slot is free; being read into; ready (verified, to be copied); being copied; or stuck, with a device that gave no answer. Copies go to one
+ * stream of our own and end in its order, so a queue of events says which slots are free again. A fence in that queue marks where the stream waits
+ * for the caller's stream: a long wait there is the caller's work, and not a copy that hangs.
  */
 #ifndef KVFS_GPU_READER_H
 #define KVFS_GPU_READER_H
@@ -50,7 +50,7 @@ struct kvfs_gpu {
 
 /* Every buffer is memory of this GPU and of one context. The primary context is current. */
 int buffers_check(struct kvfs_gpu *gpu, const struct kvfs_buffer *buffers, uint32_t count, cuda_context *context);
-/* What is recorded on a stream that is being captured belongs to a graph, and is not done now. */
+/* Work that is recorded on a stream under capture belongs to a graph, and is not done now: -EINVAL. */
 int stream_check(struct kvfs_gpu *gpu, cuda_stream stream);
 
 /* ---- client/gpu/slots.c: the caller holds gpu->lock ---- */

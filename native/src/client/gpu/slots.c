@@ -178,7 +178,7 @@ uint32_t slots_recover(struct kvfs_gpu *gpu) {
     uint32_t stuck = 0;
     for (uint32_t i = 0; i < gpu->slot_count; i++) {
         struct gpu_slot *slot = &gpu->slots[i];
-        if (slot->state == SLOT_STUCK && !client_overlaps_zombie(gpu->client, slot->memory, gpu->slot_size))
+        if (slot->state == SLOT_STUCK && !client_overlaps_orphan(gpu->client, slot->memory, gpu->slot_size))
             slot->state = SLOT_FREE;
         stuck += slot->state == SLOT_STUCK;
     }
@@ -296,7 +296,7 @@ void kvfs_gpu_close(struct kvfs_gpu *gpu) {
     if (!gpu->broken && driver->cuCtxPushCurrent(gpu->primary) == CUDA_SUCCESS) {
         for (uint32_t i = 0; i < gpu->ring_count; i++) /* what a GPU or a device may still use stays */
             if (driver->cuMemHostUnregister(gpu->rings[i]) == CUDA_SUCCESS &&
-                !client_overlaps_zombie(gpu->client, gpu->rings[i], gpu->ring_size))
+                !client_overlaps_orphan(gpu->client, gpu->rings[i], gpu->ring_size))
                 munmap(gpu->rings[i], gpu->ring_size);
         if (gpu->direct)
             direct_close(gpu->direct, true);

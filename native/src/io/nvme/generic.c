@@ -1,5 +1,5 @@
 /* NVMe passthrough: a namespace by its generic character device (/dev/ngXnY), past the block layer. A ring's parts become commands by
- * IORING_OP_URING_CMD; labels and sizes go by ioctl. The kernel splits nothing here: group_fill cuts what a command may not carry.
+ * IORING_OP_URING_CMD; labels and sizes go by ioctl. The kernel splits nothing here: group_fill cuts pieces that a command can carry.
  */
 #include "io/nvme/generic.h"
 
@@ -9,9 +9,9 @@
 
 #include "io/nvme/wire.h"
 
-/* The kernel refuses a command of more segments than the controller's driver takes, 127 for PCIe; at worst each page is one. */
+/* The kernel refuses a command with more segments than the driver takes: 127 for PCIe. At worst each page is a segment. */
 #define TRANSFER_MAX (256u << 10)
-#define MDTS_MIN 4 /* 64 KiB: a run in smaller pieces would be more than a group holds */
+#define MDTS_MIN 4 /* 64 KiB: smaller pieces of a run would be more than a group holds */
 #define ADMIN_TIMEOUT_MS 10000
 
 bool generic_is(int fd) {
@@ -99,7 +99,7 @@ int generic_device(struct device *device) {
     return 0;
 }
 
-void generic_part_start(struct ring *ring, struct io_part *part, bool write) {
+static void start(struct ring *ring, struct io_part *part) {
     struct device *device = &ring->array->devices[part->device];
     const struct iovec *iov = &part->group->iovs[part->iov_first], *end = iov + part->iov_count;
     uint64_t block = part->device_offset / device->block_size;
@@ -116,7 +116,7 @@ void generic_part_start(struct ring *ring, struct io_part *part, bool write) {
         sqe->fd = (int)part->device;
         sqe->cmd_op = count == 1 ? NVME_URING_CMD_IO : NVME_URING_CMD_IO_VEC;
         struct nvme_uring_cmd *cmd = (struct nvme_uring_cmd *)sqe->cmd;
-        cmd->opcode = write ? NVME_IO_WRITE : NVME_IO_READ;
+        cmd->opcode = part->group->write ? NVME_IO_WRITE : NVME_IO_READ;
         cmd->nsid = device->nsid;
         cmd->addr = count == 1 ? (uintptr_t)iov->iov_base : (uintptr_t)iov;
         cmd->data_len = count == 1 ? size : count;
@@ -129,8 +129,11 @@ void generic_part_start(struct ring *ring, struct io_part *part, bool write) {
     }
 }
 
-bool generic_command_done(struct io_part *part, int result) {
-    if (result && !part->error)
-        part->error = result < 0 ? result : -EIO;
+static bool reaped(struct io_part *part, int *result) {
+    if (*result && !part->error)
+        part->error = *result < 0 ? *result : -EIO;
+    *result = part->error ? part->error : (int)part->size;
     return --part->commands_left == 0;
 }
+
+const struct device_ops passthrough_ops = {.start = start, .reaped = reaped, .cancel = uring_cancel};

@@ -1,8 +1,8 @@
-/* The controllers that an array's devices lie on. Each has a thread, which makes the association, keeps it alive, and makes it again when it
- * is lost; rings look at `state` and `generation` and connect queues of their own (io/nvme/queue.c).
+/* The controllers of an array's NVMe/TCP devices. Each has a thread, which makes the association, keeps it alive, and makes it again after a
+ * loss. Rings look at `state` and `generation`, and connect queues of their own (io/nvme/queue.c).
  *
  * An association lives and dies as a whole: when one queue's connection breaks, all are shut down. A namespace is used again only if it is
- * the same one, and its label that of this pool, this device and this mount.
+ * the same one, and its label names this pool, this device and this mount.
  */
 #include "io/nvme/tcp.h"
 
@@ -13,14 +13,14 @@
 #include <unistd.h>
 
 #define BACKOFF_MIN_MS 100u
-#define BACKOFF_UP_MAX_MS 400u          /* after an association that was made */
-#define BACKOFF_MAX_MS 2000u            /* after one that was not */
-#define LOOK_NS 500000000ull            /* at a namespace that could not be used */
-#define SUSPECT_NS 1000000000ull        /* for keep alive, when a command got no answer in time */
-#define STEADY_NS 2000000000ull         /* lost after at least this long: tried again at once */
+#define BACKOFF_UP_MAX_MS 400u          /* after a loss of an association */
+#define BACKOFF_MAX_MS 2000u            /* after a failure to make one */
+#define POLL_NS 500000000ull            /* between polls of a namespace that is not usable */
+#define SUSPECT_NS 1000000000ull        /* wait for keep alive after a command without an answer */
+#define STEADY_NS 2000000000ull         /* an association that lasted so long is made again at once */
 
-static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
-static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
+static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
+static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
     char text[NVME_REASON + 64];
     va_list arguments;
     va_start(arguments, format);
@@ -39,13 +39,7 @@ static void tell(struct nvme_host *host, struct nvme_remote *only, const char *f
 static uint64_t timeout_ns(const struct nvme_host *host) { return (host->target.timeout_ms ? host->target.timeout_ms : 5000) * 1000000ull; }
 static uint32_t kato_ms(const struct nvme_host *host) { return host->target.kato_ms ? host->target.kato_ms : 5000; }
 
-/* ---- what rings call ---- */
-
-static void wake(struct nvme_host *host) {
-    uint64_t one = 1;
-    ssize_t n = write(host->wake_fd, &one, sizeof(one));
-    (void)n;
-}
+/* ---- for rings ---- */
 
 bool nvme_host_room(struct nvme_host *host) {
     bool room = false;
@@ -81,17 +75,17 @@ void nvme_host_lost(struct nvme_host *host, uint32_t generation, const char *rea
     if (atomic_load(&host->generation) == generation && atomic_load(&host->lost) != generation) {
         snprintf(host->reason, sizeof(host->reason), "%s", reason);
         atomic_store(&host->lost, generation);
-        wake(host);
+        wake_fd(host->wake_fd);
     }
     pthread_mutex_unlock(&host->lock);
 }
 
 void nvme_host_abort(struct nvme_host *host, uint16_t qid, uint16_t cid) {
     pthread_mutex_lock(&host->lock);
-    if (host->abort_count < sizeof(host->aborts) / sizeof(host->aborts[0])) { /* a courtesy: what does not fit is not aborted */
+    if (host->abort_count < sizeof(host->aborts) / sizeof(host->aborts[0])) { /* an Abort is a courtesy: those that do not fit are left out */
         host->aborts[host->abort_count].qid = qid;
         host->aborts[host->abort_count++].cid = cid;
-        wake(host);
+        wake_fd(host->wake_fd);
     }
     pthread_mutex_unlock(&host->lock);
 }
@@ -135,7 +129,7 @@ static int remote_check(struct nvme_admin *admin, struct nvme_link *link, struct
     return r;
 }
 
-/* Those that are not usable. One that fails is left out, and looked at again later; the others are used. The last failure, if none is. */
+/* Check the namespaces that are not usable. One that fails is polled again later. Returns 0 if any is usable, else the last failure. */
 static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint64_t deadline) {
     struct nvme_link link;
     int r = nvme_link_init(&link, 3), failure = 0;
@@ -154,9 +148,9 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
         snprintf(remote->reason, sizeof(remote->reason), "%s", r < 0 ? admin->reason : "");
         pthread_mutex_unlock(&host->lock);
         if (back)
-            tell(host, remote, "namespace %u is back", remote->nsid);
+            notify(host, remote, "namespace %u is back", remote->nsid);
         else if (news)
-            tell(host, remote, "%s", admin->reason);
+            notify(host, remote, "%s", admin->reason);
     }
     nvme_link_close(&link, -ENOTCONN);
     nvme_link_free(&link);
@@ -166,8 +160,9 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
 /* ---- the thread ---- */
 
 struct service {
-    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: 0, or when it was sent, and when its answer is overdue */
-    bool suspect;                               /* a command missed its deadline: is the controller there? */
+    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: when it was sent, or 0; and when its answer is overdue */
+    uint64_t next_alive_ns;
+    bool suspect;                               /* a command missed its deadline, so the controller may be gone */
     bool namespaces_changed, watching;
 };
 
@@ -196,7 +191,7 @@ static void send_admin(struct service *service, struct nvme_admin *admin, struct
 }
 
 /* Reading the log of changed namespaces allows the next event of this kind. */
-static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
+static int namespaces_poll(struct nvme_host *host, struct nvme_admin *admin) {
     uint64_t deadline = now_ns() + kato_ms(host) * 500000ull;
     uint8_t *list = malloc(4096);
     if (!list)
@@ -210,7 +205,7 @@ static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
         int found = nvme_admin_identity(admin, remote->nsid, &identity, deadline);
         bool same = found == 0 && remote->known && memcmp(&identity, &remote->identity, sizeof(identity)) == 0;
         if (!same && atomic_exchange(&remote->usable, false))
-            tell(host, remote, "namespace %u is gone or another one now: %s", remote->nsid, found < 0 ? admin->reason : "it has changed");
+            notify(host, remote, "namespace %u is gone or another one now: %s", remote->nsid, found < 0 ? admin->reason : "it has changed");
     }
     return admin->link.state == NVME_LINK_READY ? 0 : r < 0 ? r : -ENOTCONN;
 }
@@ -222,10 +217,53 @@ static bool all_usable(const struct nvme_host *host) {
     return true;
 }
 
-/* Until the association is lost, or the host is to stop (-ECANCELED). */
+/* Keep alive is asked for at half of its time, and at once where a command missed its deadline. */
+static int alive_step(struct service *service, struct nvme_admin *admin, uint64_t kato_ns, uint64_t now) {
+    if (service->alive_asked_ns && now > service->alive_until_ns)
+        return nvme_admin_fail(admin, -ETIMEDOUT, "no answer to keep alive in %llu ms",
+                               (unsigned long long)(now - service->alive_asked_ns) / 1000000);
+    if (service->suspect && service->alive_asked_ns)
+        service->alive_until_ns = min_u64(service->alive_until_ns, now + SUSPECT_NS);
+    if ((now >= service->next_alive_ns || service->suspect) && !service->alive_asked_ns) {
+        service->alive_asked_ns = now;
+        service->alive_until_ns = now + (service->suspect ? min_u64(kato_ns, SUSPECT_NS) : kato_ns);
+        service->next_alive_ns = now + kato_ns / 2;
+        send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_KEEP_ALIVE}, alive_done);
+    }
+    service->suspect = false;
+    return 0;
+}
+
+/* One Abort at a time: few controllers take many. True: there is more to do before a wait. */
+static bool abort_step(struct nvme_host *host, struct nvme_admin *admin, struct service *service) {
+    pthread_mutex_lock(&host->lock);
+    if (host->abort_count && admin->link.in_flight < 8) {
+        uint16_t qid = host->aborts[0].qid, cid = host->aborts[0].cid;
+        memmove(host->aborts, host->aborts + 1, --host->abort_count * sizeof(host->aborts[0]));
+        send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ABORT, .cdw10 = (uint32_t)cid << 16 | qid}, NULL);
+        service->suspect = true;
+    }
+    bool more = service->suspect || (host->abort_count && admin->link.in_flight < 8);
+    pthread_mutex_unlock(&host->lock);
+    return more;
+}
+
+static void wait_for_news(struct nvme_host *host, struct nvme_admin *admin, uint64_t until, uint64_t now) {
+    struct pollfd fds[2] = {{.fd = admin->link.fd, .events = (short)(POLLIN | (nvme_link_sending(&admin->link) ? POLLOUT : 0))},
+                            {.fd = host->wake_fd, .events = POLLIN}};
+    poll(fds, 2, until > now ? (int)((until - now) / 1000000 + 1) : 0);
+    uint64_t count;
+    if (fds[1].revents) {
+        ssize_t n = read(host->wake_fd, &count, sizeof(count));
+        (void)n;
+    }
+}
+
+/* Returns when the association is lost, or the host is to stop (-ECANCELED). */
 static int serve(struct nvme_host *host, struct nvme_admin *admin, struct service *service) {
     const uint64_t kato_ns = kato_ms(host) * 1000000ull;
-    uint64_t next_alive = now_ns() + kato_ns / 2, next_look = now_ns() + LOOK_NS;
+    uint64_t next_poll = now_ns() + POLL_NS;
+    service->next_alive_ns = now_ns() + kato_ns / 2;
     int r = 0;
     while (r == 0) {
         uint64_t now = now_ns();
@@ -237,60 +275,34 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
             pthread_mutex_unlock(&host->lock);
             return -ENOTCONN;
         }
-        if (service->alive_asked_ns && now > service->alive_until_ns)
-            return nvme_admin_fail(admin, -ETIMEDOUT, "no answer to keep alive in %llu ms",
-                                   (unsigned long long)(now - service->alive_asked_ns) / 1000000);
-        if (service->suspect && service->alive_asked_ns)
-            service->alive_until_ns = min_u64(service->alive_until_ns, now + SUSPECT_NS);
-        if ((now >= next_alive || service->suspect) && !service->alive_asked_ns) {
-            service->alive_asked_ns = now;
-            service->alive_until_ns = now + (service->suspect ? min_u64(kato_ns, SUSPECT_NS) : kato_ns);
-            next_alive = now + kato_ns / 2;
-            send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_KEEP_ALIVE}, alive_done);
-        }
-        service->suspect = false;
+        r = alive_step(service, admin, kato_ns, now);
+        if (r < 0)
+            return r;
         if (!service->watching && admin->oaes & NVME_ASYNC_NAMESPACES) {
             service->watching = true;
             send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ASYNC_EVENT}, event_done);
         }
-        pthread_mutex_lock(&host->lock);
-        if (host->abort_count && admin->link.in_flight < 8) { /* one at a time: few controllers take many */
-            uint16_t qid = host->aborts[0].qid, cid = host->aborts[0].cid;
-            memmove(host->aborts, host->aborts + 1, --host->abort_count * sizeof(host->aborts[0]));
-            send_admin(service, admin, (struct nvme_command){.opcode = NVME_ADMIN_ABORT, .cdw10 = (uint32_t)cid << 16 | qid}, NULL);
-            service->suspect = true;
-        }
-        bool more = service->suspect || (host->abort_count && admin->link.in_flight < 8);
-        pthread_mutex_unlock(&host->lock);
+        bool more = abort_step(host, admin, service);
         r = nvme_link_send(&admin->link);
         if (r == 0 && !more) {
-            uint64_t until = service->alive_asked_ns ? service->alive_until_ns : next_alive;
-            if (!all_usable(host))
-                until = min_u64(until, next_look);
-            struct pollfd fds[2] = {{.fd = admin->link.fd, .events = (short)(POLLIN | (nvme_link_sending(&admin->link) ? POLLOUT : 0))},
-                                    {.fd = host->wake_fd, .events = POLLIN}};
-            poll(fds, 2, until > now ? (int)((until - now) / 1000000 + 1) : 0);
-            uint64_t count;
-            if (fds[1].revents) {
-                ssize_t n = read(host->wake_fd, &count, sizeof(count));
-                (void)n;
-            }
+            uint64_t until = service->alive_asked_ns ? service->alive_until_ns : service->next_alive_ns;
+            wait_for_news(host, admin, all_usable(host) ? until : min_u64(until, next_poll), now);
         }
         if (r == 0)
             r = nvme_link_receive(&admin->link);
         if (r < 0)
             return nvme_admin_fail(admin, r, "%s", admin->link.reason);
-        admin->wake_fd = -1; /* these have short deadlines of their own */
+        admin->wake_fd = -1; /* the following calls have short deadlines of their own */
         if (service->namespaces_changed) {
             service->namespaces_changed = false;
-            r = namespaces_look(host, admin);
-            next_look = 0;
+            r = namespaces_poll(host, admin);
+            next_poll = 0;
         }
-        if (atomic_exchange(&host->look, false))
-            next_look = 0;
-        if (r == 0 && now_ns() >= next_look && !all_usable(host)) {
-            remotes_check(host, admin, now_ns() + kato_ns / 2); /* keep alive has to wait for it */
-            next_look = now_ns() + LOOK_NS;
+        if (atomic_exchange(&host->poll_now, false))
+            next_poll = 0;
+        if (r == 0 && now_ns() >= next_poll && !all_usable(host)) {
+            remotes_check(host, admin, now_ns() + kato_ns / 2); /* keep alive waits meanwhile */
+            next_poll = now_ns() + POLL_NS;
             r = admin->link.state == NVME_LINK_READY ? 0 : -ENOTCONN;
         }
         admin->wake_fd = host->wake_fd;
@@ -328,10 +340,10 @@ static void *host_main(void *argument) {
     struct nvme_host *host = argument;
     uint32_t backoff_ms = BACKOFF_MIN_MS;
     while (!atomic_load(&host->stopping)) {
-        struct service service = {0}; /* as long as the link: closing it ends requests that lead here */
+        struct service service = {0}; /* outlives the link: requests lead here until it is closed */
         struct nvme_admin admin = {.wake_fd = host->wake_fd, .link.fd = -1};
         uint64_t count, deadline = now_ns() + timeout_ns(host);
-        ssize_t n = read(host->wake_fd, &count, sizeof(count)); /* what was meant for the association before */
+        ssize_t n = read(host->wake_fd, &count, sizeof(count)); /* drop wakes that were meant for the association before */
         (void)n;
         if (atomic_load(&host->stopping))
             break;
@@ -344,7 +356,7 @@ static void *host_main(void *argument) {
             state_set(host, NVME_HOST_UP, &admin);
             for (struct nvme_remote *remote = host->remotes; remote && again; remote = remote->next)
                 if (atomic_load(&remote->usable))
-                    tell(host, remote, "connected again");
+                    notify(host, remote, "connected again");
             r = serve(host, &admin, &service);
             if (r != -ECANCELED)
                 backoff_ms = now_ns() - up_ns >= STEADY_NS ? 0 : (uint32_t)min_u64(backoff_ms, BACKOFF_UP_MAX_MS);
@@ -352,7 +364,7 @@ static void *host_main(void *argument) {
         bool first = atomic_load(&host->state) != NVME_HOST_DOWN;
         state_set(host, NVME_HOST_DOWN, &admin);
         if (r != -ECANCELED && first)
-            tell(host, NULL, "connection lost: %s", admin.reason);
+            notify(host, NULL, "connection lost: %s", admin.reason);
         nvme_admin_close(&admin, r == -ECANCELED);
         struct pollfd poll_fd = {.fd = host->wake_fd, .events = POLLIN};
         while (backoff_ms && !atomic_load(&host->stopping) && poll(&poll_fd, 1, (int)backoff_ms) > 0) {
@@ -393,7 +405,7 @@ static struct nvme_host *host_of(struct kvfs_array *array, const struct kvfs_nvm
     return host->wake_fd < 0 ? NULL : host;
 }
 
-/* Made now, or when the device lay there before. */
+/* Makes the remote, unless the device was there before. */
 static struct nvme_remote *remote_of(struct kvfs_array *array, uint32_t device, const struct kvfs_nvme_target *target) {
     struct nvme_host *host = host_of(array, target);
     struct nvme_remote *remote = host ? atomic_load(&host->remotes) : NULL;
@@ -422,14 +434,14 @@ int nvme_device_use(struct kvfs_array *array, uint32_t device, char *error, size
     struct nvme_host *host = remote->host;
     atomic_store(&remote->anew, true);
     atomic_store(&remote->usable, false);
-    atomic_store(&host->look, true);
+    atomic_store(&host->poll_now, true);
     if (!host->started) {
         int r = -pthread_create(&host->thread, NULL, host_main, host);
         if (r < 0)
             return r;
         host->started = true;
     }
-    wake(host);
+    wake_fd(host->wake_fd);
     uint64_t until = now_ns() + timeout_ns(host) + BACKOFF_MAX_MS * 1000000ull;
     bool usable;
     while (!(usable = atomic_load(&remote->usable) && atomic_load(&host->state) == NVME_HOST_UP) && now_ns() < until)
@@ -462,7 +474,7 @@ int nvme_hosts_start(struct kvfs_array *array, const int *device_fds, bool wait,
     }
     for (struct nvme_host *host = array->hosts; host && wait; host = host->next) {
         pthread_mutex_lock(&host->lock);
-        while (atomic_load(&host->state) == NVME_HOST_STARTING) /* it has a deadline of its own */
+        while (atomic_load(&host->state) == NVME_HOST_STARTING) /* the host has a deadline of its own */
             pthread_cond_wait(&host->changed, &host->lock);
         bool up = atomic_load(&host->state) == NVME_HOST_UP;
         snprintf(error, error_size, "%.80s:%u: %s", host->target.host, host->target.port, host->reason);
@@ -483,7 +495,7 @@ int nvme_hosts_start(struct kvfs_array *array, const int *device_fds, bool wait,
 void nvme_hosts_stop(struct kvfs_array *array) {
     for (struct nvme_host *host = array->hosts; host; host = host->next) {
         atomic_store(&host->stopping, true);
-        wake(host);
+        wake_fd(host->wake_fd);
     }
     while (array->hosts) {
         struct nvme_host *host = array->hosts;

@@ -1,5 +1,4 @@
-/* What libkvfs and the daemon say to each other on the pool's control socket (SOCK_STREAM, little-endian). kvfs/frontend/clients.py is the
- * other end.
+/* Frames between libkvfs and the daemon on the pool's control socket (SOCK_STREAM, little-endian). kvfs/frontend/clients.py is the other end.
  *
  * A connection that begins with "KVFSCLI1" instead of '{' speaks frames: struct wire_frame and `size` bytes behind it. The client asks,
  * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, REPORT and BAD_BLOCK have no
@@ -15,6 +14,7 @@
 #define KVFS_WIRE_SIZE_MAX (16u << 20)  /* of a payload */
 #define KVFS_WIRE_FDS_MAX 128           /* in one frame */
 #define KVFS_WIRE_ITEMS_MAX 4096        /* in one request */
+#define KVFS_WIRE_ERRNO_MAX 4095        /* of a status */
 
 enum wire_type {
     WIRE_HELLO = 1, WIRE_DESCRIPTORS = 2, WIRE_RESERVE = 3, WIRE_COMMIT = 4, WIRE_DELETE = 5, WIRE_LIST = 6, WIRE_LOOKUP = 7,

@@ -96,11 +96,11 @@ static struct staged *next_wanted(struct stage *stage) {
 
 static void stage_round(struct stage *stage) {
     struct kvfs_client *client = stage->client;
-    struct session *session;
+    struct connection *connection;
     struct lane *lane;
-    int r = session_get(client, &session);
-    if (r == 0 && (r = lane_take(client, session, &lane)) < 0)
-        session_put(session);
+    int r = connection_get(client, &connection);
+    if (r == 0 && (r = lane_take(client, connection, &lane)) < 0)
+        connection_put(connection);
     for (;;) {
         pthread_mutex_lock(&stage->lock);
         struct staged *block = stage->stopping ? NULL : next_wanted(stage);
@@ -138,7 +138,7 @@ static void stage_round(struct stage *stage) {
     }
     if (r == 0) {
         lane_give(lane);
-        session_put(session);
+        connection_put(connection);
     }
 }
 
@@ -205,7 +205,7 @@ void stage_stop(struct kvfs_client *client) {
     pthread_join(stage->thread, NULL);
     bool owed = false;
     while (stage->oldest) {
-        owed = owed || client_overlaps_zombie(client, stage->memory, stage->size);
+        owed = owed || client_overlaps_orphan(client, stage->memory, stage->size);
         if (stage->oldest->state == STAGED_READY)
             TALLY(client, prestage_wasted, 1);
         unlink_staged(stage, stage->oldest);
@@ -252,16 +252,16 @@ static void reclaim_lost(struct stage *stage) {
     for (struct staged *block = stage->oldest, *next; block; block = next) {
         next = block->next;
         if (block->state == STAGED_LOST && !block->takers &&
-            !client_overlaps_zombie(stage->client, stage->memory + block->slot * SLOT_SIZE, block->slots * SLOT_SIZE))
+            !client_overlaps_orphan(stage->client, stage->memory + block->slot * SLOT_SIZE, block->slots * SLOT_SIZE))
             unlink_staged(stage, block);
     }
 }
 
 int kvfs_prestage(struct kvfs_client *client, const struct kvfs_keys *keys) {
-    struct session *session;
+    struct connection *connection;
     struct shards shards = {0};
     const uint8_t *key = keys->data;
-    int r = session_get(client, &session), started = 0;
+    int r = connection_get(client, &connection), started = 0;
     if (r < 0)
         return r;
     pthread_mutex_lock(&client->lock);
@@ -276,7 +276,7 @@ int kvfs_prestage(struct kvfs_client *client, const struct kvfs_keys *keys) {
     }
     for (uint32_t i = 0; i < keys->count && r == 0; key += keys->sizes[i++]) {
         struct kvfs_record record;
-        r = key_find(client, session, &shards, key, keys->sizes[i], &record);
+        r = key_find(client, connection, &shards, key, keys->sizes[i], &record);
         if (r == -ENOENT) {
             r = 0;
             continue;
@@ -299,6 +299,6 @@ int kvfs_prestage(struct kvfs_client *client, const struct kvfs_keys *keys) {
         pthread_mutex_unlock(&stage->lock);
         free(block);
     }
-    session_put(session);
+    connection_put(connection);
     return r < 0 ? r : started;
 }

@@ -1,0 +1,304 @@
+/* A connection with a daemon: made, found again after a restart, and let go. */
+#include "client/client.h"
+#include "io/nvme/tcp.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define WELCOME_MAX (256u << 20)
+/* A daemon that did not answer is not asked again for four timeouts, as a device is not; at most this long. */
+#define SILENT_TIMEOUTS 4u
+#define SILENT_MAX_MS 10000u
+
+static void connection_free(struct connection *connection) {
+    bool owed = false;
+    while (connection->idle) {
+        struct lane *lane = connection->idle;
+        connection->idle = lane->next;
+        owed = !lane_free(lane) || owed;
+    }
+    if (connection->socket >= 0)
+        close(connection->socket);
+    free(connection->payload);
+    kvfs_table_detach(connection->table);
+    connection->table = NULL;
+    if (owed)
+        return;
+    for (struct late_write *write = atomic_exchange(&connection->landed, NULL), *next; write; write = next) {
+        next = write->next;
+        free(write);
+    }
+    nvme_hosts_stop(&connection->array);
+    for (uint32_t i = 0; connection->fds && i < connection->array.device_count; i++)
+        if (connection->fds[i] >= 0)
+            close(connection->fds[i]);
+    free(connection->fds);
+    array_free(&connection->array);
+    free(connection);
+}
+
+void connection_put(struct connection *connection) {
+    if (connection && atomic_fetch_sub(&connection->refs, 1) == 1)
+        connection_free(connection);
+}
+
+/* ---- the welcome ---- */
+
+/* statx's direct I/O alignment (Linux 6.1), which the C library's headers may not know yet. */
+static uint32_t memory_alignment(int fd) {
+    union { uint8_t bytes[256]; uint32_t words[64]; } st;
+    memset(&st, 0, sizeof(st));
+    const uint32_t mask_dioalign = 0x2000, at = 0x98 / 4;
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, mask_dioalign, &st) == 0 && st.words[0] & mask_dioalign && st.words[at] &&
+        st.words[at] <= PAGE && (st.words[at] & (st.words[at] - 1)) == 0)
+        return st.words[at];
+    return 512;
+}
+
+static int connection_fill(struct kvfs_client *client, struct connection *connection, const struct wire_welcome *w, const uint8_t *rest, uint64_t size) {
+    struct kvfs_array *array = &connection->array;
+    uint64_t members = (uint64_t)w->segment_count * w->stripe_width;
+    if (w->device_count == 0 || w->device_count > KVFS_DEVICES_MAX || w->stripe_width == 0 || w->stripe_width > KVFS_STRIPE_WIDTH_MAX ||
+        w->stripe_width > w->device_count || w->stripe_unit < 16384 || w->stripe_unit % PAGE || w->zone_size == 0 ||
+        w->zone_size % w->stripe_unit || w->zone_size / PAGE > UINT32_MAX / w->stripe_width || w->segment_count == 0 ||
+        size != 8ull * w->device_count + 8 * members)
+        return client_fail(-EPROTO, "%s: the daemon's welcome makes no sense: %u devices, stripe width %u, %u segments, %llu bytes", client->pool,
+                           w->device_count, w->stripe_width, w->segment_count, (unsigned long long)size);
+    const struct geometry geometry = {.secret = w->secret, .mount_epoch = w->mount_epoch, .zone_size = w->zone_size, .stripe_unit = w->stripe_unit,
+                                      .stripe_width = w->stripe_width, .segment_count = w->segment_count};
+    array->io_timeout_ms = client->options.timeout_ms;
+    array->inline_max = 256 << 10;
+    array->fail_fast = true;
+    connection->verify = !(client->options.flags & KVFS_NO_VERIFY);
+    int r = array_init(array, &geometry, w->device_count);
+    connection->fds = malloc(w->device_count * sizeof(int));
+    for (uint32_t i = 0; connection->fds && i < w->device_count; i++)
+        connection->fds[i] = -1;
+    if (r < 0 || !connection->fds)
+        return client_fail(-ENOMEM, "%s: no memory for %u segments", client->pool, w->segment_count);
+    for (uint32_t i = 0; i < w->device_count; i++) {
+        memcpy(&array->devices[i].zones_offset, rest + 8ull * i, 8);
+    }
+    memcpy(array->members, rest + 8ull * w->device_count, members * sizeof(*array->members));
+    for (uint64_t i = 0; i < members; i++)
+        if (array->members[i].device >= w->device_count)
+            return client_fail(-EPROTO, "%s: the daemon's welcome puts segment %llu on device %u of %u", client->pool,
+                               (unsigned long long)(i / w->stripe_width), array->members[i].device, w->device_count);
+    memcpy(connection->uuid, w->pool_uuid, sizeof(connection->uuid));
+    connection->writable = w->writable && !(client->options.flags & KVFS_READ_ONLY);
+    connection->reservation_ms = w->reservation_ms;
+    return 0;
+}
+
+static int frame_check(struct kvfs_client *client, const struct wire_frame *frame, uint16_t type, uint32_t size_max) {
+    if (frame->type != type || frame->size > size_max || frame->reserved)
+        return client_fail(-EPROTO, "%s: the daemon answered with a frame of type %u and %u bytes, expected type %u and at most %u",
+                           client->pool, frame->type, frame->size, type, size_max);
+    return 0;
+}
+
+/* The daemon's refusal: its sentence. */
+static int refusal(struct kvfs_client *client, int fd, const struct wire_frame *frame, uint64_t deadline_ns) {
+    char text[512] = "";
+    uint32_t size = (uint32_t)min_u64(frame->size, sizeof(text) - 1);
+    if (frame->status < -KVFS_WIRE_ERRNO_MAX)
+        return client_fail(-EPROTO, "%s: the daemon refuses with status %d", client->pool, frame->status);
+    if (wire_receive_all(fd, text, size, deadline_ns, NULL, NULL) < 0)
+        text[0] = 0;
+    return client_fail(frame->status, "%s: %s", client->pool, text[0] ? text : strerror(-frame->status));
+}
+
+static int descriptors(struct kvfs_client *client, struct connection *connection, uint64_t deadline_ns) {
+    uint32_t wanted = 1 + connection->array.device_count, have = 0;
+    int table_fd = -1, r = 0;
+    while (have < wanted && r == 0) {
+        struct wire_frame frame;
+        int fds[KVFS_WIRE_FDS_MAX];
+        uint32_t count = 0;
+        r = wire_receive_all(connection->socket, &frame, sizeof(frame), deadline_ns, fds, &count);
+        if (r == 0)
+            r = frame_check(client, &frame, WIRE_DESCRIPTORS, 0);
+        if (r == 0 && (count == 0 || have + count > wanted))
+            r = client_fail(-EPROTO, "%s: the daemon sent %u descriptors with %u of %u there", client->pool, count, have, wanted);
+        for (uint32_t i = 0; i < count; i++) {
+            if (r < 0)
+                close(fds[i]);
+            else if (have++ == 0)
+                table_fd = fds[i];
+            else
+                connection->fds[have - 2] = fds[i];
+        }
+    }
+    if (r == 0) {
+        r = kvfs_table_attach(table_fd, connection->array.geometry.secret, &connection->table);
+        if (r == 0 && kvfs_table_mount_epoch(connection->table) != connection->array.geometry.mount_epoch)
+            r = -EBADMSG;
+        if (r < 0)
+            client_fail(r = -EPROTO, "%s: the daemon's block table is not of this version, or of another mount", client->pool);
+    }
+    if (table_fd >= 0)
+        close(table_fd);
+    return r;
+}
+
+/* Say hello, and take in all that the daemon hands out. */
+static int connection_welcome(struct kvfs_client *client, struct connection *connection, uint64_t deadline) {
+    struct wire_hello hello = {.magic = "KVFSCLI1", .version = KVFS_WIRE_VERSION, .flags = client->options.flags & KVFS_READ_ONLY,
+                               .timeout_ms = client->options.timeout_ms};
+    struct wire_frame frame;
+    struct wire_welcome welcome;
+    uint8_t *rest = NULL;
+    int r = wire_send_all(connection->socket, &hello, sizeof(hello), NULL, 0, deadline);
+    if (r == 0)
+        r = wire_receive_all(connection->socket, &frame, sizeof(frame), deadline, NULL, NULL);
+    if (r == -ETIMEDOUT)
+        client_fail(r, "%s: the daemon gave no answer in %u ms", client->pool, client->options.timeout_ms);
+    else if (r < 0)
+        client_fail(r = -ENOTCONN, "%s: the daemon hung up: a daemon without native clients, or one that is ending", client->pool);
+    else if (frame.type == WIRE_HELLO && frame.status < 0)
+        r = refusal(client, connection->socket, &frame, deadline);
+    else
+        r = frame_check(client, &frame, WIRE_HELLO, WELCOME_MAX);
+    if (r == 0 && frame.size < sizeof(welcome))
+        r = client_fail(-EPROTO, "%s: the daemon's welcome has %u bytes", client->pool, frame.size);
+    if (r == 0 && !(rest = malloc(frame.size)))
+        r = client_fail(-ENOMEM, "%s: no memory for a welcome of %u bytes", client->pool, frame.size);
+    if (r == 0) {
+        r = wire_receive_all(connection->socket, rest, frame.size, deadline, NULL, NULL);
+        if (r < 0)
+            client_fail(r, "%s: the daemon broke off its welcome: %s", client->pool, strerror(-r));
+    }
+    if (r == 0) {
+        memcpy(&welcome, rest, sizeof(welcome));
+        if (welcome.version != KVFS_WIRE_VERSION)
+            r = client_fail(-EPROTO, "%s: the daemon speaks version %u, this library %u", client->pool, welcome.version, KVFS_WIRE_VERSION);
+    }
+    if (r == 0)
+        r = connection_fill(client, connection, &welcome, rest + sizeof(welcome), frame.size - sizeof(welcome));
+    if (r == 0) {
+        r = descriptors(client, connection, deadline);
+        if (r == -ETIMEDOUT || r == -ENOTCONN)
+            client_fail(r, "%s: the daemon broke off before its last descriptor: %s", client->pool, strerror(-r));
+    }
+    free(rest);
+    return r;
+}
+
+static int devices_open(struct kvfs_client *client, struct connection *connection) {
+    for (uint32_t i = 0; i < connection->array.device_count; i++) {
+        struct device *device = &connection->array.devices[i];
+        device->fd = connection->fds[i];
+        device_probe(&connection->array, device);
+        uint32_t alignment = memory_alignment(device->fd);
+        if (alignment > connection->memory_alignment)
+            connection->memory_alignment = alignment;
+    }
+    char reason[NVME_REASON];
+    int r = nvme_hosts_start(&connection->array, connection->fds, false, reason, sizeof(reason)); /* one that is not there: misses, not an error */
+    return r < 0 ? client_fail(r, "%s: %s", client->pool, reason) : 0;
+}
+
+int connection_open(struct kvfs_client *client, struct connection **out) {
+    uint64_t deadline = now_ns() + client->options.timeout_ms * 1000000ull, listener[4];
+    listener_of(client, listener); /* first: a daemon that comes meanwhile is another one */
+    int fd = socket_open(client, deadline);
+    if (fd < 0)
+        return fd;
+    struct connection *connection = calloc(1, sizeof(*connection));
+    if (!connection) {
+        close(fd);
+        return client_fail(-ENOMEM, "%s: no memory for a session", client->pool);
+    }
+    atomic_store(&connection->refs, 1);
+    pthread_mutex_init(&connection->lock, NULL);
+    pthread_mutex_init(&connection->send_lock, NULL);
+    pthread_mutex_init(&connection->socket_lock, NULL);
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&connection->lane_idle, &attributes);
+    pthread_cond_init(&connection->answered, &attributes);
+    connection->socket = fd;
+    memcpy(connection->listener, listener, sizeof(listener));
+    int r = connection_welcome(client, connection, deadline);
+    if (r == 0)
+        r = devices_open(client, connection);
+    if (r < 0)
+        connection_put(connection);
+    else
+        *out = connection;
+    return r;
+}
+
+/* ---- the connection of a call ---- */
+
+/* client->lock is held: connections of daemons that are gone go when nothing needs them. */
+void client_prune(struct kvfs_client *client) {
+    for (struct connection **link = &client->retired; *link;) {
+        struct connection *connection = *link;
+        bool owed = false;
+        if (atomic_load(&connection->refs) > 1 || (connection_overlaps(connection, NULL, 0, &owed), owed)) {
+            link = &connection->next;
+            continue;
+        }
+        *link = connection->next;
+        connection_put(connection);
+    }
+}
+
+int connection_get(struct kvfs_client *client, struct connection **out) {
+    if (client->pid != getpid())
+        return client_fail(-ECHILD, "%s: this client was connected by process %d; after fork() connect again", client->path, (int)client->pid);
+    pthread_mutex_lock(&client->lock);
+    struct connection *connection = client->connection;
+    connection_look(connection);
+    int r = 0;
+    if (connection->gone) {
+        struct connection *fresh = NULL;
+        /* A new daemon listens before anything can be changed through it: while nobody listens, the old table is right. */
+        r = now_ns() < client->silent_until_ns ? client_fail(-ETIMEDOUT, "%s: the daemon gives no answer", client->pool) : connection_open(client, &fresh);
+        if (r == -ETIMEDOUT && now_ns() >= client->silent_until_ns)
+            client->silent_until_ns = now_ns() + min_u64(SILENT_TIMEOUTS * client->options.timeout_ms, SILENT_MAX_MS) * 1000000ull;
+        if (r == 0 && memcmp(fresh->uuid, connection->uuid, sizeof(fresh->uuid)) != 0) {
+            connection_put(fresh);
+            r = client_fail(-ESTALE, "%s: another pool is there now: it was formatted again", client->pool);
+        } else if (r == 0) {
+            connection->next = client->retired;
+            client->retired = connection;
+            client_prune(client);
+            client->connection = connection = fresh;
+            TALLY(client, reconnects, 1);
+        } else if (r == -ENOTCONN && connection->goodbye) {
+            r = client_fail(-ENOTCONN, "%s: unmounted", client->path);
+        } else if (connection->verify && (r == -ENOTCONN || (r == -ETIMEDOUT && listener_is_same(client, connection)))) {
+            connection->silent = r == -ETIMEDOUT;
+            r = 0;
+        }
+    }
+    if (r == 0) {
+        atomic_fetch_add(&connection->refs, 1);
+        *out = connection;
+    }
+    pthread_mutex_unlock(&client->lock);
+    return r;
+}
+
+/* A connection that may write, with a daemon that lives. */
+int writer_get(struct kvfs_client *client, struct connection **out) {
+    if (client->options.flags & KVFS_READ_ONLY)
+        return client_fail(-EROFS, "%s: connected for reading only", client->path);
+    int r = connection_get(client, out);
+    if (r < 0)
+        return r;
+    if ((*out)->gone && (*out)->silent)
+        r = client_fail(-ETIMEDOUT, "%s: the daemon gives no answer: nothing can be stored or deleted until it does", client->path);
+    else if ((*out)->gone)
+        r = client_fail(-ENOTCONN, "%s: the daemon is gone: nothing can be stored or deleted until it is back", client->path);
+    else if (!(*out)->writable)
+        r = client_fail(-EROFS, "%s: the daemon gave this user no right to write", client->path);
+    if (r < 0)
+        connection_put(*out);
+    return r;
+}

@@ -1,0 +1,108 @@
+/* Where the pool of a path is, and its daemon. */
+#include "client/client.h"
+#include "client/mountinfo.h"
+
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+/* A pool's own directory stands for the root of its files: the way to one that has no mount here. */
+static bool is_pool(const char *path, char pool[PATH_MAX], uint64_t *base) {
+    char file[PATH_MAX + 16];
+    snprintf(file, sizeof(file), "%s/pool.toml", path);
+    if (faccessat(AT_FDCWD, file, F_OK, AT_EACCESS) < 0 || !realpath(path, pool))
+        return false;
+    *base = 1;
+    return true;
+}
+
+/* The pool behind a path: the source of its mount, or the path itself. */
+int pool_of(const char *path, char pool[4096], uint64_t *base) {
+    struct statx st;
+    if (statx(AT_FDCWD, path, AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO | STATX_MNT_ID, &st) < 0)
+        return client_fail(-errno, "%s: %s", path, strerror(errno));
+    if (!S_ISDIR(st.stx_mode))
+        return client_fail(-ENOTDIR, "%s: not a directory", path);
+    *base = st.stx_ino;
+    FILE *mounts = fopen("/proc/self/mountinfo", "re");
+    if (!mounts)
+        return client_fail(-errno, "/proc/self/mountinfo: %s", strerror(errno));
+    char *line = NULL;
+    size_t capacity = 0;
+    int r = client_fail(-EINVAL, "%s: its mount is not in /proc/self/mountinfo", path);
+    while (getline(&line, &capacity, mounts) >= 0) {
+        struct mountinfo mount;
+        if (!mountinfo_parse(line, &mount) || mount.id != st.stx_mnt_id)
+            continue;
+        const char *kind = mount.kind, *source = mount.source;
+        if (!source)
+            break;
+        if (strcmp(kind, "fuse.kvfs") != 0 && is_pool(path, pool, base))
+            r = 0;
+        else if (strcmp(kind, "fuse.kvfs") != 0)
+            r = client_fail(-EINVAL, "%s: not on a kvfs mount: it lies on %s (%s)", path, kind, source);
+        else if (source[0] != '/' || strlen(source) >= PATH_MAX)
+            r = client_fail(-EINVAL, "%s: the pool of this mount, '%s', is no path from here", path, source);
+        else
+            r = 0, strcpy(pool, source);
+        break;
+    }
+    free(line);
+    fclose(mounts);
+    return r;
+}
+
+/* Zeros: there is none. */
+void listener_of(const struct kvfs_client *client, uint64_t out[4]) {
+    char path[PATH_MAX + 16];
+    struct stat about;
+    memset(out, 0, 4 * sizeof(*out));
+    snprintf(path, sizeof(path), "%s/control.sock", client->pool);
+    if (stat(path, &about) == 0) {
+        out[0] = about.st_dev;
+        out[1] = about.st_ino;
+        out[2] = (uint64_t)about.st_ctim.tv_sec;
+        out[3] = (uint64_t)about.st_ctim.tv_nsec;
+    }
+}
+
+/* The process behind the connection still listens: nothing can have been changed without it. */
+bool listener_is_same(const struct kvfs_client *client, const struct connection *connection) {
+    uint64_t now[4];
+    listener_of(client, now);
+    return now[1] && memcmp(now, connection->listener, sizeof(now)) == 0;
+}
+
+int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    int directory = -1;
+    /* sockaddr_un has 108 bytes; a longer path goes by the directory's descriptor, which a process that was setuid may not follow. */
+    if ((size_t)snprintf(address.sun_path, sizeof(address.sun_path), "%s/control.sock", client->pool) >= sizeof(address.sun_path)) {
+        directory = open(client->pool, O_PATH | O_DIRECTORY | O_CLOEXEC);
+        if (directory < 0)
+            return client_fail(errno == EACCES ? -EACCES : -ENOTCONN, "%s: %s", client->pool, strerror(errno));
+        snprintf(address.sun_path, sizeof(address.sun_path), "/proc/self/fd/%d/control.sock", directory);
+    }
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    int r = fd < 0 ? -errno : 0;
+    while (r == 0 && connect(fd, (struct sockaddr *)&address, sizeof(address)) < 0) {
+        r = errno == EINTR ? 0 : -errno;
+        if (r == -EAGAIN && now_ns() < deadline_ns) { /* a full backlog */
+            usleep(2000);
+            r = 0;
+        }
+    }
+    if (directory >= 0)
+        close(directory);
+    if (r == 0)
+        return fd;
+    if (fd >= 0)
+        close(fd);
+    if (r == -EACCES)
+        return client_fail(r, "%s/control.sock: this user may not connect", client->pool);
+    return client_fail(-ENOTCONN, "%s: no daemon answers: %s", client->pool, strerror(-r));
+}

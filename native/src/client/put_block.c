@@ -1,0 +1,174 @@
+/* One block of a put onto its devices: header, data, and the headers of further runs. */
+#include "client/put.h"
+
+/* Its memory, once no device needs it. */
+void item_release(struct put_item *item) {
+    desc_put(item->header);
+    free(item->side);
+    if (item->bounce)
+        lane_bounce_give(item->lane, item->bounce, item->bounce_size);
+    item->header = NULL;
+    item->side = item->bounce = NULL;
+}
+
+/* Its call is over, and no device needs it. */
+void item_end(struct put_item *item) {
+    struct connection *connection = item->lane->connection;
+    item_release(item);
+    if (!item->late) {
+        free(item);
+        return;
+    }
+    item->late_write.reservation = item->reserved.reservation;
+    item->late_write.next = atomic_load(&connection->landed);
+    while (!atomic_compare_exchange_weak(&connection->landed, &item->late_write.next, &item->late_write))
+        ;
+}
+
+/* One of its groups has an outcome, or all have been started. */
+void item_advance(struct put_item *item) {
+    if (--item->groups_left)
+        return;
+    item->window->in_flight--;
+    item->call->in_flight--;
+    if (item->groups_held == 0)
+        item_release(item);
+}
+
+static void write_done(struct io_group *group, bool reaped) {
+    struct put_item *item = group->owner;
+    if (reaped || !group->expired)
+        item->groups_held--;
+    if (!reaped) {
+        if (group->result && !item->error)
+            item->error = group->result;
+        item_advance(item);
+    } else if (item->groups_held == 0 && item->dismissed) {
+        item_end(item); /* given up on long ago; its device has answered */
+    }
+}
+
+static int item_io(struct put_item *item, const struct wire_run *run, uint32_t page, const struct iovec *iovs, uint32_t count) {
+    int r = ring_io(&item->lane->ring, true, run->segment, page, iovs, count, NULL, 0, write_done, item);
+    if (r == 0) {
+        item->groups_left++;
+        item->groups_held++;
+        item->begun = true;
+    }
+    return r;
+}
+
+/* Pages [from, to) of the block's data, behind what iovs holds already (used pages of it), to `page` of the run's segment. */
+static int data_io(struct put_item *item, const struct wire_run *run, uint32_t page, struct iovec *iovs, uint32_t count, uint32_t from,
+                   uint32_t to, const uint8_t *source, const uint8_t *tail) {
+    uint32_t whole = (uint32_t)(item->size / PAGE);
+    int r = 0;
+    do {
+        uint32_t stop = (uint32_t)min_u64(to, from + GROUP_BYTES / PAGE), pages = 0;
+        for (uint32_t i = 0; i < count; i++)
+            pages += (uint32_t)(iovs[i].iov_len / PAGE);
+        if (from < stop && from < whole)
+            iovs[count++] = (struct iovec){(void *)(uintptr_t)(source + from * PAGE), (min_u64(stop, whole) - from) * PAGE};
+        if (stop > whole)
+            iovs[count++] = (struct iovec){(void *)(uintptr_t)tail, PAGE};
+        r = item_io(item, run, page, iovs, count);
+        page += pages + (stop - from);
+        from = stop;
+        count = 0;
+    } while (r == 0 && from < to);
+    return r;
+}
+
+/* The daemon's reply about a block: runs, then the record with its extents, then ancestors. */
+static const struct wire_run *runs_of(const struct put_item *item) { return (const struct wire_run *)(const void *)item->body; }
+static const uint8_t *record_of(const struct put_item *item) { return item->body + item->reserved.run_count * sizeof(struct wire_run); }
+static uint8_t *tail_of(const struct put_item *item) { return item->side + (item->reserved.run_count - 1) * PAGE; }
+
+/* Check that, and make what goes to the devices. */
+int item_prepare(struct put_item *item) {
+    struct lane *lane = item->lane;
+    struct connection *connection = lane->connection;
+    struct kvfs_array *array = &connection->array;
+    const struct wire_reserved *w = &item->reserved;
+    const struct wire_run *runs = runs_of(item);
+    const uint8_t *record_at = record_of(item), *ancestors = record_at + round_up(w->record_size, 8);
+    uint32_t leaf_count = (uint32_t)pages_of(item->size), tail_size = (uint32_t)(item->size % PAGE);
+    struct kvfs_inode_record record;
+    memcpy(&record, record_at, sizeof(record));
+    uint64_t extents_at = sizeof(record) + round_up(record.name_size, 8), extents_size = sizeof(struct kvfs_extent) * (uint64_t)record.extent_count;
+    if (record.record_size != w->record_size || extents_at + extents_size > w->record_size || record.size != item->size ||
+        record.segment != runs[0].segment || record.page != runs[0].page || record.generation != runs[0].generation ||
+        runs[0].page_count < w->header_pages || w->header_pages == 0)
+        return -EPROTO;
+    uint64_t room = 0;
+    for (uint32_t i = 0; i < w->run_count; i++)
+        room += runs[i].page_count - (i ? 1u : w->header_pages);
+    if (room != leaf_count)
+        return -EPROTO;
+    item->header = desc_new(w->header_pages);
+    uint8_t *bare = malloc(w->record_size);
+    uint32_t *leaves = malloc((leaf_count + 1) * sizeof(*leaves));
+    void *side = NULL;
+    int r = item->header && bare && leaves && posix_memalign(&side, KVFS_PAGE_SIZE, w->run_count * PAGE) == 0 ? 0 : -ENOMEM;
+    item->side = side;
+    item->source = item->data;
+    if (r == 0 && (uintptr_t)item->data % connection->memory_alignment) {
+        item->bounce_size = item->size + 1;
+        item->bounce = lane_bounce(lane, &item->bounce_size);
+        r = item->bounce ? 0 : -ENOMEM;
+        if (r == 0) {
+            memcpy(item->bounce, item->data, item->size);
+            item->source = item->bounce;
+            TALLY(lane->client, bounced_bytes, item->size);
+        }
+    }
+    if (r == 0) {
+        uint8_t *tail = tail_of(item); /* run 0 needs no extent header: its page is the last one's */
+        if (tail_size) {
+            memcpy(tail, item->source + (item->size - tail_size), tail_size);
+            memset(tail + tail_size, 0, PAGE - tail_size);
+        }
+        kvfs_leaf_checksums(item->source, item->size, array->geometry.secret, leaves);
+        memcpy(bare, record_at, extents_at);
+        memcpy(bare + extents_at, record_at + extents_at + extents_size, w->record_size - extents_at - extents_size);
+        const struct kvfs_extent *extents = (const struct kvfs_extent *)(const void *)(record_at + extents_at);
+        struct kvfs_extent whole = {record.generation, record.segment, record.page + w->header_pages, leaf_count, 0};
+        r = header_build(&array->geometry, item->header, bare, (uint32_t)(w->record_size - extents_size), ancestors, w->ancestors_size,
+                         record.extent_count ? extents : &whole, record.extent_count ? record.extent_count : leaf_count > 0, leaves,
+                         runs[0].page_count);
+    }
+    uint32_t page = runs[0].page_count - w->header_pages;
+    for (uint32_t i = 1; i < w->run_count && r == 0; i++) {
+        struct kvfs_run run = {runs[i].generation, runs[i].segment, runs[i].page, runs[i].page_count, 0};
+        extent_header_build(&array->geometry, item->side + (i - 1) * PAGE, record.inode, &run, page);
+        page += runs[i].page_count - 1;
+    }
+    free(bare);
+    free(leaves);
+    return r;
+}
+
+/* Queue its writes. */
+int item_write(struct put_item *item) {
+    const struct wire_reserved *w = &item->reserved;
+    const struct wire_run *runs = runs_of(item);
+    const uint8_t *tail = tail_of(item);
+    uint32_t page = 0;
+    int r = 0;
+    for (uint32_t i = 0; i < w->run_count && r == 0; i++) {
+        struct iovec iovs[4];
+        uint32_t before = i ? 1 : w->header_pages, written = 0;
+        /* A long header goes by itself: with data it may be more pieces than a group can have. */
+        for (uint32_t count; i == 0 && before >= 64 && written < before && r == 0; written += count) {
+            count = (uint32_t)min_u64(before - written, GROUP_BYTES / PAGE);
+            r = item_io(item, &runs[0], runs[0].page + written, &(struct iovec){item->header->header + written * PAGE, count * PAGE}, 1);
+        }
+        if (r < 0 || (written && runs[0].page_count == written))
+            continue;
+        iovs[0] = (struct iovec){i ? item->side + (i - 1) * PAGE : item->header->header, before * PAGE};
+        uint32_t pages = runs[i].page_count - before;
+        r = data_io(item, &runs[i], runs[i].page + written, iovs, written ? 0 : 1, page, page + pages, item->source, tail);
+        page += pages;
+    }
+    return r;
+}

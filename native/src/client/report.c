@@ -1,0 +1,69 @@
+/* Reports of a client about itself: to the daemon, unasked, and to its caller. */
+#include "client/client.h"
+
+#include <stdio.h>
+#include <unistd.h>
+
+/* ---- to the caller ---- */
+
+int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_information *out) {
+    memset(out, 0, sizeof(*out));
+    if (client->pid != getpid())
+        return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
+    pthread_mutex_lock(&client->lock);
+    struct connection *connection = client->connection;
+    connection_look(connection);
+    memcpy(out->pool_uuid, connection->uuid, sizeof(out->pool_uuid));
+    out->mount_epoch = connection->array.geometry.mount_epoch;
+    out->connected = !connection->gone;
+    out->writable = connection->writable;
+    out->device_count = connection->array.device_count;
+    out->memory_alignment = connection->memory_alignment;
+    snprintf(out->pool, sizeof(out->pool), "%.255s", client->pool);
+    pthread_mutex_unlock(&client->lock);
+    return 0;
+}
+
+static_assert(offsetof(struct kvfs_client_statistics, busy) == (CLIENT_COUNTERS - 1) * sizeof(uint64_t), "busy is no counter");
+
+int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_statistics *out) {
+    memset(out, 0, sizeof(*out));
+    if (client->pid != getpid())
+        return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
+    uint64_t values[CLIENT_COUNTERS];
+    for (size_t i = 0; i < CLIENT_COUNTERS; i++)
+        values[i] = atomic_load_explicit(&client->count[i], memory_order_relaxed);
+    memcpy(out, values, sizeof(*out));
+    out->busy = atomic_load(&client->orphans);
+    return 0;
+}
+
+/* ---- to the daemon ---- */
+
+void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment) {
+    (void)client;
+    uint64_t words[2] = {inode, segment};
+    wire_tell(connection, WIRE_BAD_BLOCK, words, sizeof(words));
+}
+
+void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode) {
+    uint64_t hits[CLIENT_HITS_MAX], now = now_ns();
+    uint32_t count = 0;
+    struct kvfs_client_statistics report;
+    bool tell = false;
+    pthread_mutex_lock(&client->lock);
+    if (inode)
+        client->hits[client->hit_count++] = inode;
+    if (client->hit_count == CLIENT_HITS_MAX || !inode || now - client->hits_sent_ns > 1000000000) {
+        count = client->hit_count;
+        memcpy(hits, client->hits, count * sizeof(*hits));
+        client->hit_count = 0;
+        tell = !inode || now - client->hits_sent_ns > 1000000000;
+        client->hits_sent_ns = now;
+    }
+    pthread_mutex_unlock(&client->lock);
+    if (count)
+        wire_tell(connection, WIRE_HITS, hits, count * (uint32_t)sizeof(*hits));
+    if (tell && kvfs_client_statistics_get(client, &report) == 0)
+        wire_tell(connection, WIRE_REPORT, &report, sizeof(report));
+}

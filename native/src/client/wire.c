@@ -1,0 +1,290 @@
+/* Frames to and from the daemon (wire_format.h): sent whole, received by whichever thread waits. */
+#include "client/client.h"
+
+#include <poll.h>
+#include <stdio.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+/* ---- the socket ---- */
+
+static int wait_for(int fd, short events, uint64_t deadline_ns) {
+    for (;;) {
+        uint64_t now = now_ns();
+        struct pollfd poll_fd = {.fd = fd, .events = events};
+        int r = now >= deadline_ns ? 0 : poll(&poll_fd, 1, (int)((deadline_ns - now) / 1000000 + 1));
+        if (r > 0)
+            return 0;
+        if (r == 0)
+            return -ETIMEDOUT;
+        if (errno != EINTR)
+            return -errno;
+    }
+}
+
+/* One after the other, in as few pieces as the socket takes. */
+int wire_send_all(int fd, const void *head, uint64_t head_size, const void *data, uint64_t size, uint64_t deadline_ns) {
+    uint64_t sent = 0;
+    while (sent < head_size + size) {
+        uint64_t first = min_u64(sent, head_size), rest = sent - first;
+        struct iovec iovs[2] = {{(uint8_t *)(uintptr_t)head + first, head_size - first}, {(uint8_t *)(uintptr_t)data + rest, size - rest}};
+        struct msghdr message = {.msg_iov = iovs, .msg_iovlen = 2};
+        ssize_t n = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno == EAGAIN) {
+            int r = wait_for(fd, POLLOUT, deadline_ns);
+            if (r < 0)
+                return r;
+        } else if (n < 0 && errno != EINTR) {
+            return errno == EPIPE || errno == ECONNRESET ? -ENOTCONN : -errno;
+        } else if (n > 0) {
+            sent += (uint64_t)n;
+        }
+    }
+    return 0;
+}
+
+/* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. */
+int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count) {
+    uint8_t *at = data;
+    union { char space[CMSG_SPACE(sizeof(int) * KVFS_WIRE_FDS_MAX)]; struct cmsghdr align; } control;
+    while (size) {
+        struct iovec iov = {at, size};
+        struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.space, .msg_controllen = sizeof(control.space)};
+        ssize_t n = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (n < 0 && errno == EAGAIN) {
+            int r = wait_for(fd, POLLIN, deadline_ns);
+            if (r < 0)
+                return r;
+            continue;
+        }
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n == 0)
+            return -ENOTCONN;
+        if (n < 0)
+            return errno == ECONNRESET ? -ENOTCONN : -errno;
+        for (struct cmsghdr *part = CMSG_FIRSTHDR(&message); part; part = CMSG_NXTHDR(&message, part)) {
+            if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS)
+                continue;
+            uint32_t count = (uint32_t)((part->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+            for (uint32_t i = 0; i < count; i++) {
+                int got;
+                memcpy(&got, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
+                if (fds && *fd_count < KVFS_WIRE_FDS_MAX)
+                    fds[(*fd_count)++] = got;
+                else
+                    close(got);
+            }
+        }
+        at += n;
+        size -= (uint64_t)n;
+    }
+    return 0;
+}
+
+/* ---- what comes ---- */
+
+/* With socket_lock: nothing more comes. Every request without an answer ends with the reason. */
+static void connection_lose(struct connection *connection, int error) {
+    connection->gone = true; /* what comes now would answer something else */
+    shutdown(connection->socket, SHUT_RDWR);
+    for (struct asked *asked = connection->asked; asked; asked = connection->asked) {
+        connection->asked = asked->next;
+        asked->result = error == -EPROTO ? error : -ENOTCONN;
+        atomic_store(&asked->done, true);
+    }
+    pthread_cond_broadcast(&connection->answered);
+}
+
+/* With socket_lock: a frame has begun. Returns the request that it answers; NULL: it breaks the rules, or says good-bye. */
+static struct asked *frame_begun(struct connection *connection) {
+    const struct wire_frame *frame = &connection->frame;
+    struct asked *asked = connection->asked;
+    while (asked && (asked->id != frame->id || asked->type != frame->type))
+        asked = asked->next;
+    connection->goodbye = connection->goodbye || frame->type == WIRE_GOODBYE;
+    if (!asked || frame->size > KVFS_WIRE_SIZE_MAX || frame->status < -KVFS_WIRE_ERRNO_MAX) {
+        connection_lose(connection, frame->type == WIRE_GOODBYE ? -ENOTCONN : -EPROTO);
+        return NULL;
+    }
+    if (!connection->payload && !(connection->payload = malloc(frame->size + 1u)))
+        connection_lose(connection, -ENOMEM);
+    return connection->payload ? asked : NULL;
+}
+
+/* With socket_lock: receive all that is there. */
+static void connection_hear(struct connection *connection) {
+    while (!connection->gone) {
+        uint64_t head = sizeof(connection->frame), at = connection->heard;
+        struct asked *asked = NULL;
+        if (at >= head) {
+            asked = frame_begun(connection);
+            if (!asked)
+                return;
+        }
+        if (asked && at == head + connection->frame.size) {
+            for (struct asked **link = &connection->asked; *link; link = &(*link)->next)
+                if (*link == asked) {
+                    *link = asked->next;
+                    break;
+                }
+            asked->status = connection->frame.status;
+            asked->reply = connection->payload;
+            asked->reply_size = connection->frame.size;
+            asked->answered_ns = now_ns();
+            atomic_store(&asked->done, true);
+            connection->payload = NULL;
+            connection->heard = 0;
+            pthread_cond_broadcast(&connection->answered);
+            continue;
+        }
+        ssize_t n = asked ? recv(connection->socket, connection->payload + (at - head), head + connection->frame.size - at, MSG_DONTWAIT)
+                          : recv(connection->socket, (uint8_t *)&connection->frame + at, head - at, MSG_DONTWAIT);
+        if (n > 0)
+            connection->heard += (uint64_t)n;
+        else if (n < 0 && errno == EAGAIN)
+            return;
+        else if (n == 0 || errno != EINTR)
+            connection_lose(connection, -ENOTCONN);
+    }
+}
+
+void connection_look(struct connection *connection) {
+    if (connection->gone || pthread_mutex_trylock(&connection->socket_lock) != 0)
+        return;
+    if (!connection->listening) /* the listening thread receives it */
+        connection_hear(connection);
+    pthread_mutex_unlock(&connection->socket_lock);
+}
+
+/* ---- requests ---- */
+
+void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked) {
+    *asked = (struct asked){.type = type, .sent_ns = now_ns()};
+    asked->deadline_ns = asked->sent_ns + timeout_ms * 1000000ull;
+    pthread_mutex_lock(&connection->send_lock);
+    pthread_mutex_lock(&connection->socket_lock);
+    asked->id = ++connection->next_id;
+    asked->next = connection->asked;
+    connection->asked = asked;
+    if (connection->gone)
+        connection_lose(connection, -ENOTCONN);
+    if (connection->gone && connection->silent)
+        asked->result = -ETIMEDOUT;
+    pthread_mutex_unlock(&connection->socket_lock);
+    struct wire_frame frame = {.size = size, .type = type, .id = asked->id};
+    int r = connection->gone ? 0 : wire_send_all(connection->socket, &frame, sizeof(frame), payload, size, asked->deadline_ns);
+    pthread_mutex_unlock(&connection->send_lock);
+    if (r < 0) {
+        pthread_mutex_lock(&connection->socket_lock);
+        connection_lose(connection, r);
+        asked->result = r == -ETIMEDOUT ? r : asked->result;
+        pthread_mutex_unlock(&connection->socket_lock);
+    }
+}
+
+void wire_wait(struct connection *connection, struct asked *asked) {
+    pthread_mutex_lock(&connection->socket_lock);
+    while (!asked->done) {
+        if (connection->listening) {
+            struct timespec until = {.tv_sec = (time_t)(asked->deadline_ns / 1000000000u), .tv_nsec = (long)(asked->deadline_ns % 1000000000u)};
+            pthread_cond_timedwait(&connection->answered, &connection->socket_lock, &until);
+        } else {
+            connection->listening = true;
+            pthread_mutex_unlock(&connection->socket_lock);
+            wait_for(connection->socket, POLLIN, asked->deadline_ns);
+            pthread_mutex_lock(&connection->socket_lock);
+            connection->listening = false;
+            connection_hear(connection);
+            pthread_cond_broadcast(&connection->answered);
+        }
+        if (!asked->done && now_ns() >= asked->deadline_ns) {
+            connection_lose(connection, -ETIMEDOUT);
+            asked->result = -ETIMEDOUT;
+        }
+    }
+    pthread_mutex_unlock(&connection->socket_lock);
+}
+
+int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply, uint32_t *reply_size) {
+    assert(asked->done);
+    *reply = NULL;
+    if (asked->result == -ETIMEDOUT)
+        return client_fail(asked->result, "%s: the daemon gave no answer in %u ms", client->pool, client->options.timeout_ms);
+    if (asked->result < 0)
+        return client_fail(asked->result, "%s: the daemon is gone", client->pool);
+    if (asked->status < 0) {
+        asked->reply[asked->reply_size] = 0;
+        client_fail(asked->status, "%s: %.500s", client->pool, asked->reply_size ? (char *)asked->reply : strerror(-asked->status));
+        free(asked->reply);
+        return asked->status;
+    }
+    *reply = asked->reply;
+    *reply_size = asked->reply_size;
+    return 0;
+}
+
+int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
+             uint8_t **reply, uint32_t *reply_size) {
+    struct asked asked;
+    wire_send(connection, type, payload, size, timeout_ms, &asked);
+    wire_wait(connection, &asked);
+    return wire_answer(client, &asked, reply, reply_size);
+}
+
+/* Tell without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
+void wire_tell(struct connection *connection, uint16_t type, const void *payload, uint32_t size) {
+    uint8_t data[sizeof(struct wire_frame) + 8 * 512];
+    struct wire_frame frame = {.size = size, .type = type};
+    if (size > sizeof(data) - sizeof(frame) || connection->gone || pthread_mutex_trylock(&connection->send_lock) != 0)
+        return;
+    memcpy(data, &frame, sizeof(frame));
+    memcpy(data + sizeof(frame), payload, size);
+    ssize_t n = send(connection->socket, data, sizeof(frame) + size, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n >= 0 && n != (ssize_t)(sizeof(frame) + size)) {
+        pthread_mutex_lock(&connection->socket_lock);
+        connection_lose(connection, -ENOTCONN);
+        pthread_mutex_unlock(&connection->socket_lock);
+    }
+    pthread_mutex_unlock(&connection->send_lock);
+}
+
+/* ---- messages ---- */
+
+void message_append(struct message_buffer *out, const void *data, uint64_t size) {
+    uint64_t padded = round_up(size, 8);
+    if (out->size + padded > out->capacity) {
+        uint64_t capacity = round_up((out->size + padded) * 2, PAGE);
+        uint8_t *grown = realloc(out->data, capacity);
+        if (!grown) {
+            out->failed = true;
+            return;
+        }
+        out->data = grown;
+        out->capacity = capacity;
+    }
+    copy_bytes(out->data + out->size, data, size);
+    memset(out->data + out->size + size, 0, padded - size);
+    out->size += padded;
+}
+
+void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t count) {
+    struct wire_where where = {.base = client->base, .space_size = (uint32_t)strlen(client->space), .count = count};
+    message_append(out, &where, sizeof(where));
+    message_append(out, client->space, where.space_size);
+}
+
+int message_check(const struct message_buffer *request) {
+    if (request->failed || request->size > KVFS_WIRE_SIZE_MAX)
+        return client_fail(-ENOMEM, "a request of %llu bytes", (unsigned long long)request->size);
+    return 0;
+}
+
+int message_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, struct message_buffer *request, uint8_t **reply,
+               uint32_t *reply_size) {
+    int r = message_check(request);
+    if (r == 0)
+        r = wire_ask(client, connection, type, request->data, (uint32_t)request->size, client->options.timeout_ms, reply, reply_size);
+    free(request->data);
+    return r;
+}
