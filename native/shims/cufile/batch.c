@@ -1,3 +1,4 @@
+/* Batches of cuFile: the items that lie in a pool are done by threads here, all others by the real library. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+/* The exported calls of cuFile: each goes to libkvfs for a file of a pool, and to the real library for any other. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

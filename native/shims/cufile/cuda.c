@@ -1,3 +1,4 @@
+/* The CUDA driver by dlopen(): the kind of memory behind a pointer, and copies to and from device memory in pieces. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

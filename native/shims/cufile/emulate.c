@@ -1,3 +1,4 @@
+/* The answers of cuFile where no real library is: handles, buffers and streams as its manual gives them. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+/* The locks of the registry and of the batches over a fork(). */
 #include <pthread.h>
 
 #include "shim.h"

@@ -1,3 +1,4 @@
+/* Checks of memory that a caller names, before a transfer touches it. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdio.h>

@@ -1,3 +1,4 @@
+/* Mounts of kvfs as this process sees them, and one client of libkvfs for each. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <poll.h>

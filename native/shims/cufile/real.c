@@ -1,3 +1,4 @@
+/* The real libcufile: where it is looked for, and the addresses of its calls. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

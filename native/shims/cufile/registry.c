@@ -1,3 +1,4 @@
+/* Handles that were registered, by key and by descriptor. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+/* One read or write of a file of a pool, to or from host or device memory. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

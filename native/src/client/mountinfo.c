@@ -1,3 +1,4 @@
+/* A parser of one line of /proc/self/mountinfo that calls and allocates nothing. */
 #include "client/mountinfo.h"
 
 #include <stddef.h>
