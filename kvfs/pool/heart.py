@@ -26,7 +26,7 @@ from kvfs.pool.labels import has_beat, read_beat
 from kvfs.pool.opening import OpenPool
 from kvfs.types import PAGE_SIZE
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.heart")
 
 # Writes that were given up on may land later: so many of their pages are remembered.
 _HISTORY = 64

@@ -24,7 +24,7 @@ from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.store.space import SpaceLimit
 from kvfs.types import PAGE_SIZE, InodeNumber
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.pool")
 
 _LINGER_S = 1.0
 _WALK_BATCH = 512

@@ -39,7 +39,7 @@ from kvfs.store.segment import State, usage
 from kvfs.store.slabs import Slabs
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.service")
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from kvfs.pool.opening import OpenPool
 from kvfs.store.segment import Segment
 from kvfs.types import COUNTER_BITS, EPOCH_MAX, SegmentIndex
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.pool")
 
 _CHUNK = 1 << 20
 

@@ -47,7 +47,7 @@ from kvfs.store.space import Space
 from kvfs.store.tasks import Tasks
 from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.pool")
 
 _COMMIT_CHANGES = 20_000
 _COMMIT_POLL_S = 0.1
