@@ -88,7 +88,7 @@ static int array_build(struct kvfs_plane *plane, const int *device_fds, const ui
         plane->array.devices[i].fd = device_fds[i];
         plane->array.devices[i].zones_offset = zones_offset[i];
         plane->array.passthrough |= generic_is(device_fds[i]);
-        r = device_look(&plane->array, &plane->array.devices[i]);
+        r = device_probe(&plane->array, &plane->array.devices[i]);
         if (r < 0)
             return fail(r, "device %u: NVMe passthrough: %s", i, strerror(-r));
     }
@@ -242,7 +242,7 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     TAKE(open_handles); TAKE(parked); TAKE(spins); TAKE(sleeps); TAKE(wakeups); TAKE(blocks_written); TAKE(blocks_copied);
     TAKE(written_bytes); TAKE(jobs_in_flight); TAKE(slow_requests);
 #undef TAKE
-    out->zombies = atomic_load_explicit(&plane->array.zombies, memory_order_relaxed);
+    out->zombies = atomic_load_explicit(&plane->array.orphans, memory_order_relaxed);
     /* A name that is being made counts until it is asked for; that takes back what was said of it, but what is told never falls. */
     unsigned long long missed = out->lookup_misses > out->misses_made ? out->lookup_misses - out->misses_made : 0, told = atomic_load(&plane->missed_told);
     while (missed > told && !atomic_compare_exchange_weak(&plane->missed_told, &told, missed))
@@ -305,7 +305,7 @@ int kvfs_device_use(struct kvfs_plane *plane, uint32_t device) {
         return -ERANGE;
     if (generic_is(plane->array.devices[device].fd) && !plane->array.passthrough)
         return fail(-EOPNOTSUPP, "NVMe passthrough beside devices that were opened without it: mount the pool again");
-    int r = device_look(&plane->array, &plane->array.devices[device]);
+    int r = device_probe(&plane->array, &plane->array.devices[device]);
     if (r < 0)
         return fail(r, "NVMe passthrough: %s", strerror(-r));
     char reason[NVME_REASON + 96];

@@ -1,4 +1,4 @@
-/* What the tests of libkvfs share: the double of the daemon, batches of blocks with what must come of them, faults of devices. */
+/* Shared by the tests of libkvfs: the double of the daemon, batches of blocks and their expected results, faults of devices. */
 #ifndef KVFS_TEST_CLIENT_HARNESS_H
 #define KVFS_TEST_CLIENT_HARNESS_H
 

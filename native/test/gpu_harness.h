@@ -1,4 +1,4 @@
-/* What test_gpu.c and test_gpu_direct.c share: the doubles of libcuda (doubles/fake_cuda.c) and of the daemon (a thread that hands out table and
+/* Shared by test_gpu.c and test_gpu_direct.c: the doubles of libcuda (doubles/fake_cuda.c) and of the daemon (a thread that hands out table and
  * devices, which are files), blocks on those devices, and batches of them with what must come of it. */
 #ifndef KVFS_TEST_GPU_HARNESS_H
 #define KVFS_TEST_GPU_HARNESS_H
@@ -234,7 +234,7 @@ static inline void pool_close(void) {
     rmdir(directory);
 }
 
-/* What block `seed` holds. */
+/* The content of block `seed`. */
 static inline void pattern(uint8_t *data, uint64_t size, uint64_t seed) {
     uint64_t state = seed * 0x9e3779b97f4a7c15ull + 1;
     for (uint64_t i = 0; i < size; i += 8) {

@@ -400,7 +400,7 @@ static void test_a_commit_of_an_earlier_window_fails(void) {
         uint32_t inside = i % WINDOW;
         CHECK_SAY(b->results[i] == (inside % 2 ? -EISDIR : 0), "block %u: %lld", i, (long long)b->results[i]);
     }
-    /* As a whole: what comes behind is given back, or was entered already. */
+    /* The window fails as a whole; blocks behind it are given back, or were entered already. */
     locked();
     d.fail_odd = 0;
     d.trick = STATUS_ERROR;
@@ -452,7 +452,7 @@ static void test_no_room_in_a_later_window(void) {
     pool_new(16384);
     struct kvfs_client *client = connect_plain();
     struct batch *b = windows_new(1);
-    for (uint32_t room = 1; room < 2 * WINDOW; room += 12) { /* what is committed makes room for what comes */
+    for (uint32_t room = 1; room < 2 * WINDOW; room += 12) { /* committed blocks make room for later ones */
         locked();
         d.room = room;
         d.open_most = 0;

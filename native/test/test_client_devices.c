@@ -211,7 +211,7 @@ static void test_device_errors(void) {
     CHECK(kvfs_get(client, &b->keys, b->buffers, b->results) == 0 && b->results[9] == -EIO);
     fault_all(client, KVFS_FAULT_NONE, 3, 0, 0);
     batch_get(client, b, 1);
-    /* What cannot be written is taken back; the rest is stored. */
+    /* Blocks that cannot be written are taken back; the rest is stored. */
     fault(client, 1, KVFS_FAULT_ERROR, 2, 7, EIO);
     batch_fill(b, 2);
     int stored = kvfs_put(client, &b->keys, b->buffers, b->results), zeros = 0;
@@ -239,7 +239,7 @@ static void test_device_errors(void) {
     CHECK(kvfs_put(client, &b->keys, b->buffers, b->results) == 10);
     fault_all(client, KVFS_FAULT_NONE, 3, 0, 0);
     CHECK(kvfs_get(client, &b->keys, b->buffers, b->results) == 0 && b->results[0] == -EIO);
-    /* What the daemon refuses. */
+    /* The daemon refuses some blocks. */
     locked();
     d.refuse_odd = -EFBIG;
     unlocked();

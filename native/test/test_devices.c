@@ -1,5 +1,5 @@
 /* sources: base io */
-/* The table of device operations: a kind of device is one table and a line in device_look(), and faults wrap any kind. The double here is a
+/* The table of device operations: a kind of device is one table and a line in device_probe(), and faults wrap any kind. The double here is a
  * kind of its own: memory that answers at the next reap, or only when it is told to. */
 #include "io/nvme/tcp.h"
 #include "io/ring.h"
@@ -161,7 +161,7 @@ static void test_faults_wrap_a_kind(void) {
     CHECK(io(&ring, true, other) == 0 && starts == before + DEVICES - 1);
     CHECK(memcmp(media[2] + ZONE, data + 2 * 65536, 65536) == 0 && memcmp(media[1] + ZONE, other + 65536, 65536) == 0);
     fault_set(device, KVFS_FAULT_DELAY, 1, 1, array.io_timeout_ms * 3 / 2);
-    CHECK(io(&ring, false, back) == -ETIMEDOUT && atomic_load(&array.zombies) == 0); /* expired, then reaped */
+    CHECK(io(&ring, false, back) == -ETIMEDOUT && atomic_load(&array.orphans) == 0); /* expired, then reaped */
     array.io_timeout_ms = 60000;
     fault_set(device, KVFS_FAULT_HOLD, 1, 1, 0);
     io_start(&ring, false, back, &wait);
@@ -200,10 +200,10 @@ static void test_a_missed_deadline_is_told_in_order(void) {
         }
         CHECK(wait.result == -ETIMEDOUT && cancels == (gives_up ? 0 : DEVICES) && expires == (gives_up ? DEVICES : 0));
         CHECK(errors == DEVICES && error_seen == ETIMEDOUT);
-        CHECK(wait.done == (bool)gives_up && ring_idle(&ring) == (bool)gives_up && atomic_load(&array.zombies) == !gives_up);
+        CHECK(wait.done == (bool)gives_up && ring_idle(&ring) == (bool)gives_up && atomic_load(&array.orphans) == !gives_up);
         for (uint32_t i = 0; i < DEVICES && !gives_up; i++)
             ring_part_complete(&ring, kept[i], (int)kept[i]->size);
-        CHECK(wait.done && ring_idle(&ring) && atomic_load(&array.zombies) == 0 && atomic_load(&array.segment_busy[1]) == 0);
+        CHECK(wait.done && ring_idle(&ring) && atomic_load(&array.orphans) == 0 && atomic_load(&array.segment_busy[1]) == 0);
         free(data);
         ring_free(&ring);
         array_end();
@@ -222,7 +222,7 @@ static void test_a_device_becomes_another_kind(void) {
     io_start(&ring, true, data, &wait);
     fault_set(&array.devices[0], KVFS_FAULT_NONE, 3, 1, 0);
     for (uint32_t i = 0; i < DEVICES; i++)
-        CHECK(device_look(&array, &array.devices[i]) == 0 && atomic_load(&array.devices[i].kind) == &uring_ops);
+        CHECK(device_probe(&array, &array.devices[i]) == 0 && atomic_load(&array.devices[i].kind) == &uring_ops);
     CHECK(atomic_load(&array.devices[0].ops) == &fault_ops && atomic_load(&array.devices[1].ops) == &uring_ops);
     for (uint32_t i = 0; i < DEVICES; i++)
         ring_part_complete(&ring, kept[i], (int)kept[i]->size);
@@ -242,11 +242,11 @@ static void test_a_descriptor_tells_its_kind(void) {
     struct device *device = &array.devices[0];
     CHECK(target_fd >= 0);
     device->fd = target_fd;
-    CHECK(device_look(&array, device) == 0 && atomic_load(&device->kind) == &nvme_tcp_ops);
+    CHECK(device_probe(&array, device) == 0 && atomic_load(&device->kind) == &nvme_tcp_ops);
     device->fd = open("/dev/null", O_RDWR | O_CLOEXEC); /* a character device, as /dev/ngXnY is */
-    CHECK(device_look(&array, device) == 0 && atomic_load(&device->kind) == &uring_ops);
+    CHECK(device_probe(&array, device) == 0 && atomic_load(&device->kind) == &uring_ops);
     array.passthrough = true;
-    CHECK(device_look(&array, device) < 0 && atomic_load(&device->kind) == &uring_ops); /* but none that speaks NVMe */
+    CHECK(device_probe(&array, device) < 0 && atomic_load(&device->kind) == &uring_ops); /* but none that speaks NVMe */
     close(device->fd);
     close(target_fd);
     device->fd = fd;

@@ -187,7 +187,7 @@ static void test_bad_input(void) {
         if (i == 4)
             batch.buffers[2] = (struct kvfs_buffer){wrong[4].data, good.size};
     }
-    /* Of another GPU. */
+    /* Memory of another GPU. */
     cuda_context second;
     cuda_pointer other;
     CHECK(cuda.cuDevicePrimaryCtxRetain(&second, 1) == 0 && cuda.cuCtxPushCurrent_v2(second) == 0 && cuda.cuMemAlloc_v2(&other, MIB) == 0);
@@ -279,7 +279,7 @@ static void test_every_failure_of_the_driver_is_an_error(void) {
             CHECK(batch_check(&batch) == 8);
             batch_close(&batch);
         }
-    /* What says whether copies have ended says nothing any more: then no slot may be used again. */
+    /* The query for the end of copies fails: then no slot may be used again. */
     batch_open(&batch, many, 8, 210 * KIB);
     cuda.fake_cuda_fail("cuEventQuery", 2, 719);
     cuda.fake_cuda_fail("cuStreamQuery", 1, 719);

@@ -285,7 +285,7 @@ static void test_a_read_that_hangs_owns_its_memory(void) {
     CHECK_SAY(late > 0 && late <= 8 && read == (int)(MANY - late) && direct_of(gpu).overdue >= late, "%llu late", (unsigned long long)late);
     CHECK(batch_check(&batch) == (uint32_t)read);
     CHECK(!kvfs_busy(client, (void *)(uintptr_t)other.memory, other.memory_size));
-    /* That memory is refused; into other memory everything comes, through the ring. */
+    /* The late memory is refused; other memory is filled, through the ring. */
     CHECK(get(gpu, &batch, NULL) == -EBUSY);
     uint64_t blocks = direct_of(gpu).blocks;
     CHECK(get(gpu, &other, NULL) == MANY && batch_check(&other) == MANY && direct_of(gpu).blocks == blocks);

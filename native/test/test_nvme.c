@@ -544,7 +544,7 @@ static void world_start(uint32_t digests, uint32_t shape, uint32_t timeout_ms) {
         CHECK(world.fds[i] >= 0);
         array->devices[i].fd = world.fds[i];
         array->devices[i].zones_offset = ZONES_OFFSET;
-        CHECK(device_look(array, &array->devices[i]) == 0);
+        CHECK(device_probe(array, &array->devices[i]) == 0);
         for (uint32_t s = 0; s < SEGMENTS; s++)
             array->members[s * DEVICES + i] = (struct kvfs_member){i, s};
     }

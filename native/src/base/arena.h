@@ -1,4 +1,4 @@
-/* Page-aligned payload memory: slots that are counted by those who use them. */
+/* Page-aligned payload memory: an arena of slots, each with a count of its users. */
 #ifndef KVFS_ARENA_H
 #define KVFS_ARENA_H
 
@@ -10,7 +10,7 @@ struct arena;
 struct slot {
     uint8_t *data;
     uint64_t size;
-    atomic_uint refs;          /* the holder, and every device I/O under way */
+    atomic_uint refs;          /* one of its holder, one of each device I/O under way */
     struct arena *arena;       /* NULL: allocated beyond the arena */
     struct slot *next;
 };

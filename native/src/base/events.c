@@ -1,4 +1,4 @@
-/* What the data plane tells Python: events, completions and calls, behind one eventfd. */
+/* The queues behind Python's eventfd: events, completions and calls. */
 #include "base/events.h"
 
 #include <sys/eventfd.h>
@@ -28,7 +28,7 @@ void events_free(struct events *events) {
     }
 }
 
-/* Something was added: unlocks, then wakes Python unless it has been woken; who wakes must not hold the lock that the woken one wants. */
+/* Wake Python after an entry was added, unless it is awake. The lock is released first: the woken thread takes the same lock. */
 static void unlock_and_wake(struct events *events) {
     bool wake = !events->signalled;
     events->signalled = true;
@@ -37,7 +37,7 @@ static void unlock_and_wake(struct events *events) {
         wake_fd(events->fd);
 }
 
-/* With the lock. Who is about to wake Python may not have written yet: then it stays signalled, and is readable soon. */
+/* With the lock. Another thread may have set `signalled` and not yet written to the eventfd. Then `signalled` stays, and the fd is readable soon. */
 static void queue_drained(struct events *events) {
     uint64_t count;
     if (events->signalled && events->event_count == 0 && events->completion_count == 0 && !events->calls)
@@ -46,7 +46,7 @@ static void queue_drained(struct events *events) {
 
 void events_add(struct events *events, uint32_t type, uint64_t inode, uint64_t value) {
     pthread_mutex_lock(&events->lock);
-    /* A failing device makes the same event many times a second: once in the queue is enough. */
+    /* A failing device makes the same event many times a second. The queue holds it once. */
     for (uint32_t i = events->event_count; i-- > 0 && events->event_count - i < 64;) {
         struct kvfs_event *e = &events->events[i];
         if (e->type == type && e->inode == inode && e->value == value) {
@@ -54,7 +54,7 @@ void events_add(struct events *events, uint32_t type, uint64_t inode, uint64_t v
             return;
         }
     }
-    if (type == KVFS_EVENT_SLOW && events->slow_waiting == SLOW_EVENTS_MAX) { /* Python has stopped, perhaps for hours */
+    if (type == KVFS_EVENT_SLOW && events->slow_waiting == SLOW_EVENTS_MAX) { /* Python may have been stopped for hours */
         pthread_mutex_unlock(&events->lock);
         return;
     }

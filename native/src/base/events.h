@@ -1,4 +1,4 @@
-/* What the data plane tells Python: events, completions and calls. Three queues behind one eventfd. */
+/* Three queues to Python behind one eventfd: events, completions and calls. */
 #ifndef KVFS_EVENTS_H
 #define KVFS_EVENTS_H
 

@@ -28,7 +28,7 @@ struct desc *desc_new(uint32_t header_pages);
 void desc_put(struct desc *desc);
 /* Check a header that was read into desc->header against what the table (or index) said; fills the rest. 0 or -EBADMSG. */
 int desc_verify(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *record);
-/* Whether a kvfs can have written these inode records, up to that mount. */
+/* True if kvfs can have written these inode records in a mount up to epoch_max. */
 bool records_sound(const struct geometry *geometry, uint64_t epoch_max, const uint8_t *records, uint64_t size);
 /* Magic, version, layout and every checksum of `pages` pages of header; copies out the fixed parts. 0 or -EBADMSG. */
 int header_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record);

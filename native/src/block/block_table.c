@@ -16,25 +16,22 @@
 #define LOAD_BATCH 16
 
 /* Where the writer found an entry. Valid until the index changes. */
-struct place {
+struct location {
     struct bucket *primary;
     struct bucket *bucket;
     int position;
 };
 
-static bool valid_kind(uint8_t kind)
-{
+static bool valid_kind(uint8_t kind) {
     return kind == KVFS_KIND_FILE || kind == KVFS_KIND_DIRECTORY || kind == KVFS_KIND_SYMLINK;
 }
 
-static bool representable(const struct kvfs_record *record)
-{
+static bool representable(const struct kvfs_record *record) {
     return record->inode && valid_kind(record->kind) && record->size >> 48 == 0 && record->mode >> 16 == 0 &&
            record->header_pages >> 24 == 0 && record->nlink >> 30 == 0;
 }
 
-static struct packed pack(const struct kvfs_record *record, uint8_t flags, const uint64_t key[2])
-{
+static struct packed pack(const struct kvfs_record *record, uint8_t flags, const uint64_t key[2]) {
     assert(representable(record));
     return (struct packed){
         .links_kind = record->nlink << 2 | record->kind,
@@ -58,8 +55,7 @@ static struct packed pack(const struct kvfs_record *record, uint8_t flags, const
 
 /* ---- free sets: the writer's private memory ---- */
 
-static int free_set_create(struct free_set *set, uint32_t max)
-{
+static int free_set_create(struct free_set *set, uint32_t max) {
     uint64_t sizes[FREE_LEVELS];
     uint64_t words = max;
     uint64_t *memory;
@@ -84,14 +80,12 @@ static int free_set_create(struct free_set *set, uint32_t max)
     return 0;
 }
 
-static void free_set_destroy(struct free_set *set)
-{
+static void free_set_destroy(struct free_set *set) {
     if (set->memory_size)
         munmap(set->levels[0], set->memory_size);
 }
 
-static void free_set_give(struct free_set *set, uint32_t number)
-{
+static void free_set_give(struct free_set *set, uint32_t number) {
     uint64_t index = number;
 
     assert(number && number < set->fresh);
@@ -107,8 +101,7 @@ static void free_set_give(struct free_set *set, uint32_t number)
 }
 
 /* 0: none is left. */
-static uint32_t free_set_take(struct free_set *set)
-{
+static uint32_t free_set_take(struct free_set *set) {
     uint64_t index = 0, number;
 
     if (!set->levels[set->depth - 1][0])
@@ -128,21 +121,18 @@ static uint32_t free_set_take(struct free_set *set)
 
 /* ---- the writer's side of sequences, slots and buckets ---- */
 
-static inline void begin_write(_Atomic uint32_t *sequence)
-{
+static inline void begin_write(_Atomic uint32_t *sequence) {
     assert(get(sequence) % 2 == 0); /* one writer (I7), and never two writes of one place */
     set(sequence, get(sequence) + 1);
     atomic_thread_fence(memory_order_release);
 }
 
-static inline void end_write(_Atomic uint32_t *sequence)
-{
+static inline void end_write(_Atomic uint32_t *sequence) {
     assert(get(sequence) % 2 == 1);
     set_release(sequence, get(sequence) + 1);
 }
 
-static struct packed slot_content(const struct kvfs_table *table, uint32_t number)
-{
+static struct packed slot_content(const struct kvfs_table *table, uint32_t number) {
     const struct slot *slot = &table->slots[number];
     struct packed packed;
 
@@ -153,14 +143,12 @@ static struct packed slot_content(const struct kvfs_table *table, uint32_t numbe
 }
 
 /* A sealed file with a name. */
-static unsigned is_block(const struct packed *packed)
-{
+static unsigned is_block(const struct packed *packed) {
     return (packed->links_kind & 3) == KVFS_KIND_FILE && packed_flags(packed) & KVFS_INODE_SEALED &&
            !(packed_flags(packed) & KVFS_INODE_NAMELESS);
 }
 
-static void slot_write(struct kvfs_table *table, uint32_t number, const struct packed *packed)
-{
+static void slot_write(struct kvfs_table *table, uint32_t number, const struct packed *packed) {
     struct slot *slot = &table->slots[number];
     struct packed before = slot_content(table, number);
 
@@ -172,8 +160,7 @@ static void slot_write(struct kvfs_table *table, uint32_t number, const struct p
     end_write(&slot->sequence);
 }
 
-static bool slot_matches(const struct kvfs_table *table, uint32_t number, const struct key *key)
-{
+static bool slot_matches(const struct kvfs_table *table, uint32_t number, const struct key *key) {
     const struct slot *slot = &table->slots[number];
 
     if (key->by_name)
@@ -181,15 +168,13 @@ static bool slot_matches(const struct kvfs_table *table, uint32_t number, const 
     return get(&slot->words[INODE]) == key->words[0];
 }
 
-static uint64_t slot_hash(const struct kvfs_table *table, const struct index *index, uint32_t number)
-{
+static uint64_t slot_hash(const struct kvfs_table *table, const struct index *index, uint32_t number) {
     const struct slot *slot = &table->slots[number];
 
     return index == &table->names ? get(&slot->words[KEY_LOW]) : inode_hash(table, get(&slot->words[INODE]));
 }
 
-static uint32_t slot_take(struct kvfs_table *table)
-{
+static uint32_t slot_take(struct kvfs_table *table) {
     uint32_t number = free_set_take(&table->free_slots);
 
     assert(number);
@@ -200,8 +185,7 @@ static uint32_t slot_take(struct kvfs_table *table)
     return number;
 }
 
-static void slot_free(struct kvfs_table *table, uint32_t number)
-{
+static void slot_free(struct kvfs_table *table, uint32_t number) {
     static const struct packed nothing;
 
     assert(get(&table->slots[number].links_kind));
@@ -211,8 +195,7 @@ static void slot_free(struct kvfs_table *table, uint32_t number)
     set(&table->header->records, table->records);
 }
 
-static uint32_t overflow_take(struct kvfs_table *table)
-{
+static uint32_t overflow_take(struct kvfs_table *table) {
     uint32_t number = free_set_take(&table->free_overflow);
 
     assert(number);
@@ -224,15 +207,13 @@ static uint32_t overflow_take(struct kvfs_table *table)
 }
 
 /* The bucket is empty and no chain leads to it. */
-static void overflow_give(struct kvfs_table *table, uint32_t number)
-{
+static void overflow_give(struct kvfs_table *table, uint32_t number) {
     free_set_give(&table->free_overflow, number);
     table->overflow_used--;
     set(&table->header->overflow_used, table->overflow_used);
 }
 
-static struct bucket *next_bucket(const struct kvfs_table *table, const struct bucket *bucket)
-{
+static struct bucket *next_bucket(const struct kvfs_table *table, const struct bucket *bucket) {
     uint32_t overflow = get(&bucket->overflow);
 
     return overflow ? &table->overflow[overflow] : NULL;
@@ -240,14 +221,13 @@ static struct bucket *next_bucket(const struct kvfs_table *table, const struct b
 
 /* ---- the writer's side of an index ---- */
 
-/* The slot that `key` (or, with wanted, the entry of that very slot) leads to, or 0. */
+/* The slot that `key` leads to, or 0. With `wanted`: only the entry of that slot. */
 static uint32_t locate(const struct kvfs_table *table, const struct index *index, const struct key *key, uint32_t wanted,
-                       struct place *place)
-{
+                       struct location *location) {
     uint16_t tag = tag_of(key->hash);
 
-    place->primary = &index->buckets[bucket_of(key->hash, get(index->count))];
-    for (struct bucket *bucket = place->primary; bucket; bucket = next_bucket(table, bucket)) {
+    location->primary = &index->buckets[bucket_of(key->hash, get(index->count))];
+    for (struct bucket *bucket = location->primary; bucket; bucket = next_bucket(table, bucket)) {
         for (int i = 0; i < BUCKET_ENTRIES; i++) {
             uint32_t slot = get(&bucket->slots[i]);
 
@@ -255,25 +235,23 @@ static uint32_t locate(const struct kvfs_table *table, const struct index *index
                 return 0;
             if (get(&bucket->tags[i]) != tag || !(wanted ? slot == wanted : slot_matches(table, slot, key)))
                 continue;
-            place->bucket = bucket;
-            place->position = i;
+            location->bucket = bucket;
+            location->position = i;
             return slot;
         }
     }
     return 0;
 }
 
-static void place_redirect(const struct kvfs_table *table, const struct place *place, uint32_t slot)
-{
+static void location_redirect(const struct kvfs_table *table, const struct location *location, uint32_t slot) {
     assert(get(&table->slots[slot].links_kind)); /* filled before an index leads to it (I9) */
-    begin_write(&place->primary->sequence);
-    set(&place->bucket->slots[place->position], slot);
-    end_write(&place->primary->sequence);
+    begin_write(&location->primary->sequence);
+    set(&location->bucket->slots[location->position], slot);
+    end_write(&location->primary->sequence);
 }
 
 /* The caller holds the primary bucket's sequence odd. `*from` is a bucket of the chain with only full ones before it. */
-static void chain_append(struct kvfs_table *table, struct bucket **from, uint16_t tag, uint32_t slot)
-{
+static void chain_append(struct kvfs_table *table, struct bucket **from, uint16_t tag, uint32_t slot) {
     struct bucket *bucket = *from;
     int i;
 
@@ -300,8 +278,7 @@ static void chain_append(struct kvfs_table *table, struct bucket **from, uint16_
 }
 
 /* Give back the overflow buckets behind `bucket`, which hold nothing to keep. */
-static void chain_cut(struct kvfs_table *table, struct bucket *bucket)
-{
+static void chain_cut(struct kvfs_table *table, struct bucket *bucket) {
     uint32_t overflow = get(&bucket->overflow);
 
     set(&bucket->overflow, 0);
@@ -317,8 +294,7 @@ static void chain_cut(struct kvfs_table *table, struct bucket *bucket)
     }
 }
 
-static void index_split(struct kvfs_table *table, struct index *index)
-{
+static void index_split(struct kvfs_table *table, struct index *index) {
     uint32_t count = get(index->count);
     uint32_t low = count - (UINT32_C(1) << (31 - __builtin_clz(count)));
     struct bucket *old = &index->buckets[low];
@@ -326,7 +302,7 @@ static void index_split(struct kvfs_table *table, struct index *index)
     struct bucket *keep = old, *tail = new;
     int kept = 0;
 
-    /* The records tell which entries move: have all the misses at once, and before readers have to wait. */
+    /* The records tell which entries move. All of them are fetched at once, before readers have to wait. */
     for (struct bucket *bucket = old; bucket; bucket = next_bucket(table, bucket))
         for (int i = 0; i < BUCKET_ENTRIES && get(&bucket->slots[i]); i++)
             __builtin_prefetch(&table->slots[get(&bucket->slots[i])].words[index == &table->names ? KEY_LOW : INODE]);
@@ -361,8 +337,7 @@ static void index_split(struct kvfs_table *table, struct index *index)
     end_write(&old->sequence);
 }
 
-static void index_insert(struct kvfs_table *table, struct index *index, uint64_t hash, uint32_t slot)
-{
+static void index_insert(struct kvfs_table *table, struct index *index, uint64_t hash, uint32_t slot) {
     uint32_t count = get(index->count);
     struct bucket *primary = &index->buckets[bucket_of(hash, count)];
     struct bucket *tail = primary;
@@ -376,13 +351,12 @@ static void index_insert(struct kvfs_table *table, struct index *index, uint64_t
 }
 
 /* The chain's last entry fills the hole, so chains stay dense. */
-static void index_remove(struct kvfs_table *table, struct index *index, const struct place *place)
-{
-    struct bucket *last = place->bucket, *before = NULL, *next;
+static void index_remove(struct kvfs_table *table, struct index *index, const struct location *location) {
+    struct bucket *last = location->bucket, *before = NULL, *next;
     int i;
 
-    if (last != place->primary)
-        for (before = place->primary; next_bucket(table, before) != last; before = next_bucket(table, before))
+    if (last != location->primary)
+        for (before = location->primary; next_bucket(table, before) != last; before = next_bucket(table, before))
             ;
     while ((next = next_bucket(table, last))) {
         before = last;
@@ -390,20 +364,19 @@ static void index_remove(struct kvfs_table *table, struct index *index, const st
     }
     for (i = BUCKET_ENTRIES - 1; !get(&last->slots[i]); i--)
         ;
-    begin_write(&place->primary->sequence);
-    set(&place->bucket->tags[place->position], get(&last->tags[i]));
-    set(&place->bucket->slots[place->position], get(&last->slots[i]));
+    begin_write(&location->primary->sequence);
+    set(&location->bucket->tags[location->position], get(&last->tags[i]));
+    set(&location->bucket->slots[location->position], get(&last->slots[i]));
     set(&last->slots[i], 0);
     if (!i && before)
         chain_cut(table, before);
-    end_write(&place->primary->sequence);
+    end_write(&location->primary->sequence);
     index->entries--;
 }
 
 /* ---- writer ---- */
 
-int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoch, struct kvfs_table **out)
-{
+int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoch, struct kvfs_table **out) {
     struct kvfs_table *table;
     struct constants *constants;
     void *memory;
@@ -457,8 +430,7 @@ out:
     return rc;
 }
 
-void kvfs_table_destroy(struct kvfs_table *table)
-{
+void kvfs_table_destroy(struct kvfs_table *table) {
     if (!table)
         return;
     if (table->header)
@@ -470,30 +442,26 @@ void kvfs_table_destroy(struct kvfs_table *table)
     free(table);
 }
 
-void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int change)
-{
+void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int change) {
     atomic_fetch_add(&table->written[inode_hash(table, inode) % WRITTEN_COUNTS], (uint32_t)change);
 }
 
-int kvfs_table_fd(const struct kvfs_table *table)
-{
+int kvfs_table_fd(const struct kvfs_table *table) {
     return table->fd;
 }
 
-static void remove_name(struct kvfs_table *table, uint32_t slot, const uint64_t words[2])
-{
+static void remove_name(struct kvfs_table *table, uint32_t slot, const uint64_t words[2]) {
     struct key key = {.hash = words[0], .words = {words[0], words[1]}, .by_name = true};
-    struct place place;
-    uint32_t found = locate(table, &table->names, &key, slot, &place);
+    struct location location;
+    uint32_t found = locate(table, &table->names, &key, slot, &location);
 
     assert(found == slot);
     (void)found;
-    index_remove(table, &table->names, &place);
+    index_remove(table, &table->names, &location);
 }
 
 /* No name leads to the slot any more. */
-static void make_nameless(struct kvfs_table *table, uint32_t slot)
-{
+static void make_nameless(struct kvfs_table *table, uint32_t slot) {
     struct packed packed = slot_content(table, slot);
 
     packed.words[KEY_LOW] = packed.words[KEY_HIGH] = 0;
@@ -501,24 +469,22 @@ static void make_nameless(struct kvfs_table *table, uint32_t slot)
     slot_write(table, slot, &packed);
 }
 
-static void free_record(struct kvfs_table *table, uint32_t slot)
-{
+static void free_record(struct kvfs_table *table, uint32_t slot) {
     struct key key = inode_key(table, get(&table->slots[slot].words[INODE]));
-    struct place place;
-    uint32_t found = locate(table, &table->inodes, &key, slot, &place);
+    struct location location;
+    uint32_t found = locate(table, &table->inodes, &key, slot, &location);
 
     assert(found == slot);
     (void)found;
-    index_remove(table, &table->inodes, &place);
+    index_remove(table, &table->inodes, &location);
     slot_free(table, slot);
 }
 
-/* name: NULL: the inode has none, and loses the one it had. */
-static int put(struct kvfs_table *table, const struct kvfs_record *record, uint64_t hash, const struct key *name, bool keep_replaced)
-{
+/* Without a name the inode loses the one it had. */
+static int put(struct kvfs_table *table, const struct kvfs_record *record, uint64_t hash, const struct key *name, bool keep_replaced) {
     static const uint64_t no_key[2];
     struct key inode = {.hash = hash, .words = {record->inode, 0}};
-    struct place by_inode, by_name;
+    struct location by_inode, by_name;
     uint32_t old = locate(table, &table->inodes, &inode, 0, &by_inode);
     uint32_t holder = name ? locate(table, &table->names, name, 0, &by_name) : 0;
     bool replaces = holder && holder != old;
@@ -554,11 +520,11 @@ static int put(struct kvfs_table *table, const struct kvfs_record *record, uint6
         slot = slot_take(table);
     slot_write(table, slot, &packed);
     if (renamed)
-        place_redirect(table, &by_inode, slot);
+        location_redirect(table, &by_inode, slot);
     else if (!old)
         index_insert(table, &table->inodes, hash, slot);
     if (holder)
-        place_redirect(table, &by_name, slot);
+        location_redirect(table, &by_name, slot);
     else if (name)
         index_insert(table, &table->names, name->hash, slot);
     if (renamed) {
@@ -572,8 +538,7 @@ static int put(struct kvfs_table *table, const struct kvfs_record *record, uint6
     return 0;
 }
 
-int kvfs_table_put(struct kvfs_table *table, const struct kvfs_record *record, const char *name, uint32_t name_size, int keep_replaced)
-{
+int kvfs_table_put(struct kvfs_table *table, const struct kvfs_record *record, const char *name, uint32_t name_size, int keep_replaced) {
     struct key key;
 
     assert(table->fd >= 0);
@@ -586,19 +551,18 @@ int kvfs_table_put(struct kvfs_table *table, const struct kvfs_record *record, c
     return put(table, record, inode_hash(table, record->inode), name_size ? &key : NULL, keep_replaced);
 }
 
-int kvfs_table_update(struct kvfs_table *table, const struct kvfs_record *record)
-{
+int kvfs_table_update(struct kvfs_table *table, const struct kvfs_record *record) {
     struct key key = inode_key(table, record->inode);
     struct kvfs_record changed = *record;
     struct packed before, after;
-    struct place place;
+    struct location location;
     uint8_t flags = record->flags & (uint8_t)~KVFS_INODE_NAMELESS;
     uint32_t slot;
 
     assert(table->fd >= 0);
     if (!representable(record))
         return -EINVAL;
-    slot = locate(table, &table->inodes, &key, 0, &place);
+    slot = locate(table, &table->inodes, &key, 0, &location);
     if (!slot)
         return -ENOENT;
     before = slot_content(table, slot);
@@ -610,15 +574,14 @@ int kvfs_table_update(struct kvfs_table *table, const struct kvfs_record *record
     return 0;
 }
 
-int kvfs_table_remove(struct kvfs_table *table, uint64_t inode, int keep)
-{
+int kvfs_table_remove(struct kvfs_table *table, uint64_t inode, int keep) {
     struct key key = inode_key(table, inode);
     struct packed packed;
-    struct place place;
+    struct location location;
     uint32_t slot;
 
     assert(table->fd >= 0);
-    slot = locate(table, &table->inodes, &key, 0, &place);
+    slot = locate(table, &table->inodes, &key, 0, &location);
     if (!slot)
         return -ENOENT;
     packed = slot_content(table, slot);
@@ -641,8 +604,7 @@ struct load_entry {
 };
 
 /* Returns the size of the record at `at`, or -EBADMSG. */
-static int64_t parse(const struct kvfs_table *table, const unsigned char *at, uint64_t left, struct load_entry *out)
-{
+static int64_t parse(const struct kvfs_table *table, const unsigned char *at, uint64_t left, struct load_entry *out) {
     struct kvfs_inode_record in;
     uint64_t used;
 
@@ -687,8 +649,7 @@ static int64_t parse(const struct kvfs_table *table, const unsigned char *at, ui
     return in.record_size;
 }
 
-int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t size)
-{
+int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t size) {
     struct load_entry entries[LOAD_BATCH];
     const unsigned char *at = records;
     int64_t loaded = 0, rc = 0;
@@ -717,8 +678,7 @@ int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t 
     return rc < 0 ? rc : loaded;
 }
 
-void kvfs_table_set_complete(struct kvfs_table *table, int complete)
-{
+void kvfs_table_set_complete(struct kvfs_table *table, int complete) {
     assert(table->fd >= 0);
     set_release(&table->header->complete, !!complete);
 }

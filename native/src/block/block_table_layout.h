@@ -1,28 +1,29 @@
 /* Layout and protocol of the block table; private to block_table.c, the writer, and block_table_reader.c.
  * One array of record slots, and two linear-hashing indexes over it, by name key and by inode number.
  *
- * Layout of the memfd, each part page aligned and as large as records_max can ever need (sparse: only what is used costs memory):
- * header page; counts of files being written; name buckets; inode buckets; overflow buckets of both; record slots.
+ * Layout of the memfd: header page; counts of files being written; name buckets; inode buckets; overflow buckets of both; record slots.
+ * Each part is page aligned and as large as records_max can ever need. The memfd is sparse: only used pages cost memory.
  *
- * Linear hashing: an index of `count` buckets grows by one bucket at a time. Bucket count - P (P: the highest power of two in count) is
- * split into itself and bucket `count`, so `count` alone says which bucket a hash lies in, and no insert waits for more than one split.
- * Indexes never shrink: names come and go in numbers that hardly change.
+ * Linear hashing: an index of `count` buckets grows by one bucket at a time. Let P be the highest power of two in count. Bucket count - P
+ * is split into itself and bucket `count`. So `count` alone says which bucket a hash lies in, and an insert waits for one split at most.
+ * Indexes never shrink: the number of names hardly changes.
  *
- * Protocol between the writer and the readers, who only read:
+ * Protocol between the one writer and the readers, which never write (I7 to I9):
  * - Every bucket and every slot begins with a sequence, odd while it is being written. A primary bucket's sequence also covers its chain
  *   of overflow buckets.
- * - A slot is filled before an index leads to it, and freed after none does. Freed slots and overflow buckets are used again at once.
- * - A reader believes a record if the slot's sequence was stable while it copied and the copy holds the very key it looks for, however
- *   it got there. It believes a miss if the bucket's sequence was stable while it searched the chain and `count` still leads to it.
+ * - A slot is filled before an index leads to it, and freed after no index does. Freed slots and overflow buckets are used again at once.
+ * - A reader believes a record if the slot's sequence was stable while the reader copied, and the copy holds the key it looks for. The
+ *   way to the slot does not matter.
+ * - A reader believes a miss if the bucket's sequence was stable while it searched the chain, and `count` still leads to the bucket.
  *   During a split both buckets are odd, and `count` changes before either becomes even.
- * - So an entry is moved to another slot by one store under the bucket's sequence, and a name that was there never misses.
- * - Sequences wrap after 2^31 writes of one place; a reader would have to sleep through exactly that many, between two loads.
+ * - So an entry moves to another slot by one store under the bucket's sequence, and a name in the table is never missed.
+ * - Sequences wrap after 2^31 writes of one place. Only a reader that sleeps through exactly so many, between two loads, would be fooled.
  *
- * Readers use from shared memory only the atomics below, each checked against limits computed once from a header with a valid checksum.
- * Free lists and all that the writer relies on are in its private memory, or in shared memory that the seals let nobody else write.
+ * From shared memory readers use only the atomics below. Each is checked against limits, computed once from a header with a valid checksum.
+ * The writer relies on its private memory (free lists), and on shared memory that the seals let no other process write.
  *
  * A slot packs a record's fields: header_pages has 24 bits, nlink 30, size 48, mode 16. Others are refused (-EINVAL).
- * kvfs_record.slot counts from 0 to records_max: one more slot than records, so that a rename at the limit has room for its copy.
+ * kvfs_record.slot counts from 0 to records_max. There is one slot more than records: a rename at the limit needs room for its copy.
  * A rename of an inode (another name key) moves it to another slot; every other change leaves it where it is.
  */
 #ifndef KVFS_BLOCK_TABLE_LAYOUT_H
@@ -41,11 +42,11 @@
 #define TABLE_VERSION 2
 #define BUCKET_ENTRIES 9
 #define INITIAL_BUCKETS 64 /* one page */
-/* Entries per primary bucket before the next split. At 8 of 9 some 30% of the buckets have an overflow bucket at every stage of growth:
- * 10.5 bytes a record and index. At 6 it was 12.2 bytes, and no lookup faster than the noise. */
+/* Entries per primary bucket before the next split. At 8 of 9 some 30% of the buckets have an overflow bucket at every stage of growth.
+ * That is 10.5 bytes for a record in each index. At 6 it was 12.2 bytes, and lookups were no faster. */
 #define LOAD 8
 #define RECORDS_MAX (UINT32_C(1) << 31)
-/* Files being written, counted by a hash of the inode number: two that meet cost a reader a question to the mount. */
+/* Files being written are counted by a hash of the inode number. A collision costs a reader one question to the mount. */
 #define WRITTEN_COUNTS 16384
 
 struct bucket {
@@ -106,8 +107,8 @@ struct index {
 };
 
 #define FREE_LEVELS 6
-/* Free numbers in 1..max: those given back, as a tree of bitmaps, 64 children a word; and those never taken, from `fresh` on. The lowest
- * is taken first, so the part of the table in use stays dense; giving back needs no memory that could be missing. */
+/* Free numbers in 1..max. Numbers from `fresh` on were never taken; numbers given back are a tree of bitmaps, 64 children a word. The
+ * lowest number is taken first, so the used part of the table stays dense. Giving back needs no memory. */
 struct free_set {
     uint64_t *levels[FREE_LEVELS];
     uint32_t depth;
@@ -135,7 +136,7 @@ struct kvfs_table {
     struct free_set free_overflow;
 };
 
-/* What one lookup looks for. A key of zero is no name's. */
+/* The key of one lookup. No name has the key zero. */
 struct key {
     uint64_t hash;
     uint64_t words[2];      /* name key, or inode number */
@@ -149,8 +150,7 @@ struct key {
 
 /* ---- keys and packing ---- */
 
-static inline struct key name_key(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size)
-{
+static inline struct key name_key(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size) {
     struct key key = {.by_name = true};
 
     kvfs_name_key(parent, name, name_size, table->secret, &key.words[0], &key.words[1]);
@@ -161,8 +161,7 @@ static inline struct key name_key(const struct kvfs_table *table, uint64_t paren
 }
 
 /* murmur3's finalizer: inode numbers count up, and carry an epoch in their high bits. */
-static inline uint64_t inode_hash(const struct kvfs_table *table, uint64_t inode)
-{
+static inline uint64_t inode_hash(const struct kvfs_table *table, uint64_t inode) {
     uint64_t x = inode ^ table->secret;
 
     x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdULL;
@@ -170,24 +169,20 @@ static inline uint64_t inode_hash(const struct kvfs_table *table, uint64_t inode
     return x ^ (x >> 33);
 }
 
-static inline struct key inode_key(const struct kvfs_table *table, uint64_t inode)
-{
+static inline struct key inode_key(const struct kvfs_table *table, uint64_t inode) {
     return (struct key){.hash = inode_hash(table, inode), .words = {inode, 0}};
 }
 
-static inline uint8_t packed_flags(const struct packed *packed)
-{
+static inline uint8_t packed_flags(const struct packed *packed) {
     return (uint8_t)(packed->words[COUNTS] >> 24);
 }
 
-static inline uint16_t tag_of(uint64_t hash)
-{
+static inline uint16_t tag_of(uint64_t hash) {
     return (uint16_t)(hash >> 48);
 }
 
 /* count >= 2 */
-static inline uint32_t bucket_of(uint64_t hash, uint32_t count)
-{
+static inline uint32_t bucket_of(uint64_t hash, uint32_t count) {
     uint32_t mask = UINT32_MAX >> __builtin_clz(count - 1);
     uint32_t bucket = (uint32_t)hash & mask;
 
@@ -196,14 +191,12 @@ static inline uint32_t bucket_of(uint64_t hash, uint32_t count)
 
 /* ---- layout ---- */
 
-static inline uint64_t page_round(uint64_t size)
-{
+static inline uint64_t page_round(uint64_t size) {
     return (size + KVFS_PAGE_SIZE - 1) & ~(uint64_t)(KVFS_PAGE_SIZE - 1);
 }
 
 /* Set what follows from records_max; with a header mapped, also where each part lies. */
-static inline void lay_out(struct kvfs_table *table, uint64_t records_max)
-{
+static inline void lay_out(struct kvfs_table *table, uint64_t records_max) {
     uint64_t primary = records_max / LOAD + 2;
     uint64_t offset = KVFS_PAGE_SIZE;
     char *base = (char *)table->header;
@@ -212,8 +205,8 @@ static inline void lay_out(struct kvfs_table *table, uint64_t records_max)
         primary = INITIAL_BUCKETS;
     table->records_max = (uint32_t)records_max;
     table->slots_max = (uint32_t)records_max + 1;
-    /* All buckets of a chain but its last are full, so an index of n entries has at most n / 9 overflow buckets; and while one splits,
-     * the new chain's are taken before the old one's are given back. */
+    /* All buckets of a chain but its last are full, so an index of n entries has at most n / 9 overflow buckets. A split takes the new
+     * chain's buckets before it gives back the old chain's. */
     table->overflow_max = (uint32_t)((records_max + 1) / 3 + 16);
     table->names.buckets_max = table->inodes.buckets_max = (uint32_t)primary;
     if (base)
@@ -237,8 +230,7 @@ static inline void lay_out(struct kvfs_table *table, uint64_t records_max)
     table->size = offset;
 }
 
-static inline uint64_t constants_checksum(const struct constants *constants, uint64_t secret)
-{
+static inline uint64_t constants_checksum(const struct constants *constants, uint64_t secret) {
     return kvfs_checksum(constants, offsetof(struct constants, checksum), secret);
 }
 

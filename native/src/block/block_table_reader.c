@@ -13,8 +13,7 @@
 /* Keyed hashes put fewer than 40 entries in a bucket: a longer chain is a torn one. */
 #define CHAIN_MAX 64
 
-static inline void cpu_relax(void)
-{
+static inline void cpu_relax(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -22,8 +21,7 @@ static inline void cpu_relax(void)
 #endif
 }
 
-int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out)
-{
+int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out) {
     struct kvfs_table *table;
     struct constants constants;
     struct stat status;
@@ -32,7 +30,7 @@ int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out)
 
     if (fstat(fd, &status) < 0)
         return -errno;
-    /* Unsealed, it could be cut under our feet, and reading it would be SIGBUS. */
+    /* An unsealed memfd could be truncated while we read it: SIGBUS. */
     if (seals < 0 || !(seals & F_SEAL_SHRINK) || status.st_size < KVFS_PAGE_SIZE)
         return -EBADMSG;
     memory = mmap(NULL, KVFS_PAGE_SIZE, PROT_READ, MAP_SHARED, fd, 0);
@@ -68,16 +66,14 @@ int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out)
     return 0;
 }
 
-void kvfs_table_detach(struct kvfs_table *table)
-{
+void kvfs_table_detach(struct kvfs_table *table) {
     if (!table)
         return;
     munmap(table->header, table->size);
     free(table);
 }
 
-static void unpack(const struct packed *packed, uint32_t slot, struct kvfs_record *out)
-{
+static void unpack(const struct packed *packed, uint32_t slot, struct kvfs_record *out) {
     const uint64_t *words = packed->words;
 
     *out = (struct kvfs_record){
@@ -103,8 +99,7 @@ static void unpack(const struct packed *packed, uint32_t slot, struct kvfs_recor
     };
 }
 
-static bool matches(const struct packed *packed, const struct key *key)
-{
+static bool matches(const struct packed *packed, const struct key *key) {
     if (!(packed->links_kind & 3))
         return false;
     if (key->by_name)
@@ -112,9 +107,8 @@ static bool matches(const struct packed *packed, const struct key *key)
     return packed->words[INODE] == key->words[0];
 }
 
-/* Whether a consistent copy could be taken. */
-static inline bool slot_read(const struct slot *slot, struct packed *packed)
-{
+/* False: the record changed during the copy. */
+static inline bool slot_read(const struct slot *slot, struct packed *packed) {
     uint32_t sequence = get_acquire(&slot->sequence);
 
     packed->links_kind = get(&slot->links_kind);
@@ -127,8 +121,7 @@ static inline bool slot_read(const struct slot *slot, struct packed *packed)
 enum search { SEARCH_FOUND, SEARCH_MISSED, SEARCH_TORN };
 
 static inline enum search search_chain(const struct kvfs_table *table, const struct bucket *bucket, const struct key *key,
-                                       struct kvfs_record *out)
-{
+                                       struct kvfs_record *out) {
     uint16_t tag = tag_of(key->hash);
 
     for (int length = 0; length < CHAIN_MAX; length++) {
@@ -159,9 +152,8 @@ static inline enum search search_chain(const struct kvfs_table *table, const str
     return SEARCH_TORN;
 }
 
-static int find(const struct kvfs_table *table, const struct index *index, const struct key *key, struct kvfs_record *out)
-{
-    /* Before the search: what was put before the table became complete is then found by it. */
+static int find(const struct kvfs_table *table, const struct index *index, const struct key *key, struct kvfs_record *out) {
+    /* Read before the search. Then the search finds all that was put before the table became complete. */
     bool complete = get_acquire(&table->header->complete);
 
     for (int attempt = 0; attempt < READ_ATTEMPTS; attempt++) {
@@ -196,8 +188,7 @@ static int find(const struct kvfs_table *table, const struct index *index, const
     return -EAGAIN;
 }
 
-int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out)
-{
+int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out) {
     struct key key;
 
     if (!name_size || name_size > KVFS_NAME_MAX)
@@ -206,25 +197,21 @@ int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const 
     return find(table, &table->names, &key, out);
 }
 
-int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out)
-{
+int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out) {
     struct key key = inode_key(table, inode);
 
     return find(table, &table->inodes, &key, out);
 }
 
-int kvfs_table_is_written(const struct kvfs_table *table, uint64_t inode)
-{
+int kvfs_table_is_written(const struct kvfs_table *table, uint64_t inode) {
     return get_acquire(&table->written[inode_hash(table, inode) % WRITTEN_COUNTS]) != 0;
 }
 
-uint64_t kvfs_table_mount_epoch(const struct kvfs_table *table)
-{
+uint64_t kvfs_table_mount_epoch(const struct kvfs_table *table) {
     return table->header->constants.mount_epoch;
 }
 
-void kvfs_table_statistics(const struct kvfs_table *table, struct kvfs_table_statistics *out)
-{
+void kvfs_table_statistics(const struct kvfs_table *table, struct kvfs_table_statistics *out) {
     const struct header *header = table->header;
     uint64_t names = get(&header->counts[0]), inodes = get(&header->counts[1]);
 

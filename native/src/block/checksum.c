@@ -14,9 +14,8 @@ static_assert(KVFS_LEAF_SIZE == KVFS_PAGE_SIZE, "a leaf is a page");
 
 static const struct kvfs_leaf_functions *chosen = &kvfs_leaf_portable;
 
-/* At load time, while there is one thread: no reader of `chosen` needs a fence. */
-__attribute__((constructor)) static void choose(void)
-{
+/* Runs at load time, in the only thread, so readers of `chosen` need no fence. */
+__attribute__((constructor)) static void choose(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f"))
@@ -26,24 +25,20 @@ __attribute__((constructor)) static void choose(void)
 #endif
 }
 
-uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret)
-{
+uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret) {
     return chosen->checksum(data, size, secret);
 }
 
-void kvfs_leaf_checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out)
-{
+void kvfs_leaf_checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out) {
     chosen->checksums(data, size, secret, out);
 }
 
-uint64_t kvfs_leaf_verify(const void *data, uint64_t size, uint64_t secret, const uint32_t *expected)
-{
+uint64_t kvfs_leaf_verify(const void *data, uint64_t size, uint64_t secret, const uint32_t *expected) {
     return chosen->verify(data, size, secret, expected);
 }
 
-/* One plain call a leaf: neither the chosen instruction set nor the secret drawn ahead. */
-void kvfs_leaf_checksums_reference(const void *data, uint64_t size, uint64_t secret, uint32_t *out)
-{
+/* The reference: one plain call for each leaf, without the chosen instruction set and without a secret drawn ahead. */
+void kvfs_leaf_checksums_reference(const void *data, uint64_t size, uint64_t secret, uint32_t *out) {
     const unsigned char *at = data;
 
     for (uint64_t offset = 0; offset < size; offset += KVFS_PAGE_SIZE) {
@@ -54,8 +49,7 @@ void kvfs_leaf_checksums_reference(const void *data, uint64_t size, uint64_t sec
     }
 }
 
-void kvfs_name_key(uint64_t parent, const char *name, uint32_t name_size, uint64_t secret, uint64_t *low, uint64_t *high)
-{
+void kvfs_name_key(uint64_t parent, const char *name, uint32_t name_size, uint64_t secret, uint64_t *low, uint64_t *high) {
     unsigned char text[8 + KVFS_NAME_MAX];
     XXH128_hash_t hash;
 

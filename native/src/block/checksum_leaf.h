@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
-/* Before the pragma: clang would give every function of this header a second target. */
+/* Included before the pragma, as clang would give every function of this header a second target. */
 #include <immintrin.h>
 #endif
 
@@ -43,23 +43,20 @@ KVFS_PRAGMA_OF(GCC target(KVFS_LEAF_TARGET))
 #define KVFS_CAT_(a, b) a##b
 #define KVFS_CAT(a, b) KVFS_CAT_(a, b)
 
-/* The long hash draws 192 bytes of secret from the seed at each call, a fifth of a leaf's time: drawn here once for all leaves. */
+/* The long hash draws 192 bytes of secret from the seed at each call: a fifth of a leaf's time. Here they are drawn once for all leaves. */
 struct leaf_secret {
     _Alignas(64) unsigned char bytes[XXH3_SECRET_DEFAULT_SIZE];
 };
 
-static inline uint32_t leaf_sum(const unsigned char *data, uint64_t size, uint64_t secret, const struct leaf_secret *drawn)
-{
+static inline uint32_t leaf_sum(const unsigned char *data, uint64_t size, uint64_t secret, const struct leaf_secret *drawn) {
     return (uint32_t)XXH3_64bits_withSecretandSeed(data, size, drawn->bytes, sizeof(drawn->bytes), secret);
 }
 
-static uint64_t checksum(const void *data, uint64_t size, uint64_t secret)
-{
+static uint64_t checksum(const void *data, uint64_t size, uint64_t secret) {
     return XXH3_64bits_withSeed(data, size, secret);
 }
 
-static void checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out)
-{
+static void checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out) {
     const unsigned char *at = data;
     struct leaf_secret drawn;
 
@@ -70,8 +67,7 @@ static void checksums(const void *data, uint64_t size, uint64_t secret, uint32_t
         *out = leaf_sum(at, size, secret, &drawn);
 }
 
-static uint64_t verify(const void *data, uint64_t size, uint64_t secret, const uint32_t *expected)
-{
+static uint64_t verify(const void *data, uint64_t size, uint64_t secret, const uint32_t *expected) {
     const unsigned char *at = data;
     struct leaf_secret drawn;
     uint64_t index = 0;

@@ -23,9 +23,9 @@ void desc_put(struct desc *desc) {
     free(desc);
 }
 
-/* ---- what comes from a device ---- */
+/* ---- input from devices ---- */
 
-/* A summary slot is the 64th part of a segment, two pages at least; two of them end it. */
+/* Two summary slots end a segment. Each is the 64th part of it, and at least two pages. */
 static uint32_t end_page_of(uint32_t segment_pages) {
     uint32_t summary_pages = segment_pages / 64 > 2 ? segment_pages / 64 : 2;
     return segment_pages > 2 * summary_pages ? segment_pages - 2 * summary_pages : 0;
@@ -35,7 +35,7 @@ static struct kvfs_record_limits limits_of(const struct geometry *geometry, uint
     return (struct kvfs_record_limits){epoch_max, geometry->segment_count, end_page_of(geometry->segment_pages)};
 }
 
-/* Why the name cannot be one; NULL if it can. */
+/* The reason why this is no name, or NULL. */
 static const char *name_fault(const struct kvfs_inode_record *r, const uint8_t *name) {
     if ((r->name_size == 0) != (r->inode == 1))
         return "only the root has no name";
@@ -87,7 +87,7 @@ static const char *xattrs_fault(const uint8_t *xattrs, uint32_t size) {
     return NULL;
 }
 
-/* Why no kvfs can have written the record; NULL if one can. *size is the record's. */
+/* The reason why kvfs cannot have written the record, or NULL. *size is the record's. */
 static const char *record_fault(const struct kvfs_record_limits *limits, const uint8_t *record, uint64_t left, uint64_t *size) {
     static const uint32_t types[] = {0, S_IFREG, S_IFDIR, S_IFLNK};
     struct kvfs_inode_record r;
@@ -197,7 +197,7 @@ int desc_verify(const struct geometry *geometry, struct desc *desc, const struct
     struct kvfs_inode_record r;
     if (header_check(geometry, desc->header, desc->header_pages, &h, &r) < 0)
         return -EBADMSG;
-    /* The version is of the name too: a rename raises the table's, never the header's. */
+    /* A rename raises the version in the table, never in the header. */
     if (r.inode != want->inode || r.generation != want->generation || r.version > want->version || r.size != want->size ||
         r.segment != want->segment || r.page != want->page)
         return -EBADMSG;
@@ -218,7 +218,7 @@ int desc_verify(const struct geometry *geometry, struct desc *desc, const struct
         desc->extents = (struct kvfs_extent *)(void *)(desc->header + extents_at);
         desc->extent_count = r.extent_count;
     }
-    /* Its own record is what is read by: no extent leads out of its segment, no page is read twice. */
+    /* Reads go by this record: no extent may lead out of its segment, and no page may be read twice. */
     return records_sound(geometry, geometry->mount_epoch, desc->header + h.record_offset, r.record_size) ? 0 : -EBADMSG;
 }
 
@@ -264,7 +264,7 @@ int header_build(const struct geometry *geometry, struct desc *desc, const uint8
     copy_bytes(out + at + name_end + 24ull * extent_count, record + name_end, record_size - name_end);
     copy_bytes(out + h.ancestors_offset, ancestors, ancestors_size);
     copy_bytes(out + h.leaves_offset, leaves, 4ull * leaf_count);
-    /* From the last page on: each sum lies in an earlier page, which is summed after it. */
+    /* Backwards: the sum of a page lies in an earlier page, which is summed later. */
     for (uint32_t i = pages; i-- > 1;) {
         uint64_t sum = kvfs_checksum(out + i * PAGE, PAGE, geometry->secret);
         memcpy(out + h.sums_offset + 8ull * (i - 1), &sum, 8);

@@ -1,4 +1,4 @@
-/* The devices of a pool: what a daemon and a native client make of its geometry. */
+/* The devices of a pool: their memory, and their kinds. */
 #include "io/array.h"
 
 #include <limits.h>
@@ -32,7 +32,7 @@ void array_free(struct kvfs_array *array) {
 
 /* ---- what a device is ---- */
 
-/* Whether the device is a RAM disk: reading it can not block for longer than a copy takes. */
+/* True for a RAM disk: a read of it takes no longer than a copy. */
 static bool is_memory(int fd) {
     struct stat st;
     char path[64], name[PATH_MAX];
@@ -47,9 +47,9 @@ static bool is_memory(int fd) {
     return base && (strncmp(base, "/zram", 5) == 0 || strncmp(base, "/ram", 4) == 0 || strncmp(base, "/pmem", 5) == 0);
 }
 
-/* Whether the file lies on a filesystem that another process or host serves. FUSE takes 12 requests at a time by default and lets the 13th
- * wait in io_uring_enter, whatever was asked for: one server that hangs would hang every thread that submits, deadlines and all. Only such
- * a filesystem can fail to answer fstatfs: many a FUSE server knows no such call. */
+/* True if another process or host serves the file's filesystem. FUSE takes 12 requests at a time by default; the 13th waits in io_uring_enter,
+ * whatever was asked for. One hanging server would then hang every thread that submits, in spite of all deadlines. If fstatfs fails, the
+ * filesystem is such a one: many FUSE servers do not know that call. */
 static bool may_block(int fd) {
     struct statfs st;
     return fstatfs(fd, &st) < 0 || st.f_type == FUSE_SUPER_MAGIC || st.f_type == NFS_SUPER_MAGIC || st.f_type == (__fsword_t)SMB2_SUPER_MAGIC;
@@ -57,10 +57,10 @@ static bool may_block(int fd) {
 
 void device_kind_set(struct device *device, const struct device_ops *kind) {
     const struct device_ops *before = atomic_exchange(&device->kind, kind);
-    atomic_compare_exchange_strong(&device->ops, &before, kind); /* else faults are around it, and stay */
+    atomic_compare_exchange_strong(&device->ops, &before, kind); /* it fails where faults are wrapped around the kind: they stay */
 }
 
-int device_look(const struct kvfs_array *array, struct device *device) {
+int device_probe(const struct kvfs_array *array, struct device *device) {
     struct kvfs_nvme_target target;
     const struct device_ops *kind = is_memory(device->fd) ? &memory_ops : &uring_ops;
     if (nvme_target_of(device->fd, &target))

@@ -1,4 +1,4 @@
-/* The devices of a pool and how its segments lie on them: what a daemon and a native client both need to read and write. */
+/* The devices of a pool and how its segments lie on them. A daemon has one array, and so has each session of a native client. */
 #ifndef KVFS_ARRAY_H
 #define KVFS_ARRAY_H
 
@@ -10,26 +10,27 @@ struct nvme_remote;
 
 struct ring;
 struct io_part;
-/* What a kind of device does with one part of an I/O. The ring's own thread calls. Each part ends with ring_part_complete(). */
+/* The operations of a kind of device on one part of an I/O. Only the ring's own thread calls them. Each part ends with ring_part_complete(). */
 struct device_ops {
     void (*start)(struct ring *ring, struct io_part *part);
-    /* One of its io_uring operations has ended with *result: whether the part has, with *result. NULL: a part is one operation. */
+    /* An io_uring operation of the part has ended with *result. True: the part has ended, and *result is the part's. NULL: a part is one operation. */
     bool (*reaped)(struct io_part *part, int *result);
-    /* The part has missed its deadline. Before its callback is told: let the kernel end it. After that: give it up, which may end it here. */
+    /* The part has missed its deadline. cancel comes before the group's callback, and asks the kernel to end the part. expire comes after
+     * the callback, gives the part up, and may end it at once. Either may be NULL. */
     void (*cancel)(struct ring *ring, struct io_part *part);
     void (*expire)(struct ring *ring, struct io_part *part, uint64_t now);
 };
 
 struct fault_rule { atomic_uint fault, direction, every, value, counter; };
 struct device {
-    int fd;                              /* the number stays; what it leads to may change (kvfs_device_use) */
-    const struct device_ops *_Atomic kind;  /* as device_look() found it */
+    int fd;                              /* the number stays; the file behind it may change (kvfs_device_use) */
+    const struct device_ops *_Atomic kind;  /* as device_probe() found it */
     const struct device_ops *_Atomic ops;   /* rings start parts by these: the kind's, or fault_ops around them */
-    _Atomic(struct nvme_remote *) remote;   /* NVMe/TCP: fd only stands for it. Else NULL */
-    atomic_uint nsid, block_size, transfer_size;    /* NVMe passthrough: I/O is commands of at most transfer_size. Else 0 */
+    _Atomic(struct nvme_remote *) remote;   /* NVMe/TCP, where fd only names the target. Else NULL */
+    atomic_uint nsid, block_size, transfer_size;    /* NVMe passthrough: a command carries at most transfer_size. Else 0 */
     atomic_bool stopped;                 /* out of service: its I/O fails at once */
-    atomic_bool blocks;                  /* submitting its I/O may wait for it: a kernel thread does that */
-    atomic_ullong stuck_until_ns;        /* fail_fast: it missed a deadline, until then its I/O fails at once */
+    atomic_bool blocks;                  /* submitting its I/O may block, so a kernel thread does it */
+    atomic_ullong stuck_until_ns;        /* fail_fast: after a missed deadline its I/O fails at once until then */
     uint64_t zones_offset;
     atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
     atomic_ullong buckets[2][KVFS_DEVICE_BUCKETS];  /* of reads, of writes: by their times */
@@ -43,13 +44,13 @@ struct kvfs_array {
     struct kvfs_member *members;         /* stripe_width of each segment */
     atomic_uint *segment_busy;           /* I/O under way, by segment */
     struct nvme_host *hosts;
-    atomic_uint devices_changed;         /* counts kvfs_device_use: every ring then registers the files anew */
+    atomic_uint devices_changed;         /* counts kvfs_device_use; each ring then registers the files again */
     uint32_t inline_max;                 /* I/O of a RAM disk is done inline up to this size */
     bool fail_fast;
     bool passthrough;                    /* some device has it: rings have large entries */
-    atomic_ullong stuck_until_ns;        /* some device missed a deadline: for ten of them no read goes to a guest's own pages */
-    atomic_ullong zombies;               /* I/Os that missed their deadline and have not come back */
-    /* Any thread; NULL: nobody listens. A device's I/O ended with -error; an NVMe/TCP device has another message. */
+    atomic_ullong stuck_until_ns;        /* a device missed a deadline: for the time of ten, no read goes to a guest's own pages */
+    atomic_ullong orphans;               /* I/Os that missed their deadline and have not come back */
+    /* Callbacks from any thread, or NULL. on_error: I/O of a device ended with -error. on_message: an NVMe/TCP device has a new message. */
     void (*on_error)(struct kvfs_array *array, uint32_t device, int error);
     void (*on_message)(struct kvfs_array *array, uint32_t device);
 };
@@ -58,7 +59,7 @@ int array_init(struct kvfs_array *array, const struct geometry *geometry, uint32
 void array_free(struct kvfs_array *array);   /* also after array_init failed; hosts have stopped */
 /* Find out what kind of device the descriptor leads to; before its first I/O, and when it leads elsewhere. -errno of NVMe passthrough, which is
  * looked for only if the array has it. */
-int device_look(const struct kvfs_array *array, struct device *device);
+int device_probe(const struct kvfs_array *array, struct device *device);
 void device_kind_set(struct device *device, const struct device_ops *kind);
 
 extern const struct device_ops uring_ops;        /* io/uring.c: files and block devices */

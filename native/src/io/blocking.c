@@ -1,11 +1,11 @@
-/* I/O that waits for its end: for workers. */
+/* Blocking I/O, for workers. */
 #include "io/ring.h"
 
 struct blocking { uint32_t left; int result; };
 
 static void blocking_done(struct io_group *group, bool reaped) {
     if (reaped)
-        return; /* its waiter has gone on at the deadline; the group holds the slots */
+        return; /* the waiter went on at the deadline; the group has held the slots */
     struct blocking *wait = group->owner;
     if (group->result && !wait->result)
         wait->result = group->result;

@@ -1,4 +1,4 @@
-/* Fault injection: a kind of device that is wrapped around another. It decides when a part begins, and changes or delays how the part ends. */
+/* Fault injection: a kind of device that wraps another. It decides when a part begins, and changes or delays the part's result. */
 #include "io/ring.h"
 
 #define HELD_LOOK_NS 1000000ull
@@ -11,7 +11,7 @@ static uint8_t fault_next(struct device *device, bool write) {
     return atomic_fetch_add(&rule->counter, 1) % every == every - 1 ? (uint8_t)atomic_load(&rule->fault) : KVFS_FAULT_NONE;
 }
 
-/* Held until the device has another fault, or none. */
+/* A held part ends when its device has another fault, or none. */
 static void held(struct ring *ring, struct io_part *part, int result) {
     bool holds = atomic_load(&ring->array->devices[part->device].faults.fault) == KVFS_FAULT_HOLD;
     if (holds && ring_part_delay(ring, part, now_ns() + HELD_LOOK_NS, result))

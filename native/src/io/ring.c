@@ -1,14 +1,13 @@
-/* Device I/O: io_uring, one ring a thread, requests striped over devices, every one with a deadline. How a part is done is its device's
- * affair: struct device_ops.
+/* Device I/O: one ring a thread, I/O striped over devices, every I/O with a deadline. The kinds of devices are behind struct device_ops.
  *
- * A group is one run of a segment's pages; it becomes at most one vectored I/O per device of the stripe. A group that misses its deadline is
- * reported at once and cancelled; its memory stays the kernel's until every part has been reaped.
+ * A group is one run of a segment's pages. It becomes one part, a vectored I/O, on each device of the stripe that it touches. A group that
+ * misses its deadline is reported at once and cancelled. Its memory stays the kernel's until every part has been reaped (I5).
  */
 #include "io/ring.h"
 
 #include <poll.h>
 
-/* A device that missed a deadline is left alone for so many of them: until the daemon has judged it. */
+/* A device that missed a deadline gets no I/O for the time of so many deadlines. Until then the daemon has judged it. */
 #define STUCK_FACTOR 4u
 
 int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) {
@@ -48,7 +47,7 @@ int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) {
     return r;
 }
 
-/* Descriptors that lead elsewhere since the ring last looked. A file that is replaced is the kernel's until its I/O has ended. */
+/* Register again, as descriptors may lead elsewhere now. The kernel keeps a replaced file until its I/O has ended. */
 static void files_renew(struct ring *ring, uint32_t changed) {
     for (uint32_t i = 0; i < ring->array->device_count; i++)
         io_uring_register_files_update(&ring->uring, i, &ring->array->devices[i].fd, 1);
@@ -109,7 +108,7 @@ struct io_uring_sqe *ring_sqe(struct ring *ring) {
     return sqe;
 }
 
-/* Cut the run into pieces of stripe units, each on one device, and gather the pieces of a device: they are one run there. */
+/* Cut the run into pieces by stripe unit, each on one device. The pieces of a device are one run there, and become one part. */
 static int group_fill(struct io_group *group, const struct kvfs_array *array, uint64_t offset, const struct iovec *iovs, uint32_t iov_count) {
     const uint64_t unit = array->geometry.stripe_unit, zone_size = array->geometry.zone_size;
     const uint32_t width = array->geometry.stripe_width;
@@ -201,8 +200,7 @@ static void group_unlink(struct ring *ring, struct io_group *group) {
         ring->newest = group->previous;
 }
 
-/* Whether a device that missed a deadline is left alone still. When that is over one I/O finds out whether it answers; others do not wait
- * with it. */
+/* True while a device of the group is left alone after a missed deadline. Afterwards one I/O tries the device, and the others still fail. */
 static bool group_stuck(const struct io_group *group, struct kvfs_array *array, uint64_t now) {
     for (uint32_t i = 0; i < group->part_count; i++)
         if (atomic_load_explicit(&array->devices[group->parts[i].device].stuck_until_ns, memory_order_relaxed) > now)
@@ -263,7 +261,7 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
     group->slot_count = slot_count;
     group->deadline_ns = deadline;
     group->parts_left = group->part_count;
-    for (uint32_t i = 0; i < group->part_count; i++) { /* all of them before any begins: the group may expire while it does */
+    for (uint32_t i = 0; i < group->part_count; i++) { /* before any part begins: the group may expire during a start */
         struct io_part *part = &group->parts[i];
         part->started_ns = now;
         part->ops = atomic_load_explicit(&array->devices[part->device].ops, memory_order_acquire);
@@ -327,7 +325,7 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
         return;
     bool expired = group->expired;
     if (expired)
-        atomic_fetch_sub(&ring->array->zombies, 1);
+        atomic_fetch_sub(&ring->array->orphans, 1);
     else
         group_unlink(ring, group);
     group->callback(group, expired);
@@ -360,14 +358,14 @@ static void expire(struct ring *ring) {
         group->expired = true;
         if (!group->result)
             group->result = -ETIMEDOUT;
-        uint32_t left = 0; /* to expire */
+        uint32_t left = 0; /* parts to expire */
         atomic_store(&ring->array->stuck_until_ns, now + 10 * patience);
-        atomic_fetch_add(&ring->array->zombies, 1);
+        atomic_fetch_add(&ring->array->orphans, 1);
         for (uint32_t i = 0; i < group->part_count; i++) {
             struct io_part *part = &group->parts[i];
             if (part->done)
                 continue;
-            if (now - part->started_ns >= patience / 2) { /* else it is what came before that took the time */
+            if (now - part->started_ns >= patience / 2) { /* else the time went to earlier I/O */
                 atomic_fetch_add(&ring->array->devices[part->device].timeouts, 1);
                 atomic_store(&ring->array->devices[part->device].stuck_until_ns, now + STUCK_FACTOR * patience);
                 if (ring->array->on_error)
@@ -378,7 +376,7 @@ static void expire(struct ring *ring) {
             left += part->ops->expire != NULL;
         }
         group->callback(group, false);
-        for (uint32_t i = 0; left; i++) { /* with the last part the group may be gone */
+        for (uint32_t i = 0; left; i++) { /* the group may be gone with its last part */
             struct io_part *part = &group->parts[i];
             if (part->done || !part->ops->expire)
                 continue;
@@ -430,7 +428,7 @@ uint32_t ring_reap(struct ring *ring) {
 }
 
 void ring_wait(struct ring *ring, uint64_t timeout_ns) {
-    if (ring->delayed_count) /* completions that are due, or tests' delays */
+    if (ring->delayed_count) /* completions for the next reap, or delays of faults */
         timeout_ns = ring->delayed[0].due_ns ? min_u64(timeout_ns, 1000000) : 0;
     if (ring->oldest) {
         uint64_t now = now_ns();
@@ -442,7 +440,7 @@ void ring_wait(struct ring *ring, uint64_t timeout_ns) {
     struct __kernel_timespec ts = {.tv_sec = (long long)(timeout_ns / 1000000000u), .tv_nsec = (long long)(timeout_ns % 1000000000u)};
     struct io_uring_cqe *cqe;
     int r = io_uring_submit_and_wait_timeout(&ring->uring, &cqe, 1, &ts, NULL);
-    (void)r; /* -ETIME, -EINTR: the caller looks for itself */
+    (void)r; /* -ETIME, -EINTR: the caller looks at the ring */
     ring->queued = io_uring_sq_ready(&ring->uring);
 }
 

@@ -8,13 +8,14 @@
 #include "io/array.h"
 
 #define RING_DELAYED_MAX 1024
-#define RING_CANCELS ((uint64_t)255 << 1 | 1)     /* user_data of cancellations: nobody waits for them */
+#define RING_CANCELS ((uint64_t)255 << 1 | 1)     /* user_data of cancellations, whose results are ignored */
 #define GROUP_IOVS 320
 #define GROUP_BYTES ((uint64_t)2 << 20)
 
 struct ring;
 struct io_group;
-/* Called twice for a group that missed its deadline: with expired (answer now, the memory is still the device's), then with reaped. */
+/* Called twice for a group that missed its deadline: at first group->expired is set (answer now, the memory is still the device's), later
+ * `reaped` is true. */
 typedef void (*io_callback)(struct io_group *group, bool reaped);
 
 struct io_part {
@@ -26,10 +27,10 @@ struct io_part {
     uint16_t iov_first, iov_count;
     uint8_t fault;                       /* io/fault.c */
     bool done;
-    const struct device_ops *ops;        /* as the device was when the part began, like `remote` */
-    void (*ended)(struct ring *ring, struct io_part *part, int result); /* who looks at the result first, and completes again; or NULL */
+    const struct device_ops *ops;        /* of the device's kind when the part began */
+    void (*ended)(struct ring *ring, struct io_part *part, int result); /* takes the result first, and completes the part again; or NULL */
     struct nvme_remote *remote;
-    uint16_t commands_left;              /* from here on: of an NVMe/TCP device, or by passthrough, until done */
+    uint16_t commands_left;              /* this and the following: of NVMe devices, while the part is under way */
     int error;
     struct io_part *next;                /* NVMe/TCP (io/nvme/queue.c) */
     uint32_t begun;                      /* bytes that commands cover */
@@ -49,11 +50,11 @@ struct io_group {
     struct io_part parts[KVFS_STRIPE_WIDTH_MAX];
     struct iovec iovs[GROUP_IOVS];
 };
-/* What a ring has beside its io_uring: queues to NVMe/TCP controllers. */
+/* Operations on queues that a ring has beside its io_uring: to NVMe/TCP controllers. */
 struct ring_beside {
     void (*submit)(struct ring *ring);
     uint32_t (*reap)(struct ring *ring);
-    void (*event)(struct ring *ring, uint64_t user_data, uint32_t flags);    /* one of its polls, whose user_data has a bit of 6 set and not the 1 */
+    void (*event)(struct ring *ring, uint64_t user_data, uint32_t flags);    /* of one of its polls: user_data is even and has a bit of 6 */
     uint64_t (*timeout)(struct ring *ring, uint64_t timeout_ns);
     void (*free)(struct ring *ring);
 };
@@ -62,16 +63,16 @@ struct ring {
     struct kvfs_array *array;
     struct io_group *oldest, *newest;    /* the first and the last to expire */
     struct io_group *free;
-    uint64_t until_ns;                   /* I/O that begins now ends by then: what it is a part of has a deadline. 0: nothing more */
+    uint64_t until_ns;                   /* deadline of the request that I/O belongs to from now on (I6); 0: none */
     uint32_t in_flight;                  /* parts */
     uint32_t queued;                     /* SQEs not yet submitted */
-    struct { uint64_t due_ns; struct io_part *part; int result; } *delayed; /* results that wait: of RAM disks for the next reap, of faults longer */
+    struct { uint64_t due_ns; struct io_part *part; int result; } *delayed; /* results that wait: of RAM disks for the next reap, of delayed parts longer */
     uint32_t delayed_count;
     uint32_t armed;                      /* bit per poll tag: a poll is under way */
     const struct ring_beside *beside;    /* from the first part of an NVMe/TCP device on */
     struct nvme_queue *queues;           /* to NVMe/TCP controllers */
     struct io_part *remote_failed;
-    bool remote_ready, remote_busy;      /* there is work for the next reap; it is under way */
+    bool remote_ready, remote_busy;      /* the next reap has work; a reap is under way */
     uint32_t devices_seen;               /* array->devices_changed when the registered files were last looked at */
 };
 int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries);
@@ -80,19 +81,19 @@ void ring_free(struct ring *ring);
 int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
             struct slot *const *slots, uint32_t slot_count, io_callback callback, void *owner);
 void ring_submit(struct ring *ring);
-/* Runs callbacks of what has completed or expired. Returns how many CQEs were seen. */
+/* Calls back groups that have completed or expired. Returns how many completions were seen. */
 uint32_t ring_reap(struct ring *ring);
 /* Submits and sleeps until a completion or timeout; then the caller reaps. */
 void ring_wait(struct ring *ring, uint64_t timeout_ns);
-/* For struct device_ops: a part ends with its size, or -errno. Not in start: what ends there goes through ring_part_delay(). */
+/* For device_ops: a part ends, with its size or -errno. A start() uses ring_part_delay() instead. */
 void ring_part_complete(struct ring *ring, struct io_part *part, int result);
-/* It ends with this result in a later reap. False: too many wait. */
+/* Let the part end with this result in a later reap. False: too many wait. */
 bool ring_part_delay(struct ring *ring, struct io_part *part, uint64_t due_ns, int result);
-void uring_cancel(struct ring *ring, struct io_part *part);             /* device_ops.cancel of what io_uring does */
+void uring_cancel(struct ring *ring, struct io_part *part);             /* device_ops.cancel for parts that are io_uring operations */
 struct io_uring_sqe *ring_sqe(struct ring *ring);
-/* Let readability of fd end the next ring_wait; armed once a tag (0 to 7). One-shot, or at every edge from now on: then nobody needs to read fd. */
+/* Let readability of fd end the next ring_wait; one poll for each tag (0 to 7). With `edges` every later edge does too, and fd need not be read. */
 void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges);
-/* The ring's memory is in use by a device that gave no answer: it can not be freed. */
+/* False while a device has not answered: the ring's memory is in use and cannot be freed. */
 bool ring_idle(const struct ring *ring);
 /* One blocking I/O of any size. */
 int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,

@@ -29,7 +29,7 @@ void uring_cancel(struct ring *ring, struct io_part *part) {
 
 const struct device_ops uring_ops = {.start = start, .cancel = uring_cancel};
 
-/* Memory answers at once: io_uring would hand it to a kernel thread, and the wake-ups cost more than the copy. */
+/* io_uring would hand I/O of a RAM disk to a kernel thread, and the wake-ups cost more than the copy. */
 static void memory_start(struct ring *ring, struct io_part *part) {
     const struct iovec *iov = &part->group->iovs[part->iov_first];
     int fd = ring->array->devices[part->device].fd;
@@ -37,7 +37,8 @@ static void memory_start(struct ring *ring, struct io_part *part) {
         start(ring, part);
         return;
     }
-    ssize_t n = part->group->write ? pwritev(fd, iov, part->iov_count, (off_t)part->device_offset) : preadv(fd, iov, part->iov_count, (off_t)part->device_offset);
+    off_t offset = (off_t)part->device_offset;
+    ssize_t n = part->group->write ? pwritev(fd, iov, part->iov_count, offset) : preadv(fd, iov, part->iov_count, offset);
     bool kept = ring_part_delay(ring, part, 0, n < 0 ? -errno : (int)n);
     assert(kept);
 }

@@ -121,7 +121,7 @@ static bool guest_targets(struct request *request) {
     struct kvfs_plane *plane = request->server->plane;
     uint32_t left = request->size / KVFS_PAGE_SIZE * KVFS_PAGE_SIZE, rest = request->size - left;
     uint64_t stuck_until_ns = atomic_load_explicit(&plane->array.stuck_until_ns, memory_order_relaxed);
-    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->array.zombies))))
+    if (request->offset % PAGE || left == 0 || (stuck_until_ns && (now_ns() < stuck_until_ns || atomic_load(&plane->array.orphans))))
         return false;
     struct virtqueue *queue;
     struct element *element = element_find(guest, request->unique, &queue);

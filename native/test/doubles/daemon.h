@@ -46,7 +46,7 @@ struct block {
 
 struct bytes { uint8_t *data; uint64_t size, capacity; };
 
-/* What the double does wrong. */
+/* The rules that the double can be told to break. */
 enum trick {
     HONEST, SILENT, HALF_WELCOME_FRAME, OTHER_VERSION, OTHER_TYPE, SHORT_WELCOME, TRUNCATED_WELCOME, HUGE_WELCOME, NO_DEVICES, MANY_DEVICES,
     WIDE_STRIPE, MANY_SEGMENTS, ZONE_OF_0, BAD_MEMBER, NO_DESCRIPTORS, FEW_DESCRIPTORS, EXTRA_DESCRIPTORS, UNSEALED_TABLE, ZERO_TABLE,
@@ -72,7 +72,7 @@ static struct {
     uint32_t block_count;
     uint64_t version;
     int connections[CONNECTIONS_MAX];
-    /* What tests set. */
+    /* Set by tests. */
     uint32_t split;                     /* runs a block has */
     bool header_alone, read_only, incomplete, writes_lost;
     uint32_t header_extra;              /* pages more than a header needs */
@@ -85,7 +85,7 @@ static struct {
     uint32_t room, room_in_all;         /* blocks that there is room for: reserved at one time, and ever */
     struct bytes held[8];
     uint32_t held_count;
-    /* What they look at. */
+    /* Looked at by tests. */
     uint32_t accepted, reserved, committed, aborted, late, not_begun, lookups, reports, bad_blocks, reserves, commits, open, open_most;
     uint64_t hits, bad_inode, bad_segment;
     struct kvfs_client_statistics report;
@@ -258,7 +258,7 @@ static inline void block_enter(struct block *block) {
     block->connection = -1;
 }
 
-/* As the daemon writes a block itself. With old, the block moves: its number, name and bytes stay. */
+/* Write a block as the daemon does by itself. With old, the block moves: its number, name and bytes stay. */
 static inline uint64_t block_write(const char *name, uint32_t name_size, const uint8_t *data, uint64_t size, uint32_t split, uint64_t hole_from,
                             uint64_t hole_to, struct block *old) {
     static uint8_t record[4096], ancestors[1024];
@@ -759,7 +759,7 @@ static inline void *daemon_main(void *nothing) {
     }
 }
 
-/* A new mount: a new epoch, a new table of what is live. */
+/* A new mount: a new epoch, and a new table of the live blocks. */
 static inline void daemon_start(void) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     CHECK(!d.running);

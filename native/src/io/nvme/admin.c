@@ -1,5 +1,5 @@
 /* An association with an NVMe controller, for callers that may wait: Connect, properties, Identify, features, discovery. NVMe base 2.0,
- * chapters 3, 5 and 6. And what Python asks of a namespace: its size, its labels (kvfs_plane.h).
+ * chapters 3, 5 and 6. Also Python's calls about a namespace: its size, its labels (kvfs_plane.h).
  */
 #include "io/nvme/tcp.h"
 
@@ -29,7 +29,7 @@ int nvme_admin_fail(struct nvme_admin *admin, int error, const char *format, ...
 
 /* ---- waiting ---- */
 
-/* Until the link is ready to go on; -ECANCELED: wake_fd; -ETIMEDOUT. */
+/* Wait until the link can go on. -ECANCELED: wake_fd is readable; -ETIMEDOUT. */
 static int link_wait(struct nvme_admin *admin, const struct nvme_link *link, uint64_t deadline_ns) {
     uint64_t now = now_ns();
     struct pollfd fds[2] = {{.fd = link->fd, .events = (short)(POLLIN | (nvme_link_sending(link) ? POLLOUT : 0))},
@@ -79,7 +79,7 @@ int nvme_execute(struct nvme_admin *admin, struct nvme_link *link, const struct 
         if (r == 0 && !waiting.done && (r = link_wait(admin, link, deadline_ns)) == -ETIMEDOUT)
             nvme_admin_fail(admin, r, "no answer to a command (opcode %#x) within the deadline", command->opcode);
     }
-    if (!waiting.done) { /* what has begun may still come: nothing of this link is trusted any more */
+    if (!waiting.done) { /* the answer may still come, so this link is not used again */
         request->done = NULL;
         nvme_link_close(link, -ENOTCONN);
         return r;
@@ -458,7 +458,7 @@ int kvfs_nvme_info(struct kvfs_nvme *nvme, struct kvfs_nvme_info *out) {
     return 0;
 }
 
-/* Twice, if the connection turns out to be dead: a target may have been restarted since the last call. */
+/* Tries twice if the connection is dead: the target may have been restarted since the last call. */
 static int block_call(struct kvfs_nvme *nvme, bool write, uint64_t offset, void *data, uint32_t size) {
     const struct nvme_identity before = nvme->identity;
     uint64_t deadline = deadline_of(nvme);
@@ -537,7 +537,7 @@ static int log_page(struct nvme_admin *admin, uint64_t offset, void *out, uint32
 
 static int discovery(struct kvfs_nvme *nvme, struct kvfs_nvme_subsystem *out, uint32_t count, uint64_t deadline) {
     union { struct nvme_discovery_head head; struct nvme_discovery_entry entry; } page;
-    for (;;) { /* until the log has not changed while it was read */
+    for (;;) { /* until the log stays unchanged during a read */
         int r = log_page(&nvme->admin, 0, &page, sizeof(page), deadline);
         if (r < 0)
             return r;

@@ -1,5 +1,5 @@
 /* NVMe passthrough: a namespace by its generic character device (/dev/ngXnY), past the block layer. A ring's parts become commands by
- * IORING_OP_URING_CMD; labels and sizes go by ioctl. The kernel splits nothing here: group_fill cuts what a command may not carry.
+ * IORING_OP_URING_CMD; labels and sizes go by ioctl. The kernel splits nothing here: group_fill cuts pieces that a command can carry.
  */
 #include "io/nvme/generic.h"
 
@@ -9,9 +9,9 @@
 
 #include "io/nvme/wire.h"
 
-/* The kernel refuses a command of more segments than the controller's driver takes, 127 for PCIe; at worst each page is one. */
+/* The kernel refuses a command with more segments than the driver takes: 127 for PCIe. At worst each page is a segment. */
 #define TRANSFER_MAX (256u << 10)
-#define MDTS_MIN 4 /* 64 KiB: a run in smaller pieces would be more than a group holds */
+#define MDTS_MIN 4 /* 64 KiB: smaller pieces of a run would be more than a group holds */
 #define ADMIN_TIMEOUT_MS 10000
 
 bool generic_is(int fd) {

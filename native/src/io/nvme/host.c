@@ -1,8 +1,8 @@
-/* The controllers that an array's devices lie on. Each has a thread, which makes the association, keeps it alive, and makes it again when it
- * is lost; rings look at `state` and `generation` and connect queues of their own (io/nvme/queue.c).
+/* The controllers of an array's NVMe/TCP devices. Each has a thread, which makes the association, keeps it alive, and makes it again after a
+ * loss. Rings look at `state` and `generation`, and connect queues of their own (io/nvme/queue.c).
  *
  * An association lives and dies as a whole: when one queue's connection breaks, all are shut down. A namespace is used again only if it is
- * the same one, and its label that of this pool, this device and this mount.
+ * the same one, and its label names this pool, this device and this mount.
  */
 #include "io/nvme/tcp.h"
 
@@ -13,14 +13,14 @@
 #include <unistd.h>
 
 #define BACKOFF_MIN_MS 100u
-#define BACKOFF_UP_MAX_MS 400u          /* after an association that was made */
-#define BACKOFF_MAX_MS 2000u            /* after one that was not */
-#define LOOK_NS 500000000ull            /* at a namespace that could not be used */
-#define SUSPECT_NS 1000000000ull        /* for keep alive, when a command got no answer in time */
-#define STEADY_NS 2000000000ull         /* lost after at least this long: tried again at once */
+#define BACKOFF_UP_MAX_MS 400u          /* after a loss of an association */
+#define BACKOFF_MAX_MS 2000u            /* after a failure to make one */
+#define POLL_NS 500000000ull            /* between polls of a namespace that is not usable */
+#define SUSPECT_NS 1000000000ull        /* wait for keep alive after a command without an answer */
+#define STEADY_NS 2000000000ull         /* an association that lasted so long is made again at once */
 
-static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
-static void tell(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
+static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
+static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
     char text[NVME_REASON + 64];
     va_list arguments;
     va_start(arguments, format);
@@ -39,7 +39,7 @@ static void tell(struct nvme_host *host, struct nvme_remote *only, const char *f
 static uint64_t timeout_ns(const struct nvme_host *host) { return (host->target.timeout_ms ? host->target.timeout_ms : 5000) * 1000000ull; }
 static uint32_t kato_ms(const struct nvme_host *host) { return host->target.kato_ms ? host->target.kato_ms : 5000; }
 
-/* ---- what rings call ---- */
+/* ---- for rings ---- */
 
 bool nvme_host_room(struct nvme_host *host) {
     bool room = false;
@@ -82,7 +82,7 @@ void nvme_host_lost(struct nvme_host *host, uint32_t generation, const char *rea
 
 void nvme_host_abort(struct nvme_host *host, uint16_t qid, uint16_t cid) {
     pthread_mutex_lock(&host->lock);
-    if (host->abort_count < sizeof(host->aborts) / sizeof(host->aborts[0])) { /* a courtesy: what does not fit is not aborted */
+    if (host->abort_count < sizeof(host->aborts) / sizeof(host->aborts[0])) { /* an Abort is a courtesy: those that do not fit are left out */
         host->aborts[host->abort_count].qid = qid;
         host->aborts[host->abort_count++].cid = cid;
         wake_fd(host->wake_fd);
@@ -129,7 +129,7 @@ static int remote_check(struct nvme_admin *admin, struct nvme_link *link, struct
     return r;
 }
 
-/* Those that are not usable. One that fails is left out, and looked at again later; the others are used. The last failure, if none is. */
+/* Check the namespaces that are not usable. One that fails is polled again later. Returns 0 if any is usable, else the last failure. */
 static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint64_t deadline) {
     struct nvme_link link;
     int r = nvme_link_init(&link, 3), failure = 0;
@@ -148,9 +148,9 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
         snprintf(remote->reason, sizeof(remote->reason), "%s", r < 0 ? admin->reason : "");
         pthread_mutex_unlock(&host->lock);
         if (back)
-            tell(host, remote, "namespace %u is back", remote->nsid);
+            notify(host, remote, "namespace %u is back", remote->nsid);
         else if (news)
-            tell(host, remote, "%s", admin->reason);
+            notify(host, remote, "%s", admin->reason);
     }
     nvme_link_close(&link, -ENOTCONN);
     nvme_link_free(&link);
@@ -160,9 +160,9 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
 /* ---- the thread ---- */
 
 struct service {
-    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: 0, or when it was sent, and when its answer is overdue */
+    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: when it was sent, or 0; and when its answer is overdue */
     uint64_t next_alive_ns;
-    bool suspect;                               /* a command missed its deadline: is the controller there? */
+    bool suspect;                               /* a command missed its deadline, so the controller may be gone */
     bool namespaces_changed, watching;
 };
 
@@ -191,7 +191,7 @@ static void send_admin(struct service *service, struct nvme_admin *admin, struct
 }
 
 /* Reading the log of changed namespaces allows the next event of this kind. */
-static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
+static int namespaces_poll(struct nvme_host *host, struct nvme_admin *admin) {
     uint64_t deadline = now_ns() + kato_ms(host) * 500000ull;
     uint8_t *list = malloc(4096);
     if (!list)
@@ -205,7 +205,7 @@ static int namespaces_look(struct nvme_host *host, struct nvme_admin *admin) {
         int found = nvme_admin_identity(admin, remote->nsid, &identity, deadline);
         bool same = found == 0 && remote->known && memcmp(&identity, &remote->identity, sizeof(identity)) == 0;
         if (!same && atomic_exchange(&remote->usable, false))
-            tell(host, remote, "namespace %u is gone or another one now: %s", remote->nsid, found < 0 ? admin->reason : "it has changed");
+            notify(host, remote, "namespace %u is gone or another one now: %s", remote->nsid, found < 0 ? admin->reason : "it has changed");
     }
     return admin->link.state == NVME_LINK_READY ? 0 : r < 0 ? r : -ENOTCONN;
 }
@@ -259,10 +259,10 @@ static void wait_for_news(struct nvme_host *host, struct nvme_admin *admin, uint
     }
 }
 
-/* Until the association is lost, or the host is to stop (-ECANCELED). */
+/* Returns when the association is lost, or the host is to stop (-ECANCELED). */
 static int serve(struct nvme_host *host, struct nvme_admin *admin, struct service *service) {
     const uint64_t kato_ns = kato_ms(host) * 1000000ull;
-    uint64_t next_look = now_ns() + LOOK_NS;
+    uint64_t next_poll = now_ns() + POLL_NS;
     service->next_alive_ns = now_ns() + kato_ns / 2;
     int r = 0;
     while (r == 0) {
@@ -286,23 +286,23 @@ static int serve(struct nvme_host *host, struct nvme_admin *admin, struct servic
         r = nvme_link_send(&admin->link);
         if (r == 0 && !more) {
             uint64_t until = service->alive_asked_ns ? service->alive_until_ns : service->next_alive_ns;
-            wait_for_news(host, admin, all_usable(host) ? until : min_u64(until, next_look), now);
+            wait_for_news(host, admin, all_usable(host) ? until : min_u64(until, next_poll), now);
         }
         if (r == 0)
             r = nvme_link_receive(&admin->link);
         if (r < 0)
             return nvme_admin_fail(admin, r, "%s", admin->link.reason);
-        admin->wake_fd = -1; /* these have short deadlines of their own */
+        admin->wake_fd = -1; /* the following calls have short deadlines of their own */
         if (service->namespaces_changed) {
             service->namespaces_changed = false;
-            r = namespaces_look(host, admin);
-            next_look = 0;
+            r = namespaces_poll(host, admin);
+            next_poll = 0;
         }
-        if (atomic_exchange(&host->look, false))
-            next_look = 0;
-        if (r == 0 && now_ns() >= next_look && !all_usable(host)) {
-            remotes_check(host, admin, now_ns() + kato_ns / 2); /* keep alive has to wait for it */
-            next_look = now_ns() + LOOK_NS;
+        if (atomic_exchange(&host->poll_now, false))
+            next_poll = 0;
+        if (r == 0 && now_ns() >= next_poll && !all_usable(host)) {
+            remotes_check(host, admin, now_ns() + kato_ns / 2); /* keep alive waits meanwhile */
+            next_poll = now_ns() + POLL_NS;
             r = admin->link.state == NVME_LINK_READY ? 0 : -ENOTCONN;
         }
         admin->wake_fd = host->wake_fd;
@@ -340,10 +340,10 @@ static void *host_main(void *argument) {
     struct nvme_host *host = argument;
     uint32_t backoff_ms = BACKOFF_MIN_MS;
     while (!atomic_load(&host->stopping)) {
-        struct service service = {0}; /* as long as the link: closing it ends requests that lead here */
+        struct service service = {0}; /* outlives the link: requests lead here until it is closed */
         struct nvme_admin admin = {.wake_fd = host->wake_fd, .link.fd = -1};
         uint64_t count, deadline = now_ns() + timeout_ns(host);
-        ssize_t n = read(host->wake_fd, &count, sizeof(count)); /* what was meant for the association before */
+        ssize_t n = read(host->wake_fd, &count, sizeof(count)); /* drop wakes that were meant for the association before */
         (void)n;
         if (atomic_load(&host->stopping))
             break;
@@ -356,7 +356,7 @@ static void *host_main(void *argument) {
             state_set(host, NVME_HOST_UP, &admin);
             for (struct nvme_remote *remote = host->remotes; remote && again; remote = remote->next)
                 if (atomic_load(&remote->usable))
-                    tell(host, remote, "connected again");
+                    notify(host, remote, "connected again");
             r = serve(host, &admin, &service);
             if (r != -ECANCELED)
                 backoff_ms = now_ns() - up_ns >= STEADY_NS ? 0 : (uint32_t)min_u64(backoff_ms, BACKOFF_UP_MAX_MS);
@@ -364,7 +364,7 @@ static void *host_main(void *argument) {
         bool first = atomic_load(&host->state) != NVME_HOST_DOWN;
         state_set(host, NVME_HOST_DOWN, &admin);
         if (r != -ECANCELED && first)
-            tell(host, NULL, "connection lost: %s", admin.reason);
+            notify(host, NULL, "connection lost: %s", admin.reason);
         nvme_admin_close(&admin, r == -ECANCELED);
         struct pollfd poll_fd = {.fd = host->wake_fd, .events = POLLIN};
         while (backoff_ms && !atomic_load(&host->stopping) && poll(&poll_fd, 1, (int)backoff_ms) > 0) {
@@ -405,7 +405,7 @@ static struct nvme_host *host_of(struct kvfs_array *array, const struct kvfs_nvm
     return host->wake_fd < 0 ? NULL : host;
 }
 
-/* Made now, or when the device lay there before. */
+/* Makes the remote, unless the device was there before. */
 static struct nvme_remote *remote_of(struct kvfs_array *array, uint32_t device, const struct kvfs_nvme_target *target) {
     struct nvme_host *host = host_of(array, target);
     struct nvme_remote *remote = host ? atomic_load(&host->remotes) : NULL;
@@ -434,7 +434,7 @@ int nvme_device_use(struct kvfs_array *array, uint32_t device, char *error, size
     struct nvme_host *host = remote->host;
     atomic_store(&remote->anew, true);
     atomic_store(&remote->usable, false);
-    atomic_store(&host->look, true);
+    atomic_store(&host->poll_now, true);
     if (!host->started) {
         int r = -pthread_create(&host->thread, NULL, host_main, host);
         if (r < 0)
@@ -474,7 +474,7 @@ int nvme_hosts_start(struct kvfs_array *array, const int *device_fds, bool wait,
     }
     for (struct nvme_host *host = array->hosts; host && wait; host = host->next) {
         pthread_mutex_lock(&host->lock);
-        while (atomic_load(&host->state) == NVME_HOST_STARTING) /* it has a deadline of its own */
+        while (atomic_load(&host->state) == NVME_HOST_STARTING) /* the host has a deadline of its own */
             pthread_cond_wait(&host->changed, &host->lock);
         bool up = atomic_load(&host->state) == NVME_HOST_UP;
         snprintf(error, error_size, "%.80s:%u: %s", host->target.host, host->target.port, host->reason);

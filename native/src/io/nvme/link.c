@@ -1,7 +1,7 @@
 /* One NVMe/TCP connection: PDUs and digests, commands by their cid. NVMe TCP transport 1.0, chapter 3.
  *
- * Received data goes from the socket to where the command wants it, and the next PDU's header comes with the same system call. What is sent
- * is gathered, over several commands. Everything that comes is checked: a PDU that breaks a rule ends the connection, with a sentence.
+ * Received data goes from the socket straight to the command's memory, and the next PDU's header comes with the same system call. Sends are
+ * gathered over several commands. All input is checked (I18): a PDU that breaks a rule ends the connection, with a reason in words.
  */
 #include "io/nvme/tcp.h"
 
@@ -18,7 +18,7 @@ static_assert(sizeof(struct nvme_data) == HEAD_SIZE && sizeof(struct nvme_r2t) =
                   sizeof(struct nvme_response_pdu) == HEAD_SIZE,
               "wire");
 
-static _Thread_local uint8_t sink[64 << 10]; /* data that nobody wants */
+static _Thread_local uint8_t sink[64 << 10]; /* takes dropped data */
 
 int nvme_link_fail(struct nvme_link *link, int error, const char *format, ...) {
     va_list arguments;
@@ -28,7 +28,7 @@ int nvme_link_fail(struct nvme_link *link, int error, const char *format, ...) {
     return error;
 }
 
-/* A PDU that breaks the rules: tell the controller, if no PDU of ours is half sent, and give up. */
+/* For a PDU that breaks the rules: tell the controller, unless a PDU of ours is half sent, and give up. */
 static int breach(struct nvme_link *link, enum nvme_fatal_error fes, uint32_t fei) {
     struct { struct nvme_term term; uint8_t head[HEAD_SIZE]; } pdu = {
         .term = {.head = {.type = NVME_PDU_H2C_TERM, .hlen = HEAD_SIZE, .plen = sizeof(pdu)}, .fes = (uint16_t)fes, .fei = fei}};
@@ -144,7 +144,7 @@ static void request_finish(struct nvme_link *link, struct nvme_request *request,
 
 void nvme_link_close(struct nvme_link *link, int error) {
     if (link->fd >= 0) {
-        shutdown(link->fd, SHUT_RDWR); /* a poll of it ends */
+        shutdown(link->fd, SHUT_RDWR); /* ends a poll of it */
         close(link->fd);
     }
     link->fd = -1;
@@ -206,7 +206,7 @@ static uint32_t cursor_crc(struct nvme_cursor cursor, uint64_t size, uint32_t cr
     return crc;
 }
 
-/* How many entries; *size is lowered to what fits. */
+/* Returns the count of entries; lowers *size to the bytes that fit. */
 static uint32_t cursor_iovs(struct nvme_cursor cursor, uint32_t *size, struct iovec *out, uint32_t room) {
     uint32_t count = 0, left = *size;
     while (left && count < room) {
@@ -412,7 +412,7 @@ static int response(struct nvme_link *link) {
     if (!request)
         return nvme_link_fail(link, breach(link, NVME_FES_PARAMETER, 8 + 12), "response: cid %u is not under way", completion->cid);
     request->completion = *completion;
-    if (request->queued) { /* its data is being sent: a PDU that has begun is sent to its end */
+    if (request->queued) { /* its data is being sent: a PDU once begun is sent to its end */
         request->granted = 0;
         request->answered = true;
         if (!nvme_status_error(completion->status))
@@ -423,7 +423,7 @@ static int response(struct nvme_link *link) {
         unlink_request(link, request);
     }
     int result = nvme_status_error(completion->status);
-    /* Fewer bytes than asked for are right for no command that is sent here. */
+    /* No command that is sent here may get fewer bytes than it asked for. */
     if (result == 0 && request->moved != request->size)
         return nvme_link_fail(link, breach(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u with %u of %u bytes moved",
                               completion->cid, request->moved, request->size);
@@ -514,7 +514,7 @@ static int head_complete(struct nvme_link *link) {
     return pdu->type == NVME_PDU_RESPONSE ? response(link) : pdu->type == NVME_PDU_R2T ? ready_to_transfer(link) : data_begun(link);
 }
 
-/* `n` bytes of data have come to where they were wanted. */
+/* `n` bytes of data have arrived in place. */
 static void data_received(struct nvme_link *link, uint32_t n) {
     struct nvme_request *request = link->into;
     if (!request->abandoned) {

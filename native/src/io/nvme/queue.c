@@ -1,24 +1,25 @@
 /* A ring's own queue to an NVMe/TCP controller: parts of I/O become commands. Only the ring's thread comes here; nothing is locked.
  *
- * A controller may grant fewer queues than there are rings. Then a connection goes from ring to ring, as it is: whoever has nothing under way
- * on it lets it be taken (`use`), and gives way after a while to others that want one. One without commands has no state but its socket.
+ * A controller may grant fewer queues than there are rings. Then a connection goes from ring to ring. A ring with nothing under way on its
+ * connection lets others take it (`use`); a ring that has kept one for a while gives way. Without commands a connection has no state but its
+ * socket.
  *
- * A queue connects when the first I/O needs it. While the controller is down reads fail at once: misses. Writes wait for it until their own
- * deadline or until their device is out of service, as does what waits for a queue to connect: they would only be tried elsewhere, and use
- * up segment after segment. The ring's io_uring only tells when a socket can be read or written.
+ * A queue connects when the first I/O needs it. While the controller is down reads fail at once: they are misses. Writes wait for the
+ * controller until their own deadline, or until their device is out of service. If writes failed at once, they would be tried elsewhere
+ * and use up segment after segment. The ring's io_uring only says when a socket can be read or written.
  */
 #include "io/nvme/tcp.h"
 
 #include <poll.h>
 #include <stdio.h>
 
-#define TAG_IN 2u                       /* in user_data, beside the queue's address */
+#define TAG_IN 2u                       /* a tag in user_data, beside the queue's address */
 #define TAG_OUT 4u
 
-#define SLICE_NS 4000000ull             /* a queue is kept so long while others want one */
-#define REST_NS 2000000ull              /* and left to them so long: they look every millisecond */
+#define SLICE_NS 4000000ull             /* a queue is kept for so long while others want one */
+#define REST_NS 2000000ull              /* then it is left to them for so long; they look every millisecond */
 
-/* Who may use a queue's connection: its ring; whoever comes first; another ring, which has it by now. */
+/* The user of a queue's connection: its own ring; the first ring that takes it; another ring, which has taken it. */
 enum queue_use { USE_OURS, USE_SPARE, USE_TAKEN };
 enum queue_state { QUEUE_CLOSED, QUEUE_OPENING, QUEUE_CONNECTING, QUEUE_READY };
 struct nvme_queue {
@@ -33,7 +34,7 @@ struct nvme_queue {
     struct io_part *first, *last;       /* not begun, or not all of it */
     bool readable;
     bool watched, watched_out;          /* polls are under way */
-    bool cancel;                        /* the one for reading is of a link that was closed */
+    bool cancel;                        /* the poll for reading belongs to a closed link */
     bool fresh;                         /* parts have come since the last step */
     bool full;                          /* the controller has no queue left for this thread */
     bool wants;                         /* counted in the host's `wanting` */
@@ -89,7 +90,7 @@ static void queue_close(struct nvme_queue *queue, int error) {
     queue->readable = false;
     queue->error = 0;
     nvme_link_close(&queue->link, error);
-    struct io_part **at = &queue->first; /* those of which commands have failed go; the rest may find another association */
+    struct io_part **at = &queue->first; /* parts with failed commands end; the others wait for another association */
     queue->last = NULL;
     while (*at) {
         struct io_part *part = *at;
@@ -112,7 +113,7 @@ static void want(struct nvme_queue *queue, bool wants) {
     queue->wants = wants;
 }
 
-/* Whether the connection is ours; if another ring has taken it, the queue is closed from here on. */
+/* True if the connection is ours. If another ring has taken it, the queue is closed from here on. */
 static bool queue_own(struct nvme_queue *queue, uint64_t now) {
     unsigned use = USE_SPARE;
     if (atomic_load(&queue->use) == USE_OURS)
@@ -122,7 +123,7 @@ static bool queue_own(struct nvme_queue *queue, uint64_t now) {
         queue->yielding = false;
         return true;
     }
-    pthread_mutex_lock(&queue->host->lock); /* held by who takes it, until it has it */
+    pthread_mutex_lock(&queue->host->lock); /* the taker holds the lock until it has the connection */
     pthread_mutex_unlock(&queue->host->lock);
     queue->link.fd = -1;
     queue->link.state = NVME_LINK_CLOSED;
@@ -170,7 +171,7 @@ static bool queue_adopt(struct nvme_queue *queue, uint32_t generation, uint64_t 
         queue->cntlid = other->cntlid;
         queue->qid = (uint16_t)i;
         host->links[i] = link;
-        uint32_t kept = 0; /* what was to be aborted has ended; its number is used anew */
+        uint32_t kept = 0; /* its commands have ended, and their numbers are used again */
         for (uint32_t k = 0; k < host->abort_count; k++)
             if (host->aborts[k].qid != i)
                 host->aborts[kept++] = host->aborts[k];
@@ -266,14 +267,14 @@ static void pop(struct nvme_queue *queue) {
         queue->last = NULL;
 }
 
-/* finish: parts that cannot begin may end here; else the next reap ends them. */
+/* With `finish`, parts that cannot begin end here; without it, the next reap ends them. */
 static void issue(struct nvme_queue *queue, bool finish) {
     while (queue->first && !queue->yielding && queue->link.in_flight < queue->entries - 1) {
         struct io_part *part = queue->first;
         const struct nvme_remote *remote = part->remote;
         const uint32_t shift = remote->identity.block_shift;
         if (!part->error && !atomic_load_explicit(&remote->usable, memory_order_relaxed))
-            part->error = -ENOTCONN; /* not "gone": whether it is, and why, the news of its connection says, which may come later */
+            part->error = -ENOTCONN; /* not "gone": the host finds out whether the device is gone, and says so, perhaps later */
         if (!part->error && (part->size > remote->identity.size || part->device_offset > remote->identity.size - part->size))
             part->error = -EIO; /* the device is smaller than its label says */
         if (part->error && !finish) {
@@ -310,7 +311,7 @@ static void issue(struct nvme_queue *queue, bool finish) {
     }
 }
 
-/* What waits fails, or its reads only, and writes to a device that is out of service: nobody waits for it any more. */
+/* Fail waiting reads, and waiting writes to devices that are out of service. Other writes go on waiting. */
 static void fail_waiting(struct nvme_queue *queue, int error) {
     const struct device *devices = queue->ring->array->devices;
     struct io_part *part = queue->first, *next;
@@ -430,7 +431,7 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
     return queue->finished;
 }
 
-/* ---- what ring.c calls ---- */
+/* ---- the tables that rings go by ---- */
 
 static const struct ring_beside queues;
 
@@ -441,7 +442,7 @@ static void part_start(struct ring *ring, struct io_part *part) {
     part->error = part->remote ? 0 : -ENOTCONN; /* not connected yet, or another kind of device by now */
     struct nvme_queue *queue = part->remote ? queue_of(ring, part->remote->host) : NULL;
     ring->beside = &queues;
-    if (!queue) { /* told at the next reap, like all others */
+    if (!queue) { /* ends at the next reap */
         if (!part->error)
             part->error = -ENOMEM;
         part->remote = NULL;
@@ -455,7 +456,7 @@ static void part_start(struct ring *ring, struct io_part *part) {
 }
 
 static void queues_submit(struct ring *ring) {
-    if (ring->remote_busy) /* from a callback: the step under way sends it */
+    if (ring->remote_busy) /* called from a callback: the step under way sends */
         return;
     for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next) {
         if (!queue->first)
@@ -544,7 +545,7 @@ static uint64_t queues_timeout(struct ring *ring, uint64_t timeout_ns) {
         return 0;
     for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next)
         if (queue->state != QUEUE_READY ? queue->first != NULL : queue->link.abandoned != 0)
-            timeout_ns = min_u64(timeout_ns, queue->full ? 1000000 : 10000000); /* a host that starts tells nobody; nor does time */
+            timeout_ns = min_u64(timeout_ns, queue->full ? 1000000 : 10000000); /* no event comes when a host is up, nor when time is over */
         else if (queue->first && queue->yielding)
             timeout_ns = min_u64(timeout_ns, 1000000);
     return timeout_ns;

@@ -5,8 +5,8 @@
  * io/nvme/host.c: a controller that an array's devices lie on: its thread keeps the association alive, and makes it again when it is lost.
  * io/nvme/queue.c: a ring's own queue to a host: parts of ring.c become commands.
  *
- * All payload goes through calls that copy before they return: the kernel never holds memory of a command, so one that is given up on is
- * forgotten, and what still comes for it is dropped.
+ * All payload goes through calls that copy before they return, so the kernel never holds memory of a command. A command that is given up on
+ * is forgotten, and data that still comes for it is dropped.
  */
 #ifndef KVFS_NVME_TCP_H
 #define KVFS_NVME_TCP_H
@@ -91,13 +91,13 @@ int nvme_link_connect(struct nvme_link *link, const struct sockaddr_storage *add
 struct nvme_request *nvme_request_get(struct nvme_link *link);
 void nvme_request_put(struct nvme_link *link, struct nvme_request *request);   /* one that was never sent */
 void nvme_request_send(struct nvme_link *link, struct nvme_request *request);  /* nothing goes out before nvme_link_send */
-/* True: its memory is free, done is not called. False: done comes as usual, or when the link is closed. */
+/* True: the command's memory is free, and done is not called. False: done is called as usual, or when the link is closed. */
 bool nvme_request_abandon(struct nvme_link *link, struct nvme_request *request, uint64_t now);
-/* Send and receive what can be without waiting. -errno: the link is unusable, `reason` says why; the caller closes it. */
+/* Send and receive without waiting. -errno: the link is unusable, `reason` says why, and the caller closes it. */
 int nvme_link_send(struct nvme_link *link);
 int nvme_link_receive(struct nvme_link *link);
 bool nvme_link_sending(const struct nvme_link *link);  /* wants to know when it can send */
-void nvme_link_shutdown(struct nvme_link *link);       /* who polls it will know */
+void nvme_link_shutdown(struct nvme_link *link);       /* wakes its poller */
 /* Every request under way ends with `error`. */
 void nvme_link_close(struct nvme_link *link, int error);
 int nvme_link_fail(struct nvme_link *link, int error, const char *format, ...) __attribute__((format(printf, 3, 4)));
@@ -148,10 +148,10 @@ struct nvme_remote {
     uint32_t device;
     uint32_t nsid;
     struct nvme_identity identity;
-    bool known;                             /* identity and label are those of the first connection */
-    atomic_bool anew;                       /* or are to be learnt again: the label was written meanwhile */
+    bool known;                             /* identity and label were taken at the first connection */
+    atomic_bool anew;                       /* ... and must be taken again, as the label was written meanwhile */
     atomic_bool usable;
-    char reason[NVME_REASON];               /* why it was not, last */
+    char reason[NVME_REASON];               /* why it was not usable, last */
     char message[NVME_REASON + 160];        /* the last thing worth a line in a log */
     struct kvfs_label label;
     struct nvme_remote *next;               /* of the host */
@@ -166,10 +166,10 @@ struct nvme_host {
     pthread_t thread;
     bool started;
     int wake_fd;
-    atomic_bool stopping, look;             /* look: at the namespaces that are not usable, now */
-    /* What rings look at. They change under the lock. */
+    atomic_bool stopping, poll_now;         /* poll_now: the namespaces that are not usable */
+    /* Rings read these; they change under the lock. */
     atomic_uint state, generation;
-    atomic_uint lost;                       /* the generation that a ring found dead */
+    atomic_uint lost;                       /* the generation that a ring has found dead */
     atomic_uint wanting;                    /* rings that have I/O and no queue, as the controller has no more */
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -181,9 +181,9 @@ struct nvme_host {
     uint32_t abort_count;
     char reason[NVME_REASON];
 };
-/* Makes hosts and remotes of those device descriptors that are NVMe/TCP targets, and starts them. wait: until each is up or has failed. */
+/* Make and start hosts and remotes for the device descriptors that are NVMe/TCP targets. With `wait`, returns when each is up or has failed. */
 int nvme_hosts_start(struct kvfs_array *array, const int *device_fds, bool wait, char *error, size_t error_size);
-/* One device, whose descriptor was opened anew: blocks until it is usable, as long as a connection may take. -errno; error says why not. */
+/* For a device whose descriptor was opened again: blocks until the device is usable, no longer than a connection may take. -errno; error says why. */
 int nvme_device_use(struct kvfs_array *array, uint32_t device, char *error, size_t error_size);
 void nvme_hosts_stop(struct kvfs_array *array);
 /* A qid for a link of this generation, 0: none is left. Then the link is shut down with the association. */
