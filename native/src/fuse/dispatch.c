@@ -14,10 +14,6 @@
 #define FLAG2_REQUEST_TIMEOUT (1u << (42 - 32))
 #define INIT_REQUEST_TIMEOUT_AT 40u
 static_assert(sizeof(struct fuse_init_out) == 64 && __builtin_offsetof(struct fuse_init_out, flags2) + 8 == INIT_REQUEST_TIMEOUT_AT, "ABI");
-#define OPEN_DIRECT_IO (1u << 0)
-#define OPEN_KEEP_CACHE (1u << 1)
-#define OPEN_NOFLUSH (1u << 5)
-#define OPEN_PARALLEL_DIRECT_WRITES (1u << 6)
 /* After a failed read the kernel retries each page once. Both attempts share one deadline. */
 #define AGAIN_NS 500000000ull
 /* namespace/files.py takes them. */

@@ -12,6 +12,12 @@
 #include <linux/fuse.h>
 #include <unistd.h>
 
+/* fuse_open_out.open_flags; older headers lack some of FOPEN_*. */
+#define OPEN_DIRECT_IO (1u << 0)
+#define OPEN_KEEP_CACHE (1u << 1)
+#define OPEN_NOFLUSH (1u << 5)
+#define OPEN_PARALLEL_DIRECT_WRITES (1u << 6)
+
 #define SERVERS_MAX 8
 #define TRANSPORTS_MAX 16
 #define PENDING_MAX 16384

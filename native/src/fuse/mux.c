@@ -383,9 +383,9 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         return ended ? -EINTR : r;
     }
     out->fh = fh;
-    out->open_flags = writer ? 1u << 6 /* FOPEN_PARALLEL_DIRECT_WRITES */ : 0;
+    out->open_flags = writer ? OPEN_PARALLEL_DIRECT_WRITES : 0;
     if (cache_bypass(p->transport, node, p->opcode == FUSE_CREATE && (p->flags & O_ACCMODE) == O_WRONLY) || uncached)
-        out->open_flags |= 1u << 0; /* FOPEN_DIRECT_IO */
+        out->open_flags |= OPEN_DIRECT_IO;
     return 0;
 }
 
