@@ -15,7 +15,7 @@ from kvfs.pool import format as formats
 from kvfs.pool.config import new_config
 from kvfs.pool.format import SegmentHeader, Summary
 from kvfs.pool.geometry import choose_geometry
-from kvfs.record import Inode, Kind
+from kvfs.record import Inode, Kind, split_records
 from kvfs.types import InodeNumber, SegmentIndex
 
 GEOMETRY, _ = choose_geometry([256 << 20] * 3)
@@ -120,9 +120,9 @@ def test_a_flipped_bit_in_a_summary_is_found(data: st.DataObject) -> None:
 
 @given(st.binary(max_size=3000))
 def test_any_bytes_split_into_records_without_a_crash(data: bytes) -> None:
-    for at, size in formats.split_records(data):
+    for at, size in split_records(data):
         assert size >= 128 and at + size <= len(data)
 
 
 def test_records_split_where_they_were_joined() -> None:
-    assert len(list(formats.split_records(entries(33)))) == 33
+    assert len(list(split_records(entries(33)))) == 33
