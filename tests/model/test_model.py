@@ -578,6 +578,7 @@ class Machine(RuleBasedStateMachine):
         if index_lost and not self.base.exists():
             assert not any(not node.may_be_missing for node in self.files()), "the whole tree is missing"
             self.base.mkdir()
+            self._fsync(self.base)  # else a kill within the next second may undo it
         found, directories = self._observe()
         candidates = self.nodes + [node for node in self.removed if (node.removed or FOREVER) > settled]
         places = {node: node.paths(settled) for node in candidates}
