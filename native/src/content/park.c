@@ -32,10 +32,8 @@ int memory_park(struct kvfs_plane *plane, struct node *node, struct request *req
     if (now_ns() - request->arrived_ns > plane->config.request_timeout_ms * 1000000ull)
         return -EIO;
     struct file *file = node->file;
-    if (!file->spill_asked) {
-        file->spill_asked = true;
-        event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
-    }
+    if (!file->spill_asked)
+        file->spill_asked = event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
     pthread_mutex_lock(&plane->request_lock);
     append(plane, &plane->memory_parked, &plane->memory_parked_last, request);
     pthread_mutex_unlock(&plane->request_lock);

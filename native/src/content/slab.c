@@ -164,8 +164,10 @@ bool slab_ask(struct kvfs_plane *plane, struct node *node, struct request *reque
             file->slab_refused = true;
             return false;
         }
+        /* If nobody hears of it, nobody answers: then the WRITE does not wait. */
+        if (!event_add(plane, KVFS_EVENT_SLAB_WANTED, node->inode, file->size))
+            return false;
         file->slab_asked = true;
-        event_add(plane, KVFS_EVENT_SLAB_WANTED, node->inode, file->size);
     }
     file_park(plane, file, request);
     return true;

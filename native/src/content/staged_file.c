@@ -261,8 +261,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
     uint64_t share = plane->config.staging_size / 4;
     if (!file->spill_asked && file->staged_bytes > CHUNK_SIZE * 2 &&
         (file->staged_bytes > share || atomic_load(&plane->staged_bytes) > plane->config.staging_size / 4 * 3)) {
-        file->spill_asked = true;
-        event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
+        file->spill_asked = event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
     }
     return 0;
 }
