@@ -1627,6 +1627,22 @@ static void test_a_slow_write_to_what_is_a_slab_by_then(void) {
     printf("ok a write that began before its file was a slab is the slab's\n");
 }
 
+static void test_a_file_that_grew_meanwhile_becomes_no_slab(void) {
+    const struct kvfs_run run = {.generation = 7, .segment = 6, .page = 16, .page_count = 1000};
+    const uint64_t size = 2000 * PAGE;
+    uint8_t *zeros = calloc(1, size);
+    uint64_t fh, inode = create("grew", &fh);
+    CHECK(zeros && kvfs_file_truncate(plane, inode, size) == 0);
+    CHECK(kvfs_slab_extend(plane, inode, 1000 * PAGE, 0, &run, 1) == -EBUSY && kvfs_slab_pages(plane, inode) == 0);
+    read_all(inode, fh, zeros, size);
+    CHECK(kvfs_inode_remove(plane, inode) == 1);
+    release(inode, fh);
+    slab_event(KVFS_EVENT_IDLE, inode);
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    free(zeros);
+    printf("ok a file that grew while a slab was made for it becomes none\n");
+}
+
 /* ---- without memory ---- */
 
 /* The Makefile links calls of malloc, calloc and realloc to these. */
@@ -1722,6 +1738,7 @@ int main(void) {
     test_slab();
     test_slab_writes_beside_changes();
     test_a_slow_write_to_what_is_a_slab_by_then();
+    test_a_file_that_grew_meanwhile_becomes_no_slab();
     test_a_parked_write_is_answered_without_memory();
     test_a_write_does_not_wait_for_an_event_that_was_lost();
     test_a_device_that_stops_and_is_another_file_afterwards();

@@ -93,6 +93,8 @@ int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, in
         r = slab_grow(plane, slab, runs, run_count);
     if (r == 0 && size > slab_pages(slab) * PAGE)
         r = -ERANGE;
+    if (r == 0 && file->size > slab_pages(slab) * PAGE)
+        r = -EBUSY; /* truncated to more while its segments were taken: not the file that they were for */
     if (r == 0) {
         slab->chosen |= chosen != 0;
         file->slab = slab;
