@@ -70,6 +70,7 @@ void notifier_stop(struct kvfs_plane *plane) {
         free(plane->fuse->notifier.first);
         plane->fuse->notifier.first = next;
     }
+    plane->fuse->notifier.last = NULL;
 }
 
 void kvfs_notify_epoch(struct kvfs_plane *plane) {
