@@ -326,7 +326,8 @@ static inline bool event_add(struct kvfs_plane *plane, uint32_t type, uint64_t i
     return events_add(&plane->events, type, inode, value);
 }
 static inline void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result) {
-    atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
+    unsigned long long before = atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
+    assert(before > 0); /* a job ends once */
     events_complete(&plane->events, cookie, result);
 }
 

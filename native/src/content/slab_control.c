@@ -175,6 +175,7 @@ struct slab_job {
 /* With the node's lock held. True: the file was given up meanwhile and is freed; the caller puts the node once more. */
 static bool thaw(struct kvfs_plane *plane, struct node *node) {
     struct file *file = node->file;
+    assert(file->sealing);
     file->sealing = false;
     file_unpark(plane, file);
     if (file->discarded)
@@ -282,6 +283,8 @@ static int settle_chunk(struct kvfs_plane *plane, struct ring *ring, struct slab
 static int settle(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
     struct file *file = node->file; /* frozen */
     struct slab *slab = file->slab;
+    assert(file->sealing);
+    assert(!slab->writing);
     uint64_t pages = pages_of(file->size);
     uint32_t chunks = (uint32_t)((pages + CHUNK_PAGES - 1) / CHUNK_PAGES), extents = 0;
     struct kvfs_extent *placed = malloc(slab->run_count * sizeof(*placed) + 1);

@@ -270,6 +270,8 @@ static void do_read(struct server *server, struct fuse_in_header *in) {
 static void do_write(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_write_in write;
+    static_assert(sizeof(*in) + sizeof(write) == REQUEST_HEAD, "the payload begins behind the head");
+    assert(server->landing);
     memcpy(&write, in + 1, sizeof(write));
     struct handle handle = {0};
     bool found = handle_find(plane, server->transport, write.fh, &handle);

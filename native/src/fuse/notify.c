@@ -84,6 +84,7 @@ void kvfs_notify_epoch(struct kvfs_plane *plane) {
 static int notification_add(struct kvfs_plane *plane, uint64_t inode, uint64_t cookie) {
     int r = 0;
     pthread_mutex_lock(&plane->fuse->notifier.lock);
+    assert(!plane->fuse->notifier.first == !plane->fuse->notifier.last);
     if (!inode || !plane->fuse->notifier.last || plane->fuse->notifier.last->inode != inode) { /* else the one that waits says it too */
         struct notification *n = calloc(1, sizeof(*n));
         r = n ? 0 : -ENOMEM;

@@ -50,6 +50,7 @@ static void slow_read(struct kvfs_plane *plane, struct ring *ring, struct reques
             r = -ENOMEM;
             break;
         }
+        assert(request->slot_count < READ_SLOTS);
         request->slots[request->slot_count++] = slot;
         r = file_read_slow(plane, ring, node, request->offset + done, (uint32_t)min_u64(CHUNK_SIZE, size - done), slot->data);
     }
@@ -84,6 +85,7 @@ static void run_request(struct kvfs_plane *plane, struct ring *ring, struct job 
 }
 
 void request_slow(struct request *request) {
+    assert(request->groups_held == 0);
     request->job.run = run_request;
     pool_add(&request->io->plane->fuse->slow, &request->job);
 }
