@@ -68,7 +68,7 @@ def render(document: Mapping[str, object]) -> str:
 
 
 def render_markdown(document: Mapping[str, object]) -> str:
-    """The table for docs/performance.md."""
+    """The rows of one run as Markdown. A person takes them into the table of docs/performance.md, which has several runs."""
     rows = cast(Sequence[Json], document["rows"])
     host, scale = cast(Json, document["machine"]), cast(Json, document["scale"])
     lines = [

@@ -84,7 +84,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="measure nothing: print the table of this JSON document"
     )
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="with --markdown: put the table between PAGE's marks")
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="where files as devices are made (default build/bench)"
     )
@@ -114,11 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: argparse.Namespace) -> int:
     if arguments.markdown is not None:
         try:
-            text = render_markdown(parse_json(arguments.markdown.read_text(), str(arguments.markdown)))
-            if arguments.into is None:
-                print(text)
-            else:
-                _put_into(arguments.into, text)
+            print(render_markdown(parse_json(arguments.markdown.read_text(), str(arguments.markdown))))
         except OSError as error:
             raise BenchError(f"{error.filename}: {error.strerror}") from error
         return 0
@@ -157,12 +152,3 @@ def _main(arguments: argparse.Namespace) -> int:
         arguments.output.write_text(json.dumps(document, indent=2) + "\n")
     print(render(document))
     return 1 if bench.failed else 0
-
-
-def _put_into(page: Path, text: str) -> None:
-    """Replace what lies between the marks of a page."""
-    before, first, rest = page.read_text().partition("<!-- bench -->\n")
-    _, last, after = rest.partition("<!-- /bench -->\n")
-    if not first or not last:
-        raise BenchError(f"{page}: lacks the lines <!-- bench --> and <!-- /bench -->")
-    page.write_text(f"{before}{first}{text}\n{last}{after}")
