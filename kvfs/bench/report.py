@@ -68,7 +68,7 @@ def render(document: Mapping[str, object]) -> str:
 
 
 def render_markdown(document: Mapping[str, object]) -> str:
-    """The rows of one run as Markdown. A person takes them into the table of docs/performance.md, which has several runs."""
+    """The rows of one run. The table of docs/performance.md is of several runs, and kept by hand."""
     rows = cast(Sequence[Json], document["rows"])
     host, scale = cast(Json, document["machine"]), cast(Json, document["scale"])
     lines = [
