@@ -52,7 +52,7 @@ def run_cases(bench: Bench, cases: Sequence[str], devices: Sequence[str], base: 
                 rig.close()
 
 
-def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in known:
@@ -62,7 +62,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     return names
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
@@ -70,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="kvfs bench",
         description="Measure kvfs against its peers; docs/performance.md says what each case compares.",
         allow_abbrev=False,
@@ -118,8 +118,8 @@ def _main(arguments: argparse.Namespace) -> int:
             raise BenchError(f"{error.filename}: {error.strerror}") from error
         return 0
     default = [name for name in CASES if arguments.quick or name != "million"]
-    cases = _chosen(arguments.only, list(CASES), "only") if arguments.only is not None else default
-    devices = _chosen(arguments.devices, BOTH, "devices")
+    cases = chosen(arguments.only, list(CASES), "only") if arguments.only is not None else default
+    devices = chosen(arguments.devices, BOTH, "devices")
     scale = QUICK if arguments.quick else FULL
     if arguments.rounds is not None:
         if arguments.rounds < 1:
