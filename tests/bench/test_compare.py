@@ -14,7 +14,7 @@ import pytest
 from kvfs.bench.compare import CASES, main
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-TIMEOUT_S = 900
+TIMEOUT_S = 1800  # most of it builds the commit
 
 
 def git(*words: str | pathlib.Path) -> str:
