@@ -85,7 +85,7 @@ static int notification_add(struct kvfs_plane *plane, uint64_t inode, uint64_t c
     int r = 0;
     pthread_mutex_lock(&plane->fuse->notifier.lock);
     assert(!plane->fuse->notifier.first == !plane->fuse->notifier.last);
-    if (!inode || !plane->fuse->notifier.last || plane->fuse->notifier.last->inode != inode) { /* else the one that waits says it too */
+    if (!inode || !plane->fuse->notifier.last || plane->fuse->notifier.last->inode != inode) { /* else the waiting one covers this one too */
         struct notification *n = calloc(1, sizeof(*n));
         r = n ? 0 : -ENOMEM;
         if (n) {
