@@ -33,6 +33,7 @@ static bool representable(const struct kvfs_record *record) {
 
 static struct packed pack(const struct kvfs_record *record, uint8_t flags, const uint64_t key[2]) {
     assert(representable(record));
+    /* clang-format off */
     return (struct packed){
         .links_kind = record->nlink << 2 | record->kind,
         .words = {
@@ -51,6 +52,7 @@ static struct packed pack(const struct kvfs_record *record, uint8_t flags, const
             [COUNTS] = record->header_pages | (uint64_t)flags << 24 | (uint64_t)record->extent_count << 32,
         },
     };
+    /* clang-format on */
 }
 
 /* ---- free sets: the writer's private memory ---- */

@@ -144,6 +144,7 @@ static_assert(sizeof(struct nvme_response_pdu) == 24, "wire");
 #define NVME_STATUS(type, code) ((uint16_t)((type) << 8 | (code)))
 #define NVME_STATUS_MORE 0x2000
 #define NVME_STATUS_DNR 0x4000         /* do not retry */
+/* clang-format off */
 enum nvme_status {
     NVME_SC_SUCCESS = 0, NVME_SC_INVALID_OPCODE = 0x001, NVME_SC_INVALID_FIELD = 0x002, NVME_SC_CID_CONFLICT = 0x003,
     NVME_SC_TRANSFER_ERROR = 0x004, NVME_SC_INTERNAL = 0x006, NVME_SC_ABORTED = 0x007, NVME_SC_ABORTED_SQ_DELETED = 0x008,
@@ -156,6 +157,7 @@ enum nvme_status {
     NVME_SC_CONNECT_RESTART_DISCOVERY = 0x183, NVME_SC_CONNECT_HOST = 0x184, NVME_SC_DISCONNECT_QUEUE_TYPE = 0x185,
     NVME_SC_WRITE_FAULT = 0x280, NVME_SC_READ_ERROR = 0x281, NVME_SC_PATH_INTERNAL = 0x300, NVME_SC_PATH_HOST_ABORTED = 0x371
 };
+/* clang-format on */
 
 /* ---- Fabrics commands (base 3.3, 6) ---- */
 
