@@ -140,7 +140,7 @@ class Daemon:
                     # The start has failed: whoever asked for the mount finds the directory as it was.
                     with suppress(KvfsError):
                         mounting.unmount(self._mountpoint, lazy=True)
-            await clients.goodbye()
+            await clients.close()
             nursery.cancel_scope.cancel()
 
     async def _start(self, nursery: trio.Nursery, control: ControlServer, reporter: Reporter) -> None:
@@ -208,7 +208,7 @@ class Daemon:
         """What the store passes on of the data plane's events."""
         if kind == EventType.TRANSPORTS_GONE:
             # Unmounted, or the connection was aborted, and nothing is exported: nobody can send a request any more.
-            # Whoever mounts now waits; what comes before the store is closed (goodbyes to clients) may take a while.
+            # Whoever mounts now waits; what comes before the store is closed (a CLOSE to each client) may take a while.
             self._store.ending()
             self._gone.set()
         elif kind == EventType.IDLE:

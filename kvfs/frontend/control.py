@@ -23,7 +23,7 @@ from typing import cast
 import trio
 
 from kvfs.errors import DeadlineError, KvfsError
-from kvfs.frontend.clients import MAGIC, Breach, Peer, receive, said_what_it_is
+from kvfs.frontend.clients import MAGIC, Peer, Violation, receive, said_what_it_is
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ class ControlServer:
                     await _send(stream, _failure(text, errno.EACCES))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, OSError):
             log.debug("a control client went away")
-        except Breach as breach:
-            log.warning("a control connection: %s; hung up", breach)
+        except Violation as violation:
+            log.warning("a control connection: %s; hung up", violation)
         except Exception:
             log.exception("a control connection failed")
 

@@ -198,7 +198,7 @@ class DeviceService:
         self._said = not self._segments.usable and (self._said or why is not None)
 
     def writes_nothing(self) -> str | None:
-        """The reason why no segment can be written, as a sentence; None if one can, or can in a moment. The content of
+        """The reason why no segment can be written, as a message; None if one can, or can in a moment. The content of
         a device that is back is compared with the index first."""
         if self._segments.usable:
             return None

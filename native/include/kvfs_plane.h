@@ -103,7 +103,7 @@ int kvfs_nvme_reservation(struct kvfs_nvme *nvme, enum kvfs_reservation_step ste
 int kvfs_nvme_namespaces(struct kvfs_nvme *nvme, uint32_t *out, uint32_t count);
 /* What a discovery controller lists: how many, of which at most `count` are written. The target's nqn is ignored. */
 int kvfs_nvme_discover(const struct kvfs_nvme_target *target, struct kvfs_nvme_subsystem *out, uint32_t count);
-/* What went wrong in the last failing kvfs_nvme_ call on this thread, as a sentence. */
+/* What went wrong in the last failing kvfs_nvme_ call on this thread, as a message. */
 const char *kvfs_nvme_error(void);
 
 /* ---- NVMe passthrough: /dev/ngXnY ---- */
@@ -135,7 +135,7 @@ int kvfs_device_stop(struct kvfs_plane *plane, uint32_t device);
 int kvfs_device_use(struct kvfs_plane *plane, uint32_t device);
 /* The block table; the plane's. Table writes go through the kvfs_name_ and kvfs_inode_ functions below. */
 struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane);
-/* What went wrong in the last failing create or use of a device on this thread, as a sentence. */
+/* What went wrong in the last failing create or use of a device on this thread, as a message. */
 const char *kvfs_plane_error(void);
 
 /* ---- events, completions and calls: one eventfd, readable while one of the queues holds something ---- */
@@ -409,7 +409,7 @@ struct kvfs_statistics {
     uint64_t found_ages[KVFS_AGES]; /* opens of sealed blocks, and hits that clients told of: [0] within a second of mtime, [i] below 2^i s */
 };
 void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out);
-/* The last news of an NVMe/TCP device's connection, as a sentence. Returns 1 if the device can be used, 0 if not; of others 1 and "". */
+/* The last news of an NVMe/TCP device's connection, as a message. Returns 1 if the device can be used, 0 if not; of others 1 and "". */
 int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, uint32_t capacity);
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out);
 /* operation: 0 lookup, 1 open, 2 read, 3 write, 4 forwarded. */

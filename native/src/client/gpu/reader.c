@@ -472,7 +472,7 @@ static int gpu_get(struct gpu_call *call) {
         r = blocks_fence(call);
     if (r == 0)
         return 0;
-    char why[sizeof(gpu->why)]; /* the first sentence is the one that says what happened */
+    char why[sizeof(gpu->why)]; /* the first message is the one that says what happened */
     snprintf(why, sizeof(why), "%s", kvfs_error());
     if (gpu->direct)
         direct_settle(call);
