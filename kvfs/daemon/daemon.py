@@ -232,8 +232,8 @@ class Daemon:
     async def _stop_on_signal(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             task_status.started()
-            async for number in signals:
-                log.info("%s: ending", signal.Signals(number).name)
+            async for caught in signals:
+                log.info("%s: ending", signal.Signals(caught).name)
                 self._stop.set()
 
     async def _end_on_stop(self) -> None:

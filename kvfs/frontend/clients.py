@@ -117,9 +117,9 @@ async def receive(sock: trio.socket.SocketType, size: int) -> bytes:
 class RefusedError(KvfsError):
     """A request that cannot be; its errno and message are the answer."""
 
-    def __init__(self, number: int, text: str) -> None:
+    def __init__(self, error: int, text: str) -> None:
         super().__init__(text)
-        self.errno = number
+        self.errno = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,10 +503,10 @@ class _Connection:
         _end(payload, at)
         root = self._find(base, space)
         found: list[bytes] = []
-        for number in range(int(after[:2] or b"0", 16), 256):
+        for byte in range(int(after[:2] or b"0", 16), 256):
             if len(found) >= count or root is None:
                 break
-            shard = b"%02x" % number
+            shard = b"%02x" % byte
             directory = self._find(root, (shard,))
             if directory is not None:
                 await self._list_shard(directory, shard, after, count, found)

@@ -210,8 +210,8 @@ def _holds_something(connection: socket.socket) -> bool:
         return False
 
 
-def _failure(text: str, number: int | None) -> Mapping[str, object]:
-    return {"ok": False, "error": text, "errno": number or errno.EIO}
+def _failure(text: str, error: int | None) -> Mapping[str, object]:
+    return {"ok": False, "error": text, "errno": error or errno.EIO}
 
 
 async def _send(stream: trio.SocketStream, document: Mapping[str, object]) -> None:
@@ -285,8 +285,8 @@ class ControlClient:
             raise KvfsError(f"{self._pool}: the daemon broke off: {error}") from error
         if not document.get("ok"):
             failure = KvfsError(f"{self._pool}: {document.get('error')}")
-            number = document.get("errno")
-            failure.errno = number if isinstance(number, int) else errno.EIO
+            code = document.get("errno")
+            failure.errno = code if isinstance(code, int) else errno.EIO
             raise failure
         return cast(object, document.get("result"))
 

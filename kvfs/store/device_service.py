@@ -700,21 +700,21 @@ class DeviceService:
         """Make all writes to the devices in service durable. KvfsError if one fails."""
         failed: list[KvfsError] = []
 
-        async def one(number: int, device: Device) -> None:
+        async def sync_one(index: int, device: Device) -> None:
             try:
-                await _in_thread(self.all[number].limit, device.path, device.sync)
+                await _in_thread(self.all[index].limit, device.path, device.sync)
             except OSError as error:
                 failure = KvfsError(f"{device.path}: {os.strerror(error.errno or 0)}")
                 failure.errno = error.errno or failure.errno
                 failed.append(failure)
             except KvfsError as error:
-                self.note_error(number, errno.ETIMEDOUT)
+                self.note_error(index, errno.ETIMEDOUT)
                 failed.append(error)
 
         async with trio.open_nursery() as nursery:
-            for number, device in enumerate(self._opened.devices):
-                if not self.all[number].state.away:
-                    nursery.start_soon(one, number, device)
+            for index, device in enumerate(self._opened.devices):
+                if not self.all[index].state.away:
+                    nursery.start_soon(sync_one, index, device)
         if failed:
             raise failed[0]
 

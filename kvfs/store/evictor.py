@@ -265,7 +265,7 @@ class Evictor:
         # there, and of a stream that few write to the newest segment may be the emptiest of all.
         known = [n for n in known if n not in self._newest] or known
         chosen = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick, count)
-        return [self._segments.all[number] for number in chosen]
+        return [self._segments.all[index] for index in chosen]
 
     def _may_go(self, now: float, newest: int) -> list[int]:
         """Closed segments of a generation up to `newest`, the oldest first.
@@ -287,22 +287,22 @@ class Evictor:
     def _can_go(self, segment: Segment, now: float) -> bool:
         return segment.state == State.CLOSED and not segment.held and segment.avoid_until <= now and not segment.avoided
 
-    def _is_sampled(self, number: int) -> bool:
-        known = self._samples.get(number)
-        return known is not None and known[0] == self._segments.all[number].generation
+    def _is_sampled(self, index: int) -> bool:
+        known = self._samples.get(index)
+        return known is not None and known[0] == self._segments.all[index].generation
 
     async def _take_samples(self, closed: Sequence[int]) -> None:
         """Of the oldest that have none; of a few, as it takes a while."""
-        for number in islice((number for number in closed if not self._is_sampled(number)), _SAMPLES_AT_ONCE):
-            segment = self._segments.all[number]
+        for index in islice((index for index in closed if not self._is_sampled(index)), _SAMPLES_AT_ONCE):
+            segment = self._segments.all[index]
             inodes = self._index.segment_inodes(segment.index)
-            self._samples[number] = segment.generation, array("Q", inodes[:: max(1, len(inodes) // _SAMPLE)])
+            self._samples[index] = segment.generation, array("Q", inodes[:: max(1, len(inodes) // _SAMPLE)])
             await trio.lowlevel.checkpoint()
 
-    def _contents(self, number: int) -> Contents:
+    def _contents(self, index: int) -> Contents:
         # Those that were removed since are there no more: never used, and so worth next to nothing.
-        uses = self._plane.inode_uses(self._samples[number][1].tolist())
-        return Contents(uses, self._segments.all[number].live_pages / self._segments.area)
+        uses = self._plane.inode_uses(self._samples[index][1].tolist())
+        return Contents(uses, self._segments.all[index].live_pages / self._segments.area)
 
     def _budget_pages(self) -> int:
         """What may still be carried over."""

@@ -189,8 +189,8 @@ async def recount(index: LmdbIndex, segments: Segments) -> None:
             if head[12] == 0:
                 live[head[9]] += head[11] + (head[7] + 4095) // 4096
             else:
-                for number, pages in usage(Inode.unpack(chunk, at)).items():
-                    live[number] += pages
+                for segment, pages in usage(Inode.unpack(chunk, at)).items():
+                    live[segment] += pages
         await trio.lowlevel.checkpoint()
     for segment in segments.all:
         if segment.live_pages != live[segment.index]:
@@ -516,9 +516,9 @@ class Rebuild:
             self._drop_overtaken(found)
             if found.inodes:
                 self._plane.table_load(b"".join(found.inodes.values()))
-            for number, pages in self._live.items():
-                self._segments.all[number].live_pages = max(0, self._segments.all[number].live_pages + pages)
-                self._segments.changed(self._segments.all[number])
+            for index, pages in self._live.items():
+                self._segments.all[index].live_pages = max(0, self._segments.all[index].live_pages + pages)
+                self._segments.changed(self._segments.all[index])
             self._live.clear()
 
     def _overlay(self) -> _Overlay:
@@ -547,8 +547,8 @@ class Rebuild:
     def _count(self, inode: Inode, sign: int) -> None:
         if inode.kind == Kind.FILE:
             self.blocks += sign
-            for number, pages in usage(inode).items():
-                self._live[number] = self._live.get(number, 0) + sign * pages
+            for segment, pages in usage(inode).items():
+                self._live[segment] = self._live.get(segment, 0) + sign * pages
 
     # Runs in a thread: nothing here touches what the trio thread changes.
 

@@ -479,18 +479,18 @@ class Store:
         if self.rebuilding:
             raise KvfsError("the index is being rebuilt; devices can be changed when that is done")
 
-    async def _drain(self, numbers: Sequence[SegmentIndex]) -> None:
-        for number in numbers:
+    async def _drain(self, indexes: Sequence[SegmentIndex]) -> None:
+        for index in indexes:
             done = False
             with trio.move_on_after(_DRAIN_TIMEOUT_S):
-                while not await self.evictor.drain(self.segments.all[number]):
+                while not await self.evictor.drain(self.segments.all[index]):
                     # There is no room: other blocks go first.
                     if not await self.evictor.free_until(lambda: self.segments.free_count() > self.evictor.low):
                         await trio.sleep(0.1)
                     await self._commit_and_flush()
                 done = True
             if not done:
-                raise NoSpaceError(f"segment {number}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
+                raise NoSpaceError(f"segment {index}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
 
     # ---- closing ----
 
