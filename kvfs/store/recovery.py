@@ -189,8 +189,8 @@ async def recount(index: LmdbIndex, segments: Segments) -> None:
             if head[12] == 0:
                 live[head[9]] += head[11] + (head[7] + 4095) // 4096
             else:
-                for segment, pages in usage(Inode.unpack(chunk, at)).items():
-                    live[segment] += pages
+                for index, pages in usage(Inode.unpack(chunk, at)).items():
+                    live[index] += pages
         await trio.lowlevel.checkpoint()
     for segment in segments.all:
         if segment.live_pages != live[segment.index]:
