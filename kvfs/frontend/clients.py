@@ -363,7 +363,7 @@ class _Connection:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            self._store.reservations.leave(self._holder)
+            self._store.reservations.take_back_all(self._holder)
 
     async def _converse(self) -> None:
         while await self._have(_FRAME.size, idle=True):

@@ -203,7 +203,7 @@ class Evictor:
                     inodes = self._index.segment_inodes(segment.index)
                     groups = await self._groups.of(inodes)
                     await self._look_at(groups)
-                    if await self._remove(segment, inodes, groups):
+                    if await self._drop_blocks(segment, inodes, groups):
                         self._plane.notify_epoch()
                 await trio.lowlevel.checkpoint()
 
@@ -327,7 +327,7 @@ class Evictor:
                 groups = await self._groups.of(inodes)
                 await self._look_at(groups)
                 if clear and turn == 0:
-                    removed += await self._remove(segment, inodes, groups)
+                    removed += await self._drop_blocks(segment, inodes, groups)
                     if not removed:  # all of it stays: to move that frees nothing
                         return False
                 plan = await self._plan(segment, inodes, groups, first=turn == 0, drain=drain)
@@ -339,7 +339,7 @@ class Evictor:
                 # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
                 await self._carry_all(hot)
                 await self._look_at(groups)
-                removed += await self._remove(segment, inodes, groups)
+                removed += await self._drop_blocks(segment, inodes, groups)
             else:
                 return False
             if segment.held:
@@ -470,7 +470,9 @@ class Evictor:
                     nursery.start_soon(work)
         return not full
 
-    async def _remove(self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]) -> int:
+    async def _drop_blocks(
+        self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]
+    ) -> int:
         """Take those that are still there out of the table and the index, and with them the rest of their groups; not
         those that were opened meanwhile, nor a group with such a one."""
         removed = 0
@@ -483,7 +485,7 @@ class Evictor:
             for number in inodes[at : at + _EVICT_BATCH]:
                 record = self._index.raw(number)
                 # Here is a part of a block whose other parts are on a device that is away: it cannot come back whole.
-                if record is None and self._index.purge(number):
+                if record is None and self._index.drop_hidden(number):
                     removed += 1
                 # Carried over, unlinked or sealed anew since it was listed.
                 if record is None or self._sealing.is_busy(number):

@@ -467,15 +467,15 @@ class Store:
     async def remove_device(self, device: int, *, drain: bool) -> int:
         """Take a device out for good. `drain`: pinned, open and hot blocks are carried over first. Returns how many
         blocks went."""
-        self._check_settled()
+        self._check_not_rebuilding()
         return await self.service.remove(device, self._drain if drain else None)
 
     async def replace_device(self, device: int, path: DeviceAddress, *, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
-        self._check_settled()
+        self._check_not_rebuilding()
         return await self.service.replace(device, path, force)
 
-    def _check_settled(self) -> None:
+    def _check_not_rebuilding(self) -> None:
         if self.rebuilding:
             raise KvfsError("the index is being rebuilt; devices can be changed when that is done")
 

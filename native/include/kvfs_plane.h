@@ -152,7 +152,7 @@ enum kvfs_event_type {
                                  * protocol). The queue has stopped, or the connection has ended */
     KVFS_EVENT_DEVICE = 9,      /* value = device: its connection was lost, or is back; kvfs_device_message */
     KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name; value 1: it lost its last handle, and goes (kvfs_slab_close); 0: its last writer, and is a
-                                  * file as any other (kvfs_slab_settle) */
+                                  * file as any other (kvfs_slab_to_file) */
     KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab is no more, and nothing of it is under way: its segments are free. value: the first of them */
     KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: let it be a slab, then kvfs_slab_answer */
     KVFS_EVENT_SLOW = 13        /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second at most,
@@ -287,7 +287,7 @@ int kvfs_slab_resize(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, 
 /* Make it an ordinary file being written, dirty, whose content is placed (kvfs_file_extents). Completion: 0; -EBUSY: it is open for writing; -EPERM: it has been
  * overwritten, and goes; -ENOENT; -errno of an I/O. writers_stay: also while it is open for writing, and overwritten; -EPERM: its owner chose a slab, it
  * has failed, or is larger than a file may be. */
-int kvfs_slab_settle(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int writers_stay);
+int kvfs_slab_to_file(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int writers_stay);
 /* Remove a slab that nobody has open from the table, with its content. -EBUSY: somebody has; -ENOENT. */
 int kvfs_slab_close(struct kvfs_plane *plane, uint64_t inode);
 /* After KVFS_EVENT_SLAB_WANTED, whatever came of it: writes that waited go on. -ENOENT. */

@@ -35,7 +35,7 @@ static void call_fail(struct put_call *call, int error) {
 /* Ask for places for the next blocks, if it is time. */
 static void window_ask(struct put_call *call) {
     struct window *last = window_last(call), *window;
-    if (call->next == call->count || call->window_count == WINDOWS_MAX || (last && (!last->opened || call->settle_first)))
+    if (call->next == call->count || call->window_count == WINDOWS_MAX || (last && (!last->opened || call->commit_first)))
         return;
     uint64_t bytes = 0, limit = last ? call->window_bytes : min_u64(call->window_bytes, FIRST_WINDOW_BYTES);
     uint32_t first = call->next, count = 0;
@@ -68,7 +68,7 @@ static void window_ask(struct put_call *call) {
             call->windows = window;
         call->window_count++;
         call->next = first + count;
-        call->settle_first = false;
+        call->commit_first = false;
     } else {
         call_fail(call, r < 0 ? r : client_fail(-ENOMEM, "no memory for a batch of %u", count));
     }
@@ -85,7 +85,7 @@ static void window_without_room(struct put_call *call, struct window *window, ui
     } else if (some || !window->alone) {
         window->count = from - window->first;
         call->next = from;
-        call->settle_first = true;
+        call->commit_first = true;
     }
 }
 
@@ -236,7 +236,7 @@ static void window_close(struct put_call *call, struct window *window) {
 }
 
 /* Send the commits of windows that are written; take in the answers to earlier ones. True: a window is closed. */
-static bool windows_settle(struct put_call *call) {
+static bool windows_commit(struct put_call *call) {
     bool closed = false;
     for (struct window **link = &call->windows, *window = *link; window; window = *link) {
         bool written = window->opened && window->started == window->item_count && window->in_flight == 0;
@@ -277,7 +277,7 @@ static void put_run(struct put_call *call) {
             item_start(call, item);
             continue;
         }
-        if (!windows_settle(call))
+        if (!windows_commit(call))
             put_wait(call);
     } while (call->windows || call->next < call->count);
 }

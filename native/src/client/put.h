@@ -54,7 +54,7 @@ struct put_call {
     struct window *windows;              /* oldest first */
     uint32_t window_count, in_flight, stored;
     struct put_item *prepared;
-    bool settle_first;                   /* no window is asked for before all others are committed */
+    bool commit_first;                   /* no window is asked for before all others are committed */
     int error;                           /* ends the call: nothing more is asked for or written */
 };
 
