@@ -183,7 +183,7 @@ struct kvfs_call {
     uint16_t name_size, new_name_size;
     char name[256], new_name[256];
 };
-/* on 0: as before it. What is taken after that is nobody's any more: the end of the session answers it, or a guest's keeper asks the next daemon. */
+/* on 0: as before it. What is taken after that is nobody's any more: the end of the session answers it, or a guest's relay asks the next daemon. */
 void kvfs_calls_open(struct kvfs_plane *plane, int on);
 int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count);
 /* error: 0 or -errno; inode: of a CREATE, which is in the block table and being written. Late answers are dropped. */

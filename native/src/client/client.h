@@ -39,7 +39,7 @@ struct connection {
     pthread_mutex_t socket_lock;         /* guards what is received: from here to next_id */
     pthread_cond_t answered;             /* some request was, or nobody listens */
     bool listening;                      /* a thread waits for the socket; the others wait for `answered` */
-    struct pending *pending;             /* requests without an answer */
+    struct wire_pending *pending;             /* requests without an answer */
     struct wire_frame frame;             /* the frame that is coming in: received bytes of it, and of its payload */
     uint8_t *payload;
     uint64_t received;
@@ -135,8 +135,8 @@ int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, in
 /* Is the daemon still there? Receives what it has sent meanwhile. Never waits. */
 void connection_poll(struct connection *connection);
 /* One request. It belongs to its asker, which waits for the answer in any case. Any number may be under way, from any threads. */
-struct pending {
-    struct pending *next;
+struct wire_pending {
+    struct wire_pending *next;
     uint32_t id;
     uint16_t type;
     uint64_t sent_ns, answered_ns, deadline_ns;
@@ -146,10 +146,10 @@ struct pending {
     uint8_t *reply;                      /* malloc'ed */
     uint32_t reply_size;
 };
-void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct pending *pending);
-void wire_wait(struct connection *connection, struct pending *pending);
+void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending);
+void wire_wait(struct connection *connection, struct wire_pending *pending);
 /* The outcome of a request that is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
-int wire_answer(struct kvfs_client *client, struct pending *pending, uint8_t **reply, uint32_t *reply_size);
+int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_t **reply, uint32_t *reply_size);
 /* All three. */
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);

@@ -34,7 +34,7 @@ struct window {
     uint32_t first, count;               /* blocks of the call that it answers for */
     struct put_item **items;             /* those that have a place; of blocks behind its own too, which it gives back */
     uint32_t item_count, started, in_flight;
-    struct pending pending;
+    struct wire_pending pending;
     uint64_t requested_ns;
     uint8_t *reply;                      /* to the reservation */
     uint8_t *commit;                     /* the request of that name */

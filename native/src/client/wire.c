@@ -88,7 +88,7 @@ int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, in
 static void connection_lose(struct connection *connection, int error) {
     connection->gone = true; /* what comes now would answer something else */
     shutdown(connection->socket, SHUT_RDWR);
-    for (struct pending *pending = connection->pending; pending; pending = connection->pending) {
+    for (struct wire_pending *pending = connection->pending; pending; pending = connection->pending) {
         connection->pending = pending->next;
         pending->result = error == -EPROTO ? error : -ENOTCONN;
         atomic_store(&pending->done, true);
@@ -97,9 +97,9 @@ static void connection_lose(struct connection *connection, int error) {
 }
 
 /* With socket_lock: a frame has begun. Returns the request that it answers; NULL: it breaks the rules, or is a CLOSE. */
-static struct pending *frame_begun(struct connection *connection) {
+static struct wire_pending *frame_begun(struct connection *connection) {
     const struct wire_frame *frame = &connection->frame;
-    struct pending *pending = connection->pending;
+    struct wire_pending *pending = connection->pending;
     while (pending && (pending->id != frame->id || pending->type != frame->type))
         pending = pending->next;
     connection->closed = connection->closed || frame->type == WIRE_CLOSE;
@@ -116,14 +116,14 @@ static struct pending *frame_begun(struct connection *connection) {
 static void connection_receive(struct connection *connection) {
     while (!connection->gone) {
         uint64_t head = sizeof(connection->frame), at = connection->received;
-        struct pending *pending = NULL;
+        struct wire_pending *pending = NULL;
         if (at >= head) {
             pending = frame_begun(connection);
             if (!pending)
                 return;
         }
         if (pending && at == head + connection->frame.size) {
-            for (struct pending **link = &connection->pending; *link; link = &(*link)->next)
+            for (struct wire_pending **link = &connection->pending; *link; link = &(*link)->next)
                 if (*link == pending) {
                     *link = pending->next;
                     break;
@@ -159,8 +159,8 @@ void connection_poll(struct connection *connection) {
 
 /* ---- requests ---- */
 
-void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct pending *pending) {
-    *pending = (struct pending){.type = type, .sent_ns = now_ns()};
+void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending) {
+    *pending = (struct wire_pending){.type = type, .sent_ns = now_ns()};
     pending->deadline_ns = pending->sent_ns + timeout_ms * 1000000ull;
     pthread_mutex_lock(&connection->send_lock);
     pthread_mutex_lock(&connection->socket_lock);
@@ -183,7 +183,7 @@ void wire_send(struct connection *connection, uint16_t type, const void *payload
     }
 }
 
-void wire_wait(struct connection *connection, struct pending *pending) {
+void wire_wait(struct connection *connection, struct wire_pending *pending) {
     pthread_mutex_lock(&connection->socket_lock);
     while (!pending->done) {
         if (connection->listening) {
@@ -206,7 +206,7 @@ void wire_wait(struct connection *connection, struct pending *pending) {
     pthread_mutex_unlock(&connection->socket_lock);
 }
 
-int wire_answer(struct kvfs_client *client, struct pending *pending, uint8_t **reply, uint32_t *reply_size) {
+int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_t **reply, uint32_t *reply_size) {
     assert(pending->done);
     *reply = NULL;
     if (pending->result == -ETIMEDOUT)
@@ -226,7 +226,7 @@ int wire_answer(struct kvfs_client *client, struct pending *pending, uint8_t **r
 
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size) {
-    struct pending pending;
+    struct wire_pending pending;
     wire_send(connection, type, payload, size, timeout_ms, &pending);
     wire_wait(connection, &pending);
     return wire_answer(client, &pending, reply, reply_size);
