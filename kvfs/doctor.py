@@ -1,4 +1,4 @@
-"""`kvfs doctor`: what this machine has of what kvfs needs, what is missing, and what to do about it.
+"""`kvfs doctor`: kvfs's needs that this machine meets, those that it does not, and how to mend them.
 
 Each check looks at one thing and changes nothing. A check is *required* if a mount cannot work without it; the rest
 costs speed or comfort. Sources: io_uring_setup(2), io_uring_register(2), fuse(4), Documentation/filesystems/fuse and
@@ -29,16 +29,16 @@ from kvfs.errors import PoolError, printable
 from kvfs.pool import nvme_kernel
 from kvfs.pool.config import load
 
-# FUSE_NOTIFY_INC_EPOCH came with 6.16: without it every name is looked up again on each use, so that an evicted one is
+# FUSE_NOTIFY_INC_EPOCH came with 6.16. Without it every name is looked up again on each use, so that an evicted one is
 # never seen.
 INC_EPOCH_KERNEL = (6, 16)
 REQUEST_TIMEOUT_KERNEL = (6, 15)
 MINIMUM_KERNEL = (5, 15)
-# Requests of 4 MiB; the default of 256 pages allows 1 MiB.
+# Requests of 4 MiB need this many pages; the default of 256 pages allows 1 MiB.
 WANTED_MAX_PAGES = 1024
 MAX_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
 FUSE_SYSCTL_PATH = MAX_PAGES_PATH.parent
-# -machine memory-backend= came with it.
+# The option -machine memory-backend= came with it.
 MINIMUM_QEMU = (5, 0)
 PROGRAM_TIMEOUT_S = 10.0
 PLATFORM_DEVICES_PATH = Path("/sys/bus/platform/devices")
@@ -51,7 +51,8 @@ RING_ENTRIES = 512
 
 _SYS_IO_URING_SETUP, _SYS_IO_URING_REGISTER = 425, 427
 _IORING_REGISTER_PROBE = 8
-# What the ring uses: READV, WRITEV, READ_FIXED, WRITE_FIXED, TIMEOUT, ASYNC_CANCEL, LINK_TIMEOUT, READ, WRITE.
+# Operations that the ring uses: READV, WRITEV, READ_FIXED, WRITE_FIXED, TIMEOUT, ASYNC_CANCEL, LINK_TIMEOUT, READ,
+# WRITE.
 _WANTED_OPERATIONS = {
     1: "readv",
     2: "writev",
@@ -81,8 +82,8 @@ class Check:
 
 
 def examine(devices: Sequence[str] = ()) -> list[Check]:
-    """Run every check, and look at each of the devices, or devices of pools. A check that fails itself is reported as
-    missing rather than raised."""
+    """Run every check, and look at each of the devices, or devices of pools. A check that raises is reported as
+    missing."""
     found: list[Check] = []
     checks: list[Callable[[], Iterable[Check]]] = [
         _python,
@@ -119,7 +120,7 @@ def examine(devices: Sequence[str] = ()) -> list[Check]:
 
 
 def render(checks: list[Check]) -> str:
-    """One line a check, and what to do below those that are missing."""
+    """One line a check, and the advice below those that are missing."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -319,7 +320,7 @@ def _io_uring() -> Iterator[Check]:
 
 
 def _memlock() -> Iterator[Check]:
-    """Make as many rings as the daemon does: what little of them the kernel charges as locked memory must fit."""
+    """Make as many rings as the daemon does. The kernel charges a little of each as locked memory, which must fit."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard >> 20} MiB"
     rings: list[_Ring] = []
@@ -410,7 +411,7 @@ def _namespace(name: str, namespace: nvme_kernel.Namespace) -> Check:
 
 
 def _device(place: str) -> Iterator[Check]:
-    """A device as `kvfs format` takes it, or those of a pool. Raises what opening it raises."""
+    """A device in the form that `kvfs format` takes, or the devices of a pool. Raises the errors of opening it."""
     from kvfs.pool import nvme_tcp, opening
 
     if Path(place).is_dir():
@@ -456,7 +457,7 @@ def _qemu() -> Iterator[Check]:
 
 
 def _guest_memory() -> Iterator[Check]:
-    """Huge pages for the shared memory of guests, into which reads go: fewer pages to hold for each."""
+    """Huge pages for the shared memory of guests, which is the target of reads: fewer pages to hold for each."""
     numbers = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         key, _, value = line.partition(":")
@@ -499,7 +500,7 @@ def _gpu() -> Iterator[Check]:
 
 
 def _cufile() -> Iterator[Check]:
-    """What gds needs before a pool is asked; the rest is proven, device by device, when a client connects."""
+    """Needs of gds that can be checked without a pool. The rest is proven, device by device, when a client connects."""
     cufile, cuda = examine_cufile(), examine_cuda()
     found = "; ".join(filter(None, (cufile.text, cuda.error)))
     if cufile.missing or cuda.error:

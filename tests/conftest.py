@@ -1,10 +1,10 @@
-"""What all tests share: the fixtures of a mount (helpers.py), and which tests a run leaves out because they are slow.
+"""Shared by all tests: the fixtures of a mount (helpers.py), and the rule by which a run leaves slow tests out.
 
-A test is marked slow (`pytest.mark.slow`) if it takes more than a second or two on an idle machine, or if it asserts
-through one more door what a quick one asserts. Slow tests run with --run-slow, or if their file is named on the command
-line. A run says how many slow tests it left out: they have not passed.
+A test is marked slow (`pytest.mark.slow`) for either of two reasons. It takes more than a second or two on an idle
+machine, or it asserts through another door what a quick test asserts. Slow tests run with --run-slow, or if their file
+is named on the command line. A run says how many slow tests it left out: they have not passed.
 
-`pytest tests/posix` mounts kvfs on a pool of its own; `pytest tests/posix --directory DIR` asserts the same of any
+`pytest tests/posix` mounts kvfs on a pool of its own. `pytest tests/posix --directory DIR` asserts the same of any
 directory (ext4, or a FUSE peer), to tell a wrong test from a wrong filesystem. tests/engines does both too.
 """
 

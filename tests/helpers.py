@@ -1,9 +1,9 @@
-"""What the black-box tests share: a pool under test, block devices to put it on, and the fixtures of a mount.
+"""Shared by the black-box tests: a pool under test, block devices to put it on, and the fixtures of a mount.
 
 Knows kvfs only by its command line (`python -m kvfs`), its files POOL/kvfs.pid and POOL/kvfs.log, and POSIX.
-Everything that could wait for ever has a deadline: commands have timeouts, conditions are polled until a
-deadline, and a watchdog process aborts the FUSE connection of a test that hangs (a signal cannot: a thread
-waiting for a FUSE reply wakes only for SIGKILL, and a page fault does so with the interpreter lock held).
+Every wait has a deadline: commands have timeouts, conditions are polled until a deadline, and a watchdog process aborts
+the FUSE connection of a test that hangs. A signal could not end such a test. A thread waiting for a FUSE reply wakes
+only for SIGKILL, and a page fault waits with the interpreter lock held.
 
 A plugin of pytest: tests/conftest.py names it, so every test has these fixtures and hooks.
 """
@@ -41,8 +41,8 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 TEST_TIMEOUT_S = 300
 COMMAND_TIMEOUT_S = 180
 LOG_TAIL_LINES = 60
-# A guest under emulation is so many times slower than the machine it runs on: deadlines so many times as long, and what
-# is done often for its number's sake done so many times less.
+# A guest under emulation is this many times slower than its machine. Deadlines are this many times as long, and
+# repetitions this many times fewer.
 SLOWNESS = int(os.environ.get("KVFS_TEST_SLOWNESS", "1"))
 
 
@@ -229,8 +229,8 @@ class Pool:
     def wait_dead(self, pid: int, *, timeout_s: float = 30) -> None:
         """Wait for the end of a daemon that did not unmount, and until its mount says ENOTCONN.
 
-        What io_uring held of its files is closed by the kernel a moment after its last thread: what is asked until
-        then is answered by ECONNABORTED."""
+        The kernel closes files that io_uring held a moment after its last thread has ended; requests until then get
+        ECONNABORTED."""
         wait_until(lambda: not process_alive(pid), f"the end of daemon {pid}", timeout_s=timeout_s)
 
         def disconnected() -> bool:

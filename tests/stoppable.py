@@ -1,8 +1,8 @@
 """python stoppable.py TARGET MOUNTPOINT: a filesystem of one file, MOUNTPOINT/device, that can be told to be sick.
 
-A test double of a sick device. Reads and writes go through to TARGET; a line "stop read" or "stop write" on stdin holds
-the ones that come from then on, "fail now" fails them with EIO, "slow MS" delays each, "go" lets them all through; each
-line is answered by one. It ends with its stdin, and whoever waits for an answer then gets ENOTCONN.
+A test double of a sick device. Reads and writes go through to TARGET. A line "stop read" or "stop write" on stdin holds
+later ones, "fail now" fails them with EIO, "slow MS" delays each, "go" lets them all through. Each line is answered by
+one. It ends with its stdin, and whoever waits for an answer then gets ENOTCONN.
 """
 
 from __future__ import annotations

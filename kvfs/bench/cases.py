@@ -70,7 +70,7 @@ def case_random_read(rig: Rig) -> None:
 
     def read(side: Side, index: int) -> Json:
         blocks = rig.filled(side, "blocks", scale.block_size, count)
-        return rig.measured(side, lambda: bench.client(*words(blocks, index)))
+        return side.measured(lambda: bench.client(*words(blocks, index)))
 
     def raw(index: int) -> Json:
         return bench.client(
@@ -165,7 +165,7 @@ def case_large_read(rig: Rig) -> None:
 
         def read(side: Side, index: int, words: list[object] = words) -> Json:
             blocks = rig.filled(side, "large", scale.large_file, count)
-            return rig.measured(side, lambda: bench.client("read", "--list", blocks, "--seed", 1 + index, *words))
+            return side.measured(lambda: bench.client("read", "--list", blocks, "--seed", 1 + index, *words))
 
         def raw(index: int, words: list[object] = words) -> Json:
             place = ["--unit", STRIPE_UNIT, "--base", RAW_BASE, "--span", scale.working_set]
@@ -191,9 +191,7 @@ def case_block_read(rig: Rig) -> None:
     def read(side: Side, index: int) -> Json:
         blocks = rig.filled(side, "blocks", scale.block_size, count)
         digest = ["--digest"] if index == 0 else []
-        return rig.measured(
-            side, lambda: bench.client("blocks", "--list", blocks, "--seed", 1 + index, *words, *digest)
-        )
+        return side.measured(lambda: bench.client("blocks", "--list", blocks, "--seed", 1 + index, *words, *digest))
 
     results = _interleaved(rig, read, rig.striped, {"raw fio": functools.partial(rig.raw_fio, "randread")})
     _same_bytes(results, but="raw fio")

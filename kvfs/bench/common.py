@@ -230,8 +230,9 @@ def run_command(
     timeout_s: float = COMMAND_TIMEOUT_S,
     check: bool = True,
     environment: Mapping[str, str] | None = None,
+    directory: Path = REPOSITORY,
 ) -> subprocess.CompletedProcess[str]:
-    """`environment`: what is set besides our own."""
+    """`environment`: what is set besides our own. `directory`: where the command runs."""
     words = [os.fspath(word) for word in command]
     try:
         result = subprocess.run(
@@ -241,7 +242,7 @@ def run_command(
             text=True,
             timeout=timeout_s,
             check=False,
-            cwd=REPOSITORY,
+            cwd=directory,
             env={**os.environ, **environment} if environment else None,
         )
     except subprocess.TimeoutExpired as error:

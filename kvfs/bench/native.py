@@ -76,7 +76,7 @@ def _python(rig: Rig, words: Sequence[object]) -> Callable[[int], Json]:
     def run(index: int) -> Json:
         module = [sys.executable, "-m", "kvfs.bench.python_client"]
         command = [*module, *map(str, words), "--mount", str(rig.kvfs.root), "--seed", str(1 + index)]
-        return rig.measured(rig.kvfs, lambda: parse_json(run_command(*command).stdout, "python_client"))
+        return rig.kvfs.measured(lambda: parse_json(run_command(*command).stdout, "python_client"))
 
     return run
 

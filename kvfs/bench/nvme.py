@@ -9,7 +9,7 @@ import contextlib
 import os
 import selectors
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvfs.bench.common import KIB, MIB, REPOSITORY, BenchError, Json, MissingError, column_at, parse_json, run_command
@@ -24,15 +24,14 @@ PEER = "bare TCP"
 def case_nvme(rig: Rig) -> None:
     """4 KiB reads one at a time, and 1 MiB reads eight at a time."""
     program = rig.bench.client_path.with_name("bench_nvme")
-    target = REPOSITORY / "tools/nvme_tcp_target"
-    if not program.exists() or not target.exists():
+    if not program.exists():
         raise MissingError(f"needs {program}: tools/bench builds it")
     (device,) = rig.make_block_devices("nvme", 1, SIZE)
     with device.open("r+b", buffering=0) as file:
         for _ in range(SIZE // MIB):
             file.write(os.urandom(MIB))
         os.fsync(file.fileno())
-    with _enclosure(target, device) as port:
+    with enclosure({NQN: [device]}) as port:
         result = run_command(program, str(port), NQN, str(rig.scale.rounds), str(rig.scale.reads))
     rounds = [parse_json(line, "bench_nvme") for line in result.stdout.splitlines()]
     small = [one for one in rounds if one["size"] == 4 * KIB]
@@ -52,10 +51,16 @@ def _rates(rounds: list[Json], name: str) -> list[float]:
 
 
 @contextlib.contextmanager
-def _enclosure(target: Path, device: Path) -> Iterator[int]:
-    """Its port."""
+def enclosure(subsystems: Mapping[str, Sequence[Path]]) -> Iterator[int]:
+    """The port of an enclosure that serves these devices, on the first CPU."""
+    target = REPOSITORY / "tools/nvme_tcp_target"
+    if not target.exists():
+        raise MissingError(f"needs {target}")
+    words = ["--listen", "127.0.0.1:0"]
+    for nqn, devices in subsystems.items():
+        words += ["--subsystem", f"{nqn}={','.join(map(str, devices))}"]
     process = subprocess.Popen(
-        ["taskset", "-c", "0", target, "--listen", "127.0.0.1:0", "--subsystem", f"{NQN}={device}"],
+        ["taskset", "-c", "0", target, *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )

@@ -14,7 +14,7 @@ def size_text(size: int) -> str:
     return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
     if value == 0:
         return "0"
     if abs(value) >= 1000:
@@ -28,15 +28,15 @@ def _cells(row: Json) -> list[str]:
     score, ours = cast(Json, row["score"]), cast(Json, row["kvfs"])
     relation, unit = str(row["relation"]), str(row["unit"])
     suffix = {"faster": "x faster", "share": "x", "cost": "x", "extra": f" {unit} more", "value": f" {unit}"}[relation]
-    text = _figure(number_at(score, "median")) + suffix
+    text = figure(number_at(score, "median")) + suffix
     if len(cast(Sequence[float], score["samples"])) > 1:
-        text += f" ({_figure(number_at(score, 'min'))}-{_figure(number_at(score, 'max'))})"
+        text += f" ({figure(number_at(score, 'min'))}-{figure(number_at(score, 'max'))})"
     target = row["target"]
     sign = "at most" if row["at_most"] else "at least"
-    goal = "" if target is None else f"{sign} {_figure(cast(float, target))}"
+    goal = "" if target is None else f"{sign} {figure(cast(float, target))}"
     verdict = {None: "", True: "met", False: "MISSED"}[cast("bool | None", row["met"])]
     peer = cast("Json | None", row["peer"])
-    theirs = f"{_figure(number_at(peer, 'median'))} {unit} ({peer['name']})" if peer else ""
+    theirs = f"{figure(number_at(peer, 'median'))} {unit} ({peer['name']})" if peer else ""
     return [
         str(row["case"]),
         str(row["devices"]),
@@ -44,7 +44,7 @@ def _cells(row: Json) -> list[str]:
         text,
         goal,
         verdict,
-        f"{_figure(number_at(ours, 'median'))} {unit}" if peer else "",
+        f"{figure(number_at(ours, 'median'))} {unit}" if peer else "",
         theirs,
     ]
 
@@ -68,7 +68,7 @@ def render(document: Mapping[str, object]) -> str:
 
 
 def render_markdown(document: Mapping[str, object]) -> str:
-    """The table for docs/performance.md."""
+    """The rows of one run. The table of docs/performance.md is of several runs, and kept by hand."""
     rows = cast(Sequence[Json], document["rows"])
     host, scale = cast(Json, document["machine"]), cast(Json, document["scale"])
     lines = [

@@ -168,16 +168,26 @@ class Side:
     def cpu_s(self) -> float:
         return cpu_s(self.pid) if self.pid is not None else 0.0
 
+    def measured(self, run: Callable[[], Json]) -> Json:
+        """run(), with the CPU seconds of the server and of the client."""
+        before = self.cpu_s()
+        document = run()
+        document["daemon_cpu_s"] = self.cpu_s() - before
+        document["client_cpu_s"] = number_at(document, "cpu_s", "user") + number_at(document, "cpu_s", "system")
+        return document
+
 
 class Kvfs:
-    """A pool on given devices, formatted and mounted."""
+    """A pool on given devices, formatted and mounted. `environment` may name another build of kvfs."""
 
-    def __init__(self, base: Path, devices: Sequence[Path]) -> None:
+    def __init__(self, base: Path, devices: Sequence[Path | str], environment: Mapping[str, str] | None = None) -> None:
         self.pool, self.mountpoint, self.devices = base / "pool", base / "mount", list(devices)
+        self.environment = environment
         self.mountpoint.mkdir(parents=True)
 
     def command(self, *words: str | Path, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-        return run_command(sys.executable, "-m", "kvfs", *words, timeout_s=timeout_s).stdout
+        program = (sys.executable, "-m", "kvfs")
+        return run_command(*program, *words, timeout_s=timeout_s, environment=self.environment).stdout
 
     def format(self, segment_size: int | None = None) -> None:
         shutil.rmtree(self.pool, ignore_errors=True)
@@ -451,12 +461,12 @@ class Rig:
         (side.lower / directory).mkdir(exist_ok=True)
         words = ["write", "--dir", side.lower / directory, "--size", size, "--count", count, "--threads", threads]
         words += ["--first", first, "--modulo", modulo, "--dirs", DIRECTORIES, "--direct"]
-        return self.measured(side, lambda: self.bench.client(*words, *(["--packable"] if packable else [])))
+        return side.measured(lambda: self.bench.client(*words, *(["--packable"] if packable else [])))
 
     def native(self, *words: object) -> Json:
         """native_client on the mount, with the daemon's CPU seconds."""
         side = self.kvfs
-        return self.measured(side, lambda: self.bench.native(*words, "--mount", side.root))
+        return side.measured(lambda: self.bench.native(*words, "--mount", side.root))
 
     def stored(self, space: str, size: int, count: int, *, packable: bool = False) -> None:
         """`count` blocks of `size` bytes in a namespace of kvfs, put now if they are not there yet."""
@@ -481,14 +491,6 @@ class Rig:
             passes=passes,
             seed=1 + index,
         )
-
-    def measured(self, side: Side, run: Callable[[], Json]) -> Json:
-        """run(), with the CPU seconds of who served it."""
-        before = side.cpu_s()
-        document = run()
-        document["daemon_cpu_s"] = side.cpu_s() - before
-        document["client_cpu_s"] = number_at(document, "cpu_s", "user") + number_at(document, "cpu_s", "system")
-        return document
 
     def add(
         self,

@@ -52,7 +52,7 @@ def run_cases(bench: Bench, cases: Sequence[str], devices: Sequence[str], base: 
                 rig.close()
 
 
-def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in known:
@@ -62,7 +62,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     return names
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
@@ -70,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="kvfs bench",
         description="Measure kvfs against its peers; docs/performance.md says what each case compares.",
         allow_abbrev=False,
@@ -84,7 +84,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="measure nothing: print the table of this JSON document"
     )
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="with --markdown: put the table between PAGE's marks")
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="where files as devices are made (default build/bench)"
     )
@@ -114,17 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: argparse.Namespace) -> int:
     if arguments.markdown is not None:
         try:
-            text = render_markdown(parse_json(arguments.markdown.read_text(), str(arguments.markdown)))
-            if arguments.into is None:
-                print(text)
-            else:
-                _put_into(arguments.into, text)
+            print(render_markdown(parse_json(arguments.markdown.read_text(), str(arguments.markdown))))
         except OSError as error:
             raise BenchError(f"{error.filename}: {error.strerror}") from error
         return 0
     default = [name for name in CASES if arguments.quick or name != "million"]
-    cases = _chosen(arguments.only, list(CASES), "only") if arguments.only is not None else default
-    devices = _chosen(arguments.devices, BOTH, "devices")
+    cases = chosen(arguments.only, list(CASES), "only") if arguments.only is not None else default
+    devices = chosen(arguments.devices, BOTH, "devices")
     scale = QUICK if arguments.quick else FULL
     if arguments.rounds is not None:
         if arguments.rounds < 1:
@@ -157,12 +152,3 @@ def _main(arguments: argparse.Namespace) -> int:
         arguments.output.write_text(json.dumps(document, indent=2) + "\n")
     print(render(document))
     return 1 if bench.failed else 0
-
-
-def _put_into(page: Path, text: str) -> None:
-    """Replace what lies between the marks of a page."""
-    before, first, rest = page.read_text().partition("<!-- bench -->\n")
-    _, last, after = rest.partition("<!-- /bench -->\n")
-    if not first or not last:
-        raise BenchError(f"{page}: lacks the lines <!-- bench --> and <!-- /bench -->")
-    page.write_text(f"{before}{first}{text}\n{last}{after}")

@@ -30,6 +30,7 @@ class Bench:
     ) -> None:
         self.scale, self.client_path, self.passthrough_hp, self.quick = scale, client, passthrough_hp, quick
         self.trace, self.plots = trace, plots
+        self.prefix: list[str | Path] = []  # of the clients' command lines: a tracer
         self.rows: list[Row] = []
         self.skipped: list[Json] = []
         self.failed: list[Json] = []
@@ -37,14 +38,16 @@ class Bench:
     def client(self, *words: object) -> Json:
         if not self.client_path.exists():
             raise MissingError(f"needs {self.client_path}: tools/bench builds it")
-        result = run_command(self.client_path, *(str(word) for word in words), environment=HUGE_PAGES)
+        result = run_command(*self.prefix, self.client_path, *map(str, words), environment=HUGE_PAGES)
         return parse_json(result.stdout, "bench_client")
 
-    def native(self, *words: object) -> Json:
+    def native(self, *words: object, library: Path | None = None) -> Json:
+        """`library`: the folder of another build's libkvfs."""
         program = self.client_path.with_name("native_client")
         if not program.exists():
             raise MissingError(f"needs {program}: tools/bench builds it, if tools/setup has built libkvfs")
-        result = run_command(program, *(str(word) for word in words), environment=HUGE_PAGES)
+        environment = HUGE_PAGES if library is None else {**HUGE_PAGES, "LD_LIBRARY_PATH": str(library)}
+        result = run_command(*self.prefix, program, *map(str, words), environment=environment)
         return parse_json(result.stdout, "native_client")
 
     def skip(self, case: str, devices: str, reason: str) -> None:
@@ -81,7 +84,7 @@ class Bench:
             "version": JSON_VERSION,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "quick": self.quick,
-            "machine": _machine(),
+            "machine": machine(),
             "scale": {name: getattr(self.scale, name) for name in Scale.__slots__},
             "rows": [row.document() for row in self.rows],
             "skipped": self.skipped,
@@ -89,7 +92,7 @@ class Bench:
         }
 
 
-def _machine() -> Json:
+def machine() -> Json:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     model = ""
     with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """How a command line is read: the parser's errors, the types of arguments, and how a family of verbs adds its own.
 
-An argument that makes no sense is one line, with a guess where a word comes near.
+An argument that makes no sense is answered by one line, with a guess where a known word comes near.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SLOW_MS_MAX = 86_400_000
 
 
 class WrongCommandLine(UsageError):
-    """What argparse refuses. Its text begins with the command."""
+    """An argument that argparse refuses. Its text begins with the command."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,13 +42,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def _guess(word: str, known: Iterable[str]) -> str:
-    """What was meant by a mistyped word, if one comes near."""
+    """The word that a mistyped one probably means, if one comes near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 class Verbs:
-    """The verbs of a command line, in the order of its help. Each family adds its own."""
+    """The verbs of a command line, in the order of the command's help. Each family adds its own."""
 
     def __init__(self, top: argparse.ArgumentParser) -> None:
         self.top = top

@@ -1,8 +1,8 @@
 """The command line: arguments in, one function a verb, text or JSON out.
 
-Data goes to stdout, messages to stderr. Exit status 0: done; 1: failed, with one line that names the object; 2: asked
-for in a way that makes no sense, also one line. What a verb does to a pool is in the rooms below; they are imported
-when the verb runs, so that `kvfs doctor` and `kvfs --help` work where the data plane does not.
+Data goes to stdout, messages to stderr. Exit status 0: done; 1: failed, with one line that names the object; 2: a
+request that makes no sense, also with one line. The work on a pool is in the rooms below. They are imported when a verb
+runs, so that `kvfs doctor` and `kvfs --help` work where the data plane does not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvfs.cli.output import ToldError, error_part, print_json
 from kvfs.cli.programs import RUN_VERBS
 from kvfs.errors import KvfsError, UsageError, first_error, printable
 
-# What the extra "daemon" of pyproject.toml installs: a client has none of it.
+# The packages of the extra "daemon" in pyproject.toml: an installation for clients has none of them.
 DAEMON_PACKAGES = frozenset({"pyfuse3", "trio", "lmdb", "xxhash"})
 
 
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
-    """Whether an error is told in JSON too: known before the command line is understood, as that may be the error."""
+    """Whether an error is told in JSON too. Looked up before the command line is parsed, as the parse may be the
+    error."""
     if arguments[:1] and arguments[0] in RUN_VERBS:
         return False
     words = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -60,7 +61,7 @@ def _asks_for_json(arguments: Sequence[str]) -> bool:
 
 
 def _guarded(command: Callable[[], int], as_json: bool) -> int:
-    """Turn every failure into one line on stderr and a status, and into a document on stdout if that is asked for.
+    """Turn every failure into one line on stderr and a status, and into a document on stdout if JSON is asked for.
     KVFS_DEBUG=1 shows the traceback."""
     debug = os.environ.get("KVFS_DEBUG") == "1"
 
@@ -79,7 +80,7 @@ def _guarded(command: Callable[[], int], as_json: bool) -> int:
     except KeyboardInterrupt:
         return fail(InterruptedError(errno.EINTR, "interrupted"), 130, "interrupted")
     except BrokenPipeError:
-        # Whoever read our output has seen enough; without this the interpreter complains at its end.
+        # The reader of our output has closed the pipe; without this the interpreter complains at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ImportError as error:

@@ -66,7 +66,7 @@ def _about(path: str, error: OSError) -> KvfsError:
 
 
 def _still_pinned(path: str) -> dict[str, object]:
-    """The pins that hold for a path still, of directories that it lies in; and those below it, as far as this user may
+    """The pins that still hold for a path: those of directories above it, and those below it, as far as this user may
     ask the daemon."""
     from kvfs.frontend import mount
     from kvfs.frontend.control import ControlClient

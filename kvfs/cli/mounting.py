@@ -153,7 +153,7 @@ def _export_part(export: Export) -> dict[str, object]:
 
 
 def _running_exports(pool: Path) -> tuple[Export, ...]:
-    """Those of the pool's daemon."""
+    """The exports of the pool's daemon."""
     from kvfs.frontend.control import ControlClient, NotRunningError
     from kvfs.virtiofs.exports import Export
 
@@ -251,7 +251,7 @@ def _umount(args: argparse.Namespace) -> int:
     _refuse_strangers(present)
     pool = Path(present.source)
     exports: list[str] = []
-    # One that does not answer can be unmounted all the same.
+    # A pool that does not answer can be unmounted all the same.
     with suppress(KvfsError):
         exports = _exports_of(pool)
     watch = _watch_daemon(pool)
@@ -269,7 +269,7 @@ def _umount(args: argparse.Namespace) -> int:
 
 
 def _refuse_strangers(present: Mount) -> None:
-    """MountError if this user may not unmount it."""
+    """Raises MountError if this user may not unmount it."""
     from kvfs.frontend.mount import MountError
 
     if os.geteuid() not in (0, present.user) and present.user is not None:

@@ -1,4 +1,4 @@
-"""What a verb prints: its result as text or as JSON on stdout, notes and progress on stderr."""
+"""The output of a verb: its result as text or as JSON on stdout, notes and progress on stderr."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import cast
 from kvfs.errors import KvfsError, printable
 
 JSON_VERSION = 1
-# Anything that takes longer than this says how far it is.
+# A step that takes longer than this says how far it is.
 PROGRESS_AFTER_S = 2.0
 
 
 class ToldError(KvfsError):
-    """A failure after which there is a result all the same: in JSON both are one document, which is printed already."""
+    """A failure after which there is a result all the same. In JSON both are one document, which is already printed."""
 
 
 def emit(
@@ -39,7 +39,7 @@ def emit(
 
 
 def emit_line(args: argparse.Namespace, document: Mapping[str, object], text: str | Callable[[], str] = "") -> None:
-    """Print one result of a verb that goes on: a reader has it at once."""
+    """Print one result of a verb that goes on, so that a reader has it at once."""
     if as_json(args):
         print(json.dumps({"version": JSON_VERSION, **document}), flush=True)
     else:

@@ -214,14 +214,14 @@ def _absolute(device: str) -> str:
 
 
 def _expanded(devices: list[str]) -> list[str]:
-    """Every namespace where a URL names a subsystem or an enclosure."""
+    """The namespaces that a URL means: all of them where it names a subsystem or an enclosure."""
     from kvfs.pool import nvme_tcp
 
     return [one for device in devices for one in (nvme_tcp.expand(device) if nvme_tcp.is_url(device) else [device])]
 
 
 def _refuse_inside(pool: str | Path, devices: Sequence[str] = ()) -> None:
-    """MountError if a pool, or a device that is given to it, lies in a kvfs mount."""
+    """Raises MountError if a pool, or a device that is given to it, lies in a kvfs mount."""
     from kvfs.frontend.mount import refuse_inside
     from kvfs.pool.devices import device_address
 

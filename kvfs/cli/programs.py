@@ -7,7 +7,7 @@ from typing import cast
 
 from kvfs.cli.arguments import Verbs
 
-# They become another program. The module of each, in kvfs.client, is its first word.
+# Verbs that become another program. The first word of each is its module in kvfs.client.
 RUN_VERBS = {
     "cufile-run": "run a program whose cuFile reads on kvfs mounts take the native path",
     "preload-run": "run a program whose file reads on kvfs mounts take the native path",

@@ -1,4 +1,4 @@
-"""What is made from the command line's parser: completion for bash, zsh and fish, and manual pages.
+"""Documents made from the command line's parser: completion for bash, zsh and fish, and manual pages.
 
 read() turns the parser into verbs and their arguments; each function below it writes one language. Nothing here knows
 a verb. roff: groff_man(7); zsh: zshcompsys(1), _arguments; fish: complete(1).
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Values with these names are no paths; nor is what the parser converts to a number.
+# Values with these names are no paths; nor are those that the parser converts to a number.
 NO_PATHS = frozenset({"LIST", "HOST:PORT", "[HOST:]PORT"})
 
 EXIT_STATUS = (
@@ -25,7 +25,8 @@ ENVIRONMENT = (("KVFS_DEBUG", "1: a failure shows its traceback."),)
 
 @dataclass(frozen=True)
 class Argument:
-    """names are an option's; a positional has none. value is how it is called, empty where none follows."""
+    """names are an option's; a positional has none. value is the name of the option's value, empty where it takes
+    none."""
 
     names: tuple[str, ...]
     value: str
@@ -39,7 +40,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb, or the command itself. synopsis has no name in front."""
+    """A verb, or the command itself. synopsis begins without the verb's name."""
 
     name: str
     text: str
@@ -64,7 +65,7 @@ def read(top: argparse.ArgumentParser) -> tuple[Verb, list[Verb]]:
 
 
 def _verb(name: str, text: str, parser: argparse.ArgumentParser) -> Verb:
-    # Wide: a usage that is wrapped depends on the terminal. A terminal may have it coloured, too.
+    # Wide, as the wrapping of a usage depends on the terminal. A terminal may also have the usage coloured.
     formatter = argparse.HelpFormatter(parser.prog, width=1 << 20)
     formatter.add_usage(None, parser._actions, parser._mutually_exclusive_groups, prefix="")
     usage = re.sub(r"\x1b\[[0-9;]*m", "", formatter.format_help()).strip()
@@ -136,7 +137,7 @@ def zsh(top: argparse.ArgumentParser) -> str:
     cases = []
     for verb in verbs:
         specs = [spec for option in verb.options for spec in _zsh_option(option)] + _zsh_positionals(verb)
-        # Without a single spec _arguments fails.
+        # Without a single spec, _arguments fails.
         cases.append(f"        {verb.name}) " + (f"_arguments -S {' '.join(specs)} ;;" if specs else "_files ;;"))
     own = " ".join(spec for option in command.options for spec in _zsh_option(option))
     return "\n".join([
@@ -295,7 +296,7 @@ def _italic(text: str) -> str:
 
 
 def _roff(text: str) -> str:
-    """Text as it is: no letter of it is an escape or, at the beginning of a line, a request."""
+    """Text taken literally: no letter of it is an escape or, at the beginning of a line, a request."""
     text = text.replace("\\", "\\e").replace("-", "\\-").replace('"', "\\(dq").replace("`", "\\(ga")
     text = text.replace("^", "\\(ha").replace("~", "\\(ti")
     return f"\\&{text}" if text.startswith((".", "'")) else text

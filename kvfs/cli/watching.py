@@ -1,4 +1,4 @@
-"""Verbs that say what a pool does and holds: status, list, stats, top, metrics."""
+"""Verbs that say what a pool does and what it holds: status, list, stats, top, metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _status(args: argparse.Namespace) -> int:
         try:
             documents.append(status_of(pool))
         except KvfsError as error:
-            # One that cannot be asked does not hide the others.
+            # A pool that cannot be asked does not hide the others.
             note(error)
             failures.append(error)
     errors = [{"error": str(error), "errno": error.errno} for error in failures]
@@ -43,7 +43,7 @@ def _status(args: argparse.Namespace) -> int:
     emit(args, document, lambda: "\n\n".join(map(render_status, documents)))
     if not documents and not failures and not as_json(args):
         print("no pool is mounted", file=sys.stderr)
-    # Pools of other users are no failure beside one's own.
+    # Pools of other users are no failure where this user has a pool too.
     others = [error for error in failures if not isinstance(error, NotAllowedError)]
     return 1 if others or (failures and not documents) else 0
 
@@ -127,13 +127,14 @@ def _top(args: argparse.Namespace) -> int:
 
         def status() -> Json:
             document = cast(Json, client.call("status"))
-            # The number of clients is no counter.
+            # The number of clients is a gauge, no counter.
             return {**document, "native_clients": numbers.number(document, "counters", "native_clients")}
 
         def survey() -> Json:
             return cast(Json, client.call("list", lambda _: None))
 
-        # Its only way out: also where what started it ignores interrupts, as a script's background does.
+        # An interrupt is the only way out, so it works even if the parent ignores interrupts, as a script's background
+        # does.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
             if not as_json(args):
@@ -158,7 +159,8 @@ def _metrics(args: argparse.Namespace) -> int:
 
     address = endpoint.parse_address(args.address)
     prometheus.require()
-    # One look at a time: a daemon that does not answer holds up those that look, and no thread for each of them.
+    # One request at a time: while a daemon does not answer, scrapes wait for one thread instead of taking a thread
+    # each.
     looking = trio.CapacityLimiter(1)
 
     def look() -> list[Json]:

@@ -1,9 +1,9 @@
 """The daemon: builds every part of a pool that is mounted, exported or both, runs them, takes them down in order. The
 one module that builds objects.
 
-The order matters. Up: limits, store (its lock, labels and epoch first), session, control socket, exports, and last the
-mount, so that whoever sees it gets answers. Down: exports and mount first, then the session, then the store, which
-seals what is dirty and marks the pool clean.
+The order matters. Up: limits, store (first its lock, labels and epoch), session, control socket, exports. The mount
+comes last, so that whoever sees it gets answers. Down: exports and mount first, then the session, then the store, which
+seals dirty files and marks the pool clean.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, InodeNumber
 from kvfs.virtiofs.exports import Exports
 
-# One name for the whole room: it is in every line of the log.
+# One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)
 
-# What READ requests may ask for at most: 4 MiB where the kernel allows 1024 pages a request.
+# The largest READ request: 4 MiB where the kernel allows 1024 pages a request.
 MAX_READ = 4 << 20
-# Files that are open when the daemon is told to go get this long to be closed.
+# Files that are still open when the daemon is told to stop get this long to be closed.
 GRACE_S = 10.0
 ANSWER_TIMEOUT_S = 30.0
-# Of the threads that answer requests: the kernel holds a directory's lock, and others wait, until they do.
+# Priority of the threads that answer requests: until they do, the kernel holds a directory's lock, and others wait.
 _NICENESS = -10
-# Of the garbage collector: most of what a request makes goes by itself.
+# Threshold of the garbage collector: most objects of a request are freed without it.
 _GC_THRESHOLDS = (20_000, 20, 20)
-# Of a slow operation, by FUSE opcode (linux/fuse.h); "in": the inode is the directory of the name that was asked for.
+# Names of slow operations by FUSE opcode (linux/fuse.h). With "in", the inode is the directory of the requested name.
 _OPERATIONS = {
     1: "lookup in", 4: "setattr of", 5: "readlink of", 6: "symlink in", 8: "mknod in", 9: "mkdir in", 10: "unlink in",
     11: "rmdir in", 12: "rename in", 14: "open of", 15: "read of", 16: "write of", 17: "statfs of", 20: "fsync of",
@@ -71,7 +71,7 @@ async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporte
         clients = Clients(store, namespace)
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
         with pid_file(options.pool), closing(control), closing(Exports(options.exports, store.plane)) as exports:
-            # The session's end of the socket is pyfuse3's to close from here on.
+            # From here on pyfuse3 closes the session's end of the socket.
             with closing(Session(namespace, store.plane.session_open())) as session:
                 await daemon.run(store, namespace, session, control, clients, exports, reporter)
 
@@ -90,7 +90,7 @@ class Daemon:
         self._mountpoint = mountpoint
         self._started_s = time.time()
         self._max_read = min(MAX_READ, fuse_pages() * PAGE_SIZE)
-        # Set when the last transport is gone: nobody can send a request any more.
+        # Set when the last transport is gone: no request can come any more.
         self._gone = trio.Event()
         self._mounted = False
         self._ready = False
@@ -137,7 +137,7 @@ class Daemon:
             finally:
                 session.stop()
                 if self._mountpoint is not None and self._mounted and not self._ready and not self._gone.is_set():
-                    # The start has failed: whoever asked for the mount finds the directory as it was.
+                    # The start has failed: the mount point is left as it was found.
                     with suppress(KvfsError):
                         mounting.unmount(self._mountpoint, lazy=True)
             await clients.close()
@@ -148,7 +148,7 @@ class Daemon:
         self._exports.serve()
         if self._mountpoint is not None:
             self._store.plane.fuse_add(await self._mount(self._mountpoint))
-        # Before anybody hears that we are ready: a signal that comes then must not kill.
+        # Signals are handled before anybody hears that we are ready: one that comes then must not kill.
         await nursery.start(self._stop_on_signal)
         nursery.start_soon(self._end_on_stop)
         nursery.start_soon(control.run)
@@ -158,7 +158,7 @@ class Daemon:
             listeners = await listen(self._options.metrics)
             nursery.start_soon(Endpoint(self._collect).run, listeners)
         self._ready = True
-        # What is there now stays: no collection need look at it, and none is needed often.
+        # Objects that exist now stay: a collection need not look at them, and is seldom needed.
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         reporter.ready(pool)
@@ -195,7 +195,7 @@ class Daemon:
             raise KvfsError(f"{mountpoint}: mounted, but gave no answer: {error or 'deadline'}") from error
 
     def _mounts(self) -> list[str]:
-        """Where it is mounted now. With exports the daemon outlives its mount."""
+        """The mount point now, if any. With exports the daemon outlives its mount."""
         if self._mountpoint is None:
             return []
         present = mounting.find_mount(self._mountpoint)
@@ -205,10 +205,11 @@ class Daemon:
     # ---- the end ----
 
     def _on_event(self, kind: int, inode: int, value: int) -> None:
-        """What the store passes on of the data plane's events."""
+        """Handle the events of the data plane that the store passes on."""
         if kind == EventType.TRANSPORTS_GONE:
-            # Unmounted, or the connection was aborted, and nothing is exported: nobody can send a request any more.
-            # Whoever mounts now waits; what comes before the store is closed (a CLOSE to each client) may take a while.
+            # Unmounted, or the connection was aborted, and nothing is exported: no request can come any more. The next
+            # mount already waits for this pool, and steps before the store closes (a CLOSE to each client) may take a
+            # while.
             self._store.ending()
             self._gone.set()
         elif kind == EventType.IDLE:
@@ -225,7 +226,7 @@ class Daemon:
         log.warning("slow %s %s: %s ms", what, where, f"{took_us // 1000:,}")
 
     def _on_devices(self) -> None:
-        # They hold descriptors of their own, and learn of the new ones when they connect again.
+        # Clients hold descriptors of their own, and learn of the new ones when they connect again.
         if hasattr(self, "_clients"):
             self._clients.hang_up()
 
@@ -258,7 +259,7 @@ class Daemon:
     # ---- commands ----
 
     def commands(self) -> Mapping[str, Command]:
-        """What the control socket may ask for."""
+        """The commands that the control socket accepts."""
         return {
             "status": self._command_status,
             "list": self._command_list,
@@ -306,7 +307,7 @@ class Daemon:
         progress: Progress,
         how_far: Callable[[], Mapping[str, object]] = dict,
     ) -> object:
-        """What may take long: once a second the client hears that it goes on, and how far it is."""
+        """Run a command that may take long: once a second the client hears that it goes on, and how far it is."""
 
         async def tell() -> None:
             while True:
@@ -345,7 +346,7 @@ class Daemon:
             done, wanted = freed, total
 
         await self._telling(lambda: self._store.evict(size, note), progress, lambda: {"freed": done, "wanted": wanted})
-        # Who asks a mount after the answer sees what has gone.
+        # The evictions are told to the kernel before the answer: a look at the mount after it sees what has gone.
         with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
             await self._store.plane.notify_flush()
         after = live_counters(self._store, self._clients)

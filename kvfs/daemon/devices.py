@@ -13,7 +13,7 @@ from kvfs.store.store import Store
 
 
 def change_device(pool: Path, action: str, arguments: Mapping[str, object]) -> Mapping[str, object]:
-    """Remove or replace a device of a pool that nobody uses: as its daemon would. KvfsError."""
+    """Remove or replace a device of a pool that nobody uses, as its daemon would. Raises KvfsError."""
 
     async def change() -> Mapping[str, object]:
         async with Store.open(pool) as store:

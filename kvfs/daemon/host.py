@@ -1,4 +1,4 @@
-"""What a daemon asks of the machine: limits, the size of FUSE requests, its pid file, and a word to systemd."""
+"""The daemon's dealings with the machine: limits, the size of FUSE requests, its pid file, and a word to systemd."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvfs.pool.directory import open_own
 
-# One name for the whole room: it is in every line of the log.
+# One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)
 
 PID_NAME = "kvfs.pid"
@@ -21,8 +21,8 @@ FUSE_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
 
 
 def raise_limits() -> None:
-    """As many descriptors and as much locked memory as this user may have. What is then too little is said by who needs
-    it."""
+    """Raise the limits of descriptors and locked memory as far as this user may. A part that finds its limit too low
+    says so itself."""
     for what, wanted in ((resource.RLIMIT_NOFILE, 1 << 17), (resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY)):
         _, hard = resource.getrlimit(what)
         with suppress(OSError, ValueError):
@@ -34,7 +34,7 @@ def raise_limits() -> None:
 
 
 def raise_fuse_pages() -> None:
-    """Let requests be of 4 MiB, where this user may decide that."""
+    """Let requests be of 4 MiB, where this user may set that."""
     if os.geteuid() == 0 and fuse_pages() < FUSE_PAGES and FUSE_PAGES_PATH.exists():
         with suppress(OSError):
             FUSE_PAGES_PATH.write_text(f"{FUSE_PAGES}\n")
@@ -42,7 +42,7 @@ def raise_fuse_pages() -> None:
 
 
 def fuse_pages() -> int:
-    """Pages that one request may have: a limit since kernel 6.13, 256 before."""
+    """The pages that one request may have: a limit since kernel 6.13, 256 before."""
     try:
         return int(FUSE_PAGES_PATH.read_text())
     except (OSError, ValueError):

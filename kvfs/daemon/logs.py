@@ -1,7 +1,7 @@
-"""What the log is spared: messages of one kind that come again and again, by a guest's, a client's or a device's doing.
+"""Filters of the log: repeated messages of one kind, which a guest, a client or a device can cause, are left out.
 
-A kind is the place in the code that a message comes from. Of each kind an interval has so many messages; those beyond
-are counted, and the count is told when the interval is over and the log hears of anything, or ends.
+A kind is the place in the code that a message comes from. Each kind may log so many messages in an interval; those
+beyond are counted. The count is told at the first message after the interval, or when the log ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TEXT_MAX = 80
 
 
 class Escaping(logging.Formatter):
-    """A name that a message has can neither begin a line nor move a terminal's cursor."""
+    """Control characters are escaped: a name in a message can neither begin a line nor move a terminal's cursor."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -40,7 +40,8 @@ class _Kind:
 
 
 class Sparing(logging.Filter):
-    """A handler's filter. It also speaks through that handler: when it begins to leave out, and how much it was."""
+    """A handler's filter. It also speaks through that handler: when it begins to leave messages out, and how many they
+    were."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Sparing(logging.Filter):
                 del self._kinds[place]
 
     def tell(self) -> None:
-        """Say what has been left out so far: the log ends."""
+        """Tell the counts of messages left out so far, as the log ends."""
         for kind in self._kinds.values():
             self._tell(kind)
             kind.left_out = 0
@@ -105,7 +106,7 @@ class Sparing(logging.Filter):
 
 
 def spare(handler: logging.Handler) -> logging.Handler:
-    """The same handler, which is spared repetitions."""
+    """The same handler, with a filter against repetitions."""
     sparing = Sparing(handler)
     handler.addFilter(sparing)
     close = handler.close

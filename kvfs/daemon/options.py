@@ -1,4 +1,4 @@
-"""What the command line asks of a daemon."""
+"""Options that the command line gives to a daemon."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from kvfs.errors import UsageError
 from kvfs.store.opening import StoreOptions
 from kvfs.virtiofs.exports import Export
 
-# Seconds that the kernel can be told (fuse_init_out.request_timeout): it rounds up what is less, and looks as often.
+# Timeouts in seconds that the kernel accepts (fuse_init_out.request_timeout): it rounds smaller ones up, and checks at
+# that interval.
 REQUEST_TIMEOUT_MIN_S, REQUEST_TIMEOUT_MAX_S = 15, 65535
 
 
 @dataclass(frozen=True, slots=True)
 class MountOptions:
-    """A `kvfs mount` or `kvfs export` command line. None: the default of the part it belongs to; no mount point: no
-    mount."""
+    """A `kvfs mount` or `kvfs export` command line. None is the default of the part that an option belongs to; without
+    a mount point nothing is mounted."""
 
     pool: Path
     mountpoint: Path | None = None
@@ -29,18 +30,19 @@ class MountOptions:
     read_memory_size: int | None = None
     server_threads: int | None = None
     io_timeout_ms: int | None = None
-    # The kernel ends the mount when a request has waited this long.
+    # The kernel ends the mount when a request has waited longer.
     request_timeout_s: int | None = None
-    # What takes longer is logged; 0: nothing is.
+    # Operations that take longer are logged; 0: none is.
     slow_ms: int = 1000
     force: bool = False
     start_timeout_s: float = 120.0
-    # Where Prometheus finds the metrics.
+    # The address at which Prometheus finds the metrics.
     metrics: tuple[str, int] | None = None
 
 
 def own_limit_ms(request_timeout_s: int | None, limit_ms: int) -> int:
-    """What one request may take here: one that is slow fails by itself before the kernel ends the mount for it."""
+    """The deadline of one request in the daemon: a slow request fails by itself before the kernel ends the mount for
+    it."""
     return limit_ms if request_timeout_s is None else min(limit_ms, request_timeout_s * 1000 * 2 // 3)
 
 

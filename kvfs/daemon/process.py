@@ -21,7 +21,7 @@ from kvfs.errors import DeadlineError, KvfsError, PoolError, UsageError, first_e
 from kvfs.frontend import mount as mounting
 from kvfs.pool.directory import check_owner
 
-# One name for the whole room: it is in every line of the log.
+# One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)
 
 
@@ -29,7 +29,7 @@ def start(options: MountOptions) -> int:
     """Mount the pool, export it, or both. In the background: return the daemon's pid once the mount answers and every
     socket listens. In the foreground: return when it has ended.
 
-    Raises KvfsError with what went wrong; the mount point and the pool are then as they were.
+    Raises KvfsError with the reason; the mount point and the pool are then as they were.
     """
     assert options.mountpoint is not None or options.exports
     check_request_timeout(options)
@@ -61,7 +61,7 @@ def _start_in_background(options: MountOptions) -> int:
 
 
 def _relay(pid: int, reading: int, options: MountOptions) -> int:
-    """Pass on what the starting daemon says, until it is ready or has failed."""
+    """Pass on the starting daemon's messages, until it is ready or has failed."""
     poller = select.poll()
     poller.register(reading, select.POLLIN)
     pending = b""
@@ -122,7 +122,7 @@ def _child(options: MountOptions, reporter: Reporter) -> NoReturn:
 
 
 def _log_failure(pool: Path, reporter: Reporter) -> None:
-    """Where it failed is for the log; whoever waits gets one line."""
+    """The traceback goes into the log; the waiting command line gets one line."""
     if not reporter.done and os.environ.get("KVFS_DEBUG") != "1":
         if not (pool / "pool.toml").exists():
             return

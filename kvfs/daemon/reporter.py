@@ -1,4 +1,4 @@
-"""What a daemon says, and to whom: to the command line that waits for its start, from then on to its log."""
+"""The daemon's messages: to the command line that waits for its start, from then on to its log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvfs.daemon.logs import Escaping, spare
 from kvfs.errors import KvfsError, PoolError, UsageError
 from kvfs.pool.directory import open_own
 
-# One name for the whole room: it is in every line of the log.
+# One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)
 
 LOG_NAME = "kvfs.log"
@@ -32,7 +32,7 @@ class Reporter:
 
     @property
     def done(self) -> bool:
-        """Nobody waits any more: what there is to say belongs into the log."""
+        """Nobody waits any more: messages belong into the log."""
         return self._fd is None
 
     def _send(self, message: Mapping[str, object]) -> None:
@@ -62,7 +62,7 @@ def log_to_stderr(level: int) -> None:
     handler = spare(logging.StreamHandler(sys.stderr))
     handler.setFormatter(Escaping(_FORMAT if level <= logging.INFO else "kvfs: %(message)s"))
     handler.setLevel(level)
-    # What stderr is not told is kept for the log file.
+    # Messages that stderr does not get are kept for the log file.
     early = logging.handlers.MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
     handlers = [handler, early] if level > logging.INFO else [handler]
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
@@ -73,7 +73,7 @@ def log_to_file(path: Path) -> None:
     handler.setFormatter(Escaping(_FORMAT))
     for early in logging.getLogger().handlers:
         if isinstance(early, logging.handlers.MemoryHandler):
-            early.setTarget(handler)  # which it gives all to when it is closed, next
+            early.setTarget(handler)  # close() below gives all of them to this handler
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     fd = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(fd, 1)
@@ -82,7 +82,7 @@ def log_to_file(path: Path) -> None:
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):
-    """A rotated log is noticed and made anew. One that cannot be costs no more than the log."""
+    """A log file that was rotated is noticed and made anew. If it cannot be made, the log alone is lost."""
 
     def _open(self) -> TextIOWrapper:
         fd = open_own(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -1,7 +1,7 @@
-"""What comes with every block that is stored: CREATE, UNLINK, RENAME and FLUSH, answered without a task for each.
+"""Calls that come with every stored block: CREATE, UNLINK, RENAME and FLUSH, answered without a task for each.
 
-The data plane hands them over many at once (struct kvfs_call, native/include/kvfs_plane.h), from every transport; all
-but a FLUSH are done when the handler returns. What has to wait (a CREATE of a file that is there, a FLUSH that finds no
+The data plane hands them over in batches (struct kvfs_call, native/include/kvfs_plane.h), from every transport; all but
+a FLUSH are done when the handler returns. A call that has to wait (a CREATE of an existing file, a FLUSH that finds no
 room) goes on in a task. The session (fuse.py) has all other requests. Protocol: fuse(4), linux/fuse.h.
 """
 
@@ -35,7 +35,8 @@ class Calls:
         self._nursery: trio.Nursery
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Answer calls until cancelled. `started` when they come here: the session knows none of them."""
+        """Answer calls until cancelled. `started` is called when calls come here: from then on the session gets none of
+        them."""
         async with trio.open_nursery() as self._nursery:
             self._plane.open_calls(self.take)
             try:

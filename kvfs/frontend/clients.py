@@ -1,9 +1,10 @@
-"""The daemon's side of the native path: what libkvfs asks on the control socket (native/src/client/wire_format.h).
+"""The daemon's side of the native path: the requests of libkvfs on the control socket
+(native/src/client/wire_format.h).
 
-A client gets the block table and the devices, and then reads by itself. What it asks for afterwards is everything that
-changes something, and what the table cannot say. Clients are root, the daemon's user, and the members of the daemon's
-group; even so every size, count and name is checked, and a violation ends that client's connection and nothing else.
-Knows requests and answers; what they mean for blocks is the namespace's and the reservations' to know.
+A client gets the block table and the devices, and then reads by itself. Afterwards it asks only for changes, and for
+facts that the table does not hold. Clients are root, the daemon's user, and the members of the daemon's group. Even so
+every size, count and name is checked (I18), and a violation ends that client's connection and nothing else. Knows
+requests and answers; their meaning for blocks is known to the namespace and the reservations.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ ITEMS_MAX = 4096
 FDS_MAX = 128
 WELCOME_MAX = 16 << 20
 READ_ONLY = 1
-# The rest of a frame that has begun, and an answer that is being sent.
+# The deadline for the rest of a frame that has begun, and for an answer that is being sent.
 FRAME_TIMEOUT_S = 30.0
 _TIMEOUT_MAX_MS = 3_600_000
 CLOSE_TIMEOUT_S = 1.0
 HOSTS_TIMEOUT_S = 1.0
-# Blocks that clients call bad and that are read again at one time; what comes on top is forgotten.
+# Blocks that are read again at one time because clients call them bad; reports beyond are dropped.
 _CHECKS_MAX = 16
 _CHECKING_MAX = 4
 _RECEIVE_SIZE = 1 << 17
-# Requests of one client that are under way; those on top wait in its socket. Each of its calls has a few at most.
+# Requests of one client that are under way; those beyond wait in its socket. Each call of a client takes a few of them
+# at most.
 _UNDER_WAY_MAX = 256
 _YIELD_EVERY = 64
 _SPACE_MAX = 1023
@@ -91,11 +93,11 @@ class Type(IntEnum):
 
 
 class Violation(Exception):
-    """The client said something that the protocol does not have."""
+    """The client sent something that the protocol does not have."""
 
 
 def said_what_it_is(begun: bytes) -> bool:
-    """Whether a connection that began with this is no native client's, or its hello is whole."""
+    """Whether a connection with these first bytes is no native client's, or its hello is whole."""
     if not (begun.startswith(MAGIC) or MAGIC.startswith(begun)):
         return True
     if len(begun) < _HELLO.size:
@@ -105,17 +107,17 @@ def said_what_it_is(begun: bytes) -> bool:
 
 
 async def receive(sock: trio.socket.SocketType, size: int) -> bytes:
-    """Some bytes, none at the end. Violation if a descriptor came with them. The descriptor is not taken out of the
-    socket: to close one may block (a TCP socket lingers as long as its maker likes)."""
+    """Some bytes; none at the end. Raises Violation if a descriptor came with them. The descriptor stays open there: a
+    close may block (a TCP socket lingers as long as its maker likes)."""
     data, _, flags, _ = await sock.recvmsg(size, 0, socket.MSG_PEEK)
     if flags & socket.MSG_CTRUNC:
         raise Violation("sent a descriptor")
-    # No more than that: a descriptor may come with what follows.
+    # No byte more: a descriptor may come with those that follow.
     return await sock.recv(len(data)) if data else b""
 
 
 class RefusedError(KvfsError):
-    """A request that cannot be; its errno and message are the answer."""
+    """A request that cannot be granted; its errno and message are the answer."""
 
     def __init__(self, error: int, text: str) -> None:
         super().__init__(text)
@@ -131,10 +133,10 @@ class Peer:
 
     @classmethod
     def of(cls, sock: socket.socket | trio.socket.SocketType) -> Peer:
-        """Who was at the other end when it connected (SO_PEERCRED, SO_PEERGROUPS; unix(7))."""
+        """The user and groups of the other end when it connected (SO_PEERCRED, SO_PEERGROUPS; unix(7))."""
         pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         groups = array.array("I")
-        # One with more than 256 groups is taken at its first.
+        # For a peer with more than 256 groups, its first group alone counts.
         with suppress(OSError):
             groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024))
         return cls(pid, uid, gid, frozenset((gid, *groups)))
@@ -160,7 +162,7 @@ class Clients:
         self._checking = trio.CapacityLimiter(_CHECKING_MAX)
 
     async def serve(self, stream: trio.SocketStream, begun: bytes) -> None:
-        """One connection that has begun with these bytes, until it ends. The stream stays the caller's."""
+        """Serve one connection that has begun with these bytes, until it ends. The stream stays the caller's."""
         connection = _Connection(self, self._store, self._namespace, stream, begun)
         try:
             await self._serve(connection)
@@ -187,14 +189,14 @@ class Clients:
         await connection.run()
 
     async def close(self) -> None:
-        """The pool was unmounted: say so, and hang up. No new client afterwards."""
+        """The pool was unmounted: tell the clients, and hang up. No new client is served afterwards."""
         self._ending = True
         async with trio.open_nursery() as nursery:
             for connection in list(self._connections):
                 nursery.start_soon(connection.close)
 
     def hang_up(self) -> None:
-        """The devices are others than they were told: who connects again is told anew."""
+        """The devices have changed: clients that connect again are told the new ones."""
         for connection in list(self._connections):
             connection.hang_up()
 
@@ -239,7 +241,8 @@ class _Connection:
     # ---- frames ----
 
     async def _have(self, size: int, *, idle: bool) -> bool:
-        """Wait until `size` bytes are there: as long as it takes for the first if `idle`. False at the end."""
+        """Wait until `size` bytes are there; with `idle`, wait for the first without a deadline. Returns False at the
+        end."""
         data = self._data
         if idle and not data:
             piece = await receive(self._socket, _RECEIVE_SIZE)
@@ -280,7 +283,7 @@ class _Connection:
     # ---- the beginning ----
 
     async def hello(self) -> bool:
-        """Whether the client only wants to read. KvfsError: why it cannot be."""
+        """Whether the client only wants to read. Raises KvfsError with the reason that it cannot be."""
         if not await self._have(_HELLO.size, idle=False):
             raise Violation("hung up before its hello was whole")
         magic, version, flags = _HELLO.unpack_from(self._data)
@@ -310,7 +313,8 @@ class _Connection:
         return bool(flags & READ_ONLY)
 
     async def welcome(self, read_only: bool) -> None:
-        """What the client needs to read by itself, and the descriptors. KvfsError: why it cannot have them."""
+        """The answer that lets the client read by itself, and its descriptors. Raises KvfsError with the reason that it
+        cannot have them."""
         store, config = self._store, self._store.config
         members = store.segments.members
         self._writable = not read_only
@@ -342,7 +346,7 @@ class _Connection:
                 os.close(fd)
 
     def _open_descriptors(self, fds: list[int]) -> None:
-        """Open files of their own: a client that changes flags of its descriptors changes none of ours."""
+        """Open files of the client's own: changed flags of its descriptors change none of ours."""
         mode = os.O_RDWR if self._writable else os.O_RDONLY
         try:
             fds.append(_reopen(self._store.plane.table_fd(), os.O_RDONLY))
@@ -421,7 +425,7 @@ class _Connection:
                     await trio.lowlevel.checkpoint()
             wanted.append(place if isinstance(place, int) else Wanted(place[0], name, size, uid, place[1]))
         _end(payload, at)
-        # In time for the answer to be heard.
+        # The wait ends in time for the answer to be heard.
         answers = await self._store.reservations.reserve(self._holder, wanted, self._timeout_s * 0.75)
         return b"".join(_reserved(answers))
 
@@ -457,8 +461,8 @@ class _Connection:
         return array.array("q", answers).tobytes()
 
     async def _tell_hosts(self) -> None:
-        """Who asks the mount after the answer sees what was done: hosts may have cached where a name led; that it led
-        nowhere they never do."""
+        """A look at the mount after the answer sees the change: hosts may have cached where a name led. They never
+        cache that it led nowhere."""
         with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
             await self._store.plane.notify_flush()
 
@@ -519,7 +523,7 @@ class _Connection:
     async def _list_shard(
         self, directory: InodeNumber, shard: bytes, after: bytes, count: int, found: list[bytes]
     ) -> None:
-        """Add the keys of one directory to `found`, up to `count` in all: names that a put could have made, sealed."""
+        """Add the keys of one directory to `found`, up to `count` in all: sealed names that a put could have made."""
         index = self._store.index
         after = after if after[:2] == shard else b""
         while len(found) < count:
@@ -560,7 +564,7 @@ class _Connection:
             raise Violation(f"a report of {len(payload)} bytes, at least {_REPORT.size} are needed")
         totals = _REPORT.unpack_from(payload)
         if self._before is None:
-            # What a client that was connected before did then was reported then.
+            # Totals of a client that was connected before were reported on its earlier connection.
             self._before = (0,) * len(totals) if not totals[_RECONNECTS] else totals
         busy = totals[-1]
         self.reported = [*(max(0, now - before) for now, before in zip(totals[:-1], self._before, strict=False)), busy]
@@ -607,7 +611,7 @@ def _reopen(fd: int, flags: int) -> int:
 
 
 def _where(payload: bytes, items: int | None = None) -> tuple[InodeNumber, list[bytes], int, int]:
-    """Base, the namespace's parts, count, and where the items begin; `items`: how many follow, if not count."""
+    """Base, the namespace's parts, count, and where the items begin. `items` is how many follow, if not count."""
     base, space_size, count = _WHERE.unpack_from(payload)
     space = payload[_WHERE.size : _WHERE.size + space_size]
     if count > ITEMS_MAX or space_size > _SPACE_MAX or len(space) != space_size:
@@ -649,6 +653,6 @@ def _reserved(answers: Sequence[Reservation | int]) -> Iterator[bytes]:
         )
         for run in runs:
             yield _RUN.pack(run.generation, run.segment, run.page, run.page_count, 0)
-        # Records are of whole words, and so are the ancestors, which are records too.
+        # Records are of whole words, and so are the ancestors, as they are records too.
         yield record
         yield answer.ancestors

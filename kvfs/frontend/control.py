@@ -1,9 +1,9 @@
 """The control socket: POOL/control.sock. The first bytes of a connection decide: JSON lines, for `kvfs status`,
-`stats`, `evict` and whoever else wants to ask the daemon; or a native client, which is clients.py's.
+`stats`, `evict` and anybody else who asks the daemon, or a native client, for clients.py.
 
-A request is one line, {"command": NAME, ...arguments}; the answer is any number of {"progress": ...} lines and then
-{"ok": true, "result": ...} or {"ok": false, "error": TEXT}. A connection carries any number of requests, one after the
-other. Only root and the daemon's own user are heard. Knows nothing of what the commands do.
+A request is one line: {"command": NAME, ...arguments}. The answer is any number of {"progress": ...} lines, then {"ok":
+true, "result": ...} or {"ok": false, "error": TEXT}. A connection carries any number of requests, one after the other.
+Only root and the daemon's own user are heard. Knows nothing of what the commands do.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 SOCKET_NAME = "control.sock"
 LINE_MAX = 1 << 20
-# A client that neither asks nor goes away is hung up on.
+# A client that neither asks nor goes away is disconnected after this long.
 IDLE_TIMEOUT_S = 3600.0
-# A connection must say soon what it is; and while none of those of a user does, so many are kept, the last that came.
+# A connection must say soon what it is. So many silent ones of a user are kept, the latest.
 GREETING_TIMEOUT_S = 10.0
 GREETINGS_MAX = 512
 GREETINGS_OF_USER_MAX = 128
-# Of those that control; native clients have a limit of their own.
+# A limit for control connections; native clients have a limit of their own.
 CLIENTS_MAX = 64
 _BACKLOG = 1024
 # Linux 6.16 (asm-generic/socket.h): whether a peer may send descriptors at all.
@@ -44,7 +44,7 @@ _SO_PASSRIGHTS = 83
 Arguments = Mapping[str, object]
 Progress = Callable[[Mapping[str, object]], Awaitable[None]]
 Command = Callable[[Arguments, Progress], Awaitable[object]]
-# A native client's connection, and what it has begun with.
+# A native client's connection, and its first bytes.
 NativeServer = Callable[[trio.SocketStream, bytes], Awaitable[None]]
 
 
@@ -70,18 +70,18 @@ class ControlServer:
         self._silent: dict[trio.CancelScope, int] = {}
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            # The pool is locked by us: a socket that is there was left by a daemon that died.
+            # The pool's lock is ours: a socket that exists was left by a daemon that died.
             self._path.unlink(missing_ok=True)
             with _socket_path(pool) as path:
                 listener.bind(path)
-            # By a descriptor: a link that took its place is not followed.
+            # By a descriptor: a link in place of the socket is not followed.
             fd = os.open(self._path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.chown(f"/proc/self/fd/{fd}", -1, os.getegid())
                 os.chmod(f"/proc/self/fd/{fd}", 0o660)
             finally:
                 os.close(fd)
-            # Connections have it from their listener. On older kernels `receive` finds descriptors.
+            # Connections inherit it from their listener. On older kernels `receive` finds descriptors.
             with suppress(OSError):
                 listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
             listener.listen(_BACKLOG)
@@ -126,8 +126,8 @@ class ControlServer:
 
     @contextmanager
     def _silence(self, uid: int) -> Iterator[trio.CancelScope]:
-        """For the time until a connection has said what it is. Where there are too many the oldest silent one of the
-        same user goes, or of the user who has most: a new one that does speak is never kept out."""
+        """Its deadline until a connection has said what it is. Beyond the limit the oldest silent one of the same user
+        goes, or of the user who has most: a new connection that does speak is never refused."""
         users = Counter(self._silent.values())
         if users[uid] >= GREETINGS_OF_USER_MAX or len(self._silent) >= GREETINGS_MAX:
             most = uid if users[uid] >= GREETINGS_OF_USER_MAX else users.most_common(1)[0][0]
@@ -142,7 +142,7 @@ class ControlServer:
                 self._silent.pop(scope, None)
 
     async def _greeting(self, stream: trio.SocketStream) -> bytes:
-        """Enough to know what is spoken."""
+        """Enough bytes to know which protocol is spoken."""
         begun = b""
         with trio.fail_after(GREETING_TIMEOUT_S):
             while not said_what_it_is(begun):
@@ -186,8 +186,8 @@ class ControlServer:
 
 @asynccontextmanager
 async def _letting_go(stream: trio.SocketStream) -> AsyncIterator[None]:
-    """Hang up at the end. With a connection goes what nobody has received, with that its descriptors. To close one may
-    be to wait: a thread of its own does that."""
+    """Close the connection at its end. Data that nobody has received goes with it, and so do descriptors in that data.
+    A close may wait, so a thread of its own does it."""
     async with stream:
         try:
             yield
@@ -203,7 +203,7 @@ async def _letting_go(stream: trio.SocketStream) -> AsyncIterator[None]:
 
 
 def _holds_something(connection: socket.socket) -> bool:
-    """Of a connection that is shut down: no more comes."""
+    """The bytes left in a connection that is shut down: no more come."""
     try:
         return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except OSError:
@@ -230,7 +230,7 @@ class NotAllowedError(KvfsError):
 
 
 def not_yours(pool: Path) -> NotAllowedError:
-    """What somebody hears who may not look into a pool's directory."""
+    """The error for a user who may not look into a pool's directory."""
     try:
         owner = f"user {os.stat(pool).st_uid}"
     except OSError:
@@ -269,7 +269,7 @@ class ControlClient:
     def call(
         self, command: str, progress: Callable[[Mapping[str, object]], None] | None = None, **arguments: object
     ) -> object:
-        """The result. Raises KvfsError with the daemon's words, or DeadlineError."""
+        """The result of a command. Raises KvfsError with the daemon's words, or DeadlineError."""
         try:
             self._socket.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
             while True:

@@ -1,9 +1,9 @@
 """The pyfuse3 session: turns FUSE requests into calls of the namespace, and KvfsErrors into errnos.
 
-One session serves every transport, through the mux of the data plane (native/include/kvfs_plane.h). Two things follow.
-A file handle is always the inode number: the mux makes the handles that the kernel sees. And READ, WRITE, RELEASE of
-files, FORGET and the attributes of files being written never come here: the mux answers or completes them; what comes
-with every block goes by calls.py. Protocol: fuse(4), linux/fuse.h.
+One session serves every transport, through the mux of the data plane (native/include/kvfs_plane.h). Two facts follow
+from that. A file handle is always the inode number: the mux makes the handles that the kernel sees. READ, WRITE,
+RELEASE of files, FORGET and the attributes of files being written never come here: the mux answers or completes them.
+Calls that come with every block go by calls.py. Protocol: fuse(4), linux/fuse.h.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 # The default of 99 tasks lets 99 waiting requests stop every other one (a stat took 5 s behind 110 of them).
 TASKS_MAX = 10_000
-# Idle tasks that are kept: fewer, and a burst of creates spends its time making tasks.
+# Idle tasks that are kept: with fewer, a burst of creates spends its time making tasks.
 TASKS_IDLE = 16
 # A directory's names are read from the index this many at a time; a reply of 128 KiB holds some 700.
 _LIST_BATCH = 512
@@ -60,7 +60,7 @@ def _answers(function: Handler[P, R]) -> Handler[P, R]:
 
 
 def errno_of(error: Exception, what: str, arguments: object) -> int:
-    """What the kernel is told of a failed request; the log, of what is not the caller's own affair."""
+    """The errno for a failed request, which is logged unless the caller is at fault."""
     if not isinstance(error, (KvfsError, OSError)):
         log.error("%s%r failed", what, arguments, exc_info=error)
         return errno.EIO
@@ -204,10 +204,10 @@ class Operations(pyfuse3.Operations):
 
     @_answers
     async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
-        """Entries behind the one that `start_id` names, in byte order of names.
+        """Entries after the one that `start_id` names, in byte order of names.
 
         The cookie of an entry is its inode number, so a listing can be resumed anywhere, for ever, without state: the
-        index knows the name. Only what was listed a moment ago and is gone or renamed since needs remembering.
+        index knows the name. Only names that were just listed and have since gone or been renamed need remembering.
         """
         directory = InodeNumber(fh)
         after = self._name_of_cookie(directory, start_id) if start_id else b""
@@ -246,7 +246,7 @@ _TYPE_BITS = {Kind.FILE: stat.S_IFREG, Kind.DIRECTORY: stat.S_IFDIR, Kind.SYMLIN
 
 
 def attributes(inode: Inode) -> EntryAttributes:
-    """What the kernel is told of an inode. Timeouts are the mux's to set, and so are size and mtime of a file being
+    """The attributes of an inode for the kernel. The mux sets timeouts, and the size and mtime of a file being
     written."""
     entry = EntryAttributes()
     entry.st_ino = inode.inode
@@ -267,8 +267,8 @@ def attributes(inode: Inode) -> EntryAttributes:
 
 
 class _Library:
-    """libfuse, which writes to stderr by itself. Its words go into the log, with who says them; that the socket of the
-    session has ended, which it takes for a short read, is known to who has ended it."""
+    """libfuse writes to stderr by itself. Its messages go into the log under its name. It takes the end of the
+    session's socket for a short read; that message is dropped, as we ended the session."""
 
     _AT_THE_END = b"short read on fuse device"
     _LINE_MAX = 1024
@@ -296,11 +296,11 @@ def _library() -> _Library | None:
     try:
         return _Library()
     except (OSError, AttributeError):
-        return None  # one before 3.7: it goes on writing to stderr
+        return None  # a libfuse before 3.7: it goes on writing to stderr
 
 
 class Session:
-    """The pyfuse3 session on the mux's socket. There is one in a process: pyfuse3 keeps it in globals."""
+    """The pyfuse3 session on the mux's socket. A process has only one: pyfuse3 keeps it in globals."""
 
     def __init__(self, namespace: Namespace, fd: int) -> None:
         """Take over `fd`, from Plane.session_open()."""

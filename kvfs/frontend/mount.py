@@ -1,8 +1,8 @@
-"""Mounting and unmounting: mount(2) for root, fusermount3 for everybody else, and what /proc/self/mountinfo says.
+"""Mounting and unmounting: mount(2) for root, fusermount3 for everybody else, and the table in /proc/self/mountinfo.
 
 Knows paths, mount options and descriptors; knows nothing of pools, requests or the data plane. The descriptor of a new
-mount is the caller's. Sources: mount(2), umount2(2), fuse(4), fusermount3(1) and libfuse's lib/mount.c for the
-_FUSE_COMMFD protocol, proc_pid_mountinfo(5) for the table.
+mount belongs to the caller. Sources: mount(2), umount2(2), fuse(4), proc_pid_mountinfo(5) for the table; fusermount3(1)
+and libfuse's lib/mount.c for the _FUSE_COMMFD protocol.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Mount:
     type: str
     options: str
     device: str  # major:minor
-    user: int | None = None  # who has mounted it, where the filesystem says so
+    user: int | None = None  # the user who has mounted it, where the filesystem says so
 
     @property
     def is_kvfs(self) -> bool:
@@ -70,7 +70,7 @@ def _unescape(text: str) -> str:
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
-    """The mounts in a mountinfo text, in order; the last one with a mount point is the one on top."""
+    """The mounts in a mountinfo text, in order. Of several at one mount point, the last is on top."""
     mounts = []
     for line in text.splitlines():
         front, separator, back = line.partition(" - ")
@@ -117,7 +117,7 @@ def find_mount(path: str | Path) -> Mount | None:
 
 
 def mount_of(path: str | Path, among: Sequence[Mount] | None = None) -> Mount | None:
-    """The mount that a path lies in: of all, or of those given."""
+    """The mount that a path lies in: of all mounts, or of those given."""
     real = os.path.realpath(path)
     best: Mount | None = None
     for mount in mounts() if among is None else among:
@@ -128,22 +128,22 @@ def mount_of(path: str | Path, among: Sequence[Mount] | None = None) -> Mount | 
 
 
 def refuse_inside(path: str | Path, what: str) -> None:
-    """MountError if the path lies in a kvfs mount: a pool that needs another to work waits for it for ever, or for
-    itself."""
+    """Raises MountError if the path lies in a kvfs mount: a pool that needs another to work waits for it for ever, or
+    for itself."""
     present = mount_of(path)
     if present is not None and present.is_kvfs:
         raise MountError(f"{path}: {what} cannot lie in a kvfs mount ({present.mountpoint}, of pool {present.source})")
 
 
 def mounts_of(pool: str | Path) -> list[Mount]:
-    """Where this pool is mounted."""
+    """The mount point of this pool, if it is mounted."""
     wanted = resolve(pool)
     return [mount for mount in mounts() if mount.is_kvfs and mount.source == wanted]
 
 
 def call_with_deadline(function: Callable[[], None], timeout_s: float, what: str) -> None:
-    """Run a call that may hang in the kernel in a thread of its own; DeadlineError when it does. The thread is left
-    behind then."""
+    """Run a call that may hang in the kernel in a thread of its own. Raises DeadlineError when it does; the thread is
+    then left behind."""
     failure: list[BaseException] = []
 
     def body() -> None:
@@ -162,7 +162,7 @@ def call_with_deadline(function: Callable[[], None], timeout_s: float, what: str
 
 
 def is_dead(mountpoint: str) -> bool:
-    """True if the filesystem there has lost its daemon (ENOTCONN)."""
+    """Whether the filesystem there has lost its daemon (ENOTCONN)."""
     try:
         call_with_deadline(lambda: _touch(mountpoint), 5.0, mountpoint)
     except OSError as error:
@@ -173,7 +173,7 @@ def is_dead(mountpoint: str) -> bool:
 
 
 def _touch(path: str) -> None:
-    # Not stat: the kernel answers that from its cache for a second after the daemon's death.
+    # Not stat: for a second after the daemon's death the kernel answers stat from its cache.
     os.statvfs(path)
 
 
@@ -209,7 +209,8 @@ def check_mountpoint(path: str | Path, pool: str | Path) -> str:
 def mount(
     source: str, mountpoint: str, *, max_read: int, allow_other: bool = False, options: tuple[str, ...] = ()
 ) -> int:
-    """Mount and return the /dev/fuse descriptor (close-on-exec). Whoever holds it must answer the kernel's INIT.
+    """Mount and return the /dev/fuse descriptor (close-on-exec). The holder of the descriptor must answer the kernel's
+    INIT.
 
     `options` are mount(8) options that the kernel knows (ro, noexec, ...). Blocks for at most MOUNT_TIMEOUT_S.
     """
@@ -236,7 +237,7 @@ def _open_device() -> int:
 
 
 def check_device() -> None:
-    """Raise MissingFeatureError unless this user can open /dev/fuse. fusermount3, too, opens it as the user."""
+    """Raises MissingFeatureError unless this user can open /dev/fuse. fusermount3, too, opens it as the user."""
     os.close(_open_device())
 
 
@@ -247,7 +248,7 @@ def _mount_as_root(source: str, mountpoint: str, max_read: int, allow_other: boo
     data += f",default_permissions,max_read={max_read}"
     if allow_other:
         data += ",allow_other"
-    # As libfuse does: a filesystem that a daemon serves carries no devices and no setuid programs unless asked to.
+    # As libfuse does: a daemon's filesystem carries no devices and no setuid programs unless asked to.
     flags = (0 if "suid" in options else _MS_NOSUID) | (0 if "dev" in options else _MS_NODEV)
     for option in options:
         flags |= _FLAG_OPTIONS.get(option, 0)
@@ -302,8 +303,8 @@ def _mount_by_fusermount(
 
 
 def unmount(mountpoint: str, *, lazy: bool = False, force: bool = False, timeout_s: float = MOUNT_TIMEOUT_S) -> None:
-    """Unmount. `lazy` takes the name away now and the rest when the last file is closed; `force` also aborts what
-    hangs.
+    """Unmount. `lazy` removes the name now and the rest when the last file is closed; `force` also aborts requests that
+    hang.
 
     Raises MountError (busy, not mounted, not permitted) and DeadlineError. Must not be called from a thread that serves
     the mount.
@@ -348,8 +349,8 @@ def _failure(mountpoint: str, reason: str, error: int) -> MountError:
 
 
 def _has_let_go(pid: int) -> bool:
-    """Whether it has ended but for threads that wait in the kernel with a table of descriptors of their own, say for a
-    file that a guest's front end has handed over (virtiofs/porter.c). Standard output is in the daemon's alone."""
+    """Whether it has ended, but for threads that wait in the kernel with a descriptor table of their own. Such a thread
+    may hold a file of a guest's front end (virtiofs/porter.c). Only the daemon's own table has standard output."""
     try:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             return False
@@ -363,7 +364,7 @@ def _has_let_go(pid: int) -> bool:
 
 
 class ProcessWatch:
-    """Waits for the end of a process that is no child; holds a pidfd, so a reused number cannot mislead it."""
+    """Waits for the end of a process that is no child. Holds a pidfd, so a reused number cannot mislead it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

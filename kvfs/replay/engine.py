@@ -1,4 +1,4 @@
-"""One replay: the settings, the arrays that C runs over, and what came of it."""
+"""One replay: the settings, the arrays that C runs over, and the outcome."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _ERRNO_COUNT = 256
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """block_size: bytes of a block. threads: requests at once; io_threads: blocks of them being loaded at once, and as
-    many being stored. memory: bytes for blocks on their way. speed: the trace's time runs so many times as fast; None:
-    requests do not wait for their time. lru_bytes: keep at most so much in the directory, by an index in memory."""
+    """block_size: bytes of a block. threads: requests at once. io_threads: blocks of them being loaded at once, and as
+    many being stored. memory: bytes for blocks on their way. speed: factor by which the trace's time runs faster; None:
+    requests do not wait for their time. lru_bytes: most bytes kept in the directory, by an index in memory."""
 
     target: Path
     block_size: int
@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A request that ended. Times are seconds, start and end since the replay began; the rest are blocks."""
+    """A request that ended. start and end are seconds since the replay began; the other counts are blocks."""
 
     request: Request
     start_s: float
@@ -64,7 +64,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """records: by request, None: it never began. errors: of loads and stores, a count by errno's name."""
+    """records: by request; None if it never began. errors: of loads and stores, a count by errno's name."""
 
     records: list[Record | None]
     load_errors: dict[str, int]
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def check(settings: Settings) -> None:
-    """Raises UsageError for what makes no sense, KvfsError for a target that cannot be used."""
+    """Raises UsageError for settings that make no sense, KvfsError for a target that cannot be used."""
     size = settings.block_size
     if not 0 < size <= BLOCK_SIZE_MAX or size % PAGE:
         raise UsageError(
@@ -97,7 +97,7 @@ def check(settings: Settings) -> None:
 
 
 def _probe(settings: Settings) -> None:
-    """A file can be written there, in the way that blocks will be."""
+    """Check that a file can be written there, in the way that blocks will be."""
     path = settings.target / f".replay-probe.{os.getpid()}"
     direct = 0 if settings.buffered else os.O_DIRECT
     try:
@@ -118,10 +118,10 @@ def replay(
     requests: Sequence[Request],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
-    """Replay requests, a part of trace; the whole trace says which blocks there are (settings.lru_bytes needs to know).
+    """Replay requests, a part of trace; the whole trace says which blocks there are (settings.lru_bytes needs them).
 
-    progress(done, total) is called from time to time. KeyboardInterrupt ends it early: what is under way is finished.
-    Raises what check() does, and the errors of kvfs.connect().
+    progress(done, total) is called from time to time. KeyboardInterrupt ends it early: requests under way are finished.
+    Raises the errors of check() and of kvfs.connect().
     """
     check(settings)
     with contextlib.ExitStack() as stack:
@@ -172,7 +172,7 @@ def _prepare(
     if settings.native:
         from kvfs.client.client import connect
 
-        # A request that is alone has all of the files' threads to itself.
+        # A request that is alone has all file threads to itself.
         depth = min(64, settings.io_threads)
         client = stack.enter_context(connect(settings.target, depth=depth, timeout_s=10, gpu=None))
         run.client, run.directory = stack.enter_context(client.library), -1
@@ -183,7 +183,7 @@ def _prepare(
 
 
 def _resident(target: Path, numbers: dict[int, int]) -> Iterator[int]:
-    """The trace's blocks that are in the directory, those written first before others."""
+    """The trace's blocks that are in the directory, oldest first."""
     found: list[tuple[int, int]] = []
     for directory in os.scandir(target):
         if len(directory.name) == 2 and directory.is_dir():
@@ -198,8 +198,8 @@ def _resident(target: Path, numbers: dict[int, int]) -> Iterator[int]:
 
 
 def _run(run: ffi.CData, total: int, progress: Callable[[int, int], None]) -> bool:
-    """Let C run in a thread of its own, so that this one can tell how far it is and be interrupted. Returns whether it
-    was."""
+    """Run C in a thread of its own, so that this one can report progress and be interrupted. Returns whether it was
+    interrupted."""
     results: list[int] = []
     thread = threading.Thread(target=lambda: results.append(lib.kvfs_replay_run(run)), name="replay")
     interrupted = False

@@ -1,5 +1,5 @@
-"""Replays over time as an SVG: the prefix hit ratio above, load latency below. One line a replay, so that several can
-be held against each other."""
+"""Replays over time as an SVG: the prefix hit ratio above, load latency below. Each replay is a line, so that several
+can be compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMOOTHED = 3
 
 
 def render(replays: Mapping[str, Json], title: str) -> str:
-    """An SVG document. replays: documents of report.document() by the name that their lines get."""
+    """An SVG document. replays: documents of report.document(), by the names of their lines."""
     hits: dict[str, list[Point]] = {}
     loads: dict[str, dict[str, list[Point]]] = {}
     for name, replay in replays.items():

@@ -1,4 +1,4 @@
-"""What a replay says: one JSON document, and its text for people."""
+"""The report of a replay: one JSON document, and its text for people."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def document(
     warmup: float,
 ) -> Json:
     """Latencies in ms, sizes in bytes, times in s. before: the trace's requests that were skipped. warmup: the share of
-    the requests that are not counted (but for errors and the series).
+    requests that are not counted (but for errors and the series).
 
-    The time to the first token is: how late the request began, look-up, load, and the prefill of what was not loaded.
-    Raises KvfsError if no request that counts has ended.
+    The time to the first token is the sum of four: the request's delay, its look-up, its load, and the prefill of
+    blocks that were not loaded. Raises KvfsError if no request that counts has ended.
     """
     first = math.floor(len(requests) * warmup)
     ended = [record for record in outcome.records if record is not None]
@@ -99,7 +99,7 @@ def document(
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:
-    """The smallest value that percent of them do not exceed."""
+    """The smallest value that percent of the values do not exceed."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 

@@ -1,7 +1,7 @@
-"""Traces of requests: Mooncake's JSON lines, and what models store for a token.
+"""Traces of requests: Mooncake's JSON lines, and the bytes that models store for a token.
 
 A line is a request: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}. hash_ids are
-the 512-token blocks of its prompt in order; each id stands for its block and all before it, so equal ids are equal
+the 512-token blocks of its prompt in order. Each id stands for its block and all before it, so equal ids are equal
 prefixes. The last block may be partial; it is stored whole.
 """
 
@@ -23,7 +23,7 @@ _TOKENS_END = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """due_ms after the trace's start; blocks: its hash ids, in the order of the prompt."""
+    """due_ms: after the trace's start. blocks: its hash ids, in the order of the prompt."""
 
     due_ms: float
     input_tokens: int
@@ -31,7 +31,7 @@ class Request:
 
 
 def read_trace(path: Path) -> list[Request]:
-    """Raises UsageError: FILE:LINE and what is wrong there; a trace without requests."""
+    """Raises UsageError with FILE:LINE and the fault there, or for a trace without requests."""
     requests: list[Request] = []
     try:
         with path.open("rb") as file:
@@ -88,7 +88,7 @@ def _shown(value: object) -> str:
 
 
 def unlimited_hits(before: Sequence[Request], requests: Sequence[Request]) -> int:
-    """Blocks that requests, one after the other, would find in a cache that loses nothing and has seen those before."""
+    """Blocks that requests, one after the other, would find in a cache that loses nothing and has served `before`."""
     known = {block for request in before for block in request.blocks}
     hits = 0
     for request in requests:

@@ -1,1 +1,1 @@
-"""What a pool says of itself: the status document, its numbers, and their forms for people and for Prometheus."""
+"""A pool's account of itself: the status document, its numbers, and their forms for people and for Prometheus."""

@@ -1,6 +1,6 @@
-"""The status document: what `kvfs status`, `kvfs stats` and the control socket say of a pool, mounted or not.
+"""The status document: the answer of `kvfs status`, `kvfs stats` and the control socket on a pool, mounted or not.
 
-Gathers numbers that other rooms have; makes none up. docs/operations.md tells what to look for in them.
+Gathers numbers that other rooms have, and computes none of its own. docs/operations.md tells what to look for in them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def _layout_part(config: PoolConfig) -> dict[str, object]:
 
 
 def offline_status(pool: Path) -> dict[str, object]:
-    """A pool that is not mounted: its devices, checked, and its layout. Changes nothing. PoolError if it is none."""
+    """A pool that is not mounted: its devices, checked, and its layout. Changes nothing. Raises PoolError if it is no
+    pool."""
     if not pool.is_dir():
         raise PoolError(f"{pool}: {'not a directory' if pool.exists() else 'no such pool'}")
     check_owner(pool)
@@ -149,7 +150,7 @@ def _takes_no_writes(store: Store) -> list[str]:
 
 
 def _device_part(store: Store, pool: Path, described: DeviceConfig) -> dict[str, object]:
-    """One device of a pool in use. What is lost counts for each device that it lies on."""
+    """One device of a pool in use. Lost blocks count for each device that they lie on."""
     index = described.index
     service, plane = store.service.all[index], store.plane
     counts, latency = plane.device_statistics(index), plane.device_latency(index)
@@ -170,7 +171,7 @@ def _device_part(store: Store, pool: Path, described: DeviceConfig) -> dict[str,
 
 
 def _asked(plane: dict[str, int], native: dict[str, int]) -> dict[str, int]:
-    """With what was asked for and found, and what was not, by files and by clients together."""
+    """The counters, with lookups, hits and misses of files and clients together."""
     return {
         **plane,
         "blocks_found": plane["opens_found"] + native["native_hits"],

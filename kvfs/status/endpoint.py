@@ -1,7 +1,7 @@
 """The Prometheus endpoint: GET /metrics, and nothing else, for `kvfs mount --metrics` and `kvfs metrics`.
 
-Whoever connects is a stranger: few connections at once, one request each, little memory and a deadline for all of it.
-A request that is slow holds one of those places for some seconds, and nobody else up. HTTP/1.0 as RFC 1945 has it.
+A connection comes from a stranger: few at once, one request each, little memory, and a deadline for the whole exchange.
+A slow request holds one of those places for some seconds, and delays nobody else. HTTP/1.0, by RFC 1945.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvfs.errors import KvfsError, UsageError
 from kvfs.status import prometheus
 from kvfs.status.numbers import Json
 
-# The name in log lines stays when a module moves.
+# The logger's name stays when a module moves.
 log = logging.getLogger("kvfs.frontend.endpoint")
 
 CONNECTIONS_MAX = 16
@@ -29,7 +29,7 @@ Collect = Callable[[], Awaitable[Sequence[Json]]]
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, [IPV6]:PORT, :PORT or PORT; without a host it is this machine alone."""
+    """Parse HOST:PORT, [IPV6]:PORT, :PORT or PORT; without a host it is this machine alone."""
     host, separator, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if separator else ""
     if not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
@@ -38,7 +38,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 async def listen(address: tuple[str, int]) -> list[trio.SocketListener]:
-    """KvfsError if the address cannot be listened at."""
+    """Raises KvfsError if the address cannot be listened at."""
     host, port = address
     try:
         return await trio.open_tcp_listeners(port, host=host, backlog=CONNECTIONS_MAX)
@@ -86,13 +86,13 @@ class Endpoint:
         if path not in (b"/metrics", b"/"):
             return _response("404 Not Found", b"/metrics is here\n", "text/plain")
         documents = await self._collect()
-        # One at a time, in a thread: the loop that serves the mount goes on.
+        # One request at a time, in a thread: the loop that serves the mount goes on.
         text = await trio.to_thread.run_sync(prometheus.render, documents, limiter=self._rendering)
         return _response("200 OK", text if method == b"GET" else b"", prometheus.CONTENT_TYPE)
 
 
 async def _head(stream: trio.SocketStream) -> bytes | None:
-    """The request's head, or None: the other side went away, or said too much."""
+    """The request's head, or None: the client went away, or sent too much."""
     data = b""
     while b"\r\n\r\n" not in data and b"\n\n" not in data:
         piece = await stream.receive_some(HEAD_MAX)
@@ -113,7 +113,7 @@ def _response(status: str, body: bytes, kind: str) -> bytes:
 
 
 async def serve(address: tuple[str, int], collect: Collect, ready: Callable[[str], None]) -> None:
-    """`kvfs metrics`: until interrupted. `ready` hears where."""
+    """Serve `kvfs metrics` until interrupted. `ready` is called with the address."""
     listeners = await listen(address)
     host, port = listeners[0].socket.getsockname()[:2]
     ready(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

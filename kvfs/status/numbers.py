@@ -1,4 +1,4 @@
-"""What is read out of a status document: its numbers, percentiles, differences; and how numbers are written for people.
+"""Numbers of a status document: percentiles, differences, and their forms for people.
 
 Pure: documents in, numbers and words out.
 """
@@ -104,7 +104,7 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "", left: int = 1) -> 
 
 
 def asked_and_found(counters: Json) -> tuple[float, float | None]:
-    """How many blocks were asked for, by files and by native clients, and the share that was found; None: of none."""
+    """How many blocks files and native clients asked for, and the share that was found; None if they asked for none."""
     found = number(counters, "blocks_found")
     asked = found + number(counters, "blocks_missed")
     return asked, found / asked if asked else None

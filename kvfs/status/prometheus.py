@@ -24,7 +24,7 @@ _SPACE = {
     "pinned": "Bytes that pins keep from eviction.",
     "slabs": "Bytes of slabs.",
 }
-# What may go down. All other counters are of kind counter.
+# Numbers that may go down. All other counters are of kind counter.
 GAUGES = {
     "forwarded_in_flight": "Requests that wait for the daemon's Python part.",
     "staged_bytes": "Bytes of files being written that are in memory.",
@@ -134,7 +134,7 @@ def require() -> Any:
 
 
 def render(statuses: Sequence[Json]) -> bytes:
-    """The text of these pools, each metric with HELP and TYPE."""
+    """The text of these pools' metrics, each with HELP and TYPE."""
     require()
     from prometheus_client import generate_latest
 
@@ -142,7 +142,8 @@ def render(statuses: Sequence[Json]) -> bytes:
 
 
 class _Collector:
-    """As generate_latest() asks a registry. Families are made once, with the samples of every pool."""
+    """The collector that generate_latest() asks in place of a registry. Families are made once, with the samples of
+    every pool."""
 
     def __init__(self, statuses: Sequence[Json]) -> None:
         self._statuses = statuses
@@ -191,7 +192,7 @@ class _Collector:
             if key in GAUGES:
                 self._gauge(f"kvfs_{key}", GAUGES[key], pool, number(counters, key))
             else:
-                # One that has no words yet is told all the same; a test holds that there is none.
+                # A counter that has no words yet is told all the same; a test holds that there is none.
                 self._counter(f"kvfs_{key}", COUNTERS.get(key, "See kvfs status."), pool, number(counters, key))
         latencies = section(status, "latency")
         for operation in latencies:

@@ -1,6 +1,6 @@
 """A status document as text: `kvfs status` like `zpool status`, `kvfs stats` like iostat.
 
-Works on the status document that the daemon sends over the control socket (docs/operations.md lists its fields); knows
+Works on the status document that the daemon sends over the control socket (docs/operations.md lists its fields). Knows
 neither the daemon nor the data plane. Everything here is pure: documents in, text out.
 """
 
@@ -29,7 +29,7 @@ _SEGMENT_STATES = ("free", "open", "closed", "evicting", "lost")
 
 
 def advice(status: Json) -> list[str]:
-    """What the one who runs the pool should know or do, worst first."""
+    """Facts that the operator should know or act on, worst first."""
     found = [str(item) for item in cast(Sequence[object], status.get("advice", ()))]
     for device in items(status, "devices"):
         state = str(device.get("state", ""))
@@ -79,7 +79,7 @@ _KEPT = {
 
 
 def render_evicted(result: Json) -> str:
-    """The text of `kvfs evict`: what went, and what stayed and why."""
+    """The text of `kvfs evict`: how much went, and what stayed and why."""
     lines = [
         f"freed {size_text(number(result, 'evicted_bytes'))} in {number(result, 'evicted_segments'):.0f} segments, "
         f"{number(result, 'evicted_blocks'):.0f} blocks evicted"
@@ -98,7 +98,7 @@ def render_evicted(result: Json) -> str:
 
 
 def _user_rows(status: Json) -> list[list[str]]:
-    """Who holds what eviction leaves alone."""
+    """The holders of blocks that eviction leaves alone."""
     title = f"user (share {size_text(number(status, 'share'))})"
     rows = [[title, "open", "writing", "pinned", "reserved", "slabs", "evicted open"]]
     for user in items(status, "users"):
@@ -216,7 +216,7 @@ def _places(head: str, places: Sequence[Json]) -> list[str]:
 
 
 def _export_rows(status: Json) -> list[list[str]]:
-    """What front ends have done, one row an export."""
+    """The requests of front ends, one row an export."""
     rows = [["export", "queues", "connections", "requests", "read", "zero copy", "written", "errors"]]
     for export in items(status, "exports"):
         rows.append(
@@ -235,7 +235,7 @@ def _export_rows(status: Json) -> list[list[str]]:
 
 
 def _uncopied(export: Json) -> str:
-    """The share of what was read that no CPU has copied."""
+    """The share of bytes read that no CPU has copied."""
     total = number(export, "bytes_read")
     return f"{number(export, 'zero_copy_bytes') * 100 / total:.1f}%" if total else "-"
 
@@ -245,7 +245,7 @@ def export_errors(export: Json) -> float:
 
 
 def _native_line(counters: Json) -> list[str]:
-    """What clients of the native path did, if there ever was one."""
+    """The requests of native clients, if there ever was one."""
     if not number(counters, "native_clients") and not number(counters, "native_lookups"):
         return []
     return [

@@ -1,6 +1,7 @@
 """`kvfs top`: a live view of one pool in the terminal, by the rich package (pip install 'kvfs[top]').
 
-Draws what the daemon says, every interval; makes up no number. Leaves the terminal as it was, whatever ends it.
+Draws the daemon's numbers at every interval, and computes none of its own. Leaves the terminal as it was, however it
+ends.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from kvfs.status.numbers import (
     time_text,
 )
 
-# The daemon walks its index for it.
+# The daemon walks its index for a survey.
 SURVEY_EVERY_S = 10.0
 _NAMESPACES_MAX = 12
-# Of found_ages, whose entry i is of blocks younger than 2**i s: names for runs of them.
+# Rows of found_ages, whose entry i counts blocks younger than 2**i s: names for runs of them.
 _AGES = (("< 1 min", 7), ("< 10 min", 10), ("< 1 h", 13), ("< 1 d", 17), ("older", 64))
 
 Ask = Callable[[], Json]
@@ -42,7 +43,7 @@ def require() -> None:
 
 
 def run(status: Ask, survey: Ask, interval_s: float, count: int | None) -> None:
-    """Draw until interrupted, or `count` times. Raises what `status` raises: the pool is gone."""
+    """Draw until interrupted, or `count` times. Raises the errors of `status`: the pool is gone."""
     from rich.console import Console
     from rich.live import Live
 
@@ -52,7 +53,7 @@ def run(status: Ask, survey: Ask, interval_s: float, count: int | None) -> None:
 
 
 def looks(status: Ask, survey: Ask, interval_s: float, count: int | None) -> Iterator[tuple[Json, Json]]:
-    """A difference() of statuses and a survey: at once since the mount, then of each interval."""
+    """A difference() of statuses and a survey: first since the mount, then of each interval."""
     before, found, found_at, drawn = status(), survey(), time.monotonic(), 0
     yield difference(before, None), found
     while count is None or drawn < count:
@@ -97,7 +98,7 @@ def _head(change: Json, seconds: float) -> list[str]:
     def rate(key: str) -> str:
         return size_text(number(counters, key) / seconds)
 
-    # The number of clients is a gauge: a difference of it says nothing.
+    # The number of clients is a gauge: its difference says nothing.
     return [
         f"kvfs  {pool.get('path')}  {pool.get('state')}  {' '.join(names)}",
         f"asked/s {count_text(asked / seconds)}  found {'-' if share is None else f'{share * 100:.1f}%'}  "

@@ -1,1 +1,1 @@
-"""Guests: the sockets of exports, what hypervisors must be told, and the process that keeps a guest over a restart."""
+"""Guests: the sockets of exports, the settings of hypervisors, and the process that keeps a guest over a restart."""

@@ -1,7 +1,7 @@
-"""virtio-fs exports: what --virtiofs asks for, the sockets that front ends (a hypervisor, a DPU's device emulation)
-connect to, and what the data plane counts of each.
+"""virtio-fs exports: their options (--virtiofs), their sockets, and the data plane's counters of each. Front ends
+connect to a socket: a hypervisor, or a DPU's device emulation.
 
-Speaks no vhost-user: that is the data plane's, on the listening descriptor it is given (native/include/kvfs_plane.h).
+Speaks no vhost-user: the data plane does, on the listening descriptor that it is given (native/include/kvfs_plane.h).
 Sources: unix(7); virtio 1.2, 5.11 (tag and queues).
 """
 
@@ -22,11 +22,11 @@ from typing import Protocol
 
 from kvfs.errors import KvfsError, UsageError
 
-# The name in log lines stays when a module moves.
+# The logger's name stays when a module moves.
 log = logging.getLogger("kvfs.frontend.virtiofs")
 
 DEFAULT_TAG = "kvfs"
-# The configuration space has room for this many bytes of it.
+# A tag has at most this many bytes in the configuration space.
 TAG_MAX = 36
 QUEUES_MAX = 64
 MEMORY_TYPES_MAX = 4
@@ -34,7 +34,7 @@ EXPORTS_MAX = 64
 # sockaddr_un has 108 bytes, one of them the zero at the end; QEMU connects by the name.
 SOCKET_PATH_MAX = 107
 _BACKLOG = 4
-# A guest can break the rules as often as it likes; the log hears of it this often.
+# A guest can break the rules at any rate; the log hears of it this often.
 _LOG_INTERVAL_S = 60.0
 _PROTOCOL = 0xFFFFFFFF
 _WHY = {
@@ -44,7 +44,7 @@ _WHY = {
 
 
 class ExportError(KvfsError):
-    """A socket cannot be made where it was asked for."""
+    """A socket cannot be made at the given path."""
 
     errno = errno.EADDRINUSE
 
@@ -60,18 +60,18 @@ class Export:
 
 
 class ExportPlane(Protocol):
-    """What the data plane does with a listening socket."""
+    """The data plane's operations on a listening socket."""
 
     def virtiofs_add(self, fd: int, tag: str, queues: int, *, memory_types: Sequence[int] = ()) -> int: ...
 
     def virtiofs_remove(self, transport: int) -> None:
-        """Only asks for the end: it has come with the last transport's event."""
+        """Only asks for the end: the export has ended with the last transport's event."""
 
     def virtiofs_statistics(self, transport: int) -> Mapping[str, int]: ...
 
 
 def parse_export(text: str) -> Export:
-    """SOCKET[,tag=TAG][,queues=N][,memory=TYPE]... UsageError names what makes no sense."""
+    """Parse SOCKET[,tag=TAG][,queues=N][,memory=TYPE]... Raises UsageError with the part that makes no sense."""
     path, *options = text.split(",")
     if not path:
         raise UsageError(f"--virtiofs {text!r}: the path of a socket is missing")
@@ -143,17 +143,17 @@ def parse_exports(texts: Sequence[str]) -> tuple[Export, ...]:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket of mode 0660 and our group at `path`. What a daemon that died has left there is replaced.
+    """A listening socket of mode 0660 and our group at `path`. A socket that a dead daemon has left there is replaced.
 
-    Raises ExportError: no such directory, one in which anybody could replace the socket, a file that is no socket, or
-    one that somebody listens on.
+    Raises ExportError: no such directory, one in which anybody could replace the socket, a file that is no socket, or a
+    socket with a listener.
     """
     _check_directory(path)
     _clear(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         listener.bind(str(path))
-        # Nobody can connect before listen(): no window in which the mode is another.
+        # Nobody can connect before listen(), so nobody sees another mode.
         os.chown(path, -1, os.getegid())
         path.chmod(0o660)
         listener.listen(_BACKLOG)
@@ -220,7 +220,7 @@ def _clear(path: Path) -> None:
 class _Served:
     export: Export
     listener: socket.socket
-    place: tuple[int, int]  # of the socket's file: device, inode
+    place: tuple[int, int]  # of the socket's file: (device, inode)
     transport: int | None = None
     logged_s: float = float("-inf")
     left_out: int = 0
@@ -230,7 +230,7 @@ class Exports:
     """The exports of one daemon. Their sockets listen from construction on and are gone after close()."""
 
     def __init__(self, wanted: Sequence[Export], plane: ExportPlane) -> None:
-        """All of them, or none: ExportError names the one that cannot be."""
+        """All exports, or none: ExportError names the one that failed."""
         self._plane = plane
         self._served: list[_Served] = []
         try:
@@ -246,7 +246,7 @@ class Exports:
         return len(self._served)
 
     def serve(self) -> None:
-        """Let front ends in. PlaneError."""
+        """Let front ends in. Raises PlaneError."""
         for served in self._served:
             served.transport = self._plane.virtiofs_add(
                 served.listener.fileno(),
@@ -256,8 +256,8 @@ class Exports:
             )
 
     def stop(self) -> None:
-        """Ask for the end of all: what front ends have in flight is answered first. Those that connect again find
-        nobody."""
+        """Ask for the end of all exports: requests of front ends that are under way are answered first. Front ends that
+        connect again find nobody."""
         for served in self._served:
             _take_away(served)
             if served.transport is not None:
@@ -268,7 +268,7 @@ class Exports:
                     log.warning("%s: %s", served.export.socket, error)
 
     def broken(self, transport: int, queue: int, error: int) -> None:
-        """A guest's driver (by a queue) or its front end has broken the rules: told to the log, but not each time."""
+        """A guest's driver (by a queue) or its front end has broken the rules. Logged, but not each time."""
         for served in self._served:
             if served.transport != transport:
                 continue
@@ -283,7 +283,7 @@ class Exports:
             served.left_out = 0
 
     def statistics(self) -> list[dict[str, object]]:
-        """For each: socket, tag, queues, and what the data plane counts."""
+        """Socket, tag, queues and the data plane's counters of each export."""
         return [
             {
                 "socket": str(served.export.socket),
@@ -296,7 +296,7 @@ class Exports:
         ]
 
     def close(self) -> None:
-        """Take the sockets away, whatever is still served."""
+        """Remove the sockets, even of exports that are still served."""
         for served in self._served:
             _take_away(served)
             if served.left_out:
@@ -305,7 +305,7 @@ class Exports:
 
 
 def _take_away(served: _Served) -> None:
-    """Close our end and remove the name, unless another has it by now."""
+    """Close our end and remove the name, unless another socket has it by now."""
     served.listener.close()
     with suppress(OSError):
         status = os.lstat(served.export.socket)

@@ -1,4 +1,4 @@
-"""What a hypervisor must be told to connect a guest to an export, as text to paste. Pure: exports in, text out.
+"""Settings that connect a hypervisor's guest to an export, as text to paste. Pure: exports in, text out.
 
 Sources: qemu(1), QEMU's hw/virtio/vhost-user-fs.c, libvirt's kbase/virtiofs.
 """
@@ -12,7 +12,7 @@ from xml.sax.saxutils import quoteattr
 
 from kvfs.virtiofs.exports import Export
 
-# The largest there is: with the default of 128 a request is at most 124 pages.
+# The largest queue there is: with the default of 128 entries a request is at most 124 pages.
 QUEUE_SIZE = 1024
 MEMORY = "4G"
 _CPUS = 4
@@ -22,14 +22,14 @@ _MACHINES = {"x86_64": "q35", "aarch64": "virt"}
 def qemu_arguments(export: Export) -> list[str]:
     """A whole QEMU command without disk, network and console.
 
-    No reconnect= at the chardev: vhost-user-fs then refuses to start (tried with 7.2), and in no version known to us
-    does it set a new connection up.
+    The chardev has no reconnect=: vhost-user-fs then refuses to start (tried with 7.2). No version known to us sets up
+    a new connection with it.
     """
     architecture = platform.machine() if platform.machine() in _MACHINES else "x86_64"
     machine = _MACHINES[architecture]
     return [
         f"qemu-system-{architecture}",
-        # The guest's whole memory, shared, is what the requests' data is read into.
+        # The guest's whole memory, shared: requests' data is read into it.
         "-machine", f"{machine},accel=kvm:tcg,memory-backend=mem",
         "-cpu", "max", "-smp", str(max(_CPUS, export.queues)), "-m", MEMORY,
         "-object", f"memory-backend-memfd,id=mem,size={MEMORY},share=on",
@@ -40,7 +40,7 @@ def qemu_arguments(export: Export) -> list[str]:
 
 
 def guest_arguments(export: Export) -> list[str]:
-    """What mounts it in the guest (Linux 5.4 or later)."""
+    """The guest's mount command (Linux 5.4 or later)."""
     return ["mount", "-t", "virtiofs", export.tag, "/mnt/kv"]
 
 
@@ -64,7 +64,7 @@ def render_qemu(exports: Sequence[Export]) -> str:
 
 
 def render_libvirt(exports: Sequence[Export]) -> str:
-    """What goes into each guest's domain XML."""
+    """The elements for each guest's domain XML."""
     parts = []
     for export in exports:
         parts.append(

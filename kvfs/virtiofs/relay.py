@@ -1,11 +1,11 @@
-"""`kvfs keep`: stands between a hypervisor that never connects twice (QEMU's vhost-user-fs) and the daemon, so that a
+"""`kvfs keep`: stands between the daemon and a hypervisor that never connects twice (QEMU's vhost-user-fs), so that a
 guest outlives the daemon's restart.
 
-Passes vhost-user messages on and remembers what they set up: features, memory, queues, and the memory in which the
-daemon notes what is under way ("inflight"). When the daemon goes, it connects to the next one and says all that again;
-the guest sees a pause. When none comes in time, it answers the guest's requests with EIO until one does: an error, not
-a hang. Payload never comes here. Knows no pool, no file, and of virtqueues only how to answer with an error. Sources:
-QEMU's docs/interop/vhost-user.rst, virtio 1.2 section 2.7, linux/fuse.h.
+Passes vhost-user messages on and remembers what they set up: features, memory, queues, and the "inflight" memory in
+which the daemon notes requests under way. When the daemon goes, the relay connects to the next one and repeats those
+messages; the guest sees a pause. When no daemon comes in time, the relay answers the guest's requests with EIO until
+one does: an error, not a hang. Payload never passes through it. Knows no pool, no file, and of virtqueues only how to
+answer with an error. Sources: QEMU's docs/interop/vhost-user.rst, virtio 1.2 section 2.7, linux/fuse.h.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from kvfs.errors import KvfsError
 
-# The name in log lines stays when a module moves.
+# The logger's name stays when a module moves.
 log = logging.getLogger("kvfs.frontend.keeper")
 
 GET_FEATURES, SET_FEATURES, SET_OWNER, SET_MEM_TABLE = 1, 2, 3, 5
@@ -42,7 +42,7 @@ _REPLY_ACK = 1 << 3
 _FDS_MAX = 8
 _PAYLOAD_MAX = 4096
 _QUEUE_SIZE_MAX = 1024
-# The daemon answers within its own deadlines, the longest of which is for requests under way when a queue stops.
+# The daemon answers within its own deadlines; the longest is that of requests under way when a queue stops.
 ANSWER_TIMEOUT_S = 20.0
 MESSAGE_TIMEOUT_S = 5.0
 RETRY_S = 0.2
@@ -56,18 +56,18 @@ _INFLIGHT = struct.Struct("<QQHH")
 _DESCRIPTOR = struct.Struct("<QIHH")
 _NEXT, _WRITE, _INDIRECT = 1, 2, 4
 _FUSE_OUT = struct.Struct("<IiQ")
-# What has no answer: FORGET, INTERRUPT, BATCH_FORGET.
+# Requests that have no answer: FORGET, INTERRUPT, BATCH_FORGET.
 _FUSE_SILENT = (2, 36, 42)
 # struct inflight_queue: features, version, size, last head, used index; then entries: flag, padding, next, counter.
 _INFLIGHT_HEAD, _INFLIGHT_ENTRY = 16, 16
 
 
 class RelayError(KvfsError):
-    """An end of the conversation has gone or speaks nonsense."""
+    """An end of the conversation is gone or breaks the protocol."""
 
 
 class GuestError(KvfsError):
-    """What a guest's rings say cannot be."""
+    """A guest's rings hold impossible values."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Message:
 
 
 def receive(sock: socket.socket) -> Message:
-    """One message. RelayError at the end, or if it is none."""
+    """One message. Raises RelayError at the end, or if it is none."""
     try:
         data, fds, flags, _ = socket.recv_fds(sock, _HEADER.size, _FDS_MAX)
         message = Message(0, 0, b"", list(fds))
@@ -209,8 +209,8 @@ class Queue:
 
 
 def fail_requests(queue: Queue, memory: Memory, inflight: mmap.mmap | None, inflight_at: int) -> int:
-    """Answer everything that the guest has asked for and nobody has answered with EIO; how many these were. The
-    queue has no other server now. GuestError."""
+    """Answer with EIO every request of the guest that has no answer yet; return their number. The queue has no other
+    server now. Raises GuestError."""
     size = queue.size
     _, _, desc_user, used_user, avail_user, _ = _ADDRESS.unpack(queue.messages[SET_VRING_ADDR].payload)
     table, table_at = memory.user(desc_user, 16 * size)
@@ -247,8 +247,8 @@ def _unanswered(size: int, used_index: int, inflight: mmap.mmap | None, at: int)
     """Requests that the daemon took and did not answer, in its order."""
     if inflight is None:
         return []
-    last_head, noted = struct.unpack_from("<HH", inflight, at + 12)
-    if noted != used_index and last_head < size:  # it ended between publishing and saying so
+    last_head, told = struct.unpack_from("<HH", inflight, at + 12)
+    if told != used_index and last_head < size:  # the daemon ended between publishing an answer and noting it
         inflight[at + _INFLIGHT_HEAD + _INFLIGHT_ENTRY * last_head] = 0
     struct.pack_into("<H", inflight, at + 14, used_index)
     found = []
@@ -260,7 +260,7 @@ def _unanswered(size: int, used_index: int, inflight: mmap.mmap | None, at: int)
 
 
 def _fail_one(memory: Memory, table: mmap.mmap, table_at: int, size: int, head: int) -> int:
-    """Write the answer EIO into a request's memory; how many bytes that are."""
+    """Write the answer EIO into a request's memory; return its length."""
     unique: int | None = None
     index, left, indirect = head, size, False
     while left:
@@ -302,14 +302,14 @@ class Relay:
         self._set: dict[int, Message] = {}
         self._protocol_features = 0
         self._memory = Memory()
-        self._table = False  # the front end gives memory as a whole
+        self._table = False  # the front end gives all memory in one message
         self._queues: dict[int, Queue] = {}
         self._inflight: tuple[int, bytes] | None = None
         self._inflight_map: mmap.mmap | None = None
         self.failed = 0
 
     def run(self) -> None:
-        """Until the front end hangs up."""
+        """Serve until the front end hangs up."""
         try:
             deadline = time.monotonic() + self._timeout_s
             while not self._connect():
@@ -368,7 +368,7 @@ class Relay:
             log.warning("%s: the daemon is gone; waiting for the next", self._export)
 
     def _repeat_setup(self, back: socket.socket) -> None:
-        """What this front end has set up so far."""
+        """The state that this front end has set up so far."""
         for request in (SET_PROTOCOL_FEATURES, SET_OWNER, SET_FEATURES):
             if request in self._set:
                 send(back, request, _VERSION, self._set[request].payload)
@@ -390,12 +390,12 @@ class Relay:
                 if request in queue.messages:
                     message = queue.messages[request]
                     send(back, request, _VERSION, message.payload, message.fds)
-        # An answer says that all that was understood.
+        # An answer proves that all messages before it were understood.
         send(back, GET_FEATURES, _VERSION, b"")
         receive(back).close()
         for queue in self._queues.values():
             if queue.started:
-                # What the guest has asked for meanwhile.
+                # Requests that the guest has made meanwhile.
                 os.eventfd_write(queue.messages[SET_VRING_KICK].fds[0], 1)
 
     # ---- the front end ----
@@ -409,14 +409,14 @@ class Relay:
         answer = self._ask(message, wanted)
         if answer is None:
             answer = self._answer_alone(message)
-        # Not before: a daemon that went in the middle of it is told once more.
+        # Remembered only now: a daemon that goes in the middle of a message is told it once more.
         if message.request in _ANSWERED or answer == bytes(8):
             self._remember(message)
         if wanted:
             send(self._front, message.request, _VERSION | _REPLY, answer)
 
     def _ask(self, message: Message, wanted: bool) -> bytes | None:
-        """The daemon's answer, or yes if none is wanted; None if there is no daemon."""
+        """The daemon's answer, or success if no answer is wanted; None if there is no daemon."""
         if self._back is None:
             return None
         try:
@@ -436,7 +436,7 @@ class Relay:
         if message.request not in _ANSWERED:
             return bytes(8)
         if message.request == GET_VRING_BASE:
-            # The front end stops the queue: what was under way ends now.
+            # The front end stops the queue: requests under way end now.
             index, _ = _STATE.unpack_from(message.payload)
             self._fail(index)
             return _STATE.pack(index, self._used_index(index))
@@ -475,7 +475,7 @@ class Relay:
         return self._queues.setdefault(index, Queue())
 
     def _track(self) -> None:
-        """Have the daemon note which requests are under way, in memory that outlives it."""
+        """Have the daemon note requests under way in memory that outlives it."""
         count = self._cache.get(GET_QUEUE_NUM, bytes(8))[0] or 2
         if self._back is None:
             return

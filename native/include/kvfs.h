@@ -5,16 +5,18 @@
  *         errx(1, "%s", kvfs_error());
  *     kvfs_get(client, &keys, buffers, results);
  *
- * A block is an ordinary file of the mount, <directory>/<namespace>/<first 2 hex digits>/<key in hex>: what one side writes, the other reads.
- * Connecting asks the daemon for the block table (read-only) and the devices; after that a read asks nobody: the name is looked up in the
- * table, header and data are read with io_uring into the caller's memory, and every leaf's checksum is checked before the call returns.
- * No kernel filesystem, no daemon, no copy (but where memory or size is not aligned: kvfs_client_statistics.bounced_bytes).
+ * A block is an ordinary file of the mount, <directory>/<namespace>/<first 2 hex digits>/<key in hex>: a block written by one side can be
+ * read by the other. Connecting asks the daemon for the block table (read-only) and the devices. After that a read asks nobody. The name is
+ * looked up in the table, header and data are read with io_uring into the caller's memory, and every leaf's checksum is checked before the
+ * call returns. No kernel filesystem, no daemon, no copy (except where memory or size is not aligned:
+ * kvfs_client_statistics.bounced_bytes).
  *
  * Functions return 0 (or a count) or -errno; kvfs_error() then has the message. Any thread may call any function, except kvfs_close().
  * After fork() a child must connect again: every call on its parent's client is -ECHILD and touches nothing.
  *
- * Memory belongs to the caller, except while a device may still write into it: a call that gave up on a device (its results say -ETIMEDOUT)
- * leaves that buffer to the device until kvfs_busy() says 0. Whoever frees or reuses it before gets the device's late bytes in it.
+ * Memory belongs to the caller, except while a device may still write into it. A call that gave up on a device (its results say -ETIMEDOUT)
+ * leaves that buffer to the device until kvfs_busy() says 0. If the caller frees or reuses the buffer earlier, the device's late bytes land
+ * in it.
  */
 #ifndef KVFS_H
 #define KVFS_H
@@ -35,9 +37,9 @@ enum kvfs_client_flags {
 };
 
 struct kvfs_options {
-    uint32_t size;                  /* sizeof(struct kvfs_options): what this caller knows of */
+    uint32_t size;                  /* sizeof(struct kvfs_options): the fields that this caller knows */
     uint32_t flags;                 /* enum kvfs_client_flags */
-    uint32_t timeout_ms;            /* what a device or the daemon may take; 0: $KVFS_TIMEOUT_MS, or 2000 */
+    uint32_t timeout_ms;            /* deadline of a device and of the daemon; 0: $KVFS_TIMEOUT_MS, or 2000 */
     uint32_t depth;                 /* blocks a call has in flight, 1 to 64; 0: 8 */
     uint64_t staging_size;          /* bytes of pinned memory for kvfs_prestage(), at most; 0: 256 MiB */
 };
@@ -52,10 +54,11 @@ struct kvfs_keys {                  /* back to back: key i is sizes[i] bytes, 1 
 struct kvfs_buffer { void *data; uint64_t size; };
 
 /* path: a mount point of kvfs, a directory below one, or the pool's own directory, which stands for its mount point. space: a namespace, a
- * relative path ("llama-3-8b", "team/llama"); NULL or "": none, then keys lie in the directory itself. options may be NULL. -EINVAL: not a kvfs
- * mount, or no namespace. -ENOTCONN: no daemon. -EACCES: the daemon will not have this user. -EPROTO: a daemon of another version. -ETIMEDOUT. */
+ * relative path ("llama-3-8b", "team/llama"); NULL or "": none, then keys lie in the directory itself. options may be NULL. -EINVAL: not a
+ * kvfs mount, or no namespace. -ENOTCONN: no daemon. -EACCES: the daemon refuses this user. -EPROTO: a daemon of another version.
+ * -ETIMEDOUT. */
 int kvfs_connect(const char *path, const char *space, const struct kvfs_options *options, struct kvfs_client **out);
-/* Waits for what devices still owe, at most timeout_ms; memory that they have not let go of then stays the process's. */
+/* Waits for devices that have not answered, at most timeout_ms; memory that they still hold then stays the process's. */
 void kvfs_close(struct kvfs_client *client);
 /* The last error on this thread, as a message that names the object and the numbers. */
 const char *kvfs_error(void);
@@ -64,27 +67,27 @@ const char *kvfs_error(void);
 int kvfs_exists(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found);
 /* sizes[i] = bytes of the block, or -ENOENT. */
 int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes);
-/* Read whole blocks. results[i]: bytes read; or what makes it a miss: -ENOENT, -ETIMEDOUT (a device gave no answer: see above), -EIO; or
+/* Read whole blocks. results[i]: bytes read, or the reason of a miss: -ENOENT, -ETIMEDOUT (a device gave no answer: see above), -EIO. Or
  * -ERANGE: the block is larger than the buffer (then nothing was read). Returns the number of blocks read. Before anything is read: -EINVAL
  * (buffers that overlap), -EBUSY (a buffer that a device still owns). */
 int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
-/* Write blocks from the caller's memory, many reserved and committed at once, but not all or none. A block that is there is
- * replaced; a reader sees the old one or the new one, whole. results[i]: 0 or -errno (-ENOSPC: all that is left is pinned or open; -EFBIG).
- * Returns the number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. */
+/* Write blocks from the caller's memory, many reserved and committed at once, but not all or none. A block that exists is replaced; a
+ * reader sees the old one or the new one, whole. results[i]: 0 or -errno (-ENOSPC: all that is left is pinned or open; -EFBIG). Returns the
+ * number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. */
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
-/* deleted[i] = 1 if there was one. Returns their number. */
+/* deleted[i] = 1 if the block existed. Returns their number. */
 int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted);
-/* Keys in byte order, from the first after `after` (NULL: from the first): their sizes into sizes[0 .. capacity), the bytes back to back into
- * data (data_size; KVFS_KEY_MAX bytes a key are always enough). Returns their number, 0 at the end. */
+/* Keys in byte order, from the first after `after` (NULL: from the first). Their sizes go into sizes[0 .. capacity), their bytes back to
+ * back into data (data_size; KVFS_KEY_MAX bytes a key are always enough). Returns their number, 0 at the end. */
 int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size, void *data, uint64_t data_size, uint32_t *sizes,
               uint32_t capacity);
-/* Start reading blocks that will be needed soon into pinned memory, from where the next kvfs_get() of each takes it. The oldest make room.
- * Returns how many were started; those that do not exist, or are there already, are not. */
+/* Start to read blocks that will be needed soon into pinned memory; the next kvfs_get() of each takes it from there. The oldest make room.
+ * Returns how many were started; blocks that do not exist, or are in that memory already, are not. */
 int kvfs_prestage(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* 1 while a device may still write into [data, data + size), else 0. */
 int kvfs_busy(struct kvfs_client *client, const void *data, uint64_t size);
 
-/* ---- any file of the mount, by inode number (st_ino): for what intercepts file calls ---- */
+/* ---- any file of the mount, by inode number (st_ino): for libraries that intercept file calls ---- */
 
 struct kvfs_file;
 struct kvfs_attributes {
@@ -94,18 +97,18 @@ struct kvfs_attributes {
     int64_t mtime_ns, ctime_ns, atime_ns;
     uint32_t mode;                  /* st_mode */
     uint32_t uid, gid, nlink;
-    uint32_t sealed;                /* 0: a directory, or a file that is being written: its size is the daemon's to say */
+    uint32_t sealed;                /* 0: a directory, or a file that is being written: the daemon knows its size */
     uint32_t reserved;
 };
-/* Attributes by a path below the mount point, without "." and ".." and without a leading slash; "" is the mount's root. -ENOENT,
- * -ENOTDIR, -EAGAIN: ask the mount (a symbolic link, an inode the table cannot answer for). No permission is checked. */
+/* Attributes by a path below the mount point, without "." and ".." and without a leading slash; "" is the mount's root. -ENOENT, -ENOTDIR,
+ * -EAGAIN: ask the mount (a symbolic link, or an inode that the table cannot answer for). No permission is checked. */
 int kvfs_find(struct kvfs_client *client, const char *path, struct kvfs_attributes *out);
-/* As kvfs_find(), and what lies on the way: out[0] is the root, out[*count - 1] the last that is there, also when the result is -ENOENT or
+/* Like kvfs_find(), with every inode on the way. out[0] is the root, out[*count - 1] the last one found, also when the result is -ENOENT or
  * -ENOTDIR. */
 int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attributes *out, uint32_t capacity, uint32_t *count);
 /* -ENOENT, -EAGAIN: not a sealed file. */
 int kvfs_file_open(struct kvfs_client *client, uint64_t inode, struct kvfs_file **out);
-/* Up to size bytes from offset: as pread(2) on the mount, or -EAGAIN (not, or no longer, a sealed file: use the mount), -EIO, -ETIMEDOUT. */
+/* Up to size bytes from offset, like pread(2) on the mount. -EAGAIN: not, or no longer, a sealed file: use the mount. -EIO, -ETIMEDOUT. */
 int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint64_t size);
 void kvfs_file_close(struct kvfs_file *file);
 
@@ -123,8 +126,8 @@ struct kvfs_client_information {
 int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_information *out);
 
 struct kvfs_client_statistics {
-    uint64_t lookups, hits, misses;             /* names looked at; blocks read; names that were not there, and blocks that could not be read */
-    uint64_t gets, get_bytes, bounced_bytes;    /* blocks read; bytes of them; bytes of those that were copied once */
+    uint64_t lookups, hits, misses;             /* names looked up; blocks read; missing names, and blocks that could not be read */
+    uint64_t gets, get_bytes, bounced_bytes;    /* blocks read; their bytes; bytes of them that were copied once */
     uint64_t retries, timeouts, checksum_errors;
     uint64_t puts, put_bytes, deletes;
     uint64_t prestaged, prestage_used, prestage_wasted; /* blocks */

@@ -1,7 +1,7 @@
 /* On-disk structures of a kvfs pool, little-endian, as docs/format.md describes them.
  *
- * The same inode record is used four times: as the value of the index's `inodes` table, inside every block header,
- * in segment summaries, and as the input of kvfs_table_load(). Whoever writes one writes it once, verbatim.
+ * The same inode record is used four times: as the value of the index's `inodes` table, inside every block header, in segment summaries,
+ * and as the input of kvfs_table_load(). A record is made once, and written verbatim.
  */
 #ifndef KVFS_FORMAT_H
 #define KVFS_FORMAT_H
@@ -12,7 +12,7 @@
 #define KVFS_FORMAT_VERSION 1
 #define KVFS_PAGE_SIZE 4096
 #define KVFS_NAME_MAX 255
-/* Inode numbers, versions, generations and sequences: the mount epoch above a counter of so many bits. */
+/* Inode numbers, versions, generations and sequences: the mount epoch above a counter of this many bits. */
 #define KVFS_COUNTER_BITS 36
 /* Every checksum below is xxh3-64 with the pool's 64-bit secret as the seed, unless it says otherwise. */
 #define KVFS_LABEL_SIZE 65536
@@ -47,8 +47,8 @@ struct kvfs_extent {
 };
 static_assert(sizeof(struct kvfs_extent) == 24, "format");
 
-/* Fixed part of an inode record. Followed by: name, extents (extent_count * 24), xattrs (xattr_size), zeros to a multiple of 8;
- * record_size counts all of it. extents begin at 128 + name_size rounded up to 8. */
+/* Fixed part of an inode record. Followed by: name, extents (extent_count * 24), xattrs (xattr_size), zeros to a multiple of 8; record_size
+ * counts all of it. extents begin at 128 + name_size rounded up to 8. */
 struct kvfs_inode_record {
     uint32_t record_size;
     uint8_t kind;           /* enum kvfs_kind */
@@ -96,9 +96,10 @@ struct kvfs_segment_header {
 };
 static_assert(sizeof(struct kvfs_segment_header) == 88 + 8 * KVFS_STRIPE_WIDTH_MAX, "format");
 
-/* First bytes of a block header. In order, each part 8-byte aligned: this struct; page checksums (header_pages - 1 of uint64_t, of header
- * pages 1, 2, ...: each lies in a page that is proven before it is used); the inode record; the ancestors (ancestors_size bytes: concatenated
- * inode records of the directories above, nearest first, without the root); leaf checksums (leaf_count of uint32_t); zeros. */
+/* First bytes of a block header. In order, each part 8-byte aligned: this struct; header_pages - 1 page checksums; the inode record; the
+ * ancestors; leaf checksums (leaf_count of uint32_t); zeros. Page checksums are uint64_t, of header pages 1, 2, ...: each lies in a page
+ * that is proven before it is used. Ancestors are ancestors_size bytes of concatenated inode records: the directories above, nearest first,
+ * without the root. */
 struct kvfs_block_header {
     uint64_t magic;
     uint32_t version;
@@ -134,8 +135,8 @@ struct kvfs_extent_header {
 };
 static_assert(sizeof(struct kvfs_extent_header) == 64, "format");
 
-/* A segment's summary: this header, then entries_size bytes of inode records (blocks whose header lies in this segment,
- * under their current names, and every directory above them). Two slots at the segment's end; the higher sequence is valid. */
+/* A segment's summary: this header, then entries_size bytes of inode records. They are those of blocks whose header lies in this segment,
+ * under their current names, and of every directory above them. Two slots at the segment's end; the higher sequence is valid. */
 struct kvfs_summary_header {
     uint64_t magic;
     uint32_t version;

@@ -35,13 +35,13 @@ struct kvfs_plane_config {
     uint32_t verify;             /* 1; 0 only in benchmarks: leaves are not checked */
     uint32_t spin_us;            /* a server thread polls this long before it sleeps, while traffic lasts; 0: never */
     uint32_t kernel_timeout_s;   /* the kernel ends a /dev/fuse connection whose request waits longer, at most 65535; 0: never */
-    uint32_t slow_ms;            /* a request that takes longer is told of by KVFS_EVENT_SLOW; 0: none is */
+    uint32_t slow_ms;            /* a request that takes longer is reported by KVFS_EVENT_SLOW; 0: none is */
     uint32_t reserved;
 };
 
 /* ---- NVMe/TCP targets ---- */
 
-/* A namespace, or with nsid 0 a subsystem, and how to reach it. All checked by whoever takes it. */
+/* A namespace, or with nsid 0 a subsystem, and how to reach it. Every field is checked by the function that takes it (I18). */
 struct kvfs_nvme_target {
     uint64_t magic;              /* the data plane's */
     uint32_t reserved;
@@ -61,18 +61,18 @@ struct kvfs_nvme_target {
 };
 static_assert(sizeof(struct kvfs_nvme_target) == 768, "ABI");
 
-/* A descriptor (a sealed memfd; the caller's to close) that stands for the target wherever a device's descriptor is asked for: in
- * kvfs_plane_create, and in a native client. */
+/* A descriptor (a sealed memfd; the caller's to close) that stands for the target. It is accepted in place of a device's descriptor, by
+ * kvfs_plane_create and by a native client. */
 int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target);
 
-/* A controller, for labels and sizes. Every call blocks, timeout_ms at most, and connects anew if the connection was lost; one thread at
- * a time. */
+/* A controller, for labels and sizes. Every call blocks, timeout_ms at most, and reconnects if the connection was lost; one thread at a
+ * time. */
 struct kvfs_nvme;
 struct kvfs_nvme_info {
     uint64_t size;               /* of the namespace, in bytes; 0 without nsid */
     uint32_t block_size;
     uint32_t transfer_size;      /* of one command */
-    uint32_t queues;             /* I/O queues that it grants */
+    uint32_t queues;             /* I/O queues that the controller grants */
     uint32_t write_cache;
     char model[41];
     char serial[21];
@@ -92,18 +92,18 @@ int kvfs_nvme_info(struct kvfs_nvme *nvme, struct kvfs_nvme_info *out);
 int kvfs_nvme_read(struct kvfs_nvme *nvme, uint64_t offset, void *data, uint32_t size);
 int kvfs_nvme_write(struct kvfs_nvme *nvme, uint64_t offset, const void *data, uint32_t size);
 int kvfs_nvme_flush(struct kvfs_nvme *nvme);
-/* One step of a reservation, write exclusive for registrants, under a key of this host. REPLACE: whatever key it had before. PREEMPT: `other`'s
- * registration ends. -EBADE: another's reservation, or not registered; -EOPNOTSUPP: there are none. */
+/* One step of a reservation, write exclusive for registrants, under a key of this host. REPLACE: whatever its key was before. PREEMPT:
+ * `other`'s registration ends. -EBADE: another host's reservation, or not registered; -EOPNOTSUPP: it has no reservations. */
 enum kvfs_reservation_step {
     KVFS_RESERVATION_REGISTER, KVFS_RESERVATION_REPLACE, KVFS_RESERVATION_ACQUIRE, KVFS_RESERVATION_PREEMPT, KVFS_RESERVATION_RELEASE,
     KVFS_RESERVATION_END
 };
 int kvfs_nvme_reservation(struct kvfs_nvme *nvme, enum kvfs_reservation_step step, uint64_t key, uint64_t other);
-/* Active namespaces, of at most `count`: how many there are. */
+/* Active namespaces, at most `count` of them; returns how many there are. */
 int kvfs_nvme_namespaces(struct kvfs_nvme *nvme, uint32_t *out, uint32_t count);
-/* What a discovery controller lists: how many, of which at most `count` are written. The target's nqn is ignored. */
+/* The entries of a discovery controller; returns how many there are, of which at most `count` are written. The target's nqn is ignored. */
 int kvfs_nvme_discover(const struct kvfs_nvme_target *target, struct kvfs_nvme_subsystem *out, uint32_t count);
-/* What went wrong in the last failing kvfs_nvme_ call on this thread, as a message. */
+/* The last failure of a kvfs_nvme_ call on this thread, as a message. */
 const char *kvfs_nvme_error(void);
 
 /* ---- NVMe passthrough: /dev/ngXnY ---- */
@@ -115,27 +115,27 @@ struct kvfs_generic_info {
     uint32_t nsid;
     uint32_t write_cache;
 };
-/* For labels and sizes; they block. 0, -errno, or the status of NVMe. -ENOTTY: no such device; -EMEDIUMTYPE: its blocks have metadata, or are not
- * of 512 to 4096 bytes, or its commands carry less than 64 KiB. */
+/* For labels and sizes; they block. 0, -errno, or the status of NVMe. -ENOTTY: no such device. -EMEDIUMTYPE: its blocks have metadata, or
+ * are not of 512 to 4096 bytes, or its commands carry less than 64 KiB. */
 int kvfs_generic_info(int fd, struct kvfs_generic_info *out);
 /* Whole blocks. */
 int kvfs_generic_io(int fd, const struct kvfs_generic_info *info, uint32_t write, uint64_t offset, void *data, uint32_t size);
 int kvfs_generic_flush(int fd, const struct kvfs_generic_info *info);
 
-/* device_fds stay the caller's and must outlive the plane; zones_offset[device] is where its zone 0 begins;
- * members is segment_count * stripe_width long. */
+/* device_fds stay the caller's and must outlive the plane. zones_offset[device] is where its zone 0 begins; members is segment_count *
+ * stripe_width long. */
 int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset,
                       const struct kvfs_member *members, struct kvfs_plane **out);
-/* Blocks until every device I/O has been reaped or io_timeout_ms is over, twice. Aborts transports that are still there. */
+/* Blocks until every device I/O has been reaped or io_timeout_ms is over, twice. Aborts transports that still exist. */
 void kvfs_plane_destroy(struct kvfs_plane *plane);
-/* Take a device out of service: from now on I/O of segments that touch it fails at once, what is under way has its deadlines. */
+/* Take a device out of service: from now on I/O of segments that touch it fails at once; I/O under way has its deadlines. */
 int kvfs_device_stop(struct kvfs_plane *plane, uint32_t device);
-/* Take it into service (again), after its descriptor was opened, or made to lead elsewhere (dup2). Blocks while an NVMe/TCP controller is
- * connected. What went wrong: as for create. */
+/* Take it into service (again), after its descriptor was opened, or changed by dup2. Blocks while an NVMe/TCP controller is connected.
+ * Fails as create does. */
 int kvfs_device_use(struct kvfs_plane *plane, uint32_t device);
 /* The block table; the plane's. Table writes go through the kvfs_name_ and kvfs_inode_ functions below. */
 struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane);
-/* What went wrong in the last failing create or use of a device on this thread, as a message. */
+/* The last failure of create, or of taking a device into service, on this thread, as a message. */
 const char *kvfs_plane_error(void);
 
 /* ---- events, completions and calls: one eventfd, readable while one of the queues holds something ---- */
@@ -151,12 +151,14 @@ enum kvfs_event_type {
     KVFS_EVENT_GUEST = 8,       /* a guest or its front end broke the rules; inode = its number, value = queue << 32 | errno (queue 0xffffffff: the
                                  * protocol). The queue has stopped, or the connection has ended */
     KVFS_EVENT_DEVICE = 9,      /* value = device: its connection was lost, or is back; kvfs_device_message */
-    KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name; value 1: it lost its last handle, and goes (kvfs_slab_close); 0: its last writer, and is a
-                                  * file as any other (kvfs_slab_to_file) */
-    KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab is no more, and nothing of it is under way: its segments are free. value: the first of them */
-    KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: let it be a slab, then kvfs_slab_answer */
-    KVFS_EVENT_SLOW = 13        /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second at most,
-                                 * and as many that were not taken; the others count in slow_requests only */
+    KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name; value 1: it lost its last handle, and goes (kvfs_slab_close); 0: it lost its last
+                                  * writer, and becomes an ordinary file (kvfs_slab_to_file) */
+    KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab has ended, and no I/O of it is under way: its segments are free. value: the first of
+                                 * them */
+    KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: make it a slab, then call
+                                  * kvfs_slab_answer */
+    KVFS_EVENT_SLOW = 13        /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
+                                 * at most, and no more than ten not yet taken; the others count in slow_requests only */
 };
 struct kvfs_event { uint32_t type; uint32_t reserved; uint64_t inode; uint64_t value; };
 struct kvfs_completion { uint64_t cookie; int64_t result; };
@@ -171,8 +173,8 @@ int kvfs_wait_completions(struct kvfs_plane *plane, struct kvfs_completion *out,
 
 /* Makes the socketpair and returns the end for pyfuse3 ("/dev/fd/N"), the caller's to close. INIT towards the session is sent at once. */
 int kvfs_session_open(struct kvfs_plane *plane);
-/* CREATE, UNLINK, RENAME and FLUSH, which come with every block that is stored: handed over as they are, many at once, rather than by the
- * session. From kvfs_calls_open() on. The deadline is that of all requests. */
+/* CREATE, UNLINK, RENAME and FLUSH, which come with every stored block: handed over as they are, many at once, rather than by the session.
+ * They come from kvfs_calls_open() on. The deadline is that of all requests. */
 struct kvfs_call {
     uint64_t id;                 /* for the answer */
     uint64_t inode;              /* the directory; FLUSH: the file */
@@ -183,7 +185,8 @@ struct kvfs_call {
     uint16_t name_size, new_name_size;
     char name[256], new_name[256];
 };
-/* on 0: as before it. What is taken after that is nobody's any more: the end of the session answers it, or a guest's relay asks the next daemon. */
+/* on 0: as before it. Calls taken after that have no owner any more: the end of the session answers them, or a guest's relay asks the next
+ * daemon. */
 void kvfs_calls_open(struct kvfs_plane *plane, int on);
 int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count);
 /* error: 0 or -errno; inode: of a CREATE, which is in the block table and being written. Late answers are dropped. */
@@ -200,15 +203,16 @@ struct kvfs_virtiofs_config {
     uint32_t queue_size_max;     /* a power of two, 8 to 1024 */
     uint32_t memory_type_count;
     uint32_t reserved;
-    /* Guest memory may lie in files of these filesystems (statfs(2), f_type), besides memfd, tmpfs and hugetlbfs. A fault on a file of another that
-     * does not answer would wait for ever. */
+    /* Guest memory may lie in files of these filesystems (statfs(2), f_type), besides memfd, tmpfs and hugetlbfs. In another filesystem, a
+     * fault on a file that does not answer would wait for ever. */
     uint64_t memory_types[KVFS_VIRTIOFS_MEMORY_TYPES_MAX];
 };
-/* Serve vhost-user-fs front ends that connect to listen_fd (an AF_UNIX stream socket that listens; dup'ed), one at a time. Returns the number
- * of the transport, or -errno (-EUSERS: KVFS_VIRTIOFS_MAX are there). A front end that goes away is waited for again. */
+/* Serve vhost-user-fs front ends that connect to listen_fd, one at a time. listen_fd is an AF_UNIX stream socket that listens; dup'ed.
+ * Returns the number of the transport, or -errno (-EUSERS: KVFS_VIRTIOFS_MAX exist). After a front end has gone away, its next connection
+ * is waited for. */
 int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs_virtiofs_config *config);
-/* Stop: a front end gets what is in flight answered, within a deadline, then its socket closes. Only asks for it: the transport has gone when its
- * statistics are -ENOENT. -ENOENT: no such number. */
+/* Stop: a front end's requests under way are answered, within a deadline, then its socket closes. Only asks for the stop: the transport has
+ * gone when its statistics are -ENOENT. -ENOENT: no such number. */
 int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number);
 struct kvfs_virtiofs_statistics {
     uint32_t connected, queues_running;
@@ -218,33 +222,34 @@ struct kvfs_virtiofs_statistics {
     uint64_t protocol_errors, descriptor_errors, io_errors;
 };
 int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_virtiofs_statistics *out);
-/* Make every cached name of every host mount be looked up again (FUSE_NOTIFY_INC_EPOCH where there is one). Queued to the notifier thread. */
+/* Make every host mount look up its cached names again (FUSE_NOTIFY_INC_EPOCH, where supported). Queued to the notifier thread. */
 void kvfs_notify_epoch(struct kvfs_plane *plane);
-/* Completion: 0 when the hosts have been told all that was queued before, -ENOMEM. */
+/* Completion: 0 when the hosts have been told of all that was queued before, -ENOMEM. */
 int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie);
 
 /* ---- names (all from the one control-plane thread) ---- */
 
-/* kvfs_table_put; when the name led to another inode (replaced), that one is kept nameless if it is open, or sealed: whoever looked the
- * name up a moment ago can still open what it was then (the kernel repeats an OPEN that is ESTALE only once). Returns 1 if kept, else 0. */
+/* Like kvfs_table_put. If the name led to another inode (`replaced`), that inode is kept nameless if it is open, or sealed. A look-up of a
+ * moment ago can still open its inode then (the kernel repeats an OPEN that is ESTALE only once). Returns 1 if kept, else 0. */
 int kvfs_name_put(struct kvfs_plane *plane, const void *inode_record, uint64_t replaced);
 /* Attributes or place changed, name unchanged. */
 int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);
-/* As kvfs_inode_update, of a block that was copied to another place; -EBUSY: it is being written, from where it was, and stays there. */
+/* Like kvfs_inode_update, for a block that was copied to another place; -EBUSY: it is being written, from its old place, and stays
+ * there. */
 int kvfs_inode_move(struct kvfs_plane *plane, const void *inode_record);
 /* Unlink: returns 1 if the inode is open and was kept nameless (KVFS_EVENT_IDLE follows), 0 if it is gone. */
 int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
-/* For each inode: if open, busy[i] = 1 and nothing changes; else, or if it is open beyond its users' shares, its record is removed and busy[i] = 0.
- * Returns the busy count. */
+/* For each inode: if it is open, busy[i] = 1 and nothing changes. Else, or if it is open beyond its users' shares, its record is removed
+ * and busy[i] = 0. Returns the busy count. */
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);
-/* Of each: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its first
- * use, and no hit. 0 for what was there at the mount and not opened since, and for what is not there. */
+/* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
+ * first use, and no hit. 0 for inodes that existed at the mount and were not opened since, and for missing ones. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);
 /* The clock of uses; its low 24 bits count. */
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick);
-/* One hit for each: blocks that native clients read. Inodes that are not there are passed over. */
+/* One hit for each: blocks that native clients read. Missing inodes are passed over. */
 int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count);
-/* Beyond share: sealed, and all who have it open hold more than their share; eviction may take it. */
+/* Beyond share: sealed, and all its users hold more than their share; eviction may take it. */
 enum kvfs_open_state { KVFS_NOT_OPEN = 0, KVFS_OPEN = 1, KVFS_BEING_WRITTEN = 2, KVFS_OPEN_BEYOND_SHARE = 3 };
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
 
@@ -252,13 +257,14 @@ int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
 
 /* A new, empty, dirty file; its record is in the table already (not SEALED). Call before the reply to CREATE. */
 int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode);
-/* A sealed file opened for writing (or truncated): from the completion on all its handles read through staging. keep_content 0: it is empty
- * then. Completion: 0 (also when it is being written already: then it is truncated if keep_content is 0), -EBUSY (a seal or spill is under
- * way, and keep_content is 0), -ENOENT, -EBADMSG, or -errno of reading the header. */
+/* A sealed file opened for writing (or truncated): from the completion on all its handles read through staging. keep_content 0: it is then
+ * empty. Completion: 0, -EBUSY (a seal or spill is under way, and keep_content is 0), -ENOENT, -EBADMSG, or -errno of reading the header. 0
+ * also for a file that is being written already: it is truncated if keep_content is 0. */
 int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int keep_content);
-/* Of a file that is being written. -EBUSY: a seal or spill is under way, or it is a slab; -ENOENT: it is not being written; -EFBIG; -EDQUOT. */
+/* Set the size of a file that is being written. -EBUSY: a seal or spill is under way, or it is a slab; -ENOENT: it is not being written;
+ * -EFBIG; -EDQUOT. */
 int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
-/* The same for fallocate(2), which makes a file no smaller, and asks for its room: -ENOSPC, or what kvfs_set_space said. */
+/* The same for fallocate(2), which makes a file no smaller, and asks for its room: -ENOSPC, or the error of kvfs_set_space. */
 int kvfs_file_allocate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
 int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns);
 /* Forget the staged bytes of an inode that nobody will seal (unlinked and closed). */
@@ -266,31 +272,31 @@ int kvfs_file_discard(struct kvfs_plane *plane, uint64_t inode);
 
 /* ---- slabs: files that are overwritten in place, in whole segments ---- */
 
-/* An untouched file of at least so many bytes becomes a slab by FALLOCATE, and by ftruncate through a handle opened with O_DIRECT. 256 MiB: more than
- * any engine's block. */
+/* An untouched file of at least this many bytes becomes a slab by FALLOCATE, and by ftruncate through a handle opened with O_DIRECT. 256
+ * MiB: more than any engine's block. */
 #define KVFS_SLAB_MIN 268435456
 struct kvfs_run;
-/* The pages that a slab has room for; 0: a file being written that is none yet, but may become one; -EBUSY: it has content already, or is being sealed;
- * -ENOENT: it is not being written. */
+/* The pages that a slab has room for. 0: a file being written that is no slab yet, but may become one. -EBUSY: it has content already, or
+ * is being sealed; -ENOENT: it is not being written. */
 int64_t kvfs_slab_pages(struct kvfs_plane *plane, uint64_t inode);
 /* The size of a file that is being written, in bytes; -ENOENT. */
 int64_t kvfs_file_size(struct kvfs_plane *plane, uint64_t inode);
 /* 1: truncated to `size`, the file should be a slab. */
 int kvfs_slab_wanted(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
-/* Make a file a slab, or a slab larger: append runs, all of one page_count, and let the file have at least `size` bytes. chosen: it goes with its last
- * handle, whatever was done with it. 0, -ENOENT, -EBUSY, -EAGAIN (a job on it is under way), -EFBIG, -ENOMEM, -ERANGE
- * (runs that do not fit). */
+/* Make a file a slab, or a slab larger: append runs, all of one page_count, and give the file at least `size` bytes. chosen: it goes with
+ * its last handle, whatever was done with it. 0, -ENOENT, -EBUSY, -EAGAIN (a job on it is under way), -EFBIG, -ENOMEM, -ERANGE (runs that
+ * do not fit). */
 int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, int chosen, const struct kvfs_run *runs, uint32_t run_count);
-/* Set the size, up to what it has room for. What is cut off is zeros when it grows again. Completion: 0, -ENOENT, -ENOSPC,
+/* Set the size, at most to the slab's room. A range that was cut off is zeros when the slab grows again. Completion: 0, -ENOENT, -ENOSPC,
  * -EBUSY (a job on it is under way), or -errno of an I/O. */
 int kvfs_slab_resize(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, uint64_t size);
-/* Make it an ordinary file being written, dirty, whose content is placed (kvfs_file_extents). Completion: 0; -EBUSY: it is open for writing; -EPERM: it has been
- * overwritten, and goes; -ENOENT; -errno of an I/O. writers_stay: also while it is open for writing, and overwritten; -EPERM: its owner chose a slab, it
- * has failed, or is larger than a file may be. */
+/* Make it an ordinary file being written, dirty, whose content is placed (kvfs_file_extents). Completion: 0; -EBUSY: it is open for
+ * writing; -EPERM: it has been overwritten, and goes; -ENOENT; -errno of an I/O. writers_stay: also while it is open for writing, and
+ * overwritten. Then -EPERM: its owner chose a slab, it has failed, or it is larger than a file may be. */
 int kvfs_slab_to_file(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int writers_stay);
-/* Remove a slab that nobody has open from the table, with its content. -EBUSY: somebody has; -ENOENT. */
+/* Remove a slab without handles from the table, with its content. -EBUSY: it has handles; -ENOENT. */
 int kvfs_slab_close(struct kvfs_plane *plane, uint64_t inode);
-/* After KVFS_EVENT_SLAB_WANTED, whatever came of it: writes that waited go on. -ENOENT. */
+/* After KVFS_EVENT_SLAB_WANTED, whatever its outcome: writes that waited go on. -ENOENT. */
 int kvfs_slab_answer(struct kvfs_plane *plane, uint64_t inode);
 /* Its I/O fails from now on. -ENOENT. */
 int kvfs_slab_fail(struct kvfs_plane *plane, uint64_t inode);
@@ -302,7 +308,7 @@ struct kvfs_seal_info {
     uint32_t ranges;            /* contiguous file ranges they form */
     uint32_t kept_extents;      /* extents that stay where they are */
     uint32_t dirty;             /* 0: nothing to seal (then seal_begin changed nothing) */
-    uint32_t shared;            /* pages that kernels keep of it may be old: it needs KVFS_INODE_REWRITTEN */
+    uint32_t shared;            /* kernels may keep old pages of it: it needs KVFS_INODE_REWRITTEN */
     uint32_t reserved;
 };
 /* A place to write to. In the first run of a seal, header_pages come first; in every other run one extent header page. */
@@ -310,13 +316,13 @@ struct kvfs_run { uint64_t generation; uint32_t segment; uint32_t page; uint32_t
 
 /* Freeze the file: writes to it wait until kvfs_seal_end. -ENOENT: not being written. -EBUSY: a seal or spill is under way. */
 int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_info *out);
-/* Write data and block header. record: the inode record without extents (extent_count 0), its place fields already those of runs[0].
- * All runs together must hold exactly header_pages + (run_count - 1) + data_pages pages. Completion: 0 or -errno. */
+/* Write data and block header. record: the inode record without extents (extent_count 0), with the place fields of runs[0]. All runs
+ * together must hold exactly header_pages + (run_count - 1) + data_pages pages. Completion: 0 or -errno. */
 int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count,
                     uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size);
-/* The record as the header has it, extents included; to be put into the index and the table. Returns its size; -ERANGE if capacity is less. */
+/* The record as the header has it, with extents; for the index and the table. Returns its size; -ERANGE if capacity is less. */
 int kvfs_seal_record(struct kvfs_plane *plane, uint64_t inode, void *out, uint32_t capacity);
-/* ok: the index has it, the file is clean and sealed (call after kvfs_inode_update / kvfs_name_put). Not ok: still dirty. */
+/* ok: the index has it, and the file is clean and sealed (call after kvfs_inode_update / kvfs_name_put). Not ok: still dirty. */
 int kvfs_seal_end(struct kvfs_plane *plane, uint64_t inode, int ok);
 /* The header pages that a seal needs for these numbers (extents: an upper bound). */
 uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancestors_size, uint32_t extents);
@@ -325,27 +331,29 @@ uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancesto
 int kvfs_spill_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_info *out);
 int kvfs_spill_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count);
 int kvfs_spill_cancel(struct kvfs_plane *plane, uint64_t inode);
-/* The inodes that have something to seal, sealed ones that were changed among them. Returns the count; with more than capacity, only capacity are written. */
+/* The inodes with unsealed changes; sealed ones that were changed are among them. Returns the count; with more than capacity, only capacity
+ * are written. */
 uint32_t kvfs_dirty_files(struct kvfs_plane *plane, uint64_t *out, uint32_t capacity);
 /* Extents of a file being written that are on the devices already: the segments they lie in must not be freed. Returns the count;
  * with more than capacity, only capacity are written. */
 int kvfs_file_extents(struct kvfs_plane *plane, uint64_t inode, struct kvfs_extent *out, uint32_t capacity);
-/* Bytes that the pool can hold of what must stay: open blocks and files being written. A WRITE that would go beyond ends with `error`, a
- * positive errno. */
+/* The pool's room for bytes that must stay: open blocks and files being written. A WRITE that would go beyond ends with `error`, a positive
+ * errno. */
 void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error);
 
 /* ---- shares: what one user may hold of the pool ---- */
 
-/* Users are those who open a file: a uid of the host, or, for all of a guest, this and the number of its transport. SETXATTR names them so, too. */
+/* Users are the openers of files: a uid of the host; or, for all of a guest, this value and the number of its transport. SETXATTR names
+ * them in the same way. */
 #define KVFS_USER_GUEST 0xffff0000u
-#define KVFS_USER_OTHERS 0xffffffffu    /* more users than there is place for: they share one share */
+#define KVFS_USER_OTHERS 0xffffffffu    /* users beyond the table's places: they share one share */
 struct kvfs_user { uint32_t id, reserved; uint64_t open_bytes, writing_bytes, evicted; };
-/* What one user may hold: sealed blocks that are open, and what kvfs_user_hold says. Files being written may be more, as long as a share is
- * left to others; then their writes, and opens for writing, end with EDQUOT. Root and `exempt` may hold all. */
+/* The share of one user: sealed blocks that are open, and the bytes of kvfs_user_hold. Files being written may be more, as long as a share
+ * is left to others; then their writes, and opens for writing, end with EDQUOT. Root and `exempt` may hold all. */
 void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t exempt);
-/* What a user holds besides: pins, reservations, slabs. */
+/* Bytes that a user holds besides: pins, reservations, slabs. */
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);
-/* Users that were ever seen. Returns the count, at most capacity. */
+/* All users seen so far. Returns the count, at most capacity. */
 int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacity);
 /* The user that an inode's open content is charged to; -ENOENT: it is not open. */
 int64_t kvfs_inode_user(struct kvfs_plane *plane, uint64_t inode);
@@ -365,28 +373,28 @@ struct kvfs_scan_result {
     uint32_t full;              /* 1: out was too small for the next entry; scan again from next_page */
     uint32_t impossible;        /* headers that are whole, but whose records no kvfs can have written: stepped over */
 };
-/* Walk block headers from first_page on; for each valid one of this generation write its inode record, then its ancestors' records. Numbers
+/* Walk block headers from first_page on. For each valid one of this generation write its inode record, then its ancestors' records. Numbers
  * in them are of mounts up to epoch_max. result and out are the caller's until the completion (0 or -errno). */
 int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint64_t generation, uint64_t epoch_max,
                     uint32_t first_page, uint32_t end_page, void *out, uint64_t capacity, struct kvfs_scan_result *result);
 /* Check the block of this inode record: header, and with verify_data every leaf. Completion: 0, -EBADMSG, or -errno of a read. */
 int kvfs_store_verify(struct kvfs_plane *plane, uint64_t cookie, const void *record, uint32_t record_size, int verify_data);
 /* Copy a sealed block to new runs with a new header (carry-over). old_record as in the index; record, runs, header_pages as in seal_write
- * (all data pages in runs). Leaves are verified on the way. out_record (capacity) receives the final record and is the caller's until the
- * completion: its size, or -EBADMSG, or -errno. */
+ * (all data pages in runs). Leaves are verified during the copy. out_record (capacity) receives the final record and is the caller's until
+ * the completion: its size, or -EBADMSG, or -errno. */
 int kvfs_store_copy(struct kvfs_plane *plane, uint64_t cookie, const void *old_record, uint32_t old_size, const struct kvfs_run *runs,
                     uint32_t run_count, uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors,
                     uint32_t ancestors_size, void *out_record, uint32_t capacity);
-/* What inode records of a pool can say. */
+/* The limits of inode records in a pool. */
 struct kvfs_record_limits {
     uint64_t epoch_max;         /* the last mount that can have given out numbers */
     uint32_t segment_count;
     uint32_t end_page;          /* of every segment: blocks lie before it */
 };
-/* Check concatenated inode records that come from a device. Returns how many there are; -EBADMSG, with *at and *why (a constant), of the
- * first that no kvfs can have written. Any thread; does not block. */
+/* Check concatenated inode records that come from a device. Returns their number. -EBADMSG, with *at and *why (a constant) for the first
+ * that no kvfs can have written. Any thread; does not block. */
 int64_t kvfs_records_check(const struct kvfs_record_limits *limits, const void *records, uint64_t size, uint64_t *at, const char **why);
-/* Device I/Os in flight on a segment (also those that were given up on): it may be written again only at 0. */
+/* Device I/Os in flight on a segment, given-up ones included: it may be written again only at 0. */
 uint32_t kvfs_segment_busy(struct kvfs_plane *plane, uint32_t segment);
 
 /* ---- statistics ---- */
@@ -403,13 +411,15 @@ struct kvfs_statistics {
     uint64_t lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads, read_bytes, writes, write_bytes;
     uint64_t checksum_errors, read_errors, staged_bytes, staging_size, staged_files, open_handles, parked;
     uint64_t spins, sleeps, wakeups, blocks_written, blocks_copied, written_bytes, jobs_in_flight, zombies;
-    uint64_t open_bytes;         /* of open blocks and files being written: what eviction must keep */
+    uint64_t open_bytes;         /* of open blocks and files being written: eviction must keep them */
     uint64_t names_missed;       /* lookup_misses less misses_made (names that were then made); never falls */
     uint64_t slow_requests;      /* took longer than slow_ms */
-    uint64_t found_ages[KVFS_AGES]; /* opens of sealed blocks, and hits that clients told of: [0] within a second of mtime, [i] below 2^i s */
+    uint64_t found_ages[KVFS_AGES]; /* opens of sealed blocks, and hits reported by clients: [0] within a second of mtime, [i] below 2^i
+                                     * s */
 };
 void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out);
-/* The last news of an NVMe/TCP device's connection, as a message. Returns 1 if the device can be used, 0 if not; of others 1 and "". */
+/* The last news of an NVMe/TCP device's connection, as a message. Returns 1 if the device can be used, else 0; for other kinds of device 1
+ * and "". */
 int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, uint32_t capacity);
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out);
 /* operation: 0 lookup, 1 open, 2 read, 3 write, 4 forwarded. */
@@ -418,7 +428,8 @@ int kvfs_latency_get(struct kvfs_plane *plane, uint32_t operation, struct kvfs_l
 /* ---- fault injection, for tests only ---- */
 
 enum kvfs_fault { KVFS_FAULT_NONE = 0, KVFS_FAULT_ERROR = 1, KVFS_FAULT_DELAY = 2, KVFS_FAULT_SHORT = 3, KVFS_FAULT_FLIP = 4, KVFS_FAULT_LOST_WRITE = 5,
-                  KVFS_FAULT_HOLD = 6 /* nobody hears of its end before the next kvfs_fault_set of another kind; value: errno that it then ends with, or 0 */ };
+                  KVFS_FAULT_HOLD = 6 /* its end is reported only after the next kvfs_fault_set of another kind; value: errno that it then
+                                       * ends with, or 0 */ };
 /* From now on every `every`-th I/O (reads: 1, writes: 2, both: 3) of a device suffers the fault. value: errno, delay in ms. */
 int kvfs_fault_set(struct kvfs_plane *plane, uint32_t device, uint32_t fault, uint32_t direction, uint32_t every, uint32_t value);
 

@@ -1,7 +1,7 @@
 /* The block table: every name of the pool and every sealed block's place, in shared memory.
  *
- * One writer (the daemon's Python, in its one thread); any number of readers in any process, which take no lock, register nowhere
- * and write nothing. A memfd sealed against future writable mappings, created at its largest size, sparse. A projection of the index.
+ * One writer (the daemon's Python, in its one thread), and any number of readers in any process. Readers take no lock, register nowhere and
+ * write nothing (I7). A memfd sealed against future writable mappings, created at its largest size, sparse. A projection of the index.
  */
 #ifndef KVFS_TABLE_H
 #define KVFS_TABLE_H
@@ -50,16 +50,16 @@ int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoc
 void kvfs_table_destroy(struct kvfs_table *table);
 int kvfs_table_fd(const struct kvfs_table *table);                     /* owned by the table; safe to pass read-only */
 
-/* Insert or change: afterwards `name` in record->parent leads to record->inode and nothing else does. If the inode had another name (rename),
- * that name is gone; if the name led to another inode, that inode's record is freed, or, with keep_replaced, stays findable by its number
- * with KVFS_INODE_NAMELESS set. At no moment does a concurrent find of `name` miss if it was there before. -ENOSPC when full. */
+/* Insert or change: afterwards `name` in record->parent leads to record->inode and nothing else does. If the inode had another name
+ * (rename), that name is gone. If the name led to another inode, that inode's record is freed. With keep_replaced it stays findable by its
+ * number, with KVFS_INODE_NAMELESS set. At no moment does a concurrent find miss a `name` that was there before. -ENOSPC when full. */
 int kvfs_table_put(struct kvfs_table *table, const struct kvfs_record *record, const char *name, uint32_t name_size, int keep_replaced);
-/* Change attributes or place of an inode that is there; its name stays. -ENOENT. */
+/* Change attributes or place of an inode in the table; its name stays. -ENOENT. */
 int kvfs_table_update(struct kvfs_table *table, const struct kvfs_record *record);
 /* Remove name and record, or with keep only the name (NAMELESS is set). -ENOENT. */
 int kvfs_table_remove(struct kvfs_table *table, uint64_t inode, int keep);
-/* Put every inode record of a buffer of concatenated `struct kvfs_inode_record`s (validated: -EBADMSG names no offset but nothing behind
- * the bad record is loaded). Returns how many were put, or -errno. */
+/* Put every inode record of a buffer of concatenated `struct kvfs_inode_record`s. Each is validated. -EBADMSG names no offset, but no
+ * record behind the bad one is loaded. Returns how many were put, or -errno. */
 int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t size);
 /* While incomplete (at a rebuild), a missing name is -EAGAIN for readers, not -ENOENT. A new table is incomplete. */
 void kvfs_table_set_complete(struct kvfs_table *table, int complete);
@@ -67,8 +67,8 @@ void kvfs_table_set_complete(struct kvfs_table *table, int complete);
 /* A file of this inode number begins (1) or ends (-1) to have content that is not in its record. Any thread of the daemon. */
 void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int change);
 
-/* Reader side: any thread, any process. 0, -ENOENT, or -EAGAIN: ask the daemon (a bounded number of retries was not enough, the table is
- * incomplete, or two names share a key). */
+/* Reader side: any thread, any process. 0, -ENOENT, or -EAGAIN: ask the daemon. Reasons for -EAGAIN: a bounded number of retries was not
+ * enough, the table is incomplete, or two names share a key. */
 int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out); /* maps read-only; checks magic, version, sizes: -EBADMSG */
 void kvfs_table_detach(struct kvfs_table *table);                      /* an attached one, or NULL */
 int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);

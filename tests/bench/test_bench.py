@@ -145,22 +145,6 @@ def test_nothing_is_left_behind(result: Result) -> None:
     assert str(directory) not in pathlib.Path("/proc/self/mountinfo").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_S + END_S + 10)
-def test_the_table_goes_between_the_marks_of_a_page(result: Result, tmp_path: pathlib.Path) -> None:
-    document, _, path = result
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
-    process = bench("--markdown", str(path), "--into", str(page), timeout_s=60)
-    assert process.returncode == 0, process.stderr
-    text = page.read_text()
-    assert text.startswith("before\n<!-- bench -->\n") and text.endswith("\n<!-- /bench -->\nafter\n")
-    assert "\nold\n" not in text and text.count("\n| ") == len(document["rows"]) + 1
-    page.write_text("no marks\n")
-    assert bench("--markdown", str(path), "--into", str(page), timeout_s=60).returncode == 1
-    assert page.read_text() == "no marks\n"
-
-
 @pytest.mark.parametrize(
     ("relation", "kvfs", "peer", "target", "score", "met"),
     [

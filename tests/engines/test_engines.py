@@ -1,8 +1,8 @@
 """Real engines' storage clients, unchanged, while the test takes their blocks away: each is a miss, none is wrong.
 
 `tools/setup-clients` brings the clients in; one that is not there is a named skip. Each runs in a process of its own,
-scripts/player.py, which stores, looks up and loads as it is told, and has to live through it all: a block that was
-unlinked, one that was damaged on the devices, eviction by hand and by the pressure of others, and a pool with no room.
+scripts/player.py, which stores, looks up and loads on command. It has to live through an unlinked block, a block
+damaged on the devices, eviction by hand and by the pressure of others, and a pool with no room.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ CASES = {
     "torch-save": Case("torch", stumps=True),
     "torch-save-mapped": Case("torch", (), (("MAPPED", "1"),), mapped=True, stumps=True),
 }
-# What an engine's caller takes for a miss: the engine's own word for it, or what its load raises.
+# An engine's report of a miss: its own word for it, or the exception of its load.
 MISSES = {
     "miss",
     "FileNotFoundError",

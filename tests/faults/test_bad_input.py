@@ -622,7 +622,8 @@ def test_a_daemon_killed_while_it_starts_leaves_one_line_and_no_mount(pool: Pool
 
 
 def _mount_and_kill(pool: Pool, out: pathlib.Path, error: pathlib.Path) -> tuple[int, str, str] | None:
-    """`kvfs mount`, with its daemon killed as soon as there is one. None: it was seen too late, or not at all."""
+    """`kvfs mount`, with its daemon killed as soon as there is one. Returns None if it was seen too late, or not at
+    all."""
     with open(out, "wb") as stdout, open(error, "wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvfs", "mount", pool.path, pool.mount],

@@ -1,7 +1,7 @@
 """Damaged devices: whatever is flipped, torn, wiped or written late, a read is right, EIO or a miss, and it is counted.
 
-Most tests damage a copy of one pool with a known content, in two states: unmounted, and as kill -9 left it (quiet for
-long enough that nothing of it was only in memory). KVFS_FAULTS_ALL=1 runs every damage in every state.
+Most tests damage a copy of one pool with a known content. The pool comes in two states: unmounted, and as kill -9 left
+it (quiet for long enough that nothing of it was only in memory). KVFS_FAULTS_ALL=1 runs every damage in every state.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def quiet(pool: Pool) -> None:
 
 @dataclasses.dataclass
 class Stored:
-    """What a pool holds: contents and inode numbers by path; and contents that were removed or replaced, by path."""
+    """The contents of a pool: contents and inode numbers by path; and contents that were removed or replaced, by
+    path."""
 
     template: dict[str, pathlib.Path]
     files: dict[str, bytes]
@@ -93,7 +94,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
                 removed[name] = [files[name]]
                 files[name] = content(len(files[name]) + 1, ("second", index))
                 put(pool.mount / name, files[name])
-        quiet(pool)  # what is claimed of here on is what is older than that
+        quiet(pool)  # claims from here on are about older changes
         inodes = {name: os.stat(pool.mount / name).st_ino for name in files}
         pool.kill()
         helpers.detach(pool.mount)
@@ -303,7 +304,7 @@ def test_damage_costs_at_most_the_blocks_it_hit(
     if errno.EIO in failed.values() or (failed and index == "kept" and state == "clean"):
         counters = pool.status()["counters"]
         assert counters["checksum_errors"] > 0, counters
-    # What was found bad stays gone, what is right stays right, and the next mount agrees.
+    # A block that was found bad stays gone, a good one stays good, and the next mount agrees.
     pool.umount()
     pool.start()
     again = survey(pool.mount, list(stored.files), stored.files)
@@ -464,8 +465,8 @@ def test_block_writes_that_land_late_never_give_wrong_bytes(
 ) -> None:
     """A daemon dies with writes in flight; they arrive while its successor serves, reuses segments and removes files.
 
-    The past is forged: a copy of the pool from before some blocks were written takes its place, and what those blocks
-    changed on the devices is written into it later.
+    The past is forged: a copy of the pool from before some blocks were written takes its place. The bytes that those
+    blocks changed on the devices are written into it later.
     """
     pool = own_pool(files=4, size="16M")
     old, late, new = {}, {}, {}

@@ -301,7 +301,7 @@ def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(fau
         text = pool.command("status", str(pool.path)).stdout
         assert "is slow: p99 of reads" in text, text
         assert 'state="slow"} 1' in pool.command("stats", str(pool.path), "--prometheus").stdout
-        time.sleep(1)  # what is under way
+        time.sleep(1)  # for I/O under way
         before = status(pool)["devices"]
         for index in range(30):
             write_file(pool.mount / f"new-{index}", content(BLOCK, ("new", index)))

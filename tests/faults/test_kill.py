@@ -39,7 +39,7 @@ WRITERS = 4
 def _load_and_kill(
     pool: Pool, ledger: Ledger, chooser: random.Random, *, names: int, sizes: tuple[int, int], may_miss: bool
 ) -> tuple[float, bool]:
-    """Run writers, kill the daemon 50 to 800 ms later, collect their reports; returns the time of the kill, and whether
+    """Run writers, kill the daemon 50 to 800 ms later, collect their reports. Returns the time of the kill, and whether
     anything had been written by then."""
     children = []
     for writer in range(WRITERS):

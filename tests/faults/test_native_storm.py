@@ -1,10 +1,10 @@
 """Native readers and writers, files through the mount, an evictor at full speed, and kill -9 of all of them.
 
 Every block describes itself (workload.py) and every actor logs what it began and what was acknowledged, into a file
-that outlives it. Afterwards each read is held against all writes: its bytes must be whole, of that key, and of a
-version that nothing acknowledged before the read began had replaced. A miss is always right: the pool is too small.
+that outlives it. Afterwards each read is checked against all writes: its bytes must be whole, and of that key. No
+acknowledged write may have replaced their version before the read began. A miss is always right: the pool is too small.
 
-What a crash of the daemon may undo: a rename or unlink of its last second (GRACE_NS here). Not a put that was
+A crash of the daemon may undo one thing: a rename or unlink of its last second (GRACE_NS here). Not a put that was
 acknowledged: its header carries its name. While no daemon runs, readers see what the last one had acknowledged.
 
 KVFS_STORM_S sets the length (default 20; 4 without --run-slow), KVFS_STORM_SEED repeats a run's choices.
@@ -49,8 +49,8 @@ HOT = KEYS[:24]
 BLOCK_MAX = 400 * KIB
 BATCH_MAX = len(HOT)
 TIMEOUT_S = 2.0
-# What a call may take, with its deadlines, on two busy cores: a read (reconnect, device), a change (the daemon evicts
-# first), a call on the mount.
+# The longest a call may take, with its deadlines, on two busy cores: a read (reconnect, device), a change (the daemon
+# evicts first), a call on the mount.
 READ_LIMIT_S, CHANGE_LIMIT_S, MOUNT_LIMIT_S = 12.0, 45.0, 45.0
 # The daemon learns of a client's death by its socket; what that client had asked before may still be done.
 SETTLE_NS = 3_000_000_000
@@ -60,7 +60,7 @@ NEVER = 1 << 63
 
 
 class Kind(IntEnum):
-    """What a line of a log says. BEGIN to FAILED are about a write, with its version; the rest about a read."""
+    """The meaning of a line of a log. BEGIN to FAILED are about a write, with its version; the rest about a read."""
 
     PUT = 1  # begun
     RENAME = 2
@@ -273,7 +273,7 @@ def write_natively(root: pathlib.Path) -> Callable[[Diary], None]:
                     diary.note(
                         Kind.DONE, [line for line in versions if line[0].encode() not in error.failed], begun, ended
                     )
-                except (NotMountedError, DeadlineError):  # what became of it nobody said
+                except (NotMountedError, DeadlineError):  # nobody reported its outcome
                     time.sleep(0.02)
                 else:
                     diary.note(Kind.DONE, versions, begun, time.monotonic_ns())
@@ -443,8 +443,8 @@ def judge(
 
 
 def _fate_known(write: Write, daemons: list[Daemon], deaths: dict[int, int]) -> int:
-    """When a write that nobody acknowledged has happened or never will: some time after its writer or the daemon died;
-    if the daemon is dead by then, when the next one has recovered."""
+    """The time by which an unacknowledged write has happened or never will: some time after its writer or the daemon
+    died. If the daemon is dead by then, it is when the next one has recovered."""
     ends = [
         time for time in (deaths.get(write.actor, NEVER), *(daemon.ended for daemon in daemons)) if time > write.begun
     ]

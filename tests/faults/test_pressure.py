@@ -367,7 +367,7 @@ def test_a_name_that_many_clients_replace_always_opens(own_pool: Callable[..., P
 
 @pytest.mark.timeout(240)
 def test_a_full_disk_under_the_index_stops_no_writer_and_brings_nothing_old_back(tmp_path: pathlib.Path) -> None:
-    """The index cannot be committed any more: three times the pool is written all the same, each name many times; after
+    """The index cannot be committed any more. Three times the pool is written all the same, each name many times; after
     a crash the index is made anew from the devices."""
     requires_root()
     small, names = tmp_path / "small", 40

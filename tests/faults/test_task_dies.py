@@ -84,7 +84,7 @@ def test_a_store_task_that_dies_ends_the_daemon_and_answers_whoever_waits(
     pool.start()
     for name, data in files.items():
         assert_same(read_file(pool.mount / name), data, name)
-    # What was written before the end may be there: then it is right.
+    # A block written before the end may be there: then it is right.
     for name in set(os.listdir(pool.mount)) - set(files):
         assert_same(read_file(pool.mount / name), late[name], name)
     pool.umount()

@@ -1,8 +1,8 @@
 """Load whose every file describes itself, and the ledger of what must be there after the daemon's death.
 
-A file's content names its path's key and its version and ends in a digest, so that a reader knows of any bytes whether
-they are whole, and which promise they keep. A writer reports every call that was acknowledged, with the time, and those
-it had begun; the ledger derives from that what a crash may leave.
+A file's content names its path's key and its version and ends in a digest. So a reader knows of any bytes whether they
+are whole, and which promise they keep. A writer reports every call that was acknowledged, with the time, and those it
+had begun; the ledger derives from that the states that a crash may leave.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 _HEAD = struct.Struct("<8sIIQ32s")
 _MAGIC = b"kvfstest"
-# What a client sees of a daemon that died.
+# The errors that a client gets from a daemon that died.
 DEAD = {errno.ENOTCONN, errno.ECONNABORTED}
 # A rename or unlink of the last second may be undone; the rest is for a machine and disk that are busy. A round is
 # shorter than this: what was there before it is settled, and must stay.
@@ -96,7 +96,7 @@ class Child:
 
 @dataclass
 class Report:
-    """What a writer did until the daemon died: acknowledged changes in order, and the ones that were under way."""
+    """A writer's actions until the daemon died: acknowledged changes in order, and changes that were under way."""
 
     events: list[tuple[float, str, int | None, str]] = field(default_factory=list)  # time, path, version, kind
     pending: list[tuple[str, int | None, str]] = field(default_factory=list)
@@ -193,7 +193,7 @@ def _read_back(path: str, name: str, wanted: int | None, may_miss: bool, report:
 
 
 class Ledger:
-    """Every path's versions, oldest first, with the time each was acknowledged. None: no file."""
+    """Every path's versions, oldest first, with the time each was acknowledged. None means no file."""
 
     def __init__(self) -> None:
         self._states: dict[str, list[tuple[float, int | None, str]]] = {}

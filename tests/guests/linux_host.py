@@ -31,7 +31,7 @@ ADDRESS = "10.0.2.2"
 BLOCK, MIB = 4096, 1 << 20
 TIMEOUT_S = 60
 BLKDISCARD, BLKZEROOUT = 0x1277, 0x127F
-# What the statuses and the loss of a connection become.
+# Outcomes: statuses by name, and the loss of a connection.
 FAILURES = (errno.EIO, errno.ENODATA, errno.ENOSPC, errno.EREMOTEIO, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOLINK,
             errno.EILSEQ)  # fmt: skip
 NVME_IOCTL_ADMIN_CMD = 0xC0484E41
@@ -137,7 +137,7 @@ def zero(device, offset, size):
 
 
 def block_of(index, version):
-    """What a version of a block is: every 64 bytes say which."""
+    """Every 64 bytes of a block name its version."""
     return struct.pack("<QQ", index, version).ljust(64, b"s") * (BLOCK // 64)
 
 
@@ -183,7 +183,7 @@ def storm(device, stop, seed):
                     assert told in possible[index] and found == block_of(index, told), (
                         f"block {index} is {found[:16].hex()}, not of versions {possible[index]}"
                     )
-                    possible[index] = {told}  # what was read once stays
+                    possible[index] = {told}  # a version that was read once stays
         done["longest_s"] = max(done["longest_s"], time.monotonic() - start)
     return done
 

@@ -1,4 +1,4 @@
-"""What a guest does with pools on its generic NVMe devices, as `passthrough_visitor.py VERB MOUNT [WIDTH]`.
+"""A guest's work with pools on its generic NVMe devices, as `passthrough_visitor.py VERB MOUNT [WIDTH]`.
 
 One process for many commands: under emulation an interpreter takes seconds to start.
 """
@@ -23,7 +23,7 @@ DATA = [random.Random(number).randbytes(1_500_000 + 4096 * number) for number in
 
 
 def command(*words, expected=0):
-    """What it says on stdout, or on stderr if it is expected to fail."""
+    """The output on stdout, or on stderr if it is expected to fail."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(list(words))

@@ -25,7 +25,7 @@ SIZE = 8 * MIB
 STOP = "/run/tmp/stop"  # in the guest
 # Linux gives a command this long, then ends the connection and asks again.
 IO_TIMEOUT_S = 2
-# What a host is expected to get over. No flipped bit under a right digest: those are for it to believe.
+# Faults that a host is expected to survive. No flipped bit under a right digest: those are for it to believe.
 FAULTS = (
     "delay ms=400 count=3", "drop what=command count=1", "drop what=answer count=1", "reset count=2",
     "status status=0x0082 count=3", "status status=0x4280 op=write count=2", "digest what=header count=1",

@@ -1,7 +1,7 @@
 """A pool as real guests see it: POSIX, fio, checksums, several guests and the host at once, eviction, deaths.
 
-Two guests share one pool with the host's mount for most of it: `small` has the queue size that QEMU takes if none is
-asked for, `large` the largest and four request queues.
+Two guests share one pool with the host's mount for most of it. `small` has the queue size that QEMU takes by default;
+`large` has the largest one, and four request queues.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from helpers import MIB, REPOSITORY, Pool, assert_same, content, process_alive, 
 from kvfs.bench.guest import Guest, Share
 
 VISITOR = pathlib.Path(__file__).with_name("visitor.py")
-# What a guest goes by without asking: nothing of names and files, and this long of a directory's mode and times.
+# How long a guest relies on its cache without asking: not at all for names and files, this long for a directory's mode
+# and times.
 DIRECTORY_BOUND_S = 1.0
 # An emulated CPU is so much slower.
 SLOWNESS = 16
@@ -82,7 +83,7 @@ class Exported(Pool):
         return Guest([share], name=tag, **arguments)
 
     def exported(self, tag):
-        """What `kvfs status` says of an export."""
+        """The part of `kvfs status` about an export."""
         [found] = [export for export in self.status()["exports"] if export["tag"] == tag]
         return found
 
@@ -153,7 +154,7 @@ def suite(tag, root):
 
 
 def _said(text):
-    """What pytest has to say of failures; all of its end if that is nothing."""
+    """pytest's report of failures; the end of its output if there is none."""
     lines = [line for line in text.splitlines() if line.startswith(("E  ", "FAILED", "ERROR", "____"))]
     return "\n".join(lines)[-8000:] or text[-8000:]
 

@@ -1,4 +1,4 @@
-"""What one side, a guest or the host, does with a shared tree; runs in both as `visitor.py VERB ROOT ...`.
+"""The work of one side, a guest or the host, on a shared tree; runs in both as `visitor.py VERB ROOT ...`.
 
 Every file describes itself (tests/faults/workload.py), so that any bytes read tell whether they are whole and which
 version of which name they are. Prints one line of JSON: what was done. Wrong bytes end it with a traceback.

@@ -1,10 +1,10 @@
 """The mount against a model in memory: a miss is allowed where eviction or a crash may make one, a wrong byte never.
 
 The model is a tree of nodes, each with the places (directory and name) it has had. After a kill -9 a rename or unlink
-of the last seconds may be undone, and nothing else: so each file must be found, whole, at its place or at one it had
-within that time, and no file that was removed before it. KVFS_MODEL_EXAMPLES sets how many runs there are (default 60;
-4 without --run-slow, and 4 more with the next seed until every kind of restart has been seen), KVFS_MODEL_SEED repeats
-a run's choices, KVFS_MODEL_SHRINK=1 looks for the shortest failing run.
+of the last seconds may be undone, and nothing else. So each file must be found, whole, at its place or at one it had
+within that time, and no file that was removed before. KVFS_MODEL_EXAMPLES sets how many runs there are (default 60; 4
+without --run-slow, and 4 more with the next seed until every kind of restart has been seen). KVFS_MODEL_SEED repeats a
+run's choices, KVFS_MODEL_SHRINK=1 looks for the shortest failing run.
 """
 
 from __future__ import annotations
@@ -628,7 +628,7 @@ class Machine(RuleBasedStateMachine):
         )
 
     def _adopt(self, files: list[tuple[str, Node]], directories: set[str], settled: float) -> None:
-        """What is there now is durable and may not change by another crash."""
+        """The present state is durable and may not change by another crash."""
         self.restarts, self.steps = self.restarts + 1, 0
         made: dict[str, Node] = {"": self.root}
         for path in sorted(directories):

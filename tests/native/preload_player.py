@@ -53,7 +53,7 @@ def memory(size, aligned):
 
 
 def digest(count, views):
-    """What a read gave, and that it left the rest alone."""
+    """The result of a read, which must have left all other memory alone."""
     total = hashlib.sha256()
     for view in views:
         total.update(view)

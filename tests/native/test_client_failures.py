@@ -1,4 +1,4 @@
-"""What a client meets: no mount, no daemon, another pool, a fork, a device that gives no answer."""
+"""A client's troubles: no mount, no daemon, another pool, a fork, a device that gives no answer."""
 
 import contextlib
 import copy

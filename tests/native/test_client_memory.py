@@ -335,7 +335,7 @@ def test_what_dlpack_cannot_express_data_ptr_may():
 
 
 def test_gpu_memory_goes_to_the_gpu_reader_and_host_memory_does_not(client):
-    """What is in one batch is split; the reader is a test double."""
+    """One large batch is split; the reader is a test double."""
 
     class Reader:
         mode, reason, may_owe = "staged", "a double", False

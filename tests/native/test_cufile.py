@@ -1,8 +1,8 @@
 """libkvfs_cufile.so against NVIDIA's libcufile 1.20: the same calls on the same mount, in a process each.
 
-The reference is the real library with host buffers, in its compatibility mode. Two of ours are held against it: one
-that has the real library behind it ("ours"), and one that has none and must answer for it ("alone"). What the real one
-does differently, and why that is not copied:
+The reference is the real library with host buffers, in its compatibility mode. Two of ours are compared with it: one
+that has the real library behind it ("ours"), and one that has none and must answer for it ("alone"). The differences of
+the real one, and why they are not copied:
 
 - a failed read or write of the descriptor is (-1, EPERM) in the real one, whatever the reason; "alone" gives the reason
 - when the application has closed a descriptor that is still registered, the real one reads whatever file has its number
@@ -49,7 +49,7 @@ FILES = {"large": 3_000_017, "aligned": MIB, "page": 4096, "small": 100, "empty"
 
 
 def needs_unpacked(directory, pattern):
-    """What tools/setup-clients has unpacked; skip where it could not."""
+    """The folder that tools/setup-clients has unpacked; skip where it could not."""
     found = sorted(directory.glob(pattern))
     if not found:
         pytest.skip(f"no {directory}/{pattern}: tools/setup-clients brings it, where it can be had")
@@ -66,7 +66,7 @@ def doubles():
 
 @pytest.fixture(scope="session")
 def preloads(doubles):
-    """What the real library needs on a kernel without modules: it looks for /proc/modules until it is there."""
+    """A need of the real library on a kernel without modules: it waits for /proc/modules."""
     return "" if os.path.exists("/proc/modules") else str(doubles / "proc_modules.so")
 
 
@@ -188,7 +188,7 @@ def plain(outcome):
 
 
 def assert_alike(stage, steps, note):
-    """What the real library answers to these, ours answers too, with and without the real one behind it."""
+    """The real library's answers to these are ours too, with and without the real one behind it."""
     expected, expected_status = stage.play("real", steps)
     assert expected_status == 0, f"{note}: the real one: exit status {expected_status} at {steps[len(expected)]}"
     for name in ("ours", "alone"):
@@ -509,7 +509,7 @@ EDGES = {
         submit(*(item("hf", 1_000_000, i, i) for i in range(8))),
         {"op": "cancel", "batch": "b"},
         {"op": "status", "batch": "b", "least": 0, "count": 8},
-        # What was cancelled may have been read, or not.
+        # A cancelled item may have been read, or not.
         submit(item("hf", 1000, 0, 1)),
         drain(1, buffers=()),
         submit(*(item("hf", 1_000_000, i, i) for i in range(8))),

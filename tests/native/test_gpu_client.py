@@ -1,6 +1,6 @@
 """kvfs.connect() into GPU memory, end to end on a mounted pool, against a double of libcuda (fake_cuda.c).
 
-What passes here says nothing about a real GPU: that is tools/gpu_check's, on a machine that has one.
+A pass here says nothing about a real GPU: that is tools/gpu_check's job, on a machine that has one.
 """
 
 import ctypes
@@ -83,7 +83,7 @@ class Batch:
         self.memory.free()
 
     def check(self, results, contents, data=None):
-        """What was read is there; behind it, and beside what was missed, nothing has changed."""
+        """The blocks that were read are there; behind them, and where blocks were missed, nothing has changed."""
         data = self.memory.read() if data is None else data
         expected = bytearray([POISON]) * len(data)
         for part, result, content in zip(self.parts, results, contents, strict=True):
@@ -309,7 +309,7 @@ def test_a_gpu_that_hangs_is_an_error_in_time(driver, directory):
         with Batch(driver, [300 * KIB] * 6) as batch:
             items = list(zip(contents, batch.parts, strict=True))
             driver.library.fake_cuda_hold(1)
-            driver.broken = True  # what a GPU that hangs may still use is kept
+            driver.broken = True  # memory that a hanging GPU may still use is kept
             began = time.monotonic()
             try:
                 with pytest.raises(DeadlineError, match="has not ended in 15000 ms"):

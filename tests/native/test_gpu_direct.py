@@ -1,7 +1,7 @@
 """gds end to end on mounted pools: with doubles of libcuda, libcufile and libnvrtc, and with the real libcufile 1.20.
 
-What passes here says nothing about a GPU: the double's DMA is a read by the CPU, and its kernel is gcc's. The real
-libcufile runs in its compatibility mode; the real libnvrtc compiles, and nothing runs what it made.
+A pass here says nothing about a GPU: the double's DMA is a read by the CPU, and its kernel is gcc's. The real libcufile
+runs in its compatibility mode; the real libnvrtc compiles, and nothing runs what it made.
 """
 
 import os
@@ -30,7 +30,7 @@ for capability in (80, 90):
 
 @pytest.fixture(scope="session")
 def modules(tmp_path_factory):
-    """What libcufile needs on a kernel without modules: a stand-in for /proc/modules."""
+    """A need of libcufile on a kernel without modules: a stand-in for /proc/modules."""
     if os.path.exists("/proc/modules"):
         return ""
     helpers.requires_program("gcc")

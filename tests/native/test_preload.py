@@ -1,8 +1,8 @@
 """libkvfs_preload.so: an unchanged program gets the same answers with it as without, and gets them natively.
 
 Two players run the same calls side by side, one with the library and one without; every answer must be the same: bytes,
-attributes, errno. What the library did by itself is read from its counters, so that no test passes because everything
-fell through.
+attributes, errno. The library's own answers are read from its counters, so that no test passes because everything fell
+through.
 """
 
 import contextlib
@@ -221,7 +221,8 @@ def some_call(random_, paths):
     if name == "fstatat":
         return [[name, path, random_.random() < 0.5]]
     if name == "statx":
-        # None, NOFOLLOW, FORCE_SYNC; basic, all that 5.10 knew, birth time, mount id, alignment of direct I/O.
+        # The flags: none, NOFOLLOW, FORCE_SYNC. The masks: basic, all that 5.10 knew, birth time, mount id, alignment
+        # of direct I/O.
         return [[name, path, random_.choice([0, 0x100, 0x2000]), random_.choice([0x7FF, 0xFFF, 0x2, 0x1FFF, 0x3FFF])]]
     if name == "access":
         return [[name, path, random_.choice([os.F_OK, os.F_OK, os.R_OK, os.W_OK, os.X_OK, os.R_OK | os.W_OK])]]
@@ -668,7 +669,7 @@ def test_signal_handlers_may_read_and_close(directory, tmp_path, stats):
     assert total(stats, "reads")["reads"] > 1000
 
 
-# What libkvfs promises of a device that gives no answer, without such a device.
+# libkvfs's promise for a device that gives no answer, without such a device.
 _DOUBLE = """
 #include <errno.h>
 #include <stdlib.h>
@@ -772,7 +773,7 @@ def test_daemon_killed(own_pool, stats):
         first = pair("pread", "f", [2 * MIB], 0, True)
         pair("stat", path)
         run("sync", "-f", pool.mount)
-        time.sleep(1.5)  # what the kernel keeps of attributes runs out
+        time.sleep(1.5)  # the kernel's cached attributes expire
         pool.kill()
         time.sleep(PERIOD_S)
         for _ in range(3):
@@ -854,7 +855,7 @@ def test_programs(directory, tmp_path, stats):
     path = str(directory / "f")
 
     def output(*words):
-        with opened(path, os.O_RDONLY) as descriptor:  # what the kernel has in its page cache it gives faster
+        with opened(path, os.O_RDONLY) as descriptor:  # the kernel answers faster from its page cache
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         result = subprocess.run(words, env=environment, capture_output=True, timeout=60, check=False)
         assert result.stderr == b"", f"{words}: {result.stderr.decode()}"
@@ -917,7 +918,7 @@ def test_fio_reads_and_verifies(directory, stats, engine):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_posix_contract(service, stats):
-    """What the mount owes is owed with the library too: the same tests, in a process that has it."""
+    """The mount's duties hold with the library too: the same tests, in a process that has it."""
     requires_root()
     result = subprocess.run(
         [

@@ -1,5 +1,5 @@
-"""What `pip install kvfs` gives: the sdist, the wheel that is built from it and nothing else, and a client that is
-installed from that wheel into an environment with nothing in it, for each Python that this machine has."""
+"""The result of `pip install kvfs`: the sdist, the wheel that is built from it and nothing else, and a client. The
+client is installed from that wheel into an empty environment, for each Python that this machine has."""
 
 import email
 import json
@@ -142,7 +142,7 @@ def test_a_client_is_installed_into_an_empty_environment_and_used(wheel, work, d
     environment = work / f"python3.{version[1]}"
     run(found[version], "-m", "venv", "--without-pip", environment)
     python = environment / "bin/python"
-    # What the wheel says it needs, fetched for this Python.
+    # The wheel's dependencies, fetched for this Python.
     needed = work / f"needed3.{version[1]}"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     fetched = run(*pip, "--python", python, "download", "-q", "-d", needed, "cffi>=1.16", check=False)

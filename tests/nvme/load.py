@@ -1,4 +1,4 @@
-"""What the tests with pools on enclosures share: files to serve, URLs, contents, and load."""
+"""Shared by the tests with pools on enclosures: files to serve, URLs, contents, and load."""
 
 import contextlib
 import functools
@@ -116,7 +116,7 @@ class Load(threading.Thread):
 
 
 class MountLoad(Load):
-    STEP = 128 * 1024  # what the kernel reads ahead: a request, so a read
+    STEP = 128 * 1024  # the kernel's read-ahead: a request, so a read
 
     def opened(self):
         return contextlib.nullcontext()

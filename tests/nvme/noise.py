@@ -1,4 +1,4 @@
-"""What a busy machine adds to every deadline."""
+"""The time that a busy machine adds to every deadline."""
 
 import threading
 import time

@@ -82,7 +82,7 @@ def descriptors(pid):
     """How many sockets, how many others."""
     leads = []
     for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of this very listing is gone
+        with contextlib.suppress(OSError):  # the file of this very listing is gone
             leads.append(os.readlink(path))
     sockets = sum(lead.startswith("socket:") for lead in leads)
     return sockets, len(leads) - sockets

@@ -1,5 +1,5 @@
 """Pools on NVMe/TCP devices, by the data plane's own initiator against the test enclosure: the mount, native clients,
-discovery, and enclosures that break, vanish and come back.
+and discovery. Enclosures break, vanish and come back.
 """
 
 import concurrent.futures

@@ -1,8 +1,8 @@
 """Four enclosures with sixteen devices under an engine's load: one is killed, cut off, or a hundred times slower, and
 back.
 
-The enclosures serve as devices do: one command after the other, each in its time, so the devices and not this
-machine's CPUs say how much can be read.
+The enclosures serve as devices do: one command after the other, each in its time. So the devices and not this machine's
+CPUs decide how much can be read.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ RUN, SIZE = 4, 256 * 1024
 ENGINES = 6
 # Engines use these, and store them anew when they are lost. Those from KEPT on nobody touches meanwhile.
 USED, KEPT = range(240), range(1000, 1120)
-# A device's time for a command is so many times 20 us and 0.5 ns a byte: 8 ms for its 64 KiB of a block.
+# A device's time for a command is this many times 20 us and 0.5 ns a byte: 8 ms for its 64 KiB of a block.
 PACE = 150
 BEFORE_S, OUTAGE_S, RECOVERY_S = 3, 7, 3
 # Of what the devices that remain could give: this machine may have less time for it in one second than in another.
@@ -220,7 +220,7 @@ def test_one_enclosure_of_four_is_lost_and_comes_back(how):
             hits = sum(start <= when < stop and number in numbers for engine in engines for when, number in engine.hits)
             return hits / (stop - start)
 
-        # What was lost is stored anew on the devices that remain, so they have all of the load then.
+        # Lost blocks are stored anew on the devices that remain, so these have all of the load then.
         total = rate(before, after, set(USED))
         devices_share, blocks_share = 1 - EACH / len(devices), len(rest) / len(USED)
         windows = [

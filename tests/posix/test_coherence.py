@@ -76,10 +76,10 @@ def test_rewriting_in_place_keeps_the_inode_and_replacing_changes_it(directory):
 def test_concurrent_readers_of_pages_see_only_what_was_written_there(directory, is_kvfs, direct):
     """One thread rewrites aligned 4 KiB pages, each full of its version number; three read them.
 
-    Every word that a reader gets is a version written before its read ended and not replaced before its read began
-    (O_DIRECT) or its open (page cache). The kernel's FUSE makes a page that a write fills readable before the server
-    has it; if an open drops that page meanwhile, a reader may fetch the one before, which stays until the next open:
-    any server shows it, libfuse's passthrough_hp --nocache among them. Whole pages of one version are demanded of
+    Every word that a reader gets is a version written before its read ended. It was not replaced before its read began
+    (O_DIRECT), or before its open (page cache). The kernel's FUSE makes a page that a write fills readable before the
+    server has it. If an open drops that page meanwhile, a reader may fetch the earlier one, which stays until the next
+    open. Any server shows it, libfuse's passthrough_hp --nocache among them. Whole pages of one version are demanded of
     O_DIRECT on kvfs alone: through the page cache the kernel copies in and out of a page without a lock.
     """
     path = directory / "block"

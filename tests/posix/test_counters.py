@@ -1,4 +1,5 @@
-"""What `kvfs status` counts as asked for and found: what users mean by a hit, whatever the kernel's caches answer."""
+"""Counters of lookups and hits in `kvfs status`: they match users' idea of a hit, whatever the kernel's caches
+answer."""
 
 import os
 import pathlib
@@ -51,8 +52,8 @@ def store(path: pathlib.Path, seed: object = 0) -> None:
 
 
 def test_blocks_that_are_there_are_found_though_the_kernel_knows_their_names(pool: Pool) -> None:
-    """The kernel answers a stat of a name that it knows by itself: only the names that are not there reach the daemon,
-    and 92 blocks of 100 found were once a hit ratio of 0."""
+    """The kernel answers a stat of a name that it knows by itself, so only missing names reach the daemon. With 92 of
+    100 blocks found, the hit ratio was once 0."""
     names = [pool.mount / f"known-{i}" for i in range(92)]
     for path in names:
         store(path)

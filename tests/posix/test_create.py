@@ -300,7 +300,7 @@ def test_a_block_is_stored_with_few_requests(own_pool):
             (directory / f".{i}.tmp").rename(path)
         return (requests() - before) / 50
 
-    # What the kernel keeps it may have to give back meanwhile, as to another test's drop_caches.
+    # The kernel may have to give cached entries back meanwhile, as to another test's drop_caches.
     assert min(store(turn) for turn in range(3)) < 11
     assert all(read_file(directory / f"0-{i}.bin") == content(65_536) for i in range(50))
 

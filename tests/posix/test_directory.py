@@ -221,7 +221,8 @@ def test_scan_of_two_levels_finds_every_block(directory):
 
 
 def test_attributes_come_with_the_listing(own_pool):
-    """Who asks for each entry's attributes as it is listed, as `ls -l` does, has the kernel ask for few of them."""
+    """A caller that asks for each entry's attributes as it is listed, as `ls -l` does, has the kernel ask for few of
+    them."""
     count = 600
     pool = own_pool(files=1, size="256M")
     (pool.mount / "d").mkdir()

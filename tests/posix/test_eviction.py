@@ -143,7 +143,7 @@ def test_what_an_open_for_reading_cut_stays_cut(own_pool, end):
 
 
 def test_killed_daemon_is_followed_by_misses_never_by_wrong_bytes(own_pool):
-    """What was fsynced is there again; of the rest, each is whole or missing."""
+    """Fsynced files are there again; each other file is whole or missing."""
     pool = own_pool(files=2, size="256M")
     for index in range(20):
         write_file(pool.mount / f"{index}", content(MIB + index, index))
@@ -180,7 +180,7 @@ def test_status_is_json_with_a_version_and_the_devices(own_pool):
 @pytest.mark.slow
 def test_files_just_closed_stay_while_older_blocks_are_there(own_pool):
     """Between close and rename an engine's temporary file has nobody who holds it. It is in the newest segment of its
-    stream, and that may be the emptiest one; still all that libkvfs has filled the pool with before goes first."""
+    stream, which may be the emptiest one. Still all blocks that libkvfs stored before go first."""
     pool = own_pool(files=4, size="64M")
     with kvfs.connect(pool.mount, "old", gpu=None) as client:
         block = content(MIB // 4)
@@ -251,7 +251,8 @@ def test_evict_all_takes_hot_files_too_and_names_what_stays(own_pool):
         os.write(written, b"not sealed yet")
 
         def left():
-            """What stays, once the kernel has given the other handles back: that comes after their close()."""
+            """The blocks that stay, once the kernel has given the other handles back: that comes after their
+            close()."""
             result = json.loads(pool.command("evict", str(pool.mount), "--all", "-o", "json").stdout)
             return sorted(os.listdir(pool.mount)) == ["3", "5", "new"] and result["kept"]
 

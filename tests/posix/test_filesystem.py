@@ -1,4 +1,4 @@
-"""What belongs to the whole filesystem: statvfs, sync, the root."""
+"""Calls on the whole filesystem: statvfs, sync, the root."""
 
 import os
 import stat

@@ -111,7 +111,7 @@ def test_a_file_that_is_open_keeps_its_group(pool):
 
 def test_a_file_that_is_read_often_keeps_its_group(pool):
     """One member is hit all the time, the other never: both stay, while others of their age are gone."""
-    # What a page is worth is learnt from the first that go; nothing is carried over before.
+    # A page's worth is learnt from the first blocks that go; nothing is carried over before.
     press_until_something_goes(pool, [pool.mount / "filler-000000.bin"])
 
     def stays(pair):
@@ -125,7 +125,7 @@ def test_a_file_that_is_read_often_keeps_its_group(pool):
                 return False
         return True
 
-    # What is hot goes too where there is no room for a copy at that moment: but then the whole group.
+    # A hot group goes too where there is no room for a copy at that moment: but then the whole group.
     for attempt in range(4):
         pair = [pool.mount / f"x{attempt}", pool.mount / f"x{attempt}.metadata"]
         if stays(pair):

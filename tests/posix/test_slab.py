@@ -1,7 +1,7 @@
 """Slabs: files that are preallocated and overwritten in place, as engines use them for their pools of KV blocks.
 
-What is asserted: they take the engines' calls, hold every byte through every path, begin as zeros, have a quota, and go
-with their last descriptor; and a preallocated file that is no slab after all stays, as any file.
+The claims: slabs take the engines' calls, hold every byte through every path, begin as zeros, have a quota, and go with
+their last descriptor. A preallocated file that is no slab after all stays, as any file.
 """
 
 import contextlib

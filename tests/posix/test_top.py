@@ -22,7 +22,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Screen:
-    """A program in a terminal of 160 columns, and all that it has drawn. What starts it ignores interrupts."""
+    """A program in a terminal of 160 columns, and all that it has drawn. Its parent ignores interrupts."""
 
     def __init__(self, *command: str) -> None:
         self._terminal, theirs = pty.openpty()
@@ -54,7 +54,7 @@ class Screen:
         raise AssertionError(f"{pattern!r} was not drawn: {self.text[-3000:]}")
 
     def ends(self, timeout_s: float = 60) -> int:
-        """Its exit status. What it draws until then is read: a full terminal would hold it up."""
+        """Its exit status. Its output until then is read: a full terminal would hold it up."""
         until = time.monotonic() + timeout_s
         while self.process.poll() is None:
             assert time.monotonic() < until, f"it goes on: {self.text[-3000:]}"

@@ -131,7 +131,7 @@ class Guest:
         os.eventfd_write(self.kick, 1)
 
     def answer(self) -> tuple[int, bytes]:
-        """What the last request got: a negative errno or 0, and the reply's body."""
+        """The result of the last request: a negative errno or 0, and the reply's body."""
         deadline = time.monotonic() + self._timeout_s
         while struct.unpack_from("<H", self.memory, _USED + 2)[0] != self._next:
             assert time.monotonic() < deadline, f"request {self._unique}: no answer in {self._timeout_s} s"

@@ -123,7 +123,7 @@ def test_a_segment_header_that_cannot_be_never_keeps_a_pool_from_mounting(
     image = Image(pool)
     used = image.used_segments()
     free = next(segment for segment in range(len(image.members)) if segment not in used)
-    # That of a used segment, of a later generation, so that it would be taken for the segment's newest life.
+    # The header of a used segment, with a later generation, so that it would be taken for the segment's newest life.
     page = bytearray(image.read(used[0], 0))
     struct.pack_into("<Q", page, 24, max(filter(None, map(image.generation, used))) + 1000)
     struct.pack_into("<I", page, 56, free)
@@ -149,7 +149,7 @@ def test_a_segment_header_that_cannot_be_never_keeps_a_pool_from_mounting(
 def test_the_header_of_a_segment_with_blocks_costs_no_block(copy: Callable[[str], Path], what: str) -> None:
     """Block headers prove themselves; the index, or a summary, says of which generation they must be."""
     for state in ("closed", "killed", "without index"):
-        pool = copy("killed" if state == "killed" else "closed")  # what was open has no summary yet
+        pool = copy("killed" if state == "killed" else "closed")  # an open segment has no summary yet
         image = Image(pool)
         for segment in image.used_segments():
             page = changed(image.read(segment, 0), *HEADERS[what])

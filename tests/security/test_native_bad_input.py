@@ -1,7 +1,7 @@
 """Bad input of the native path: what callers, daemons and devices may do wrong ends as an error that says so.
 
-Below Python's own checks, which tests/native has: the C functions themselves, a daemon that lies (a double between
-client and daemon that changes what the daemon says), a device that hangs (stoppable.py), users of other groups.
+Below Python's own checks, which tests/native has: the C functions themselves, and a daemon that lies (a double between
+client and daemon changes the daemon's words). Also a device that hangs (stoppable.py), and users of other groups.
 Clients run in forked children: a crash is one child's, and what it leaves open is counted there.
 """
 
@@ -326,7 +326,7 @@ def test_a_user_of_another_group_gets_nothing(pool: Pool, gid: int, groups: list
 HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST = range(1, 7)
 CLOSE = 11
 FRAME = struct.Struct("<IHHiI")
-HANG_UP = b"hang up"  # what an edit returns for: say nothing more, and close
+HANG_UP = b"hang up"  # an edit returns it to say nothing more, and close
 SILENCE = b"silence"  # ... and stay
 
 # (kind, frame head and payload, descriptors) -> what to send instead, and the descriptors with its first byte.
@@ -420,7 +420,7 @@ def use(pool: Pool, *, timeout_s: float = 10, limit_s: float = 20) -> dict[str, 
             assert took < limit_s, f"{name} took {took:.1f} s"
             return value
 
-        kvfs.Client.buffer(1)  # what is loaded once
+        kvfs.Client.buffer(1)  # lazy parts are loaded once
         before = len(os.listdir("/proc/self/fd"))
         client = attempt("connect", lambda: kvfs.connect(pool.mount, "bad", timeout_s=timeout_s, gpu=None))
         if client is not None:
@@ -665,8 +665,8 @@ def test_an_answer_that_is_wrong_fails_that_call_and_harms_nothing(pool: Pool, k
 
 @pytest.mark.timeout(300)
 def test_reservations_with_single_wrong_numbers_are_found_out(pool: Pool) -> None:
-    """Every field of the first item of a reservation, at its bounds: the client writes nowhere that was not said, and
-    never outside what it was given memory for."""
+    """Every field of the first item of a reservation, at its bounds: the client writes only to places it was given, and
+    never outside the memory that it got for them."""
     item = FRAME.size
     fields = {
         "error": (8, "<i"),

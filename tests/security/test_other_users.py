@@ -112,7 +112,7 @@ def test_a_log_that_was_rotated_is_made_anew_and_never_through_a_link(tmp_path: 
     in_child(rotate)
     assert precious.read_bytes() == PRECIOUS
     assert [line.split()[-1] for line in (tmp_path / "kvfs.log.2").read_text().splitlines()] == ["two"]
-    # What finds no file goes where the daemon's standard error does.
+    # The error goes where the daemon's standard error goes.
     first = (tmp_path / "kvfs.log.1").read_text().splitlines()
     assert [line.split()[-1] for line in first] == ["one", "three"]
     last = path.read_text().splitlines()

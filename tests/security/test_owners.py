@@ -1,4 +1,4 @@
-"""Two daemons that want the same devices: one has them, the other hears who, where, and what to do; and a daemon whose
+"""Two daemons that want the same devices: one has them, the other hears who, where, and how to go on. A daemon whose
 devices were taken stops."""
 
 from __future__ import annotations

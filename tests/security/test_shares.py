@@ -145,7 +145,7 @@ def test_a_user_who_holds_all_blocks_open_loses_those_beyond_the_share_and_other
         fill(pool, 1000, 3 * pool.status()["space"]["size"] // BLOCK)  # no ENOSPC
 
         def settled() -> dict[str, int] | None:
-            """What the status says and what can be read agree: the evictor may have been at work in between."""
+            """The status and the readable blocks agree: the evictor may have been at work in between."""
             whole, failed = look()
             after = user_of(pool, MALLORY)
             return after if (whole * BLOCK, failed) == (after["open"], after["evicted_open"]) else None
@@ -248,7 +248,7 @@ def test_a_pin_beyond_the_share_is_refused_and_one_within_it_counts(pool: Pool) 
                 refused += 1
         assert refused >= 2
         pin(pool.mount / "small", b"0")
-        pin(pool.mount / "small")  # what was let go of counts no longer, at once
+        pin(pool.mount / "small")  # released bytes count no longer, at once
 
     in_child(attack, user=MALLORY, group=MALLORY)
     assert share - 2 * BLOCK < user_of(pool, MALLORY)["pinned"] <= share

@@ -32,7 +32,7 @@ def padded(data: bytes, unit: int = 8) -> bytes:
 def run_bytes(
     record: bytes, runs: Sequence[Run], header_pages: int, ancestors: bytes, content: bytes, secret: int, epoch: int
 ) -> list[bytes]:
-    """What each run is to hold: block header or extent header, then data."""
+    """The bytes that each run is to hold: block header or extent header, then data."""
     inode = Inode.unpack(record)
     assert inode.size == len(content)
     leaves = ffi.new("uint32_t[]", len(content) // PAGE + 2)
@@ -72,7 +72,7 @@ def run_bytes(
 
 @dataclass
 class Place:
-    """What RESERVE answers for one block."""
+    """RESERVE's answer for one block."""
 
     reservation: int
     error: int

@@ -1,4 +1,4 @@
-"""What hypothesis draws has no deadline: a machine that others use stalls for longer than the usual 200 ms."""
+"""hypothesis's examples have no deadline: a machine that others use stalls for longer than the usual 200 ms."""
 
 from hypothesis import HealthCheck, settings
 

@@ -1,5 +1,5 @@
-"""Devices in and out of service, without a mount: what is lost is what the layout says, and what comes back is what the
-index has kept."""
+"""Devices in and out of service, without a mount: the lost blocks are those that the layout says, and those that come
+back are those that the index has kept."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pool_of(path: Path, width: int) -> Path:
 
 
 def seen(store: Store, parent: int = ROOT_INODE) -> set[bytes]:
-    """What the index says is there, without the block table."""
+    """The names in the index, without the block table."""
     return {name for name, _ in store.index.list(InodeNumber(parent), b"", 100_000)}
 
 

@@ -1,4 +1,4 @@
-"""What the log is spared of messages that come again and again."""
+"""Messages that come again and again are kept out of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel's sysfs tells of NVMe namespaces, and devices that are not what `ng:` asks for."""
+"""The kernel's sysfs on NVMe namespaces, and devices that are not of the kind that `ng:` asks for."""
 
 from __future__ import annotations
 

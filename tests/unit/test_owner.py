@@ -1,4 +1,5 @@
-"""Who owns a device: what a beat says, whom one waits for and how long, and what ends the use of a pool."""
+"""The owner of a device: the meaning of a beat, whom one waits for and how long, and the events that end the use of a
+pool."""
 
 from __future__ import annotations
 
@@ -246,7 +247,7 @@ def test_a_device_file_is_claimed_by_one_at_a_time(tmp_path: Path, monkeypatch: 
     first = open_device(pool / "devices/0")
     with pytest.raises(InUseError, match="devices/0: in use by another kvfs"):
         open_device(pool / "devices/0")
-    # Who only looks, and whoever takes over from the one that has it.
+    # A reader may open it, and so may an owner that takes over from the present one.
     open_device(pool / "devices/0", exclusive=False, writable=False).close()
     second = open_device(pool / "devices/0", holder=first)
     first.close()
@@ -257,7 +258,7 @@ def test_a_device_file_is_claimed_by_one_at_a_time(tmp_path: Path, monkeypatch: 
 
 
 def test_native_clients_and_io_uring_hold_no_claim(tmp_path: Path) -> None:
-    """What they have of a device outlives the daemon; nobody must wait for that."""
+    """Their hold on a device outlives the daemon; nobody must wait for its end."""
     pool = make_pool(tmp_path / "pool")
     device = open_device(pool / "devices/0")
     theirs = [os.dup(device.fd), os.open(f"/proc/self/fd/{device.shared_fd}", os.O_RDWR)]

@@ -587,7 +587,7 @@ def test_any_history_ends_in_what_was_or_a_miss(
                     await store.sync()
                 elif kind == "settle":
                     await settle(store, 0.25)
-            # What came before the last second is not to be undone; that second is this.
+            # Changes before the last second are not to be undone; that second is this.
             await settle(store, 0.5)
 
         (with_store if end == "clean" else crashed_store)(pool, work)

@@ -1,8 +1,7 @@
 """Histories drawn by chance, each cut off by a crash or ended: what recovery finds is allowed and complete, and stays.
 
-Nothing is committed and no summary written but by the history's own steps, so that how old the index and the summaries
-are at the crash is part of what is drawn. KVFS_HISTORIES sets how many there are in each of the groups (default 20; 4
-without --run-slow).
+Nothing is committed and no summary written but by the history's own steps. So the age of the index and the summaries at
+the crash is drawn too. KVFS_HISTORIES sets how many there are in each of the groups (default 20; 4 without --run-slow).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Block:
 
 @dataclass
 class History:
-    """What was done, and what may be found after it."""
+    """The actions, and the states that may be found after them."""
 
     choices: random.Random
     blocks: list[Block] = field(default_factory=list)

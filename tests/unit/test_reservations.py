@@ -294,8 +294,8 @@ def test_what_a_crash_undoes_leaves_the_version_before_it_and_no_older_one(pool:
 
 
 def test_the_segment_of_a_successor_waits_for_the_index(pool: Path) -> None:
-    """It was committed before the older version was superseded: the index knows that one as being written, so a crash
-    would bring it back if the successor's segment had been written over."""
+    """It was committed before the older version was superseded. The index knows the older one as being written, so a
+    crash would bring it back if the successor's segment had been written over."""
 
     async def work(store: Store) -> None:
         one, two = Writer(store), Writer(store)
@@ -413,7 +413,7 @@ def test_writes_that_time_out_do_not_use_up_the_pool_while_their_client_lives(
                 if error == -ETIMEDOUT:
                     late.append(place)
                     assert segments[place.runs[0].segment].lent
-                # What the client says when a device has answered after all.
+                # The client's message when a device has answered after all.
                 if len(late) == 3:
                     assert await writer.commit(*late, error=-EIO) == [-ETIMEDOUT] * 3
                     assert not any(segments[place.runs[0].segment].lent for place in late)

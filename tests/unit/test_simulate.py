@@ -1,5 +1,5 @@
-"""The simulator: its references on traces that can be followed by hand, the pool's policy on invented ones, and on a
-recorded one where KVFS_TRACE names it."""
+"""The simulator: its references on traces that can be followed by hand, and the pool's policy on invented ones. It also
+runs on a recorded trace where KVFS_TRACE names it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_invented_traces_are_the_same_every_time_and_have_prefixes(shape: str) -
             assert before.setdefault(block, previous) == previous, "an id stands for a block and all before it"
 
 
-# Least shares of LRU's hits. Where sessions that are over and those that go on lie in the same segments, most of a
-# segment would have to be copied to keep what LRU keeps.
+# Least shares of LRU's hits. Where ended and live sessions lie in the same segments, most of a segment would have to be
+# copied to keep what LRU keeps.
 @pytest.mark.parametrize(("shape", "share", "least"), [
     ("rag", 0.05, 0.98), ("rag", 0.1, 0.98), ("chats", 0.25, 0.98), ("mixed", 0.25, 0.98), ("agents", 0.1, 0.88),
 ])  # fmt: skip

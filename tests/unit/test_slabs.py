@@ -1,5 +1,5 @@
-"""Slabs without a mount: which segments they have, within which quota, and what becomes of them when they are closed,
-when a device goes, and after a crash."""
+"""Slabs without a mount: which segments they have, within which quota, and their fate when they are closed, when a
+device goes, and after a crash."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_a_slab_on_a_device_that_fails_has_failed_and_its_segments_come_back(tmp
         with pytest.raises(PlaneError) as failure:
             store.plane.slab_extend(InodeNumber(number + 1000), 0, False, [])
         assert failure.value.errno == errno.ENOENT
-        await store.slabs.closed(number, False)  # what is in it cannot be believed
+        await store.slabs.closed(number, False)  # its content cannot be believed
         await freed(store)
         assert names(store) == set() and not slab_segments(store)
         await store.remove_device(1, drain=False)

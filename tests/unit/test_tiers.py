@@ -11,7 +11,7 @@ from helpers import REPOSITORY
 
 
 def lanes(*words: str) -> dict[str, list[str]]:
-    """What `tools/test WORDS --lanes` says: the paths of each lane, and the options of pytest."""
+    """The output of `tools/test WORDS --lanes`: the paths of each lane, and the options of pytest."""
     said = subprocess.run([REPOSITORY / "tools/test", *words, "--lanes"], capture_output=True, text=True, check=True)
     return {name: rest.split() for name, _, rest in (line.partition(": ") for line in said.stdout.splitlines())}
 

@@ -1,4 +1,4 @@
-"""What is made from the parser: completion, answered by the shells themselves, and manual pages for roff."""
+"""Documents made from the parser: completion, answered by the shells themselves, and manual pages for roff."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_zsh_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def in_a_terminal(command: list[str], lines: list[str], home: Path, work: Path) -> list[str]:
-    """What a shell writes after each line was typed and ^D pressed, without the echo of the line."""
+    """A shell's output after each line was typed and ^D pressed, without the echo of the line."""
     master, slave = os.openpty()
     environment = {"HOME": str(home), "ZDOTDIR": str(home), "TERM": "dumb", "PATH": os.environ["PATH"], "LANG": "C"}
     process = subprocess.Popen(

@@ -1,7 +1,8 @@
 /* The content of files: blocks and files being written, in memory, and who has them open. Not installed.
  *
- * Nothing here knows FUSE. Whoever makes a request says how it is answered, resumed and freed (struct request); to content transports and servers are
- * names. Locks are taken in this order: shard, node, then any one leaf lock (arena, queues, pending); no lock is held across a wait for a device (I1).
+ * Nothing here knows FUSE. A request's maker says how it is answered, resumed and freed (struct request); transports and servers are only names to
+ * content. Locks are taken in the order of I1: shard, node, then any one leaf lock (arena, queues, pending). No lock is held across a wait for a
+ * device (I2).
  */
 #ifndef KVFS_CONTENT_H
 #define KVFS_CONTENT_H
@@ -13,9 +14,9 @@
 #define CHUNK_SIZE ((uint64_t)1 << 20)
 #define CHUNK_PAGES 256u
 #define SHARDS 64
-#define READ_SLOTS 5            /* 4 MiB and an unaligned page */
+#define READ_SLOTS 5            /* 4 MiB that begin inside a page */
 #define LEASE_S 1u
-#define LEASE_SLACK_NS 50000000ull      /* an answer's way to the guest */
+#define LEASE_SLACK_NS 50000000ull      /* for an answer's way to the guest */
 
 struct file;
 struct request;
@@ -28,7 +29,7 @@ struct transport;
 /* A user's part of the pool. It never goes: a user who comes again finds the place. */
 struct user {
     atomic_ullong key;                  /* id + 1; 0: free */
-    atomic_ullong open, other;          /* bytes: blocks open and charged to the user; pins, reservations and slabs, as Python says */
+    atomic_ullong open, other;          /* bytes: blocks open and charged to the user; pins, reservations and slabs, by Python's count */
     atomic_ullong writing;              /* bytes of files being written */
     atomic_ullong evicted;              /* blocks that went while the user had them open */
 };
@@ -39,8 +40,8 @@ struct node {
     atomic_uint refs;                   /* handles, requests under way, and the file */
     uint32_t handles, writers;          /* under the shard's lock */
     uint64_t open_size;                 /* its share of plane->open_bytes; under the shard's lock */
-    struct user *payer;                 /* open_size is charged to this one of those who have it open. Under the shard's lock */
-    struct hold hold;                   /* who has it open; under the shard's lock */
+    struct user *payer;                 /* the one of its users that open_size is charged to. Under the shard's lock */
+    struct hold hold;                   /* its users; under the shard's lock */
     /* One content, several kernels. Once a guest has opened an inode for writing, no host opens it for its page cache. A host that did so before is
      * told of every change. (Guests cache nothing unasked: see do_init.) */
     atomic_bool guest_wrote, host_cached;
@@ -62,7 +63,7 @@ struct handle {
     struct user *user;
     uint32_t index, salt;
     uint32_t flags;                     /* O_ flags of the open */
-    uint32_t listed;                    /* a directory: inodes that the listing through it has made */
+    uint32_t listed;                    /* a directory: inodes that the listing through this handle has made */
     bool writer;
 };
 struct handle_table {
@@ -74,31 +75,32 @@ struct handle_table {
 
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
 void node_put(struct kvfs_plane *plane, struct node *node);
-/* A block was looked for and found: counts a use, and its age. */
+/* A block was looked up and found: counts a use, and its age. */
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record);
-/* A name was looked for and not found; `hash` is name_hash() of it. */
+/* A name was looked up and not found; `hash` is name_hash() of it. */
 uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size);
-/* A slot of the table has a record now: as used as its slot of before was; NULL: new, used now. */
+/* A slot of the table has a record now. Its use is that of the slot `before`; NULL: a new record, used now. */
 void use_enter(struct kvfs_plane *plane, uint32_t slot, const uint32_t *before);
 void missed_add(struct kvfs_plane *plane, uint64_t hash);
-/* The name is made now, so nobody missed it: every kernel looks for a name before it makes one. */
+/* The name is made now, so its look-up was no miss: every kernel looks a name up before it makes one. */
 void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool writer, struct kvfs_record *record, struct node **out);
 void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user, bool writer);
-/* Promise a guest that the content of an open block stays for LEASE_S seconds; false: it may change, or is not open. Before the table is asked. */
+/* Promise a guest that the content of an open block stays for LEASE_S seconds. False: it may change, or is not open. Called before the table is
+ * asked. */
 bool node_lease(struct kvfs_plane *plane, uint64_t inode);
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, uint64_t *fh);
 /* Copies a handle and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any moment. */
 bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, struct handle *out);
 int handle_open_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t inode, uint64_t *fh);
-/* Of a directory's handle, with `more` added: inodes that its listing has made. UINT32_MAX: no such handle. */
+/* The count of inodes that listings through a directory's handle have made, with `more` added. UINT32_MAX: no such handle. */
 uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint32_t more);
 bool handle_close_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode);
 /* Returns the node, whose handle count it has lowered; the caller calls node_released, then node_put. */
 struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer);
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
-/* Close all handles of a transport. Returns the inode of a directory that Python is to release, and is called again, *from on, until it returns 0. */
+/* Close all handles of a transport. Returns the inode of a directory that Python is to release. Called again, *from on, until it returns 0. */
 uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from);
 
 /* ---- shares.c: what each user holds ---- */
@@ -108,26 +110,26 @@ struct user *user_get(struct kvfs_plane *plane, uint32_t id);
 /* These with the shard's lock held. */
 bool hold_add(struct node *node, struct user *user);                    /* false: no memory */
 void hold_drop(struct kvfs_plane *plane, struct node *node, struct user *user);
-void hold_charge(struct kvfs_plane *plane, struct node *node, uint64_t size);   /* what is open of it has this size now */
-void hold_offer(struct kvfs_plane *plane, struct node *node, struct user *user);/* one more has it open, and may be charged instead */
-bool hold_may_go(struct kvfs_plane *plane, struct node *node);          /* all who have it open have more than their share */
-void hold_evict(struct kvfs_plane *plane, struct node *node);           /* it went while it was open */
-bool space_lacks(struct kvfs_plane *plane, uint64_t growth);            /* the pool cannot hold so much more of what must stay */
-/* A writer with more than the share leaves one share of that room to others. NULL: nobody is charged. */
+void hold_charge(struct kvfs_plane *plane, struct node *node, uint64_t size);   /* the size of an open inode is `size` now */
+void hold_offer(struct kvfs_plane *plane, struct node *node, struct user *user);/* `user` has it open too, and may be charged instead */
+bool hold_may_go(struct kvfs_plane *plane, struct node *node);          /* true: all its users are beyond their share */
+void hold_evict(struct kvfs_plane *plane, struct node *node);           /* it was evicted while it was open */
+bool space_lacks(struct kvfs_plane *plane, uint64_t growth);            /* the pool has no room for `growth` bytes more that must stay */
+/* A writer beyond the share leaves one share of that room to others. NULL: nobody is charged. */
 bool writer_lacks(struct kvfs_plane *plane, const struct user *writer, uint64_t growth);
-int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t growth); /* both: 0, -EDQUOT, or what kvfs_set_space said */
+int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t growth); /* both: 0, -EDQUOT, or the error of kvfs_set_space */
 
 /* ---- staged_file.c, park.c, load.c, file_control.c: files being written ---- */
 
 enum chunk_state { CHUNK_HOLE = 0, CHUNK_STAGED = 1, CHUNK_PLACED = 2 };
 struct chunk {
     struct slot *slot;                  /* STAGED */
-    uint32_t filled;                    /* bytes from the chunk's start that are real (in the slot, or on the devices); the rest reads as zeros */
+    uint32_t filled;                    /* bytes from the chunk's start that are stored (in the slot, or on the devices); the rest reads as zeros */
     uint8_t state;
     bool spilling;
-    bool reload;                        /* PLACED, but cut or grown inside a page: must be staged and written again at the seal */
-    /* PLACED: the number of this placing, of all in the node's life. I/O without the lock ends by comparing it, as the same state may be of other
-     * bytes. */
+    bool reload;                        /* PLACED, but cut or grown inside a page: the seal must stage and write it again */
+    /* PLACED: the number of this placing, among all in the node's life. I/O without the lock ends by comparing it: an equal state may belong to other
+     * bytes (I3). */
     uint64_t placement;
 };
 struct file {
@@ -135,57 +137,57 @@ struct file {
     int64_t mtime_ns;
     struct chunk *chunks;
     uint32_t chunk_count;
-    struct kvfs_extent *placed;         /* where PLACED chunks lie; sorted by file_page */
+    struct kvfs_extent *placed;         /* places of PLACED chunks; sorted by file_page */
     uint32_t placed_count;
     uint32_t *leaves;                   /* of PLACED pages */
     uint32_t leaf_capacity;
     uint32_t short_page, short_size;    /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
     uint64_t staged_bytes;              /* of slots */
     uint64_t counted;                   /* its share of plane->open_bytes: the size; a slab has none */
-    struct user *payer;                 /* `counted` is charged to the last user that made it grow, or to the first writer. NULL: nobody yet */
-    struct slab *slab;                  /* its content lies there, and is written in place */
-    bool direct;                        /* somebody opened it with O_DIRECT, to write */
-    bool past_cache, shared;            /* its writer bypasses its kernel's page cache; and others opened it meanwhile: cache_bypass() */
-    bool slab_asked, slab_refused;      /* it should be one: Python makes it, and writes wait; it is none */
+    struct user *payer;                 /* `counted` is charged to it: the last user that made it grow, or the first writer. NULL: nobody yet */
+    struct slab *slab;                  /* the content lies there, and is written in place */
+    bool direct;                        /* an open for writing had O_DIRECT */
+    bool past_cache, shared;            /* its writer bypasses its kernel's page cache; others have opened it since: cache_bypass() */
+    bool slab_asked, slab_refused;      /* asked: Python makes it a slab, and writes wait; refused: it stays a file */
     bool dirty, sealing, spilling, spill_asked, discarded;
-    struct desc *sealed;                /* header just written, until seal_end */
+    struct desc *sealed;                /* the header just written, until seal_end */
     struct request *parked, *parked_last;
 };
 /* All of these take node->lock held, unless they block. */
 struct file *file_new(void);
 int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc);
 void file_charge(struct file *file, struct user *user);
-int file_admit(struct kvfs_plane *plane, struct node *node, struct user *user); /* a writer has opened it: 0 or -EDQUOT. Takes the lock */
-/* 0; -EAGAIN: parked, not the caller's any more; -EINPROGRESS: a worker must load chunks first; -ENOSPC, -EDQUOT, -EFBIG, -ENOMEM. */
+int file_admit(struct kvfs_plane *plane, struct node *node, struct user *user); /* for a writer's open: 0 or -EDQUOT. Takes the lock */
+/* 0; -EAGAIN: parked, and no longer the caller's; -EINPROGRESS: a worker must load chunks first; -ENOSPC, -EDQUOT, -EFBIG, -ENOMEM. */
 int file_write(struct kvfs_plane *plane, struct node *node, struct request *request);
 /* Copy [offset, offset + size) out; -EINPROGRESS: part of it lies on the devices. */
 int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8_t *out);
 int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size);
-/* fallocate(2): the file has at least that size, and there is room for it. -EBUSY: a seal is under way, or it is a slab. */
+/* fallocate(2): give the file at least that size, with room for it. -EBUSY: a seal is under way, or it is a slab. */
 int file_allocate(struct kvfs_plane *plane, struct node *node, uint64_t size);
 uint64_t file_size_max(const struct kvfs_plane *plane);
 void file_count(struct kvfs_plane *plane, struct file *file);    /* the size has changed */
 int file_grow_chunks(struct file *file, uint32_t count);
 int file_grow_leaves(struct file *file, uint32_t count);
-void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, struct slot *slot, uint32_t filled); /* a slot in place of what was there */
+void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, struct slot *slot, uint32_t filled); /* a slot replaces the old bytes */
 void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled);  /* its bytes lie on the devices; it holds no slot */
 int file_stage_zeros(struct kvfs_plane *plane, struct file *file);      /* one byte, at the start */
 void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index);
 uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity);
-void file_free(struct kvfs_plane *plane, struct node *node);     /* drops the file's reference count too: the caller calls node_put after */
-/* park.c. -EAGAIN, or -EIO: it has waited for too long. */
+void file_free(struct kvfs_plane *plane, struct node *node);     /* drops the file's reference too: the caller calls node_put after */
+/* park.c. -EAGAIN: parked; -EIO: it has waited for too long. */
 int memory_park(struct kvfs_plane *plane, struct node *node, struct request *request);
 void file_park(struct kvfs_plane *plane, struct file *file, struct request *request);
 void file_unpark(struct kvfs_plane *plane, struct file *file);
 void memory_unpark(struct kvfs_plane *plane);                    /* staging has room again; no lock held */
 /* Blocking, on a worker, without node->lock: */
-/* 0: it is staged, or the file is not as it was, and the caller looks again. An error is of the chunk as it still is. */
+/* 0: the chunk is staged, or the file has changed and the caller looks again. An error belongs to the chunk as it still is. */
 int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint32_t index, bool for_seal);
 int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint64_t offset, uint32_t size, uint8_t *out);
 int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node); /* a writer writes to a sealed inode */
 int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_record *record, struct desc **out);
 struct placed { const struct kvfs_extent *extents; uint32_t extent_count; const uint32_t *leaves; uint32_t short_page, short_size; };
-/* Read whole pages and verify every leaf; what no extent covers is zeros. data is page aligned. */
+/* Read whole pages and verify every leaf; pages outside all extents are zeros. data is page aligned. */
 int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data);
 
 /* ---- slab.c, slab_control.c: files that are overwritten in place ---- */
@@ -198,9 +200,9 @@ uint64_t slab_capacity(const struct slab *slab);                 /* bytes */
 bool slab_passes(struct kvfs_plane *plane, const struct file *file);
 bool slab_read_begin(struct node *node, struct request *request);
 int slab_write_begin(struct node *node, struct request *request, bool worker);
-/* Whether a WRITE waits for its file to become a slab: then it is parked. */
+/* Whether a WRITE must wait until its file is a slab: then it is parked. */
 bool slab_ask(struct kvfs_plane *plane, struct node *node, struct request *request);
-/* Without it. Both answer, and end with the request. */
+/* Without the lock. Both answer the request and end with it. */
 void slab_read(struct request *request, bool good);
 void slab_write(struct request *request);
 bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct request *request);
@@ -211,8 +213,8 @@ bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct reque
 struct io_thread {
     struct kvfs_plane *plane;
     struct ring ring;
-    bool batching;                      /* a slab's I/O is queued: more of it may come at once */
-    struct request *waiting_reads;      /* for read memory; oldest first */
+    bool batching;                      /* a slab's I/O is queued; more of it may follow at once */
+    struct request *waiting_reads;      /* reads that wait for memory; oldest first */
     struct request *waiting_last;
 };
 struct request {
@@ -220,24 +222,24 @@ struct request {
     struct io_thread *io;
     /* Answers: a READ with its bytes, a WRITE with 0, or -errno. Any thread. The request stays the caller's. */
     void (*done)(struct request *request, int64_t result);
-    int (*resume)(struct request *request);     /* Go on with one that was parked, on a worker. -ENOMEM: it was not taken */
-    void (*release)(struct request *request);   /* NULL: nothing. Gives back the memory of the targets */
-    struct server *server;                      /* whose it is: for those three alone */
+    int (*resume)(struct request *request);     /* Go on with a parked request, on a worker. -ENOMEM: it was not taken */
+    void (*release)(struct request *request);   /* NULL: nothing to do. Gives back the targets' memory */
+    struct server *server;                      /* its server: used by those three functions alone */
     struct transport *transport;
     struct node *node;
-    struct user *user;                  /* WRITE: whose handle it came through */
+    struct user *user;                  /* WRITE: the user of its handle */
     struct desc *desc;
     struct slab *slab;
-    struct request *previous;           /* of a slab's writes under way, with `next` */
+    struct request *previous;           /* with `next`: the list of a slab's writes under way */
     bool exclusive;                     /* alone on its pages */
     uint64_t unique, arrived_ns, fh, offset;
-    uint64_t until_ns;                  /* READ: answered by then, however many I/Os it takes */
+    uint64_t until_ns;                  /* READ: answered by then, over all its I/Os */
     uint32_t size;
-    bool write, cached;                 /* WRITE; of pages that its kernel had cached */
+    bool write, cached;                 /* cached: a WRITE of pages from its kernel's cache */
     uint8_t *payload;                   /* WRITE: inside slots[0] */
     struct slot *slots[READ_SLOTS];
     uint32_t slot_count;
-    uint32_t skip;                      /* bytes before the first byte asked for */
+    uint32_t skip;                      /* bytes before the first requested byte */
     uint32_t groups_left;               /* not reported yet */
     uint32_t groups_held;               /* not reaped yet */
     uint32_t retries;
@@ -245,17 +247,17 @@ struct request {
     bool load_header;                   /* desc is being read, not yet verified */
     bool direct;                        /* READ into the guest's own pages: targets, and slots[0] for a last page that is not whole */
     bool owed;                          /* direct and failed: the answer waits until no device can write there any more */
-    uint32_t target_count, placed_max;  /* bytes of the targets that are the guest's */
+    uint32_t target_count, placed_max;  /* bytes of the targets that belong to the guest */
     struct iovec *targets;              /* whole pages, in order */
     void *target_memory;                /* keeps them mapped */
     struct kvfs_record record;
 };
 void read_submit(struct request *request);
-void reads_retry(struct io_thread *io);                      /* those that wait for memory */
+void reads_retry(struct io_thread *io);                      /* reads that wait for memory */
 struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
-/* Returns the time that it took, in ns. Whoever answers with an error calls slow_look() with it, too. */
+/* Returns the request's duration in ns. A caller that answers with an error calls slow_look() with it, too. */
 uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
 void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns);
 
@@ -279,7 +281,7 @@ int pool_start(struct kvfs_plane *plane, struct worker_pool *pool, uint32_t coun
 void pool_stop(struct worker_pool *pool);
 void pool_add(struct worker_pool *pool, struct job *job);
 
-/* ---- the plane, as content sees it: fuse and virtiofs keep what is theirs ---- */
+/* ---- the plane, as content sees it: fuse and virtiofs keep their parts ---- */
 
 #define MISSED_NAMES 4096
 struct counters {
@@ -293,11 +295,11 @@ struct kvfs_plane {
     struct kvfs_table *table;
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
-    atomic_ullong open_bytes, space;     /* content that eviction must keep: open or being written; what the pool has for it */
-    atomic_int space_error;              /* what a write gets that needs more */
+    atomic_ullong open_bytes, space;     /* open_bytes: content that eviction must keep, open or being written; space: the pool's room for it */
+    atomic_int space_error;              /* the error of a write that needs more */
     atomic_ullong share;                 /* of one user */
     atomic_uint exempt;                  /* besides root */
-    struct user users[USERS_MAX + 1];    /* by hash; the last is of all for whom there was no place */
+    struct user users[USERS_MAX + 1];    /* by hash; the last is shared by all users without a place */
     struct shard shards[SHARDS];
     struct handle_table handles;
     atomic_uint *uses;                   /* by table slot: tick of the last use << 8 | hits, which stop at 255 */
@@ -305,12 +307,12 @@ struct kvfs_plane {
     struct worker_pool store;
     atomic_bool stopping;
     struct counters count;
-    atomic_ullong missed_names[MISSED_NAMES];   /* hashes of names that were asked for and not there, by hash */
-    atomic_ullong missed_told;                  /* the most that kvfs_statistics_get() has said: a counter never goes back */
+    atomic_ullong missed_names[MISSED_NAMES];   /* hashes of names that were looked up and missing, by hash */
+    atomic_ullong missed_told;                  /* the largest count that kvfs_statistics_get() has returned: a counter never goes back */
     atomic_ullong found_ages[KVFS_AGES];
     struct { atomic_ullong count, total_ns, buckets[40]; } latency[5];
     uint64_t slow_ns;                    /* of slow_ms; UINT64_MAX: nothing is slow */
-    atomic_ullong slow_window;           /* second << 8 | events of it */
+    atomic_ullong slow_window;           /* second << 8 | its events */
     struct events events;
     pthread_mutex_t request_lock;
     struct request *requests_free;

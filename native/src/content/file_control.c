@@ -1,9 +1,9 @@
-/* Files being written, as the control plane asks: create, rewrite, cut, give up. */
+/* The control plane's requests on files being written: create, rewrite, cut, give up. */
 #include "content/content.h"
 
 #include <unistd.h>
 
-/* Give the node a file, unless it has one. The node's reference is the file's from then on. */
+/* Give the node a file, unless it has one. The node's reference belongs to the file from then on. */
 static int file_install(struct kvfs_plane *plane, struct node *node) {
     node->file = file_new();
     if (!node->file)
@@ -58,7 +58,7 @@ static int rewrite(struct kvfs_plane *plane, struct ring *ring, struct node *nod
             r = file_install(plane, node);
             if (r == 0 && (r = file_from_desc(plane, node, desc)) < 0) {
                 file_free(plane, node);
-                atomic_fetch_sub(&node->refs, 1); /* never the last: the job holds one */
+                atomic_fetch_sub(&node->refs, 1); /* never the last reference: the job holds one */
             }
             if (r == 0)
                 node->file->mtime_ns = now.mtime_ns;
@@ -81,7 +81,7 @@ int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node) 
 
 /* With the node's lock held. */
 static int rewrite_empty(struct kvfs_plane *plane, struct node *node) {
-    if (node->file) /* frozen during a seal or spill: the caller comes again */
+    if (node->file) /* frozen during a seal or spill: the caller tries again */
         return node->file->sealing || node->file->spilling || node->file->slab ? -EBUSY : file_truncate(plane, node, 0);
     int r = file_install(plane, node);
     if (r == 0)
@@ -103,7 +103,7 @@ static void rewrite_job_run(struct kvfs_plane *plane, struct ring *ring, struct 
         pthread_mutex_unlock(&job->node->lock);
     }
     pthread_mutex_lock(&job->node->lock);
-    job->node->rewriting = false; /* the file itself says so from here on */
+    job->node->rewriting = false; /* the file itself blocks others from here on */
     pthread_mutex_unlock(&job->node->lock);
     uint64_t cookie = job->job.cookie;
     node_put(plane, job->node);

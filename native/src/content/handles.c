@@ -1,4 +1,4 @@
-/* Handles: who has an inode or a directory open, by which transport. */
+/* Handles: the openers of inodes and directories, by transport. */
 #include "content/content.h"
 
 static struct handle **handle_place(struct handle_table *table, uint32_t index) {
@@ -136,7 +136,7 @@ bool handle_close_directory(struct kvfs_plane *plane, struct transport *transpor
     return handle != NULL;
 }
 
-/* After a handle has gone: Python hears of what it has to do. A file that is sealed and has no writer goes back to the fast path. */
+/* After a handle has gone: Python hears of its duties. A file that is sealed and has no writer goes back to the fast path. */
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer) {
     struct shard *shard = shard_of(plane, node->inode);
     pthread_mutex_lock(&shard->lock);

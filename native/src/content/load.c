@@ -62,7 +62,7 @@ int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_rec
     return 0;
 }
 
-/* A copy of what a blocking read needs, so that it can run without the lock. Freed with one free(). */
+/* A copy of the state that a blocking read needs, so that it can run without the lock. Freed with one free(). */
 static struct placed *placed_snapshot(const struct file *file, uint32_t first_page, uint32_t page_count) {
     uint32_t end = (uint32_t)min_u64((uint64_t)first_page + page_count, file->leaf_capacity);
     uint32_t leaves = end > first_page ? end - first_page : 0;
@@ -89,7 +89,7 @@ int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *no
     const uint64_t placement = placement_of(node, index);
     if (!placement || (file->sealing && !for_seal)) {
         pthread_mutex_unlock(&node->lock);
-        return 0; /* nothing to do, or the write will be parked */
+        return 0; /* nothing to load, or the write will be parked */
     }
     uint32_t filled = file->chunks[index].filled, first = index * CHUNK_PAGES;
     uint32_t pages = (uint32_t)min_u64(pages_of(filled), file->leaf_capacity > first ? file->leaf_capacity - first : 0);
@@ -105,7 +105,7 @@ int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *no
     pthread_mutex_lock(&node->lock);
     file = node->file;
     /* Meanwhile the chunk may have been loaded by another worker, written, and sealed or spilled. It is placed again then, with other bytes. The
-     * bytes that were read here, or the error, are of the past. */
+     * bytes that were read here, or the error, are out of date. */
     bool same = placement_of(node, index) == placement && (!file->sealing || for_seal);
     if (same && r == 0) {
         chunk_stage(plane, file, index, slot, (uint32_t)min_u64(filled, file->chunks[index].filled));
@@ -157,7 +157,8 @@ int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *nod
             }
             free(placed);
             slot_put(slot);
-            /* Proven bytes are right as of the beginning of this read. Unproven bytes may be of another block that has come to lie there. */
+            /* Proven bytes are right as of the beginning of this read. Unproven bytes may belong to another block that has since been placed
+             * there. */
             pthread_mutex_lock(&node->lock);
             moved = placement_of(node, index) != placement;
             pthread_mutex_unlock(&node->lock);

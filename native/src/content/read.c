@@ -37,8 +37,8 @@ static void read_finish(struct request *request, int error) {
     struct node *node = request->node;
     uint64_t now = now_ns();
     pthread_mutex_lock(&node->lock);
-    /* A retry does not extend the deadline: it inherits the first attempt's. A failure at the end of that deadline counts
-     * anew, so the next retry inherits it too. */
+    /* A retry does not extend the deadline: it inherits the first attempt's. A failure at the end of that deadline is recorded anew, so the next
+     * retry inherits the deadline too. */
     if (node->failed_until_ns != request->until_ns || (now >= request->until_ns && node->failed_ns < request->until_ns)) {
         node->failed_ns = now;
         node->failed_until_ns = request->until_ns;
@@ -140,7 +140,7 @@ static int read_pages(struct request *request, uint32_t segment, uint32_t page, 
     return r;
 }
 
-/* The header is not known yet: read it, and with it the data that lies right behind. */
+/* The header is not known yet: read it together with the data right behind it. */
 static int header_submit(struct request *request, uint32_t first, uint32_t last) {
     struct iovec iovs[CHUNK_PAGES + 1];
     const struct kvfs_record *record = &request->record;
@@ -212,7 +212,7 @@ void read_submit(struct request *request) {
         read_wait_memory(request);
         return;
     }
-    request->groups_left = 1; /* ours, until all is queued */
+    request->groups_left = 1; /* our own reference, until all is queued */
     request->groups_held = 0;
     request->result = 0;
     int r = request->desc ? extents_submit(request, first, last) : header_submit(request, first, last);
@@ -245,7 +245,7 @@ static bool leaves_good(const struct request *request, uint64_t end) {
     return true;
 }
 
-/* The padding of a block's last page is not the file's. A guest sees the whole page, so it is cleared. */
+/* The padding of a block's last page does not belong to the file. A guest sees the whole page, so it is cleared. */
 static void padding_clear(const struct request *request, uint64_t end) {
     struct iovec last;
     uint32_t first = (uint32_t)(request->offset / PAGE), page = (uint32_t)(end / PAGE);
@@ -278,7 +278,8 @@ static void read_complete(struct request *request) {
         else if (request->direct && end % PAGE && end == desc->size)
             padding_clear(request, end);
     }
-    /* The bytes are proven for this location. The location may no longer be the inode's: a segment is reused after its blocks have left the table. */
+    /* The bytes are proven for this location. The location may no longer be the inode's (I10): a segment is reused after its blocks have left the
+     * table. */
     struct kvfs_record record = {0};
     int found = kvfs_table_find_inode(plane->table, request->node->inode, &record);
     bool moved = found == 0 && desc && !(request->load_header ? record.generation == request->record.generation && record.segment == request->record.segment &&

@@ -1,4 +1,4 @@
-/* Requests: their memory, and the times that they took. */
+/* Requests: their memory, and their durations. */
 #include "content/content.h"
 
 struct request *request_get(struct kvfs_plane *plane) {

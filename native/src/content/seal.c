@@ -1,4 +1,4 @@
-/* Writing blocks: seal, spill, and the copy that carries a block over. Data and header before anything names them. */
+/* Writing blocks: seal, spill, and the copy that moves a block. Data and header are written before anything names them. */
 #include "content/content.h"
 
 struct write_job {
@@ -59,7 +59,7 @@ static int extent_order(const void *a, const void *b) {
     return x->file_page < y->file_page ? -1 : x->file_page > y->file_page;
 }
 
-/* Sort, and join what is contiguous on both sides. */
+/* Sort, and join ranges that are contiguous on both sides. */
 static uint32_t extents_join(struct kvfs_extent *extents, uint32_t count) {
     qsort(extents, count, sizeof(*extents), extent_order);
     uint32_t joined = 0;
@@ -77,7 +77,7 @@ static uint32_t extents_join(struct kvfs_extent *extents, uint32_t count) {
 
 /* ---- writing ---- */
 
-/* Memory that a silent device still holds is never used again. */
+/* Memory that a silent device still holds is never used again (I5). */
 static void keep_for_device(struct ring *ring, struct slot *slot) {
     if (!ring_idle(ring))
         slot_ref(slot);
@@ -223,7 +223,7 @@ static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
     kept = file_kept_extents(file, true, extents, kept);
     copy_bytes(extents + kept, written, new_count * sizeof(*extents));
     uint32_t extent_count = extents_join(extents, kept + new_count);
-    /* Leaves: of holes first, then of what is covered. */
+    /* Leaves: of holes first, then of covered ranges. */
     static const uint8_t zeros[KVFS_PAGE_SIZE];
     uint32_t zero_leaf;
     kvfs_leaf_checksums(zeros, PAGE, plane->config.secret, &zero_leaf);
@@ -284,7 +284,7 @@ static void seal_job(struct kvfs_plane *plane, struct ring *ring, struct job *ba
 static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_job *job) {
     struct file *file = job->node->file;
     uint32_t pages, new_count = 0;
-    pthread_mutex_lock(&job->node->lock); /* chunks may be appended meanwhile; those that spill stand still */
+    pthread_mutex_lock(&job->node->lock); /* chunks may be appended meanwhile; those being spilled do not change */
     uint32_t range_count = ranges_collect(file, true, NULL, &pages);
     struct range *ranges = malloc((range_count + 1) * sizeof(*ranges));
     struct kvfs_extent *written = malloc((range_count + job->run_count + 1) * sizeof(*written));
@@ -366,7 +366,7 @@ static int copy_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
     int r = desc_load(plane, ring, &want, &from);
     if (r < 0)
         return r;
-    /* Holes stay holes: the ranges are what the old extents cover. */
+    /* Holes stay holes: the ranges are those that the old extents cover. */
     struct range *ranges = malloc((from->extent_count + 1) * sizeof(*ranges));
     struct kvfs_extent *extents = malloc((from->extent_count + job->run_count + 1) * sizeof(*extents));
     to = desc_new(job->header_pages);
@@ -493,7 +493,7 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
     int r = !file ? -ENOENT : !file->slab && (file->sealing || file->spilling) ? -EBUSY : 0;
     if (r == 0 && file->dirty) {
         uint32_t pages;
-        /* A file of nothing but a hole gets one page: no extents would mean one right behind the header. */
+        /* A file of nothing but a hole gets one page: without extents it would mean one right behind the header. */
         if (file->size && !ranges_collect(file, false, NULL, &pages) && !file_kept_extents(file, true, NULL, 0))
             r = file_stage_zeros(plane, file);
     }
@@ -567,7 +567,7 @@ int kvfs_seal_end(struct kvfs_plane *plane, uint64_t inode, int ok) {
     bool writers = node->writers > 0;
     pthread_mutex_lock(&node->lock);
     struct file *file = node->file;
-    if (ok && file && node->handles) /* readers keep what is sealed now, when the last writer has gone */
+    if (ok && file && node->handles) /* once the last writer has gone, readers keep the content that is sealed now */
         hold_charge(plane, node, file->size);
     pthread_mutex_unlock(&shard->lock);
     bool freed = false;

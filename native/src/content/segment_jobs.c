@@ -34,7 +34,7 @@ static void store_add(struct kvfs_plane *plane, struct store_job *job) {
     pool_add(&plane->store, &job->job);
 }
 
-/* Move data between caller's memory and a segment through slots, so that a silent device never holds memory that somebody may free. */
+/* Move data between the caller's memory and a segment through slots, so that a silent device never holds memory that somebody may free. */
 static int slot_io(struct kvfs_plane *plane, struct ring *ring, bool write, uint32_t segment, uint32_t page, uint8_t *data, uint64_t size) {
     int r = 0;
     while (size && r == 0) {
@@ -250,7 +250,7 @@ static int scan(struct kvfs_plane *plane, struct ring *ring, struct store_job *j
             break;
         if (!records_sound(&plane->array.geometry, job->epoch_max, data + h.record_offset, record.record_size) ||
             !records_sound(&plane->array.geometry, job->epoch_max, data + h.ancestors_offset, h.ancestors_size)) {
-            result->impossible++; /* one block is lost by it, not what follows: the header says where that begins */
+            result->impossible++; /* one block is lost, not those after it: the header says where they begin */
             page += h.run_pages;
             continue;
         }

@@ -1,7 +1,7 @@
-/* What each user holds open, and how much of it eviction must keep.
+/* The open blocks of each user, and how much of them eviction must keep.
  *
- * A block that is open is charged to one of those who have it open. Beyond a user's share eviction may take what is charged to that user: handles then
- * read EIO. Another holder within the share takes the charge over first, so that nobody loses a block by what somebody else does.
+ * An open block is charged to one of its users. Eviction may take blocks that are charged to a user beyond that user's share: handles then read EIO.
+ * First another user within the share takes the charge over, so that nobody loses a block by another's doing.
  */
 #include "content/content.h"
 
@@ -27,7 +27,7 @@ static bool is_exempt(struct kvfs_plane *plane, const struct user *user) {
     return key == 1 || key == (uint64_t)atomic_load(&plane->exempt) + 1;
 }
 
-/* Bytes that the user has beyond the share if `more` bytes come; 0 if none. */
+/* Bytes beyond the share that the user has if `more` bytes are added; 0 if none. */
 static uint64_t user_beyond(struct kvfs_plane *plane, const struct user *user, uint64_t more) {
     uint64_t has = atomic_load(&user->open) + atomic_load(&user->other) + more, share = atomic_load(&plane->share);
     return has <= share || is_exempt(plane, user) ? 0 : has - share;
@@ -120,14 +120,14 @@ bool space_lacks(struct kvfs_plane *plane, uint64_t growth) {
     uint64_t open = atomic_load(&plane->open_bytes), space = atomic_load(&plane->space);
     if (open + growth <= space)
         return false;
-    uint64_t may_go = 0; /* open, and eviction may take it all the same */
+    uint64_t may_go = 0; /* open, and yet eviction may take it */
     for (uint32_t i = 0; i <= USERS_MAX; i++)
         if (atomic_load_explicit(&plane->users[i].key, memory_order_relaxed))
             may_go += min_u64(user_beyond(plane, &plane->users[i], 0), atomic_load(&plane->users[i].open));
     return open - min_u64(open, may_go) + growth > space;
 }
 
-/* Eviction cannot take files being written from a user with too much, so their growth is refused beforehand. */
+/* Eviction cannot take files being written from a user beyond the share, so their growth is refused beforehand. */
 bool writer_lacks(struct kvfs_plane *plane, const struct user *writer, uint64_t growth) {
     return writer && user_beyond(plane, writer, atomic_load(&writer->writing) + growth) && space_lacks(plane, growth + atomic_load(&plane->share));
 }

@@ -2,12 +2,12 @@
  * devices: there are no checksums, no header, no staging.
  *
  * A page that was never written reads as zeros, as the device holds some other block's bytes there. Only memory knows which pages were written: a
- * slab does not outlive its daemon. A write of whole pages goes from the memory that it arrived in. A worker reads and writes again the pages that a
- * write covers in part, and no other write is on these pages meanwhile. A write that a device did not answer may land at any later time, so the slab
- * has failed and answers EIO from then on. */
+ * slab does not outlive its daemon. A write of whole pages goes out from the memory that it arrived in. A write that covers pages in part is done by
+ * a worker, which reads these pages first; no other write is on them meanwhile. A write that a device did not answer may land at any later time: the
+ * slab has then failed, and answers EIO. */
 #include "content/slab.h"
 
-#define STEP_PAGES 512u /* of one I/O: what a group holds */
+#define STEP_PAGES 512u /* of one I/O: as many as a group holds */
 #define RMW_SIZE CHUNK_SIZE
 
 /* ---- reads and writes of whole pages ---- */
@@ -65,7 +65,7 @@ static void slab_submit(struct request *request) {
     struct iovec iovs[READ_SLOTS + 1];
     uint64_t first = request->offset / PAGE, last = pages_of(request->offset + request->size);
     int r = 0;
-    request->groups_left = 1; /* ours, until all is queued */
+    request->groups_left = 1; /* our own reference, until all is queued */
     request->io->batching = true;
     for (uint64_t at = first, stop; at < last && r == 0; at = stop) {
         if (request->write) {
@@ -89,7 +89,7 @@ static void slab_submit(struct request *request) {
         slab_finish(request);
 }
 
-/* With the node's lock held; the node has a slab. Cuts the request's size to what the file has there. */
+/* With the node's lock held; the node has a slab. Cuts the request's size to the file's end. */
 bool slab_read_begin(struct node *node, struct request *request) {
     struct file *file = node->file;
     request->slab = slab_ref(file->slab);
@@ -121,7 +121,7 @@ static bool overlap(const struct request *a, const struct request *b) {
     return a->offset / PAGE < pages_of(b->offset + b->size) && b->offset / PAGE < pages_of(a->offset + a->size);
 }
 
-/* With the node's lock held. 0: it is entered, to be written; -EAGAIN: parked; -EINPROGRESS: for a worker; else an error. */
+/* With the node's lock held. 0: it is in the list, to be written; -EAGAIN: parked; -EINPROGRESS: for a worker; else an error. */
 int slab_write_begin(struct node *node, struct request *request, bool worker) {
     struct file *file = node->file;
     struct slab *slab = file->slab;
@@ -154,7 +154,7 @@ int slab_write_begin(struct node *node, struct request *request, bool worker) {
 
 void slab_write(struct request *request) { slab_submit(request); }
 
-/* A file is to become a slab if it has its size and no content, and somebody writes to it with O_DIRECT. How it came to O_DIRECT does not matter. */
+/* A file is to become a slab if it has its size and no content, and is written with O_DIRECT. O_DIRECT may come from open(2) or from fcntl(2). */
 bool slab_ask(struct kvfs_plane *plane, struct node *node, struct request *request) {
     struct file *file = node->file;
     if (file->size < KVFS_SLAB_MIN || file->slab_refused || request->offset + request->size > file->size)
@@ -249,7 +249,7 @@ static int write_parts(struct kvfs_plane *plane, struct ring *ring, struct reque
     return r;
 }
 
-/* Writes parts of pages, and WRITEs that waited. False: the file is no slab, or no longer. */
+/* Writes parts of pages, and WRITEs that waited. False: the file is no slab, or no longer one. */
 bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
     struct node *node = request->node;
     pthread_mutex_lock(&node->lock);
@@ -269,4 +269,4 @@ bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct reque
     return true;
 }
 
-/* ---- jobs: a slab gets another size, or becomes a file as any other ---- */
+/* ---- jobs: a slab gets another size, or becomes an ordinary file ---- */

@@ -1,17 +1,17 @@
-/* Slabs, as the control plane asks: grow, shrink, become a file as any other. */
+/* Slabs, by the control plane's requests: grow, shrink, become an ordinary file. */
 #include "content/slab.h"
 
 #include <unistd.h>
 
 uint64_t slab_capacity(const struct slab *slab) { return slab_pages(slab) * PAGE; }
 
-/* Whether it could be a file as any other. With the node's lock held. */
+/* Whether it could become an ordinary file. With the node's lock held. */
 static bool slab_may_be_file(struct kvfs_plane *plane, const struct file *file) {
     const struct slab *slab = file->slab;
     return !slab->chosen && !atomic_load(&slab->failed) && file->size <= file_size_max(plane);
 }
 
-/* Whether the slab goes with its last descriptor, whatever its name. With the node's lock held. */
+/* Whether the slab goes with its last descriptor, even if it has a name. With the node's lock held. */
 bool slab_passes(struct kvfs_plane *plane, const struct file *file) { return file->slab->overwritten || !slab_may_be_file(plane, file); }
 
 int64_t kvfs_slab_pages(struct kvfs_plane *plane, uint64_t inode) {
@@ -161,7 +161,7 @@ int kvfs_slab_fail(struct kvfs_plane *plane, uint64_t inode) {
     return slab ? 0 : -ENOENT;
 }
 
-/* ---- jobs: a slab gets another size, or becomes a file as any other ---- */
+/* ---- jobs: a slab gets another size, or becomes an ordinary file ---- */
 
 struct slab_job {
     struct job job;
@@ -180,7 +180,7 @@ static bool thaw(struct kvfs_plane *plane, struct node *node) {
     return !node->file;
 }
 
-/* Stops all writes. With the node's lock held, which is released while it waits. After an error the slab is thawed, and `gone` is as thaw() says. */
+/* Stops all writes. With the node's lock held, which is released while it waits. After an error the slab is thawed, and `gone` is thaw()'s result. */
 static int freeze(struct kvfs_plane *plane, struct node *node, bool *gone) {
     uint64_t until = now_ns() + plane->array.io_timeout_ms * 2000000ull;
     struct file *file = node->file;

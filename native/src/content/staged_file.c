@@ -1,6 +1,6 @@
 /* Files being written: their bytes in chunks of 1 MiB. A chunk is a hole, staged in memory, or placed on devices.
  *
- * An inode number has one content at a time (I19): from the open for writing until the seal every handle of the inode reads here. */
+ * An inode number has one content at a time (I19): from the open for writing until the seal, every handle of the inode reads it here. */
 #include "content/content.h"
 
 #define FILE_CHUNKS_MAX (1u << 22) /* 4 TiB */
@@ -50,7 +50,7 @@ int file_grow_leaves(struct file *file, uint32_t count) {
     return 0;
 }
 
-/* The size has changed: so has what eviction must keep. */
+/* The size has changed, and so have the bytes that eviction must keep. */
 void file_count(struct kvfs_plane *plane, struct file *file) {
     uint64_t size = file->slab ? 0 : file->size;
     atomic_fetch_add(&plane->open_bytes, size - file->counted); /* modulo 2^64 where it shrinks */
@@ -85,7 +85,7 @@ void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled) {
     *chunk = (struct chunk){.state = CHUNK_PLACED, .filled = filled, .placement = ++node->placements};
 }
 
-/* Take over a sealed content: every chunk placed. */
+/* Take over a sealed content: every chunk is placed. */
 int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc) {
     struct file *file = node->file;
     uint32_t chunks = (uint32_t)((desc->size + CHUNK_SIZE - 1) / CHUNK_SIZE);
@@ -151,7 +151,7 @@ int file_stage_zeros(struct kvfs_plane *plane, struct file *file) {
     return 0;
 }
 
-/* The file's short last page gets a longer tail or successors, so its leaf no longer covers all that the file has there. */
+/* The file's short last page gets a longer tail or successors, so its leaf no longer covers all of the file's bytes there. */
 static void file_grows(struct kvfs_plane *plane, struct file *file, uint64_t size) {
     if (size <= file->size)
         return;
@@ -166,7 +166,7 @@ static struct slot *staging_slot(struct kvfs_plane *plane, uint64_t need) {
     return slot ? slot : slot_get(&plane->staging);
 }
 
-/* Whether a WRITE of at least one byte can go on: 0, or as file_write(). */
+/* Whether a WRITE of at least one byte can go on: 0, or an error of file_write(). */
 static int write_admit(struct kvfs_plane *plane, struct node *node, struct request *request) {
     struct file *file = node->file;
     uint64_t offset = request->offset, end = offset + request->size;
@@ -197,12 +197,12 @@ static int write_admit(struct kvfs_plane *plane, struct node *node, struct reque
             return -EINPROGRESS;
         fills |= min_u64(end, (i + 1) * CHUNK_SIZE) - i * CHUNK_SIZE > chunk->filled;
     }
-    /* ftruncate(2) asks for no space. What it added is asked for here, when bytes come to lie there. */
+    /* ftruncate(2) asks for no space. The space that it added is asked for here, when bytes come to lie there. */
     return fills ? space_ask(plane, file->payer, growth) : 0;
 }
 
-/* Copy `size` bytes to `inside` of a chunk. `torn`: a part of the write lies in another chunk already, so it ends beyond the budget rather than half
- * done. */
+/* Copy `size` bytes to `inside` of a chunk. `torn`: an earlier part of the write lies in another chunk already, so this part exceeds the budget
+ * rather than leave the write half done. */
 static int chunk_write(struct kvfs_plane *plane, struct node *node, struct request *request, uint32_t index, uint64_t inside, const uint8_t *payload,
                        uint64_t size, bool torn) {
     struct file *file = node->file;
@@ -244,7 +244,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
         size = min_u64(CHUNK_SIZE - inside, end - at);
         bool from_start = inside == 0 && at == offset && request->slot_count == 1 && payload == request->slots[0]->data;
         if (from_start && (size == CHUNK_SIZE || (file->chunks[index].state == CHUNK_HOLE && size > SMALL_SIZE && size == request->size))) {
-            /* The payload lies where it is to stay: take the memory over instead of copying it. */
+            /* The payload already lies in its final place: take the memory over instead of copying it. */
             chunk_stage(plane, file, index, request->slots[0], (uint32_t)size);
             request->slot_count = 0;
             continue;
@@ -322,7 +322,7 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
 }
 
 /* The parts of the placed extents that count: those of chunks that are still placed. While sealing, chunks that must be written again do not count;
- * until the seal has read them, their bytes are nowhere else. */
+ * until the seal has read them, these parts are the only copy. */
 uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity) {
     uint32_t count = 0;
     uint64_t pages = pages_of(file->size);

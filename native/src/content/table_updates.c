@@ -73,7 +73,7 @@ static int change_put(struct kvfs_plane *plane, uint64_t inode, int keep, const 
     struct kvfs_record before, after;
     bool known = kvfs_table_find_inode(plane->table, to.inode, &before) == 0;
     int error = kvfs_table_put(plane->table, &to, record_name(record), r.name_size, keep);
-    /* A new inode is used now; one that is renamed has another slot, and was used as before. */
+    /* A new inode is used now; a renamed one has another slot, and keeps its use. */
     if (error == 0 && kvfs_table_find_inode(plane->table, to.inode, &after) == 0 && !(known && after.slot == before.slot))
         use_enter(plane, after.slot, known ? &before.slot : NULL);
     return error;

@@ -1,4 +1,4 @@
-/* Uses of blocks, by which eviction goes, and misses: lookups of names that were not there and were not made next.
+/* Uses of blocks, which order eviction, and misses: lookups of missing names that were not made next.
  *
  * Uses are hints. A word may be another block's for a moment, or miss one of two opens at once. */
 #include "content/content.h"
@@ -25,7 +25,7 @@ uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, 
     return low | 1;
 }
 
-/* Of two names that share a place the older one counts as missed, whether it is made later or not. */
+/* Of two names that share a place, the older one counts as missed, whether it is made later or not. */
 void missed_add(struct kvfs_plane *plane, uint64_t hash) {
     COUNT(plane, lookup_misses, 1);
     atomic_store_explicit(&plane->missed_names[(hash >> 1) % MISSED_NAMES], hash, memory_order_relaxed);

@@ -1,9 +1,9 @@
-/* Attributes in replies: of a record, of a file that is being written, and how long a kernel may keep them. */
+/* Attributes in replies: those of a record or of a file being written, and how long a kernel may keep them. */
 #include "fuse/fuse.h"
 
 #include <sys/stat.h>
 
-/* Times before 1970 are negative: the part of a second counts from the second before. */
+/* Times before 1970 are negative: the fraction counts from the earlier second. */
 static void time_split(int64_t ns, uint64_t *seconds, uint32_t *part) {
     int64_t rest = ns % 1000000000;
     *seconds = (uint64_t)(ns / 1000000000 - (rest < 0));
@@ -46,11 +46,11 @@ bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *at
 }
 
 /* How long a kernel may keep a name and attributes. Blocks are immutable: a kernel that can be told of an eviction (INC_EPOCH) keeps both for long.
- * Of a file being written it keeps the name alone.
+ * For a file being written it keeps the name alone.
  *
- * A guest cannot be told. It keeps no names, not even of directories: a directory that was renamed, with another in its place, would lead to the
- * blocks of before. So every open asks and finds what is there now. For a second a guest may keep the attributes of a directory and of a block that
- * it has open (node_lease): before each read its kernel checks by them whether its cached pages are still the file's. */
+ * A guest cannot be told. It keeps no names, not even of directories: after a rename, with another directory in its place, a kept name would lead to
+ * the old blocks. So every open asks, and finds the present block. For a second a guest may keep the attributes of a directory, and of a block that
+ * it has open (node_lease). Before each read its kernel checks by them whether its cached pages are still the file's. */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry) {
     entry->entry_valid_nsec = entry->attr_valid_nsec = 0;
     entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : 0;
@@ -63,7 +63,7 @@ void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, b
 }
 
 bool host_opens_uncached(struct node *node) {
-    atomic_store(&node->host_cached, true); /* first: a guest that opens it now sees this, or we see it */
+    atomic_store(&node->host_cached, true); /* first: a guest that opens it now sees this, or we see the guest's open */
     return atomic_load(&node->guest_wrote);
 }
 
@@ -73,7 +73,7 @@ bool host_opens_uncached(struct node *node) {
  * map such files caches them, also for the writer. */
 bool cache_bypass(const struct transport *transport, struct node *node, bool created) {
     struct shard *shard = shard_of(transport->plane, node->inode);
-    pthread_mutex_lock(&shard->lock); /* whoever opens it next counts as a handle after this, and finds what is said here */
+    pthread_mutex_lock(&shard->lock); /* the next opener counts as a handle after this, and finds the flags set here */
     pthread_mutex_lock(&node->lock);
     struct file *file = node->file;
     if (file && created && node->handles == 1 && !file->slab && transport->direct_mmap)

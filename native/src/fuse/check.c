@@ -1,4 +1,4 @@
-/* Checks of sizes, names and strings. Every kernel sends them right, and libfuse and Python rely on that. A guest may send anything. */
+/* Checks of sizes, names and strings. Every kernel sends valid ones, and libfuse and Python rely on that. A guest may send anything (I18). */
 #include "fuse/fuse.h"
 
 #define XATTR_NAME_SIZE_MAX 255
@@ -34,7 +34,7 @@ size_t body_minimum(uint32_t opcode) {
     }
 }
 
-/* A string that begins at *at and ends before size; *at is then behind it. Its length, or -EINVAL: empty, or it does not end. */
+/* A string that begins at *at and ends before size; *at is then behind it. Returns its length, or -EINVAL: it is empty, or does not end. */
 static ssize_t string_check(const uint8_t *body, size_t size, size_t *at) {
     size_t length = *at < size ? strnlen((const char *)body + *at, size - *at) : 0;
     if (length == 0 || *at + length == size)
@@ -53,7 +53,7 @@ static int name_check(const uint8_t *body, size_t size, size_t *at) {
     return memchr(name, '/', (size_t)length) || strcmp(name, ".") == 0 || strcmp(name, "..") == 0 ? -EINVAL : 0;
 }
 
-/* Names and strings. 0, -EINVAL, -ENAMETOOLONG, or -ERANGE for the name of an xattr. */
+/* Checks names and strings. 0, -EINVAL, -ENAMETOOLONG, or -ERANGE for the name of an xattr. */
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size) {
     size_t at = 0;
     ssize_t length;

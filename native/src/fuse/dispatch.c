@@ -30,7 +30,7 @@ static void do_init(struct server *server, struct fuse_in_header *in) {
     memset(&out, 0, sizeof(out));
     out.major = FUSE_KERNEL_VERSION;
     if (init.major != FUSE_KERNEL_VERSION) {
-        reply_data(server, in->unique, &out, sizeof(out)); /* the kernel comes again with ours */
+        reply_data(server, in->unique, &out, sizeof(out)); /* the kernel comes again with our version */
         return;
     }
     if (init.minor < 28) { /* MAX_PAGES: Linux 4.20 */
@@ -44,7 +44,7 @@ static void do_init(struct server *server, struct fuse_in_header *in) {
      * cache. A host is told to ask again. */
     wanted |= transport->guest || atomic_load(&plane->fuse->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
     /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would ask
-     * again for each name that was listed. With AUTO the kernel finds out which listings are worth it (`ls -l`, not `ls`). */
+     * again for each name that was listed. With AUTO the kernel finds out which listings need it (`ls -l`, not `ls`). */
     transport->inc_epoch = init.minor >= 44 && !transport->guest;
     transport->listing_plus = transport->inc_epoch && offered & FUSE_DO_READDIRPLUS && offered & FUSE_READDIRPLUS_AUTO;
     if (transport->listing_plus)
@@ -59,7 +59,7 @@ static void do_init(struct server *server, struct fuse_in_header *in) {
     out.minor = init.minor < 45 ? init.minor : 45;
     transport->minor = out.minor;
     transport->direct_mmap = flags >> 32 & FLAG2_DIRECT_IO_ALLOW_MMAP;
-    if (transport->guest) /* it has booted, or mounts again: nothing of before is open there */
+    if (transport->guest) /* it has booted, or mounts again: its earlier handles are gone */
         transport_forget(transport);
     out.max_readahead = init.max_readahead;
     out.flags = (uint32_t)flags;
@@ -309,7 +309,7 @@ static void do_write(struct server *server, struct fuse_in_header *in) {
         if (r == 0)
             return;
     }
-    if (request->slot_count) { /* copied: the landing memory is free again */
+    if (request->slot_count) { /* the payload was copied: the landing memory is free again */
         server->landing = request->slots[0];
         request->slot_count = 0;
     }
@@ -317,7 +317,8 @@ static void do_write(struct server *server, struct fuse_in_header *in) {
     request_put(plane, request);
 }
 
-/* Python makes and grows slabs, and knows when a seal ends. pyfuse3 has no FALLOCATE, so Python is asked as by setxattr(2): both are answered alike. */
+/* Python makes and grows slabs, and knows when a seal ends. pyfuse3 has no FALLOCATE, so the request goes to Python as a setxattr(2): both are
+ * answered alike. */
 static void forward_fallocate(struct server *server, struct fuse_in_header *in, const char *what, uint64_t size) {
     struct fuse_setxattr_in set = {0};
     char *name = (char *)(in + 1) + FUSE_COMPAT_SETXATTR_IN_SIZE;
@@ -344,7 +345,7 @@ static void do_fallocate(struct server *server, struct fuse_in_header *in) {
         pthread_mutex_lock(&handle.node->lock);
         struct file *file = handle.node->file;
         bool grows = file && end > file->size, slab = grows && (file->slab || (end >= KVFS_SLAB_MIN && file_untouched(file)));
-        r = file ? 0 : -EBUSY; /* the last writer closed it as this one opened it */
+        r = file ? 0 : -EBUSY; /* the last writer closed it while this one opened it */
         if (grows && !slab) {
             file_charge(file, handle.user);
             r = file_allocate(plane, handle.node, end);
@@ -395,7 +396,7 @@ static void do_release(struct server *server, struct fuse_in_header *in) {
     }
 }
 
-/* A request that gives something a name. Its strings have been checked. */
+/* A request that names something. Its strings have been checked. */
 static void made_note(struct kvfs_plane *plane, const struct fuse_in_header *in) {
     const uint8_t *body = (const uint8_t *)(in + 1);
     size_t at = in->opcode == FUSE_CREATE ? sizeof(struct fuse_create_in) : in->opcode == FUSE_MKNOD ? sizeof(struct fuse_mknod_in) :
@@ -455,7 +456,7 @@ static void do_readdir(struct server *server, struct fuse_in_header *in) {
     struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
     if (in->opcode == FUSE_READDIRPLUS && !server->transport->listing_plus)
         reply_error(server, in->unique, -ENOSYS);
-    else if (read->offset > INT64_MAX) /* a cookie is an inode number and 2, or what lies before them */
+    else if (read->offset > INT64_MAX) /* a cookie is an inode number + 2, or a smaller one for "." and ".." */
         reply_error(server, in->unique, -EINVAL);
     else
         mux_forward(server, 0, read->offset);
@@ -497,7 +498,7 @@ static void do_ioctl(struct server *server, struct fuse_in_header *in) { reply_e
 
 typedef void (*operation)(struct server *server, struct fuse_in_header *in);
 
-/* By opcode; those that are not here are ENOSYS. */
+/* By opcode; opcodes that are missing here are ENOSYS. */
 static const operation operations[] = {
     [FUSE_INIT] = do_init,
     [FUSE_LOOKUP] = do_lookup,

@@ -1,7 +1,7 @@
-/* The protocol of FUSE: transports and their threads, what C answers, and the session behind it. Not installed.
+/* The protocol of FUSE: transports and their threads, the requests that C answers, and the session behind it. Not installed.
  *
- * Threads: the servers of each transport, of which one is the leader, who also reads the session's replies; workers, for requests that wait for a
- * device; one notifier.
+ * Threads: the servers of each transport, workers for requests that wait for a device, and one notifier. One server of a transport is the leader,
+ * which also reads the session's replies.
  */
 #ifndef KVFS_FUSE_H
 #define KVFS_FUSE_H
@@ -30,10 +30,10 @@
 struct guest;
 struct transport_ops {
     int (*serve)(struct server *server, uint32_t *run);   /* one request, if there is one: 1, 0, or -errno when the transport has ended */
-    bool (*arm)(struct server *server);                   /* before a sleep: what arrives will end it. True: something is there already */
-    /* error: 0 or -errno. The first `placed` bytes of the body are where they belong. Any thread. */
+    bool (*arm)(struct server *server);                   /* before a sleep: the next arrival will end it. True: something has arrived already */
+    /* error: 0 or -errno. The first `placed` bytes of the body are already in place. Any thread. */
     void (*reply)(struct server *server, uint64_t unique, int error, uint32_t placed, const struct iovec *iovs, uint32_t count);
-    /* Let a READ's targets be the kernel's own pages. False: they are not such pages, use slots. NULL: never. */
+    /* Let a READ's targets be the kernel's own pages. False: they are not such pages, and slots are used. NULL: never. */
     bool (*targets)(struct request *request);
 };
 struct server {
@@ -44,7 +44,7 @@ struct server {
     int wake_fd;
     uint32_t index;
     bool started;
-    bool reader;                        /* takes requests all the time; the others only while active */
+    bool reader;                        /* takes requests all the time; others only while active */
     atomic_bool active;                 /* asked to help */
     struct io_thread io;
     uint8_t *head;                      /* REQUEST_SMALL bytes */
@@ -65,12 +65,12 @@ struct transport {
     atomic_bool initialized;
     bool inc_epoch;
     bool listing_plus;                  /* its kernel asks for attributes with a listing: READDIRPLUS */
-    bool direct_mmap;                   /* its kernel maps what is open with FOPEN_DIRECT_IO (Linux 6.6) */
+    bool direct_mmap;                   /* its kernel maps files opened with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
     uint32_t max_read;
-    uint32_t user;                      /* a guest is one user, whatever its own are. 0: users are its kernel's */
+    uint32_t user;                      /* a guest is one user, whatever users it has. 0: the users are its kernel's */
     atomic_uint forwarded;              /* under way in the session */
-    atomic_uint kernel_number;          /* counts the kernels that came and went: what an earlier one opened is not this one's */
+    atomic_uint kernel_number;          /* counts the kernels that came and went: handles of an earlier one are not this one's */
 };
 static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
 int transport_start(struct kvfs_plane *plane, int fd);
@@ -80,9 +80,9 @@ int servers_start(struct transport *transport);
 static inline void server_wake(struct server *server) { wake_fd(server->wake_fd); }
 void transport_stop(struct transport *transport);      /* ends its threads; blocks */
 void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
-void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, what it had open is released */
+void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, its handles are released */
 
-/* ---- attr.c, check.c, dispatch.c, reply.c, slow.c: what C answers ---- */
+/* ---- attr.c, check.c, dispatch.c, reply.c, slow.c: requests that C answers ---- */
 
 void dispatch(struct server *server, size_t size);   /* the request in server->head, payload of a WRITE in server->landing */
 int request_slow(struct request *request);       /* the slow half, on a worker: 0 or -ENOMEM */
@@ -90,7 +90,7 @@ size_t body_minimum(uint32_t opcode);
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
 bool host_opens_uncached(struct node *node);
-/* Whether an open of a file being written must bypass the kernel's page cache, as the writer does. `created`: it is the writer's open. */
+/* Whether an open of a file being written must bypass the kernel's page cache, as the writer does. `created`: it is the writer's own open. */
 bool cache_bypass(const struct transport *transport, struct node *node, bool created);
 bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
@@ -106,7 +106,7 @@ struct pending {
     struct server *server;
     uint64_t unique, node, deadline_ns, arrived_ns, offset, fh;
     uint32_t opcode, flags, salt, index, size, user;
-    uint32_t kernel_number;              /* of the transport, when it came */
+    uint32_t kernel_number;              /* the transport's, when the request came */
     bool live, timed_out, call;
     struct pending *next, *previous;     /* by deadline; or free list */
 };
@@ -119,7 +119,7 @@ struct mux {
     struct message *queue, *queue_last;
     atomic_uint queue_count;
     atomic_uint live_count;
-    atomic_uint session_count;           /* of those: not calls, the session will reply */
+    atomic_uint session_count;           /* pending requests that the session will answer: all but calls */
     atomic_bool calls_open;
     pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
     uint8_t *reply;
@@ -131,14 +131,14 @@ int mux_init(struct kvfs_plane *plane);
 void mux_free(struct kvfs_plane *plane);
 /* Pass the request in server->head on to Python. offset, flags: kept for the reply. */
 void mux_forward(struct server *server, uint32_t flags, uint64_t offset);
-bool mux_receive(struct kvfs_plane *plane);         /* one reply; false when there is none */
+bool mux_receive(struct kvfs_plane *plane);         /* takes one reply; false when there is none */
 void mux_expire(struct kvfs_plane *plane, uint64_t now);
 void mux_flush(struct kvfs_plane *plane);
 bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under way */
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
 void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
 void mux_close(struct kvfs_plane *plane);
-/* The session has ended. Hosts get EIO for what it owed them, and new requests are refused. A guest's relay asks the next daemon. */
+/* The session has ended. Hosts get EIO for requests that it has not answered, and new requests are refused. A guest's relay asks the next daemon. */
 void mux_end(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */
@@ -166,11 +166,11 @@ struct fuse {
     struct transport *transports[TRANSPORTS_MAX];
     atomic_uint transport_count;
     atomic_uint guest_count;             /* exports */
-    atomic_bool spinning;                /* one thread of the plane at a time polls */
+    atomic_bool spinning;                /* only one thread of the plane polls at a time */
 };
 int fuse_create(struct kvfs_plane *plane);     /* memory; 0 or -ENOMEM */
 int fuse_start(struct kvfs_plane *plane);    /* its threads */
-void fuse_stop(struct kvfs_plane *plane);    /* blocks until they have ended */
+void fuse_stop(struct kvfs_plane *plane);    /* blocks until the threads have ended */
 void fuse_free(struct kvfs_plane *plane);
 
 #endif

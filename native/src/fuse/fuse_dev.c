@@ -29,7 +29,7 @@ static int fuse_serve(struct server *server, uint32_t *run) {
         return errno == EAGAIN || errno == EINTR || errno == ENOENT ? 0 : -errno;
     const struct fuse_in_header *in = (const struct fuse_in_header *)(const void *)server->head;
     *run += weight_of(in->opcode, (size_t)n);
-    if (in->opcode != FUSE_WRITE && n > REQUEST_HEAD && n <= REQUEST_SMALL) /* the landing memory is for payload */
+    if (in->opcode != FUSE_WRITE && n > REQUEST_HEAD && n <= REQUEST_SMALL) /* the landing memory holds payload alone */
         memcpy(server->head + REQUEST_HEAD, server->landing->data, (size_t)n - REQUEST_HEAD);
     dispatch(server, (size_t)n);
     return 1;
@@ -88,7 +88,7 @@ int transport_start(struct kvfs_plane *plane, int fd) {
     for (uint32_t i = 0; i < plane->config.server_threads && r == 0; i++) {
         int own = fuse_open(fd, i > 0);
         r = own < 0 ? own : server_init(transport, i, own);
-        if (r < 0 && i > 0) { /* no clone (an unprivileged user without access to /dev/fuse): serve with what there is */
+        if (r < 0 && i > 0) { /* no clone (an unprivileged user without access to /dev/fuse): serve with the threads so far */
             server_free(&transport->servers[i]);
             r = 0;
             break;

@@ -20,10 +20,10 @@
 #define LISTED_MAX 65536u
 #define LISTED_PERIOD_MAX 262144u
 #define LISTED_PERIOD_NS 60000000000ull
-/* A kernel may enter a listing after it heard of evictions that are newer than the listing. So listed entries hold for a moment only: enough for a
- * caller that asks for each entry as it is listed. */
+/* A kernel may enter a listing after it has heard of evictions that are newer than the listing. So listed entries hold for a moment only: enough for
+ * a caller that asks for each entry as it is listed. */
 #define LISTED_S 1u
-/* A kernel checks the mode of a file that it has just created, and would ask for it. The size it counts itself. */
+/* A kernel checks the mode of a file that it has just created, and would ask for it. The kernel counts the size itself. */
 #define CREATED_NS 100000000u
 
 int mux_init(struct kvfs_plane *plane) {
@@ -129,7 +129,7 @@ int kvfs_session_open(struct kvfs_plane *plane) {
     message.head.opcode = FUSE_INIT;
     message.head.unique = INIT_UNIQUE;
     message.init.major = FUSE_KERNEL_VERSION;
-    message.init.minor = 31; /* constant: what libfuse 3.10 and later speak */
+    message.init.minor = 31; /* constant: spoken by libfuse 3.10 and later */
     message.init.max_readahead = READDIR_MAX;
     message.init.flags = FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_DO_READDIRPLUS | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES;
     pthread_mutex_lock(&mux->lock);
@@ -166,7 +166,7 @@ static void pending_release(struct mux *mux, struct pending *p) {
     mux->session_count -= !p->call;
 }
 
-/* Makes a call of a request. NULL: no memory, or it goes by the session. `*is`: whether it is a call. Names have been checked. */
+/* Makes a call of a request. NULL: no memory, or the request goes by the session. `*is`: whether it is a call. Names have been checked. */
 static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, bool *is) {
     const uint8_t *body = (const uint8_t *)(in + 1);
     const char *name = (const char *)body;
@@ -244,7 +244,7 @@ void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
             read->offset = read->offset > 2 ? read->offset - 2 : 0; /* "." and ".." are ours */
         }
         if (in->opcode == FUSE_SETXATTR)
-            in->uid = p->user; /* of a pin or a slab: whom it is charged to */
+            in->uid = p->user; /* the user that a pin or a slab is charged to */
         if (mux->newest)
             mux->newest->next = p;
         else
@@ -270,7 +270,7 @@ void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
     if (r < 0)
         reply_error(server, unique, -EIO);
     else if (server->index && (!is_call || first))
-        server_wake(&server->transport->servers[0]); /* the leader waits for the session's reply, and sees to deadlines */
+        server_wake(&server->transport->servers[0]); /* the leader waits for the session's reply, and checks deadlines */
 }
 
 bool mux_waiting(struct kvfs_plane *plane) { return plane->fuse->mux.live_count || plane->fuse->mux.queue_count; }
@@ -342,13 +342,13 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     struct node *node;
     struct user *user = user_get(plane, p->user);
     int r;
-    /* The table's writer may have lost its CPU in the middle of a change: Python has answered, there is nobody else to ask. */
+    /* The table's writer may have lost its CPU in the middle of a change. Python has answered already, so the table is asked again here. */
     uint64_t until = now_ns() + 1000000000ull;
     while ((r = node_open(plane, inode, user, writer, &record, &node)) == -EAGAIN && now_ns() < until)
         sched_yield();
     if (r < 0)
         return r == -EAGAIN ? -EIO : r;
-    if (p->timed_out) { /* nobody will release it: do so now */
+    if (p->timed_out) { /* nobody will release it: release it now */
         struct shard *shard = shard_of(plane, inode);
         pthread_mutex_lock(&shard->lock);
         node_unopen(plane, node, user, writer);
@@ -433,9 +433,9 @@ static bool entry_put(uint8_t *out, uint32_t *used, uint32_t room, const struct 
     return true;
 }
 
-/* A listing. Python gives the names; "." and ".." are ours. READDIR has names alone. READDIRPLUS adds attributes from the block table, and an inode
- * in the kernel. There are at most LISTED_MAX such inodes in a listing, and LISTED_PERIOD_MAX in LISTED_PERIOD_NS. Beyond that the node id is 0, and
- * the kernel makes no inode. */
+/* A listing. Python gives the names; "." and ".." are added here. READDIR has names alone. READDIRPLUS adds attributes from the block table, and an
+ * inode in the kernel. There are at most LISTED_MAX such inodes in a listing, and LISTED_PERIOD_MAX in LISTED_PERIOD_NS. Beyond that the node id is
+ * 0, and the kernel makes no inode. */
 static uint32_t listing_make(struct kvfs_plane *plane, const struct pending *p, const uint8_t *data, uint32_t size, uint8_t *out) {
     struct mux *mux = &plane->fuse->mux;
     bool plus = p->opcode == FUSE_READDIRPLUS;
@@ -492,7 +492,7 @@ void mux_release_directory(struct kvfs_plane *plane, uint64_t inode) {
     pthread_mutex_unlock(&plane->fuse->mux.lock);
 }
 
-/* Kernels of hosts may have cached what a guest changes: they are told. */
+/* Kernels of hosts may have cached entries that a guest changes: they are told. */
 static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uint64_t inode) {
     switch (p->opcode) {
     case FUSE_UNLINK:
@@ -516,7 +516,7 @@ static int opendir_reply(struct kvfs_plane *plane, const struct pending *p, stru
     return r;
 }
 
-/* Make Python's good reply the kernel's: attributes, handles, listings. 0 or what to answer instead. */
+/* Turn Python's successful reply into the kernel's: attributes, handles, listings. Returns 0, or the error to answer instead. */
 static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **body, uint32_t *length) {
     void *out = *body;
     struct fuse_entry_out *entry = out;
@@ -574,7 +574,7 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
     p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
 }
 
-/* Takes the request of one of our ids and ends it; false if it has ended. */
+/* Takes the request of one of our ids and ends it; false if it has ended already. */
 static bool pending_take(struct mux *mux, uint64_t id, struct pending *out) {
     uint32_t index = (uint32_t)id - 1;
     if (index >= PENDING_MAX)
@@ -617,7 +617,7 @@ static bool receive(struct kvfs_plane *plane) {
 
 bool mux_receive(struct kvfs_plane *plane) {
     if (pthread_mutex_trylock(&plane->fuse->mux.receiving))
-        return false; /* another transport's leader is at it */
+        return false; /* another transport's leader is reading */
     bool received = receive(plane);
     pthread_mutex_unlock(&plane->fuse->mux.receiving);
     return received;

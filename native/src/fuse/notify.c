@@ -83,7 +83,7 @@ void kvfs_notify_epoch(struct kvfs_plane *plane) {
 static int notification_add(struct kvfs_plane *plane, uint64_t inode, uint64_t cookie) {
     int r = 0;
     pthread_mutex_lock(&plane->fuse->notifier.lock);
-    if (!inode || !plane->fuse->notifier.last || plane->fuse->notifier.last->inode != inode) { /* else the one that waits says it too */
+    if (!inode || !plane->fuse->notifier.last || plane->fuse->notifier.last->inode != inode) { /* else the waiting one covers this one too */
         struct notification *n = calloc(1, sizeof(*n));
         r = n ? 0 : -ENOMEM;
         if (n) {

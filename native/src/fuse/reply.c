@@ -12,7 +12,7 @@ void reply_error(struct server *server, uint64_t unique, int error) {
     server->transport->ops->reply(server, unique, error, 0, NULL, 0);
 }
 
-/* size bytes of what was read: from request->skip on out of its slots, or where they are in a guest's memory. */
+/* size bytes that were read: from request->skip on out of its slots, or already in a guest's memory. */
 static void read_reply(struct request *request, uint32_t size) {
     struct kvfs_plane *plane = request->io->plane;
     struct iovec iovs[READ_SLOTS];
@@ -65,6 +65,6 @@ void reply_to_write(struct request *request, int64_t result) {
     if (request->transport->guest) {
         if (atomic_load(&request->node->host_cached))
             notify_inode(plane, request->node->inode);
-        written_without_handle(plane, request->node); /* the guest may have released the handle meanwhile, and nobody else would seal this */
+        written_without_handle(plane, request->node); /* the guest may have released the handle meanwhile, and nothing else would seal this */
     }
 }

@@ -1,11 +1,11 @@
-/* The threads of a transport: each takes requests, answers what it can, and reaps its own ring.
+/* The threads of a transport: each takes requests, answers those that it can, and reaps its own ring.
  *
  * One thread, the leader, also waits for the session's replies. Readers take requests all the time: the leader of /dev/fuse, and all threads of a
  * guest, each for its own queues. The others help. They are woken when requests queue up, take part while there is work, and go back to sleep. So one
  * client costs one wake-up a request, and many clients use every core.
  *
- * Before it sleeps a thread polls for a short while, if the last requests came within such a while and no more than one client seems to be at work.
- * One thread of the plane polls at a time. */
+ * Before it sleeps, a thread polls for a short while, if its last requests came within such a while and at most one client seems to be at work. One
+ * thread of the plane polls at a time. */
 #include "fuse/fuse.h"
 
 #include <fcntl.h>
@@ -38,7 +38,7 @@ static void wake_helper(struct server *server) {
     }
 }
 
-/* False: there is work after all. */
+/* False: work has come after all. */
 static bool sleep_until_work(struct server *server, bool leader, uint64_t timeout_ns) {
     struct kvfs_plane *plane = server->plane;
     if (server->reader && server->transport->ops->arm(server))
@@ -69,14 +69,14 @@ static void transport_end(struct transport *transport) {
 struct pace {
     bool leader, spinning, trimmed;
     uint64_t spin_ns;                   /* a poll lasts so long */
-    uint64_t expired_ns;                /* when deadlines were last looked at */
-    uint64_t crowded_ns;                /* several clients are at work until then */
-    uint64_t idle_ns;                   /* since when there has been nothing to do; 0: there was */
+    uint64_t expired_ns;                /* time of the last look at deadlines */
+    uint64_t crowded_ns;                /* until then several clients are taken to be at work */
+    uint64_t idle_ns;                   /* start of the idle time; 0: not idle */
     uint32_t run;                       /* weight of requests in a row */
-    int lucks[2], *luck;                /* the second: while our own I/O is under way */
+    int lucks[2], *luck;                /* [1]: while our own I/O is under way */
 };
 
-/* One round: completions, a request, a reply of the session. How much there was of it; -errno: the transport has ended. */
+/* One round: completions, a request, a reply of the session. Returns the amount of work done; -errno: the transport has ended. */
 static int work_once(struct server *server, struct pace *pace, bool reading, bool *requested) {
     int work = (int)ring_reap(&server->io.ring);
     if (work && server->io.waiting_reads)
@@ -115,7 +115,7 @@ static void spin_end(struct server *server, struct pace *pace) {
     pace->spinning = false;
 }
 
-/* There was nothing to do: true if that is to be seen again at once, false if it is time to sleep. */
+/* There was no work: true if the thread is to look again at once, false if it is time to sleep. */
 static bool spin(struct server *server, struct pace *pace, uint64_t now) {
     struct kvfs_plane *plane = server->plane;
     if (!pace->idle_ns)
@@ -155,7 +155,7 @@ static void rest(struct server *server, struct pace *pace) {
     if (server->io.waiting_reads)
         reads_retry(&server->io);
     if (pace->leader && now - server->last_work_ns > 100000000)
-        memory_unpark(plane); /* nothing that waits for memory waits for ever */
+        memory_unpark(plane); /* so no request waits for memory for ever */
     server->last_work_ns = server->last_work_ns == 0 ? now : server->last_work_ns;
 }
 
@@ -193,7 +193,7 @@ static void *server_main(void *argument) {
         int work = work_once(server, &pace, reading, &requested);
         if (work < 0)
             break;
-        /* I/O of a slab comes many requests at a time: one call for those that are there, up to BATCH. */
+        /* I/O of a slab comes many requests at a time: one call for all that are there, up to BATCH. */
         if (server->io.batching && requested && server->io.ring.queued && server->io.ring.queued < BATCH)
             continue;
         server->io.batching = false;

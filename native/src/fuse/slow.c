@@ -1,10 +1,10 @@
-/* The slow half of READ and WRITE: what must wait for a device, on a worker. */
+/* The slow half of READ and WRITE, on a worker: requests that must wait for a device. */
 #include "fuse/fuse.h"
 
 static void slow_write(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
     struct node *node = request->node;
     int r;
-    /* The chunks that it needs may be sealed or spilled again before the write. It tries until its deadline, and never takes that for an end. */
+    /* The chunks that a request needs may be sealed or spilled again before the write. The request then tries again until its deadline. */
     const uint64_t until = request->arrived_ns + plane->config.request_timeout_ms * 1000000ull;
     for (;;) {
         if (slab_worker_write(plane, ring, request))
@@ -58,7 +58,7 @@ static void slow_read(struct kvfs_plane *plane, struct ring *ring, struct reques
             slot_put(request->slots[--request->slot_count]);
         r = file_reopen(plane, ring, node);
         if (r == 0 && request->retries++ < 8) {
-            atomic_fetch_add(&node->refs, 1); /* the request's own ends with it */
+            atomic_fetch_add(&node->refs, 1); /* the request's own reference ends with it */
             slow_read(plane, ring, request);
             node_released(plane, node, true);
             node_put(plane, node);

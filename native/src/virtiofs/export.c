@@ -64,7 +64,8 @@ static bool stopped(const struct guest *guest) {
     return atomic_load(&guest->stopping) || atomic_load(&guest->transport->plane->stopping);
 }
 
-/* New connections are refused, and those that wait are turned away as front ends are. If we closed the listening socket, we would close theirs. */
+/* New connections are refused, and waiting ones are turned away like other front ends. If we closed the listening socket, the kernel would close
+ * theirs. */
 static void listen_end(struct guest *guest) {
     int fd = -1;
     shutdown(guest->listen_fd, SHUT_RDWR);
@@ -72,7 +73,7 @@ static void listen_end(struct guest *guest) {
         porter_end(porter_start(guest->porters, &guest->config, fd), fd);
     if (fd < 0 && porters_have_room(guest->porters))
         close(guest->listen_fd);
-    guest->listen_fd = -1; /* what is not closed goes with the process, which waits for nothing then */
+    guest->listen_fd = -1; /* a descriptor left open goes with the process, whose end then waits for nothing */
 }
 
 /* With transports_lock held. */
@@ -158,7 +159,7 @@ int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs
     r = servers_start(guest->transport);
     if (r == 0)
         r = -pthread_create(&guest->thread, NULL, guest_main, guest);
-    if (r < 0) { /* no threads: what has started ends, and is kept, as somebody may know it already */
+    if (r < 0) { /* some threads failed to start: the others end, and the guest is kept, as somebody may know it already */
         transport_stop(guest->transport);
         pthread_mutex_lock(&plane->fuse->transports_lock);
         guest_ended(plane, guest);

@@ -23,7 +23,7 @@ static uint64_t element_id(const struct virtqueue *queue, uint16_t head, uint32_
     return (uint64_t)salt << 32 | queue->index << 16 | head;
 }
 
-/* The queue and the element of an id, the queue's lock held; NULL, and no lock: there is none any more. */
+/* The queue and the element of an id, with the queue's lock held; NULL, without the lock: the element is gone. */
 static struct element *element_find(struct guest *guest, uint64_t id, struct virtqueue **out) {
     uint32_t index = (uint32_t)id >> 16, head = id & 0xffff;
     if (index >= guest->queue_count || head >= QUEUE_SIZE_MAX)
@@ -56,7 +56,7 @@ static void cost_release(struct guest *guest, uint64_t cost) {
             server_wake(&guest->transport->servers[i]);
 }
 
-/* Copy to `offset` of what the iovecs hold together; the caller has checked that it fits. */
+/* Copy to `offset` of the iovecs' bytes; the caller has checked that it fits. */
 static void scatter(const struct iovec *iovs, uint64_t offset, const void *data, uint64_t size) {
     for (const uint8_t *from = data; size; iovs++) {
         if (offset >= iovs->iov_len) {
@@ -77,13 +77,13 @@ static void guest_reply(struct server *server, uint64_t id, int error, uint32_t 
     struct element *element = element_find(guest, id, &queue);
     if (!element)
         return;
-    element->answering = true; /* ours alone from here on */
+    element->answering = true; /* only this thread touches it from here on */
     pthread_mutex_unlock(&queue->lock);
     uint64_t body = placed, size = 0;
     for (uint32_t i = 0; i < count; i++)
         body += iovs[i].iov_len;
     if (error == 0 && REPLY_MIN + body > element->capacity)
-        error = -EIO; /* the guest has left too little room for what it asked for */
+        error = -EIO; /* the guest has left too little room for the data that it asked for */
     struct fuse_out_header head = {.len = (uint32_t)(REPLY_MIN + (error ? 0 : body)), .error = error, .unique = element->unique};
     if (element->capacity >= REPLY_MIN) {
         size = head.len;
@@ -298,7 +298,7 @@ static bool guest_arm(struct server *server) {
             found |= virtqueue_arm(queue);
         pthread_mutex_unlock(&queue->serve);
     }
-    if (found && over_limit(guest)) { /* what is there must wait; who makes room wakes us */
+    if (found && over_limit(guest)) { /* the request must wait; the thread that makes room wakes us */
         atomic_store(&guest->limited, true);
         found = !over_limit(guest);
     }
@@ -325,7 +325,7 @@ void guest_look_again(struct guest *guest) {
 
 const struct transport_ops guest_ops = {guest_serve, guest_arm, guest_reply, guest_targets};
 
-/* ---- what the front end changes ---- */
+/* ---- changes by the front end ---- */
 
 void guest_queue_update(struct guest *guest, struct virtqueue *queue) {
     bool good = queue->enabled && !queue->broken && queue->kick_fd >= 0 && queue->used && queue->elements;

@@ -1,13 +1,12 @@
 /* A thread with a table of descriptors of its own takes in a front end's messages and the descriptors that come with them.
  *
- * To close a file can mean to wait for its filesystem (FUSE's FLUSH), for ever if nobody serves it; fstatfs can wait, too. A descriptor is in the
- * receiver's table before anybody can know what it is. Closed in the daemon's table it would stop the guest's thread, and the end of the process too:
- * that closes what is left, and keeps all that comes after, locks and devices among them. So a porter looks at each descriptor. Eventfds and memory
- * go on to the guest's thread by a socket pair; the porter closes the others. A porter that never comes back from that holds nothing but its own
- * stack.
+ * A close can wait for the file's filesystem (FUSE's FLUSH), for ever if nobody serves it; fstatfs can wait, too. A descriptor is in the receiver's
+ * table before anybody can know its kind. In the daemon's table such a close would stop the guest's thread. At the end of the process it would hold
+ * up the close of all other descriptors, locks and devices among them. So a porter looks at each descriptor. Eventfds and memory go on to the guest's
+ * thread by a socket pair; the porter closes the others. A porter whose close never returns holds nothing but its own stack.
  *
  * A porter closes the socket itself last: messages that nobody took go with it, and so do their descriptors. A TCP socket among these lingers for as
- * long as its maker has said.
+ * long as its maker has set.
  *
  * System calls are made directly, as sanitizers believe that a process has one table. */
 #include "virtiofs/virtio.h"
@@ -19,7 +18,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Of one guest. Those that do not end are bounded: beyond that a front end is turned away. */
+/* The porters of one guest. Porters that do not end are bounded: beyond that a front end is turned away. */
 #define PORTERS_MAX 8u
 
 struct porter {
@@ -45,7 +44,7 @@ bool porters_have_room(const struct porters *porters) { return atomic_load(&port
 
 bool is_eventfd(int fd) {
     char path[48], name[64];
-    snprintf(path, sizeof(path), "/proc/thread-self/fd/%d", fd); /* no file's name: those begin with a slash */
+    snprintf(path, sizeof(path), "/proc/thread-self/fd/%d", fd); /* not a file's name: such names begin with a slash */
     ssize_t n = readlink(path, name, sizeof(name) - 1);
     if (n <= 0)
         return false;
@@ -53,7 +52,7 @@ bool is_eventfd(int fd) {
     return strcmp(name, "anon_inode:[eventfd]") == 0;
 }
 
-/* -ECONNRESET: hung up. While nothing has come yet there is no limit. */
+/* -ECONNRESET: hung up. Until the first byte there is no deadline. */
 static int receive(int fd, void *data, size_t size, struct msghdr *first) {
     uint8_t *at = data;
     bool begun = false;
@@ -166,7 +165,7 @@ int porter_start(struct porters *porters, const struct kvfs_virtiofs_config *con
     }
     *p = (struct porter){.porters = porters, .config = *config, .fd = fd, .channel = pair[1]};
     atomic_fetch_add(&porters->refs, 1);
-    /* No signal is for a thread without descriptors: a handler that writes to one would write to none. */
+    /* Signals are blocked in a thread without descriptors: a handler that writes to one would fail. */
     sigset_t all, before;
     pthread_t thread;
     pthread_attr_t attributes;
@@ -180,7 +179,7 @@ int porter_start(struct porters *porters, const struct kvfs_virtiofs_config *con
     if (r < 0) {
         porters_put(porters);
         free(p);
-    } else { /* it says so as soon as it has its own table */
+    } else { /* it reports as soon as it has its own table */
         int32_t error;
         ssize_t n;
         do
@@ -195,7 +194,7 @@ int porter_start(struct porters *porters, const struct kvfs_virtiofs_config *con
 }
 
 void porter_end(int channel, int fd) {
-    shutdown(fd, SHUT_RDWR); /* the porter may wait for a message, or be away with a descriptor of the socket */
+    shutdown(fd, SHUT_RDWR); /* the porter may wait for a message, or be stuck with a descriptor of the socket */
     close(fd);
     if (channel >= 0)
         close(channel);

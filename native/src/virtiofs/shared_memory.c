@@ -1,6 +1,6 @@
 /* Memory that another process can cut off under our hands: a front end that truncates what it has shared. Touching it is then SIGBUS, which
- * would end the daemon and everybody else's requests. Here such a mapping becomes private zeros, once and for all: its queues break the
- * rules from then on, and its guest is on its own. Devices get EFAULT by themselves. */
+ * would end the daemon and everybody else's requests. Here such a mapping becomes private zeros for good. Its queues break the rules from then on,
+ * and its guest is left to itself. Devices get EFAULT by themselves. */
 #include "virtiofs/virtio.h"
 
 #include <signal.h>
@@ -8,7 +8,7 @@
 #include <sys/vfs.h>
 
 #define MAPPINGS_MAX 4096u
-/* A process has 128 TiB of addresses, and a file of any size costs nothing who shares it: all owners together get half of them. */
+/* A process has 128 TiB of addresses, and a shared file of any size costs its owner nothing: all owners together get half of them. */
 #define BYTES_MAX ((uint64_t)64 << 40)
 #define OWNER_MAPPINGS_MAX (2 * REGIONS_MAX)
 
@@ -33,12 +33,12 @@ static void on_sigbus(int number, siginfo_t *info, void *context) {
             mmap(start, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED)
             return;
     }
-    sigaction(number, &before, NULL); /* not ours: it happens again, to whom it concerns */
+    sigaction(number, &before, NULL); /* not ours: the fault repeats, for the earlier handler */
 }
 
 int shared_check(int fd, const uint64_t *types, uint32_t count) {
-    /* These files alone have seals, sealed or not; and the kernel answers without asking a filesystem, as fstat and fstatfs do, which may never
-     * answer. */
+    /* Only these files have seals, sealed or not. The kernel answers without asking a filesystem, unlike fstat and fstatfs, which may never
+     * return. */
     if (fcntl(fd, F_GET_SEALS) >= 0)
         return 0;
     struct statfs fs;
@@ -50,7 +50,7 @@ int shared_check(int fd, const uint64_t *types, uint32_t count) {
     return -EMEDIUMTYPE;
 }
 
-/* With the lock: whether its owner may have one more, of so many bytes. */
+/* With the lock: whether its owner may have one more mapping, of so many bytes. */
 static bool affords(const struct shared_owner *owner, uint64_t size) {
     uint64_t bytes = 0;
     uint32_t count = 0;

@@ -2,7 +2,7 @@
  * QEMU's docs/interop/vhost-user.rst, for a virtio-fs device.
  *
  * One thread a guest speaks it; servers meanwhile go on with the queues. Every message is checked against its length, its descriptors and the state
- * that it finds. A message that breaks the protocol ends the connection. Descriptors that came with a message are closed unless something keeps them. */
+ * that it finds. A message that breaks the protocol ends the connection. Descriptors that came with a message are closed unless a part keeps them. */
 #include "virtiofs/virtio.h"
 
 #include <linux/virtio_config.h>
@@ -44,7 +44,7 @@ enum {
 #define MESSAGE_TIMEOUT_S 5
 /* A lost kick or signal would be a hang of the guest. */
 #define LOOK_AGAIN_MS 1000
-/* GET_VRING_BASE and the end: what is under way gets this long, then it is answered with EIO. */
+/* GET_VRING_BASE and the end: requests under way get this long, then they are answered with EIO. */
 #define DRAIN_TIMEOUT_MS 5000u
 
 struct vring_state { uint32_t index, number; };
@@ -95,7 +95,7 @@ static int fd_take(struct vhost_message *message) {
     return fd;
 }
 
-/* From the porter. 0, -ECONNRESET when the front end has gone, or another -errno. */
+/* A message from the porter. 0, -ECONNRESET when the front end has gone, or another -errno. */
 static int message_receive(int channel, struct vhost_message *message, int *refused) {
     union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int) * VHOST_FDS_MAX)]; } control;
     struct ported ported;
@@ -158,7 +158,7 @@ static void queue_unlock(struct virtqueue *queue) {
     pthread_mutex_unlock(&queue->serve);
 }
 
-/* Takes memory over. Requests under way keep what they have; a queue whose rings are no longer there stops. */
+/* Takes memory over. Requests under way keep their memory; a queue whose rings are no longer mapped stops. */
 static void memory_set(struct front_end *front, struct guest_memory *memory) {
     for (uint32_t i = 0; i < front->guest->queue_count; i++) {
         struct virtqueue *queue = &front->guest->queues[i];
@@ -261,7 +261,7 @@ static int set_event(struct guest *guest, struct virtqueue *queue, struct vhost_
         return virtqueue_error_set(queue, fd);
     r = virtqueue_call_set(queue, fd);
     if (r == 0 && queue->used)
-        virtqueue_signal(queue); /* what came just before went to the old one, which nobody may listen to any more */
+        virtqueue_signal(queue); /* the last signals went to the old one, which may have no listener any more */
     return r;
 }
 
@@ -311,7 +311,7 @@ static int set_vring(struct front_end *front, struct virtqueue *queue, const str
         queue->avail_user = message->address.avail;
         queue->used_user = message->address.used;
         queue->addressed = true;
-        r = virtqueue_map(queue); /* a queue that runs stops if they lie nowhere */
+        r = virtqueue_map(queue); /* a running queue stops if its rings lie nowhere */
         break;
     }
     if (!queue->started)
@@ -320,14 +320,14 @@ static int set_vring(struct front_end *front, struct virtqueue *queue, const str
     return r;
 }
 
-/* Stop a queue, and say where it is to go on. */
+/* Stop a queue, and return the position where it is to go on. */
 static void get_vring_base(struct front_end *front, struct virtqueue *queue, struct vhost_message *message) {
     guest_queue_stop(front->guest, queue, true, DRAIN_TIMEOUT_MS);
     queue_lock(queue);
     guest_queue_kick(front->guest, queue, -1);
     message->state.number = queue->last_avail;
     queue->started = queue->broken = false;
-    for (uint32_t i = 0; queue->inflight && i < queue->size; i++) /* nothing is left to be done again */
+    for (uint32_t i = 0; queue->inflight && i < queue->size; i++) /* no request is left to be done again */
         queue->inflight->entries[i].inflight = 0;
     if (front->features & 1ull << FEATURE_PROTOCOL_FEATURES)
         queue->enabled = false;
@@ -439,7 +439,7 @@ static uint32_t size_minimum(uint32_t request) {
     }
 }
 
-/* 0: done, nothing sent. 1: answered. -errno: refused, as its descriptors may have been before. */
+/* 0: done, nothing sent. 1: answered. -errno: refused; its descriptors may have been refused already. */
 static int handle(struct front_end *front, struct vhost_message *message, int refused) {
     struct guest *guest = front->guest;
     struct virtqueue *queue = NULL;
@@ -524,7 +524,7 @@ void vhost_user_serve(struct guest *guest, int fd) {
         stopping = polls[1].revents != 0;
         if (stopping)
             break;
-        if (polls[0].revents == 0 && polls[3].revents) { /* the porter may be away, and never come to it */
+        if (polls[0].revents == 0 && polls[3].revents) { /* the porter may be stuck, and never take it */
             r = -ECONNRESET;
             break;
         }

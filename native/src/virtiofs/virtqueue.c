@@ -23,7 +23,7 @@ int region_map(const struct shared_owner *owner, int fd, const struct region_des
     struct guest_region *region = calloc(1, sizeof(*region));
     if (!region)
         return -ENOMEM;
-    /* From the file's start: a huge page's offset need not be a multiple of ours. Whole (huge) pages: munmap asks for them. */
+    /* Counted from the file's start: a huge page's offset need not be a multiple of ours. Whole (huge) pages: munmap requires them. */
     region->map_size = round_up(end, st.st_blksize > 0 ? (uint64_t)st.st_blksize : PAGE);
     region->map = shared_map(owner, fd, 0, region->map_size, &error);
     if (!region->map) {
@@ -97,7 +97,7 @@ void *memory_user(const struct guest_memory *memory, uint64_t address, uint64_t 
     return NULL;
 }
 
-/* Append where [address, address + size) lies. -EFAULT: some of it nowhere; -E2BIG: more than `room` pieces. */
+/* Append the places of [address, address + size). -EFAULT: some of it lies nowhere; -E2BIG: more than `room` pieces. */
 static int memory_iovs(const struct guest_memory *memory, uint64_t address, uint64_t size, struct iovec *iovs, uint32_t *count, uint32_t room) {
     while (size) {
         const struct guest_region *r = NULL;
@@ -122,20 +122,21 @@ static int memory_iovs(const struct guest_memory *memory, uint64_t address, uint
 
 /* ---- signals ---- */
 
-/* write() to a front end's eventfd can wait for ever: the front end fills its counter, and O_NONBLOCK is a flag of the open file, which it
- * shares and clears when it likes. The kernel's own signals leave a full counter as it is. So: a ring of io_uring has the eventfd for its
- * completions, and an operation that does nothing completes while it is submitted. One system call, as write() is (0.55 us against 0.28). */
+/* write() to a front end's eventfd can wait for ever. The front end can fill its counter; O_NONBLOCK is a flag of the open file, which the front end
+ * shares and can clear at any time. The kernel's own signals leave a full counter unchanged. So a ring of io_uring has the eventfd for its
+ * completions, and an operation that does nothing completes during its submission. The bell is one system call, like write() (0.55 us against
+ * 0.28). */
 static void bell_ring(struct bell *bell) {
     if (!bell->set)
         return;
-    struct io_uring_sqe *sqe = io_uring_get_sqe(&bell->ring); /* NULL: the last is still to be submitted */
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&bell->ring); /* NULL: the last one is still to be submitted */
     if (sqe)
         io_uring_prep_nop(sqe);
     io_uring_submit(&bell->ring);
     io_uring_cq_advance(&bell->ring, io_uring_cq_ready(&bell->ring));
 }
 
-/* The ring stays when the eventfd goes: who frees a ring interrupts every thread that has used it. */
+/* The ring stays when the eventfd goes: the free of a ring interrupts every thread that has used it. */
 static int bell_set(struct bell *bell, int fd) {
     if (bell->set)
         io_uring_unregister_eventfd(&bell->ring);
@@ -257,14 +258,14 @@ void virtqueue_break(struct virtqueue *queue) {
     queue->broken = true;
     atomic_store(&queue->running, false);
     pthread_mutex_lock(&queue->lock);
-    /* So rare that it needs no ring of its own. */
+    /* Too rare to need a ring of its own. */
     if (queue->error_fd >= 0 && bell_set(&queue->bell, queue->error_fd) == 0)
         bell_ring(&queue->bell);
     bell_set(&queue->bell, queue->call_fd);
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* Copies the guest's bytes once; what is checked afterwards is the copy. */
+/* Copies the guest's bytes once; all later checks are of the copy. */
 static int table_copy(const struct virtqueue *queue, const struct vring_desc *indirect, struct chain *chain) {
     struct iovec pieces[8];
     uint32_t count = 0;
@@ -353,7 +354,7 @@ int virtqueue_take(struct virtqueue *queue, struct chain *chain) {
     pthread_mutex_lock(&queue->lock);
     struct element *element = r == 0 ? &queue->elements[chain->head] : NULL;
     if (element && element->live)
-        r = -EBUSY; /* the guest gives a chain away that we still have */
+        r = -EBUSY; /* the guest reuses a chain that we still have */
     if (r == 0) {
         copy_bytes(iovs, chain->out, chain->out_count * sizeof(*iovs));
         atomic_fetch_add(&queue->memory->refs, 1);
@@ -387,7 +388,7 @@ void virtqueue_drop(struct virtqueue *queue, uint16_t head) {
 
 void virtqueue_publish(struct virtqueue *queue, uint16_t head, uint32_t size) {
     virtqueue_drop(queue, head);
-    if (!queue->used || head >= queue->size) /* its memory was taken away, its rings are others by now */
+    if (!queue->used || head >= queue->size) /* its memory was taken away, or its rings are others by now */
         return;
     struct vring_used_elem entry = {.id = head, .len = size};
     queue->used->ring[queue->used_index & (queue->size - 1)] = entry;
@@ -418,7 +419,7 @@ void virtqueue_remind(struct virtqueue *queue) {
     if (!queue->used)
         return;
     bool quiet = queue->seen_used == queue->used_index;
-    /* With events the guest says how far it has come; without, only that it wants to be told at all. */
+    /* With events the guest says how far it has come; without them, only whether it wants a signal. */
     bool heard = queue->event_index ? __atomic_load_n(event_of_avail(queue), __ATOMIC_RELAXED) == queue->used_index
                                     : queue->reminded || __atomic_load_n(&queue->avail->flags, __ATOMIC_RELAXED) & VRING_AVAIL_F_NO_INTERRUPT;
     queue->seen_used = queue->used_index;
@@ -440,13 +441,13 @@ int virtqueue_resume(struct virtqueue *queue) {
     struct inflight_queue *inflight = queue->inflight;
     if (!inflight)
         return 0;
-    if (__atomic_load_n(&inflight->used_index, __ATOMIC_RELAXED) != queue->used_index) { /* it ended between publishing and saying so */
+    if (__atomic_load_n(&inflight->used_index, __ATOMIC_RELAXED) != queue->used_index) { /* the daemon ended before it noted an answer */
         uint16_t last = __atomic_load_n(&inflight->last_batch_head, __ATOMIC_RELAXED);
         if (last < queue->size)
             inflight->entries[last].inflight = 0;
         inflight->used_index = queue->used_index;
     }
-    /* Each is read once, as everything that the front end can change meanwhile: a sort of what moves may leave its array. */
+    /* Each field is read once, as the front end can change all of them meanwhile: a sort of changing values may leave its array. */
     struct taken *taken = malloc(QUEUE_SIZE_MAX * sizeof(*taken));
     if (!queue->again)
         queue->again = malloc(QUEUE_SIZE_MAX * sizeof(*queue->again));
@@ -467,7 +468,7 @@ int virtqueue_resume(struct virtqueue *queue) {
     for (uint32_t i = 0; i < queue->again_count; i++)
         queue->again[i] = taken[i].head;
     free(taken);
-    /* What was given to us is what was answered and what was not. */
+    /* The requests given to us are those answered and those not answered. */
     queue->last_avail = (uint16_t)(queue->used_index + queue->again_count);
     return 0;
 }

@@ -24,7 +24,7 @@ SIZE = 2 << 20
 
 
 class Memory:
-    """What LocalDisk asks of a memory object."""
+    """The part of a memory object that LocalDisk uses."""
 
     def __init__(self, size):
         # O_DIRECT needs page-aligned memory: torch's own is aligned to 64 bytes only.

@@ -35,7 +35,7 @@ def content(block):
 
 
 class Engine:
-    """What follows answers for one block; engines that take batches get batches of one, or override."""
+    """The methods below answer for one block; engines that take batches get batches of one, or override."""
 
     def __init__(self, directory, source):
         os.makedirs(directory, exist_ok=True)
@@ -132,7 +132,7 @@ class LmcacheFsNative(Engine):
 
 
 class Memory:
-    """What LMCache's parts ask of a memory object. Theirs wants pinned memory, so this plain one stands in for it."""
+    """The part of a memory object that LMCache uses. Theirs wants pinned memory, so this plain one stands in for it."""
 
     def __init__(self, shapes=None, dtypes=None, memory_format=None, size=SIZE):
         import torch
@@ -596,7 +596,7 @@ class Mooncake(Engine):
         for key, block in zip(keys, blocks, strict=True):
             assert self.cache.put(key, content(block)) == 0
         self.wait(lambda: all(in_file for _, in_file in self.replicas(keys)), self.OFFLOAD_S)
-        # Whoever asks for a key has it leased for a moment.
+        # The key is leased for a moment to the client that asks for it.
         self.wait(lambda: len(self.cache.batch_replica_clear(keys, self.cache.get_hostname())) == len(keys), 1)
         self.wait(lambda: not any(in_memory for in_memory, _ in self.replicas(keys)), 1)
         return [None if here == (False, True) else "failed" for here in self.replicas(keys)]
@@ -663,7 +663,7 @@ ENGINES = {
 
 def main(name, directory, source):
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the engines print
+    os.dup2(2, 1)  # the engines' own prints
     sys.path.insert(0, source)
     engine = ENGINES[name](directory, source)
     print(json.dumps("ready"), file=answers, flush=True)

@@ -20,7 +20,7 @@ static void crc_prepare(void) {
 #ifdef __x86_64__
 /* The instruction takes three cycles and one can begin in each cycle. So three streams of this many bytes are summed side by side. */
 #define LANE 1024u
-static uint32_t crc_lane[2][4][256];        /* what LANE, 2 * LANE zero bytes make of a sum, byte by byte of it */
+static uint32_t crc_lane[2][4][256];        /* the effect of LANE, 2 * LANE zero bytes on a sum, by each of its bytes */
 static pthread_once_t lane_once = PTHREAD_ONCE_INIT;
 
 static void lane_prepare(void) {

@@ -11,7 +11,7 @@
 
 /* The kernel refuses a command with more segments than the driver takes: 127 for PCIe. At worst each page is a segment. */
 #define TRANSFER_MAX (256u << 10)
-#define MDTS_MIN 4 /* 64 KiB: smaller pieces of a run would be more than a group holds */
+#define MDTS_MIN 4 /* 64 KiB: with smaller pieces a run would be more than a group holds */
 #define ADMIN_TIMEOUT_MS 10000
 
 bool generic_is(int fd) {

@@ -15,9 +15,9 @@
 #define BACKOFF_MIN_MS 100u
 #define BACKOFF_UP_MAX_MS 400u          /* after a loss of an association */
 #define BACKOFF_MAX_MS 2000u            /* after a failure to make one */
-#define POLL_NS 500000000ull            /* between polls of a namespace that is not usable */
+#define POLL_NS 500000000ull            /* between polls of an unusable namespace */
 #define SUSPECT_NS 1000000000ull        /* wait for keep alive after a command without an answer */
-#define STEADY_NS 2000000000ull         /* an association that lasted so long is made again at once */
+#define STEADY_NS 2000000000ull         /* an association that lasted this long is made again at once */
 
 static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
 static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
@@ -31,7 +31,7 @@ static void notify(struct nvme_host *host, struct nvme_remote *only, const char 
             pthread_mutex_lock(&host->lock);
             snprintf(remote->message, sizeof(remote->message), "%.80s:%u: %s", host->target.host, host->target.port, text);
             pthread_mutex_unlock(&host->lock);
-            if (host->array->on_message && atomic_load(&host->array->devices[remote->device].remote) == remote) /* else another has its place now */
+            if (host->array->on_message && atomic_load(&host->array->devices[remote->device].remote) == remote) /* else another took its place */
                 host->array->on_message(host->array, remote->device);
         }
 }
@@ -129,7 +129,7 @@ static int remote_check(struct nvme_admin *admin, struct nvme_link *link, struct
     return r;
 }
 
-/* Check the namespaces that are not usable. One that fails is polled again later. Returns 0 if any is usable, else the last failure. */
+/* Check the namespaces that are not usable. A namespace that fails is polled again later. Returns 0 if any is usable, else the last failure. */
 static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint64_t deadline) {
     struct nvme_link link;
     int r = nvme_link_init(&link, 3), failure = 0;
@@ -160,7 +160,7 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
 /* ---- the thread ---- */
 
 struct service {
-    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: when it was sent, or 0; and when its answer is overdue */
+    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: its send time, or 0; and the time when its answer is overdue */
     uint64_t next_alive_ns;
     bool suspect;                               /* a command missed its deadline, so the controller may be gone */
     bool namespaces_changed, watching;
@@ -316,7 +316,7 @@ static void state_set(struct nvme_host *host, enum nvme_host_state state, const 
         host->address = admin->address;
         host->cntlid = admin->cntlid;
         host->entries = (uint32_t)min_u64((host->target.depth ? host->target.depth : 128) + 1, admin->entries_max);
-        host->queue_count = admin->queue_count > 1 ? admin->queue_count - 1 : 1; /* the last was ours, for labels */
+        host->queue_count = admin->queue_count > 1 ? admin->queue_count - 1 : 1; /* the last one was ours, for labels */
         host->transfer_size = admin->transfer_size;
         host->in_capsule_size = admin->in_capsule_size;
         host->abort_count = 0;
@@ -340,10 +340,10 @@ static void *host_main(void *argument) {
     struct nvme_host *host = argument;
     uint32_t backoff_ms = BACKOFF_MIN_MS;
     while (!atomic_load(&host->stopping)) {
-        struct service service = {0}; /* outlives the link: requests lead here until it is closed */
+        struct service service = {0}; /* outlives the link: requests point here until it is closed */
         struct nvme_admin admin = {.wake_fd = host->wake_fd, .link.fd = -1};
         uint64_t count, deadline = now_ns() + timeout_ns(host);
-        ssize_t n = read(host->wake_fd, &count, sizeof(count)); /* drop wakes that were meant for the association before */
+        ssize_t n = read(host->wake_fd, &count, sizeof(count)); /* drop wakes that were meant for the earlier association */
         (void)n;
         if (atomic_load(&host->stopping))
             break;

@@ -11,7 +11,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
-#define HEAD_SIZE 24u                   /* of every PDU that a controller sends, but for ICResp */
+#define HEAD_SIZE 24u                   /* of every PDU from a controller, but for ICResp */
 #define PAD_MAX 128u
 #define CONNECT_ROOM 8192u              /* in-capsule data of Fabrics commands, on any queue */
 static_assert(sizeof(struct nvme_data) == HEAD_SIZE && sizeof(struct nvme_r2t) == HEAD_SIZE && sizeof(struct nvme_term) == HEAD_SIZE &&
@@ -47,7 +47,7 @@ int nvme_status_error(uint16_t status) {
     case NVME_SC_ABORTED: case NVME_SC_PATH_HOST_ABORTED: return -ETIMEDOUT;
     case NVME_SC_CAPACITY: return -ENOSPC;
     case NVME_SC_CONNECT_BUSY: return -EBUSY;
-    case NVME_SC_RESERVATION_CONFLICT: return -EBADE; /* as the kernel says it */
+    case NVME_SC_RESERVATION_CONFLICT: return -EBADE; /* the kernel's errno for it */
     case NVME_SC_CONNECT_HOST: return -EACCES;
     default: return -EIO;
     }
@@ -144,7 +144,7 @@ static void request_finish(struct nvme_link *link, struct nvme_request *request,
 
 void nvme_link_close(struct nvme_link *link, int error) {
     if (link->fd >= 0) {
-        shutdown(link->fd, SHUT_RDWR); /* ends a poll of it */
+        shutdown(link->fd, SHUT_RDWR); /* ends a poll of the socket */
         close(link->fd);
     }
     link->fd = -1;
@@ -412,7 +412,7 @@ static int response(struct nvme_link *link) {
     if (!request)
         return nvme_link_fail(link, violation(link, NVME_FES_PARAMETER, 8 + 12), "response: cid %u is not under way", completion->cid);
     request->completion = *completion;
-    if (request->queued) { /* its data is being sent: a PDU once begun is sent to its end */
+    if (request->queued) { /* its data is being sent: a PDU that has begun is sent to its end */
         request->granted = 0;
         request->answered = true;
         if (!nvme_status_error(completion->status))

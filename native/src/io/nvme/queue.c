@@ -16,14 +16,14 @@
 #define TAG_IN 2u                       /* a tag in user_data, beside the queue's address */
 #define TAG_OUT 4u
 
-#define SLICE_NS 4000000ull             /* a queue is kept for so long while others want one */
-#define REST_NS 2000000ull              /* then it is left to them for so long; they look every millisecond */
+#define SLICE_NS 4000000ull             /* a queue is kept for this long while others want one */
+#define REST_NS 2000000ull              /* then it is left to them for this long; they look every millisecond */
 
-/* The user of a queue's connection: its own ring; the first ring that takes it; another ring, which has taken it. */
+/* The user of a queue's connection: its own ring; the first ring that takes it; another ring that has taken it. */
 enum queue_use { USE_OURS, USE_SPARE, USE_TAKEN };
 enum queue_state { QUEUE_CLOSED, QUEUE_OPENING, QUEUE_CONNECTING, QUEUE_READY };
 struct nvme_queue {
-    struct nvme_link link;              /* first: callbacks get back from it */
+    struct nvme_link link;              /* first member: callbacks get back from it */
     struct ring *ring;
     struct nvme_host *host;
     struct nvme_queue *next;
@@ -31,7 +31,7 @@ struct nvme_queue {
     uint32_t generation, entries, transfer_size;
     uint16_t qid, cntlid;
     uint64_t opened_ns;
-    struct io_part *first, *last;       /* not begun, or not all of it */
+    struct io_part *first, *last;       /* parts that have not begun, or not wholly */
     bool readable;
     bool watched, watched_out;          /* polls are under way */
     bool cancel;                        /* the poll for reading belongs to a closed link */
@@ -274,7 +274,7 @@ static void issue(struct nvme_queue *queue, bool finish) {
         const struct nvme_remote *remote = part->remote;
         const uint32_t shift = remote->identity.block_shift;
         if (!part->error && !atomic_load_explicit(&remote->usable, memory_order_relaxed))
-            part->error = -ENOTCONN; /* not "gone": the host finds out whether the device is gone, and says so, perhaps later */
+            part->error = -ENOTCONN; /* not "gone": the host finds out whether the device is gone, and reports it, perhaps later */
         if (!part->error && (part->size > remote->identity.size || part->device_offset > remote->identity.size - part->size))
             part->error = -EIO; /* the device is smaller than its label says */
         if (part->error && !finish) {
@@ -400,7 +400,7 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
     }
     if (queue->state == QUEUE_CLOSED && queue->first && state == NVME_HOST_UP && !queue->watched) {
         queue_open(queue, generation, now);
-        if (queue->state == QUEUE_CLOSED && !queue->full) /* else it waits its turn */
+        if (queue->state == QUEUE_CLOSED && !queue->full) /* else the queue waits its turn */
             fail_waiting(queue, -ENOTCONN);
     }
     if (queue->state != QUEUE_CLOSED) {
@@ -456,7 +456,7 @@ static void part_start(struct ring *ring, struct io_part *part) {
 }
 
 static void queues_submit(struct ring *ring) {
-    if (ring->remote_busy) /* called from a callback: the step under way sends */
+    if (ring->remote_busy) /* called from a callback: the current step sends */
         return;
     for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next) {
         if (!queue->first)
@@ -512,7 +512,7 @@ static void queues_event(struct ring *ring, uint64_t user_data, uint32_t flags) 
 
 static void part_expire(struct ring *ring, struct io_part *part, uint64_t now) {
     struct nvme_queue *queue = part->remote ? queue_of(ring, part->remote->host) : NULL;
-    if (!queue) /* it has failed, and ends at the next reap */
+    if (!queue) /* the queue has failed, and ends at the next reap */
         return;
     struct io_part **at = &queue->first, *before = NULL;
     while (*at && *at != part)
@@ -545,7 +545,7 @@ static uint64_t queues_timeout(struct ring *ring, uint64_t timeout_ns) {
         return 0;
     for (struct nvme_queue *queue = ring->queues; queue; queue = queue->next)
         if (queue->state != QUEUE_READY ? queue->first != NULL : queue->link.abandoned != 0)
-            timeout_ns = min_u64(timeout_ns, queue->full ? 1000000 : 10000000); /* no event comes when a host is up, nor when time is over */
+            timeout_ns = min_u64(timeout_ns, queue->full ? 1000000 : 10000000); /* no event tells that a host is up, nor that time is over */
         else if (queue->first && queue->yielding)
             timeout_ns = min_u64(timeout_ns, 1000000);
     return timeout_ns;

@@ -1,12 +1,12 @@
 /* NVMe over TCP, the host's side: how its parts hold together. Not installed. io/nvme/wire.h has the bytes.
  *
- * io/nvme/link.c: one TCP connection, which is one queue: PDUs, digests, commands by their cid. Never blocks, knows no controller.
+ * io/nvme/link.c: one TCP connection, which is one queue: PDUs, digests, commands by their cid. It never blocks, and knows no controller.
  * io/nvme/admin.c: an association with a controller, step by step, for callers that may wait: threads of hosts, and helpers for labels.
- * io/nvme/host.c: a controller that an array's devices lie on: its thread keeps the association alive, and makes it again when it is lost.
- * io/nvme/queue.c: a ring's own queue to a host: parts of ring.c become commands.
+ * io/nvme/host.c: a controller of an array's devices. Its thread keeps the association alive, and makes it again after a loss. io/nvme/queue.c: a
+ * ring's own queue to a host: parts of ring.c become commands.
  *
- * All payload goes through calls that copy before they return, so the kernel never holds memory of a command. A command that is given up on
- * is forgotten, and data that still comes for it is dropped.
+ * All payload goes through calls that copy before they return, so the kernel never holds memory of a command. A command that is given up is
+ * forgotten, and data that still comes for it is dropped.
  */
 #ifndef KVFS_NVME_TCP_H
 #define KVFS_NVME_TCP_H
@@ -20,7 +20,7 @@
 
 #define NVME_QUEUES_MAX 256            /* I/O queues of a host */
 #define NVME_DEPTH_MAX 1024
-#define NVME_HEAD_MAX 132              /* ICResp, or a header with its digest; or what is sent before a PDU's data */
+#define NVME_HEAD_MAX 132              /* ICResp, or a header with its digest; or the bytes sent before a PDU's data */
 #define NVME_IOVS 64                   /* of one system call */
 #define NVME_REASON 256
 
@@ -38,7 +38,7 @@ struct nvme_cursor { const struct iovec *iov; uint64_t inside; };
 
 struct nvme_request {
     struct nvme_command command;            /* the caller's, but for cid, flags and sgl */
-    struct nvme_cursor data;                /* of `size` bytes; moves on as they come or go */
+    struct nvme_cursor data;                /* of `size` bytes; advances as data moves */
     uint32_t size;
     bool write;                             /* data goes to the controller */
     bool abandoned;                         /* reads: data is dropped; all: done was called, or will be as usual */
@@ -48,7 +48,7 @@ struct nvme_request {
     /* The link's. */
     bool used, queued, sent, answered, corrupt;
     uint32_t moved;                         /* bytes of data received, or sent */
-    uint32_t granted;                       /* bytes of the R2T under way that no PDU has begun with */
+    uint32_t granted;                       /* bytes of the R2T under way that are in no PDU yet */
     uint16_t ttag;
     uint16_t head_size, head_sent;          /* the PDU being sent: its head, */
     uint32_t data_left;                     /* data, */
@@ -80,16 +80,16 @@ struct nvme_link {
     struct nvme_request *into;
     uint32_t pad_left, data_left, trailer_left, crc;
     uint8_t trailer[NVME_DIGEST_SIZE];
-    uint64_t received;                      /* bytes ever: whether anything moves */
+    uint64_t received;                      /* bytes so far: whether anything moves */
     char reason[NVME_REASON];               /* why it was closed */
 };
 int nvme_link_init(struct nvme_link *link, uint32_t depth);
 void nvme_link_free(struct nvme_link *link);           /* closes; requests are forgotten */
 /* Begins to connect; digests as wanted. 0 or -errno. */
 int nvme_link_connect(struct nvme_link *link, const struct sockaddr_storage *address, bool header_digest, bool data_digest);
-/* NULL: as many are under way as may be. */
+/* NULL: the maximum is under way. */
 struct nvme_request *nvme_request_get(struct nvme_link *link);
-void nvme_request_put(struct nvme_link *link, struct nvme_request *request);   /* one that was never sent */
+void nvme_request_put(struct nvme_link *link, struct nvme_request *request);   /* a request that was never sent */
 void nvme_request_send(struct nvme_link *link, struct nvme_request *request);  /* nothing goes out before nvme_link_send */
 /* True: the command's memory is free, and done is not called. False: done is called as usual, or when the link is closed. */
 bool nvme_request_abandon(struct nvme_link *link, struct nvme_request *request, uint64_t now);
@@ -101,7 +101,7 @@ void nvme_link_shutdown(struct nvme_link *link);       /* wakes its poller */
 /* Every request under way ends with `error`. */
 void nvme_link_close(struct nvme_link *link, int error);
 int nvme_link_fail(struct nvme_link *link, int error, const char *format, ...) __attribute__((format(printf, 3, 4)));
-/* -errno of a completion's status. */
+/* The -errno for a completion's status. */
 int nvme_status_error(uint16_t status);
 
 /* ---- io/nvme/admin.c ---- */
@@ -151,8 +151,8 @@ struct nvme_remote {
     bool known;                             /* identity and label were taken at the first connection */
     atomic_bool anew;                       /* ... and must be taken again, as the label was written meanwhile */
     atomic_bool usable;
-    char reason[NVME_REASON];               /* why it was not usable, last */
-    char message[NVME_REASON + 160];        /* the last thing worth a line in a log */
+    char reason[NVME_REASON];               /* why it was last unusable */
+    char message[NVME_REASON + 160];        /* the last message worth a line in a log */
     struct kvfs_label label;
     struct nvme_remote *next;               /* of the host */
 };
@@ -166,7 +166,7 @@ struct nvme_host {
     pthread_t thread;
     bool started;
     int wake_fd;
-    atomic_bool stopping, poll_now;         /* poll_now: the namespaces that are not usable */
+    atomic_bool stopping, poll_now;         /* poll_now: look at the namespaces that are not usable */
     /* Rings read these; they change under the lock. */
     atomic_uint state, generation;
     atomic_uint lost;                       /* the generation that a ring has found dead */
@@ -183,10 +183,10 @@ struct nvme_host {
 };
 /* Make and start hosts and remotes for the device descriptors that are NVMe/TCP targets. With `wait`, returns when each is up or has failed. */
 int nvme_hosts_start(struct kvfs_array *array, const int *device_fds, bool wait, char *error, size_t error_size);
-/* For a device whose descriptor was opened again: blocks until the device is usable, no longer than a connection may take. -errno; error says why. */
+/* For a device whose descriptor was opened again. Blocks until the device is usable, no longer than a connection may take. -errno; error says why. */
 int nvme_device_use(struct kvfs_array *array, uint32_t device, char *error, size_t error_size);
 void nvme_hosts_stop(struct kvfs_array *array);
-/* A qid for a link of this generation, 0: none is left. Then the link is shut down with the association. */
+/* A qid for a link of this generation; 0: none is left. The link is shut down with the association. */
 uint16_t nvme_host_join(struct nvme_host *host, struct nvme_link *link, uint32_t generation);
 bool nvme_host_room(struct nvme_host *host);           /* a qid is left */
 void nvme_host_leave(struct nvme_host *host, uint16_t qid, struct nvme_link *link);

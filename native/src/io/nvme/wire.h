@@ -1,7 +1,7 @@
 /* The bytes of NVMe over TCP, for the initiator and the test enclosure: structures and numbers only. All little-endian.
  *
- * From the public specifications: NVM Express TCP Transport 1.0 (PDUs), NVM Express Base 2.0 (queue entries, properties, Identify,
- * log pages, Fabrics commands), NVM Command Set 1.0 (Read, Write, Identify Namespace).
+ * From the public specifications. NVM Express TCP Transport 1.0: PDUs. NVM Express Base 2.0: queue entries, properties, Identify, log pages, Fabrics
+ * commands. NVM Command Set 1.0: Read, Write, Identify Namespace.
  */
 #ifndef KVFS_NVME_WIRE_H
 #define KVFS_NVME_WIRE_H
@@ -34,7 +34,7 @@ struct nvme_pdu {
     uint8_t type;
     uint8_t flags;
     uint8_t hlen;          /* of the header, this included; without its digest */
-    uint8_t pdo;           /* where the data begins, from the first byte of the PDU; 0 without data */
+    uint8_t pdo;           /* start of the data, from the first byte of the PDU; 0 without data */
     uint32_t plen;
 } NVME_PACKED;
 static_assert(sizeof(struct nvme_pdu) == 8, "wire");
@@ -55,7 +55,7 @@ struct nvme_icresp {
     struct nvme_pdu head;
     uint16_t pfv;
     uint8_t cpda;          /* as hpda, for the host's PDUs with data */
-    uint8_t digests;       /* used, both ways: of those wanted */
+    uint8_t digests;       /* used, both ways, among those wanted */
     uint32_t maxh2cdata;   /* bytes of data in one H2CData; a multiple of 4, at least 4096 */
     uint8_t reserved[112];
 } NVME_PACKED;
@@ -65,11 +65,11 @@ enum nvme_fatal_error {
     NVME_FES_HEADER_FIELD = 1, NVME_FES_SEQUENCE = 2, NVME_FES_HEADER_DIGEST = 3, NVME_FES_RANGE = 4, NVME_FES_LIMIT = 5,
     NVME_FES_PARAMETER = 6
 };
-/* H2CTermReq and C2HTermReq. Behind it, as data, the header of the PDU that was in error. No digests. */
+/* H2CTermReq and C2HTermReq. Its data is the header of the PDU that was in error. No digests. */
 struct nvme_term {
     struct nvme_pdu head;
     uint16_t fes;          /* enum nvme_fatal_error */
-    uint32_t fei;          /* HEADER_FIELD and PARAMETER: the field's offset in the header; HEADER_DIGEST: the digest that came */
+    uint32_t fei;          /* HEADER_FIELD and PARAMETER: the field's offset in the header; HEADER_DIGEST: the digest received */
     uint8_t reserved[10];
 } NVME_PACKED;
 static_assert(sizeof(struct nvme_term) == 24, "wire");
@@ -189,7 +189,7 @@ struct nvme_connect_data {
 } NVME_PACKED;
 static_assert(sizeof(struct nvme_connect_data) == 1024, "wire");
 #define NVME_CNTLID_DYNAMIC 0xffff
-/* Connect's answer: dw0's low half is the controller id; with CONNECT_PARAMETER the offset of what is wrong, bit 16 set if that is in
+/* Connect's answer: dw0's low half is the controller id. With CONNECT_PARAMETER it is the offset of the wrong field; bit 16 is set if the field is in
  * the data. */
 
 struct nvme_property {
@@ -359,7 +359,7 @@ enum nvme_io_opcode {
     NVME_IO_RESERVATION_REGISTER = 0x0d, NVME_IO_RESERVATION_ACQUIRE = 0x11, NVME_IO_RESERVATION_RELEASE = 0x15
 };
 /* Read, Write, Write Zeroes: cdw10 and cdw11 = first block, cdw12 = blocks - 1 and flags, Write Zeroes: NVME_IO_DEALLOCATE.
- * Dataset Management: cdw10 = ranges - 1, cdw11 = NVME_DATASET_DEALLOCATE, data: the ranges. Flush: the namespace is all. */
+ * Dataset Management: cdw10 = ranges - 1, cdw11 = NVME_DATASET_DEALLOCATE, data: the ranges. Flush: nsid alone. */
 #define NVME_IO_FUA (1u << 30)
 #define NVME_IO_DEALLOCATE (1u << 25)
 #define NVME_DATASET_DEALLOCATE 4u

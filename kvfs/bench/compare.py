@@ -1,0 +1,389 @@
+"""`tools/compare`: two builds of kvfs in pairs, on the same machine at the same time, by the same load generators.
+
+Each build has a daemon with a pool of its own, and both stay mounted. A pair is one short run of a case on each build.
+Pairs alternate: A B, B A, A B, ... so that drift of the machine falls on both builds alike.
+
+A pool has luck of its own: where its devices' pages and the daemon's memory lie changes figures by some percent, and
+stays as it is while the pool lives. So the pairs of a case are spread over several makings. For each making, devices
+and pools of both builds are made anew and filled, in the order A B, B A, B A, A B. The interval is a bootstrap that
+draws makings first and pairs of each then, and each making's own median stands beside it.
+
+The build `old` is a commit, `new` this tree as it is. Of the old build only its command line and its libkvfs are used.
+The clients are this tree's; the native one loads the libkvfs of the build whose pool it works on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfs.bench.builds import Build, checked_out, here
+from kvfs.bench.calls import calls_an_operation
+from kvfs.bench.common import (
+    DEVICE_COUNT,
+    FULL,
+    KIB,
+    MIB,
+    QUICK,
+    REPOSITORY,
+    BenchError,
+    Json,
+    MissingError,
+    say,
+)
+from kvfs.bench.nvme import enclosure
+from kvfs.bench.pairs import Pair, case_document, is_wide, making_orders, render, run_orders, shares
+from kvfs.bench.rig import Kvfs, Side, block_names, disk_files, zram
+from kvfs.bench.run import Parser, chosen
+from kvfs.bench.session import Bench, machine
+from kvfs.errors import KvfsError, UsageError
+
+JSON_VERSION = 1
+MEMORY = Path("/dev/shm")
+BLOCK = 2 * MIB
+KEYS_A_CALL = 4_096
+SPACE = "compare/blocks"
+WARM_UP = 0.1  # of a run, before the first pair of a making
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of everything: share is of the operations of a run."""
+
+    device: int  # bytes of each of a pool's four
+    blocks: int  # that are read
+    keys: int  # among which `exists` looks
+    share: float
+    settle_s: float  # until a daemon has written summaries and committed its index
+
+
+REAL = Size(device=128 * MIB, blocks=32, keys=8_192, share=1.0, settle_s=1.1)
+TOY = Size(device=64 * MIB, blocks=4, keys=1_000, share=0.02, settle_s=0.1)
+
+
+class Contender:
+    """One build's daemon, with a pool of its own."""
+
+    def __init__(self, bench: Bench, build: Build, pool: Kvfs, side: Side, size: Size) -> None:
+        self.bench, self.build, self.pool, self.side, self.size = bench, build, pool, side, size
+        self.written = 0  # blocks, through the mount
+        self.put = 0  # and by native clients
+
+    def client(self, *words: object) -> Json:
+        return self.side.measured(lambda: self.bench.client(*words))
+
+    def native(self, *words: object) -> Json:
+        words = (*words, "--mount", self.side.root)
+        return self.side.measured(lambda: self.bench.native(*words, library=self.build.library))
+
+    def settled(self, run: Callable[[], Json]) -> Json:
+        """run(), with the daemon's CPU of the seconds after it."""
+        before = self.side.cpu_s()
+        document = run()
+        time.sleep(self.size.settle_s)
+        return {**document, "daemon_cpu_s": self.side.cpu_s() - before}
+
+    @functools.cached_property
+    def listed(self) -> Path:
+        """Paths of the blocks that are read through the mount, written when they are first wanted."""
+        directory = self.side.root / "blocks"
+        directory.mkdir()
+        words = ["--size", BLOCK, "--count", self.size.blocks, "--threads", 4, "--direct"]
+        self.client("write", "--dir", directory, *words)
+        path = self.pool.pool.with_name("blocks.list")
+        path.write_text("".join(f"{name}\n" for name in block_names(directory, self.size.blocks)))
+        return path
+
+    @functools.cached_property
+    def space(self) -> str:
+        """The namespace of the blocks that native clients get."""
+        words = ["--size", BLOCK, "--count", self.size.blocks, "--batch", min(64, self.size.blocks)]
+        self.native("put", "--space", SPACE, *words)
+        return SPACE
+
+    @functools.cached_property
+    def keys(self) -> str:
+        """The namespace of the small blocks that `exists` finds."""
+        space = "compare/keys"
+        words = ["--size", 4 * KIB, "--count", self.size.keys, "--batch", 1024, "--packable"]
+        self.native("put", "--space", space, *words)
+        return space
+
+    def write(self, count: int) -> Json:
+        """Store `count` more blocks through the mount: create, write 2 MiB, close, rename."""
+        directory = self.side.root / "stored"
+        directory.mkdir(exist_ok=True)
+        words = ["--size", BLOCK, "--count", count, "--threads", 4, "--direct", "--first", self.written]
+        self.written += count
+        return self.client("write", "--dir", directory, *words)
+
+    def put_blocks(self, count: int) -> Json:
+        """Put `count` more blocks by a native client."""
+        words = ["--size", BLOCK, "--count", count, "--batch", min(64, count), "--first", self.put]
+        self.put += count
+        return self.native("put", "--space", "compare/put", *words)
+
+    @functools.cached_property
+    def evicts(self) -> bool:
+        """Fill the pool with more than it holds."""
+        for _ in range(0, DEVICE_COUNT * self.size.device * 11 // 10 // BLOCK, 32):
+            self.write(32)
+        return True
+
+
+# ---- the cases: each runs a share of its operations on one side; what it needs is made by its first call ----
+
+Run = Callable[[Contender, int, float], Json]
+
+
+def _part(count: int, share: float) -> int:
+    return max(1, int(count * share))
+
+
+def _read(size: int, count: int) -> Run:
+    def run(side: Contender, index: int, share: float) -> Json:
+        words = ["--size", size, "--count", _part(count, share), "--direct", "--seed", 1 + index]
+        return side.client("read", "--list", side.listed, *words)
+
+    return run
+
+
+def _open(side: Contender, index: int, share: float) -> Json:
+    side.bench.client("open", "--list", side.listed, "--count", side.size.blocks)  # the kernel knows the names now
+    return side.client("open", "--list", side.listed, "--count", _part(20_000, share))
+
+
+def _lookup(side: Contender, index: int, share: float) -> Json:
+    seed = time.monotonic_ns() & 0x7FFFFFFF  # names that were never asked for
+    words = ["--count", _part(20_000, share), "--seed", seed]
+    return side.client("stat", "--dir", side.listed.parent / "mount/blocks", *words)
+
+
+def _get(batch: int, depth: int) -> Run:
+    def run(side: Contender, index: int, share: float) -> Json:
+        words = ["--size", BLOCK, "--count", side.size.blocks, "--batch", batch, "--depth", depth]
+        return side.native("get", "--space", side.space, *words, "--passes", _part(30, share), "--seed", 1 + index)
+
+    return run
+
+
+def _exists(side: Contender, index: int, share: float) -> Json:
+    words = ["--count", side.size.keys, "--batch", KEYS_A_CALL, "--passes", _part(100, share), "--seed", 1 + index]
+    return side.native("exists", "--space", side.keys, *words)
+
+
+def _store(count: int) -> Run:
+    def run(side: Contender, index: int, share: float) -> Json:
+        assert side.evicts
+        return side.settled(lambda: side.write(_part(count, share)))
+
+    return run
+
+
+def _put(side: Contender, index: int, share: float) -> Json:
+    assert side.evicts
+    return side.settled(lambda: side.put_blocks(_part(128, share)))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    kind: str  # of devices
+    what: str  # one operation
+    run: Run
+
+
+# Stores evict the blocks that are read, so they stand last among the cases of one kind of devices.
+CASES = {
+    "read-4k": Case("files", "4 KiB O_DIRECT read of an open block", _read(4 * KIB, 10_000)),
+    "read-1m": Case("files", "1 MiB O_DIRECT read of an open block", _read(MIB, 1_000)),
+    "open": Case("files", "open and close", _open),
+    "lookup": Case("files", "stat of a missing name", _lookup),
+    "get": Case("files", "get of one 2 MiB block", _get(1, 1)),
+    "get-batch": Case("files", "2 MiB block of a get of 32, depth 8", _get(32, 8)),
+    "exists": Case("files", f"key of an exists for {KEYS_A_CALL:,}", _exists),
+    "store": Case("files", "write of 2 MiB and close, 4 threads, evicting", _store(96)),
+    "put": Case("files", "2 MiB block of a put of 64, evicting", _put),
+    "zram-read-4k": Case("zram", "4 KiB O_DIRECT read, zram, inline", _read(4 * KIB, 10_000)),
+    "zram-read-1m": Case("zram", "1 MiB O_DIRECT read, zram, inline", _read(MIB, 1_000)),
+    "nvme-read-4k": Case("nvme", "4 KiB O_DIRECT read, NVMe/TCP", _read(4 * KIB, 4_000)),
+    "nvme-read-1m": Case("nvme", "1 MiB O_DIRECT read, NVMe/TCP", _read(MIB, 400)),
+    "nvme-store": Case("nvme", "write of 2 MiB and close, 4 threads, evicting, NVMe/TCP", _store(48)),
+}
+KINDS = ("files", "zram", "nvme")
+
+
+# ---- makings ----
+
+
+class Comparison:
+    """Both builds, and what their pairs have shown so far."""
+
+    def __init__(self, bench: Bench, builds: Sequence[Build], cases: Sequence[str], size: Size, base: Path) -> None:
+        self.bench, self.cases, self.size, self.base = bench, cases, size, base
+        self.builds = {build.name: build for build in builds}
+        self.pairs: dict[str, list[Pair]] = {name: [] for name in cases}
+        self.calls: dict[str, Json] = {}
+
+    def run(self, rounds: int, pools: int) -> None:
+        counts = shares(rounds, pools)
+        for kind in KINDS:
+            wanted = [name for name in CASES if name in self.cases and CASES[name].kind == kind]
+            for making, first in enumerate(making_orders(len(counts))):
+                if not wanted:
+                    break
+                say(f"{kind}: making {making + 1} of {len(counts)}, {first[0]} first")
+                try:
+                    with contextlib.ExitStack() as stack:
+                        sides = self._made(stack, kind, making, first)
+                        for name in wanted:
+                            pairs = functools.partial(self._pairs, name, sides, making, counts[making], rounds)
+                            self.bench.guarded(name, kind, pairs)
+                except MissingError as error:
+                    for name in wanted:
+                        self.bench.skip(name, kind, str(error))
+                    break
+
+    def _made(
+        self, stack: contextlib.ExitStack, kind: str, making: int, order: Sequence[str]
+    ) -> Mapping[str, Contender]:
+        """Devices and pools of both builds, in this order."""
+        devices: dict[str, Sequence[Path | str]] = {}
+        files: dict[str, list[Path]] = {}
+        for name in order:
+            base = self.base / f"{kind}-{making}-{name}"
+            base.mkdir()
+            stack.callback(shutil.rmtree, base, ignore_errors=True)
+            if kind == "zram":
+                files[name] = stack.enter_context(zram(DEVICE_COUNT, self.size.device))
+            else:
+                files[name] = stack.enter_context(disk_files(base, "device", DEVICE_COUNT, self.size.device))
+            devices[name] = files[name]
+        if kind == "nvme":
+            # One enclosure for both: two processes would have luck of their own.
+            port = stack.enter_context(enclosure({_nqn(name): files[name] for name in order}))
+            devices = {name: [f"nvme-tcp://127.0.0.1:{port}/{_nqn(name)}"] for name in order}
+        sides = {}
+        for name in order:
+            build = self.builds[name]
+            pool = Kvfs(self.base / f"{kind}-{making}-{name}", devices[name], build.environment())
+            stack.callback(pool.stop)
+            pool.format()
+            mounted = pool.mount()
+            side = Side(name, mounted.root, mounted.lower, mounted.pid)
+            sides[name] = Contender(self.bench, build, pool, side, self.size)
+        return sides
+
+    def _pairs(self, name: str, sides: Mapping[str, Contender], making: int, count: int, rounds: int) -> None:
+        """The pairs of one case on one making, and after the last of all the system calls if the interval is wide."""
+        case, pairs, share = CASES[name], self.pairs[name], self.size.share
+        for side in sides.values():
+            case.run(side, 0, WARM_UP * share)
+        for order in run_orders(len(pairs) + count)[len(pairs) :]:
+            runs = {build: case.run(sides[build], len(pairs), share) for build in order}
+            digests = {str(run.get("digest")) for run in runs.values()}
+            if len(digests) > 1:
+                raise BenchError(f"{name}: the builds were read as different bytes: {', '.join(digests)}")
+            pairs.append(Pair(making, order[0], runs["old"], runs["new"]))
+        if len(pairs) == rounds and is_wide(pairs):
+            try:
+                self.calls[name] = {build: self._calls(case, side, share) for build, side in sides.items()}
+            except (BenchError, MissingError) as error:
+                self.calls[name] = {"reason": str(error).splitlines()[0]}
+
+    def _calls(self, case: Case, side: Contender, share: float) -> Json:
+        pid = side.side.pid
+        assert pid is not None
+        return calls_an_operation(self.bench, pid, lambda part: case.run(side, 0, part * share), self.base)
+
+    def document(self, rounds: int) -> Json:
+        return {
+            "version": JSON_VERSION,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "builds": [build.document() for build in self.builds.values()],
+            "rounds": rounds,
+            "size": dataclasses.asdict(self.size),
+            "cases": [
+                case_document(name, CASES[name].what, pairs, self.calls.get(name))
+                for name, pairs in self.pairs.items()
+                if len(pairs) == rounds
+            ],
+            "skipped": self.bench.skipped,
+            "failed": self.bench.failed,
+        }
+
+
+def _nqn(name: str) -> str:
+    return f"nqn.2026-11.bench:{name}"
+
+
+# ---- the command line ----
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="tools/compare",
+        description="Compare this tree with a commit in pairs of runs; the ratio is of times, so below 1 is faster.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("commit", metavar="COMMIT", help="the old build; it is built under build/compare")
+    parser.add_argument("--cases", metavar="CASE,...", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--rounds", type=int, metavar="N", default=20, help="pairs of each case (default 20)")
+    parser.add_argument("--pools", type=int, metavar="N", default=10, help="makings of the pools (default 10)")
+    parser.add_argument("--quick", action="store_true", help="toy sizes: does everything still work?")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON document there: every pair")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", default=MEMORY, help=f"where pools and devices lie (default {MEMORY})"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare; 0 if every case ran or was skipped for a reason, whichever build is faster."""
+    try:
+        return _main(_arguments(list(sys.argv[1:] if argv is None else argv)))
+    except UsageError as error:
+        print(f"tools/compare: {error}", file=sys.stderr)
+        return 2
+    except KvfsError as error:
+        print(f"tools/compare: {error}", file=sys.stderr)
+        return 1
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    cases = chosen(arguments.cases, list(CASES), "cases") if arguments.cases is not None else list(CASES)
+    if arguments.rounds < 1 or arguments.pools < 1:
+        raise UsageError("--rounds, --pools: at least 1")
+    builds = [checked_out("old", arguments.commit), here("new")]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was made is removed
+    binaries = REPOSITORY / "build/bench"
+    scale = QUICK if arguments.quick else FULL
+    bench = Bench(scale, client=binaries / "bench_client", passthrough_hp=binaries, quick=arguments.quick)
+    base = Path(tempfile.mkdtemp(prefix="kvfs-compare-", dir=arguments.directory))
+    try:
+        comparison = Comparison(bench, builds, cases, TOY if arguments.quick else REAL, base)
+        comparison.run(arguments.rounds, arguments.pools)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    document = comparison.document(arguments.rounds)
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(document, indent=2) + "\n")
+    print("old {commit}, ".format(**builds[0].document()) + "new {commit}".format(**builds[1].document()))
+    print(render(document))
+    return 1 if bench.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
