@@ -728,7 +728,10 @@ async def test_a_preallocation_of_what_its_last_writer_has_just_closed_writes_it
         await namespace.setxattr(gone.inode, ALLOCATE_REQUEST, b"8192")
 
 
-def test_a_preallocation_gives_up_at_its_deadline(namespace: Namespace, store: StoreDouble) -> None:
+def test_a_preallocation_gives_up_at_its_deadline(
+    namespace: Namespace, store: StoreDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfs.namespace.files._SEAL_TIMEOUT_S", 1.0)  # a look every 2 ms: 60 s are 30,000 of them
     number = namespace.create(ROOT_INODE, b"file", 0o644, 0, 0).inode
     store.plane.sealing = 1 << 30
 
