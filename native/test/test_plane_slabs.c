@@ -71,10 +71,10 @@ static void test_slab(void) {
     CHECK(read_check(inode, fh, 0, 4096, shadow, size) == -EIO && write_at(inode, fh, 50 * PAGE, data, 4096) == -EIO);
     fault(KVFS_FAULT_NONE, 3, 0);
     CHECK(read_check(inode, fh, 0, 1 << 20, shadow, size) == 0); /* what was not written is zeros still */
-    CHECK(kvfs_slab_close(plane, inode) == -EBUSY && kvfs_slab_settle(plane, 4, inode, 0) == 0 && completion() == -EBUSY);
+    CHECK(kvfs_slab_close(plane, inode) == -EBUSY && kvfs_slab_to_file(plane, 4, inode, 0) == 0 && completion() == -EBUSY);
     release(inode, fh);
     CHECK(slab_event(KVFS_EVENT_SLAB_CLOSED, inode).value == 1); /* overwritten */
-    CHECK(kvfs_slab_settle(plane, 4, inode, 0) == 0 && completion() == -EPERM);
+    CHECK(kvfs_slab_to_file(plane, 4, inode, 0) == 0 && completion() == -EPERM);
     CHECK(kvfs_slab_close(plane, inode) == 0);
     slab_event(KVFS_EVENT_SLAB_FREE, inode);
     CHECK(kvfs_slab_pages(plane, inode) == -ENOENT && kvfs_inode_is_open(plane, inode) == 0);
@@ -96,7 +96,7 @@ static void test_slab(void) {
     CHECK(error == 0);
     release(inode, fh);
     CHECK(slab_event(KVFS_EVENT_SLAB_CLOSED, inode).value == 0);
-    CHECK(kvfs_slab_settle(plane, 4, inode, 0) == 0 && completion() == 0);
+    CHECK(kvfs_slab_to_file(plane, 4, inode, 0) == 0 && completion() == 0);
     slab_event(KVFS_EVENT_SLAB_FREE, inode);
     struct kvfs_extent extents[8];
     CHECK(kvfs_file_extents(plane, inode, extents, 8) == 2);
@@ -117,10 +117,10 @@ static void test_slab(void) {
         CHECK(write_at(inode, fh, 700 * PAGE, data + turn, 1 << 20) == 0);
     memcpy(shadow + 700 * PAGE, data + 1, 1 << 20);
     CHECK(kvfs_slab_resize(plane, 3, inode, size - PAGE) == 0 && completion() == 0);
-    CHECK(kvfs_slab_settle(plane, 4, inode, 0) == 0 && completion() == -EBUSY);
-    CHECK(kvfs_slab_settle(plane, 4, inode, 1) == 0 && completion() == 0);
+    CHECK(kvfs_slab_to_file(plane, 4, inode, 0) == 0 && completion() == -EBUSY);
+    CHECK(kvfs_slab_to_file(plane, 4, inode, 1) == 0 && completion() == 0);
     slab_event(KVFS_EVENT_SLAB_FREE, inode);
-    CHECK(kvfs_slab_settle(plane, 4, inode, 1) == 0 && completion() == -ENOENT);
+    CHECK(kvfs_slab_to_file(plane, 4, inode, 1) == 0 && completion() == -ENOENT);
     CHECK(kvfs_file_allocate(plane, inode, size - 2 * PAGE) == 0 && kvfs_file_size(plane, inode) == (int64_t)(size - PAGE));
     CHECK(kvfs_file_allocate(plane, inode, size) == 0 && kvfs_file_size(plane, inode) == (int64_t)size);
     CHECK(write_at(inode, fh, 701 * PAGE + 5, data, 100) == 0 && write_at(inode, fh, size - PAGE, data, 4096) == 0);
@@ -135,7 +135,7 @@ static void test_slab(void) {
     release(inode, fh);
     inode = create("chosen", &fh);
     CHECK(kvfs_slab_extend(plane, inode, PAGE, 1, runs, 1) == 0);
-    CHECK(kvfs_slab_settle(plane, 4, inode, 1) == 0 && completion() == -EPERM && kvfs_slab_pages(plane, inode) == 1000);
+    CHECK(kvfs_slab_to_file(plane, 4, inode, 1) == 0 && completion() == -EPERM && kvfs_slab_pages(plane, inode) == 1000);
     release(inode, fh);
     slab_event(KVFS_EVENT_SLAB_CLOSED, inode);
     CHECK(kvfs_slab_close(plane, inode) == 0);
@@ -189,7 +189,7 @@ static void test_slab_writes_beside_changes(void) {
         } else if (way == CUT) {
             CHECK(kvfs_slab_resize(plane, 3, inode, 11 * PAGE + 500) == 0);
         } else {
-            CHECK(kvfs_slab_settle(plane, 3, inode, 1) == 0);
+            CHECK(kvfs_slab_to_file(plane, 3, inode, 1) == 0);
         }
         if (way != WRITTEN) {
             struct node *node = node_get(plane, inode, false);

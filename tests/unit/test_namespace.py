@@ -203,7 +203,7 @@ class StoreDouble:
         self.counter += 1
         return self.counter
 
-    def leave_table(self, inodes: Sequence[InodeNumber]) -> None:
+    def hide_in_table(self, inodes: Sequence[InodeNumber]) -> None:
         assert all(self.index.get(number) is None for number in inodes)
 
     def entered(self, inode: Inode) -> None:
@@ -603,7 +603,7 @@ async def test_opening_for_write_keeps_the_inode(namespace: Namespace, store: St
 
 
 @in_trio
-async def test_a_vanished_inode_is_estale_at_open(namespace: Namespace) -> None:
+async def test_a_dropped_inode_is_estale_at_open(namespace: Namespace) -> None:
     inode = await sealed(namespace, b"x")
     namespace.unlink(ROOT_INODE, b"x")
     with pytest.raises(errors.StaleInodeError) as caught:
