@@ -387,7 +387,7 @@ class Plane:
         return _check(lib.kvfs_session_open(self._plane), "session")
 
     def open_calls(self, on_call: Callable[[Call], None] | None) -> None:
-        """From now on CREATE, UNLINK, RENAME and FLUSH come to on_call. None: they come to the session."""
+        """From now on CREATE, UNLINK, RENAME and FLUSH come to on_call. With None they come to the session."""
         self.on_call = on_call
         lib.kvfs_calls_open(self._plane, int(on_call is not None))
 

@@ -133,7 +133,7 @@ def case_lookup(rig: Rig) -> None:
 
 
 def case_prompt(rig: Rig) -> None:
-    """What vLLM asks for one prompt: faccessat of each block's path, half of them missing, no name cached."""
+    """vLLM's calls for one prompt: faccessat of each block's path, half of them missing, no name cached."""
     bench, scale = rig.bench, rig.scale
     half = scale.prompt // 2
 

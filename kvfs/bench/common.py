@@ -1,4 +1,4 @@
-"""What the benchmark's parts share: scales, results, commands."""
+"""Shared by the benchmark's parts: scales, results, commands."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DIRECTORIES = 16
 # Raw devices are read and written from here on, as kvfs leaves its labels alone.
 RAW_BASE = MIB
 COMMAND_TIMEOUT_S = 600.0
-# glibc then asks for huge pages for what malloc() hands out. In how many pieces a buffer lies decides how fast a
-# virtual disk is: the same read ran at 1.1 GB/s into pages of 4 KiB, at 2.7 into huge ones, and between by chance.
+# glibc then asks for huge pages for what malloc() hands out. The number of pieces of a buffer decides how fast a
+# virtual disk is. The same read ran at 1.1 GB/s into pages of 4 KiB, at 2.7 into huge ones, and between by chance.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 Json = dict[str, object]
@@ -60,7 +60,7 @@ class Scale:
     prompt: int
     small_files: int
     million: int
-    few: int  # what a million is compared with
+    few: int  # the counterpart of a million
     slab: int
     slab_s: int
     idle_s: int
@@ -126,9 +126,9 @@ QUICK = Scale(
 class Row:
     """One line of the table: samples of kvfs, perhaps of a peer, and how they are held against each other.
 
-    relation: `faster` is peer / kvfs (times, of latencies), `share` is kvfs / peer (of throughputs), `cost` is
-    kvfs / peer (of what is spent), `extra` is kvfs - peer (in the unit), `value` is kvfs alone. target is the least
-    score for the first two, the most for `cost`, `extra` and, with at_most, for `value`.
+    relation: `faster` is peer / kvfs (times, of latencies), `share` is kvfs / peer (of throughputs). `cost` is kvfs /
+    peer (of costs), `extra` is kvfs - peer (in the unit), `value` is kvfs alone. target is the least score for the
+    first two, the most for `cost`, `extra` and, with at_most, for `value`.
     """
 
     case: str

@@ -1,10 +1,11 @@
 """tools/gpu_check: the way into GPU memory on this machine, measured in one run.
 
-Facts, probe, ceilings (pinned memory to GPU; devices to host), the staged matrix against them, correctness, libcufile
-on the mount, and a list of what was not exercised. It makes a pool of its own, in a directory that it removes.
+Facts, probe, ceilings (pinned memory to GPU; devices to host), and the staged matrix against them. Then correctness,
+libcufile on the mount, and a list of checks that did not run. It makes a pool of its own, in a directory that it
+removes.
 
-Exit status: 0 all that was run is right, on a GPU; 1 something is wrong; 2 usage; 3 nothing is wrong, but there was no
-GPU (or, with --fake, a test double in its place: then every line says so, and no figure means anything).
+Exit status: 0 every check that ran is right, on a GPU; 1 something is wrong; 2 usage; 3 nothing is wrong, but there was
+no GPU. With --fake there is a test double in its place: then every line says so, and no figure means anything.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ COPY_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 SLOT_SIZES = (256 * KIB, MIB, 2 * MIB, 4 * MIB)
 SLOT_COUNTS = (8, 16, 32)
 READER_COUNTS = (1, 2, 4)
-# What staged is to reach of the lower ceiling, at slots of 1 MiB (GPU.md).
+# The share of the lower ceiling that staged is to reach, at slots of 1 MiB (GPU.md).
 AIM, AIM_SLOT_SIZE = 0.9, MIB
 CUFILE_TIMEOUT_S = 60.0
 # Per-GPU statistics of libcufile (1.14 and later) lie behind the GPU's UUID: bytes from its start.

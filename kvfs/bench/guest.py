@@ -1,9 +1,9 @@
 """Virtual machines for tests and benches: a Debian kernel under QEMU's software emulation, with vhost-user-fs devices.
 
 The kernel is downloaded as a package into build/vm, unpacked and decompressed there once (a decompressed one boots in
-two seconds less), and starts from an initrd of busybox and the few modules it needs. What is run in a guest is run
-in a chroot of this machine's own root, exported read-only by 9p: Python, pytest, fio and the project's tree are where
-they are here. /run is writable, and the shared file systems are mounted in it.
+two seconds less). It starts from an initrd of busybox and the few modules it needs. A guest's commands run in a chroot
+of this machine's own root, exported read-only by 9p: Python, pytest, fio and the project's tree are where they are
+here. /run is writable, and the shared file systems are mounted in it.
 
 Commands and files go through virtio serial ports, each served by one shell in the guest, so that several commands run
 at once. Everything has a deadline; a guest that nobody ends ends by `timeout`. KVM is never used: where it is there,
@@ -46,8 +46,8 @@ MODULES = ("virtio_pci", "virtio_console", "9pnet_virtio", "9p", "virtiofs")
 MORE_MODULES = ("virtio_net", "nvme", "nvme_tcp", "nvmet_tcp", "crc32c_generic")
 # Without what costs an emulated CPU much and protects nobody here.
 KERNEL_ARGUMENTS = "console=ttyS0 quiet panic=-1 mitigations=off"
-# For more than one CPU, clocks that tick by themselves: the emulation may lose the interrupt of a second CPU's timer
-# (QEMU 7.2; seen once, in a boot), and one set for each wake-up alone is then never set again. A guest that waits costs
+# For more than one CPU, clocks that tick by themselves. The emulation may lose the interrupt of a second CPU's timer
+# (QEMU 7.2; seen once, in a boot). A timer set for each wake-up alone is then never set again. A guest that waits costs
 # 0.08 of a CPU by it.
 TICKING_ARGUMENTS = "nohz=off highres=off"
 PORTS = 4  # commands at once
@@ -60,7 +60,7 @@ COMMAND_TIMEOUT_S = 180.0
 # A guest's own kill of a command comes first; then it is the guest that does not answer.
 GRACE_S = 5.0
 SHARES = Path("/run/shares")
-# What QEMU's user network calls this machine.
+# The name of this machine in QEMU's user network.
 HOST_ADDRESS = "10.0.2.2"
 
 INIT = (
@@ -292,7 +292,7 @@ def virtiofsd(directory: Path, socket_path: Path, options: str = "cache=auto") -
                 raise MissingError(f"virtiofsd ended with {process.returncode}: {log.read().decode()[-500:]}")
             yield process.pid
         finally:
-            for pid in (*children(process.pid), process.pid):  # whoever served first, so that it is waited for
+            for pid in (*children(process.pid), process.pid):  # first the process that served, so that it is waited for
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait(20)
@@ -356,8 +356,8 @@ class Guest:
 
     shares: Sequence[Share]
     name: str = "guest"
-    # Not one: QEMU's emulation then leaves out the guest's memory barriers (7.2; -d op shows it), so that a guest may
-    # wait for an interrupt that its device had no reason to send.
+    # Not one: QEMU's emulation then leaves out the guest's memory barriers (7.2; -d op shows it). A guest may then wait
+    # for an interrupt that its device had no reason to send.
     cpu_count: int = 2
     memory_mib: int = 512
     lifetime_s: float = 600.0
@@ -527,7 +527,7 @@ class Guest:
         self._ports, self._free = [], []
 
     def told(self) -> str:
-        """What QEMU and the guest's console said last."""
+        """The last output of QEMU and of the guest's console."""
         texts = []
         for name in ("qemu.log", "console.log"):
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """A trace replayed at full speed on kvfs, by files and by libkvfs, and on what users have today, at the same capacity.
 
-Each round is the next part of the trace, and every side replays it in turn: so a side goes on with what it kept from
-the rounds before. The first part fills them and is not counted.
+Each round is the next part of the trace, and every side replays it in turn, with the blocks that it kept from earlier
+rounds. The first part fills them and is not counted.
 """
 
 from __future__ import annotations

@@ -299,8 +299,8 @@ def fio(
 def fio_stripe(
     pattern: str, devices: Sequence[Path], *, block_size: int, depth: int, size: int, passes: int, seed: int
 ) -> Json:
-    """One raw job with one ring over all devices in turn: `size` bytes in all, `passes` times, `depth` requests of
-    block_size in flight in all; huge pages. Its CPU is without that of its start."""
+    """One raw job with one ring over all devices in turn: `size` bytes in all, `passes` times. `depth` requests of
+    block_size are in flight in all; huge pages. Its CPU is without that of its start."""
     common = [f"--rw={pattern}", f"--bs={block_size}", f"--iodepth={depth}", f"--offset={RAW_BASE}"]
     common += [f"--randseed={seed}", "--name=stripe", f"--filename={':'.join(map(str, devices))}"]
     common += ["--file_service_type=roundrobin"]
@@ -527,5 +527,5 @@ class Rig:
 
 
 def block_names(directory: Path, count: int) -> list[str]:
-    """What bench_client calls the blocks that it writes."""
+    """bench_client's names for the blocks that it writes."""
     return [f"{directory}/{index % DIRECTORIES:03x}/b{index:08x}" for index in range(count)]

@@ -16,7 +16,7 @@ from kvfs.errors import KvfsError
 
 
 class Bench:
-    """What a run is asked for, what it found, and its clients."""
+    """The settings of a run, its findings, and its clients."""
 
     def __init__(
         self,

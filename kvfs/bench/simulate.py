@@ -1,6 +1,6 @@
 """`tools/simulate`: how many blocks of a trace's prompts a policy finds, beside FIFO, LRU, S3-FIFO and Belady.
 
-The pool's own policy (kvfs/store/eviction.py) runs on whole segments with a budget for copies, as the pool uses it; the
+The pool's own policy (kvfs/store/eviction.py) runs on whole segments with a budget for copies, as the pool uses it. The
 references evict single blocks, at equal bytes, which no log-structured store can. With --pool the real pool is asked:
 segments, index, block table and evictor, with small blocks.
 
@@ -151,7 +151,7 @@ def s3fifo(trace: Trace, capacity: int) -> tuple[int, int]:
 
 
 def belady(trace: Trace, capacity: int) -> tuple[int, int]:
-    """What is needed again the latest goes: the bound, with the whole trace known."""
+    """Evicts the block whose next use is latest: the bound, with the whole trace known."""
     following: list[int] = []
     seen: dict[int, int] = {}
     never = sum(map(len, trace))

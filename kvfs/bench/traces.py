@@ -1,6 +1,6 @@
 """Traces of prefix blocks: read from a file, or invented with a seed.
 
-A trace is a list of requests, each the ids of the blocks of its prompt in order, as in Mooncake's traces: an id stands
+A trace is a list of requests, each the ids of the blocks of its prompt in order, as in Mooncake's traces. An id stands
 for a block and all before it, so a block is of use only if those before it are there.
 """
 
@@ -91,7 +91,7 @@ class _Inventor:
 
 
 def _chats(of: _Inventor) -> Iterator[tuple[float, list[int]]]:
-    """Turns of people: a minute or two between them, each prompt the one before and some more, and a last block that is
+    """Turns of people, a minute or two apart. Each prompt is the earlier one and some more, and a last block that is
     not full and so never the same again."""
     prompt = [of.random.randrange(5) * 10 + i for i in range(2)] + of.fresh(of.length(8))
     while True:

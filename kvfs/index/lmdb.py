@@ -1,9 +1,9 @@
 """The index in LMDB (http://www.lmdb.tech/doc), in the pool's directory.
 
-Reads go through three layers: the volatile one (inodes that must not survive a restart), the pending one, the one that
-is being committed, and then LMDB itself by one long-lived read transaction. A commit hands the pending layer to one
-thread, which writes it in a single transaction and syncs; meanwhile a fresh layer collects. Databases and keys are
-described in docs/format.md.
+Reads go through the volatile layer (inodes that must not survive a restart), the pending one, and the one that is being
+committed. Below lies LMDB itself, read by one long-lived transaction. A commit hands the pending layer to one thread,
+which writes it in a single transaction and syncs; meanwhile a fresh layer collects. Databases and keys are described in
+docs/format.md.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class LmdbIndex:
             raise IndexError_(f"index {path}: {error}") from error
 
     def _open_groups(self) -> object | None:
-        """None for a reader of an index that was made before there were groups."""
+        """Returns None for a reader of an index that was made before there were groups."""
         try:
             return cast(object, self._env.open_db(b"groups"))
         except (lmdb.NotFoundError, lmdb.ReadonlyError):

@@ -41,8 +41,8 @@ _COPY_FACTOR = 1.5
 _BUDGET_LOW = 0.3
 # Weight of one segment in the running mean of eviction's loss by the page: the last 20 count.
 _SMOOTHING = 0.05
-# Segments that are weighed for one that goes: the next in turn, at least _TURN, one in _TURN_SHARE of all, at most
-# _TURN_MAX, none once _TURN_BLOCKS blocks were looked at; and again the _AGAIN that seem best.
+# The number of segments weighed for one that goes. The next in turn: at least _TURN, one in _TURN_SHARE of all, at most
+# _TURN_MAX, none once _TURN_BLOCKS blocks were looked at. Then again the _AGAIN that seem best.
 _TURN = 16
 _TURN_SHARE = 16
 _TURN_MAX = 128

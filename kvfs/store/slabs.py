@@ -145,8 +145,8 @@ class Slabs:
     async def preallocate(self, number: InodeNumber, size: int) -> bool:
         """fallocate, or ftruncate, of a file that should be a slab, or is one: as make().
 
-        False if it has no room as one (the quota is used up, no segments are free), or was written meanwhile: then it
-        is a file as any other from now on, with what was written to it.
+        Returns False if it has no room as a slab (the quota is used up, no segments are free), or was written
+        meanwhile. Then it is an ordinary file from now on, with the bytes that were written to it.
         """
         return await self._alone(number, lambda: self._preallocate(number, size))
 

@@ -1,8 +1,8 @@
 """The store of one mounted pool: opens it, runs its tasks, closes it.
 
 Durable in this order: data and block header (before the seal is answered), index (a second later, or at fsync),
-summaries; a segment that was evicted may be written again before the index says so. internals/recovery.md in docs/ says
-what a crash takes. blocks.py keeps index, block table and summaries in step; sealing.py writes blocks.
+summaries. An evicted segment may be written again before the index says so. internals/recovery.md in docs/ says what a
+crash takes. blocks.py keeps index, block table and summaries in step; sealing.py writes blocks.
 """
 
 from __future__ import annotations
@@ -396,8 +396,8 @@ class Store:
     # ---- for the front ----
 
     async def evict(self, size: int | None, progress: Callable[[int, int], None] | None = None) -> int:
-        """Evict blocks of `size` bytes together. None: all blocks that are neither pinned nor open. Blocks that are
-        worth a copy go last. Returns the bytes evicted."""
+        """Evict blocks of `size` bytes together. With None, all blocks that are neither pinned nor open are evicted.
+        Blocks that are worth a copy go last. Returns the bytes evicted."""
         start, wanted = self.evictor.counters.bytes, self.space().used if size is None else size
 
         def enough() -> bool:

@@ -1,8 +1,8 @@
 /* sources: base io */
-/* The NVMe/TCP initiator against a double of a target in this process: memory behind sockets, which follows the specification in many shapes
- * (digests, alignment, chunks of R2T and C2HData, SUCCESS or a response) and breaks it on demand. What it proves under the sanitizers: what
- * is written is what is read; whatever a target sends, I/O ends within its deadline, with the right bytes or an error; memory of a command
- * that was given up on is not written to; a target that comes back is used again if it is the same one.
+/* The NVMe/TCP initiator against a double of a target in this process. The double is memory behind sockets. It follows the specification in many
+ * shapes (digests, alignment, chunks of R2T and C2HData, SUCCESS or a response) and breaks it on demand. It proves under the sanitizers: bytes
+ * written are bytes read. Whatever a target sends, I/O ends within its deadline, with the right bytes or an error. Memory of a command that was given
+ * up is not written to. A target that comes back is used again if it is the same one.
  */
 #include "io/nvme/tcp.h"
 

@@ -1,7 +1,7 @@
 /* sources: base block io content fuse virtiofs plane.c */
 /* The whole data plane without a kernel: this program plays both the kernel (a socketpair in place of /dev/fuse: a double) and Python (the
- * session's end). Devices are files. What it proves under the sanitizers: writes in any order are sealed and read back, faults become EIO within
- * the deadline and never wrong bytes, late replies are dropped, a transport that goes away leaves nothing. */
+ * session's end). Devices are files. It proves under the sanitizers: writes in any order are sealed and read back. Faults become EIO within the
+ * deadline and never wrong bytes. Late replies are dropped. A transport that goes away leaves nothing. */
 #include "plane_harness.h"
 
 #include <poll.h>
@@ -228,8 +228,8 @@ static void test_faults(void) {
         uint64_t began = now_ns();
         CHECK(read_check(inode, fh, 1 << 20, 1 << 20, data, size) == -EIO);
         CHECK(now_ns() - began < 3000000000ull * slowness());
-        if (faults[i].kind == KVFS_FAULT_DELAY) { /* asked again at once, as kernels do, it is the same read, and its deadline is over; that the
-                                                   * read before failed a moment ago, in time, changes nothing */
+        if (faults[i].kind == KVFS_FAULT_DELAY) { /* asked again at once, as kernels do, it is the same read, and its deadline is over; an earlier
+                                                   * read that failed in time a moment ago changes nothing */
             began = now_ns();
             CHECK(read_check(inode, fh, 1 << 20, 4096, data, size) == -EIO);
             CHECK(now_ns() - began < 400000000ull * slowness());
@@ -460,7 +460,7 @@ static void test_page_caches_are_bypassed(void) {
     release(kept, old);
     CHECK(kvfs_inode_remove(plane, kept) == 0);
     say_hello(UINT32_MAX); /* one that can: FUSE_DIRECT_IO_ALLOW_MMAP */
-    for (int others = 0; others < 3; others++) { /* who opens it meanwhile: nobody, a reader, a reader and a writer */
+    for (int others = 0; others < 3; others++) { /* openers meanwhile: nobody, a reader, a reader and a writer */
         uint64_t fh, inode = create_with(others ? "shared" : "alone", O_WRONLY | O_CREAT, &fh);
         CHECK(created.open_flags & 1);
         CHECK(write_at(inode, fh, 0, data, 70000) == 0);
@@ -597,7 +597,7 @@ static void wait_chunk_held(void) {
     }
 }
 
-/* What is held stays so; of the other devices nothing will be. */
+/* Held I/O stays held; no more I/O of the other devices will be. */
 static void hold_no_more(void) {
     for (uint32_t i = 0; i < DEVICES; i++)
         if (atomic_load(&plane->array.devices[i].faults.counter) == UINT32_MAX - 1)
@@ -610,7 +610,7 @@ static bool nothing_answered(void) {
     return poll(&ready, 1, 0) == 0;
 }
 
-/* With the error that was asked for, also where the device is done only now: a part is held when it ends, and counted when it begins. */
+/* It ends with the requested error, even if the device is done only now: a part is held when it ends, and counted when it begins. */
 static void let_go(void) { fault(KVFS_FAULT_NONE, 1, held_error); }
 
 static uint64_t write_soon(uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t *data, uint32_t size) {
@@ -633,8 +633,8 @@ static void spill_now(uint64_t inode) {
     CHECK(completion() == 0);
 }
 
-/* A WRITE of part of a chunk that lies on the devices reads it first, on a worker, without a lock. What is done meanwhile by others must not be
- * undone by the bytes that it read, nor may it fail by them. */
+/* A WRITE of part of a chunk that lies on the devices reads it first, on a worker, without a lock. The bytes that it read must not undo the work of
+ * others meanwhile, nor may they make it fail. */
 static void test_writes_beside_a_slow_load(void) {
     const uint64_t size = CHUNK_SIZE + 70000;
     enum { SEALED, SEALED_TWICE, SPILLED, CUT, GROWN, EMPTIED, REOPENED, WAYS };
@@ -765,10 +765,10 @@ static void test_a_block_being_written_does_not_move(void) {
     release(inode, fh);
     int error;
     uint64_t reader = open_read(inode, &error);
-    CHECK(error == 0 && kvfs_inode_move(plane, record) == 0); /* who only reads looks again */
+    CHECK(error == 0 && kvfs_inode_move(plane, record) == 0); /* a reader looks again */
     CHECK(kvfs_table_find_inode(plane->table, inode, &after) == 0 && after.page == before.page + 1);
     release(inode, reader);
-    /* Who only cuts it is a writer too: the close seals that. */
+    /* A handle that only cuts it is a writer too: the close seals that. */
     fh = open_write(inode, O_RDONLY | O_TRUNC);
     CHECK(kvfs_dirty_files(plane, files, 4) == 1 && files[0] == inode);
     CHECK(kvfs_dirty_files(plane, files, 0) == 1);
@@ -807,8 +807,8 @@ static void read_and_seal(uint64_t inode, uint64_t fh, const char *name, const u
     release(inode, fh);
 }
 
-/* A spill writes without a lock, and then says anew where the file's chunks lie. Those that are placed already and must be written again, as their
- * last page was cut or got a successor, before the spill or meanwhile, have their bytes where they lay, and nowhere else. */
+/* A spill writes without a lock, and then says anew where the file's chunks lie. Some chunks are placed already and must be written again, as their
+ * last page was cut or got a successor, before the spill or meanwhile. Their bytes lie where they lay, and nowhere else. */
 static void test_spills_beside_changes(void) {
     enum { CUT, CUT_AND_GROWN, GROWN, GROWN_MEANWHILE, LOADED_MEANWHILE, WRITTEN_MEANWHILE, WAYS };
     const uint64_t size = 2 * CHUNK_SIZE + 70001;
@@ -834,7 +834,7 @@ static void test_spills_beside_changes(void) {
                     CHECK(kvfs_file_truncate(plane, inode, length) == 0);
                 }
             }
-            if (way <= GROWN) { /* what is spilled lies behind a hole */
+            if (way <= GROWN) { /* the spilled bytes lie behind a hole */
                 length = 4 * CHUNK_SIZE + 4096;
                 CHECK(write_at(inode, fh, 3 * CHUNK_SIZE, data, CHUNK_SIZE) == 0 && write_at(inode, fh, 4 * CHUNK_SIZE, data, 4096) == 0);
                 memcpy(model + 3 * CHUNK_SIZE, data, CHUNK_SIZE);
@@ -914,7 +914,7 @@ static void test_cuts_of_spilled_chunks(void) {
     printf("ok a file that ends in a page that was spilled has all its bytes\n");
 }
 
-/* A seal writes what was frozen. What comes meanwhile waits, and is part of the next. */
+/* A seal writes what was frozen. Later writes wait, and are part of the next seal. */
 static void test_changes_beside_a_seal(void) {
     const uint64_t size = CHUNK_SIZE + 70001;
     patient(true);
@@ -1009,7 +1009,7 @@ static void test_a_reopen_beside_a_copy(void) {
     printf("ok a block that is copied elsewhere while it is opened for writing is written from there, with the times that it has by then\n");
 }
 
-/* Whoever opens a file for writing may find that its last writer before has just let it go. */
+/* An open for writing may find that the last writer has just let the file go. */
 static void test_preallocation_without_a_file(void) {
     uint8_t *data = pattern(10000, 800);
     uint64_t fh;
@@ -1112,7 +1112,7 @@ static void test_shares(void) {
     CHECK(open_of(GREEDY) == COUNT * SIZE); /* a block counts once, however often it is open */
     CHECK(kvfs_inode_user(plane, inodes[0]) == GREEDY && kvfs_inode_user(plane, 1) == -ENOENT);
     CHECK(kvfs_inode_is_open(plane, inodes[0]) == KVFS_OPEN_BEYOND_SHARE);
-    /* Who has room takes over what is charged to one who has not. */
+    /* A user with room takes over a charge from one without. */
     CHECK(open_by(inodes[0], MODEST, &other) == 0);
     CHECK(kvfs_inode_user(plane, inodes[0]) == MODEST && open_of(MODEST) == SIZE && open_of(GREEDY) == (COUNT - 1) * SIZE);
     CHECK(kvfs_inode_is_open(plane, inodes[0]) == KVFS_OPEN);
@@ -1146,7 +1146,7 @@ static void test_shares(void) {
     CHECK(after.open_bytes == before.open_bytes);
     for (int i = 0; i < COUNT; i++)
         CHECK(i == 1 || kvfs_inode_remove(plane, inodes[i]) == 0);
-    /* What is being written counts too, for who opened it first or made it grow; it is refused when a share for others would not be left. */
+    /* A file being written counts too, for the user who opened it first or made it grow. It is refused when a share for others would not be left. */
     kvfs_statistics_get(plane, &before);
     uint64_t written = ++next_inode;
     make_record(record, written, "share-written", 0, 0, 1, 1);
@@ -1161,7 +1161,7 @@ static void test_shares(void) {
     kvfs_set_space(plane, before.open_bytes + 5 * SIZE, ENOSPC);
     CHECK(kvfs_file_truncate(plane, written, 3 * SIZE) == 0 && kvfs_file_truncate(plane, written, 3 * SIZE + 1) == -EDQUOT);
     pthread_mutex_lock(&node->lock);
-    file_charge(node->file, user_get(plane, DAEMON)); /* who may hold all */
+    file_charge(node->file, user_get(plane, DAEMON)); /* a user who may hold all */
     pthread_mutex_unlock(&node->lock);
     CHECK(writing_of(GREEDY) == 0 && writing_of(DAEMON) == 3 * SIZE && kvfs_file_truncate(plane, written, 9 * SIZE) == 0);
     CHECK(kvfs_file_truncate(plane, written, 0) == 0 && writing_of(DAEMON) == 0 && kvfs_file_truncate(plane, written, SIZE) == 0);
@@ -1428,7 +1428,7 @@ static void test_slab(void) {
     fault(KVFS_FAULT_ERROR, 3, EIO);
     CHECK(read_check(inode, fh, 0, 4096, shadow, size) == -EIO && write_at(inode, fh, 50 * PAGE, data, 4096) == -EIO);
     fault(KVFS_FAULT_NONE, 3, 0);
-    CHECK(read_check(inode, fh, 0, 1 << 20, shadow, size) == 0); /* what was not written is zeros still */
+    CHECK(read_check(inode, fh, 0, 1 << 20, shadow, size) == 0); /* pages that were not written are still zeros */
     CHECK(kvfs_slab_close(plane, inode) == -EBUSY && kvfs_slab_settle(plane, 4, inode, 0) == 0 && completion() == -EBUSY);
     release(inode, fh);
     CHECK(slab_event(KVFS_EVENT_SLAB_CLOSED, inode).value == 1); /* overwritten */
@@ -1519,7 +1519,8 @@ static void test_slab(void) {
     printf("ok a slab has failed with a write whose fate is unknown\n");
 }
 
-/* A slab's write of parts of pages is held while it reads them; whoever comes to the same pages, cuts the slab or makes it a file waits for it. */
+/* A slab's write of parts of pages is held while it reads them. Other requests wait for it if they touch the same pages, cut the slab, or make it a
+ * file. */
 static void test_slab_writes_beside_changes(void) {
     enum { WRITTEN, CUT, SETTLED, WAYS };
     const struct kvfs_run runs[2] = {{.generation = 7, .segment = 6, .page = 16, .page_count = 1000}, {.generation = 7, .segment = 7, .page = 16, .page_count = 1000}};

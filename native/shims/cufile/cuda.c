@@ -62,7 +62,7 @@ static bool have_driver(void) {
 #undef X
     atomic_store_explicit(&found, complete, memory_order_release);
     pthread_mutex_unlock(&lock);
-    dlclose(library);                    /* whoever loaded it holds it */
+    dlclose(library);                    /* the library's first loader holds it */
     return complete;
 }
 

@@ -22,7 +22,7 @@ struct mount {
     int identity;                        /* of the mount, field 1 */
     bool gone;
     char *path;
-    pthread_mutex_t lock;                /* what follows */
+    pthread_mutex_t lock;                /* for the fields below */
     struct kvfs_client *client;
     unsigned forks;                      /* of the process that connected */
     uint64_t next_try_ns;

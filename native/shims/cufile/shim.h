@@ -1,9 +1,9 @@
 /* Inside libkvfs_cufile.so: a libcufile.so.0 that takes reads of files on kvfs mounts to libkvfs.
  *
- * The rule of the whole library: a read is done here only where it is certain that the real libcufile would have given the same bytes and
- * the same count. All else, also in doubt, is the real library's call, with the arguments as they came. To that end a file on a kvfs mount
- * is registered with the real library too, and the application holds the real handle: whatever goes there needs no translation. Only where
- * there is no real library, or it refuses the file, is a handle ours alone ("own"); emulate.c then answers as the real one would.
+ * The rule of the whole library: a read is done here only where it is certain that the real libcufile would have given the same bytes and the same
+ * count. All else, also in doubt, is the real library's call, with the arguments as they came. To that end a file on a kvfs mount is registered with
+ * the real library too, and the application holds the real handle. Calls that go there need no translation. Only where there is no real library, or
+ * it refuses the file, is a handle ours alone ("own"); emulate.c then answers as the real one would.
  *
  * Each file uses those above it:
  *
@@ -88,7 +88,7 @@ extern unsigned fork_count;              /* how often this process is a fork of 
 
 struct handle {
     struct handle *next;
-    void *key;                           /* what the application holds: the real library's handle, or this */
+    void *key;                           /* the application's handle: the real library's, or this */
     atomic_uint refs;
     bool own;
     int fd;                              /* own: a duplicate; else -1 */
@@ -158,7 +158,7 @@ struct batch {
     bool own;
     unsigned refs;
     unsigned capacity;
-    unsigned epoch;                      /* what was submitted before the last clear() is dropped */
+    unsigned epoch;                      /* reads submitted before the last clear() are dropped */
     unsigned waiting, running;           /* queued or running; running, of any epoch */
     unsigned foreign;                    /* with the real library */
     unsigned done_count;

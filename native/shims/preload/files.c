@@ -1,7 +1,7 @@
 /* Which descriptors are files that libkvfs can read, and reading them.
  *
- * An entry belongs to a descriptor's number. Its memory is never freed, so a reader may count itself in at any time; what an entry holds is
- * let go of when its number is used again, by the thread that opens: close() frees nothing, it may come from a signal handler. */
+ * An entry belongs to a descriptor's number. Its memory is never freed, so a reader may count itself in at any time. An entry's contents are freed
+ * when its number is used again, by the thread that opens. close() frees nothing, as it may come from a signal handler. */
 #include "preload.h"
 
 #include <pthread.h>
@@ -139,8 +139,8 @@ static uint64_t wanted(const struct file *file, const struct iovec *iovs, int co
     return file->direct || size >= BLOCK_MIN ? size : 0;
 }
 
-/* One piece; -errno. A device that gave no answer may still write into the caller's memory: the caller gets it back when that is over, as
- * from a read of a device. */
+/* One piece; -errno. A device that gave no answer may still write into the caller's memory: the caller gets it back when that is over, as from a read
+ * of a device. */
 static int64_t read_piece(struct file *file, uint64_t offset, void *data, uint64_t size) {
     int64_t n = kvfs_file_read(file->file, offset, data, size);
     if (n == -ETIMEDOUT || n == -EBUSY)

@@ -1,7 +1,7 @@
 /* The calls that are taken over. Each asks whether path or descriptor is kvfs's to answer for, and else is the real one.
  *
- * They are declared under other names with the C library's as their symbols: its headers promise compilers things of these functions (that
- * no path is NULL, say) which are for callers to keep. */
+ * They are declared under other names with the C library's as their symbols. Its headers promise compilers facts about these functions (that no path
+ * is NULL, say) which callers have to keep. */
 #include "preload.h"
 
 #include <limits.h>

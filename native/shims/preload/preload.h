@@ -11,8 +11,8 @@
  *     files.c        which descriptors are files that libkvfs can read
  *     preload.c      the calls that are taken over
  *
- * The calls here may be made in signal handlers wherever the real ones may: nothing waits for a lock that the same thread may hold, and
- * nothing allocates but opening, and the first reads of, a file on a kvfs mount. */
+ * The calls here may be made in signal handlers wherever the real ones may. No call waits for a lock that the same thread may hold. Memory is
+ * allocated only by the open, and the first reads, of a file on a kvfs mount. */
 #ifndef KVFS_PRELOAD_H
 #define KVFS_PRELOAD_H
 

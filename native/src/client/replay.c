@@ -1,5 +1,5 @@
-/* kvfs_replay.h. Requests are served by `threads` threads; those of a directory hand their blocks to two pools of I/O threads, one for loads
- * and one for stores, as engines have them. A client has its own depth and needs no pools.
+/* kvfs_replay.h. Requests are served by `threads` threads. Those of a directory hand their blocks to two pools of I/O threads, one for loads and one
+ * for stores, as engines have them. A client has its own depth and needs no pools.
  */
 #include "base/base.h"
 #include "kvfs_replay.h"
@@ -52,7 +52,7 @@ enum lru_state { LRU_ABSENT, LRU_BEING_WRITTEN, LRU_THERE };
 /* The list that an engine keeps of its own files: by last use, over the indexes of blocks. */
 struct lru {
     pthread_mutex_t lock;
-    uint32_t *newer, *older; /* NONE at the ends */
+    uint32_t *newer, *older; /* ends have NONE */
     uint8_t *state; /* enum lru_state */
     uint32_t newest, oldest;
     uint64_t count;

@@ -20,8 +20,8 @@
 #define BACKLOG 4
 #define BATCH 8
 #define IDLE_NS 1000000000ull
-/* Requests that queue up mean that several clients are at work, and they can use the time that a poll would burn (8 readers of 2 MiB on two cores:
- * 9.3 against 5.1 GB/s). */
+/* Requests that queue up mean that several clients are at work. They can use the time that a poll would burn (8 readers of 2 MiB on two cores: 9.3
+ * against 5.1 GB/s). */
 #define CROWDED_NS 5000000ull
 /* Luck gains one for work that came within the time of a poll, and loses two for work that did not. A thread polls with half of LUCK_MAX. */
 #define LUCK_MAX 16

@@ -1,5 +1,5 @@
-/* Test double of libcuda.so.1: GPU memory is memory that no CPU access reaches (it faults), kept in a second mapping; copies on a stream
- * are done by the stream's thread, late, so that memory reused too soon shows; every copy checks that there is a context. Never a GPU. */
+/* Test double of libcuda.so.1. GPU memory is memory that no CPU access reaches (it faults), kept in a second mapping. Copies on a stream are done by
+ * the stream's thread, late, so that memory reused too soon shows. Every copy checks that there is a context. Never a GPU. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
