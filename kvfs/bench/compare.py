@@ -3,10 +3,10 @@
 Each build has a daemon with a pool of its own, and both stay mounted. A pair is one short run of a case on each build.
 Pairs alternate: A B, B A, A B, ... so that drift of the machine falls on both builds alike.
 
-A pool has luck of its own: where its devices' pages and the daemon's memory lie changes figures by some percent, and
-stays as it is while the pool lives. So the pairs of a case are spread over several makings. For each making, devices
-and pools of both builds are made anew and filled, in the order A B, B A, B A, A B. The interval is a bootstrap that
-draws makings first and pairs of each then, and each making's own median stands beside it.
+A pool has luck of its own. The places of its devices' pages and of the daemon's memory change figures by some percent,
+and stay while the pool lives. So the pairs of a case are spread over several makings. For each making, devices and
+pools of both builds are made anew and filled, in the order A B, B A, B A, A B. The interval is a bootstrap that draws
+makings first and pairs of each then, and each making's own median stands beside it.
 
 The build `old` is a commit, `new` this tree as it is. Of the old build only its command line and its libkvfs are used.
 The clients are this tree's; the native one loads the libkvfs of the build whose pool it works on.
@@ -63,7 +63,7 @@ class Size:
     """How much of everything: share is of the operations of a run."""
 
     device: int  # bytes of each of a pool's four
-    blocks: int  # that are read
+    blocks: int  # to be read
     keys: int  # among which `exists` looks
     share: float
     settle_s: float  # until a daemon has written summaries and committed its index

@@ -4,8 +4,8 @@ Facts, probe, ceilings (pinned memory to GPU; devices to host), and the staged m
 libcufile on the mount, and a list of checks that did not run. It makes a pool of its own, in a directory that it
 removes.
 
-Exit status: 0 every check that ran is right, on a GPU; 1 something is wrong; 2 usage; 3 nothing is wrong, but there was
-no GPU. With --fake there is a test double in its place: then every line says so, and no figure means anything.
+Exit status: 0 every check that ran is right, on a GPU; 1 something is wrong; 2 usage; 3 nothing is wrong, but without a
+GPU. With --fake there is a test double in its place: then every line says so, and no figure means anything.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The kernel is downloaded as a package into build/vm, unpacked and decompressed there once (a decompressed one boots in
 two seconds less). It starts from an initrd of busybox and the few modules it needs. A guest's commands run in a chroot
-of this machine's own root, exported read-only by 9p: Python, pytest, fio and the project's tree are where they are
+of this machine's own root, exported read-only by 9p. Python, pytest, fio and the project's tree are where they are
 here. /run is writable, and the shared file systems are mounted in it.
 
 Commands and files go through virtio serial ports, each served by one shell in the guest, so that several commands run

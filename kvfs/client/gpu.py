@@ -2,8 +2,8 @@
 
 CUDA is looked at in a subprocess with a timeout (gpu_probe.py): a driver that hangs or crashes takes nothing with it.
 
-Modes: `gds` is the devices' DMA straight into the GPU, where a probe has shown for every device of the pool and every
-GPU that it works and is direct. `staged` goes through a ring of pinned memory in which every byte is verified. `host`
+Modes: `gds` is the devices' DMA straight into the GPU. A probe has then shown, for every device of the pool and every
+GPU, that it works and is direct. `staged` goes through a ring of pinned memory in which every byte is verified. `host`
 is for machines without a GPU, or where none is wanted. KVFS_CUDA_LIBRARY, KVFS_CUFILE_LIBRARY and KVFS_NVRTC_LIBRARY
 name other files than libcuda.so.1, libcufile.so.0 and libnvrtc's; a test double of libcuda says that it is one.
 """

@@ -1,8 +1,8 @@
 """Files and directories over the store: names, attributes, and what opening, closing and removing mean for a block.
 
 Holds no state of its own but what the index has; knows neither FUSE nor devices nor payload. Methods are plain wherever
-they need not wait. All of one change (index, block table, summaries) then happens in one step of the one trio thread,
-so no other request sees half of it (I4). The rules for inodes that are being written are in
+they need not wait. All of one change (index, block table, summaries) then happens in one step of the one trio thread.
+So no other request sees half of it (I4). The rules for inodes that are being written are in
 native/include/kvfs_plane.h; the kernel checks permissions (default_permissions).
 """
 

@@ -20,8 +20,8 @@ TICKS_PER_POOL = 1024
 # The clock has 24 bits and goes round, after 16,384 times the pool.
 TICK_MASK = (1 << 24) - 1
 
-# The chance of a next use falls with the time since the last: as 1/age where popularity alone decides, faster where
-# blocks belong to conversations that end. The power lies between the two.
+# The chance of a next use falls with the time since the last. It falls as 1/age where popularity alone decides, faster
+# where blocks belong to conversations that end. The power lies between the two.
 _AGE_POWER = -1.5
 # Some 2% of the pool: smaller ages say only that a burst is not over.
 _AGE_SOFT = 20

@@ -214,7 +214,7 @@ class Admission:
     async def admit_all(self, records: bytes, *, verify: bool = False) -> None:
         """`verify`: only blocks whose leaves are all right.
 
-        A header proves itself, not its data: a write that the crash cut off may have brought the header and not the
+        A header proves itself, not its data. A write that the crash cut off may have brought the header and not the
         rest, or the first of several runs. Such a block was never acknowledged, and must not take the place of an older
         one that was.
         """

@@ -5,7 +5,7 @@ it; then the block enters index and table in one step, as a seal's does. A reser
 whose client ends, is taken back. Scans step over its runs from then on, and its runs are not used again before the
 segment is.
 
-Versions are given out here, seconds before the block enters, and count as in flight until then: a crash in between
+Versions are given out here, seconds before the block enters, and count as in flight until then. A crash in between
 leaves whole blocks that recovery may adopt (I14). Two rules keep a name's index entry and what recovery would make of
 the headers in agreement. A block whose name was given to a newer inode meanwhile is superseded. It never enters, and
 its version is lower than the version of the inode that stays. A block may replace an older inode whose version has

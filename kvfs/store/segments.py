@@ -630,8 +630,8 @@ class Segments:
         if not segment.generation or (segment.state == State.OPEN and segment.next_page == 1):
             segment.dirty = segment.copy_stale = False
             return
-        # The other slot's turn comes with the next flush if it names what is gone; clearing first, so that a change
-        # that comes while this one is written counts for the next.
+        # The other slot's turn comes with the next flush if it names blocks that are gone. The mark is cleared first,
+        # so that a change during this write counts for the next.
         again = segment.copy_stale and segment.dirty
         segment.dirty, segment.copy_stale = False, False
         generation, closed = segment.generation, segment.state != State.OPEN
@@ -697,8 +697,9 @@ class Segments:
     async def read_summary(
         self, number: SegmentIndex, generation: int | None, epoch_max: int | None = None
     ) -> Summary | None:
-        """The newest valid summary on the device, of this generation, or of the newest there is when None; by mounts up
-        to epoch_max, this one if None. Its entries are records that are sound, as many as it says."""
+        """The newest valid summary on the device, of this generation; with None, of the newest generation there.
+        Summaries are by mounts up to epoch_max; with None, up to this one. Its entries are records that are sound, as
+        many as it says."""
         epoch_max = self.epoch if epoch_max is None else epoch_max
         valid: list[Summary] = []
         for slot in (0, 1):
@@ -747,8 +748,8 @@ class Segments:
     async def read_headers(
         self, numbers: Sequence[int], epoch_max: int | None = None
     ) -> tuple[dict[int, SegmentHeader | None], set[int]]:
-        """The segments' headers, None where there is no valid one of a mount up to epoch_max, this one if None; and the
-        segments where never one was written."""
+        """The segments' headers, None where there is no valid one of a mount up to epoch_max (None: this one). Also the
+        segments where no header was ever written."""
         epoch_max = self.epoch if epoch_max is None else epoch_max
         found: dict[int, SegmentHeader | None] = {}
         blank: set[int] = set()

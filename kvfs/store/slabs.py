@@ -1,6 +1,6 @@
 """Slabs: files that are preallocated and overwritten in place. Their segments and their quota.
 
-A slab has whole segments of the SLAB stream to itself for as long as its inode is open; the data plane reads and writes
+A slab has whole segments of the SLAB stream to itself for as long as its inode is open. The data plane reads and writes
 them (native/src/content/). Nothing of it is in the index on disk: after a restart its segments are empty. A slab that
 was closed without ever having been overwritten becomes an ordinary file: its pages stay where they are, and get a
 header.

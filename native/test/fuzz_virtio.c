@@ -1,9 +1,9 @@
 /* sources: base block io content fuse virtiofs plane.c */
 /* libFuzzer: a guest's rings and FUSE requests, as wild as it likes. The input is a program of small steps. They write descriptors, requests and
  * indexes into guest memory, and let the transport take them, without its threads. One queue is well formed (the fuzzer gets to the requests), one is
- * raw bytes (it gets to the descriptors). Other steps are a front end's messages to a second guest, and Python's work meanwhile: it makes, renames,
- * removes, seals and spills files, and has a slab. Where a step says so, a thread changes the rings, the descriptors and the requests while they are
- * read.
+ * raw bytes (it gets to the descriptors). Other steps are a front end's messages to a second guest, and Python's work meanwhile. Python makes,
+ * renames, removes, seals and spills files, and has a slab. Where a step says so, a thread changes the rings, the descriptors and the requests while
+ * they are read.
  *
  * Without libFuzzer (gcc) FUZZ_DRIVER makes it a program that makes up inputs: fuzz_virtio SECONDS [SEED], or fuzz_virtio FILE... */
 #include "virtiofs/virtio.h"

@@ -228,8 +228,7 @@ static void test_faults(void) {
         uint64_t began = now_ns();
         CHECK(read_check(inode, fh, 1 << 20, 1 << 20, data, size) == -EIO);
         CHECK(now_ns() - began < 3000000000ull * slowness());
-        if (faults[i].kind == KVFS_FAULT_DELAY) { /* asked again at once, as kernels do, it is the same read, and its deadline is over; an earlier
-                                                   * read that failed in time a moment ago changes nothing */
+        if (faults[i].kind == KVFS_FAULT_DELAY) { /* the next read, at once as from kernels, is the same read, with its deadline over */
             began = now_ns();
             CHECK(read_check(inode, fh, 1 << 20, 4096, data, size) == -EIO);
             CHECK(now_ns() - began < 400000000ull * slowness());

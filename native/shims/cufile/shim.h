@@ -1,9 +1,9 @@
 /* Inside libkvfs_cufile.so: a libcufile.so.0 that takes reads of files on kvfs mounts to libkvfs.
  *
- * The rule of the whole library: a read is done here only where it is certain that the real libcufile would have given the same bytes and the same
- * count. All else, also in doubt, is the real library's call, with the arguments as they came. To that end a file on a kvfs mount is registered with
- * the real library too, and the application holds the real handle. Calls that go there need no translation. Only where there is no real library, or
- * it refuses the file, is a handle ours alone ("own"); emulate.c then answers as the real one would.
+ * The rule of the whole library: a read is done here only if the real libcufile would surely have given the same bytes and count. All else, also in
+ * doubt, is the real library's call, with the arguments as they came. To that end a file on a kvfs mount is registered with the real library too, and
+ * the application holds the real handle. Calls that go there need no translation. Only where there is no real library, or it refuses the file, is a
+ * handle ours alone ("own"); emulate.c then answers as the real one would.
  *
  * Each file uses those above it:
  *

@@ -14,7 +14,7 @@
 #define BUSY (1u << 30)             /* being changed by one thread */
 /* The rest of the state counts readers. */
 
-/* Blocks begin at this size. Smaller buffered reads are the mount's, because the kernel reads ahead: native reads were a fifth slower in pieces of
+/* Blocks begin at this size. Smaller buffered reads are the mount's, because the kernel reads ahead. Native reads were a fifth slower in pieces of
  * 256 KiB, half as fast at 64 KiB. Several small pieces of memory are one request for the kernel, and would be as many here. */
 #define BLOCK_MIN (512u << 10)
 /* The most that read(2) transfers. */
@@ -139,7 +139,7 @@ static uint64_t wanted(const struct file *file, const struct iovec *iovs, int co
     return file->direct || size >= BLOCK_MIN ? size : 0;
 }
 
-/* One piece; -errno. A device that gave no answer may still write into the caller's memory: the caller gets it back when that is over, as from a read
+/* One piece; -errno. A device that gave no answer may still write into the caller's memory. The caller gets it back when that is over, as from a read
  * of a device. */
 static int64_t read_piece(struct file *file, uint64_t offset, void *data, uint64_t size) {
     int64_t n = kvfs_file_read(file->file, offset, data, size);
