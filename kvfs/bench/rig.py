@@ -153,7 +153,7 @@ def filesystem(kind: str, devices: Sequence[Path], mountpoint: Path) -> Iterator
             run_command("umount", "-l", mountpoint, check=False)
 
 
-# ---- what is measured ----
+# ---- measured filesystems and jobs ----
 
 
 @dataclass(slots=True)
@@ -267,7 +267,7 @@ def served(words: Sequence[str | Path], name: str, lower: Path, mountpoint: Path
 
 @contextlib.contextmanager
 def passthrough(program: Path, lower: Path, mountpoint: Path) -> Iterator[Side]:
-    """libfuse's passthrough_hp over a directory, copying (kernel passthrough off), otherwise as it comes."""
+    """libfuse's passthrough_hp over a directory, copying (kernel passthrough off), otherwise with its defaults."""
     if not program.exists():
         raise MissingError(f"needs {program}: tools/peers builds it")
     flags = ["--foreground"]
@@ -311,7 +311,7 @@ def fio_stripe(
 
 
 def raw_fio(pattern: str, words: Sequence[str]) -> Json:
-    """fio with O_DIRECT on what these words name; they may replace its engine."""
+    """fio with O_DIRECT on the target that these words name; they may replace its engine."""
     program = needs_program("fio")
     common = ["--output-format=json", "--ioengine=io_uring", "--direct=1", "--fallocate=none", "--allow_file_create=0"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -405,7 +405,7 @@ class Rig:
 
     @functools.cached_property
     def floor(self) -> Side:
-        """A server that answers every LOOKUP with ENOENT and does nothing else: what a wake-up costs here."""
+        """A server that answers every LOOKUP with ENOENT and does nothing else: the cost of a wake-up here."""
         mountpoint = self.base / "floor"
         program = self.bench.client_path.with_name("fuse_floor")
         if not program.exists():

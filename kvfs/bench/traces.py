@@ -20,7 +20,7 @@ _IDS_MAX = 1 << 48
 
 
 def load(path: Path) -> Trace:
-    """A JSONL file with `hash_ids` in every line. UsageError names file and line."""
+    """A JSONL file with `hash_ids` in every line. Raises UsageError with file and line."""
     trace: Trace = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -58,7 +58,7 @@ class _Inventor:
 
     def play(self, begin: Callable[[_Inventor], Iterator[tuple[float, list[int]]]], requests: int) -> Trace:
         trace: Trace = []
-        # As many sessions under way from the start on as there will be: one that ends is followed by another.
+        # From the start on there are as many sessions as later: one that ends is followed by another.
         waiting: list[tuple[float, int, Iterator[tuple[float, list[int]]]]] = []
         for number in range(_SESSIONS):
             heapq.heappush(waiting, (self.random.uniform(0, 600), number, begin(self)))
@@ -82,7 +82,7 @@ class _Inventor:
         return ids
 
     def fresh(self, count: int) -> list[int]:
-        """Contents that nobody else has."""
+        """Contents that nothing else has."""
         self._fresh += count
         return list(range(-self._fresh, count - self._fresh))
 

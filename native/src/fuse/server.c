@@ -4,7 +4,7 @@
  * guest, each for its own queues. The others help. They are woken when requests queue up, take part while there is work, and go back to sleep. So one
  * client costs one wake-up a request, and many clients use every core.
  *
- * A thread polls for a short while before it sleeps, if at most one client seems to be at work, and recent requests came that soon. One
+ * A thread polls for a short while before it sleeps, if at most one client seems active and its last requests came within such a while. One
  * thread of the plane polls at a time. */
 #include "fuse/fuse.h"
 

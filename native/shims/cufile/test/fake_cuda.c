@@ -137,7 +137,7 @@ static void enqueue(void *handle, void *to, void *from, size_t size, long delay_
     pthread_mutex_unlock(&stream->lock);
 }
 
-/* As a kernel that computes: what is at `from` when its turn comes goes to `to`. */
+/* Acts as a kernel that computes: when its turn comes, the bytes at `from` go to `to`. */
 void fake_cuda_launch(void *stream, void *to, void *from, size_t size, long delay_ns) { enqueue(stream, to, from, size, delay_ns); }
 
 int cuStreamCreate(void **out, unsigned flags) {
