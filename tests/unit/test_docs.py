@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-WORDS_MOST, COLUMNS_MOST, README_LINES_MOST = 40, 160, 100
+WORDS_MOST, COLUMNS_MOST, README_LINES_MOST = 28, 160, 100
+# Entries of the changelog were written under an older limit.
+CHANGELOG_WORDS_MOST = 40
 # Files of pools, of machines and of other projects.
 FOREIGN = {"pool.toml", "prometheus.yml", "configuration.toml", "config.yaml"}
 SOURCE = r"[\w@./-]+\.(?:py|c|h|md|svg|json|map|toml|yaml|yml|sh)"
@@ -65,7 +67,8 @@ def _anchors(page: Path) -> set[str]:
 def test_sentences_are_short_and_begin_with_their_subject(page: Path) -> None:
     sentences = list(_sentences(page.read_text()))
     assert [s for s in sentences if re.match(r"[*\"(]*(What|Who|That|None)\b", s)] == []
-    assert [f"{len(s.split())}: {s}" for s in sentences if len(s.split()) > WORDS_MOST] == []
+    most = CHANGELOG_WORDS_MOST if page.name == "changelog.md" else WORDS_MOST
+    assert [f"{len(s.split())}: {s}" for s in sentences if len(s.split()) > most] == []
 
 
 @pages

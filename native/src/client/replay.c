@@ -1,5 +1,5 @@
-/* kvfs_replay.h. Requests are served by `threads` threads. Those of a directory hand their blocks to two pools of I/O threads, one for loads and one
- * for stores, as engines have them. A client has its own depth and needs no pools.
+/* kvfs_replay.h. A replay's `threads` threads serve requests; on a directory they hand blocks to two pools of I/O threads, as engines do.
+ * One pool loads, one stores. A client has its own depth and needs no pools.
  */
 #include "base/base.h"
 #include "kvfs_replay.h"
