@@ -606,10 +606,11 @@ class Plane:
             f"slab of inode {inode}: new size {size}",
         )
 
-    async def slab_settle(self, inode: int, writers_stay: bool = False) -> None:
+    async def slab_to_file(self, inode: int, writers_stay: bool = False) -> None:
         """Make a slab an ordinary file that is being written, its content where it lies."""
         await self._run(
-            lambda cookie: lib.kvfs_slab_settle(self._plane, cookie, inode, int(writers_stay)), f"slab of inode {inode}"
+            lambda cookie: lib.kvfs_slab_to_file(self._plane, cookie, inode, int(writers_stay)),
+            f"slab of inode {inode}",
         )
 
     def slab_close(self, inode: int) -> None:

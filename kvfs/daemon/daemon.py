@@ -140,7 +140,7 @@ class Daemon:
                     # The start has failed: the mount point is left as it was found.
                     with suppress(KvfsError):
                         mounting.unmount(self._mountpoint, lazy=True)
-            await clients.goodbye()
+            await clients.close()
             nursery.cancel_scope.cancel()
 
     async def _start(self, nursery: trio.Nursery, control: ControlServer, reporter: Reporter) -> None:
@@ -208,7 +208,7 @@ class Daemon:
         """Handle the events of the data plane that the store passes on."""
         if kind == EventType.TRANSPORTS_GONE:
             # Unmounted, or the connection was aborted, and nothing is exported: no request can come any more. The next
-            # mount already waits for this pool, and steps before the store closes (goodbyes to clients) may take a
+            # mount already waits for this pool, and steps before the store closes (a CLOSE to each client) may take a
             # while.
             self._store.ending()
             self._gone.set()
@@ -233,8 +233,8 @@ class Daemon:
     async def _stop_on_signal(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             task_status.started()
-            async for number in signals:
-                log.info("%s: ending", signal.Signals(number).name)
+            async for caught in signals:
+                log.info("%s: ending", signal.Signals(caught).name)
                 self._stop.set()
 
     async def _end_on_stop(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvfs.guard import open_own
+from kvfs.pool.directory import open_own
 
 # One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)

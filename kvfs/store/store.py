@@ -467,30 +467,30 @@ class Store:
     async def remove_device(self, device: int, *, drain: bool) -> int:
         """Take a device out for good. `drain`: pinned, open and hot blocks are carried over first. Returns how many
         blocks went."""
-        self._check_settled()
+        self._check_not_rebuilding()
         return await self.service.remove(device, self._drain if drain else None)
 
     async def replace_device(self, device: int, path: DeviceAddress, *, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
-        self._check_settled()
+        self._check_not_rebuilding()
         return await self.service.replace(device, path, force)
 
-    def _check_settled(self) -> None:
+    def _check_not_rebuilding(self) -> None:
         if self.rebuilding:
             raise KvfsError("the index is being rebuilt; devices can be changed when that is done")
 
-    async def _drain(self, numbers: Sequence[SegmentIndex]) -> None:
-        for number in numbers:
+    async def _drain(self, indexes: Sequence[SegmentIndex]) -> None:
+        for index in indexes:
             done = False
             with trio.move_on_after(_DRAIN_TIMEOUT_S):
-                while not await self.evictor.drain(self.segments.all[number]):
+                while not await self.evictor.drain(self.segments.all[index]):
                     # There is no room: other blocks go first.
                     if not await self.evictor.free_until(lambda: self.segments.free_count() > self.evictor.low):
                         await trio.sleep(0.1)
                     await self._commit_and_flush()
                 done = True
             if not done:
-                raise NoSpaceError(f"segment {number}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
+                raise NoSpaceError(f"segment {index}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
 
     # ---- closing ----
 

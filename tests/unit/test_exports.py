@@ -44,13 +44,13 @@ class PlaneDouble:
         self.memory_types.append(tuple(memory_types))
         return len(self.added) - 1
 
-    def virtiofs_remove(self, number: int) -> None:
-        self.removed.append(number)
+    def virtiofs_remove(self, transport: int) -> None:
+        self.removed.append(transport)
         if self.refuse == "remove":
-            raise KvfsError(f"transport {number}: does not end")
+            raise KvfsError(f"transport {transport}: does not end")
 
-    def virtiofs_statistics(self, number: int) -> dict[str, int]:
-        return {**COUNTS, "requests": 40 + number}
+    def virtiofs_statistics(self, transport: int) -> dict[str, int]:
+        return {**COUNTS, "requests": 40 + transport}
 
 
 @pytest.fixture
