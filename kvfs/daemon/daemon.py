@@ -145,6 +145,8 @@ class Daemon:
 
     async def _start(self, nursery: trio.Nursery, control: ControlServer, reporter: Reporter) -> None:
         pool = self._options.pool
+        assert not self._ready
+        assert not self._mounted
         self._exports.serve()
         if self._mountpoint is not None:
             self._store.plane.fuse_add(await self._mount(self._mountpoint))
