@@ -69,6 +69,7 @@ _RUN = struct.Struct("<QIIII")
 _COMMIT = struct.Struct("<Qq")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<QQ")
+_ERRNO_MAX = 4095
 _NAME = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,127}")
 assert (_HELLO.size, _FRAME.size, _WELCOME.size, _RESERVED.size, _RUN.size) == (16, 16, 72, 32, 24)
 
@@ -259,6 +260,7 @@ class _Connection:
         return True
 
     async def answer(self, kind: Type, id_: int, payload: bytes, *, status: int = 0) -> None:
+        assert -_ERRNO_MAX <= status <= 0, status
         await _acquire(self._sending)
         try:
             with trio.fail_after(FRAME_TIMEOUT_S):
@@ -329,11 +331,14 @@ class _Connection:
                 array.array("I", [value for segment in members for place in segment for value in place]).tobytes(),
             )
         )  # fmt: skip
+        # The client's half is connection_fill().
+        assert len(payload) == _WELCOME.size + 8 * len(config.devices) + 8 * len(members) * config.geometry.stripe_width
         if len(payload) > WELCOME_MAX:
             raise RefusedError(errno.EOVERFLOW, f"{len(members)} segments are more than a client can be told of")
         fds: list[int] = []
         try:
             await trio.to_thread.run_sync(self._open_descriptors, fds)
+            assert len(fds) == 1 + len(config.devices), (len(fds), len(config.devices))
             await self.answer(Type.HELLO, 0, payload)
             for at in range(0, len(fds), FDS_MAX):
                 frame = _FRAME.pack(0, Type.DESCRIPTORS, 0, 0, 0)
@@ -427,6 +432,7 @@ class _Connection:
         _end(payload, at)
         # The wait ends in time for the answer to be heard.
         answers = await self._store.reservations.reserve(self._holder, wanted, self._timeout_s * 0.75)
+        assert len(answers) == count, (len(answers), count)
         return b"".join(_reserved(answers))
 
     def _shard(self, root: InodeNumber, shard: bytes, uid: int, gid: int) -> tuple[InodeNumber, int] | int:
@@ -442,7 +448,7 @@ class _Connection:
         if count > ITEMS_MAX or len(payload) != _WORD.size + count * _COMMIT.size:
             raise Violation(f"a commit of {count} items in {len(payload)} bytes")
         items = list(_COMMIT.iter_unpack(memoryview(payload)[_WORD.size :]))
-        if any(error > 0 or error < -4095 for _, error in items):
+        if any(error > 0 or error < -_ERRNO_MAX for _, error in items):
             raise Violation("a commit with an error that is none")
         replaced = False
 
@@ -456,6 +462,7 @@ class _Connection:
             return entered
 
         answers = await self._store.reservations.commit(self._holder, items, enter)
+        assert len(answers) == count, (len(answers), count)
         if replaced:
             await self._tell_hosts()
         return array.array("q", answers).tobytes()
@@ -648,11 +655,15 @@ def _reserved(answers: Sequence[Reservation | int]) -> Iterator[bytes]:
             yield _RESERVED.pack(0, answer, 0, 0, 0, 0, 0)
             continue
         record, runs = answer.inode.pack(), answer.runs
+        # The client's half is reserved_size(). Records are of whole words, and so are the ancestors: records, too.
+        assert runs
+        assert 0 < answer.inode.header_pages <= runs[0].page_count
+        assert len(record) % 8 == 0
+        assert len(answer.ancestors) % 8 == 0
         yield _RESERVED.pack(
             answer.number, 0, answer.inode.header_pages, len(runs), len(record), len(answer.ancestors), 0
         )
         for run in runs:
             yield _RUN.pack(run.generation, run.segment, run.page, run.page_count, 0)
-        # Records are of whole words, and so are the ancestors, as they are records too.
         yield record
         yield answer.ancestors

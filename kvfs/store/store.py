@@ -19,7 +19,7 @@ from pathlib import Path
 import trio
 
 from kvfs.errors import DeviceError, InUseError, KvfsError, NoSpaceError
-from kvfs.index.lmdb import IndexError_, LmdbIndex
+from kvfs.index.lmdb import LmdbIndex, PoolIndexError
 from kvfs.plane import Event, EventType, Plane, PlaneError
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.devices import Device, DeviceAddress
@@ -119,7 +119,7 @@ class Store:
             stack.callback(opened.close)
             known = index_epoch(opened)
             if known > opened.epoch and not opened.absent:
-                raise IndexError_(f"index {pool / INDEX_NAME}: it knows mount {known}, the labels none after "
+                raise PoolIndexError(f"index {pool / INDEX_NAME}: it knows mount {known}, the labels none after "
                                   f"{opened.epoch}: other devices?")  # fmt: skip
             opened.leave_stale(known)
             heart = Heart.take(opened, use=options.use, known=known, next_epoch=True, force=options.take_over,

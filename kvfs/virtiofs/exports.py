@@ -248,6 +248,7 @@ class Exports:
     def serve(self) -> None:
         """Let front ends in. Raises PlaneError."""
         for served in self._served:
+            assert served.transport is None, served.export.socket
             served.transport = self._plane.virtiofs_add(
                 served.listener.fileno(),
                 served.export.tag,

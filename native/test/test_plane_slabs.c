@@ -270,11 +270,95 @@ static void test_a_slow_write_to_what_is_a_slab_by_then(void) {
     printf("ok a write that began before its file was a slab is the slab's\n");
 }
 
+static void test_a_file_that_grew_meanwhile_becomes_no_slab(void) {
+    const struct kvfs_run run = {.generation = 7, .segment = 6, .page = 16, .page_count = 1000};
+    const uint64_t size = 2000 * PAGE;
+    uint8_t *zeros = calloc(1, size);
+    uint64_t fh, inode = create("grew", &fh);
+    CHECK(zeros && kvfs_file_truncate(plane, inode, size) == 0);
+    CHECK(kvfs_slab_extend(plane, inode, 1000 * PAGE, 0, &run, 1) == -EBUSY && kvfs_slab_pages(plane, inode) == 0);
+    read_all(inode, fh, zeros, size);
+    CHECK(kvfs_inode_remove(plane, inode) == 1);
+    release(inode, fh);
+    slab_event(KVFS_EVENT_IDLE, inode);
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    free(zeros);
+    printf("ok a file that grew while a slab was made for it becomes none\n");
+}
+
+/* ---- without memory ---- */
+
+/* The Makefile links calls of malloc, calloc and realloc to these. */
+static _Thread_local bool no_memory;    /* for this thread */
+static atomic_size_t no_realloc_to;     /* this size, for any thread */
+void *__real_malloc(size_t size);
+void *__real_calloc(size_t count, size_t size);
+void *__real_realloc(void *old, size_t size);
+void *__wrap_malloc(size_t size);
+void *__wrap_calloc(size_t count, size_t size);
+void *__wrap_realloc(void *old, size_t size);
+void *__wrap_malloc(size_t size) { return no_memory ? NULL : __real_malloc(size); }
+void *__wrap_calloc(size_t count, size_t size) { return no_memory ? NULL : __real_calloc(count, size); }
+void *__wrap_realloc(void *old, size_t size) { return no_memory || size == atomic_load(&no_realloc_to) ? NULL : __real_realloc(old, size); }
+
+static uint64_t write_direct(uint64_t inode, uint64_t fh, const uint8_t *data, uint32_t size) {
+    struct fuse_write_in in = {.fh = fh, .size = size, .flags = O_DIRECT};
+    ask(FUSE_WRITE, inode, &in, sizeof(in), data, size);
+    return unique;
+}
+
+static void remove_open(uint64_t inode, uint64_t fh) {
+    CHECK(kvfs_inode_remove(plane, inode) == 1);
+    release(inode, fh);
+    slab_event(KVFS_EVENT_IDLE, inode);
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+}
+
+static void test_a_parked_write_is_answered_without_memory(void) {
+    uint8_t *data = pattern(4096, 960);
+    uint64_t fh, inode = create("parked", &fh);
+    CHECK(kvfs_file_truncate(plane, inode, KVFS_SLAB_MIN) == 0);
+    uint64_t parked = write_direct(inode, fh, data, 4096);
+    slab_event(KVFS_EVENT_SLAB_WANTED, inode);
+    CHECK(nothing_answered());
+    no_memory = true;
+    CHECK(kvfs_slab_answer(plane, inode) == 0);
+    no_memory = false;
+    CHECK(answer_of(parked) == 0);
+    CHECK(read_check(inode, fh, 0, 4096, data, KVFS_SLAB_MIN) == 0);
+    remove_open(inode, fh);
+    free(data);
+    printf("ok a parked write goes on where there is no memory\n");
+}
+
+static void test_a_write_does_not_wait_for_an_event_that_was_lost(void) {
+    struct kvfs_event taken;
+    uint8_t *data = pattern(4096, 961);
+    uint64_t fh, inode = create("unheard", &fh);
+    CHECK(kvfs_file_truncate(plane, inode, KVFS_SLAB_MIN) == 0);
+    while (kvfs_take_events(plane, &taken, 1) == 1)
+        ;
+    for (uint32_t i = 0; i < plane->events.event_capacity; i++)
+        event_add(plane, KVFS_EVENT_BAD_BLOCK, 1, i);
+    atomic_store(&no_realloc_to, plane->events.event_capacity * 2 * sizeof(taken));
+    CHECK(answer_of(write_direct(inode, fh, data, 4096)) == 0);
+    atomic_store(&no_realloc_to, 0);
+    for (uint32_t i = 0; i < plane->events.event_capacity; i++)
+        CHECK(kvfs_take_events(plane, &taken, 1) == 1 && taken.type == KVFS_EVENT_BAD_BLOCK && taken.value == i);
+    CHECK(read_check(inode, fh, 0, 4096, data, KVFS_SLAB_MIN) == 0);
+    remove_open(inode, fh);
+    free(data);
+    printf("ok a write does not wait for a slab that nobody was asked for\n");
+}
+
 int main(void) {
     plane_begin();
     test_slab();
     test_slab_writes_beside_changes();
     test_a_slow_write_to_what_is_a_slab_by_then();
+    test_a_file_that_grew_meanwhile_becomes_no_slab();
+    test_a_parked_write_is_answered_without_memory();
+    test_a_write_does_not_wait_for_an_event_that_was_lost();
     plane_end();
     return 0;
 }

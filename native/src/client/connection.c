@@ -40,7 +40,11 @@ static void connection_free(struct connection *connection) {
 }
 
 void connection_put(struct connection *connection) {
-    if (connection && atomic_fetch_sub(&connection->refs, 1) == 1)
+    if (!connection)
+        return;
+    unsigned before = atomic_fetch_sub(&connection->refs, 1);
+    assert(before > 0);
+    if (before == 1)
         connection_free(connection);
 }
 

@@ -154,6 +154,8 @@ static struct put_item *item_next(struct put_call *call) {
 
 static void item_start(struct put_call *call, struct put_item *item) {
     struct window *window = item->window;
+    assert(call->prepared == item);
+    assert(window->items[window->started] == item);
     uint64_t limit = call->connection->reservation_ms * 1000000ull / 2;
     call->prepared = NULL;
     window->started++;
@@ -180,6 +182,9 @@ static int64_t outcome(struct put_item *item) {
 
 /* All of it is written, or never will be: have it entered. */
 static void window_commit(struct put_call *call, struct window *window) {
+    assert(window->started == window->item_count);
+    assert(window->in_flight == 0);
+    assert(!window->committing);
     uint64_t entered = window->item_count;
     memcpy(window->commit, &entered, 8);
     for (uint32_t i = 0; i < window->item_count; i++) {
@@ -231,6 +236,7 @@ static void window_close(struct put_call *call, struct window *window) {
     free(window->items);
     free(window->reply);
     free(window->commit);
+    assert(call->window_count > 0);
     call->window_count--;
     free(window);
 }
@@ -280,6 +286,8 @@ static void put_run(struct put_call *call) {
         if (!windows_commit(call))
             put_wait(call);
     } while (call->windows || call->next < call->count);
+    assert(call->in_flight == 0);
+    assert(call->window_count == 0);
 }
 
 /* Notify the daemon which writes that it knows as late cannot land any more: it keeps their segments from being used until then. */
@@ -298,7 +306,8 @@ static void late_notify(struct kvfs_client *client, struct connection *connectio
             next = write->next;
             free(write);
         }
-        atomic_fetch_sub(&connection->late, (unsigned)count);
+        unsigned before = atomic_fetch_sub(&connection->late, (unsigned)count);
+        assert(before >= count);
         if (!request.failed)
             memcpy(request.data, &count, sizeof(count));
         uint8_t *reply = NULL;

@@ -160,6 +160,7 @@ void connection_poll(struct connection *connection) {
 /* ---- requests ---- */
 
 void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending) {
+    assert(size <= KVFS_WIRE_SIZE_MAX);
     *pending = (struct wire_pending){.type = type, .sent_ns = now_ns()};
     pending->deadline_ns = pending->sent_ns + timeout_ms * 1000000ull;
     pthread_mutex_lock(&connection->send_lock);
@@ -253,6 +254,8 @@ void wire_notify(struct connection *connection, uint16_t type, const void *paylo
 
 void message_append(struct message_buffer *out, const void *data, uint64_t size) {
     uint64_t padded = round_up(size, 8);
+    assert(out->size % 8 == 0);
+    assert(out->size <= out->capacity);
     if (out->size + padded > out->capacity) {
         uint64_t capacity = round_up((out->size + padded) * 2, PAGE);
         uint8_t *grown = realloc(out->data, capacity);

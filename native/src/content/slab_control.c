@@ -93,6 +93,8 @@ int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, in
         r = slab_grow(plane, slab, runs, run_count);
     if (r == 0 && size > slab_pages(slab) * PAGE)
         r = -ERANGE;
+    if (r == 0 && file->size > slab_pages(slab) * PAGE)
+        r = -EBUSY; /* truncated to more while its segments were taken: not the file that they were for */
     if (r == 0) {
         slab->chosen |= chosen != 0;
         file->slab = slab;
@@ -173,6 +175,7 @@ struct slab_job {
 /* With the node's lock held. True: the file was given up meanwhile and is freed; the caller puts the node once more. */
 static bool thaw(struct kvfs_plane *plane, struct node *node) {
     struct file *file = node->file;
+    assert(file->sealing);
     file->sealing = false;
     file_unpark(plane, file);
     if (file->discarded)
@@ -280,6 +283,8 @@ static int convert_chunk(struct kvfs_plane *plane, struct ring *ring, struct sla
 static int convert(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
     struct file *file = node->file; /* frozen */
     struct slab *slab = file->slab;
+    assert(file->sealing);
+    assert(!slab->writing);
     uint64_t pages = pages_of(file->size);
     uint32_t chunks = (uint32_t)((pages + CHUNK_PAGES - 1) / CHUNK_PAGES), extents = 0;
     struct kvfs_extent *placed = malloc(slab->run_count * sizeof(*placed) + 1);

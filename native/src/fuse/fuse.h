@@ -85,7 +85,7 @@ void transport_forget(struct transport *transport);    /* its kernel is gone: la
 /* ---- attr.c, check.c, dispatch.c, reply.c, slow.c: requests that C answers ---- */
 
 void dispatch(struct server *server, size_t size);   /* the request in server->head, payload of a WRITE in server->landing */
-int request_slow(struct request *request);       /* the slow half, on a worker: 0 or -ENOMEM */
+void request_slow(struct request *request);      /* the slow half, on a worker; the request is not the caller's any more */
 size_t body_minimum(uint32_t opcode);
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);

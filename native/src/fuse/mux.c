@@ -102,6 +102,7 @@ void mux_flush(struct kvfs_plane *plane) {
         mux->queue = message->next;
         if (!mux->queue)
             mux->queue_last = NULL;
+        assert(mux->queue_count > 0);
         mux->queue_count--;
         free(message);
     }
@@ -147,6 +148,9 @@ int kvfs_session_open(struct kvfs_plane *plane) {
 /* ---- towards Python ---- */
 
 static void pending_unlink(struct mux *mux, struct pending *p) {
+    assert(!p->timed_out); /* it is in the list */
+    assert(p->previous || mux->oldest == p);
+    assert(p->next || mux->newest == p);
     if (p->previous)
         p->previous->next = p->next;
     else
@@ -158,6 +162,8 @@ static void pending_unlink(struct mux *mux, struct pending *p) {
 }
 
 static void pending_release(struct mux *mux, struct pending *p) {
+    assert(p->live);
+    assert(mux->live_count > 0);
     p->live = false;
     atomic_fetch_sub(&p->transport->forwarded, 1);
     p->next = mux->free;
@@ -225,6 +231,7 @@ void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
     struct pending *p = mux->free;
     int r = p ? 0 : -EBUSY;
     if (p) {
+        assert(!p->live);
         mux->free = p->next;
         first = mux->live_count++ == 0;
         mux->session_count += !is_call;
@@ -473,6 +480,7 @@ static uint32_t listing_make(struct kvfs_plane *plane, const struct pending *p, 
         inodes += found;
         at += (uint32_t)round_up(fixed + from.dirent.namelen, 8);
     }
+    assert(used <= room);
     mux->listed += inodes;
     if (inodes)
         handle_listed(plane, p->transport, p->fh, inodes);
