@@ -223,7 +223,7 @@ _CLIENT_ERRORS: dict[int, type[KvfsError]] = {
 
 
 def client_error(number: int, text: str) -> KvfsError:
-    """What libkvfs said (a positive errno and its sentence) as an exception."""
+    """What libkvfs said (a positive errno and its message) as an exception."""
     error = _CLIENT_ERRORS.get(number, ClientError)(text)
     error.errno = number
     return error

@@ -32,6 +32,7 @@ _BATCH = 256
 # content/shares.c: places for users, and one for all others.
 _USERS_MAX = 4097
 _CALLS = 16
+_ERRNO_MAX = 4095
 # Completions and FLUSHes of one turn of the event loop: some milliseconds at most, as others wait for theirs.
 _STEPS = 16
 FUSE_FLUSH = 25  # linux/fuse.h
@@ -181,11 +182,19 @@ def _assert_record(record: bytes) -> None:
     assert len(record) >= RECORD_SIZE and RECORD_BYTES.unpack_from(record)[0] == len(record), len(record)
 
 
+def _assert_block(runs: Sequence[Run], header_pages: int, record: bytes, ancestors: bytes) -> None:
+    """Paired with kvfs_seal_write and kvfs_store_copy: a header fits into the first run, and its parts are of words."""
+    assert runs
+    assert 0 < header_pages <= runs[0].page_count, (header_pages, runs[0].page_count)
+    assert len(ancestors) % 8 == 0, len(ancestors)
+    _assert_record(record)
+
+
 def _nobody(result: int) -> None:
     pass
 
 
-def _tell(job: _Job, result: int) -> None:
+def _notify(job: _Job, result: int) -> None:
     done, job.done = job.done, _nobody
     done(result)
 
@@ -245,6 +254,9 @@ class Plane:
         config = ffi.new("struct kvfs_plane_config *")
         for name in PlaneOptions.__dataclass_fields__:
             setattr(config, name, getattr(options, name))
+        assert len(device_fds) == len(zones_offset), (len(device_fds), len(zones_offset))
+        assert len(members) == options.segment_count, len(members)
+        assert all(len(segment) == options.stripe_width for segment in members)
         config.device_count = len(device_fds)
         flat = ffi.new("struct kvfs_member[]", sum(len(segment) for segment in members))
         at = 0
@@ -342,7 +354,7 @@ class Plane:
     def _deliver(self, cookie: int, result: int) -> None:
         job = self._jobs.pop(cookie, None)
         if job is not None:
-            _tell(job, result)
+            _notify(job, result)
 
     def expire(self) -> None:
         """Fail jobs that did not answer in time. Their memory is kept, as C may still use it. Call it now and then."""
@@ -350,14 +362,14 @@ class Plane:
         for job in self._jobs.values():
             if job.until > now:
                 break  # later jobs began later
-            _tell(job, -errno.ETIMEDOUT)
+            _notify(job, -errno.ETIMEDOUT)
 
     def abandon(self, reason: str) -> None:
         """All jobs that are waited for fail with EIO now, and new ones at once. Their memory is kept until
         destroy()."""
         self.abandoned = reason
         for job in self._jobs.values():
-            _tell(job, -errno.EIO)
+            _notify(job, -errno.EIO)
 
     def _begin(self, start: Callable[[int], int], what: str, done: Callable[[int], None], *keep: object) -> None:
         """Start a job; `done` gets its result, once, in the trio thread. Its memory stays until the completion is
@@ -393,6 +405,7 @@ class Plane:
 
     def answer(self, call: int, error: int, inode: int = 0) -> None:
         """Answer a call: an errno or 0, and the inode that a CREATE made or found."""
+        assert 0 <= error <= _ERRNO_MAX, error
         lib.kvfs_answer(self._plane, call, -error, inode)
 
     def fuse_add(self, fd: int) -> int:
@@ -525,6 +538,7 @@ class Plane:
         done: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`done` gets the result when data and header are on the devices, or -errno."""
+        _assert_block(runs, header_pages, record, ancestors)
         array = _runs(runs)
         self._begin(
             lambda cookie: lib.kvfs_seal_write(
@@ -536,7 +550,9 @@ class Plane:
 
     def seal_record(self, inode: int) -> bytes:
         size = lib.kvfs_seal_record(self._plane, inode, self._record, RECORD_CAPACITY)
-        return bytes(ffi.buffer(self._record, _check(size, f"seal of inode {inode}")))
+        record = bytes(ffi.buffer(self._record, _check(size, f"seal of inode {inode}")))
+        _assert_record(record)
+        return record
 
     def seal_end(self, inode: int, ok: bool) -> None:
         _check(lib.kvfs_seal_end(self._plane, inode, int(ok)), f"end of the seal of inode {inode}")
@@ -606,10 +622,11 @@ class Plane:
             f"slab of inode {inode}: new size {size}",
         )
 
-    async def slab_settle(self, inode: int, writers_stay: bool = False) -> None:
+    async def slab_to_file(self, inode: int, writers_stay: bool = False) -> None:
         """Make a slab an ordinary file that is being written, its content where it lies."""
         await self._run(
-            lambda cookie: lib.kvfs_slab_settle(self._plane, cookie, inode, int(writers_stay)), f"slab of inode {inode}"
+            lambda cookie: lib.kvfs_slab_to_file(self._plane, cookie, inode, int(writers_stay)),
+            f"slab of inode {inode}",
         )
 
     def slab_close(self, inode: int) -> None:
@@ -689,6 +706,8 @@ class Plane:
             out,
             result,
         )
+        assert result.size <= capacity, f"segment {segment}: {result.size} bytes of {capacity}"
+        assert first_page <= result.next_page <= end_page, f"segment {segment}: page {result.next_page}"
         records = bytes(ffi.buffer(out, result.size)) if result.size else b""
         return ScanResult(records, result.next_page, result.entry_count, bool(result.full), result.impossible)
 
@@ -701,6 +720,7 @@ class Plane:
         self, old_record: bytes, runs: Sequence[Run], header_pages: int, record: bytes, ancestors: bytes, capacity: int
     ) -> bytes:
         """Copy a block; returns its final record, which may have up to `capacity` bytes."""
+        _assert_block(runs, header_pages, record, ancestors)
         out = ffi.new("uint8_t[]", capacity)
         array = _runs(runs)
         size = await self._run(
@@ -711,7 +731,10 @@ class Plane:
             "copy of a block",
             out,
         )  # fmt: skip
-        return bytes(ffi.buffer(out, size))
+        assert size <= capacity, f"{size} bytes of {capacity}"
+        final = bytes(ffi.buffer(out, size))
+        _assert_record(final)
+        return final
 
     def segment_busy(self, segment: int) -> int:
         return cast(int, lib.kvfs_segment_busy(self._plane, segment))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -108,30 +109,22 @@ def slow_ms(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1e-6 <= value <= 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r}: not a positive number")
-    return value
+    return _number(text, lambda value: 1e-6 <= value <= 1e12, "a positive number")
 
 
 def share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: not a share from 0 to below 1")
-    return value
+    return _number(text, lambda value: 0 <= value < 1, "a share from 0 to below 1")
 
 
 def seconds(text: str) -> float:
+    return _number(text, lambda value: 0.05 <= value <= 86400, "a number of seconds from 0.05 to 86400")
+
+
+def _number(text: str, accepted: Callable[[float], bool], wanted: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0.05 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r}: not a number of seconds from 0.05 to 86400")
+        value = math.nan  # no comparison holds
+    if not accepted(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: not {wanted}")
     return value

@@ -318,7 +318,7 @@ def _watch_daemon(pool: Path) -> object:
     """The daemon of a pool, held by a pidfd from before the unmount; None if there is none."""
     from kvfs.errors import PoolError
     from kvfs.frontend.mount import ProcessWatch
-    from kvfs.guard import open_own
+    from kvfs.pool.directory import open_own
 
     try:
         with open(open_own(pool / "kvfs.pid", os.O_RDONLY, 0)) as file:

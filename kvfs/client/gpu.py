@@ -275,6 +275,7 @@ class GpuReader:
             )
         from kvfs._native import ffi, lib
 
+        assert len(destinations) == keys.count, (len(destinations), keys.count)
         device = self._device(keys, destinations)
         pointers = [(ffi.cast("void *", address), size) for address, size, _ in destinations]
         buffers = ffi.new("struct kvfs_buffer[]", pointers)

@@ -115,6 +115,7 @@ class Library:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._changed:
+            assert self._calls > 0
             self._calls -= 1
             if self._closing:
                 self._changed.notify_all()
@@ -140,6 +141,8 @@ class Library:
         with self._changed:
             if self._freed:
                 return
+            assert self._closing
+            assert self._calls == 0
             self._freed = True
         deadline = time.monotonic() + self._timeout_s
         self._prune()
@@ -203,6 +206,7 @@ class Library:
 
     def get(self, keys: Keys, regions: Sequence[Region]) -> list[int]:
         """Bytes read, or -errno, for each. Owners of memory that a device did not let go of are kept till it does."""
+        assert len(regions) == keys.count, (len(regions), keys.count)
         results = _zeros(keys.count)
         with self as handle:
             _check(
@@ -215,6 +219,7 @@ class Library:
 
     def put(self, keys: Keys, regions: Sequence[Region]) -> tuple[list[int], Exception | None]:
         """0 or -errno for each, and what ended the whole call before its end, if something did."""
+        assert len(regions) == keys.count, (len(regions), keys.count)
         results = array("q", [-errno.ECANCELED]) * keys.count
         with self as handle:
             result = lib.kvfs_put(handle, keys.struct, _buffers(regions), ffi.from_buffer("int64_t[]", results))
@@ -241,6 +246,8 @@ class Library:
             )  # fmt: skip
         ends = 0
         keys = []
+        assert count <= LIST_COUNT, count
+        assert sum(sizes[0:count]) <= len(data)
         memory = bytes(ffi.buffer(data, sum(sizes[0:count])))
         for size in sizes[0:count]:
             keys.append(memory[ends : ends + size])

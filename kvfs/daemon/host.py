@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvfs.guard import open_own
+from kvfs.pool.directory import open_own
 
 # One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)
@@ -63,7 +63,7 @@ def pid_file(pool: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def tell_manager(state: str) -> None:
+def notify_manager(state: str) -> None:
     """Tell systemd, if it has started us with Type=notify (sd_notify(3))."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):

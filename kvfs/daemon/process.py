@@ -19,7 +19,7 @@ from kvfs.daemon.options import MountOptions, check_request_timeout
 from kvfs.daemon.reporter import LOG_NAME, Reporter, log_to_file, log_to_stderr
 from kvfs.errors import DeadlineError, KvfsError, PoolError, UsageError, first_error, printable
 from kvfs.frontend import mount as mounting
-from kvfs.guard import check_owner
+from kvfs.pool.directory import check_owner
 
 # One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)

@@ -15,7 +15,7 @@ from typing import cast
 
 from kvfs.daemon.logs import Escaping, spare
 from kvfs.errors import KvfsError, PoolError, UsageError
-from kvfs.guard import open_own
+from kvfs.pool.directory import open_own
 
 # One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)

@@ -3,8 +3,8 @@
 
 A client gets the block table and the devices, and then reads by itself. Afterwards it asks only for changes, and for
 facts that the table does not hold. Clients are root, the daemon's user, and the members of the daemon's group. Even so
-every size, count and name is checked (I18), and a breach ends that client's connection and nothing else. Knows requests
-and answers; their meaning for blocks is known to the namespace and the reservations.
+every size, count and name is checked (I18), and a violation ends that client's connection and nothing else. Knows
+requests and answers; their meaning for blocks is known to the namespace and the reservations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ READ_ONLY = 1
 # The deadline for the rest of a frame that has begun, and for an answer that is being sent.
 FRAME_TIMEOUT_S = 30.0
 _TIMEOUT_MAX_MS = 3_600_000
-GOODBYE_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
 HOSTS_TIMEOUT_S = 1.0
 # Blocks that are read again at one time because clients call them bad; reports beyond are dropped.
 _CHECKS_MAX = 16
@@ -69,6 +69,7 @@ _RUN = struct.Struct("<QIIII")
 _COMMIT = struct.Struct("<Qq")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<QQ")
+_ERRNO_MAX = 4095
 _NAME = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,127}")
 assert (_HELLO.size, _FRAME.size, _WELCOME.size, _RESERVED.size, _RUN.size) == (16, 16, 72, 32, 24)
 
@@ -89,10 +90,10 @@ class Type(IntEnum):
     BAD_BLOCK = 8
     HITS = 9
     REPORT = 10
-    GOODBYE = 11
+    CLOSE = 11
 
 
-class Breach(Exception):
+class Violation(Exception):
     """The client sent something that the protocol does not have."""
 
 
@@ -107,21 +108,21 @@ def said_what_it_is(begun: bytes) -> bool:
 
 
 async def receive(sock: trio.socket.SocketType, size: int) -> bytes:
-    """Some bytes; none at the end. Raises Breach if a descriptor came with them. The descriptor stays open there: a
+    """Some bytes; none at the end. Raises Violation if a descriptor came with them. The descriptor stays open there: a
     close may block (a TCP socket lingers as long as its maker likes)."""
     data, _, flags, _ = await sock.recvmsg(size, 0, socket.MSG_PEEK)
     if flags & socket.MSG_CTRUNC:
-        raise Breach("sent a descriptor")
+        raise Violation("sent a descriptor")
     # No byte more: a descriptor may come with those that follow.
     return await sock.recv(len(data)) if data else b""
 
 
 class RefusedError(KvfsError):
-    """A request that cannot be granted; its errno and sentence are the answer."""
+    """A request that cannot be granted; its errno and message are the answer."""
 
-    def __init__(self, number: int, text: str) -> None:
+    def __init__(self, error: int, text: str) -> None:
         super().__init__(text)
-        self.errno = number
+        self.errno = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +167,9 @@ class Clients:
         connection = _Connection(self, self._store, self._namespace, stream, begun)
         try:
             await self._serve(connection)
-        except Breach as breach:
+        except Violation as violation:
             peer = connection.peer
-            log.warning("native client, pid %d of user %d: %s; hung up", peer.pid, peer.uid, breach)
+            log.warning("native client, pid %d of user %d: %s; hung up", peer.pid, peer.uid, violation)
         finally:
             self._connections.discard(connection)
             for i, value in enumerate(connection.reported[:-1]):
@@ -184,16 +185,16 @@ class Clients:
             self._connections.add(connection)
             await connection.welcome(read_only)
         except KvfsError as error:
-            await connection.answer(Type.HELLO, 0, _sentence(error), status=-(error.errno or errno.EIO))
+            await connection.answer(Type.HELLO, 0, _message(error), status=-(error.errno or errno.EIO))
             return
         await connection.run()
 
-    async def goodbye(self) -> None:
+    async def close(self) -> None:
         """The pool was unmounted: tell the clients, and hang up. No new client is served afterwards."""
         self._ending = True
         async with trio.open_nursery() as nursery:
             for connection in list(self._connections):
-                nursery.start_soon(connection.goodbye)
+                nursery.start_soon(connection.close)
 
     def hang_up(self) -> None:
         """The devices have changed: clients that connect again are told the new ones."""
@@ -259,6 +260,7 @@ class _Connection:
         return True
 
     async def answer(self, kind: Type, id_: int, payload: bytes, *, status: int = 0) -> None:
+        assert -_ERRNO_MAX <= status <= 0, status
         await _acquire(self._sending)
         try:
             with trio.fail_after(FRAME_TIMEOUT_S):
@@ -274,10 +276,10 @@ class _Connection:
     def hang_up(self) -> None:
         self._scope.cancel()
 
-    async def goodbye(self) -> None:
-        with trio.move_on_after(GOODBYE_TIMEOUT_S), suppress(OSError):
+    async def close(self) -> None:
+        with trio.move_on_after(CLOSE_TIMEOUT_S), suppress(OSError):
             async with self._sending:
-                await self._send(_FRAME.pack(0, Type.GOODBYE, 0, 0, 0))
+                await self._send(_FRAME.pack(0, Type.CLOSE, 0, 0, 0))
         self._scope.cancel()
 
     # ---- the beginning ----
@@ -285,7 +287,7 @@ class _Connection:
     async def hello(self) -> bool:
         """Whether the client only wants to read. Raises KvfsError with the reason that it cannot be."""
         if not await self._have(_HELLO.size, idle=False):
-            raise Breach("hung up before its hello was whole")
+            raise Violation("hung up before its hello was whole")
         magic, version, flags = _HELLO.unpack_from(self._data)
         del self._data[: _HELLO.size]
         assert magic == MAGIC
@@ -294,7 +296,7 @@ class _Connection:
                 errno.EPROTO, f"the daemon speaks version {VERSION} of the client protocol, the client {version}"
             )
         if not await self._have(_PATIENCE.size, idle=False):
-            raise Breach("hung up before its hello was whole")
+            raise Violation("hung up before its hello was whole")
         timeout_ms, reserved = _PATIENCE.unpack_from(self._data)
         del self._data[: _PATIENCE.size]
         if not 1 <= timeout_ms <= _TIMEOUT_MAX_MS or reserved:
@@ -329,11 +331,14 @@ class _Connection:
                 array.array("I", [value for segment in members for place in segment for value in place]).tobytes(),
             )
         )  # fmt: skip
+        # The client's half is connection_fill().
+        assert len(payload) == _WELCOME.size + 8 * len(config.devices) + 8 * len(members) * config.geometry.stripe_width
         if len(payload) > WELCOME_MAX:
             raise RefusedError(errno.EOVERFLOW, f"{len(members)} segments are more than a client can be told of")
         fds: list[int] = []
         try:
             await trio.to_thread.run_sync(self._open_descriptors, fds)
+            assert len(fds) == 1 + len(config.devices), (len(fds), len(config.devices))
             await self.answer(Type.HELLO, 0, payload)
             for at in range(0, len(fds), FDS_MAX):
                 frame = _FRAME.pack(0, Type.DESCRIPTORS, 0, 0, 0)
@@ -367,14 +372,14 @@ class _Connection:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            self._store.reservations.leave(self._holder)
+            self._store.reservations.take_back_all(self._holder)
 
     async def _converse(self) -> None:
         while await self._have(_FRAME.size, idle=True):
             size, kind, reserved, status, id_ = _FRAME.unpack_from(self._data)
             entry = _REQUESTS.get(kind)
             if entry is None or reserved or status or size > entry.size_max:
-                raise Breach(f"a frame of type {kind} with {size} bytes and status {status}")
+                raise Violation(f"a frame of type {kind} with {size} bytes and status {status}")
             if not await self._have(_FRAME.size + size, idle=False):
                 return
             payload = bytes(self._data[_FRAME.size : _FRAME.size + size])
@@ -391,7 +396,7 @@ class _Connection:
         try:
             answer, status = await self._handle(entry, kind, payload), 0
         except KvfsError as error:
-            answer, status = _sentence(error), -(error.errno or errno.EIO)
+            answer, status = _message(error), -(error.errno or errno.EIO)
         assert answer is not None
         await self.answer(kind, id_, answer, status=status)
         self._under_way.release()
@@ -402,7 +407,7 @@ class _Connection:
         try:
             return await entry.handle(self, payload)
         except struct.error as error:
-            raise Breach(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
+            raise Violation(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
 
     async def reserve(self, payload: bytes) -> bytes:
         base, space, count, at = _where(payload)
@@ -416,7 +421,7 @@ class _Connection:
             size, name_size, reserved = unpack(payload, at)
             name, at = _name(payload, at + size_of, name_size)
             if reserved:
-                raise Breach("a reservation with reserved fields set")
+                raise Violation("a reservation with reserved fields set")
             shard = name[:2]
             place = directories.get(shard)
             if place is None:
@@ -427,6 +432,7 @@ class _Connection:
         _end(payload, at)
         # The wait ends in time for the answer to be heard.
         answers = await self._store.reservations.reserve(self._holder, wanted, self._timeout_s * 0.75)
+        assert len(answers) == count, (len(answers), count)
         return b"".join(_reserved(answers))
 
     def _shard(self, root: InodeNumber, shard: bytes, uid: int, gid: int) -> tuple[InodeNumber, int] | int:
@@ -440,10 +446,10 @@ class _Connection:
     async def commit(self, payload: bytes) -> bytes:
         (count,) = _WORD.unpack_from(payload)
         if count > ITEMS_MAX or len(payload) != _WORD.size + count * _COMMIT.size:
-            raise Breach(f"a commit of {count} items in {len(payload)} bytes")
+            raise Violation(f"a commit of {count} items in {len(payload)} bytes")
         items = list(_COMMIT.iter_unpack(memoryview(payload)[_WORD.size :]))
-        if any(error > 0 or error < -4095 for _, error in items):
-            raise Breach("a commit with an error that is none")
+        if any(error > 0 or error < -_ERRNO_MAX for _, error in items):
+            raise Violation("a commit with an error that is none")
         replaced = False
 
         def enter(block: Inode) -> bool:
@@ -456,6 +462,7 @@ class _Connection:
             return entered
 
         answers = await self._store.reservations.commit(self._holder, items, enter)
+        assert len(answers) == count, (len(answers), count)
         if replaced:
             await self._tell_hosts()
         return array.array("q", answers).tobytes()
@@ -507,10 +514,10 @@ class _Connection:
         _end(payload, at)
         root = self._find(base, space)
         found: list[bytes] = []
-        for number in range(int(after[:2] or b"0", 16), 256):
+        for byte in range(int(after[:2] or b"0", 16), 256):
             if len(found) >= count or root is None:
                 break
-            shard = b"%02x" % number
+            shard = b"%02x" % byte
             directory = self._find(root, (shard,))
             if directory is not None:
                 await self._list_shard(directory, shard, after, count, found)
@@ -542,7 +549,7 @@ class _Connection:
         parent, size = _WORDS.unpack_from(payload)
         name = payload[_WORDS.size : _WORDS.size + size]
         if not 0 < size <= NAME_MAX or len(name) != size or b"/" in name or b"\0" in name or name in (b".", b".."):
-            raise Breach(f"a lookup of a name of {size} bytes")
+            raise Violation(f"a lookup of a name of {size} bytes")
         inode = self._namespace.lookup(InodeNumber(parent), name)
         record = self._store.index.raw(inode.inode)
         assert record is not None
@@ -555,13 +562,13 @@ class _Connection:
     async def hits(self, payload: bytes) -> None:
         numbers = array.array("Q")
         if len(payload) % numbers.itemsize:
-            raise Breach(f"hits of {len(payload)} bytes")
+            raise Violation(f"hits of {len(payload)} bytes")
         numbers.frombytes(payload)
         self._store.plane.inode_touch(list(numbers))
 
     async def report(self, payload: bytes) -> None:
         if len(payload) < _REPORT.size:
-            raise Breach(f"a report of {len(payload)} bytes, at least {_REPORT.size} are needed")
+            raise Violation(f"a report of {len(payload)} bytes, at least {_REPORT.size} are needed")
         totals = _REPORT.unpack_from(payload)
         if self._before is None:
             # Totals of a client that was connected before were reported on its earlier connection.
@@ -602,7 +609,7 @@ async def _acquire(lock: trio.Lock | trio.Semaphore) -> None:
         await lock.acquire()
 
 
-def _sentence(error: KvfsError) -> bytes:
+def _message(error: KvfsError) -> bytes:
     return str(error).encode(errors="replace")[:400]
 
 
@@ -615,17 +622,17 @@ def _where(payload: bytes, items: int | None = None) -> tuple[InodeNumber, list[
     base, space_size, count = _WHERE.unpack_from(payload)
     space = payload[_WHERE.size : _WHERE.size + space_size]
     if count > ITEMS_MAX or space_size > _SPACE_MAX or len(space) != space_size:
-        raise Breach(f"a request of {count} items with a namespace of {space_size} bytes")
+        raise Violation(f"a request of {count} items with a namespace of {space_size} bytes")
     parts = space.split(b"/") if space else []
     if b"\0" in space or any(part in (b"", b".", b"..") or len(part) > NAME_MAX for part in parts):
-        raise Breach(f"the namespace {space!r}")
+        raise Violation(f"the namespace {space!r}")
     return InodeNumber(base), parts, count, _WHERE.size + (space_size + 7 & ~7)
 
 
 def _name(payload: bytes, at: int, size: int) -> tuple[bytes, int]:
     name = payload[at : at + size]
     if len(name) != size or not _NAME.fullmatch(name):
-        raise Breach(f"a key's name of {size} bytes: {name[:32]!r}")
+        raise Violation(f"a key's name of {size} bytes: {name[:32]!r}")
     return name, at + (size + 7 & ~7)
 
 
@@ -638,7 +645,7 @@ def _counted_name(payload: bytes, at: int, *, may_be_empty: bool = False) -> tup
 
 def _end(payload: bytes, at: int) -> None:
     if at != len(payload):
-        raise Breach(f"a request of {len(payload)} bytes whose items end at {at}")
+        raise Violation(f"a request of {len(payload)} bytes whose items end at {at}")
 
 
 def _reserved(answers: Sequence[Reservation | int]) -> Iterator[bytes]:
@@ -648,11 +655,15 @@ def _reserved(answers: Sequence[Reservation | int]) -> Iterator[bytes]:
             yield _RESERVED.pack(0, answer, 0, 0, 0, 0, 0)
             continue
         record, runs = answer.inode.pack(), answer.runs
+        # The client's half is reserved_size(). Records are of whole words, and so are the ancestors: records, too.
+        assert runs
+        assert 0 < answer.inode.header_pages <= runs[0].page_count
+        assert len(record) % 8 == 0
+        assert len(answer.ancestors) % 8 == 0
         yield _RESERVED.pack(
             answer.number, 0, answer.inode.header_pages, len(runs), len(record), len(answer.ancestors), 0
         )
         for run in runs:
             yield _RUN.pack(run.generation, run.segment, run.page, run.page_count, 0)
-        # Records are of whole words, and so are the ancestors, as they are records too.
         yield record
         yield answer.ancestors

@@ -23,7 +23,7 @@ from typing import cast
 import trio
 
 from kvfs.errors import DeadlineError, KvfsError
-from kvfs.frontend.clients import MAGIC, Breach, Peer, receive, said_what_it_is
+from kvfs.frontend.clients import MAGIC, Peer, Violation, receive, said_what_it_is
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ class ControlServer:
                     await _send(stream, _failure(text, errno.EACCES))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, OSError):
             log.debug("a control client went away")
-        except Breach as breach:
-            log.warning("a control connection: %s; hung up", breach)
+        except Violation as violation:
+            log.warning("a control connection: %s; hung up", violation)
         except Exception:
             log.exception("a control connection failed")
 
@@ -210,8 +210,8 @@ def _holds_something(connection: socket.socket) -> bool:
         return False
 
 
-def _failure(text: str, number: int | None) -> Mapping[str, object]:
-    return {"ok": False, "error": text, "errno": number or errno.EIO}
+def _failure(text: str, error: int | None) -> Mapping[str, object]:
+    return {"ok": False, "error": text, "errno": error or errno.EIO}
 
 
 async def _send(stream: trio.SocketStream, document: Mapping[str, object]) -> None:
@@ -285,8 +285,8 @@ class ControlClient:
             raise KvfsError(f"{self._pool}: the daemon broke off: {error}") from error
         if not document.get("ok"):
             failure = KvfsError(f"{self._pool}: {document.get('error')}")
-            number = document.get("errno")
-            failure.errno = number if isinstance(number, int) else errno.EIO
+            code = document.get("errno")
+            failure.errno = code if isinstance(code, int) else errno.EIO
             raise failure
         return cast(object, document.get("result"))
 

@@ -256,8 +256,8 @@ def _mount_as_root(source: str, mountpoint: str, max_read: int, allow_other: boo
     def call() -> None:
         target, kind = os.fsencode(mountpoint), FILESYSTEM_TYPE.encode()
         if _libc.mount(os.fsencode(source), target, kind, ctypes.c_ulong(flags), data.encode()) != 0:
-            number = ctypes.get_errno()
-            raise MountError(f"{mountpoint}: mount: {os.strerror(number)}")
+            error = ctypes.get_errno()
+            raise MountError(f"{mountpoint}: mount: {os.strerror(error)}")
 
     try:
         call_with_deadline(call, MOUNT_TIMEOUT_S, f"{mountpoint}: mount")
@@ -314,9 +314,9 @@ def unmount(mountpoint: str, *, lazy: bool = False, force: bool = False, timeout
 
         def call() -> None:
             if _libc.umount2(os.fsencode(mountpoint), flags) != 0:
-                number = ctypes.get_errno()
+                error = ctypes.get_errno()
                 busy = "busy: files are open there; close them or use --lazy"
-                raise _failure(mountpoint, busy if number == errno.EBUSY else os.strerror(number), number)
+                raise _failure(mountpoint, busy if error == errno.EBUSY else os.strerror(error), error)
 
         call_with_deadline(call, timeout_s, f"{mountpoint}: umount")
         return
@@ -342,9 +342,9 @@ def unmount(mountpoint: str, *, lazy: bool = False, force: bool = False, timeout
         raise _failure(mountpoint, text, errno.EBUSY if "busy" in text.lower() else errno.EINVAL)
 
 
-def _failure(mountpoint: str, reason: str, number: int) -> MountError:
+def _failure(mountpoint: str, reason: str, error: int) -> MountError:
     failure = MountError(f"{mountpoint}: {reason}")
-    failure.errno = number
+    failure.errno = error
     return failure
 
 

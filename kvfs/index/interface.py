@@ -102,10 +102,10 @@ class Index(Protocol):
         """The last batch that a commit has made durable."""
         ...
 
-    def hide(self, segments: Collection[int], on_purge: Callable[[Inode], None]) -> None:
+    def hide(self, segments: Collection[int], on_drop: Callable[[Inode], None]) -> None:
         """These segments, and no others, are on devices that are away: inodes with a part there are hidden. raw, get,
-        lookup and list do not find a hidden inode. It is purged when its name is given to another or its directory is
-        removed; on_purge is called with each."""
+        lookup and list do not find a hidden inode. It is dropped when its name is given to another or its directory is
+        removed; on_drop is called with each."""
         ...
 
     @property
@@ -129,8 +129,8 @@ class Index(Protocol):
         """The record of an inode that is hidden; None if it is not."""
         ...
 
-    def purge(self, inode: int) -> bool:
-        """Let a hidden inode go for good. False if it is not hidden."""
+    def drop_hidden(self, inode: int) -> bool:
+        """Remove a hidden inode for good. False if it is not hidden."""
         ...
 
     distrusted: bool

@@ -49,7 +49,7 @@ _LIST_BATCH = 512
 _INCOMPLETE_NAME = "incomplete"
 
 
-class IndexError_(KvfsError):
+class PoolIndexError(KvfsError):
     """The index cannot be opened, read or written."""
 
 
@@ -78,7 +78,7 @@ class LmdbIndex:
     that)."""
 
     def __init__(self, path: Path, *, read_only: bool = False, durable: bool = True) -> None:
-        """Open or make the index at `path`. Raises IndexError_ if it cannot be read.
+        """Open or make the index at `path`. Raises PoolIndexError if it cannot be read.
 
         Not durable: for a rebuild, which starts again if the machine ends in between; see make_durable().
         """
@@ -98,7 +98,7 @@ class LmdbIndex:
         self.removed_names: set[tuple[int, bytes]] | None = None
         self.distrusted = False
         self._hidden = Hidden()
-        self._on_purge: Callable[[Inode], None] | None = None  # set as long as anything can be hidden
+        self._on_drop: Callable[[Inode], None] | None = None  # set as long as anything can be hidden
 
     def _open(self, durable: bool) -> None:
         path, marker = self._path, self._path / _INCOMPLETE_NAME
@@ -120,7 +120,7 @@ class LmdbIndex:
             self._groups_db = self._open_groups()
             self._read = cast(Transaction, self._env.begin())
         except (lmdb.Error, OSError) as error:
-            raise IndexError_(f"index {path}: {error}") from error
+            raise PoolIndexError(f"index {path}: {error}") from error
 
     def _open_groups(self) -> object | None:
         """None for a reader of an index that was made before there were groups."""
@@ -182,8 +182,8 @@ class LmdbIndex:
 
     # ---- what lies on devices that are away ----
 
-    def hide(self, segments: Collection[int], on_purge: Callable[[Inode], None]) -> None:
-        self._hidden.lost, self._on_purge = frozenset(segments), on_purge
+    def hide(self, segments: Collection[int], on_drop: Callable[[Inode], None]) -> None:
+        self._hidden.lost, self._on_drop = frozenset(segments), on_drop
 
     @property
     def is_hiding(self) -> bool:
@@ -199,25 +199,25 @@ class LmdbIndex:
         record = self._raw(inode) if self._hidden.lost else None
         return record if record is not None and self._hidden.hides(record) else None
 
-    def purge(self, inode: int) -> bool:
+    def drop_hidden(self, inode: int) -> bool:
         record = self.hidden(inode)
         if record is None:
             return False
         old = Inode.unpack(record)
         self.delete(old)
-        assert self._on_purge is not None
-        self._on_purge(old)
+        assert self._on_drop is not None
+        self._on_drop(old)
         return True
 
-    def _purge_holder(self, parent: InodeNumber, name: bytes, successor: int) -> None:
+    def _drop_hidden_holder(self, parent: InodeNumber, name: bytes, successor: int) -> None:
         """A name that a hidden block has is given to another: the block must not come back with its device."""
         holder = self._lookup(parent, name)
         if holder is not None and holder != successor:
-            self.purge(holder)
+            self.drop_hidden(holder)
 
-    def _purge_below(self, directory: InodeNumber) -> None:
+    def _drop_hidden_below(self, directory: InodeNumber) -> None:
         while names := self._list(directory, b"", _LIST_BATCH):
-            if not any([self.purge(number) for _, number in names]):
+            if not any([self.drop_hidden(number) for _, number in names]):
                 return
 
     # ---- names ----
@@ -411,7 +411,7 @@ class LmdbIndex:
         number = int(new.inode)
         assert old is None or old.inode == number
         if self._hidden.lost and new.name and not new.nameless:
-            self._purge_holder(new.parent, new.name, number)
+            self._drop_hidden_holder(new.parent, new.name, number)
         if new.kind == Kind.FILE and (not new.sealed or new.nameless):
             self._put_volatile(new, old, record)
             return
@@ -479,7 +479,7 @@ class LmdbIndex:
 
     def delete(self, old: Inode) -> None:
         if self._hidden.lost and old.kind == Kind.DIRECTORY:
-            self._purge_below(old.inode)
+            self._drop_hidden_below(old.inode)
         if int(old.inode) in self._volatile.inodes:
             self._drop_volatile(int(old.inode))
             if self.removed_names is not None:
@@ -737,7 +737,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _check_size(path: Path) -> None:
-    """IndexError_ if the file is shorter than its newest meta page says: LMDB maps it, and a missing page is SIGBUS.
+    """PoolIndexError if the file is shorter than its newest meta page says: LMDB maps it, and a missing page is SIGBUS.
 
     Fields of MDB_page and MDB_meta in LMDB's mdb.c. A few pages at the end may never have been written: they are added.
     """
@@ -752,14 +752,14 @@ def _check_size(path: Path) -> None:
                     newest = max(newest, (transaction, last_page))
             needed = (newest[1] + 1) * _LMDB_PAGE
             if size and (newest[0] < 0 or size + 4 * _LMDB_PAGE < needed):
-                raise IndexError_(f"index {path}: {size} bytes, at least {needed} belong to it: cut off or damaged")
+                raise PoolIndexError(f"index {path}: {size} bytes, at least {needed} belong to it: cut off or damaged")
             if size < needed and size:
                 file.truncate(needed)
     except FileNotFoundError:
         return
 
 
-def _commit_error(path: Path, number: int, cause: Exception) -> IndexError_:
-    error = IndexError_(f"index {path}: commit failed: {cause}")
+def _commit_error(path: Path, number: int, cause: Exception) -> PoolIndexError:
+    error = PoolIndexError(f"index {path}: commit failed: {cause}")
     error.errno = number
     return error

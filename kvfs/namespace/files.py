@@ -110,7 +110,7 @@ class Namespace:
         """The inode. StaleInodeError if it is gone."""
         inode = self._index.get(number)
         if inode is None:
-            self._store.service.leave_table([number])
+            self._store.service.hide_in_table([number])
             raise StaleInodeError(f"inode {number}: gone")
         return inode
 
@@ -247,7 +247,7 @@ class Namespace:
         kept = self._plane.name_put(block.pack(), 0 if target is None else target.inode)
         now = time.time_ns()
         if target is not None:
-            self._vanish(target, bool(kept), now)
+            self._drop_name(target, bool(kept), now)
             if kept:
                 self._blocks.linger(target.inode)
         self._index.put(block, None)
@@ -314,7 +314,7 @@ class Namespace:
         if inode.kind == Kind.DIRECTORY:
             raise IsDirectoryError(f"{name!r} in directory {parent}: is a directory")
         now = time.time_ns()
-        self._vanish(inode, self._remove(inode.inode), now)
+        self._drop_name(inode, self._remove(inode.inode), now)
         self._touch(parent, now)
 
     def rmdir(self, parent: InodeNumber, name: bytes) -> None:
@@ -322,7 +322,7 @@ class Namespace:
         self._check_removable(inode)
         now = time.time_ns()
         self._remove(inode.inode)
-        self._vanish(inode, inode.inode in self._open_directories, now)
+        self._drop_name(inode, inode.inode in self._open_directories, now)
         self._touch(parent, now, -1)
 
     def _check_removable(self, directory: Inode) -> None:
@@ -331,7 +331,7 @@ class Namespace:
         if not self._index.is_empty(directory.inode):
             raise NotEmptyError(f"{directory.name!r} in directory {directory.parent}: not empty")
 
-    def _vanish(self, inode: Inode, kept: bool, now: int) -> None:
+    def _drop_name(self, inode: Inode, kept: bool, now: int) -> None:
         """The inode lost its name. `kept`: it is open and lives on without one until idle()."""
         if kept:
             nameless = inode.copy()
@@ -410,7 +410,7 @@ class Namespace:
         kept = self._plane.name_put(record, 0 if target is None else target.inode)
         # The old holder of the name leaves the index before the new one takes the name over.
         if target is not None:
-            self._vanish(target, bool(kept) or target.inode in self._open_directories, now)
+            self._drop_name(target, bool(kept) or target.inode in self._open_directories, now)
             if kept:
                 self._blocks.linger(target.inode)
         self._index.put(renamed, inode, record)

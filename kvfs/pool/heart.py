@@ -33,7 +33,7 @@ _HISTORY = 64
 # Time to clear all pages. A device that takes longer keeps the page of a process that is gone.
 _STOP_S = 2.0
 # Two that begin at the same moment see each other after this. On a file the claim decides.
-_SETTLE_S = 0.2
+_FIRST_S = 0.2
 # After this time an owner that is pushed aside has noticed.
 _YIELD_S = 2.5 * owner.INTERVAL_S
 
@@ -92,7 +92,7 @@ class Heart:
         last = max([opened.epoch, known, *(beat.epoch for beat in beats.values() if beat is not None)])
         heart.me = replace(here, epoch=last + next_epoch)
         heart._reserve(beats)
-        heart._settle(pushing=force and any(beat is not None for beat in beats.values()))
+        heart._write_first(pushing=force and any(beat is not None for beat in beats.values()))
         return heart
 
     # ---- taking ----
@@ -130,7 +130,7 @@ class Heart:
                 else:
                     log.warning("%s; beats alone keep others away", error)
 
-    def _settle(self, *, pushing: bool) -> None:
+    def _write_first(self, *, pushing: bool) -> None:
         """Write the first beats, and see that they stay where others can write as well."""
         began = self._clock.now()
         for index in self._present():
@@ -138,7 +138,7 @@ class Heart:
         if not pushing and all(not device.is_block for device in self._opened.devices):
             return
         while True:
-            self._clock.sleep(_SETTLE_S)
+            self._clock.sleep(_FIRST_S)
             others = {n: beat for n, beat in self._read().items() if beat is not None and beat.owner != self.me.owner}
             if not pushing:
                 for beat in others.values():
@@ -187,14 +187,14 @@ class Heart:
 
     def resume(self, index: int) -> None:
         """A device is there, again or instead of another."""
-        self.rest(index)
+        self.pause(index)
         if self._on_lost is None or index not in self._present() or self.lost is not None:
             return
         slot = self._slots[index] = _Slot(index, self._opened.devices[index].door())
         slot.thread = threading.Thread(target=self._run, args=(slot,), name=f"beat {index}", daemon=True)
         slot.thread.start()
 
-    def rest(self, index: int, *, clear: bool = False) -> None:
+    def pause(self, index: int, *, clear: bool = False) -> None:
         """A device is away: no beat is begun there any more. `clear`: it goes for good, so no owner is to wait for this
         one."""
         slot = self._slots.pop(index, None)

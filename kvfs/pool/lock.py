@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvfs.errors import InUseError, PoolError
-from kvfs.guard import check_owner, open_own
 from kvfs.pool import owner
 from kvfs.pool.config import CONFIG_NAME
 from kvfs.pool.devices import Tell
+from kvfs.pool.directory import check_owner, open_own
 from kvfs.pool.format import Beat
 
 LOCK_NAME = "lock"

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvfs.errors import DeviceError, InUseError, PoolError, UsageError
-from kvfs.guard import check_owner
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.pool import owner
 from kvfs.pool.config import CONFIG_NAME, PoolConfig, new_config
 from kvfs.pool.devices import DEVICE_SIZE_MIN, Device, DeviceAddress
+from kvfs.pool.directory import check_owner
 from kvfs.pool.format import META_CLEAN, META_UUID, Beat
 from kvfs.pool.geometry import DEVICES_MAX, Geometry, choose_geometry
 from kvfs.pool.labels import beat_by_label, write_labels

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvfs.errors import DeviceError, ForeignLabelError, InUseError, KvfsError, PoolError, UsageError
-from kvfs.guard import open_own
 from kvfs.pool import nvme_generic, nvme_tcp, owner
 from kvfs.pool.config import CONFIG_NAME, DeviceConfig, PoolConfig, compare, load
 from kvfs.pool.devices import Device, DeviceAddress, GenericDevice, RemoteDevice, Tell, device_address, open_absent
+from kvfs.pool.directory import open_own
 from kvfs.pool.format import Beat, Label
 from kvfs.pool.labels import beat_by_label, read_labels
 from kvfs.pool.lock import DEVICES_NAME

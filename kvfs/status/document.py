@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kvfs.errors import KvfsError, PoolError
 from kvfs.frontend.clients import Clients
-from kvfs.guard import check_owner
 from kvfs.plane import OPERATIONS
 from kvfs.pool.config import DeviceConfig, PoolConfig, load
+from kvfs.pool.directory import check_owner
 from kvfs.pool.lock import locked
 from kvfs.pool.opening import check_device, device_path, discover, open_device
 from kvfs.pool.owner import LOOKING

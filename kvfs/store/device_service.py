@@ -114,10 +114,10 @@ class DeviceService:
         self.all = [ServedDevice() for _ in opened.devices]
         # Until devices that only missed a mount have been taken in, nothing is logged about segments that cannot be
         # written.
-        self._settled = self._said = False
+        self._complete = self._said = False
         # Held while blocks are hidden, shown or forgotten.
         self._lock = trio.Lock()
-        self._vanish: set[SegmentIndex] = set()
+        self._to_hide: set[SegmentIndex] = set()
         self._work = trio.Event()
         self._of: list[list[SegmentIndex]] = [[] for _ in opened.devices]
         for segment, members in enumerate(self._segments.members):
@@ -147,7 +147,7 @@ class DeviceService:
                     await self.bring_back(device)
                 except (KvfsError, OSError) as error:
                     log.error("device %d (%s): %s", device, self._path(device), error)
-        self._settled = True
+        self._complete = True
         self._say()
 
     def missing(self) -> list[str]:
@@ -189,7 +189,7 @@ class DeviceService:
         self._blocks.space.update()
 
     def _say(self) -> None:
-        if not self._settled:
+        if not self._complete:
             return
         why = self.writes_nothing()
         if why is not None and not self._said:
@@ -198,7 +198,7 @@ class DeviceService:
         self._said = not self._segments.usable and (self._said or why is not None)
 
     def writes_nothing(self) -> str | None:
-        """The reason why no segment can be written, as a sentence; None if one can, or can in a moment. The content of
+        """The reason why no segment can be written, as a message; None if one can, or can in a moment. The content of
         a device that is back is compared with the index first."""
         if self._segments.usable:
             return None
@@ -273,7 +273,7 @@ class DeviceService:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, nursery)
-            nursery.start_soon(self._vanish_loop)
+            nursery.start_soon(self._hide_loop)
             # Each device has its own task: one that does not answer must not keep the others away.
             for device in range(len(self.all)):
                 nursery.start_soon(self._probe_loop, device)
@@ -341,39 +341,39 @@ class DeviceService:
             return
         log.error("device %d (%s): failed: %s", device, self._path(device), reason)
         self._plane.device_stop(device)
-        self._heart.rest(device)
+        self._heart.pause(device)
         self._set(device, DeviceState.FAILED, reason)
         service.probe_at = trio.current_time() + _PROBE_S
         self._take_away(device)
 
     def _take_away(self, device: int) -> None:
         self._slabs.fail(self._of[device])
-        self._vanish.update(self._of[device])
+        self._to_hide.update(self._of[device])
         self._index.hide_shown()
         self._apply_states()
         self._work.set()
 
-    async def _vanish_loop(self) -> None:
+    async def _hide_loop(self) -> None:
         while True:
             await self._work.wait()
             self._work = trio.Event()
             async with self._lock:
-                await self._vanish_all()
+                await self._hide_all()
 
-    async def _vanish_all(self) -> None:
+    async def _hide_all(self) -> None:
         """Take hidden blocks out of the block table. The caller holds the lock."""
         count = 0
-        while self._vanish:
-            segment = self._vanish.pop()
+        while self._to_hide:
+            segment = self._to_hide.pop()
             inodes = self._index.segment_inodes(segment)
             for at in range(0, len(inodes), _BATCH):
-                count += self.leave_table(inodes[at : at + _BATCH])
+                count += self.hide_in_table(inodes[at : at + _BATCH])
                 await trio.lowlevel.checkpoint()
         if count:
             self._plane.notify_epoch()
             log.info("%d blocks are not there until their device is back", count)
 
-    def leave_table(self, inodes: Iterable[InodeNumber]) -> int:
+    def hide_in_table(self, inodes: Iterable[InodeNumber]) -> int:
         """Take the hidden ones of these inodes out of the block table; returns how many."""
         hidden = [inode for inode in inodes if self._index.hidden(inode) is not None]
         for inode, is_open in zip(hidden, self._plane.inode_evict(hidden), strict=True):
@@ -383,12 +383,12 @@ class DeviceService:
                     self._plane.inode_remove(inode)
         return len(hidden)
 
-    async def _purge(self, segments: Iterable[SegmentIndex]) -> int:
-        """Forget the hidden blocks of these segments. The caller holds the lock."""
+    async def _drop_hidden(self, segments: Iterable[SegmentIndex]) -> int:
+        """Remove the hidden blocks of these segments from the index. The caller holds the lock."""
         count = 0
         for segment in segments:
             for i, inode in enumerate(self._index.segment_inodes(segment)):
-                count += self._index.purge(inode)
+                count += self._index.drop_hidden(inode)
                 if i % _BATCH == _BATCH - 1:
                     await trio.lowlevel.checkpoint()
             await trio.lowlevel.checkpoint()
@@ -430,7 +430,7 @@ class DeviceService:
                 # Read without the lock: other devices must not wait for this one.
                 await self._read_headers(device, headers)
                 async with self._lock:
-                    await self._vanish_all()
+                    await self._hide_all()
                     await self._read_headers(device, headers)
                     back = await self._reconcile(device, headers)
                     if back is not None:
@@ -440,7 +440,7 @@ class DeviceService:
             except BaseException as error:
                 if self.all[device].state == DeviceState.RETURNING:
                     self._plane.device_stop(device)
-                    self._heart.rest(device)
+                    self._heart.pause(device)
                     self._set(device, DeviceState.FAILED, str(error) or was)
                 self._take_away(device)
                 raise
@@ -522,7 +522,7 @@ class DeviceService:
                 if generation > segment.generation:
                     self._segments.forget_life(segment, generation)
             elif index in headers.blank or (header is not None and generation != segment.generation):
-                await self._purge([index])
+                await self._drop_hidden([index])
                 self._segments.forget_life(segment, generation)
             else:
                 inodes = self._index.segment_inodes(index)
@@ -544,7 +544,7 @@ class DeviceService:
             if not away.isdisjoint(usage(inode)):
                 continue
             if self._index.raw(inode.parent) is None:
-                self._index.purge(number)
+                self._index.drop_hidden(number)
                 continue
             self._index.show(number)
             self._segments.mark_dirty(self._segments.all[inode.segment], gone=False)
@@ -603,11 +603,11 @@ class DeviceService:
         async with self.all[device].turn, self._lock:
             self._check_slabs(device)
             self._plane.device_stop(device)
-            self._heart.rest(device, clear=True)
+            self._heart.pause(device, clear=True)
             self._set(device, DeviceState.REMOVED, "")
             self._take_away(device)
             try:
-                count = await self._forget(device)
+                count = await self._drop_blocks(device)
                 await self._describe(replace(self.config, devices=tuple(devices)))
             except BaseException as error:
                 self._set(device, DeviceState.FAILED, f"could not be removed: {error}")
@@ -640,11 +640,11 @@ class DeviceService:
             async with self.all[device].turn, self._lock:
                 self._check_slabs(device)
                 self._plane.device_stop(device)
-                self._heart.rest(device)
+                self._heart.pause(device)
                 self._set(device, DeviceState.FAILED, "being replaced")
                 self.all[device].probe_at = float("inf")
                 self._take_away(device)
-                count = await self._forget(device)
+                count = await self._drop_blocks(device)
                 for segment in self._of[device]:
                     # I/O under way fails, at its deadline at the latest. Free segments are done as well: the new device
                     # may have been this pool's before, and name blocks.
@@ -666,10 +666,10 @@ class DeviceService:
         self._devices_changed()
         return count
 
-    async def _forget(self, device: int) -> int:
+    async def _drop_blocks(self, device: int) -> int:
         """Remove all blocks on the device from the index, durably. The caller holds the lock."""
-        await self._vanish_all()
-        count = await self._purge(self._of[device])
+        await self._hide_all()
+        count = await self._drop_hidden(self._of[device])
         await self._blocks.commit()
         return count
 
@@ -700,21 +700,21 @@ class DeviceService:
         """Make all writes to the devices in service durable. KvfsError if one fails."""
         failed: list[KvfsError] = []
 
-        async def one(number: int, device: Device) -> None:
+        async def sync_one(index: int, device: Device) -> None:
             try:
-                await _in_thread(self.all[number].limit, device.path, device.sync)
+                await _in_thread(self.all[index].limit, device.path, device.sync)
             except OSError as error:
                 failure = KvfsError(f"{device.path}: {os.strerror(error.errno or 0)}")
                 failure.errno = error.errno or failure.errno
                 failed.append(failure)
             except KvfsError as error:
-                self.note_error(number, errno.ETIMEDOUT)
+                self.note_error(index, errno.ETIMEDOUT)
                 failed.append(error)
 
         async with trio.open_nursery() as nursery:
-            for number, device in enumerate(self._opened.devices):
-                if not self.all[number].state.away:
-                    nursery.start_soon(one, number, device)
+            for index, device in enumerate(self._opened.devices):
+                if not self.all[index].state.away:
+                    nursery.start_soon(sync_one, index, device)
         if failed:
             raise failed[0]
 

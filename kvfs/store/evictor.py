@@ -203,7 +203,7 @@ class Evictor:
                     inodes = self._index.segment_inodes(segment.index)
                     groups = await self._groups.of(inodes)
                     await self._look_at(groups)
-                    if await self._remove(segment, inodes, groups):
+                    if await self._drop_blocks(segment, inodes, groups):
                         self._plane.notify_epoch()
                 await trio.lowlevel.checkpoint()
 
@@ -265,7 +265,7 @@ class Evictor:
         # there, and of a stream that few write to the newest segment may be the emptiest of all.
         known = [n for n in known if n not in self._newest] or known
         chosen = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick, count)
-        return [self._segments.all[number] for number in chosen]
+        return [self._segments.all[index] for index in chosen]
 
     def _may_go(self, now: float, newest: int) -> list[int]:
         """Closed segments of a generation up to `newest`, the oldest first.
@@ -287,22 +287,22 @@ class Evictor:
     def _can_go(self, segment: Segment, now: float) -> bool:
         return segment.state == State.CLOSED and not segment.held and segment.avoid_until <= now and not segment.avoided
 
-    def _is_sampled(self, number: int) -> bool:
-        known = self._samples.get(number)
-        return known is not None and known[0] == self._segments.all[number].generation
+    def _is_sampled(self, index: int) -> bool:
+        known = self._samples.get(index)
+        return known is not None and known[0] == self._segments.all[index].generation
 
     async def _take_samples(self, closed: Sequence[int]) -> None:
         """Of the oldest that have none; of a few, as it takes a while."""
-        for number in islice((number for number in closed if not self._is_sampled(number)), _SAMPLES_AT_ONCE):
-            segment = self._segments.all[number]
+        for index in islice((index for index in closed if not self._is_sampled(index)), _SAMPLES_AT_ONCE):
+            segment = self._segments.all[index]
             inodes = self._index.segment_inodes(segment.index)
-            self._samples[number] = segment.generation, array("Q", inodes[:: max(1, len(inodes) // _SAMPLE)])
+            self._samples[index] = segment.generation, array("Q", inodes[:: max(1, len(inodes) // _SAMPLE)])
             await trio.lowlevel.checkpoint()
 
-    def _contents(self, number: int) -> Contents:
+    def _contents(self, index: int) -> Contents:
         # Those that were removed since are there no more: never used, and so worth next to nothing.
-        uses = self._plane.inode_uses(self._samples[number][1].tolist())
-        return Contents(uses, self._segments.all[number].live_pages / self._segments.area)
+        uses = self._plane.inode_uses(self._samples[index][1].tolist())
+        return Contents(uses, self._segments.all[index].live_pages / self._segments.area)
 
     def _budget_pages(self) -> int:
         """What may still be carried over."""
@@ -327,7 +327,7 @@ class Evictor:
                 groups = await self._groups.of(inodes)
                 await self._look_at(groups)
                 if clear and turn == 0:
-                    removed += await self._remove(segment, inodes, groups)
+                    removed += await self._drop_blocks(segment, inodes, groups)
                     if not removed:  # all of it stays: to move that frees nothing
                         return False
                 plan = await self._plan(segment, inodes, groups, first=turn == 0, drain=drain)
@@ -339,7 +339,7 @@ class Evictor:
                 # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
                 await self._carry_all(hot)
                 await self._look_at(groups)
-                removed += await self._remove(segment, inodes, groups)
+                removed += await self._drop_blocks(segment, inodes, groups)
             else:
                 return False
             if segment.held:
@@ -470,7 +470,9 @@ class Evictor:
                     nursery.start_soon(work)
         return not full
 
-    async def _remove(self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]) -> int:
+    async def _drop_blocks(
+        self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]
+    ) -> int:
         """Take those that are still there out of the table and the index, and with them the rest of their groups; not
         those that were opened meanwhile, nor a group with such a one."""
         removed = 0
@@ -483,7 +485,7 @@ class Evictor:
             for number in inodes[at : at + _EVICT_BATCH]:
                 record = self._index.raw(number)
                 # Here is a part of a block whose other parts are on a device that is away: it cannot come back whole.
-                if record is None and self._index.purge(number):
+                if record is None and self._index.drop_hidden(number):
                     removed += 1
                 # Carried over, unlinked or sealed anew since it was listed.
                 if record is None or self._sealing.is_busy(number):

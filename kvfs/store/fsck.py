@@ -302,38 +302,38 @@ class _Check:
                     self._add("index", f"inode record: {error}")
 
     async def _check_headers(self) -> None:
-        numbers = [s.index for s in self._segments.all if not s.lost]
+        checked = [s.index for s in self._segments.all if not s.lost]
         impossible: list[int] = []
 
-        def report(number: int, message: str) -> None:
+        def report(index: int, message: str) -> None:
             # Reported also where the index is stale: no recovery mends it.
             self._report.add(Finding("segment", message, repaired=self._repair))
-            impossible.append(number)
+            impossible.append(index)
 
         self._on_impossible = report
-        headers, _ = await self._segments.read_headers(numbers)
+        headers, _ = await self._segments.read_headers(checked)
         if self._repair:
-            for number in impossible:
-                await self._write_header(self._segments.all[number])
-        numbers = [number for number in numbers if self._segments.all[number].state != State.FREE]
-        self._report.segments = len(numbers)
-        for number in numbers:
-            segment, header = self._segments.all[number], headers[number]
+            for index in impossible:
+                await self._write_header(self._segments.all[index])
+        checked = [index for index in checked if self._segments.all[index].state != State.FREE]
+        self._report.segments = len(checked)
+        for index in checked:
+            segment, header = self._segments.all[index], headers[index]
             if header is None:
                 self._add(
-                    "segment", f"segment {number}: its header is damaged; its blocks have their own", harmless=True
+                    "segment", f"segment {index}: its header is damaged; its blocks have their own", harmless=True
                 )
             elif header.generation != segment.generation:
                 self._add(
                     "segment",
-                    f"segment {number}: generation {header.generation:#x} on the devices, {segment.generation:#x} in "
+                    f"segment {index}: generation {header.generation:#x} on the devices, {segment.generation:#x} in "
                     "the index: its blocks are lost",
                     repaired=self._repair,
                 )
-                for inode_number in self._index.segment_inodes(number):
-                    inode = self._index.get(inode_number)
+                for number in self._index.segment_inodes(index):
+                    inode = self._index.get(number)
                     if inode is not None:
-                        self._bad[inode_number] = inode
+                        self._bad[number] = inode
 
     async def _write_header(self, segment: Segment) -> None:
         """Write the header as the index has it; zeros if the segment was never opened."""
@@ -374,16 +374,16 @@ class _Check:
             return None
         if not inode.sealed:
             return "it was never sealed"
-        for number in usage(inode):
-            if number >= len(self._segments.all):
-                return f"it lies in segment {number} of {len(self._segments.all)}"
-        for generation, number in [
+        for index in usage(inode):
+            if index >= len(self._segments.all):
+                return f"it lies in segment {index} of {len(self._segments.all)}"
+        for generation, index in [
             (inode.generation, inode.segment),
             *((e.generation, e.segment) for e in inode.extents),
         ]:
-            segment = self._segments.all[number]
+            segment = self._segments.all[index]
             if segment.generation != generation or segment.state == State.FREE:
-                return f"it lies in generation {generation:#x} of segment {number}, which is at {segment.generation:#x}"
+                return f"it lies in generation {generation:#x} of segment {index}, which is at {segment.generation:#x}"
         return None
 
     def _comes_to_an_end(self, directory: Inode) -> bool:
@@ -480,10 +480,10 @@ class _Check:
             if self._index.raw(inode.inode) is None:
                 continue
             self._index.delete(inode)
-            if inode.sealed and all(number < len(self._segments.all) for number in usage(inode)):
+            if inode.sealed and all(index < len(self._segments.all) for index in usage(inode)):
                 self._segments.mark_dirty(self._segments.all[inode.segment], gone=True)
-                for number, pages in usage(inode).items():
-                    segment = self._segments.all[number]
+                for index, pages in usage(inode).items():
+                    segment = self._segments.all[index]
                     segment.live_pages = max(0, segment.live_pages - pages)
                     self._segments.changed(segment)
         self._segments.save_changed()
@@ -495,10 +495,10 @@ class _Check:
         if self._stale:
             return
 
-        def report(number: int, message: str) -> None:
+        def report(index: int, message: str) -> None:
             self._add("summary", message, repaired=self._repair)
             if self._repair:
-                self._segments.mark_dirty(self._segments.all[number], gone=True)
+                self._segments.mark_dirty(self._segments.all[index], gone=True)
 
         self._on_impossible = report
         for done, segment in enumerate(self._segments.all):

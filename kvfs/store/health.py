@@ -61,12 +61,12 @@ class Failures:
     # (when, I/Os that went well until then)
     counts: deque[tuple[float, int]] = field(default_factory=deque)
 
-    def note(self, number: int, now: float) -> str | None:
+    def note(self, error: int, now: float) -> str | None:
         """An I/O failed with this errno. Returns the reason if the device has failed by it."""
-        if number in GONE:
-            return f"gone: {errno.errorcode[number]}"
-        if number not in HARMLESS:
-            self.recent.append((now, number))
+        if error in GONE:
+            return f"gone: {errno.errorcode[error]}"
+        if error not in HARMLESS:
+            self.recent.append((now, error))
         return None
 
     def verdict(self, good: int, now: float) -> str | None:
@@ -79,7 +79,7 @@ class Failures:
         bad = len(self.recent)
         if bad >= FAILURES and bad >= FAILURES_SHARE * (bad + good - self.counts[0][1]):
             return f"{bad} errors and missed deadlines in {WINDOW_S:.0f} s, the last: {_name(self.recent[-1][1])}"
-        if any(number == errno.ETIMEDOUT for _, number in self.recent) and now - self._heard(now) >= SILENCE_S:
+        if any(error == errno.ETIMEDOUT for _, error in self.recent) and now - self._heard(now) >= SILENCE_S:
             return f"a deadline missed, and no answer to anything for {SILENCE_S:.0f} s"
         return None
 
@@ -93,8 +93,8 @@ class Failures:
         self.counts.clear()
 
 
-def _name(number: int) -> str:
-    return errno.errorcode.get(number, str(number))
+def _name(error: int) -> str:
+    return errno.errorcode.get(error, str(error))
 
 
 @dataclass(slots=True)

@@ -83,13 +83,13 @@ def check_index(index: LmdbIndex, opened: OpenPool) -> None:
     it."""
     known_epoch(index, opened)
     members, end_page = opened.config.members(), opened.config.geometry.end_page
-    for number, data in index.segment_items():
-        if number >= len(members):
-            raise FormatError(f"segment {number} of a pool with {len(members)}")
-        state = Segment(SegmentIndex(number))
+    for segment, data in index.segment_items():
+        if segment >= len(members):
+            raise FormatError(f"segment {segment} of a pool with {len(members)}")
+        state = Segment(SegmentIndex(segment))
         state.unpack_into(data)
         if state.next_page > end_page or state.generation >> COUNTER_BITS > opened.epoch:
-            raise FormatError(f"segment {number}: page {state.next_page} of {end_page}, generation "
+            raise FormatError(f"segment {segment}: page {state.next_page} of {end_page}, generation "
                               f"{state.generation:#x} at mount {opened.epoch}")  # fmt: skip
     meta_number(index, META_VERSION)
     in_flight = index.meta_get(META_IN_FLIGHT) or b""

@@ -102,7 +102,7 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
             if segment.state == State.OPEN:
                 to_scan.append((segment, segment.next_page))
         elif header.generation != segment.generation:
-            lost.update(await _forget_blocks(index, segment))
+            lost.update(await _drop_blocks(index, segment))
             if header.generation > segment.generation:
                 _reopened(segment, header)
                 to_scan.append((segment, 1))
@@ -154,7 +154,7 @@ def _reopened(segment: Segment, header: SegmentHeader) -> None:
     segment.next_page, segment.live_pages = 1, 0
 
 
-async def _forget_blocks(index: LmdbIndex, segment: Segment) -> list[int]:
+async def _drop_blocks(index: LmdbIndex, segment: Segment) -> list[int]:
     """The segment was overwritten: every block with a part in it is gone."""
     gone: list[int] = []
     for number in index.segment_inodes(segment.index):
@@ -189,8 +189,8 @@ async def recount(index: LmdbIndex, segments: Segments) -> None:
             if head[12] == 0:
                 live[head[9]] += head[11] + (head[7] + 4095) // 4096
             else:
-                for number, pages in usage(Inode.unpack(chunk, at)).items():
-                    live[number] += pages
+                for holder, pages in usage(Inode.unpack(chunk, at)).items():
+                    live[holder] += pages
         await trio.lowlevel.checkpoint()
     for segment in segments.all:
         if segment.live_pages != live[segment.index]:
@@ -507,8 +507,7 @@ class Rebuild:
         def work(bulk: Bulk) -> None:
             taken.append(self._merge(bulk, pieces, overlay))
 
-        # The table may name a block only when the index does (I11): both change while no commit and no other request
-        # runs.
+        # A rebuild fills the index first, then the table (I11): both change while no commit and no other request runs.
         async with self._index.exclusive():
             await trio.to_thread.run_sync(self._index.bulk, work)
             self._index.refresh()
@@ -516,9 +515,9 @@ class Rebuild:
             self._drop_overtaken(found)
             if found.inodes:
                 self._plane.table_load(b"".join(found.inodes.values()))
-            for number, pages in self._live.items():
-                self._segments.all[number].live_pages = max(0, self._segments.all[number].live_pages + pages)
-                self._segments.changed(self._segments.all[number])
+            for index, pages in self._live.items():
+                self._segments.all[index].live_pages = max(0, self._segments.all[index].live_pages + pages)
+                self._segments.changed(self._segments.all[index])
             self._live.clear()
 
     def _overlay(self) -> _Overlay:
@@ -547,8 +546,8 @@ class Rebuild:
     def _count(self, inode: Inode, sign: int) -> None:
         if inode.kind == Kind.FILE:
             self.blocks += sign
-            for number, pages in usage(inode).items():
-                self._live[number] = self._live.get(number, 0) + sign * pages
+            for segment, pages in usage(inode).items():
+                self._live[segment] = self._live.get(segment, 0) + sign * pages
 
     # Runs in a thread: nothing here touches what the trio thread changes.
 
@@ -586,7 +585,7 @@ class Rebuild:
                 # The user, or an older block, has a directory of that name already: this one's blocks go there.
                 self._aliases[number] = other[0]
                 return
-            self._forget(bulk, found, other[0])
+            self._drop(bulk, found, other[0])
         before = found.inodes.get(number) or bulk.record(number)
         if before is not None:
             old = Inode.unpack(before)
@@ -704,7 +703,7 @@ class Rebuild:
         record = found.inodes.get(other[0]) or bulk.record(other[0])
         if other[1] or (record is not None and RECORD_HEAD.unpack_from(record)[6] > version):
             return False
-        self._forget(bulk, found, other[0])
+        self._drop(bulk, found, other[0])
         return True
 
     def _supersedes(self, bulk: Bulk, found: _Found, number: int, version: int) -> bool:
@@ -714,10 +713,10 @@ class Rebuild:
             return True
         if RECORD_HEAD.unpack_from(record)[6] >= version:
             return False
-        self._forget(bulk, found, number)
+        self._drop(bulk, found, number)
         return True
 
-    def _forget(self, bulk: Bulk, found: _Found, number: int) -> None:
+    def _drop(self, bulk: Bulk, found: _Found, number: int) -> None:
         """Take out the entries of an older record, in this batch or before."""
         record = found.inodes.pop(number, None)
         stored = bulk.record(number)

@@ -45,7 +45,7 @@ _SPACE_TIMEOUT_S = 10.0
 # A commit waits this long for earlier reservations of its segments to be settled, then for the index instead.
 _SETTLE_S = 0.02
 _YIELD_EVERY = 64
-_BURY_TASKS = 8
+_TOMBSTONE_TASKS = 8
 
 
 class Wanted(NamedTuple):
@@ -117,7 +117,7 @@ class Reservations:
         self._holders.add(holder)
         return holder
 
-    def leave(self, holder: Holder) -> None:
+    def take_back_all(self, holder: Holder) -> None:
         """The client is gone: everything it has not committed is taken back."""
         if holder in self._holders:
             self._holders.discard(holder)
@@ -323,7 +323,7 @@ class Reservations:
             self._expire()
             if self._returned:
                 with trio.CancelScope(shield=True):
-                    await self._bury()
+                    await self._tombstone()
                 continue
             with trio.move_on_at(self._expiries[0][0] if self._expiries else float("inf")):
                 await self._work.wait()
@@ -338,7 +338,7 @@ class Reservations:
             for number in expired:
                 self._take_back(holder, holder.open[number], late=True)
 
-    async def _bury(self) -> None:
+    async def _tombstone(self) -> None:
         """Make scans step over what was returned. Every run by itself: a write of a dead client may still land on its
         first page, and must not hide the next."""
         returned, self._returned = self._returned, []
@@ -346,10 +346,10 @@ class Reservations:
 
         async def work() -> None:
             for run in queue:
-                await self._segments.bury([run])
+                await self._segments.tombstone([run])
 
         async with trio.open_nursery() as nursery:
-            for _ in range(_BURY_TASKS):
+            for _ in range(_TOMBSTONE_TASKS):
                 nursery.start_soon(work)
         for reservation in returned:
             self._end(reservation, reservation.inode.version)
@@ -358,7 +358,7 @@ class Reservations:
     async def close(self) -> None:
         """Take everything back. Afterwards no segment has a client's run in flight."""
         for holder in list(self._holders):
-            self.leave(holder)
+            self.take_back_all(holder)
         while self.pages:
             await self._released.wait()
 

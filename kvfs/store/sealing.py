@@ -277,7 +277,7 @@ class Sealing:
                 except PlaneError as caught:
                     error = caught
             # Nothing more goes to these segments, other devices come next.
-            await self._segments.bury(seal.runs)
+            await self._segments.tombstone(seal.runs)
             self._segments.release(seal.runs)
             seal.runs.clear()
             if attempt == _WRITE_TRIES or error.errno == ENOENT:
@@ -321,7 +321,7 @@ class Sealing:
             await self._plane.spill_write(number, runs)
             self._hold(number, self._extent_segments(number))
         except PlaneError:
-            await self._segments.bury(runs)
+            await self._segments.tombstone(runs)
             raise
         finally:
             self._segments.release(runs)
@@ -398,7 +398,7 @@ class Sealing:
             copied = await self._plane.store_copy(old_record, runs, new.header_pages, new.pack(), ancestors, capacity)
             return self._blocks.enter(before, old_record, Inode.unpack(copied), copy=True)
         except PlaneError as error:
-            await self._segments.bury(runs)
+            await self._segments.tombstone(runs)
             log.warning("inode %d: not carried over: %s", number, error)
             if error.errno == EBADMSG:
                 self._blocks.drop_bad(number, before.segment)

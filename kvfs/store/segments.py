@@ -435,7 +435,7 @@ class Segments:
         self.when_settled(runs, settled.set)
         await settled.wait()
 
-    async def bury(self, runs: Iterable[Run]) -> None:
+    async def tombstone(self, runs: Iterable[Run]) -> None:
         """Writes to these runs failed: put something there that a scan can step over, and append no more behind it."""
         for run in runs:
             self.retire(self.all[run.segment])

@@ -161,7 +161,7 @@ class Slabs:
                 log.info("inode %d: a file as any other: %s", number, error)
                 return False
             try:
-                await self._plane.slab_settle(number, writers_stay=True)
+                await self._plane.slab_to_file(number, writers_stay=True)
             except PlaneError as refused:
                 if refused.errno == errno.EPERM:  # its owner chose a slab, or no file can be so large
                     raise error from None
@@ -252,7 +252,7 @@ class Slabs:
         """Nobody writes the slab any more (KVFS_EVENT_SLAB_CLOSED); if it `goes`, nobody has it open."""
         if not goes:
             try:
-                await self._plane.slab_settle(number)
+                await self._plane.slab_to_file(number)
                 self._unmark(number)
                 await self._sealing.seal_quietly(number)
                 return

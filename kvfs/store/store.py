@@ -19,7 +19,7 @@ from pathlib import Path
 import trio
 
 from kvfs.errors import DeviceError, InUseError, KvfsError, NoSpaceError
-from kvfs.index.lmdb import IndexError_, LmdbIndex
+from kvfs.index.lmdb import LmdbIndex, PoolIndexError
 from kvfs.plane import Event, EventType, Plane, PlaneError
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.devices import Device, DeviceAddress
@@ -119,7 +119,7 @@ class Store:
             stack.callback(opened.close)
             known = index_epoch(opened)
             if known > opened.epoch and not opened.absent:
-                raise IndexError_(f"index {pool / INDEX_NAME}: it knows mount {known}, the labels none after "
+                raise PoolIndexError(f"index {pool / INDEX_NAME}: it knows mount {known}, the labels none after "
                                   f"{opened.epoch}: other devices?")  # fmt: skip
             opened.leave_stale(known)
             heart = Heart.take(opened, use=options.use, known=known, next_epoch=True, force=options.take_over,
@@ -467,30 +467,30 @@ class Store:
     async def remove_device(self, device: int, *, drain: bool) -> int:
         """Take a device out for good. `drain`: pinned, open and hot blocks are carried over first. Returns how many
         blocks went."""
-        self._check_settled()
+        self._check_not_rebuilding()
         return await self.service.remove(device, self._drain if drain else None)
 
     async def replace_device(self, device: int, path: DeviceAddress, *, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
-        self._check_settled()
+        self._check_not_rebuilding()
         return await self.service.replace(device, path, force)
 
-    def _check_settled(self) -> None:
+    def _check_not_rebuilding(self) -> None:
         if self.rebuilding:
             raise KvfsError("the index is being rebuilt; devices can be changed when that is done")
 
-    async def _drain(self, numbers: Sequence[SegmentIndex]) -> None:
-        for number in numbers:
+    async def _drain(self, indexes: Sequence[SegmentIndex]) -> None:
+        for index in indexes:
             done = False
             with trio.move_on_after(_DRAIN_TIMEOUT_S):
-                while not await self.evictor.drain(self.segments.all[number]):
+                while not await self.evictor.drain(self.segments.all[index]):
                     # There is no room: other blocks go first.
                     if not await self.evictor.free_until(lambda: self.segments.free_count() > self.evictor.low):
                         await trio.sleep(0.1)
                     await self._commit_and_flush()
                 done = True
             if not done:
-                raise NoSpaceError(f"segment {number}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
+                raise NoSpaceError(f"segment {index}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
 
     # ---- closing ----
 

@@ -64,10 +64,10 @@ class ExportPlane(Protocol):
 
     def virtiofs_add(self, fd: int, tag: str, queues: int, *, memory_types: Sequence[int] = ()) -> int: ...
 
-    def virtiofs_remove(self, number: int) -> None:
+    def virtiofs_remove(self, transport: int) -> None:
         """Only asks for the end: the export has ended with the last transport's event."""
 
-    def virtiofs_statistics(self, number: int) -> Mapping[str, int]: ...
+    def virtiofs_statistics(self, transport: int) -> Mapping[str, int]: ...
 
 
 def parse_export(text: str) -> Export:
@@ -163,9 +163,9 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def _failure(path: Path, reason: str, number: int | None = None) -> ExportError:
+def _failure(path: Path, reason: str, error: int | None = None) -> ExportError:
     failure = ExportError(f"{path}: {reason}")
-    failure.errno = number or ExportError.errno
+    failure.errno = error or ExportError.errno
     return failure
 
 
@@ -221,7 +221,7 @@ class _Served:
     export: Export
     listener: socket.socket
     place: tuple[int, int]  # of the socket's file: (device, inode)
-    number: int | None = None
+    transport: int | None = None
     logged_s: float = float("-inf")
     left_out: int = 0
 
@@ -248,7 +248,8 @@ class Exports:
     def serve(self) -> None:
         """Let front ends in. Raises PlaneError."""
         for served in self._served:
-            served.number = self._plane.virtiofs_add(
+            assert served.transport is None, served.export.socket
+            served.transport = self._plane.virtiofs_add(
                 served.listener.fileno(),
                 served.export.tag,
                 served.export.queues,
@@ -260,17 +261,17 @@ class Exports:
         connect again find nobody."""
         for served in self._served:
             _take_away(served)
-            if served.number is not None:
-                number, served.number = served.number, None
+            if served.transport is not None:
+                transport, served.transport = served.transport, None
                 try:
-                    self._plane.virtiofs_remove(number)
+                    self._plane.virtiofs_remove(transport)
                 except KvfsError as error:
                     log.warning("%s: %s", served.export.socket, error)
 
-    def broken(self, number: int, queue: int, error: int) -> None:
+    def broken(self, transport: int, queue: int, error: int) -> None:
         """A guest's driver (by a queue) or its front end has broken the rules. Logged, but not each time."""
         for served in self._served:
-            if served.number != number:
+            if served.transport != transport:
                 continue
             if time.monotonic() < served.logged_s + _LOG_INTERVAL_S:
                 served.left_out += 1
@@ -289,10 +290,10 @@ class Exports:
                 "socket": str(served.export.socket),
                 "tag": served.export.tag,
                 "queues": served.export.queues,
-                **self._plane.virtiofs_statistics(served.number),
+                **self._plane.virtiofs_statistics(served.transport),
             }
             for served in self._served
-            if served.number is not None
+            if served.transport is not None
         ]
 
     def close(self) -> None:

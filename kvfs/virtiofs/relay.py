@@ -62,7 +62,7 @@ _FUSE_SILENT = (2, 36, 42)
 _INFLIGHT_HEAD, _INFLIGHT_ENTRY = 16, 16
 
 
-class KeeperError(KvfsError):
+class RelayError(KvfsError):
     """An end of the conversation is gone or breaks the protocol."""
 
 
@@ -84,37 +84,37 @@ class Message:
 
 
 def receive(sock: socket.socket) -> Message:
-    """One message. Raises KeeperError at the end, or if it is none."""
+    """One message. Raises RelayError at the end, or if it is none."""
     try:
         data, fds, flags, _ = socket.recv_fds(sock, _HEADER.size, _FDS_MAX)
         message = Message(0, 0, b"", list(fds))
     except OSError as error:
-        raise KeeperError(f"{error.strerror}") from error
+        raise RelayError(f"{error.strerror}") from error
     try:
         if flags & socket.MSG_CTRUNC:
-            raise KeeperError("too many descriptors")
-        data += _rest(sock, _HEADER.size - len(data)) if data else b""
+            raise RelayError("too many descriptors")
+        data += _receive_exactly(sock, _HEADER.size - len(data)) if data else b""
         if not data:
-            raise KeeperError("hung up")
+            raise RelayError("hung up")
         message.request, message.flags, size = _HEADER.unpack(data)
         if size > _PAYLOAD_MAX:
-            raise KeeperError(f"a message of {size} bytes")
-        message.payload = _rest(sock, size)
+            raise RelayError(f"a message of {size} bytes")
+        message.payload = _receive_exactly(sock, size)
     except BaseException:
         message.close()
         raise
     return message
 
 
-def _rest(sock: socket.socket, size: int) -> bytes:
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         try:
             piece = sock.recv(size - len(data))
         except OSError as error:
-            raise KeeperError(f"{error.strerror or error}") from error
+            raise RelayError(f"{error.strerror or error}") from error
         if not piece:
-            raise KeeperError("hung up in the middle of a message")
+            raise RelayError("hung up in the middle of a message")
         data += piece
     return data
 
@@ -123,7 +123,7 @@ def send(sock: socket.socket, request: int, flags: int, payload: bytes, fds: Seq
     try:
         socket.send_fds(sock, [_HEADER.pack(request, flags, len(payload)) + payload], list(fds))
     except OSError as error:
-        raise KeeperError(f"{error.strerror or error}") from error
+        raise RelayError(f"{error.strerror or error}") from error
 
 
 # ---- the guest's memory, for answers that are errors ----
@@ -218,7 +218,7 @@ def fail_requests(queue: Queue, memory: Memory, inflight: mmap.mmap | None, infl
     used, used_at = memory.user(used_user, 4 + 8 * size)
     used_index = ctypes.c_uint16.from_buffer(used, used_at + 2)
     try:
-        heads = _owed(size, used_index.value, inflight, inflight_at)
+        heads = _unanswered(size, used_index.value, inflight, inflight_at)
         position = used_index.value + len(heads)
         (available,) = struct.unpack_from("<H", avail, avail_at + 2)
         fresh = (available - position) & 0xFFFF
@@ -243,7 +243,7 @@ def fail_requests(queue: Queue, memory: Memory, inflight: mmap.mmap | None, infl
     return len(heads)
 
 
-def _owed(size: int, used_index: int, inflight: mmap.mmap | None, at: int) -> list[int]:
+def _unanswered(size: int, used_index: int, inflight: mmap.mmap | None, at: int) -> list[int]:
     """Requests that the daemon took and did not answer, in its order."""
     if inflight is None:
         return []
@@ -291,7 +291,7 @@ def _fail_one(memory: Memory, table: mmap.mmap, table_at: int, size: int, head: 
 # ---- one front end ----
 
 
-class Session:
+class Relay:
     """A front end and, one after the other, the daemons that serve it."""
 
     def __init__(self, front: socket.socket, export: Path, timeout_s: float) -> None:
@@ -314,7 +314,7 @@ class Session:
             deadline = time.monotonic() + self._timeout_s
             while not self._connect():
                 if time.monotonic() > deadline:
-                    raise KeeperError(f"{self._export}: nobody listens there; hung up on the front end")
+                    raise RelayError(f"{self._export}: nobody listens there; hung up on the front end")
                 time.sleep(RETRY_S)
             while self._turn():
                 pass
@@ -334,7 +334,7 @@ class Session:
         if self._front.fileno() in ready:
             try:
                 message = receive(self._front)
-            except KeeperError:
+            except RelayError:
                 return False
             try:
                 self._from_front(message)
@@ -353,8 +353,8 @@ class Session:
         back.settimeout(ANSWER_TIMEOUT_S)
         try:
             back.connect(str(self._export))
-            self._say_again(back)
-        except (OSError, KeeperError):
+            self._repeat_setup(back)
+        except (OSError, RelayError):
             back.close()
             return False
         self._back = back
@@ -367,7 +367,7 @@ class Session:
             self._lost_s = time.monotonic()
             log.warning("%s: the daemon is gone; waiting for the next", self._export)
 
-    def _say_again(self, back: socket.socket) -> None:
+    def _repeat_setup(self, back: socket.socket) -> None:
         """The state that this front end has set up so far."""
         for request in (SET_PROTOCOL_FEATURES, SET_OWNER, SET_FEATURES):
             if request in self._set:
@@ -428,7 +428,7 @@ class Session:
             if message.request in _ANSWERED:
                 self._cache[message.request] = answer.payload
             return answer.payload
-        except KeeperError:
+        except RelayError:
             self._lose()
             return None
 
@@ -482,7 +482,7 @@ class Session:
         try:
             send(self._back, GET_INFLIGHT_FD, _VERSION, _INFLIGHT.pack(0, 0, count, _QUEUE_SIZE_MAX))
             answer = receive(self._back)
-        except KeeperError:
+        except RelayError:
             self._lose()
             return
         if len(answer.payload) >= _INFLIGHT.size and len(answer.fds) == 1:
@@ -547,7 +547,7 @@ def keep(listener: socket.socket, export: Path, timeout_s: float) -> None:
             front.settimeout(MESSAGE_TIMEOUT_S)
             log.info("a front end has connected")
             try:
-                Session(front, export, timeout_s).run()
+                Relay(front, export, timeout_s).run()
             except (KvfsError, struct.error) as error:
                 log.warning("hung up: %s", error)
             else:

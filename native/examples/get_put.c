@@ -20,7 +20,7 @@ static void fill(uint8_t *block, uint32_t i) {
         block[at] = (uint8_t)(at * 31 + (at >> 12) + i * 97);
 }
 
-/* Every call returns a count or -errno, and leaves a sentence that names what was wrong with what. */
+/* Every call returns a count or -errno, and leaves a message that names what was wrong with what. */
 static int failed(const char *what) {
     fprintf(stderr, "get_put: %s: %s\n", what, kvfs_error());
     return 1;

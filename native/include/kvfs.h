@@ -11,7 +11,7 @@
  * call returns. No kernel filesystem, no daemon, no copy (except where memory or size is not aligned:
  * kvfs_client_statistics.bounced_bytes).
  *
- * Functions return 0 (or a count) or -errno; kvfs_error() then has the sentence. Any thread may call any function, except kvfs_close().
+ * Functions return 0 (or a count) or -errno; kvfs_error() then has the message. Any thread may call any function, except kvfs_close().
  * After fork() a child must connect again: every call on its parent's client is -ECHILD and touches nothing.
  *
  * Memory belongs to the caller, except while a device may still write into it. A call that gave up on a device (its results say -ETIMEDOUT)
@@ -60,7 +60,7 @@ struct kvfs_buffer { void *data; uint64_t size; };
 int kvfs_connect(const char *path, const char *space, const struct kvfs_options *options, struct kvfs_client **out);
 /* Waits for devices that have not answered, at most timeout_ms; memory that they still hold then stays the process's. */
 void kvfs_close(struct kvfs_client *client);
-/* The last error on this thread, as a sentence that names the object and the numbers. */
+/* The last error on this thread, as a message that names the object and the numbers. */
 const char *kvfs_error(void);
 
 /* found[i] = 1 if there is a block. Reads nothing, asks nobody. */

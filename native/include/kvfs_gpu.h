@@ -1,5 +1,5 @@
 /* libkvfs, GPU memory: blocks of a mounted pool into memory of an NVIDIA GPU. libcuda is loaded when it is first needed. A build needs
- * nothing of CUDA; a process without libcuda gets -ENODEV with a sentence. KVFS_CUDA_LIBRARY in the environment names another file than
+ * nothing of CUDA; a process without libcuda gets -ENODEV with a message. KVFS_CUDA_LIBRARY in the environment names another file than
  * libcuda.so.1.
  *
  *     struct kvfs_gpu *gpu;

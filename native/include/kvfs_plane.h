@@ -103,7 +103,7 @@ int kvfs_nvme_reservation(struct kvfs_nvme *nvme, enum kvfs_reservation_step ste
 int kvfs_nvme_namespaces(struct kvfs_nvme *nvme, uint32_t *out, uint32_t count);
 /* The entries of a discovery controller; returns how many there are, of which at most `count` are written. The target's nqn is ignored. */
 int kvfs_nvme_discover(const struct kvfs_nvme_target *target, struct kvfs_nvme_subsystem *out, uint32_t count);
-/* The last failure of a kvfs_nvme_ call on this thread, as a sentence. */
+/* The last failure of a kvfs_nvme_ call on this thread, as a message. */
 const char *kvfs_nvme_error(void);
 
 /* ---- NVMe passthrough: /dev/ngXnY ---- */
@@ -135,7 +135,7 @@ int kvfs_device_stop(struct kvfs_plane *plane, uint32_t device);
 int kvfs_device_use(struct kvfs_plane *plane, uint32_t device);
 /* The block table; the plane's. Table writes go through the kvfs_name_ and kvfs_inode_ functions below. */
 struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane);
-/* The last failure of create, or of taking a device into service, on this thread, as a sentence. */
+/* The last failure of create, or of taking a device into service, on this thread, as a message. */
 const char *kvfs_plane_error(void);
 
 /* ---- events, completions and calls: one eventfd, readable while one of the queues holds something ---- */
@@ -152,7 +152,7 @@ enum kvfs_event_type {
                                  * protocol). The queue has stopped, or the connection has ended */
     KVFS_EVENT_DEVICE = 9,      /* value = device: its connection was lost, or is back; kvfs_device_message */
     KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name; value 1: it lost its last handle, and goes (kvfs_slab_close); 0: it lost its last
-                                  * writer, and becomes an ordinary file (kvfs_slab_settle) */
+                                  * writer, and becomes an ordinary file (kvfs_slab_to_file) */
     KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab has ended, and no I/O of it is under way: its segments are free. value: the first of
                                  * them */
     KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: make it a slab, then call
@@ -185,7 +185,7 @@ struct kvfs_call {
     uint16_t name_size, new_name_size;
     char name[256], new_name[256];
 };
-/* on 0: as before it. Calls taken after that have no owner any more: the end of the session answers them, or a guest's keeper asks the next
+/* on 0: as before it. Calls taken after that have no owner any more: the end of the session answers them, or a guest's relay asks the next
  * daemon. */
 void kvfs_calls_open(struct kvfs_plane *plane, int on);
 int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count);
@@ -293,7 +293,7 @@ int kvfs_slab_resize(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, 
 /* Make it an ordinary file being written, dirty, whose content is placed (kvfs_file_extents). Completion: 0; -EBUSY: it is open for
  * writing; -EPERM: it has been overwritten, and goes; -ENOENT; -errno of an I/O. writers_stay: also while it is open for writing, and
  * overwritten. Then -EPERM: its owner chose a slab, it has failed, or it is larger than a file may be. */
-int kvfs_slab_settle(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int writers_stay);
+int kvfs_slab_to_file(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int writers_stay);
 /* Remove a slab without handles from the table, with its content. -EBUSY: it has handles; -ENOENT. */
 int kvfs_slab_close(struct kvfs_plane *plane, uint64_t inode);
 /* After KVFS_EVENT_SLAB_WANTED, whatever its outcome: writes that waited go on. -ENOENT. */
@@ -418,7 +418,7 @@ struct kvfs_statistics {
                                      * s */
 };
 void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out);
-/* The last news of an NVMe/TCP device's connection, as a sentence. Returns 1 if the device can be used, else 0; for other kinds of device 1
+/* The last news of an NVMe/TCP device's connection, as a message. Returns 1 if the device can be used, else 0; for other kinds of device 1
  * and "". */
 int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, uint32_t capacity);
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out);

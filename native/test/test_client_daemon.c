@@ -223,7 +223,7 @@ static void test_hostile_answers(void) {
             }
             CHECK_SAY(milliseconds() - started < 2000 * slowness(), "type %u, trick %d: %llu ms", types[t], trick,
                       (unsigned long long)(milliseconds() - started));
-            if (trick == HANG_UP || trick == GOODBYE_INSTEAD)
+            if (trick == HANG_UP || trick == CLOSE_INSTEAD)
                 CHECK_SAY(r == -ENOTCONN || (t == 0 && r == 0), "type %u, trick %d: %d", types[t], trick, r);
             else if (trick == HANG || trick == HALF_FRAME || trick == HALF_PAYLOAD)
                 CHECK_SAY(r == -ETIMEDOUT || (t == 0 && r == 0), "type %u, trick %d: %d", types[t], trick, r);

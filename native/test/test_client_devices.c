@@ -319,6 +319,13 @@ static void test_deadlines(void) {
     daemon_stop(false);
 }
 
+/* The daemon goes, another comes, and the batch is read from that. */
+static void restart_under(struct kvfs_client *client, struct batch *batch) {
+    daemon_stop(false);
+    daemon_start();
+    batch_get(client, batch, 1);
+}
+
 /* A device owes an answer to a connection that is over: its memory is known all the same, and the connection goes when it has answered. */
 static void test_restart_while_stuck(void) {
     const uint32_t timeout_ms = 200 * slowness(), late_ms = 600 * slowness();
@@ -328,17 +335,13 @@ static void test_restart_while_stuck(void) {
     struct batch *b = put_batch(client, 0, 3, &size, 1, 1), *other = batch_new(0, 3, &size, 1, 0);
     fault_all(client, KVFS_FAULT_DELAY, 1, 1, late_ms);
     CHECK(kvfs_get(client, &b->keys, b->buffers, b->results) == 0 && b->results[0] == -ETIMEDOUT);
-    daemon_stop(false);
-    daemon_start();
-    batch_get(client, other, 1);
+    restart_under(client, other);
     CHECK(client->retired && statistics(client).busy == 3 && kvfs_busy(client, b->buffers[1].data, 10) == 1);
     CHECK(kvfs_get(client, &b->keys, b->buffers, b->results) == -EBUSY);
     wait_idle(client);
     CHECK(kvfs_busy(client, b->buffers[1].data, 10) == 0 && !client->retired);
     batch_get(client, b, 1);
-    daemon_stop(false);
-    daemon_start();
-    batch_get(client, b, 1);
+    restart_under(client, b);
     CHECK(statistics(client).reconnects == 2 && !client->retired);
     batch_free(other);
     batch_free(b);
@@ -356,14 +359,10 @@ static void test_restart_while_a_write_is_stuck(void) {
     batch_fill(other, 1);
     fault_all(client, KVFS_FAULT_DELAY, 2, 1, late_ms);
     CHECK(kvfs_put(client, &other->keys, other->buffers, other->results) == 0 && other->results[0] == -ETIMEDOUT);
-    daemon_stop(false);
-    daemon_start();
-    batch_get(client, b, 1);
+    restart_under(client, b);
     CHECK(statistics(client).busy == 0 && client->retired);
     usleep(late_ms * 1000);
-    daemon_stop(false);
-    daemon_start();
-    batch_get(client, b, 1);
+    restart_under(client, b);
     CHECK(statistics(client).reconnects == 2 && !client->retired);
     batch_free(other);
     batch_free(b);

@@ -94,6 +94,10 @@ def pool(own_pool: Callable[..., Pool]) -> Pool:
     return own_pool(files=4, size="32M", started=False)
 
 
+def mount_command(pool: Pool) -> tuple[str | os.PathLike[str], ...]:
+    return (sys.executable, "-m", "kvfs", "mount", pool.path, pool.mount)
+
+
 def try_mount(pool: Pool, *extra: str) -> tuple[int, str, str]:
     return kvfs("mount", pool.path, pool.mount, *extra)
 
@@ -558,20 +562,8 @@ def test_no_io_uring(pool: Pool, number: int) -> None:
     if os.uname().machine != "x86_64":
         pytest.skip("the filter is for x86_64")
     with nothing_changes(pool.base):
-        result = run(
-            sys.executable,
-            "-c",
-            _WITHOUT_CALL,
-            str(_IO_URING_SETUP),
-            str(number),
-            sys.executable,
-            "-m",
-            "kvfs",
-            "mount",
-            pool.path,
-            pool.mount,
-            check=False,
-        )
+        filtered = (sys.executable, "-c", _WITHOUT_CALL, str(_IO_URING_SETUP), str(number))
+        result = run(*filtered, *mount_command(pool), check=False)
         error = assert_refused((result.returncode, result.stdout, result.stderr), "io_uring", status=(1,))
         assert "io_uring_disabled" in error or "seccomp" in error, f"does not say how to enable it: {error}"
     still_mounts(pool)
@@ -581,20 +573,8 @@ def test_too_little_locked_memory(pool: Pool) -> None:
     """Without CAP_IPC_LOCK and with RLIMIT_MEMLOCK at 0, kvfs mounts and works, or says so in one line."""
     helpers.requires_program("setpriv")
     without = "-ipc_lock,-sys_resource"
-    result = run(
-        "prlimit",
-        "--memlock=0:0",
-        "setpriv",
-        f"--bounding-set={without}",
-        f"--inh-caps={without}",
-        sys.executable,
-        "-m",
-        "kvfs",
-        "mount",
-        pool.path,
-        pool.mount,
-        check=False,
-    )
+    less = ("prlimit", "--memlock=0:0", "setpriv", f"--bounding-set={without}", f"--inh-caps={without}")
+    result = run(*less, *mount_command(pool), check=False)
     if result.returncode == 0:
         write_file(pool.mount / "a", content(3 * MIB))
         assert read_file(pool.mount / "a") == content(3 * MIB)

@@ -171,7 +171,7 @@ def test_a_start_that_fails_leaves_no_mount_and_no_socket(pool):
     pool.command("umount", str(pool.path))
 
 
-def test_a_front_end_behind_a_keeper_outlives_the_daemon(pool):
+def test_a_front_end_behind_a_relay_outlives_the_daemon(pool):
     path, kept = export(pool), pool.base / "kept.sock"
     words = [sys.executable, "-m", "kvfs", "keep", str(kept), str(path), "--timeout", "30"]
     with contextlib.ExitStack() as stack:
@@ -183,13 +183,13 @@ def test_a_front_end_behind_a_keeper_outlives_the_daemon(pool):
             env={**os.environ, **pool.environment},
         )
         stack.callback(process.kill)
-        wait_until(kept.exists, "the keeper's socket")
+        wait_until(kept.exists, "the relay's socket")
         with FrontEnd(kept) as front_end:
             assert front_end.features() & VIRTIO_F_VERSION_1
             for end in (pool.kill, lambda: pool.command("umount", str(pool.path))):
                 end()
                 export(pool)
-                wait_until(lambda: exports(pool)[0]["connected"] == 1, "the keeper connects again")
+                wait_until(lambda: exports(pool)[0]["connected"] == 1, "the relay connects again")
                 assert front_end.features() & VIRTIO_F_VERSION_1
         process.terminate()
         assert process.wait(30) == 0 and not kept.exists()

@@ -324,7 +324,7 @@ def test_a_user_of_another_group_gets_nothing(pool: Pool, gid: int, groups: list
 # ---- a daemon that lies ----
 
 HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST = range(1, 7)
-GOODBYE = 11
+CLOSE = 11
 FRAME = struct.Struct("<IHHiI")
 HANG_UP = b"hang up"  # an edit returns it to say nothing more, and close
 SILENCE = b"silence"  # ... and stay
@@ -511,15 +511,15 @@ _WELCOMES = {
     "4 GiB": (set_word(HELLO, 0, "<I", 0xFFFFFFFF), "VersionError"),
     "200 MiB that never come": (set_word(HELLO, 0, "<I", 200 << 20), "DeadlineError"),
     "of another type": (set_word(HELLO, 4, "<H", COMMIT), "VersionError"),
-    "with a status and no sentence": (
+    "with a status and no message": (
         replaced(HELLO, lambda frame: FRAME.pack(0, HELLO, 0, -errno.EPERM, 0)),
         "ClientError",
     ),
-    "with a status and a sentence that never ends": (
+    "with a status and a message that never ends": (
         replaced(HELLO, lambda frame: FRAME.pack(1 << 30, HELLO, 0, -errno.EPERM, 0) + b"no " * 10000),
         "ClientError",
     ),
-    "goodbye": (replaced(HELLO, lambda frame: FRAME.pack(0, GOODBYE, 0, 0, 0)), "VersionError"),
+    "close": (replaced(HELLO, lambda frame: FRAME.pack(0, CLOSE, 0, 0, 0)), "VersionError"),
     "zeros": (replaced(HELLO, lambda frame: bytes(len(frame))), "VersionError"),
     "JSON": (replaced(HELLO, lambda frame: b'{"ok": false, "error": "no command"}\n'), "VersionError"),
 }
@@ -614,7 +614,7 @@ _ANSWERS: dict[str, Callable[[int], Edit]] = {
     "an error without words": lambda kind: replaced(kind, lambda frame: _refusal(frame, -errno.ENOSPC, b"")),
     "an error that is none": lambda kind: set_word(kind, 8, "<i", -(1 << 31)),
     "a positive status": lambda kind: set_word(kind, 8, "<i", 5),
-    "goodbye": lambda kind: replaced(kind, lambda frame: FRAME.pack(0, GOODBYE, 0, 0, 0)),
+    "close": lambda kind: replaced(kind, lambda frame: FRAME.pack(0, CLOSE, 0, 0, 0)),
     "empty": lambda kind: with_payload(kind, lambda payload: b""),
     "half": lambda kind: with_payload(kind, lambda payload: payload[: len(payload) // 2]),
     "half, then the end": lambda kind: _once(kind, lambda frame: frame[: FRAME.size + 4]),

@@ -19,9 +19,9 @@ from kvfs import cli
 from kvfs.cli.mounting import _watch_daemon
 from kvfs.daemon.reporter import log_to_file
 from kvfs.errors import PoolError
-from kvfs.guard import open_own
 from kvfs.pool import nvme_tcp
 from kvfs.pool.config import load
+from kvfs.pool.directory import open_own
 from kvfs.pool.lock import locked
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.pool.opening import write_config

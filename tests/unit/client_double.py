@@ -21,7 +21,7 @@ from kvfs.record import Inode
 from kvfs.types import SegmentIndex
 
 PAGE = 4096
-HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST, LOOKUP, BAD_BLOCK, HITS, REPORT, GOODBYE = range(1, 12)
+HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST, LOOKUP, BAD_BLOCK, HITS, REPORT, CLOSE = range(1, 12)
 FRAME = struct.Struct("<IHHiI")
 
 
@@ -130,7 +130,7 @@ class WireClient:
         return self._id
 
     def ask(self, kind: int, payload: bytes) -> bytes:
-        """The answer; OSError with the daemon's status and sentence."""
+        """The answer; OSError with the daemon's status and message."""
         asked = self.send(kind, payload)
         answered, status, id_, answer = self.frame()
         assert (answered, id_) == (kind, asked)

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from client_double import (
     BAD_BLOCK,
+    CLOSE,
     COMMIT,
     DELETE,
     FRAME,
-    GOODBYE,
     HITS,
     LIST,
     LOOKUP,
@@ -332,7 +332,7 @@ def test_hits_and_bad_blocks_are_taken_and_not_believed(pool: Pool) -> None:
         assert file_of(pool, name).read_bytes() == b"g" * 9000 and counters(pool)["bad_blocks"] == 0
 
 
-# ---- breaches ----
+# ---- violations ----
 
 NAME = key("k")
 ITEM = struct.pack("<QII", 4096, len(NAME), 0) + padded(NAME)
@@ -379,12 +379,12 @@ ITEM = struct.pack("<QII", 4096, len(NAME), 0) + padded(NAME)
         (REPORT, bytes(8)),
         (1, b""),
         (2, b""),
-        (GOODBYE, b""),
+        (CLOSE, b""),
         (99, b""),
         (0, b""),
     ],
 )
-def test_a_breach_ends_the_connection(pool: Pool, kind: int, payload: bytes) -> None:
+def test_a_violation_ends_the_connection(pool: Pool, kind: int, payload: bytes) -> None:
     with connected(pool) as client:
         client.send(kind, payload)
         assert client.hung_up()
@@ -452,12 +452,12 @@ def test_native_clients_do_not_keep_the_command_line_out(pool: Pool) -> None:
 # ---- the end ----
 
 
-def test_an_unmount_says_goodbye_and_a_crash_does_not() -> None:
+def test_an_unmount_sends_a_close_and_a_crash_does_not() -> None:
     with Pool(files=2, size="64M") as pool:
         with connected(pool) as client:
             client.reserve(base(pool), SPACE, [(key("open"), 10_000)])
             pool.umount()
-            assert client.frame()[:2] == (GOODBYE, 0) and client.hung_up()
+            assert client.frame()[:2] == (CLOSE, 0) and client.hung_up()
         pool.start()
         with connected(pool) as client:
             assert client.put(base(pool), SPACE, {key("kept"): b"k"}) == [0]

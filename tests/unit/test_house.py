@@ -6,7 +6,6 @@ import importlib.machinery
 import importlib.util
 import shutil
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -68,55 +67,50 @@ def test_every_room_is_in_the_map(tool: ModuleType) -> None:
     assert missing == []
 
 
-# ---- the measure itself: each fault is seen ----
+# ---- the measure itself: each fault is seen, in one copy that has them all ----
+
+ARROWS = [
+    ("kvfs/pool/geometry.py", "from kvfs.store import store\n", ("kvfs/pool/geometry.py", "kvfs/store/store.py")),
+    ("native/src/io/ring.c", '#include "fuse/fuse.h"\n', ("native/src/io/ring.c", "native/src/fuse/fuse.h")),
+    (
+        "native/src/io/ring.c",
+        "void never(void);\nvoid never(void) { mux_close(0); }\n",
+        ("native/src/io/ring.c", "native/src/fuse/mux.c"),
+    ),
+    (
+        "native/src/client/get.c",
+        '#include "content/content.h"\n',
+        ("native/src/client/get.c", "native/src/content/content.h"),
+    ),
+]
 
 
-def copy(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def faulty(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("faulty")
     for folder in ("kvfs", "native/src", "native/shims", "native/include"):
-        shutil.copytree(
-            REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so*", "__pycache__", "lib", "*.o")
-        )
-    return tmp_path
+        ignored = shutil.ignore_patterns("*.so*", "__pycache__", "lib", "*.o")
+        shutil.copytree(REPOSITORY / folder, root / folder, ignore=ignored)
+    added = [(file, line) for file, line, _ in ARROWS]
+    added.append(("kvfs/pool/one.py", "if TYPE_CHECKING:\n    from kvfs.pool import two\n"))
+    added.append(("kvfs/pool/two.py", "from kvfs.pool import one\n"))
+    added.append(("native/src/io/ring.c", "static int long_one(int a) {\n" + "    a++;\n" * 120 + "    return a;\n}\n"))
+    added.append(("kvfs/units.py", "def long_one():\n" + "    a = 1\n" * 120))
+    for file, text in added:
+        with (root / file).open("a") as out:
+            out.write(text)
+    return tool.measure(root)
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "seen"),
-    [
-        ("kvfs/pool/geometry.py", "from kvfs.store import store\n", ("kvfs/pool/geometry.py", "kvfs/store/store.py")),
-        ("native/src/io/ring.c", '#include "fuse/fuse.h"\n', ("native/src/io/ring.c", "native/src/fuse/fuse.h")),
-        (
-            "native/src/io/ring.c",
-            "void never(void);\nvoid never(void) { mux_close(0); }\n",
-            ("native/src/io/ring.c", "native/src/fuse/mux.c"),
-        ),
-        (
-            "native/src/client/get.c",
-            '#include "content/content.h"\n',
-            ("native/src/client/get.c", "native/src/content/content.h"),
-        ),
-    ],
-)
-def test_an_arrow_upward_is_seen(tool: ModuleType, tmp_path: Path, file: str, line: str, seen: tuple[str, str]) -> None:
-    root = copy(tmp_path)
-    with (root / file).open("a") as out:
-        out.write(line)
-    assert seen in tool.measure(root).upward()
+@pytest.mark.parametrize("seen", [seen for _, _, seen in ARROWS], ids="->".join)
+def test_an_arrow_upward_is_seen(faulty: Any, house: Any, seen: tuple[str, str]) -> None:
+    assert seen in faulty.upward() and seen not in house.upward()
 
 
-def test_a_circle_under_type_checking_is_seen(tool: ModuleType, tmp_path: Path) -> None:
-    root = copy(tmp_path)
-    with (root / "kvfs/pool/geometry.py").open("a") as out:
-        out.write("if TYPE_CHECKING:\n    from kvfs.pool.making import x\n")
-    with (root / "kvfs/pool/making.py").open("a") as out:
-        out.write("from kvfs.pool import geometry\n")
-    assert any("kvfs/pool/geometry.py" in circle for circle in tool.measure(root).circles())
+def test_a_circle_under_type_checking_is_seen(faulty: Any) -> None:
+    assert {"kvfs/pool/one.py", "kvfs/pool/two.py"} in [set(circle) for circle in faulty.circles()]
 
 
-def test_a_long_function_is_seen(tool: ModuleType, tmp_path: Path) -> None:
-    root = copy(tmp_path)
-    with (root / "native/src/io/ring.c").open("a") as out:
-        out.write("static int long_one(int a) {\n" + "    a++;\n" * 120 + "    return a;\n}\n")
-    with (root / "kvfs/units.py").open("a") as out:
-        out.write("def long_one():\n" + "    a = 1\n" * 120)
-    sizes = tool.measure(root).functions
+def test_a_long_function_is_seen(faulty: Any) -> None:
+    sizes = faulty.functions
     assert sizes[("native/src/io/ring.c", "long_one")] == 123 and sizes[("kvfs/units.py", "long_one")] == 121

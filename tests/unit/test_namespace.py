@@ -203,7 +203,7 @@ class StoreDouble:
         self.counter += 1
         return self.counter
 
-    def leave_table(self, inodes: Sequence[InodeNumber]) -> None:
+    def hide_in_table(self, inodes: Sequence[InodeNumber]) -> None:
         assert all(self.index.get(number) is None for number in inodes)
 
     def entered(self, inode: Inode) -> None:
@@ -603,7 +603,7 @@ async def test_opening_for_write_keeps_the_inode(namespace: Namespace, store: St
 
 
 @in_trio
-async def test_a_vanished_inode_is_estale_at_open(namespace: Namespace) -> None:
+async def test_a_dropped_inode_is_estale_at_open(namespace: Namespace) -> None:
     inode = await sealed(namespace, b"x")
     namespace.unlink(ROOT_INODE, b"x")
     with pytest.raises(errors.StaleInodeError) as caught:
@@ -728,7 +728,10 @@ async def test_a_preallocation_of_what_its_last_writer_has_just_closed_writes_it
         await namespace.setxattr(gone.inode, ALLOCATE_REQUEST, b"8192")
 
 
-def test_a_preallocation_gives_up_at_its_deadline(namespace: Namespace, store: StoreDouble) -> None:
+def test_a_preallocation_gives_up_at_its_deadline(
+    namespace: Namespace, store: StoreDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfs.namespace.files._SEAL_TIMEOUT_S", 1.0)  # a look every 2 ms: 60 s are 30,000 of them
     number = namespace.create(ROOT_INODE, b"file", 0o644, 0, 0).inode
     store.plane.sealing = 1 << 30
 

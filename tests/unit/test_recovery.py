@@ -314,7 +314,7 @@ def test_carried_over_blocks_survive_the_reuse_of_their_segment(pool: Path) -> N
         for i in range(1200):
             await write(store, b"%d" % i, BIG)
         now = store.index.get(kept.inode)
-        assert now is not None and now.segment != kept.segment
+        assert now is not None and now.extents[0].generation != kept.extents[0].generation  # perhaps in the same place
 
     crashed_store(pool, work, LAZY)
     assert b"kept" in found(pool)

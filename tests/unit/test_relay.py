@@ -1,4 +1,4 @@
-"""The keeper between a hypervisor and the daemon: what the next daemon is told, and a guest without one."""
+"""The relay between a hypervisor and the daemon: what the next daemon is told, and a guest without one."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class DaemonDouble:
                     send(self.connection, message.request, 5, struct.pack("<Q", 2))
                 elif message.request in relay._ANSWERED or message.flags & 8:
                     send(self.connection, message.request, 5, bytes(8))
-        except (relay.KeeperError, OSError):
+        except (relay.RelayError, OSError):
             return
 
     def end(self) -> None:
@@ -253,8 +253,8 @@ class DaemonDouble:
 class FrontEnd:
     """A double of QEMU's end."""
 
-    def __init__(self, front: socket.socket, guest: GuestDouble, session: relay.Session) -> None:
-        self.socket, self.guest, self.session = front, guest, session
+    def __init__(self, front: socket.socket, guest: GuestDouble, served_by: relay.Relay) -> None:
+        self.socket, self.guest, self.served_by = front, guest, served_by
         self.socket.settimeout(10)
 
     def say(self, request: int, payload: bytes = b"", fds: tuple[int, ...] = (), *, ack: bool = False) -> bytes:
@@ -284,13 +284,13 @@ class FrontEnd:
 
 @pytest.fixture
 def front_end(tmp_path: Path, guest: GuestDouble) -> Iterator[FrontEnd]:
-    """Behind a keeper; there is no daemon yet."""
+    """Behind a relay; there is no daemon yet."""
     ours, theirs = socket.socketpair()
-    session = relay.Session(theirs, tmp_path / "export.sock", 30)
-    thread = threading.Thread(target=session.run, daemon=True)
+    served_by = relay.Relay(theirs, tmp_path / "export.sock", 30)
+    thread = threading.Thread(target=served_by.run, daemon=True)
     thread.start()
     with ours:
-        yield FrontEnd(ours, guest, session)
+        yield FrontEnd(ours, guest, served_by)
     thread.join(10)
     theirs.close()
     assert not thread.is_alive()
@@ -338,7 +338,7 @@ def test_without_a_daemon_a_guest_gets_errors_and_its_front_end_answers(
     front_end.set_up()
     guest.ask(0, unique=5)
     guest.offer(0)
-    front_end.session._timeout_s = 0.5
+    front_end.served_by._timeout_s = 0.5
     began = time.monotonic()
     first.end()
     assert select.select([guest.call], [], [], 10)[0], "the guest is signalled"
@@ -357,8 +357,8 @@ def test_without_a_daemon_a_guest_gets_errors_and_its_front_end_answers(
 
 def test_a_front_end_that_finds_no_daemon_is_hung_up_on(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(relay.KeeperError, match=r"export\.sock: nobody listens there"):
-        relay.Session(theirs, tmp_path / "export.sock", 0.3).run()
+    with ours, theirs, pytest.raises(relay.RelayError, match=r"export\.sock: nobody listens there"):
+        relay.Relay(theirs, tmp_path / "export.sock", 0.3).run()
 
 
 @pytest.mark.parametrize(
@@ -370,5 +370,5 @@ def test_a_message_that_is_none_ends_the_conversation(data: bytes) -> None:
         ours.sendall(data)
         ours.shutdown(socket.SHUT_WR)
         theirs.settimeout(5)
-        with pytest.raises(relay.KeeperError):
+        with pytest.raises(relay.RelayError):
             receive(theirs)

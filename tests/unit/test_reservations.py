@@ -77,7 +77,7 @@ class Writer:
         return place
 
     def leave(self) -> None:
-        self.store.reservations.leave(self.holder)
+        self.store.reservations.take_back_all(self.holder)
 
 
 async def letter_of(store: Store, name: bytes) -> bytes:

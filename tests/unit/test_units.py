@@ -39,14 +39,14 @@ def test_systemd_takes_a_unit_and_finds_it_sandboxed(name: str, tmp_path: Path) 
     assert rated.returncode == 0, rated.stdout[-300:] + rated.stderr
 
 
-def test_the_keeper_is_not_root() -> None:
+def test_the_relay_is_not_root() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string((TOOLS / "kvfs-keep@.service").read_text())
     service = unit["Service"]
     assert service["DynamicUser"] == "yes" and service["CapabilityBoundingSet"] == ""
     export = (TOOLS / "kvfs-export@.service").read_text()
-    assert f"\nGroup={service['Group']}\n" in export, "the keeper reaches the export's socket by its group"
+    assert f"\nGroup={service['Group']}\n" in export, "the relay reaches the export's socket by its group"
 
 
 def test_the_mount_of_a_service_is_seen_outside() -> None:

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <stdlib.h>
 
+#include "base/base.h"
 #include "shim.h"
 
 #define THREADS_MAX 64
@@ -336,12 +337,6 @@ struct cufile_status batch_submit(struct batch *batch, unsigned count, const str
 
 static int64_t nanoseconds(const struct timespec *time) { return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec; }
 
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return nanoseconds(&now);
-}
-
 /* Locked: until there is news, or the time is there. */
 static void wait_until(struct batch *batch, int64_t deadline_ns) {
     struct timespec time = {deadline_ns / 1000000000, deadline_ns % 1000000000};
@@ -376,13 +371,13 @@ struct cufile_status batch_take_foreign(struct batch *batch, unsigned least, uns
 struct cufile_status batch_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
                                   struct timespec *timeout) {
     struct cufile_status result = OK;
-    int64_t deadline_ns = timeout ? now_ns() + (nanoseconds(timeout) > 0 ? nanoseconds(timeout) : 0) : INT64_MAX;
+    int64_t deadline_ns = timeout ? (int64_t)now_ns() + (nanoseconds(timeout) > 0 ? nanoseconds(timeout) : 0) : INT64_MAX;
     unsigned room = *count, got = 0;
     for (;;) {
         pthread_mutex_lock(&lock);
         got += take_done(batch, events + got, room - got);
         unsigned waiting = batch->waiting, foreign = batch->foreign;
-        int64_t now = now_ns();
+        int64_t now = (int64_t)now_ns();
         if (waiting && !foreign && got < least && now < deadline_ns)
             wait_until(batch, deadline_ns);
         pthread_mutex_unlock(&lock);

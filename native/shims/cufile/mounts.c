@@ -9,6 +9,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include "base/base.h"
 #include "client/mountinfo.h"
 #include "shim.h"
 
@@ -32,12 +33,6 @@ unsigned fork_count;
 static pthread_mutex_t mounts_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct mount *mounts;
 static int watch = -1;                   /* on mountinfo, at its end: poll() says whether anything was mounted since */
-
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static void mount_seen(dev_t device, int identity, char *path) {
     struct mount *mount = mounts;

@@ -4,12 +4,12 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "base/base.h"
 #include "shim.h"
 
 #define CHUNK ((uint64_t)64 << 20)       /* of a read: a size far beyond the file's end is not checked to its end */
 #define BUSY_POLL_NS 2000000
 
-static uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 /* A device that gave no answer in time may still write there, and a caller of cuFile cannot know: it is kept waiting, as by the kernel. */
 static void wait_until_ours(struct handle *handle, const void *memory, uint64_t size) {

@@ -83,10 +83,17 @@ struct slot *slot_get_extra(struct arena *arena) {
     return slot;
 }
 
-void slot_ref(struct slot *slot) { atomic_fetch_add_explicit(&slot->refs, 1, memory_order_relaxed); }
+void slot_ref(struct slot *slot) {
+    unsigned before = atomic_fetch_add_explicit(&slot->refs, 1, memory_order_relaxed);
+    assert(before > 0);
+}
 
 void slot_put(struct slot *slot) {
-    if (!slot || atomic_fetch_sub_explicit(&slot->refs, 1, memory_order_acq_rel) != 1)
+    if (!slot)
+        return;
+    unsigned before = atomic_fetch_sub_explicit(&slot->refs, 1, memory_order_acq_rel);
+    assert(before > 0);
+    if (before != 1)
         return;
     struct arena *arena = slot->arena;
     if (!arena) {

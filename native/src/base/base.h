@@ -20,6 +20,10 @@
 
 #include "kvfs_format.h"
 
+#ifdef NDEBUG
+#error "assertions stay in: build without NDEBUG"
+#endif
+
 #define PAGE ((uint64_t)KVFS_PAGE_SIZE)
 
 static inline uint64_t now_ns(void) {
@@ -32,6 +36,13 @@ static inline void wake_fd(int fd) {
     uint64_t one = 1;
     ssize_t n = write(fd, &one, sizeof(one));
     (void)n;
+}
+/* Whether somebody holds the lock: for assertions. */
+static inline bool is_locked(pthread_mutex_t *lock) {
+    if (pthread_mutex_trylock(lock))
+        return true;
+    pthread_mutex_unlock(lock);
+    return false;
 }
 static inline uint64_t round_up(uint64_t size, uint64_t unit) { return (size + unit - 1) / unit * unit; }
 /* memcpy that takes NULL with a size of 0. */

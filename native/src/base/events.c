@@ -44,19 +44,19 @@ static void queue_drained(struct events *events) {
         events->signalled = read(events->fd, &count, sizeof(count)) != sizeof(count);
 }
 
-void events_add(struct events *events, uint32_t type, uint64_t inode, uint64_t value) {
+bool events_add(struct events *events, uint32_t type, uint64_t inode, uint64_t value) {
     pthread_mutex_lock(&events->lock);
     /* A failing device makes the same event many times a second. The queue holds it once. */
     for (uint32_t i = events->event_count; i-- > 0 && events->event_count - i < 64;) {
         struct kvfs_event *e = &events->events[i];
         if (e->type == type && e->inode == inode && e->value == value) {
             pthread_mutex_unlock(&events->lock);
-            return;
+            return true;
         }
     }
     if (type == KVFS_EVENT_SLOW && events->slow_waiting == SLOW_EVENTS_MAX) { /* Python may have been stopped for hours */
         pthread_mutex_unlock(&events->lock);
-        return;
+        return true;
     }
     if (events->event_count == events->event_capacity) {
         uint32_t capacity = events->event_capacity * 2;
@@ -66,11 +66,13 @@ void events_add(struct events *events, uint32_t type, uint64_t inode, uint64_t v
             events->event_capacity = capacity;
         }
     }
-    if (events->event_count < events->event_capacity) {
+    bool room = events->event_count < events->event_capacity;
+    if (room) {
         events->events[events->event_count++] = (struct kvfs_event){.type = type, .inode = inode, .value = value};
         events->slow_waiting += type == KVFS_EVENT_SLOW;
     }
     unlock_and_wake(events);
+    return room;
 }
 
 void events_complete(struct events *events, uint64_t cookie, int64_t result) {

@@ -20,7 +20,7 @@ struct events {
 };
 int events_init(struct events *events);  /* -errno */
 void events_free(struct events *events); /* also after events_init failed */
-void events_add(struct events *events, uint32_t type, uint64_t inode, uint64_t value);
+bool events_add(struct events *events, uint32_t type, uint64_t inode, uint64_t value); /* false: it was lost, for want of memory */
 void events_complete(struct events *events, uint64_t cookie, int64_t result);
 void events_call(struct events *events, struct call *call);     /* taken over */
 int events_take(struct events *events, struct kvfs_event *out, uint32_t count);

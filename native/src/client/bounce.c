@@ -16,6 +16,8 @@ uint8_t *lane_bounce(struct lane *lane, uint64_t *size) {
 }
 
 void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size) {
+    assert((uintptr_t)bounce % PAGE == 0);
+    assert(size % SMALL_SIZE == 0); /* as lane_bounce() made it */
     for (uint32_t i = 0; i < 8 && size <= 8 << 20; i++)
         if (!lane->bounces[i]) {
             lane->bounces[i] = bounce;

@@ -39,13 +39,13 @@ struct connection {
     pthread_mutex_t socket_lock;         /* guards what is received: from here to next_id */
     pthread_cond_t answered;             /* some request was, or nobody listens */
     bool listening;                      /* a thread waits for the socket; the others wait for `answered` */
-    struct asked *asked;                 /* requests without an answer */
-    struct wire_frame frame;             /* the frame that is coming in: heard bytes of it, and of its payload */
+    struct wire_pending *pending;             /* requests without an answer */
+    struct wire_frame frame;             /* the frame that is coming in: received bytes of it, and of its payload */
     uint8_t *payload;
-    uint64_t heard;
+    uint64_t received;
     uint32_t next_id;
     atomic_bool gone;                    /* the daemon hung up */
-    atomic_bool goodbye;                 /* ... and said so first: unmounted */
+    atomic_bool closed;                  /* ... and said so first: unmounted */
     atomic_bool silent;                  /* ... or its process listens still, and says nothing */
     uint64_t listener[4];                /* device, inode, ctime (s, ns) of the socket's file: each daemon makes one */
     bool writable;
@@ -123,7 +123,7 @@ struct kvfs_client {
 
 /* ---- client/error.c ---- */
 
-/* Keep the sentence for kvfs_error(); returns error. */
+/* Keep the message for kvfs_error(); returns error. */
 int client_fail(int error, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* ---- client/wire.c ---- */
@@ -133,28 +133,28 @@ int wire_send_all(int fd, const void *head, uint64_t head_size, const void *data
 /* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. */
 int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count);
 /* Is the daemon still there? Receives what it has sent meanwhile. Never waits. */
-void connection_look(struct connection *connection);
+void connection_poll(struct connection *connection);
 /* One request. It belongs to its asker, which waits for the answer in any case. Any number may be under way, from any threads. */
-struct asked {
-    struct asked *next;
+struct wire_pending {
+    struct wire_pending *next;
     uint32_t id;
     uint16_t type;
     uint64_t sent_ns, answered_ns, deadline_ns;
-    atomic_bool done;                    /* what follows is set; connection_look() may have done that */
+    atomic_bool done;                    /* what follows is set; connection_poll() may have done that */
     int result;                          /* 0, or why no answer came: -ENOTCONN, -EPROTO, -ETIMEDOUT */
     int32_t status;
     uint8_t *reply;                      /* malloc'ed */
     uint32_t reply_size;
 };
-void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked);
-void wire_wait(struct connection *connection, struct asked *asked);
+void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending);
+void wire_wait(struct connection *connection, struct wire_pending *pending);
 /* The outcome of a request that is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
-int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply, uint32_t *reply_size);
+int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_t **reply, uint32_t *reply_size);
 /* All three. */
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);
-/* Tell without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
-void wire_tell(struct connection *connection, uint16_t type, const void *payload, uint32_t size);
+/* Notify the daemon, without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
+void wire_notify(struct connection *connection, uint16_t type, const void *payload, uint32_t size);
 /* A payload that grows; what is appended is padded to 8. The owner frees data. */
 struct message_buffer { uint8_t *data; uint64_t size, capacity; bool failed; };
 void message_append(struct message_buffer *out, const void *data, uint64_t size);

@@ -40,7 +40,11 @@ static void connection_free(struct connection *connection) {
 }
 
 void connection_put(struct connection *connection) {
-    if (connection && atomic_fetch_sub(&connection->refs, 1) == 1)
+    if (!connection)
+        return;
+    unsigned before = atomic_fetch_sub(&connection->refs, 1);
+    assert(before > 0);
+    if (before == 1)
         connection_free(connection);
 }
 
@@ -99,7 +103,7 @@ static int frame_check(struct kvfs_client *client, const struct wire_frame *fram
     return 0;
 }
 
-/* The daemon's refusal: its sentence. */
+/* The daemon's refusal: its message. */
 static int refusal(struct kvfs_client *client, int fd, const struct wire_frame *frame, uint64_t deadline_ns) {
     char text[512] = "";
     uint32_t size = (uint32_t)min_u64(frame->size, sizeof(text) - 1);
@@ -253,7 +257,7 @@ int connection_get(struct kvfs_client *client, struct connection **out) {
         return client_fail(-ECHILD, "%s: this client was connected by process %d; after fork() connect again", client->path, (int)client->pid);
     pthread_mutex_lock(&client->lock);
     struct connection *connection = client->connection;
-    connection_look(connection);
+    connection_poll(connection);
     int r = 0;
     if (connection->gone) {
         struct connection *fresh = NULL;
@@ -270,7 +274,7 @@ int connection_get(struct kvfs_client *client, struct connection **out) {
             client_prune(client);
             client->connection = connection = fresh;
             TALLY(client, reconnects, 1);
-        } else if (r == -ENOTCONN && connection->goodbye) {
+        } else if (r == -ENOTCONN && connection->closed) {
             r = client_fail(-ENOTCONN, "%s: unmounted", client->path);
         } else if (connection->verify && (r == -ENOTCONN || (r == -ETIMEDOUT && listener_is_same(client, connection)))) {
             connection->silent = r == -ETIMEDOUT;

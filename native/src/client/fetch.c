@@ -137,6 +137,9 @@ static void fetch_submit(struct fetch *fetch) {
 }
 
 void fetch_start(struct lane *lane, struct fetch *fetch) {
+    assert(fetch->lane == lane);
+    assert(fetch->done);
+    assert(fetch->groups_held == 0);
     lane->active_count++;
     if (!fetch->until_ns)
         fetch->until_ns = now_ns() + lane->client->options.timeout_ms * 1000000ull;
@@ -145,6 +148,7 @@ void fetch_start(struct lane *lane, struct fetch *fetch) {
 
 static void group_done(struct io_group *group, bool reaped) {
     struct fetch *fetch = group->owner;
+    assert(fetch->groups_held > 0);
     if (reaped) {
         fetch->groups_held--; /* an orphan is let go of by lane_reap() */
         return;
@@ -155,6 +159,7 @@ static void group_done(struct io_group *group, bool reaped) {
         fetch->error = -ETIMEDOUT;
     else if (group->result && !fetch->error) /* whatever a device says: no other errno means that here */
         fetch->error = -EIO;
+    assert(fetch->groups_left > 0);
     if (--fetch->groups_left == 0)
         fetch_ready(fetch);
 }
@@ -255,6 +260,7 @@ static void fetch_finish(struct fetch *fetch) {
         lane->orphan_count++;
         atomic_fetch_add(&lane->client->orphans, 1);
     }
+    assert(lane->active_count > 0);
     lane->active_count--;
     fetch->done(lane, fetch);
     if (!held)
@@ -272,6 +278,7 @@ static uint32_t run(struct lane *lane, uint64_t timeout_ns, uint32_t limit) {
         lane->ready = fetch->next;
         if (!lane->ready)
             lane->ready_last = NULL;
+        assert(lane->ready_count > 0);
         lane->ready_count--;
         fetch_finish(fetch);
     }

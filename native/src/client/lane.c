@@ -12,6 +12,7 @@ int lane_take(struct kvfs_client *client, struct connection *connection, struct 
     int r = 0;
     while (!connection->idle && connection->lane_count >= LANES_MAX && r == 0)
         r = pthread_cond_timedwait(&connection->lane_idle, &connection->lock, &until);
+    assert(connection->lane_count <= LANES_MAX);
     struct lane *lane = connection->idle;
     if (lane)
         connection->idle = lane->next;
@@ -38,6 +39,8 @@ int lane_take(struct kvfs_client *client, struct connection *connection, struct 
     }
     if (!lane)
         return r < 0 ? r : client_fail(-EBUSY, "%s: no lane became free", client->path);
+    assert(lane->connection == connection);
+    assert(lane->active_count == 0);
     lane->client = client;
     if (!ring_idle(&lane->ring))
         lane_reap(lane, false);
@@ -48,6 +51,7 @@ int lane_take(struct kvfs_client *client, struct connection *connection, struct 
 void lane_give(struct lane *lane) {
     struct connection *connection = lane->connection;
     assert(lane->active_count == 0);
+    assert(!lane->ready);
     pthread_mutex_lock(&connection->lock);
     lane->next = connection->idle;
     connection->idle = lane;
@@ -60,6 +64,7 @@ bool lane_free(struct lane *lane) {
     lane_reap(lane, false);
     if (!ring_idle(&lane->ring))
         return false;
+    assert(lane->orphan_count == 0);
     ring_free(&lane->ring);
     while (lane->free) {
         struct fetch *next = lane->free->next;
@@ -97,6 +102,8 @@ struct fetch *fetch_get(struct lane *lane) {
 
 void fetch_recycle(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
+    assert(fetch->groups_left == 0);
+    assert(fetch->groups_held == 0); /* devices own nothing of it */
     desc_put(fetch->desc);
     if (fetch->bounce)
         lane_bounce_give(lane, fetch->bounce, fetch->bounce_size);
@@ -120,6 +127,7 @@ void lane_reap(struct lane *lane, bool locked) {
             continue;
         }
         *link = fetch->next;
+        assert(lane->orphan_count > 0);
         lane->orphan_count--;
         atomic_fetch_sub(&lane->client->orphans, 1);
         fetch_recycle(fetch);

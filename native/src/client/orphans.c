@@ -16,8 +16,9 @@ void orphan_add(struct orphan *orphan) {
 void orphan_remove(struct orphan *orphan) {
     pthread_mutex_lock(&orphans_lock);
     struct orphan **link = &orphans;
-    while (*link != orphan)
+    while (*link && *link != orphan)
         link = &(*link)->next;
+    assert(*link);
     *link = orphan->next;
     atomic_fetch_sub(&orphan_count, 1);
     pthread_mutex_unlock(&orphans_lock);

@@ -37,6 +37,8 @@ struct stage {
 };
 
 static void unlink_staged(struct stage *stage, struct staged *block) {
+    assert(!block->takers);
+    assert(block->slot + block->slots <= stage->slot_count);
     *(block->previous ? &block->previous->next : &stage->oldest) = block->next;
     *(block->next ? &block->next->previous : &stage->newest) = block->previous;
     memset(stage->used + block->slot, 0, block->slots);
@@ -77,6 +79,7 @@ static void staged_done(struct lane *lane, struct fetch *fetch) {
     struct staged *block = (struct staged *)(uintptr_t)fetch->cookie;
     (void)lane;
     pthread_mutex_lock(&stage->lock);
+    assert(block->state == STAGED_READING);
     /* It may have moved while it was read: the place is then where it was read from. */
     block->record = fetch->record;
     block->state = fetch->result >= 0 ? STAGED_READY : STAGED_LOST;
@@ -241,6 +244,7 @@ int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uin
             TALLY(client, prestage_used, 1);
         block->taken = true;
     }
+    assert(block->takers > 0);
     if (--block->takers == 0 && block->state == STAGED_READY)
         unlink_staged(stage, block);
     pthread_mutex_unlock(&stage->lock);

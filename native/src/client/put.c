@@ -35,7 +35,7 @@ static void call_fail(struct put_call *call, int error) {
 /* Ask for places for the next blocks, if it is time. */
 static void window_ask(struct put_call *call) {
     struct window *last = window_last(call), *window;
-    if (call->next == call->count || call->window_count == WINDOWS_MAX || (last && (!last->opened || call->settle_first)))
+    if (call->next == call->count || call->window_count == WINDOWS_MAX || (last && (!last->opened || call->commit_first)))
         return;
     uint64_t bytes = 0, limit = last ? call->window_bytes : min_u64(call->window_bytes, FIRST_WINDOW_BYTES);
     uint32_t first = call->next, count = 0;
@@ -60,15 +60,15 @@ static void window_ask(struct put_call *call) {
         for (struct window *other = call->windows; other; other = other->next)
             window->alone = window->alone && other->item_count == 0;
         wire_send(call->connection, WIRE_RESERVE, request.data, (uint32_t)request.size, call->client->options.timeout_ms,
-                  &window->asked);
-        window->asked_ns = window->asked.sent_ns;
+                  &window->pending);
+        window->requested_ns = window->pending.sent_ns;
         if (last)
             last->next = window;
         else
             call->windows = window;
         call->window_count++;
         call->next = first + count;
-        call->settle_first = false;
+        call->commit_first = false;
     } else {
         call_fail(call, r < 0 ? r : client_fail(-ENOMEM, "no memory for a batch of %u", count));
     }
@@ -78,14 +78,14 @@ static void window_ask(struct put_call *call) {
 /* Blocks without room are asked for again once everything before them is committed, and so can be evicted. There is no second try if all was
  * committed already, or if the daemon looked for room as long as it ever does: it would do so again for every block that is left. */
 static void window_without_room(struct put_call *call, struct window *window, uint32_t from, bool some) {
-    if (window->asked.answered_ns - window->asked_ns > call->client->options.timeout_ms * 1000000ull / 2) {
+    if (window->pending.answered_ns - window->requested_ns > call->client->options.timeout_ms * 1000000ull / 2) {
         for (uint32_t i = window->first + window->count; i < call->count; i++)
             call->results[i] = -ENOSPC;
         call->next = call->count;
     } else if (some || !window->alone) {
         window->count = from - window->first;
         call->next = from;
-        call->settle_first = true;
+        call->commit_first = true;
     }
 }
 
@@ -94,7 +94,7 @@ static void window_open(struct put_call *call, struct window *window) {
     uint32_t reply_size = 0, without_room = UINT32_MAX, placed = 0;
     uint64_t at = 0;
     window->opened = true;
-    int r = wire_answer(call->client, &window->asked, &window->reply, &reply_size);
+    int r = wire_answer(call->client, &window->pending, &window->reply, &reply_size);
     if (r == 0) {
         window->items = calloc(window->count, sizeof(struct put_item *));
         window->commit = malloc(8 + window->count * sizeof(struct wire_commit));
@@ -154,6 +154,8 @@ static struct put_item *item_next(struct put_call *call) {
 
 static void item_start(struct put_call *call, struct put_item *item) {
     struct window *window = item->window;
+    assert(call->prepared == item);
+    assert(window->items[window->started] == item);
     uint64_t limit = call->connection->reservation_ms * 1000000ull / 2;
     call->prepared = NULL;
     window->started++;
@@ -161,7 +163,7 @@ static void item_start(struct put_call *call, struct put_item *item) {
     call->in_flight++;
     item->groups_left = 1; /* until all of its groups are queued */
     /* Late writes, or those that a dead daemon's successor knows nothing of, would go to places that may be others' by then. */
-    int error = call->error ? call->error : call->connection->gone ? -ENOTCONN : now_ns() - window->asked_ns > limit ? -ETIMEDOUT : item_write(item);
+    int error = call->error ? call->error : call->connection->gone ? -ENOTCONN : now_ns() - window->requested_ns > limit ? -ETIMEDOUT : item_write(item);
     if (error < 0 && !item->error)
         item->error = error;
     item_advance(item);
@@ -180,6 +182,9 @@ static int64_t outcome(struct put_item *item) {
 
 /* All of it is written, or never will be: have it entered. */
 static void window_commit(struct put_call *call, struct window *window) {
+    assert(window->started == window->item_count);
+    assert(window->in_flight == 0);
+    assert(!window->committing);
     uint64_t entered = window->item_count;
     memcpy(window->commit, &entered, 8);
     for (uint32_t i = 0; i < window->item_count; i++) {
@@ -193,14 +198,14 @@ static void window_commit(struct put_call *call, struct window *window) {
     }
     window->committing = true;
     wire_send(call->connection, WIRE_COMMIT, window->commit, 8 + window->item_count * (uint32_t)sizeof(struct wire_commit),
-              call->client->options.timeout_ms, &window->asked);
+              call->client->options.timeout_ms, &window->pending);
 }
 
 /* The commit is answered: give each block its result. */
 static void window_close(struct put_call *call, struct window *window) {
     uint8_t *answer = NULL;
     uint32_t answer_size = 0;
-    int r = window->item_count ? wire_answer(call->client, &window->asked, &answer, &answer_size) : 0;
+    int r = window->item_count ? wire_answer(call->client, &window->pending, &answer, &answer_size) : 0;
     if (r == 0 && answer_size != 8 * window->item_count)
         r = client_fail(-EPROTO, "%s: the daemon answered a commit of %u blocks with %u bytes", call->client->pool, window->item_count,
                         answer_size);
@@ -231,18 +236,19 @@ static void window_close(struct put_call *call, struct window *window) {
     free(window->items);
     free(window->reply);
     free(window->commit);
+    assert(call->window_count > 0);
     call->window_count--;
     free(window);
 }
 
 /* Send the commits of windows that are written; take in the answers to earlier ones. True: a window is closed. */
-static bool windows_settle(struct put_call *call) {
+static bool windows_commit(struct put_call *call) {
     bool closed = false;
     for (struct window **link = &call->windows, *window = *link; window; window = *link) {
         bool written = window->opened && window->started == window->item_count && window->in_flight == 0;
         if (written && window->item_count && !window->committing)
             window_commit(call, window);
-        if (written && (window->item_count == 0 || window->asked.done)) {
+        if (written && (window->item_count == 0 || window->pending.done)) {
             *link = window->next;
             window_close(call, window);
             closed = true;
@@ -261,15 +267,15 @@ static void put_wait(struct put_call *call) {
             ring_wait(&call->lane->ring, 1000000000);
         ring_reap(&call->lane->ring);
     } else if (window) {
-        wire_wait(call->connection, &window->asked);
+        wire_wait(call->connection, &window->pending);
     }
 }
 
 static void put_run(struct put_call *call) {
     do {
-        connection_look(call->connection);
+        connection_poll(call->connection);
         struct window *last = window_last(call);
-        if (last && !last->opened && last->asked.done)
+        if (last && !last->opened && last->pending.done)
             window_open(call, last);
         window_ask(call);
         struct put_item *item = item_next(call);
@@ -277,13 +283,15 @@ static void put_run(struct put_call *call) {
             item_start(call, item);
             continue;
         }
-        if (!windows_settle(call))
+        if (!windows_commit(call))
             put_wait(call);
     } while (call->windows || call->next < call->count);
+    assert(call->in_flight == 0);
+    assert(call->window_count == 0);
 }
 
-/* Tell the daemon which writes that it knows as late cannot land any more: it keeps their segments from being used until then. */
-static void late_tell(struct kvfs_client *client, struct connection *connection) {
+/* Notify the daemon which writes that it knows as late cannot land any more: it keeps their segments from being used until then. */
+static void late_notify(struct kvfs_client *client, struct connection *connection) {
     if (!atomic_load(&connection->late))
         return;
     connection_reap(connection);
@@ -298,7 +306,8 @@ static void late_tell(struct kvfs_client *client, struct connection *connection)
             next = write->next;
             free(write);
         }
-        atomic_fetch_sub(&connection->late, (unsigned)count);
+        unsigned before = atomic_fetch_sub(&connection->late, (unsigned)count);
+        assert(before >= count);
         if (!request.failed)
             memcpy(request.data, &count, sizeof(count));
         uint8_t *reply = NULL;
@@ -356,7 +365,7 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
             r = client_fail(-EBUSY, "buffer %u: a device that gave no answer in time may still write into it", i);
     }
     if (r == 0) {
-        late_tell(client, call.connection);
+        late_notify(client, call.connection);
         r = lane_take(client, call.connection, &call.lane);
     }
     if (r < 0) {

@@ -34,8 +34,8 @@ struct window {
     uint32_t first, count;               /* blocks of the call that it answers for */
     struct put_item **items;             /* those that have a place; of blocks behind its own too, which it gives back */
     uint32_t item_count, started, in_flight;
-    struct asked asked;
-    uint64_t asked_ns;
+    struct wire_pending pending;
+    uint64_t requested_ns;
     uint8_t *reply;                      /* to the reservation */
     uint8_t *commit;                     /* the request of that name */
     bool opened, committing, alone;      /* alone: nothing of this call was reserved when it was asked for */
@@ -54,7 +54,7 @@ struct put_call {
     struct window *windows;              /* oldest first */
     uint32_t window_count, in_flight, stored;
     struct put_item *prepared;
-    bool settle_first;                   /* no window is asked for before all others are committed */
+    bool commit_first;                   /* no window is asked for before all others are committed */
     int error;                           /* ends the call: nothing more is asked for or written */
 };
 

@@ -3,6 +3,7 @@
 
 /* Its memory, once no device needs it. */
 void item_release(struct put_item *item) {
+    assert(item->groups_held == 0);
     desc_put(item->header);
     free(item->side);
     if (item->bounce)
@@ -14,6 +15,7 @@ void item_release(struct put_item *item) {
 /* Its call is over, and no device needs it. */
 void item_end(struct put_item *item) {
     struct connection *connection = item->lane->connection;
+    assert(item->dismissed);
     item_release(item);
     if (!item->late) {
         free(item);
@@ -27,8 +29,11 @@ void item_end(struct put_item *item) {
 
 /* One of its groups has an outcome, or all have been started. */
 void item_advance(struct put_item *item) {
+    assert(item->groups_left > 0);
     if (--item->groups_left)
         return;
+    assert(item->window->in_flight > 0);
+    assert(item->call->in_flight > 0);
     item->window->in_flight--;
     item->call->in_flight--;
     if (item->groups_held == 0)
@@ -37,6 +42,7 @@ void item_advance(struct put_item *item) {
 
 static void write_done(struct io_group *group, bool reaped) {
     struct put_item *item = group->owner;
+    assert(item->groups_held > 0);
     if (reaped || !group->expired)
         item->groups_held--;
     if (!reaped) {

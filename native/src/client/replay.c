@@ -189,7 +189,7 @@ static bool lru_enter(struct run *run, uint32_t block) {
 }
 
 /* It is written. If it was the oldest meanwhile, its file goes now. */
-static void lru_settle(struct run *run, uint32_t block, const char *name) {
+static void lru_written(struct run *run, uint32_t block, const char *name) {
     pthread_mutex_lock(&run->lru.lock);
     if (run->lru.state[block] == LRU_BEING_WRITTEN)
         run->lru.state[block] = LRU_THERE;
@@ -320,7 +320,7 @@ static bool file_store(struct serving *serving, uint32_t block, unsigned char *d
     int result = file_write(run, hash, name, data);
     if (!result) {
         if (run->replay->lru_blocks)
-            lru_settle(run, block, name);
+            lru_written(run, block, name);
         add(&serving->record->stored);
         return true;
     }

@@ -12,7 +12,7 @@ int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_i
         return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
     pthread_mutex_lock(&client->lock);
     struct connection *connection = client->connection;
-    connection_look(connection);
+    connection_poll(connection);
     memcpy(out->pool_uuid, connection->uuid, sizeof(out->pool_uuid));
     out->mount_epoch = connection->array.geometry.mount_epoch;
     out->connected = !connection->gone;
@@ -43,7 +43,7 @@ int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_st
 void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment) {
     (void)client;
     uint64_t words[2] = {inode, segment};
-    wire_tell(connection, WIRE_BAD_BLOCK, words, sizeof(words));
+    wire_notify(connection, WIRE_BAD_BLOCK, words, sizeof(words));
 }
 
 void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode) {
@@ -63,7 +63,7 @@ void client_hit(struct kvfs_client *client, struct connection *connection, uint6
     }
     pthread_mutex_unlock(&client->lock);
     if (count)
-        wire_tell(connection, WIRE_HITS, hits, count * (uint32_t)sizeof(*hits));
+        wire_notify(connection, WIRE_HITS, hits, count * (uint32_t)sizeof(*hits));
     if (tell && kvfs_client_statistics_get(client, &report) == 0)
-        wire_tell(connection, WIRE_REPORT, &report, sizeof(report));
+        wire_notify(connection, WIRE_REPORT, &report, sizeof(report));
 }

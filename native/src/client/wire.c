@@ -88,60 +88,60 @@ int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, in
 static void connection_lose(struct connection *connection, int error) {
     connection->gone = true; /* what comes now would answer something else */
     shutdown(connection->socket, SHUT_RDWR);
-    for (struct asked *asked = connection->asked; asked; asked = connection->asked) {
-        connection->asked = asked->next;
-        asked->result = error == -EPROTO ? error : -ENOTCONN;
-        atomic_store(&asked->done, true);
+    for (struct wire_pending *pending = connection->pending; pending; pending = connection->pending) {
+        connection->pending = pending->next;
+        pending->result = error == -EPROTO ? error : -ENOTCONN;
+        atomic_store(&pending->done, true);
     }
     pthread_cond_broadcast(&connection->answered);
 }
 
-/* With socket_lock: a frame has begun. Returns the request that it answers; NULL: it breaks the rules, or says good-bye. */
-static struct asked *frame_begun(struct connection *connection) {
+/* With socket_lock: a frame has begun. Returns the request that it answers; NULL: it breaks the rules, or is a CLOSE. */
+static struct wire_pending *frame_begun(struct connection *connection) {
     const struct wire_frame *frame = &connection->frame;
-    struct asked *asked = connection->asked;
-    while (asked && (asked->id != frame->id || asked->type != frame->type))
-        asked = asked->next;
-    connection->goodbye = connection->goodbye || frame->type == WIRE_GOODBYE;
-    if (!asked || frame->size > KVFS_WIRE_SIZE_MAX || frame->status < -KVFS_WIRE_ERRNO_MAX) {
-        connection_lose(connection, frame->type == WIRE_GOODBYE ? -ENOTCONN : -EPROTO);
+    struct wire_pending *pending = connection->pending;
+    while (pending && (pending->id != frame->id || pending->type != frame->type))
+        pending = pending->next;
+    connection->closed = connection->closed || frame->type == WIRE_CLOSE;
+    if (!pending || frame->size > KVFS_WIRE_SIZE_MAX || frame->status < -KVFS_WIRE_ERRNO_MAX) {
+        connection_lose(connection, frame->type == WIRE_CLOSE ? -ENOTCONN : -EPROTO);
         return NULL;
     }
     if (!connection->payload && !(connection->payload = malloc(frame->size + 1u)))
         connection_lose(connection, -ENOMEM);
-    return connection->payload ? asked : NULL;
+    return connection->payload ? pending : NULL;
 }
 
 /* With socket_lock: receive all that is there. */
-static void connection_hear(struct connection *connection) {
+static void connection_receive(struct connection *connection) {
     while (!connection->gone) {
-        uint64_t head = sizeof(connection->frame), at = connection->heard;
-        struct asked *asked = NULL;
+        uint64_t head = sizeof(connection->frame), at = connection->received;
+        struct wire_pending *pending = NULL;
         if (at >= head) {
-            asked = frame_begun(connection);
-            if (!asked)
+            pending = frame_begun(connection);
+            if (!pending)
                 return;
         }
-        if (asked && at == head + connection->frame.size) {
-            for (struct asked **link = &connection->asked; *link; link = &(*link)->next)
-                if (*link == asked) {
-                    *link = asked->next;
+        if (pending && at == head + connection->frame.size) {
+            for (struct wire_pending **link = &connection->pending; *link; link = &(*link)->next)
+                if (*link == pending) {
+                    *link = pending->next;
                     break;
                 }
-            asked->status = connection->frame.status;
-            asked->reply = connection->payload;
-            asked->reply_size = connection->frame.size;
-            asked->answered_ns = now_ns();
-            atomic_store(&asked->done, true);
+            pending->status = connection->frame.status;
+            pending->reply = connection->payload;
+            pending->reply_size = connection->frame.size;
+            pending->answered_ns = now_ns();
+            atomic_store(&pending->done, true);
             connection->payload = NULL;
-            connection->heard = 0;
+            connection->received = 0;
             pthread_cond_broadcast(&connection->answered);
             continue;
         }
-        ssize_t n = asked ? recv(connection->socket, connection->payload + (at - head), head + connection->frame.size - at, MSG_DONTWAIT)
+        ssize_t n = pending ? recv(connection->socket, connection->payload + (at - head), head + connection->frame.size - at, MSG_DONTWAIT)
                           : recv(connection->socket, (uint8_t *)&connection->frame + at, head - at, MSG_DONTWAIT);
         if (n > 0)
-            connection->heard += (uint64_t)n;
+            connection->received += (uint64_t)n;
         else if (n < 0 && errno == EAGAIN)
             return;
         else if (n == 0 || errno != EINTR)
@@ -149,91 +149,92 @@ static void connection_hear(struct connection *connection) {
     }
 }
 
-void connection_look(struct connection *connection) {
+void connection_poll(struct connection *connection) {
     if (connection->gone || pthread_mutex_trylock(&connection->socket_lock) != 0)
         return;
     if (!connection->listening) /* the listening thread receives it */
-        connection_hear(connection);
+        connection_receive(connection);
     pthread_mutex_unlock(&connection->socket_lock);
 }
 
 /* ---- requests ---- */
 
-void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct asked *asked) {
-    *asked = (struct asked){.type = type, .sent_ns = now_ns()};
-    asked->deadline_ns = asked->sent_ns + timeout_ms * 1000000ull;
+void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending) {
+    assert(size <= KVFS_WIRE_SIZE_MAX);
+    *pending = (struct wire_pending){.type = type, .sent_ns = now_ns()};
+    pending->deadline_ns = pending->sent_ns + timeout_ms * 1000000ull;
     pthread_mutex_lock(&connection->send_lock);
     pthread_mutex_lock(&connection->socket_lock);
-    asked->id = ++connection->next_id;
-    asked->next = connection->asked;
-    connection->asked = asked;
+    pending->id = ++connection->next_id;
+    pending->next = connection->pending;
+    connection->pending = pending;
     if (connection->gone)
         connection_lose(connection, -ENOTCONN);
     if (connection->gone && connection->silent)
-        asked->result = -ETIMEDOUT;
+        pending->result = -ETIMEDOUT;
     pthread_mutex_unlock(&connection->socket_lock);
-    struct wire_frame frame = {.size = size, .type = type, .id = asked->id};
-    int r = connection->gone ? 0 : wire_send_all(connection->socket, &frame, sizeof(frame), payload, size, asked->deadline_ns);
+    struct wire_frame frame = {.size = size, .type = type, .id = pending->id};
+    int r = connection->gone ? 0 : wire_send_all(connection->socket, &frame, sizeof(frame), payload, size, pending->deadline_ns);
     pthread_mutex_unlock(&connection->send_lock);
     if (r < 0) {
         pthread_mutex_lock(&connection->socket_lock);
         connection_lose(connection, r);
-        asked->result = r == -ETIMEDOUT ? r : asked->result;
+        pending->result = r == -ETIMEDOUT ? r : pending->result;
         pthread_mutex_unlock(&connection->socket_lock);
     }
 }
 
-void wire_wait(struct connection *connection, struct asked *asked) {
+void wire_wait(struct connection *connection, struct wire_pending *pending) {
     pthread_mutex_lock(&connection->socket_lock);
-    while (!asked->done) {
+    while (!pending->done) {
         if (connection->listening) {
-            struct timespec until = {.tv_sec = (time_t)(asked->deadline_ns / 1000000000u), .tv_nsec = (long)(asked->deadline_ns % 1000000000u)};
+            struct timespec until = {.tv_sec = (time_t)(pending->deadline_ns / 1000000000u), .tv_nsec = (long)(pending->deadline_ns % 1000000000u)};
             pthread_cond_timedwait(&connection->answered, &connection->socket_lock, &until);
         } else {
             connection->listening = true;
             pthread_mutex_unlock(&connection->socket_lock);
-            wait_for(connection->socket, POLLIN, asked->deadline_ns);
+            wait_for(connection->socket, POLLIN, pending->deadline_ns);
             pthread_mutex_lock(&connection->socket_lock);
             connection->listening = false;
-            connection_hear(connection);
+            connection_receive(connection);
             pthread_cond_broadcast(&connection->answered);
         }
-        if (!asked->done && now_ns() >= asked->deadline_ns) {
+        if (!pending->done && now_ns() >= pending->deadline_ns) {
             connection_lose(connection, -ETIMEDOUT);
-            asked->result = -ETIMEDOUT;
+            pending->result = -ETIMEDOUT;
         }
     }
     pthread_mutex_unlock(&connection->socket_lock);
 }
 
-int wire_answer(struct kvfs_client *client, struct asked *asked, uint8_t **reply, uint32_t *reply_size) {
-    assert(asked->done);
+int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_t **reply, uint32_t *reply_size) {
+    assert(pending->done);
     *reply = NULL;
-    if (asked->result == -ETIMEDOUT)
-        return client_fail(asked->result, "%s: the daemon gave no answer in %u ms", client->pool, client->options.timeout_ms);
-    if (asked->result < 0)
-        return client_fail(asked->result, "%s: the daemon is gone", client->pool);
-    if (asked->status < 0) {
-        asked->reply[asked->reply_size] = 0;
-        client_fail(asked->status, "%s: %.500s", client->pool, asked->reply_size ? (char *)asked->reply : strerror(-asked->status));
-        free(asked->reply);
-        return asked->status;
+    if (pending->result == -ETIMEDOUT)
+        return client_fail(pending->result, "%s: the daemon gave no answer in %u ms", client->pool, client->options.timeout_ms);
+    if (pending->result < 0)
+        return client_fail(pending->result, "%s: the daemon is gone", client->pool);
+    if (pending->status < 0) {
+        pending->reply[pending->reply_size] = 0;
+        client_fail(pending->status, "%s: %.500s", client->pool, pending->reply_size ? (char *)pending->reply : strerror(-pending->status));
+        free(pending->reply);
+        return pending->status;
     }
-    *reply = asked->reply;
-    *reply_size = asked->reply_size;
+    *reply = pending->reply;
+    *reply_size = pending->reply_size;
     return 0;
 }
 
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size) {
-    struct asked asked;
-    wire_send(connection, type, payload, size, timeout_ms, &asked);
-    wire_wait(connection, &asked);
-    return wire_answer(client, &asked, reply, reply_size);
+    struct wire_pending pending;
+    wire_send(connection, type, payload, size, timeout_ms, &pending);
+    wire_wait(connection, &pending);
+    return wire_answer(client, &pending, reply, reply_size);
 }
 
-/* Tell without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
-void wire_tell(struct connection *connection, uint16_t type, const void *payload, uint32_t size) {
+/* Notify the daemon, without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
+void wire_notify(struct connection *connection, uint16_t type, const void *payload, uint32_t size) {
     uint8_t data[sizeof(struct wire_frame) + 8 * 512];
     struct wire_frame frame = {.size = size, .type = type};
     if (size > sizeof(data) - sizeof(frame) || connection->gone || pthread_mutex_trylock(&connection->send_lock) != 0)
@@ -253,6 +254,8 @@ void wire_tell(struct connection *connection, uint16_t type, const void *payload
 
 void message_append(struct message_buffer *out, const void *data, uint64_t size) {
     uint64_t padded = round_up(size, 8);
+    assert(out->size % 8 == 0);
+    assert(out->size <= out->capacity);
     if (out->size + padded > out->capacity) {
         uint64_t capacity = round_up((out->size + padded) * 2, PAGE);
         uint8_t *grown = realloc(out->data, capacity);

@@ -2,7 +2,7 @@
  *
  * A connection that begins with "KVFSCLI1" instead of '{' speaks frames: struct wire_frame and `size` bytes behind it. The client asks,
  * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, REPORT and BAD_BLOCK have no
- * answer; GOODBYE comes unasked. An answer with status < 0 is -errno and its payload a sentence. Either side hangs up on a frame that breaks a rule below.
+ * answer; CLOSE comes unasked. An answer with status < 0 is -errno and its payload a message. Either side hangs up on a frame that breaks a rule below.
  * When the connection ends, the daemon takes back every reservation that was not committed.
  */
 #ifndef KVFS_CLIENT_WIRE_H
@@ -18,12 +18,12 @@
 
 enum wire_type {
     WIRE_HELLO = 1, WIRE_DESCRIPTORS = 2, WIRE_RESERVE = 3, WIRE_COMMIT = 4, WIRE_DELETE = 5, WIRE_LIST = 6, WIRE_LOOKUP = 7,
-    WIRE_BAD_BLOCK = 8, WIRE_HITS = 9, WIRE_REPORT = 10, WIRE_GOODBYE = 11
+    WIRE_BAD_BLOCK = 8, WIRE_HITS = 9, WIRE_REPORT = 10, WIRE_CLOSE = 11
 };
 struct wire_frame { uint32_t size; uint16_t type; uint16_t reserved; int32_t status; uint32_t id; };
 static_assert(sizeof(struct wire_frame) == 16, "wire");
 
-/* The first bytes of a connection, no frame before them. Answered by a HELLO frame, or one with a status and a sentence. */
+/* The first bytes of a connection, no frame before them. Answered by a HELLO frame, or one with a status and a message. */
 struct wire_hello {
     uint8_t magic[8];       /* "KVFSCLI1" */
     uint32_t version;       /* KVFS_WIRE_VERSION */

@@ -217,12 +217,18 @@ struct io_thread {
     struct request *waiting_reads;      /* reads that wait for memory; oldest first */
     struct request *waiting_last;
 };
+struct job {
+    struct job *next;
+    void (*run)(struct kvfs_plane *plane, struct ring *ring, struct job *job);   /* frees or completes the job */
+    uint64_t cookie;
+};
 struct request {
+    struct job job;                     /* its slow half: waits for a worker without memory of its own, so it can always go on */
     struct request *next;
     struct io_thread *io;
     /* Answers: a READ with its bytes, a WRITE with 0, or -errno. Any thread. The request stays the caller's. */
     void (*done)(struct request *request, int64_t result);
-    int (*resume)(struct request *request);     /* Go on with a parked request, on a worker. -ENOMEM: it was not taken */
+    void (*resume)(struct request *request);    /* Go on with a parked request, on a worker. It cannot fail: nobody would answer */
     void (*release)(struct request *request);   /* NULL: nothing to do. Gives back the targets' memory */
     struct server *server;                      /* its server: used by those three functions alone */
     struct transport *transport;
@@ -263,11 +269,6 @@ void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_
 
 /* ---- workers (worker.c) and store jobs (segment_jobs.c) ---- */
 
-struct job {
-    struct job *next;
-    void (*run)(struct kvfs_plane *plane, struct ring *ring, struct job *job);   /* frees or completes the job */
-    uint64_t cookie;
-};
 struct worker { struct kvfs_plane *plane; struct worker_pool *pool; pthread_t thread; struct ring ring; bool started; };
 struct worker_pool {
     pthread_mutex_t lock;
@@ -322,9 +323,13 @@ struct kvfs_plane {
 };
 #define COUNT(plane, field, n) atomic_fetch_add_explicit(&(plane)->count.field, (n), memory_order_relaxed)
 
-static inline void event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value) { events_add(&plane->events, type, inode, value); }
+/* False: it was lost, for want of memory. */
+static inline bool event_add(struct kvfs_plane *plane, uint32_t type, uint64_t inode, uint64_t value) {
+    return events_add(&plane->events, type, inode, value);
+}
 static inline void complete(struct kvfs_plane *plane, uint64_t cookie, int64_t result) {
-    atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
+    unsigned long long before = atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
+    assert(before > 0); /* a job ends once */
     events_complete(&plane->events, cookie, result);
 }
 

@@ -27,8 +27,10 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
     } else {
         r = -ENFILE;
     }
-    if (r == 0)
+    if (r == 0) {
+        assert(!*handle_place(table, handle->index));
         *handle_place(table, handle->index) = handle;
+    }
     pthread_mutex_unlock(&table->lock);
     if (r < 0) {
         free(handle);
@@ -60,6 +62,7 @@ static struct handle *handle_look(struct handle_table *table, struct transport *
     if (index >= table->count)
         return NULL;
     struct handle *handle = *handle_place(table, index);
+    assert(!handle || handle->index == index);
     return handle && handle->salt == (uint32_t)(fh >> 32) && handle->transport == transport ? handle : NULL;
 }
 

@@ -22,6 +22,8 @@ static int bounce_read(struct kvfs_plane *plane, struct ring *ring, uint32_t seg
 }
 
 int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data) {
+    assert((uintptr_t)data % PAGE == 0);
+    assert(page_count <= CHUNK_PAGES);
     memset(data, 0, page_count * PAGE);
     uint64_t end = (uint64_t)first_page + page_count;
     for (uint32_t i = 0; i < placed->extent_count; i++) {

@@ -32,6 +32,8 @@ struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create) {
 
 /* With the shard's lock held. */
 void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user, bool writer) {
+    assert(node->handles > 0);
+    assert(node->writers >= writer);
     node->writers -= writer;
     node->handles--;
     hold_drop(plane, node, user);
@@ -87,7 +89,9 @@ void node_put(struct kvfs_plane *plane, struct node *node) {
         return;
     struct shard *shard = shard_of(plane, node->inode);
     pthread_mutex_lock(&shard->lock);
-    if (atomic_fetch_sub(&node->refs, 1) == 1) {
+    unsigned before = atomic_fetch_sub(&node->refs, 1);
+    assert(before > 0);
+    if (before == 1) {
         struct node **link = &shard->nodes[(node->inode * 0x9e3779b97f4a7c15ull) >> 54];
         while (*link != node)
             link = &(*link)->next;
@@ -100,6 +104,7 @@ void node_put(struct kvfs_plane *plane, struct node *node) {
         if (node->desc)
             desc_put(node->desc);
         assert(!node->file);
+        assert(!node->handles);
         pthread_mutex_destroy(&node->lock);
         free(node);
     }

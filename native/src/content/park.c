@@ -2,6 +2,9 @@
 #include "content/content.h"
 
 static void append(struct kvfs_plane *plane, struct request **first, struct request **last, struct request *request) {
+    assert(request->write);
+    assert(request->resume);
+    assert(!*first == !*last);
     request->next = NULL;
     if (*last)
         (*last)->next = request;
@@ -14,13 +17,18 @@ static void append(struct kvfs_plane *plane, struct request **first, struct requ
 static void resume_all(struct kvfs_plane *plane, struct request *request) {
     while (request) {
         struct request *next = request->next;
-        atomic_fetch_sub(&plane->count.parked, 1);
+        unsigned long long before = atomic_fetch_sub(&plane->count.parked, 1);
+        assert(before > 0);
         request->resume(request);
         request = next;
     }
 }
 
-void file_park(struct kvfs_plane *plane, struct file *file, struct request *request) { append(plane, &file->parked, &file->parked_last, request); }
+void file_park(struct kvfs_plane *plane, struct file *file, struct request *request) {
+    assert(is_locked(&request->node->lock));
+    assert(request->node->file == file);
+    append(plane, &file->parked, &file->parked_last, request);
+}
 
 void file_unpark(struct kvfs_plane *plane, struct file *file) {
     struct request *request = file->parked;
@@ -29,13 +37,13 @@ void file_unpark(struct kvfs_plane *plane, struct file *file) {
 }
 
 int memory_park(struct kvfs_plane *plane, struct node *node, struct request *request) {
+    assert(is_locked(&node->lock));
+    assert(request->node == node);
     if (now_ns() - request->arrived_ns > plane->config.request_timeout_ms * 1000000ull)
         return -EIO;
     struct file *file = node->file;
-    if (!file->spill_asked) {
-        file->spill_asked = true;
-        event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
-    }
+    if (!file->spill_asked)
+        file->spill_asked = event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
     pthread_mutex_lock(&plane->request_lock);
     append(plane, &plane->memory_parked, &plane->memory_parked_last, request);
     pthread_mutex_unlock(&plane->request_lock);

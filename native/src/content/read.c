@@ -20,6 +20,7 @@ static bool read_slots(struct kvfs_plane *plane, struct request *request, uint64
                 slot_put(request->slots[--request->slot_count]);
             return false;
         }
+        assert(request->slot_count < READ_SLOTS);
         request->slots[request->slot_count++] = slot;
     }
     return true;
@@ -32,6 +33,8 @@ static void targets_clear(struct request *request) {
 }
 
 static void read_finish(struct request *request, int error) {
+    assert(error < 0);
+    assert(request->groups_left == 0);
     struct kvfs_plane *plane = request->io->plane;
     COUNT(plane, read_errors, 1);
     struct node *node = request->node;
@@ -316,6 +319,7 @@ static void read_complete(struct request *request) {
 
 static void read_part_done(struct io_group *group, bool reaped) {
     struct request *request = group->owner;
+    assert(request->groups_held > 0);
     if (reaped) {
         if (--request->groups_held == 0 && request->groups_left == 0) {
             if (request->owed) {
@@ -330,6 +334,7 @@ static void read_part_done(struct io_group *group, bool reaped) {
         request->groups_held--;
     if (group->result && !request->result)
         request->result = group->result;
+    assert(request->groups_left > 0);
     if (--request->groups_left == 0)
         read_complete(request);
 }

@@ -15,6 +15,9 @@ struct request *request_get(struct kvfs_plane *plane) {
 }
 
 void request_put(struct kvfs_plane *plane, struct request *request) {
+    assert(request->groups_left == 0);
+    assert(request->groups_held == 0); /* devices own nothing of it */
+    assert(request->slot_count <= READ_SLOTS);
     for (uint32_t i = 0; i < request->slot_count; i++)
         slot_put(request->slots[i]);
     desc_put(request->desc);

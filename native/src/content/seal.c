@@ -37,6 +37,8 @@ struct range { uint32_t file_page, page_count; };
 /* Lay ranges of file pages over the runs in order. The first run begins with header_pages (0 for a spill), every other one with one. */
 static int plan(const struct kvfs_run *runs, uint32_t run_count, uint32_t header_pages, bool sealing, const struct range *ranges, uint32_t range_count,
                 struct kvfs_extent *out, uint32_t *out_count) {
+    assert(run_count > 0);
+    assert(sealing == (header_pages > 0));
     uint32_t run = 0, used = sealing ? header_pages : 1, count = 0;
     for (uint32_t i = 0; i < range_count; i++) {
         uint32_t page = ranges[i].file_page, left = ranges[i].page_count;
@@ -66,6 +68,7 @@ static uint32_t extents_join(struct kvfs_extent *extents, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
         struct kvfs_extent *before = joined ? &extents[joined - 1] : NULL;
         const struct kvfs_extent *e = &extents[i];
+        assert(!before || before->file_page + before->page_count <= e->file_page); /* a page lies in one place */
         if (before && before->segment == e->segment && before->generation == e->generation &&
             before->page + before->page_count == e->page && before->file_page + before->page_count == e->file_page)
             before->page_count += e->page_count;
@@ -92,6 +95,8 @@ static void drain(struct ring *ring) {
 }
 
 static const uint8_t *file_page_data(const struct file *file, uint32_t page) {
+    assert(page / CHUNK_PAGES < file->chunk_count);
+    assert(file->chunks[page / CHUNK_PAGES].state == CHUNK_STAGED);
     return file->chunks[page / CHUNK_PAGES].slot->data + (uint64_t)(page % CHUNK_PAGES) * PAGE;
 }
 
@@ -140,6 +145,7 @@ static int runs_write(struct kvfs_plane *plane, struct ring *ring, struct write_
         }
         slot_put(small);
     }
+    assert(r < 0 || at == extent_count); /* all that was planned */
     free(iovs);
     free(slots);
     return r;
@@ -197,6 +203,8 @@ static void leaves_of_range(struct kvfs_plane *plane, struct file *file, const s
 
 static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_job *job) {
     struct file *file = job->node->file; /* frozen: only this job changes chunks until seal_end */
+    assert(file);
+    assert(file->sealing);
     for (uint32_t i = 0; i < file->chunk_count && i * CHUNK_SIZE < file->size; i++) {
         if (file->chunks[i].state == CHUNK_PLACED && file->chunks[i].reload) {
             int r = file_load_chunk(plane, ring, job->node, i, true);
@@ -216,11 +224,14 @@ static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
     pthread_mutex_unlock(&job->node->lock);
     if (r < 0)
         goto out;
-    ranges_collect(file, false, ranges, &pages);
+    uint32_t again = ranges_collect(file, false, ranges, &pages);
+    assert(again == range_count);
     r = plan(job->runs, job->run_count, job->header_pages, true, ranges, range_count, written, &new_count);
     if (r < 0)
         goto out;
-    kept = file_kept_extents(file, true, extents, kept);
+    uint32_t room = kept;
+    kept = file_kept_extents(file, true, extents, room);
+    assert(kept <= room);
     copy_bytes(extents + kept, written, new_count * sizeof(*extents));
     uint32_t extent_count = extents_join(extents, kept + new_count);
     /* Leaves: of holes first, then of covered ranges. */
@@ -285,12 +296,14 @@ static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_j
     struct file *file = job->node->file;
     uint32_t pages, new_count = 0;
     pthread_mutex_lock(&job->node->lock); /* chunks may be appended meanwhile; those being spilled do not change */
+    assert(file->spilling);
     uint32_t range_count = ranges_collect(file, true, NULL, &pages);
     struct range *ranges = malloc((range_count + 1) * sizeof(*ranges));
     struct kvfs_extent *written = malloc((range_count + job->run_count + 1) * sizeof(*written));
     int r = ranges && written ? file_grow_leaves(file, (uint32_t)pages_of(file->size)) : -ENOMEM;
     if (r == 0) {
-        ranges_collect(file, true, ranges, &pages);
+        uint32_t again = ranges_collect(file, true, ranges, &pages);
+        assert(again == range_count);
         r = plan(job->runs, job->run_count, 0, false, ranges, range_count, written, &new_count);
     }
     if (r == 0)
@@ -549,6 +562,7 @@ int kvfs_seal_record(struct kvfs_plane *plane, uint64_t inode, void *out, uint32
         struct kvfs_inode_record record;
         memcpy(&h, header, sizeof(h));
         memcpy(&record, header + h.record_offset, sizeof(record));
+        assert(h.record_offset + (uint64_t)record.record_size <= node->file->sealed->header_pages * PAGE); /* header_build made it */
         r = record.record_size <= capacity ? (int)record.record_size : -ERANGE;
         if (r > 0)
             memcpy(out, header + h.record_offset, record.record_size);
@@ -576,6 +590,7 @@ int kvfs_seal_end(struct kvfs_plane *plane, uint64_t inode, int ok) {
         struct desc *desc = file->sealed;
         file->sealed = NULL;
         if (ok && desc) {
+            assert(desc->size == file->size); /* frozen since seal_begin told it */
             for (uint32_t i = 0; i < file->chunk_count; i++)
                 if (file->chunks[i].state == CHUNK_STAGED)
                     file_drop_chunk(plane, file, i);

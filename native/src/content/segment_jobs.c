@@ -268,6 +268,8 @@ static int scan(struct kvfs_plane *plane, struct ring *ring, struct store_job *j
         ahead = h.run_pages <= 16 ? CHUNK_PAGES : 1;
         page += h.run_pages;
     }
+    assert(page <= job->end_page);
+    assert(result->size <= job->size);
     result->next_page = page;
     free(w.big);
     slot_put(w.slot);

@@ -56,12 +56,14 @@ bool hold_add(struct node *node, struct user *user) {
 }
 
 static void charge_move(struct node *node, struct user *to) {
-    atomic_fetch_sub(&node->payer->open, node->open_size);
+    unsigned long long before = atomic_fetch_sub(&node->payer->open, node->open_size);
+    assert(before >= node->open_size);
     atomic_fetch_add(&to->open, node->open_size);
     node->payer = to;
 }
 
 void hold_charge(struct kvfs_plane *plane, struct node *node, uint64_t size) {
+    assert(node->payer);
     atomic_fetch_add(&plane->open_bytes, size - node->open_size); /* modulo 2^64 where it shrinks */
     atomic_fetch_add(&node->payer->open, size - node->open_size);
     node->open_size = size;
@@ -79,6 +81,7 @@ void hold_drop(struct kvfs_plane *plane, struct node *node, struct user *user) {
         hold = hold->next;
     }
     assert(hold);
+    assert(hold->handles > 0);
     if (--hold->handles)
         return;
     hold->user = NULL;

@@ -65,6 +65,9 @@ static void slab_submit(struct request *request) {
     struct iovec iovs[READ_SLOTS + 1];
     uint64_t first = request->offset / PAGE, last = pages_of(request->offset + request->size);
     int r = 0;
+    assert(!request->write || request->offset % PAGE == 0); /* parts of pages are a worker's */
+    assert(!request->write || request->size % PAGE == 0);
+    assert(!request->write || (uintptr_t)request->payload % PAGE == 0);
     request->groups_left = 1; /* our own reference, until all is queued */
     request->io->batching = true;
     for (uint64_t at = first, stop; at < last && r == 0; at = stop) {
@@ -92,6 +95,7 @@ static void slab_submit(struct request *request) {
 /* With the node's lock held; the node has a slab. Cuts the request's size to the file's end. */
 bool slab_read_begin(struct node *node, struct request *request) {
     struct file *file = node->file;
+    assert(file->size <= slab_capacity(file->slab));
     request->slab = slab_ref(file->slab);
     uint64_t size = request->offset < file->size ? min_u64(request->size, file->size - request->offset) : 0;
     request->size = (uint32_t)size;
@@ -106,6 +110,7 @@ void slab_read(struct request *request, bool good) {
     request->result = good ? 0 : -EIO;
     for (uint64_t got = 0; got < bytes && request->result == 0; got += arena->slot_size) {
         struct slot *slot = slot_get_extra(arena);
+        assert(request->slot_count < READ_SLOTS);
         if (slot)
             request->slots[request->slot_count++] = slot;
         else
@@ -126,6 +131,7 @@ int slab_write_begin(struct node *node, struct request *request, bool worker) {
     struct file *file = node->file;
     struct slab *slab = file->slab;
     uint64_t end = request->offset + request->size;
+    assert(!request->slab); /* it is entered once */
     if (atomic_load(&slab->failed))
         return -EIO;
     if (end < request->offset || end > slab_pages(slab) * PAGE)
@@ -164,8 +170,10 @@ bool slab_ask(struct kvfs_plane *plane, struct node *node, struct request *reque
             file->slab_refused = true;
             return false;
         }
+        /* If nobody hears of it, nobody answers: then the WRITE does not wait. */
+        if (!event_add(plane, KVFS_EVENT_SLAB_WANTED, node->inode, file->size))
+            return false;
         file->slab_asked = true;
-        event_add(plane, KVFS_EVENT_SLAB_WANTED, node->inode, file->size);
     }
     file_park(plane, file, request);
     return true;
@@ -177,6 +185,8 @@ static void write_end(struct request *request, int error) {
     struct node *node = request->node;
     uint64_t end = request->offset + request->size;
     pthread_mutex_lock(&node->lock);
+    assert(slab->writing);
+    assert(end <= slab_capacity(slab));
     if (error == 0) {
         uint64_t first = request->offset / PAGE, last = pages_of(end);
         if (!slab->overwritten && !(request->cached))
@@ -191,6 +201,7 @@ static void write_end(struct request *request, int error) {
         slab->writing = request->next;
     if (request->next)
         request->next->previous = request->previous;
+    assert(slab->exclusive >= request->exclusive);
     slab->exclusive -= request->exclusive;
     struct file *file = node->file;
     if (file && file->slab == slab) {

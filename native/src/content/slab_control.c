@@ -6,13 +6,13 @@
 uint64_t slab_capacity(const struct slab *slab) { return slab_pages(slab) * PAGE; }
 
 /* Whether it could become an ordinary file. With the node's lock held. */
-static bool slab_may_settle(struct kvfs_plane *plane, const struct file *file) {
+static bool slab_may_be_file(struct kvfs_plane *plane, const struct file *file) {
     const struct slab *slab = file->slab;
     return !slab->chosen && !atomic_load(&slab->failed) && file->size <= file_size_max(plane);
 }
 
 /* Whether the slab goes with its last descriptor, even if it has a name. With the node's lock held. */
-bool slab_passes(struct kvfs_plane *plane, const struct file *file) { return file->slab->overwritten || !slab_may_settle(plane, file); }
+bool slab_passes(struct kvfs_plane *plane, const struct file *file) { return file->slab->overwritten || !slab_may_be_file(plane, file); }
 
 int64_t kvfs_slab_pages(struct kvfs_plane *plane, uint64_t inode) {
     struct node *node = node_get(plane, inode, false);
@@ -93,6 +93,8 @@ int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, in
         r = slab_grow(plane, slab, runs, run_count);
     if (r == 0 && size > slab_pages(slab) * PAGE)
         r = -ERANGE;
+    if (r == 0 && file->size > slab_pages(slab) * PAGE)
+        r = -EBUSY; /* truncated to more while its segments were taken: not the file that they were for */
     if (r == 0) {
         slab->chosen |= chosen != 0;
         file->slab = slab;
@@ -173,6 +175,7 @@ struct slab_job {
 /* With the node's lock held. True: the file was given up meanwhile and is freed; the caller puts the node once more. */
 static bool thaw(struct kvfs_plane *plane, struct node *node) {
     struct file *file = node->file;
+    assert(file->sealing);
     file->sealing = false;
     file_unpark(plane, file);
     if (file->discarded)
@@ -254,7 +257,7 @@ static void resize_job(struct kvfs_plane *plane, struct ring *ring, struct job *
 }
 
 /* Computes the leaves of a chunk, and writes zeros to pages that were never written. 1: it is placed; 0: a hole. */
-static int settle_chunk(struct kvfs_plane *plane, struct ring *ring, struct slab *slab, struct file *file, uint32_t index) {
+static int convert_chunk(struct kvfs_plane *plane, struct ring *ring, struct slab *slab, struct file *file, uint32_t index) {
     uint64_t first = (uint64_t)index * CHUNK_PAGES, last = min_u64(first + CHUNK_PAGES, pages_of(file->size));
     uint64_t size = min_u64(CHUNK_SIZE, file->size - index * CHUNK_SIZE);
     bool any = false;
@@ -277,9 +280,11 @@ static int settle_chunk(struct kvfs_plane *plane, struct ring *ring, struct slab
 }
 
 /* Returns with the node's lock held, so nobody finds a file that is frozen. */
-static int settle(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
+static int convert(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
     struct file *file = node->file; /* frozen */
     struct slab *slab = file->slab;
+    assert(file->sealing);
+    assert(!slab->writing);
     uint64_t pages = pages_of(file->size);
     uint32_t chunks = (uint32_t)((pages + CHUNK_PAGES - 1) / CHUNK_PAGES), extents = 0;
     struct kvfs_extent *placed = malloc(slab->run_count * sizeof(*placed) + 1);
@@ -292,7 +297,7 @@ static int settle(struct kvfs_plane *plane, struct ring *ring, struct node *node
         r = file_grow_leaves(file, (uint32_t)pages);
     pthread_mutex_unlock(&node->lock);
     for (uint32_t i = 0; i < chunks && r >= 0; i++) {
-        r = settle_chunk(plane, ring, slab, file, i);
+        r = convert_chunk(plane, ring, slab, file, i);
         states[i] = r == 1;
     }
     pthread_mutex_lock(&node->lock);
@@ -326,7 +331,7 @@ static int settle(struct kvfs_plane *plane, struct ring *ring, struct node *node
     return r < 0 ? r : 0;
 }
 
-static void settle_job(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
+static void convert_job(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
     struct slab_job *job = (struct slab_job *)base;
     struct node *node = job->node;
     struct shard *shard = shard_of(plane, node->inode);
@@ -337,11 +342,11 @@ static void settle_job(struct kvfs_plane *plane, struct ring *ring, struct job *
     pthread_mutex_lock(&node->lock);
     int r = writers ? -EBUSY : freeze(plane, node, &gone);
     if (r == 0) {
-        if (job->writers_stay ? !slab_may_settle(plane, node->file) : slab_passes(plane, node->file)) {
+        if (job->writers_stay ? !slab_may_be_file(plane, node->file) : slab_passes(plane, node->file)) {
             r = -EPERM;
         } else {
             pthread_mutex_unlock(&node->lock);
-            r = settle(plane, ring, node);
+            r = convert(plane, ring, node);
         }
         gone = thaw(plane, node);
     }
@@ -373,6 +378,6 @@ int kvfs_slab_resize(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, 
     return job_start(plane, cookie, inode, size, false, resize_job);
 }
 
-int kvfs_slab_settle(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int writers_stay) {
-    return job_start(plane, cookie, inode, 0, writers_stay != 0, settle_job);
+int kvfs_slab_to_file(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, int writers_stay) {
+    return job_start(plane, cookie, inode, 0, writers_stay != 0, convert_job);
 }

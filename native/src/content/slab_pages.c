@@ -9,6 +9,7 @@ struct slab *slab_ref(struct slab *slab) {
 void slab_put(struct slab *slab) {
     if (!slab || atomic_fetch_sub(&slab->refs, 1) != 1)
         return;
+    assert(!slab->writing);
     for (uint32_t i = 0; i < slab->run_count; i++)
         free(slab->runs[i].written);
     free(slab->runs);
@@ -46,6 +47,8 @@ uint32_t slab_locate(const struct slab *slab, uint64_t page, uint32_t *segment) 
 /* ---- on a worker, blocking ---- */
 
 int slab_pages_io(struct ring *ring, struct slab *slab, bool write, uint64_t page, uint64_t count, struct slot *slot, uint64_t inside) {
+    assert(inside % PAGE == 0);
+    assert(inside + count * PAGE <= slot->size);
     for (uint64_t at = page, end = page + count, stop; at < end; at = stop) {
         stop = min_u64(end, (at / slab->run_pages + 1) * slab->run_pages);
         uint32_t segment, where = slab_locate(slab, at, &segment);

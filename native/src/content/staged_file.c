@@ -62,8 +62,10 @@ void file_count(struct kvfs_plane *plane, struct file *file) {
 void file_charge(struct file *file, struct user *user) {
     if (file->payer == user)
         return;
-    if (file->payer)
-        atomic_fetch_sub(&file->payer->writing, file->counted);
+    if (file->payer) {
+        unsigned long long before = atomic_fetch_sub(&file->payer->writing, file->counted);
+        assert(before >= file->counted);
+    }
     if (user)
         atomic_fetch_add(&user->writing, file->counted);
     file->payer = user;
@@ -82,6 +84,7 @@ int file_admit(struct kvfs_plane *plane, struct node *node, struct user *user) {
 
 void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled) {
     assert(!chunk->slot);
+    assert(filled <= CHUNK_SIZE);
     *chunk = (struct chunk){.state = CHUNK_PLACED, .filled = filled, .placement = ++node->placements};
 }
 
@@ -118,8 +121,11 @@ int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct des
 }
 
 void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index) {
+    assert(index < file->chunk_count);
     struct chunk *chunk = &file->chunks[index];
+    assert(!chunk->slot == (chunk->state != CHUNK_STAGED));
     if (chunk->slot) {
+        assert(file->staged_bytes >= chunk->slot->size);
         file->staged_bytes -= chunk->slot->size;
         atomic_fetch_sub(&plane->staged_bytes, chunk->slot->size);
         slot_put(chunk->slot);
@@ -130,6 +136,7 @@ void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index
 }
 
 void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, struct slot *slot, uint32_t filled) {
+    assert(filled <= slot->size);
     file_drop_chunk(plane, file, index);
     struct chunk *chunk = &file->chunks[index];
     chunk->slot = slot;
@@ -224,6 +231,7 @@ static int chunk_write(struct kvfs_plane *plane, struct node *node, struct reque
     memcpy(chunk->slot->data + inside, payload, size);
     if (chunk->filled < need)
         chunk->filled = (uint32_t)need;
+    assert(chunk->filled <= chunk->slot->size);
     return 0;
 }
 
@@ -234,6 +242,8 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
         return -EFBIG;
     if (request->size == 0)
         return 0;
+    assert(!file->slab);
+    assert(request->size <= CHUNK_SIZE);
     int r = write_admit(plane, node, request);
     if (r < 0)
         return r;
@@ -261,8 +271,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
     uint64_t share = plane->config.staging_size / 4;
     if (!file->spill_asked && file->staged_bytes > CHUNK_SIZE * 2 &&
         (file->staged_bytes > share || atomic_load(&plane->staged_bytes) > plane->config.staging_size / 4 * 3)) {
-        file->spill_asked = true;
-        event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
+        file->spill_asked = event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
     }
     return 0;
 }
@@ -280,6 +289,7 @@ int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8
         uint64_t inside = at % CHUNK_SIZE, length = min_u64(CHUNK_SIZE - inside, end - at), real = 0;
         if (index < file->chunk_count && file->chunks[index].state == CHUNK_STAGED) {
             const struct chunk *chunk = &file->chunks[index];
+            assert(chunk->filled <= chunk->slot->size);
             real = chunk->filled > inside ? min_u64(length, chunk->filled - inside) : 0;
             memcpy(out, chunk->slot->data + inside, real);
         }
@@ -292,6 +302,9 @@ int file_copy_out(const struct file *file, uint64_t offset, uint32_t size, uint8
 
 int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     struct file *file = node->file;
+    assert(is_locked(&node->lock));
+    assert(!file->slab);
+    assert(!file->sealing);
     if (size > file_size_max(plane))
         return -EFBIG;
     if (size < file->size) {
@@ -356,7 +369,9 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
     for (uint32_t i = 0; i < file->chunk_count; i++)
         if (file->chunks[i].slot)
             file_drop_chunk(plane, file, i);
-    atomic_fetch_sub(&plane->open_bytes, file->counted);
+    assert(file->staged_bytes == 0);
+    unsigned long long before = atomic_fetch_sub(&plane->open_bytes, file->counted);
+    assert(before >= file->counted);
     file_charge(file, NULL);
     file_unpark(plane, file); /* they find no file, and end as EIO */
     desc_put(file->sealed);

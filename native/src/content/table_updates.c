@@ -6,6 +6,15 @@
 
 static const char *record_name(const void *record) { return (const char *)record + sizeof(struct kvfs_inode_record); }
 
+/* The other half is _assert_record() in plane.py: all of the record is there. */
+static struct kvfs_inode_record record_take(const void *record, struct kvfs_record *to) {
+    struct kvfs_inode_record r;
+    memcpy(&r, record, sizeof(r));
+    assert(r.record_size >= sizeof(r) + r.name_size);
+    record_from_inode(&r, to);
+    return r;
+}
+
 /* With the shard's lock held. */
 static int open_state(struct kvfs_plane *plane, struct shard *shard, uint64_t inode, struct node **out) {
     struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
@@ -66,10 +75,8 @@ static int change_remove(struct kvfs_plane *plane, uint64_t inode, int keep, con
 
 static int change_put(struct kvfs_plane *plane, uint64_t inode, int keep, const void *record) {
     (void)inode;
-    struct kvfs_inode_record r;
     struct kvfs_record to;
-    memcpy(&r, record, sizeof(r));
-    record_from_inode(&r, &to);
+    struct kvfs_inode_record r = record_take(record, &to);
     struct kvfs_record before, after;
     bool known = kvfs_table_find_inode(plane->table, to.inode, &before) == 0;
     int error = kvfs_table_put(plane->table, &to, record_name(record), r.name_size, keep);
@@ -86,18 +93,14 @@ int kvfs_name_put(struct kvfs_plane *plane, const void *record, uint64_t replace
 }
 
 int kvfs_inode_update(struct kvfs_plane *plane, const void *record) {
-    struct kvfs_inode_record r;
     struct kvfs_record to;
-    memcpy(&r, record, sizeof(r));
-    record_from_inode(&r, &to);
+    record_take(record, &to);
     return kvfs_table_update(plane->table, &to);
 }
 
 int kvfs_inode_move(struct kvfs_plane *plane, const void *record) {
-    struct kvfs_inode_record r;
     struct kvfs_record to;
-    memcpy(&r, record, sizeof(r));
-    record_from_inode(&r, &to);
+    record_take(record, &to);
     struct shard *shard = shard_of(plane, to.inode);
     pthread_mutex_lock(&shard->lock);
     struct node *node;

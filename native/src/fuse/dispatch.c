@@ -216,10 +216,7 @@ static void read_staged(struct server *server, struct request *request) {
     }
     while (request->slot_count)
         slot_put(request->slots[--request->slot_count]);
-    if (request_slow(request) < 0) {
-        reply_error(server, request->unique, -ENOMEM);
-        request_put(plane, request);
-    }
+    request_slow(request);
 }
 
 /* A guest that has outlived a daemon reads on with handles that the new daemon never gave out. A sealed block needs only the node id. */
@@ -273,6 +270,8 @@ static void do_read(struct server *server, struct fuse_in_header *in) {
 static void do_write(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_write_in write;
+    static_assert(sizeof(*in) + sizeof(write) == REQUEST_HEAD, "the payload begins behind the head");
+    assert(server->landing);
     memcpy(&write, in + 1, sizeof(write));
     struct handle handle = {0};
     bool found = handle_find(plane, server->transport, write.fh, &handle);
@@ -305,9 +304,8 @@ static void do_write(struct server *server, struct fuse_in_header *in) {
         return;
     }
     if (r == -EINPROGRESS) {
-        r = request_slow(request);
-        if (r == 0)
-            return;
+        request_slow(request);
+        return;
     }
     if (request->slot_count) { /* the payload was copied: the landing memory is free again */
         server->landing = request->slots[0];

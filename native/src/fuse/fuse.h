@@ -70,7 +70,7 @@ struct transport {
     uint32_t max_read;
     uint32_t user;                      /* a guest is one user, whatever users it has. 0: the users are its kernel's */
     atomic_uint forwarded;              /* under way in the session */
-    atomic_uint session;                /* counts the kernels that came and went: handles of an earlier one are not this one's */
+    atomic_uint kernel_number;          /* counts the kernels that came and went: handles of an earlier one are not this one's */
 };
 static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
 int transport_start(struct kvfs_plane *plane, int fd);
@@ -85,7 +85,7 @@ void transport_forget(struct transport *transport);    /* its kernel is gone: la
 /* ---- attr.c, check.c, dispatch.c, reply.c, slow.c: requests that C answers ---- */
 
 void dispatch(struct server *server, size_t size);   /* the request in server->head, payload of a WRITE in server->landing */
-int request_slow(struct request *request);       /* the slow half, on a worker: 0 or -ENOMEM */
+void request_slow(struct request *request);      /* the slow half, on a worker; the request is not the caller's any more */
 size_t body_minimum(uint32_t opcode);
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
@@ -106,7 +106,7 @@ struct pending {
     struct server *server;
     uint64_t unique, node, deadline_ns, arrived_ns, offset, fh;
     uint32_t opcode, flags, salt, index, size, user;
-    uint32_t session;                    /* the transport's session when the request came */
+    uint32_t kernel_number;              /* the transport's, when the request came */
     bool live, timed_out, call;
     struct pending *next, *previous;     /* by deadline; or free list */
 };
@@ -138,7 +138,7 @@ bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under 
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
 void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
 void mux_close(struct kvfs_plane *plane);
-/* The session has ended. Hosts get EIO for requests that it has not answered, and new requests are refused. A guest's keeper asks the next daemon. */
+/* The session has ended. Hosts get EIO for requests that it has not answered, and new requests are refused. A guest's relay asks the next daemon. */
 void mux_end(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */

@@ -102,6 +102,7 @@ void mux_flush(struct kvfs_plane *plane) {
         mux->queue = message->next;
         if (!mux->queue)
             mux->queue_last = NULL;
+        assert(mux->queue_count > 0);
         mux->queue_count--;
         free(message);
     }
@@ -147,6 +148,9 @@ int kvfs_session_open(struct kvfs_plane *plane) {
 /* ---- towards Python ---- */
 
 static void pending_unlink(struct mux *mux, struct pending *p) {
+    assert(!p->timed_out); /* it is in the list */
+    assert(p->previous || mux->oldest == p);
+    assert(p->next || mux->newest == p);
     if (p->previous)
         p->previous->next = p->next;
     else
@@ -158,6 +162,8 @@ static void pending_unlink(struct mux *mux, struct pending *p) {
 }
 
 static void pending_release(struct mux *mux, struct pending *p) {
+    assert(p->live);
+    assert(mux->live_count > 0);
     p->live = false;
     atomic_fetch_sub(&p->transport->forwarded, 1);
     p->next = mux->free;
@@ -225,6 +231,7 @@ void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
     struct pending *p = mux->free;
     int r = p ? 0 : -EBUSY;
     if (p) {
+        assert(!p->live);
         mux->free = p->next;
         first = mux->live_count++ == 0;
         mux->session_count += !is_call;
@@ -232,7 +239,7 @@ void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
         *p = (struct pending){.transport = server->transport, .server = server, .unique = unique, .node = in->nodeid, .arrived_ns = now,
                               .deadline_ns = now + plane->config.request_timeout_ms * 1000000ull, .offset = offset, .opcode = in->opcode,
                               .flags = flags, .user = user_id(server->transport, in->uid), .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .call = is_call, .previous = mux->newest,
-                              .session = atomic_load(&server->transport->session)};
+                              .kernel_number = atomic_load(&server->transport->kernel_number)};
         atomic_fetch_add(&server->transport->forwarded, 1);
         if (in->opcode == FUSE_READDIR || in->opcode == FUSE_READDIRPLUS) {
             struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
@@ -372,7 +379,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         return r;
     }
     r = writer ? file_admit(plane, node, user) : 0;
-    bool ended = atomic_load(&p->transport->session) != p->session; /* its kernel went away meanwhile, and the drop of its handles may be over */
+    bool ended = atomic_load(&p->transport->kernel_number) != p->kernel_number; /* its kernel went away meanwhile, and the drop of its handles may be over */
     if (r < 0 || ended) {
         bool was_writer = false;
         node = handle_close(plane, p->transport, fh, &was_writer);
@@ -473,6 +480,7 @@ static uint32_t listing_make(struct kvfs_plane *plane, const struct pending *p, 
         inodes += found;
         at += (uint32_t)round_up(fixed + from.dirent.namelen, 8);
     }
+    assert(used <= room);
     mux->listed += inodes;
     if (inodes)
         handle_listed(plane, p->transport, p->fh, inodes);
@@ -510,7 +518,7 @@ static void guest_changed(struct kvfs_plane *plane, const struct pending *p, uin
 static int opendir_reply(struct kvfs_plane *plane, const struct pending *p, struct fuse_open_out *open) {
     open->open_flags = 0;
     int r = p->timed_out ? -EINTR : handle_open_directory(plane, p->transport, p->node, &open->fh);
-    bool ended = r == 0 && atomic_load(&p->transport->session) != p->session;
+    bool ended = r == 0 && atomic_load(&p->transport->kernel_number) != p->kernel_number;
     if (r < 0 || (ended && handle_close_directory(plane, p->transport, open->fh, p->node)))
         mux_release_directory(plane, p->node);
     return r;
@@ -651,7 +659,7 @@ void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inod
 }
 
 void transport_forget(struct transport *transport) {
-    atomic_fetch_add(&transport->session, 1);
+    atomic_fetch_add(&transport->kernel_number, 1);
     mux_transport_ended(transport->plane, transport);
     uint32_t from = 0;
     for (uint64_t directory; (directory = handles_drop(transport->plane, transport, &from));)

@@ -70,6 +70,7 @@ void notifier_stop(struct kvfs_plane *plane) {
         free(plane->fuse->notifier.first);
         plane->fuse->notifier.first = next;
     }
+    plane->fuse->notifier.last = NULL;
 }
 
 void kvfs_notify_epoch(struct kvfs_plane *plane) {
@@ -83,6 +84,7 @@ void kvfs_notify_epoch(struct kvfs_plane *plane) {
 static int notification_add(struct kvfs_plane *plane, uint64_t inode, uint64_t cookie) {
     int r = 0;
     pthread_mutex_lock(&plane->fuse->notifier.lock);
+    assert(!plane->fuse->notifier.first == !plane->fuse->notifier.last);
     if (!inode || !plane->fuse->notifier.last || plane->fuse->notifier.last->inode != inode) { /* else the waiting one covers this one too */
         struct notification *n = calloc(1, sizeof(*n));
         r = n ? 0 : -ENOMEM;

@@ -33,6 +33,8 @@ static void read_reply(struct request *request, uint32_t size) {
 }
 
 void reply_to_read(struct request *request, int64_t result) {
+    assert(!request->write);
+    assert(result <= request->size);
     if (result >= 0) {
         read_reply(request, (uint32_t)result);
         return;
@@ -52,6 +54,8 @@ static void written_without_handle(struct kvfs_plane *plane, struct node *node) 
 
 void reply_to_write(struct request *request, int64_t result) {
     struct kvfs_plane *plane = request->io->plane;
+    assert(request->write);
+    assert(result <= 0);
     if (result < 0) {
         reply_error(request->server, request->unique, (int)result);
         slow_look(plane, FUSE_WRITE, request->node->inode, now_ns() - request->arrived_ns);

@@ -50,6 +50,7 @@ static void slow_read(struct kvfs_plane *plane, struct ring *ring, struct reques
             r = -ENOMEM;
             break;
         }
+        assert(request->slot_count < READ_SLOTS);
         request->slots[request->slot_count++] = slot;
         r = file_read_slow(plane, ring, node, request->offset + done, (uint32_t)min_u64(CHUNK_SIZE, size - done), slot->data);
     }
@@ -74,22 +75,17 @@ static void slow_read(struct kvfs_plane *plane, struct ring *ring, struct reques
     request_put(plane, request);
 }
 
-struct slow_job { struct job job; struct request *request; };
+static_assert(offsetof(struct request, job) == 0, "a request begins with its job");
 
 static void run_request(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
-    struct request *request = ((struct slow_job *)base)->request;
-    free(base);
+    struct request *request = (struct request *)base;
     ring->until_ns = request->write ? 0 : request->until_ns;
     (request->write ? slow_write : slow_read)(plane, ring, request);
     ring->until_ns = 0;
 }
 
-int request_slow(struct request *request) {
-    struct slow_job *job = calloc(1, sizeof(*job));
-    if (!job)
-        return -ENOMEM;
-    job->job.run = run_request;
-    job->request = request;
-    pool_add(&request->io->plane->fuse->slow, &job->job);
-    return 0;
+void request_slow(struct request *request) {
+    assert(request->groups_held == 0);
+    request->job.run = run_request;
+    pool_add(&request->io->plane->fuse->slow, &request->job);
 }

@@ -1,4 +1,4 @@
-/* The devices of a pool and how its segments lie on them. A daemon has one array, and so has each session of a native client. */
+/* The devices of a pool and how its segments lie on them. A daemon has one array, and so has each connection of a native client. */
 #ifndef KVFS_ARRAY_H
 #define KVFS_ARRAY_H
 

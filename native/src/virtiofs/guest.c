@@ -50,7 +50,8 @@ void guest_error(struct guest *guest, uint32_t queue, int error) {
 /* ---- answering ---- */
 
 static void cost_release(struct guest *guest, uint64_t cost) {
-    atomic_fetch_sub(&guest->in_flight_bytes, cost);
+    unsigned long long before = atomic_fetch_sub(&guest->in_flight_bytes, cost);
+    assert(before >= cost);
     if (atomic_load(&guest->limited) && atomic_exchange(&guest->limited, false))
         for (uint32_t i = 0; i < guest->transport->server_count; i++)
             server_wake(&guest->transport->servers[i]);
@@ -131,6 +132,8 @@ static bool guest_targets(struct request *request) {
     uint64_t skip = REPLY_MIN;
     uint32_t count = 0;
     bool good = targets != NULL;
+    assert(request->slot_count == 0);
+    assert(!request->targets);
     for (uint32_t i = 0; good && i < element->iov_count && left; i++) {
         const struct iovec *iov = &element->iovs[i];
         if (skip >= iov->iov_len) {
@@ -152,7 +155,9 @@ static bool guest_targets(struct request *request) {
             targets[count++] = (struct iovec){slot->data, PAGE};
         }
     }
+    assert(count <= element->iov_count + 1);
     if (good) {
+        assert(left == 0); /* in whole pages: the check of the room has counted the bytes */
         element->direct = true;
         request->targets = targets;
         request->target_count = count;

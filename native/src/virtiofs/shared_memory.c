@@ -91,9 +91,13 @@ void *shared_map(const struct shared_owner *owner, int fd, uint64_t offset, uint
 
 void shared_unmap(void *map, uint64_t size) {
     pthread_mutex_lock(&lock);
+    bool known = false;
     for (uint32_t i = 0; i < atomic_load(&used); i++)
-        if (atomic_load(&mappings[i].start) == map)
+        if (atomic_load(&mappings[i].start) == map) {
             atomic_store(&mappings[i].start, NULL);
+            known = true;
+        }
     pthread_mutex_unlock(&lock);
+    assert(known);
     munmap(map, size);
 }

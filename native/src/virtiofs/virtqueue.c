@@ -40,14 +40,22 @@ int region_map(const struct shared_owner *owner, int fd, const struct region_des
 }
 
 void region_put(struct guest_region *region) {
-    if (!region || atomic_fetch_sub(&region->refs, 1) != 1)
+    if (!region)
+        return;
+    unsigned before = atomic_fetch_sub(&region->refs, 1);
+    assert(before > 0);
+    if (before != 1)
         return;
     shared_unmap(region->map, region->map_size);
     free(region);
 }
 
 void guest_memory_put(struct guest_memory *memory) {
-    if (!memory || atomic_fetch_sub(&memory->refs, 1) != 1)
+    if (!memory)
+        return;
+    unsigned before = atomic_fetch_sub(&memory->refs, 1);
+    assert(before > 0);
+    if (before != 1)
         return;
     for (uint32_t i = 0; i < memory->count; i++)
         region_put(memory->regions[i]);
@@ -376,7 +384,10 @@ int virtqueue_take(struct virtqueue *queue, struct chain *chain) {
 }
 
 void virtqueue_drop(struct virtqueue *queue, uint16_t head) {
+    assert(head < QUEUE_SIZE_MAX);
     struct element *element = &queue->elements[head];
+    assert(element->live);
+    assert(queue->in_flight > 0);
     guest_memory_put(element->memory);
     free(element->iovs);
     element->memory = NULL;

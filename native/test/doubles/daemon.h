@@ -50,9 +50,9 @@ struct bytes { uint8_t *data; uint64_t size, capacity; };
 enum trick {
     HONEST, SILENT, HALF_WELCOME_FRAME, OTHER_VERSION, OTHER_TYPE, SHORT_WELCOME, TRUNCATED_WELCOME, HUGE_WELCOME, NO_DEVICES, MANY_DEVICES,
     WIDE_STRIPE, MANY_SEGMENTS, ZONE_OF_0, BAD_MEMBER, NO_DESCRIPTORS, FEW_DESCRIPTORS, EXTRA_DESCRIPTORS, UNSEALED_TABLE, ZERO_TABLE,
-    OTHER_EPOCH, OTHER_SECRET, REFUSE, REFUSE_WITHOUT_SENTENCE, TRICKS_OF_WELCOME,
+    OTHER_EPOCH, OTHER_SECRET, REFUSE, REFUSE_WITHOUT_MESSAGE, TRICKS_OF_WELCOME,
     HANG, HALF_FRAME, HALF_PAYLOAD, WRONG_ID, WRONG_ANSWER, HUGE_ANSWER, EMPTY_ANSWER, LONG_ANSWER, RANDOM_ANSWER, STATUS_MIN,
-    STATUS_POSITIVE, STATUS_ERROR, HANG_UP, GOODBYE_INSTEAD, TRICKS_OF_ANSWERS,
+    STATUS_POSITIVE, STATUS_ERROR, HANG_UP, CLOSE_INSTEAD, TRICKS_OF_ANSWERS,
     RUN_BEYOND, RUN_TOO_LONG, RUNS_OF_0, RECORD_TOO_LARGE, RECORD_OF_OTHER, HEADER_OF_0, HEADER_TOO_SMALL, EXTENT_BEYOND, TRICKS_OF_RESERVE
 };
 
@@ -355,7 +355,7 @@ static inline bool say(int fd, const void *data, uint64_t size) {
     return true;
 }
 
-static inline bool hear(int fd, void *data, uint64_t size) { return size == 0 || recv(fd, data, size, MSG_WAITALL) == (ssize_t)size; }
+static inline bool read_exactly(int fd, void *data, uint64_t size) { return size == 0 || recv(fd, data, size, MSG_WAITALL) == (ssize_t)size; }
 
 static inline void say_descriptors(int fd, const int *fds, uint32_t count) {
     union { char space[CMSG_SPACE(sizeof(int) * 16)]; struct cmsghdr align; } control = {0};
@@ -387,15 +387,15 @@ static inline bool say_welcome(int fd) {
     struct wire_hello hello;
     struct bytes out = {0};
     enum trick trick = d.trick;
-    if (!hear(fd, &hello, sizeof(hello)) || memcmp(hello.magic, "KVFSCLI1", 8) != 0 || hello.version != KVFS_WIRE_VERSION)
+    if (!read_exactly(fd, &hello, sizeof(hello)) || memcmp(hello.magic, "KVFSCLI1", 8) != 0 || hello.version != KVFS_WIRE_VERSION)
         return false;
     if (trick == SILENT)
         return true;
-    if (trick == REFUSE || trick == REFUSE_WITHOUT_SENTENCE) {
-        const char *sentence = trick == REFUSE ? "no, not you" : "";
-        struct wire_frame no = {.size = (uint32_t)strlen(sentence), .type = WIRE_HELLO, .status = trick == REFUSE ? -EACCES : INT32_MIN};
+    if (trick == REFUSE || trick == REFUSE_WITHOUT_MESSAGE) {
+        const char *message = trick == REFUSE ? "no, not you" : "";
+        struct wire_frame no = {.size = (uint32_t)strlen(message), .type = WIRE_HELLO, .status = trick == REFUSE ? -EACCES : INT32_MIN};
         say(fd, &no, sizeof(no));
-        say(fd, sentence, no.size);
+        say(fd, message, no.size);
         return false;
     }
     struct wire_welcome w = {.version = KVFS_WIRE_VERSION, .writable = !d.read_only && !(hello.flags & KVFS_READ_ONLY),
@@ -620,11 +620,11 @@ static inline void hold(const struct wire_frame *head, const uint8_t *data, uint
 static inline bool answer(int connection, int fd) {
     struct wire_frame frame;
     struct bytes out = {0};
-    if (!hear(fd, &frame, sizeof(frame)))
+    if (!read_exactly(fd, &frame, sizeof(frame)))
         return false;
     CHECK(frame.size <= KVFS_WIRE_SIZE_MAX);
     uint8_t *payload = malloc(frame.size + 1u);
-    bool good = hear(fd, payload, frame.size);
+    bool good = read_exactly(fd, payload, frame.size);
     int32_t status = 0;
     if (good && frame.type == WIRE_HITS) {
         CHECK(frame.size % 8 == 0);
@@ -677,10 +677,10 @@ static inline bool answer(int connection, int fd) {
         struct bytes lie = {0};
         uint64_t size = out.size, seed = frame.id;
         head.id += trick == WRONG_ID;
-        head.type = trick == WRONG_ANSWER ? WIRE_DESCRIPTORS : trick == GOODBYE_INSTEAD ? WIRE_GOODBYE : head.type;
+        head.type = trick == WRONG_ANSWER ? WIRE_DESCRIPTORS : trick == CLOSE_INSTEAD ? WIRE_CLOSE : head.type;
         if (trick == HUGE_ANSWER)
             head.size = KVFS_WIRE_SIZE_MAX + 1;
-        if (trick == EMPTY_ANSWER || trick == STATUS_MIN || trick == GOODBYE_INSTEAD)
+        if (trick == EMPTY_ANSWER || trick == STATUS_MIN || trick == CLOSE_INSTEAD)
             head.size = 0, size = 0;
         if (trick == STATUS_MIN)
             head.status = INT32_MIN;
@@ -787,14 +787,14 @@ static inline void daemon_start(void) {
     d.running = true;
 }
 
-static inline void daemon_stop(bool goodbye) {
+static inline void daemon_stop(bool close_frame) {
     CHECK(write(d.wake[1], "x", 1) == 1);
     pthread_join(d.thread, NULL);
     close(d.listener);
     for (uint32_t i = 0; i < CONNECTIONS_MAX; i++)
         if (d.connections[i] >= 0) {
-            struct wire_frame frame = {.type = WIRE_GOODBYE};
-            if (goodbye)
+            struct wire_frame frame = {.type = WIRE_CLOSE};
+            if (close_frame)
                 say(d.connections[i], &frame, sizeof(frame));
             hang_up(i);
         }

@@ -494,7 +494,7 @@ int direct_look_poll(struct direct_look *look, const struct kvfs_record *record)
     for (uint32_t i = 0; i < look->count && r == 0; i++)
         r = look_right(connection, &look->pages[i]) ? 0 : -ESTALE;
     if (r == 0) { /* without a daemon the table may not know */
-        connection_look(connection);
+        connection_poll(connection);
         bool there = !connection->gone && kvfs_table_find_inode(connection->table, record->inode, &now) == 0 && now.flags & KVFS_INODE_SEALED;
         r = there && now.size == record->size && now.segment == record->segment && now.page == record->page &&
                     now.generation == record->generation

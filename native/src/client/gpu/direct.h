@@ -16,7 +16,7 @@ struct direct_read;
 struct direct_proof;
 struct direct_look;
 
-/* Everything that gds needs, proven with the devices of the client's connection; the sentence says what is missing. The primary context is
+/* Everything that gds needs, proven with the devices of the client's connection; the message says what is missing. The primary context is
  * current. */
 int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int device, int handle, cuda_context primary,
                 const struct kvfs_gpu_options *options, struct direct **out);

@@ -81,9 +81,9 @@ struct gpu_driver {
 int driver_load(const struct gpu_driver **out);
 /* The name of a library: from an option, else from the environment, else `otherwise`. */
 const char *library_name(const char *option, const char *variable, const char *otherwise);
-/* -EIO, with the sentence. */
+/* -EIO, with the message. */
 int cuda_fail(const struct gpu_driver *driver, int device, const char *what, int error);
-/* 0, or -EIO with the sentence. `who` has a driver and a device. */
+/* 0, or -EIO with the message. `who` has a driver and a device. */
 #define CUDA(who, function, ...)                                                                        \
     ({                                                                                                  \
         int cuda_error = (who)->driver->function(__VA_ARGS__);                                          \

@@ -404,8 +404,8 @@ static int blocks_direct(struct gpu_call *call, bool *waiting) {
     return r;
 }
 
-/* After an error: wait until each thread has ended or is known to be late. copies_settle() waits for proofs on the GPU. */
-static void direct_settle(struct gpu_call *call) {
+/* After an error: wait until each thread has ended or is known to be late. copies_wait() waits for proofs on the GPU. */
+static void direct_wait(struct gpu_call *call) {
     for (uint32_t i = 0; i < call->gpu->ring_slots; i++) {
         struct gpu_block *block = &call->blocks[i];
         while (block->read && direct_poll(call->gpu->direct, block->read) == -EINPROGRESS)
@@ -458,7 +458,7 @@ static int blocks_fence(struct gpu_call *call) {
     if (!call->fenced)
         return 0;
     if (!call->stream)
-        return copies_settle(gpu);
+        return copies_wait(gpu);
     int r = CUDA(gpu, cuEventRecord, gpu->after, gpu->stream);
     return r == 0 ? CUDA(gpu, cuStreamWaitEvent, call->stream, gpu->after, 0) : r;
 }
@@ -472,16 +472,16 @@ static int gpu_get(struct gpu_call *call) {
         r = blocks_fence(call);
     if (r == 0)
         return 0;
-    char why[sizeof(gpu->why)]; /* the first sentence is the one that says what happened */
+    char why[sizeof(gpu->why)]; /* the first message is the one that says what happened */
     snprintf(why, sizeof(why), "%s", kvfs_error());
     if (gpu->direct)
-        direct_settle(call);
+        direct_wait(call);
     for (uint32_t i = 0; i < gpu->slot_count; i++)
         if (gpu->slots[i].state == SLOT_READY)
             gpu->slots[i].state = SLOT_FREE;
     for (uint32_t i = 0; i < gpu->ring_slots; i++)
         desc_put(call->blocks[i].desc);
-    if (!gpu->broken && copies_settle(gpu) < 0)
+    if (!gpu->broken && copies_wait(gpu) < 0)
         snprintf(gpu->why, sizeof(gpu->why), "%s", why);
     return client_fail(r, "%s", why);
 }

@@ -60,7 +60,7 @@ int copy_push(struct kvfs_gpu *gpu, uint32_t first, uint32_t count);
 /* Free the slots whose copies have ended. -EIO, -ETIMEDOUT: the GPU hangs. */
 int copies_reap(struct kvfs_gpu *gpu);
 /* Wait for every copy. An error leaves the GPU broken. */
-int copies_settle(struct kvfs_gpu *gpu);
+int copies_wait(struct kvfs_gpu *gpu);
 /* Stream and events in a context, which becomes current. */
 int context_enter(struct kvfs_gpu *gpu, cuda_context context);
 /* Slots: a mapping, registered once. */

@@ -55,7 +55,7 @@ void pause_ns(uint64_t ns) {
     nanosleep(&ts, NULL);
 }
 
-int copies_settle(struct kvfs_gpu *gpu) {
+int copies_wait(struct kvfs_gpu *gpu) {
     uint64_t limit_ns = gpu->client->options.timeout_ms * 1000000ull * STALL_TIMEOUTS, last_ns = now_ns();
     for (;;) {
         int error = gpu->stream ? gpu->driver->cuStreamQuery(gpu->stream) : CUDA_SUCCESS;
@@ -107,7 +107,7 @@ int context_enter(struct kvfs_gpu *gpu, cuda_context context) {
         r = CUDA(gpu, cuCtxPushCurrent, gpu->context);
         if (r < 0)
             return r;
-        r = copies_settle(gpu);
+        r = copies_wait(gpu);
         if (r == 0)
             context_drop(gpu);
         gpu->driver->cuCtxPopCurrent(&(cuda_context){NULL});
@@ -286,7 +286,7 @@ void kvfs_gpu_close(struct kvfs_gpu *gpu) {
     pthread_mutex_lock(&gpu->lock);
     const struct gpu_driver *driver = gpu->driver;
     if (!gpu->broken && gpu->context && driver->cuCtxPushCurrent(gpu->context) == CUDA_SUCCESS) {
-        if (copies_settle(gpu) == 0)
+        if (copies_wait(gpu) == 0)
             context_drop(gpu);
         driver->cuCtxPopCurrent(&(cuda_context){NULL});
     }

@@ -17,7 +17,7 @@
 #define TARGET_MAGIC 0x31454d564e46564bull /* "KVFNVME1" */
 #define DISCOVERY_MAX 4096u             /* entries */
 
-static _Thread_local char sentence[NVME_REASON + 320];
+static _Thread_local char message[NVME_REASON + 320];
 
 int nvme_admin_fail(struct nvme_admin *admin, int error, const char *format, ...) {
     va_list arguments;
@@ -345,7 +345,7 @@ int nvme_block_io(struct nvme_admin *admin, struct nvme_link *link, uint32_t nsi
 
 /* ---- targets as Python gives them ---- */
 
-const char *kvfs_nvme_error(void) { return sentence; }
+const char *kvfs_nvme_error(void) { return message; }
 
 static int target_check(const struct kvfs_nvme_target *t, char *why, size_t size) {
     const char *wrong = !memchr(t->host, 0, sizeof(t->host)) || !t->host[0]                        ? "no host"
@@ -371,7 +371,7 @@ bool nvme_target_of(int fd, struct kvfs_nvme_target *out) {
 }
 
 int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target) {
-    int r = target_check(target, sentence, sizeof(sentence));
+    int r = target_check(target, message, sizeof(message));
     if (r < 0)
         return r;
     struct kvfs_nvme_target stored = *target;
@@ -386,7 +386,7 @@ int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target) {
         fd = -errno;
     }
     if (fd < 0)
-        snprintf(sentence, sizeof(sentence), "memfd: %s", strerror(-fd));
+        snprintf(message, sizeof(message), "memfd: %s", strerror(-fd));
     return fd;
 }
 
@@ -401,7 +401,7 @@ struct kvfs_nvme {
 
 static int failed(struct kvfs_nvme *nvme, int r) {
     const struct kvfs_nvme_target *t = &nvme->target;
-    snprintf(sentence, sizeof(sentence), "%s:%u: %s", t->host, t->port, nvme->admin.reason);
+    snprintf(message, sizeof(message), "%s:%u: %s", t->host, t->port, nvme->admin.reason);
     return r;
 }
 
@@ -424,7 +424,7 @@ static int connected(struct kvfs_nvme *nvme, uint64_t deadline) {
 }
 
 int kvfs_nvme_open(const struct kvfs_nvme_target *target, struct kvfs_nvme **out) {
-    int r = target_check(target, sentence, sizeof(sentence));
+    int r = target_check(target, message, sizeof(message));
     if (r < 0)
         return r;
     struct kvfs_nvme *nvme = calloc(1, sizeof(*nvme));

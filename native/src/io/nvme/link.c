@@ -29,7 +29,7 @@ int nvme_link_fail(struct nvme_link *link, int error, const char *format, ...) {
 }
 
 /* For a PDU that breaks the rules: tell the controller, unless a PDU of ours is half sent, and give up. */
-static int breach(struct nvme_link *link, enum nvme_fatal_error fes, uint32_t fei) {
+static int violation(struct nvme_link *link, enum nvme_fatal_error fes, uint32_t fei) {
     struct { struct nvme_term term; uint8_t head[HEAD_SIZE]; } pdu = {
         .term = {.head = {.type = NVME_PDU_H2C_TERM, .hlen = HEAD_SIZE, .plen = sizeof(pdu)}, .fes = (uint16_t)fes, .fei = fei}};
     memcpy(pdu.head, link->head, HEAD_SIZE);
@@ -407,16 +407,16 @@ static int response(struct nvme_link *link) {
     const struct nvme_completion *completion = &pdu->completion;
     struct nvme_request *request = request_of(link, completion->cid);
     if (pdu->head.plen != head_size(link) || pdu->head.flags & ~NVME_PDU_HDGST)
-        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 4), "response: plen %u, flags %#x", pdu->head.plen,
+        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 4), "response: plen %u, flags %#x", pdu->head.plen,
                               pdu->head.flags);
     if (!request)
-        return nvme_link_fail(link, breach(link, NVME_FES_PARAMETER, 8 + 12), "response: cid %u is not under way", completion->cid);
+        return nvme_link_fail(link, violation(link, NVME_FES_PARAMETER, 8 + 12), "response: cid %u is not under way", completion->cid);
     request->completion = *completion;
     if (request->queued) { /* its data is being sent: a PDU that has begun is sent to its end */
         request->granted = 0;
         request->answered = true;
         if (!nvme_status_error(completion->status))
-            return nvme_link_fail(link, breach(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u, whose data is still being sent",
+            return nvme_link_fail(link, violation(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u, whose data is still being sent",
                                   completion->cid);
         if (request->head_sent)
             return 0;
@@ -425,7 +425,7 @@ static int response(struct nvme_link *link) {
     int result = nvme_status_error(completion->status);
     /* No command that is sent here may get fewer bytes than it asked for. */
     if (result == 0 && request->moved != request->size)
-        return nvme_link_fail(link, breach(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u with %u of %u bytes moved",
+        return nvme_link_fail(link, violation(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u with %u of %u bytes moved",
                               completion->cid, request->moved, request->size);
     request_finish(link, request, result == 0 && request->corrupt ? -EBADMSG : result);
     return 0;
@@ -435,13 +435,13 @@ static int ready_to_transfer(struct nvme_link *link) {
     const struct nvme_r2t *pdu = (const struct nvme_r2t *)link->head;
     struct nvme_request *request = request_of(link, pdu->cid);
     if (pdu->head.plen != head_size(link) || pdu->head.flags & ~NVME_PDU_HDGST)
-        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 4), "R2T: plen %u, flags %#x", pdu->head.plen, pdu->head.flags);
+        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 4), "R2T: plen %u, flags %#x", pdu->head.plen, pdu->head.flags);
     if (!request || !request->write || request->command.sgl.id == NVME_SGL_IN_CAPSULE)
-        return nvme_link_fail(link, breach(link, NVME_FES_PARAMETER, 8), "R2T: cid %u is no write that waits for one", pdu->cid);
+        return nvme_link_fail(link, violation(link, NVME_FES_PARAMETER, 8), "R2T: cid %u is no write that waits for one", pdu->cid);
     if (request->queued)
-        return nvme_link_fail(link, breach(link, NVME_FES_LIMIT, 0), "R2T: cid %u has one under way", pdu->cid);
+        return nvme_link_fail(link, violation(link, NVME_FES_LIMIT, 0), "R2T: cid %u has one under way", pdu->cid);
     if (pdu->offset != request->moved || pdu->size == 0 || pdu->size > request->size - request->moved)
-        return nvme_link_fail(link, breach(link, NVME_FES_RANGE, 0), "R2T: %u bytes at %u of cid %u, which has sent %u of %u",
+        return nvme_link_fail(link, violation(link, NVME_FES_RANGE, 0), "R2T: %u bytes at %u of cid %u, which has sent %u of %u",
                               pdu->size, pdu->offset, pdu->cid, request->moved, request->size);
     request->granted = pdu->size;
     request->ttag = pdu->ttag;
@@ -456,16 +456,16 @@ static int data_begun(struct nvme_link *link) {
     uint32_t before = head_size(link), digest = link->data_digest ? NVME_DIGEST_SIZE : 0;
     if (pdu->head.pdo < before || pdu->head.pdo > before + PAD_MAX || pdu->size == 0 || pdu->head.plen < digest + pdu->head.pdo ||
         pdu->head.plen - digest - pdu->head.pdo != pdu->size)
-        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 3), "C2HData: pdo %u, plen %u for %u bytes",
+        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 3), "C2HData: pdo %u, plen %u for %u bytes",
                               pdu->head.pdo, pdu->head.plen, pdu->size);
     if (!!(pdu->head.flags & NVME_PDU_DDGST) != link->data_digest ||
         (pdu->head.flags & NVME_PDU_SUCCESS && !(pdu->head.flags & NVME_PDU_LAST)))
-        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 1), "C2HData: flags %#x", pdu->head.flags);
+        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 1), "C2HData: flags %#x", pdu->head.flags);
     if (!request || request->write || request->size == 0)
-        return nvme_link_fail(link, breach(link, NVME_FES_PARAMETER, 8), "C2HData: cid %u is no read under way", pdu->cid);
+        return nvme_link_fail(link, violation(link, NVME_FES_PARAMETER, 8), "C2HData: cid %u is no read under way", pdu->cid);
     if (pdu->offset != request->moved || pdu->size > request->size - request->moved ||
         (pdu->head.flags & NVME_PDU_SUCCESS && pdu->size != request->size - request->moved))
-        return nvme_link_fail(link, breach(link, NVME_FES_RANGE, 0), "C2HData: %u bytes at %u of cid %u, which has received %u of %u",
+        return nvme_link_fail(link, violation(link, NVME_FES_RANGE, 0), "C2HData: %u bytes at %u of cid %u, which has received %u of %u",
                               pdu->size, pdu->offset, pdu->cid, request->moved, request->size);
     link->into = request;
     link->in_data = true;
@@ -500,15 +500,15 @@ static int head_complete(struct nvme_link *link) {
         return r;
     }
     if (pdu->type != NVME_PDU_RESPONSE && pdu->type != NVME_PDU_C2H_DATA && pdu->type != NVME_PDU_R2T)
-        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 0), "a PDU of type %u", pdu->type);
+        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 0), "a PDU of type %u", pdu->type);
     if (pdu->hlen != HEAD_SIZE || !!(pdu->flags & NVME_PDU_HDGST) != link->header_digest)
-        return nvme_link_fail(link, breach(link, NVME_FES_HEADER_FIELD, 2), "PDU of type %u: hlen %u, flags %#x", pdu->type,
+        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 2), "PDU of type %u: hlen %u, flags %#x", pdu->type,
                               pdu->hlen, pdu->flags);
     if (link->header_digest) {
         uint32_t crc, actual = nvme_crc32c(0, link->head, HEAD_SIZE);
         memcpy(&crc, link->head + HEAD_SIZE, sizeof(crc));
         if (crc != actual)
-            return nvme_link_fail(link, breach(link, NVME_FES_HEADER_DIGEST, crc), "PDU of type %u: header digest %#x, expected %#x",
+            return nvme_link_fail(link, violation(link, NVME_FES_HEADER_DIGEST, crc), "PDU of type %u: header digest %#x, expected %#x",
                                   pdu->type, crc, actual);
     }
     return pdu->type == NVME_PDU_RESPONSE ? response(link) : pdu->type == NVME_PDU_R2T ? ready_to_transfer(link) : data_begun(link);

@@ -127,7 +127,7 @@ struct nvme_identity {
     uint8_t nguid[16], eui64[8], uuid[16];
 };
 int nvme_admin_fail(struct nvme_admin *admin, int error, const char *format, ...) __attribute__((format(printf, 3, 4)));
-/* All of these block, until deadline_ns at most; -errno and a sentence in `reason`. kato_ms 0: no keep alive. */
+/* All of these block, until deadline_ns at most; -errno and a message in `reason`. kato_ms 0: no keep alive. */
 int nvme_admin_open(struct nvme_admin *admin, const struct kvfs_nvme_target *target, uint32_t kato_ms, uint64_t deadline_ns);
 void nvme_admin_close(struct nvme_admin *admin, bool orderly);
 int nvme_admin_identity(struct nvme_admin *admin, uint32_t nsid, struct nvme_identity *out, uint64_t deadline_ns);

@@ -1,4 +1,4 @@
-"""Whose a pool's directory is, and how its small files are opened: what another user can prepare is not followed.
+"""A pool's directory: its owner is checked, and its small files are opened without following links.
 
 Root takes no pool that somebody else can change: a symbolic link in the place of a log leads anywhere.
 """

@@ -1,0 +1,289 @@
+/* sources: base block io content fuse virtiofs plane.c */
+/* The data plane's accounts: uses of blocks by their opens, shares of users, and inodes that listings make. */
+#include "kernel_harness.h"
+
+static uint32_t use_of(uint64_t inode) {
+    uint32_t use;
+    CHECK(kvfs_inode_uses(plane, &inode, 1, &use) == 0);
+    return use;
+}
+
+static struct kvfs_user user_of(uint32_t id) {
+    struct kvfs_user users[64];
+    int count = kvfs_users(plane, users, 64);
+    for (int i = 0; i < count; i++)
+        if (users[i].id == id)
+            return users[i];
+    return (struct kvfs_user){0};
+}
+
+static uint64_t open_of(uint32_t id) { return user_of(id).open_bytes; }
+
+static uint64_t writing_of(uint32_t id) { return user_of(id).writing_bytes; }
+
+static int open_by(uint64_t inode, uint32_t id, struct node **node) {
+    struct kvfs_record record;
+    return node_open(plane, inode, user_get(plane, id), false, &record, node);
+}
+
+static void unopen_by(struct node *node, uint32_t id) {
+    struct shard *shard = shard_of(plane, node->inode);
+    pthread_mutex_lock(&shard->lock);
+    node_unopen(plane, node, user_get(plane, id), false);
+    pthread_mutex_unlock(&shard->lock);
+    node_put(plane, node);
+}
+
+static void test_shares(void) {
+    enum { GREEDY = 5000, MODEST = 5001, DAEMON = 5002, COUNT = 4, SIZE = 100000 };
+    uint8_t record[512], busy[COUNT];
+    uint64_t inodes[COUNT];
+    char name[32];
+    for (int i = 0; i < COUNT; i++) {
+        inodes[i] = ++next_inode;
+        sprintf(name, "share-%d", i);
+        make_record(record, inodes[i], name, SIZE, KVFS_INODE_SEALED, 1, 1);
+        CHECK(kvfs_name_put(plane, record, 0) == 0);
+    }
+    struct kvfs_statistics before, after;
+    kvfs_statistics_get(plane, &before);
+    kvfs_set_share(plane, 2 * SIZE, DAEMON);
+    struct node *greedy[COUNT], *again, *other;
+    for (int i = 0; i < COUNT; i++)
+        CHECK(open_by(inodes[i], GREEDY, &greedy[i]) == 0);
+    CHECK(open_by(inodes[0], GREEDY, &again) == 0);
+    CHECK(open_of(GREEDY) == COUNT * SIZE); /* a block counts once, however often it is open */
+    CHECK(kvfs_inode_user(plane, inodes[0]) == GREEDY && kvfs_inode_user(plane, 1) == -ENOENT);
+    CHECK(kvfs_inode_is_open(plane, inodes[0]) == KVFS_OPEN_BEYOND_SHARE);
+    /* Who has room takes over what is charged to one who has not. */
+    CHECK(open_by(inodes[0], MODEST, &other) == 0);
+    CHECK(kvfs_inode_user(plane, inodes[0]) == MODEST && open_of(MODEST) == SIZE && open_of(GREEDY) == (COUNT - 1) * SIZE);
+    CHECK(kvfs_inode_is_open(plane, inodes[0]) == KVFS_OPEN);
+    /* The space of writers: what may go is as good as free. */
+    kvfs_set_space(plane, before.open_bytes + COUNT * SIZE, ENOSPC);
+    CHECK(!space_lacks(plane, SIZE) && space_lacks(plane, SIZE + 1));
+    /* One goes; then the others are within the share, and stay. */
+    CHECK(kvfs_inode_evict(plane, inodes, COUNT, busy) == COUNT - 1 && busy[0] && !busy[1] && busy[2] && busy[3]);
+    CHECK(open_of(GREEDY) == 2 * SIZE && kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN);
+    CHECK(open_by(inodes[1], GREEDY, &again) == -ESTALE);
+    /* Pins and the like count first. */
+    kvfs_user_hold(plane, GREEDY, 1);
+    CHECK(kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN_BEYOND_SHARE);
+    kvfs_user_hold(plane, GREEDY, 0);
+    /* The last one to have it open is charged for it. */
+    unopen_by(other, MODEST);
+    CHECK(kvfs_inode_user(plane, inodes[0]) == GREEDY && open_of(MODEST) == 0);
+    kvfs_set_share(plane, 0, DAEMON);
+    CHECK(kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN_BEYOND_SHARE);
+    CHECK(open_by(inodes[2], DAEMON, &other) == 0 && kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN);
+    unopen_by(other, DAEMON);
+    CHECK(open_by(inodes[3], 0, &other) == 0 && kvfs_inode_is_open(plane, inodes[3]) == KVFS_OPEN);
+    unopen_by(other, 0);
+    unopen_by(greedy[0], GREEDY);
+    for (int i = 0; i < COUNT; i++)
+        unopen_by(greedy[i], GREEDY);
+    kvfs_set_share(plane, UINT64_MAX, 0);
+    kvfs_set_space(plane, UINT64_MAX, ENOSPC);
+    CHECK(open_of(GREEDY) == 0 && open_of(0) == 0 && open_of(DAEMON) == 0);
+    kvfs_statistics_get(plane, &after);
+    CHECK(after.open_bytes == before.open_bytes);
+    for (int i = 0; i < COUNT; i++)
+        CHECK(i == 1 || kvfs_inode_remove(plane, inodes[i]) == 0);
+    /* What is being written counts too, for who opened it first or made it grow; it is refused when a share for others would not be left. */
+    kvfs_statistics_get(plane, &before);
+    uint64_t written = ++next_inode;
+    make_record(record, written, "share-written", 0, 0, 1, 1);
+    CHECK(kvfs_name_put(plane, record, 0) == 0 && kvfs_file_create(plane, written) == 0);
+    struct node *node = node_get(plane, written, false);
+    CHECK(node && file_admit(plane, node, user_get(plane, GREEDY)) == 0 && kvfs_file_truncate(plane, written, SIZE) == 0);
+    CHECK(writing_of(GREEDY) == SIZE && file_admit(plane, node, user_get(plane, MODEST)) == 0 && writing_of(MODEST) == 0);
+    kvfs_set_share(plane, 2 * SIZE, DAEMON);
+    kvfs_set_space(plane, before.open_bytes + 4 * SIZE, ENOSPC);
+    CHECK(kvfs_file_truncate(plane, written, 2 * SIZE) == 0); /* the share */
+    CHECK(kvfs_file_truncate(plane, written, 2 * SIZE + 1) == -EDQUOT && kvfs_file_allocate(plane, written, 2 * SIZE + 1) == -EDQUOT);
+    kvfs_set_space(plane, before.open_bytes + 5 * SIZE, ENOSPC);
+    CHECK(kvfs_file_truncate(plane, written, 3 * SIZE) == 0 && kvfs_file_truncate(plane, written, 3 * SIZE + 1) == -EDQUOT);
+    pthread_mutex_lock(&node->lock);
+    file_charge(node->file, user_get(plane, DAEMON)); /* who may hold all */
+    pthread_mutex_unlock(&node->lock);
+    CHECK(writing_of(GREEDY) == 0 && writing_of(DAEMON) == 3 * SIZE && kvfs_file_truncate(plane, written, 9 * SIZE) == 0);
+    CHECK(kvfs_file_truncate(plane, written, 0) == 0 && writing_of(DAEMON) == 0 && kvfs_file_truncate(plane, written, SIZE) == 0);
+    CHECK(kvfs_inode_remove(plane, written) == 0 && writing_of(DAEMON) == 0);
+    node_put(plane, node);
+    kvfs_set_share(plane, UINT64_MAX, 0);
+    kvfs_set_space(plane, UINT64_MAX, ENOSPC);
+    kvfs_statistics_get(plane, &after);
+    CHECK(after.open_bytes == before.open_bytes);
+    /* More users than places: they share one, and nothing is lost. */
+    inodes[0] = ++next_inode;
+    make_record(record, inodes[0], "share-many", SIZE, KVFS_INODE_SEALED, 1, 1);
+    CHECK(kvfs_name_put(plane, record, 0) == 0);
+    for (uint32_t id = 10000; id < 10000 + 2 * USERS_MAX; id++) {
+        CHECK(open_by(inodes[0], id, &other) == 0);
+        unopen_by(other, id);
+    }
+    CHECK(user_get(plane, 4000000000u) == user_get(plane, 4000000001u) && kvfs_inode_remove(plane, inodes[0]) == 0);
+    kvfs_statistics_get(plane, &after);
+    CHECK(after.open_bytes == before.open_bytes);
+    printf("ok beyond a user's share what is open may go, unless another has it open within the share\n");
+}
+
+static void test_opens_are_uses(void) {
+    uint64_t fh;
+    uint8_t *data = pattern(10000, 8);
+    kvfs_set_tick(plane, 0x1000005);
+    uint64_t inode = create("used", &fh);
+    CHECK(use_of(inode) == 5 << 8);
+    kvfs_set_tick(plane, 6);
+    CHECK(write_at(inode, fh, 0, data, 10000) == 0);
+    CHECK(flush_and_seal(inode, fh, "used") == 0);
+    CHECK(read_check(inode, fh, 0, 10000, data, 10000) == 0);
+    release(inode, fh);
+    CHECK(use_of(inode) == 5 << 8); /* neither the writer's own reads nor the seal */
+    int error;
+    for (uint32_t i = 1; i <= 2; i++) {
+        kvfs_set_tick(plane, 10 + i);
+        fh = open_read(inode, &error);
+        CHECK(error == 0);
+        CHECK(read_check(inode, fh, 0, 10000, data, 10000) == 0);
+        CHECK(read_check(inode, fh, 0, 10000, data, 10000) == 0);
+        release(inode, fh);
+        CHECK(use_of(inode) == ((10 + i) << 8 | i)); /* once an open, however often it is read */
+    }
+    for (int i = 0; i < 300; i++)
+        CHECK(kvfs_inode_touch(plane, &inode, 1) == 0);
+    CHECK(use_of(inode) == (12 << 8 | 255));
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    CHECK(use_of(inode) == 0);
+    free(data);
+    printf("ok opens are uses\n");
+}
+
+/* ---- listings: names from the session, attributes from the table ---- */
+
+static uint64_t open_directory(void) {
+    struct fuse_open_in in = {.flags = O_RDONLY};
+    struct fuse_open_out out = {.fh = 1};
+    ask(FUSE_OPENDIR, 1, &in, sizeof(in), NULL, 0);
+    session_reply(forwarded_request()->unique, 0, &out, sizeof(out));
+    void *body;
+    CHECK(answer(&body, NULL) == 0);
+    memcpy(&out, body, sizeof(out));
+    return out.fh;
+}
+
+static void close_directory(uint64_t fh) {
+    struct fuse_release_in in = {.fh = fh};
+    ask(FUSE_RELEASEDIR, 1, &in, sizeof(in), NULL, 0);
+    session_reply(forwarded_request()->unique, 0, NULL, 0);
+    CHECK(answer(NULL, NULL) == 0);
+}
+
+struct listed { const char *name; uint64_t inode; };
+
+/* List through a handle; the session's answer is `entries`. Returns the kernel's. */
+static const uint8_t *list(uint32_t opcode, uint64_t fh, uint64_t offset, const struct listed *entries, uint32_t count, size_t *size) {
+    uint8_t names[4000];
+    uint32_t used = 0;
+    struct fuse_read_in in = {.fh = fh, .offset = offset, .size = 32768};
+    ask(opcode, 1, &in, sizeof(in), NULL, 0);
+    struct fuse_in_header *request = forwarded_request();
+    struct fuse_read_in asked;
+    memcpy(&asked, request + 1, sizeof(asked));
+    CHECK(request->opcode == FUSE_READDIRPLUS && asked.fh == 1 && asked.offset == (offset > 2 ? offset - 2 : 0));
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t length = (uint32_t)strlen(entries[i].name), head = offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name);
+        struct fuse_direntplus plus = {.dirent = {.ino = entries[i].inode, .off = entries[i].inode, .namelen = length, .type = 8}};
+        memset(names + used, 0, round_up(head + length, 8));
+        memcpy(names + used, &plus, head);
+        memcpy(names + used + head, entries[i].name, length);
+        used += (uint32_t)round_up(head + length, 8);
+        CHECK(used <= sizeof(names));
+    }
+    session_reply(request->unique, 0, names, used);
+    void *body;
+    CHECK(answer(&body, size) == 0);
+    return body;
+}
+
+/* The next entry of a READDIRPLUS; CHECKs its name. */
+static struct fuse_direntplus next_listed(const uint8_t **at, const char *name) {
+    struct fuse_direntplus plus;
+    uint32_t head = offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name);
+    memcpy(&plus, *at, head);
+    CHECK(plus.dirent.namelen == strlen(name) && memcmp(*at + head, name, plus.dirent.namelen) == 0);
+    *at += round_up(head + plus.dirent.namelen, 8);
+    return plus;
+}
+
+static uint64_t nodes_listed(uint64_t fh, uint64_t inode) {
+    struct listed twenty[20];
+    size_t size;
+    uint64_t nodes = 0;
+    for (uint32_t i = 0; i < 20; i++)
+        twenty[i] = (struct listed){"listed-sealed", inode};
+    const uint8_t *at = list(FUSE_READDIRPLUS, fh, 5000, twenty, 20, &size), *end = at + size;
+    while (at < end)
+        nodes += next_listed(&at, "listed-sealed").entry_out.nodeid != 0;
+    return nodes;
+}
+
+static void test_listings(void) {
+    uint64_t fh, written_fh, directory = open_directory(), began = now_ns();
+    uint8_t *data = pattern(10000, 12);
+    kvfs_set_tick(plane, 3);
+    uint64_t sealed = create("listed-sealed", &fh), written = create("listed-written", &written_fh);
+    CHECK(write_at(sealed, fh, 0, data, 10000) == 0 && flush_and_seal(sealed, fh, "listed-sealed") == 0);
+    release(sealed, fh);
+    CHECK(write_at(written, written_fh, 0, data, 777) == 0);
+    uint32_t use = use_of(sealed);
+    kvfs_set_tick(plane, 9);
+    /* "listed-written" was another block when the session listed it the second time, and "gone" is no more. */
+    const struct listed entries[] = {{"listed-sealed", sealed}, {"listed-written", written}, {"listed-written", written + 1}, {"gone", 4242}};
+    size_t size;
+    const uint8_t *at = list(FUSE_READDIRPLUS, directory, 0, entries, 4, &size), *begin = at;
+    struct fuse_direntplus e = next_listed(&at, ".");
+    CHECK(e.entry_out.nodeid == 0 && e.dirent.ino == 1 && e.dirent.off == 1);
+    e = next_listed(&at, "..");
+    CHECK(e.entry_out.nodeid == 0 && e.dirent.off == 2);
+    e = next_listed(&at, "listed-sealed");
+    CHECK(e.entry_out.nodeid == sealed && e.entry_out.attr.ino == sealed && e.entry_out.attr.size == 10000 && e.dirent.off == sealed + 2);
+    CHECK(e.entry_out.generation == 0 && e.entry_out.entry_valid == 1 && e.entry_out.attr_valid == 1);
+    e = next_listed(&at, "listed-written");
+    CHECK(e.entry_out.nodeid == written && e.entry_out.attr.size == 777 && e.entry_out.entry_valid == 1 && e.entry_out.attr_valid == 0);
+    e = next_listed(&at, "listed-written");
+    CHECK(e.entry_out.nodeid == 0 && e.dirent.ino == written + 1);
+    CHECK(next_listed(&at, "gone").entry_out.nodeid == 0 && at == begin + size);
+    CHECK(use_of(sealed) == use); /* seen is not used */
+    list(FUSE_READDIR, directory, 0, entries, 4, &size);
+    CHECK(size == 2 * 32 + 40 + 2 * 40 + 32);
+    /* A listing makes so many inodes, and no more; all of them together in a minute, too. */
+    uint64_t nodes = 2, total, before;
+    while ((before = nodes_listed(directory, sealed)) != 0)
+        nodes += before;
+    CHECK(nodes == 65536);
+    total = nodes;
+    for (uint32_t i = 0; i < 5; i++) {
+        uint64_t another = open_directory();
+        for (nodes = 0; (before = nodes_listed(another, sealed)) != 0;)
+            nodes += before;
+        CHECK(nodes <= 65536 && (i > 0 || nodes == 65536));
+        total += nodes;
+        close_directory(another);
+    }
+    CHECK(total == 262144 || now_ns() - began > 60000000000ull);
+    close_directory(directory);
+    release(written, written_fh);
+    CHECK(kvfs_inode_remove(plane, sealed) == 0 && kvfs_inode_remove(plane, written) == 0);
+    free(data);
+    printf("ok listings have attributes, make a bounded number of inodes, and are no uses\n");
+}
+
+int main(void) {
+    plane_begin();
+    test_shares();
+    test_opens_are_uses();
+    test_listings();
+    plane_end();
+    return 0;
+}
