@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: the data plane and the libraries beside it are built, and belong to the wheel; so do
-the manual pages.
+"""The parts that pyproject.toml cannot describe. The data plane and the libraries beside it are built, and belong to
+the wheel; so do the manual pages.
 
 The module has the stable ABI: one wheel is for every Python from 3.11 on. build_ffi.py says how the module is built,
 the Makefiles say it of the libraries.

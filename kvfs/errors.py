@@ -15,7 +15,7 @@ class KvfsError(Exception):
 
 
 def printable(text: str) -> str:
-    """What others chose (paths, names), without what moves a terminal's cursor or begins a line."""
+    """Text chosen by others (paths, names), without characters that move a terminal's cursor or begin a line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
@@ -223,7 +223,7 @@ _CLIENT_ERRORS: dict[int, type[KvfsError]] = {
 
 
 def client_error(number: int, text: str) -> KvfsError:
-    """What libkvfs said (a positive errno and its message) as an exception."""
+    """libkvfs's error (a positive errno and its message) as an exception."""
     error = _CLIENT_ERRORS.get(number, ClientError)(text)
     error.errno = number
     return error

@@ -194,7 +194,7 @@ def _nobody(result: int) -> None:
     pass
 
 
-def _tell(job: _Job, result: int) -> None:
+def _notify(job: _Job, result: int) -> None:
     done, job.done = job.done, _nobody
     done(result)
 
@@ -354,7 +354,7 @@ class Plane:
     def _deliver(self, cookie: int, result: int) -> None:
         job = self._jobs.pop(cookie, None)
         if job is not None:
-            _tell(job, result)
+            _notify(job, result)
 
     def expire(self) -> None:
         """Fail jobs that did not answer in time. Their memory is kept, as C may still use it. Call it now and then."""
@@ -362,14 +362,14 @@ class Plane:
         for job in self._jobs.values():
             if job.until > now:
                 break  # later jobs began later
-            _tell(job, -errno.ETIMEDOUT)
+            _notify(job, -errno.ETIMEDOUT)
 
     def abandon(self, reason: str) -> None:
         """All jobs that are waited for fail with EIO now, and new ones at once. Their memory is kept until
         destroy()."""
         self.abandoned = reason
         for job in self._jobs.values():
-            _tell(job, -errno.EIO)
+            _notify(job, -errno.EIO)
 
     def _begin(self, start: Callable[[int], int], what: str, done: Callable[[int], None], *keep: object) -> None:
         """Start a job; `done` gets its result, once, in the trio thread. Its memory stays until the completion is
@@ -399,7 +399,7 @@ class Plane:
         return _check(lib.kvfs_session_open(self._plane), "session")
 
     def open_calls(self, on_call: Callable[[Call], None] | None) -> None:
-        """From now on CREATE, UNLINK, RENAME and FLUSH come to on_call. None: they come to the session."""
+        """From now on CREATE, UNLINK, RENAME and FLUSH come to on_call. With None they come to the session."""
         self.on_call = on_call
         lib.kvfs_calls_open(self._plane, int(on_call is not None))
 

@@ -1,7 +1,7 @@
 """Shared by the black-box tests: a pool under test, block devices to put it on, and the fixtures of a mount.
 
 Knows kvfs only by its command line (`python -m kvfs`), its files POOL/kvfs.pid and POOL/kvfs.log, and POSIX.
-Every wait has a deadline: commands have timeouts, conditions are polled until a deadline, and a watchdog process aborts
+Every wait has a deadline. Commands have timeouts, conditions are polled until a deadline, and a watchdog process aborts
 the FUSE connection of a test that hangs. A signal could not end such a test. A thread waiting for a FUSE reply wakes
 only for SIGKILL, and a page fault waits with the interpreter lock held.
 

@@ -1,7 +1,7 @@
 """python stoppable.py TARGET MOUNTPOINT: a filesystem of one file, MOUNTPOINT/device, that can be told to be sick.
 
 A test double of a sick device. Reads and writes go through to TARGET. A line "stop read" or "stop write" on stdin holds
-later ones, "fail now" fails them with EIO, "slow MS" delays each, "go" lets them all through. Each line is answered by
+later ones. "fail now" fails them with EIO, "slow MS" delays each, "go" lets them all through. Each line is answered by
 one. It ends with its stdin, and whoever waits for an answer then gets ENOTCONN.
 """
 

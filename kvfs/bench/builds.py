@@ -24,7 +24,7 @@ class Build:
     commit: str
 
     def environment(self) -> dict[str, str]:
-        """`python -m kvfs` then runs this tree's package, in whichever directory it is called."""
+        """`python -m kvfs` then runs this tree's package, whatever the working directory is."""
         return {"PYTHONPATH": str(self.tree), "PYTHONSAFEPATH": "1"}
 
     @property
@@ -37,7 +37,7 @@ class Build:
 
 
 def here(name: str) -> Build:
-    """This tree, with what is not committed."""
+    """This tree, with its uncommitted changes."""
     return _built(name, REPOSITORY)
 
 
@@ -56,7 +56,7 @@ def checked_out(name: str, commit: str) -> Build:
 
 
 def _built(name: str, tree: Path) -> Build:
-    """Build what is older than its sources."""
+    """Build files that are older than their sources."""
     sources = [path for room in ("src", "include") for path in (tree / "native" / room).rglob("*") if path.is_file()]
     newest = max(path.stat().st_mtime for path in (*sources, tree / "native/build_ffi.py"))
     modules = [path.stat().st_mtime for path in (tree / "kvfs").glob("_native.*.so")]

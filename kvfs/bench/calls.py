@@ -18,7 +18,7 @@ FEW, MANY = 0.1, 0.3  # of the operations of a run: a traced call takes many tim
 def calls_an_operation(bench: Bench, pid: int, run: Callable[[float], Json], base: Path) -> Json:
     """Calls of the daemon `pid` and of the client for one operation of run(share of its operations).
 
-    A short run is taken from a longer one, so what a client does before its first operation falls out.
+    A short run is subtracted from a longer one, so a client's calls before its first operation fall out.
     """
     counts: list[dict[str, float]] = []
     for share in (FEW, MANY):

@@ -1,4 +1,4 @@
-"""The cases: what is done on each side, and how the two are compared."""
+"""The cases: the work on each side, and how the two sides are compared."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def case_lookup(rig: Rig) -> None:
 
 
 def case_prompt(rig: Rig) -> None:
-    """What vLLM asks for one prompt: faccessat of each block's path, half of them missing, no name cached."""
+    """vLLM's calls for one prompt: faccessat of each block's path, half of them missing, no name cached."""
     bench, scale = rig.bench, rig.scale
     half = scale.prompt // 2
 
@@ -207,7 +207,7 @@ def case_block_read(rig: Rig) -> None:
 
 
 def case_idle(rig: Rig) -> None:
-    """CPU that a mount uses while nobody asks for anything."""
+    """CPU that a mount uses without requests."""
     rig.filled(rig.kvfs, "names", 4 * KIB, 100)
     time.sleep(rig.scale.settle_s)
     before = rig.kvfs.cpu_s()
@@ -241,7 +241,7 @@ def case_block_write(rig: Rig) -> None:
 
     def settled(run: Callable[[], Json]) -> Json:
         document = run()
-        time.sleep(scale.settle_s)  # the last summaries, and what the disk puts off
+        time.sleep(scale.settle_s)  # for the last summaries, and the disk's delayed writes
         return document
 
     def write(side: Side, index: int) -> Json:
@@ -257,7 +257,7 @@ def case_block_write(rig: Rig) -> None:
 
     for state in ("empty pool", "full pool, evicting"):
         if state == "empty pool":
-            for side in rig.striped:  # room for what is written here
+            for side in rig.striped:  # room for the coming writes
                 for directory in ("blocks", "large"):
                     shutil.rmtree(side.lower / directory, ignore_errors=True)
         else:
@@ -331,7 +331,7 @@ def case_million(rig: Rig) -> None:
 
 
 def _unused() -> int:
-    """A number no earlier call gave: names made of it have not been asked for."""
+    """A number that no earlier call gave: names made of it have not been looked up."""
     return time.monotonic_ns() & 0x7FFFFFFF
 
 
@@ -345,7 +345,7 @@ def _same_bytes(results: Mapping[str, Sequence[Json]], but: str = "") -> None:
 
 
 def _lookup_latencies(rig: Rig, directory: Path, blocks: int) -> dict[str, list[float]]:
-    """p50 in us, one a round, of a stat that fails and of faccessat of a block whose name the kernel has forgotten."""
+    """p50 in us, one a round, of a failing stat, and of faccessat of a block whose name the kernel has forgotten."""
     bench, scale = rig.bench, rig.scale
     sample = [str(key_path(directory, number)) for number in range(0, blocks, max(1, blocks // scale.lookups))]
     sample = sample[: scale.lookups]
@@ -382,7 +382,7 @@ def _memory(pid: int) -> dict[str, float]:
 
 
 def _timed_mount(pool: Kvfs, blocks: int) -> float:
-    """Seconds from the command to a mount that answers and holds so many blocks again. Leaves it unmounted."""
+    """Seconds from the command to a mount that answers and holds that many blocks again. Leaves it unmounted."""
     started = time.monotonic()
     pool.mount()
     what = f"{blocks} blocks after the mount"
@@ -416,7 +416,7 @@ def _erase_summaries(pool: Kvfs) -> None:
 @dataclass(frozen=True, slots=True)
 class Case:
     run: Callable[[Rig], None]
-    devices: tuple[str, ...]  # the kinds that it is about
+    devices: tuple[str, ...]  # the kinds that it runs on
 
 
 BOTH = ("zram", "files")

@@ -1,4 +1,4 @@
-"""What the benchmark's parts share: scales, results, commands."""
+"""Shared by the benchmark's parts: scales, results, commands."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ DIRECTORIES = 16
 # Raw devices are read and written from here on, as kvfs leaves its labels alone.
 RAW_BASE = MIB
 COMMAND_TIMEOUT_S = 600.0
-# glibc then asks for huge pages for what malloc() hands out. In how many pieces a buffer lies decides how fast a
-# virtual disk is: the same read ran at 1.1 GB/s into pages of 4 KiB, at 2.7 into huge ones, and between by chance.
+# glibc then asks for huge pages for what malloc() hands out. The number of pieces of a buffer decides how fast a
+# virtual disk is. The same read ran at 1.1 GB/s into pages of 4 KiB, at 2.7 into huge ones, and between by chance.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 Json = dict[str, object]
 
 
 class BenchError(KvfsError):
-    """A case could not be measured, or what was measured is not what was meant."""
+    """A case could not be measured, or measured something else than it was meant to."""
 
 
 class MissingError(KvfsError):
@@ -48,7 +48,7 @@ class Scale:
     rounds: int
     device_size: int  # of each of kvfs's four
     working_set: int  # bytes of blocks read in one round
-    write_set: int  # and written: more, as a disk's cache takes the first of it
+    write_set: int  # written: more, as a disk's cache takes the first bytes
     block_size: int
     large_file: int
     threads: int
@@ -60,13 +60,13 @@ class Scale:
     prompt: int
     small_files: int
     million: int
-    few: int  # what a million is compared with
+    few: int  # the counterpart of a million
     slab: int
     slab_s: int
     idle_s: int
     replay_requests: int  # of a trace, in a round
     replay_block: int
-    settle_s: float  # until the daemon has done what it does a little later
+    settle_s: float  # until the daemon has done its delayed work
 
 
 FULL = Scale(
@@ -124,11 +124,11 @@ QUICK = Scale(
 
 @dataclass(slots=True)
 class Row:
-    """One line of the table: samples of kvfs, perhaps of a peer, and how they are held against each other.
+    """One line of the table: samples of kvfs, perhaps of a peer, and the relation between them.
 
-    relation: `faster` is peer / kvfs (times, of latencies), `share` is kvfs / peer (of throughputs), `cost` is
-    kvfs / peer (of what is spent), `extra` is kvfs - peer (in the unit), `value` is kvfs alone. target is the least
-    score for the first two, the most for `cost`, `extra` and, with at_most, for `value`.
+    relation: `faster` is peer / kvfs (times, of latencies), `share` is kvfs / peer (of throughputs). `cost` is kvfs /
+    peer (of costs), `extra` is kvfs - peer (in the unit), `value` is kvfs alone. target is the least score for the
+    first two, the most for `cost`, `extra` and, with at_most, for `value`.
     """
 
     case: str
@@ -160,7 +160,7 @@ class Row:
         return score <= self.target if self.limits() else score >= self.target
 
     def limits(self) -> bool:
-        """Whether the target is the most that is good."""
+        """Whether the target is an upper bound."""
         return self.relation in ("cost", "extra") or (self.relation == "value" and self.at_most)
 
     def document(self) -> Json:
@@ -212,7 +212,7 @@ def latency_points(documents: Sequence[Json]) -> Json:
 
 
 def cpu_per_gib(documents: Sequence[Json]) -> Json:
-    """CPU seconds a GiB, of who serves and of who asks."""
+    """CPU seconds per GiB: server, client."""
     gib = sum(column_at(documents, "bytes")) / GIB
     return {f"{who}_s_per_gib": sum(column_at(documents, f"{who}_cpu_s")) / gib for who in ("daemon", "client")}
 
@@ -232,7 +232,7 @@ def run_command(
     environment: Mapping[str, str] | None = None,
     directory: Path = REPOSITORY,
 ) -> subprocess.CompletedProcess[str]:
-    """`environment`: what is set besides our own. `directory`: where the command runs."""
+    """`environment`: variables set besides our own. `directory`: where the command runs."""
     words = [os.fspath(word) for word in command]
     try:
         result = subprocess.run(

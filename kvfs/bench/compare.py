@@ -3,10 +3,10 @@
 Each build has a daemon with a pool of its own, and both stay mounted. A pair is one short run of a case on each build.
 Pairs alternate: A B, B A, A B, ... so that drift of the machine falls on both builds alike.
 
-A pool has luck of its own: where its devices' pages and the daemon's memory lie changes figures by some percent, and
-stays as it is while the pool lives. So the pairs of a case are spread over several makings. For each making, devices
-and pools of both builds are made anew and filled, in the order A B, B A, B A, A B. The interval is a bootstrap that
-draws makings first and pairs of each then, and each making's own median stands beside it.
+A pool has luck of its own. The places of its devices' pages and of the daemon's memory change figures by some percent,
+and stay while the pool lives. So the pairs of a case are spread over several makings. For each making, devices and
+pools of both builds are made anew and filled, in the order A B, B A, B A, A B. The interval is a bootstrap that draws
+makings first and pairs of each then, and each making's own median stands beside it.
 
 The build `old` is a commit, `new` this tree as it is. Of the old build only its command line and its libkvfs are used.
 The clients are this tree's; the native one loads the libkvfs of the build whose pool it works on.
@@ -63,7 +63,7 @@ class Size:
     """How much of everything: share is of the operations of a run."""
 
     device: int  # bytes of each of a pool's four
-    blocks: int  # that are read
+    blocks: int  # to be read
     keys: int  # among which `exists` looks
     share: float
     settle_s: float  # until a daemon has written summaries and committed its index
@@ -97,7 +97,7 @@ class Contender:
 
     @functools.cached_property
     def listed(self) -> Path:
-        """Paths of the blocks that are read through the mount, written when they are first wanted."""
+        """Paths of the blocks that are read through the mount, written at their first use."""
         directory = self.side.root / "blocks"
         directory.mkdir()
         words = ["--size", BLOCK, "--count", self.size.blocks, "--threads", 4, "--direct"]
@@ -108,7 +108,7 @@ class Contender:
 
     @functools.cached_property
     def space(self) -> str:
-        """The namespace of the blocks that native clients get."""
+        """The namespace of the blocks that native clients read."""
         words = ["--size", BLOCK, "--count", self.size.blocks, "--batch", min(64, self.size.blocks)]
         self.native("put", "--space", SPACE, *words)
         return SPACE
@@ -137,13 +137,13 @@ class Contender:
 
     @functools.cached_property
     def evicts(self) -> bool:
-        """Fill the pool with more than it holds."""
+        """Fill the pool beyond its size."""
         for _ in range(0, DEVICE_COUNT * self.size.device * 11 // 10 // BLOCK, 32):
             self.write(32)
         return True
 
 
-# ---- the cases: each runs a share of its operations on one side; what it needs is made by its first call ----
+# ---- the cases: each runs a share of its operations on one side; its first call prepares what it needs ----
 
 Run = Callable[[Contender, int, float], Json]
 
@@ -166,7 +166,7 @@ def _open(side: Contender, index: int, share: float) -> Json:
 
 
 def _lookup(side: Contender, index: int, share: float) -> Json:
-    seed = time.monotonic_ns() & 0x7FFFFFFF  # names that were never asked for
+    seed = time.monotonic_ns() & 0x7FFFFFFF  # names that were never looked up
     words = ["--count", _part(15_000, share), "--seed", seed]
     return side.client("stat", "--dir", side.listed.parent / "mount/blocks", *words)
 
@@ -205,7 +205,7 @@ class Case:
     settles: bool = False  # a store: the daemon has work left when the client has ended
 
 
-# Stores evict the blocks that are read, so they stand last among the cases of one kind of devices.
+# Stores evict the blocks that are read, so they come last among the cases of one kind of devices.
 CASES = {
     "read-4k": Case("files", "4 KiB O_DIRECT read of an open block", _read(4 * KIB, 10_000)),
     "read-1m": Case("files", "1 MiB O_DIRECT read of an open block", _read(MIB, 1_000)),
@@ -229,7 +229,7 @@ KINDS = ("files", "zram", "nvme")
 
 
 class Comparison:
-    """Both builds, and what their pairs have shown so far."""
+    """Both builds, and the results of their pairs so far."""
 
     def __init__(self, bench: Bench, builds: Sequence[Build], cases: Sequence[str], size: Size, base: Path) -> None:
         self.bench, self.cases, self.size, self.base = bench, cases, size, base
@@ -287,7 +287,7 @@ class Comparison:
         return sides
 
     def _pairs(self, name: str, sides: Mapping[str, Contender], making: int, count: int, rounds: int) -> None:
-        """The pairs of one case on one making, and after the last of all the system calls if the interval is wide."""
+        """The pairs of one case on one making. After the last of all, the system calls, if the interval is wide."""
         case, pairs, share = CASES[name], self.pairs[name], self.size.share
         for side in sides.values():
             case.run(side, 0, WARM_UP * share)
@@ -377,7 +377,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.rounds < 1 or arguments.pools < 1:
         raise UsageError("--rounds, --pools: at least 1")
     builds = [checked_out("old", arguments.commit), here("new")]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was made is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything made is removed
     binaries = REPOSITORY / "build/bench"
     scale = QUICK if arguments.quick else FULL
     bench = Bench(scale, client=binaries / "bench_client", passthrough_hp=binaries, quick=arguments.quick)

@@ -1,10 +1,11 @@
 """tools/gpu_check: the way into GPU memory on this machine, measured in one run.
 
-Facts, probe, ceilings (pinned memory to GPU; devices to host), the staged matrix against them, correctness, libcufile
-on the mount, and a list of what was not exercised. It makes a pool of its own, in a directory that it removes.
+Facts, probe, ceilings (pinned memory to GPU; devices to host), and the staged matrix against them. Then correctness,
+libcufile on the mount, and a list of checks that did not run. It makes a pool of its own, in a directory that it
+removes.
 
-Exit status: 0 all that was run is right, on a GPU; 1 something is wrong; 2 usage; 3 nothing is wrong, but there was no
-GPU (or, with --fake, a test double in its place: then every line says so, and no figure means anything).
+Exit status: 0 every check that ran is right, on a GPU; 1 something is wrong; 2 usage; 3 nothing is wrong, but without a
+GPU. With --fake there is a test double in its place: then every line says so, and no figure means anything.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ COPY_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 SLOT_SIZES = (256 * KIB, MIB, 2 * MIB, 4 * MIB)
 SLOT_COUNTS = (8, 16, 32)
 READER_COUNTS = (1, 2, 4)
-# What staged is to reach of the lower ceiling, at slots of 1 MiB (GPU.md).
+# The share of the lower ceiling that staged is to reach, at slots of 1 MiB (GPU.md).
 AIM, AIM_SLOT_SIZE = 0.9, MIB
 CUFILE_TIMEOUT_S = 60.0
 # Per-GPU statistics of libcufile (1.14 and later) lie behind the GPU's UUID: bytes from its start.
@@ -50,7 +51,7 @@ CUFILE_COUNTERS = {"n_p2p_reads": 56, "n_nvfs_reads": 64, "n_posix_reads": 72}
 
 
 class Report:
-    """Lines to stdout, and what they come to."""
+    """Lines to stdout, and the verdict that they add up to."""
 
     def __init__(self) -> None:
         self.prefix = ""
@@ -76,7 +77,7 @@ class Report:
 
 
 class CheckedPool:
-    """A pool of its own, mounted; both go at the end, whatever happens."""
+    """A pool of its own, mounted; both are removed at the end, whatever happens."""
 
     def __init__(self, base: Path, size: int, devices: Sequence[str]) -> None:
         self.path, self.mount = base / "pool", base / "mount"
@@ -256,7 +257,7 @@ def direct(
     seconds: float,
     sources: dict[int, float],
 ) -> None:
-    """Blocks from the devices straight into the GPU, and what it is of the devices into host memory."""
+    """Blocks from the devices straight into the GPU, and the share of the rate from devices into host memory."""
     files = gpu.examine_cufile()
     for readers in READER_COUNTS:
         reader = GpuReader(client.library, "gds", "", readers=readers, cufile=files.library, nvrtc=files.nvrtc)
@@ -303,7 +304,8 @@ def matrix(
     sources: dict[int, float],
     unjudged: str,
 ) -> None:
-    """Blocks into the GPU by ring and readers, and what it is of the lower ceiling; `unjudged`: why nobody asks."""
+    """Blocks into the GPU by ring and readers, and the share of the lower ceiling; `unjudged`: the reason for no
+    verdict."""
     best = 0.0
     for slot_size in SLOT_SIZES:
         for slot_count in SLOT_COUNTS:
@@ -345,7 +347,7 @@ class Batch:
         self.parts = [self.memory.part(at, size) for at, size in zip(self.offsets, sizes, strict=True)]
 
     def wrong(self, results: Sequence[int | None], contents: Sequence[bytes]) -> str:
-        """Where device memory is not what it should be; what was missed is not looked at."""
+        """Places where device memory is not as it should be; destinations of missed blocks are not looked at."""
         data = self.memory.read()
         expected = bytearray([POISON]) * len(data)
         for at, size, result, block in zip(self.offsets, self.sizes, results, contents, strict=True):
@@ -516,7 +518,7 @@ def cufile_read(path: str, size: int, on_gpu: bool) -> dict[str, object]:
 
 
 def cufile(report: Report, pool: CheckedPool, client: kvfs.Client, on_gpu: bool) -> None:
-    """Let libcufile read a block's file, and a device under it, in the whole. Diagnosis: gds reads parts."""
+    """Let libcufile read a whole block's file, and a whole device under it. Diagnosis: gds reads parts."""
     data = content(BLOCK_SIZE, "cufile")
     client.put([("cufile", data)])
     where = "GPU memory" if on_gpu else "host memory"

@@ -1,12 +1,12 @@
 """Virtual machines for tests and benches: a Debian kernel under QEMU's software emulation, with vhost-user-fs devices.
 
 The kernel is downloaded as a package into build/vm, unpacked and decompressed there once (a decompressed one boots in
-two seconds less), and starts from an initrd of busybox and the few modules it needs. What is run in a guest is run
-in a chroot of this machine's own root, exported read-only by 9p: Python, pytest, fio and the project's tree are where
-they are here. /run is writable, and the shared file systems are mounted in it.
+two seconds less). It starts from an initrd of busybox and the few modules it needs. A guest's commands run in a chroot
+of this machine's own root, exported read-only by 9p. Python, pytest, fio and the project's tree are where they are
+here. /run is writable, and the shared file systems are mounted in it.
 
 Commands and files go through virtio serial ports, each served by one shell in the guest, so that several commands run
-at once. Everything has a deadline; a guest that nobody ends ends by `timeout`. KVM is never used: where it is there,
+at once. Everything has a deadline; a guest that nobody ends is ended by `timeout`. KVM is never used: where it is
 nested, it may hang.
 
     python -m kvfs.bench.guest [--virtiofs SOCKET[,TAG]]... COMMAND...
@@ -41,26 +41,26 @@ from kvfs.errors import DeadlineError, KvfsError
 
 CACHE = REPOSITORY / "build/vm"
 KERNEL = "linux-image-amd64"
-# Loaded by every guest, in this order, and by those that ask for them; what they depend on is added.
+# Loaded by every guest, in this order, and by those that ask for them; their dependencies are added.
 MODULES = ("virtio_pci", "virtio_console", "9pnet_virtio", "9p", "virtiofs")
 MORE_MODULES = ("virtio_net", "nvme", "nvme_tcp", "nvmet_tcp", "crc32c_generic")
-# Without what costs an emulated CPU much and protects nobody here.
+# Leaves out features that cost an emulated CPU much and protect nobody here.
 KERNEL_ARGUMENTS = "console=ttyS0 quiet panic=-1 mitigations=off"
-# For more than one CPU, clocks that tick by themselves: the emulation may lose the interrupt of a second CPU's timer
-# (QEMU 7.2; seen once, in a boot), and one set for each wake-up alone is then never set again. A guest that waits costs
+# For more than one CPU, clocks that tick by themselves. The emulation may lose the interrupt of a second CPU's timer
+# (QEMU 7.2; seen once, in a boot). A timer set for each wake-up alone is then never set again. A guest that waits costs
 # 0.08 of a CPU by it.
 TICKING_ARGUMENTS = "nohz=off highres=off"
 PORTS = 4  # commands at once
 BOOT_TIMEOUT_S = 180.0
-# The emulated kernel alone, until init: some seconds. One that takes longer has stopped, and is started once more; so
-# is one whose back ends do not let QEMU start, hence the warning.
+# The emulated kernel alone, until init: some seconds. A kernel that takes longer has stopped, and is started once more.
+# So is one whose back ends do not let QEMU start, hence the warning.
 KERNEL_TIMEOUT_S = 60.0
 INIT_BEGINS = "guest: init"
 COMMAND_TIMEOUT_S = 180.0
-# A guest's own kill of a command comes first; then it is the guest that does not answer.
+# A guest's own kill of a command comes first; after this time the guest does not answer.
 GRACE_S = 5.0
 SHARES = Path("/run/shares")
-# What QEMU's user network calls this machine.
+# The name of this machine in QEMU's user network.
 HOST_ADDRESS = "10.0.2.2"
 
 INIT = (
@@ -141,7 +141,8 @@ class Output:
 
 
 def prepare() -> tuple[Path, Path]:
-    """The kernel and the initrd, made now if they are not there. Raises MissingError with what cannot be had."""
+    """The kernel and the initrd, made now if they do not exist. Raises MissingError with the part that cannot be
+    had."""
     for program in ("qemu-system-x86_64", "timeout", "setpriv", "apt-get", "dpkg-deb"):
         needs_program(program)
     busybox = Path(needs_program("busybox"))
@@ -185,8 +186,8 @@ def _kernel_package() -> Path:
 
 
 def _unpack(package: Path, target: Path) -> None:
-    """The decompressed kernel as `vmlinux`, and modules/*.ko: `order` lists MODULES with what they need, and a file of
-    its name what one of MORE_MODULES needs."""
+    """The decompressed kernel as `vmlinux`, and modules/*.ko. `order` lists MODULES with their dependencies, and a file
+    of its name the dependencies of one of MORE_MODULES."""
     process = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE)
     assert process.stdout is not None
     modules: dict[str, bytes] = {}
@@ -221,7 +222,7 @@ def _module_name(file_name: str) -> str:
 
 
 def _add_module(modules: dict[str, bytes], name: str, order: list[str]) -> None:
-    """Depth first; what is built into the kernel is in no file."""
+    """Depth first; built-in modules are in no file."""
     if name in order or name not in modules:
         return
     found = re.search(rb"\0depends=([^\0]*)\0", modules[name])
@@ -240,7 +241,7 @@ def _decompressed_kernel(image: bytes) -> bytes:
         return lzma.LZMADecompressor().decompress(payload)
     if payload.startswith(b"\x1f\x8b"):
         return gzip.decompress(payload)
-    return image  # QEMU boots that too, only later
+    return image  # QEMU boots a bzImage too, only later
 
 
 def _write_initrd(file: IO[bytes], busybox: Path, modules: Path) -> None:
@@ -270,14 +271,14 @@ def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-# ---- the back end that is known to work ----
+# ---- the reference back end ----
 
 
 @contextlib.contextmanager
 def virtiofsd(directory: Path, socket_path: Path, options: str = "cache=auto") -> Iterator[int]:
     """Debian's virtiofsd serving a directory to one guest; yields its process id. It ends with its guest.
 
-    Once the guest has connected, the process that serves it is a child of that one.
+    Once the guest has connected, a child of that process serves it.
     """
     program = Path("/usr/lib/qemu/virtiofsd")
     if not program.exists():
@@ -292,7 +293,7 @@ def virtiofsd(directory: Path, socket_path: Path, options: str = "cache=auto") -
                 raise MissingError(f"virtiofsd ended with {process.returncode}: {log.read().decode()[-500:]}")
             yield process.pid
         finally:
-            for pid in (*children(process.pid), process.pid):  # whoever served first, so that it is waited for
+            for pid in (*children(process.pid), process.pid):  # first the process that served, so that it is waited for
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait(20)
@@ -310,7 +311,8 @@ class Running:
         self._deadline = time.monotonic() + timeout_s + GRACE_S
 
     def wait(self, *, check: bool = True) -> Output:
-        """Its end. Raises GuestError if it failed and check is set, GuestTimeoutError if it was late."""
+        """Wait for the command's end. Raises GuestError if it failed and check is set, GuestTimeoutError if it was
+        late."""
         head = bytearray()
         while not head.endswith(b"\n"):
             head += self._receive(1)
@@ -324,7 +326,7 @@ class Running:
         return output
 
     def done(self) -> bool:
-        """Whether wait() would find an answer now."""
+        """Whether wait() would return at once."""
         self._port.settimeout(0)
         with contextlib.suppress(BlockingIOError):
             return bool(self._port.recv(1, socket.MSG_PEEK)) or True
@@ -352,18 +354,19 @@ def _told(output: Output) -> str:
 
 @dataclass(slots=True)
 class Guest:
-    """`with Guest([Share(path)]) as guest: guest.mount("kvfs")`. Entering starts it; the first command waits for it."""
+    """Used as `with Guest([Share(path)]) as guest: guest.mount("kvfs")`. Entering starts it; the first command waits
+    for it."""
 
     shares: Sequence[Share]
     name: str = "guest"
-    # Not one: QEMU's emulation then leaves out the guest's memory barriers (7.2; -d op shows it), so that a guest may
-    # wait for an interrupt that its device had no reason to send.
+    # Not one: QEMU's emulation then leaves out the guest's memory barriers (7.2; -d op shows it). A guest may then wait
+    # for an interrupt that its device had no reason to send.
     cpu_count: int = 2
     memory_mib: int = 512
     lifetime_s: float = 600.0
     disks: Sequence[Path] = ()  # raw images, each the only namespace of an NVMe controller: /dev/nvme0n1, ...
     modules: Sequence[str] = ()  # of MORE_MODULES
-    network: bool = False  # of QEMU's own: this machine is HOST_ADDRESS there
+    network: bool = False  # QEMU's own network: this machine is HOST_ADDRESS there
     forwards: Mapping[int, int] = field(default_factory=dict)  # ports of 127.0.0.1 here that lead to the guest's
     directory: Path = field(default_factory=Path)
     _command: list[str] = field(default_factory=list)
@@ -390,7 +393,7 @@ class Guest:
 
     def _words(self, kernel: Path, initrd: Path) -> list[str]:
         memory = f"{self.memory_mib}M"
-        # It ends with whoever started it, and after its time.
+        # It ends with its parent, and after its time.
         words = ["setpriv", "--pdeathsig", "TERM", "timeout", "--kill-after=5", f"{self.lifetime_s:.0f}"]
         words += ["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64"]
         words += ["-accel", "tcg", "-cpu", "max,la57=off", "-smp", f"{self.cpu_count}", "-m", memory]
@@ -400,7 +403,7 @@ class Guest:
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
         words += ["-name", f"{self.name},debug-threads=on", "-serial", f"file:{self.directory}/console.log"]
         modules = [*self.modules, *(["nvme"] if self.disks else []), *(["virtio_net"] if self.network else [])]
-        # The kernel hands init what it does not know itself, as its environment.
+        # The kernel hands parameters that it does not know to init, as its environment.
         ticking = f"{TICKING_ARGUMENTS} " if self.cpu_count > 1 else ""
         arguments = f'{KERNEL_ARGUMENTS} {ticking}more_modules="{" ".join(modules)}"'
         words += ["-kernel", f"{kernel}", "-initrd", f"{initrd}", "-append", arguments]
@@ -421,7 +424,7 @@ class Guest:
             words += ["-netdev", f"user,id=network{forwards}", "-device", "virtio-net-pci,netdev=network,romfile="]
         return words
 
-    # ---- what is done in it ----
+    # ---- work in the guest ----
 
     def run(
         self, command: str, *, stdin: bytes = b"", timeout_s: float = COMMAND_TIMEOUT_S, check: bool = True
@@ -461,11 +464,11 @@ class Guest:
     # ---- its life ----
 
     def wait_ready(self) -> None:
-        """Until the shells in the guest are there."""
+        """Wait until the shells in the guest are there."""
         if self._ports:
             return
         if not self._kernel_is_up() and self.alive():
-            # Not to stderr: pytest tells of a warning in a test that passes too.
+            # Not to stderr: pytest reports a warning in a passing test too.
             warnings.warn(f"the kernel of {self.name} has stopped, and is started anew\n{self.told()}", stacklevel=2)
             self.kill()
             self._start_qemu()
@@ -484,7 +487,7 @@ class Guest:
         self._ports, self._free = ports, list(ports)
 
     def _kernel_is_up(self) -> bool:
-        """Whether it has started init, before KERNEL_TIMEOUT_S."""
+        """Whether it has started init before KERNEL_TIMEOUT_S."""
         deadline = time.monotonic() + KERNEL_TIMEOUT_S
         console = self.directory / "console.log"
         while self.alive() and time.monotonic() < deadline:
@@ -514,7 +517,7 @@ class Guest:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """End it at once, as a power cut does."""
+        """End the guest at once, as a power cut does."""
         if self._process is not None:
             for pid in (*self.qemu(), self._process.pid):  # `timeout` then ends by itself, and leaves no zombie
                 with contextlib.suppress(ProcessLookupError):
@@ -527,7 +530,7 @@ class Guest:
         self._ports, self._free = [], []
 
     def told(self) -> str:
-        """What QEMU and the guest's console said last."""
+        """The last output of QEMU and of the guest's console."""
         texts = []
         for name in ("qemu.log", "console.log"):
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""What users of engines run today beside a cache of plain files: when the filesystem is fuller than one mark, delete
-the files that were used least recently until it is down to another. The driver is `kvfs bench`.
+"""The script that users of engines run today beside a cache of plain files. When the filesystem is fuller than one
+mark, it deletes the least recently used files until another mark. The driver is `kvfs bench`.
 
-It looks twenty times a second, far more often than those scripts do, and has the filesystem settle what it deleted, so
+It looks twenty times a second, far more often than those scripts do. It has the filesystem settle the deletions, so
 that a peer is not held against kvfs for writes that find no room.
 """
 

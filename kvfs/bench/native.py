@@ -149,7 +149,7 @@ def case_native_exists(rig: Rig) -> None:
 
 
 def exists_among(rig: Rig, case: str, space: str, count: int) -> None:
-    """Every key of a namespace once or more, in random order, then as many that are not there."""
+    """Every key of a namespace once or more, in random order, then as many missing ones."""
     words = ["exists", "--space", space, "--count", count, "--batch", KEYS]
     words += ["--passes", max(1, 1_000_000 // count) if not rig.bench.quick else 1]
     runs: dict[str, Callable[[int], Json]] = {}
@@ -168,7 +168,7 @@ def exists_among(rig: Rig, case: str, space: str, count: int) -> None:
 def case_native_latency(rig: Rig) -> None:
     """One 64 KiB block at a time, against pread of as much of a raw device, and against the same pages of a raw stripe.
 
-    In many short runs: a disk's latency drifts within seconds by more than what is looked for.
+    In many short runs: a disk's latency drifts within seconds by more than the difference sought.
     """
     scale, size = rig.scale, 64 * KIB
     count = max(1, scale.working_set // 16 // size)
@@ -212,7 +212,7 @@ def case_native_put(rig: Rig) -> None:
 
     def settled(run: Callable[[], Json]) -> Json:
         document = run()
-        time.sleep(scale.settle_s)  # the last summaries, and what the disk puts off
+        time.sleep(scale.settle_s)  # for the last summaries, and the disk's delayed writes
         return document
 
     def put_into_empty(index: int) -> Json:

@@ -1,6 +1,6 @@
 """The data plane's NVMe/TCP initiator against bare TCP: the same bytes into the same memory, over loopback.
 
-The enclosure and bare TCP's sender are on the first CPU, what is measured is on the last.
+The enclosure and bare TCP's sender are on the first CPU, the measured code is on the last.
 """
 
 from __future__ import annotations

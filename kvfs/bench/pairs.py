@@ -1,4 +1,4 @@
-"""What pairs of runs tell: the ratio of two builds, how sure it is, and the table of it. Pure."""
+"""The result of pairs of runs: the ratio of two builds, how sure it is, and the table of it. Pure."""
 
 from __future__ import annotations
 

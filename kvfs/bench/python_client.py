@@ -1,5 +1,5 @@
-"""The Python half of the native path's cases: kvfs.connect() called in fixed loops. `native_client` puts what it reads,
-and its options and its JSON are the same.
+"""The Python half of the native path's cases: kvfs.connect() called in fixed loops. `native_client` puts the blocks
+that it reads; their options and JSON are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAGE = 4096
 
 
 class Clock:
-    """Seconds of calls, and what the process used from the first to the last."""
+    """Seconds of calls, and the process's CPU time from the first to the last."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

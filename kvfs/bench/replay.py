@@ -1,7 +1,8 @@
-"""A trace replayed at full speed on kvfs, by files and by libkvfs, and on what users have today, at the same capacity.
+"""A trace replayed at full speed on kvfs, by files and by libkvfs, and on its alternatives of today, at the same
+capacity.
 
-Each round is the next part of the trace, and every side replays it in turn: so a side goes on with what it kept from
-the rounds before. The first part fills them and is not counted.
+Each round is the next part of the trace, and every side replays it in turn, with the blocks that it kept from earlier
+rounds. The first part fills them and is not counted.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ KVFS, NATIVE = "kvfs", "kvfs native"
 
 @dataclass(frozen=True, slots=True)
 class ReplaySide:
-    """words: further arguments of `kvfs replay`. lru_script: whether one deletes files beside it. server: the process
-    that serves the target."""
+    """words: further arguments of `kvfs replay`. lru_script: whether an LRU script deletes files beside it. server: the
+    process that serves the target."""
 
     name: str
     target: Path
@@ -55,7 +56,7 @@ class ReplaySide:
 
 
 def case_replay(rig: Rig) -> None:
-    """On four devices, then on one of their total size, so that it is not the striping alone."""
+    """On four devices, then on one of their total size, to show the part of striping."""
     with contextlib.ExitStack() as stack:
         trace = rig.bench.trace
         if trace is None:
@@ -121,7 +122,7 @@ def _sides(rig: Rig, stack: contextlib.ExitStack, count: int, size: int) -> list
             rig.bench.skip(f"replay: {name}", rig.devices, str(error))
             continue
         if "LRU" in name:
-            # An engine's own index, as LMCache's LocalDisk keeps: it deletes what it has not used for longest.
+            # An engine's own index, as LMCache's LocalDisk keeps: it deletes the least recently used files.
             kept = int(HIGH * os.statvfs(root).f_bfree * os.statvfs(root).f_frsize)
             sides.append(ReplaySide(name, root, ("--lru", str(kept))))
         else:
@@ -170,7 +171,7 @@ def _add_rows(rig: Rig, places: str, results: dict[str, list[Json]]) -> None:
     speeds = {name: column_at(documents, "requests_per_s") for name, documents in results.items()}
     loads = {name: column_at(documents, "latency_ms", "load", "p99") for name, documents in results.items()}
     hits = {name: column_at(documents, "prefix_hit_ratio") for name, documents in results.items()}
-    # Of the client, and of what serves the target or deletes there; not of the kernel's own threads.
+    # CPU of the client, and of the processes that serve the target or delete there; not of the kernel's own threads.
     spent = {name: column_at(documents, "cpu_ms_per_block") for name, documents in results.items()}
     best = max(peers, key=lambda name: statistics.median(speeds[name]), default=None)
     for ours in (KVFS, NATIVE):
@@ -190,7 +191,7 @@ def _add_rows(rig: Rig, places: str, results: dict[str, list[Json]]) -> None:
 
 
 def _details(documents: Sequence[Json]) -> Json:
-    """Medians over the rounds, and what went wrong in all of them."""
+    """Medians over the rounds, and the failures of all of them."""
     paths = {
         "hit_ratio": ("prefix_hit_ratio",),
         "hit_ratio_unlimited": ("prefix_hit_ratio_unlimited",),

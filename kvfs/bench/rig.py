@@ -153,7 +153,7 @@ def filesystem(kind: str, devices: Sequence[Path], mountpoint: Path) -> Iterator
             run_command("umount", "-l", mountpoint, check=False)
 
 
-# ---- what is measured ----
+# ---- measured filesystems and jobs ----
 
 
 @dataclass(slots=True)
@@ -267,7 +267,7 @@ def served(words: Sequence[str | Path], name: str, lower: Path, mountpoint: Path
 
 @contextlib.contextmanager
 def passthrough(program: Path, lower: Path, mountpoint: Path) -> Iterator[Side]:
-    """libfuse's passthrough_hp over a directory, copying (kernel passthrough off), otherwise as it comes."""
+    """libfuse's passthrough_hp over a directory, copying (kernel passthrough off), otherwise with its defaults."""
     if not program.exists():
         raise MissingError(f"needs {program}: tools/peers builds it")
     flags = ["--foreground"]
@@ -299,8 +299,8 @@ def fio(
 def fio_stripe(
     pattern: str, devices: Sequence[Path], *, block_size: int, depth: int, size: int, passes: int, seed: int
 ) -> Json:
-    """One raw job with one ring over all devices in turn: `size` bytes in all, `passes` times, `depth` requests of
-    block_size in flight in all; huge pages. Its CPU is without that of its start."""
+    """One raw job with one ring over all devices in turn: `size` bytes in all, `passes` times. `depth` requests of
+    block_size are in flight in all; huge pages. Its CPU is without that of its start."""
     common = [f"--rw={pattern}", f"--bs={block_size}", f"--iodepth={depth}", f"--offset={RAW_BASE}"]
     common += [f"--randseed={seed}", "--name=stripe", f"--filename={':'.join(map(str, devices))}"]
     common += ["--file_service_type=roundrobin"]
@@ -311,7 +311,7 @@ def fio_stripe(
 
 
 def raw_fio(pattern: str, words: Sequence[str]) -> Json:
-    """fio with O_DIRECT on what these words name; they may replace its engine."""
+    """fio with O_DIRECT on the target that these words name; they may replace its engine."""
     program = needs_program("fio")
     common = ["--output-format=json", "--ioengine=io_uring", "--direct=1", "--fallocate=none", "--allow_file_create=0"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -405,7 +405,7 @@ class Rig:
 
     @functools.cached_property
     def floor(self) -> Side:
-        """A server that answers every LOOKUP with ENOENT and does nothing else: what a wake-up costs here."""
+        """A server that answers every LOOKUP with ENOENT and does nothing else: the cost of a wake-up here."""
         mountpoint = self.base / "floor"
         program = self.bench.client_path.with_name("fuse_floor")
         if not program.exists():
@@ -527,5 +527,5 @@ class Rig:
 
 
 def block_names(directory: Path, count: int) -> list[str]:
-    """What bench_client calls the blocks that it writes."""
+    """bench_client's names for the blocks that it writes."""
     return [f"{directory}/{index % DIRECTORIES:03x}/b{index:08x}" for index in range(count)]

@@ -75,7 +75,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         description="Measure kvfs against its peers; docs/performance.md says what each case compares.",
         allow_abbrev=False,
     )
-    # A million blocks take minutes: only by name, or with --quick.
+    # A million blocks take minutes, so this case runs only by name, or with --quick.
     parser.add_argument("--only", metavar="CASE,...", help=f"cases: {', '.join(CASES)} (default: all but million)")
     parser.add_argument("--devices", metavar="KIND,...", default=",".join(BOTH), help="zram, files (default: both)")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"default {FULL.rounds}, with --quick {QUICK.rounds}")
@@ -133,7 +133,7 @@ def _main(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--trace: {arguments.trace}: no such file")
     directory = arguments.directory or REPOSITORY / "build/bench"
     directory.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was made is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything made is removed
     bench = Bench(
         scale,
         client=arguments.client,

@@ -1,4 +1,4 @@
-"""One run: its scale, its rounds in turn, and the JSON of what came of it."""
+"""One run: its scale, its rounds in turn, and the JSON of its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvfs.errors import KvfsError
 
 
 class Bench:
-    """What a run is asked for, what it found, and its clients."""
+    """The settings of a run, its findings, and its clients."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Bench:
         say(row_text(row.document()))
 
     def interleave(self, runs: Mapping[str, Callable[[int], Json]], finer: int = 1) -> dict[str, list[Json]]:
-        """Each round runs every side once, one after the other. `finer`: so many times as many rounds."""
+        """Each round runs every side once, one after the other. `finer`: a factor for the number of rounds."""
         results: dict[str, list[Json]] = {name: [] for name in runs}
         for index in range(self.scale.rounds * finer):
             for name, run in runs.items():
@@ -67,7 +67,7 @@ class Bench:
         return results
 
     def guarded(self, name: str, devices: str, case: Callable[[], None]) -> None:
-        """One case; what this machine lacks skips it, what goes wrong fails it, and the others run either way."""
+        """One case. A lack of this machine skips it, a failure fails it, and the others run either way."""
         say(f"{name} on {devices}")
         started = time.monotonic()
         try:

@@ -1,11 +1,10 @@
 """`tools/simulate`: how many blocks of a trace's prompts a policy finds, beside FIFO, LRU, S3-FIFO and Belady.
 
-The pool's own policy (kvfs/store/eviction.py) runs on whole segments with a budget for copies, as the pool uses it; the
+The pool's own policy (kvfs/store/eviction.py) runs on whole segments with a budget for copies, as the pool uses it. The
 references evict single blocks, at equal bytes, which no log-structured store can. With --pool the real pool is asked:
 segments, index, block table and evictor, with small blocks.
 
-A hit is a block of a prompt that is there with all those before it. All blocks of a prompt are stored that are not
-there.
+A hit is a block of a prompt that is there with all those before it. Blocks of a prompt that are not there are stored.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def s3fifo(trace: Trace, capacity: int) -> tuple[int, int]:
 
 
 def belady(trace: Trace, capacity: int) -> tuple[int, int]:
-    """What is needed again the latest goes: the bound, with the whole trace known."""
+    """Evicts the block whose next use is latest: the bound, with the whole trace known."""
     following: list[int] = []
     seen: dict[int, int] = {}
     never = sum(map(len, trace))
@@ -192,7 +191,7 @@ class _Segments:
 
     def __init__(self, capacity: int, segments: int) -> None:
         self.area = capacity // segments
-        self.count = capacity // self.area  # as many as fit: with few blocks in each that is more than wanted
+        self.count = capacity // self.area  # as many as fit: with few blocks in each, more than were asked for
         self.free = self.count
         self.policy = LeastLoss()
         self.uses: dict[int, Use] = {}
@@ -259,7 +258,8 @@ class _Segments:
 
 
 def segmented(trace: Trace, capacity: int, segments: int) -> Result:
-    """The pool's policy over `segments` segments of `capacity` blocks together. UsageError if those are too few."""
+    """The pool's policy over `segments` segments of `capacity` blocks together. Raises UsageError if those are too
+    few."""
     if segments < 2 * _SPARE + 2 or capacity < segments:
         raise UsageError(f"{capacity} blocks in {segments} segments: at least {2 * _SPARE + 2}, with a block in each")
     start = time.monotonic()
@@ -286,7 +286,7 @@ _BLOCK_PAGES = 2
 
 def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
     """The trace over a pool in a file below `directory`. A block takes two pages, one for its header. Segments are
-    powers of two of pages, so there are not quite as many as wanted. KvfsError."""
+    powers of two of pages, so there are not quite as many as were asked for. Raises KvfsError."""
     start = time.monotonic()
     geometry = min((Geometry(1, STRIPE_UNIT_MIN, PAGE_SIZE << i) for i in range(6, 20)),
                    key=lambda g: abs(math.log(capacity / _blocks_in(g) / segments)))  # fmt: skip
@@ -339,7 +339,7 @@ async def _replay(store: Store, trace: Trace) -> tuple[int, int]:
 
 
 async def _store_block(store: Store, name: bytes) -> None:
-    """As the namespace makes a file, a page of zeros, and closes it."""
+    """Make a file as the namespace does, with a page of zeros, and close it."""
     now = time.time_ns()
     inode = Inode(
         inode=store.blocks.next_inode(), parent=ROOT_INODE, name=name, kind=Kind.FILE, mode=0o100644, nlink=1,
@@ -357,7 +357,7 @@ async def _store_block(store: Store, name: bytes) -> None:
 
 def run(trace: Trace, shares: Sequence[float], segments: Sequence[int], references: Sequence[str],
         pool: Path | None) -> list[Result]:  # fmt: skip
-    """Results for each share of the trace's unique blocks. With `pool` the real one's too, in a file there."""
+    """Results for each share of the trace's unique blocks. With `pool` also those of the real pool, in a file there."""
     results: list[Result] = []
     unique = unique_blocks(trace)
     for share in shares:
@@ -386,7 +386,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 if the pool failed; 2 for wrong arguments or a trace that is none."""
+    """Returns 0; 1 if the pool failed; 2 for wrong arguments or a file that is no trace."""
     try:
         arguments = _arguments(argv)
         trace = load(arguments.trace) if arguments.trace else invent(arguments.invent, arguments.seed)

@@ -1,6 +1,6 @@
 """Traces of prefix blocks: read from a file, or invented with a seed.
 
-A trace is a list of requests, each the ids of the blocks of its prompt in order, as in Mooncake's traces: an id stands
+A trace is a list of requests, each the ids of the blocks of its prompt in order, as in Mooncake's traces. An id stands
 for a block and all before it, so a block is of use only if those before it are there.
 """
 
@@ -20,7 +20,7 @@ _IDS_MAX = 1 << 48
 
 
 def load(path: Path) -> Trace:
-    """A JSONL file with `hash_ids` in every line. UsageError names file and line."""
+    """A JSONL file with `hash_ids` in every line. Raises UsageError with file and line."""
     trace: Trace = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -58,7 +58,7 @@ class _Inventor:
 
     def play(self, begin: Callable[[_Inventor], Iterator[tuple[float, list[int]]]], requests: int) -> Trace:
         trace: Trace = []
-        # As many sessions under way from the start on as there will be: one that ends is followed by another.
+        # From the start on there are as many sessions as later: one that ends is followed by another.
         waiting: list[tuple[float, int, Iterator[tuple[float, list[int]]]]] = []
         for number in range(_SESSIONS):
             heapq.heappush(waiting, (self.random.uniform(0, 600), number, begin(self)))
@@ -82,7 +82,7 @@ class _Inventor:
         return ids
 
     def fresh(self, count: int) -> list[int]:
-        """Contents that nobody else has."""
+        """Contents that nothing else has."""
         self._fresh += count
         return list(range(-self._fresh, count - self._fresh))
 
@@ -91,7 +91,7 @@ class _Inventor:
 
 
 def _chats(of: _Inventor) -> Iterator[tuple[float, list[int]]]:
-    """Turns of people: a minute or two between them, each prompt the one before and some more, and a last block that is
+    """Turns of people, a minute or two apart. Each prompt is the earlier one and some more, and a last block that is
     not full and so never the same again."""
     prompt = [of.random.randrange(5) * 10 + i for i in range(2)] + of.fresh(of.length(8))
     while True:

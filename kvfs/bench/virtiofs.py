@@ -1,12 +1,12 @@
 """A guest's reads and writes: kvfs's virtio-fs export against Debian's virtiofsd over ext4, side by side in one guest.
 
-Both are asked by fio in the guest. Its CPU is emulated, and everything that it does itself counts for both sides alike;
-so beside each figure stands how much of the time the emulated CPU was at work. Where that is nearly all of it, no
-back end could be much faster.
+Both are asked by fio in the guest. The guest's CPU is emulated, and its own work counts for both sides alike. So beside
+each figure stands the share of time that the emulated CPU was at work. Where that is nearly all of it, no back end
+could be much faster.
 
-CPU is that of the back end's process, and that of the whole machine but for the emulated CPU: loop devices and ext4
-work for virtiofsd in the kernel's own threads; this second figure wants a machine that does nothing else. Beside both
-stand reads of virtiofsd's own files here, without a guest, into memory of small pages, as a guest's is.
+CPU is that of the back end's process, and that of the whole machine but for the emulated CPU. virtiofsd's loop devices
+and ext4 work in the kernel's own threads. The second figure needs a machine that does nothing else. Beside both stand
+reads of virtiofsd's own files here, without a guest, into memory of small pages, as a guest's is.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _start(args: argparse.Namespace, options: MountOptions) -> int:
 
 
 def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
-    """What `kvfs mount` and `kvfs export` have in common."""
+    """Options that `kvfs mount` and `kvfs export` share."""
     sub.add_argument(
         "--virtiofs",
         action="append",

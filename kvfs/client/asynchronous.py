@@ -1,7 +1,7 @@
 """A client's calls as coroutines, for trio and for asyncio: each runs in a worker thread of its own.
 
-On cancellation the coroutine ends at once and the call goes on in its thread, which holds the memory's owners until the
-devices are done with it: the memory may be dropped, but whoever looks into it later may find bytes still arriving.
+On cancellation the coroutine ends at once and the call goes on in its thread. The thread holds the memory's owners
+until the devices are done with it. The memory may be dropped, but a later reader of it may find bytes still arriving.
 """
 
 from __future__ import annotations

@@ -67,21 +67,17 @@ def connect(
 ) -> Client:
     """Connect to the pool that is mounted at path or above it, or whose own directory path is.
 
-    path: a mount point of kvfs, a directory below one, or the directory of the pool itself, mounted or only exported:
-    then as if it were the mount point.
-    namespace: a relative path below it ("llama-3-8b", "team/llama"); "": the keys lie in path itself. It need not
-    exist: the first put makes it.
-    read_only: ask for no right to write.
-    timeout_s: what a device or the daemon may take for an answer; a block whose device takes longer is a miss.
-    depth: blocks a call has in flight, 1 to 64.
-    staging_size: bytes of memory for prestage(), at most.
-    gpu: how GPU memory is filled. "auto" takes the best that works here, a mode that is named and does not work is an
-    error (MissingFeatureError), None never touches CUDA.
-    verify=False is for benchmarks only: wrong bytes are then possible.
+    path: a mount point of kvfs, a directory below one, or the directory of the pool itself. The pool may be mounted or
+    only exported; its directory then stands for the mount point. namespace: a relative path below it ("llama-3-8b",
+    "team/llama"); "": the keys lie in path itself. It need not exist: the first put makes it. read_only: ask for no
+    right to write. timeout_s: what a device or the daemon may take for an answer; a block whose device takes longer is
+    a miss. depth: blocks a call has in flight, 1 to 64. staging_size: bytes of memory for prestage(), at most. gpu: how
+    GPU memory is filled. "auto" takes the best that works here, a mode that is named and does not work is an error
+    (MissingFeatureError), None never touches CUDA. verify=False is for benchmarks only: wrong bytes are then possible.
 
-    Raises NotMountedError (no daemon answers), VersionError, DeadlineError, ValueError (an option), or ClientError,
-    with the errno of libkvfs: EINVAL or ENOTDIR, path is not a directory of a kvfs mount; ENOENT; EACCES, the daemon
-    will not have this user.
+    Raises NotMountedError (no daemon answers), VersionError, DeadlineError, ValueError (an option), or ClientError with
+    the errno of libkvfs. EINVAL or ENOTDIR: path is not a directory of a kvfs mount. ENOENT. EACCES: the daemon refuses
+    this user.
     """
     encoded, space = os.fsencode(path), os.fsencode(namespace)
     timeout_ms = round(timeout_s * 1000)
@@ -171,9 +167,9 @@ class Client:
         A block that is there is replaced; readers see the old one or the new one, whole. Two writers of one key
         both succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
 
-        Raises PutError if any was not stored (its `failed`: key -> error; all others were), which is also a
-        NoSpaceError if nothing but room was missing; InvalidKeyError: a key twice; InvalidBufferError;
-        NotMountedError: no daemon.
+        Raises PutError if any was not stored (its `failed`: key -> error; all others were). The PutError is also a
+        NoSpaceError if only room was missing. InvalidKeyError: a key twice; InvalidBufferError; NotMountedError: no
+        daemon.
         """
         names, memories = _pairs(items)
         if not names:
@@ -209,15 +205,16 @@ class Client:
         """Read whole blocks into the caller's memory: pairs of key and destination. Returns bytes read for each; None
         for a miss: no such block, or its device gave no answer in time, or its bytes did not verify.
 
-        A destination: writable, C-contiguous, at least as large as the block; bytes behind the block stay as they
-        are, and after a miss its content is undefined. Host memory aligned to information().memory_alignment
-        (buffer() is) is read into without a copy. Of a miss by timeout the owner is kept, and the memory refused
-        (BusyBufferError), until the device has let go of it.
-        stream: a raw CUDA stream, for destinations in GPU memory: what the stream does afterwards finds their bytes;
-        destinations must stay until it has. None or 0: the bytes are there when this returns.
+        A destination is writable, C-contiguous, and at least as large as the block. Bytes behind the block stay as they
+        are; after a miss its content is undefined. Host memory aligned to information().memory_alignment (buffer() is)
+        is read into without a copy. Of a miss by timeout the owner is kept, and the memory refused (BusyBufferError),
+        until the device has let go of it. stream: a raw CUDA stream, for destinations in GPU memory: what the stream
+        does afterwards finds their bytes; destinations must stay until it has. With None or 0 the bytes are there when
+        this returns.
 
         Raises SmallBufferError (the rest was read: its `results`); InvalidBufferError: read-only, not contiguous,
-        overlapping, a stream with host memory; DeadlineError (the daemon, asked what a name means, gave no answer).
+        overlapping, a stream with host memory. DeadlineError: the daemon was asked for the meaning of a name, and gave
+        no answer.
         """
         names, memories = _pairs(items)
         if not names:

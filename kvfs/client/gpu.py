@@ -2,10 +2,10 @@
 
 CUDA is looked at in a subprocess with a timeout (gpu_probe.py): a driver that hangs or crashes takes nothing with it.
 
-Modes: `gds`, the devices' DMA straight into the GPU, where a probe has shown for every device of the pool and every
-GPU that it works and is direct; `staged`, through a ring of pinned memory in which every byte is verified; `host`,
-where there is no GPU or none is wanted. KVFS_CUDA_LIBRARY, KVFS_CUFILE_LIBRARY and KVFS_NVRTC_LIBRARY name other files
-than libcuda.so.1, libcufile.so.0 and libnvrtc's; a test double of libcuda says that it is one.
+Modes: `gds` is the devices' DMA straight into the GPU. A probe has then shown, for every device of the pool and every
+GPU, that it works and is direct. `staged` goes through a ring of pinned memory in which every byte is verified. `host`
+is for machines without a GPU, or where none is wanted. KVFS_CUDA_LIBRARY, KVFS_CUFILE_LIBRARY and KVFS_NVRTC_LIBRARY
+name other files than libcuda.so.1, libcufile.so.0 and libnvrtc's; a test double of libcuda says that it is one.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Cuda:
 
 @dataclass(frozen=True, slots=True)
 class CuFile:
-    """The answer of libcufile. nvidia_fs: the kernel module for it; nvrtc: a path of libnvrtc, or empty: wherever
-    the dynamic linker finds it; nvrtc_error: why that does not compile the checksums."""
+    """The answer of libcufile. nvidia_fs: the kernel module for it. nvrtc: a path of libnvrtc, or empty: found by the
+    dynamic linker. nvrtc_error: the reason that it does not compile the checksums."""
 
     library: str = ""
     error: str = ""
@@ -183,8 +183,8 @@ class GpuStatistics:
 
 @dataclass(frozen=True, slots=True)
 class DirectStatistics:
-    """struct kvfs_gpu_direct_statistics: counts summed over this reader's rings; but known, direct_reads and
-    indirect_reads, what cuFile itself says of this process and GPU, are of the ring that was opened first."""
+    """struct kvfs_gpu_direct_statistics: counts summed over this reader's rings. But known, direct_reads and
+    indirect_reads are cuFile's own figures for this process and GPU, from the ring that was opened first."""
 
     blocks: int = 0
     bytes: int = 0
@@ -264,10 +264,10 @@ class GpuReader:
     def get_into(self, keys: Keys, destinations: Sequence[tuple[int, int, int]], stream: int) -> list[int | None]:
         """Read blocks into GPU memory: (address, size, device) for each key. Returns bytes read, None for a miss.
 
-        stream: a raw CUDA stream of that GPU: what was on it is done before a byte is written, and what comes on it
-        afterwards finds the bytes, though copies may still be under way when this returns: destinations must stay
-        until the stream has passed. 0: they are there when this returns. Raises InvalidBufferError, naming the key;
-        SmallBufferError; ClientError with EIO where CUDA fails, ETIMEDOUT where the GPU hangs.
+        stream: a raw CUDA stream of that GPU. Earlier work on it is done before a byte is written, and later work on it
+        finds the bytes. Copies may still be under way when this returns: destinations must stay until the stream has
+        passed. 0: they are there when this returns. Raises InvalidBufferError, naming the key; SmallBufferError;
+        ClientError with EIO where CUDA fails, ETIMEDOUT where the GPU hangs.
         """
         if self.mode == "host":
             raise MissingFeatureError(

@@ -1,7 +1,7 @@
 """libkvfs (native/include/kvfs.h) as Python uses it: one handle, its calls, its errors, and its end.
 
-Every call is inside `with self`: it counts the calls under way, so that close() never frees what one uses, and stops
-a forked child before it touches a lock. Calls release the interpreter's lock while they run.
+Every call is inside `with self`. It counts the calls under way, so that close() never frees memory in use. It also
+stops a forked child before the child touches a lock. Calls release the interpreter's lock while they run.
 """
 
 from __future__ import annotations

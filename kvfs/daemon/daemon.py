@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 import trio
 
 from kvfs.daemon.devices import device_command
-from kvfs.daemon.host import fuse_pages, pid_file, tell_manager
+from kvfs.daemon.host import fuse_pages, notify_manager, pid_file
 from kvfs.daemon.options import MountOptions, own_limit_ms
 from kvfs.daemon.reporter import Reporter
 from kvfs.errors import KvfsError, UsageError, printable
@@ -164,7 +164,7 @@ class Daemon:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         reporter.ready(pool)
-        tell_manager("READY=1")
+        notify_manager("READY=1")
         if self._mountpoint is not None:
             log.info("pool %s mounted at %s by pid %d", pool, self._mountpoint, os.getpid())
         for export in self._options.exports:
@@ -219,9 +219,9 @@ class Daemon:
         elif kind == EventType.GUEST:
             self._exports.broken(inode, value >> 32, value & 0xFFFFFFFF)
         elif kind == EventType.SLOW:
-            self._tell_slow(InodeNumber(inode), value >> 56, value & (1 << 56) - 1)
+            self._log_slow(InodeNumber(inode), value >> 56, value & (1 << 56) - 1)
 
-    def _tell_slow(self, number: InodeNumber, opcode: int, took_us: int) -> None:
+    def _log_slow(self, number: InodeNumber, opcode: int, took_us: int) -> None:
         path = self._namespace.find_path(number)
         where = f"inode {number}" if path is None else f"{printable(os.fsdecode(path))} (inode {number})"
         what = _OPERATIONS.get(opcode, f"request {opcode} of")
@@ -241,7 +241,7 @@ class Daemon:
 
     async def _end_on_stop(self) -> None:
         await self._stop.wait()
-        tell_manager("STOPPING=1")
+        notify_manager("STOPPING=1")
         self._store.ending()
         for mountpoint in self._mounts():
             await self._unmount(mountpoint)
@@ -288,7 +288,7 @@ class Daemon:
         depth = arguments.get("depth", 1)
         if not isinstance(depth, int) or not 0 <= depth <= DEPTH_MAX:
             raise UsageError(f"list: depth {depth!r}; 0 to {DEPTH_MAX}")
-        return await self._telling(lambda: self._survey.take(depth), progress)
+        return await self._with_progress(lambda: self._survey.take(depth), progress)
 
     async def _command_pins(self, arguments: Arguments, progress: Progress) -> object:
         return {"pins": self._survey.pins()}
@@ -298,12 +298,12 @@ class Daemon:
         return {}
 
     async def _command_device_remove(self, arguments: Arguments, progress: Progress) -> object:
-        return await self._telling(lambda: device_command(self._store, "remove", arguments), progress)
+        return await self._with_progress(lambda: device_command(self._store, "remove", arguments), progress)
 
     async def _command_device_replace(self, arguments: Arguments, progress: Progress) -> object:
-        return await self._telling(lambda: device_command(self._store, "replace", arguments), progress)
+        return await self._with_progress(lambda: device_command(self._store, "replace", arguments), progress)
 
-    async def _telling(
+    async def _with_progress(
         self,
         work: Callable[[], Awaitable[object]],
         progress: Progress,
@@ -311,7 +311,7 @@ class Daemon:
     ) -> object:
         """Run a command that may take long: once a second the client hears that it goes on, and how far it is."""
 
-        async def tell() -> None:
+        async def notify() -> None:
             while True:
                 await trio.sleep(1)
                 with suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
@@ -320,7 +320,7 @@ class Daemon:
         result: object = None
         failure: KvfsError | None = None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(tell)
+            nursery.start_soon(notify)
             try:
                 result = await work()
             except KvfsError as error:
@@ -347,7 +347,9 @@ class Daemon:
             nonlocal done, wanted
             done, wanted = freed, total
 
-        await self._telling(lambda: self._store.evict(size, note), progress, lambda: {"freed": done, "wanted": wanted})
+        await self._with_progress(
+            lambda: self._store.evict(size, note), progress, lambda: {"freed": done, "wanted": wanted}
+        )
         # The evictions are told to the kernel before the answer: a look at the mount after it sees what has gone.
         with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
             await self._store.plane.notify_flush()

@@ -63,7 +63,7 @@ def pid_file(pool: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def tell_manager(state: str) -> None:
+def notify_manager(state: str) -> None:
     """Tell systemd, if it has started us with Type=notify (sd_notify(3))."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):

@@ -86,16 +86,16 @@ class Sparing(logging.Filter):
     def _end_intervals(self, now: float) -> None:
         for place, kind in list(self._kinds.items()):
             if now - kind.began_s >= self._interval_s:
-                self._tell(kind)
+                self._log_count(kind)
                 del self._kinds[place]
 
-    def tell(self) -> None:
+    def log_counts(self) -> None:
         """Tell the counts of messages left out so far, as the log ends."""
         for kind in self._kinds.values():
-            self._tell(kind)
+            self._log_count(kind)
             kind.left_out = 0
 
-    def _tell(self, kind: _Kind) -> None:
+    def _log_count(self, kind: _Kind) -> None:
         if kind.left_out:
             self._say(kind, "%d more messages like %r were left out", kind.left_out, kind.text)
 
@@ -111,9 +111,9 @@ def spare(handler: logging.Handler) -> logging.Handler:
     handler.addFilter(sparing)
     close = handler.close
 
-    def close_and_tell() -> None:
-        sparing.tell()
+    def close_and_log() -> None:
+        sparing.log_counts()
         close()
 
-    handler.close = close_and_tell  # type: ignore[method-assign]
+    handler.close = close_and_log  # type: ignore[method-assign]
     return handler

@@ -17,8 +17,8 @@ REQUEST_TIMEOUT_MIN_S, REQUEST_TIMEOUT_MAX_S = 15, 65535
 
 @dataclass(frozen=True, slots=True)
 class MountOptions:
-    """A `kvfs mount` or `kvfs export` command line. None is the default of the part that an option belongs to; without
-    a mount point nothing is mounted."""
+    """A `kvfs mount` or `kvfs export` command line. An option of None takes the default of its part; without a mount
+    point nothing is mounted."""
 
     pool: Path
     mountpoint: Path | None = None

@@ -1,5 +1,5 @@
-"""The control socket: POOL/control.sock. The first bytes of a connection decide: JSON lines, for `kvfs status`,
-`stats`, `evict` and anybody else who asks the daemon, or a native client, for clients.py.
+"""The control socket: POOL/control.sock. The first bytes of a connection decide. JSON lines are of `kvfs status`,
+`stats`, `evict` and anybody else who asks the daemon. Other bytes are a native client's, for clients.py.
 
 A request is one line: {"command": NAME, ...arguments}. The answer is any number of {"progress": ...} lines, then {"ok":
 true, "result": ...} or {"ok": false, "error": TEXT}. A connection carries any number of requests, one after the other.
@@ -127,7 +127,7 @@ class ControlServer:
     @contextmanager
     def _silence(self, uid: int) -> Iterator[trio.CancelScope]:
         """Its deadline until a connection has said what it is. Beyond the limit the oldest silent one of the same user
-        goes, or of the user who has most: a new connection that does speak is never refused."""
+        goes, or of the user who has most. A new connection that does speak is never refused."""
         users = Counter(self._silent.values())
         if users[uid] >= GREETINGS_OF_USER_MAX or len(self._silent) >= GREETINGS_MAX:
             most = uid if users[uid] >= GREETINGS_OF_USER_MAX else users.most_common(1)[0][0]

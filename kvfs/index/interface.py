@@ -1,7 +1,7 @@
 """The interface of an index, whichever engine holds it.
 
 A change is visible to the next call, and durable with the next commit. An inode whose bytes are not sealed yet (a FILE
-without SEALED) is never committed, nor is one that lost its name: neither may survive a restart. All calls come from
+without SEALED) is never committed. Nor is one that lost its name: neither may survive a restart. All calls come from
 the one trio thread unless said otherwise.
 """
 
@@ -79,7 +79,7 @@ class Index(Protocol):
     def meta_get(self, key: bytes) -> bytes | None: ...
 
     def meta_put(self, key: bytes, value: bytes | None) -> None:
-        """None removes the key."""
+        """A value of None removes the key."""
         ...
 
     def meta_items(self, prefix: bytes) -> Pairs: ...

@@ -1,9 +1,9 @@
 """The index in LMDB (http://www.lmdb.tech/doc), in the pool's directory.
 
-Reads go through three layers: the volatile one (inodes that must not survive a restart), the pending one, the one that
-is being committed, and then LMDB itself by one long-lived read transaction. A commit hands the pending layer to one
-thread, which writes it in a single transaction and syncs; meanwhile a fresh layer collects. Databases and keys are
-described in docs/format.md.
+Reads go through the volatile layer (inodes that must not survive a restart), the pending one, and the one that is being
+committed. Below lies LMDB itself, read by one long-lived transaction. A commit hands the pending layer to one thread,
+which writes it in a single transaction and syncs; meanwhile a fresh layer collects. Databases and keys are described in
+docs/format.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LIST_BATCH = 512
 _INCOMPLETE_NAME = "incomplete"
 
 
-class IndexError_(KvfsError):
+class PoolIndexError(KvfsError):
     """The index cannot be opened, read or written."""
 
 
@@ -78,7 +78,7 @@ class LmdbIndex:
     that)."""
 
     def __init__(self, path: Path, *, read_only: bool = False, durable: bool = True) -> None:
-        """Open or make the index at `path`. Raises IndexError_ if it cannot be read.
+        """Open or make the index at `path`. Raises PoolIndexError if it cannot be read.
 
         Not durable: for a rebuild, which starts again if the machine ends in between; see make_durable().
         """
@@ -120,10 +120,10 @@ class LmdbIndex:
             self._groups_db = self._open_groups()
             self._read = cast(Transaction, self._env.begin())
         except (lmdb.Error, OSError) as error:
-            raise IndexError_(f"index {path}: {error}") from error
+            raise PoolIndexError(f"index {path}: {error}") from error
 
     def _open_groups(self) -> object | None:
-        """None for a reader of an index that was made before there were groups."""
+        """Returns None for a reader of an index that was made before there were groups."""
         try:
             return cast(object, self._env.open_db(b"groups"))
         except (lmdb.NotFoundError, lmdb.ReadonlyError):
@@ -737,7 +737,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _check_size(path: Path) -> None:
-    """IndexError_ if the file is shorter than its newest meta page says: LMDB maps it, and a missing page is SIGBUS.
+    """PoolIndexError if the file is shorter than its newest meta page says: LMDB maps it, and a missing page is SIGBUS.
 
     Fields of MDB_page and MDB_meta in LMDB's mdb.c. A few pages at the end may never have been written: they are added.
     """
@@ -752,14 +752,14 @@ def _check_size(path: Path) -> None:
                     newest = max(newest, (transaction, last_page))
             needed = (newest[1] + 1) * _LMDB_PAGE
             if size and (newest[0] < 0 or size + 4 * _LMDB_PAGE < needed):
-                raise IndexError_(f"index {path}: {size} bytes, at least {needed} belong to it: cut off or damaged")
+                raise PoolIndexError(f"index {path}: {size} bytes, at least {needed} belong to it: cut off or damaged")
             if size < needed and size:
                 file.truncate(needed)
     except FileNotFoundError:
         return
 
 
-def _commit_error(path: Path, number: int, cause: Exception) -> IndexError_:
-    error = IndexError_(f"index {path}: commit failed: {cause}")
+def _commit_error(path: Path, number: int, cause: Exception) -> PoolIndexError:
+    error = PoolIndexError(f"index {path}: commit failed: {cause}")
     error.errno = number
     return error

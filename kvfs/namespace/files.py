@@ -1,9 +1,9 @@
 """Files and directories over the store: names, attributes, and what opening, closing and removing mean for a block.
 
 Holds no state of its own but what the index has; knows neither FUSE nor devices nor payload. Methods are plain wherever
-they need not wait: all of one change (index, block table, summaries) then happens in one step of the one trio thread,
-so no other request sees half of it. The rules for inodes that are being written are in native/include/kvfs_plane.h; the
-kernel checks permissions (default_permissions).
+they need not wait. All of one change (index, block table, summaries) then happens in one step of the one trio thread.
+So no other request sees half of it (I4). The rules for inodes that are being written are in
+native/include/kvfs_plane.h; the kernel checks permissions (default_permissions).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ RENAME_NOREPLACE = 1
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1
 # Removed directories that may still be somebody's place to work: so many are known, the oldest go first.
 _REMOVED_MAX = 4096
-# A directory's times change at most this often: it is the step of the kernel's own file times, and it saves most of the
+# A directory's times change at most this often. It is the step of the kernel's own file times, and saves most of the
 # updates when thousands of files a second enter one directory.
 _TIME_STEP_NS = 4_000_000
 # Extended attributes of one inode together. They are part of every block header and of the headers below a directory.
@@ -69,7 +69,7 @@ _SYMLINK_MAX = 4095
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a setattr changes; None leaves a field as it is."""
+    """The changes of a setattr; None leaves a field as it is."""
 
     mode: int | None = None
     uid: int | None = None
@@ -85,7 +85,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class FilesystemSpace:
-    """What statvfs says: pages of 4 KiB, and inodes."""
+    """The figures of statvfs: pages of 4 KiB, and inodes."""
 
     block_count: int
     free_count: int
@@ -126,7 +126,8 @@ class Namespace:
         return inode
 
     def list_entries(self, parent: InodeNumber, after: bytes, limit: int) -> list[tuple[bytes, InodeNumber, Kind]]:
-        """At most `limit` entries with names greater than `after`, in byte order of names. None only at the end."""
+        """At most `limit` entries with names greater than `after`, in byte order of names. An empty list comes only at
+        the end."""
         entries: list[tuple[bytes, InodeNumber, Kind]] = []
         while True:
             names = self._index.list(parent, after, limit)
@@ -701,8 +702,8 @@ class Namespace:
 
 
 def without_suid(mode: int, of_group: bool) -> int:
-    """As a change of owner or content leaves a mode: without set-user-ID, and without set-group-ID if the group may
-    execute, or if the one who makes the change is neither root nor `of_group`."""
+    """The mode after a change of owner or content. It has no set-user-ID. It has no set-group-ID if the group may
+    execute, or if the user who makes the change is neither root nor `of_group`."""
     mode &= ~stat.S_ISUID
     return mode & ~stat.S_ISGID if mode & stat.S_IXGRP or not of_group else mode
 

@@ -1,1 +1,1 @@
-"""What a pool is made of: pool.toml, devices, what is written on them besides blocks, and who owns them."""
+"""The parts of a pool: pool.toml, devices, the structures on them besides blocks, and their owners."""

@@ -268,7 +268,8 @@ class Heart:
         self._on_lost(self.lost)
 
     def judge(self, index: int, page: bytes, config: PoolConfig) -> str | None:
-        """The reason why the device is another's, by the page that was found there. None: it is ours."""
+        """The reason why the device is another's, by the page that was found there. Returns None if the device is
+        ours."""
         with self._lock:
             if page in self._written.get(index, ()):
                 return None

@@ -30,8 +30,8 @@ def document(
     """Latencies in ms, sizes in bytes, times in s. before: the trace's requests that were skipped. warmup: the share of
     requests that are not counted (but for errors and the series).
 
-    The time to the first token is the sum of four: the request's delay, its look-up, its load, and the prefill of
-    blocks that were not loaded. Raises KvfsError if no request that counts has ended.
+    The time to the first token is a sum: the request's delay, its look-up, its load, and the prefill of blocks that
+    were not loaded. Raises KvfsError if no request that counts has ended.
     """
     first = math.floor(len(requests) * warmup)
     ended = [record for record in outcome.records if record is not None]

@@ -1,8 +1,8 @@
 """The blocks of an open pool: what must agree changes here, in one step.
 
 A step is code of the one trio thread between two awaits (I4). One step changes a block's index record, its record in
-the block table, the live pages of its segments, pins, and which summaries are not true any more. Nothing here waits for
-a device. Names are the namespace's, bytes on devices are sealing.py's.
+the block table, the live pages of its segments, pins, and the list of outdated summaries. Nothing here waits for a
+device. Names are the namespace's, bytes on devices are sealing.py's.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Blocks:
     # ---- lingering ----
 
     def linger(self, inode: InodeNumber) -> None:
-        """The block's name was given to another. Whoever has just looked it up can open it for another second."""
+        """The block's name was given to another. A client that has just looked it up can open it for another second."""
         self._lingering[inode] = trio.current_time() + _LINGER_S
 
     def lingers(self, inode: InodeNumber) -> bool:

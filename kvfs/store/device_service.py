@@ -509,8 +509,8 @@ class DeviceService:
         headers.blank.update(blank)
 
     async def _reconcile(self, device: int, headers: _Headers) -> int | None:
-        """Compare the device's segments with the index, and show the blocks that are there again. None if the device
-        went again. The caller holds the lock."""
+        """Compare the device's segments with the index, and show the blocks that are there again. Returns None if the
+        device went again. The caller holds the lock."""
         away = self._away_without(device)
         count = 0
         for index in self._of[device]:

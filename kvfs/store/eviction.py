@@ -20,8 +20,8 @@ TICKS_PER_POOL = 1024
 # The clock has 24 bits and goes round, after 16,384 times the pool.
 TICK_MASK = (1 << 24) - 1
 
-# The chance of a next use falls with the time since the last: as 1/age where popularity alone decides, faster where
-# blocks belong to conversations that end. The power lies between the two.
+# The chance of a next use falls with the time since the last. It falls as 1/age where popularity alone decides, faster
+# where blocks belong to conversations that end. The power lies between the two.
 _AGE_POWER = -1.5
 # Some 2% of the pool: smaller ages say only that a burst is not over.
 _AGE_SOFT = 20
@@ -41,8 +41,8 @@ _COPY_FACTOR = 1.5
 _BUDGET_LOW = 0.3
 # Weight of one segment in the running mean of eviction's loss by the page: the last 20 count.
 _SMOOTHING = 0.05
-# Segments that are weighed for one that goes: the next in turn, at least _TURN, one in _TURN_SHARE of all, at most
-# _TURN_MAX, none once _TURN_BLOCKS blocks were looked at; and again the _AGAIN that seem best.
+# The number of segments weighed for one that goes. The next in turn: at least _TURN, one in _TURN_SHARE of all, at most
+# _TURN_MAX, none once _TURN_BLOCKS blocks were looked at. Then again the _AGAIN that seem best.
 _TURN = 16
 _TURN_SHARE = 16
 _TURN_MAX = 128

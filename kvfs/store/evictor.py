@@ -1,8 +1,8 @@
-"""The evictor: frees whole segments, so that writers find one. What goes and what stays is eviction.py's to say.
+"""The evictor: frees whole segments, so that writers find one. eviction.py decides which blocks go and which stay.
 
-A segment is evicted in this order: blocks that stay are copied to other segments and their records follow; the others
-leave the block table, then the index; the hosts' caches are told once; then the segment is free. At no moment does a
-name lead to a block that is not there.
+A segment is evicted in this order. Blocks that stay are copied to other segments, and their records follow. The others
+leave the block table, then the index (I11). The hosts' caches are told once. Then the segment is free. At no moment
+does a name lead to a block that is not there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
 
-# What is open beyond the shares of its users goes as if it was not.
+# Blocks that are open beyond the shares of their users go as if they were not open.
 _KEPT_OPEN = (OpenState.OPEN, OpenState.BEING_WRITTEN)
 # Blocks looked at or removed in one go: others wait meanwhile.
 _EVICT_BATCH = 16
@@ -44,7 +44,7 @@ _SAMPLES_AT_ONCE = 16
 _SPARED = 4
 _PASSES = 6
 _ORDER_S = 1.0
-# Segments kept free for writers that wait, and 1/20 of the pool: one that was freed waits for summaries and the index,
+# Segments kept free for writers that wait, and 1/20 of the pool. A freed segment waits for summaries and the index,
 # while fast writers fill five of 16 MiB in 50 ms.
 _AHEAD_MAX = 32
 _AHEAD_SHARE = 20
@@ -57,7 +57,7 @@ _PATIENCE_S = 2.0
 
 @dataclass(slots=True)
 class Kept:
-    """What stays when all goes that may: blocks, bytes, and the first of them."""
+    """The blocks that stay when all goes that may: number, bytes, and the first of them."""
 
     blocks: int = 0
     bytes: int = 0
@@ -147,7 +147,7 @@ class Evictor:
     async def free_until(self, enough: Callable[[], bool], *, at_once: int = 1) -> int:
         """Evict segments, `at_once` at a time, until enough() or none is left to evict; returns how many went.
 
-        None that was opened since: pinned blocks that cannot lie closer together would be copied for ever.
+        Segments opened since then are left out: pinned blocks that cannot lie closer together would be copied for ever.
         """
         freed = 0
         turns = trio.Semaphore(at_once)
@@ -186,8 +186,8 @@ class Evictor:
         return freed
 
     async def clear(self, enough: Callable[[], bool]) -> None:
-        """Evict blocks until enough(), hot ones too: all that are there now and neither pinned nor open. What stays is
-        moved together."""
+        """Evict blocks until enough(), hot ones too: all that are there now and neither pinned nor open. Blocks that
+        stay are moved together."""
         async with self._lock:
             used = [s for s in self._segments.all if s.state in (State.CLOSED, State.OPEN)]
             for segment in sorted(used, key=lambda s: s.generation):
@@ -208,8 +208,8 @@ class Evictor:
                 await trio.lowlevel.checkpoint()
 
     async def kept(self) -> dict[str, Kept]:
-        """What is left, by why it stays: pinned, open, in a group with such a file ("grouped"), or for no such reason
-        ("others": stored meanwhile, or on a device that is away)."""
+        """The blocks that are left, by the reason that they stay: pinned, open, in a group with such a file
+        ("grouped"), or no such reason ("others"). The last were stored meanwhile, or lie on a device that is away."""
         kept: dict[str, Kept] = {}
         for segment in self._segments.all:
             inodes = self._index.segment_inodes(segment.index)
@@ -261,8 +261,8 @@ class Evictor:
         now = trio.current_time()
         # Waiting above: some may have been freed meanwhile.
         known = [n for n in closed if self._is_sampled(n) and self._can_go(self._segments.all[n], now)]
-        # Not the newest, as long as another can: files that were closed a moment ago and are about to be renamed lie
-        # there, and of a stream that few write to the newest segment may be the emptiest of all.
+        # The newest segment is spared as long as another can go. Files that were closed a moment ago and are about to
+        # be renamed lie there. In a stream with few writes, the newest segment may be the emptiest of all.
         known = [n for n in known if n not in self._newest] or known
         chosen = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick, count)
         return [self._segments.all[index] for index in chosen]
@@ -305,7 +305,7 @@ class Evictor:
         return Contents(uses, self._segments.all[index].live_pages / self._segments.area)
 
     def _budget_pages(self) -> int:
-        """What may still be carried over."""
+        """The pages that may still be carried over."""
         return self._budget.left(self._segments.pages_written - self._pages_at_start - self.counters.carried_pages)
 
     def _budget_segments(self) -> float:
@@ -473,8 +473,8 @@ class Evictor:
     async def _drop_blocks(
         self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]
     ) -> int:
-        """Take those that are still there out of the table and the index, and with them the rest of their groups; not
-        those that were opened meanwhile, nor a group with such a one."""
+        """Take the blocks that are still there out of the table and the index, and with them the rest of their groups.
+        Blocks that were opened meanwhile stay, and so does a group with such a block."""
         removed = 0
         inodes, elsewhere = self._with_groups(segment, inodes, groups)
         for at in range(0, len(inodes), _EVICT_BATCH):

@@ -1,9 +1,9 @@
 """Checking a pool that is not mounted. Reports; acts only when asked to repair.
 
 Checked, in this order: labels against pool.toml; the index against itself (names, parents, memberships); extents
-against segments (inside, not overlapping, of the segment's generation); segment headers; block headers, or every leaf
-of every block; summaries. Damage that no second copy repairs is dropped: a lost block is a miss, a wrong one must not
-be.
+against segments (inside, not overlapping, of the segment's generation). Then segment headers; block headers, or every
+leaf of every block; summaries. Damage that no second copy repairs is dropped: a lost block is a miss, a wrong one must
+not be.
 """
 
 from __future__ import annotations

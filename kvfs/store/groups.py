@@ -1,7 +1,7 @@
 """Groups: files that are worth nothing without each other. Eviction takes all of a group or none of it.
 
 A file is in one group at most. Its extended attribute names the group; else its directory is the group, if it has the
-attribute or fits a rule of pool.toml; else the first rule decides that its name's ending fits. Only the groups of the
+attribute or fits a rule of pool.toml. Else the first rule decides that its name's ending fits. Only the groups of the
 attribute are kept, by the index; all others follow from the names. Knows nothing of what is open, pinned or hot.
 """
 

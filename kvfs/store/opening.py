@@ -100,8 +100,8 @@ def check_index(index: LmdbIndex, opened: OpenPool) -> None:
 
 
 def known_epoch(index: LmdbIndex, opened: OpenPool) -> int:
-    """The last mount that the index knows. FormatError if the devices know a later one. That mount had another index,
-    of another directory or a copy, and this one knows none of its changes."""
+    """The last mount that the index knows. FormatError if the devices know a later one. The later mount had another
+    index, of another directory or a copy, and this one knows none of its changes."""
     known = meta_number(index, META_EPOCH)
     if max(known, meta_number(index, META_OPENING)) < opened.epoch:
         raise FormatError(f"it knows mount {known}, the labels mount {opened.epoch}: with another index")

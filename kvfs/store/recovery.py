@@ -1,11 +1,11 @@
 """Recovery at a mount: after an unclean end, and when there is no index.
 
-After an unclean end the index is right but up to a second old (or older, if commits failed): segments that were opened
-since, and open segments from the committed append point on, are scanned for block headers, and blocks that the index
-cannot know enter it. Summaries that are newer than the index are written again: they leave out what the crash brought
-back. Without an index all blocks are found again, by the summaries of all segments, then by the block headers that no
-summary covers. The highest version of a name wins, and of an inode. A block is admitted only if each extent's
-generation is its segment's, so nothing of an overwritten segment comes back.
+After an unclean end the index is right but up to a second old (or older, if commits failed). Segments that were opened
+since, and open segments from the committed append point on, are scanned for block headers. Blocks that the index cannot
+know enter it. Summaries that are newer than the index are written again: they leave out what the crash brought back.
+Without an index all blocks are found again, by the summaries of all segments, then by the block headers that no summary
+covers. The highest version of a name wins, and of an inode. A block is admitted only if each extent's generation is its
+segment's, so nothing of an overwritten segment comes back.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Admission:
     async def admit_all(self, records: bytes, *, verify: bool = False) -> None:
         """`verify`: only blocks whose leaves are all right.
 
-        A header proves itself, not its data: a write that the crash cut off may have brought the header and not the
+        A header proves itself, not its data. A write that the crash cut off may have brought the header and not the
         rest, or the first of several runs. Such a block was never acknowledged, and must not take the place of an older
         one that was.
         """
@@ -333,7 +333,7 @@ class Admission:
             self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
 
     def _directory(self, number: int, directories: dict[int, Inode], depth: int) -> InodeNumber | None:
-        """The directory in the index, made again if the index never knew it. None if it was removed."""
+        """The directory in the index, made again if the index never knew it. Returns None if it was removed."""
         known = self.index.get(InodeNumber(number))
         if known is not None:
             return known.inode if known.kind == Kind.DIRECTORY else None

@@ -1,15 +1,16 @@
 """Reservations: places that native clients write blocks to themselves, and the blocks of those that they commit.
 
 A reservation has a place (runs of the CLIENT stream), an inode number and a version. Until its commit nothing leads to
-it; then the block enters index and table in one step, as a seal's does. One that is not committed in time, or whose
-client ends, is taken back: its runs are stepped over by scans from then on, and never used again before the segment is.
+it; then the block enters index and table in one step, as a seal's does. A reservation that is not committed in time, or
+whose client ends, is taken back. Scans step over its runs from then on, and its runs are not used again before the
+segment is.
 
-Versions are given out here, seconds before the block enters, and count as in flight until then: a crash in between
-leaves whole blocks that recovery may adopt. Two rules keep a name's index entry and what recovery would make of the
-headers in agreement. A block whose name was given to a newer inode meanwhile is superseded: it never enters, and its
-version is lower than that of the one that stays. A block that replaces an older inode whose version has risen above
-its own (attributes changed, a rewrite) enters with a new version; its header has the old one, so the commit is answered
-when the index is durable.
+Versions are given out here, seconds before the block enters, and count as in flight until then. A crash in between
+leaves whole blocks that recovery may adopt (I14). Two rules keep a name's index entry and what recovery would make of
+the headers in agreement. A block whose name was given to a newer inode meanwhile is superseded. It never enters, and
+its version is lower than the version of the inode that stays. A block may replace an older inode whose version has
+risen above its own (attributes changed, a rewrite). It enters with a new version. Its header has the old one, so the
+commit is answered when the index is durable.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Reservations:
     ) -> list[Reservation | int]:
         """Places for a batch, or -errno for each: -EFBIG, -ENOSPC. An item that is an errno already stays it.
 
-        What finds no place within timeout_s, and ten seconds at most, gets none.
+        An item that finds no place within timeout_s, and ten seconds at most, gets none.
         """
         answers: list[Reservation | int] = []
         first = self._numbers + 1
@@ -268,7 +269,7 @@ class Reservations:
     async def _secure(self, runs: Sequence[Run], durable: bool) -> None:
         """Return when recovery would find the blocks that end with these runs.
 
-        It finds them by a scan if everything before them in their segments is settled; but there may be another
+        It finds them by a scan if everything before them in their segments is settled. But there may be another
         client's reservation that takes half a minute, or one of the same client whose commit comes next. So after a
         moment the index is made durable instead.
         """

@@ -1,7 +1,7 @@
 """Writing blocks: seals of what is staged, spills of large files before that, copies for the evictor.
 
 One writing of an inode at a time. Its new place enters index, block table and accounts in one step, after data and
-header are on the devices; what was renamed or changed meanwhile is taken along.
+header are on the devices. Renames and other changes made meanwhile are taken along.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Sealing:
         done(problem)
 
     def _begin(self, number: InodeNumber) -> _Seal | None:
-        """Freeze what is staged, and find out what its block needs. None if there is nothing to seal."""
+        """Freeze what is staged, and find out what its block needs. Returns None if there is nothing to seal."""
         record = self._index.raw(number)
         if record is None:
             return None
@@ -248,7 +248,8 @@ class Sealing:
         return sealed
 
     def _end(self, seal: _Seal, written: Inode | None) -> Inode | None:
-        """The new inode enters, and what was frozen is let go. None if it was not written, or has lost its name."""
+        """The new inode enters, and what was frozen is let go. Returns None if it was not written, or has lost its
+        name."""
         number, sealed = seal.inode.inode, None
         try:
             if written is not None and self._blocks.enter(seal.inode, seal.record, written, copy=False):

@@ -1,8 +1,8 @@
 """Segments: their states, where the next block goes, their summaries. Knows extents and records, but no names or files.
 
 A segment is FREE, then OPEN (its header is durable, blocks are appended), then CLOSED, then EVICTING, then FREE again.
-Its generation changes when it is opened, and only then. A freed segment rests until its summary says that it is empty
-and the summaries of all others say what was removed: an older block under a removed name must not come back by them.
+Its generation changes when it is opened, and only then. A freed segment rests until its summary says that it is empty,
+and all other summaries have the removals. Otherwise an older block under a removed name could come back by them (I16).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _READY_MAX = 4
 _SEGMENTS_A_HEAD = 48
 # So many freed at once are those of a device.
 _ROTATE = 16
-# What a compressed summary may unpack to.
+# The most bytes that a compressed summary may unpack to.
 _SUMMARY_EXPANSION_MAX = 64
-# What a dead client's process had under way has landed, or failed, by then.
+# After this time, I/O that a dead client's process had under way has landed or failed.
 _LATE_WRITES_S = 10.0
 # After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
 _LENT_REST_S = 20.0
@@ -202,7 +202,8 @@ class Segments:
         self.wake_waiters()
 
     def forget_life(self, segment: Segment, generation: int) -> None:
-        """What was in it is not: nothing counts, and it rests until a summary says so. `generation`: on the device."""
+        """Its old content is not free: nothing counts, and it rests until a summary says so. `generation`: on the
+        device."""
         segment.state, segment.held = State.CLOSED, 0
         segment.generation = max(segment.generation, generation)
         segment.next_page = self.geometry.end_page
@@ -318,8 +319,8 @@ class Segments:
             return runs
 
     def allocate_now(self, head: Head, pages: int) -> Run | None:
-        """One run in the segment that is open, for a block all of whose pages these are. None: there is no room, or
-        others wait for a segment. Almost always there is."""
+        """One run in the segment that is open, for a block all of whose pages these are. Returns None if there is no
+        room, or others wait for a segment. Almost always there is."""
         segment = head.segment
         if segment is None or head.lock.locked() or segment.next_page + pages > self.geometry.end_page:
             return None
@@ -420,8 +421,8 @@ class Segments:
     def when_settled(self, runs: Sequence[Run], told: Callable[[], None]) -> None:
         """Call `told`, perhaps now, when every run before these in their segments has been released.
 
-        A scan after a crash walks headers from one to the next and ends at the first that is torn: so a block is
-        acknowledged only when nothing before it can be. Writes before it began before it and have deadlines.
+        A scan after a crash walks headers from one to the next and ends at the first that is torn. So a block is
+        acknowledged only when nothing before it can be torn (I13). Writes before it began before it and have deadlines.
         """
         for run in runs:
             if self._has_before(run):
@@ -582,9 +583,9 @@ class Segments:
     async def flush_summaries(self) -> None:
         """Write the summaries that are not true any more, then release the segments freed before to be opened again.
 
-        A freed segment has to wait for the index if a block in it was younger than the last commit: it may have taken
-        the name of an older one, of which the index does not know yet that it is gone. Unless the index is distrusted:
-        after a crash nobody asks it.
+        A freed segment has to wait for the index if a block in it was younger than the last commit. Such a block may
+        have taken the name of an older one, and the index does not know yet that the older one is gone. Unless the
+        index is distrusted: after a crash nobody asks it.
         """
         async with self._flush_lock:
             # Those on devices that are away stay dirty, and resting, until they are back.
@@ -629,8 +630,8 @@ class Segments:
         if not segment.generation or (segment.state == State.OPEN and segment.next_page == 1):
             segment.dirty = segment.copy_stale = False
             return
-        # The other slot's turn comes with the next flush if it names what is gone; clearing first, so that a change
-        # that comes while this one is written counts for the next.
+        # The other slot's turn comes with the next flush if it names blocks that are gone. The mark is cleared first,
+        # so that a change during this write counts for the next.
         again = segment.copy_stale and segment.dirty
         segment.dirty, segment.copy_stale = False, False
         generation, closed = segment.generation, segment.state != State.OPEN
@@ -696,8 +697,9 @@ class Segments:
     async def read_summary(
         self, number: SegmentIndex, generation: int | None, epoch_max: int | None = None
     ) -> Summary | None:
-        """The newest valid summary on the device, of this generation, or of the newest there is when None; by mounts up
-        to epoch_max, this one if None. Its entries are records that are sound, as many as it says."""
+        """The newest valid summary on the device, of this generation; with None, of the newest generation there.
+        Summaries are by mounts up to epoch_max; with None, up to this one. Its entries are records that are sound, as
+        many as it says."""
         epoch_max = self.epoch if epoch_max is None else epoch_max
         valid: list[Summary] = []
         for slot in (0, 1):
@@ -746,8 +748,8 @@ class Segments:
     async def read_headers(
         self, numbers: Sequence[int], epoch_max: int | None = None
     ) -> tuple[dict[int, SegmentHeader | None], set[int]]:
-        """The segments' headers, None where there is no valid one of a mount up to epoch_max, this one if None; and the
-        segments where never one was written."""
+        """The segments' headers, None where there is no valid one of a mount up to epoch_max (None: this one). Also the
+        segments where no header was ever written."""
         epoch_max = self.epoch if epoch_max is None else epoch_max
         found: dict[int, SegmentHeader | None] = {}
         blank: set[int] = set()

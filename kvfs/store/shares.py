@@ -47,7 +47,7 @@ class Shares:
         self.size = int(capacity * self._part)
         self._plane.set_share(self.size, self._exempt)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Tell the data plane the holdings that have changed."""
         for user in self._changed:
             self._plane.user_hold(user, self.held(user))

@@ -1,6 +1,6 @@
 """Slabs: files that are preallocated and overwritten in place. Their segments and their quota.
 
-A slab has whole segments of the SLAB stream to itself for as long as its inode is open; the data plane reads and writes
+A slab has whole segments of the SLAB stream to itself for as long as its inode is open. The data plane reads and writes
 them (native/src/content/). Nothing of it is in the index on disk: after a restart its segments are empty. A slab that
 was closed without ever having been overwritten becomes an ordinary file: its pages stay where they are, and get a
 header.
@@ -145,8 +145,8 @@ class Slabs:
     async def preallocate(self, number: InodeNumber, size: int) -> bool:
         """fallocate, or ftruncate, of a file that should be a slab, or is one: as make().
 
-        False if it has no room as one (the quota is used up, no segments are free), or was written meanwhile: then it
-        is a file as any other from now on, with what was written to it.
+        Returns False if it has no room as a slab (the quota is used up, no segments are free), or was written
+        meanwhile. Then it is an ordinary file from now on, with the bytes that were written to it.
         """
         return await self._alone(number, lambda: self._preallocate(number, size))
 

@@ -43,7 +43,7 @@ class SpaceLimit:
         count = self._segments.usable
         segments = max(count - self._segments.reserve - 5, count // 2) - self.slab_segments
         self._shares.resize(count * self._segments.area * PAGE_SIZE)
-        self._shares.tell()
+        self._shares.notify()
         pinned = self._shares.firm(PINNED) // PAGE_SIZE
         pages = segments * self._segments.area * 9 // 10 - pinned - self.reserved_pages
         self._plane.set_space(max(0, pages) * PAGE_SIZE, ENOSPC if count else EIO)

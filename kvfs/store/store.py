@@ -1,8 +1,8 @@
 """The store of one mounted pool: opens it, runs its tasks, closes it.
 
 Durable in this order: data and block header (before the seal is answered), index (a second later, or at fsync),
-summaries; a segment that was evicted may be written again before the index says so. internals/recovery.md in docs/ says
-what a crash takes. blocks.py keeps index, block table and summaries in step; sealing.py writes blocks.
+summaries. An evicted segment may be written again before the index says so. internals/recovery.md in docs/ says what a
+crash takes. blocks.py keeps index, block table and summaries in step; sealing.py writes blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import trio
 
 from kvfs.errors import DeviceError, InUseError, KvfsError, NoSpaceError
-from kvfs.index.lmdb import IndexError_, LmdbIndex
+from kvfs.index.lmdb import LmdbIndex, PoolIndexError
 from kvfs.plane import Event, EventType, Plane, PlaneError
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.devices import Device, DeviceAddress
@@ -119,7 +119,7 @@ class Store:
             stack.callback(opened.close)
             known = index_epoch(opened)
             if known > opened.epoch and not opened.absent:
-                raise IndexError_(f"index {pool / INDEX_NAME}: it knows mount {known}, the labels none after "
+                raise PoolIndexError(f"index {pool / INDEX_NAME}: it knows mount {known}, the labels none after "
                                   f"{opened.epoch}: other devices?")  # fmt: skip
             opened.leave_stale(known)
             heart = Heart.take(opened, use=options.use, known=known, next_epoch=True, force=options.take_over,
@@ -396,8 +396,8 @@ class Store:
     # ---- for the front ----
 
     async def evict(self, size: int | None, progress: Callable[[int, int], None] | None = None) -> int:
-        """Evict blocks of `size` bytes together. None: all blocks that are neither pinned nor open. Blocks that are
-        worth a copy go last. Returns the bytes evicted."""
+        """Evict blocks of `size` bytes together. With None, all blocks that are neither pinned nor open are evicted.
+        Blocks that are worth a copy go last. Returns the bytes evicted."""
         start, wanted = self.evictor.counters.bytes, self.space().used if size is None else size
 
         def enough() -> bool:

@@ -5,11 +5,10 @@
  *         errx(1, "%s", kvfs_error());
  *     kvfs_get(client, &keys, buffers, results);
  *
- * A block is an ordinary file of the mount, <directory>/<namespace>/<first 2 hex digits>/<key in hex>: a block written by one side can be
+ * A block is an ordinary file of the mount, <directory>/<namespace>/<first 2 hex digits>/<key in hex>. A block written by one side can be
  * read by the other. Connecting asks the daemon for the block table (read-only) and the devices. After that a read asks nobody. The name is
- * looked up in the table, header and data are read with io_uring into the caller's memory, and every leaf's checksum is checked before the
- * call returns. No kernel filesystem, no daemon, no copy (except where memory or size is not aligned:
- * kvfs_client_statistics.bounced_bytes).
+ * looked up in the table. Header and data are read with io_uring into the caller's memory. Every leaf's checksum is checked before the call
+ * returns. No kernel filesystem, no daemon, no copy (except where memory or size is not aligned: kvfs_client_statistics.bounced_bytes).
  *
  * Functions return 0 (or a count) or -errno; kvfs_error() then has the message. Any thread may call any function, except kvfs_close().
  * After fork() a child must connect again: every call on its parent's client is -ECHILD and touches nothing.

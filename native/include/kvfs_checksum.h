@@ -5,7 +5,8 @@
 #include <stdint.h>
 
 uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret);
-/* Leaf checksums (low 32 bits of xxh3-64) of `size` bytes, one per 4096; the last leaf may be short and is summed over its real bytes only. */
+/* Leaf checksums (low 32 bits of xxh3-64) of `size` bytes, one per 4096. The last leaf may be short and is summed over its real bytes
+ * only. */
 void kvfs_leaf_checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out);
 /* 0, or the 1-based index of the first leaf that differs. */
 uint64_t kvfs_leaf_verify(const void *data, uint64_t size, uint64_t secret, const uint32_t *expected);

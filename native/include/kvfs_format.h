@@ -1,7 +1,7 @@
 /* On-disk structures of a kvfs pool, little-endian, as docs/format.md describes them.
  *
- * The same inode record is used four times: as the value of the index's `inodes` table, inside every block header, in segment summaries,
- * and as the input of kvfs_table_load(). A record is made once, and written verbatim.
+ * The same inode record is used four times: in the index's table `inodes`, inside every block header, in segment summaries, and as the
+ * input of kvfs_table_load(). A record is made once, and written verbatim.
  */
 #ifndef KVFS_FORMAT_H
 #define KVFS_FORMAT_H

@@ -10,7 +10,7 @@
  * the GPU. No unverified byte leaves the ring.
  *
  * KVFS_GPU_GDS: the devices' DMA goes straight into the GPU, by cuFileRead on the devices. A block's header, and the part of a page at its
- * end, are read by the CPU; whole pages are proven by a kernel on the GPU. Then the segment's header is read from the device again, and the
+ * end, are read by the CPU. Whole pages are proven by a kernel on the GPU. Then the segment's header is read from the device again, and the
  * block table is asked again (I10). A block that cannot be read this way is read the staged way. To open it, libcufile and libnvrtc are
  * needed. cuFile must also have read a page range of every device into the GPU, right, and directly by its own statistics. Else it is
  * -EOPNOTSUPP, with the reason. cuFileDriverOpen and a driver may hang: a caller that cannot accept that opens it in a process of its own
@@ -65,8 +65,8 @@ int kvfs_gpu_device_of(const void *pointer);
  * 0 it waits for earlier work on the legacy default stream, and for the bytes.
  *
  * Calls on one kvfs_gpu take turns; for reads at the same time open several. -EINVAL, nothing read: a bad buffer, or a stream that is being
- * captured. A buffer is bad if it is NULL, no device memory, on another GPU or in another context than the first, longer than its
- * allocation, or overlaps another. -EBUSY, nothing read: see below. -EIO: CUDA failed. -ETIMEDOUT: the GPU finished no copy, or no
+ * captured. A buffer is bad if it is NULL, no device memory, longer than its allocation, or overlaps another. So is one on another GPU or
+ * in another context than the first. -EBUSY, nothing read: see below. -EIO: CUDA failed. -ETIMEDOUT: the GPU finished no copy, or no
  * checksums, in five times the client's timeout. Then every result is that error; where CUDA cannot say that its copies have ended, so is
  * every later call.
  *

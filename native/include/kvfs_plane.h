@@ -151,8 +151,8 @@ enum kvfs_event_type {
     KVFS_EVENT_GUEST = 8,       /* a guest or its front end broke the rules; inode = its number, value = queue << 32 | errno (queue 0xffffffff: the
                                  * protocol). The queue has stopped, or the connection has ended */
     KVFS_EVENT_DEVICE = 9,      /* value = device: its connection was lost, or is back; kvfs_device_message */
-    KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name; value 1: it lost its last handle, and goes (kvfs_slab_close); 0: it lost its last
-                                  * writer, and becomes an ordinary file (kvfs_slab_to_file) */
+    KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name. value 1: it lost its last handle, and goes (kvfs_slab_close). value 0: it lost its
+                                  * last writer, and becomes an ordinary file (kvfs_slab_to_file) */
     KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab has ended, and no I/O of it is under way: its segments are free. value: the first of
                                  * them */
     KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: make it a slab, then call

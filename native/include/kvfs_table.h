@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include "kvfs_format.h"
 
-/* What a lookup returns: a consistent copy. */
+/* The result of a lookup: a consistent copy. */
 struct kvfs_record {
     uint64_t inode;
     uint64_t parent;

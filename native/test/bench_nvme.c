@@ -1,7 +1,7 @@
 /* sources: base io */
-/* The NVMe/TCP initiator against bare TCP, in turns, in one process: bench_nvme PORT NQN ROUNDS READS [digests: 1 header, 2 data]. The
- * target is a process of its own, best on CPU 0, with a namespace 1 of 64 MiB or more; bare TCP's other end is a child of this one, there too. Reads into
- * the same memory, in a thread on the last CPU, whose CPU time counts. A line of JSON a round.
+/* The NVMe/TCP initiator against bare TCP, in turns, in one process: bench_nvme PORT NQN ROUNDS READS [digests: 1 header, 2 data]. The target is a
+ * process of its own, best on CPU 0, with a namespace 1 of 64 MiB or more. The other end of bare TCP is a child of this process, there too. Reads
+ * into the same memory, in a thread on the last CPU, whose CPU time counts. A line of JSON a round.
  */
 #include "io/nvme/tcp.h"
 

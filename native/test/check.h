@@ -1,4 +1,4 @@
-/* What the C tests share: CHECK, and a small seeded generator. */
+/* Shared by the C tests: CHECK, and a small seeded generator. */
 #ifndef KVFS_TEST_CHECK_H
 #define KVFS_TEST_CHECK_H
 

@@ -74,7 +74,7 @@ static int vu_receive(struct front *f, void *payload, uint32_t capacity, int *fd
     struct timeval limit = {.tv_sec = 20};
     CHECK(setsockopt(f->fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
     ssize_t n;
-    do /* whoever frees a ring of io_uring is interrupted once more */
+    do /* the free of an io_uring interrupts its thread once more */
         n = recvmsg(f->fd, &msg, MSG_WAITALL | MSG_CMSG_CLOEXEC);
     while (n < 0 && errno == EINTR);
     if (n == 0 || (n < 0 && errno == ECONNRESET))

@@ -1,9 +1,9 @@
 /* sources: base block io content fuse virtiofs plane.c */
-/* libFuzzer: a guest's rings and FUSE requests, as wild as it likes. The input is a program of small steps that write descriptors,
- * requests and indexes into guest memory, and let the transport take what is there, without its threads. One queue is well formed (the fuzzer
- * gets to the requests), one is raw bytes (it gets to the descriptors). Other steps are a front end's messages to a second guest, and what
- * Python does meanwhile: it makes, renames, removes, seals and spills files, and has a slab. Where a step says so, a thread changes the rings, the
- * descriptors and the requests while they are read.
+/* libFuzzer: a guest's rings and FUSE requests, as wild as it likes. The input is a program of small steps. They write descriptors, requests and
+ * indexes into guest memory, and let the transport take them, without its threads. One queue is well formed (the fuzzer gets to the requests), one is
+ * raw bytes (it gets to the descriptors). Other steps are a front end's messages to a second guest, and Python's work meanwhile. Python makes,
+ * renames, removes, seals and spills files, and has a slab. Where a step says so, a thread changes the rings, the descriptors and the requests while
+ * they are read.
  *
  * Without libFuzzer (gcc) FUZZ_DRIVER makes it a program that makes up inputs: fuzz_virtio SECONDS [SEED], or fuzz_virtio FILE... */
 #include "virtiofs/virtio.h"
@@ -67,7 +67,7 @@ static int64_t completion(void) {
 
 static uint32_t place_for(uint32_t pages) {
     if (next_page + pages > 4000)
-        next_page = 100; /* what lay there has lost its proof */
+        next_page = 100; /* bytes that lay there have lost their proof */
     next_page += pages;
     return next_page - pages;
 }
@@ -231,7 +231,7 @@ static void session_drain(void) {
         struct fuse_in_header in;
         CHECK(n >= (ssize_t)sizeof(in));
         memcpy(&in, message, sizeof(in));
-        CHECK(in.len == (uint32_t)n); /* what Python gets is whole */
+        CHECK(in.len == (uint32_t)n); /* a message to Python is whole */
         struct fuse_out_header out = {.len = sizeof(out), .error = -EIO, .unique = in.unique};
         if (in.opcode != FUSE_RELEASEDIR || in.unique != UINT64_MAX - 1)
             CHECK(send(session, &out, sizeof(out), MSG_DONTWAIT) == sizeof(out) || errno == EAGAIN);
@@ -421,7 +421,7 @@ static void front(const uint8_t *data, size_t size) {
         settle(&front_guest->transport->servers[0]);
     shutdown(pair[0], SHUT_RDWR);
     while (!atomic_load(&served.ended))
-        settle(&front_guest->transport->servers[0]); /* what is under way is answered, or it would be waited for */
+        settle(&front_guest->transport->servers[0]); /* requests under way are answered, or they would be waited for */
     CHECK(pthread_join(thread, NULL) == 0);
     close(pair[0]);
     close(pipes[0]);
@@ -442,7 +442,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         size -= 4;
         switch (step % 8) {
         case 0: copy_bytes(memory + at % 0x3000, data, min_u64(length, 0x3000 - at % 0x3000)); break; /* the raw queue's rings */
-        case 1: copy_bytes(memory + 0x8000 + at, data, length); break;                                /* what they may lead to */
+        case 1: copy_bytes(memory + 0x8000 + at, data, length); break;                                /* where they may lead */
         case 2: well_formed(turn, data, length, at % 3 * 0x8000 + at % 7); break;
         case 3:
             atomic_store(&flipping, step & 0x40);
@@ -506,7 +506,7 @@ int main(int argc, char **argv) {
     fflush(stdout);
     for (; now_ns() < until; count++) {
         size_t size = make_input(&seed, input, sizeof(input) < 8192 ? sizeof(input) : 8192);
-        FILE *last = fopen("fuzz-virtio.last", "wb"); /* what breaks it is kept */
+        FILE *last = fopen("fuzz-virtio.last", "wb"); /* an input that breaks it is kept */
         CHECK(last && fwrite(input, 1, size, last) == size && fclose(last) == 0);
         LLVMFuzzerTestOneInput(input, size);
     }

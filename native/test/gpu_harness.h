@@ -1,5 +1,5 @@
-/* Shared by test_gpu.c and test_gpu_direct.c: the doubles of libcuda (doubles/fake_cuda.c) and of the daemon (a thread that hands out table and
- * devices, which are files), blocks on those devices, and batches of them with what must come of it. */
+/* Shared by test_gpu.c and test_gpu_direct.c. It holds the doubles of libcuda (doubles/fake_cuda.c) and of the daemon (a thread that hands out table
+ * and devices, which are files). It also holds blocks on those devices, and batches of them with the expected results. */
 #ifndef KVFS_TEST_GPU_HARNESS_H
 #define KVFS_TEST_GPU_HARNESS_H
 
@@ -389,8 +389,8 @@ static inline void blocks_add(void) {
     block_add(70, 12 * MIB, 0);
 }
 
-/* Rewrites one block until told to stop: one name, one inode, contents 80 and 81 in turn, each at the next of four places, so that pieces of
- * both may meet in one read. */
+/* Rewrites one block until told to stop. It has one name, one inode, and contents 80 and 81 in turn. Each lies at the next of four places, so that
+ * pieces of both may meet in one read. */
 #define REWRITTEN 80u
 #define REWRITTEN_SIZE (600 * KIB + 77)
 struct rewriter { uint64_t inode; uint32_t pause_us; atomic_bool stopping; };

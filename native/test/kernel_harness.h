@@ -214,7 +214,7 @@ static inline void wait_chunk_held(void) {
     }
 }
 
-/* What is held stays so; of the other devices nothing will be. */
+/* Held I/O stays held; no more I/O of the other devices will be. */
 static inline void hold_no_more(void) {
     for (uint32_t i = 0; i < DEVICES; i++)
         if (atomic_load(&plane->array.devices[i].faults.counter) == UINT32_MAX - 1)
@@ -227,7 +227,7 @@ static inline bool nothing_answered(void) {
     return poll(&ready, 1, 0) == 0;
 }
 
-/* With the error that was asked for, also where the device is done only now: a part is held when it ends, and counted when it begins. */
+/* It ends with the requested error, even if the device is done only now: a part is held when it ends, and counted when it begins. */
 static inline void let_go(void) { fault(KVFS_FAULT_NONE, 1, held_error); }
 
 static inline uint64_t write_soon(uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t *data, uint32_t size) {

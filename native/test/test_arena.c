@@ -40,7 +40,7 @@ static void trim(uint64_t size, uint32_t busy)
         if (i != busy)
             slot_put(slots[i]);
     arena_trim(&arena);
-    /* The last four that were given back stay, with the unit that each is in; so does the unit of the one in use. None goes in parts. */
+    /* The last four that were given back stay, with the unit that each is in; so does the unit of the one in use. No unit goes in parts. */
     for (uint64_t at = 0; at < 4 * UNIT; at += UNIT) {
         bool kept = slots[busy]->data >= arena.memory + at && slots[busy]->data < arena.memory + at + UNIT;
         for (uint32_t i = count, last = 0; i-- > 0 && last < 4;) {

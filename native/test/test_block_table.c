@@ -494,7 +494,7 @@ static void test_load_puts_every_record(void)
 
 static void test_load_stops_at_a_bad_record(void)
 {
-    /* What to spoil in the third of five records: offset and size of a field, and its value. */
+    /* The field to spoil in the third of five records: its offset and size, and its value. */
     static const struct {
         uint64_t offset, size, value;
     } spoils[] = {
@@ -555,7 +555,7 @@ static void check_bytes(struct kvfs_table *table, uint64_t records)
     CHECK_SAY(statistics.bytes < 144 * records, "%lu bytes for %lu records", statistics.bytes, records);
     CHECK_SAY((statistics.buckets + statistics.overflow_buckets) * 64 < 22 * records, "%lu and %lu buckets for %lu records",
               statistics.buckets, statistics.overflow_buckets, records);
-    /* What the kernel says: nothing else was touched. */
+    /* The kernel's word: nothing else was touched. */
     CHECK_SAY(memory_in_use(table) <= statistics.bytes + 16 * 4096, "%lu, not %lu", memory_in_use(table), statistics.bytes);
 }
 

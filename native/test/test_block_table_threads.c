@@ -1,6 +1,6 @@
 /* sources: block/block_table.c block/block_table_reader.c block/checksum.c block/checksum_avx2.c block/checksum_avx512.c */
-/* One writer renames, replaces, removes and grows as fast as it can; readers, some in a mapping of their own, must never see a wrong
- * record, nor miss what was never removed. */
+/* One writer renames, replaces, removes and grows as fast as it can. Readers, some in a mapping of their own, must never see a wrong record, nor miss
+ * a record that was never removed. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>

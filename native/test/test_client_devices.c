@@ -1,6 +1,6 @@
 /* sources: base block io client */
-/* libkvfs while blocks and devices change below it: blocks that move, are replaced or evicted while they are read never give wrong bytes; devices
- * that fail, lie or stay silent become misses within the deadline, and what they owe is known. */
+/* libkvfs while blocks and devices change below it. Blocks that move, are replaced or evicted while they are read never give wrong bytes. Devices
+ * that fail, lie or stay silent become misses within the deadline, and their late answers are accounted for. */
 #include "client_harness.h"
 
 /* ---- blocks that move, are replaced and evicted while they are read ---- */
@@ -370,7 +370,7 @@ static void test_restart_while_a_write_is_stuck(void) {
     daemon_stop(false);
 }
 
-/* The daemon hears of a write that is late that it is, and by the next put that it is not any more; of one that was never begun neither. */
+/* The daemon hears that a write is late, and with the next put that it is late no more. It hears neither of a write that was never begun. */
 static void test_a_late_write_is_told_again_when_it_has_landed(void) {
     const uint32_t timeout_ms = 200 * slowness(), late_ms = 600 * slowness();
     static const uint64_t size = 100000;
@@ -437,8 +437,8 @@ __attribute__((weak)) void __lsan_disable(void);
 __attribute__((weak)) void __lsan_enable(void);
 #pragma GCC diagnostic pop
 
-/* A client is closed while a device owes it an answer, to a read or to a write: soon, and later than anybody waits. What it
- * owes no more is freed (the leak sanitizer looks). */
+/* A client is closed while a device owes it an answer, to a read or to a write: soon, and later than anybody waits. Memory that the device owes no
+ * more is freed (the leak sanitizer looks). */
 static void test_close_while_stuck(void) {
     const uint32_t timeout_ms = 200 * slowness();
     static const uint64_t size = 100000;
@@ -447,7 +447,7 @@ static void test_close_while_stuck(void) {
         bool never = i & 1, writing = i & 2;
         uint32_t late = never ? 10 * timeout_ms : timeout_ms + 100;
         if (never && __lsan_disable)
-            __lsan_disable(); /* what a device still owns is not freed, ever */
+            __lsan_disable(); /* memory that a device still owns is never freed */
         struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = timeout_ms});
         struct batch *b = put_batch(client, 0, 3, &size, 1, 1);
         fault_all(client, KVFS_FAULT_DELAY, writing ? 2 : 1, 1, late);

@@ -1,7 +1,7 @@
 /* sources: base io */
-/* NVMe passthrough: a run of a segment becomes commands that cover it exactly, none larger than the device takes. A double of the devices
- * takes the commands out of the submission queue before the kernel sees them, and leaves NOPs there; what it leaves alone the kernel
- * refuses, as these devices are files. */
+/* NVMe passthrough: a run of a segment becomes commands that cover it exactly, none larger than the device takes. A double of the devices takes the
+ * commands out of the submission queue before the kernel sees them, and leaves NOPs there. Commands that it leaves alone are refused by the kernel,
+ * as these devices are files. */
 #include "io/nvme/generic.h"
 
 #include <linux/nvme_ioctl.h>

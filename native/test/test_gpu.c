@@ -1,8 +1,8 @@
 /* sources: base block io client */
 /* The way into GPU memory, with two doubles: of libcuda (doubles/fake_cuda.c) and of the daemon (a thread that hands out table and devices).
- * Devices are files. What it proves under the sanitizers: the bytes are those of the blocks and nothing beside them is touched; copies are
- * ordered with the caller's stream both ways; a slot is used again only after its copy; every failure of CUDA is an error, every failure of
- * a device a miss; a block that is replaced meanwhile is never torn. What it cannot prove: anything about a real GPU. */
+ * Devices are files. It proves under the sanitizers: the bytes are those of the blocks, and nothing beside them is touched. Copies are ordered with
+ * the caller's stream both ways. A slot is used again only after its copy. Every failure of CUDA is an error, every failure of a device a miss. A
+ * block that is replaced meanwhile is never torn. It cannot prove anything about a real GPU. */
 #include "gpu_harness.h"
 
 static void test_whole_blocks(void) {
@@ -411,7 +411,7 @@ static void test_flipped_bytes_are_a_miss(void) {
     kvfs_gpu_close(gpu);
 }
 
-/* What the name led to is no block (any more); while that is read again the name is given to another one. */
+/* The name no longer leads to a block; while it is read again, the name is given to another block. */
 static void *replace_main(void *argument) {
     (void)argument;
     usleep(TIMEOUT_MS * 600); /* after the first read has failed, before the second */

@@ -1,8 +1,8 @@
 /* sources: base block io client */
-/* gds, with doubles of libcuda, libcufile, libnvrtc and the daemon. What it proves under the sanitizers: the kernel's checksums are the
- * CPU's; no byte that the GPU did not prove is a result; a read that hangs leaves its memory orphan_overlaps until it is back, and touches nothing
- * else; what cuFile cannot do, the ring does; every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile) the
- * reads that need no double of it are done by that, on host memory that the double of libcuda calls a GPU's. Argument: the stripe width. */
+/* gds, with doubles of libcuda, libcufile, libnvrtc and the daemon. It proves under the sanitizers: the kernel's checksums are the CPU's. No byte
+ * that the GPU did not prove is a result. A read that hangs leaves its memory orphan_overlaps until it is back, and touches nothing else. The ring
+ * does the reads that cuFile cannot do. Every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile), it does the reads
+ * that need no double, on host memory that the double of libcuda calls a GPU's. Argument: the stripe width. */
 #define IDLE_TIMEOUT_MS 1000u            /* under a sanitizer the CPU is slow as a GPU */
 #include "gpu_harness.h"
 
@@ -158,7 +158,7 @@ static void test_order_with_the_callers_stream(void) {
     for (int round = 0; round < 3; round++) {
         cuda_stream used = round == 0 ? stream : round == 1 ? (cuda_stream)1 : NULL;
         batch_open(&batch, many, MANY, 200 * KIB + 64);
-        CHECK(cuda.fake_cuda_work(used, 60000) == 0); /* what is on the stream still writes to the buffers */
+        CHECK(cuda.fake_cuda_work(used, 60000) == 0); /* work on the stream still writes to the buffers */
         for (uint32_t i = 0; i < MANY; i++)
             CHECK(cuda.cuMemsetD8Async((cuda_pointer)(uintptr_t)batch.buffers[i].data, 0xee, batch.buffers[i].size, used) == 0);
         CHECK_SAY(get(gpu, &batch, used) == MANY, "%s", kvfs_error());

@@ -1,6 +1,6 @@
 /* sources: base io */
-/* The NVMe/TCP initiator against a double of a target (doubles/target.h). Proven under the sanitizers: a wrong greeting is an error, and all that
- * is written is read again, in each shape that the specification allows, by one thread and by many.
+/* The NVMe/TCP initiator against a double of a target (doubles/target.h). Proven under the sanitizers: a wrong greeting is an error. All bytes
+ * written are read again, in each shape that the specification allows, by one thread and by many.
  */
 #include "nvme_harness.h"
 

@@ -1,7 +1,7 @@
 /* sources: base io */
-/* The NVMe/TCP initiator against a target that is late, gone or wrong (doubles/target.h). Proven under the sanitizers: whatever a target sends,
- * I/O ends within its deadline, with the right bytes or an error; memory of a command that was given up on is not written to; a target that
- * comes back is used again if it is the same one.
+/* The NVMe/TCP initiator against a target that is late, gone or wrong (doubles/target.h). Proven under the sanitizers: whatever a target sends, I/O
+ * ends within its deadline, with the right bytes or an error. Memory of a command that was given up is not written to. A target that comes back is
+ * used again if it is the same one.
  */
 #include "nvme_harness.h"
 

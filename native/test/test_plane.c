@@ -1,7 +1,7 @@
 /* sources: base block io content fuse virtiofs plane.c */
 /* The whole data plane without a kernel: this program plays both the kernel (kernel_harness.h) and Python (plane_harness.h). Devices are files.
- * Proven under the sanitizers: writes in any order are sealed and read back, faults become EIO within the deadline and never wrong bytes, late
- * replies are dropped, a transport that goes away leaves nothing. */
+ * Proven under the sanitizers: writes in any order are sealed and read back. Faults become EIO within the deadline and never wrong bytes. Late
+ * replies are dropped. A transport that goes away leaves nothing. */
 #include "kernel_harness.h"
 
 /* The kernel is told how long a request may wait only where that was asked for, and the kernel can. */
@@ -79,8 +79,7 @@ static void test_faults(void) {
         uint64_t began = now_ns();
         CHECK(read_check(inode, fh, 1 << 20, 1 << 20, data, size) == -EIO);
         CHECK(now_ns() - began < 3000000000ull * slowness());
-        if (faults[i].kind == KVFS_FAULT_DELAY) { /* asked again at once, as kernels do, it is the same read, and its deadline is over; that the
-                                                   * read before failed a moment ago, in time, changes nothing */
+        if (faults[i].kind == KVFS_FAULT_DELAY) { /* the next read, at once as from kernels, is the same read, with its deadline over */
             began = now_ns();
             CHECK(read_check(inode, fh, 1 << 20, 4096, data, size) == -EIO);
             CHECK(now_ns() - began < 400000000ull * slowness());
@@ -314,7 +313,7 @@ static void test_page_caches_are_bypassed(void) {
     release(kept, old);
     CHECK(kvfs_inode_remove(plane, kept) == 0);
     say_hello(UINT32_MAX); /* one that can: FUSE_DIRECT_IO_ALLOW_MMAP */
-    for (int others = 0; others < 3; others++) { /* who opens it meanwhile: nobody, a reader, a reader and a writer */
+    for (int others = 0; others < 3; others++) { /* openers meanwhile: nobody, a reader, a reader and a writer */
         uint64_t fh, inode = create_with(others ? "shared" : "alone", O_WRONLY | O_CREAT, &fh);
         CHECK(created.open_flags & 1);
         CHECK(write_at(inode, fh, 0, data, 70000) == 0);

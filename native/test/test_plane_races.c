@@ -3,8 +3,8 @@
  * sanitizers: neither loses what the other wrote, in whichever order they end, and whether the held I/O succeeds or fails. */
 #include "kernel_harness.h"
 
-/* A WRITE of part of a chunk that lies on the devices reads it first, on a worker, without a lock. What is done meanwhile by others must not be
- * undone by the bytes that it read, nor may it fail by them. */
+/* A WRITE of part of a chunk that lies on the devices reads it first, on a worker, without a lock. The bytes that it read must not undo the work of
+ * others meanwhile, nor may they make it fail. */
 static void test_writes_beside_a_slow_load(void) {
     const uint64_t size = CHUNK_SIZE + 70000;
     enum { SEALED, SEALED_TWICE, SPILLED, CUT, GROWN, EMPTIED, REOPENED, WAYS };
@@ -132,10 +132,10 @@ static void test_a_block_being_written_does_not_move(void) {
     release(inode, fh);
     int error;
     uint64_t reader = open_read(inode, &error);
-    CHECK(error == 0 && kvfs_inode_move(plane, record) == 0); /* who only reads looks again */
+    CHECK(error == 0 && kvfs_inode_move(plane, record) == 0); /* a reader looks again */
     CHECK(kvfs_table_find_inode(plane->table, inode, &after) == 0 && after.page == before.page + 1);
     release(inode, reader);
-    /* Who only cuts it is a writer too: the close seals that. */
+    /* A handle that only cuts it is a writer too: the close seals that. */
     fh = open_write(inode, O_RDONLY | O_TRUNC);
     CHECK(kvfs_dirty_files(plane, files, 4) == 1 && files[0] == inode);
     CHECK(kvfs_dirty_files(plane, files, 0) == 1);
@@ -146,8 +146,8 @@ static void test_a_block_being_written_does_not_move(void) {
     printf("ok a block that is being written does not move, and one that was cut by its open is sealed by its close\n");
 }
 
-/* A spill writes without a lock, and then says anew where the file's chunks lie. Those that are placed already and must be written again, as their
- * last page was cut or got a successor, before the spill or meanwhile, have their bytes where they lay, and nowhere else. */
+/* A spill writes without a lock, and then says anew where the file's chunks lie. Some chunks are placed already and must be written again, as their
+ * last page was cut or got a successor, before the spill or meanwhile. Their bytes lie where they lay, and nowhere else. */
 static void test_spills_beside_changes(void) {
     enum { CUT, CUT_AND_GROWN, GROWN, GROWN_MEANWHILE, LOADED_MEANWHILE, WRITTEN_MEANWHILE, WAYS };
     const uint64_t size = 2 * CHUNK_SIZE + 70001;
@@ -173,7 +173,7 @@ static void test_spills_beside_changes(void) {
                     CHECK(kvfs_file_truncate(plane, inode, length) == 0);
                 }
             }
-            if (way <= GROWN) { /* what is spilled lies behind a hole */
+            if (way <= GROWN) { /* the spilled bytes lie behind a hole */
                 length = 4 * CHUNK_SIZE + 4096;
                 CHECK(write_at(inode, fh, 3 * CHUNK_SIZE, data, CHUNK_SIZE) == 0 && write_at(inode, fh, 4 * CHUNK_SIZE, data, 4096) == 0);
                 memcpy(model + 3 * CHUNK_SIZE, data, CHUNK_SIZE);
@@ -253,7 +253,7 @@ static void test_cuts_of_spilled_chunks(void) {
     printf("ok a file that ends in a page that was spilled has all its bytes\n");
 }
 
-/* A seal writes what was frozen. What comes meanwhile waits, and is part of the next. */
+/* A seal writes what was frozen. Later writes wait, and are part of the next seal. */
 static void test_changes_beside_a_seal(void) {
     const uint64_t size = CHUNK_SIZE + 70001;
     patient(true);
@@ -348,7 +348,7 @@ static void test_a_reopen_beside_a_copy(void) {
     printf("ok a block that is copied elsewhere while it is opened for writing is written from there, with the times that it has by then\n");
 }
 
-/* Whoever opens a file for writing may find that its last writer before has just let it go. */
+/* An open for writing may find that the last writer has just let the file go. */
 static void test_preallocation_without_a_file(void) {
     uint8_t *data = pattern(10000, 800);
     uint64_t fh;

@@ -70,7 +70,7 @@ static void test_slab(void) {
     fault(KVFS_FAULT_ERROR, 3, EIO);
     CHECK(read_check(inode, fh, 0, 4096, shadow, size) == -EIO && write_at(inode, fh, 50 * PAGE, data, 4096) == -EIO);
     fault(KVFS_FAULT_NONE, 3, 0);
-    CHECK(read_check(inode, fh, 0, 1 << 20, shadow, size) == 0); /* what was not written is zeros still */
+    CHECK(read_check(inode, fh, 0, 1 << 20, shadow, size) == 0); /* pages that were not written are still zeros */
     CHECK(kvfs_slab_close(plane, inode) == -EBUSY && kvfs_slab_to_file(plane, 4, inode, 0) == 0 && completion() == -EBUSY);
     release(inode, fh);
     CHECK(slab_event(KVFS_EVENT_SLAB_CLOSED, inode).value == 1); /* overwritten */
@@ -161,7 +161,8 @@ static void test_slab(void) {
     printf("ok a slab has failed with a write whose fate is unknown\n");
 }
 
-/* A slab's write of parts of pages is held while it reads them; whoever comes to the same pages, cuts the slab or makes it a file waits for it. */
+/* A slab's write of parts of pages is held while it reads them. Other requests wait for it if they touch the same pages, cut the slab, or make it a
+ * file. */
 static void test_slab_writes_beside_changes(void) {
     enum { WRITTEN, CUT, SETTLED, WAYS };
     const struct kvfs_run runs[2] = {{.generation = 7, .segment = 6, .page = 16, .page_count = 1000}, {.generation = 7, .segment = 7, .page = 16, .page_count = 1000}};

@@ -55,7 +55,7 @@ static void test_shares(void) {
     CHECK(open_of(GREEDY) == COUNT * SIZE); /* a block counts once, however often it is open */
     CHECK(kvfs_inode_user(plane, inodes[0]) == GREEDY && kvfs_inode_user(plane, 1) == -ENOENT);
     CHECK(kvfs_inode_is_open(plane, inodes[0]) == KVFS_OPEN_BEYOND_SHARE);
-    /* Who has room takes over what is charged to one who has not. */
+    /* A user with room takes over a charge from one without. */
     CHECK(open_by(inodes[0], MODEST, &other) == 0);
     CHECK(kvfs_inode_user(plane, inodes[0]) == MODEST && open_of(MODEST) == SIZE && open_of(GREEDY) == (COUNT - 1) * SIZE);
     CHECK(kvfs_inode_is_open(plane, inodes[0]) == KVFS_OPEN);
@@ -89,7 +89,7 @@ static void test_shares(void) {
     CHECK(after.open_bytes == before.open_bytes);
     for (int i = 0; i < COUNT; i++)
         CHECK(i == 1 || kvfs_inode_remove(plane, inodes[i]) == 0);
-    /* What is being written counts too, for who opened it first or made it grow; it is refused when a share for others would not be left. */
+    /* A file being written counts too, for the user who opened it first or made it grow. It is refused when a share for others would not be left. */
     kvfs_statistics_get(plane, &before);
     uint64_t written = ++next_inode;
     make_record(record, written, "share-written", 0, 0, 1, 1);
@@ -104,7 +104,7 @@ static void test_shares(void) {
     kvfs_set_space(plane, before.open_bytes + 5 * SIZE, ENOSPC);
     CHECK(kvfs_file_truncate(plane, written, 3 * SIZE) == 0 && kvfs_file_truncate(plane, written, 3 * SIZE + 1) == -EDQUOT);
     pthread_mutex_lock(&node->lock);
-    file_charge(node->file, user_get(plane, DAEMON)); /* who may hold all */
+    file_charge(node->file, user_get(plane, DAEMON)); /* a user who may hold all */
     pthread_mutex_unlock(&node->lock);
     CHECK(writing_of(GREEDY) == 0 && writing_of(DAEMON) == 3 * SIZE && kvfs_file_truncate(plane, written, 9 * SIZE) == 0);
     CHECK(kvfs_file_truncate(plane, written, 0) == 0 && writing_of(DAEMON) == 0 && kvfs_file_truncate(plane, written, SIZE) == 0);

@@ -1,8 +1,8 @@
 /* sources: base block io content fuse virtiofs plane.c */
-/* Guests of the data plane, without a kernel or a VMM: this program plays the front end and the guest (front_end.h, a double), and Python
- * (the session's end). What it proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy;
- * what a hostile guest puts into its rings stops its queue and nothing else; resets, vanished front ends and vanished memory with requests
- * in flight leave nothing behind; requests survive a back end where the front end tracks them. */
+/* Guests of the data plane, without a kernel or a VMM. This program plays the front end and the guest (front_end.h, a double), and Python (the
+ * session's end). It proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy. A hostile guest's
+ * rings stop its queue and nothing else. Resets, vanished front ends and vanished memory with requests in flight leave nothing behind. Requests
+ * survive a back end where the front end tracks them. */
 #include "guest_harness.h"
 
 static void test_protocol(void) {
@@ -308,7 +308,7 @@ static void test_gone_in_flight(void) {
     free(data);
 }
 
-/* A back end that dies is played by hanging up; the front end has kept what was in flight, and memory and rings are as they were. */
+/* A back end's death is played by a hang-up; the front end has kept the requests in flight, and memory and rings are as they were. */
 static void test_inflight_tracking(void) {
     struct front f;
     front_connect(&f, path);
@@ -357,7 +357,7 @@ static struct fuse_attr_out attributes(struct front *f, uint64_t inode) {
     return out;
 }
 
-/* What a guest may believe of an open block for a second stays true for that long, whoever wants to rewrite it. */
+/* A guest's one-second promise about an open block stays true for that long, whoever wants to rewrite it. */
 static void test_lease(void) {
     struct front f;
     front_start(&f, path, 128);

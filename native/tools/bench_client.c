@@ -1,8 +1,8 @@
 /* The client half of `kvfs bench`: small, fixed loops of system calls, timed where an interpreter would be most of the time.
  *
- * One command a run, one JSON object on stdout. Every command checks what it gets: a short read, a name that is there and should
- * not be, a block that reads back as other bytes than were written end the run with status 1. The digest (xxh3) is taken outside
- * the timed loop; two filesystems filled with the same seed must show the same.
+ * One command a run, one JSON object on stdout. Every command checks its results. Three results end the run with status 1: a short read, a name that
+ * should not be there, a block that reads back as other bytes. The digest (xxh3) is taken outside the timed loop; two filesystems filled with the
+ * same seed must show the same.
  */
 #define _GNU_SOURCE
 #include <errno.h>

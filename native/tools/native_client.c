@@ -1,8 +1,8 @@
 /* The native half of `kvfs bench`: libkvfs called in fixed loops, in one process or in several that start together.
  *
- * One command a run, one JSON object on stdout, its fields those of bench_client. Blocks are numbered; key and content follow from the number, so
- * one run can check what another one put: get reads every block once and compares every byte before the clock starts, and compares the last batch
- * again when it has stopped; put reads its last batch back. A miss, a wrong byte, a wrong answer of exists: status 1.
+ * One command a run, one JSON object on stdout, its fields those of bench_client. Blocks are numbered; key and content follow from the number, so one
+ * run can check the blocks of another's put. get reads every block once and compares every byte before the clock starts, and compares the last batch
+ * again when it has stopped. put reads its last batch back. A miss, a wrong byte, a wrong answer of exists: status 1.
  */
 #define _GNU_SOURCE
 #include <errno.h>

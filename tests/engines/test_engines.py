@@ -1,8 +1,8 @@
 """Real engines' storage clients, unchanged, while the test takes their blocks away: each is a miss, none is wrong.
 
 `tools/setup-clients` brings the clients in; one that is not there is a named skip. Each runs in a process of its own,
-scripts/player.py, which stores, looks up and loads on command. It has to live through an unlinked block, a block
-damaged on the devices, eviction by hand and by the pressure of others, and a pool with no room.
+scripts/player.py, which stores, looks up and loads on command. It has to live through unlinked blocks, blocks damaged
+on the devices, eviction by hand, the pressure of others, and a pool with no room.
 """
 
 import contextlib

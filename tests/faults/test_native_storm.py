@@ -49,8 +49,8 @@ HOT = KEYS[:24]
 BLOCK_MAX = 400 * KIB
 BATCH_MAX = len(HOT)
 TIMEOUT_S = 2.0
-# The longest a call may take, with its deadlines, on two busy cores: a read (reconnect, device), a change (the daemon
-# evicts first), a call on the mount.
+# The longest a call may take, with its deadlines, on two busy cores. Calls are a read (reconnect, device), a change
+# (the daemon evicts first), a call on the mount.
 READ_LIMIT_S, CHANGE_LIMIT_S, MOUNT_LIMIT_S = 12.0, 45.0, 45.0
 # The daemon learns of a client's death by its socket; what that client had asked before may still be done.
 SETTLE_NS = 3_000_000_000

@@ -2,7 +2,7 @@
 
 A file's content names its path's key and its version and ends in a digest. So a reader knows of any bytes whether they
 are whole, and which promise they keep. A writer reports every call that was acknowledged, with the time, and those it
-had begun; the ledger derives from that the states that a crash may leave.
+had begun. The ledger derives from that the states that a crash may leave.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _read_back(path: str, name: str, wanted: int | None, may_miss: bool, report:
 
 
 class Ledger:
-    """Every path's versions, oldest first, with the time each was acknowledged. None means no file."""
+    """Every path's versions, oldest first, with the time each was acknowledged. With None there is no file."""
 
     def __init__(self) -> None:
         self._states: dict[str, list[tuple[float, int | None, str]]] = {}

@@ -2,9 +2,9 @@
 
 The model is a tree of nodes, each with the places (directory and name) it has had. After a kill -9 a rename or unlink
 of the last seconds may be undone, and nothing else. So each file must be found, whole, at its place or at one it had
-within that time, and no file that was removed before. KVFS_MODEL_EXAMPLES sets how many runs there are (default 60; 4
-without --run-slow, and 4 more with the next seed until every kind of restart has been seen). KVFS_MODEL_SEED repeats a
-run's choices, KVFS_MODEL_SHRINK=1 looks for the shortest failing run.
+within that time, and no file that was removed before. KVFS_MODEL_EXAMPLES sets how many runs there are (default 60).
+Without --run-slow there are 4, and 4 more with the next seed until every kind of restart has been seen. KVFS_MODEL_SEED
+repeats a run's choices, KVFS_MODEL_SHRINK=1 looks for the shortest failing run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plays cuFile calls against one libcufile: `cufile_player.py LIBRARY < STEPS`, for test_cufile.py.
 
 STEPS is a JSON list of objects, each with "op" and its arguments. Every step prints its outcome at once as one line of
-JSON, so that a test sees how far a library came before it crashed or hung. Knows nothing of kvfs. Buffers lie between
-pages that nobody may touch, so that what is written beyond one is a fault in every library alike.
+JSON. So a test sees how far a library came before it crashed or hung. Knows nothing of kvfs. Buffers lie between pages
+that nobody may touch, so that what is written beyond one is a fault in every library alike.
 """
 
 import ctypes

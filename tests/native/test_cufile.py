@@ -1,12 +1,12 @@
 """libkvfs_cufile.so against NVIDIA's libcufile 1.20: the same calls on the same mount, in a process each.
 
-The reference is the real library with host buffers, in its compatibility mode. Two of ours are compared with it: one
-that has the real library behind it ("ours"), and one that has none and must answer for it ("alone"). The differences of
-the real one, and why they are not copied:
+The reference is the real library with host buffers, in its compatibility mode. Two of ours are compared with it. One
+has the real library behind it ("ours"), and one has none and must answer for it ("alone"). The differences of the real
+one, and why they are not copied:
 
 - a failed read or write of the descriptor is (-1, EPERM) in the real one, whatever the reason; "alone" gives the reason
 - when the application has closed a descriptor that is still registered, the real one reads whatever file has its number
-  now; ours reads the file that was registered
+  now. Ours reads the registered file
 - cuFileReadv of the real one aborts on an empty vector and hangs from 33 vectors on; ours reads
 - a batch item without memory aborts the process there; "alone" refuses it (5022)
 - of several batch items in one registered buffer, the real one checks the range of the first only; ours of all

@@ -93,7 +93,7 @@ def test_of_two_mounts_of_an_enclosure_at_the_same_moment_at_most_one_succeeds()
             codes = [process.returncode for process in mounts]
             assert sorted(codes) in ([0, 1], [1, 1]), said
             assert all("in use by another kvfs" in words for words, code in zip(said, codes, strict=True) if code), said
-            # Whoever the owner was, the pool is whole.
+            # The pool is whole, whoever the owner was.
             for at, code in zip((pool.mount, mount), codes, strict=True):
                 if code == 0:
                     pool.command("umount", str(at))

@@ -80,7 +80,7 @@ def test_concurrent_readers_of_pages_see_only_what_was_written_there(directory, 
     (O_DIRECT), or before its open (page cache). The kernel's FUSE makes a page that a write fills readable before the
     server has it. If an open drops that page meanwhile, a reader may fetch the earlier one, which stays until the next
     open. Any server shows it, libfuse's passthrough_hp --nocache among them. Whole pages of one version are demanded of
-    O_DIRECT on kvfs alone: through the page cache the kernel copies in and out of a page without a lock.
+    O_DIRECT on kvfs alone. Through the page cache the kernel copies in and out of a page without a lock.
     """
     path = directory / "block"
     flags = os.O_DIRECT if direct else 0

@@ -1,7 +1,7 @@
 """fio against the mount: its engines, its depths, its own verification of every byte.
 
-Each job is small. Asserted is that fio ends well, counts no error, and moved the requested bytes; where it verifies,
-also that it read back and checked all that was written.
+Each job is small. Asserted is that fio ends well, counts no error, and moved the requested bytes. Where it verifies, it
+must also have read back and checked all that was written.
 """
 
 import json

@@ -665,7 +665,7 @@ def test_an_answer_that_is_wrong_fails_that_call_and_harms_nothing(pool: Pool, k
 
 @pytest.mark.timeout(300)
 def test_reservations_with_single_wrong_numbers_are_found_out(pool: Pool) -> None:
-    """Every field of the first item of a reservation, at its bounds: the client writes only to places it was given, and
+    """Every field of the first item of a reservation, at its bounds. The client writes only to places it was given, and
     never outside the memory that it got for them."""
     item = FRAME.size
     fields = {

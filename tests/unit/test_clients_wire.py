@@ -1,5 +1,5 @@
-"""The native path's protocol against a mounted pool, spoken by a double of the client: the answers, and the breaches
-that end a connection and nothing else."""
+"""The native path's protocol against a mounted pool, spoken by a double of the client. Tested are the answers, and the
+breaches that end a connection and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices in and out of service, without a mount: the lost blocks are those that the layout says, and those that come
+"""Devices in and out of service, without a mount. The lost blocks are those that the layout says, and those that come
 back are those that the index has kept."""
 
 from __future__ import annotations

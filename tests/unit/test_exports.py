@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvfs import cli
-from kvfs.daemon.host import tell_manager
+from kvfs.daemon.host import notify_manager
 from kvfs.errors import KvfsError, UsageError
 from kvfs.virtiofs import hypervisor
 from kvfs.virtiofs.exports import Export, ExportError, Exports, listen, parse_export, parse_exports
@@ -348,15 +348,15 @@ def test_systemd_is_told_when_the_daemon_is_ready(tmp_path: Path, monkeypatch: p
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(5)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        tell_manager("READY=1")
+        notify_manager("READY=1")
         assert manager.recv(100) == b"READY=1"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"\0kvfs-test-{os.getpid()}")
         manager.settimeout(5)
         monkeypatch.setenv("NOTIFY_SOCKET", f"@kvfs-test-{os.getpid()}")
-        tell_manager("STOPPING=1")
+        notify_manager("STOPPING=1")
         assert manager.recv(100) == b"STOPPING=1"
     # One that is gone, or none at all, is no failure.
     for value in (str(tmp_path / "gone"), "", "relative"):
         monkeypatch.setenv("NOTIFY_SOCKET", value)
-        tell_manager("READY=1")
+        notify_manager("READY=1")

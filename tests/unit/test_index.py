@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvfs.errors import KvfsError
-from kvfs.index.lmdb import IndexError_, LmdbIndex
+from kvfs.index.lmdb import LmdbIndex, PoolIndexError
 from kvfs.record import Extent, Inode, InodeFlags, Kind
 from kvfs.types import InodeNumber, SegmentIndex
 
@@ -170,7 +170,7 @@ def test_records_are_concatenated(index: LmdbIndex) -> None:
 def test_an_index_that_is_no_index_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "data.mdb").write_bytes(b"not a database" * 1000)
-    with pytest.raises(IndexError_, match="index"):
+    with pytest.raises(PoolIndexError, match="index"):
         LmdbIndex(tmp_path / "index")
 
 

@@ -74,8 +74,8 @@ def test_few_messages_are_all_there_in_every_interval(stand: Stand) -> None:
 def test_the_end_of_the_log_tells_the_count(stand: Stand) -> None:
     stand.repeat(10)
     stand.lines()
-    stand.sparing.tell()
-    stand.sparing.tell()
+    stand.sparing.log_counts()
+    stand.sparing.log_counts()
     assert stand.lines() == ["WARNING guest: 7 more messages like 'inode %d: refused' were left out"]
 
 
@@ -91,7 +91,7 @@ def test_a_traceback_is_left_out_with_its_message(stand: Stand) -> None:
 def test_what_a_handler_is_not_told_of_it_is_not_told_the_count_of() -> None:
     stand = Stand(level=logging.ERROR)
     stand.repeat(10)
-    stand.sparing.tell()
+    stand.sparing.log_counts()
     assert stand.lines() == []
 
 

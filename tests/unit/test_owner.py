@@ -1,5 +1,4 @@
-"""The owner of a device: the meaning of a beat, whom one waits for and how long, and the events that end the use of a
-pool."""
+"""The owner of a device: the meaning of a beat, how long one waits and for whom, and the end of a pool's use."""
 
 from __future__ import annotations
 

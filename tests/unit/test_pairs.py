@@ -1,4 +1,4 @@
-"""What tools/compare makes of its pairs: orders, ratios, intervals, the table."""
+"""The results that tools/compare makes of its pairs: orders, ratios, intervals, the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* The part of libcufile's binary interface that is spoken here, on 64-bit Linux. The declarations are our own, from its documentation and from
+/* The part of libcufile's binary interface that these files use, on 64-bit Linux. The declarations are our own, from its documentation and from
  * observing libcufile 1.20. Names are ours; layouts and numbers are libcufile's. */
 #ifndef KVFS_CUFILE_ABI_H
 #define KVFS_CUFILE_ABI_H

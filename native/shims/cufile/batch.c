@@ -50,7 +50,7 @@ static void job_end(struct job *job) {
     free(job);
 }
 
-/* Drops what was submitted and not yet seen, and waits for reads that have begun. */
+/* Drops items that were submitted and not yet seen, and waits for reads that have begun. */
 static void clear(struct batch *batch) {
     batch->epoch++;
     for (struct job **link = &queue, *job; (job = *link);) {
@@ -250,7 +250,7 @@ static int judge(struct batch *batch, struct handle *handle, const struct cufile
     return own ? CUFILE_SUBMIT_FAILED : VERDICT_ODD;
 }
 
-/* Ours become jobs, linked at *jobs, the others go into foreign. Returns 0, or why the submit is refused. */
+/* Our items become jobs, linked at *jobs; the others go into foreign. Returns 0, or the error by which the submit is refused. */
 static int sort_items(struct batch *batch, unsigned count, const struct cufile_item *items, struct job **jobs, unsigned *job_count,
                       struct cufile_item *foreign, unsigned *foreign_count) {
     struct handle *handles[BATCH_SIZE_MAX];
@@ -265,12 +265,12 @@ static int sort_items(struct batch *batch, unsigned count, const struct cufile_i
             error = verdicts[i] == CUFILE_SUBMIT_FAILED && i == 0 ? CUFILE_SUBMIT_REFUSED : verdicts[i];
     }
     for (unsigned i = 0; i < count && !error; i++) {
-        /* The real library's answer to an odd item depends on the items beside it: then it gets all of them. */
+        /* The real library's answer to an odd item depends on the items beside it, so it then gets all of them. */
         bool ours = verdicts[i] == VERDICT_OURS && (!odd || handles[i]->own);
         struct job *job = ours ? calloc(1, sizeof(*job)) : NULL;
         if (job) {
             *job = (struct job){.batch = batch, .handle = handles[i], .item = items[i]};
-            job->mapped = buffers[i].mapped || items[i].opcode == 0; /* or seen to be, just now */
+            job->mapped = buffers[i].mapped || items[i].opcode == 0; /* or was seen to be a moment ago */
             handles[i] = NULL;
             *jobs = job;
             jobs = &job->next;
@@ -294,9 +294,9 @@ struct cufile_status batch_submit(struct batch *batch, unsigned count, const str
     unsigned job_count = 0, foreign_count = 0, foreign_events = 0;
     int error = sort_items(batch, count, items, &jobs, &job_count, foreign, &foreign_count);
     for (unsigned i = 0; i < foreign_count; i++)
-        foreign_events += foreign[i].size != 0; /* the real library tells nothing of an empty one */
+        foreign_events += foreign[i].size != 0; /* the real library reports no event of an empty item */
     pthread_mutex_lock(&lock);
-    /* If all of it is the real library's, its own count decides. */
+    /* If all items are the real library's, its own count decides. */
     if (!error && batch->waiting + batch->done_count + job_count &&
         batch->waiting + batch->done_count + batch->foreign + job_count + foreign_events > batch->capacity)
         error = CUFILE_BATCH_FULL;
@@ -310,7 +310,7 @@ struct cufile_status batch_submit(struct batch *batch, unsigned count, const str
         real()->BatchIOCancel(batch->key);
     pthread_mutex_lock(&lock);
     if (result.error) {
-        clear(batch);                    /* as the real library: after an error nothing that was submitted is heard of again */
+        clear(batch);                    /* like the real library: after an error, earlier items are reported no more */
         while (jobs) {
             struct job *job = jobs;
             jobs = job->next;
@@ -337,7 +337,7 @@ struct cufile_status batch_submit(struct batch *batch, unsigned count, const str
 
 static int64_t nanoseconds(const struct timespec *time) { return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec; }
 
-/* Locked: until there is news, or the time is there. */
+/* Locked: wait until there is news, or the time is over. */
 static void wait_until(struct batch *batch, int64_t deadline_ns) {
     struct timespec time = {deadline_ns / 1000000000, deadline_ns % 1000000000};
     if (deadline_ns == INT64_MAX)
@@ -382,7 +382,7 @@ struct cufile_status batch_status(struct batch *batch, unsigned least, unsigned 
             wait_until(batch, deadline_ns);
         pthread_mutex_unlock(&lock);
         if (foreign && got < room) {
-            /* Once nothing is read here any more, the real library may do the waiting. */
+            /* Once no read is under way here, the real library may do the waiting. */
             int64_t left = deadline_ns == INT64_MAX || deadline_ns < now ? 0 : deadline_ns - now;
             struct timespec none = {0, 0}, rest = {left / 1000000000, left % 1000000000};
             bool last = !waiting && got < least;

@@ -6,7 +6,7 @@
 #include "shim.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 1200                     /* of libcufile, 1.20: whose interface is spoken here when there is no other */
+#define VERSION 1200                     /* of libcufile, 1.20: the interface's version when there is no other library */
 
 /* Exported functions have the signatures of the real library. */
 #define X(type, name, parameters, arguments) EXPORT type cuFile##name parameters;
@@ -73,7 +73,7 @@ struct cufile_status cuFileGetVersion(int *out) {
 
 /* ---- handles and buffers ---- */
 
-/* The errors by which the real library refuses a file for the filesystem that it lies on. */
+/* The errors by which the real library refuses a file because of its filesystem. */
 static bool refuses_file(int error) {
     return error == CUFILE_UNSUPPORTED || error == CUFILE_NOT_DIRECT || error == CUFILE_DISABLED || error == CUFILE_NO_HANDLE;
 }
@@ -90,7 +90,7 @@ struct cufile_status cuFileHandleRegister(cufile_handle *out, struct cufile_desc
         return result;
     if (result.error)
         return emulate_handle_register(out, description);
-    handle_put(handle_add(*out, description->fd, &place, false)); /* no memory: then it is a handle as any other */
+    handle_put(handle_add(*out, description->fd, &place, false)); /* no memory: treated like any other handle */
     return result;
 }
 
@@ -218,7 +218,7 @@ ssize_t cuFileWritev(cufile_handle key, const struct cufile_vector *vectors, siz
     return result;
 }
 
-/* ---- streams: a call waits for what is on the stream before it, and is done when it returns ---- */
+/* ---- streams: a call waits for earlier work on the stream, and is done when it returns ---- */
 
 struct cufile_status cuFileReadAsync(cufile_handle key, void *base, size_t *size, off_t *file_offset, off_t *buffer_offset, ssize_t *done,
                                      cufile_stream stream) {
@@ -284,7 +284,7 @@ struct cufile_status cuFileBatchIOSetUp(cufile_batch *out, unsigned count) {
         struct cufile_status result = library->BatchIOSetUp(out, count);
         void *key;
         if (!result.error && count <= BATCH_SIZE_MAX)
-            batch_add(*out, count, &key); /* no memory, or more than is known of: all of it is the real library's */
+            batch_add(*out, count, &key); /* no memory, or too many to keep: all of it is the real library's */
         return result;
     }
     if (!out || count < 1 || count > BATCH_SIZE_MAX || !emulate_use_count())

@@ -34,7 +34,7 @@ static struct {
 #undef X
 } driver;
 
-/* Two pieces on their way at a time: while one is copied the other is read. */
+/* Two pieces at a time: one is copied while the other is read. */
 struct copier {
     struct copier *next;
     void *context;
@@ -48,7 +48,7 @@ static atomic_bool found;
 static struct copier *idle;
 static void *primary_contexts[CONTEXTS_MAX];   /* by device; retained, for allocations that have no context of their own */
 
-/* A program that has GPU memory has loaded libcuda: it is looked for, never loaded. */
+/* A program that has GPU memory has loaded libcuda, so it is looked up, never loaded. */
 static bool have_driver(void) {
     if (atomic_load_explicit(&found, memory_order_acquire))
         return true;
@@ -62,7 +62,7 @@ static bool have_driver(void) {
 #undef X
     atomic_store_explicit(&found, complete, memory_order_release);
     pthread_mutex_unlock(&lock);
-    dlclose(library);                    /* whoever loaded it holds it */
+    dlclose(library);                    /* the library's first loader holds it */
     return complete;
 }
 
@@ -100,7 +100,7 @@ static void copier_free(struct copier *copier) {
     free(copier);
 }
 
-/* Its context is the thread's. There are as many as there ever were calls at a time. */
+/* The context is the thread's own. There are as many as there ever were calls at one time. */
 static struct copier *copier_take(void *context) {
     pthread_mutex_lock(&lock);
     struct copier **link = &idle;
@@ -180,7 +180,7 @@ static int64_t move(const void *device_memory, uint64_t size, uint64_t offset, c
         bool ended = driver.StreamSynchronize(copier->slots[0].stream) == 0;
         ended = driver.StreamSynchronize(copier->slots[1].stream) == 0 && ended;
         if (ended)
-            copier_give(copier);         /* else a copy may still read its memory: it stays where it is */
+            copier_give(copier);         /* else a copy may still read its memory, which then stays */
         else
             result = -EIO;
     }

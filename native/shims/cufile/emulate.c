@@ -24,7 +24,7 @@ static ssize_t transferred(int64_t result) { return result < 0 ? refuse((int)-re
 
 /* ---- driver ---- */
 
-/* Most calls open the driver if nobody has. */
+/* Most calls open the driver if it is not open yet. */
 static void open_driver(void) {
     pthread_mutex_lock(&lock);
     if (use_count == 0)
@@ -131,7 +131,7 @@ struct cufile_status emulate_stream(cufile_stream stream, bool add) {
 
 /* ---- transfers ---- */
 
-/* 0, or why a transfer is refused. The order is the real library's. */
+/* Returns 0, or the error by which a transfer is refused. The order of checks is the real library's. */
 static int check(struct handle *handle, const void *base, size_t size, off_t file_offset, off_t buffer_offset, int forbidden) {
     struct buffer buffer = buffer_find(base);
     if (file_offset < 0 || size > (size_t)INT64_MAX - (size_t)file_offset)

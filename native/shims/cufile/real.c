@@ -1,4 +1,4 @@
-/* The real libcufile: where it is looked for, and the addresses of its calls. */
+/* The real libcufile: where it is found, and the addresses of its calls. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -14,7 +14,7 @@
 
 static struct real calls;
 static void *library;                    /* NULL: none */
-/* Set while this thread loads it: its constructors may call what they find here first. */
+/* Set while this thread loads it: its constructors may call functions found here first. */
 static _Thread_local const char *loading;
 
 static bool is_this_library(const char *path) {
@@ -113,7 +113,8 @@ const struct real *real(void) {
     return library ? &calls : NULL;
 }
 
-/* For forward.S: where a symbol of the real library is. Without one, a call of cuFile answers CUFILE_NO_DRIVER; a C++ function, 0. */
+/* For forward.S: the address of a symbol of the real library. Without a real library, a call of cuFile answers CUFILE_NO_DRIVER; a C++ function,
+ * 0. */
 static struct cufile_status nothing(void) { return ERROR(CUFILE_NO_DRIVER); }
 static void *nothing_internal(void) { return NULL; }
 void *kvfs_cufile_symbol(const char *name);

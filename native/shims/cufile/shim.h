@@ -1,9 +1,9 @@
 /* Inside libkvfs_cufile.so: a libcufile.so.0 that takes reads of files on kvfs mounts to libkvfs.
  *
- * The rule of the whole library: a read is done here only where it is certain that the real libcufile would have given the same bytes and
- * the same count. All else, also in doubt, is the real library's call, with the arguments as they came. To that end a file on a kvfs mount
- * is registered with the real library too, and the application holds the real handle: whatever goes there needs no translation. Only where
- * there is no real library, or it refuses the file, is a handle ours alone ("own"); emulate.c then answers as the real one would.
+ * The rule of the whole library: a read is done here only if the real libcufile would surely have given the same bytes and count. All else, also in
+ * doubt, is the real library's call, with the arguments as they came. To that end a file on a kvfs mount is registered with the real library too, and
+ * the application holds the real handle. Calls that go there need no translation. Only where there is no real library, or it refuses the file, is a
+ * handle ours alone ("own"); emulate.c then answers as the real one would.
  *
  * Each file uses those above it:
  *
@@ -41,7 +41,7 @@ struct real {
     CUFILE_CALLS(X)
 #undef X
 };
-/* Finds and loads it at the first call; NULL: there is none. A call that an older one does not have answers CUFILE_UNSUPPORTED. */
+/* Finds and loads it at the first call; NULL: it does not exist. A call that an older library lacks answers CUFILE_UNSUPPORTED. */
 const struct real *real(void);
 
 /* ---- counters.c ---- */
@@ -56,12 +56,12 @@ extern struct counters counters;
 
 /* 0: host memory; 1: GPU memory, reached only by copies; 2: host memory known to CUDA, so mapped. */
 int cuda_memory_kind(const void *pointer);
-/* GPU memory, in pieces through pinned memory: fill() puts up to size bytes from offset on into it, drain() takes them; bytes or -errno.
- * Both wait until all is copied. Bytes of all pieces up to a short one, or -errno: of a piece, or of CUDA. */
+/* GPU memory, in pieces through pinned memory. fill() puts up to size bytes from offset on into a piece, drain() takes them; bytes or -errno. Both
+ * wait until all is copied. Bytes of all pieces up to a short one, or -errno of a piece or of CUDA. */
 typedef int64_t (*cuda_piece)(void *owner, void *memory, uint64_t size, uint64_t offset);
 int64_t cuda_fill(void *destination, uint64_t size, uint64_t offset, cuda_piece fill, void *owner);
 int64_t cuda_drain(const void *source, uint64_t size, uint64_t offset, cuda_piece drain, void *owner);
-/* Work that is on the stream is done. False: no CUDA, an error, or the stream is being captured. */
+/* Waits until earlier work on the stream is done. False: no CUDA, an error, or the stream is being captured. */
 bool cuda_synchronize(cufile_stream stream);
 void cuda_forked(void);
 
@@ -69,7 +69,7 @@ void cuda_forked(void);
 
 /* True: a store there does not fault. Missing pages are faulted in. */
 bool memory_is_good(const void *memory, uint64_t size);
-/* The same by the process's map, touching nothing: for large memory, once. */
+/* The same check by the process's map, touching nothing: for large memory, once. */
 bool memory_is_mapped(const void *memory, uint64_t size);
 bool host_memory_is_good(const void *memory, uint64_t size);
 
@@ -77,9 +77,9 @@ bool host_memory_is_good(const void *memory, uint64_t size);
 
 struct mount;
 struct place { struct mount *mount; uint64_t inode; };
-/* False: not a regular file on a kvfs mount, or nobody to ask about it. */
+/* False: not a regular file on a kvfs mount, or no daemon to ask about it. */
 bool mounts_find(int fd, struct place *out);
-/* NULL: not connected, and not to be connected now; or connected by the process that forked this one. */
+/* NULL: not connected, and no attempt is due; or connected by the process that forked this one. */
 struct kvfs_client *mount_client(struct mount *mount);
 void mounts_forked(void);
 extern unsigned fork_count;              /* how often this process is a fork of one that was used */
@@ -88,7 +88,7 @@ extern unsigned fork_count;              /* how often this process is a fork of 
 
 struct handle {
     struct handle *next;
-    void *key;                           /* what the application holds: the real library's handle, or this */
+    void *key;                           /* the application's handle: the real library's, or this */
     atomic_uint refs;
     bool own;
     int fd;                              /* own: a duplicate; else -1 */
@@ -99,16 +99,16 @@ struct handle {
     pthread_mutex_t lock;                /* opening file */
     _Atomic(struct kvfs_file *) file;
 };
-/* With a reference; NULL: none of ours. */
+/* Returned with a reference; NULL: not a handle of ours. */
 struct handle *handle_find(void *key);
 void handle_put(struct handle *handle);
-/* A reference more. The registry's own goes with handle_remove(). NULL: no memory. */
+/* Takes one more reference. handle_remove() puts the registry's own reference. NULL: no memory. */
 struct handle *handle_add(void *real_handle, int fd, const struct place *place, bool own);
 void handle_remove(void *key);           /* unknown: nothing */
 bool handle_number_taken(int fd);        /* by an own handle */
 struct kvfs_file *handle_file(struct handle *handle); /* NULL: libkvfs cannot read it, now */
 
-/* Registered buffers, by the address they were registered with. size 0: none there. mapped: whether it was, when it was registered. */
+/* Registered buffers, by the address they were registered with. size 0: none is there. mapped: its state at registration. */
 struct buffer { struct buffer *next; const void *base; size_t size; bool mapped; };
 bool buffer_add(const void *base, size_t size); /* false: there, or no memory */
 bool buffer_remove(const void *base);
@@ -121,12 +121,12 @@ void registry_forked(void);
 
 /* ---- transfer.c ---- */
 
-/* By libkvfs. Bytes, or -1: not done, the destination's bytes undefined. mapped: memory_is_mapped() said so of it. */
+/* Reads by libkvfs. Bytes, or -1: not done, the destination's bytes undefined. mapped: the result of memory_is_mapped(). */
 int64_t native_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset, bool mapped);
 /* Read and write an own handle by its descriptor: bytes or -errno. */
 int64_t descriptor_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset);
 int64_t descriptor_write(struct handle *handle, const void *source, uint64_t size, uint64_t offset);
-/* A read that both libraries would do alike. buffer: what is registered at base. */
+/* A read that both libraries would do alike. buffer: the registered one at base. */
 bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset,
                    const struct buffer *buffer);
 /* handle NULL: not on a kvfs mount. */
@@ -135,7 +135,7 @@ ssize_t real_read(struct handle *handle, void *key, void *base, size_t size, off
 /* ---- emulate.c: with the real library's error codes. Each returns as its cuFile namesake does, but for emulate_driver_close(). ---- */
 
 struct cufile_status emulate_driver_open(void);
-bool emulate_driver_close(void);              /* true: the last; then batches and the registry are to be forgotten */
+bool emulate_driver_close(void);              /* true: the last one; then batches and the registry are to be forgotten */
 long emulate_use_count(void);
 struct cufile_status emulate_properties(struct cufile_properties *out);
 struct cufile_status emulate_handle_register(cufile_handle *out, struct cufile_description *description);
@@ -146,19 +146,19 @@ ssize_t emulate_read(struct handle *handle, void *base, size_t size, off_t file_
 ssize_t emulate_write(struct handle *handle, const void *base, size_t size, off_t file_offset, off_t buffer_offset);
 ssize_t emulate_vector(struct handle *handle, const struct cufile_vector *vectors, size_t count, off_t file_offset, bool write);
 struct cufile_status emulate_stream(cufile_stream stream, bool add);
-/* 0, or why the real library would refuse to have it in a batch. */
+/* Returns 0, or the error by which the real library would refuse it in a batch. */
 int emulate_check_item(struct handle *handle, const struct cufile_item *item);
 
 /* ---- batch.c ---- */
 
-/* A batch of the application: the items that are read here, and a count of those that the real library has. */
+/* A batch of the application: the items that are read here, and a count of the real library's items. */
 struct batch {
     struct batch *next;
     void *key;                           /* the real library's batch, or this */
     bool own;
     unsigned refs;
     unsigned capacity;
-    unsigned epoch;                      /* what was submitted before the last clear() is dropped */
+    unsigned epoch;                      /* reads submitted before the last clear() are dropped */
     unsigned waiting, running;           /* queued or running; running, of any epoch */
     unsigned foreign;                    /* with the real library */
     unsigned done_count;
@@ -167,10 +167,10 @@ struct batch {
 };
 struct batch *batch_find(void *key);     /* with a reference; NULL: none of ours */
 void batch_put(struct batch *batch);
-/* real_batch NULL: *key is to be ours. False: no memory. */
+/* real_batch NULL: *key becomes ours. False: no memory. */
 bool batch_add(void *real_batch, unsigned capacity, void **key);
 void batch_remove(void *key);            /* unknown: nothing */
-void batch_clear(struct batch *batch);   /* drops what was submitted and not yet seen, and waits for reads that have begun */
+void batch_clear(struct batch *batch);   /* drops items that were submitted and not yet seen, and waits for reads that have begun */
 bool batch_is_idle(struct batch *batch);
 struct cufile_status batch_submit(struct batch *batch, unsigned count, const struct cufile_item *items, unsigned flags);
 struct cufile_status batch_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,

@@ -11,7 +11,7 @@
 #define BUSY_POLL_NS 2000000
 
 
-/* A device that gave no answer in time may still write there, and a caller of cuFile cannot know: it is kept waiting, as by the kernel. */
+/* A device that gave no answer in time may still write there, and a caller of cuFile cannot know. So the caller is kept waiting, as by the kernel. */
 static void wait_until_ours(struct handle *handle, const void *memory, uint64_t size) {
     struct kvfs_client *client = mount_client(handle->place.mount);
     while (client && kvfs_busy(client, memory, size) == 1)

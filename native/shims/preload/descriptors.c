@@ -1,4 +1,4 @@
-/* libkvfs's own descriptors in the application's table: moved to high numbers, where dup2() to a small number does not meet them. They are known,
+/* libkvfs's own descriptors in the application's table. They are moved to high numbers, which dup2() to a small number does not hit. They are known,
  * so an application that closes "all" descriptors leaves these open. */
 #include "preload.h"
 

@@ -1,7 +1,7 @@
 /* Which descriptors are files that libkvfs can read, and reading them.
  *
- * An entry belongs to a descriptor's number. Its memory is never freed, so a reader may count itself in at any time; what an entry holds is
- * let go of when its number is used again, by the thread that opens: close() frees nothing, it may come from a signal handler. */
+ * An entry belongs to a descriptor's number. Its memory is never freed, so a reader may count itself in at any time. An entry's contents are freed
+ * when its number is used again, by the thread that opens. close() frees nothing, as it may come from a signal handler. */
 #include "preload.h"
 
 #include <pthread.h>
@@ -14,7 +14,7 @@
 #define BUSY (1u << 30)             /* being changed by one thread */
 /* The rest of the state counts readers. */
 
-/* Blocks begin at this size. Smaller buffered reads are the mount's, because the kernel reads ahead: native reads were a fifth slower in pieces of
+/* Blocks begin at this size. Smaller buffered reads are the mount's, because the kernel reads ahead. Native reads were a fifth slower in pieces of
  * 256 KiB, half as fast at 64 KiB. Several small pieces of memory are one request for the kernel, and would be as many here. */
 #define BLOCK_MIN (512u << 10)
 /* The most that read(2) transfers. */
@@ -73,7 +73,7 @@ void files_forked(void) {
     }
 }
 
-/* Without a question to the daemon: the size may be old. */
+/* Asks no daemon, so the size may be old. */
 static bool identify(int fd, struct statx *out) {
     return syscall(SYS_statx, fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_INO | STATX_TYPE | STATX_SIZE, out) == 0;
 }
@@ -85,7 +85,7 @@ void file_opened(struct mount *mount, int fd, int flags) {
     if ((unsigned)fd >= FILES_MAX || !client || !mount_reads(mount) || !preload_is_owner())
         return;
     struct inside inside = inside_begin();
-    file_closing(fd); /* if it is open here, it was closed where it could not be seen */
+    file_closing(fd); /* if it is open here, it was closed by a call that could not be seen */
     struct file *file = &files[fd];
     if (identify(fd, &st) && S_ISREG(st.stx_mode) && makedev(st.stx_dev_major, st.stx_dev_minor) == mount_device(mount) && claim(file)) {
         let_go(file);
@@ -126,7 +126,7 @@ void file_duplicated(int from, int to) {
     leave(file);
 }
 
-/* The bytes asked for, if they are to be read here; else 0. */
+/* The requested bytes, if they are to be read here; else 0. */
 static uint64_t wanted(const struct file *file, const struct iovec *iovs, int count) {
     uint64_t size = 0;
     for (int i = 0; i < count; i++) {
@@ -139,8 +139,8 @@ static uint64_t wanted(const struct file *file, const struct iovec *iovs, int co
     return file->direct || size >= BLOCK_MIN ? size : 0;
 }
 
-/* One piece; -errno. A device that gave no answer may still write into the caller's memory: the caller gets it back when that is over, as
- * from a read of a device. */
+/* Reads one piece; -errno. A device that gave no answer may still write into the caller's memory. The caller gets it back when that is over, as from
+ * a read of a device. */
 static int64_t read_piece(struct file *file, uint64_t offset, void *data, uint64_t size) {
     int64_t n = kvfs_file_read(file->file, offset, data, size);
     if (n == -ETIMEDOUT || n == -EBUSY)
@@ -165,7 +165,7 @@ static bool read_pieces(struct file *file, const struct iovec *iovs, int count, 
     return true;
 }
 
-/* True: the kernel has all of it in its page cache, and so is faster. cachestat(2), Linux 6.5. */
+/* True: the kernel has all of it in its page cache, and is faster. cachestat(2), Linux 6.5. */
 static bool is_cached(int fd, uint64_t offset, uint64_t size, uint64_t file_size) {
     struct { uint64_t offset, size; } range = {offset, size};
     struct { uint64_t pages, dirty, writeback, evicted, recently_evicted; } found;
@@ -177,7 +177,7 @@ static bool is_cached(int fd, uint64_t offset, uint64_t size, uint64_t file_size
     return syscall(SYS_CACHESTAT, fd, &range, &found, 0) == 0 && found.pages >= pages;
 }
 
-/* Reads at `offset`, or, if that is NULL, from the file offset, which the kernel keeps: dup(), fork() and lseek() share it. */
+/* Reads at `offset`. If `offset` is NULL, reads from the file offset, which the kernel keeps: dup(), fork() and lseek() share it. */
 static bool file_read(int fd, const struct iovec *iovs, int count, const uint64_t *offset, ssize_t *result) {
     bool good = false;
     struct statx st;

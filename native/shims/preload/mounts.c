@@ -1,4 +1,4 @@
-/* Which paths lie on a kvfs mount, and what its block table says of them.
+/* Which paths lie on a kvfs mount, and the block table's answers about them.
  *
  * /proc/self/mountinfo is read when poll(2) says that it has changed, and asked at most every PERIOD_MS. Callers see a snapshot that never changes.
  * Snapshots and mounts are few and never freed, so they are used without locks. A mount that is gone is retired: its connection is closed when its
@@ -58,7 +58,7 @@ struct nested { uint32_t mount, size; char path[PATH_SIZE]; };
 struct snapshot {
     uint32_t count, nested_count;
     struct mount *mounts[MOUNTS_MAX];
-    struct nested nested[NESTED_MAX]; /* mount points below a kvfs mount: what lies there is not kvfs */
+    struct nested nested[NESTED_MAX]; /* mount points below a kvfs mount: paths there are not kvfs */
 };
 
 static _Atomic(struct snapshot *) current;
@@ -157,7 +157,7 @@ static struct mount *mount_known(const struct mount *wanted) {
     const struct snapshot *snapshot = atomic_load(&current);
     for (uint32_t i = 0; snapshot && i < snapshot->count; i++) {
         struct mount *mount = snapshot->mounts[i];
-        /* The kernel uses numbers again: this may be another mount of the same pool, to which libkvfs connects by itself. */
+        /* The kernel uses numbers again. This may be another mount of the same pool, to which libkvfs connects by itself. */
         if (mount->id == wanted->id && mount->major == wanted->major && mount->minor == wanted->minor && !atomic_load(&mount->stale) &&
             strcmp(mount->path, wanted->path) == 0 && strcmp(mount->source, wanted->source) == 0)
             return mount;
@@ -228,13 +228,13 @@ static void close_retired(void) {
     }
 }
 
-/* False: it has to be done again. */
+/* False: the read has to be repeated. */
 static bool mounts_parse(void) {
     if (mounts_read() < 0)
         return false;
     struct snapshot *before = atomic_load(&current), *after;
     memset(&scratch, 0, sizeof(scratch));
-    /* Twice over the text, which the first pass cuts up: mount points are kept by their own first pass. */
+    /* Two passes over the text, which the first pass cuts up: mount points are kept by their own first pass. */
     struct mountinfo line;
     char *save = NULL, *next = text;
     size_t points = 0;
@@ -243,7 +243,7 @@ static bool mounts_parse(void) {
             continue;
         if (strcmp(line.kind, "fuse.kvfs") == 0)
             mount_found(&line);
-        size_t size = strlen(line.path) + 1; /* never longer than what it overwrites: the text before */
+        size_t size = strlen(line.path) + 1; /* never longer than the text that it overwrites */
         memmove(text + points, line.path, size);
         points += size;
     }
@@ -320,7 +320,7 @@ static bool mount_connect(struct mount *mount) {
     return true;
 }
 
-/* Is this mount what one gets at its path? Another one may lie over it. */
+/* Is this mount the one found at its path? Another mount may lie over it. */
 static bool mount_is_visible(const struct mount *mount) {
     struct statx st;
     /* Without AT_STATX_SYNC_AS_STAT's question to the daemon: the kernel knows device and mount. */
@@ -407,7 +407,7 @@ static struct mount *mount_of(const char *path) {
     return found;
 }
 
-/* Append a relative path. False if a string cannot say where it leads, or it is too long. */
+/* Append a relative path. False if the string alone does not tell where it leads, or it is too long. */
 static bool append(char *to, uint32_t at, const char *path) {
     while (*path) {
         size_t size = strcspn(path, "/");
@@ -543,7 +543,7 @@ static int walk(struct place *place, enum ids ids, struct kvfs_attributes *out) 
         for (uint32_t i = 0; i < place->base_size; i++)
             base += i == 0 || place->path[i] == '/';
         if (count < base || way[base - 1].inode != place->base_inode) {
-            mounts_moved(); /* the working directory was renamed, or removed: look where it is now */
+            mounts_moved(); /* the working directory was renamed, or removed: look up its place */
             return -EAGAIN;
         }
     }
@@ -570,7 +570,7 @@ int place_find(struct place *place, enum ids ids, struct kvfs_attributes *out) {
 
 /* ---- attributes ---- */
 
-/* Times before 1970 are negative: the part of a second counts from the second before. */
+/* Times before 1970 are negative: the fraction counts from the earlier second. */
 static struct timespec timespec_of(int64_t ns) {
     int64_t rest = ns % 1000000000;
     return (struct timespec){ns / 1000000000 - (rest < 0), rest + (rest < 0 ? 1000000000 : 0)};

@@ -1,7 +1,7 @@
-/* The calls that are taken over. Each asks whether path or descriptor is kvfs's to answer for, and else is the real one.
+/* The calls that are taken over. Each asks whether kvfs answers for the path or descriptor, and else makes the real call.
  *
- * They are declared under other names with the C library's as their symbols: its headers promise compilers things of these functions (that
- * no path is NULL, say) which are for callers to keep. */
+ * They are declared under other names with the C library's as their symbols. Its headers promise compilers facts about these functions (that no path
+ * is NULL, say) which callers have to keep. */
 #include "preload.h"
 
 #include <limits.h>
@@ -67,7 +67,7 @@ int take_openat(int dirfd, const char *path, int flags, ...) TAKES(openat);
 int take_openat(int dirfd, const char *path, int flags, ...) { return open_any(dirfd, path, flags, OPEN_MODE(flags, flags), true); }
 int take_openat64(int dirfd, const char *path, int flags, ...) ALSO(openat64, openat);
 
-/* Programs built with _FORTIFY_SOURCE call these. Without the mode that O_CREAT needs they are to be aborted. */
+/* Programs built with _FORTIFY_SOURCE call these. Calls without the mode that O_CREAT needs are to be aborted. */
 int take_open_2(const char *path, int flags) TAKES(__open_2);
 int take_open_2(const char *path, int flags) {
     if (flags & (O_CREAT | __O_TMPFILE))
@@ -140,7 +140,7 @@ int take_dup3(int from, int to, int flags) {
     return fd;
 }
 
-/* Close [first, last], except what is libkvfs's. */
+/* Close [first, last], except libkvfs's own descriptors. */
 static int close_around(unsigned first, unsigned last, unsigned flags) {
     int (*real)(unsigned, unsigned, int) = REAL(int (*)(unsigned, unsigned, int), close_range);
     for (int fd = first < FILES_MAX ? (int)first : FILES_MAX; fd < FILES_MAX && (unsigned)fd <= last; fd++)
@@ -348,7 +348,7 @@ int take_faccessat(int dirfd, const char *path, int mode, int flags) {
     return r < 1 ? r : REAL(int (*)(int, const char *, int, int), faccessat)(dirfd, path, mode, flags);
 }
 
-/* ---- what path answers rest on ---- */
+/* ---- the premises of path answers ---- */
 
 int take_chdir(const char *path) TAKES(chdir);
 int take_chdir(const char *path) {
@@ -394,7 +394,7 @@ int take_setfsgid(gid_t group) {
     return REAL(int (*)(gid_t), setfsgid)(group);
 }
 
-/* ---- where libkvfs gets descriptors from ---- */
+/* ---- the source of libkvfs's descriptors ---- */
 
 int take_socket(int domain, int type, int protocol) TAKES(socket);
 int take_socket(int domain, int type, int protocol) {

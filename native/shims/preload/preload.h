@@ -1,7 +1,7 @@
 /* Inside libkvfs_preload.so: file calls of an unchanged application, on files of a kvfs mount, answered by libkvfs.
  *
- * The rule of the whole library: an answer is given here only where it is certain that the mount would give the same one. Everything else,
- * also in doubt, is the real call. An open file always has a real descriptor of the mount; what is taken over of it is reading.
+ * The rule of the whole library: an answer is given here only where it is certain that the mount would give the same one. Everything else, also in
+ * doubt, is the real call. An open file always has a real descriptor of the mount; only its reads are taken over.
  *
  * Each file uses those above it:
  *
@@ -11,8 +11,8 @@
  *     files.c        which descriptors are files that libkvfs can read
  *     preload.c      the calls that are taken over
  *
- * The calls here may be made in signal handlers wherever the real ones may: nothing waits for a lock that the same thread may hold, and
- * nothing allocates but opening, and the first reads of, a file on a kvfs mount. */
+ * The calls here may be made in signal handlers wherever the real ones may. No call waits for a lock that the same thread may hold. Memory is
+ * allocated only by the open, and the first reads, of a file on a kvfs mount. */
 #ifndef KVFS_PRELOAD_H
 #define KVFS_PRELOAD_H
 
@@ -51,8 +51,8 @@ static inline void *real_symbol(_Atomic(void *) *cache, const char *name) {
 int real_close(int fd);
 
 extern atomic_bool preload_active;  /* false: before the library is ready, and after it has given up */
-extern atomic_int preload_pid;      /* whose descriptors and clients these are; a child of vfork() shares this memory, but has its own */
-extern _Thread_local unsigned preload_inside; /* this thread is inside libkvfs, or in here: file calls are the real ones */
+extern atomic_int preload_pid;      /* the owner of these descriptors and clients; a child of vfork() shares this memory, but has its own */
+extern _Thread_local unsigned preload_inside; /* this thread is inside libkvfs, or in this library: file calls are the real ones */
 bool preload_is_owner(void);        /* costs a system call */
 /* From here on every call is the real one. */
 void preload_give_up(void);
@@ -105,14 +105,14 @@ void mount_hold(struct mount *mount);
 void mount_release(struct mount *mount);
 void mount_refuse_reads(struct mount *mount);
 bool mount_reads(const struct mount *mount);
-/* Called before a mount that is gone is let go of: whoever holds it for closed descriptors lets go first. Once, before there are threads. */
+/* Called before a mount that is gone is released: its holders for closed descriptors release it first. Once, before there are threads. */
 void mounts_on_retire(void (*then)(const struct mount *mount));
 /* The working directory has changed. */
 void mounts_moved(void);
 /* A change that is not followed makes answers about paths uncertain: no more of them are given. */
 void mounts_paths_off(void);
 void mounts_forked(void);
-/* Why the last connection was not made. */
+/* The reason why the last connection was not made. */
 void mounts_last_error(char *error, uint32_t size);
 
 /* ---- files.c ---- */

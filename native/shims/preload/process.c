@@ -1,4 +1,4 @@
-/* State of the process that all files here ask for. */
+/* State of the process that all files here use. */
 #include "preload.h"
 
 #include <pthread.h>

@@ -43,7 +43,7 @@
 #define BUCKET_ENTRIES 9
 #define INITIAL_BUCKETS 64 /* one page */
 /* Entries per primary bucket before the next split. At 8 of 9 some 30% of the buckets have an overflow bucket at every stage of growth.
- * That is 10.5 bytes for a record in each index. At 6 it was 12.2 bytes, and lookups were no faster. */
+ * Each index then needs 10.5 bytes for a record. At 6 it was 12.2 bytes, and lookups were no faster. */
 #define LOAD 8
 #define RECORDS_MAX (UINT32_C(1) << 31)
 /* Files being written are counted by a hash of the inode number. A collision costs a reader one question to the mount. */

@@ -72,8 +72,8 @@ struct fetch {
     void (*done)(struct lane *lane, struct fetch *fetch);   /* once, from lane_run(); then the fetch is gone. It may start others. */
     void *owner;
     uint64_t cookie;
-    /* Set before done: size, or -ESTALE (the inode is not there any more: look the name up again), -EIO (reported to the daemon), -ETIMEDOUT
-     * (the memory at data is the device's until kvfs_busy() says otherwise), -ENOMEM. desc is verified where result >= 0. */
+    /* Set before done. Size, or -ESTALE (the inode is not there any more: look the name up again), -EIO (reported to the daemon), -ENOMEM. Or
+     * -ETIMEDOUT: the memory at data is the device's until kvfs_busy() says otherwise. desc is verified where result >= 0. */
     int64_t result;
     /* The engine's. */
     struct lane *lane;
@@ -140,7 +140,7 @@ struct wire_pending {
     uint32_t id;
     uint16_t type;
     uint64_t sent_ns, answered_ns, deadline_ns;
-    atomic_bool done;                    /* what follows is set; connection_poll() may have done that */
+    atomic_bool done;                    /* the fields below are set; connection_poll() may have set it */
     int result;                          /* 0, or why no answer came: -ENOTCONN, -EPROTO, -ETIMEDOUT */
     int32_t status;
     uint8_t *reply;                      /* malloc'ed */
@@ -197,8 +197,8 @@ bool connection_overlaps(struct connection *connection, const uint8_t *data, uin
 
 /* The first connection of a client. */
 int connection_open(struct kvfs_client *client, struct connection **out);
-/* Every call begins here: -ECHILD after fork, -ENOTCONN after an unmount; else the connection, reconnected if there is a new daemon, with a
- * reference that connection_put() gives back. */
+/* Every call begins here. Returns -ECHILD after fork, -ENOTCONN after an unmount; else the connection, reconnected if there is a new daemon. The
+ * caller has a reference, which connection_put() gives back. */
 int connection_get(struct kvfs_client *client, struct connection **out);
 int writer_get(struct kvfs_client *client, struct connection **out);                          /* one that may write, with a daemon that lives */
 void connection_put(struct connection *connection);

@@ -28,7 +28,7 @@ static int fetch_io(struct fetch *fetch, uint32_t segment, uint32_t page, const 
 
 static uint32_t first_page(const struct fetch *fetch) { return (uint32_t)(fetch->offset / PAGE); }
 static uint32_t end_page(const struct fetch *fetch) { return (uint32_t)pages_of(fetch->offset + fetch->size); }
-/* True: only a part of this page is wanted, so it is read to the side. That can be the first or the last one. */
+/* True: only a part of this page is wanted, so it is read to the side. Such a page can be the first or the last one. */
 static bool side_first(const struct fetch *fetch, uint32_t page) { return page == first_page(fetch) && fetch->offset % PAGE; }
 static bool side_last(const struct fetch *fetch, uint32_t page) {
     return page + 1 == end_page(fetch) && (fetch->offset + fetch->size) % PAGE && !side_first(fetch, page);

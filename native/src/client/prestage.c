@@ -1,8 +1,8 @@
 /* Prestaging: blocks that will be needed soon, read ahead into pinned memory by a thread of the client's own.
  *
- * A staged block is of one place (segment, page, generation), so it is never an old version of its name; what was read is verified before it
- * counts. Memory is one mapping of staging_size bytes in 2 MiB slots; a block takes as many neighbouring slots as it needs. When none are
- * left the oldest blocks go, used or not (those count as wasted).
+ * A staged block is of one place (segment, page, generation), so it is never an old version of its name. Its bytes are verified before it counts.
+ * Memory is one mapping of staging_size bytes in 2 MiB slots; a block takes as many neighbouring slots as it needs. When none are left the oldest
+ * blocks go, used or not (those count as wasted).
  */
 #include "client/client.h"
 
@@ -19,7 +19,7 @@ struct staged {
     struct kvfs_record record;
     enum staged_state state;
     uint32_t slot, slots;
-    uint32_t takers;                     /* who copies out of it, or waits for it */
+    uint32_t takers;                     /* threads that copy out of it, or wait for it */
     bool taken;                          /* by one of them: counted as used */
 };
 

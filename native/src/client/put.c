@@ -76,7 +76,7 @@ static void window_ask(struct put_call *call) {
 }
 
 /* Blocks without room are asked for again once everything before them is committed, and so can be evicted. There is no second try if all was
- * committed already, or if the daemon looked for room as long as it ever does: it would do so again for every block that is left. */
+ * committed already, or if the daemon looked for room as long as it ever does. Such a search would repeat for every block that is left. */
 static void window_without_room(struct put_call *call, struct window *window, uint32_t from, bool some) {
     if (window->pending.answered_ns - window->requested_ns > call->client->options.timeout_ms * 1000000ull / 2) {
         for (uint32_t i = window->first + window->count; i < call->count; i++)

@@ -52,7 +52,7 @@ enum lru_state { LRU_ABSENT, LRU_BEING_WRITTEN, LRU_THERE };
 /* The list that an engine keeps of its own files: by last use, over the indexes of blocks. */
 struct lru {
     pthread_mutex_t lock;
-    uint32_t *newer, *older; /* NONE at the ends */
+    uint32_t *newer, *older; /* ends have NONE */
     uint8_t *state; /* enum lru_state */
     uint32_t newest, oldest;
     uint64_t count;

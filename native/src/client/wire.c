@@ -86,7 +86,7 @@ int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, in
 
 /* With socket_lock: nothing more comes. Every request without an answer ends with the reason. */
 static void connection_lose(struct connection *connection, int error) {
-    connection->gone = true; /* what comes now would answer something else */
+    connection->gone = true; /* later bytes would answer something else */
     shutdown(connection->socket, SHUT_RDWR);
     for (struct wire_pending *pending = connection->pending; pending; pending = connection->pending) {
         connection->pending = pending->next;

@@ -33,9 +33,9 @@ struct wire_hello {
 };
 static_assert(sizeof(struct wire_hello) == 24, "wire");
 
-/* Answer to hello, then device_count uint64_t (zones_offset), then segment_count * stripe_width { uint32_t device, zone }. Then come
- * DESCRIPTORS frames without payload, each with up to KVFS_WIRE_FDS_MAX descriptors (SCM_RIGHTS) on its first byte: the block table's memfd,
- * then the devices in order, O_DIRECT; opened for reading only if the client asked for that. */
+/* Answer to hello, then device_count uint64_t (zones_offset), then segment_count * stripe_width { uint32_t device, zone }. Then come DESCRIPTORS
+ * frames without payload, each with up to KVFS_WIRE_FDS_MAX descriptors (SCM_RIGHTS) on its first byte. They are the block table's memfd, then the
+ * devices in order, O_DIRECT. Devices are opened for reading only if the client asked for that. */
 struct wire_welcome {
     uint32_t version;
     uint32_t writable;
@@ -58,8 +58,8 @@ static_assert(sizeof(struct wire_where) == 16, "wire");
 
 /* RESERVE item: this and name_size bytes, padded to 8: the key's hex name; it goes into the directory of its first two characters. */
 struct wire_reserve { uint64_t size; uint32_t name_size; uint32_t reserved; };
-/* Answer, one per item: this; run_count struct wire_run; record_size bytes: the inode record, extents included, as the block header is to have
- * it; ancestors_size bytes; each part padded to 8. With error < 0 nothing follows. */
+/* Answer, one per item: this; run_count struct wire_run; record_size bytes; ancestors_size bytes; each part padded to 8. The record is the inode
+ * record, with extents, as the block header is to have it. With error < 0 nothing follows. */
 struct wire_reserved {
     uint64_t reservation;
     int32_t error;

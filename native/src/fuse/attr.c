@@ -67,7 +67,7 @@ bool host_opens_uncached(struct node *node) {
     return atomic_load(&node->guest_wrote);
 }
 
-/* Content that is written once need not go through the kernel's page cache: the cache would be filled and copied for nobody, and dropped by the next
+/* Content that is written once need not go through the kernel's page cache. The cache would be filled and copied for nobody, and dropped by the next
  * eviction. This holds for a new file that is open for writing alone, so nobody can have mapped it. Cached pages of other readers would not follow
  * the writes. So these readers bypass the cache too, and what they mapped is not kept beyond the seal (KVFS_INODE_REWRITTEN). A kernel that cannot
  * map such files caches them, also for the writer. */

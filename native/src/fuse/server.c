@@ -4,7 +4,7 @@
  * guest, each for its own queues. The others help. They are woken when requests queue up, take part while there is work, and go back to sleep. So one
  * client costs one wake-up a request, and many clients use every core.
  *
- * Before it sleeps, a thread polls for a short while, if its last requests came within such a while and at most one client seems to be at work. One
+ * A thread polls for a short while before it sleeps, if at most one client seems active and its last requests came within such a while. One
  * thread of the plane polls at a time. */
 #include "fuse/fuse.h"
 
@@ -20,8 +20,8 @@
 #define BACKLOG 4
 #define BATCH 8
 #define IDLE_NS 1000000000ull
-/* Requests that queue up mean that several clients are at work, and they can use the time that a poll would burn (8 readers of 2 MiB on two cores:
- * 9.3 against 5.1 GB/s). */
+/* Requests that queue up mean that several clients are at work. They can use the time that a poll would burn (8 readers of 2 MiB on two cores: 9.3
+ * against 5.1 GB/s). */
 #define CROWDED_NS 5000000ull
 /* Luck gains one for work that came within the time of a poll, and loses two for work that did not. A thread polls with half of LUCK_MAX. */
 #define LUCK_MAX 16

@@ -1,7 +1,7 @@
 /* virtio-fs: a transport whose requests come out of a guest's virtqueues, and whose replies go straight into the guest's memory.
  *
  * A request is known by its element: the queue, the head of the chain, and a salt. Together they are the id that fuse and the session see. So a reply
- * from any thread finds its place once, and a reply after a reset finds nothing. A READ of a sealed block needs no memory of ours: the device writes
+ * from any thread finds its place once, and a reply after a reset finds nothing. A READ of a sealed block needs no memory of ours. The device writes
  * to the guest's pages (guest_targets), the leaves are checked there, and then the answer is published.
  *
  * A guest has a fair share: IN_FLIGHT_MAX bytes under way, staging for its WRITEs included, and FORWARDED_MAX requests in the session. Beyond that

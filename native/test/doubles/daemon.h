@@ -1,4 +1,4 @@
-/* A double of the daemon for tests of libkvfs: it listens on a unix socket, keeps a real block table, and places blocks on real device files
+/* A double of the daemon for tests of libkvfs. It listens on a unix socket, keeps a real block table, and places blocks on real device files
  * (O_DIRECT where the file system has it). It can be told to answer wrongly, late, or not at all. */
 #ifndef KVFS_TEST_DAEMON_H
 #define KVFS_TEST_DAEMON_H
@@ -36,7 +36,7 @@
 struct block {
     char name[2 * KVFS_KEY_MAX];
     uint32_t name_size;
-    int connection;                     /* that reserved it; -1: nobody */
+    int connection;                     /* its reserver; -1: nobody */
     bool live, late;                    /* late: its client said that its writes may still land */
     uint64_t size, seed;
     uint32_t header_pages, run_count;

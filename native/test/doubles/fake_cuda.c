@@ -1,9 +1,9 @@
-/* A double of libcuda for tests: no GPU and no claim about one. Two devices whose memory is host memory behind addresses that fault when a
- * CPU touches them; one thread a stream; calls without a context, handles of another context and invalid values fail as CUDA's do.
+/* A double of libcuda for tests: no GPU and no claim about one. Two devices whose memory is host memory behind addresses that fault when a CPU
+ * touches them; one thread a stream. Calls without a context, handles of another context and invalid values fail as CUDA's do.
  *
- * It counts violations, things a real driver would forgive or answer with wrong bytes: a source that changes or is unregistered while its
- * copy is queued, a copy from memory that is not pinned, from another context than the destination's, a stream that blocks on the default
- * one. And it does what a test asks for: fake_cuda_*() below.
+ * It counts violations, which a real driver would forgive or answer with wrong bytes. One is a source that changes or is unregistered while its copy
+ * is queued. Others are a copy from memory that is not pinned, or from another context than the destination's. A stream that blocks on the default
+ * one is another. And it does what a test asks for: fake_cuda_*() below.
  */
 #include <pthread.h>
 #include <stdarg.h>
@@ -824,7 +824,7 @@ EXPORT uint64_t fake_cuda_map(size_t size, int device) {
     return address;
 }
 
-/* What is in device memory now, whatever is queued. */
+/* The present bytes of device memory, whatever is queued. */
 EXPORT int fake_cuda_peek(void *to, uint64_t from, size_t size) {
     pthread_mutex_lock(&lock);
     uint8_t *source;

@@ -117,7 +117,7 @@ FROM_NTH(fake_cufile_fail_from, fail_at)
         variable = value;                                                     \
         pthread_mutex_unlock(&lock);                                          \
     }
-SET(fake_cufile_fail_with, int, fail_with)              /* what such a read returns */
+SET(fake_cufile_fail_with, int, fail_with)              /* the result of such a read */
 SET(fake_cufile_short, unsigned, short_size)            /* bytes that a read ends at */
 SET(fake_cufile_open_error, int, open_error)
 SET(fake_cufile_register_error, int, register_error)

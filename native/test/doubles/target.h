@@ -1,6 +1,5 @@
-/* A double of an NVMe/TCP target, in the test's own process: memory behind sockets, which follows the specification in many shapes (digests,
- * alignment, chunks of R2T and C2HData, SUCCESS or a response) and breaks it on demand. It shares with the initiator the wire's structures and
- * the crc alone.
+/* A double of an NVMe/TCP target, in the test's own process: memory behind sockets. It follows the specification in many shapes (digests, alignment,
+ * chunks of R2T and C2HData, SUCCESS or a response) and breaks it on demand. It shares with the initiator the wire's structures and the crc alone.
  */
 #ifndef KVFS_TEST_DOUBLES_TARGET_H
 #define KVFS_TEST_DOUBLES_TARGET_H

@@ -1,4 +1,4 @@
-/* What goes to the host: PDUs are queued, gathered into one sendmsg, and, if a fault says so, made wrong. */
+/* Answers to the host: PDUs are queued, gathered into one sendmsg, and, if a fault says so, made wrong. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -155,7 +155,7 @@ static void corrupt(struct connection *connection, struct request *request, uint
         }
         out->hang = fault->what == WHAT_HANG;
         out->hang_up = !out->hang;
-        /* What follows in the queue is not sent; the request ends with this PDU. */
+        /* Later PDUs of the queue are not sent; the request ends with this one. */
         while (connection->out_count > first + 1)
             connection->out_count--;
         out->last = request;

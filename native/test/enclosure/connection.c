@@ -381,7 +381,7 @@ static void drop(struct connection *connection)
 
         setsockopt(connection->fd, SOL_SOCKET, SO_LINGER, &linger, sizeof(linger));
     } else {
-        /* What the host has sent and nobody read would turn the end into a reset, and that swallows what was sent last. */
+        /* Unread bytes from the host would turn the end into a reset, and a reset swallows the last bytes sent. */
         struct timeval patience = {.tv_usec = 100000};
         int64_t until = now_ns() + DRAIN_TIMEOUT_MS * 1000000ll;
 

@@ -1,9 +1,9 @@
 /* An NVMe/TCP target to test against: subsystems whose namespaces are files or block devices, with faults on demand.
  *
  * One thread a connection, blocked in recv(): at depth 1 nothing wakes faster, and what is slow on one connection is slow on no other. The
- * namespaces are mapped: data goes from the map to the socket and from the socket into the map, through no buffer in between. main.c
- * listens; connection.c receives; request.c takes a command through its life; answer.c sends; admin.c, io.c, reserve.c and controller.c are what
- * the commands do; faults.c decides what goes wrong, control.c is told so.
+ * namespaces are mapped: data goes from the map to the socket and from the socket into the map, through no buffer in between. main.c listens;
+ * connection.c receives; request.c takes a command through its life; answer.c sends. admin.c, io.c, reserve.c and controller.c do the commands' work.
+ * faults.c decides which faults occur, and control.c receives them.
  */
 #ifndef KVFS_ENCLOSURE_H
 #define KVFS_ENCLOSURE_H
@@ -89,7 +89,7 @@ enum fault_kind {
     FAULT_NONE, FAULT_DELAY, FAULT_DROP, FAULT_RESET, FAULT_DIGEST, FAULT_STATUS, FAULT_FLIP, FAULT_HALF, FAULT_SILENCE, FAULT_SLOW,
     FAULT_PROTOCOL
 };
-/* What `what=` says; 0 is each kind's default. */
+/* The values of `what=`; 0 is each kind's default. */
 enum fault_what {
     WHAT_DEFAULT, WHAT_COMMAND, WHAT_ANSWER, WHAT_HEADER, WHAT_DATA, WHAT_TYPE, WHAT_HLEN, WHAT_PLEN, WHAT_PDO, WHAT_CID, WHAT_OFFSET,
     WHAT_SIZE, WHAT_SHORT, WHAT_TWICE, WHAT_R2T, WHAT_TERM, WHAT_FLAGS, WHAT_ICRESP, WHAT_C2H, WHAT_PFV, WHAT_CPDA, WHAT_MAXH2CDATA,
@@ -245,7 +245,7 @@ void answer_term(struct connection *connection, enum nvme_fatal_error fes, uint3
 /* 0: all sent; -EAGAIN; another -errno. */
 int answer_flush(struct connection *connection);
 
-/* What a command needs before it runs: `size`, `to_host`, `data`; and its run. Both answer a status. */
+/* A command's needs before it runs: `size`, `to_host`, `data`; and its run. Both answer a status. */
 uint16_t admin_prepare(struct connection *connection, struct request *request);
 uint16_t admin_run(struct connection *connection, struct request *request);
 uint16_t fabrics_prepare(struct connection *connection, struct request *request);

@@ -1,4 +1,4 @@
-/* What is to go wrong: rules, each for some commands of some queues, and a share or a number of them. */
+/* Faults to come: rules, each for some commands of some queues, and a share or a number of them. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -184,7 +184,7 @@ void listen_end(void)
 {
     pthread_mutex_lock(&enclosure.lock);
     if (enclosure.listen_fd >= 0) {
-        shutdown(enclosure.listen_fd, SHUT_RDWR); /* who polls it keeps it, and it would go on to take connections */
+        shutdown(enclosure.listen_fd, SHUT_RDWR); /* a thread that polls it keeps it open, and connections would still be taken */
         close(enclosure.listen_fd);
     }
     enclosure.listen_fd = -1;

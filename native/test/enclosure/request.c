@@ -107,7 +107,7 @@ void request_command(struct connection *connection, const struct nvme_command *c
         }
         if (request->fault.kind == FAULT_STATUS)
             request->status = request->fault.status;
-        /* What comes with a command that runs later, or never, must not be in the namespace before. */
+        /* Data of a command that runs later, or never, must not be in the namespace before. */
         if (request->fault.what == WHAT_COMMAND && !request->to_host && request->size && !request->status && request->own == NULL) {
             request->own = malloc(request->size);
             request->copy = true;
@@ -243,7 +243,7 @@ static struct request *held_event(struct connection *connection)
     return NULL;
 }
 
-/* What waited: for its time, for an abort, for an event. */
+/* Commands that waited: for their time, for an abort, for an event. */
 void request_due(struct connection *connection)
 {
     int64_t now;

@@ -1,7 +1,7 @@
 """One engine's storage client, unchanged, told what to do: player.py ENGINE DIRECTORY SOURCE.
 
-Each line of stdin is a JSON request, {"do": "store" | "lookup" | "load" | "files", "blocks": [indexes]}, each line of
-stdout the answer, a list with one item a block:
+Each line of stdin is a JSON request: {"do": "store" | "lookup" | "load" | "files", "blocks": [indexes]}. Each line of
+stdout is the answer, a list with one item a block:
   store   null, or what went wrong
   lookup  whether the engine says that it is there
   load    "same", "miss" (the engine itself said so), "wrong" (it said that it has it, and gave other bytes), or the

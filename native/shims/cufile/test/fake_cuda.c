@@ -1,5 +1,5 @@
-/* Test double of libcuda.so.1: GPU memory is memory that no CPU access reaches (it faults), kept in a second mapping; copies on a stream
- * are done by the stream's thread, late, so that memory reused too soon shows; every copy checks that there is a context. Never a GPU. */
+/* Test double of libcuda.so.1. GPU memory is memory that no CPU access reaches (it faults), kept in a second mapping. Copies on a stream are done by
+ * the stream's thread, late, so that memory reused too soon shows. Every copy checks that there is a context. Never a GPU. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -137,7 +137,7 @@ static void enqueue(void *handle, void *to, void *from, size_t size, long delay_
     pthread_mutex_unlock(&stream->lock);
 }
 
-/* As a kernel that computes: what is at `from` when its turn comes goes to `to`. */
+/* Acts as a kernel that computes: when its turn comes, the bytes at `from` go to `to`. */
 void fake_cuda_launch(void *stream, void *to, void *from, size_t size, long delay_ns) { enqueue(stream, to, from, size, delay_ns); }
 
 int cuStreamCreate(void **out, unsigned flags) {

@@ -1,5 +1,5 @@
-/* Test double of a libcufile that has a driver but refuses every file, as one without its compatibility mode does on FUSE; and whose
- * cuFileObjectInitialize() says what arguments arrived. */
+/* Test double of a libcufile that has a driver but refuses every file, as one without its compatibility mode does on FUSE. Its
+ * cuFileObjectInitialize() prints the arguments that arrived. */
 #include <stddef.h>
 
 struct status { int error, cuda_error; };

@@ -1,5 +1,5 @@
-/* Test double of the five calls of libkvfs that libkvfs_cufile makes: every read fails with -$KVFS_DOUBLE_ERROR; if that is ETIMEDOUT, a
- * "device" writes 0xee into the caller's memory 300 ms later, and kvfs_busy() says so until then. Preloaded. */
+/* Test double of the five calls of libkvfs that libkvfs_cufile makes. Every read fails with -$KVFS_DOUBLE_ERROR. With ETIMEDOUT, a "device" writes
+ * 0xee into the caller's memory 300 ms later, and kvfs_busy() says so until then. Preloaded. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>

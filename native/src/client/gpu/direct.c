@@ -755,7 +755,7 @@ int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int
         connection_put(connection);
     }
     if (r < 0) {
-        char why[256]; /* what closing says is not what happened */
+        char why[256]; /* the error of the close is not the cause */
         snprintf(why, sizeof(why), "%s", kvfs_error());
         direct_close(direct, true);
         return client_fail(r, "%s", why);

@@ -2,12 +2,12 @@
  * client/gpu/kernel.c takes it as a string for NVRTC, tests and doubles as C. Hence the argument of a macro, and no preprocessor in it. A file that
  * includes it defines GPU_LEAF(...), and for C: GPU_KERNEL, GPU_FUNCTION, GPU_INDEX (the number of a thread).
  *
- * xxh3's eight lanes do not see each other until the end, but for the word that each takes from its neighbour: so a thread is a lane of a leaf
+ * xxh3's eight lanes do not see each other until the end, but for the word that each takes from its neighbour. So a thread is a lane of a leaf
  * (kvfs_leaf_lanes), and then a leaf (kvfs_leaf_sums). Data is aligned to 8. Each launch has another nonce, so sums that an earlier launch left
  * behind match nothing.
  *
- * words: of the secret drawn from the pool's (192 bytes), the 24 from its start; then 8 from byte 121, for the last stripe; then 8 from
- * byte 11, for the end. */
+ * words: of the secret drawn from the pool's (192 bytes), the 24 from its start. Then 8 from byte 121, for the last stripe; then 8 from byte 11, for
+ * the end. */
 GPU_LEAF(
 
 typedef unsigned long long gpu_u64;

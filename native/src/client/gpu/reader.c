@@ -20,7 +20,7 @@ struct gpu_block {
     uint32_t tries;
     int64_t failure;
     struct kvfs_record record;
-    struct desc *desc;                   /* that verified the pieces so far */
+    struct desc *desc;                   /* it verified the pieces so far */
     enum block_way way;
     uint64_t from;                       /* bytes before this are not staged: cuFile has read them */
     uint32_t proven;                     /* pages */

@@ -2,7 +2,7 @@
  *
  * A slot is free; being read into; ready (verified, to be copied); being copied; or stuck, with a device that gave no answer. Copies go to one
  * stream of our own and end in its order, so a queue of events says which slots are free again. A fence in that queue marks where the stream waits
- * for the caller's stream: a long wait there is the caller's work, and not a copy that hangs.
+ * for the caller's stream. A long wait there is the caller's work, and not a copy that hangs.
  */
 #ifndef KVFS_GPU_READER_H
 #define KVFS_GPU_READER_H

@@ -294,7 +294,7 @@ void kvfs_gpu_close(struct kvfs_gpu *gpu) {
     while (slots_recover(gpu) && now_ns() < until)
         pause_ns(1000000);
     if (!gpu->broken && driver->cuCtxPushCurrent(gpu->primary) == CUDA_SUCCESS) {
-        for (uint32_t i = 0; i < gpu->ring_count; i++) /* what a GPU or a device may still use stays */
+        for (uint32_t i = 0; i < gpu->ring_count; i++) /* memory that a GPU or a device may still use stays */
             if (driver->cuMemHostUnregister(gpu->rings[i]) == CUDA_SUCCESS &&
                 !client_overlaps_orphan(gpu->client, gpu->rings[i], gpu->ring_size))
                 munmap(gpu->rings[i], gpu->ring_size);

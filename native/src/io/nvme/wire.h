@@ -241,7 +241,7 @@ enum nvme_log {
     NVME_LOG_ERRORS = 0x01, NVME_LOG_SMART = 0x02, NVME_LOG_FIRMWARE = 0x03, NVME_LOG_CHANGED_NAMESPACES = 0x04, NVME_LOG_EFFECTS = 0x05,
     NVME_LOG_DISCOVERY = 0x70
 };
-/* Get Log Page: cdw10 = lid | RAE << 15 | dwords - 1 (low half) << 16, cdw11 = high half, cdw12 and cdw13 = offset in bytes. */
+/* Get Log Page, `count` = dwords - 1: cdw10 = lid | RAE << 15 | low half of `count` << 16; cdw11 = high half. cdw12 and cdw13 = offset in bytes. */
 #define NVME_LOG_RETAIN_EVENT 0x8000u
 /* FEATURE_QUEUES: submission queues - 1 | (completion queues - 1) << 16, in cdw11 and in the answer's dw0.
  * Abort: cdw10 = sqid | cid << 16; dw0 bit 0 of the answer is set if nothing was aborted.
