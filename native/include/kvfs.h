@@ -26,31 +26,34 @@
 extern "C" {
 #endif
 
-#define KVFS_KEY_MAX 127            /* bytes: a name has 255, two for each */
+#define KVFS_KEY_MAX 127 /* bytes: a name has 255, two for each */
 
 struct kvfs_client;
 
 enum kvfs_client_flags {
-    KVFS_READ_ONLY = 1,             /* no right to write is asked for: put and delete are -EROFS */
-    KVFS_NO_VERIFY = 2              /* benchmarks only: leaves are not checked */
+    KVFS_READ_ONLY = 1, /* no right to write is asked for: put and delete are -EROFS */
+    KVFS_NO_VERIFY = 2  /* benchmarks only: leaves are not checked */
 };
 
 struct kvfs_options {
-    uint32_t size;                  /* sizeof(struct kvfs_options): the fields that this caller knows */
-    uint32_t flags;                 /* enum kvfs_client_flags */
-    uint32_t timeout_ms;            /* deadline of a device and of the daemon; 0: $KVFS_TIMEOUT_MS, or 2000 */
-    uint32_t depth;                 /* blocks a call has in flight, 1 to 64; 0: 8 */
-    uint64_t staging_size;          /* bytes of pinned memory for kvfs_prestage(), at most; 0: 256 MiB */
+    uint32_t size;         /* sizeof(struct kvfs_options): the fields that this caller knows */
+    uint32_t flags;        /* enum kvfs_client_flags */
+    uint32_t timeout_ms;   /* deadline of a device and of the daemon; 0: $KVFS_TIMEOUT_MS, or 2000 */
+    uint32_t depth;        /* blocks a call has in flight, 1 to 64; 0: 8 */
+    uint64_t staging_size; /* bytes of pinned memory for kvfs_prestage(), at most; 0: 256 MiB */
 };
 
-struct kvfs_keys {                  /* back to back: key i is sizes[i] bytes, 1 to KVFS_KEY_MAX */
+struct kvfs_keys { /* back to back: key i is sizes[i] bytes, 1 to KVFS_KEY_MAX */
     const void *data;
     const uint32_t *sizes;
     uint32_t count;
     uint32_t reserved;
 };
 
-struct kvfs_buffer { void *data; uint64_t size; };
+struct kvfs_buffer {
+    void *data;
+    uint64_t size;
+};
 
 /* path: a mount point of kvfs, a directory below one, or the pool's own directory, which stands for its mount point. space: a namespace, a
  * relative path ("llama-3-8b", "team/llama"); NULL or "": none, then keys lie in the directory itself. options may be NULL. -EINVAL: not a
@@ -78,8 +81,7 @@ int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const str
 int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted);
 /* Keys in byte order, from the first after `after` (NULL: from the first). Their sizes go into sizes[0 .. capacity), their bytes back to
  * back into data (data_size; KVFS_KEY_MAX bytes a key are always enough). Returns their number, 0 at the end. */
-int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size, void *data, uint64_t data_size, uint32_t *sizes,
-              uint32_t capacity);
+int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size, void *data, uint64_t data_size, uint32_t *sizes, uint32_t capacity);
 /* Start to read blocks that will be needed soon into pinned memory; the next kvfs_get() of each takes it from there. The oldest make room.
  * Returns how many were started; blocks that do not exist, or are in that memory already, are not. */
 int kvfs_prestage(struct kvfs_client *client, const struct kvfs_keys *keys);
@@ -94,9 +96,9 @@ struct kvfs_attributes {
     uint64_t size;
     uint64_t version;
     int64_t mtime_ns, ctime_ns, atime_ns;
-    uint32_t mode;                  /* st_mode */
+    uint32_t mode; /* st_mode */
     uint32_t uid, gid, nlink;
-    uint32_t sealed;                /* 0: a directory, or a file that is being written: the daemon knows its size */
+    uint32_t sealed; /* 0: a directory, or a file that is being written: the daemon knows its size */
     uint32_t reserved;
 };
 /* Attributes by a path below the mount point, without "." and ".." and without a leading slash; "" is the mount's root. -ENOENT, -ENOTDIR,
@@ -116,21 +118,21 @@ void kvfs_file_close(struct kvfs_file *file);
 struct kvfs_client_information {
     uint8_t pool_uuid[16];
     uint64_t mount_epoch;
-    uint32_t connected;             /* 0: the daemon is gone; verified reads go on */
+    uint32_t connected; /* 0: the daemon is gone; verified reads go on */
     uint32_t writable;
     uint32_t device_count;
-    uint32_t memory_alignment;      /* of buffers, for reads without a copy */
-    char pool[256];                 /* the pool's directory, cut if longer */
+    uint32_t memory_alignment; /* of buffers, for reads without a copy */
+    char pool[256];            /* the pool's directory, cut if longer */
 };
 int kvfs_client_information_get(struct kvfs_client *client, struct kvfs_client_information *out);
 
 struct kvfs_client_statistics {
-    uint64_t lookups, hits, misses;             /* names looked up; blocks read; missing names, and blocks that could not be read */
-    uint64_t gets, get_bytes, bounced_bytes;    /* blocks read; their bytes; bytes of them that were copied once */
+    uint64_t lookups, hits, misses;          /* names looked up; blocks read; missing names, and blocks that could not be read */
+    uint64_t gets, get_bytes, bounced_bytes; /* blocks read; their bytes; bytes of them that were copied once */
     uint64_t retries, timeouts, checksum_errors;
     uint64_t puts, put_bytes, deletes;
     uint64_t prestaged, prestage_used, prestage_wasted; /* blocks */
-    uint64_t reconnects, busy;                  /* busy: buffers that devices still own */
+    uint64_t reconnects, busy;                          /* busy: buffers that devices still own */
 };
 int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_statistics *out);
 

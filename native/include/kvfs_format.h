@@ -39,11 +39,11 @@ enum kvfs_inode_flags {
 
 /* A run of pages in a segment that holds a run of a file's pages. Pages are 4 KiB. A file page covered by no extent reads as zeros. */
 struct kvfs_extent {
-    uint64_t generation;   /* of the segment when it was written */
+    uint64_t generation; /* of the segment when it was written */
     uint32_t segment;
-    uint32_t page;         /* first page of data, in the segment's own address space */
+    uint32_t page; /* first page of data, in the segment's own address space */
     uint32_t page_count;
-    uint32_t file_page;    /* first page in the file */
+    uint32_t file_page; /* first page in the file */
 };
 static_assert(sizeof(struct kvfs_extent) == 24, "format");
 
@@ -51,29 +51,29 @@ static_assert(sizeof(struct kvfs_extent) == 24, "format");
  * counts all of it. extents begin at 128 + name_size rounded up to 8. */
 struct kvfs_inode_record {
     uint32_t record_size;
-    uint8_t kind;           /* enum kvfs_kind */
-    uint8_t flags;          /* enum kvfs_inode_flags */
+    uint8_t kind;  /* enum kvfs_kind */
+    uint8_t flags; /* enum kvfs_inode_flags */
     uint16_t name_size;
     uint64_t inode;
-    uint64_t parent;        /* inode number of the directory */
-    uint64_t version;       /* pool-wide sequence: of the content and name; the highest wins */
-    uint64_t size;          /* bytes */
-    uint64_t generation;    /* of the home segment */
-    uint32_t segment;       /* home segment: where the block header lies */
-    uint32_t page;          /* of the block header in the home segment */
+    uint64_t parent;     /* inode number of the directory */
+    uint64_t version;    /* pool-wide sequence: of the content and name; the highest wins */
+    uint64_t size;       /* bytes */
+    uint64_t generation; /* of the home segment */
+    uint32_t segment;    /* home segment: where the block header lies */
+    uint32_t page;       /* of the block header in the home segment */
     uint32_t header_pages;
-    uint32_t extent_count;  /* 0: one extent, directly behind the header, of ceil(size / 4096) pages */
+    uint32_t extent_count; /* 0: one extent, directly behind the header, of ceil(size / 4096) pages */
     int64_t mtime_ns;
     int64_t ctime_ns;
     int64_t atime_ns;
-    uint32_t mode;          /* st_mode, with the type bits */
+    uint32_t mode; /* st_mode, with the type bits */
     uint32_t uid;
     uint32_t gid;
     uint32_t nlink;
     uint32_t xattr_size;
-    uint32_t reserved0;     /* zero: encryption key, compression */
-    uint64_t reserved1;     /* zero */
-    uint64_t reserved2;     /* zero */
+    uint32_t reserved0; /* zero: encryption key, compression */
+    uint64_t reserved1; /* zero */
+    uint64_t reserved2; /* zero */
 };
 static_assert(sizeof(struct kvfs_inode_record) == 128, "format");
 
@@ -81,10 +81,10 @@ static_assert(sizeof(struct kvfs_inode_record) == 128, "format");
 struct kvfs_segment_header {
     uint64_t magic;
     uint32_t version;
-    uint32_t flags;         /* zero */
-    uint64_t checksum;      /* of the page with this field zero */
+    uint32_t flags;    /* zero */
+    uint64_t checksum; /* of the page with this field zero */
     uint64_t generation;
-    uint64_t owner_epoch;   /* mount epoch of the node that writes it */
+    uint64_t owner_epoch; /* mount epoch of the node that writes it */
     uint8_t pool_uuid[16];
     uint32_t segment;
     uint32_t stripe_width;
@@ -92,7 +92,10 @@ struct kvfs_segment_header {
     uint64_t stripe_unit;
     uint32_t stream;
     uint32_t reserved;
-    struct { uint32_t device; uint32_t zone; } members[KVFS_STRIPE_WIDTH_MAX];
+    struct {
+        uint32_t device;
+        uint32_t zone;
+    } members[KVFS_STRIPE_WIDTH_MAX];
 };
 static_assert(sizeof(struct kvfs_segment_header) == 88 + 8 * KVFS_STRIPE_WIDTH_MAX, "format");
 
@@ -103,19 +106,19 @@ static_assert(sizeof(struct kvfs_segment_header) == 88 + 8 * KVFS_STRIPE_WIDTH_M
 struct kvfs_block_header {
     uint64_t magic;
     uint32_t version;
-    uint32_t flags;         /* zero */
-    uint64_t checksum;      /* of the first page with this field zero */
-    uint64_t key_low;       /* xxh3-128, seeded with the secret, of (parent as 8 bytes, name) at the seal */
+    uint32_t flags;    /* zero */
+    uint64_t checksum; /* of the first page with this field zero */
+    uint64_t key_low;  /* xxh3-128, seeded with the secret, of (parent as 8 bytes, name) at the seal */
     uint64_t key_high;
     uint64_t owner_epoch;
     uint32_t header_pages;
-    uint32_t leaf_count;    /* ceil(size / 4096) */
+    uint32_t leaf_count; /* ceil(size / 4096) */
     uint32_t record_offset;
     uint32_t ancestors_offset;
     uint32_t ancestors_size;
-    uint32_t sums_offset;   /* page checksums: 80 */
+    uint32_t sums_offset; /* page checksums: 80 */
     uint32_t leaves_offset;
-    uint32_t run_pages;     /* pages from this header to the next header in this segment: header and the data behind it */
+    uint32_t run_pages; /* pages from this header to the next header in this segment: header and the data behind it */
 };
 static_assert(sizeof(struct kvfs_block_header) == 80, "format");
 
@@ -124,13 +127,13 @@ struct kvfs_extent_header {
     uint64_t magic;
     uint32_t version;
     uint32_t flags;
-    uint64_t checksum;      /* of the page with this field zero */
+    uint64_t checksum; /* of the page with this field zero */
     uint64_t inode;
     uint64_t generation;
     uint64_t owner_epoch;
     uint32_t segment;
-    uint32_t page;          /* of this header */
-    uint32_t run_pages;     /* this page and the data behind it */
+    uint32_t page;      /* of this header */
+    uint32_t run_pages; /* this page and the data behind it */
     uint32_t file_page;
 };
 static_assert(sizeof(struct kvfs_extent_header) == 64, "format");
@@ -140,16 +143,16 @@ static_assert(sizeof(struct kvfs_extent_header) == 64, "format");
 struct kvfs_summary_header {
     uint64_t magic;
     uint32_t version;
-    uint32_t flags;         /* bit 0: the segment is closed; bit 1: the entries are a zlib stream */
-    uint64_t checksum;      /* of these 88 bytes with this field zero, then of the entries */
+    uint32_t flags;    /* bit 0: the segment is closed; bit 1: the entries are a zlib stream */
+    uint64_t checksum; /* of these 88 bytes with this field zero, then of the entries */
     uint64_t generation;
-    uint64_t sequence;      /* counts the writes of this segment's summaries in this generation */
+    uint64_t sequence; /* counts the writes of this segment's summaries in this generation */
     uint64_t owner_epoch;
     uint8_t pool_uuid[16];
     uint32_t segment;
     uint32_t entry_count;
     uint64_t entries_size;
-    uint32_t covered_page;  /* headers at or behind this page are not described here: scan them */
+    uint32_t covered_page; /* headers at or behind this page are not described here: scan them */
     uint32_t reserved;
 };
 static_assert(sizeof(struct kvfs_summary_header) == 88, "format");
@@ -159,19 +162,19 @@ struct kvfs_label {
     uint64_t magic;
     uint32_t version;
     uint32_t flags;
-    uint64_t checksum;      /* of the whole label, 65536 bytes, with this field zero; unseeded: the secret is inside */
+    uint64_t checksum; /* of the whole label, 65536 bytes, with this field zero; unseeded: the secret is inside */
     uint8_t pool_uuid[16];
     uint8_t device_uuid[16];
     uint64_t mount_epoch;
     uint32_t device_index;
     uint32_t device_count;
-    uint64_t device_size;   /* bytes in use, a multiple of 4096: the second label ends here */
+    uint64_t device_size; /* bytes in use, a multiple of 4096: the second label ends here */
     uint64_t zone_size;
     uint64_t stripe_unit;
     uint32_t stripe_width;
-    uint32_t zone_count;    /* on this device */
-    uint64_t zones_offset;  /* where zone 0 begins */
-    uint64_t text_size;     /* bytes of pool.toml */
+    uint32_t zone_count;   /* on this device */
+    uint64_t zones_offset; /* where zone 0 begins */
+    uint64_t text_size;    /* bytes of pool.toml */
 };
 static_assert(sizeof(struct kvfs_label) == 120, "format");
 

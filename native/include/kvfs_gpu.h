@@ -32,18 +32,18 @@ struct kvfs_gpu;
 /* AUTO is STAGED: gds is not tried unasked in the caller's process. */
 enum kvfs_gpu_mode { KVFS_GPU_AUTO = 0, KVFS_GPU_STAGED = 1, KVFS_GPU_GDS = 2 };
 enum kvfs_gpu_flags {
-    KVFS_GPU_INDIRECT = 1           /* diagnosis only: gds also where cuFile's statistics show no direct reads, its compatibility mode */
+    KVFS_GPU_INDIRECT = 1 /* diagnosis only: gds also where cuFile's statistics show no direct reads, its compatibility mode */
 };
 
 struct kvfs_gpu_options {
-    uint32_t size;                  /* sizeof(struct kvfs_gpu_options): the fields that this caller knows */
-    uint32_t mode;                  /* enum kvfs_gpu_mode */
-    uint32_t device;                /* as CUDA counts them */
-    uint32_t slot_count;            /* of the ring: 1 to 1024; 0: 16 */
-    uint64_t slot_size;             /* multiple of 64 KiB, at most 64 MiB; 0: 1 MiB. A larger block takes several slots. */
-    uint32_t flags;                 /* enum kvfs_gpu_flags */
+    uint32_t size;       /* sizeof(struct kvfs_gpu_options): the fields that this caller knows */
+    uint32_t mode;       /* enum kvfs_gpu_mode */
+    uint32_t device;     /* as CUDA counts them */
+    uint32_t slot_count; /* of the ring: 1 to 1024; 0: 16 */
+    uint64_t slot_size;  /* multiple of 64 KiB, at most 64 MiB; 0: 1 MiB. A larger block takes several slots. */
+    uint32_t flags;      /* enum kvfs_gpu_flags */
     uint32_t reserved;
-    const char *cufile, *nvrtc;     /* for gds: the libraries' files; NULL: those of the environment, or of the dynamic linker's search */
+    const char *cufile, *nvrtc; /* for gds: the libraries' files; NULL: those of the environment, or of the dynamic linker's search */
 };
 
 /* Takes slot_count * slot_size of pinned memory, and the device's primary context. It takes up to four times that memory while silent
@@ -73,27 +73,26 @@ int kvfs_gpu_device_of(const void *pointer);
  * In staged mode no device ever holds GPU memory. With gds a cuFileRead cannot be cancelled. When one has given no answer in the client's
  * timeout, the block is -ETIMEDOUT. The pages that are still being read then belong to the device until kvfs_busy() says 0, also after
  * kvfs_gpu_close(). Until then blocks of this kvfs_gpu are read the staged way. */
-int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_buffer *device_buffers, uint64_t stream,
-                 int64_t *results);
+int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_buffer *device_buffers, uint64_t stream, int64_t *results);
 
 struct kvfs_gpu_statistics {
-    uint64_t blocks, bytes;         /* of results that were blocks */
-    uint64_t prestaged;             /* blocks of them that kvfs_prestage() had in memory */
-    uint64_t pieces, copies;        /* slots filled; copies from them to the GPU: fewer where neighbours went together */
-    uint64_t restarts;              /* blocks begun again, because they were replaced or moved while their pieces were read */
-    uint64_t slot_waits;            /* how often every slot was in use */
-    uint64_t slots_stuck;           /* now: out of use, because a device that gave no answer may still write into them */
-    uint64_t slots_huge;            /* 1: the ring lies in reserved huge pages */
+    uint64_t blocks, bytes;  /* of results that were blocks */
+    uint64_t prestaged;      /* blocks of them that kvfs_prestage() had in memory */
+    uint64_t pieces, copies; /* slots filled; copies from them to the GPU: fewer where neighbours went together */
+    uint64_t restarts;       /* blocks begun again, because they were replaced or moved while their pieces were read */
+    uint64_t slot_waits;     /* how often every slot was in use */
+    uint64_t slots_stuck;    /* now: out of use, because a device that gave no answer may still write into them */
+    uint64_t slots_huge;     /* 1: the ring lies in reserved huge pages */
 };
 int kvfs_gpu_statistics_get(struct kvfs_gpu *gpu, struct kvfs_gpu_statistics *out);
 
 /* Of gds; all zero in another mode. */
 struct kvfs_gpu_direct_statistics {
-    uint64_t blocks, bytes;         /* results that came without the ring: blocks, and their bytes */
-    uint64_t reads;                 /* calls of cuFileRead that ended */
-    uint64_t fallbacks;             /* blocks begun so and then read the staged way */
-    uint64_t mismatches;            /* of those: blocks whose GPU checksums differed */
-    uint64_t overdue;               /* now: reads that gave no answer in time */
+    uint64_t blocks, bytes; /* results that came without the ring: blocks, and their bytes */
+    uint64_t reads;         /* calls of cuFileRead that ended */
+    uint64_t fallbacks;     /* blocks begun so and then read the staged way */
+    uint64_t mismatches;    /* of those: blocks whose GPU checksums differed */
+    uint64_t overdue;       /* now: reads that gave no answer in time */
     /* cuFile's own statistics for this GPU, of the process, since this kvfs_gpu was opened: n_p2p_reads and n_nvfs_reads; n_posix_reads.
      * Reads were direct only if known is 1 and indirect_reads is 0. known 0: cuFile does not know the GPU. */
     uint64_t known, direct_reads, indirect_reads;

@@ -13,16 +13,19 @@
 
 struct kvfs_plane;
 
-struct kvfs_member { uint32_t device; uint32_t zone; };
+struct kvfs_member {
+    uint32_t device;
+    uint32_t zone;
+};
 
 struct kvfs_plane_config {
     uint64_t secret;
     uint64_t mount_epoch;
-    uint64_t zone_size;          /* multiple of stripe_unit */
-    uint64_t stripe_unit;        /* multiple of 4096 */
-    uint64_t staging_size;       /* bytes of payload memory for writes */
-    uint64_t read_memory_size;   /* bytes of payload memory for reads */
-    uint64_t records_max;        /* of the block table */
+    uint64_t zone_size;        /* multiple of stripe_unit */
+    uint64_t stripe_unit;      /* multiple of 4096 */
+    uint64_t staging_size;     /* bytes of payload memory for writes */
+    uint64_t read_memory_size; /* bytes of payload memory for reads */
+    uint64_t records_max;      /* of the block table */
     uint32_t stripe_width;
     uint32_t segment_count;
     uint32_t device_count;
@@ -43,19 +46,19 @@ struct kvfs_plane_config {
 
 /* A namespace, or with nsid 0 a subsystem, and how to reach it. Every field is checked by the function that takes it (I18). */
 struct kvfs_nvme_target {
-    uint64_t magic;              /* the data plane's */
+    uint64_t magic; /* the data plane's */
     uint32_t reserved;
     uint32_t nsid;
-    uint32_t queues;             /* I/O queues, at most; 0: 128 */
-    uint32_t depth;              /* commands at once in a queue; 0: 128 */
-    uint32_t kato_ms;            /* keep alive; 0: 5000 */
-    uint32_t timeout_ms;         /* to connect, and of a command that is no I/O of the plane; 0: 5000 */
-    uint32_t header_digest;      /* 0, 1 */
+    uint32_t queues;        /* I/O queues, at most; 0: 128 */
+    uint32_t depth;         /* commands at once in a queue; 0: 128 */
+    uint32_t kato_ms;       /* keep alive; 0: 5000 */
+    uint32_t timeout_ms;    /* to connect, and of a command that is no I/O of the plane; 0: 5000 */
+    uint32_t header_digest; /* 0, 1 */
     uint32_t data_digest;
     uint32_t port;
     uint32_t reserved2;
     uint8_t hostid[16];
-    char host[256];              /* name or address; all three end with a zero */
+    char host[256]; /* name or address; all three end with a zero */
     char nqn[224];
     char hostnqn[224];
 };
@@ -69,18 +72,18 @@ int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target);
  * time. */
 struct kvfs_nvme;
 struct kvfs_nvme_info {
-    uint64_t size;               /* of the namespace, in bytes; 0 without nsid */
+    uint64_t size; /* of the namespace, in bytes; 0 without nsid */
     uint32_t block_size;
-    uint32_t transfer_size;      /* of one command */
-    uint32_t queues;             /* I/O queues that the controller grants */
+    uint32_t transfer_size; /* of one command */
+    uint32_t queues;        /* I/O queues that the controller grants */
     uint32_t write_cache;
     char model[41];
     char serial[21];
     char reserved[2];
 };
 struct kvfs_nvme_subsystem {
-    uint32_t type;               /* 1 referral, 2 NVM, 3 discovery */
-    uint32_t transport;          /* 3 TCP */
+    uint32_t type;      /* 1 referral, 2 NVM, 3 discovery */
+    uint32_t transport; /* 3 TCP */
     char nqn[256];
     char address[256];
     char port[32];
@@ -95,7 +98,11 @@ int kvfs_nvme_flush(struct kvfs_nvme *nvme);
 /* One step of a reservation, write exclusive for registrants, under a key of this host. REPLACE: whatever its key was before. PREEMPT:
  * `other`'s registration ends. -EBADE: another host's reservation, or not registered; -EOPNOTSUPP: it has no reservations. */
 enum kvfs_reservation_step {
-    KVFS_RESERVATION_REGISTER, KVFS_RESERVATION_REPLACE, KVFS_RESERVATION_ACQUIRE, KVFS_RESERVATION_PREEMPT, KVFS_RESERVATION_RELEASE,
+    KVFS_RESERVATION_REGISTER,
+    KVFS_RESERVATION_REPLACE,
+    KVFS_RESERVATION_ACQUIRE,
+    KVFS_RESERVATION_PREEMPT,
+    KVFS_RESERVATION_RELEASE,
     KVFS_RESERVATION_END
 };
 int kvfs_nvme_reservation(struct kvfs_nvme *nvme, enum kvfs_reservation_step step, uint64_t key, uint64_t other);
@@ -109,9 +116,9 @@ const char *kvfs_nvme_error(void);
 /* ---- NVMe passthrough: /dev/ngXnY ---- */
 
 struct kvfs_generic_info {
-    uint64_t size;               /* of the namespace, in bytes */
+    uint64_t size; /* of the namespace, in bytes */
     uint32_t block_size;
-    uint32_t transfer_size;      /* of one command */
+    uint32_t transfer_size; /* of one command */
     uint32_t nsid;
     uint32_t write_cache;
 };
@@ -124,8 +131,8 @@ int kvfs_generic_flush(int fd, const struct kvfs_generic_info *info);
 
 /* device_fds stay the caller's and must outlive the plane. zones_offset[device] is where its zone 0 begins; members is segment_count *
  * stripe_width long. */
-int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset,
-                      const struct kvfs_member *members, struct kvfs_plane **out);
+int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members,
+                      struct kvfs_plane **out);
 /* Blocks until every device I/O has been reaped or io_timeout_ms is over, twice. Aborts transports that still exist. */
 void kvfs_plane_destroy(struct kvfs_plane *plane);
 /* Take a device out of service: from now on I/O of segments that touch it fails at once; I/O under way has its deadlines. */
@@ -141,27 +148,35 @@ const char *kvfs_plane_error(void);
 /* ---- events, completions and calls: one eventfd, readable while one of the queues holds something ---- */
 
 enum kvfs_event_type {
-    KVFS_EVENT_SPILL = 1,       /* inode holds more than its share of staging: spill it */
-    KVFS_EVENT_RESEAL = 2,      /* the last writer is gone and left unsealed bytes: seal it */
-    KVFS_EVENT_IDLE = 3,        /* a nameless inode lost its last handle: delete it */
-    KVFS_EVENT_BAD_BLOCK = 4,   /* a block failed verification, value = segment: drop it */
-    KVFS_EVENT_IO_ERROR = 5,    /* value = device << 32 | errno */
+    KVFS_EVENT_SPILL = 1,           /* inode holds more than its share of staging: spill it */
+    KVFS_EVENT_RESEAL = 2,          /* the last writer is gone and left unsealed bytes: seal it */
+    KVFS_EVENT_IDLE = 3,            /* a nameless inode lost its last handle: delete it */
+    KVFS_EVENT_BAD_BLOCK = 4,       /* a block failed verification, value = segment: drop it */
+    KVFS_EVENT_IO_ERROR = 5,        /* value = device << 32 | errno */
     KVFS_EVENT_TRANSPORTS_GONE = 6, /* the last transport ended; the session socket is closed */
-    KVFS_EVENT_WRITERS_GONE = 7, /* the last writer of a sealed, clean inode is gone */
-    KVFS_EVENT_GUEST = 8,       /* a guest or its front end broke the rules; inode = its number, value = queue << 32 | errno (queue 0xffffffff: the
+    KVFS_EVENT_WRITERS_GONE = 7,    /* the last writer of a sealed, clean inode is gone */
+    KVFS_EVENT_GUEST = 8,        /* a guest or its front end broke the rules; inode = its number, value = queue << 32 | errno (queue 0xffffffff: the
                                  * protocol). The queue has stopped, or the connection has ended */
-    KVFS_EVENT_DEVICE = 9,      /* value = device: its connection was lost, or is back; kvfs_device_message */
+    KVFS_EVENT_DEVICE = 9,       /* value = device: its connection was lost, or is back; kvfs_device_message */
     KVFS_EVENT_SLAB_CLOSED = 10, /* a slab with a name. value 1: it lost its last handle, and goes (kvfs_slab_close). value 0: it lost its
                                   * last writer, and becomes an ordinary file (kvfs_slab_to_file) */
-    KVFS_EVENT_SLAB_FREE = 11,  /* an inode's slab has ended, and no I/O of it is under way: its segments are free. value: the first of
+    KVFS_EVENT_SLAB_FREE = 11,   /* an inode's slab has ended, and no I/O of it is under way: its segments are free. value: the first of
                                  * them */
     KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: make it a slab, then call
                                   * kvfs_slab_answer */
-    KVFS_EVENT_SLOW = 13        /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
+    KVFS_EVENT_SLOW = 13         /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
                                  * at most, and no more than ten not yet taken; the others count in slow_requests only */
 };
-struct kvfs_event { uint32_t type; uint32_t reserved; uint64_t inode; uint64_t value; };
-struct kvfs_completion { uint64_t cookie; int64_t result; };
+struct kvfs_event {
+    uint32_t type;
+    uint32_t reserved;
+    uint64_t inode;
+    uint64_t value;
+};
+struct kvfs_completion {
+    uint64_t cookie;
+    int64_t result;
+};
 
 int kvfs_event_fd(struct kvfs_plane *plane);
 int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t count);
@@ -176,11 +191,11 @@ int kvfs_session_open(struct kvfs_plane *plane);
 /* CREATE, UNLINK, RENAME and FLUSH, which come with every stored block: handed over as they are, many at once, rather than by the session.
  * They come from kvfs_calls_open() on. The deadline is that of all requests. */
 struct kvfs_call {
-    uint64_t id;                 /* for the answer */
-    uint64_t inode;              /* the directory; FLUSH: the file */
-    uint64_t new_parent;         /* RENAME */
-    uint32_t opcode;             /* linux/fuse.h; RENAME2 as RENAME */
-    uint32_t flags;              /* CREATE: of open(2); RENAME: of renameat2(2) */
+    uint64_t id;         /* for the answer */
+    uint64_t inode;      /* the directory; FLUSH: the file */
+    uint64_t new_parent; /* RENAME */
+    uint32_t opcode;     /* linux/fuse.h; RENAME2 as RENAME */
+    uint32_t flags;      /* CREATE: of open(2); RENAME: of renameat2(2) */
     uint32_t mode, uid, gid;
     uint16_t name_size, new_name_size;
     char name[256], new_name[256];
@@ -198,9 +213,9 @@ int kvfs_transport_count(struct kvfs_plane *plane);
 #define KVFS_VIRTIOFS_MAX 64
 #define KVFS_VIRTIOFS_MEMORY_TYPES_MAX 4
 struct kvfs_virtiofs_config {
-    char tag[36];                /* of the config space: UTF-8, padded with zeros */
-    uint32_t queue_count;        /* request queues, 1 to 64 */
-    uint32_t queue_size_max;     /* a power of two, 8 to 1024 */
+    char tag[36];            /* of the config space: UTF-8, padded with zeros */
+    uint32_t queue_count;    /* request queues, 1 to 64 */
+    uint32_t queue_size_max; /* a power of two, 8 to 1024 */
     uint32_t memory_type_count;
     uint32_t reserved;
     /* Guest memory may lie in files of these filesystems (statfs(2), f_type), besides memfd, tmpfs and hugetlbfs. In another filesystem, a
@@ -217,8 +232,8 @@ int kvfs_virtiofs_remove(struct kvfs_plane *plane, int number);
 struct kvfs_virtiofs_statistics {
     uint32_t connected, queues_running;
     uint64_t connections, requests, bytes_read, bytes_written;
-    uint64_t zero_copy_bytes;    /* of bytes_read: the device wrote them to the guest's pages */
-    uint64_t copied_bytes;       /* payload that a CPU copied out of or into guest memory */
+    uint64_t zero_copy_bytes; /* of bytes_read: the device wrote them to the guest's pages */
+    uint64_t copied_bytes;    /* payload that a CPU copied out of or into guest memory */
     uint64_t protocol_errors, descriptor_errors, io_errors;
 };
 int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_virtiofs_statistics *out);
@@ -302,24 +317,30 @@ int kvfs_slab_answer(struct kvfs_plane *plane, uint64_t inode);
 int kvfs_slab_fail(struct kvfs_plane *plane, uint64_t inode);
 
 struct kvfs_seal_info {
-    uint64_t size;              /* bytes */
+    uint64_t size; /* bytes */
     int64_t mtime_ns;
-    uint32_t data_pages;        /* pages to be written */
-    uint32_t ranges;            /* contiguous file ranges they form */
-    uint32_t kept_extents;      /* extents that stay where they are */
-    uint32_t dirty;             /* 0: nothing to seal (then seal_begin changed nothing) */
-    uint32_t shared;            /* kernels may keep old pages of it: it needs KVFS_INODE_REWRITTEN */
+    uint32_t data_pages;   /* pages to be written */
+    uint32_t ranges;       /* contiguous file ranges they form */
+    uint32_t kept_extents; /* extents that stay where they are */
+    uint32_t dirty;        /* 0: nothing to seal (then seal_begin changed nothing) */
+    uint32_t shared;       /* kernels may keep old pages of it: it needs KVFS_INODE_REWRITTEN */
     uint32_t reserved;
 };
 /* A place to write to. In the first run of a seal, header_pages come first; in every other run one extent header page. */
-struct kvfs_run { uint64_t generation; uint32_t segment; uint32_t page; uint32_t page_count; uint32_t reserved; };
+struct kvfs_run {
+    uint64_t generation;
+    uint32_t segment;
+    uint32_t page;
+    uint32_t page_count;
+    uint32_t reserved;
+};
 
 /* Freeze the file: writes to it wait until kvfs_seal_end. -ENOENT: not being written. -EBUSY: a seal or spill is under way. */
 int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_info *out);
 /* Write data and block header. record: the inode record without extents (extent_count 0), with the place fields of runs[0]. All runs
  * together must hold exactly header_pages + (run_count - 1) + data_pages pages. Completion: 0 or -errno. */
-int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count,
-                    uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size);
+int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count, uint32_t header_pages,
+                    const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size);
 /* The record as the header has it, with extents; for the index and the table. Returns its size; -ERANGE if capacity is less. */
 int kvfs_seal_record(struct kvfs_plane *plane, uint64_t inode, void *out, uint32_t capacity);
 /* ok: the index has it, and the file is clean and sealed (call after kvfs_inode_update / kvfs_name_put). Not ok: still dirty. */
@@ -346,8 +367,11 @@ void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error);
 /* Users are the openers of files: a uid of the host; or, for all of a guest, this value and the number of its transport. SETXATTR names
  * them in the same way. */
 #define KVFS_USER_GUEST 0xffff0000u
-#define KVFS_USER_OTHERS 0xffffffffu    /* users beyond the table's places: they share one share */
-struct kvfs_user { uint32_t id, reserved; uint64_t open_bytes, writing_bytes, evicted; };
+#define KVFS_USER_OTHERS 0xffffffffu /* users beyond the table's places: they share one share */
+struct kvfs_user {
+    uint32_t id, reserved;
+    uint64_t open_bytes, writing_bytes, evicted;
+};
 /* The share of one user: sealed blocks that are open, and the bytes of kvfs_user_hold. Files being written may be more, as long as a share
  * is left to others; then their writes, and opens for writing, end with EDQUOT. Root and `exempt` may hold all. */
 void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t exempt);
@@ -367,16 +391,16 @@ int kvfs_store_read(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment,
 /* The same page of many segments: out is count * 4096 bytes; a page that could not be read is all 0xff. Completion: 0. */
 int kvfs_store_read_pages(struct kvfs_plane *plane, uint64_t cookie, const uint32_t *segments, uint32_t count, uint32_t page, void *out);
 struct kvfs_scan_result {
-    uint64_t size;              /* bytes of inode records written to out */
-    uint32_t next_page;         /* where the scan stopped: no valid header there, end_page, or out is full */
+    uint64_t size;      /* bytes of inode records written to out */
+    uint32_t next_page; /* where the scan stopped: no valid header there, end_page, or out is full */
     uint32_t entry_count;
-    uint32_t full;              /* 1: out was too small for the next entry; scan again from next_page */
-    uint32_t impossible;        /* headers that are whole, but whose records no kvfs can have written: stepped over */
+    uint32_t full;       /* 1: out was too small for the next entry; scan again from next_page */
+    uint32_t impossible; /* headers that are whole, but whose records no kvfs can have written: stepped over */
 };
 /* Walk block headers from first_page on. For each valid one of this generation write its inode record, then its ancestors' records. Numbers
  * in them are of mounts up to epoch_max. result and out are the caller's until the completion (0 or -errno). */
-int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint64_t generation, uint64_t epoch_max,
-                    uint32_t first_page, uint32_t end_page, void *out, uint64_t capacity, struct kvfs_scan_result *result);
+int kvfs_store_scan(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint64_t generation, uint64_t epoch_max, uint32_t first_page,
+                    uint32_t end_page, void *out, uint64_t capacity, struct kvfs_scan_result *result);
 /* Check the block of this inode record: header, and with verify_data every leaf. Completion: 0, -EBADMSG, or -errno of a read. */
 int kvfs_store_verify(struct kvfs_plane *plane, uint64_t cookie, const void *record, uint32_t record_size, int verify_data);
 /* Copy a sealed block to new runs with a new header (carry-over). old_record as in the index; record, runs, header_pages as in seal_write
@@ -387,9 +411,9 @@ int kvfs_store_copy(struct kvfs_plane *plane, uint64_t cookie, const void *old_r
                     uint32_t ancestors_size, void *out_record, uint32_t capacity);
 /* The limits of inode records in a pool. */
 struct kvfs_record_limits {
-    uint64_t epoch_max;         /* the last mount that can have given out numbers */
+    uint64_t epoch_max; /* the last mount that can have given out numbers */
     uint32_t segment_count;
-    uint32_t end_page;          /* of every segment: blocks lie before it */
+    uint32_t end_page; /* of every segment: blocks lie before it */
 };
 /* Check concatenated inode records that come from a device. Returns their number. -EBADMSG, with *at and *why (a constant) for the first
  * that no kvfs can have written. Any thread; does not block. */
@@ -399,7 +423,11 @@ uint32_t kvfs_segment_busy(struct kvfs_plane *plane, uint32_t segment);
 
 /* ---- statistics ---- */
 
-struct kvfs_latency { uint64_t count; uint64_t total_ns; uint64_t buckets[40]; }; /* bucket i: below 2^i ns... of a request, arrival to reply */
+struct kvfs_latency {
+    uint64_t count;
+    uint64_t total_ns;
+    uint64_t buckets[40];
+}; /* bucket i: below 2^i ns... of a request, arrival to reply */
 #define KVFS_DEVICE_BUCKETS 40
 struct kvfs_device_statistics {
     uint64_t reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
@@ -411,9 +439,9 @@ struct kvfs_statistics {
     uint64_t lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads, read_bytes, writes, write_bytes;
     uint64_t checksum_errors, read_errors, staged_bytes, staging_size, staged_files, open_handles, parked;
     uint64_t spins, sleeps, wakeups, blocks_written, blocks_copied, written_bytes, jobs_in_flight, zombies;
-    uint64_t open_bytes;         /* of open blocks and files being written: eviction must keep them */
-    uint64_t names_missed;       /* lookup_misses less misses_made (names that were then made); never falls */
-    uint64_t slow_requests;      /* took longer than slow_ms */
+    uint64_t open_bytes;            /* of open blocks and files being written: eviction must keep them */
+    uint64_t names_missed;          /* lookup_misses less misses_made (names that were then made); never falls */
+    uint64_t slow_requests;         /* took longer than slow_ms */
     uint64_t found_ages[KVFS_AGES]; /* opens of sealed blocks, and hits reported by clients: [0] within a second of mtime, [i] below 2^i
                                      * s */
 };
@@ -427,9 +455,16 @@ int kvfs_latency_get(struct kvfs_plane *plane, uint32_t operation, struct kvfs_l
 
 /* ---- fault injection, for tests only ---- */
 
-enum kvfs_fault { KVFS_FAULT_NONE = 0, KVFS_FAULT_ERROR = 1, KVFS_FAULT_DELAY = 2, KVFS_FAULT_SHORT = 3, KVFS_FAULT_FLIP = 4, KVFS_FAULT_LOST_WRITE = 5,
-                  KVFS_FAULT_HOLD = 6 /* its end is reported only after the next kvfs_fault_set of another kind; value: errno that it then
-                                       * ends with, or 0 */ };
+enum kvfs_fault {
+    KVFS_FAULT_NONE = 0,
+    KVFS_FAULT_ERROR = 1,
+    KVFS_FAULT_DELAY = 2,
+    KVFS_FAULT_SHORT = 3,
+    KVFS_FAULT_FLIP = 4,
+    KVFS_FAULT_LOST_WRITE = 5,
+    KVFS_FAULT_HOLD = 6 /* its end is reported only after the next kvfs_fault_set of another kind; value: errno that it then
+                                       * ends with, or 0 */
+};
 /* From now on every `every`-th I/O (reads: 1, writes: 2, both: 3) of a device suffers the fault. value: errno, delay in ms. */
 int kvfs_fault_set(struct kvfs_plane *plane, uint32_t device, uint32_t fault, uint32_t direction, uint32_t every, uint32_t value);
 

@@ -27,20 +27,20 @@ struct kvfs_record {
     uint32_t uid;
     uint32_t gid;
     uint32_t nlink;
-    uint8_t kind;           /* enum kvfs_kind */
-    uint8_t flags;          /* enum kvfs_inode_flags */
+    uint8_t kind;  /* enum kvfs_kind */
+    uint8_t flags; /* enum kvfs_inode_flags */
     uint16_t reserved0;
-    uint32_t slot;          /* of the record in the table, 0 to records_max; a rename may change it; for private side arrays */
+    uint32_t slot; /* of the record in the table, 0 to records_max; a rename may change it; for private side arrays */
 };
 
 struct kvfs_table_statistics {
-    uint64_t records;       /* live */
-    uint64_t blocks;        /* of them sealed files with a name */
+    uint64_t records; /* live */
+    uint64_t blocks;  /* of them sealed files with a name */
     uint64_t records_max;
-    uint64_t bytes;         /* shared memory in use (bucket pages, record slots up to the high-water mark) */
+    uint64_t bytes; /* shared memory in use (bucket pages, record slots up to the high-water mark) */
     uint64_t buckets;
     uint64_t overflow_buckets;
-    uint64_t ambiguous;     /* names whose 128-bit key met another name's */
+    uint64_t ambiguous; /* names whose 128-bit key met another name's */
 };
 
 struct kvfs_table;
@@ -48,7 +48,7 @@ struct kvfs_table;
 /* Writer side: one thread. 0 or -errno. */
 int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoch, struct kvfs_table **out);
 void kvfs_table_destroy(struct kvfs_table *table);
-int kvfs_table_fd(const struct kvfs_table *table);                     /* owned by the table; safe to pass read-only */
+int kvfs_table_fd(const struct kvfs_table *table); /* owned by the table; safe to pass read-only */
 
 /* Insert or change: afterwards `name` in record->parent leads to record->inode and nothing else does. If the inode had another name
  * (rename), that name is gone. If the name led to another inode, that inode's record is freed. With keep_replaced it stays findable by its
@@ -70,7 +70,7 @@ void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int chan
 /* Reader side: any thread, any process. 0, -ENOENT, or -EAGAIN: ask the daemon. Reasons for -EAGAIN: a bounded number of retries was not
  * enough, the table is incomplete, or two names share a key. */
 int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out); /* maps read-only; checks magic, version, sizes: -EBADMSG */
-void kvfs_table_detach(struct kvfs_table *table);                      /* an attached one, or NULL */
+void kvfs_table_detach(struct kvfs_table *table);                        /* an attached one, or NULL */
 int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out);
 /* 0: no file of this inode number is being written; a record looked up after that is up to date. 1: perhaps. */

@@ -35,12 +35,14 @@ static int config_check(const struct kvfs_plane_config *c, const struct kvfs_mem
         return fail(-EINVAL, "%u segments of %llu bytes", c->segment_count, (unsigned long long)(c->zone_size * c->stripe_width));
     for (uint64_t i = 0; i < (uint64_t)c->segment_count * c->stripe_width; i++)
         if (members[i].device >= c->device_count)
-            return fail(-EINVAL, "segment %llu lies on device %u of %u", (unsigned long long)(i / c->stripe_width), members[i].device, c->device_count);
+            return fail(-EINVAL, "segment %llu lies on device %u of %u", (unsigned long long)(i / c->stripe_width), members[i].device,
+                        c->device_count);
     return 0;
 }
 
 static void on_error(struct kvfs_array *array, uint32_t device, int error) {
-    event_add((struct kvfs_plane *)((char *)array - offsetof(struct kvfs_plane, array)), KVFS_EVENT_IO_ERROR, 0, (uint64_t)device << 32 | (uint32_t)error);
+    event_add((struct kvfs_plane *)((char *)array - offsetof(struct kvfs_plane, array)), KVFS_EVENT_IO_ERROR, 0,
+              (uint64_t)device << 32 | (uint32_t)error);
 }
 
 static void on_message(struct kvfs_array *array, uint32_t device) {
@@ -74,8 +76,12 @@ static void config_complete(struct kvfs_plane_config *c) {
 
 static int array_build(struct kvfs_plane *plane, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members) {
     const struct kvfs_plane_config *c = &plane->config;
-    const struct geometry geometry = {.secret = c->secret, .mount_epoch = c->mount_epoch, .zone_size = c->zone_size, .stripe_unit = c->stripe_unit,
-                                      .stripe_width = c->stripe_width, .segment_count = c->segment_count};
+    const struct geometry geometry = {.secret = c->secret,
+                                      .mount_epoch = c->mount_epoch,
+                                      .zone_size = c->zone_size,
+                                      .stripe_unit = c->stripe_unit,
+                                      .stripe_width = c->stripe_width,
+                                      .segment_count = c->segment_count};
     plane->array.io_timeout_ms = c->io_timeout_ms;
     plane->array.inline_max = UINT32_MAX;
     plane->array.on_error = on_error;
@@ -140,14 +146,15 @@ static int threads_start(struct kvfs_plane *plane, const int *device_fds) {
     if (r == -ENOMEM)
         return fail(r, "io_uring: no memory to lock; raise the memlock limit (ulimit -l)");
     if (r < 0)
-        return fail(r, "io_uring: %s%s", strerror(-r), r == -EPERM    ? "; set /proc/sys/kernel/io_uring_disabled to 0 (sysctl kernel.io_uring_disabled=0)"
-                                                : r == -ENOSYS ? "; it needs Linux 5.11 or newer with CONFIG_IO_URING, and a container whose seccomp profile allows it"
-                                                               : "");
+        return fail(r, "io_uring: %s%s", strerror(-r),
+                    r == -EPERM    ? "; set /proc/sys/kernel/io_uring_disabled to 0 (sysctl kernel.io_uring_disabled=0)"
+                    : r == -ENOSYS ? "; it needs Linux 5.11 or newer with CONFIG_IO_URING, and a container whose seccomp profile allows it"
+                                   : "");
     return 0;
 }
 
-int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset,
-                      const struct kvfs_member *members, struct kvfs_plane **out) {
+int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members,
+                      struct kvfs_plane **out) {
     int r = config_check(config, members);
     if (r < 0)
         return r;
@@ -236,15 +243,36 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     memset(out, 0, sizeof(*out));
 #define TAKE(field) out->field = atomic_load_explicit(&plane->count.field, memory_order_relaxed)
     TAKE(misses_made); /* before the misses that they are of */
-    TAKE(requests); TAKE(forwarded); TAKE(forward_timeouts); TAKE(lookups); TAKE(lookup_misses);
-    TAKE(opens); TAKE(opens_found); TAKE(stale_opens);
-    TAKE(reads); TAKE(read_bytes); TAKE(writes); TAKE(write_bytes); TAKE(checksum_errors); TAKE(read_errors); TAKE(staged_files);
-    TAKE(open_handles); TAKE(parked); TAKE(spins); TAKE(sleeps); TAKE(wakeups); TAKE(blocks_written); TAKE(blocks_copied);
-    TAKE(written_bytes); TAKE(jobs_in_flight); TAKE(slow_requests);
+    TAKE(requests);
+    TAKE(forwarded);
+    TAKE(forward_timeouts);
+    TAKE(lookups);
+    TAKE(lookup_misses);
+    TAKE(opens);
+    TAKE(opens_found);
+    TAKE(stale_opens);
+    TAKE(reads);
+    TAKE(read_bytes);
+    TAKE(writes);
+    TAKE(write_bytes);
+    TAKE(checksum_errors);
+    TAKE(read_errors);
+    TAKE(staged_files);
+    TAKE(open_handles);
+    TAKE(parked);
+    TAKE(spins);
+    TAKE(sleeps);
+    TAKE(wakeups);
+    TAKE(blocks_written);
+    TAKE(blocks_copied);
+    TAKE(written_bytes);
+    TAKE(jobs_in_flight);
+    TAKE(slow_requests);
 #undef TAKE
     out->zombies = atomic_load_explicit(&plane->array.orphans, memory_order_relaxed);
     /* A name that is being made counts until it is asked for; that takes back what was said of it, but what is told never falls. */
-    unsigned long long missed = out->lookup_misses > out->misses_made ? out->lookup_misses - out->misses_made : 0, told = atomic_load(&plane->missed_told);
+    unsigned long long missed = out->lookup_misses > out->misses_made ? out->lookup_misses - out->misses_made : 0,
+                       told = atomic_load(&plane->missed_told);
     while (missed > told && !atomic_compare_exchange_weak(&plane->missed_told, &told, missed))
         ;
     out->names_missed = missed > told ? missed : told;
@@ -260,10 +288,14 @@ int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct
     if (device >= plane->config.device_count)
         return -ERANGE;
     struct device *d = &plane->array.devices[device];
-    *out = (struct kvfs_device_statistics){.reads = atomic_load(&d->reads), .read_bytes = atomic_load(&d->read_bytes),
-                                           .writes = atomic_load(&d->writes), .write_bytes = atomic_load(&d->write_bytes),
-                                           .errors = atomic_load(&d->errors), .timeouts = atomic_load(&d->timeouts),
-                                           .read_ns = atomic_load(&d->read_ns), .write_ns = atomic_load(&d->write_ns)};
+    *out = (struct kvfs_device_statistics){.reads = atomic_load(&d->reads),
+                                           .read_bytes = atomic_load(&d->read_bytes),
+                                           .writes = atomic_load(&d->writes),
+                                           .write_bytes = atomic_load(&d->write_bytes),
+                                           .errors = atomic_load(&d->errors),
+                                           .timeouts = atomic_load(&d->timeouts),
+                                           .read_ns = atomic_load(&d->read_ns),
+                                           .write_ns = atomic_load(&d->write_ns)};
     for (uint32_t i = 0; i < KVFS_DEVICE_BUCKETS; i++) {
         out->read_buckets[i] = atomic_load_explicit(&d->buckets[0][i], memory_order_relaxed);
         out->write_buckets[i] = atomic_load_explicit(&d->buckets[1][i], memory_order_relaxed);

@@ -25,7 +25,8 @@ static struct ring ring;
 static uint64_t cpu_ns(void) {
     struct rusage usage;
     getrusage(RUSAGE_THREAD, &usage);
-    return (uint64_t)(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1000000000u + (uint64_t)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1000u;
+    return (uint64_t)(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1000000000u +
+           (uint64_t)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1000u;
 }
 
 static void run_on(uint32_t cpu) {
@@ -53,7 +54,8 @@ static int bare_open(pid_t *child) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t size = sizeof(address);
     int listener = socket(AF_INET, SOCK_STREAM, 0), fd = socket(AF_INET, SOCK_STREAM, 0), one = 1;
-    CHECK(bind(listener, (struct sockaddr *)&address, size) == 0 && listen(listener, 1) == 0 && getsockname(listener, (struct sockaddr *)&address, &size) == 0);
+    CHECK(bind(listener, (struct sockaddr *)&address, size) == 0 && listen(listener, 1) == 0 &&
+          getsockname(listener, (struct sockaddr *)&address, &size) == 0);
     if ((*child = fork()) == 0) {
         close(fd);
         run_on(0);
@@ -118,7 +120,10 @@ int main(int argc, char **argv) {
     CHECK(ring_init(&ring, &array, 256) == 0);
     pid_t child;
     int bare = bare_open(&child);
-    const struct { uint64_t size; uint32_t depth, count; } cases[] = {{4096, 1, (uint32_t)atoi(argv[4])}, {MIB, DEPTH, (uint32_t)atoi(argv[4]) / 8}};
+    const struct {
+        uint64_t size;
+        uint32_t depth, count;
+    } cases[] = {{4096, 1, (uint32_t)atoi(argv[4])}, {MIB, DEPTH, (uint32_t)atoi(argv[4]) / 8}};
     for (uint32_t c = 0; c < 2; c++)
         for (int round = 0; round < atoi(argv[3]); round++) {
             uint64_t ns[2], cpu[2];
@@ -131,9 +136,10 @@ int main(int argc, char **argv) {
                 ns[which] = now_ns() - began, cpu[which] = cpu_ns() - began_cpu;
             }
             double gib = (double)cases[c].size * cases[c].count / (double)(1 << 30);
-            printf("{\"size\": %llu, \"depth\": %u, \"bare_us\": %.2f, \"nvme_us\": %.2f, \"bare_cpu_s_per_gib\": %.4f, \"nvme_cpu_s_per_gib\": %.4f}\n",
-                   (unsigned long long)cases[c].size, cases[c].depth, (double)ns[0] / cases[c].count / 1000, (double)ns[1] / cases[c].count / 1000,
-                   (double)cpu[0] / 1e9 / gib, (double)cpu[1] / 1e9 / gib);
+            printf(
+                "{\"size\": %llu, \"depth\": %u, \"bare_us\": %.2f, \"nvme_us\": %.2f, \"bare_cpu_s_per_gib\": %.4f, \"nvme_cpu_s_per_gib\": %.4f}\n",
+                (unsigned long long)cases[c].size, cases[c].depth, (double)ns[0] / cases[c].count / 1000, (double)ns[1] / cases[c].count / 1000,
+                (double)cpu[0] / 1e9 / gib, (double)cpu[1] / 1e9 / gib);
             fflush(stdout);
         }
     kill(child, SIGTERM);

@@ -16,8 +16,7 @@
 #define RECORD_SIZE 160
 #define COLD_SIZE (64ULL << 20)
 
-static double now(void)
-{
+static double now(void) {
     struct timespec time;
 
     clock_gettime(CLOCK_MONOTONIC, &time);
@@ -26,8 +25,7 @@ static double now(void)
 
 static uint64_t seed = 1;
 
-static uint64_t random64(void)
-{
+static uint64_t random64(void) {
     uint64_t x = seed += 0x9e3779b97f4a7c15ULL;
 
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
@@ -36,8 +34,7 @@ static uint64_t random64(void)
 }
 
 /* As long as the names of a KV cache are: a hash in hexadecimal. */
-static uint32_t name_of(uint64_t number, char *out)
-{
+static uint32_t name_of(uint64_t number, char *out) {
     static const char digits[] = "0123456789abcdef";
     uint64_t bits = number * 0xbf58476d1ce4e5b9ULL;
 
@@ -46,14 +43,12 @@ static uint32_t name_of(uint64_t number, char *out)
     return 32;
 }
 
-static void fail(const char *what)
-{
+static void fail(const char *what) {
     fprintf(stderr, "failed: %s\n", what);
     exit(1);
 }
 
-static void bench_table(uint64_t records)
-{
+static void bench_table(uint64_t records) {
     struct kvfs_table *table;
     struct kvfs_table *reader;
     struct kvfs_table_statistics statistics;
@@ -68,8 +63,15 @@ static void bench_table(uint64_t records)
     for (uint64_t i = 0; i < records; i++) {
         struct kvfs_inode_record *in = (struct kvfs_inode_record *)(buffer + i * RECORD_SIZE);
 
-        *in = (struct kvfs_inode_record){.record_size = RECORD_SIZE, .kind = KVFS_KIND_FILE, .name_size = 32, .inode = i + 2,
-                                         .parent = PARENT, .size = 1 << 20, .mode = 0100644, .nlink = 1, .header_pages = 1};
+        *in = (struct kvfs_inode_record){.record_size = RECORD_SIZE,
+                                         .kind = KVFS_KIND_FILE,
+                                         .name_size = 32,
+                                         .inode = i + 2,
+                                         .parent = PARENT,
+                                         .size = 1 << 20,
+                                         .mode = 0100644,
+                                         .nlink = 1,
+                                         .header_pages = 1};
         name_of(i, (char *)(in + 1));
     }
     for (int round = 0;; round++) { /* the first has the machine find the memory, which a virtual one pays for twice */
@@ -130,8 +132,7 @@ static void bench_table(uint64_t records)
     free(buffer);
 }
 
-static double gigabytes(const unsigned char *data, uint64_t size, const uint32_t *sums, int rounds)
-{
+static double gigabytes(const unsigned char *data, uint64_t size, const uint32_t *sums, int rounds) {
     double start = now();
 
     for (int i = 0; i < rounds; i++)
@@ -140,8 +141,7 @@ static double gigabytes(const unsigned char *data, uint64_t size, const uint32_t
     return (double)size * rounds / (now() - start) / 1e9;
 }
 
-static void bench_leaves(void)
-{
+static void bench_leaves(void) {
     unsigned char *data = aligned_alloc(4096, COLD_SIZE);
     unsigned char *evict = aligned_alloc(4096, COLD_SIZE);
     unsigned char *copy = aligned_alloc(4096, COLD_SIZE);
@@ -175,13 +175,12 @@ static void bench_leaves(void)
             kvfs_leaf_checksums_reference(data, 16 * 4096, SECRET, sums);
         double hot_reference = 16 * 4096 * 2000.0 / (now() - start) / 1e9;
 
-        printf("leaf verify GB/s: 64 KiB hot %.1f, 1 MiB hot %.1f, 64 MiB cold %.1f; reference hot %.1f cold %.1f; memcpy cold %.1f\n",
-               hot, second, cold, hot_reference, reference, memory);
+        printf("leaf verify GB/s: 64 KiB hot %.1f, 1 MiB hot %.1f, 64 MiB cold %.1f; reference hot %.1f cold %.1f; memcpy cold %.1f\n", hot, second,
+               cold, hot_reference, reference, memory);
     }
 }
 
-int main(void)
-{
+int main(void) {
     bench_leaves();
     bench_table(10000);
     bench_table(1000000);

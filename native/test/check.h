@@ -9,14 +9,14 @@
 #include <unistd.h>
 
 /* Add what helps to repeat a failure, say the seed, as a printf format and its arguments. */
-#define CHECK_SAY(condition, ...)                                                           \
-    do {                                                                                    \
-        if (!(condition)) {                                                                 \
-            fprintf(stderr, "%s:%d: %s is false: ", __FILE__, __LINE__, #condition);        \
-            fprintf(stderr, __VA_ARGS__);                                                   \
-            fputc('\n', stderr);                                                            \
-            exit(1);                                                                        \
-        }                                                                                   \
+#define CHECK_SAY(condition, ...)                                                    \
+    do {                                                                             \
+        if (!(condition)) {                                                          \
+            fprintf(stderr, "%s:%d: %s is false: ", __FILE__, __LINE__, #condition); \
+            fprintf(stderr, __VA_ARGS__);                                            \
+            fputc('\n', stderr);                                                     \
+            exit(1);                                                                 \
+        }                                                                            \
     } while (0)
 #define CHECK(condition) CHECK_SAY(condition, "-")
 
@@ -27,8 +27,7 @@
         fflush(stdout);           \
     } while (0)
 
-static inline double seconds_of(clockid_t clock)
-{
+static inline double seconds_of(clockid_t clock) {
     struct timespec ts;
 
     clock_gettime(clock, &ts);
@@ -37,8 +36,7 @@ static inline double seconds_of(clockid_t clock)
 
 /* By what a test multiplies its deadlines: 3 on an idle machine, for it may not stay so, more where others have the CPU. Measured once, which
  * takes 0.4 s. */
-static inline uint32_t slowness(void)
-{
+static inline uint32_t slowness(void) {
     static uint32_t known;
     double worst = 1;
 
@@ -56,16 +54,14 @@ static inline uint32_t slowness(void)
 }
 
 /* Where a test makes its devices: $TMPDIR, or memory, for a disk may pause for longer than the deadlines of a test. */
-static inline const char *scratch(void)
-{
+static inline const char *scratch(void) {
     const char *given = getenv("TMPDIR");
 
     return given ? given : access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
 }
 
 /* splitmix64 */
-static inline uint64_t random_next(uint64_t *state)
-{
+static inline uint64_t random_next(uint64_t *state) {
     uint64_t x = *state += 0x9e3779b97f4a7c15ULL;
 
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
@@ -73,9 +69,6 @@ static inline uint64_t random_next(uint64_t *state)
     return x ^ (x >> 31);
 }
 
-static inline uint64_t random_below(uint64_t *state, uint64_t limit)
-{
-    return random_next(state) % limit;
-}
+static inline uint64_t random_below(uint64_t *state, uint64_t limit) { return random_next(state) % limit; }
 
 #endif

@@ -108,7 +108,7 @@ static inline struct kvfs_client *connect_with(struct kvfs_options options) {
 static inline struct kvfs_client *connect_plain(void) { return connect_with((struct kvfs_options){.timeout_ms = 30000}); }
 
 static inline struct batch *put_batch(struct kvfs_client *client, uint32_t first, uint32_t count, const uint64_t *sizes, uint32_t size_count,
-                               uint64_t version) {
+                                      uint64_t version) {
     struct batch *b = batch_new(first, count, sizes, size_count, 0);
     batch_fill(b, version);
     int r = kvfs_put(client, &b->keys, b->buffers, b->results);

@@ -19,19 +19,38 @@
 #define FRONT_MEMORY ((uint64_t)32 << 20)
 #define FRONT_GUEST 0x40000000ull
 #define FRONT_USER 0x7f1200000000ull
-#define FRONT_RINGS 0x40000u            /* bytes a queue: descriptors, available, used, and a page for small things */
-#define FRONT_DATA ((uint64_t)4 << 20)  /* from here on: indirect tables, requests, payload */
+#define FRONT_RINGS 0x40000u           /* bytes a queue: descriptors, available, used, and a page for small things */
+#define FRONT_DATA ((uint64_t)4 << 20) /* from here on: indirect tables, requests, payload */
 #define FRONT_FEATURES (1ull << VIRTIO_F_VERSION_1 | 1ull << VIRTIO_RING_F_INDIRECT_DESC | 1ull << VIRTIO_RING_F_EVENT_IDX | 1ull << 30)
 
-enum { VU_GET_FEATURES = 1, VU_SET_FEATURES, VU_SET_OWNER, VU_SET_MEM_TABLE = 5, VU_SET_VRING_NUM = 8, VU_SET_VRING_ADDR, VU_SET_VRING_BASE,
-       VU_GET_VRING_BASE, VU_SET_VRING_KICK, VU_SET_VRING_CALL, VU_SET_VRING_ERR, VU_GET_PROTOCOL_FEATURES, VU_SET_PROTOCOL_FEATURES,
-       VU_GET_QUEUE_NUM, VU_SET_VRING_ENABLE, VU_GET_CONFIG = 24, VU_GET_INFLIGHT_FD = 31, VU_SET_INFLIGHT_FD, VU_GET_MAX_MEM_SLOTS = 36,
-       VU_ADD_MEM_REG, VU_REM_MEM_REG };
+enum {
+    VU_GET_FEATURES = 1,
+    VU_SET_FEATURES,
+    VU_SET_OWNER,
+    VU_SET_MEM_TABLE = 5,
+    VU_SET_VRING_NUM = 8,
+    VU_SET_VRING_ADDR,
+    VU_SET_VRING_BASE,
+    VU_GET_VRING_BASE,
+    VU_SET_VRING_KICK,
+    VU_SET_VRING_CALL,
+    VU_SET_VRING_ERR,
+    VU_GET_PROTOCOL_FEATURES,
+    VU_SET_PROTOCOL_FEATURES,
+    VU_GET_QUEUE_NUM,
+    VU_SET_VRING_ENABLE,
+    VU_GET_CONFIG = 24,
+    VU_GET_INFLIGHT_FD = 31,
+    VU_SET_INFLIGHT_FD,
+    VU_GET_MAX_MEM_SLOTS = 36,
+    VU_ADD_MEM_REG,
+    VU_REM_MEM_REG
+};
 
 struct front_queue {
     uint32_t size;
-    uint16_t next, seen;                /* of avail, of used */
-    uint64_t at;                        /* offset of its rings */
+    uint16_t next, seen; /* of avail, of used */
+    uint64_t at;         /* offset of its rings */
     int kick, call, error;
     struct vring_desc *desc;
     struct vring_avail *avail;
@@ -48,9 +67,14 @@ struct front {
 /* ---- the protocol ---- */
 
 static int vu_send(struct front *f, uint32_t request, uint32_t flags, const void *payload, uint32_t size, const int *fds, uint32_t fd_count) {
-    struct { uint32_t request, flags, size; } header = {request, 1 | flags, size};
+    struct {
+        uint32_t request, flags, size;
+    } header = {request, 1 | flags, size};
     struct iovec iovs[2] = {{&header, sizeof(header)}, {(void *)(uintptr_t)payload, size}};
-    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int) * 16)]; } control;
+    union {
+        struct cmsghdr align;
+        uint8_t bytes[CMSG_SPACE(sizeof(int) * 16)];
+    } control;
     struct msghdr msg = {.msg_iov = iovs, .msg_iovlen = size ? 2 : 1};
     if (fd_count) {
         memset(&control, 0, sizeof(control));
@@ -67,9 +91,14 @@ static int vu_send(struct front *f, uint32_t request, uint32_t flags, const void
 
 /* The size of a reply's payload; -1: hung up. */
 static int vu_receive(struct front *f, void *payload, uint32_t capacity, int *fd) {
-    struct { uint32_t request, flags, size; } header;
+    struct {
+        uint32_t request, flags, size;
+    } header;
     struct iovec iov = {&header, sizeof(header)};
-    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int))]; } control;
+    union {
+        struct cmsghdr align;
+        uint8_t bytes[CMSG_SPACE(sizeof(int))];
+    } control;
     struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
     struct timeval limit = {.tv_sec = 20};
     CHECK(setsockopt(f->fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
@@ -79,8 +108,8 @@ static int vu_receive(struct front *f, void *payload, uint32_t capacity, int *fd
     while (n < 0 && errno == EINTR);
     if (n == 0 || (n < 0 && errno == ECONNRESET))
         return -1;
-    CHECK_SAY(n == sizeof(header) && header.size <= capacity && (header.flags & 7) == 5, "%zd bytes, error %d, request %u, size %u", n, errno, header.request,
-              header.size);
+    CHECK_SAY(n == sizeof(header) && header.size <= capacity && (header.flags & 7) == 5, "%zd bytes, error %d, request %u, size %u", n, errno,
+              header.request, header.size);
     if (fd)
         *fd = -1;
     struct cmsghdr *c = CMSG_FIRSTHDR(&msg);
@@ -151,8 +180,10 @@ static void front_queue_start(struct front *f, uint32_t index, uint32_t size, ui
     }
     CHECK(vu_state(f, VU_SET_VRING_NUM, index, size) == 0);
     CHECK(vu_state(f, VU_SET_VRING_BASE, index, base) == 0);
-    struct { uint32_t index, flags; uint64_t desc, used, avail, log; } address = {index, 0, FRONT_USER + q->at, FRONT_USER + q->at + 0x10000,
-                                                                                 FRONT_USER + q->at + 0x8000, 0};
+    struct {
+        uint32_t index, flags;
+        uint64_t desc, used, avail, log;
+    } address = {index, 0, FRONT_USER + q->at, FRONT_USER + q->at + 0x10000, FRONT_USER + q->at + 0x8000, 0};
     CHECK(vu_tell(f, VU_SET_VRING_ADDR, &address, sizeof(address), NULL, 0) == 0);
     int *fds[3] = {&q->kick, &q->call, &q->error};
     for (uint32_t i = 0; i < 3; i++) {
@@ -224,7 +255,11 @@ static bool front_wait(struct front_queue *q, uint32_t timeout_ms, uint32_t *hea
 static uint64_t front_address(const struct front *f, const void *at) { return FRONT_GUEST + (uint64_t)((const uint8_t *)at - f->memory); }
 
 /* A part of a request or of the room for its reply. */
-struct piece { void *data; uint32_t size; bool writable; };
+struct piece {
+    void *data;
+    uint32_t size;
+    bool writable;
+};
 
 /* Write a chain: in the ring from `head` on, or in an indirect table at `table`. */
 static void front_chain(struct front *f, struct front_queue *q, uint16_t head, void *table, const struct piece *pieces, uint32_t count) {

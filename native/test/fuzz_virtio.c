@@ -26,10 +26,10 @@ static struct kvfs_plane *plane;
 static struct guest *guest;
 static uint8_t *memory;
 static int session;
-static struct guest *front_guest;       /* of the front end's messages */
+static struct guest *front_guest; /* of the front end's messages */
 static int shared, other_file;
-static uint64_t handles[3];             /* of the file that is being written, of the sealed one, of the slab */
-static uint64_t slab, next_inode = 100, named[4];   /* inodes; of the names a to d */
+static uint64_t handles[3];                       /* of the file that is being written, of the sealed one, of the slab */
+static uint64_t slab, next_inode = 100, named[4]; /* inodes; of the names a to d */
 static uint32_t next_page = 2000;
 static atomic_bool flipping;
 
@@ -50,9 +50,19 @@ static void *flip_main(void *unused) {
 
 static size_t make_record(uint8_t *out, uint64_t inode, const char *name, size_t name_size, uint64_t size, uint8_t flags, uint32_t page,
                           uint32_t header_pages) {
-    struct kvfs_inode_record r = {.record_size = (uint32_t)(sizeof(r) + round_up(name_size, 8)), .kind = KVFS_KIND_FILE, .flags = flags,
-                                  .name_size = (uint16_t)name_size, .inode = inode, .parent = 1, .version = inode, .size = size, .generation = 1,
-                                  .page = page, .header_pages = header_pages, .mode = 0100644, .nlink = 1};
+    struct kvfs_inode_record r = {.record_size = (uint32_t)(sizeof(r) + round_up(name_size, 8)),
+                                  .kind = KVFS_KIND_FILE,
+                                  .flags = flags,
+                                  .name_size = (uint16_t)name_size,
+                                  .inode = inode,
+                                  .parent = 1,
+                                  .version = inode,
+                                  .size = size,
+                                  .generation = 1,
+                                  .page = page,
+                                  .header_pages = header_pages,
+                                  .mode = 0100644,
+                                  .nlink = 1};
     memset(out, 0, r.record_size);
     memcpy(out, &r, sizeof(r));
     copy_bytes(out + sizeof(r), name, name_size);
@@ -179,17 +189,37 @@ static void start(void) {
     shared = memfd_create("guest", MFD_CLOEXEC);
     other_file = memfd_create("short", MFD_CLOEXEC);
     CHECK(device >= 0 && shared >= 0 && ftruncate(device, 32 << 20) == 0 && ftruncate(shared, (off_t)MEMORY) == 0);
-    struct kvfs_plane_config config = {.secret = SECRET, .mount_epoch = 1, .zone_size = 16 << 20, .stripe_unit = 65536, .staging_size = 16 << 20,
-                                       .read_memory_size = 16 << 20, .records_max = 1000, .stripe_width = 1, .segment_count = 2, .device_count = 1,
-                                       .io_timeout_ms = 1000, .request_timeout_ms = 1000, .server_threads = 1, .store_threads = 1, .verify = 1};
+    struct kvfs_plane_config config = {.secret = SECRET,
+                                       .mount_epoch = 1,
+                                       .zone_size = 16 << 20,
+                                       .stripe_unit = 65536,
+                                       .staging_size = 16 << 20,
+                                       .read_memory_size = 16 << 20,
+                                       .records_max = 1000,
+                                       .stripe_width = 1,
+                                       .segment_count = 2,
+                                       .device_count = 1,
+                                       .io_timeout_ms = 1000,
+                                       .request_timeout_ms = 1000,
+                                       .server_threads = 1,
+                                       .store_threads = 1,
+                                       .verify = 1};
     CHECK(kvfs_plane_create(&config, &device, offsets, members, &plane) == 0);
     kvfs_table_set_complete(kvfs_plane_table(plane), 1);
     struct kvfs_record root = {.inode = 1, .parent = 1, .mode = 040755, .nlink = 2, .kind = KVFS_KIND_DIRECTORY};
     CHECK(kvfs_table_put(kvfs_plane_table(plane), &root, "", 0, 0) == 0);
     /* A file that is being written, and one that says it is sealed where nothing is: reading it finds no proof. */
     for (uint64_t inode = 2; inode < 4; inode++) {
-        struct kvfs_record file = {.inode = inode, .parent = 1, .mode = 0100644, .nlink = 1, .kind = KVFS_KIND_FILE, .size = 100000, .generation = 1,
-                                   .page = 1, .header_pages = 1, .flags = inode == 3 ? KVFS_INODE_SEALED : 0};
+        struct kvfs_record file = {.inode = inode,
+                                   .parent = 1,
+                                   .mode = 0100644,
+                                   .nlink = 1,
+                                   .kind = KVFS_KIND_FILE,
+                                   .size = 100000,
+                                   .generation = 1,
+                                   .page = 1,
+                                   .header_pages = 1,
+                                   .flags = inode == 3 ? KVFS_INODE_SEALED : 0};
         CHECK(kvfs_table_put(kvfs_plane_table(plane), &file, inode == 3 ? "sealed" : "written", inode == 3 ? 6 : 7, 0) == 0);
     }
     CHECK(kvfs_file_create(plane, 2) == 0);
@@ -314,8 +344,8 @@ static void well_formed(uint32_t turn, const uint8_t *data, size_t size, uint32_
     uint16_t head = (uint16_t)(turn % 5 * 3);
     uint8_t *request = memory + 0x20000 + turn % 5 * 0x4000, *reply = memory + 0x80000;
     struct fuse_in_header in = {.len = (uint32_t)(sizeof(in) + size - min_u64(size, 2)), .unique = turn};
-    static const uint8_t often[16] = {FUSE_READ, FUSE_WRITE, FUSE_WRITE, FUSE_CREATE, FUSE_LOOKUP, FUSE_UNLINK, FUSE_RENAME, FUSE_OPEN, FUSE_FLUSH,
-                                      FUSE_RELEASE, FUSE_SETATTR, FUSE_FALLOCATE, FUSE_READDIR, FUSE_GETATTR, FUSE_READ, FUSE_MKDIR};
+    static const uint8_t often[16] = {FUSE_READ,  FUSE_WRITE,   FUSE_WRITE,   FUSE_CREATE,    FUSE_LOOKUP,  FUSE_UNLINK,  FUSE_RENAME, FUSE_OPEN,
+                                      FUSE_FLUSH, FUSE_RELEASE, FUSE_SETATTR, FUSE_FALLOCATE, FUSE_READDIR, FUSE_GETATTR, FUSE_READ,   FUSE_MKDIR};
     static const uint8_t fixed[64] = {[FUSE_CREATE] = sizeof(struct fuse_create_in), [FUSE_RENAME] = sizeof(struct fuse_rename_in), [FUSE_MKDIR] = 8};
     uint64_t nodes[6] = {0, 1, 2, 3, slab, named[turn % 4]};
     in.opcode = size ? data[0] & 0x80 ? often[data[0] & 15] : data[0] % 60 : 0;
@@ -327,13 +357,15 @@ static void well_formed(uint32_t turn, const uint8_t *data, size_t size, uint32_
         memcpy(request + sizeof(in), &handles[handle], 8);
         uint64_t place = size > 20 ? (uint64_t)data[14] << (data[15] % 16) : 0;
         if (in.opcode == FUSE_READ || in.opcode == FUSE_WRITE) {
-            struct fuse_write_in io = {.fh = handles[handle], .offset = place, .size = in.opcode == FUSE_READ ? room : (uint32_t)(size % 3 * 4096 + size % 9)};
+            struct fuse_write_in io = {
+                .fh = handles[handle], .offset = place, .size = in.opcode == FUSE_READ ? room : (uint32_t)(size % 3 * 4096 + size % 9)};
             memcpy(request + sizeof(in), &io, sizeof(io));
             in.len = (uint32_t)(sizeof(in) + sizeof(io) + (in.opcode == FUSE_WRITE ? io.size : 0));
             memcpy(request, &in, sizeof(in));
         }
     }
-    if ((in.opcode == FUSE_CREATE || in.opcode == FUSE_LOOKUP || in.opcode == FUSE_UNLINK || in.opcode == FUSE_RENAME || in.opcode == FUSE_MKDIR) && size > 3) {
+    if ((in.opcode == FUSE_CREATE || in.opcode == FUSE_LOOKUP || in.opcode == FUSE_UNLINK || in.opcode == FUSE_RENAME || in.opcode == FUSE_MKDIR) &&
+        size > 3) {
         char names[5] = {(char)('a' + data[2] % 4), 0, (char)('a' + data[3] % 4), 0};
         uint32_t length = in.opcode == FUSE_RENAME ? 4 : 2;
         memcpy(request + sizeof(in) + fixed[in.opcode], names, length);
@@ -354,7 +386,10 @@ static void well_formed(uint32_t turn, const uint8_t *data, size_t size, uint32_
 
 /* ---- the front end ---- */
 
-struct served { int fd; atomic_bool ended; };
+struct served {
+    int fd;
+    atomic_bool ended;
+};
 
 static void *serve_main(void *argument) {
     struct served *served = argument;
@@ -366,7 +401,10 @@ static void *serve_main(void *argument) {
 static void front_send(int fd, uint32_t request, uint32_t flags, const void *payload, uint32_t size, int passed) {
     struct vhost_header header = {request, 1 | flags, size};
     struct iovec iovs[2] = {{&header, sizeof(header)}, {(void *)(uintptr_t)payload, size}};
-    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int))]; } control;
+    union {
+        struct cmsghdr align;
+        uint8_t bytes[CMSG_SPACE(sizeof(int))];
+    } control;
     struct msghdr msg = {.msg_iov = iovs, .msg_iovlen = 2};
     if (passed >= 0) {
         memset(&control, 0, sizeof(control));
@@ -393,7 +431,10 @@ static void front(const uint8_t *data, size_t size) {
     const uint64_t protocol = 1ull << 3 | 1ull << 12 | 1ull << 15, region[5] = {0, GUEST, MEMORY, GUEST, 0}, queue = 1;
     const uint64_t features = 1ull << VIRTIO_F_VERSION_1 | 1ull << VIRTIO_RING_F_INDIRECT_DESC | 1ull << VIRTIO_RING_F_EVENT_IDX | 1ull << 30;
     const uint32_t number[2] = {1, SIZE}, base[2] = {1, 0}, enable[2] = {1, 1};
-    const struct { uint32_t index, flags; uint64_t desc, used, avail, log; } address = {1, 0, GUEST + 0x4000, GUEST + 0x6000, GUEST + 0x5000, 0};
+    const struct {
+        uint32_t index, flags;
+        uint64_t desc, used, avail, log;
+    } address = {1, 0, GUEST + 0x4000, GUEST + 0x6000, GUEST + 0x5000, 0};
     if (size && data[0] & 1) {
         front_send(pair[0], 16, 0, &protocol, 8, -1);
         front_send(pair[0], 2, 0, &features, 8, -1);

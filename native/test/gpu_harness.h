@@ -32,11 +32,11 @@
 #define KIB ((uint64_t)1 << 10)
 #define MIB ((uint64_t)1 << 20)
 
-static uint32_t stripe_width = 1;        /* segments of one device each: what happens to one device leaves the other's blocks alone */
+static uint32_t stripe_width = 1; /* segments of one device each: what happens to one device leaves the other's blocks alone */
 static char directory[64];
 static int device_fds[DEVICES], listener = -1;
 static atomic_int daemon_socket = -1;
-static struct geometry builder;          /* to build headers with */
+static struct geometry builder; /* to build headers with */
 static struct kvfs_table *table;
 static struct kvfs_client *client;
 static uint32_t next_page[SEGMENTS];
@@ -86,13 +86,14 @@ static inline void cuda_load(void) {
     setenv("KVFS_CUDA_LIBRARY", path, 1);
     void *library = dlopen(path, RTLD_NOW);
     CHECK_SAY(library, "%s", dlerror());
-    const char *names[] = {
-        "cuMemAlloc_v2", "cuMemFree_v2", "cuCtxCreate_v2", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxGetCurrent",
-        "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize",
-        "cuMemsetD8Async", "cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuInit", "fake_cuda_fail",
-        "fake_cuda_break", "fake_cuda_heal", "fake_cuda_delay", "fake_cuda_hold", "fake_cuda_reachable",
-        "fake_cuda_work", "fake_cuda_capture", "fake_cuda_map",
-        "fake_cuda_peek", "fake_cuda_copies", "fake_cuda_violations", "fake_cuda_left"};
+    const char *names[] = {"cuMemAlloc_v2",        "cuMemFree_v2",         "cuCtxCreate_v2",           "cuCtxPushCurrent_v2",
+                           "cuCtxPopCurrent_v2",   "cuCtxGetCurrent",      "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2",
+                           "cuStreamCreate",       "cuStreamDestroy_v2",   "cuStreamSynchronize",      "cuMemsetD8Async",
+                           "cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemHostUnregister",      "cuInit",
+                           "fake_cuda_fail",       "fake_cuda_break",      "fake_cuda_heal",           "fake_cuda_delay",
+                           "fake_cuda_hold",       "fake_cuda_reachable",  "fake_cuda_work",           "fake_cuda_capture",
+                           "fake_cuda_map",        "fake_cuda_peek",       "fake_cuda_copies",         "fake_cuda_violations",
+                           "fake_cuda_left"};
     static_assert(sizeof(cuda) == sizeof(names), "a name for every function");
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         void *symbol = dlsym(library, names[i]);
@@ -125,10 +126,19 @@ static inline void *daemon_main(void *argument) {
         atomic_store(&daemon_socket, fd);
         struct wire_hello hello;
         CHECK(recv(fd, &hello, sizeof(hello), MSG_WAITALL) == sizeof(hello));
-        struct { struct wire_welcome w; uint64_t offsets[DEVICES]; struct kvfs_member members[SEGMENTS]; } welcome = {
-            .w = {.version = KVFS_WIRE_VERSION, .mount_epoch = 3, .secret = SECRET, .zone_size = ZONE, .stripe_unit = 128 * KIB,
-                  .stripe_width = stripe_width, .segment_count = SEGMENTS / stripe_width, .device_count = DEVICES,
-                  .reservation_ms = 30000}};
+        struct {
+            struct wire_welcome w;
+            uint64_t offsets[DEVICES];
+            struct kvfs_member members[SEGMENTS];
+        } welcome = {.w = {.version = KVFS_WIRE_VERSION,
+                           .mount_epoch = 3,
+                           .secret = SECRET,
+                           .zone_size = ZONE,
+                           .stripe_unit = 128 * KIB,
+                           .stripe_width = stripe_width,
+                           .segment_count = SEGMENTS / stripe_width,
+                           .device_count = DEVICES,
+                           .reservation_ms = 30000}};
         for (uint32_t i = 0; i < DEVICES; i++)
             welcome.offsets[i] = KVFS_LABEL_SIZE;
         for (uint32_t i = 0; i < SEGMENTS; i++)
@@ -137,7 +147,10 @@ static inline void *daemon_main(void *argument) {
         CHECK(send(fd, &frame, sizeof(frame), MSG_NOSIGNAL) == sizeof(frame));
         CHECK(send(fd, &welcome, sizeof(welcome), MSG_NOSIGNAL) == sizeof(welcome));
         int fds[1 + DEVICES] = {kvfs_table_fd(table), device_fds[0], device_fds[1]};
-        union { char space[CMSG_SPACE(sizeof(fds))]; struct cmsghdr align; } control;
+        union {
+            char space[CMSG_SPACE(sizeof(fds))];
+            struct cmsghdr align;
+        } control;
         frame = (struct wire_frame){.type = WIRE_DESCRIPTORS};
         struct iovec iov = {&frame, sizeof(frame)};
         struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.space, .msg_controllen = sizeof(control.space)};
@@ -168,8 +181,12 @@ static inline void segment_write(uint32_t segment, uint64_t offset, const void *
 
 static inline void segment_head(uint32_t segment, uint64_t generation) {
     uint8_t page[KVFS_PAGE_SIZE] = {0};
-    struct kvfs_segment_header header = {.magic = KVFS_MAGIC_SEGMENT, .version = KVFS_FORMAT_VERSION, .generation = generation,
-                                         .segment = segment, .stripe_width = stripe_width, .zone_size = ZONE};
+    struct kvfs_segment_header header = {.magic = KVFS_MAGIC_SEGMENT,
+                                         .version = KVFS_FORMAT_VERSION,
+                                         .generation = generation,
+                                         .segment = segment,
+                                         .stripe_width = stripe_width,
+                                         .zone_size = ZONE};
     memcpy(page, &header, sizeof(header));
     header.checksum = kvfs_checksum(page, PAGE, SECRET);
     memcpy(page, &header, sizeof(header));
@@ -186,8 +203,12 @@ static inline void pool_open(void) {
     /* On tmpfs, if there is one: without /run/udev the real libcufile takes no file of ext4. */
     snprintf(directory, sizeof(directory), "%s/kvfs-gpu-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
     CHECK(mkdtemp(directory));
-    builder = (struct geometry){.secret = SECRET, .zone_size = ZONE, .stripe_unit = 128 * KIB,
-                                .stripe_width = stripe_width, .segment_count = SEGMENTS / stripe_width, .mount_epoch = 3};
+    builder = (struct geometry){.secret = SECRET,
+                                .zone_size = ZONE,
+                                .stripe_unit = 128 * KIB,
+                                .stripe_width = stripe_width,
+                                .segment_count = SEGMENTS / stripe_width,
+                                .mount_epoch = 3};
     builder.segment_size = ZONE * stripe_width;
     builder.segment_pages = (uint32_t)(builder.segment_size / PAGE);
     for (uint32_t i = 0; i < SEGMENTS; i++)
@@ -244,15 +265,24 @@ static inline void pattern(uint8_t *data, uint64_t size, uint64_t seed) {
 }
 
 /* A block's header and data on a device, and its record; nothing points there yet. */
-static inline struct kvfs_record block_write(uint64_t inode, const char *name, uint32_t segment, uint32_t page, uint64_t size,
-                                             uint64_t seed) {
+static inline struct kvfs_record block_write(uint64_t inode, const char *name, uint32_t segment, uint32_t page, uint64_t size, uint64_t seed) {
     uint8_t record[512] = {0};
     uint32_t name_size = (uint32_t)strlen(name), record_size = (uint32_t)(sizeof(struct kvfs_inode_record) + round_up(name_size, 8));
     uint32_t header_pages = kvfs_header_pages(size, record_size, 0, 0), leaves = (uint32_t)pages_of(size);
-    struct kvfs_inode_record r = {
-        .record_size = record_size, .kind = KVFS_KIND_FILE, .flags = KVFS_INODE_SEALED, .name_size = (uint16_t)name_size, .inode = inode,
-        .parent = 2, .version = ++next_version, .size = size, .generation = GENERATION, .segment = segment, .page = page,
-        .header_pages = header_pages, .mode = 0100644, .nlink = 1};
+    struct kvfs_inode_record r = {.record_size = record_size,
+                                  .kind = KVFS_KIND_FILE,
+                                  .flags = KVFS_INODE_SEALED,
+                                  .name_size = (uint16_t)name_size,
+                                  .inode = inode,
+                                  .parent = 2,
+                                  .version = ++next_version,
+                                  .size = size,
+                                  .generation = GENERATION,
+                                  .segment = segment,
+                                  .page = page,
+                                  .header_pages = header_pages,
+                                  .mode = 0100644,
+                                  .nlink = 1};
     memcpy(record, &r, sizeof(r));
     memcpy(record + sizeof(r), name, name_size);
     uint8_t *data = calloc(1, leaves * PAGE + 1);
@@ -393,7 +423,11 @@ static inline void blocks_add(void) {
  * pieces of both may meet in one read. */
 #define REWRITTEN 80u
 #define REWRITTEN_SIZE (600 * KIB + 77)
-struct rewriter { uint64_t inode; uint32_t pause_us; atomic_bool stopping; };
+struct rewriter {
+    uint64_t inode;
+    uint32_t pause_us;
+    atomic_bool stopping;
+};
 static void *rewrite_main(void *argument) {
     struct rewriter *rewriter = argument;
     uint8_t key[6];

@@ -16,12 +16,12 @@ static int number, other_number;
 #define REQUEST_AT FRONT_DATA
 #define TABLE_AT (FRONT_DATA + 0x40000)
 #define REPLY_AT (FRONT_DATA + 0x60000)
-#define IN_AT (FRONT_DATA + 0x100000)   /* payload that the guest writes */
-#define OUT_AT (FRONT_DATA + 0x400000)  /* room for what it reads */
+#define IN_AT (FRONT_DATA + 0x100000)  /* payload that the guest writes */
+#define OUT_AT (FRONT_DATA + 0x400000) /* room for what it reads */
 
 /* Put a request into the queue: header and body at `place`, payload and room as they are. Head `head`. */
-static inline void put(struct front *f, uint32_t queue, uint16_t head, uint64_t place, uint32_t opcode, uint64_t node, const void *body, uint32_t body_size,
-                struct piece *payload, uint32_t payload_count, bool indirect) {
+static inline void put(struct front *f, uint32_t queue, uint16_t head, uint64_t place, uint32_t opcode, uint64_t node, const void *body,
+                       uint32_t body_size, struct piece *payload, uint32_t payload_count, bool indirect) {
     struct front_queue *q = &f->queues[queue];
     uint32_t in_size = 0, count = 0;
     struct piece pieces[600];
@@ -76,7 +76,10 @@ static inline void fuse_init(struct front *f) {
 }
 
 static inline uint64_t create(struct front *f, const char *name, uint64_t *fh) {
-    struct { struct fuse_create_in in; char name[64]; } body = {.in = {.flags = O_RDWR | O_CREAT, .mode = 0100644}};
+    struct {
+        struct fuse_create_in in;
+        char name[64];
+    } body = {.in = {.flags = O_RDWR | O_CREAT, .mode = 0100644}};
     struct piece room = {f->memory + REPLY_AT, 4096, true};
     snprintf(body.name, sizeof(body.name), "%s", name);
     put(f, 1, 0, REQUEST_AT, FUSE_CREATE, 1, &body, (uint32_t)(sizeof(body.in) + strlen(name) + 1), &room, 1, true);
@@ -85,7 +88,10 @@ static inline uint64_t create(struct front *f, const char *name, uint64_t *fh) {
     uint8_t record[512];
     make_record(record, inode, name, 0, 0, 0, 0);
     CHECK(kvfs_name_put(plane, record, 0) == 0 && kvfs_file_create(plane, inode) == 0);
-    struct { struct fuse_entry_out entry; struct fuse_open_out open; } out;
+    struct {
+        struct fuse_entry_out entry;
+        struct fuse_open_out open;
+    } out;
     kvfs_answer(plane, call.id, 0, inode);
     CHECK(wait_answer(f, 1, REQUEST_AT, NULL) == 0);
     memcpy(&out, f->memory + REPLY_AT, sizeof(out));
@@ -137,7 +143,7 @@ static inline uint32_t scattered(struct front *f, uint32_t size, uint32_t shift,
 }
 
 static inline int read_check(struct front *f, uint64_t inode, uint64_t fh, uint64_t offset, uint32_t size, uint32_t shift, const uint8_t *expected,
-                      uint64_t file_size) {
+                             uint64_t file_size) {
     struct fuse_read_in in = {.fh = fh, .offset = offset, .size = size};
     struct piece pieces[400];
     uint32_t count = scattered(f, size, shift, pieces), length;

@@ -156,7 +156,10 @@ static inline void start(const char *directory) {
 
 /* The reply to a request of any before; those to others are kept for when they are asked for. */
 static inline int answer_of(uint64_t id) {
-    static struct { uint64_t id; int error; } kept[16];
+    static struct {
+        uint64_t id;
+        int error;
+    } kept[16];
     static unsigned kept_count;
     for (unsigned i = 0; i < kept_count; i++)
         if (kept[i].id == id) {
@@ -204,7 +207,7 @@ static inline void wait_held(void) {
 
 /* A read of a whole chunk is held: its parts on all devices are. */
 static inline void wait_chunk_held(void) {
-    for (uint64_t until = now_ns() + 20000000000ull; ; usleep(200)) {
+    for (uint64_t until = now_ns() + 20000000000ull;; usleep(200)) {
         uint32_t held = 0;
         for (uint32_t i = 0; i < DEVICES; i++)
             held += atomic_load(&plane->array.devices[i].faults.counter) != UINT32_MAX - 1;

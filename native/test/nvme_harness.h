@@ -8,15 +8,25 @@
 #define TARGETS 2u
 
 static inline struct kvfs_nvme_target where(const struct target *t, uint32_t nsid, uint32_t digests) {
-    struct kvfs_nvme_target out = {.nsid = nsid, .port = ntohs(t->address.sin_port), .timeout_ms = 1000 * slowness(), .kato_ms = 1000 * slowness(),
-                                   .header_digest = digests & 1, .data_digest = digests >> 1, .depth = 32, .hostid = {9}};
+    struct kvfs_nvme_target out = {.nsid = nsid,
+                                   .port = ntohs(t->address.sin_port),
+                                   .timeout_ms = 1000 * slowness(),
+                                   .kato_ms = 1000 * slowness(),
+                                   .header_digest = digests & 1,
+                                   .data_digest = digests >> 1,
+                                   .depth = 32,
+                                   .hostid = {9}};
     strcpy(out.host, "127.0.0.1");
     strcpy(out.nqn, "nqn.2026-11.test:one");
     strcpy(out.hostnqn, "nqn.2026-11.test:host");
     return out;
 }
 
-struct world { struct target targets[TARGETS]; struct kvfs_array array; int fds[DEVICES]; };
+struct world {
+    struct target targets[TARGETS];
+    struct kvfs_array array;
+    int fds[DEVICES];
+};
 static struct world world;
 
 static inline void world_start(uint32_t digests, uint32_t shape, uint32_t timeout_ms) {
@@ -63,7 +73,11 @@ static inline void world_end(void) {
     array_free(&world.array);
 }
 
-struct wait { uint32_t left, expired; int result; uint64_t ended_ns; };
+struct wait {
+    uint32_t left, expired;
+    int result;
+    uint64_t ended_ns;
+};
 
 static inline void io_done(struct io_group *group, bool reaped) {
     struct wait *wait = group->owner;

@@ -33,10 +33,23 @@ static void start_plane(const char *directory, uint32_t server_threads) {
         for (uint32_t s = 0; s < SEGMENTS; s++)
             members[s * DEVICES + i] = (struct kvfs_member){(i + s) % DEVICES, s};
     }
-    struct kvfs_plane_config config = {.secret = SECRET, .mount_epoch = 3, .zone_size = ZONE, .stripe_unit = 65536, .staging_size = 64 << 20,
-                                       .read_memory_size = 32 << 20, .records_max = 100000, .stripe_width = DEVICES, .segment_count = SEGMENTS,
-                                       .device_count = DEVICES, .io_timeout_ms = 400 * slowness(), .request_timeout_ms = 500 * slowness(), .server_threads = server_threads,
-                                       .store_threads = 2, .max_read = 1 << 20, .verify = 1, .spin_us = 20,
+    struct kvfs_plane_config config = {.secret = SECRET,
+                                       .mount_epoch = 3,
+                                       .zone_size = ZONE,
+                                       .stripe_unit = 65536,
+                                       .staging_size = 64 << 20,
+                                       .read_memory_size = 32 << 20,
+                                       .records_max = 100000,
+                                       .stripe_width = DEVICES,
+                                       .segment_count = SEGMENTS,
+                                       .device_count = DEVICES,
+                                       .io_timeout_ms = 400 * slowness(),
+                                       .request_timeout_ms = 500 * slowness(),
+                                       .server_threads = server_threads,
+                                       .store_threads = 2,
+                                       .max_read = 1 << 20,
+                                       .verify = 1,
+                                       .spin_us = 20,
                                        .kernel_timeout_s = 90};
     CHECK(kvfs_plane_create(&config, device_fds, offsets, members, &plane) == 0);
     kvfs_table_set_complete(kvfs_plane_table(plane), 1);
@@ -88,9 +101,20 @@ static int64_t completion(void) {
 
 static size_t make_record(uint8_t *out, uint64_t inode, const char *name, uint64_t size, uint8_t flags, uint32_t page, uint32_t header_pages) {
     size_t name_size = strlen(name);
-    struct kvfs_inode_record r = {.record_size = (uint32_t)(sizeof(r) + round_up(name_size, 8)), .kind = KVFS_KIND_FILE, .flags = flags,
-                                  .name_size = (uint16_t)name_size, .inode = inode, .parent = 1, .version = inode, .size = size, .generation = 7,
-                                  .segment = 0, .page = page, .header_pages = header_pages, .mode = 0100644, .nlink = 1};
+    struct kvfs_inode_record r = {.record_size = (uint32_t)(sizeof(r) + round_up(name_size, 8)),
+                                  .kind = KVFS_KIND_FILE,
+                                  .flags = flags,
+                                  .name_size = (uint16_t)name_size,
+                                  .inode = inode,
+                                  .parent = 1,
+                                  .version = inode,
+                                  .size = size,
+                                  .generation = 7,
+                                  .segment = 0,
+                                  .page = page,
+                                  .header_pages = header_pages,
+                                  .mode = 0100644,
+                                  .nlink = 1};
     memset(out, 0, r.record_size);
     memcpy(out, &r, sizeof(r));
     memcpy(out + sizeof(r), name, name_size);

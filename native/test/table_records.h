@@ -7,8 +7,7 @@
 #include "check.h"
 #include "kvfs_table.h"
 
-static inline struct kvfs_record record_of(uint64_t inode, uint64_t parent, uint64_t version)
-{
+static inline struct kvfs_record record_of(uint64_t inode, uint64_t parent, uint64_t version) {
     uint64_t seed = inode * 0x9e3779b97f4a7c15ULL + version * 0xc2b2ae3d27d4eb4fULL + parent;
 
     return (struct kvfs_record){
@@ -33,8 +32,7 @@ static inline struct kvfs_record record_of(uint64_t inode, uint64_t parent, uint
 }
 
 /* Whether a lookup returned record_of() for its inode, parent and version, with these flags besides. */
-static inline int record_is_whole(const struct kvfs_record *got, uint8_t flags)
-{
+static inline int record_is_whole(const struct kvfs_record *got, uint8_t flags) {
     struct kvfs_record expected = record_of(got->inode, got->parent, got->version);
 
     expected.flags |= flags;

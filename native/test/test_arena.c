@@ -10,8 +10,7 @@
 
 #define UNIT ((uint64_t)2 << 20)
 
-static uint64_t resident(const uint8_t *memory, uint64_t size)
-{
+static uint64_t resident(const uint8_t *memory, uint64_t size) {
     unsigned char *pages = malloc(size / PAGE);
     uint64_t found = 0;
 
@@ -23,8 +22,7 @@ static uint64_t resident(const uint8_t *memory, uint64_t size)
 }
 
 /* Slots of `size` bytes in four units of 2 MiB: all are touched, and the one at `busy` stays in use. */
-static void trim(uint64_t size, uint32_t busy)
-{
+static void trim(uint64_t size, uint32_t busy) {
     struct arena arena;
     uint32_t count = (uint32_t)(4 * UNIT / size);
     struct slot *slots[4 * 32];
@@ -47,8 +45,8 @@ static void trim(uint64_t size, uint32_t busy)
             last += i != busy;
             kept |= i != busy && slots[i]->data >= arena.memory + at && slots[i]->data < arena.memory + at + UNIT;
         }
-        CHECK_SAY(resident(arena.memory + at, UNIT) == (kept ? UNIT : 0), "unit %d of slots of %d bytes: %d bytes are there", (int)(at / UNIT), (int)size,
-                  (int)resident(arena.memory + at, UNIT));
+        CHECK_SAY(resident(arena.memory + at, UNIT) == (kept ? UNIT : 0), "unit %d of slots of %d bytes: %d bytes are there", (int)(at / UNIT),
+                  (int)size, (int)resident(arena.memory + at, UNIT));
     }
     for (uint64_t i = 0; i < size; i += PAGE)
         CHECK(slots[busy]->data[i] == 1);
@@ -56,8 +54,7 @@ static void trim(uint64_t size, uint32_t busy)
     arena_free(&arena);
 }
 
-static void test_trim_gives_back_whole_huge_pages(void)
-{
+static void test_trim_gives_back_whole_huge_pages(void) {
     trim(CHUNK_SIZE, 0);
     trim(CHUNK_SIZE, 3);
     trim(SMALL_SIZE, 40);
@@ -65,8 +62,7 @@ static void test_trim_gives_back_whole_huge_pages(void)
 }
 
 /* 100 slots of 64 KiB: three units, and a piece that is not one. The first four are given back last, and stay. */
-static void test_the_piece_at_the_end_goes_too(void)
-{
+static void test_the_piece_at_the_end_goes_too(void) {
     struct arena arena;
     struct slot *slots[100];
 
@@ -83,8 +79,7 @@ static void test_the_piece_at_the_end_goes_too(void)
     arena_free(&arena);
 }
 
-int main(void)
-{
+int main(void) {
     RUN(test_trim_gives_back_whole_huge_pages);
     RUN(test_the_piece_at_the_end_goes_too);
     return 0;

@@ -15,24 +15,21 @@
 #define SECRET 0x0123456789abcdefULL
 #define EPOCH 77
 
-static struct kvfs_table *create(uint64_t records_max)
-{
+static struct kvfs_table *create(uint64_t records_max) {
     struct kvfs_table *table;
 
     CHECK(kvfs_table_create(records_max, SECRET, EPOCH, &table) == 0);
     return table;
 }
 
-static struct kvfs_table *attach(const struct kvfs_table *table)
-{
+static struct kvfs_table *attach(const struct kvfs_table *table) {
     struct kvfs_table *reader;
 
     CHECK(kvfs_table_attach(kvfs_table_fd(table), SECRET, &reader) == 0);
     return reader;
 }
 
-static struct kvfs_table_statistics statistics_of(const struct kvfs_table *table)
-{
+static struct kvfs_table_statistics statistics_of(const struct kvfs_table *table) {
     struct kvfs_table_statistics statistics;
 
     kvfs_table_statistics(table, &statistics);
@@ -43,17 +40,17 @@ static struct kvfs_table_statistics statistics_of(const struct kvfs_table *table
 
 struct model_inode {
     bool present;
-    int64_t name;           /* -1: none */
+    int64_t name; /* -1: none */
     uint64_t parent;
     uint64_t version;
-    bool nameless;          /* flag set */
+    bool nameless; /* flag set */
 };
 
 struct model {
     struct kvfs_table *table;
     struct kvfs_table *reader;
     struct model_inode *inodes; /* inode number i + 1 */
-    int64_t *names;         /* index of the inode, or -1 */
+    int64_t *names;             /* index of the inode, or -1 */
     uint64_t inode_count;
     uint64_t name_count;
     uint64_t live;
@@ -65,18 +62,11 @@ struct model {
 
 #define MODEL_CHECK(model, condition) CHECK_SAY(condition, "seed %lu, step %lu", (model)->first_seed, (model)->version)
 
-static uint32_t name_text(uint64_t name, char out[32])
-{
-    return (uint32_t)sprintf(out, "name-%lu", name / 3);
-}
+static uint32_t name_text(uint64_t name, char out[32]) { return (uint32_t)sprintf(out, "name-%lu", name / 3); }
 
-static uint64_t name_parent(uint64_t name)
-{
-    return 1000 + name % 3;
-}
+static uint64_t name_parent(uint64_t name) { return 1000 + name % 3; }
 
-static void model_check_name(struct model *model, uint64_t name)
-{
+static void model_check_name(struct model *model, uint64_t name) {
     char text[32];
     struct kvfs_record got;
     int rc = kvfs_table_find_name(model->reader, name_parent(name), text, name_text(name, text), &got);
@@ -93,8 +83,7 @@ static void model_check_name(struct model *model, uint64_t name)
     MODEL_CHECK(model, got.slot <= model->max);
 }
 
-static void model_check_inode(struct model *model, uint64_t index)
-{
+static void model_check_inode(struct model *model, uint64_t index) {
     struct kvfs_record got;
     const struct model_inode *expected = &model->inodes[index];
     int rc = kvfs_table_find_inode(model->reader, index + 1, &got);
@@ -109,8 +98,7 @@ static void model_check_inode(struct model *model, uint64_t index)
     MODEL_CHECK(model, got.slot <= model->max);
 }
 
-static void model_check_all(struct model *model)
-{
+static void model_check_all(struct model *model) {
     struct kvfs_table_statistics statistics = statistics_of(model->reader);
 
     MODEL_CHECK(model, statistics.records == model->live && statistics.records_max == model->max && !statistics.ambiguous);
@@ -128,8 +116,7 @@ static void model_check_all(struct model *model)
         model_check_name(model, i);
 }
 
-static void model_put(struct model *model, uint64_t index, int64_t name, bool keep)
-{
+static void model_put(struct model *model, uint64_t index, int64_t name, bool keep) {
     struct model_inode *inode = &model->inodes[index];
     int64_t holder = name < 0 ? -1 : model->names[name];
     bool replaces = holder >= 0 && holder != (int64_t)index;
@@ -158,8 +145,7 @@ static void model_put(struct model *model, uint64_t index, int64_t name, bool ke
     *inode = (struct model_inode){.present = true, .name = name, .parent = parent, .version = model->version};
 }
 
-static void model_update(struct model *model, uint64_t index)
-{
+static void model_update(struct model *model, uint64_t index) {
     struct model_inode *inode = &model->inodes[index];
     struct kvfs_record record = record_of(index + 1, inode->parent, model->version);
     int rc = kvfs_table_update(model->table, &record);
@@ -168,8 +154,7 @@ static void model_update(struct model *model, uint64_t index)
     inode->version = model->version;
 }
 
-static void model_remove(struct model *model, uint64_t index, bool keep)
-{
+static void model_remove(struct model *model, uint64_t index, bool keep) {
     struct model_inode *inode = &model->inodes[index];
     int rc = kvfs_table_remove(model->table, index + 1, keep);
 
@@ -184,8 +169,7 @@ static void model_remove(struct model *model, uint64_t index, bool keep)
     model->live -= !keep;
 }
 
-static void model_run(uint64_t seed, uint64_t inode_count, uint64_t name_count, uint64_t max, uint64_t steps)
-{
+static void model_run(uint64_t seed, uint64_t inode_count, uint64_t name_count, uint64_t max, uint64_t steps) {
     struct model model = {.inode_count = inode_count, .name_count = name_count, .max = max, .seed = seed, .first_seed = seed};
 
     model.table = create(max);
@@ -229,8 +213,7 @@ static void model_run(uint64_t seed, uint64_t inode_count, uint64_t name_count, 
     kvfs_table_destroy(model.table);
 }
 
-static void test_the_table_agrees_with_two_arrays(void)
-{
+static void test_the_table_agrees_with_two_arrays(void) {
     for (uint64_t seed = 1; seed <= 60; seed++)
         model_run(seed, 40, 50, seed % 3 ? 1000 : 20, 2000);
     for (uint64_t seed = 101; seed <= 103; seed++)
@@ -239,20 +222,17 @@ static void test_the_table_agrees_with_two_arrays(void)
 
 /* ---- single claims ---- */
 
-static void put(struct kvfs_table *table, uint64_t inode, const char *name, int keep)
-{
+static void put(struct kvfs_table *table, uint64_t inode, const char *name, int keep) {
     struct kvfs_record record = record_of(inode, 1, 1);
 
     CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), keep) == 0);
 }
 
-static int find(const struct kvfs_table *table, const char *name, struct kvfs_record *out)
-{
+static int find(const struct kvfs_table *table, const char *name, struct kvfs_record *out) {
     return kvfs_table_find_name(table, 1, name, (uint32_t)strlen(name), out);
 }
 
-static void test_an_incomplete_table_believes_no_miss(void)
-{
+static void test_an_incomplete_table_believes_no_miss(void) {
     struct kvfs_table *table = create(10);
     struct kvfs_record record;
 
@@ -267,8 +247,7 @@ static void test_an_incomplete_table_believes_no_miss(void)
     kvfs_table_destroy(table);
 }
 
-static void test_a_record_marked_ask_is_found_with_its_flag(void)
-{
+static void test_a_record_marked_ask_is_found_with_its_flag(void) {
     struct kvfs_table *table = create(10);
     struct kvfs_record record = record_of(5, 1, 1), got;
 
@@ -278,8 +257,7 @@ static void test_a_record_marked_ask_is_found_with_its_flag(void)
     kvfs_table_destroy(table);
 }
 
-static void test_records_that_do_not_fit_are_refused(void)
-{
+static void test_records_that_do_not_fit_are_refused(void) {
     struct kvfs_table *table = create(10);
     struct kvfs_table *none;
     char name[300] = {0};
@@ -302,8 +280,7 @@ static void test_records_that_do_not_fit_are_refused(void)
     kvfs_table_destroy(table);
 }
 
-static void test_a_client_can_map_the_table_only_read_only(void)
-{
+static void test_a_client_can_map_the_table_only_read_only(void) {
     struct kvfs_table *table = create(1000);
     struct kvfs_table *reader = attach(table);
     int fd = kvfs_table_fd(table);
@@ -334,8 +311,7 @@ static void test_a_client_can_map_the_table_only_read_only(void)
     kvfs_table_destroy(table);
 }
 
-static int copy_of(const struct kvfs_table *table, unsigned char **out, uint64_t *size)
-{
+static int copy_of(const struct kvfs_table *table, unsigned char **out, uint64_t *size) {
     struct stat status;
     int fd = memfd_create("copy", MFD_ALLOW_SEALING | MFD_CLOEXEC);
 
@@ -347,8 +323,7 @@ static int copy_of(const struct kvfs_table *table, unsigned char **out, uint64_t
     return fd;
 }
 
-static void test_attach_rejects_a_corrupt_header(void)
-{
+static void test_attach_rejects_a_corrupt_header(void) {
     struct kvfs_table *table = create(100), *reader;
     unsigned char *bytes;
     uint64_t size;
@@ -378,8 +353,7 @@ static void test_attach_rejects_a_corrupt_header(void)
     kvfs_table_destroy(table);
 }
 
-static void test_a_torn_table_never_crashes_a_reader(void)
-{
+static void test_a_torn_table_never_crashes_a_reader(void) {
     struct kvfs_table *table = create(2000);
     unsigned char *bytes;
     uint64_t size;
@@ -430,8 +404,7 @@ static void test_a_torn_table_never_crashes_a_reader(void)
 /* ---- load ---- */
 
 /* Appends a record; returns its size. */
-static uint64_t append(unsigned char *at, uint64_t inode, const char *name, uint8_t flags)
-{
+static uint64_t append(unsigned char *at, uint64_t inode, const char *name, uint8_t flags) {
     uint16_t name_size = (uint16_t)strlen(name);
     struct kvfs_inode_record record = {
         .record_size = 128 + ((name_size + 7u) & ~7u),
@@ -460,8 +433,7 @@ static uint64_t append(unsigned char *at, uint64_t inode, const char *name, uint
     return record.record_size;
 }
 
-static void test_load_puts_every_record(void)
-{
+static void test_load_puts_every_record(void) {
     struct kvfs_table *table = create(1000);
     unsigned char *buffer = malloc(200000);
     uint64_t size = 0;
@@ -492,15 +464,14 @@ static void test_load_puts_every_record(void)
     kvfs_table_destroy(table);
 }
 
-static void test_load_stops_at_a_bad_record(void)
-{
+static void test_load_stops_at_a_bad_record(void) {
     /* The field to spoil in the third of five records: its offset and size, and its value. */
     static const struct {
         uint64_t offset, size, value;
     } spoils[] = {
-        {0, 4, 0}, {0, 4, 120}, {0, 4, 132}, {0, 4, 1 << 20}, {0, 4, 0xfffffff8}, {4, 1, 0}, {4, 1, 4}, {6, 2, 0}, {6, 2, 256},
-        {6, 2, 0xffff}, {8, 8, 0}, {32, 8, 1ULL << 48}, {56, 4, 1 << 24}, {60, 4, 1}, {60, 4, 0xffffffff}, {88, 4, 1 << 16},
-        {104, 4, 1}, {104, 4, 0xffffffff},
+        {0, 4, 0},        {0, 4, 120}, {0, 4, 132},         {0, 4, 1 << 20},  {0, 4, 0xfffffff8}, {4, 1, 0},
+        {4, 1, 4},        {6, 2, 0},   {6, 2, 256},         {6, 2, 0xffff},   {8, 8, 0},          {32, 8, 1ULL << 48},
+        {56, 4, 1 << 24}, {60, 4, 1},  {60, 4, 0xffffffff}, {88, 4, 1 << 16}, {104, 4, 1},        {104, 4, 0xffffffff},
     };
 
     for (unsigned i = 0; i < sizeof(spoils) / sizeof(*spoils); i++) {
@@ -539,28 +510,25 @@ static void test_load_stops_at_a_bad_record(void)
 
 /* ---- memory ---- */
 
-static uint64_t memory_in_use(const struct kvfs_table *table)
-{
+static uint64_t memory_in_use(const struct kvfs_table *table) {
     struct stat status;
 
     CHECK(fstat(kvfs_table_fd(table), &status) == 0);
     return (uint64_t)status.st_blocks * 512;
 }
 
-static void check_bytes(struct kvfs_table *table, uint64_t records)
-{
+static void check_bytes(struct kvfs_table *table, uint64_t records) {
     struct kvfs_table_statistics statistics = statistics_of(table);
 
     CHECK(statistics.records == records);
     CHECK_SAY(statistics.bytes < 144 * records, "%lu bytes for %lu records", statistics.bytes, records);
-    CHECK_SAY((statistics.buckets + statistics.overflow_buckets) * 64 < 22 * records, "%lu and %lu buckets for %lu records",
-              statistics.buckets, statistics.overflow_buckets, records);
+    CHECK_SAY((statistics.buckets + statistics.overflow_buckets) * 64 < 22 * records, "%lu and %lu buckets for %lu records", statistics.buckets,
+              statistics.overflow_buckets, records);
     /* The kernel's word: nothing else was touched. */
     CHECK_SAY(memory_in_use(table) <= statistics.bytes + 16 * 4096, "%lu, not %lu", memory_in_use(table), statistics.bytes);
 }
 
-static void test_memory_grows_with_the_records_only(void)
-{
+static void test_memory_grows_with_the_records_only(void) {
     struct kvfs_table *table = create(500000000);
     struct kvfs_record record;
     char name[32];
@@ -595,8 +563,7 @@ static void test_memory_grows_with_the_records_only(void)
     kvfs_table_destroy(table);
 }
 
-int main(void)
-{
+int main(void) {
     RUN(test_an_incomplete_table_believes_no_miss);
     RUN(test_a_record_marked_ask_is_found_with_its_flag);
     RUN(test_records_that_do_not_fit_are_refused);

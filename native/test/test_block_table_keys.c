@@ -7,14 +7,10 @@
 #include "kvfs_checksum.h"
 #include "table_records.h"
 
-uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret)
-{
-    return *(const unsigned char *)data + size + secret;
-}
+uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret) { return *(const unsigned char *)data + size + secret; }
 
 /* Names of the form "same..." have one key in all directories; others one bucket and one tag, but different keys; "zero" has the key 0. */
-void kvfs_name_key(uint64_t parent, const char *name, uint32_t name_size, uint64_t secret, uint64_t *low, uint64_t *high)
-{
+void kvfs_name_key(uint64_t parent, const char *name, uint32_t name_size, uint64_t secret, uint64_t *low, uint64_t *high) {
     (void)parent;
     (void)secret;
     *low = *high = 0;
@@ -26,28 +22,24 @@ void kvfs_name_key(uint64_t parent, const char *name, uint32_t name_size, uint64
             *high = *high * 31 + (unsigned char)name[i];
 }
 
-static void put(struct kvfs_table *table, uint64_t inode, uint64_t parent, const char *name)
-{
+static void put(struct kvfs_table *table, uint64_t inode, uint64_t parent, const char *name) {
     struct kvfs_record record = record_of(inode, parent, 1);
 
     CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), 0) == 0);
 }
 
-static int find(const struct kvfs_table *table, uint64_t parent, const char *name, struct kvfs_record *out)
-{
+static int find(const struct kvfs_table *table, uint64_t parent, const char *name, struct kvfs_record *out) {
     return kvfs_table_find_name(table, parent, name, (uint32_t)strlen(name), out);
 }
 
-static uint64_t ambiguous(const struct kvfs_table *table)
-{
+static uint64_t ambiguous(const struct kvfs_table *table) {
     struct kvfs_table_statistics statistics;
 
     kvfs_table_statistics(table, &statistics);
     return statistics.ambiguous;
 }
 
-static struct kvfs_table *create(uint64_t records_max)
-{
+static struct kvfs_table *create(uint64_t records_max) {
     struct kvfs_table *table;
 
     CHECK(kvfs_table_create(records_max, 1, 1, &table) == 0);
@@ -55,8 +47,7 @@ static struct kvfs_table *create(uint64_t records_max)
     return table;
 }
 
-static void test_two_names_with_one_key_are_marked_ask(void)
-{
+static void test_two_names_with_one_key_are_marked_ask(void) {
     struct kvfs_table *table = create(100);
     struct kvfs_record record;
 
@@ -71,8 +62,7 @@ static void test_two_names_with_one_key_are_marked_ask(void)
     kvfs_table_destroy(table);
 }
 
-static void test_a_key_of_zero_is_a_name(void)
-{
+static void test_a_key_of_zero_is_a_name(void) {
     struct kvfs_table *table = create(100);
     struct kvfs_record record;
 
@@ -84,8 +74,7 @@ static void test_a_key_of_zero_is_a_name(void)
     kvfs_table_destroy(table);
 }
 
-static void test_chains_of_any_length_are_kept_and_walks_are_bounded(void)
-{
+static void test_chains_of_any_length_are_kept_and_walks_are_bounded(void) {
     enum { COUNT = 5000, REACHED = 64 * 9 };
     struct kvfs_table *table = create(COUNT);
     struct kvfs_table_statistics statistics;
@@ -118,8 +107,7 @@ static void test_chains_of_any_length_are_kept_and_walks_are_bounded(void)
     kvfs_table_destroy(table);
 }
 
-int main(void)
-{
+int main(void) {
     RUN(test_two_names_with_one_key_are_marked_ask);
     RUN(test_a_key_of_zero_is_a_name);
     RUN(test_chains_of_any_length_are_kept_and_walks_are_bounded);

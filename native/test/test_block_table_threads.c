@@ -33,16 +33,14 @@ static _Atomic uint64_t lookups[READERS];
 static _Atomic uint64_t finished[PERMANENT_NAMES];
 static _Atomic uint64_t versions[PERMANENT_INODES];
 
-static void put(uint64_t inode, uint64_t version, const char *format, uint64_t number, int keep)
-{
+static void put(uint64_t inode, uint64_t version, const char *format, uint64_t number, int keep) {
     struct kvfs_record record = record_of(inode, PARENT, version);
     char name[32];
 
     CHECK(kvfs_table_put(table, &record, name, (uint32_t)sprintf(name, format, number), keep) == 0);
 }
 
-static void replace(uint64_t *state)
-{
+static void replace(uint64_t *state) {
     uint64_t name = random_below(state, PERMANENT_NAMES);
     uint64_t before = atomic_load(&finished[name]);
     uint64_t inode = FIRST_REPLACING_INODE + (before + 1) * PERMANENT_NAMES + name;
@@ -56,28 +54,23 @@ static void replace(uint64_t *state)
     atomic_store(&finished[name], before + 1);
 }
 
-static void rename_permanent(uint64_t *state)
-{
+static void rename_permanent(uint64_t *state) {
     uint64_t number = random_below(state, PERMANENT_INODES);
     uint64_t version = atomic_load(&versions[number]) + 1;
     struct kvfs_record record = record_of(FIRST_PERMANENT_INODE + number, PARENT, version);
 
     switch (random_below(state, 4)) {
-    case 0:
-        CHECK(kvfs_table_update(table, &record) == 0);
-        break;
+    case 0: CHECK(kvfs_table_update(table, &record) == 0); break;
     case 1:
         CHECK(kvfs_table_remove(table, record.inode, 1) == 0); /* the inode stays */
         put(record.inode, version, "r%lu", number, 0);
         break;
-    default:
-        put(record.inode, version, version % 2 ? "r%lu" : "s%lu", number, 0);
+    default: put(record.inode, version, version % 2 ? "r%lu" : "s%lu", number, 0);
     }
     atomic_store(&versions[number], version);
 }
 
-static void *write_all(void *argument)
-{
+static void *write_all(void *argument) {
     uint64_t state = *(const uint64_t *)argument;
     uint64_t filled = 0, emptied = 0;
 
@@ -110,8 +103,7 @@ struct reader {
     uint64_t again;
 };
 
-static int find(struct reader *reader, const char *format, uint64_t number, struct kvfs_record *out)
-{
+static int find(struct reader *reader, const char *format, uint64_t number, struct kvfs_record *out) {
     char name[32];
     int rc = kvfs_table_find_name(reader->table, PARENT, name, (uint32_t)sprintf(name, format, number), out);
 
@@ -121,8 +113,7 @@ static int find(struct reader *reader, const char *format, uint64_t number, stru
     return rc;
 }
 
-static void look_once(struct reader *reader, uint64_t *state)
-{
+static void look_once(struct reader *reader, uint64_t *state) {
     uint64_t number = random_below(state, 64);
     uint64_t before, after;
     struct kvfs_record record;
@@ -162,8 +153,7 @@ static void look_once(struct reader *reader, uint64_t *state)
     CHECK(rc != 0);
 }
 
-static void *read_all(void *argument)
-{
+static void *read_all(void *argument) {
     struct reader *reader = argument;
     uint64_t state = (uint64_t)reader->index + 1000;
 
@@ -174,8 +164,7 @@ static void *read_all(void *argument)
     return NULL;
 }
 
-static void test_readers_agree_with_a_writer_at_work(void)
-{
+static void test_readers_agree_with_a_writer_at_work(void) {
     struct kvfs_table *attached;
     struct reader readers[READERS];
     pthread_t threads[READERS + 1];
@@ -196,8 +185,7 @@ static void test_readers_agree_with_a_writer_at_work(void)
     for (int i = 0; i <= READERS; i++)
         CHECK(pthread_join(threads[i], NULL) == 0);
     for (int i = 0; i < READERS; i++) {
-        printf("   reader %d: %lu lookups, %lu by name found, %lu told to ask\n", i, atomic_load(&lookups[i]), readers[i].found,
-               readers[i].again);
+        printf("   reader %d: %lu lookups, %lu by name found, %lu told to ask\n", i, atomic_load(&lookups[i]), readers[i].found, readers[i].again);
         CHECK(readers[i].found > 0);
         /* Bounded retries give up when the writer sleeps inside a write: seldom. */
         CHECK(readers[i].again * 10 < atomic_load(&lookups[i]));
@@ -206,8 +194,7 @@ static void test_readers_agree_with_a_writer_at_work(void)
     kvfs_table_destroy(table);
 }
 
-int main(void)
-{
+int main(void) {
     RUN(test_readers_agree_with_a_writer_at_work);
     return 0;
 }

@@ -10,8 +10,7 @@
 #define SECRET 0x9e3779b97f4a7c15ULL
 #define PATTERN_SIZE 20000
 
-static unsigned char *pattern(uint64_t size)
-{
+static unsigned char *pattern(uint64_t size) {
     unsigned char *data = malloc(size);
 
     CHECK(data);
@@ -20,8 +19,7 @@ static unsigned char *pattern(uint64_t size)
     return data;
 }
 
-static void test_checksums_equal_those_of_the_python_package(void)
-{
+static void test_checksums_equal_those_of_the_python_package(void) {
     static const struct {
         uint64_t size, secret, checksum;
     } expected[] = {
@@ -44,8 +42,7 @@ static void test_checksums_equal_those_of_the_python_package(void)
     free(data);
 }
 
-static void test_name_keys_equal_those_of_the_python_package(void)
-{
+static void test_name_keys_equal_those_of_the_python_package(void) {
     char *data = (char *)pattern(255);
     uint64_t low, high;
 
@@ -58,8 +55,7 @@ static void test_name_keys_equal_those_of_the_python_package(void)
     free(data);
 }
 
-static void compare(const struct kvfs_leaf_functions *fast, const unsigned char *data, uint64_t size, uint64_t secret)
-{
+static void compare(const struct kvfs_leaf_functions *fast, const unsigned char *data, uint64_t size, uint64_t secret) {
     uint64_t leaves = (size + KVFS_LEAF_SIZE - 1) / KVFS_LEAF_SIZE;
     uint32_t *expected = malloc(leaves * 4 + 4), *got = malloc(leaves * 4 + 4);
 
@@ -80,8 +76,7 @@ static void compare(const struct kvfs_leaf_functions *fast, const unsigned char 
     free(got);
 }
 
-static void compare_all(const struct kvfs_leaf_functions *fast)
-{
+static void compare_all(const struct kvfs_leaf_functions *fast) {
     static const uint64_t sizes[] = {0, 1, 15, 240, 241, 1024, 4095, 4096, 4097, 8191, 8192, 3 * 4096 + 100, 65536, 65537};
     static const uint64_t secrets[] = {0, 1, SECRET, UINT64_MAX};
     uint64_t seed = 1;
@@ -101,8 +96,7 @@ static void compare_all(const struct kvfs_leaf_functions *fast)
     }
 }
 
-static void test_every_instruction_set_equals_the_reference(void)
-{
+static void test_every_instruction_set_equals_the_reference(void) {
     static const struct kvfs_leaf_functions chosen = {kvfs_checksum, kvfs_leaf_checksums, kvfs_leaf_verify};
 
     compare_all(&kvfs_leaf_scalar);
@@ -117,8 +111,7 @@ static void test_every_instruction_set_equals_the_reference(void)
 #endif
 }
 
-static void test_a_flipped_bit_is_found_in_its_leaf(void)
-{
+static void test_a_flipped_bit_is_found_in_its_leaf(void) {
     uint64_t size = 5 * 4096 + 77, seed = 2;
     unsigned char *data = pattern(size);
     uint32_t sums[6];
@@ -137,8 +130,7 @@ static void test_a_flipped_bit_is_found_in_its_leaf(void)
     free(data);
 }
 
-int main(void)
-{
+int main(void) {
     RUN(test_checksums_equal_those_of_the_python_package);
     RUN(test_name_keys_equal_those_of_the_python_package);
     RUN(test_every_instruction_set_equals_the_reference);

@@ -314,7 +314,10 @@ static void test_file_reads(void) {
 
 /* ---- many threads ---- */
 
-static struct { struct kvfs_client *client; atomic_uint good; } crowd;
+static struct {
+    struct kvfs_client *client;
+    atomic_uint good;
+} crowd;
 
 static void *crowd_get(void *argument) {
     static const uint64_t size = 30000;

@@ -60,7 +60,10 @@ static void test_daemon_dies(void) {
     batch_free(b);
 }
 
-static struct { struct kvfs_client *client; atomic_bool stop; } crowd;
+static struct {
+    struct kvfs_client *client;
+    atomic_bool stop;
+} crowd;
 
 static void *crowd_exist(void *argument) {
     (void)argument;
@@ -340,7 +343,11 @@ static void test_windows_go_on_while_commits_are_not_answered(void) {
     windows_heal(client, b);
 }
 
-struct put_job { struct kvfs_client *client; struct batch *batch; int result; };
+struct put_job {
+    struct kvfs_client *client;
+    struct batch *batch;
+    int result;
+};
 
 static void *put_in_thread(void *argument) {
     struct put_job *job = argument;

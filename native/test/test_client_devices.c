@@ -6,7 +6,11 @@
 /* ---- blocks that move, are replaced and evicted while they are read ---- */
 
 #define CHURN_KEYS 8u
-static struct { struct kvfs_client *client; atomic_bool stop; atomic_ullong read, missed; } churn;
+static struct {
+    struct kvfs_client *client;
+    atomic_bool stop;
+    atomic_ullong read, missed;
+} churn;
 
 static void *churn_get(void *argument) {
     uint64_t state = (uintptr_t)argument;
@@ -115,9 +119,8 @@ static void test_churn(void) {
     free(memory);
     struct kvfs_client_statistics s = statistics(churn.client);
     CHECK(atomic_load(&churn.read) > 100 && s.busy == 0);
-    printf("   %llu reads, %llu misses, %llu retries, %llu checksum errors, %u moves and writes\n",
-           (unsigned long long)atomic_load(&churn.read), (unsigned long long)atomic_load(&churn.missed), (unsigned long long)s.retries,
-           (unsigned long long)s.checksum_errors, d.block_count);
+    printf("   %llu reads, %llu misses, %llu retries, %llu checksum errors, %u moves and writes\n", (unsigned long long)atomic_load(&churn.read),
+           (unsigned long long)atomic_load(&churn.missed), (unsigned long long)s.retries, (unsigned long long)s.checksum_errors, d.block_count);
     kvfs_close(churn.client);
     daemon_stop(false);
 }

@@ -14,13 +14,13 @@
 #define ZONE ((uint64_t)1 << 20)
 #define SEGMENTS 2u
 #define SIZE (ZONE * SEGMENTS)
-#define RUN_PAGES 64u                    /* a stripe unit on each device */
+#define RUN_PAGES 64u /* a stripe unit on each device */
 #define RUN_SIZE (RUN_PAGES * PAGE)
 
 static struct kvfs_array array;
 static uint8_t *media[DEVICES];
 static uint32_t starts, cancels, expires, errors, error_seen;
-static bool silent;                      /* the double takes parts and keeps them */
+static bool silent; /* the double takes parts and keeps them */
 static struct io_part *kept[DEVICES];
 static uint32_t kept_count;
 
@@ -90,7 +90,10 @@ static void array_end(void) {
     array_free(&array);
 }
 
-struct wait { bool expired, done; int result; };
+struct wait {
+    bool expired, done;
+    int result;
+};
 
 static void wait_done(struct io_group *group, bool reaped) {
     struct wait *wait = group->owner;
@@ -236,7 +239,8 @@ static void test_a_device_becomes_another_kind(void) {
 }
 
 static void test_a_descriptor_tells_its_kind(void) {
-    const struct kvfs_nvme_target target = {.nsid = 1, .port = 4420, .host = "127.0.0.1", .nqn = "nqn.2026-11.test:a", .hostnqn = "nqn.2026-11.test:b"};
+    const struct kvfs_nvme_target target = {
+        .nsid = 1, .port = 4420, .host = "127.0.0.1", .nqn = "nqn.2026-11.test:a", .hostnqn = "nqn.2026-11.test:b"};
     array_make(&double_ops);
     int fd = array.devices[0].fd, target_fd = kvfs_nvme_descriptor(&target);
     struct device *device = &array.devices[0];

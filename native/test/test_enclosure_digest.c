@@ -7,8 +7,7 @@
 
 static unsigned char data[3 * 4096 + 64];
 
-int main(void)
-{
+int main(void) {
     uint32_t whole;
 
     CHECK(nvme_digest(0, "123456789", 9) == 0xe3069283);

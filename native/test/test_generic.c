@@ -73,7 +73,10 @@ static void devices_work(struct ring *ring) {
     }
 }
 
-struct wait { uint32_t left; int result; };
+struct wait {
+    uint32_t left;
+    int result;
+};
 
 static void io_done(struct io_group *group, bool reaped) {
     struct wait *wait = group->owner;

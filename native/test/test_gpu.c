@@ -7,8 +7,10 @@
 
 static void test_whole_blocks(void) {
     uint32_t numbers[14] = {0, 1, 2, 900, 3, 4, 5, 6, 7, 8, 901, 9, 10, 11};
-    const struct { uint32_t slot_count; uint64_t slot_size; } rings[] = {{1, 64 * KIB}, {4, 64 * KIB}, {16, 64 * KIB},
-                                                                         {4, MIB},      {16, MIB},     {3, 4 * MIB}};
+    const struct {
+        uint32_t slot_count;
+        uint64_t slot_size;
+    } rings[] = {{1, 64 * KIB}, {4, 64 * KIB}, {16, 64 * KIB}, {4, MIB}, {16, MIB}, {3, 4 * MIB}};
     struct batch batch;
     for (size_t i = 0; i < sizeof(rings) / sizeof(rings[0]); i++) {
         struct kvfs_gpu *gpu = reader_open(rings[i].slot_count, rings[i].slot_size);
@@ -170,7 +172,11 @@ static void test_bad_input(void) {
     static uint8_t host[4096];
     uint8_t *pinned = aligned_alloc(PAGE, PAGE);
     CHECK(cuda.cuCtxPushCurrent_v2(primary) == 0 && cuda.cuMemHostRegister_v2(pinned, PAGE, 1) == 0);
-    const struct { void *data; uint64_t size; const char *text; } wrong[] = {
+    const struct {
+        void *data;
+        uint64_t size;
+        const char *text;
+    } wrong[] = {
         {NULL, 100, "buffer 1: 100 bytes at 0x0"},
         {host, sizeof(host), "buffer 1 of 3: 0x"},
         {host, sizeof(host), "is no memory that CUDA knows"},
@@ -426,8 +432,15 @@ static void test_a_block_that_is_gone_is_looked_up_again(void) {
     char name[13];
     pthread_t thread;
     key_name(key, name, 71);
-    struct kvfs_record record = {.inode = ++next_inode, .parent = 2, .version = ++next_version, .size = 200 * KIB, .generation = GENERATION,
-                                 .page = next_page[0] + 8, .header_pages = 1, .kind = KVFS_KIND_FILE, .flags = KVFS_INODE_SEALED};
+    struct kvfs_record record = {.inode = ++next_inode,
+                                 .parent = 2,
+                                 .version = ++next_version,
+                                 .size = 200 * KIB,
+                                 .generation = GENERATION,
+                                 .page = next_page[0] + 8,
+                                 .header_pages = 1,
+                                 .kind = KVFS_KIND_FILE,
+                                 .flags = KVFS_INODE_SEALED};
     CHECK(kvfs_table_put(table, &record, name, (uint32_t)strlen(name), 0) == 0);
     batch_open(&batch, (uint32_t[]){71}, 1, 210 * KIB);
     faults(0, KVFS_FAULT_DELAY, TIMEOUT_MS * 4 / 10); /* both within one deadline */
@@ -485,8 +498,8 @@ static void test_a_rewritten_block_is_never_torn(void) {
     cuda.fake_cuda_delay(0);
     atomic_store(&rewriter.stopping, true);
     CHECK(pthread_join(thread, NULL) == 0);
-    printf("   %llu and %llu reads of the two contents, %llu misses, %llu begun again\n", (unsigned long long)seen[0],
-           (unsigned long long)seen[1], (unsigned long long)misses, (unsigned long long)statistics_of(gpu).restarts);
+    printf("   %llu and %llu reads of the two contents, %llu misses, %llu begun again\n", (unsigned long long)seen[0], (unsigned long long)seen[1],
+           (unsigned long long)misses, (unsigned long long)statistics_of(gpu).restarts);
     free(got);
     free(expected[0]);
     free(expected[1]);
@@ -494,7 +507,10 @@ static void test_a_rewritten_block_is_never_torn(void) {
     kvfs_gpu_close(gpu);
 }
 
-struct reader { struct kvfs_gpu *gpu; cuda_stream stream; };
+struct reader {
+    struct kvfs_gpu *gpu;
+    cuda_stream stream;
+};
 static void *read_main(void *argument) {
     struct reader *reader = argument;
     struct batch *batch = malloc(sizeof(*batch));

@@ -3,7 +3,7 @@
  * that the GPU did not prove is a result. A read that hangs leaves its memory orphan_overlaps until it is back, and touches nothing else. The ring
  * does the reads that cuFile cannot do. Every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile), it does the reads
  * that need no double, on host memory that the double of libcuda calls a GPU's. Argument: the stripe width. */
-#define IDLE_TIMEOUT_MS 1000u            /* under a sanitizer the CPU is slow as a GPU */
+#define IDLE_TIMEOUT_MS 1000u /* under a sanitizer the CPU is slow as a GPU */
 #include "gpu_harness.h"
 
 #define GPU_LEAF(...) __VA_ARGS__
@@ -31,7 +31,7 @@ static struct {
     unsigned (*held)(void);
     unsigned (*left)(void);
 } cufile;
-static bool real;                        /* libcufile */
+static bool real; /* libcufile */
 
 static void cufile_load(void) {
     const char *path = getenv("KVFS_TEST_CUFILE");
@@ -48,8 +48,8 @@ static void cufile_load(void) {
     setenv("KVFS_CUFILE_LIBRARY", fake, 1);
     void *library = dlopen(fake, RTLD_NOW);
     CHECK_SAY(library, "%s", dlerror());
-    const char *names[] = {"hold", "flip", "fail_from", "fail_with", "short", "open_error", "register_error", "statistics_error",
-                           "indirect", "unknown", "reads", "held", "left"};
+    const char *names[] = {"hold",     "flip",    "fail_from", "fail_with", "short", "open_error", "register_error", "statistics_error",
+                           "indirect", "unknown", "reads",     "held",      "left"};
     static_assert(sizeof(cufile) == sizeof(names), "a name for every function");
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         char name[60];
@@ -61,8 +61,8 @@ static void cufile_load(void) {
 }
 
 static struct kvfs_gpu *direct_reader(void) {
-    struct kvfs_gpu_options options = {.size = sizeof(options), .mode = KVFS_GPU_GDS, .slot_count = 8, .slot_size = 256 * KIB,
-                                       .flags = real ? KVFS_GPU_INDIRECT : 0};
+    struct kvfs_gpu_options options = {
+        .size = sizeof(options), .mode = KVFS_GPU_GDS, .slot_count = 8, .slot_size = 256 * KIB, .flags = real ? KVFS_GPU_INDIRECT : 0};
     struct kvfs_gpu *gpu;
     CHECK_SAY(kvfs_gpu_open(client, &options, &gpu) == 0, "%s", kvfs_error());
     CHECK(kvfs_gpu_mode(gpu) == KVFS_GPU_GDS);
@@ -78,8 +78,7 @@ static struct kvfs_gpu_direct_statistics direct_of(struct kvfs_gpu *gpu) {
 static void open_refused(const char *text) {
     struct kvfs_gpu_options options = {.size = sizeof(options), .mode = KVFS_GPU_GDS};
     struct kvfs_gpu *gpu;
-    CHECK_SAY(kvfs_gpu_open(client, &options, &gpu) == -EOPNOTSUPP && !gpu && says("no gds: ") && says(text), "%s, not: %s", text,
-              kvfs_error());
+    CHECK_SAY(kvfs_gpu_open(client, &options, &gpu) == -EOPNOTSUPP && !gpu && says("no gds: ") && says(text), "%s, not: %s", text, kvfs_error());
 }
 
 /* ---- the kernel ---- */
@@ -108,8 +107,7 @@ static void test_the_kernel_is_the_cpus_checksum(void) {
             kvfs_leaf_sums(lanes, pages, keys, round * 0x1234567u, sums);
         kvfs_leaf_checksums(data, pages * PAGE, secret, expected);
         for (uint32_t i = 0; i < PAGES; i++)
-            CHECK_SAY(sums[i] == (i < pages ? expected[i] ^ (round * 0x1234567u) : 0x77777777u), "round %u, page %u of %u", round, i,
-                      pages);
+            CHECK_SAY(sums[i] == (i < pages ? expected[i] ^ (round * 0x1234567u) : 0x77777777u), "round %u, page %u of %u", round, i, pages);
     }
     free(lanes);
     free(data);
@@ -397,8 +395,7 @@ static void test_a_new_daemon_is_proven_again(void) {
 }
 
 static void test_failures_of_cuda_are_errors(void) {
-    static const char *const reading[] = {"cuModuleLoadData", "cuModuleGetFunction", "cuMemAlloc_v2", "cuLaunchKernel",
-                                          "cuMemcpyDtoHAsync_v2"};
+    static const char *const reading[] = {"cuModuleLoadData", "cuModuleGetFunction", "cuMemAlloc_v2", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2"};
     struct batch batch;
     for (size_t i = 0; i < sizeof(reading) / sizeof(reading[0]); i++) {
         struct kvfs_gpu *gpu = direct_reader();
@@ -463,8 +460,7 @@ static void test_a_rewritten_block_is_never_torn(void) {
     CHECK(pthread_join(thread, NULL) == 0);
     struct kvfs_gpu_direct_statistics statistics = direct_of(gpu);
     printf("   %llu and %llu reads of the two contents, %llu direct, %llu misses, %llu mismatches\n", (unsigned long long)seen[0],
-           (unsigned long long)seen[1], (unsigned long long)statistics.blocks, (unsigned long long)misses,
-           (unsigned long long)statistics.mismatches);
+           (unsigned long long)seen[1], (unsigned long long)statistics.blocks, (unsigned long long)misses, (unsigned long long)statistics.mismatches);
     free(got);
     free(expected[0]);
     free(expected[1]);

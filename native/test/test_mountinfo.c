@@ -25,8 +25,14 @@ static void test_optional_fields_may_be_absent_and_a_path_may_look_like_the_sepa
 }
 
 static void test_other_lines_are_refused(void) {
-    static const char *const lines[] = {"",           "\n",       "36",        "36 35 98:7 /root", "36 35 98:7 / /mnt rw fuse.kvfs x rw",
-                                        "36 35 98:7 / /mnt rw -", "x 35 98:7 / /mnt rw - a b c", "36 35 98 / /mnt rw - a b c",
+    static const char *const lines[] = {"",
+                                        "\n",
+                                        "36",
+                                        "36 35 98:7 /root",
+                                        "36 35 98:7 / /mnt rw fuse.kvfs x rw",
+                                        "36 35 98:7 / /mnt rw -",
+                                        "x 35 98:7 / /mnt rw - a b c",
+                                        "36 35 98 / /mnt rw - a b c",
                                         "36 35 98:x / /mnt rw - a b c"};
     for (size_t i = 0; i < sizeof(lines) / sizeof(lines[0]); i++) {
         char line[64];

@@ -107,7 +107,8 @@ static void *many_main(void *argument) {
             fill(data, 16 * 16 * PAGE, segment * 1000 + round);
             for (uint32_t i = 0; i < 16; i++) {
                 waits[i] = (struct wait){.left = 1};
-                CHECK(ring_io(&ring, write, segment, i * 16, &(struct iovec){(write ? data : back) + i * 16 * PAGE, 16 * PAGE}, 1, NULL, 0, io_done, &waits[i]) == 0);
+                CHECK(ring_io(&ring, write, segment, i * 16, &(struct iovec){(write ? data : back) + i * 16 * PAGE, 16 * PAGE}, 1, NULL, 0, io_done,
+                              &waits[i]) == 0);
             }
             ring_submit(&ring);
             for (uint32_t i = 0; i < 16; i++)

@@ -28,7 +28,8 @@ static void every_trick_ends_in_an_error_within_the_deadline(void) {
                 uint64_t began = now_ns();
                 int r = io(&ring, write, 0, 0, write ? data : back, PAGE * 64, &wait);
                 CHECK_SAY(ends_well ? r == 0 : r < 0, "trick %d, write %u: %d", trick, write, r);
-                CHECK_SAY(wait.ended_ns - began < 600 * MS * slowness(), "trick %d, write %u: %llu us", trick, write, (unsigned long long)(wait.ended_ns - began) / 1000);
+                CHECK_SAY(wait.ended_ns - began < 600 * MS * slowness(), "trick %d, write %u: %llu us", trick, write,
+                          (unsigned long long)(wait.ended_ns - began) / 1000);
                 atomic_store(&t->every, 0);
                 settle(&ring, &wait);
                 await_recovery(&ring, back);

@@ -71,9 +71,13 @@ static void test_faults(void) {
     release(inode, fh);
     int error;
     fh = open_read(inode, &error);
-    const struct { uint32_t kind, value; const char *name; } faults[] = {
-        {KVFS_FAULT_ERROR, EIO, "error"}, {KVFS_FAULT_SHORT, 0, "short read"}, {KVFS_FAULT_FLIP, 4097, "flipped bit"},
-        {KVFS_FAULT_DELAY, 2000 * slowness(), "silence"}};
+    const struct {
+        uint32_t kind, value;
+        const char *name;
+    } faults[] = {{KVFS_FAULT_ERROR, EIO, "error"},
+                  {KVFS_FAULT_SHORT, 0, "short read"},
+                  {KVFS_FAULT_FLIP, 4097, "flipped bit"},
+                  {KVFS_FAULT_DELAY, 2000 * slowness(), "silence"}};
     for (unsigned i = 0; i < 4; i++) {
         fault(faults[i].kind, 1, faults[i].value);
         uint64_t began = now_ns();
@@ -262,8 +266,14 @@ static void test_deadline_of_forwarded_requests(void) {
 }
 
 static void test_calls(void) {
-    struct { struct fuse_rename2_in in; char names[300]; } two = {.in = {.newdir = 77, .flags = 1}};
-    struct { struct fuse_rename_in in; char names[300]; } one = {.in = {.newdir = 78}};
+    struct {
+        struct fuse_rename2_in in;
+        char names[300];
+    } two = {.in = {.newdir = 77, .flags = 1}};
+    struct {
+        struct fuse_rename_in in;
+        char names[300];
+    } one = {.in = {.newdir = 78}};
     char longest[257];
     memset(longest, 'n', 255);
     longest[255] = 0;
@@ -312,7 +322,7 @@ static void test_page_caches_are_bypassed(void) {
     CHECK(!(created.open_flags & 1)); /* a kernel that could not map it, were it open like that */
     release(kept, old);
     CHECK(kvfs_inode_remove(plane, kept) == 0);
-    say_hello(UINT32_MAX); /* one that can: FUSE_DIRECT_IO_ALLOW_MMAP */
+    say_hello(UINT32_MAX);                       /* one that can: FUSE_DIRECT_IO_ALLOW_MMAP */
     for (int others = 0; others < 3; others++) { /* openers meanwhile: nobody, a reader, a reader and a writer */
         uint64_t fh, inode = create_with(others ? "shared" : "alone", O_WRONLY | O_CREAT, &fh);
         CHECK(created.open_flags & 1);

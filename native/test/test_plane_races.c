@@ -273,7 +273,8 @@ static void test_changes_beside_a_seal(void) {
                             write_soon(inode, fh, 2 * CHUNK_SIZE + 100, data + 3, 5000)};
         CHECK(kvfs_file_truncate(plane, inode, 1) == -EBUSY && kvfs_file_allocate(plane, inode, 3 * CHUNK_SIZE) == -EBUSY);
         CHECK(kvfs_spill_begin(plane, inode, &(struct kvfs_seal_info){0}) == -EBUSY);
-        CHECK(kvfs_slab_extend(plane, inode, PAGE, 1, &(struct kvfs_run){.generation = 7, .segment = 6, .page = 16, .page_count = 1000}, 1) == -EBUSY);
+        CHECK(kvfs_slab_extend(plane, inode, PAGE, 1, &(struct kvfs_run){.generation = 7, .segment = 6, .page = 16, .page_count = 1000}, 1) ==
+              -EBUSY);
         struct fuse_read_in in = {.fh = fh, .offset = 0, .size = 4096};
         ask(FUSE_READ, inode, &in, sizeof(in), NULL, 0); /* the answers come in any order, and this is the first */
         CHECK(answer_of(unique) == 0 && memcmp(reply + sizeof(struct fuse_out_header), model, 4096) == 0);

@@ -35,7 +35,8 @@ static int preallocate(uint64_t inode, uint64_t fh, uint64_t size, const struct 
 }
 
 static void test_slab(void) {
-    const struct kvfs_run runs[2] = {{.generation = 7, .segment = 6, .page = 16, .page_count = 1000}, {.generation = 7, .segment = 7, .page = 16, .page_count = 1000}};
+    const struct kvfs_run runs[2] = {{.generation = 7, .segment = 6, .page = 16, .page_count = 1000},
+                                     {.generation = 7, .segment = 7, .page = 16, .page_count = 1000}};
     const uint64_t size = 2000 * PAGE;
     uint64_t fh;
     uint8_t *shadow = calloc(1, size), *data = pattern(2 << 20, 17);
@@ -47,8 +48,11 @@ static void test_slab(void) {
     CHECK(kvfs_slab_extend(plane, inode, 1ull << 40, 0, NULL, 0) == -ERANGE && kvfs_slab_extend(plane, inode + 999, 0, 0, runs, 1) == -ENOENT);
     CHECK(read_check(inode, fh, 999 * PAGE, 1 << 20, shadow, size) == 0); /* zeros, over the end of a run */
     /* Whole pages and parts, also over the end of a run; each is there at once, and nothing beside it changes. */
-    static const struct { uint64_t offset; uint32_t size; } writes[] = {
-        {0, 4096}, {999 * 4096, 8192}, {1, 100}, {4095, 2}, {900 * 4096, 1 << 20}, {900 * 4096 + 77, 900001}, {1999 * 4096, 4096}, {1999 * 4096 + 5, 4091}};
+    static const struct {
+        uint64_t offset;
+        uint32_t size;
+    } writes[] = {{0, 4096},           {999 * 4096, 8192},     {1, 100}, {4095, 2}, {900 * 4096, 1 << 20}, {900 * 4096 + 77, 900001},
+                  {1999 * 4096, 4096}, {1999 * 4096 + 5, 4091}};
     for (unsigned i = 0; i < sizeof(writes) / sizeof(writes[0]); i++) {
         CHECK(write_at(inode, fh, writes[i].offset, data + i, writes[i].size) == 0);
         memcpy(shadow + writes[i].offset, data + i, writes[i].size);
@@ -165,7 +169,8 @@ static void test_slab(void) {
  * file. */
 static void test_slab_writes_beside_changes(void) {
     enum { WRITTEN, CUT, SETTLED, WAYS };
-    const struct kvfs_run runs[2] = {{.generation = 7, .segment = 6, .page = 16, .page_count = 1000}, {.generation = 7, .segment = 7, .page = 16, .page_count = 1000}};
+    const struct kvfs_run runs[2] = {{.generation = 7, .segment = 6, .page = 16, .page_count = 1000},
+                                     {.generation = 7, .segment = 7, .page = 16, .page_count = 1000}};
     const uint64_t size = 2000 * PAGE;
     patient(true);
     for (unsigned way = 0; way < WAYS; way++) {
@@ -289,8 +294,8 @@ static void test_a_file_that_grew_meanwhile_becomes_no_slab(void) {
 /* ---- without memory ---- */
 
 /* The Makefile links calls of malloc, calloc and realloc to these. */
-static _Thread_local bool no_memory;    /* for this thread */
-static atomic_size_t no_realloc_to;     /* this size, for any thread */
+static _Thread_local bool no_memory; /* for this thread */
+static atomic_size_t no_realloc_to;  /* this size, for any thread */
 void *__real_malloc(size_t size);
 void *__real_calloc(size_t count, size_t size);
 void *__real_realloc(void *old, size_t size);

@@ -179,7 +179,10 @@ static void close_directory(uint64_t fh) {
     CHECK(answer(NULL, NULL) == 0);
 }
 
-struct listed { const char *name; uint64_t inode; };
+struct listed {
+    const char *name;
+    uint64_t inode;
+};
 
 /* List through a handle; the session's answer is `entries`. Returns the kernel's. */
 static const uint8_t *list(uint32_t opcode, uint64_t fh, uint64_t offset, const struct listed *entries, uint32_t count, size_t *size) {

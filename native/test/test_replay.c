@@ -100,9 +100,19 @@ static void trace_make(void) {
 static struct kvfs_replay replay_make(int directory, struct kvfs_client *client) {
     memset(records, 0, sizeof(records));
     return (struct kvfs_replay){
-        .directory = directory, .client = client, .flags = KVFS_REPLAY_BUFFERED | KVFS_REPLAY_VERIFY | KVFS_REPLAY_TOUCH,
-        .requests = requests, .request_count = REQUESTS, .blocks = blocks, .hashes = hashes, .hash_count = REQUESTS * 2,
-        .records = records, .block_size = BLOCK_SIZE, .threads = 6, .io_threads = 6, .window = 5,
+        .directory = directory,
+        .client = client,
+        .flags = KVFS_REPLAY_BUFFERED | KVFS_REPLAY_VERIFY | KVFS_REPLAY_TOUCH,
+        .requests = requests,
+        .request_count = REQUESTS,
+        .blocks = blocks,
+        .hashes = hashes,
+        .hash_count = REQUESTS * 2,
+        .records = records,
+        .block_size = BLOCK_SIZE,
+        .threads = 6,
+        .io_threads = 6,
+        .window = 5,
     };
 }
 

@@ -10,7 +10,10 @@ static void test_protocol(void) {
     front_connect(&f, path);
     front_negotiate(&f);
     CHECK(vu_ask(&f, VU_GET_QUEUE_NUM) == 4 && vu_ask(&f, VU_GET_MAX_MEM_SLOTS) >= 32);
-    struct { uint32_t offset, size, flags; uint8_t data[40]; } config = {0, 40, 0, {0}};
+    struct {
+        uint32_t offset, size, flags;
+        uint8_t data[40];
+    } config = {0, 40, 0, {0}};
     CHECK(vu_send(&f, VU_GET_CONFIG, 0, &config, sizeof(config), NULL, 0) == 0 && vu_receive(&f, &config, sizeof(config), NULL) == sizeof(config));
     CHECK(memcmp(config.data, "kvfs\0\0", 6) == 0 && config.data[36] == 3);
     config.offset = 8;
@@ -22,7 +25,7 @@ static void test_protocol(void) {
     CHECK(vu_tell(&f, VU_ADD_MEM_REG, negative, sizeof(negative), &f.memory_fd, 1) == 1);
     CHECK(vu_region(&f, VU_ADD_MEM_REG, 0, FRONT_MEMORY + 4096) == 1); /* longer than the file */
     CHECK(vu_region(&f, VU_ADD_MEM_REG, 0, FRONT_MEMORY / 2) == 0);
-    CHECK(vu_region(&f, VU_ADD_MEM_REG, 4096, 8192) == 1);             /* lies over another */
+    CHECK(vu_region(&f, VU_ADD_MEM_REG, 4096, 8192) == 1); /* lies over another */
     CHECK(vu_region(&f, VU_REM_MEM_REG, 4096, 8192) == 1);
     CHECK(vu_region(&f, VU_REM_MEM_REG, 0, FRONT_MEMORY / 2) == 0);
     uint64_t kick = 0;
@@ -96,9 +99,13 @@ static void test_faults(void) {
     uint8_t *data = pattern(size, 99);
     uint64_t inode = make_block(&f, "faulty", data, size), fh = open_read(&f, inode);
     CHECK(read_check(&f, inode, fh, 0, MIB, 0, data, size) == 0);
-    const struct { uint32_t kind, value; const char *name; } faults[] = {
-        {KVFS_FAULT_ERROR, EIO, "error"}, {KVFS_FAULT_SHORT, 0, "short read"}, {KVFS_FAULT_FLIP, 4097, "flipped bit"},
-        {KVFS_FAULT_DELAY, 1200 * slowness(), "silence"}};
+    const struct {
+        uint32_t kind, value;
+        const char *name;
+    } faults[] = {{KVFS_FAULT_ERROR, EIO, "error"},
+                  {KVFS_FAULT_SHORT, 0, "short read"},
+                  {KVFS_FAULT_FLIP, 4097, "flipped bit"},
+                  {KVFS_FAULT_DELAY, 1200 * slowness(), "silence"}};
     for (unsigned i = 0; i < 4; i++) {
         fault(faults[i].kind, 1, faults[i].value);
         uint64_t began = now_ns();
@@ -107,7 +114,7 @@ static void test_faults(void) {
         /* The guest's pages are the device's until it has answered, or the answer would be written over what they are used for next. */
         CHECK(took < 5000000000ull * slowness() && (faults[i].kind != KVFS_FAULT_DELAY || took > 1100000000ull * slowness()));
         if (faults[i].kind == KVFS_FAULT_DELAY) { /* while a device is stuck reads go through our own memory, and have a deadline */
-            usleep(600000 * slowness()); /* else it is the same read asked again, and its deadline is over */
+            usleep(600000 * slowness());          /* else it is the same read asked again, and its deadline is over */
             began = now_ns();
             CHECK(read_check(&f, inode, fh, MIB, MIB, 0, data, size) == -EIO);
             CHECK(now_ns() - began < 1100000000ull * slowness());
@@ -124,7 +131,11 @@ static void test_faults(void) {
     free(data);
 }
 
-struct hostile { const char *name; struct vring_desc desc[4]; uint16_t head; };
+struct hostile {
+    const char *name;
+    struct vring_desc desc[4];
+    uint16_t head;
+};
 
 static void test_hostile_chains(void) {
     const uint64_t good = FRONT_GUEST + REQUEST_AT, end = FRONT_GUEST + FRONT_MEMORY;
@@ -198,18 +209,40 @@ static void test_hostile_requests(void) {
     uint64_t inode = make_block(&f, "target", data, 100000), fh = open_read(&f, inode);
     char name[600];
     memset(name, 'x', sizeof(name));
-    CHECK(ask(&f, FUSE_LOOKUP, 1, name, 300, NULL, 0) == -EINVAL);             /* no end */
+    CHECK(ask(&f, FUSE_LOOKUP, 1, name, 300, NULL, 0) == -EINVAL); /* no end */
     name[299] = 0;
     CHECK(ask(&f, FUSE_LOOKUP, 1, name, 300, NULL, 0) == -ENAMETOOLONG);
-    static const struct { uint32_t opcode, size; const char *body; int error; } cases[] = {
-        {FUSE_LOOKUP, 1, "", -EINVAL}, {FUSE_LOOKUP, 4, "a/b", -EINVAL}, {FUSE_LOOKUP, 2, ".", -EINVAL}, {FUSE_LOOKUP, 3, "..", -EINVAL},
-        {FUSE_LOOKUP, 0, "", -EINVAL}, {FUSE_UNLINK, 3, "abc", -EINVAL}, {FUSE_RMDIR, 3, "..", -EINVAL}, {FUSE_MKDIR, 8, "\0\0\0\0\0\0\0\0", -EINVAL},
-        {FUSE_MKDIR, 12, "\0\0\0\0\0\0\0\0a/b", -EINVAL}, {FUSE_MKNOD, 17, "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0n", -EINVAL},
-        {FUSE_SYMLINK, 5, "name", -EINVAL}, {FUSE_SYMLINK, 8, "name\0abc", -EINVAL}, {FUSE_RENAME, 12, "\1\0\0\0\0\0\0\0old", -EINVAL},
-        {FUSE_RENAME2, 23, "\1\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0old\0new", -EINVAL}, {FUSE_SETXATTR, 16, "\xff\0\0\0\0\0\0\0user.a\0", -EINVAL},
-        {FUSE_GETXATTR, 12, "\1\0\0\0\0\0\0\0abcd", -EINVAL}, {FUSE_REMOVEXATTR, 4, "abcd", -EINVAL}, {FUSE_READ, 8, "12345678", -EINVAL},
-        {FUSE_OPEN, 3, "abc", -EINVAL}, {FUSE_RELEASEDIR, 4, "abcd", -EINVAL}, {FUSE_SETATTR, 8, "12345678", -EINVAL}, {9999, 4, "abcd", -ENOSYS},
-        {FUSE_IOCTL, 0, "", -ENOTTY}, {FUSE_LINK, 13, "\1\0\0\0\0\0\0\0name", -EPERM}, {FUSE_SETLK, 0, "", -ENOSYS}, {0, 0, "", -ENOSYS},
+    static const struct {
+        uint32_t opcode, size;
+        const char *body;
+        int error;
+    } cases[] = {
+        {FUSE_LOOKUP, 1, "", -EINVAL},
+        {FUSE_LOOKUP, 4, "a/b", -EINVAL},
+        {FUSE_LOOKUP, 2, ".", -EINVAL},
+        {FUSE_LOOKUP, 3, "..", -EINVAL},
+        {FUSE_LOOKUP, 0, "", -EINVAL},
+        {FUSE_UNLINK, 3, "abc", -EINVAL},
+        {FUSE_RMDIR, 3, "..", -EINVAL},
+        {FUSE_MKDIR, 8, "\0\0\0\0\0\0\0\0", -EINVAL},
+        {FUSE_MKDIR, 12, "\0\0\0\0\0\0\0\0a/b", -EINVAL},
+        {FUSE_MKNOD, 17, "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0n", -EINVAL},
+        {FUSE_SYMLINK, 5, "name", -EINVAL},
+        {FUSE_SYMLINK, 8, "name\0abc", -EINVAL},
+        {FUSE_RENAME, 12, "\1\0\0\0\0\0\0\0old", -EINVAL},
+        {FUSE_RENAME2, 23, "\1\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0old\0new", -EINVAL},
+        {FUSE_SETXATTR, 16, "\xff\0\0\0\0\0\0\0user.a\0", -EINVAL},
+        {FUSE_GETXATTR, 12, "\1\0\0\0\0\0\0\0abcd", -EINVAL},
+        {FUSE_REMOVEXATTR, 4, "abcd", -EINVAL},
+        {FUSE_READ, 8, "12345678", -EINVAL},
+        {FUSE_OPEN, 3, "abc", -EINVAL},
+        {FUSE_RELEASEDIR, 4, "abcd", -EINVAL},
+        {FUSE_SETATTR, 8, "12345678", -EINVAL},
+        {9999, 4, "abcd", -ENOSYS},
+        {FUSE_IOCTL, 0, "", -ENOTTY},
+        {FUSE_LINK, 13, "\1\0\0\0\0\0\0\0name", -EPERM},
+        {FUSE_SETLK, 0, "", -ENOSYS},
+        {0, 0, "", -ENOSYS},
     };
     for (unsigned i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         int error = ask(&f, cases[i].opcode, 1, cases[i].body, cases[i].size, NULL, 0);
@@ -224,8 +257,10 @@ static void test_hostile_requests(void) {
     room.size = 4096;
     put(&f, 1, 0, REQUEST_AT, FUSE_READ, inode, &read, sizeof(read), &room, 1, true);
     CHECK(wait_answer(&f, 1, REQUEST_AT, NULL) == -EIO);
-    struct fuse_read_in beyond[] = {{.fh = fh, .offset = UINT64_MAX - 100, .size = 4096}, {.fh = fh, .offset = 1ull << 62, .size = 65536},
-                                    {.fh = fh, .offset = 0, .size = UINT32_MAX}, {.fh = fh ^ 1ull << 40, .offset = 1ull << 45, .size = 4096}};
+    struct fuse_read_in beyond[] = {{.fh = fh, .offset = UINT64_MAX - 100, .size = 4096},
+                                    {.fh = fh, .offset = 1ull << 62, .size = 65536},
+                                    {.fh = fh, .offset = 0, .size = UINT32_MAX},
+                                    {.fh = fh ^ 1ull << 40, .offset = 1ull << 45, .size = 4096}};
     for (unsigned i = 0; i < 4; i++) {
         uint32_t length = 0;
         put(&f, 1, 0, REQUEST_AT, FUSE_READ, inode, &beyond[i], sizeof(read), &room, 1, true);
@@ -241,7 +276,10 @@ static void test_hostile_requests(void) {
     CHECK(front_wait(q, 10000, &head, &length) && head == 0 && length == 0);
     CHECK(statistics(number).descriptor_errors == errors + 1);
     /* The queue of high priority: FORGET has no reply, and more descriptors than it needs do no harm. */
-    struct { struct fuse_in_header in; struct fuse_forget_in forget; } forget = {.in = {.len = sizeof(forget), .opcode = FUSE_FORGET, .nodeid = inode}};
+    struct {
+        struct fuse_in_header in;
+        struct fuse_forget_in forget;
+    } forget = {.in = {.len = sizeof(forget), .opcode = FUSE_FORGET, .nodeid = inode}};
     memcpy(f.memory + REQUEST_AT, &forget, sizeof(forget));
     struct piece one = {f.memory + REQUEST_AT, sizeof(forget), false};
     front_chain(&f, &f.queues[0], 3, NULL, &one, 1);
@@ -314,7 +352,10 @@ static void test_inflight_tracking(void) {
     front_connect(&f, path);
     front_negotiate(&f);
     CHECK(vu_region(&f, VU_ADD_MEM_REG, 0, FRONT_MEMORY) == 0);
-    struct { uint64_t map_size, map_offset; uint16_t queue_count, queue_size; } layout = {0, 0, 2, 128};
+    struct {
+        uint64_t map_size, map_offset;
+        uint16_t queue_count, queue_size;
+    } layout = {0, 0, 2, 128};
     int inflight = -1;
     CHECK(vu_send(&f, VU_GET_INFLIGHT_FD, 0, &layout, sizeof(layout), NULL, 0) == 0);
     CHECK(vu_receive(&f, &layout, sizeof(layout), &inflight) > 0 && inflight >= 0 && layout.map_size >= 2 * 128 * 16);
@@ -389,7 +430,14 @@ static void test_lease(void) {
     free(data);
 }
 
-struct storm { const char *path; uint64_t inode; const uint8_t *data; uint64_t size; unsigned seed; uint64_t done; };
+struct storm {
+    const char *path;
+    uint64_t inode;
+    const uint8_t *data;
+    uint64_t size;
+    unsigned seed;
+    uint64_t done;
+};
 
 /* A guest with many reads at once, on both request queues; now and then it vanishes in the middle. */
 static void *storm_main(void *argument) {
@@ -400,7 +448,10 @@ static void *storm_main(void *argument) {
         front_start(&f, s->path, 128);
         front_queue_start(&f, 2, 128, 0, false);
         for (uint32_t batch = 0; batch < 12; batch++) {
-            struct { uint64_t offset; uint8_t *at; } reads[16];
+            struct {
+                uint64_t offset;
+                uint8_t *at;
+            } reads[16];
             for (uint16_t i = 0; i < 16; i++) {
                 reads[i].offset = random_below(&seed, s->size / 4096) * 4096;
                 reads[i].at = f.memory + OUT_AT + i * 0x100000ull;
@@ -476,8 +527,15 @@ static void test_plain_rings(void) {
     front_connect(&f, path);
     f.features = 1ull << VIRTIO_F_VERSION_1 | 1ull << 30;
     front_negotiate(&f);
-    uint64_t table[1 + 4 * 2] = {2, FRONT_GUEST, FRONT_MEMORY / 2, FRONT_USER, 0, FRONT_GUEST + FRONT_MEMORY / 2, FRONT_MEMORY / 2,
-                                 FRONT_USER + FRONT_MEMORY / 2, FRONT_MEMORY / 2};
+    uint64_t table[1 + 4 * 2] = {2,
+                                 FRONT_GUEST,
+                                 FRONT_MEMORY / 2,
+                                 FRONT_USER,
+                                 0,
+                                 FRONT_GUEST + FRONT_MEMORY / 2,
+                                 FRONT_MEMORY / 2,
+                                 FRONT_USER + FRONT_MEMORY / 2,
+                                 FRONT_MEMORY / 2};
     int fds[2] = {f.memory_fd, f.memory_fd};
     CHECK(vu_tell(&f, VU_SET_MEM_TABLE, table, sizeof(table), fds, 2) == 0);
     for (uint32_t i = 0; i < 2; i++)
@@ -561,7 +619,7 @@ static void test_deaf_front_end(void) {
     CHECK(deaf >= 0 && write(deaf, &full, 8) == 8);
     CHECK(vu_tell(&f, VU_SET_VRING_CALL, &queue, 8, &deaf, 1) == 0 && vu_tell(&f, VU_SET_VRING_ERR, &queue, 8, &deaf, 1) == 0);
     CHECK(fcntl(deaf, F_SETFL, 0) == 0);
-    alarm(60); /* or a wait would be for ever */
+    alarm(60);               /* or a wait would be for ever */
     create(&f, "deaf", &fh); /* this thread answers, as Python's does */
     for (int i = 0; i < 10; i++)
         CHECK(ask(&f, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);
@@ -595,9 +653,12 @@ static void test_foreign_memory(void) {
         close(pipes[1]);
         return;
     }
-    struct { uint64_t map_size, map_offset; uint16_t queue_count, queue_size; } layout = {65536, 0, 2, 128};
-    struct kvfs_virtiofs_config config = {.tag = "allowed", .queue_count = 1, .queue_size_max = 128, .memory_type_count = 2,
-                                          .memory_types = {1, (uint64_t)fs.f_type}};
+    struct {
+        uint64_t map_size, map_offset;
+        uint16_t queue_count, queue_size;
+    } layout = {65536, 0, 2, 128};
+    struct kvfs_virtiofs_config config = {
+        .tag = "allowed", .queue_count = 1, .queue_size_max = 128, .memory_type_count = 2, .memory_types = {1, (uint64_t)fs.f_type}};
     char allowed_path[sizeof(path)];
     snprintf(allowed_path, sizeof(allowed_path), "%s/allowed", directory);
     int allowed = listen_with(allowed_path, &config);
@@ -636,8 +697,10 @@ static void test_rings_that_move(void) {
     struct front f;
     front_start(&f, path, 128);
     fuse_init(&f);
-    struct vring { uint32_t index, flags; uint64_t desc, used, avail, log; } good = {1, 0, FRONT_USER + FRONT_RINGS, FRONT_USER + FRONT_RINGS + 0x10000,
-                                                                                  FRONT_USER + FRONT_RINGS + 0x8000, 0}, bad = good;
+    struct vring {
+        uint32_t index, flags;
+        uint64_t desc, used, avail, log;
+    } good = {1, 0, FRONT_USER + FRONT_RINGS, FRONT_USER + FRONT_RINGS + 0x10000, FRONT_USER + FRONT_RINGS + 0x8000, 0}, bad = good;
     bad.avail = FRONT_USER + FRONT_MEMORY;
     for (int i = 0; i < 50; i++) {
         CHECK(vu_tell(&f, VU_SET_VRING_ADDR, &bad, sizeof(bad), NULL, 0) == 1 && statistics(number).queues_running == 1);

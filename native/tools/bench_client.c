@@ -456,9 +456,9 @@ static uint64_t number(const char *text) {
 
 int main(int argc, char **argv) {
     static const struct option longs[] = {
-        {"list", 1, NULL, 'l'},  {"dir", 1, NULL, 'd'},   {"prefix", 1, NULL, 'p'}, {"size", 1, NULL, 's'},    {"count", 1, NULL, 'c'},
-        {"base", 1, NULL, 'b'},  {"span", 1, NULL, 'n'},  {"first", 1, NULL, 'f'},  {"modulo", 1, NULL, 'm'},  {"unit", 1, NULL, 'u'},
-        {"threads", 1, NULL, 't'}, {"dirs", 1, NULL, 'i'}, {"seed", 1, NULL, 'e'},   {"direct", 0, NULL, 'D'}, {"digest", 0, NULL, 'G'},
+        {"list", 1, NULL, 'l'},     {"dir", 1, NULL, 'd'},  {"prefix", 1, NULL, 'p'}, {"size", 1, NULL, 's'},   {"count", 1, NULL, 'c'},
+        {"base", 1, NULL, 'b'},     {"span", 1, NULL, 'n'}, {"first", 1, NULL, 'f'},  {"modulo", 1, NULL, 'm'}, {"unit", 1, NULL, 'u'},
+        {"threads", 1, NULL, 't'},  {"dirs", 1, NULL, 'i'}, {"seed", 1, NULL, 'e'},   {"direct", 0, NULL, 'D'}, {"digest", 0, NULL, 'G'},
         {"packable", 0, NULL, 'P'}, {NULL, 0, NULL, 0},
     };
     static struct job job;

@@ -365,8 +365,7 @@ static void run(const struct command *command, struct job *job) {
     job->calls_max = (blocks + batch - 1) / batch * options->passes;
     job->shared = mmap(NULL, sizeof(*job->shared) + options->processes * job->calls_max * sizeof(uint64_t), PROT_READ | PROT_WRITE,
                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (job->shared == MAP_FAILED || pthread_barrierattr_init(&attributes) ||
-        pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED) ||
+    if (job->shared == MAP_FAILED || pthread_barrierattr_init(&attributes) || pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED) ||
         pthread_barrier_init(&job->shared->start, &attributes, options->processes))
         die("no memory");
     for (uint32_t i = 0; i < options->processes; i++) {
@@ -413,10 +412,9 @@ static uint64_t number(const char *text, uint64_t most) {
 
 int main(int argc, char **argv) {
     static const struct option longs[] = {
-        {"mount", 1, NULL, 'm'},      {"space", 1, NULL, 'S'},   {"size", 1, NULL, 's'},      {"count", 1, NULL, 'c'},
-        {"first", 1, NULL, 'f'},      {"batch", 1, NULL, 'b'},   {"depth", 1, NULL, 'd'},     {"passes", 1, NULL, 'p'},
-        {"processes", 1, NULL, 'P'},  {"seed", 1, NULL, 'e'},    {"timeout-ms", 1, NULL, 't'}, {"missing", 0, NULL, 'M'},
-        {"no-verify", 0, NULL, 'N'},  {"packable", 0, NULL, 'K'}, {NULL, 0, NULL, 0},
+        {"mount", 1, NULL, 'm'},      {"space", 1, NULL, 'S'},   {"size", 1, NULL, 's'},      {"count", 1, NULL, 'c'},     {"first", 1, NULL, 'f'},
+        {"batch", 1, NULL, 'b'},      {"depth", 1, NULL, 'd'},   {"passes", 1, NULL, 'p'},    {"processes", 1, NULL, 'P'}, {"seed", 1, NULL, 'e'},
+        {"timeout-ms", 1, NULL, 't'}, {"missing", 0, NULL, 'M'}, {"no-verify", 0, NULL, 'N'}, {"packable", 0, NULL, 'K'},  {NULL, 0, NULL, 0},
     };
     static struct job job;
     struct options *options = &job.options;

@@ -10,8 +10,8 @@
 
 #define THREADS_MAX 64
 #define THREADS_DEFAULT 8
-#define ITEM_SIZE_MAX ((size_t)1 << 30)  /* larger ones are the real library's: memory is checked whole before an item is taken */
-#define FOREIGN_POLL_NS 200000           /* waiting for both libraries at once */
+#define ITEM_SIZE_MAX ((size_t)1 << 30) /* larger ones are the real library's: memory is checked whole before an item is taken */
+#define FOREIGN_POLL_NS 200000          /* waiting for both libraries at once */
 
 struct job {
     struct job *next;
@@ -22,7 +22,7 @@ struct job {
     bool mapped;
 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;   /* of all that follows, and of batches */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows, and of batches */
 static pthread_cond_t queued = PTHREAD_COND_INITIALIZER;
 static struct batch *batches;
 static struct job *queue, **queue_end = &queue;
@@ -146,7 +146,7 @@ void batches_unlock(void) { pthread_mutex_unlock(&lock); }
 void batches_forked(void) {
     pthread_mutex_init(&lock, NULL);
     pthread_cond_init(&queued, NULL);
-    queue = NULL;                        /* the parent reads them */
+    queue = NULL; /* the parent reads them */
     queue_end = &queue;
     thread_count = thread_idle = 0;
     for (struct batch *batch = batches; batch; batch = batch->next)
@@ -173,8 +173,7 @@ static void run(struct job *job) {
     batch->running--;
     if (batch->epoch == job->epoch) {
         batch->waiting--;
-        batch->done[batch->done_count++] =
-            (struct cufile_event){item->cookie, result < 0 ? CUFILE_FAILED : CUFILE_COMPLETE, (size_t)result};
+        batch->done[batch->done_count++] = (struct cufile_event){item->cookie, result < 0 ? CUFILE_FAILED : CUFILE_COMPLETE, (size_t)result};
     }
     pthread_cond_broadcast(&batch->changed);
     job_end(job);
@@ -310,7 +309,7 @@ struct cufile_status batch_submit(struct batch *batch, unsigned count, const str
         real()->BatchIOCancel(batch->key);
     pthread_mutex_lock(&lock);
     if (result.error) {
-        clear(batch);                    /* like the real library: after an error, earlier items are reported no more */
+        clear(batch); /* like the real library: after an error, earlier items are reported no more */
         while (jobs) {
             struct job *job = jobs;
             jobs = job->next;
@@ -357,8 +356,7 @@ static unsigned take_done(struct batch *batch, struct cufile_event *events, unsi
 }
 
 /* Events of the real library; least 0: only those that are there. */
-struct cufile_status batch_take_foreign(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
-                                        struct timespec *timeout) {
+struct cufile_status batch_take_foreign(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events, struct timespec *timeout) {
     struct cufile_status result = real()->BatchIOGetStatus(batch->key, least, count, events, timeout);
     pthread_mutex_lock(&lock);
     if (result.error)
@@ -368,8 +366,7 @@ struct cufile_status batch_take_foreign(struct batch *batch, unsigned least, uns
     return result;
 }
 
-struct cufile_status batch_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
-                                  struct timespec *timeout) {
+struct cufile_status batch_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events, struct timespec *timeout) {
     struct cufile_status result = OK;
     int64_t deadline_ns = timeout ? (int64_t)now_ns() + (nanoseconds(timeout) > 0 ? nanoseconds(timeout) : 0) : INT64_MAX;
     unsigned room = *count, got = 0;

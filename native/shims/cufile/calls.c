@@ -6,7 +6,7 @@
 #include "shim.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 1200                     /* of libcufile, 1.20: the interface's version when there is no other library */
+#define VERSION 1200 /* of libcufile, 1.20: the interface's version when there is no other library */
 
 /* Exported functions have the signatures of the real library. */
 #define X(type, name, parameters, arguments) EXPORT type cuFile##name parameters;
@@ -85,8 +85,7 @@ struct cufile_status cuFileHandleRegister(cufile_handle *out, struct cufile_desc
     if (!library)
         return emulate_handle_register(out, description);
     struct cufile_status result = library->HandleRegister(out, description);
-    if (!out || !description || description->type != 1 || (result.error && !refuses_file(result.error)) ||
-        !mounts_find(description->fd, &place))
+    if (!out || !description || description->type != 1 || (result.error && !refuses_file(result.error)) || !mounts_find(description->fd, &place))
         return result;
     if (result.error)
         return emulate_handle_register(out, description);

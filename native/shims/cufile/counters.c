@@ -20,10 +20,9 @@ static __attribute__((destructor)) void report(void) {
                         "{\"pid\": %d, \"handles\": %llu, \"native_reads\": %llu, \"native_bytes\": %llu, \"gpu_bytes\": %llu, "
                         "\"forwarded_reads\": %llu, \"forwarded_bytes\": %llu, \"writes\": %llu, \"batches\": %llu, "
                         "\"async_reads\": %llu}\n",
-                        (int)getpid(), atomic_load(&counters.handles), atomic_load(&counters.native_reads),
-                        atomic_load(&counters.native_bytes), atomic_load(&counters.gpu_bytes),
-                        atomic_load(&counters.forwarded_reads), atomic_load(&counters.forwarded_bytes), atomic_load(&counters.writes),
-                        atomic_load(&counters.batches), atomic_load(&counters.async_reads));
+                        (int)getpid(), atomic_load(&counters.handles), atomic_load(&counters.native_reads), atomic_load(&counters.native_bytes),
+                        atomic_load(&counters.gpu_bytes), atomic_load(&counters.forwarded_reads), atomic_load(&counters.forwarded_bytes),
+                        atomic_load(&counters.writes), atomic_load(&counters.batches), atomic_load(&counters.async_reads));
     if (fd >= 0) {
         if (write(fd, line, (size_t)size) != size)
             fprintf(stderr, "libkvfs_cufile: KVFS_CUFILE_STATS=%s: cannot be written\n", path);

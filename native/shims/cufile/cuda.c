@@ -13,23 +13,23 @@ typedef uint64_t device_pointer;
 enum { ATTRIBUTE_CONTEXT = 1, ATTRIBUTE_MEMORY_TYPE = 2, ATTRIBUTE_IS_MANAGED = 8, ATTRIBUTE_DEVICE = 9 };
 enum { MEMORY_TYPE_HOST = 1 };
 enum { HOST_ALLOC_PORTABLE = 1, STREAM_NON_BLOCKING = 1 };
-#define CUDA_CALLS(X) \
-    X(PointerGetAttribute, cuPointerGetAttribute, (void *out, int attribute, device_pointer pointer)) \
-    X(CtxPushCurrent, cuCtxPushCurrent_v2, (void *context)) \
-    X(CtxPopCurrent, cuCtxPopCurrent_v2, (void **context)) \
-    X(DeviceGet, cuDeviceGet, (int *device, int ordinal)) \
-    X(DevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (void **context, int device)) \
-    X(MemHostAlloc, cuMemHostAlloc, (void **out, size_t size, unsigned flags)) \
-    X(MemFreeHost, cuMemFreeHost, (void *memory)) \
-    X(StreamCreate, cuStreamCreate, (void **stream, unsigned flags)) \
-    X(StreamDestroy, cuStreamDestroy_v2, (void *stream)) \
-    X(StreamSynchronize, cuStreamSynchronize, (void *stream)) \
-    X(StreamIsCapturing, cuStreamIsCapturing, (void *stream, int *capturing)) \
+#define CUDA_CALLS(X)                                                                                          \
+    X(PointerGetAttribute, cuPointerGetAttribute, (void *out, int attribute, device_pointer pointer))          \
+    X(CtxPushCurrent, cuCtxPushCurrent_v2, (void *context))                                                    \
+    X(CtxPopCurrent, cuCtxPopCurrent_v2, (void **context))                                                     \
+    X(DeviceGet, cuDeviceGet, (int *device, int ordinal))                                                      \
+    X(DevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (void **context, int device))                          \
+    X(MemHostAlloc, cuMemHostAlloc, (void **out, size_t size, unsigned flags))                                 \
+    X(MemFreeHost, cuMemFreeHost, (void *memory))                                                              \
+    X(StreamCreate, cuStreamCreate, (void **stream, unsigned flags))                                           \
+    X(StreamDestroy, cuStreamDestroy_v2, (void *stream))                                                       \
+    X(StreamSynchronize, cuStreamSynchronize, (void *stream))                                                  \
+    X(StreamIsCapturing, cuStreamIsCapturing, (void *stream, int *capturing))                                  \
     X(MemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (device_pointer to, const void *from, size_t size, void *stream)) \
     X(MemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, (void *to, device_pointer from, size_t size, void *stream))
 
 static struct {
-#define X(name, symbol, parameters) int (*name) parameters;
+#define X(name, symbol, parameters) int(*name) parameters;
     CUDA_CALLS(X)
 #undef X
 } driver;
@@ -38,7 +38,9 @@ static struct {
 struct copier {
     struct copier *next;
     void *context;
-    struct { void *memory, *stream; } slots[2];
+    struct {
+        void *memory, *stream;
+    } slots[2];
 };
 
 #define CONTEXTS_MAX 64
@@ -46,7 +48,7 @@ struct copier {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool found;
 static struct copier *idle;
-static void *primary_contexts[CONTEXTS_MAX];   /* by device; retained, for allocations that have no context of their own */
+static void *primary_contexts[CONTEXTS_MAX]; /* by device; retained, for allocations that have no context of their own */
 
 /* A program that has GPU memory has loaded libcuda, so it is looked up, never loaded. */
 static bool have_driver(void) {
@@ -62,7 +64,7 @@ static bool have_driver(void) {
 #undef X
     atomic_store_explicit(&found, complete, memory_order_release);
     pthread_mutex_unlock(&lock);
-    dlclose(library);                    /* the library's first loader holds it */
+    dlclose(library); /* the library's first loader holds it */
     return complete;
 }
 
@@ -180,7 +182,7 @@ static int64_t move(const void *device_memory, uint64_t size, uint64_t offset, c
         bool ended = driver.StreamSynchronize(copier->slots[0].stream) == 0;
         ended = driver.StreamSynchronize(copier->slots[1].stream) == 0 && ended;
         if (ended)
-            copier_give(copier);         /* else a copy may still read its memory, which then stays */
+            copier_give(copier); /* else a copy may still read its memory, which then stays */
         else
             result = -EIO;
     }
@@ -203,5 +205,5 @@ bool cuda_synchronize(cufile_stream stream) {
 
 void cuda_forked(void) {
     pthread_mutex_init(&lock, NULL);
-    idle = NULL;                         /* CUDA does not survive fork() */
+    idle = NULL; /* CUDA does not survive fork() */
 }

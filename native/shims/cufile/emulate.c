@@ -57,9 +57,15 @@ long emulate_use_count(void) {
 struct cufile_status emulate_properties(struct cufile_properties *out) {
     if (!out)
         return ERROR(CUFILE_INVALID);
-    *out = (struct cufile_properties){.poll_threshold_kib = 4, .direct_io_kib = 16384, .control_flags = 2 /* compatibility mode */,
-                                      .features = emulate_use_count() ? 15 : 0, .cache_kib = 131072, .pinned_kib = UINT32_MAX - 3,
-                                      .buffer_cache_kib = emulate_use_count() ? 1024 : 0, .batch_size = BATCH_SIZE_MAX, .batch_timeout_ms = 5};
+    *out = (struct cufile_properties){.poll_threshold_kib = 4,
+                                      .direct_io_kib = 16384,
+                                      .control_flags = 2 /* compatibility mode */,
+                                      .features = emulate_use_count() ? 15 : 0,
+                                      .cache_kib = 131072,
+                                      .pinned_kib = UINT32_MAX - 3,
+                                      .buffer_cache_kib = emulate_use_count() ? 1024 : 0,
+                                      .batch_size = BATCH_SIZE_MAX,
+                                      .batch_timeout_ms = 5};
     return OK;
 }
 

@@ -37,6 +37,4 @@ bool memory_is_mapped(const void *memory, uint64_t size) {
     return end > (uintptr_t)memory && at >= end;
 }
 
-bool memory_is_good(const void *memory, uint64_t size) {
-    return cuda_memory_kind(memory) != 0 || host_memory_is_good(memory, size);
-}
+bool memory_is_good(const void *memory, uint64_t size) { return cuda_memory_kind(memory) != 0 || host_memory_is_good(memory, size); }

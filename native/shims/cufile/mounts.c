@@ -14,25 +14,25 @@
 #include "shim.h"
 
 #define MOUNTINFO "/proc/self/mountinfo"
-#define RETRY_NS 1000000000ull           /* the least time between two attempts to connect, and ten times that of the last attempt */
+#define RETRY_NS 1000000000ull /* the least time between two attempts to connect, and ten times that of the last attempt */
 
 /* Never freed: handles point to them, and there is one for each mount the process has used. */
 struct mount {
     struct mount *next;
     dev_t device;
-    int identity;                        /* of the mount, field 1 */
+    int identity; /* of the mount, field 1 */
     bool gone;
     char *path;
-    pthread_mutex_t lock;                /* for the fields below */
+    pthread_mutex_t lock; /* for the fields below */
     struct kvfs_client *client;
-    unsigned forks;                      /* of the process that connected */
+    unsigned forks; /* of the process that connected */
     uint64_t next_try_ns;
 };
 
 unsigned fork_count;
 static pthread_mutex_t mounts_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct mount *mounts;
-static int watch = -1;                   /* on mountinfo, at its end: poll() reports mounts and unmounts since */
+static int watch = -1; /* on mountinfo, at its end: poll() reports mounts and unmounts since */
 
 static void mount_seen(dev_t device, int identity, char *path) {
     struct mount *mount = mounts;
@@ -101,7 +101,7 @@ bool mounts_find(int fd, struct place *out) {
 struct kvfs_client *mount_client(struct mount *mount) {
     pthread_mutex_lock(&mount->lock);
     if (mount->client && mount->forks != fork_count) {
-        mount->client = NULL;            /* the parent's: its memory stays, and nothing else of it is used here */
+        mount->client = NULL; /* the parent's: its memory stays, and nothing else of it is used here */
         mount->next_try_ns = 0;
     }
     if (!mount->client && now_ns() >= mount->next_try_ns) {
@@ -124,6 +124,6 @@ void mounts_forked(void) {
     for (struct mount *mount = mounts; mount; mount = mount->next)
         pthread_mutex_init(&mount->lock, NULL);
     if (watch >= 0)
-        close(watch);                    /* its file is shared with the parent: bytes read by one are missed by the other */
+        close(watch); /* its file is shared with the parent: bytes read by one are missed by the other */
     watch = -1;
 }

@@ -13,7 +13,7 @@
 #include "shim.h"
 
 static struct real calls;
-static void *library;                    /* NULL: none */
+static void *library; /* NULL: none */
 /* Set while this thread loads it: its constructors may call functions found here first. */
 static _Thread_local const char *loading;
 
@@ -73,7 +73,9 @@ static void *load(void) {
         void *found = *given == '/' ? open_real(given, &itself) : NULL;
         if (!found)
             fprintf(stderr, "libkvfs_cufile: KVFS_CUFILE_REAL=%s: %s\n", given,
-                    *given != '/' ? "not an absolute path" : itself ? "this is libkvfs_cufile itself" : dlerror());
+                    *given != '/' ? "not an absolute path"
+                    : itself      ? "this is libkvfs_cufile itself"
+                                  : dlerror());
         return found;
     }
     void *found = load_from(getenv("VIRTUAL_ENV"), "/lib/python3*/site-packages/nvidia/*/lib");
@@ -83,7 +85,8 @@ static void *load(void) {
         found = load_from(getenv("CUDA_HOME"), "/lib64");
     if (!found)
         found = load_from("/usr/local/cuda/lib64:/usr/local/cuda-*/lib64:/usr/local/cuda*/targets/*/lib:"
-                          "/usr/lib64:/usr/lib/x86_64-linux-gnu:/usr/lib/aarch64-linux-gnu:/opt/cuda/lib64", "");
+                          "/usr/lib64:/usr/lib/x86_64-linux-gnu:/usr/lib/aarch64-linux-gnu:/opt/cuda/lib64",
+                          "");
     return found;
 }
 
@@ -97,9 +100,9 @@ static void find_calls(void) {
     library = load();
     if (!library)
         return;
-#define X(type, name, parameters, arguments) \
+#define X(type, name, parameters, arguments)     \
     calls.name = dlsym(library, "cuFile" #name); \
-    if (!calls.name) \
+    if (!calls.name)                             \
         calls.name = __builtin_types_compatible_p(type, ssize_t) ? (void *)absent_transfer : (void *)absent;
     CUFILE_CALLS(X)
 #undef X

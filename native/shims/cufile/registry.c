@@ -13,9 +13,7 @@ static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
 static struct handle *handles[BUCKETS];
 static struct buffer *buffers[BUCKETS];
 
-static unsigned bucket(const void *key) {
-    return (unsigned)(((uintptr_t)key * 0x9e3779b97f4a7c15u) >> 54);
-}
+static unsigned bucket(const void *key) { return (unsigned)(((uintptr_t)key * 0x9e3779b97f4a7c15u) >> 54); }
 
 /* ---- fork() ---- */
 
@@ -46,7 +44,7 @@ void handle_put(struct handle *handle) {
     if (!handle || atomic_fetch_sub(&handle->refs, 1) != 1)
         return;
     if (handle->forks == fork_count)
-        kvfs_file_close(handle->file);   /* else the parent's */
+        kvfs_file_close(handle->file); /* else the parent's */
     if (handle->fd >= 0)
         close(handle->fd);
     pthread_mutex_destroy(&handle->lock);

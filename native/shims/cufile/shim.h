@@ -37,7 +37,7 @@
 /* ---- real.c ---- */
 
 struct real {
-#define X(type, name, parameters, arguments) type (*name) parameters;
+#define X(type, name, parameters, arguments) type(*name) parameters;
     CUFILE_CALLS(X)
 #undef X
 };
@@ -76,27 +76,30 @@ bool host_memory_is_good(const void *memory, uint64_t size);
 /* ---- mounts.c ---- */
 
 struct mount;
-struct place { struct mount *mount; uint64_t inode; };
+struct place {
+    struct mount *mount;
+    uint64_t inode;
+};
 /* False: not a regular file on a kvfs mount, or no daemon to ask about it. */
 bool mounts_find(int fd, struct place *out);
 /* NULL: not connected, and no attempt is due; or connected by the process that forked this one. */
 struct kvfs_client *mount_client(struct mount *mount);
 void mounts_forked(void);
-extern unsigned fork_count;              /* how often this process is a fork of one that was used */
+extern unsigned fork_count; /* how often this process is a fork of one that was used */
 
 /* ---- registry.c ---- */
 
 struct handle {
     struct handle *next;
-    void *key;                           /* the application's handle: the real library's, or this */
+    void *key; /* the application's handle: the real library's, or this */
     atomic_uint refs;
     bool own;
-    int fd;                              /* own: a duplicate; else -1 */
-    int number;                          /* own: the application's descriptor */
-    int access;                          /* O_RDONLY, O_WRONLY, O_RDWR */
+    int fd;     /* own: a duplicate; else -1 */
+    int number; /* own: the application's descriptor */
+    int access; /* O_RDONLY, O_WRONLY, O_RDWR */
     struct place place;
-    unsigned forks;                      /* of the process that opened file */
-    pthread_mutex_t lock;                /* opening file */
+    unsigned forks;       /* of the process that opened file */
+    pthread_mutex_t lock; /* opening file */
     _Atomic(struct kvfs_file *) file;
 };
 /* Returned with a reference; NULL: not a handle of ours. */
@@ -104,18 +107,23 @@ struct handle *handle_find(void *key);
 void handle_put(struct handle *handle);
 /* Takes one more reference. handle_remove() puts the registry's own reference. NULL: no memory. */
 struct handle *handle_add(void *real_handle, int fd, const struct place *place, bool own);
-void handle_remove(void *key);           /* unknown: nothing */
-bool handle_number_taken(int fd);        /* by an own handle */
+void handle_remove(void *key);                        /* unknown: nothing */
+bool handle_number_taken(int fd);                     /* by an own handle */
 struct kvfs_file *handle_file(struct handle *handle); /* NULL: libkvfs cannot read it, now */
 
 /* Registered buffers, by the address they were registered with. size 0: none is there. mapped: its state at registration. */
-struct buffer { struct buffer *next; const void *base; size_t size; bool mapped; };
+struct buffer {
+    struct buffer *next;
+    const void *base;
+    size_t size;
+    bool mapped;
+};
 bool buffer_add(const void *base, size_t size); /* false: there, or no memory */
 bool buffer_remove(const void *base);
 struct buffer buffer_find(const void *base);
 
-void registry_forget(void);              /* the driver was closed */
-void registry_lock(void);                /* around fork() */
+void registry_forget(void); /* the driver was closed */
+void registry_lock(void);   /* around fork() */
 void registry_unlock(void);
 void registry_forked(void);
 
@@ -127,15 +135,14 @@ int64_t native_read(struct handle *handle, void *destination, uint64_t size, uin
 int64_t descriptor_read(struct handle *handle, void *destination, uint64_t size, uint64_t offset);
 int64_t descriptor_write(struct handle *handle, const void *source, uint64_t size, uint64_t offset);
 /* A read that both libraries would do alike. buffer: the registered one at base. */
-bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset,
-                   const struct buffer *buffer);
+bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset, const struct buffer *buffer);
 /* handle NULL: not on a kvfs mount. */
 ssize_t real_read(struct handle *handle, void *key, void *base, size_t size, off_t file_offset, off_t buffer_offset);
 
 /* ---- emulate.c: with the real library's error codes. Each returns as its cuFile namesake does, but for emulate_driver_close(). ---- */
 
 struct cufile_status emulate_driver_open(void);
-bool emulate_driver_close(void);              /* true: the last one; then batches and the registry are to be forgotten */
+bool emulate_driver_close(void); /* true: the last one; then batches and the registry are to be forgotten */
 long emulate_use_count(void);
 struct cufile_status emulate_properties(struct cufile_properties *out);
 struct cufile_status emulate_handle_register(cufile_handle *out, struct cufile_description *description);
@@ -154,38 +161,36 @@ int emulate_check_item(struct handle *handle, const struct cufile_item *item);
 /* A batch of the application: the items that are read here, and a count of the real library's items. */
 struct batch {
     struct batch *next;
-    void *key;                           /* the real library's batch, or this */
+    void *key; /* the real library's batch, or this */
     bool own;
     unsigned refs;
     unsigned capacity;
-    unsigned epoch;                      /* reads submitted before the last clear() are dropped */
-    unsigned waiting, running;           /* queued or running; running, of any epoch */
-    unsigned foreign;                    /* with the real library */
+    unsigned epoch;            /* reads submitted before the last clear() are dropped */
+    unsigned waiting, running; /* queued or running; running, of any epoch */
+    unsigned foreign;          /* with the real library */
     unsigned done_count;
     struct cufile_event done[BATCH_SIZE_MAX];
     pthread_cond_t changed;
 };
-struct batch *batch_find(void *key);     /* with a reference; NULL: none of ours */
+struct batch *batch_find(void *key); /* with a reference; NULL: none of ours */
 void batch_put(struct batch *batch);
 /* real_batch NULL: *key becomes ours. False: no memory. */
 bool batch_add(void *real_batch, unsigned capacity, void **key);
-void batch_remove(void *key);            /* unknown: nothing */
-void batch_clear(struct batch *batch);   /* drops items that were submitted and not yet seen, and waits for reads that have begun */
+void batch_remove(void *key);          /* unknown: nothing */
+void batch_clear(struct batch *batch); /* drops items that were submitted and not yet seen, and waits for reads that have begun */
 bool batch_is_idle(struct batch *batch);
 struct cufile_status batch_submit(struct batch *batch, unsigned count, const struct cufile_item *items, unsigned flags);
-struct cufile_status batch_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
-                                  struct timespec *timeout);
+struct cufile_status batch_status(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events, struct timespec *timeout);
 /* Events of the real library; least 0: only those that are there. */
-struct cufile_status batch_take_foreign(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events,
-                                        struct timespec *timeout);
+struct cufile_status batch_take_foreign(struct batch *batch, unsigned least, unsigned *count, struct cufile_event *events, struct timespec *timeout);
 
-void batches_forget(void);               /* the driver was closed */
+void batches_forget(void); /* the driver was closed */
 void batches_forked(void);
-void batches_lock(void);                 /* around fork() */
+void batches_lock(void); /* around fork() */
 void batches_unlock(void);
 
 /* ---- fork.c ---- */
 
-void fork_guard(void);                   /* once before anything else */
+void fork_guard(void); /* once before anything else */
 
 #endif

@@ -7,9 +7,8 @@
 #include "base/base.h"
 #include "shim.h"
 
-#define CHUNK ((uint64_t)64 << 20)       /* of a read: a size far beyond the file's end is not checked to its end */
+#define CHUNK ((uint64_t)64 << 20) /* of a read: a size far beyond the file's end is not checked to its end */
 #define BUSY_POLL_NS 2000000
-
 
 /* A device that gave no answer in time may still write there, and a caller of cuFile cannot know. So the caller is kept waiting, as by the kernel. */
 static void wait_until_ours(struct handle *handle, const void *memory, uint64_t size) {
@@ -99,8 +98,7 @@ int64_t descriptor_write(struct handle *handle, const void *source, uint64_t siz
 
 /* ---- which library reads ---- */
 
-bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset,
-                   const struct buffer *buffer) {
+bool read_is_plain(struct handle *handle, const void *base, uint64_t size, int64_t file_offset, int64_t buffer_offset, const struct buffer *buffer) {
     if (!base || !size || handle->access == O_WRONLY || file_offset < 0 || size > (uint64_t)(INT64_MAX - file_offset))
         return false;
     return !buffer->size || (buffer_offset >= 0 && size <= buffer->size && (uint64_t)buffer_offset <= buffer->size - size);

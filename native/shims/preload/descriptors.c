@@ -8,7 +8,7 @@
 #define WORD_BITS 64
 
 static atomic_ullong internal_fds[FILES_MAX / WORD_BITS];
-static atomic_int internal_fd_end;          /* above the highest number ever used */
+static atomic_int internal_fd_end; /* above the highest number ever used */
 
 bool internal_fd_has(int fd) {
     return fd >= 0 && fd < atomic_load_explicit(&internal_fd_end, memory_order_relaxed) &&

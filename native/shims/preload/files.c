@@ -10,8 +10,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#define OPEN (1u << 31)             /* reads may begin */
-#define BUSY (1u << 30)             /* being changed by one thread */
+#define OPEN (1u << 31) /* reads may begin */
+#define BUSY (1u << 30) /* being changed by one thread */
 /* The rest of the state counts readers. */
 
 /* Blocks begin at this size. Smaller buffered reads are the mount's, because the kernel reads ahead. Native reads were a fifth slower in pieces of
@@ -30,7 +30,7 @@ struct file {
     struct kvfs_file *file;
 };
 static struct file files[FILES_MAX];
-static atomic_int files_end;        /* above the highest number ever used */
+static atomic_int files_end; /* above the highest number ever used */
 
 bool file_is_open(int fd) { return (unsigned)fd < FILES_MAX && atomic_load_explicit(&files[fd].state, memory_order_relaxed) & OPEN; }
 
@@ -167,8 +167,12 @@ static bool read_pieces(struct file *file, const struct iovec *iovs, int count, 
 
 /* True: the kernel has all of it in its page cache, and is faster. cachestat(2), Linux 6.5. */
 static bool is_cached(int fd, uint64_t offset, uint64_t size, uint64_t file_size) {
-    struct { uint64_t offset, size; } range = {offset, size};
-    struct { uint64_t pages, dirty, writeback, evicted, recently_evicted; } found;
+    struct {
+        uint64_t offset, size;
+    } range = {offset, size};
+    struct {
+        uint64_t pages, dirty, writeback, evicted, recently_evicted;
+    } found;
     if (offset >= file_size)
         return false;
     if (size > file_size - offset)

@@ -27,7 +27,7 @@
 #define COMPONENT_MAX 255
 #define DEPTH_MAX 24
 #define GROUPS_MAX 256
-#define STATX_MNT_ID_MASK 0x1000u   /* Linux 5.8; the C library's header may be older */
+#define STATX_MNT_ID_MASK 0x1000u /* Linux 5.8; the C library's header may be older */
 #define STATX_KNOWN (STATX_BASIC_STATS | STATX_BTIME | STATX_MNT_ID_MASK)
 
 enum reach { NOBODY, SOMEBODY, ANYBODY };
@@ -41,20 +41,23 @@ struct mount {
     unsigned user, group;
     atomic_uint users;
     atomic_bool retired, answers, refuses_reads;
-    atomic_bool stale;              /* the pool was formatted again: the connection is of no use */
-    atomic_flag lock;               /* connecting, checking */
+    atomic_bool stale; /* the pool was formatted again: the connection is of no use */
+    atomic_flag lock;  /* connecting, checking */
     _Atomic(struct kvfs_client *) client;
-    atomic_ullong check_ms;         /* when to check again */
-    atomic_ullong retry_ms;         /* when to connect again */
+    atomic_ullong check_ms; /* when to check again */
+    atomic_ullong retry_ms; /* when to connect again */
     uint64_t retry_delay_ms;
-    atomic_uint reach;              /* enum reach: who may walk to the mount point */
+    atomic_uint reach; /* enum reach: who may walk to the mount point */
     atomic_uint reach_user, reach_group;
-    struct stat model;              /* the root, as the kernel shows it */
+    struct stat model; /* the root, as the kernel shows it */
     struct statx model_x;
     bool has_model_x;
 };
 
-struct nested { uint32_t mount, size; char path[PATH_SIZE]; };
+struct nested {
+    uint32_t mount, size;
+    char path[PATH_SIZE];
+};
 struct snapshot {
     uint32_t count, nested_count;
     struct mount *mounts[MOUNTS_MAX];
@@ -76,12 +79,12 @@ static char last_error[256];
 static void (*on_retire)(const struct mount *mount);
 
 static struct {
-    atomic_uint sequence;           /* odd: being written */
-    atomic_int kind;                /* 0 not known, 1 not on kvfs, 2 on kvfs */
+    atomic_uint sequence; /* odd: being written */
+    atomic_int kind;      /* 0 not known, 1 not on kvfs, 2 on kvfs */
     struct mount *mount;
     uint64_t inode;
     uint32_t size;
-    char path[PATH_SIZE];           /* below the mount point */
+    char path[PATH_SIZE]; /* below the mount point */
 } cwd;
 static atomic_flag cwd_lock = ATOMIC_FLAG_INIT;
 
@@ -328,8 +331,7 @@ static bool mount_is_visible(const struct mount *mount) {
         return false;
     uint64_t id;
     memcpy(&id, (char *)&st + 0x90, sizeof(id)); /* stx_mnt_id */
-    return st.stx_dev_major == mount->major && st.stx_dev_minor == mount->minor &&
-           (!(st.stx_mask & STATX_MNT_ID_MASK) || id == (uint64_t)mount->id);
+    return st.stx_dev_major == mount->major && st.stx_dev_minor == mount->minor && (!(st.stx_mask & STATX_MNT_ID_MASK) || id == (uint64_t)mount->id);
 }
 
 /* The users that may search the directories above the mount point. */
@@ -411,8 +413,8 @@ static struct mount *mount_of(const char *path) {
 static bool append(char *to, uint32_t at, const char *path) {
     while (*path) {
         size_t size = strcspn(path, "/");
-        if (size == 0 || size > COMPONENT_MAX || (path[0] == '.' && (size == 1 || (size == 2 && path[1] == '.'))) ||
-            at + size + 2 > PATH_SIZE || (path[size] == '/' && !path[size + 1]))
+        if (size == 0 || size > COMPONENT_MAX || (path[0] == '.' && (size == 1 || (size == 2 && path[1] == '.'))) || at + size + 2 > PATH_SIZE ||
+            (path[size] == '/' && !path[size + 1]))
             return false;
         if (at)
             to[at++] = '/';

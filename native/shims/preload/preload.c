@@ -50,13 +50,13 @@ static int open_any(int dirfd, const char *path, int flags, mode_t mode, bool at
     return fd;
 }
 
-#define OPEN_MODE(flags, last)                                                                      \
-    ({                                                                                              \
-        va_list arguments;                                                                          \
-        va_start(arguments, last);                                                                  \
-        mode_t given = (flags) & (O_CREAT | __O_TMPFILE) ? va_arg(arguments, mode_t) : 0;           \
-        va_end(arguments);                                                                          \
-        given;                                                                                      \
+#define OPEN_MODE(flags, last)                                                            \
+    ({                                                                                    \
+        va_list arguments;                                                                \
+        va_start(arguments, last);                                                        \
+        mode_t given = (flags) & (O_CREAT | __O_TMPFILE) ? va_arg(arguments, mode_t) : 0; \
+        va_end(arguments);                                                                \
+        given;                                                                            \
     })
 
 int take_open(const char *path, int flags, ...) TAKES(open);
@@ -175,13 +175,13 @@ ssize_t take_read(int fd, void *data, size_t size) {
     ssize_t n;
     if (file_is_open(fd) && on() && file_read_next(fd, &(struct iovec){data, size}, 1, &n))
         return n;
-    return REAL(ssize_t (*)(int, void *, size_t), read)(fd, data, size);
+    return REAL(ssize_t(*)(int, void *, size_t), read)(fd, data, size);
 }
 
 ssize_t take_read_chk(int fd, void *data, size_t size, size_t room) TAKES(__read_chk);
 ssize_t take_read_chk(int fd, void *data, size_t size, size_t room) {
     if (size > room)
-        return REAL(ssize_t (*)(int, void *, size_t, size_t), __read_chk)(fd, data, size, room);
+        return REAL(ssize_t(*)(int, void *, size_t, size_t), __read_chk)(fd, data, size, room);
     return take_read(fd, data, size);
 }
 
@@ -190,14 +190,14 @@ ssize_t take_pread(int fd, void *data, size_t size, off_t offset) {
     ssize_t n;
     if (file_is_open(fd) && on() && file_read_at(fd, &(struct iovec){data, size}, 1, (uint64_t)offset, &n))
         return n;
-    return REAL(ssize_t (*)(int, void *, size_t, off_t), pread)(fd, data, size, offset);
+    return REAL(ssize_t(*)(int, void *, size_t, off_t), pread)(fd, data, size, offset);
 }
 ssize_t take_pread64(int fd, void *data, size_t size, off_t offset) ALSO(pread64, pread);
 
 ssize_t take_pread_chk(int fd, void *data, size_t size, off_t offset, size_t room) TAKES(__pread_chk);
 ssize_t take_pread_chk(int fd, void *data, size_t size, off_t offset, size_t room) {
     if (size > room)
-        return REAL(ssize_t (*)(int, void *, size_t, off_t, size_t), __pread_chk)(fd, data, size, offset, room);
+        return REAL(ssize_t(*)(int, void *, size_t, off_t, size_t), __pread_chk)(fd, data, size, offset, room);
     return take_pread(fd, data, size, offset);
 }
 ssize_t take_pread64_chk(int fd, void *data, size_t size, off_t offset, size_t room) ALSO(__pread64_chk, __pread_chk);
@@ -209,7 +209,7 @@ ssize_t take_readv(int fd, const struct iovec *iovs, int count) {
     ssize_t n;
     if (vector_is_ours(fd, count) && file_read_next(fd, iovs, count, &n))
         return n;
-    return REAL(ssize_t (*)(int, const struct iovec *, int), readv)(fd, iovs, count);
+    return REAL(ssize_t(*)(int, const struct iovec *, int), readv)(fd, iovs, count);
 }
 
 ssize_t take_preadv(int fd, const struct iovec *iovs, int count, off_t offset) TAKES(preadv);
@@ -217,7 +217,7 @@ ssize_t take_preadv(int fd, const struct iovec *iovs, int count, off_t offset) {
     ssize_t n;
     if (vector_is_ours(fd, count) && file_read_at(fd, iovs, count, (uint64_t)offset, &n))
         return n;
-    return REAL(ssize_t (*)(int, const struct iovec *, int, off_t), preadv)(fd, iovs, count, offset);
+    return REAL(ssize_t(*)(int, const struct iovec *, int, off_t), preadv)(fd, iovs, count, offset);
 }
 ssize_t take_preadv64(int fd, const struct iovec *iovs, int count, off_t offset) ALSO(preadv64, preadv);
 
@@ -227,15 +227,14 @@ ssize_t take_preadv2(int fd, const struct iovec *iovs, int count, off_t offset, 
     if (flags == 0 && vector_is_ours(fd, count) &&
         (offset == -1 ? file_read_next(fd, iovs, count, &n) : file_read_at(fd, iovs, count, (uint64_t)offset, &n)))
         return n;
-    return REAL(ssize_t (*)(int, const struct iovec *, int, off_t, int), preadv2)(fd, iovs, count, offset, flags);
+    return REAL(ssize_t(*)(int, const struct iovec *, int, off_t, int), preadv2)(fd, iovs, count, offset, flags);
 }
 ssize_t take_preadv64v2(int fd, const struct iovec *iovs, int count, off_t offset, int flags) ALSO(preadv64v2, preadv2);
 
 /* ---- attributes ---- */
 
 static bool complete(const struct kvfs_attributes *attributes) {
-    return (S_ISDIR(attributes->mode) || attributes->sealed) && attributes->mtime_ns >= 0 && attributes->ctime_ns >= 0 &&
-           attributes->atime_ns >= 0;
+    return (S_ISDIR(attributes->mode) || attributes->sealed) && attributes->mtime_ns >= 0 && attributes->ctime_ns >= 0 && attributes->atime_ns >= 0;
 }
 
 /* 0: *place and *attributes are the answer; -1: errno is; 1: make the real call. place is held if the result is 0. */
@@ -302,9 +301,7 @@ int take_lxstat(int version, const char *path, struct stat *out) TAKES(__lxstat)
 int take_lxstat(int version, const char *path, struct stat *out) { return stat_old(version, AT_FDCWD, path, out, AT_SYMLINK_NOFOLLOW); }
 int take_lxstat64(int version, const char *path, struct stat *out) ALSO(__lxstat64, __lxstat);
 int take_fxstatat(int version, int dirfd, const char *path, struct stat *out, int flags) TAKES(__fxstatat);
-int take_fxstatat(int version, int dirfd, const char *path, struct stat *out, int flags) {
-    return stat_old(version, dirfd, path, out, flags);
-}
+int take_fxstatat(int version, int dirfd, const char *path, struct stat *out, int flags) { return stat_old(version, dirfd, path, out, flags); }
 int take_fxstatat64(int version, int dirfd, const char *path, struct stat *out, int flags) ALSO(__fxstatat64, __fxstatat);
 
 int take_statx(int dirfd, const char *path, int flags, unsigned mask, struct statx *out) TAKES(statx);
@@ -404,7 +401,7 @@ int take_socket(int domain, int type, int protocol) {
 
 ssize_t take_recvmsg(int fd, struct msghdr *message, int flags) TAKES(recvmsg);
 ssize_t take_recvmsg(int fd, struct msghdr *message, int flags) {
-    ssize_t n = REAL(ssize_t (*)(int, struct msghdr *, int), recvmsg)(fd, message, flags);
+    ssize_t n = REAL(ssize_t(*)(int, struct msghdr *, int), recvmsg)(fd, message, flags);
     if (n < 0 || !preload_inside)
         return n;
     for (struct cmsghdr *part = CMSG_FIRSTHDR(message); part; part = CMSG_NXTHDR(message, part)) {
@@ -476,8 +473,8 @@ __attribute__((destructor)) static void end(void) {
                         "{\"pid\": %d, \"command\": \"%s\", \"connects\": %llu, \"error\": \"%s\", \"opens\": %llu, "
                         "\"opens_absent\": %llu, \"reads\": %llu, \"read_bytes\": %llu, \"stats\": %llu, \"accesses\": %llu, "
                         "\"absent\": %llu, \"path_fallthroughs\": %llu, \"read_fallthroughs\": %llu}\n",
-                        (int)getpid(), command, N(connects), error, N(opens), N(opens_absent), N(reads), N(read_bytes), N(stats),
-                        N(accesses), N(absent), N(path_fallthroughs), N(read_fallthroughs));
+                        (int)getpid(), command, N(connects), error, N(opens), N(opens_absent), N(reads), N(read_bytes), N(stats), N(accesses),
+                        N(absent), N(path_fallthroughs), N(read_fallthroughs));
 #undef N
     fd = open_real(AT_FDCWD, path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644, false);
     if (fd < 0)

@@ -33,7 +33,7 @@
 #error "struct stat and struct stat64 are one only where off_t has 64 bits"
 #endif
 
-#define FILES_MAX 65536             /* descriptors from here on are the mount's */
+#define FILES_MAX 65536 /* descriptors from here on are the mount's */
 
 /* ---- the real calls ---- */
 
@@ -44,22 +44,28 @@ static inline void *real_symbol(_Atomic(void *) *cache, const char *name) {
         atomic_store_explicit(cache, found = dlsym(RTLD_NEXT, name), memory_order_relaxed);
     return found;
 }
-#define REAL(type, name) ({ static _Atomic(void *) cache; (type)real_symbol(&cache, #name); })
+#define REAL(type, name)                   \
+    ({                                     \
+        static _Atomic(void *) cache;      \
+        (type) real_symbol(&cache, #name); \
+    })
 
 /* ---- process.c ---- */
 
 int real_close(int fd);
 
-extern atomic_bool preload_active;  /* false: before the library is ready, and after it has given up */
-extern atomic_int preload_pid;      /* the owner of these descriptors and clients; a child of vfork() shares this memory, but has its own */
+extern atomic_bool preload_active;            /* false: before the library is ready, and after it has given up */
+extern atomic_int preload_pid;                /* the owner of these descriptors and clients; a child of vfork() shares this memory, but has its own */
 extern _Thread_local unsigned preload_inside; /* this thread is inside libkvfs, or in this library: file calls are the real ones */
-bool preload_is_owner(void);        /* costs a system call */
+bool preload_is_owner(void);                  /* costs a system call */
 /* From here on every call is the real one. */
 void preload_give_up(void);
-uint64_t preload_now_ms(void);      /* coarse, monotonic */
+uint64_t preload_now_ms(void); /* coarse, monotonic */
 
 /* Around calls of libkvfs: its own file calls are real ones, it is not cancelled half way, and errno stays as it was. */
-struct inside { int error, cancel_state; };
+struct inside {
+    int error, cancel_state;
+};
 struct inside inside_begin(void);
 void inside_end(struct inside inside);
 
@@ -75,19 +81,19 @@ extern struct counters preload_count;
 int internal_fd_raise(int fd);
 bool internal_fd_has(int fd);
 void internal_fd_forget(int fd);
-int internal_fd_next(int fd);               /* the first own descriptor from fd on; -1: none */
-void internal_fd_forked(void);              /* closes the child's copies */
+int internal_fd_next(int fd);  /* the first own descriptor from fd on; -1: none */
+void internal_fd_forked(void); /* closes the child's copies */
 
 /* ---- mounts.c ---- */
 
 struct mount;
 /* A path on a kvfs mount, resolved as a string only. Holds the mount until place_put(). */
 struct place {
-    struct mount *mount;            /* NULL: not on a kvfs mount, or not certain */
-    uint32_t base_size;             /* of `path`: the directory it is relative to, which must have this inode number */
-    uint64_t base_inode;            /* 0: relative to the mount's root */
-    bool certain;                   /* the string alone says which file it is */
-    char path[1024];                /* below the mount point */
+    struct mount *mount; /* NULL: not on a kvfs mount, or not certain */
+    uint32_t base_size;  /* of `path`: the directory it is relative to, which must have this inode number */
+    uint64_t base_inode; /* 0: relative to the mount's root */
+    bool certain;        /* the string alone says which file it is */
+    char path[1024];     /* below the mount point */
 };
 bool place_get(int dirfd, const char *path, struct place *place);
 void place_put(struct place *place);

@@ -8,7 +8,7 @@
 
 /* The sizes and the secret of a pool. Constant while it is open. */
 struct geometry {
-    uint64_t secret;                     /* of all checksums */
+    uint64_t secret; /* of all checksums */
     uint64_t mount_epoch;
     uint64_t zone_size, stripe_unit, segment_size;
     uint32_t stripe_width, segment_count, segment_pages;
@@ -20,9 +20,9 @@ struct desc {
     uint64_t inode, version, size, generation;
     uint32_t segment, page, header_pages, leaf_count, extent_count;
     const uint32_t *leaves;
-    struct kvfs_extent *extents;        /* at least one unless the file is empty; sorted by file_page */
+    struct kvfs_extent *extents; /* at least one unless the file is empty; sorted by file_page */
     struct kvfs_extent inline_extent;
-    uint8_t *header;                    /* header_pages * 4096, page aligned */
+    uint8_t *header; /* header_pages * 4096, page aligned */
 };
 struct desc *desc_new(uint32_t header_pages);
 void desc_put(struct desc *desc);
@@ -31,10 +31,10 @@ int desc_verify(const struct geometry *geometry, struct desc *desc, const struct
 /* True if kvfs can have written these inode records in a mount up to epoch_max. */
 bool records_sound(const struct geometry *geometry, uint64_t epoch_max, const uint8_t *records, uint64_t size);
 /* Magic, version, layout and every checksum of `pages` pages of header; copies out the fixed parts. 0 or -EBADMSG. */
-int header_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record);
+int header_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out,
+                 struct kvfs_inode_record *record);
 int header_build(const struct geometry *geometry, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
-                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves,
-                 uint32_t run_pages);
+                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves, uint32_t run_pages);
 void extent_header_build(const struct geometry *geometry, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page);
 void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to);
 

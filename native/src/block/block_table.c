@@ -22,13 +22,11 @@ struct location {
     int position;
 };
 
-static bool valid_kind(uint8_t kind) {
-    return kind == KVFS_KIND_FILE || kind == KVFS_KIND_DIRECTORY || kind == KVFS_KIND_SYMLINK;
-}
+static bool valid_kind(uint8_t kind) { return kind == KVFS_KIND_FILE || kind == KVFS_KIND_DIRECTORY || kind == KVFS_KIND_SYMLINK; }
 
 static bool representable(const struct kvfs_record *record) {
-    return record->inode && valid_kind(record->kind) && record->size >> 48 == 0 && record->mode >> 16 == 0 &&
-           record->header_pages >> 24 == 0 && record->nlink >> 30 == 0;
+    return record->inode && valid_kind(record->kind) && record->size >> 48 == 0 && record->mode >> 16 == 0 && record->header_pages >> 24 == 0 &&
+           record->nlink >> 30 == 0;
 }
 
 static struct packed pack(const struct kvfs_record *record, uint8_t flags, const uint64_t key[2]) {
@@ -146,8 +144,7 @@ static struct packed slot_content(const struct kvfs_table *table, uint32_t numbe
 
 /* A sealed file with a name. */
 static unsigned is_block(const struct packed *packed) {
-    return (packed->links_kind & 3) == KVFS_KIND_FILE && packed_flags(packed) & KVFS_INODE_SEALED &&
-           !(packed_flags(packed) & KVFS_INODE_NAMELESS);
+    return (packed->links_kind & 3) == KVFS_KIND_FILE && packed_flags(packed) & KVFS_INODE_SEALED && !(packed_flags(packed) & KVFS_INODE_NAMELESS);
 }
 
 static void slot_write(struct kvfs_table *table, uint32_t number, const struct packed *packed) {
@@ -224,8 +221,7 @@ static struct bucket *next_bucket(const struct kvfs_table *table, const struct b
 /* ---- the writer's side of an index ---- */
 
 /* The slot that `key` leads to, or 0. With `wanted`: only the entry of that slot. */
-static uint32_t locate(const struct kvfs_table *table, const struct index *index, const struct key *key, uint32_t wanted,
-                       struct location *location) {
+static uint32_t locate(const struct kvfs_table *table, const struct index *index, const struct key *key, uint32_t wanted, struct location *location) {
     uint16_t tag = tag_of(key->hash);
 
     location->primary = &index->buckets[bucket_of(key->hash, get(index->count))];
@@ -448,9 +444,7 @@ void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int chan
     atomic_fetch_add(&table->written[inode_hash(table, inode) % WRITTEN_COUNTS], (uint32_t)change);
 }
 
-int kvfs_table_fd(const struct kvfs_table *table) {
-    return table->fd;
-}
+int kvfs_table_fd(const struct kvfs_table *table) { return table->fd; }
 
 static void remove_name(struct kvfs_table *table, uint32_t slot, const uint64_t words[2]) {
     struct key key = {.hash = words[0], .words = {words[0], words[1]}, .by_name = true};

@@ -50,8 +50,8 @@
 #define WRITTEN_COUNTS 16384
 
 struct bucket {
-    _Atomic uint32_t sequence;  /* of the chain, in a primary bucket */
-    _Atomic uint32_t overflow;  /* next bucket of the chain, or 0 */
+    _Atomic uint32_t sequence;              /* of the chain, in a primary bucket */
+    _Atomic uint32_t overflow;              /* next bucket of the chain, or 0 */
     _Atomic uint32_t slots[BUCKET_ENTRIES]; /* 0: no entry, nor in any place behind */
     _Atomic uint16_t tags[BUCKET_ENTRIES];  /* high 16 bits of the hash */
     uint16_t reserved;
@@ -82,8 +82,8 @@ struct constants {
     uint32_t reserved;
     uint64_t mount_epoch;
     uint64_t records_max;
-    uint64_t size;          /* of the memfd */
-    uint64_t checksum;      /* of the fields above: also tells a reader that its secret is another pool's */
+    uint64_t size;     /* of the memfd */
+    uint64_t checksum; /* of the fields above: also tells a reader that its secret is another pool's */
 };
 
 struct header {
@@ -92,10 +92,10 @@ struct header {
     _Atomic uint32_t complete;
     _Alignas(64) _Atomic uint64_t records; /* this line: for statistics */
     _Atomic uint64_t ambiguous;
-    _Atomic uint32_t slots_fresh;   /* never used from here on */
+    _Atomic uint32_t slots_fresh; /* never used from here on */
     _Atomic uint32_t overflow_fresh;
     _Atomic uint32_t overflow_used;
-    _Atomic uint64_t blocks;        /* sealed files with a name */
+    _Atomic uint64_t blocks; /* sealed files with a name */
 };
 static_assert(sizeof(struct header) <= KVFS_PAGE_SIZE, "one page");
 
@@ -103,7 +103,7 @@ struct index {
     struct bucket *buckets;
     _Atomic uint32_t *count;
     uint32_t buckets_max;
-    uint64_t entries;       /* the writer's */
+    uint64_t entries; /* the writer's */
 };
 
 #define FREE_LEVELS 6
@@ -129,7 +129,7 @@ struct kvfs_table {
     uint32_t records_max;
     uint64_t secret;
     uint64_t size;
-    int fd;                  /* -1: a reader */
+    int fd; /* -1: a reader */
     uint32_t overflow_used;
     uint64_t records;
     struct free_set free_slots;
@@ -139,7 +139,7 @@ struct kvfs_table {
 /* The key of one lookup. No name has the key zero. */
 struct key {
     uint64_t hash;
-    uint64_t words[2];      /* name key, or inode number */
+    uint64_t words[2]; /* name key, or inode number */
     bool by_name;
 };
 
@@ -173,13 +173,9 @@ static inline struct key inode_key(const struct kvfs_table *table, uint64_t inod
     return (struct key){.hash = inode_hash(table, inode), .words = {inode, 0}};
 }
 
-static inline uint8_t packed_flags(const struct packed *packed) {
-    return (uint8_t)(packed->words[COUNTS] >> 24);
-}
+static inline uint8_t packed_flags(const struct packed *packed) { return (uint8_t)(packed->words[COUNTS] >> 24); }
 
-static inline uint16_t tag_of(uint64_t hash) {
-    return (uint16_t)(hash >> 48);
-}
+static inline uint16_t tag_of(uint64_t hash) { return (uint16_t)(hash >> 48); }
 
 /* count >= 2 */
 static inline uint32_t bucket_of(uint64_t hash, uint32_t count) {
@@ -191,9 +187,7 @@ static inline uint32_t bucket_of(uint64_t hash, uint32_t count) {
 
 /* ---- layout ---- */
 
-static inline uint64_t page_round(uint64_t size) {
-    return (size + KVFS_PAGE_SIZE - 1) & ~(uint64_t)(KVFS_PAGE_SIZE - 1);
-}
+static inline uint64_t page_round(uint64_t size) { return (size + KVFS_PAGE_SIZE - 1) & ~(uint64_t)(KVFS_PAGE_SIZE - 1); }
 
 /* Set what follows from records_max; with a header mapped, also where each part lies. */
 static inline void lay_out(struct kvfs_table *table, uint64_t records_max) {

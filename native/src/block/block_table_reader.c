@@ -38,10 +38,9 @@ int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out) {
         return -errno;
     memcpy(&constants, memory, sizeof(constants));
     munmap(memory, KVFS_PAGE_SIZE);
-    if (constants.magic != TABLE_MAGIC || constants.version != TABLE_VERSION ||
-        constants.bucket_size != sizeof(struct bucket) || constants.slot_size != sizeof(struct slot) ||
-        constants.checksum != constants_checksum(&constants, secret) ||
-        !constants.records_max || constants.records_max > RECORDS_MAX)
+    if (constants.magic != TABLE_MAGIC || constants.version != TABLE_VERSION || constants.bucket_size != sizeof(struct bucket) ||
+        constants.slot_size != sizeof(struct slot) || constants.checksum != constants_checksum(&constants, secret) || !constants.records_max ||
+        constants.records_max > RECORDS_MAX)
         return -EBADMSG;
     table = calloc(1, sizeof(*table));
     if (!table)
@@ -120,8 +119,7 @@ static inline bool slot_read(const struct slot *slot, struct packed *packed) {
 
 enum search { SEARCH_FOUND, SEARCH_MISSED, SEARCH_TORN };
 
-static inline enum search search_chain(const struct kvfs_table *table, const struct bucket *bucket, const struct key *key,
-                                       struct kvfs_record *out) {
+static inline enum search search_chain(const struct kvfs_table *table, const struct bucket *bucket, const struct key *key, struct kvfs_record *out) {
     uint16_t tag = tag_of(key->hash);
 
     for (int length = 0; length < CHAIN_MAX; length++) {
@@ -171,12 +169,9 @@ static int find(const struct kvfs_table *table, const struct index *index, const
         if (sequence & 1)
             continue;
         switch (search_chain(table, bucket, key, out)) {
-        case SEARCH_FOUND:
-            return 0;
-        case SEARCH_TORN:
-            continue;
-        case SEARCH_MISSED:
-            break;
+        case SEARCH_FOUND: return 0;
+        case SEARCH_TORN: continue;
+        case SEARCH_MISSED: break;
         }
         atomic_thread_fence(memory_order_acquire);
         if (get(&bucket->sequence) != sequence)
@@ -207,9 +202,7 @@ int kvfs_table_is_written(const struct kvfs_table *table, uint64_t inode) {
     return get_acquire(&table->written[inode_hash(table, inode) % WRITTEN_COUNTS]) != 0;
 }
 
-uint64_t kvfs_table_mount_epoch(const struct kvfs_table *table) {
-    return table->header->constants.mount_epoch;
-}
+uint64_t kvfs_table_mount_epoch(const struct kvfs_table *table) { return table->header->constants.mount_epoch; }
 
 void kvfs_table_statistics(const struct kvfs_table *table, struct kvfs_table_statistics *out) {
     const struct header *header = table->header;

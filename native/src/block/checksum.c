@@ -25,13 +25,9 @@ __attribute__((constructor)) static void choose(void) {
 #endif
 }
 
-uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret) {
-    return chosen->checksum(data, size, secret);
-}
+uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret) { return chosen->checksum(data, size, secret); }
 
-void kvfs_leaf_checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out) {
-    chosen->checksums(data, size, secret, out);
-}
+void kvfs_leaf_checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out) { chosen->checksums(data, size, secret, out); }
 
 uint64_t kvfs_leaf_verify(const void *data, uint64_t size, uint64_t secret, const uint32_t *expected) {
     return chosen->verify(data, size, secret, expected);

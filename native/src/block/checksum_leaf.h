@@ -52,9 +52,7 @@ static inline uint32_t leaf_sum(const unsigned char *data, uint64_t size, uint64
     return (uint32_t)XXH3_64bits_withSecretandSeed(data, size, drawn->bytes, sizeof(drawn->bytes), secret);
 }
 
-static uint64_t checksum(const void *data, uint64_t size, uint64_t secret) {
-    return XXH3_64bits_withSeed(data, size, secret);
-}
+static uint64_t checksum(const void *data, uint64_t size, uint64_t secret) { return XXH3_64bits_withSeed(data, size, secret); }
 
 static void checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out) {
     const unsigned char *at = data;

@@ -139,15 +139,16 @@ bool records_sound(const struct geometry *geometry, uint64_t epoch_max, const ui
     return kvfs_records_check(&limits, records, size, &at, &why) >= 0;
 }
 
-int header_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out, struct kvfs_inode_record *record) {
+int header_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out,
+                 struct kvfs_inode_record *record) {
     uint64_t size = pages * PAGE;
     struct kvfs_block_header h;
     struct kvfs_inode_record r;
     memcpy(&h, header, sizeof(h));
-    if (h.magic != KVFS_MAGIC_BLOCK || h.version != KVFS_FORMAT_VERSION || h.header_pages != pages || pages == 0 ||
-        h.sums_offset != sizeof(h) || h.sums_offset + 8ull * (pages - 1) > h.record_offset || h.record_offset % 8 ||
-        (uint64_t)h.record_offset + sizeof(r) > size || h.leaves_offset % 8 || h.leaves_offset + 4ull * h.leaf_count > size ||
-        h.ancestors_offset % 8 || (uint64_t)h.ancestors_offset + h.ancestors_size > size)
+    if (h.magic != KVFS_MAGIC_BLOCK || h.version != KVFS_FORMAT_VERSION || h.header_pages != pages || pages == 0 || h.sums_offset != sizeof(h) ||
+        h.sums_offset + 8ull * (pages - 1) > h.record_offset || h.record_offset % 8 || (uint64_t)h.record_offset + sizeof(r) > size ||
+        h.leaves_offset % 8 || h.leaves_offset + 4ull * h.leaf_count > size || h.ancestors_offset % 8 ||
+        (uint64_t)h.ancestors_offset + h.ancestors_size > size)
         return -EBADMSG;
     uint8_t first[KVFS_PAGE_SIZE];
     memcpy(first, header, PAGE);
@@ -233,8 +234,7 @@ uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancesto
 }
 
 int header_build(const struct geometry *geometry, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
-                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves,
-                 uint32_t run_pages) {
+                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves, uint32_t run_pages) {
     struct kvfs_inode_record r;
     memcpy(&r, record, sizeof(r));
     uint32_t pages = desc->header_pages, leaf_count = (uint32_t)pages_of(r.size);
@@ -242,8 +242,13 @@ int header_build(const struct geometry *geometry, struct desc *desc, const uint8
     if (extent_count == 1 && extents[0].segment == r.segment && extents[0].generation == r.generation && extents[0].file_page == 0 &&
         extents[0].page == r.page + pages && extents[0].page_count == leaf_count)
         extent_count = 0;
-    struct kvfs_block_header h = {.magic = KVFS_MAGIC_BLOCK, .version = KVFS_FORMAT_VERSION, .owner_epoch = geometry->mount_epoch,
-                                  .header_pages = pages, .leaf_count = leaf_count, .sums_offset = sizeof(h), .run_pages = run_pages};
+    struct kvfs_block_header h = {.magic = KVFS_MAGIC_BLOCK,
+                                  .version = KVFS_FORMAT_VERSION,
+                                  .owner_epoch = geometry->mount_epoch,
+                                  .header_pages = pages,
+                                  .leaf_count = leaf_count,
+                                  .sums_offset = sizeof(h),
+                                  .run_pages = run_pages};
     uint64_t at = sizeof(h) + 8ull * (pages - 1);
     uint64_t final_size = record_size + 24ull * extent_count;
     h.record_offset = (uint32_t)at;
@@ -278,9 +283,15 @@ int header_build(const struct geometry *geometry, struct desc *desc, const uint8
 }
 
 void extent_header_build(const struct geometry *geometry, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page) {
-    struct kvfs_extent_header h = {.magic = KVFS_MAGIC_EXTENT, .version = KVFS_FORMAT_VERSION, .inode = inode, .generation = run->generation,
-                                   .owner_epoch = geometry->mount_epoch, .segment = run->segment, .page = run->page,
-                                   .run_pages = run->page_count, .file_page = file_page};
+    struct kvfs_extent_header h = {.magic = KVFS_MAGIC_EXTENT,
+                                   .version = KVFS_FORMAT_VERSION,
+                                   .inode = inode,
+                                   .generation = run->generation,
+                                   .owner_epoch = geometry->mount_epoch,
+                                   .segment = run->segment,
+                                   .page = run->page,
+                                   .run_pages = run->page_count,
+                                   .file_page = file_page};
     memset(page, 0, PAGE);
     memcpy(page, &h, sizeof(h));
     h.checksum = kvfs_checksum(page, PAGE, geometry->secret);

@@ -25,35 +25,38 @@
 
 struct lane;
 /* A write that the daemon was told may still land. */
-struct late_write { struct late_write *next; uint64_t reservation; };
+struct late_write {
+    struct late_write *next;
+    uint64_t reservation;
+};
 struct connection {
-    struct connection *next;                /* retired ones */
+    struct connection *next; /* retired ones */
     atomic_uint refs;
     struct kvfs_array array;
-    bool verify;                         /* leaves are checked */
+    bool verify; /* leaves are checked */
     struct kvfs_table *table;
-    int *fds;                            /* devices */
+    int *fds; /* devices */
     uint32_t memory_alignment;
     int socket;
-    pthread_mutex_t send_lock;           /* one frame is sent; taken before socket_lock, if both are */
-    pthread_mutex_t socket_lock;         /* guards what is received: from here to next_id */
-    pthread_cond_t answered;             /* some request was, or nobody listens */
-    bool listening;                      /* a thread waits for the socket; the others wait for `answered` */
-    struct wire_pending *pending;             /* requests without an answer */
-    struct wire_frame frame;             /* the frame that is coming in: received bytes of it, and of its payload */
+    pthread_mutex_t send_lock;    /* one frame is sent; taken before socket_lock, if both are */
+    pthread_mutex_t socket_lock;  /* guards what is received: from here to next_id */
+    pthread_cond_t answered;      /* some request was, or nobody listens */
+    bool listening;               /* a thread waits for the socket; the others wait for `answered` */
+    struct wire_pending *pending; /* requests without an answer */
+    struct wire_frame frame;      /* the frame that is coming in: received bytes of it, and of its payload */
     uint8_t *payload;
     uint64_t received;
     uint32_t next_id;
-    atomic_bool gone;                    /* the daemon hung up */
-    atomic_bool closed;                  /* ... and said so first: unmounted */
-    atomic_bool silent;                  /* ... or its process listens still, and says nothing */
-    uint64_t listener[4];                /* device, inode, ctime (s, ns) of the socket's file: each daemon makes one */
+    atomic_bool gone;     /* the daemon hung up */
+    atomic_bool closed;   /* ... and said so first: unmounted */
+    atomic_bool silent;   /* ... or its process listens still, and says nothing */
+    uint64_t listener[4]; /* device, inode, ctime (s, ns) of the socket's file: each daemon makes one */
     bool writable;
     uint32_t reservation_ms;
     uint8_t uuid[16];
-    pthread_mutex_t lock;                /* lanes, orphans */
+    pthread_mutex_t lock; /* lanes, orphans */
     struct lane *idle;
-    struct fetch *orphans;               /* of all lanes: ended with -ETIMEDOUT while a device still owns the memory */
+    struct fetch *orphans; /* of all lanes: ended with -ETIMEDOUT while a device still owns the memory */
     uint32_t lane_count;
     pthread_cond_t lane_idle;
     _Atomic(struct late_write *) landed; /* those that cannot land any more; each is the begin of its allocation */
@@ -64,12 +67,12 @@ struct connection {
 struct fetch {
     struct fetch *next, *previous;
     /* The caller sets these, on a fetch from fetch_get(). */
-    struct kvfs_record record;           /* as the table has it: a sealed file */
-    struct desc *desc;                   /* verified, of this very place, if known: the fetch takes this reference over */
-    uint64_t offset, size;               /* of the file; offset + size <= record.size; size may be 0 */
-    uint64_t until_ns;                   /* done by then, however many I/Os it takes; 0: timeout_ms from fetch_start() on */
-    uint8_t *data;                       /* where the bytes go, any alignment */
-    void (*done)(struct lane *lane, struct fetch *fetch);   /* once, from lane_run(); then the fetch is gone. It may start others. */
+    struct kvfs_record record;                            /* as the table has it: a sealed file */
+    struct desc *desc;                                    /* verified, of this very place, if known: the fetch takes this reference over */
+    uint64_t offset, size;                                /* of the file; offset + size <= record.size; size may be 0 */
+    uint64_t until_ns;                                    /* done by then, however many I/Os it takes; 0: timeout_ms from fetch_start() on */
+    uint8_t *data;                                        /* where the bytes go, any alignment */
+    void (*done)(struct lane *lane, struct fetch *fetch); /* once, from lane_run(); then the fetch is gone. It may start others. */
     void *owner;
     uint64_t cookie;
     /* Set before done. Size, or -ESTALE (the inode is not there any more: look the name up again), -EIO (reported to the daemon), -ENOMEM. Or
@@ -77,12 +80,12 @@ struct fetch {
     int64_t result;
     /* The engine's. */
     struct lane *lane;
-    uint8_t *side;                       /* two pages: the first and the last, where only a part of them is wanted */
-    uint8_t *bounce;                     /* whole pages, when data is not aligned for direct reads */
+    uint8_t *side;   /* two pages: the first and the last, where only a part of them is wanted */
+    uint8_t *bounce; /* whole pages, when data is not aligned for direct reads */
     uint64_t bounce_size;
     uint32_t groups_left, groups_held, retries;
     int error;
-    uint8_t *direct;                     /* where file page 0 would lie; NULL: all of it goes to bounce */
+    uint8_t *direct; /* where file page 0 would lie; NULL: all of it goes to bounce */
     bool load_header, bad_once;
 };
 
@@ -91,34 +94,34 @@ struct lane {
     struct connection *connection;
     struct kvfs_client *client;
     struct ring ring;
-    struct fetch *ready, *ready_last;    /* read, not yet verified */
-    uint32_t orphan_count;               /* its fetches in connection->orphans */
+    struct fetch *ready, *ready_last; /* read, not yet verified */
+    uint32_t orphan_count;            /* its fetches in connection->orphans */
     struct fetch *free;
-    uint32_t active_count, ready_count;  /* ready ones are active */
-    uint8_t *bounces[8];                 /* free bounce buffers */
+    uint32_t active_count, ready_count; /* ready ones are active */
+    uint8_t *bounces[8];                /* free bounce buffers */
     uint64_t bounce_sizes[8];
 };
 
-struct stage;                            /* client/prestage.c */
+struct stage; /* client/prestage.c */
 struct kvfs_client {
     pid_t pid;
     struct kvfs_options options;
-    char path[4096];                     /* as given to connect */
-    char pool[4096];                     /* directory of the control socket */
+    char path[4096]; /* as given to connect */
+    char pool[4096]; /* directory of the control socket */
     char space[1024];
-    uint64_t base;                       /* inode of path */
-    pthread_mutex_t lock;                /* connection (the pointer), hits */
+    uint64_t base;        /* inode of path */
+    pthread_mutex_t lock; /* connection (the pointer), hits */
     struct connection *connection;
-    struct connection *retired;             /* of daemons that are gone; kept while calls use them or devices owe them answers */
+    struct connection *retired; /* of daemons that are gone; kept while calls use them or devices owe them answers */
     uint64_t *hits;
     uint32_t hit_count;
     uint64_t hits_sent_ns;
-    uint64_t silent_until_ns;            /* a daemon took a connection and said nothing: not asked again before that */
-    atomic_uint orphans;                 /* of all lanes */
+    uint64_t silent_until_ns; /* a daemon took a connection and said nothing: not asked again before that */
+    atomic_uint orphans;      /* of all lanes */
     struct stage *stage;
     atomic_ullong count[CLIENT_COUNTERS]; /* as struct kvfs_client_statistics has them; the last, `busy`, is not counted here */
 };
-#define TALLY(client, field, n)                                                                                        \
+#define TALLY(client, field, n) \
     atomic_fetch_add_explicit(&(client)->count[offsetof(struct kvfs_client_statistics, field) / sizeof(uint64_t)], (n), memory_order_relaxed)
 
 /* ---- client/error.c ---- */
@@ -140,10 +143,10 @@ struct wire_pending {
     uint32_t id;
     uint16_t type;
     uint64_t sent_ns, answered_ns, deadline_ns;
-    atomic_bool done;                    /* the fields below are set; connection_poll() may have set it */
-    int result;                          /* 0, or why no answer came: -ENOTCONN, -EPROTO, -ETIMEDOUT */
+    atomic_bool done; /* the fields below are set; connection_poll() may have set it */
+    int result;       /* 0, or why no answer came: -ENOTCONN, -EPROTO, -ETIMEDOUT */
     int32_t status;
-    uint8_t *reply;                      /* malloc'ed */
+    uint8_t *reply; /* malloc'ed */
     uint32_t reply_size;
 };
 void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending);
@@ -156,10 +159,14 @@ int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t
 /* Notify the daemon, without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
 void wire_notify(struct connection *connection, uint16_t type, const void *payload, uint32_t size);
 /* A payload that grows; what is appended is padded to 8. The owner frees data. */
-struct message_buffer { uint8_t *data; uint64_t size, capacity; bool failed; };
+struct message_buffer {
+    uint8_t *data;
+    uint64_t size, capacity;
+    bool failed;
+};
 void message_append(struct message_buffer *out, const void *data, uint64_t size);
 void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t count);
-int message_check(const struct message_buffer *request);   /* -ENOMEM: there was no memory, or it is too long for a frame */
+int message_check(const struct message_buffer *request); /* -ENOMEM: there was no memory, or it is too long for a frame */
 /* message_check() and wire_ask(); the request is freed. */
 int message_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, struct message_buffer *request, uint8_t **reply,
                 uint32_t *reply_size);
@@ -172,24 +179,24 @@ int pool_of(const char *path, char pool[4096], uint64_t *base);
 void listener_of(const struct kvfs_client *client, uint64_t out[4]);
 /* The process behind the connection still listens: nothing can have been changed without it. */
 bool listener_is_same(const struct kvfs_client *client, const struct connection *connection);
-int socket_open(struct kvfs_client *client, uint64_t deadline_ns);                         /* a descriptor, or -errno */
+int socket_open(struct kvfs_client *client, uint64_t deadline_ns); /* a descriptor, or -errno */
 
 /* ---- client/bounce.c ---- */
 
-uint8_t *lane_bounce(struct lane *lane, uint64_t *size);                                   /* page aligned, at least *size; NULL: no memory */
+uint8_t *lane_bounce(struct lane *lane, uint64_t *size); /* page aligned, at least *size; NULL: no memory */
 void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size);
 
 /* ---- client/lane.c ---- */
 
-int lane_take(struct kvfs_client *client, struct connection *connection, struct lane **out);   /* -EBUSY: all in use for timeout_ms */
-void lane_give(struct lane *lane);                                                        /* no fetch may be active */
+int lane_take(struct kvfs_client *client, struct connection *connection, struct lane **out); /* -EBUSY: all in use for timeout_ms */
+void lane_give(struct lane *lane);                                                           /* no fetch may be active */
 /* Free a lane of a connection that nobody uses. False: a device may still write, so its memory stays. */
 bool lane_free(struct lane *lane);
-struct fetch *fetch_get(struct lane *lane);              /* NULL: no memory */
+struct fetch *fetch_get(struct lane *lane); /* NULL: no memory */
 void fetch_recycle(struct fetch *fetch);
 /* Let go of orphans whose devices have answered. By the lane's holder; or, locked, of an idle lane with connection->lock held. */
 void lane_reap(struct lane *lane, bool locked);
-void connection_reap(struct connection *connection);                                                /* lane_reap() for all idle lanes */
+void connection_reap(struct connection *connection); /* lane_reap() for all idle lanes */
 /* True: an orphan overlaps that memory. *owed becomes true where devices owe answers to reads (orphans) or to writes. */
 bool connection_overlaps(struct connection *connection, const uint8_t *data, uint64_t size, bool *owed);
 
@@ -200,35 +207,43 @@ int connection_open(struct kvfs_client *client, struct connection **out);
 /* Every call begins here. Returns -ECHILD after fork, -ENOTCONN after an unmount; else the connection, reconnected if there is a new daemon. The
  * caller has a reference, which connection_put() gives back. */
 int connection_get(struct kvfs_client *client, struct connection **out);
-int writer_get(struct kvfs_client *client, struct connection **out);                          /* one that may write, with a daemon that lives */
+int writer_get(struct kvfs_client *client, struct connection **out); /* one that may write, with a daemon that lives */
 void connection_put(struct connection *connection);
-void client_prune(struct kvfs_client *client);                                             /* client->lock held */
+void client_prune(struct kvfs_client *client); /* client->lock held */
 
 /* ---- client/report.c ---- */
 
-void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode);      /* tells the daemon, some time soon; 0: now */
+void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode); /* tells the daemon, some time soon; 0: now */
 void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment);
 
 /* ---- client/orphans.c ---- */
 
 /* Memory that is written by a read which belongs to no lane and cannot be cancelled. Any thread may call. */
-struct orphan { struct orphan *next; const uint8_t *data; uint64_t size; };
+struct orphan {
+    struct orphan *next;
+    const uint8_t *data;
+    uint64_t size;
+};
 void orphan_add(struct orphan *orphan);
 void orphan_remove(struct orphan *orphan);
 bool client_overlaps_orphan(struct kvfs_client *client, const void *data, uint64_t size);
-bool client_owed(struct kvfs_client *client);                                              /* devices owe answers, to reads or to writes */
+bool client_owed(struct kvfs_client *client); /* devices owe answers, to reads or to writes */
 /* -EINVAL, -EBUSY: destinations that overlap each other, or memory that a device still owns. */
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count);
 
 /* ---- client/names.c ---- */
 
-int key_directory(struct kvfs_client *client, struct connection *connection, const char *path, uint64_t *inode);  /* 0, -ENOENT */
+int key_directory(struct kvfs_client *client, struct connection *connection, const char *path, uint64_t *inode); /* 0, -ENOENT */
 /* The inode number of a directory below the client's base, or of the shard directory of a key; 0, -ENOENT, -EAGAIN. */
-struct shards { uint64_t space; uint64_t inodes[256]; uint8_t known[256]; };              /* zeroed at the start of a call */
+struct shards {
+    uint64_t space;
+    uint64_t inodes[256];
+    uint8_t known[256];
+}; /* zeroed at the start of a call */
 /* 0 and the record of a sealed file; -ENOENT: a miss; -EINVAL: a key of a wrong size. Asks the daemon where the table cannot say. */
 int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, const uint8_t *key, uint32_t key_size,
              struct kvfs_record *out);
-uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out);                        /* out: 2 * key_size bytes; returns that */
+uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out); /* out: 2 * key_size bytes; returns that */
 
 /* ---- client/fetch.c ---- */
 

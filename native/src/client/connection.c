@@ -52,26 +52,33 @@ void connection_put(struct connection *connection) {
 
 /* statx's direct I/O alignment (Linux 6.1), which the C library's headers may not know yet. */
 static uint32_t memory_alignment(int fd) {
-    union { uint8_t bytes[256]; uint32_t words[64]; } st;
+    union {
+        uint8_t bytes[256];
+        uint32_t words[64];
+    } st;
     memset(&st, 0, sizeof(st));
     const uint32_t mask_dioalign = 0x2000, at = 0x98 / 4;
-    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, mask_dioalign, &st) == 0 && st.words[0] & mask_dioalign && st.words[at] &&
-        st.words[at] <= PAGE && (st.words[at] & (st.words[at] - 1)) == 0)
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, mask_dioalign, &st) == 0 && st.words[0] & mask_dioalign && st.words[at] && st.words[at] <= PAGE &&
+        (st.words[at] & (st.words[at] - 1)) == 0)
         return st.words[at];
     return 512;
 }
 
-static int connection_fill(struct kvfs_client *client, struct connection *connection, const struct wire_welcome *w, const uint8_t *rest, uint64_t size) {
+static int connection_fill(struct kvfs_client *client, struct connection *connection, const struct wire_welcome *w, const uint8_t *rest,
+                           uint64_t size) {
     struct kvfs_array *array = &connection->array;
     uint64_t members = (uint64_t)w->segment_count * w->stripe_width;
     if (w->device_count == 0 || w->device_count > KVFS_DEVICES_MAX || w->stripe_width == 0 || w->stripe_width > KVFS_STRIPE_WIDTH_MAX ||
-        w->stripe_width > w->device_count || w->stripe_unit < 16384 || w->stripe_unit % PAGE || w->zone_size == 0 ||
-        w->zone_size % w->stripe_unit || w->zone_size / PAGE > UINT32_MAX / w->stripe_width || w->segment_count == 0 ||
-        size != 8ull * w->device_count + 8 * members)
+        w->stripe_width > w->device_count || w->stripe_unit < 16384 || w->stripe_unit % PAGE || w->zone_size == 0 || w->zone_size % w->stripe_unit ||
+        w->zone_size / PAGE > UINT32_MAX / w->stripe_width || w->segment_count == 0 || size != 8ull * w->device_count + 8 * members)
         return client_fail(-EPROTO, "%s: the daemon's welcome makes no sense: %u devices, stripe width %u, %u segments, %llu bytes", client->pool,
                            w->device_count, w->stripe_width, w->segment_count, (unsigned long long)size);
-    const struct geometry geometry = {.secret = w->secret, .mount_epoch = w->mount_epoch, .zone_size = w->zone_size, .stripe_unit = w->stripe_unit,
-                                      .stripe_width = w->stripe_width, .segment_count = w->segment_count};
+    const struct geometry geometry = {.secret = w->secret,
+                                      .mount_epoch = w->mount_epoch,
+                                      .zone_size = w->zone_size,
+                                      .stripe_unit = w->stripe_unit,
+                                      .stripe_width = w->stripe_width,
+                                      .segment_count = w->segment_count};
     array->io_timeout_ms = client->options.timeout_ms;
     array->inline_max = 256 << 10;
     array->fail_fast = true;
@@ -98,8 +105,8 @@ static int connection_fill(struct kvfs_client *client, struct connection *connec
 
 static int frame_check(struct kvfs_client *client, const struct wire_frame *frame, uint16_t type, uint32_t size_max) {
     if (frame->type != type || frame->size > size_max || frame->reserved)
-        return client_fail(-EPROTO, "%s: the daemon answered with a frame of type %u and %u bytes, expected type %u and at most %u",
-                           client->pool, frame->type, frame->size, type, size_max);
+        return client_fail(-EPROTO, "%s: the daemon answered with a frame of type %u and %u bytes, expected type %u and at most %u", client->pool,
+                           frame->type, frame->size, type, size_max);
     return 0;
 }
 
@@ -149,8 +156,8 @@ static int descriptors(struct kvfs_client *client, struct connection *connection
 
 /* Say hello, and take in all that the daemon hands out. */
 static int connection_welcome(struct kvfs_client *client, struct connection *connection, uint64_t deadline) {
-    struct wire_hello hello = {.magic = "KVFSCLI1", .version = KVFS_WIRE_VERSION, .flags = client->options.flags & KVFS_READ_ONLY,
-                               .timeout_ms = client->options.timeout_ms};
+    struct wire_hello hello = {
+        .magic = "KVFSCLI1", .version = KVFS_WIRE_VERSION, .flags = client->options.flags & KVFS_READ_ONLY, .timeout_ms = client->options.timeout_ms};
     struct wire_frame frame;
     struct wire_welcome welcome;
     uint8_t *rest = NULL;
@@ -262,7 +269,8 @@ int connection_get(struct kvfs_client *client, struct connection **out) {
     if (connection->gone) {
         struct connection *fresh = NULL;
         /* A new daemon listens before anything can be changed through it: while nobody listens, the old table is right. */
-        r = now_ns() < client->silent_until_ns ? client_fail(-ETIMEDOUT, "%s: the daemon gives no answer", client->pool) : connection_open(client, &fresh);
+        r = now_ns() < client->silent_until_ns ? client_fail(-ETIMEDOUT, "%s: the daemon gives no answer", client->pool)
+                                               : connection_open(client, &fresh);
         if (r == -ETIMEDOUT && now_ns() >= client->silent_until_ns)
             client->silent_until_ns = now_ns() + min_u64(SILENT_TIMEOUTS * client->options.timeout_ms, SILENT_MAX_MS) * 1000000ull;
         if (r == 0 && memcmp(fresh->uuid, connection->uuid, sizeof(fresh->uuid)) != 0) {

@@ -2,9 +2,17 @@
 #include "client/client.h"
 
 static void attributes_of(const struct kvfs_record *record, bool sealed, struct kvfs_attributes *out) {
-    *out = (struct kvfs_attributes){
-        .inode = record->inode, .size = record->size, .version = record->version, .mtime_ns = record->mtime_ns, .ctime_ns = record->ctime_ns,
-        .atime_ns = record->atime_ns, .mode = record->mode, .uid = record->uid, .gid = record->gid, .nlink = record->nlink, .sealed = sealed};
+    *out = (struct kvfs_attributes){.inode = record->inode,
+                                    .size = record->size,
+                                    .version = record->version,
+                                    .mtime_ns = record->mtime_ns,
+                                    .ctime_ns = record->ctime_ns,
+                                    .atime_ns = record->atime_ns,
+                                    .mode = record->mode,
+                                    .uid = record->uid,
+                                    .gid = record->gid,
+                                    .nlink = record->nlink,
+                                    .sealed = sealed};
 }
 
 int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attributes *out, uint32_t capacity, uint32_t *count) {
@@ -56,7 +64,7 @@ struct kvfs_file {
     struct kvfs_client *client;
     uint64_t inode;
     pthread_mutex_t lock;
-    struct desc *desc;                   /* verified; of the place where the block was last read */
+    struct desc *desc; /* verified; of the place where the block was last read */
 };
 
 static int file_record(struct connection *connection, uint64_t inode, struct kvfs_record *record) {

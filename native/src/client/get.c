@@ -7,8 +7,8 @@ struct get_call {
     const struct kvfs_keys *keys;
     const struct kvfs_buffer *buffers;
     int64_t *results;
-    const uint8_t **places;              /* of the keys */
-    uint8_t *tries;                      /* how often a name led to an inode that was gone */
+    const uint8_t **places; /* of the keys */
+    uint8_t *tries;         /* how often a name led to an inode that was gone */
     uint32_t read;
     int error;
     struct shards shards;

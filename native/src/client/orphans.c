@@ -70,7 +70,7 @@ int kvfs_busy(struct kvfs_client *client, const void *data, uint64_t size) {
 
 static int by_address(const void *a, const void *b) {
     const struct kvfs_buffer *const *x = a, *const *y = b;
-    return (*x)->data < (*y)->data ? -1 : (*x)->data > (*y)->data;
+    return (*x)->data<(*y)->data ? -1 : (*x)->data>(*y)->data;
 }
 
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count) {

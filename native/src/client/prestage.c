@@ -15,12 +15,12 @@
 enum staged_state { STAGED_WANTED, STAGED_READING, STAGED_READY, STAGED_LOST };
 
 struct staged {
-    struct staged *next, *previous;      /* by age, oldest first */
+    struct staged *next, *previous; /* by age, oldest first */
     struct kvfs_record record;
     enum staged_state state;
     uint32_t slot, slots;
-    uint32_t takers;                     /* threads that copy out of it, or wait for it */
-    bool taken;                          /* by one of them: counted as used */
+    uint32_t takers; /* threads that copy out of it, or wait for it */
+    bool taken;      /* by one of them: counted as used */
 };
 
 struct stage {
@@ -31,7 +31,7 @@ struct stage {
     uint8_t *memory;
     uint64_t size;
     uint32_t slot_count;
-    uint8_t *used;                       /* by slot */
+    uint8_t *used; /* by slot */
     struct staged *oldest, *newest;
     bool stopping;
 };
@@ -68,8 +68,8 @@ static uint32_t slots_take(struct stage *stage, uint32_t wanted) {
 
 static struct staged *stage_find(struct stage *stage, const struct kvfs_record *record) {
     for (struct staged *block = stage->newest; block; block = block->previous)
-        if (block->record.inode == record->inode && block->record.generation == record->generation &&
-            block->record.segment == record->segment && block->record.page == record->page && block->state != STAGED_LOST)
+        if (block->record.inode == record->inode && block->record.generation == record->generation && block->record.segment == record->segment &&
+            block->record.page == record->page && block->state != STAGED_LOST)
             return block;
     return NULL;
 }

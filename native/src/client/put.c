@@ -59,8 +59,7 @@ static void window_ask(struct put_call *call) {
         *window = (struct window){.first = first, .count = count, .alone = true};
         for (struct window *other = call->windows; other; other = other->next)
             window->alone = window->alone && other->item_count == 0;
-        wire_send(call->connection, WIRE_RESERVE, request.data, (uint32_t)request.size, call->client->options.timeout_ms,
-                  &window->pending);
+        wire_send(call->connection, WIRE_RESERVE, request.data, (uint32_t)request.size, call->client->options.timeout_ms, &window->pending);
         window->requested_ns = window->pending.sent_ns;
         if (last)
             last->next = window;
@@ -118,8 +117,14 @@ static void window_open(struct put_call *call, struct window *window) {
         struct put_item *item = reserved.error == 0 ? calloc(1, sizeof(*item)) : NULL;
         if (item) {
             const struct kvfs_buffer *buffer = &call->buffers[window->first + i];
-            *item = (struct put_item){.lane = call->lane, .call = call, .window = window, .data = buffer->data, .size = buffer->size,
-                                      .index = window->first + i, .reserved = reserved, .body = window->reply + at + sizeof(reserved)};
+            *item = (struct put_item){.lane = call->lane,
+                                      .call = call,
+                                      .window = window,
+                                      .data = buffer->data,
+                                      .size = buffer->size,
+                                      .index = window->first + i,
+                                      .reserved = reserved,
+                                      .body = window->reply + at + sizeof(reserved)};
             window->items[window->item_count++] = item;
         } else if (reserved.error == 0) {
             r = client_fail(-ENOMEM, "no memory for a batch of %u", window->count);
@@ -163,7 +168,10 @@ static void item_start(struct put_call *call, struct put_item *item) {
     call->in_flight++;
     item->groups_left = 1; /* until all of its groups are queued */
     /* Late writes, or those that a dead daemon's successor knows nothing of, would go to places that may be others' by then. */
-    int error = call->error ? call->error : call->connection->gone ? -ENOTCONN : now_ns() - window->requested_ns > limit ? -ETIMEDOUT : item_write(item);
+    int error = call->error                               ? call->error
+                : call->connection->gone                  ? -ENOTCONN
+                : now_ns() - window->requested_ns > limit ? -ETIMEDOUT
+                                                          : item_write(item);
     if (error < 0 && !item->error)
         item->error = error;
     item_advance(item);
@@ -207,8 +215,7 @@ static void window_close(struct put_call *call, struct window *window) {
     uint32_t answer_size = 0;
     int r = window->item_count ? wire_answer(call->client, &window->pending, &answer, &answer_size) : 0;
     if (r == 0 && answer_size != 8 * window->item_count)
-        r = client_fail(-EPROTO, "%s: the daemon answered a commit of %u blocks with %u bytes", call->client->pool, window->item_count,
-                        answer_size);
+        r = client_fail(-EPROTO, "%s: the daemon answered a commit of %u blocks with %u bytes", call->client->pool, window->item_count, answer_size);
     for (uint32_t i = 0; r == 0 && i < window->item_count; i++) {
         int64_t result;
         memcpy(&result, answer + 8 * i, 8);
@@ -317,7 +324,10 @@ static void late_notify(struct kvfs_client *client, struct connection *connectio
     }
 }
 
-struct key_place { const uint8_t *data; uint32_t size, index; };
+struct key_place {
+    const uint8_t *data;
+    uint32_t size, index;
+};
 
 static int by_key(const void *a, const void *b) {
     const struct key_place *x = a, *y = b;

@@ -6,24 +6,24 @@
 
 struct window;
 struct put_item {
-    struct late_write late_write;        /* first: in connection->landed it is one of many */
+    struct late_write late_write; /* first: in connection->landed it is one of many */
     struct lane *lane;
     struct put_call *call;
     struct window *window;
-    const uint8_t *data, *source;        /* source: data, or a copy that the devices can take */
+    const uint8_t *data, *source; /* source: data, or a copy that the devices can take */
     uint64_t size;
-    uint32_t index;                      /* in the call */
+    uint32_t index; /* in the call */
     struct wire_reserved reserved;
-    const uint8_t *body;                 /* runs, record, ancestors: in the reply */
+    const uint8_t *body; /* runs, record, ancestors: in the reply */
     struct desc *header;
-    uint8_t *side;                       /* extent headers of further runs, then the padded last page */
+    uint8_t *side; /* extent headers of further runs, then the padded last page */
     uint8_t *bounce;
     uint64_t bounce_size;
     uint32_t groups_left, groups_held;
     int error;
-    bool begun;                          /* some of it was queued for a device */
-    bool late;                           /* the daemon was told that some of it may still land */
-    bool dismissed;                      /* its call is over, but a device owes an answer */
+    bool begun;     /* some of it was queued for a device */
+    bool late;      /* the daemon was told that some of it may still land */
+    bool dismissed; /* its call is over, but a device owes an answer */
 };
 
 static_assert(offsetof(struct put_item, late_write) == 0, "connection_free() knows no other part of it");
@@ -31,14 +31,14 @@ static_assert(offsetof(struct put_item, late_write) == 0, "connection_free() kno
 /* Asked for until `opened`; then its items are written; then, with `committing`, what was written is asked to be entered. */
 struct window {
     struct window *next;
-    uint32_t first, count;               /* blocks of the call that it answers for */
-    struct put_item **items;             /* those that have a place; of blocks behind its own too, which it gives back */
+    uint32_t first, count;   /* blocks of the call that it answers for */
+    struct put_item **items; /* those that have a place; of blocks behind its own too, which it gives back */
     uint32_t item_count, started, in_flight;
     struct wire_pending pending;
     uint64_t requested_ns;
-    uint8_t *reply;                      /* to the reservation */
-    uint8_t *commit;                     /* the request of that name */
-    bool opened, committing, alone;      /* alone: nothing of this call was reserved when it was asked for */
+    uint8_t *reply;                 /* to the reservation */
+    uint8_t *commit;                /* the request of that name */
+    bool opened, committing, alone; /* alone: nothing of this call was reserved when it was asked for */
 };
 
 struct put_call {
@@ -49,13 +49,13 @@ struct put_call {
     const uint8_t *const *places;
     const uint32_t *sizes;
     int64_t *results;
-    uint32_t count, next;                /* blocks; those not yet asked for begin with next */
+    uint32_t count, next; /* blocks; those not yet asked for begin with next */
     uint64_t window_bytes;
-    struct window *windows;              /* oldest first */
+    struct window *windows; /* oldest first */
     uint32_t window_count, in_flight, stored;
     struct put_item *prepared;
-    bool commit_first;                   /* no window is asked for before all others are committed */
-    int error;                           /* ends the call: nothing more is asked for or written */
+    bool commit_first; /* no window is asked for before all others are committed */
+    int error;         /* ends the call: nothing more is asked for or written */
 };
 
 /* ---- client/put_block.c ---- */

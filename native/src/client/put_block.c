@@ -65,8 +65,8 @@ static int item_io(struct put_item *item, const struct wire_run *run, uint32_t p
 }
 
 /* Pages [from, to) of the block's data, behind what iovs holds already (used pages of it), to `page` of the run's segment. */
-static int data_io(struct put_item *item, const struct wire_run *run, uint32_t page, struct iovec *iovs, uint32_t count, uint32_t from,
-                   uint32_t to, const uint8_t *source, const uint8_t *tail) {
+static int data_io(struct put_item *item, const struct wire_run *run, uint32_t page, struct iovec *iovs, uint32_t count, uint32_t from, uint32_t to,
+                   const uint8_t *source, const uint8_t *tail) {
     uint32_t whole = (uint32_t)(item->size / PAGE);
     int r = 0;
     do {

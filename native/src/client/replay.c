@@ -53,7 +53,7 @@ enum lru_state { LRU_ABSENT, LRU_BEING_WRITTEN, LRU_THERE };
 struct lru {
     pthread_mutex_t lock;
     uint32_t *newer, *older; /* ends have NONE */
-    uint8_t *state; /* enum lru_state */
+    uint8_t *state;          /* enum lru_state */
     uint32_t newest, oldest;
     uint64_t count;
 };
@@ -514,7 +514,7 @@ static bool stopped(const struct run *run) { return __atomic_load_n(&run->replay
 
 /* Returns whether the request may begin. */
 static bool wait_due(const struct run *run, uint64_t due_ns) {
-    for (uint64_t now; !stopped(run); ) {
+    for (uint64_t now; !stopped(run);) {
         now = now_ns() - run->start_ns;
         if (now >= due_ns)
             return true;

@@ -46,7 +46,10 @@ int wire_send_all(int fd, const void *head, uint64_t head_size, const void *data
 /* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. */
 int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count) {
     uint8_t *at = data;
-    union { char space[CMSG_SPACE(sizeof(int) * KVFS_WIRE_FDS_MAX)]; struct cmsghdr align; } control;
+    union {
+        char space[CMSG_SPACE(sizeof(int) * KVFS_WIRE_FDS_MAX)];
+        struct cmsghdr align;
+    } control;
     while (size) {
         struct iovec iov = {at, size};
         struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.space, .msg_controllen = sizeof(control.space)};
@@ -139,7 +142,7 @@ static void connection_receive(struct connection *connection) {
             continue;
         }
         ssize_t n = pending ? recv(connection->socket, connection->payload + (at - head), head + connection->frame.size - at, MSG_DONTWAIT)
-                          : recv(connection->socket, (uint8_t *)&connection->frame + at, head - at, MSG_DONTWAIT);
+                            : recv(connection->socket, (uint8_t *)&connection->frame + at, head - at, MSG_DONTWAIT);
         if (n > 0)
             connection->received += (uint64_t)n;
         else if (n < 0 && errno == EAGAIN)
@@ -284,7 +287,7 @@ int message_check(const struct message_buffer *request) {
 }
 
 int message_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, struct message_buffer *request, uint8_t **reply,
-               uint32_t *reply_size) {
+                uint32_t *reply_size) {
     int r = message_check(request);
     if (r == 0)
         r = wire_ask(client, connection, type, request->data, (uint32_t)request->size, client->options.timeout_ms, reply, reply_size);

@@ -11,24 +11,39 @@
 #include "kvfs_format.h"
 
 #define KVFS_WIRE_VERSION 2
-#define KVFS_WIRE_SIZE_MAX (16u << 20)  /* of a payload */
-#define KVFS_WIRE_FDS_MAX 128           /* in one frame */
-#define KVFS_WIRE_ITEMS_MAX 4096        /* in one request */
-#define KVFS_WIRE_ERRNO_MAX 4095        /* of a status */
+#define KVFS_WIRE_SIZE_MAX (16u << 20) /* of a payload */
+#define KVFS_WIRE_FDS_MAX 128          /* in one frame */
+#define KVFS_WIRE_ITEMS_MAX 4096       /* in one request */
+#define KVFS_WIRE_ERRNO_MAX 4095       /* of a status */
 
 enum wire_type {
-    WIRE_HELLO = 1, WIRE_DESCRIPTORS = 2, WIRE_RESERVE = 3, WIRE_COMMIT = 4, WIRE_DELETE = 5, WIRE_LIST = 6, WIRE_LOOKUP = 7,
-    WIRE_BAD_BLOCK = 8, WIRE_HITS = 9, WIRE_REPORT = 10, WIRE_CLOSE = 11
+    WIRE_HELLO = 1,
+    WIRE_DESCRIPTORS = 2,
+    WIRE_RESERVE = 3,
+    WIRE_COMMIT = 4,
+    WIRE_DELETE = 5,
+    WIRE_LIST = 6,
+    WIRE_LOOKUP = 7,
+    WIRE_BAD_BLOCK = 8,
+    WIRE_HITS = 9,
+    WIRE_REPORT = 10,
+    WIRE_CLOSE = 11
 };
-struct wire_frame { uint32_t size; uint16_t type; uint16_t reserved; int32_t status; uint32_t id; };
+struct wire_frame {
+    uint32_t size;
+    uint16_t type;
+    uint16_t reserved;
+    int32_t status;
+    uint32_t id;
+};
 static_assert(sizeof(struct wire_frame) == 16, "wire");
 
 /* The first bytes of a connection, no frame before them. Answered by a HELLO frame, or one with a status and a message. */
 struct wire_hello {
-    uint8_t magic[8];       /* "KVFSCLI1" */
-    uint32_t version;       /* KVFS_WIRE_VERSION */
-    uint32_t flags;         /* enum kvfs_client_flags: KVFS_READ_ONLY */
-    uint32_t timeout_ms;    /* how long the client waits for an answer: a RESERVE is answered within three quarters of it */
+    uint8_t magic[8];    /* "KVFSCLI1" */
+    uint32_t version;    /* KVFS_WIRE_VERSION */
+    uint32_t flags;      /* enum kvfs_client_flags: KVFS_READ_ONLY */
+    uint32_t timeout_ms; /* how long the client waits for an answer: a RESERVE is answered within three quarters of it */
     uint32_t reserved;
 };
 static_assert(sizeof(struct wire_hello) == 24, "wire");
@@ -47,17 +62,25 @@ struct wire_welcome {
     uint32_t stripe_width;
     uint32_t segment_count;
     uint32_t device_count;
-    uint32_t reservation_ms;   /* after this long an uncommitted reservation is taken back */
+    uint32_t reservation_ms; /* after this long an uncommitted reservation is taken back */
 };
 static_assert(sizeof(struct wire_welcome) == 72, "wire");
 
 /* RESERVE, DELETE, LIST: whose names. Then space_size bytes of namespace path; then what the type says, each item 8-byte aligned from
  * the payload's start. */
-struct wire_where { uint64_t base; uint32_t space_size; uint32_t count; };
+struct wire_where {
+    uint64_t base;
+    uint32_t space_size;
+    uint32_t count;
+};
 static_assert(sizeof(struct wire_where) == 16, "wire");
 
 /* RESERVE item: this and name_size bytes, padded to 8: the key's hex name; it goes into the directory of its first two characters. */
-struct wire_reserve { uint64_t size; uint32_t name_size; uint32_t reserved; };
+struct wire_reserve {
+    uint64_t size;
+    uint32_t name_size;
+    uint32_t reserved;
+};
 /* Answer, one per item: this; run_count struct wire_run; record_size bytes; ancestors_size bytes; each part padded to 8. The record is the inode
  * record, with extents, as the block header is to have it. With error < 0 nothing follows. */
 struct wire_reserved {
@@ -70,12 +93,21 @@ struct wire_reserved {
     uint32_t reserved;
 };
 static_assert(sizeof(struct wire_reserved) == 32, "wire");
-struct wire_run { uint64_t generation; uint32_t segment; uint32_t page; uint32_t page_count; uint32_t reserved; };
+struct wire_run {
+    uint64_t generation;
+    uint32_t segment;
+    uint32_t page;
+    uint32_t page_count;
+    uint32_t reserved;
+};
 static_assert(sizeof(struct wire_run) == 24, "wire");
 
 /* COMMIT: uint64_t count, then items. error: 0 written, or -errno: not written, take it back. -ECANCELED: nothing of it was begun; -ETIMEDOUT: some
  * may still land, and another item for it says when it cannot any more. Answer: count int64_t, 0 or -errno. */
-struct wire_commit { uint64_t reservation; int64_t error; };
+struct wire_commit {
+    uint64_t reservation;
+    int64_t error;
+};
 
 /* DELETE items: uint64_t name_size, name, padded to 8. Answer: count uint8_t, 1 if there was one. */
 /* LIST: count is the most names wanted; one item like DELETE's: the name after which to begin (name_size 0: from the first). Answer: uint64_t

@@ -14,9 +14,9 @@
 #define CHUNK_SIZE ((uint64_t)1 << 20)
 #define CHUNK_PAGES 256u
 #define SHARDS 64
-#define READ_SLOTS 5            /* 4 MiB that begin inside a page */
+#define READ_SLOTS 5 /* 4 MiB that begin inside a page */
 #define LEASE_S 1u
-#define LEASE_SLACK_NS 50000000ull      /* for an answer's way to the guest */
+#define LEASE_SLACK_NS 50000000ull /* for an answer's way to the guest */
 
 struct file;
 struct request;
@@ -28,47 +28,54 @@ struct transport;
 
 /* A user's part of the pool. It never goes: a user who comes again finds the place. */
 struct user {
-    atomic_ullong key;                  /* id + 1; 0: free */
-    atomic_ullong open, other;          /* bytes: blocks open and charged to the user; pins, reservations and slabs, by Python's count */
-    atomic_ullong writing;              /* bytes of files being written */
-    atomic_ullong evicted;              /* blocks that went while the user had them open */
+    atomic_ullong key;         /* id + 1; 0: free */
+    atomic_ullong open, other; /* bytes: blocks open and charged to the user; pins, reservations and slabs, by Python's count */
+    atomic_ullong writing;     /* bytes of files being written */
+    atomic_ullong evicted;     /* blocks that went while the user had them open */
 };
-struct hold { struct user *user; uint32_t handles; struct hold *next; };
+struct hold {
+    struct user *user;
+    uint32_t handles;
+    struct hold *next;
+};
 struct node {
     struct node *next;
     uint64_t inode;
-    atomic_uint refs;                   /* handles, requests under way, and the file */
-    uint32_t handles, writers;          /* under the shard's lock */
-    uint64_t open_size;                 /* its share of plane->open_bytes; under the shard's lock */
-    struct user *payer;                 /* the one of its users that open_size is charged to. Under the shard's lock */
-    struct hold hold;                   /* its users; under the shard's lock */
+    atomic_uint refs;          /* handles, requests under way, and the file */
+    uint32_t handles, writers; /* under the shard's lock */
+    uint64_t open_size;        /* its share of plane->open_bytes; under the shard's lock */
+    struct user *payer;        /* the one of its users that open_size is charged to. Under the shard's lock */
+    struct hold hold;          /* its users; under the shard's lock */
     /* One content, several kernels. Once a guest has opened an inode for writing, no host opens it for its page cache. A host that did so before is
      * told of every change. (Guests cache nothing unasked: see do_init.) */
     atomic_bool guest_wrote, host_cached;
     /* Until this time guests may cache the attributes of an open block. A rewrite waits for it. Under the lock. */
     uint64_t lease_until_ns;
     bool rewriting;
-    pthread_mutex_t lock;               /* desc, file */
+    pthread_mutex_t lock; /* desc, file */
     struct desc *desc;
     struct file *file;
-    uint64_t placements;                /* the last chunk's placement. Under the lock; it outlives the file */
+    uint64_t placements;                 /* the last chunk's placement. Under the lock; it outlives the file */
     uint64_t failed_ns, failed_until_ns; /* the last read that failed: when, and its deadline. Under the lock */
 };
-struct shard { pthread_mutex_t lock; struct node *nodes[1024]; };
+struct shard {
+    pthread_mutex_t lock;
+    struct node *nodes[1024];
+};
 
 struct handle {
-    struct node *node;                  /* NULL: a directory */
+    struct node *node; /* NULL: a directory */
     uint64_t directory;
     struct transport *transport;
     struct user *user;
     uint32_t index, salt;
-    uint32_t flags;                     /* O_ flags of the open */
-    uint32_t listed;                    /* a directory: inodes that the listing through this handle has made */
+    uint32_t flags;  /* O_ flags of the open */
+    uint32_t listed; /* a directory: inodes that the listing through this handle has made */
     bool writer;
 };
 struct handle_table {
     pthread_mutex_t lock;
-    struct handle **chunks[4096];       /* 1024 handles each */
+    struct handle **chunks[4096]; /* 1024 handles each */
     uint32_t *free;
     uint32_t free_count, free_capacity, count;
 };
@@ -90,7 +97,8 @@ void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user,
 /* Promise a guest that the content of an open block stays for LEASE_S seconds. False: it may change, or is not open. Called before the table is
  * asked. */
 bool node_lease(struct kvfs_plane *plane, uint64_t inode);
-int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, uint64_t *fh);
+int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer,
+                uint64_t *fh);
 /* Copies a handle and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any moment. */
 bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, struct handle *out);
 int handle_open_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t inode, uint64_t *fh);
@@ -108,13 +116,13 @@ uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uin
 #define USERS_MAX 4096u
 struct user *user_get(struct kvfs_plane *plane, uint32_t id);
 /* These with the shard's lock held. */
-bool hold_add(struct node *node, struct user *user);                    /* false: no memory */
+bool hold_add(struct node *node, struct user *user); /* false: no memory */
 void hold_drop(struct kvfs_plane *plane, struct node *node, struct user *user);
-void hold_charge(struct kvfs_plane *plane, struct node *node, uint64_t size);   /* the size of an open inode is `size` now */
-void hold_offer(struct kvfs_plane *plane, struct node *node, struct user *user);/* `user` has it open too, and may be charged instead */
-bool hold_may_go(struct kvfs_plane *plane, struct node *node);          /* true: all its users are beyond their share */
-void hold_evict(struct kvfs_plane *plane, struct node *node);           /* it was evicted while it was open */
-bool space_lacks(struct kvfs_plane *plane, uint64_t growth);            /* the pool has no room for `growth` bytes more that must stay */
+void hold_charge(struct kvfs_plane *plane, struct node *node, uint64_t size);    /* the size of an open inode is `size` now */
+void hold_offer(struct kvfs_plane *plane, struct node *node, struct user *user); /* `user` has it open too, and may be charged instead */
+bool hold_may_go(struct kvfs_plane *plane, struct node *node);                   /* true: all its users are beyond their share */
+void hold_evict(struct kvfs_plane *plane, struct node *node);                    /* it was evicted while it was open */
+bool space_lacks(struct kvfs_plane *plane, uint64_t growth);                     /* the pool has no room for `growth` bytes more that must stay */
 /* A writer beyond the share leaves one share of that room to others. NULL: nobody is charged. */
 bool writer_lacks(struct kvfs_plane *plane, const struct user *writer, uint64_t growth);
 int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t growth); /* both: 0, -EDQUOT, or the error of kvfs_set_space */
@@ -123,11 +131,11 @@ int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t grow
 
 enum chunk_state { CHUNK_HOLE = 0, CHUNK_STAGED = 1, CHUNK_PLACED = 2 };
 struct chunk {
-    struct slot *slot;                  /* STAGED */
-    uint32_t filled;                    /* bytes from the chunk's start that are stored (in the slot, or on the devices); the rest reads as zeros */
+    struct slot *slot; /* STAGED */
+    uint32_t filled;   /* bytes from the chunk's start that are stored (in the slot, or on the devices); the rest reads as zeros */
     uint8_t state;
     bool spilling;
-    bool reload;                        /* PLACED, but cut or grown inside a page: the seal must stage and write it again */
+    bool reload; /* PLACED, but cut or grown inside a page: the seal must stage and write it again */
     /* PLACED: the number of this placing, among all in the node's life. I/O without the lock ends by comparing it: an equal state may belong to other
      * bytes (I3). */
     uint64_t placement;
@@ -137,20 +145,20 @@ struct file {
     int64_t mtime_ns;
     struct chunk *chunks;
     uint32_t chunk_count;
-    struct kvfs_extent *placed;         /* places of PLACED chunks; sorted by file_page */
+    struct kvfs_extent *placed; /* places of PLACED chunks; sorted by file_page */
     uint32_t placed_count;
-    uint32_t *leaves;                   /* of PLACED pages */
+    uint32_t *leaves; /* of PLACED pages */
     uint32_t leaf_capacity;
-    uint32_t short_page, short_size;    /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
-    uint64_t staged_bytes;              /* of slots */
-    uint64_t counted;                   /* its share of plane->open_bytes: the size; a slab has none */
-    struct user *payer;                 /* `counted` is charged to it: the last user that made it grow, or the first writer. NULL: nobody yet */
-    struct slab *slab;                  /* the content lies there, and is written in place */
-    bool direct;                        /* an open for writing had O_DIRECT */
-    bool past_cache, shared;            /* its writer bypasses its kernel's page cache; others have opened it since: cache_bypass() */
-    bool slab_asked, slab_refused;      /* asked: Python makes it a slab, and writes wait; refused: it stays a file */
+    uint32_t short_page, short_size; /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
+    uint64_t staged_bytes;           /* of slots */
+    uint64_t counted;                /* its share of plane->open_bytes: the size; a slab has none */
+    struct user *payer;              /* `counted` is charged to it: the last user that made it grow, or the first writer. NULL: nobody yet */
+    struct slab *slab;               /* the content lies there, and is written in place */
+    bool direct;                     /* an open for writing had O_DIRECT */
+    bool past_cache, shared;         /* its writer bypasses its kernel's page cache; others have opened it since: cache_bypass() */
+    bool slab_asked, slab_refused;   /* asked: Python makes it a slab, and writes wait; refused: it stays a file */
     bool dirty, sealing, spilling, spill_asked, discarded;
-    struct desc *sealed;                /* the header just written, until seal_end */
+    struct desc *sealed; /* the header just written, until seal_end */
     struct request *parked, *parked_last;
 };
 /* All of these take node->lock held, unless they block. */
@@ -166,27 +174,32 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size);
 /* fallocate(2): give the file at least that size, with room for it. -EBUSY: a seal is under way, or it is a slab. */
 int file_allocate(struct kvfs_plane *plane, struct node *node, uint64_t size);
 uint64_t file_size_max(const struct kvfs_plane *plane);
-void file_count(struct kvfs_plane *plane, struct file *file);    /* the size has changed */
+void file_count(struct kvfs_plane *plane, struct file *file); /* the size has changed */
 int file_grow_chunks(struct file *file, uint32_t count);
 int file_grow_leaves(struct file *file, uint32_t count);
 void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, struct slot *slot, uint32_t filled); /* a slot replaces the old bytes */
-void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled);  /* its bytes lie on the devices; it holds no slot */
-int file_stage_zeros(struct kvfs_plane *plane, struct file *file);      /* one byte, at the start */
+void chunk_place(struct node *node, struct chunk *chunk, uint32_t filled); /* its bytes lie on the devices; it holds no slot */
+int file_stage_zeros(struct kvfs_plane *plane, struct file *file);         /* one byte, at the start */
 void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index);
 uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity);
-void file_free(struct kvfs_plane *plane, struct node *node);     /* drops the file's reference too: the caller calls node_put after */
+void file_free(struct kvfs_plane *plane, struct node *node); /* drops the file's reference too: the caller calls node_put after */
 /* park.c. -EAGAIN: parked; -EIO: it has waited for too long. */
 int memory_park(struct kvfs_plane *plane, struct node *node, struct request *request);
 void file_park(struct kvfs_plane *plane, struct file *file, struct request *request);
 void file_unpark(struct kvfs_plane *plane, struct file *file);
-void memory_unpark(struct kvfs_plane *plane);                    /* staging has room again; no lock held */
+void memory_unpark(struct kvfs_plane *plane); /* staging has room again; no lock held */
 /* Blocking, on a worker, without node->lock: */
 /* 0: the chunk is staged, or the file has changed and the caller looks again. An error belongs to the chunk as it still is. */
 int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint32_t index, bool for_seal);
 int file_read_slow(struct kvfs_plane *plane, struct ring *ring, struct node *node, uint64_t offset, uint32_t size, uint8_t *out);
 int file_reopen(struct kvfs_plane *plane, struct ring *ring, struct node *node); /* a writer writes to a sealed inode */
 int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_record *record, struct desc **out);
-struct placed { const struct kvfs_extent *extents; uint32_t extent_count; const uint32_t *leaves; uint32_t short_page, short_size; };
+struct placed {
+    const struct kvfs_extent *extents;
+    uint32_t extent_count;
+    const uint32_t *leaves;
+    uint32_t short_page, short_size;
+};
 /* Read whole pages and verify every leaf; pages outside all extents are zeros. data is page aligned. */
 int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data);
 
@@ -196,7 +209,7 @@ struct slab *slab_ref(struct slab *slab);
 void slab_put(struct slab *slab);
 /* These six with the node's lock held. */
 bool file_untouched(const struct file *file);
-uint64_t slab_capacity(const struct slab *slab);                 /* bytes */
+uint64_t slab_capacity(const struct slab *slab); /* bytes */
 bool slab_passes(struct kvfs_plane *plane, const struct file *file);
 bool slab_read_begin(struct node *node, struct request *request);
 int slab_write_begin(struct node *node, struct request *request, bool worker);
@@ -213,53 +226,53 @@ bool slab_worker_write(struct kvfs_plane *plane, struct ring *ring, struct reque
 struct io_thread {
     struct kvfs_plane *plane;
     struct ring ring;
-    bool batching;                      /* a slab's I/O is queued; more of it may follow at once */
-    struct request *waiting_reads;      /* reads that wait for memory; oldest first */
+    bool batching;                 /* a slab's I/O is queued; more of it may follow at once */
+    struct request *waiting_reads; /* reads that wait for memory; oldest first */
     struct request *waiting_last;
 };
 struct job {
     struct job *next;
-    void (*run)(struct kvfs_plane *plane, struct ring *ring, struct job *job);   /* frees or completes the job */
+    void (*run)(struct kvfs_plane *plane, struct ring *ring, struct job *job); /* frees or completes the job */
     uint64_t cookie;
 };
 struct request {
-    struct job job;                     /* its slow half: waits for a worker without memory of its own, so it can always go on */
+    struct job job; /* its slow half: waits for a worker without memory of its own, so it can always go on */
     struct request *next;
     struct io_thread *io;
     /* Answers: a READ with its bytes, a WRITE with 0, or -errno. Any thread. The request stays the caller's. */
     void (*done)(struct request *request, int64_t result);
-    void (*resume)(struct request *request);    /* Go on with a parked request, on a worker. It cannot fail: nobody would answer */
-    void (*release)(struct request *request);   /* NULL: nothing to do. Gives back the targets' memory */
-    struct server *server;                      /* its server: used by those three functions alone */
+    void (*resume)(struct request *request);  /* Go on with a parked request, on a worker. It cannot fail: nobody would answer */
+    void (*release)(struct request *request); /* NULL: nothing to do. Gives back the targets' memory */
+    struct server *server;                    /* its server: used by those three functions alone */
     struct transport *transport;
     struct node *node;
-    struct user *user;                  /* WRITE: the user of its handle */
+    struct user *user; /* WRITE: the user of its handle */
     struct desc *desc;
     struct slab *slab;
-    struct request *previous;           /* with `next`: the list of a slab's writes under way */
-    bool exclusive;                     /* alone on its pages */
+    struct request *previous; /* with `next`: the list of a slab's writes under way */
+    bool exclusive;           /* alone on its pages */
     uint64_t unique, arrived_ns, fh, offset;
-    uint64_t until_ns;                  /* READ: answered by then, over all its I/Os */
+    uint64_t until_ns; /* READ: answered by then, over all its I/Os */
     uint32_t size;
-    bool write, cached;                 /* cached: a WRITE of pages from its kernel's cache */
-    uint8_t *payload;                   /* WRITE: inside slots[0] */
+    bool write, cached; /* cached: a WRITE of pages from its kernel's cache */
+    uint8_t *payload;   /* WRITE: inside slots[0] */
     struct slot *slots[READ_SLOTS];
     uint32_t slot_count;
-    uint32_t skip;                      /* bytes before the first requested byte */
-    uint32_t groups_left;               /* not reported yet */
-    uint32_t groups_held;               /* not reaped yet */
+    uint32_t skip;        /* bytes before the first requested byte */
+    uint32_t groups_left; /* not reported yet */
+    uint32_t groups_held; /* not reaped yet */
     uint32_t retries;
     int result;
-    bool load_header;                   /* desc is being read, not yet verified */
-    bool direct;                        /* READ into the guest's own pages: targets, and slots[0] for a last page that is not whole */
-    bool owed;                          /* direct and failed: the answer waits until no device can write there any more */
-    uint32_t target_count, placed_max;  /* bytes of the targets that belong to the guest */
-    struct iovec *targets;              /* whole pages, in order */
-    void *target_memory;                /* keeps them mapped */
+    bool load_header;                  /* desc is being read, not yet verified */
+    bool direct;                       /* READ into the guest's own pages: targets, and slots[0] for a last page that is not whole */
+    bool owed;                         /* direct and failed: the answer waits until no device can write there any more */
+    uint32_t target_count, placed_max; /* bytes of the targets that belong to the guest */
+    struct iovec *targets;             /* whole pages, in order */
+    void *target_memory;               /* keeps them mapped */
     struct kvfs_record record;
 };
 void read_submit(struct request *request);
-void reads_retry(struct io_thread *io);                      /* reads that wait for memory */
+void reads_retry(struct io_thread *io); /* reads that wait for memory */
 struct request *request_get(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
@@ -269,7 +282,13 @@ void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_
 
 /* ---- workers (worker.c) and store jobs (segment_jobs.c) ---- */
 
-struct worker { struct kvfs_plane *plane; struct worker_pool *pool; pthread_t thread; struct ring ring; bool started; };
+struct worker {
+    struct kvfs_plane *plane;
+    struct worker_pool *pool;
+    pthread_t thread;
+    struct ring ring;
+    bool started;
+};
 struct worker_pool {
     pthread_mutex_t lock;
     pthread_cond_t more;
@@ -286,9 +305,9 @@ void pool_add(struct worker_pool *pool, struct job *job);
 
 #define MISSED_NAMES 4096
 struct counters {
-    atomic_ullong requests, forwarded, forward_timeouts, lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads,
-        read_bytes, writes, write_bytes, checksum_errors, read_errors, staged_files, open_handles, parked, spins, sleeps, wakeups,
-        blocks_written, blocks_copied, written_bytes, jobs_in_flight, slow_requests;
+    atomic_ullong requests, forwarded, forward_timeouts, lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads, read_bytes,
+        writes, write_bytes, checksum_errors, read_errors, staged_files, open_handles, parked, spins, sleeps, wakeups, blocks_written, blocks_copied,
+        written_bytes, jobs_in_flight, slow_requests;
 };
 struct kvfs_plane {
     struct kvfs_plane_config config;
@@ -296,30 +315,32 @@ struct kvfs_plane {
     struct kvfs_table *table;
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
-    atomic_ullong open_bytes, space;     /* open_bytes: content that eviction must keep, open or being written; space: the pool's room for it */
-    atomic_int space_error;              /* the error of a write that needs more */
-    atomic_ullong share;                 /* of one user */
-    atomic_uint exempt;                  /* besides root */
-    struct user users[USERS_MAX + 1];    /* by hash; the last is shared by all users without a place */
+    atomic_ullong open_bytes, space;  /* open_bytes: content that eviction must keep, open or being written; space: the pool's room for it */
+    atomic_int space_error;           /* the error of a write that needs more */
+    atomic_ullong share;              /* of one user */
+    atomic_uint exempt;               /* besides root */
+    struct user users[USERS_MAX + 1]; /* by hash; the last is shared by all users without a place */
     struct shard shards[SHARDS];
     struct handle_table handles;
-    atomic_uint *uses;                   /* by table slot: tick of the last use << 8 | hits, which stop at 255 */
-    atomic_uint tick;                    /* 24 bits */
+    atomic_uint *uses; /* by table slot: tick of the last use << 8 | hits, which stop at 255 */
+    atomic_uint tick;  /* 24 bits */
     struct worker_pool store;
     atomic_bool stopping;
     struct counters count;
-    atomic_ullong missed_names[MISSED_NAMES];   /* hashes of names that were looked up and missing, by hash */
-    atomic_ullong missed_told;                  /* the largest count that kvfs_statistics_get() has returned: a counter never goes back */
+    atomic_ullong missed_names[MISSED_NAMES]; /* hashes of names that were looked up and missing, by hash */
+    atomic_ullong missed_told;                /* the largest count that kvfs_statistics_get() has returned: a counter never goes back */
     atomic_ullong found_ages[KVFS_AGES];
-    struct { atomic_ullong count, total_ns, buckets[40]; } latency[5];
-    uint64_t slow_ns;                    /* of slow_ms; UINT64_MAX: nothing is slow */
-    atomic_ullong slow_window;           /* second << 8 | its events */
+    struct {
+        atomic_ullong count, total_ns, buckets[40];
+    } latency[5];
+    uint64_t slow_ns;          /* of slow_ms; UINT64_MAX: nothing is slow */
+    atomic_ullong slow_window; /* second << 8 | its events */
     struct events events;
     pthread_mutex_t request_lock;
     struct request *requests_free;
-    struct request *memory_parked, *memory_parked_last;     /* WRITEs that wait for staging; under request_lock */
-    struct fuse *fuse;                   /* fuse/fuse.h */
-    struct guests *guests;               /* virtiofs/virtio.h */
+    struct request *memory_parked, *memory_parked_last; /* WRITEs that wait for staging; under request_lock */
+    struct fuse *fuse;                                  /* fuse/fuse.h */
+    struct guests *guests;                              /* virtiofs/virtio.h */
 };
 #define COUNT(plane, field, n) atomic_fetch_add_explicit(&(plane)->count.field, (n), memory_order_relaxed)
 
@@ -338,8 +359,6 @@ static inline void slow_look(struct kvfs_plane *plane, uint32_t opcode, uint64_t
         slow_add(plane, opcode, inode, took_ns);
 }
 
-static inline struct shard *shard_of(struct kvfs_plane *plane, uint64_t inode) {
-    return &plane->shards[(inode ^ (inode >> 20)) % SHARDS];
-}
+static inline struct shard *shard_of(struct kvfs_plane *plane, uint64_t inode) { return &plane->shards[(inode ^ (inode >> 20)) % SHARDS]; }
 
 #endif

@@ -27,7 +27,12 @@ int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode) {
     return r;
 }
 
-struct rewrite_job { struct job job; struct node *node; uint64_t from_ns; bool keep_content; };
+struct rewrite_job {
+    struct job job;
+    struct node *node;
+    uint64_t from_ns;
+    bool keep_content;
+};
 
 static int rewrite(struct kvfs_plane *plane, struct ring *ring, struct node *node) {
     struct kvfs_record record;

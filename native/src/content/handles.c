@@ -1,9 +1,7 @@
 /* Handles: the openers of inodes and directories, by transport. */
 #include "content/content.h"
 
-static struct handle **handle_place(struct handle_table *table, uint32_t index) {
-    return &table->chunks[index / 1024][index % 1024];
-}
+static struct handle **handle_place(struct handle_table *table, uint32_t index) { return &table->chunks[index / 1024][index % 1024]; }
 
 static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint64_t *fh) {
     struct handle_table *table = &plane->handles;
@@ -41,7 +39,8 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
     return 0;
 }
 
-int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, uint64_t *fh) {
+int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer,
+                uint64_t *fh) {
     struct handle handle = {.node = node, .transport = transport, .user = user, .flags = flags, .writer = writer};
     if (writer && flags & O_DIRECT) {
         pthread_mutex_lock(&node->lock);
@@ -81,7 +80,7 @@ bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t
 uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint32_t more) {
     pthread_mutex_lock(&plane->handles.lock);
     struct handle *handle = handle_look(&plane->handles, transport, fh);
-    uint32_t listed = handle && !handle->node ? handle->listed += more : UINT32_MAX;
+    uint32_t listed = handle &&!handle->node ? handle->listed += more : UINT32_MAX;
     pthread_mutex_unlock(&plane->handles.lock);
     return listed;
 }

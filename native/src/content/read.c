@@ -285,9 +285,10 @@ static void read_complete(struct request *request) {
      * table. */
     struct kvfs_record record = {0};
     int found = kvfs_table_find_inode(plane->table, request->node->inode, &record);
-    bool moved = found == 0 && desc && !(request->load_header ? record.generation == request->record.generation && record.segment == request->record.segment &&
-                                                                    record.page == request->record.page
-                                                              : same_place(&record, desc));
+    bool moved = found == 0 && desc &&
+                 !(request->load_header ? record.generation == request->record.generation && record.segment == request->record.segment &&
+                                              record.page == request->record.page
+                                        : same_place(&record, desc));
     if (moved && request->retries < 4 && request->groups_held == 0) {
         request->retries++;
         desc_put(request->desc);

@@ -8,7 +8,7 @@ struct write_job {
     uint32_t run_count, header_pages;
     uint8_t *record, *ancestors;
     uint32_t record_size, ancestors_size;
-    uint8_t *old_record;                /* copy only */
+    uint8_t *old_record; /* copy only */
     void *out_record;
     uint32_t out_capacity;
 };
@@ -32,11 +32,13 @@ static void write_job_free(struct write_job *job) {
 
 /* ---- places ---- */
 
-struct range { uint32_t file_page, page_count; };
+struct range {
+    uint32_t file_page, page_count;
+};
 
 /* Lay ranges of file pages over the runs in order. The first run begins with header_pages (0 for a spill), every other one with one. */
-static int plan(const struct kvfs_run *runs, uint32_t run_count, uint32_t header_pages, bool sealing, const struct range *ranges, uint32_t range_count,
-                struct kvfs_extent *out, uint32_t *out_count) {
+static int plan(const struct kvfs_run *runs, uint32_t run_count, uint32_t header_pages, bool sealing, const struct range *ranges,
+                uint32_t range_count, struct kvfs_extent *out, uint32_t *out_count) {
     assert(run_count > 0);
     assert(sealing == (header_pages > 0));
     uint32_t run = 0, used = sealing ? header_pages : 1, count = 0;
@@ -69,8 +71,8 @@ static uint32_t extents_join(struct kvfs_extent *extents, uint32_t count) {
         struct kvfs_extent *before = joined ? &extents[joined - 1] : NULL;
         const struct kvfs_extent *e = &extents[i];
         assert(!before || before->file_page + before->page_count <= e->file_page); /* a page lies in one place */
-        if (before && before->segment == e->segment && before->generation == e->generation &&
-            before->page + before->page_count == e->page && before->file_page + before->page_count == e->file_page)
+        if (before && before->segment == e->segment && before->generation == e->generation && before->page + before->page_count == e->page &&
+            before->file_page + before->page_count == e->file_page)
             before->page_count += e->page_count;
         else
             extents[joined++] = *e;
@@ -252,8 +254,8 @@ static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
     }
     for (uint32_t i = 0; i < range_count; i++)
         leaves_of_range(plane, file, &ranges[i], true);
-    r = header_build(&plane->array.geometry, desc, job->record, job->record_size, job->ancestors, job->ancestors_size, extents, extent_count, file->leaves,
-                     job->runs[0].page_count);
+    r = header_build(&plane->array.geometry, desc, job->record, job->record_size, job->ancestors, job->ancestors_size, extents, extent_count,
+                     file->leaves, job->runs[0].page_count);
     if (r == 0)
         r = runs_write(plane, ring, job, file, desc, written, new_count);
     if (r < 0 && !ring_idle(ring))
@@ -475,8 +477,8 @@ static int runs_valid(const struct kvfs_plane *plane, const struct kvfs_run *run
 }
 
 static struct write_job *write_job_new(void (*run)(struct kvfs_plane *, struct ring *, struct job *), uint64_t cookie, const struct kvfs_run *runs,
-                                       uint32_t run_count, uint32_t header_pages, const void *record, uint32_t record_size,
-                                       const void *ancestors, uint32_t ancestors_size) {
+                                       uint32_t run_count, uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors,
+                                       uint32_t ancestors_size) {
     struct write_job *job = calloc(1, sizeof(*job));
     if (!job)
         return NULL;
@@ -524,8 +526,8 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
     return r;
 }
 
-int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count,
-                    uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size) {
+int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count, uint32_t header_pages,
+                    const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size) {
     struct node *node = node_get(plane, inode, false);
     if (!node)
         return -ENOENT;
@@ -539,7 +541,8 @@ int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, c
         r = runs_valid(plane, runs, run_count, (uint64_t)header_pages + run_count - 1 + pages);
     if (r == 0 && (record_size < sizeof(struct kvfs_inode_record) || header_pages == 0 || runs[0].page_count < header_pages))
         r = -EINVAL;
-    struct write_job *job = r == 0 ? write_job_new(seal_job, cookie, runs, run_count, header_pages, record, record_size, ancestors, ancestors_size) : NULL;
+    struct write_job *job =
+        r == 0 ? write_job_new(seal_job, cookie, runs, run_count, header_pages, record, record_size, ancestors, ancestors_size) : NULL;
     if (!job) {
         node_put(plane, node);
         return r < 0 ? r : -ENOMEM;

@@ -5,7 +5,7 @@ struct store_job {
     struct job job;
     uint32_t segment, page, end_page, count;
     uint64_t size, generation, epoch_max;
-    uint8_t *data;                 /* own copy: writes, records */
+    uint8_t *data; /* own copy: writes, records */
     void *out;
     uint32_t *segments;
     struct kvfs_scan_result *result;
@@ -70,7 +70,8 @@ static void run_read(struct kvfs_plane *plane, struct ring *ring, struct job *ba
 }
 
 static int place_valid(const struct kvfs_plane *plane, uint32_t segment, uint32_t page, uint64_t size) {
-    return segment < plane->config.segment_count && size && size % PAGE == 0 && page * PAGE + size <= plane->array.geometry.segment_size ? 0 : -ERANGE;
+    return segment < plane->config.segment_count && size && size % PAGE == 0 && page * PAGE + size <= plane->array.geometry.segment_size ? 0
+                                                                                                                                         : -ERANGE;
 }
 
 int kvfs_store_write(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint32_t page, const void *data, uint64_t size) {
@@ -107,7 +108,11 @@ int kvfs_store_read(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment,
 
 /* ---- the same page of many segments at once ---- */
 
-struct page_read { uint32_t *left; uint8_t *out; struct slot *slot; };
+struct page_read {
+    uint32_t *left;
+    uint8_t *out;
+    struct slot *slot;
+};
 
 static void page_done(struct io_group *group, bool reaped) {
     struct page_read *read = group->owner;
@@ -183,7 +188,7 @@ int kvfs_store_read_pages(struct kvfs_plane *plane, uint64_t cookie, const uint3
 
 struct window {
     struct slot *slot;
-    uint8_t *big;                  /* for a header larger than the slot */
+    uint8_t *big; /* for a header larger than the slot */
     uint32_t first, count;
 };
 
@@ -231,8 +236,9 @@ static int scan(struct kvfs_plane *plane, struct ring *ring, struct store_job *j
             memcpy(copy, data, PAGE);
             memcpy(&h, copy, sizeof(h));
             memset(copy + offsetof(struct kvfs_extent_header, checksum), 0, 8);
-            if (h.version != KVFS_FORMAT_VERSION || kvfs_checksum(copy, PAGE, plane->config.secret) != h.checksum || h.generation != job->generation ||
-                h.segment != job->segment || h.page != page || h.run_pages == 0 || (uint64_t)page + h.run_pages > job->end_page)
+            if (h.version != KVFS_FORMAT_VERSION || kvfs_checksum(copy, PAGE, plane->config.secret) != h.checksum ||
+                h.generation != job->generation || h.segment != job->segment || h.page != page || h.run_pages == 0 ||
+                (uint64_t)page + h.run_pages > job->end_page)
                 break;
             page += h.run_pages;
             continue;

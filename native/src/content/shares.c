@@ -154,8 +154,10 @@ int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacit
         struct user *user = &plane->users[i];
         uint64_t key = atomic_load(&user->key);
         if (key)
-            out[count++] = (struct kvfs_user){.id = (uint32_t)(key - 1), .open_bytes = atomic_load(&user->open),
-                                             .writing_bytes = atomic_load(&user->writing), .evicted = atomic_load(&user->evicted)};
+            out[count++] = (struct kvfs_user){.id = (uint32_t)(key - 1),
+                                              .open_bytes = atomic_load(&user->open),
+                                              .writing_bytes = atomic_load(&user->writing),
+                                              .evicted = atomic_load(&user->evicted)};
     }
     return (int)count;
 }

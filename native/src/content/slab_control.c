@@ -74,8 +74,8 @@ static int slab_grow(struct kvfs_plane *plane, struct slab *slab, const struct k
 
 int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, int chosen, const struct kvfs_run *runs, uint32_t run_count) {
     for (uint32_t i = 0; i < run_count; i++)
-        if (runs[i].segment >= plane->config.segment_count || runs[i].page == 0 || runs[i].page_count != runs[0].page_count || runs[0].page_count == 0 ||
-            (uint64_t)runs[i].page + runs[i].page_count > plane->array.geometry.segment_pages)
+        if (runs[i].segment >= plane->config.segment_count || runs[i].page == 0 || runs[i].page_count != runs[0].page_count ||
+            runs[0].page_count == 0 || (uint64_t)runs[i].page + runs[i].page_count > plane->array.geometry.segment_pages)
             return -ERANGE;
     struct node *node = node_get(plane, inode, false);
     if (!node)
@@ -305,7 +305,8 @@ static int convert(struct kvfs_plane *plane, struct ring *ring, struct node *nod
         for (uint32_t i = 0; i < slab->run_count && (uint64_t)i * slab->run_pages < pages; i++) {
             const struct slab_run *run = &slab->runs[i];
             uint32_t from = i * slab->run_pages;
-            placed[extents++] = (struct kvfs_extent){run->generation, run->segment, run->page, (uint32_t)min_u64(slab->run_pages, pages - from), from};
+            placed[extents++] =
+                (struct kvfs_extent){run->generation, run->segment, run->page, (uint32_t)min_u64(slab->run_pages, pages - from), from};
         }
         for (uint32_t i = 0; i < chunks; i++) {
             struct chunk *chunk = &file->chunks[i];

@@ -349,8 +349,8 @@ uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_ex
             if (kept) {
                 struct kvfs_extent *before = count && count <= capacity ? &out[count - 1] : NULL;
                 uint32_t page = e.page + (at - e.file_page);
-                if (before && before->segment == e.segment && before->generation == e.generation &&
-                    before->page + before->page_count == page && before->file_page + before->page_count == at) {
+                if (before && before->segment == e.segment && before->generation == e.generation && before->page + before->page_count == page &&
+                    before->file_page + before->page_count == at) {
                     before->page_count += stop - at;
                 } else {
                     if (count < capacity)

@@ -166,7 +166,8 @@ static void do_open(struct server *server, struct fuse_in_header *in) {
     bool uncached = !server->transport->guest && host_opens_uncached(node);
     if ((written && cache_bypass(server->transport, node, false)) || uncached)
         out.open_flags |= OPEN_DIRECT_IO;
-    else if (!server->transport->guest && !written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
+    else if (!server->transport->guest && !written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) &&
+             node->writers == 0)
         out.open_flags |= OPEN_KEEP_CACHE;
     COUNT(plane, opens, 1);
     reply_data(server, in->unique, &out, sizeof(out));
@@ -397,9 +398,12 @@ static void do_release(struct server *server, struct fuse_in_header *in) {
 /* A request that names something. Its strings have been checked. */
 static void made_note(struct kvfs_plane *plane, const struct fuse_in_header *in) {
     const uint8_t *body = (const uint8_t *)(in + 1);
-    size_t at = in->opcode == FUSE_CREATE ? sizeof(struct fuse_create_in) : in->opcode == FUSE_MKNOD ? sizeof(struct fuse_mknod_in) :
-                in->opcode == FUSE_MKDIR ? sizeof(struct fuse_mkdir_in) : in->opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) :
-                in->opcode == FUSE_RENAME2 ? sizeof(struct fuse_rename2_in) : 0;
+    size_t at = in->opcode == FUSE_CREATE    ? sizeof(struct fuse_create_in)
+                : in->opcode == FUSE_MKNOD   ? sizeof(struct fuse_mknod_in)
+                : in->opcode == FUSE_MKDIR   ? sizeof(struct fuse_mkdir_in)
+                : in->opcode == FUSE_RENAME  ? sizeof(struct fuse_rename_in)
+                : in->opcode == FUSE_RENAME2 ? sizeof(struct fuse_rename2_in)
+                                             : 0;
     const char *name = (const char *)body + at;
     uint64_t parent = in->nodeid;
     if (in->opcode == FUSE_RENAME || in->opcode == FUSE_RENAME2) {

@@ -22,15 +22,15 @@
 #define TRANSPORTS_MAX 16
 #define PENDING_MAX 16384
 #define LONG_SECONDS 3600u
-#define REQUEST_HEAD 80         /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
+#define REQUEST_HEAD 80 /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
 #define REQUEST_SMALL (REQUEST_HEAD + 132 * 1024)
 
 /* ---- transports: server.c, fuse_dev.c, guest.c ---- */
 
 struct guest;
 struct transport_ops {
-    int (*serve)(struct server *server, uint32_t *run);   /* one request, if there is one: 1, 0, or -errno when the transport has ended */
-    bool (*arm)(struct server *server);                   /* before a sleep: the next arrival will end it. True: something has arrived already */
+    int (*serve)(struct server *server, uint32_t *run); /* one request, if there is one: 1, 0, or -errno when the transport has ended */
+    bool (*arm)(struct server *server);                 /* before a sleep: the next arrival will end it. True: something has arrived already */
     /* error: 0 or -errno. The first `placed` bytes of the body are already in place. Any thread. */
     void (*reply)(struct server *server, uint64_t unique, int error, uint32_t placed, const struct iovec *iovs, uint32_t count);
     /* Let a READ's targets be the kernel's own pages. False: they are not such pages, and slots are used. NULL: never. */
@@ -44,55 +44,55 @@ struct server {
     int wake_fd;
     uint32_t index;
     bool started;
-    bool reader;                        /* takes requests all the time; others only while active */
-    atomic_bool active;                 /* asked to help */
+    bool reader;        /* takes requests all the time; others only while active */
+    atomic_bool active; /* asked to help */
     struct io_thread io;
-    uint8_t *head;                      /* REQUEST_SMALL bytes */
-    uint64_t arrived_ns;                /* when that request came */
+    uint8_t *head;       /* REQUEST_SMALL bytes */
+    uint64_t arrived_ns; /* when that request came */
     struct slot *landing;
     uint64_t last_work_ns;
-    struct chain *chain;                /* guests: the request being taken */
+    struct chain *chain; /* guests: the request being taken */
     uint32_t next_queue;
 };
 struct transport {
     struct kvfs_plane *plane;
     const struct transport_ops *ops;
-    struct guest *guest;                /* NULL: /dev/fuse */
+    struct guest *guest; /* NULL: /dev/fuse */
     struct server servers[SERVERS_MAX];
     uint32_t server_count;
     atomic_uint servers_running;
     atomic_bool ended;
     atomic_bool initialized;
     bool inc_epoch;
-    bool listing_plus;                  /* its kernel asks for attributes with a listing: READDIRPLUS */
-    bool direct_mmap;                   /* its kernel maps files opened with FOPEN_DIRECT_IO (Linux 6.6) */
+    bool listing_plus; /* its kernel asks for attributes with a listing: READDIRPLUS */
+    bool direct_mmap;  /* its kernel maps files opened with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
     uint32_t max_read;
-    uint32_t user;                      /* a guest is one user, whatever users it has. 0: the users are its kernel's */
-    atomic_uint forwarded;              /* under way in the session */
-    atomic_uint kernel_number;          /* counts the kernels that came and went: handles of an earlier one are not this one's */
+    uint32_t user;             /* a guest is one user, whatever users it has. 0: the users are its kernel's */
+    atomic_uint forwarded;     /* under way in the session */
+    atomic_uint kernel_number; /* counts the kernels that came and went: handles of an earlier one are not this one's */
 };
 static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
 int transport_start(struct kvfs_plane *plane, int fd);
-int server_init(struct transport *transport, uint32_t index, int fd);  /* fd is the server's from then on, also after a failure */
+int server_init(struct transport *transport, uint32_t index, int fd); /* fd is the server's from then on, also after a failure */
 void server_free(struct server *server);
 int servers_start(struct transport *transport);
 static inline void server_wake(struct server *server) { wake_fd(server->wake_fd); }
-void transport_stop(struct transport *transport);      /* ends its threads; blocks */
-void transport_free(struct transport *transport);      /* closes its descriptors; nothing refers to it any more */
-void transport_forget(struct transport *transport);    /* its kernel is gone: late replies are dropped, its handles are released */
+void transport_stop(struct transport *transport);   /* ends its threads; blocks */
+void transport_free(struct transport *transport);   /* closes its descriptors; nothing refers to it any more */
+void transport_forget(struct transport *transport); /* its kernel is gone: late replies are dropped, its handles are released */
 
 /* ---- attr.c, check.c, dispatch.c, reply.c, slow.c: requests that C answers ---- */
 
-void dispatch(struct server *server, size_t size);   /* the request in server->head, payload of a WRITE in server->landing */
-void request_slow(struct request *request);      /* the slow half, on a worker; the request is not the caller's any more */
+void dispatch(struct server *server, size_t size); /* the request in server->head, payload of a WRITE in server->landing */
+void request_slow(struct request *request);        /* the slow half, on a worker; the request is not the caller's any more */
 size_t body_minimum(uint32_t opcode);
 int strings_check(uint32_t opcode, const uint8_t *body, size_t size);
 void fill_attr(struct kvfs_plane *plane, const struct kvfs_record *record, struct fuse_attr *attr);
 bool host_opens_uncached(struct node *node);
 /* Whether an open of a file being written must bypass the kernel's page cache, as the writer does. `created`: it is the writer's own open. */
 bool cache_bypass(const struct transport *transport, struct node *node, bool created);
-bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr);       /* size, mtime of a file being written */
+bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *attr); /* size, mtime of a file being written */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry);
 void reply_data(struct server *server, uint64_t unique, const void *data, uint32_t size);
 void reply_error(struct server *server, uint64_t unique, int error);
@@ -106,35 +106,39 @@ struct pending {
     struct server *server;
     uint64_t unique, node, deadline_ns, arrived_ns, offset, fh;
     uint32_t opcode, flags, salt, index, size, user;
-    uint32_t kernel_number;              /* the transport's, when the request came */
+    uint32_t kernel_number; /* the transport's, when the request came */
     bool live, timed_out, call;
-    struct pending *next, *previous;     /* by deadline; or free list */
+    struct pending *next, *previous; /* by deadline; or free list */
 };
-struct message { struct message *next; size_t size; uint8_t data[]; };
+struct message {
+    struct message *next;
+    size_t size;
+    uint8_t data[];
+};
 struct mux {
     pthread_mutex_t lock;
-    atomic_int fd;                       /* our end of the socketpair; -1 */
+    atomic_int fd; /* our end of the socketpair; -1 */
     struct pending *entries;
     struct pending *free, *oldest, *newest;
     struct message *queue, *queue_last;
     atomic_uint queue_count;
     atomic_uint live_count;
-    atomic_uint session_count;           /* pending requests that the session will answer: all but calls */
+    atomic_uint session_count; /* pending requests that the session will answer: all but calls */
     atomic_bool calls_open;
-    pthread_mutex_t receiving;           /* one leader at a time: reply, strip */
+    pthread_mutex_t receiving; /* one leader at a time: reply, strip */
     uint8_t *reply;
     uint8_t *strip;
     uint64_t listed_since_ns;
-    uint32_t listed;                     /* inodes that listings made since then */
+    uint32_t listed; /* inodes that listings made since then */
 };
 int mux_init(struct kvfs_plane *plane);
 void mux_free(struct kvfs_plane *plane);
 /* Pass the request in server->head on to Python. offset, flags: kept for the reply. */
 void mux_forward(struct server *server, uint32_t flags, uint64_t offset);
-bool mux_receive(struct kvfs_plane *plane);         /* takes one reply; false when there is none */
+bool mux_receive(struct kvfs_plane *plane); /* takes one reply; false when there is none */
 void mux_expire(struct kvfs_plane *plane, uint64_t now);
 void mux_flush(struct kvfs_plane *plane);
-bool mux_waiting(struct kvfs_plane *plane);         /* forwarded requests under way */
+bool mux_waiting(struct kvfs_plane *plane); /* forwarded requests under way */
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
 void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
 void mux_close(struct kvfs_plane *plane);
@@ -143,7 +147,10 @@ void mux_end(struct kvfs_plane *plane);
 
 /* ---- notify.c ---- */
 
-struct notification { struct notification *next; uint64_t inode, cookie; };  /* inode 0: a flush */
+struct notification {
+    struct notification *next;
+    uint64_t inode, cookie;
+}; /* inode 0: a flush */
 /* Hosts' kernels ask for the inode's attributes again, and drop its pages if its mtime has changed since (AUTO_INVAL_DATA). */
 void notify_inode(struct kvfs_plane *plane, uint64_t inode);
 struct notifier {
@@ -161,16 +168,16 @@ void notifier_stop(struct kvfs_plane *plane);
 struct fuse {
     struct mux mux;
     struct notifier notifier;
-    struct worker_pool slow;             /* requests that wait for a device */
+    struct worker_pool slow; /* requests that wait for a device */
     pthread_mutex_t transports_lock;
     struct transport *transports[TRANSPORTS_MAX];
     atomic_uint transport_count;
-    atomic_uint guest_count;             /* exports */
-    atomic_bool spinning;                /* only one thread of the plane polls at a time */
+    atomic_uint guest_count; /* exports */
+    atomic_bool spinning;    /* only one thread of the plane polls at a time */
 };
-int fuse_create(struct kvfs_plane *plane);     /* memory; 0 or -ENOMEM */
-int fuse_start(struct kvfs_plane *plane);    /* its threads */
-void fuse_stop(struct kvfs_plane *plane);    /* blocks until the threads have ended */
+int fuse_create(struct kvfs_plane *plane); /* memory; 0 or -ENOMEM */
+int fuse_start(struct kvfs_plane *plane);  /* its threads */
+void fuse_stop(struct kvfs_plane *plane);  /* blocks until the threads have ended */
 void fuse_free(struct kvfs_plane *plane);
 
 #endif

@@ -176,8 +176,8 @@ static void pending_release(struct mux *mux, struct pending *p) {
 static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, bool *is) {
     const uint8_t *body = (const uint8_t *)(in + 1);
     const char *name = (const char *)body;
-    *is = atomic_load(&mux->calls_open) &&
-          (in->opcode == FUSE_CREATE || in->opcode == FUSE_UNLINK || in->opcode == FUSE_RENAME || in->opcode == FUSE_RENAME2 || in->opcode == FUSE_FLUSH);
+    *is = atomic_load(&mux->calls_open) && (in->opcode == FUSE_CREATE || in->opcode == FUSE_UNLINK || in->opcode == FUSE_RENAME ||
+                                            in->opcode == FUSE_RENAME2 || in->opcode == FUSE_FLUSH);
     struct call *call = *is ? malloc(sizeof(*call)) : NULL;
     if (!call)
         return NULL;
@@ -236,9 +236,22 @@ void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
         first = mux->live_count++ == 0;
         mux->session_count += !is_call;
         uint32_t index = p->index, salt = p->salt + 1;
-        *p = (struct pending){.transport = server->transport, .server = server, .unique = unique, .node = in->nodeid, .arrived_ns = now,
-                              .deadline_ns = now + plane->config.request_timeout_ms * 1000000ull, .offset = offset, .opcode = in->opcode,
-                              .flags = flags, .user = user_id(server->transport, in->uid), .salt = salt & 0x3fffffff, .index = index, .size = size, .live = true, .call = is_call, .previous = mux->newest,
+        *p = (struct pending){.transport = server->transport,
+                              .server = server,
+                              .unique = unique,
+                              .node = in->nodeid,
+                              .arrived_ns = now,
+                              .deadline_ns = now + plane->config.request_timeout_ms * 1000000ull,
+                              .offset = offset,
+                              .opcode = in->opcode,
+                              .flags = flags,
+                              .user = user_id(server->transport, in->uid),
+                              .salt = salt & 0x3fffffff,
+                              .index = index,
+                              .size = size,
+                              .live = true,
+                              .call = is_call,
+                              .previous = mux->newest,
                               .kernel_number = atomic_load(&server->transport->kernel_number)};
         atomic_fetch_add(&server->transport->forwarded, 1);
         if (in->opcode == FUSE_READDIR || in->opcode == FUSE_READDIRPLUS) {
@@ -379,7 +392,8 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         return r;
     }
     r = writer ? file_admit(plane, node, user) : 0;
-    bool ended = atomic_load(&p->transport->kernel_number) != p->kernel_number; /* its kernel went away meanwhile, and the drop of its handles may be over */
+    bool ended =
+        atomic_load(&p->transport->kernel_number) != p->kernel_number; /* its kernel went away meanwhile, and the drop of its handles may be over */
     if (r < 0 || ended) {
         bool was_writer = false;
         node = handle_close(plane, p->transport, fh, &was_writer);
@@ -413,7 +427,8 @@ static void entry_patch(struct kvfs_plane *plane, struct transport *transport, s
 static bool listed_entry(struct kvfs_plane *plane, struct transport *transport, uint64_t parent, const struct fuse_dirent *dirent, const char *name,
                          struct fuse_entry_out *out) {
     struct kvfs_record record;
-    if (kvfs_table_find_name(plane->table, parent, name, dirent->namelen, &record) < 0 || record.inode != dirent->ino || record.flags & KVFS_INODE_ASK)
+    if (kvfs_table_find_name(plane->table, parent, name, dirent->namelen, &record) < 0 || record.inode != dirent->ino ||
+        record.flags & KVFS_INODE_ASK)
         return false;
     out->nodeid = record.inode;
     fill_attr(plane, &record, &out->attr);
@@ -425,7 +440,8 @@ static bool listed_entry(struct kvfs_plane *plane, struct transport *transport, 
 }
 
 /* Append an entry to a listing of `room` bytes; entry: of READDIRPLUS, else NULL. False: it does not fit. */
-static bool entry_put(uint8_t *out, uint32_t *used, uint32_t room, const struct fuse_entry_out *entry, const struct fuse_dirent *dirent, const char *name) {
+static bool entry_put(uint8_t *out, uint32_t *used, uint32_t room, const struct fuse_entry_out *entry, const struct fuse_dirent *dirent,
+                      const char *name) {
     uint32_t head = entry ? sizeof(*entry) : 0, fixed = head + (uint32_t)offsetof(struct fuse_dirent, name);
     uint32_t need = (uint32_t)round_up(fixed + dirent->namelen, 8);
     if (*used + need > room)
@@ -555,8 +571,7 @@ static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **bo
             return -EIO;
         attr_patch(plane, out);
         return 0;
-    case FUSE_OPENDIR:
-        return *length < sizeof(struct fuse_open_out) ? -EIO : opendir_reply(plane, p, out);
+    case FUSE_OPENDIR: return *length < sizeof(struct fuse_open_out) ? -EIO : opendir_reply(plane, p, out);
     case FUSE_READDIR:
     case FUSE_READDIRPLUS:
         *length = listing_make(plane, p, *body, *length, plane->fuse->mux.strip);

@@ -8,9 +8,7 @@ void reply_data(struct server *server, uint64_t unique, const void *data, uint32
     server->transport->ops->reply(server, unique, 0, 0, &iov, size ? 1 : 0);
 }
 
-void reply_error(struct server *server, uint64_t unique, int error) {
-    server->transport->ops->reply(server, unique, error, 0, NULL, 0);
-}
+void reply_error(struct server *server, uint64_t unique, int error) { server->transport->ops->reply(server, unique, error, 0, NULL, 0); }
 
 /* size bytes that were read: from request->skip on out of its slots, or already in a guest's memory. */
 static void read_reply(struct request *request, uint32_t size) {

@@ -68,12 +68,12 @@ static void transport_end(struct transport *transport) {
 /* How a thread spends its time between requests. */
 struct pace {
     bool leader, spinning, trimmed;
-    uint64_t spin_ns;                   /* a poll lasts so long */
-    uint64_t expired_ns;                /* time of the last look at deadlines */
-    uint64_t crowded_ns;                /* until then several clients are taken to be at work */
-    uint64_t idle_ns;                   /* start of the idle time; 0: not idle */
-    uint32_t run;                       /* weight of requests in a row */
-    int lucks[2], *luck;                /* [1]: while our own I/O is under way */
+    uint64_t spin_ns;    /* a poll lasts so long */
+    uint64_t expired_ns; /* time of the last look at deadlines */
+    uint64_t crowded_ns; /* until then several clients are taken to be at work */
+    uint64_t idle_ns;    /* start of the idle time; 0: not idle */
+    uint32_t run;        /* weight of requests in a row */
+    int lucks[2], *luck; /* [1]: while our own I/O is under way */
 };
 
 /* One round: completions, a request, a reply of the session. Returns the amount of work done; -errno: the transport has ended. */
@@ -185,7 +185,8 @@ static void *server_main(void *argument) {
     struct server *server = argument;
     struct kvfs_plane *plane = server->plane;
     /* Between an answer and a guest's next request lie two of its interrupts, and an emulated CPU. */
-    struct pace pace = {.leader = server->index == 0, .spin_ns = plane->config.spin_us * (server->transport->guest ? 1500ull : 1000ull),
+    struct pace pace = {.leader = server->index == 0,
+                        .spin_ns = plane->config.spin_us * (server->transport->guest ? 1500ull : 1000ull),
                         .lucks = {LUCK_MAX / 2, LUCK_MAX / 2}};
     pace.luck = pace.lucks;
     for (;;) {

@@ -21,52 +21,54 @@ struct device_ops {
     void (*expire)(struct ring *ring, struct io_part *part, uint64_t now);
 };
 
-struct fault_rule { atomic_uint fault, direction, every, value, counter; };
+struct fault_rule {
+    atomic_uint fault, direction, every, value, counter;
+};
 struct device {
-    int fd;                              /* the number stays; the file behind it may change (kvfs_device_use) */
-    const struct device_ops *_Atomic kind;  /* as device_probe() found it */
-    const struct device_ops *_Atomic ops;   /* rings start parts by these: the kind's, or fault_ops around them */
-    _Atomic(struct nvme_remote *) remote;   /* NVMe/TCP, where fd only names the target. Else NULL */
-    atomic_uint nsid, block_size, transfer_size;    /* NVMe passthrough: a command carries at most transfer_size. Else 0 */
-    atomic_bool stopped;                 /* out of service: its I/O fails at once */
-    atomic_bool blocks;                  /* submitting its I/O may block, so a kernel thread does it */
-    atomic_ullong stuck_until_ns;        /* fail_fast: after a missed deadline its I/O fails at once until then */
+    int fd;                                      /* the number stays; the file behind it may change (kvfs_device_use) */
+    const struct device_ops *_Atomic kind;       /* as device_probe() found it */
+    const struct device_ops *_Atomic ops;        /* rings start parts by these: the kind's, or fault_ops around them */
+    _Atomic(struct nvme_remote *) remote;        /* NVMe/TCP, where fd only names the target. Else NULL */
+    atomic_uint nsid, block_size, transfer_size; /* NVMe passthrough: a command carries at most transfer_size. Else 0 */
+    atomic_bool stopped;                         /* out of service: its I/O fails at once */
+    atomic_bool blocks;                          /* submitting its I/O may block, so a kernel thread does it */
+    atomic_ullong stuck_until_ns;                /* fail_fast: after a missed deadline its I/O fails at once until then */
     uint64_t zones_offset;
     atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
-    atomic_ullong buckets[2][KVFS_DEVICE_BUCKETS];  /* of reads, of writes: by their times */
+    atomic_ullong buckets[2][KVFS_DEVICE_BUCKETS]; /* of reads, of writes: by their times */
     struct fault_rule faults;
 };
 struct kvfs_array {
     struct geometry geometry;
     uint32_t device_count;
-    uint32_t io_timeout_ms;              /* of one device I/O */
+    uint32_t io_timeout_ms; /* of one device I/O */
     struct device *devices;
-    struct kvfs_member *members;         /* stripe_width of each segment */
-    atomic_uint *segment_busy;           /* I/O under way, by segment */
+    struct kvfs_member *members; /* stripe_width of each segment */
+    atomic_uint *segment_busy;   /* I/O under way, by segment */
     struct nvme_host *hosts;
-    atomic_uint devices_changed;         /* counts kvfs_device_use; each ring then registers the files again */
-    uint32_t inline_max;                 /* I/O of a RAM disk is done inline up to this size */
+    atomic_uint devices_changed; /* counts kvfs_device_use; each ring then registers the files again */
+    uint32_t inline_max;         /* I/O of a RAM disk is done inline up to this size */
     bool fail_fast;
-    bool passthrough;                    /* some device has it: rings have large entries */
-    atomic_ullong stuck_until_ns;        /* a device missed a deadline: for the time of ten, no read goes to a guest's own pages */
-    atomic_ullong orphans;               /* I/Os that missed their deadline and have not come back */
+    bool passthrough;             /* some device has it: rings have large entries */
+    atomic_ullong stuck_until_ns; /* a device missed a deadline: for the time of ten, no read goes to a guest's own pages */
+    atomic_ullong orphans;        /* I/Os that missed their deadline and have not come back */
     /* Callbacks from any thread, or NULL. on_error: I/O of a device ended with -error. on_message: an NVMe/TCP device has a new message. */
     void (*on_error)(struct kvfs_array *array, uint32_t device, int error);
     void (*on_message)(struct kvfs_array *array, uint32_t device);
 };
 /* geometry's segment_size and segment_pages follow from the rest. Descriptors, offsets and members are the caller's to set. 0 or -ENOMEM. */
 int array_init(struct kvfs_array *array, const struct geometry *geometry, uint32_t device_count);
-void array_free(struct kvfs_array *array);   /* also after array_init failed; hosts have stopped */
+void array_free(struct kvfs_array *array); /* also after array_init failed; hosts have stopped */
 /* Find out what kind of device the descriptor leads to; before its first I/O, and when it leads elsewhere. -errno of NVMe passthrough, which is
  * looked for only if the array has it. */
 int device_probe(const struct kvfs_array *array, struct device *device);
 void device_kind_set(struct device *device, const struct device_ops *kind);
 
-extern const struct device_ops uring_ops;        /* io/uring.c: files and block devices */
-extern const struct device_ops memory_ops;       /* io/uring.c: RAM disks */
-extern const struct device_ops passthrough_ops;  /* io/nvme/generic.c */
-extern const struct device_ops nvme_tcp_ops;     /* io/nvme/queue.c */
-extern const struct device_ops fault_ops;        /* io/fault.c: around any of these */
+extern const struct device_ops uring_ops;       /* io/uring.c: files and block devices */
+extern const struct device_ops memory_ops;      /* io/uring.c: RAM disks */
+extern const struct device_ops passthrough_ops; /* io/nvme/generic.c */
+extern const struct device_ops nvme_tcp_ops;    /* io/nvme/queue.c */
+extern const struct device_ops fault_ops;       /* io/fault.c: around any of these */
 
 /* Every `every`-th I/O in `direction` (1 reads, 2 writes, 3 both) from now on has the fault: enum kvfs_fault. Any thread. */
 void fault_set(struct device *device, uint32_t fault, uint32_t direction, uint32_t every, uint32_t value);

@@ -1,7 +1,10 @@
 /* Blocking I/O, for workers. */
 #include "io/ring.h"
 
-struct blocking { uint32_t left; int result; };
+struct blocking {
+    uint32_t left;
+    int result;
+};
 
 static void blocking_done(struct io_group *group, bool reaped) {
     if (reaped)

@@ -112,7 +112,10 @@ struct io_uring_sqe *ring_sqe(struct ring *ring) {
 static int group_fill(struct io_group *group, const struct kvfs_array *array, uint64_t offset, const struct iovec *iovs, uint32_t iov_count) {
     const uint64_t unit = array->geometry.stripe_unit, zone_size = array->geometry.zone_size;
     const uint32_t width = array->geometry.stripe_width;
-    struct piece { struct iovec iov; uint16_t next; } pieces[GROUP_IOVS];
+    struct piece {
+        struct iovec iov;
+        uint16_t next;
+    } pieces[GROUP_IOVS];
     uint16_t first[KVFS_STRIPE_WIDTH_MAX], last[KVFS_STRIPE_WIDTH_MAX], counts[KVFS_STRIPE_WIDTH_MAX];
     uint64_t starts[KVFS_STRIPE_WIDTH_MAX], sizes[KVFS_STRIPE_WIDTH_MAX];
     memset(counts, 0, sizeof(counts));
@@ -214,8 +217,8 @@ static bool group_stuck(const struct io_group *group, struct kvfs_array *array, 
     return false;
 }
 
-int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
-            struct slot *const *slots, uint32_t slot_count, io_callback callback, void *owner) {
+int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count, struct slot *const *slots,
+            uint32_t slot_count, io_callback callback, void *owner) {
     struct kvfs_array *array = ring->array;
     uint64_t size = 0;
     for (uint32_t i = 0; i < iov_count; i++)

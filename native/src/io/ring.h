@@ -8,7 +8,7 @@
 #include "io/array.h"
 
 #define RING_DELAYED_MAX 1024
-#define RING_CANCELS ((uint64_t)255 << 1 | 1)     /* user_data of cancellations, whose results are ignored */
+#define RING_CANCELS ((uint64_t)255 << 1 | 1) /* user_data of cancellations, whose results are ignored */
 #define GROUP_IOVS 320
 #define GROUP_BYTES ((uint64_t)2 << 20)
 
@@ -25,24 +25,24 @@ struct io_part {
     uint32_t size;
     uint32_t device;
     uint16_t iov_first, iov_count;
-    uint8_t fault;                       /* io/fault.c */
+    uint8_t fault; /* io/fault.c */
     bool done;
-    const struct device_ops *ops;        /* of the device's kind when the part began */
+    const struct device_ops *ops;                                       /* of the device's kind when the part began */
     void (*ended)(struct ring *ring, struct io_part *part, int result); /* takes the result first, and completes the part again; or NULL */
     struct nvme_remote *remote;
-    uint16_t commands_left;              /* this and the following: of NVMe devices, while the part is under way */
+    uint16_t commands_left; /* this and the following: of NVMe devices, while the part is under way */
     int error;
-    struct io_part *next;                /* NVMe/TCP (io/nvme/queue.c) */
-    uint32_t begun;                      /* bytes that commands cover */
+    struct io_part *next; /* NVMe/TCP (io/nvme/queue.c) */
+    uint32_t begun;       /* bytes that commands cover */
 };
 struct io_group {
-    struct io_group *next, *previous;   /* in flight, by deadline */
+    struct io_group *next, *previous; /* in flight, by deadline */
     struct ring *ring;
     io_callback callback;
     void *owner;
     uint64_t deadline_ns;
     uint32_t segment;
-    int result;                          /* 0 or the first -errno */
+    int result; /* 0 or the first -errno */
     uint16_t part_count, parts_left, iov_count;
     bool write, expired;
     struct slot *slots[8];
@@ -54,32 +54,36 @@ struct io_group {
 struct ring_beside {
     void (*submit)(struct ring *ring);
     uint32_t (*reap)(struct ring *ring);
-    void (*event)(struct ring *ring, uint64_t user_data, uint32_t flags);    /* of one of its polls: user_data is even and has a bit of 6 */
+    void (*event)(struct ring *ring, uint64_t user_data, uint32_t flags); /* of one of its polls: user_data is even and has a bit of 6 */
     uint64_t (*timeout)(struct ring *ring, uint64_t timeout_ns);
     void (*free)(struct ring *ring);
 };
 struct ring {
     struct io_uring uring;
     struct kvfs_array *array;
-    struct io_group *oldest, *newest;    /* the first and the last to expire */
+    struct io_group *oldest, *newest; /* the first and the last to expire */
     struct io_group *free;
-    uint64_t until_ns;                   /* deadline of the request that I/O belongs to from now on (I6); 0: none */
-    uint32_t in_flight;                  /* parts */
-    uint32_t queued;                     /* SQEs not yet submitted */
-    struct { uint64_t due_ns; struct io_part *part; int result; } *delayed; /* results that wait: of RAM disks for the next reap, of delayed parts longer */
+    uint64_t until_ns;  /* deadline of the request that I/O belongs to from now on (I6); 0: none */
+    uint32_t in_flight; /* parts */
+    uint32_t queued;    /* SQEs not yet submitted */
+    struct {
+        uint64_t due_ns;
+        struct io_part *part;
+        int result;
+    } *delayed; /* results that wait: of RAM disks for the next reap, of delayed parts longer */
     uint32_t delayed_count;
-    uint32_t armed;                      /* bit per poll tag: a poll is under way */
-    const struct ring_beside *beside;    /* from the first part of an NVMe/TCP device on */
-    struct nvme_queue *queues;           /* to NVMe/TCP controllers */
+    uint32_t armed;                   /* bit per poll tag: a poll is under way */
+    const struct ring_beside *beside; /* from the first part of an NVMe/TCP device on */
+    struct nvme_queue *queues;        /* to NVMe/TCP controllers */
     struct io_part *remote_failed;
-    bool remote_ready, remote_busy;      /* the next reap has work; a reap is under way */
-    uint32_t devices_seen;               /* array->devices_changed when the registered files were last looked at */
+    bool remote_ready, remote_busy; /* the next reap has work; a reap is under way */
+    uint32_t devices_seen;          /* array->devices_changed when the registered files were last looked at */
 };
 int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries);
 void ring_free(struct ring *ring);
 /* Read or write pages [page, page + sum of iovs) of a segment. -ENOMEM, -E2BIG (more than a group holds). Nothing is submitted yet. */
-int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
-            struct slot *const *slots, uint32_t slot_count, io_callback callback, void *owner);
+int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count, struct slot *const *slots,
+            uint32_t slot_count, io_callback callback, void *owner);
 void ring_submit(struct ring *ring);
 /* Calls back groups that have completed or expired. Returns how many completions were seen. */
 uint32_t ring_reap(struct ring *ring);
@@ -89,7 +93,7 @@ void ring_wait(struct ring *ring, uint64_t timeout_ns);
 void ring_part_complete(struct ring *ring, struct io_part *part, int result);
 /* Let the part end with this result in a later reap. False: too many wait. */
 bool ring_part_delay(struct ring *ring, struct io_part *part, uint64_t due_ns, int result);
-void uring_cancel(struct ring *ring, struct io_part *part);             /* device_ops.cancel for parts that are io_uring operations */
+void uring_cancel(struct ring *ring, struct io_part *part); /* device_ops.cancel for parts that are io_uring operations */
 struct io_uring_sqe *ring_sqe(struct ring *ring);
 /* Let readability of fd end the next ring_wait; one poll for each tag (0 to 7). With `edges` every later edge does too, and fd need not be read. */
 void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges);

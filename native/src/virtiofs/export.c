@@ -60,9 +60,7 @@ int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *confi
     return r;
 }
 
-static bool stopped(const struct guest *guest) {
-    return atomic_load(&guest->stopping) || atomic_load(&guest->transport->plane->stopping);
-}
+static bool stopped(const struct guest *guest) { return atomic_load(&guest->stopping) || atomic_load(&guest->transport->plane->stopping); }
 
 /* New connections are refused, and waiting ones are turned away like other front ends. If we closed the listening socket, the kernel would close
  * theirs. */
@@ -230,8 +228,15 @@ int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_v
         for (uint32_t i = 0; i < guest->queue_count; i++)
             out->queues_running += atomic_load(&guest->queues[i].running);
 #define TAKE(field) out->field = atomic_load_explicit(&guest->field, memory_order_relaxed)
-        TAKE(connections); TAKE(requests); TAKE(bytes_read); TAKE(bytes_written); TAKE(zero_copy_bytes); TAKE(copied_bytes);
-        TAKE(protocol_errors); TAKE(descriptor_errors); TAKE(io_errors);
+        TAKE(connections);
+        TAKE(requests);
+        TAKE(bytes_read);
+        TAKE(bytes_written);
+        TAKE(zero_copy_bytes);
+        TAKE(copied_bytes);
+        TAKE(protocol_errors);
+        TAKE(descriptor_errors);
+        TAKE(io_errors);
 #undef TAKE
     }
     pthread_mutex_unlock(&plane->fuse->transports_lock);

@@ -19,9 +19,7 @@
 #define FORWARDED_MAX 2048u
 #define REPLY_MIN sizeof(struct fuse_out_header)
 
-static uint64_t element_id(const struct virtqueue *queue, uint16_t head, uint32_t salt) {
-    return (uint64_t)salt << 32 | queue->index << 16 | head;
-}
+static uint64_t element_id(const struct virtqueue *queue, uint16_t head, uint32_t salt) { return (uint64_t)salt << 32 | queue->index << 16 | head; }
 
 /* The queue and the element of an id, with the queue's lock held; NULL, without the lock: the element is gone. */
 static struct element *element_find(struct guest *guest, uint64_t id, struct virtqueue **out) {
@@ -193,9 +191,7 @@ static uint64_t gather(const struct chain *chain, uint64_t offset, uint8_t *out,
 
 static bool needs_no_reply(uint32_t opcode) { return opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET || opcode == FUSE_INTERRUPT; }
 
-static uint32_t weight_of(uint32_t opcode) {
-    return opcode == FUSE_RELEASE ? 0 : opcode == FUSE_READ || opcode == FUSE_WRITE ? 2 : 1;
-}
+static uint32_t weight_of(uint32_t opcode) { return opcode == FUSE_RELEASE ? 0 : opcode == FUSE_READ || opcode == FUSE_WRITE ? 2 : 1; }
 
 static uint32_t cost_of(const struct server *server, const uint8_t *head, uint64_t size) {
     const struct fuse_in_header *in = (const struct fuse_in_header *)(const void *)head;

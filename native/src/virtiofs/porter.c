@@ -24,7 +24,7 @@
 struct porter {
     struct porters *porters;
     struct kvfs_virtiofs_config config;
-    int fd, channel;                     /* the front end's socket, our end of the pair: in both tables */
+    int fd, channel; /* the front end's socket, our end of the pair: in both tables */
     struct ported message;
 };
 
@@ -77,7 +77,10 @@ static int receive(int fd, void *data, size_t size, struct msghdr *first) {
 
 /* One message; its descriptors are in m->fds. */
 static int message_take(int fd, struct ported *m, int *fds, uint32_t *fd_count) {
-    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int) * VHOST_FDS_MAX)]; } control;
+    union {
+        struct cmsghdr align;
+        uint8_t bytes[CMSG_SPACE(sizeof(int) * VHOST_FDS_MAX)];
+    } control;
     struct msghdr msg = {.msg_control = &control, .msg_controllen = sizeof(control)};
     memset(&control, 0, sizeof(control));
     *fd_count = 0;
@@ -98,7 +101,10 @@ static int message_take(int fd, struct ported *m, int *fds, uint32_t *fd_count) 
 
 static int message_pass(int channel, struct ported *m, const int *fds, uint32_t fd_count) {
     struct iovec iov = {m, offsetof(struct ported, payload) + (m->error ? 0 : m->header.size)};
-    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int) * VHOST_FDS_MAX)]; } control;
+    union {
+        struct cmsghdr align;
+        uint8_t bytes[CMSG_SPACE(sizeof(int) * VHOST_FDS_MAX)];
+    } control;
     struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1};
     if (fd_count) {
         memset(&control, 0, sizeof(control));

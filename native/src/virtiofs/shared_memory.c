@@ -13,11 +13,11 @@
 #define OWNER_MAPPINGS_MAX (2 * REGIONS_MAX)
 
 static struct {
-    _Atomic(uint8_t *) start;           /* NULL: a free place */
+    _Atomic(uint8_t *) start; /* NULL: a free place */
     atomic_ullong size;
-    const struct shared_owner *owner;   /* under the lock */
+    const struct shared_owner *owner; /* under the lock */
 } mappings[MAPPINGS_MAX];
-static atomic_uint used;                /* places ever taken */
+static atomic_uint used; /* places ever taken */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool installed;
 static struct sigaction before;

@@ -16,21 +16,43 @@
 #include <unistd.h>
 
 #define FEATURE_PROTOCOL_FEATURES 30
-#define FEATURES                                                                                                             \
+#define FEATURES \
     (1ull << VIRTIO_F_VERSION_1 | 1ull << VIRTIO_RING_F_INDIRECT_DESC | 1ull << VIRTIO_RING_F_EVENT_IDX | 1ull << FEATURE_PROTOCOL_FEATURES)
 #define PROTOCOL_MQ 0
 #define PROTOCOL_REPLY_ACK 3
 #define PROTOCOL_CONFIG 9
 #define PROTOCOL_INFLIGHT_SHMFD 12
 #define PROTOCOL_CONFIGURE_MEM_SLOTS 15
-#define PROTOCOL_FEATURES                                                                                                    \
-    (1ull << PROTOCOL_MQ | 1ull << PROTOCOL_REPLY_ACK | 1ull << PROTOCOL_CONFIG | 1ull << PROTOCOL_INFLIGHT_SHMFD |          \
+#define PROTOCOL_FEATURES                                                                                           \
+    (1ull << PROTOCOL_MQ | 1ull << PROTOCOL_REPLY_ACK | 1ull << PROTOCOL_CONFIG | 1ull << PROTOCOL_INFLIGHT_SHMFD | \
      1ull << PROTOCOL_CONFIGURE_MEM_SLOTS)
 
 enum {
-    GET_FEATURES = 1, SET_FEATURES, SET_OWNER, RESET_OWNER, SET_MEM_TABLE, SET_LOG_BASE, SET_LOG_FD, SET_VRING_NUM, SET_VRING_ADDR,
-    SET_VRING_BASE, GET_VRING_BASE, SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ERR, GET_PROTOCOL_FEATURES, SET_PROTOCOL_FEATURES, GET_QUEUE_NUM,
-    SET_VRING_ENABLE, GET_CONFIG = 24, SET_CONFIG, GET_INFLIGHT_FD = 31, SET_INFLIGHT_FD, GET_MAX_MEM_SLOTS = 36, ADD_MEM_REG, REM_MEM_REG
+    GET_FEATURES = 1,
+    SET_FEATURES,
+    SET_OWNER,
+    RESET_OWNER,
+    SET_MEM_TABLE,
+    SET_LOG_BASE,
+    SET_LOG_FD,
+    SET_VRING_NUM,
+    SET_VRING_ADDR,
+    SET_VRING_BASE,
+    GET_VRING_BASE,
+    SET_VRING_KICK,
+    SET_VRING_CALL,
+    SET_VRING_ERR,
+    GET_PROTOCOL_FEATURES,
+    SET_PROTOCOL_FEATURES,
+    GET_QUEUE_NUM,
+    SET_VRING_ENABLE,
+    GET_CONFIG = 24,
+    SET_CONFIG,
+    GET_INFLIGHT_FD = 31,
+    SET_INFLIGHT_FD,
+    GET_MAX_MEM_SLOTS = 36,
+    ADD_MEM_REG,
+    REM_MEM_REG
 };
 #define FLAG_VERSION 1u
 #define FLAG_VERSION_MASK 3u
@@ -47,11 +69,24 @@ enum {
 /* GET_VRING_BASE and the end: requests under way get this long, then they are answered with EIO. */
 #define DRAIN_TIMEOUT_MS 5000u
 
-struct vring_state { uint32_t index, number; };
-struct vring_address { uint32_t index, flags; uint64_t desc, used, avail, log; };
-struct config_message { uint32_t offset, size, flags; uint8_t data[CONFIG_MAX]; };
-struct inflight_message { uint64_t map_size, map_offset; uint16_t queue_count, queue_size; };
-struct region_message { uint64_t guest_address, size, user_address, offset; };
+struct vring_state {
+    uint32_t index, number;
+};
+struct vring_address {
+    uint32_t index, flags;
+    uint64_t desc, used, avail, log;
+};
+struct config_message {
+    uint32_t offset, size, flags;
+    uint8_t data[CONFIG_MAX];
+};
+struct inflight_message {
+    uint64_t map_size, map_offset;
+    uint16_t queue_count, queue_size;
+};
+struct region_message {
+    uint64_t guest_address, size, user_address, offset;
+};
 
 struct vhost_message {
     struct vhost_header header;
@@ -61,8 +96,14 @@ struct vhost_message {
         struct vring_address address;
         struct config_message config;
         struct inflight_message inflight;
-        struct { uint64_t padding; struct region_message region; } one;
-        struct { uint32_t count, padding; struct region_message regions[TABLE_REGIONS_MAX]; } table;
+        struct {
+            uint64_t padding;
+            struct region_message region;
+        } one;
+        struct {
+            uint32_t count, padding;
+            struct region_message regions[TABLE_REGIONS_MAX];
+        } table;
     };
     int fds[VHOST_FDS_MAX];
     uint32_t fd_count;
@@ -97,7 +138,10 @@ static int fd_take(struct vhost_message *message) {
 
 /* A message from the porter. 0, -ECONNRESET when the front end has gone, or another -errno. */
 static int message_receive(int channel, struct vhost_message *message, int *refused) {
-    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int) * VHOST_FDS_MAX)]; } control;
+    union {
+        struct cmsghdr align;
+        uint8_t bytes[CMSG_SPACE(sizeof(int) * VHOST_FDS_MAX)];
+    } control;
     struct ported ported;
     struct iovec iov = {&ported, sizeof(ported)};
     struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
@@ -127,7 +171,10 @@ static int message_receive(int channel, struct vhost_message *message, int *refu
 static int message_reply(int fd, const struct vhost_message *message, uint32_t size, int send_fd) {
     struct vhost_header header = {message->header.request, FLAG_VERSION | FLAG_REPLY, size};
     struct iovec iovs[2] = {{&header, sizeof(header)}, {(void *)(uintptr_t)&message->u64, size}};
-    union { struct cmsghdr align; uint8_t bytes[CMSG_SPACE(sizeof(int))]; } control;
+    union {
+        struct cmsghdr align;
+        uint8_t bytes[CMSG_SPACE(sizeof(int))];
+    } control;
     struct msghdr msg = {.msg_iov = iovs, .msg_iovlen = 2};
     if (send_fd >= 0) {
         memset(&control, 0, sizeof(control));
@@ -387,8 +434,7 @@ static int inflight_map(struct front_end *front, const struct inflight_message *
 
 static int get_inflight_fd(struct front_end *front, struct vhost_message *message) {
     struct inflight_message *layout = &message->inflight;
-    if (layout->queue_count == 0 || layout->queue_count > front->guest->queue_count || layout->queue_size == 0 ||
-        layout->queue_size > QUEUE_SIZE_MAX)
+    if (layout->queue_count == 0 || layout->queue_count > front->guest->queue_count || layout->queue_size == 0 || layout->queue_size > QUEUE_SIZE_MAX)
         return -EINVAL;
     layout->map_size = inflight_step(layout) * layout->queue_count;
     layout->map_offset = 0;
@@ -505,7 +551,8 @@ void vhost_user_serve(struct guest *guest, int fd) {
     struct timeval timeout = {.tv_sec = MESSAGE_TIMEOUT_S};
     struct vhost_message *message = malloc(sizeof(*message));
     int r = message ? 0 : -ENOMEM;
-    if (setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout)) < 0 || setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof(timeout)) < 0)
+    if (setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout)) < 0 ||
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof(timeout)) < 0)
         r = -errno;
     int channel = r < 0 ? r : porter_start(guest->porters, &guest->config, fd);
     if (channel < 0)
@@ -513,7 +560,8 @@ void vhost_user_serve(struct guest *guest, int fd) {
     bool stopping = false;
     while (r >= 0) {
         /* A second front end is turned away at once rather than left waiting for its first answer. */
-        struct pollfd polls[4] = {{.fd = channel, .events = POLLIN}, {.fd = guest->stop_fd, .events = POLLIN},
+        struct pollfd polls[4] = {{.fd = channel, .events = POLLIN},
+                                  {.fd = guest->stop_fd, .events = POLLIN},
                                   {.fd = porters_have_room(guest->porters) ? guest->listen_fd : -1, .events = POLLIN},
                                   {.fd = fd, .events = POLLRDHUP}};
         int ready = poll(polls, 4, LOOK_AGAIN_MS);

@@ -10,8 +10,8 @@
 #include <linux/virtio_ring.h>
 
 #define QUEUE_SIZE_MAX 1024u
-#define QUEUES_MAX 65u                  /* the one of high priority, then the request queues */
-#define CHAIN_IOVS 1152u                /* as many as there are descriptors, with room for cuts at the borders of regions */
+#define QUEUES_MAX 65u   /* the one of high priority, then the request queues */
+#define CHAIN_IOVS 1152u /* as many as there are descriptors, with room for cuts at the borders of regions */
 #define REGIONS_MAX 256u
 #define CHAIN_BYTES_MAX ((uint64_t)16 << 20)
 
@@ -21,7 +21,9 @@
  * f_type), which the guest's operator has named. -EMEDIUMTYPE: another filesystem. */
 int shared_check(int fd, const uint64_t *types, uint32_t count);
 /* A guest that shares memory. Each of `of` guests has an equal part of our addresses. */
-struct shared_owner { uint32_t of; };
+struct shared_owner {
+    uint32_t of;
+};
 /* Map memory of another process. If that process truncates the file, the memory reads as zeros instead of ending us. Returns NULL and *error: -errno;
  * -EDQUOT: more than the owner's part. */
 void *shared_map(const struct shared_owner *owner, int fd, uint64_t offset, uint64_t size, int *error);
@@ -44,7 +46,9 @@ struct guest_memory {
     struct guest_region *regions[];
 };
 void guest_memory_put(struct guest_memory *memory);
-struct region_description { uint64_t guest_address, size, user_address, offset; };
+struct region_description {
+    uint64_t guest_address, size, user_address, offset;
+};
 /* types: see shared_check. */
 int region_map(const struct shared_owner *owner, int fd, const struct region_description *from, const uint64_t *types, uint32_t type_count,
                struct guest_region **out);
@@ -61,51 +65,63 @@ void *memory_user(const struct guest_memory *memory, uint64_t address, uint64_t 
 /* A request under way, by the head of its descriptor chain. */
 struct element {
     bool live, answering, direct;
-    uint32_t salt, opcode, cost;        /* cost: bytes of the transport's share */
+    uint32_t salt, opcode, cost; /* cost: bytes of the transport's share */
     uint32_t iov_count;
-    uint64_t unique, capacity;          /* the guest's id; bytes that the reply may have */
-    struct iovec *iovs;                 /* where it goes */
+    uint64_t unique, capacity; /* the guest's id; bytes that the reply may have */
+    struct iovec *iovs;        /* where it goes */
     struct guest_memory *memory;
 };
 /* A chain that was just taken: the guest's values, in private memory or bounds-checked. */
 struct chain {
     uint16_t head;
-    uint32_t in_count, out_count;       /* in: what we read */
+    uint32_t in_count, out_count; /* in: what we read */
     uint64_t in_size, out_size;
     struct iovec in[CHAIN_IOVS], out[CHAIN_IOVS];
     struct vring_desc table[QUEUE_SIZE_MAX];
 };
 /* vhost-user's inflight tracking: requests that were taken and whose answers are not published. The front end keeps it when the daemon ends. */
-struct inflight_entry { uint8_t inflight; uint8_t padding[5]; uint16_t next; uint64_t counter; };
-struct inflight_queue { uint64_t features; uint16_t version, size, last_batch_head, used_index; struct inflight_entry entries[]; };
+struct inflight_entry {
+    uint8_t inflight;
+    uint8_t padding[5];
+    uint16_t next;
+    uint64_t counter;
+};
+struct inflight_queue {
+    uint64_t features;
+    uint16_t version, size, last_batch_head, used_index;
+    struct inflight_entry entries[];
+};
 
 /* Signals one eventfd of a front end, and never waits for anybody: see bell_ring. */
-struct bell { struct io_uring ring; bool made, set; };
+struct bell {
+    struct io_uring ring;
+    bool made, set;
+};
 
 struct virtqueue {
-    pthread_mutex_t serve;              /* taking: avail, last_avail, state */
-    pthread_mutex_t lock;               /* answering: used, elements; taken after serve */
+    pthread_mutex_t serve; /* taking: avail, last_avail, state */
+    pthread_mutex_t lock;  /* answering: used, elements; taken after serve */
     pthread_cond_t idle;
     uint32_t index;
     uint32_t size;
     uint64_t desc_user, avail_user, used_user;
-    bool addressed;                     /* these three are set by the front end */
-    struct guest_memory *memory;        /* changes under both locks, as all addresses do */
+    bool addressed;              /* these three are set by the front end */
+    struct guest_memory *memory; /* changes under both locks, as all addresses do */
     const struct vring_desc *desc;
     struct vring_avail *avail;
     struct vring_used *used;
     uint16_t last_avail, used_index;
     bool enabled, started, broken, event_index, indirect;
-    atomic_bool running;                /* enabled, mapped, has a kick: servers may look at it */
-    int kick_fd, call_fd, error_fd;     /* the front end's: never read or written here */
-    struct bell bell;                   /* of call_fd; under lock */
-    struct element *elements;           /* QUEUE_SIZE_MAX */
+    atomic_bool running;            /* enabled, mapped, has a kick: servers may look at it */
+    int kick_fd, call_fd, error_fd; /* the front end's: never read or written here */
+    struct bell bell;               /* of call_fd; under lock */
+    struct element *elements;       /* QUEUE_SIZE_MAX */
     uint32_t in_flight;
-    struct inflight_queue *inflight;    /* NULL: not tracked */
+    struct inflight_queue *inflight; /* NULL: not tracked */
     uint64_t inflight_counter;
-    uint16_t *again;                    /* heads to be taken once more after a reconnect */
+    uint16_t *again; /* heads to be taken once more after a reconnect */
     uint32_t again_count, again_next;
-    uint16_t seen_avail, seen_used;     /* at the last look (guest_look_again) */
+    uint16_t seen_avail, seen_used; /* at the last look (guest_look_again) */
     bool reminded;
 };
 int virtqueue_init(struct virtqueue *queue, uint32_t index);
@@ -139,8 +155,10 @@ int virtqueue_resume(struct virtqueue *queue);
 /* ---- porter.c ---- */
 
 #define VHOST_FDS_MAX 8
-#define VHOST_PAYLOAD_MAX 272u           /* eight regions of SET_MEM_TABLE, 256 bytes of configuration */
-struct vhost_header { uint32_t request, flags, size; };
+#define VHOST_PAYLOAD_MAX 272u /* eight regions of SET_MEM_TABLE, 256 bytes of configuration */
+struct vhost_header {
+    uint32_t request, flags, size;
+};
 /* A message from the porter, with its descriptors. error: the front end has gone, or has sent no valid message. refused: one of the descriptors was,
  * and none of them comes. */
 struct ported {
@@ -148,7 +166,9 @@ struct ported {
     struct vhost_header header;
     uint8_t payload[VHOST_PAYLOAD_MAX];
 };
-struct porters { atomic_uint refs; };   /* references: the guest's, and one for each porter */
+struct porters {
+    atomic_uint refs;
+}; /* references: the guest's, and one for each porter */
 struct porters *porters_new(void);
 void porters_put(struct porters *porters);
 /* Let a porter read `fd`, a front end's socket with a timeout for reading. Returns the socket that messages come from. -EUSERS: too many porters have
@@ -166,8 +186,8 @@ bool is_eventfd(int fd);
 
 struct guest {
     struct transport *transport;
-    struct guest *next;                 /* in the list of ended guests */
-    uint32_t number, queue_count;       /* queues: with the high-priority one */
+    struct guest *next;           /* in the list of ended guests */
+    uint32_t number, queue_count; /* queues: with the high-priority one */
     struct kvfs_virtiofs_config config;
     struct virtqueue queues[QUEUES_MAX];
     int listen_fd, stop_fd;
@@ -176,7 +196,7 @@ struct guest {
     pthread_t thread;
     bool threaded;
     atomic_bool stopping, limited;
-    atomic_uint dispatching;            /* requests that have been taken and not yet dispatched */
+    atomic_uint dispatching; /* requests that have been taken and not yet dispatched */
     atomic_ullong in_flight_bytes;
     atomic_uint connected;
     atomic_ullong connections, requests, bytes_read, bytes_written, zero_copy_bytes, copied_bytes, protocol_errors, descriptor_errors, io_errors;
@@ -185,10 +205,10 @@ extern const struct transport_ops guest_ops;
 /* Under plane->fuse->transports_lock. */
 struct guests {
     struct guest *all[KVFS_VIRTIOFS_MAX];
-    struct guest *ended;                /* late replies may still look at them */
+    struct guest *ended; /* late replies may still look at them */
 };
-int guests_create(struct kvfs_plane *plane);             /* 0 or -ENOMEM */
-void guests_stop(struct kvfs_plane *plane);            /* blocks until their threads have ended */
+int guests_create(struct kvfs_plane *plane); /* 0 or -ENOMEM */
+void guests_stop(struct kvfs_plane *plane);  /* blocks until their threads have ended */
 void guests_free(struct kvfs_plane *plane);
 /* export.c: a transport without threads: for kvfs_virtiofs_add, and for tests that call its parts. */
 int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *config, struct guest **out);

@@ -244,9 +244,7 @@ static uint16_t *event_of_avail(const struct virtqueue *queue) { return &queue->
 static uint16_t *event_of_used(const struct virtqueue *queue) { return (uint16_t *)(void *)&queue->used->ring[queue->size]; }
 static uint16_t avail_index(const struct virtqueue *queue) { return __atomic_load_n(&queue->avail->idx, __ATOMIC_ACQUIRE); }
 
-bool virtqueue_pending(const struct virtqueue *queue) {
-    return queue->again_next < queue->again_count || avail_index(queue) != queue->last_avail;
-}
+bool virtqueue_pending(const struct virtqueue *queue) { return queue->again_next < queue->again_count || avail_index(queue) != queue->last_avail; }
 
 bool virtqueue_arm(struct virtqueue *queue) {
     if (queue->event_index)
@@ -366,8 +364,12 @@ int virtqueue_take(struct virtqueue *queue, struct chain *chain) {
     if (r == 0) {
         copy_bytes(iovs, chain->out, chain->out_count * sizeof(*iovs));
         atomic_fetch_add(&queue->memory->refs, 1);
-        *element = (struct element){.live = true, .salt = atomic_fetch_add(&salts, 1) + 1, .iov_count = chain->out_count,
-                                    .capacity = chain->out_size, .iovs = iovs, .memory = queue->memory};
+        *element = (struct element){.live = true,
+                                    .salt = atomic_fetch_add(&salts, 1) + 1,
+                                    .iov_count = chain->out_count,
+                                    .capacity = chain->out_size,
+                                    .iovs = iovs,
+                                    .memory = queue->memory};
         queue->in_flight++;
         queue->last_avail = (uint16_t)(queue->last_avail + !again);
         if (queue->inflight) {
@@ -439,7 +441,10 @@ void virtqueue_remind(struct virtqueue *queue) {
         virtqueue_signal(queue);
 }
 
-struct taken { uint64_t counter; uint16_t head; };
+struct taken {
+    uint64_t counter;
+    uint16_t head;
+};
 
 static int later(const void *a, const void *b) {
     uint64_t x = ((const struct taken *)a)->counter, y = ((const struct taken *)b)->counter;

@@ -24,7 +24,7 @@
 #define SECRET 0x1234567890abcdefull
 #define RUNS_MAX 3u
 #define CONNECTIONS_MAX 64u
-#define TEAM 2u                         /* inode numbers */
+#define TEAM 2u /* inode numbers */
 #define SPACE 3u
 #define SHARD 256u
 #define BLOCK 1000u
@@ -36,24 +36,69 @@
 struct block {
     char name[2 * KVFS_KEY_MAX];
     uint32_t name_size;
-    int connection;                     /* its reserver; -1: nobody */
-    bool live, late;                    /* late: its client said that its writes may still land */
+    int connection;  /* its reserver; -1: nobody */
+    bool live, late; /* late: its client said that its writes may still land */
     uint64_t size, seed;
     uint32_t header_pages, run_count;
     struct kvfs_run runs[RUNS_MAX];
     struct kvfs_inode_record record;
 };
 
-struct bytes { uint8_t *data; uint64_t size, capacity; };
+struct bytes {
+    uint8_t *data;
+    uint64_t size, capacity;
+};
 
 /* The rules that the double can be told to break. */
 enum trick {
-    HONEST, SILENT, HALF_WELCOME_FRAME, OTHER_VERSION, OTHER_TYPE, SHORT_WELCOME, TRUNCATED_WELCOME, HUGE_WELCOME, NO_DEVICES, MANY_DEVICES,
-    WIDE_STRIPE, MANY_SEGMENTS, ZONE_OF_0, BAD_MEMBER, NO_DESCRIPTORS, FEW_DESCRIPTORS, EXTRA_DESCRIPTORS, UNSEALED_TABLE, ZERO_TABLE,
-    OTHER_EPOCH, OTHER_SECRET, REFUSE, REFUSE_WITHOUT_MESSAGE, TRICKS_OF_WELCOME,
-    HANG, HALF_FRAME, HALF_PAYLOAD, WRONG_ID, WRONG_ANSWER, HUGE_ANSWER, EMPTY_ANSWER, LONG_ANSWER, RANDOM_ANSWER, STATUS_MIN,
-    STATUS_POSITIVE, STATUS_ERROR, HANG_UP, CLOSE_INSTEAD, TRICKS_OF_ANSWERS,
-    RUN_BEYOND, RUN_TOO_LONG, RUNS_OF_0, RECORD_TOO_LARGE, RECORD_OF_OTHER, HEADER_OF_0, HEADER_TOO_SMALL, EXTENT_BEYOND, TRICKS_OF_RESERVE
+    HONEST,
+    SILENT,
+    HALF_WELCOME_FRAME,
+    OTHER_VERSION,
+    OTHER_TYPE,
+    SHORT_WELCOME,
+    TRUNCATED_WELCOME,
+    HUGE_WELCOME,
+    NO_DEVICES,
+    MANY_DEVICES,
+    WIDE_STRIPE,
+    MANY_SEGMENTS,
+    ZONE_OF_0,
+    BAD_MEMBER,
+    NO_DESCRIPTORS,
+    FEW_DESCRIPTORS,
+    EXTRA_DESCRIPTORS,
+    UNSEALED_TABLE,
+    ZERO_TABLE,
+    OTHER_EPOCH,
+    OTHER_SECRET,
+    REFUSE,
+    REFUSE_WITHOUT_MESSAGE,
+    TRICKS_OF_WELCOME,
+    HANG,
+    HALF_FRAME,
+    HALF_PAYLOAD,
+    WRONG_ID,
+    WRONG_ANSWER,
+    HUGE_ANSWER,
+    EMPTY_ANSWER,
+    LONG_ANSWER,
+    RANDOM_ANSWER,
+    STATUS_MIN,
+    STATUS_POSITIVE,
+    STATUS_ERROR,
+    HANG_UP,
+    CLOSE_INSTEAD,
+    TRICKS_OF_ANSWERS,
+    RUN_BEYOND,
+    RUN_TOO_LONG,
+    RUNS_OF_0,
+    RECORD_TOO_LARGE,
+    RECORD_OF_OTHER,
+    HEADER_OF_0,
+    HEADER_TOO_SMALL,
+    EXTENT_BEYOND,
+    TRICKS_OF_RESERVE
 };
 
 static struct {
@@ -62,7 +107,7 @@ static struct {
     bool running, direct;
     char directory[64];
     int devices[DEVICES], devices_read[DEVICES], listener, wake[2];
-    struct geometry geometry;           /* for header_build */
+    struct geometry geometry; /* for header_build */
     struct kvfs_member members[SEGMENTS * DEVICES];
     struct kvfs_table *table;
     uint64_t epoch, generations[SEGMENTS];
@@ -73,16 +118,16 @@ static struct {
     uint64_t version;
     int connections[CONNECTIONS_MAX];
     /* Set by tests. */
-    uint32_t split;                     /* runs a block has */
+    uint32_t split; /* runs a block has */
     bool header_alone, read_only, incomplete, writes_lost;
-    uint32_t header_extra;              /* pages more than a header needs */
+    uint32_t header_extra; /* pages more than a header needs */
     enum trick trick;
-    uint16_t trick_type;                /* the request it is played on */
+    uint16_t trick_type; /* the request it is played on */
     uint32_t reservation_ms;
-    int32_t refuse_odd, fail_odd;       /* error of every other item of RESERVE, COMMIT */
-    uint32_t honest;                    /* requests of trick_type before the trick is played */
-    uint32_t held_until;                /* blocks reserved before any COMMIT is answered; then they are, the last one first */
-    uint32_t room, room_in_all;         /* blocks that there is room for: reserved at one time, and ever */
+    int32_t refuse_odd, fail_odd; /* error of every other item of RESERVE, COMMIT */
+    uint32_t honest;              /* requests of trick_type before the trick is played */
+    uint32_t held_until;          /* blocks reserved before any COMMIT is answered; then they are, the last one first */
+    uint32_t room, room_in_all;   /* blocks that there is room for: reserved at one time, and ever */
     struct bytes held[8];
     uint32_t held_count;
     /* Looked at by tests. */
@@ -171,8 +216,8 @@ static inline struct kvfs_run allocate(uint32_t stream, uint32_t pages) {
 }
 
 static inline uint32_t directory_record(uint8_t *out, uint64_t inode, uint64_t parent, const char *name) {
-    struct kvfs_inode_record r = {.kind = KVFS_KIND_DIRECTORY, .name_size = (uint16_t)strlen(name), .inode = inode, .parent = parent,
-                                  .version = 1, .mode = 040755, .nlink = 2};
+    struct kvfs_inode_record r = {
+        .kind = KVFS_KIND_DIRECTORY, .name_size = (uint16_t)strlen(name), .inode = inode, .parent = parent, .version = 1, .mode = 040755, .nlink = 2};
     r.record_size = (uint32_t)(sizeof(r) + round_up(r.name_size, 8));
     memset(out, 0, r.record_size);
     memcpy(out, &r, sizeof(r));
@@ -193,9 +238,8 @@ static inline uint64_t shard_inode(const char *name) {
 }
 
 /* A place for a block, and what its header is to say. record holds the record, extents included, when it returns. */
-static inline struct block *block_place(const char *name, uint32_t name_size, uint64_t size, uint32_t split, uint8_t *record,
-                                 uint32_t *record_size, uint8_t *ancestors, uint32_t *ancestors_size, uint64_t hole_from,
-                                 uint64_t hole_to) {
+static inline struct block *block_place(const char *name, uint32_t name_size, uint64_t size, uint32_t split, uint8_t *record, uint32_t *record_size,
+                                        uint8_t *ancestors, uint32_t *ancestors_size, uint64_t hole_from, uint64_t hole_to) {
     CHECK(d.block_count < BLOCKS_MAX);
     struct block *block = &d.blocks[d.block_count++];
     uint64_t inode = BLOCK + d.block_count - 1, parent = shard_inode(name);
@@ -228,16 +272,26 @@ static inline struct block *block_place(const char *name, uint32_t name_size, ui
         uint32_t before = i ? 1 : block->header_pages;
         block->runs[i] = allocate(i, before + ends[i] - starts[i]);
         if (ends[i] > starts[i])
-            extents[extent_count++] = (struct kvfs_extent){block->runs[i].generation, block->runs[i].segment, block->runs[i].page + before,
-                                                           ends[i] - starts[i], starts[i]};
+            extents[extent_count++] =
+                (struct kvfs_extent){block->runs[i].generation, block->runs[i].segment, block->runs[i].page + before, ends[i] - starts[i], starts[i]};
     }
     if (split == 1)
         extent_count = 0;
-    struct kvfs_inode_record r = {.record_size = (uint32_t)(fixed + extent_count * sizeof(*extents)), .kind = KVFS_KIND_FILE,
-                                  .flags = KVFS_INODE_SEALED, .name_size = (uint16_t)name_size, .inode = inode, .parent = parent,
-                                  .version = ++d.version, .size = size,
-                                  .generation = block->runs[0].generation, .segment = block->runs[0].segment, .page = block->runs[0].page,
-                                  .header_pages = block->header_pages, .extent_count = extent_count, .mode = 0100644, .nlink = 1};
+    struct kvfs_inode_record r = {.record_size = (uint32_t)(fixed + extent_count * sizeof(*extents)),
+                                  .kind = KVFS_KIND_FILE,
+                                  .flags = KVFS_INODE_SEALED,
+                                  .name_size = (uint16_t)name_size,
+                                  .inode = inode,
+                                  .parent = parent,
+                                  .version = ++d.version,
+                                  .size = size,
+                                  .generation = block->runs[0].generation,
+                                  .segment = block->runs[0].segment,
+                                  .page = block->runs[0].page,
+                                  .header_pages = block->header_pages,
+                                  .extent_count = extent_count,
+                                  .mode = 0100644,
+                                  .nlink = 1};
     memset(record, 0, r.record_size);
     memcpy(record, &r, sizeof(r));
     memcpy(record + sizeof(r), name, name_size);
@@ -260,7 +314,7 @@ static inline void block_enter(struct block *block) {
 
 /* Write a block as the daemon does by itself. With old, the block moves: its number, name and bytes stay. */
 static inline uint64_t block_write(const char *name, uint32_t name_size, const uint8_t *data, uint64_t size, uint32_t split, uint64_t hole_from,
-                            uint64_t hole_to, struct block *old) {
+                                   uint64_t hole_to, struct block *old) {
     static uint8_t record[4096], ancestors[1024];
     uint32_t record_size, ancestors_size, count = d.block_count, page = 0;
     struct block *block = block_place(name, name_size, size, split, record, &record_size, ancestors, &ancestors_size, hole_from, hole_to);
@@ -358,7 +412,10 @@ static inline bool say(int fd, const void *data, uint64_t size) {
 static inline bool read_exactly(int fd, void *data, uint64_t size) { return size == 0 || recv(fd, data, size, MSG_WAITALL) == (ssize_t)size; }
 
 static inline void say_descriptors(int fd, const int *fds, uint32_t count) {
-    union { char space[CMSG_SPACE(sizeof(int) * 16)]; struct cmsghdr align; } control = {0};
+    union {
+        char space[CMSG_SPACE(sizeof(int) * 16)];
+        struct cmsghdr align;
+    } control = {0};
     struct wire_frame frame = {.type = WIRE_DESCRIPTORS};
     struct iovec iov = {&frame, sizeof(frame)};
     struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1};
@@ -398,9 +455,16 @@ static inline bool say_welcome(int fd) {
         say(fd, message, no.size);
         return false;
     }
-    struct wire_welcome w = {.version = KVFS_WIRE_VERSION, .writable = !d.read_only && !(hello.flags & KVFS_READ_ONLY),
-                             .mount_epoch = d.epoch, .secret = SECRET, .zone_size = ZONE, .stripe_unit = d.geometry.stripe_unit,
-                             .stripe_width = DEVICES, .segment_count = SEGMENTS, .device_count = DEVICES, .reservation_ms = d.reservation_ms};
+    struct wire_welcome w = {.version = KVFS_WIRE_VERSION,
+                             .writable = !d.read_only && !(hello.flags & KVFS_READ_ONLY),
+                             .mount_epoch = d.epoch,
+                             .secret = SECRET,
+                             .zone_size = ZONE,
+                             .stripe_unit = d.geometry.stripe_unit,
+                             .stripe_width = DEVICES,
+                             .segment_count = SEGMENTS,
+                             .device_count = DEVICES,
+                             .reservation_ms = d.reservation_ms};
     memcpy(w.pool_uuid, d.uuid, 16);
     w.version += trick == OTHER_VERSION;
     w.mount_epoch += trick == OTHER_EPOCH;
@@ -485,8 +549,11 @@ static inline void reserve(int connection, uint8_t *payload, struct bytes *out) 
         uint32_t record_size, ancestors_size;
         struct block *block = block_place(name, item.name_size, item.size, d.split, record, &record_size, ancestors, &ancestors_size, 0, 0);
         block->connection = connection;
-        reserved = (struct wire_reserved){.reservation = (uint64_t)(block - d.blocks) + BLOCK, .header_pages = block->header_pages,
-                                          .run_count = block->run_count, .record_size = record_size, .ancestors_size = ancestors_size};
+        reserved = (struct wire_reserved){.reservation = (uint64_t)(block - d.blocks) + BLOCK,
+                                          .header_pages = block->header_pages,
+                                          .run_count = block->run_count,
+                                          .record_size = record_size,
+                                          .ancestors_size = ancestors_size};
         struct wire_run runs[RUNS_MAX];
         memcpy(runs, block->runs, sizeof(runs));
         static_assert(sizeof(runs) == sizeof(block->runs), "the same fields");
@@ -650,7 +717,7 @@ static inline bool answer(int connection, int fd) {
             if (trick != HANG_UP)
                 commit(payload, &out);
         } else if (frame.type == WIRE_DELETE) {
-            delete(payload, &out);
+            delete (payload, &out);
         } else if (frame.type == WIRE_LIST) {
             list(payload, &out);
         } else if (frame.type == WIRE_LOOKUP) {
@@ -663,10 +730,18 @@ static inline bool answer(int connection, int fd) {
             kvfs_table_set_complete(d.table, !d.incomplete);
             CHECK(status == 0 || status == -ENOENT);
             if (status == 0) {
-                struct kvfs_inode_record r = {.record_size = sizeof(r), .kind = record.kind, .flags = record.flags, .inode = record.inode,
-                                              .parent = record.parent, .version = record.version, .size = record.size,
-                                              .generation = record.generation, .segment = record.segment, .page = record.page,
-                                              .header_pages = record.header_pages, .extent_count = record.extent_count};
+                struct kvfs_inode_record r = {.record_size = sizeof(r),
+                                              .kind = record.kind,
+                                              .flags = record.flags,
+                                              .inode = record.inode,
+                                              .parent = record.parent,
+                                              .version = record.version,
+                                              .size = record.size,
+                                              .generation = record.generation,
+                                              .segment = record.segment,
+                                              .page = record.page,
+                                              .header_pages = record.header_pages,
+                                              .extent_count = record.extent_count};
                 add(&out, &r, sizeof(r));
             }
             d.lookups++;
@@ -808,8 +883,8 @@ static inline void daemon_stop(bool close_frame) {
 /* A pool without blocks, and a daemon that behaves. */
 static inline void pool_new(uint64_t stripe_unit) {
     CHECK(!d.running);
-    d.geometry = (struct geometry){.secret = SECRET, .zone_size = ZONE, .stripe_unit = stripe_unit, .stripe_width = DEVICES,
-                                   .segment_count = SEGMENTS};
+    d.geometry =
+        (struct geometry){.secret = SECRET, .zone_size = ZONE, .stripe_unit = stripe_unit, .stripe_width = DEVICES, .segment_count = SEGMENTS};
     d.geometry.segment_size = ZONE * DEVICES;
     d.geometry.segment_pages = (uint32_t)(d.geometry.segment_size / PAGE);
     for (uint32_t i = 0; i < SEGMENTS; i++)

@@ -18,10 +18,20 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define DEVICES 2
-#define PIECE ((uint64_t)2 << 20)    /* of mapped memory */
+#define PIECE ((uint64_t)2 << 20) /* of mapped memory */
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400,
-       NOT_READY = 600, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    NOT_INITIALIZED = 3,
+    INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400,
+    NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700,
+    ALREADY_REGISTERED = 712,
+    NOT_REGISTERED = 713
+};
 
 /* The kernels, as the C compiler makes them. */
 static _Thread_local uint64_t thread_index;
@@ -32,17 +42,28 @@ static _Thread_local uint64_t thread_index;
 #include "client/gpu/leaf.h"
 static const char *const kernels[] = {"kvfs_leaf_lanes", "kvfs_leaf_sums"};
 
-struct context { int device; bool primary, destroyed; uint32_t retained; struct stream *defaults[2]; struct context *next; };
-struct event { struct context *context; uint64_t recorded, done; bool destroyed; struct event *next; };
+struct context {
+    int device;
+    bool primary, destroyed;
+    uint32_t retained;
+    struct stream *defaults[2];
+    struct context *next;
+};
+struct event {
+    struct context *context;
+    uint64_t recorded, done;
+    bool destroyed;
+    struct event *next;
+};
 enum kind { COPY_IN, COPY_OUT, FILL, RECORD, WAIT, SLEEP, LANES, SUMS };
 struct operation {
     struct operation *next;
     enum kind kind;
     uint8_t *to;
     const uint8_t *from;
-    uint64_t size, digest, at;           /* at: of an event */
+    uint64_t size, digest, at; /* at: of an event */
     struct event *event;
-    struct gpu_leaf_keys keys;           /* of a kernel, as size its leaves and as digest its nonce */
+    struct gpu_leaf_keys keys; /* of a kernel, as size its leaves and as digest its nonce */
 };
 struct stream {
     struct context *context;
@@ -51,11 +72,34 @@ struct stream {
     bool ending, destroyed, capturing;
     struct stream *next;
 };
-struct memory { uint64_t address, size; uint8_t *data; bool reachable; struct context *context; int device; struct memory *next; };
-struct pinned { uint8_t *start; uint64_t size; struct pinned *next; };
-struct function { struct module *module; int which; };
-struct module { struct context *context; struct function functions[2]; struct module *next; };
-struct rule { char function[40]; unsigned countdown; int error; struct rule *next; };
+struct memory {
+    uint64_t address, size;
+    uint8_t *data;
+    bool reachable;
+    struct context *context;
+    int device;
+    struct memory *next;
+};
+struct pinned {
+    uint8_t *start;
+    uint64_t size;
+    struct pinned *next;
+};
+struct function {
+    struct module *module;
+    int which;
+};
+struct module {
+    struct context *context;
+    struct function functions[2];
+    struct module *next;
+};
+struct rule {
+    char function[40];
+    unsigned countdown;
+    int error;
+    struct rule *next;
+};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -67,7 +111,7 @@ static struct pinned *pins;
 static struct rule *rules;
 static struct module *modules;
 static pid_t started;
-static int sticky;                       /* an error that every call answers from now on */
+static int sticky; /* an error that every call answers from now on */
 static unsigned delay_us, copy_countdown, copies, violations;
 static int copy_error;
 static bool held, reachable;
@@ -116,11 +160,11 @@ static int enter(const char *function, bool needs_context) {
         return NOT_INITIALIZED;
     return needs_context && (!depth || stack[depth - 1]->destroyed) ? INVALID_CONTEXT : SUCCESS;
 }
-#define ENTER(needs_context)                                                  \
-    pthread_mutex_lock(&lock);                                                \
+#define ENTER(needs_context)   \
+    pthread_mutex_lock(&lock); \
     int r = enter(__func__, needs_context)
-#define LEAVE                                                                 \
-    pthread_mutex_unlock(&lock);                                              \
+#define LEAVE                    \
+    pthread_mutex_unlock(&lock); \
     return r
 
 static struct memory *memory_at(uint64_t address) {
@@ -364,12 +408,22 @@ EXPORT int cuInit(unsigned flags) {
 }
 
 EXPORT int cuGetErrorName(int error, const char **name) {
-    static const struct { int error; const char *name; } names[] = {
-        {SUCCESS, "CUDA_SUCCESS"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"},
-        {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"}, {100, "CUDA_ERROR_NO_DEVICE"}, {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
-        {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"}, {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"}, {NOT_READY, "CUDA_ERROR_NOT_READY"},
-        {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
-        {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}};
+    static const struct {
+        int error;
+        const char *name;
+    } names[] = {{SUCCESS, "CUDA_SUCCESS"},
+                 {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
+                 {2, "CUDA_ERROR_OUT_OF_MEMORY"},
+                 {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"},
+                 {100, "CUDA_ERROR_NO_DEVICE"},
+                 {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
+                 {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
+                 {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
+                 {NOT_READY, "CUDA_ERROR_NOT_READY"},
+                 {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                 {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
+                 {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
+                 {719, "CUDA_ERROR_LAUNCH_FAILED"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++)
         if (names[i].error == error) {
             *name = names[i].name;
@@ -708,8 +762,7 @@ EXPORT int cuLaunchKernel(struct function *function, unsigned grid_x, unsigned g
 }
 
 /* As libnvrtc, if it is opened under that name: it compiles nothing, and says so in what it makes. */
-EXPORT int nvrtcCreateProgram(void **program, const char *source, const char *name, int count, const char *const *texts,
-                              const char *const *names) {
+EXPORT int nvrtcCreateProgram(void **program, const char *source, const char *name, int count, const char *const *texts, const char *const *names) {
     (void)name, (void)count, (void)texts, (void)names;
     *program = strdup(source);
     return SUCCESS;

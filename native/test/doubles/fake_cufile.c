@@ -10,11 +10,22 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define GPU_AT 1144                  /* where libcufile 1.20 has its first GPU */
+#define GPU_AT 1144 /* where libcufile 1.20 has its first GPU */
 
-struct status { int error, cuda_error; };
-struct description { int type; union { int fd; void *handle; }; const void *operations; };
-struct handle { int fd; };
+struct status {
+    int error, cuda_error;
+};
+struct description {
+    int type;
+    union {
+        int fd;
+        void *handle;
+    };
+    const void *operations;
+};
+struct handle {
+    int fd;
+};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -100,37 +111,37 @@ EXPORT ssize_t cuFileRead(struct handle *handle, uint8_t *base, size_t size, int
 /* ---- what tests ask for ---- */
 
 /* From the nth read from now on; 0: none any more. A read that is held goes on then, and does its work. */
-#define FROM_NTH(name, variable)                                              \
-    EXPORT void name(unsigned nth) {                                          \
-        pthread_mutex_lock(&lock);                                            \
-        variable = nth ? reads + nth : 0;                                     \
-        pthread_cond_broadcast(&changed);                                     \
-        pthread_mutex_unlock(&lock);                                          \
+#define FROM_NTH(name, variable)          \
+    EXPORT void name(unsigned nth) {      \
+        pthread_mutex_lock(&lock);        \
+        variable = nth ? reads + nth : 0; \
+        pthread_cond_broadcast(&changed); \
+        pthread_mutex_unlock(&lock);      \
     }
 FROM_NTH(fake_cufile_hold, hold_from)
 FROM_NTH(fake_cufile_flip, flip_at)
 FROM_NTH(fake_cufile_fail_from, fail_at)
 
-#define SET(name, type, variable)                                             \
-    EXPORT void name(type value) {                                            \
-        pthread_mutex_lock(&lock);                                            \
-        variable = value;                                                     \
-        pthread_mutex_unlock(&lock);                                          \
+#define SET(name, type, variable)    \
+    EXPORT void name(type value) {   \
+        pthread_mutex_lock(&lock);   \
+        variable = value;            \
+        pthread_mutex_unlock(&lock); \
     }
-SET(fake_cufile_fail_with, int, fail_with)              /* the result of such a read */
-SET(fake_cufile_short, unsigned, short_size)            /* bytes that a read ends at */
+SET(fake_cufile_fail_with, int, fail_with)   /* the result of such a read */
+SET(fake_cufile_short, unsigned, short_size) /* bytes that a read ends at */
 SET(fake_cufile_open_error, int, open_error)
 SET(fake_cufile_register_error, int, register_error)
 SET(fake_cufile_statistics_error, int, statistics_error)
-SET(fake_cufile_indirect, int, indirect)                /* reads are counted as those of the compatibility mode */
-SET(fake_cufile_unknown, int, unknown)                  /* the statistics know no GPU */
+SET(fake_cufile_indirect, int, indirect) /* reads are counted as those of the compatibility mode */
+SET(fake_cufile_unknown, int, unknown)   /* the statistics know no GPU */
 
-#define GET(name, variable)                                                   \
-    EXPORT unsigned name(void) {                                              \
-        pthread_mutex_lock(&lock);                                            \
-        unsigned value = variable;                                            \
-        pthread_mutex_unlock(&lock);                                          \
-        return value;                                                         \
+#define GET(name, variable)          \
+    EXPORT unsigned name(void) {     \
+        pthread_mutex_lock(&lock);   \
+        unsigned value = variable;   \
+        pthread_mutex_unlock(&lock); \
+        return value;                \
     }
 GET(fake_cufile_reads, reads)
 GET(fake_cufile_held, held)

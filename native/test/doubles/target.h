@@ -14,7 +14,7 @@
 
 #include "../check.h"
 
-#define NAMESPACES 2u                   /* a target */
+#define NAMESPACES 2u /* a target */
 #define ZONES_OFFSET ((uint64_t)1 << 20)
 #define ZONE ((uint64_t)1 << 20)
 #define SEGMENTS 4u
@@ -25,14 +25,46 @@
 enum trick {
     HONEST,
     /* Instead of an answer to an I/O command. */
-    SWALLOW, RESET, HALF_PDU, FAIL, WRONG_CID, FREE_CID, TWICE, BAD_TYPE, BAD_HLEN, BAD_PLEN, HUGE_PLEN, BAD_FLAGS, TERM, EMPTY_SUCCESS, BAD_HEADER_DIGEST, BAD_DATA_DIGEST,
+    SWALLOW,
+    RESET,
+    HALF_PDU,
+    FAIL,
+    WRONG_CID,
+    FREE_CID,
+    TWICE,
+    BAD_TYPE,
+    BAD_HLEN,
+    BAD_PLEN,
+    HUGE_PLEN,
+    BAD_FLAGS,
+    TERM,
+    EMPTY_SUCCESS,
+    BAD_HEADER_DIGEST,
+    BAD_DATA_DIGEST,
     /* Of data for a read. */
-    DATA_OFFSET, DATA_TOO_LONG, DATA_ZERO, DATA_PDO, DATA_PLEN, DATA_FOR_WRITE, DATA_SUCCESS_EARLY,
+    DATA_OFFSET,
+    DATA_TOO_LONG,
+    DATA_ZERO,
+    DATA_PDO,
+    DATA_PLEN,
+    DATA_FOR_WRITE,
+    DATA_SUCCESS_EARLY,
     /* Of an R2T. */
-    R2T_OFFSET, R2T_TOO_LONG, R2T_ZERO, R2T_FOR_READ, R2T_TWICE,
-    RANDOM_BYTES, TRICKS,
+    R2T_OFFSET,
+    R2T_TOO_LONG,
+    R2T_ZERO,
+    R2T_FOR_READ,
+    R2T_TWICE,
+    RANDOM_BYTES,
+    TRICKS,
     /* Of a greeting. */
-    GREET_SILENT, GREET_RANDOM, GREET_HANG_UP, GREET_MAXH2C, GREET_CPDA, GREET_DIGESTS, GREET_VERSION
+    GREET_SILENT,
+    GREET_RANDOM,
+    GREET_HANG_UP,
+    GREET_MAXH2C,
+    GREET_CPDA,
+    GREET_DIGESTS,
+    GREET_VERSION
 };
 
 struct target {
@@ -40,11 +72,11 @@ struct target {
     int listener;
     pthread_t thread;
     atomic_bool stopping;
-    pthread_mutex_t lock;               /* memory */
+    pthread_mutex_t lock; /* memory */
     uint8_t *memory[NAMESPACES];
     uint64_t size[NAMESPACES];
-    uint8_t identity[NAMESPACES];       /* first byte of the NGUID */
-    atomic_uint trick, every;           /* every n-th I/O command, from the next on */
+    uint8_t identity[NAMESPACES]; /* first byte of the NGUID */
+    atomic_uint trick, every;     /* every n-th I/O command, from the next on */
     atomic_uint count, connections, refuse, delay_ms, alive;
     /* Shape. */
     uint32_t chunk, r2t_chunk, cpda, capsule, mdts, shift, queues;
@@ -55,7 +87,12 @@ struct target {
 };
 
 /* A command and the data in its capsule. */
-struct capsule { struct capsule *next; struct nvme_command_pdu pdu; uint32_t size; uint8_t data[8192]; };
+struct capsule {
+    struct capsule *next;
+    struct nvme_command_pdu pdu;
+    uint32_t size;
+    uint8_t data[8192];
+};
 
 struct connection {
     struct target *target;
@@ -126,7 +163,9 @@ static inline bool send_data(struct connection *c, uint16_t cid, const uint8_t *
         uint32_t step = (uint32_t)min_u64(chunk, size - at);
         bool last = at + step == size;
         struct nvme_data pdu = {.head = {.type = NVME_PDU_C2H_DATA, .flags = (uint8_t)(last ? NVME_PDU_LAST | (success ? NVME_PDU_SUCCESS : 0) : 0)},
-                                .cid = cid, .offset = at, .size = step};
+                                .cid = cid,
+                                .offset = at,
+                                .size = step};
         if (!send_pdu(c, &pdu, sizeof(pdu), data + at, step, random_below(&c->seed, 3) * 4, break_digest))
             return false;
     }
@@ -157,7 +196,8 @@ static inline struct capsule *capsule_take(struct connection *c, const struct nv
         CHECK(pdu->command.opcode == NVME_OPCODE_FABRICS || size <= (c->qid ? c->target->capsule : 8192));
     }
     if (ok && size)
-        ok = read_all(c->fd, pad, head->pdo - before) && read_all(c->fd, capsule->data, size) && (!c->data_digest || digest_take(c, capsule->data, size));
+        ok = read_all(c->fd, pad, head->pdo - before) && read_all(c->fd, capsule->data, size) &&
+             (!c->data_digest || digest_take(c, capsule->data, size));
     if (!ok)
         free(capsule);
     return ok ? capsule : NULL;
@@ -182,7 +222,8 @@ static inline uint8_t *take_data(struct connection *c, const struct nvme_command
             r2t.size = size - at + 4;
         else if (trick == R2T_ZERO)
             r2t.size = 0;
-        if (!send_pdu(c, &r2t, sizeof(r2t), NULL, 0, 0, 0) || (trick == R2T_TWICE && (r2t.head.plen = 0, !send_pdu(c, &r2t, sizeof(r2t), NULL, 0, 0, 0))))
+        if (!send_pdu(c, &r2t, sizeof(r2t), NULL, 0, 0, 0) ||
+            (trick == R2T_TWICE && (r2t.head.plen = 0, !send_pdu(c, &r2t, sizeof(r2t), NULL, 0, 0, 0))))
             break;
         while (got < granted) {
             struct nvme_data pdu;
@@ -253,13 +294,16 @@ static inline bool trick_play(struct connection *c, const struct nvme_command *c
     }
     case EMPTY_SUCCESS: break;
     case BAD_HEADER_DIGEST: return send_pdu(c, &answer, sizeof(answer), NULL, 0, 0, 1);
-    case BAD_DATA_DIGEST: return reading ? send_data(c, command->cid, zeros, (uint32_t)min_u64(size, sizeof(zeros)), true, 2) : respond(c, command->cid, NVME_SC_WRITE_FAULT, 0);
+    case BAD_DATA_DIGEST:
+        return reading ? send_data(c, command->cid, zeros, (uint32_t)min_u64(size, sizeof(zeros)), true, 2)
+                       : respond(c, command->cid, NVME_SC_WRITE_FAULT, 0);
     case DATA_OFFSET: data.offset = 512; return send_pdu(c, &data, sizeof(data), zeros, data.size, 0, 0);
     case DATA_TOO_LONG: data.size = size + 4; return send_pdu(c, &data, sizeof(data), zeros, 4096, 0, 0);
     case DATA_ZERO: data.size = 0; return send_pdu(c, &data, sizeof(data), zeros, 0, 0, 0);
     case DATA_PDO:
         data.head.pdo = (uint8_t)(random_below(&c->seed, 2) ? at - 4 : at + 132);
-        data.head.plen = data.head.pdo + data.size + digest, data.head.hlen = 24, data.head.flags |= (uint8_t)(c->header_digest | c->data_digest << 1);
+        data.head.plen = data.head.pdo + data.size + digest, data.head.hlen = 24,
+        data.head.flags |= (uint8_t)(c->header_digest | c->data_digest << 1);
         return send_pdu(c, &data, sizeof(data), zeros, data.size, 0, 0);
     case DATA_PLEN:
         data.head.pdo = (uint8_t)at, data.head.plen = (uint32_t)random_next(&c->seed), data.head.hlen = 24;
@@ -324,8 +368,13 @@ static inline bool io_command(struct connection *c, const struct nvme_command *c
 
 static inline bool admin_command(struct connection *c, const struct nvme_command *command) {
     struct target *t = c->target;
-    union { struct nvme_controller controller; struct nvme_namespace space; uint32_t list[1024]; struct nvme_discovery_head head;
-            struct nvme_discovery_entry entry; } page;
+    union {
+        struct nvme_controller controller;
+        struct nvme_namespace space;
+        uint32_t list[1024];
+        struct nvme_discovery_head head;
+        struct nvme_discovery_entry entry;
+    } page;
     memset(&page, 0, sizeof(page));
     switch (command->opcode) {
     case NVME_ADMIN_IDENTIFY:
@@ -351,7 +400,8 @@ static inline bool admin_command(struct connection *c, const struct nvme_command
         if (command->cdw12 == 0)
             page.head = (struct nvme_discovery_head){.genctr = 3, .numrec = 2};
         else
-            memcpy(page.entry.subnqn, "nqn.2026-11.test:one", 20), page.entry.trtype = 3, page.entry.subtype = 2, memcpy(page.entry.trsvcid, "4420   ", 7);
+            memcpy(page.entry.subnqn, "nqn.2026-11.test:one", 20), page.entry.trtype = 3, page.entry.subtype = 2,
+                                                                   memcpy(page.entry.trsvcid, "4420   ", 7);
         return send_data(c, command->cid, (const uint8_t *)&page, (command->cdw10 >> 16) * 4 + 4, false, 0);
     case NVME_ADMIN_SET_FEATURES: return respond(c, command->cid, 0, (t->queues - 1) << 16 | (t->queues - 1));
     case NVME_ADMIN_ASYNC_EVENT: return true;
@@ -380,8 +430,9 @@ static inline bool fabrics_command(struct connection *c, const struct nvme_comma
         c->cc = property.offset == NVME_CC ? (uint32_t)property.value : c->cc;
         return respond(c, command->cid, 0, 0);
     }
-    uint64_t value = property.offset == NVME_CAP ? 255 | 10ull << 24 | NVME_CAP_CQR
-                     : property.offset == NVME_CSTS ? (c->cc & NVME_CC_SHN ? NVME_CSTS_SHST_DONE : 0) | (c->cc & 1) : 0;
+    uint64_t value = property.offset == NVME_CAP    ? 255 | 10ull << 24 | NVME_CAP_CQR
+                     : property.offset == NVME_CSTS ? (c->cc & NVME_CC_SHN ? NVME_CSTS_SHST_DONE : 0) | (c->cc & 1)
+                                                    : 0;
     return respond(c, command->cid, 0, value);
 }
 
@@ -391,7 +442,8 @@ static inline bool greet(struct connection *c) {
     if (!read_all(c->fd, &hello, sizeof(hello)))
         return false;
     CHECK(hello.head.type == NVME_PDU_ICREQ && hello.head.plen == 128 && hello.head.hlen == 128 && hello.pfv == 0);
-    struct nvme_icresp answer = {.head = {.type = NVME_PDU_ICRESP, .hlen = 128, .plen = 128}, .cpda = (uint8_t)c->target->cpda, .digests = hello.digests, .maxh2cdata = 4096};
+    struct nvme_icresp answer = {
+        .head = {.type = NVME_PDU_ICRESP, .hlen = 128, .plen = 128}, .cpda = (uint8_t)c->target->cpda, .digests = hello.digests, .maxh2cdata = 4096};
     if (trick == GREET_RANDOM)
         for (uint32_t i = 0; i < sizeof(answer); i++)
             ((uint8_t *)&answer)[i] = (uint8_t)random_next(&c->seed);
@@ -403,7 +455,8 @@ static inline bool greet(struct connection *c) {
         return false;
     if (trick == GREET_SILENT) {
         uint8_t byte;
-        while (read_all(c->fd, &byte, 1)) {}
+        while (read_all(c->fd, &byte, 1)) {
+        }
         return false;
     }
     c->header_digest = hello.digests & 1;
@@ -424,7 +477,8 @@ static inline void *connection_main(void *argument) {
         struct nvme_command command = capsule->pdu.command;
         CHECK(c->connected || command.opcode == NVME_OPCODE_FABRICS);
         alive = command.opcode == NVME_OPCODE_FABRICS ? fabrics_command(c, &command, capsule->size ? capsule->data : NULL)
-                : c->qid ? io_command(c, &command, capsule->data) : admin_command(c, &command);
+                : c->qid                              ? io_command(c, &command, capsule->data)
+                                                      : admin_command(c, &command);
         free(capsule);
     }
     shutdown(c->fd, SHUT_RDWR);

@@ -13,8 +13,7 @@
 #define ABORT_WAIT_MS 200
 #define NSID_ALL UINT32_MAX
 
-enum command_class command_class(const struct connection *connection, const struct nvme_command *command)
-{
+enum command_class command_class(const struct connection *connection, const struct nvme_command *command) {
     uint8_t fctype = (uint8_t)command->nsid;
 
     if (command->opcode == NVME_OPCODE_FABRICS)
@@ -39,8 +38,7 @@ enum command_class command_class(const struct connection *connection, const stru
     }
 }
 
-uint16_t admin_prepare(struct connection *connection, struct request *request)
-{
+uint16_t admin_prepare(struct connection *connection, struct request *request) {
     const struct nvme_command *command = &request->command;
 
     connection->alive_ns = now_ns();
@@ -70,14 +68,12 @@ uint16_t admin_prepare(struct connection *connection, struct request *request)
 
 /* ---- Identify ---- */
 
-static void put_text(char *field, size_t size, const char *text)
-{
+static void put_text(char *field, size_t size, const char *text) {
     memset(field, ' ', size);
     memcpy(field, text, strlen(text) < size ? strlen(text) : size);
 }
 
-static void identify_controller(const struct connection *connection, struct nvme_controller *identity)
-{
+static void identify_controller(const struct connection *connection, struct nvme_controller *identity) {
     const struct options *options = &enclosure.options;
     struct controller *controller = connection->controller;
     uint32_t hash = 2166136261u;
@@ -117,8 +113,7 @@ static void identify_controller(const struct connection *connection, struct nvme
     }
 }
 
-static struct backing *active(const struct connection *connection, uint32_t nsid)
-{
+static struct backing *active(const struct connection *connection, uint32_t nsid) {
     struct subsystem *subsystem = connection->subsystem;
 
     if (!nsid || nsid > subsystem->namespace_count || !atomic_load(&subsystem->namespaces[nsid - 1].attached))
@@ -126,8 +121,7 @@ static struct backing *active(const struct connection *connection, uint32_t nsid
     return &subsystem->namespaces[nsid - 1];
 }
 
-static void identify_namespace(const struct backing *backing, struct nvme_namespace *identity)
-{
+static void identify_namespace(const struct backing *backing, struct nvme_namespace *identity) {
     identity->lbaf[0].lbads = (uint8_t)__builtin_ctz(enclosure.options.block_size);
     if (backing == NULL)
         return;
@@ -139,8 +133,7 @@ static void identify_namespace(const struct backing *backing, struct nvme_namesp
     memcpy(identity->nguid, backing->nguid, sizeof(identity->nguid));
 }
 
-static void put_descriptor(uint8_t **at, enum nvme_descriptor_type type, const void *value, uint8_t size)
-{
+static void put_descriptor(uint8_t **at, enum nvme_descriptor_type type, const void *value, uint8_t size) {
     struct nvme_descriptor head = {.type = (uint8_t)type, .size = size};
 
     memcpy(*at, &head, sizeof(head));
@@ -148,8 +141,7 @@ static void put_descriptor(uint8_t **at, enum nvme_descriptor_type type, const v
     *at += sizeof(head) + size;
 }
 
-static uint16_t identify(struct connection *connection, struct request *request)
-{
+static uint16_t identify(struct connection *connection, struct request *request) {
     const struct nvme_command *command = &request->command;
     uint32_t nsid = command->nsid, *list = (void *)request->data;
     const struct backing *backing = active(connection, nsid);
@@ -188,8 +180,7 @@ static uint16_t identify(struct connection *connection, struct request *request)
 /* ---- log pages ---- */
 
 /* The whole discovery log; every subsystem is where the asker has connected to. Freed by the caller. */
-static uint8_t *discovery_log(const struct connection *connection, size_t *size)
-{
+static uint8_t *discovery_log(const struct connection *connection, size_t *size) {
     uint32_t count = enclosure.subsystem_count - 1;
     struct nvme_discovery_head *head = calloc(1, sizeof(*head) + count * sizeof(struct nvme_discovery_entry));
     struct sockaddr_storage address = {.ss_family = AF_UNSPEC};
@@ -202,8 +193,7 @@ static uint8_t *discovery_log(const struct connection *connection, size_t *size)
     for (uint32_t i = 0; i < count; i++) {
         struct nvme_discovery_entry *entry = (struct nvme_discovery_entry *)(head + 1) + i;
         bool ipv6 = address.ss_family == AF_INET6;
-        const void *from = ipv6 ? (void *)&((struct sockaddr_in6 *)&address)->sin6_addr
-            : (void *)&((struct sockaddr_in *)&address)->sin_addr;
+        const void *from = ipv6 ? (void *)&((struct sockaddr_in6 *)&address)->sin6_addr : (void *)&((struct sockaddr_in *)&address)->sin_addr;
 
         entry->trtype = NVME_TRANSPORT_TCP;
         entry->adrfam = ipv6 ? NVME_ADDRESS_IPV6 : NVME_ADDRESS_IPV4;
@@ -219,8 +209,7 @@ static uint8_t *discovery_log(const struct connection *connection, size_t *size)
 }
 
 /* The namespaces that changed since the last look: a list of up to 1024. */
-static uint8_t *changed_log(struct controller *controller, size_t *size, bool keep_event)
-{
+static uint8_t *changed_log(struct controller *controller, size_t *size, bool keep_event) {
     uint32_t *list = calloc(1024, sizeof(*list));
     uint32_t *at = list;
 
@@ -236,8 +225,7 @@ static uint8_t *changed_log(struct controller *controller, size_t *size, bool ke
     return (uint8_t *)list;
 }
 
-static uint16_t log_page(struct connection *connection, struct request *request)
-{
+static uint16_t log_page(struct connection *connection, struct request *request) {
     const struct nvme_command *command = &request->command;
     uint64_t offset = (uint64_t)command->cdw13 << 32 | command->cdw12;
     bool discovery = connection->subsystem->discovery;
@@ -278,8 +266,7 @@ static uint16_t log_page(struct connection *connection, struct request *request)
 
 /* ---- features ---- */
 
-static uint16_t set_features(struct connection *connection, struct request *request)
-{
+static uint16_t set_features(struct connection *connection, struct request *request) {
     const struct nvme_command *command = &request->command;
     struct controller *controller = connection->controller;
     uint32_t value = command->cdw11, submission = value & 0xffff, completion = value >> 16;
@@ -309,8 +296,7 @@ static uint16_t set_features(struct connection *connection, struct request *requ
     }
 }
 
-static uint16_t get_features(const struct connection *connection, struct request *request)
-{
+static uint16_t get_features(const struct connection *connection, struct request *request) {
     const struct controller *controller = connection->controller;
 
     switch (request->command.cdw10 & 0xff) {
@@ -324,8 +310,7 @@ static uint16_t get_features(const struct connection *connection, struct request
 
 /* ---- Abort ---- */
 
-static struct connection *find_queue(const struct controller *controller, uint16_t qid)
-{
+static struct connection *find_queue(const struct controller *controller, uint16_t qid) {
     for (struct connection *other = enclosure.connections; other; other = other->next)
         if (other->controller == controller && other->qid == qid)
             return other;
@@ -333,8 +318,7 @@ static struct connection *find_queue(const struct controller *controller, uint16
 }
 
 /* Only what is held can be aborted: everything else is answered before the Abort is read. */
-static uint16_t abort_command(struct connection *connection, struct request *request)
-{
+static uint16_t abort_command(struct connection *connection, struct request *request) {
     uint16_t qid = (uint16_t)request->command.cdw10, cid = (uint16_t)(request->command.cdw10 >> 16);
     struct timespec until;
     struct connection *other;
@@ -365,8 +349,7 @@ static uint16_t abort_command(struct connection *connection, struct request *req
     return NVME_SC_SUCCESS;
 }
 
-uint16_t admin_run(struct connection *connection, struct request *request)
-{
+uint16_t admin_run(struct connection *connection, struct request *request) {
     uint32_t events = 0;
 
     switch (request->command.opcode) {

@@ -9,8 +9,7 @@
 
 #define IOVS_MAX 96
 
-static struct out *push(struct connection *connection)
-{
+static struct out *push(struct connection *connection) {
     struct out *out;
 
     if (connection->out_count == connection->out_space) {
@@ -30,8 +29,7 @@ static struct out *push(struct connection *connection)
 }
 
 /* `head` is a whole PDU's header; its data, if any, is `out`'s. Fills in flags, pdo and plen, and adds the digests. */
-static void finish(struct connection *connection, struct out *out, void *head, uint32_t hlen, const uint8_t *data, uint32_t size)
-{
+static void finish(struct connection *connection, struct out *out, void *head, uint32_t hlen, const uint8_t *data, uint32_t size) {
     struct nvme_pdu *pdu = head;
     uint32_t behind = hlen, align = (connection->hpda + 1) * 4;
 
@@ -61,8 +59,7 @@ static void finish(struct connection *connection, struct out *out, void *head, u
 }
 
 /* After the last change to the header. */
-static void seal(const struct connection *connection, struct out *out)
-{
+static void seal(const struct connection *connection, struct out *out) {
     if (connection->header_digest) {
         uint32_t hlen = offsetof(struct nvme_response_pdu, completion) + sizeof(struct nvme_completion); /* 24: data, responses, R2Ts */
         uint32_t digest = nvme_digest(0, out->head, hlen);
@@ -71,8 +68,7 @@ static void seal(const struct connection *connection, struct out *out)
     }
 }
 
-static struct out *push_response(struct connection *connection, const struct request *request)
-{
+static struct out *push_response(struct connection *connection, const struct request *request) {
     struct nvme_response_pdu pdu = {.head.type = NVME_PDU_RESPONSE};
     struct out *out = push(connection);
 
@@ -85,20 +81,20 @@ static struct out *push_response(struct connection *connection, const struct req
     return out;
 }
 
-static struct out *push_data(struct connection *connection, const struct request *request, uint32_t offset, uint32_t size, uint8_t flags)
-{
-    struct nvme_data pdu = {.head = {.type = NVME_PDU_C2H_DATA, .flags = flags}, .cid = request->command.cid, .offset = offset,
-        .size = size};
+static struct out *push_data(struct connection *connection, const struct request *request, uint32_t offset, uint32_t size, uint8_t flags) {
+    struct nvme_data pdu = {.head = {.type = NVME_PDU_C2H_DATA, .flags = flags}, .cid = request->command.cid, .offset = offset, .size = size};
     struct out *out = push(connection);
 
     finish(connection, out, &pdu, sizeof(pdu), request->data + offset, size);
     return out;
 }
 
-void answer_r2t(struct connection *connection, struct request *request, uint32_t size)
-{
-    struct nvme_r2t pdu = {.head.type = NVME_PDU_R2T, .cid = request->command.cid,
-        .ttag = (uint16_t)(request - connection->requests), .offset = request->asked, .size = size};
+void answer_r2t(struct connection *connection, struct request *request, uint32_t size) {
+    struct nvme_r2t pdu = {.head.type = NVME_PDU_R2T,
+                           .cid = request->command.cid,
+                           .ttag = (uint16_t)(request - connection->requests),
+                           .offset = request->asked,
+                           .size = size};
     struct out *out = push(connection);
 
     if (request->fault.kind == FAULT_PROTOCOL && request->fault.what == WHAT_R2T)
@@ -109,16 +105,14 @@ void answer_r2t(struct connection *connection, struct request *request, uint32_t
 }
 
 /* A copy of what a PDU sends, to be made wrong. */
-static uint8_t *own_data(struct out *out)
-{
+static uint8_t *own_data(struct out *out) {
     out->own = malloc(out->size);
     memcpy(out->own, out->data, out->size);
     out->data = out->own;
     return out->own;
 }
 
-static void redo_data_digest(struct out *out)
-{
+static void redo_data_digest(struct out *out) {
     uint32_t digest = nvme_digest(0, out->data, out->size);
 
     if (out->tail_size)
@@ -126,8 +120,7 @@ static void redo_data_digest(struct out *out)
 }
 
 /* The answer's PDUs are outs [first, out_count). */
-static void corrupt(struct connection *connection, struct request *request, uint32_t first)
-{
+static void corrupt(struct connection *connection, struct request *request, uint32_t first) {
     const struct fault_hit *fault = &request->fault;
     struct out *out = &connection->outs[(connection->out_first + first) & (connection->out_space - 1)];
     struct nvme_pdu *pdu = (struct nvme_pdu *)(void *)out->head;
@@ -175,8 +168,7 @@ static void corrupt(struct connection *connection, struct request *request, uint
     }
 }
 
-static void answer_plain(struct connection *connection, struct request *request)
-{
+static void answer_plain(struct connection *connection, struct request *request) {
     bool data = request->to_host && !request->status && request->size, success = enclosure.options.success && connection->no_flow;
     uint32_t step = enclosure.options.c2h_size ? enclosure.options.c2h_size : request->size;
     uint32_t shown = request->size;
@@ -196,8 +188,7 @@ static void answer_plain(struct connection *connection, struct request *request)
     out->hang_up = request->hang_up;
 }
 
-void answer(struct connection *connection, struct request *request)
-{
+void answer(struct connection *connection, struct request *request) {
     uint32_t first = connection->out_count;
     enum fault_what what = request->fault.kind == FAULT_PROTOCOL ? request->fault.what : WHAT_DEFAULT;
 
@@ -240,11 +231,12 @@ void answer(struct connection *connection, struct request *request)
     }
 }
 
-void answer_icresp(struct connection *connection, const struct nvme_icreq *request)
-{
+void answer_icresp(struct connection *connection, const struct nvme_icreq *request) {
     const struct options *options = &enclosure.options;
-    struct nvme_icresp pdu = {.head = {.type = NVME_PDU_ICRESP, .hlen = sizeof(pdu), .plen = sizeof(pdu)}, .cpda = (uint8_t)options->cpda,
-        .digests = (uint8_t)(request->digests & options->digests), .maxh2cdata = options->max_h2c_size};
+    struct nvme_icresp pdu = {.head = {.type = NVME_PDU_ICRESP, .hlen = sizeof(pdu), .plen = sizeof(pdu)},
+                              .cpda = (uint8_t)options->cpda,
+                              .digests = (uint8_t)(request->digests & options->digests),
+                              .maxh2cdata = options->max_h2c_size};
     struct fault_hit fault = {.kind = FAULT_NONE};
     struct out *out = push(connection);
 
@@ -273,12 +265,13 @@ void answer_icresp(struct connection *connection, const struct nvme_icreq *reque
     memcpy(out->head, &pdu, sizeof(pdu));
 }
 
-void answer_term(struct connection *connection, enum nvme_fatal_error fes, uint32_t fei, const void *head)
-{
+void answer_term(struct connection *connection, enum nvme_fatal_error fes, uint32_t fei, const void *head) {
     const struct nvme_pdu *bad = head;
     uint32_t size = head == NULL ? 0 : bad->hlen >= sizeof(*bad) && bad->hlen <= sizeof(struct nvme_icreq) ? bad->hlen : sizeof(*bad);
-    struct nvme_term pdu = {.head = {.type = NVME_PDU_C2H_TERM, .hlen = sizeof(pdu), .pdo = (uint8_t)(size ? sizeof(pdu) : 0),
-        .plen = (uint32_t)sizeof(pdu) + size}, .fes = (uint16_t)fes, .fei = fei};
+    struct nvme_term pdu = {
+        .head = {.type = NVME_PDU_C2H_TERM, .hlen = sizeof(pdu), .pdo = (uint8_t)(size ? sizeof(pdu) : 0), .plen = (uint32_t)sizeof(pdu) + size},
+        .fes = (uint16_t)fes,
+        .fei = fei};
     struct out *out = push(connection);
 
     memcpy(out->head, &pdu, sizeof(pdu));
@@ -288,8 +281,7 @@ void answer_term(struct connection *connection, enum nvme_fatal_error fes, uint3
     out->hang_up = true;
 }
 
-static void pop(struct connection *connection)
-{
+static void pop(struct connection *connection) {
     struct out *out = &connection->outs[connection->out_first];
     bool hang_up = out->hang_up, hang = out->hang;
 
@@ -305,8 +297,7 @@ static void pop(struct connection *connection)
         connection->hung = true;
 }
 
-int answer_flush(struct connection *connection)
-{
+int answer_flush(struct connection *connection) {
     while (connection->out_count && !connection->ended && !connection->hung) {
         struct iovec iovs[IOVS_MAX];
         struct msghdr message = {.msg_iov = iovs};

@@ -15,28 +15,25 @@
 #include "enclosure.h"
 #include "digest.h"
 
-#define HEAD_MAX 256            /* pdo is a byte */
+#define HEAD_MAX 256 /* pdo is a byte */
 /* Data from here on is waited for as a whole: fewer wake-ups, each for more. */
 #define WAIT_ALL_SIZE (32u << 10)
 #define SILENCE_TICK_MS 10
-#define DRAIN_TIMEOUT_MS 1000   /* after an error of the host, for it to close first */
+#define DRAIN_TIMEOUT_MS 1000 /* after an error of the host, for it to close first */
 
-void connection_wake(struct connection *connection)
-{
+void connection_wake(struct connection *connection) {
     uint64_t one = 1;
 
     if (write(connection->wake_fd, &one, sizeof(one)) < 0 && errno != EAGAIN)
         say("%s: cannot be woken: %s", connection->peer, strerror(errno));
 }
 
-static void end(struct connection *connection, const char *why)
-{
+static void end(struct connection *connection, const char *why) {
     connection->ended = true;
     snprintf(connection->why, sizeof(connection->why), "%s", why);
 }
 
-void connection_fatal(struct connection *connection, enum nvme_fatal_error fes, uint32_t fei, const void *head, const char *why)
-{
+void connection_fatal(struct connection *connection, enum nvme_fatal_error fes, uint32_t fei, const void *head, const char *why) {
     if (connection->closing)
         return;
     snprintf(connection->why, sizeof(connection->why), "protocol error %d: %s", fes, why);
@@ -44,8 +41,7 @@ void connection_fatal(struct connection *connection, enum nvme_fatal_error fes, 
     connection->closing = true;
 }
 
-void connection_payload(struct connection *connection, struct request *request, uint8_t *target, uint32_t size, bool in_capsule)
-{
+void connection_payload(struct connection *connection, struct request *request, uint8_t *target, uint32_t size, bool in_capsule) {
     connection->payload.request = request;
     connection->payload.target = target;
     connection->payload.size = connection->payload.left = size;
@@ -55,8 +51,7 @@ void connection_payload(struct connection *connection, struct request *request, 
 
 /* ---- PDUs ---- */
 
-static void take_icreq(struct connection *connection, const struct nvme_icreq *pdu)
-{
+static void take_icreq(struct connection *connection, const struct nvme_icreq *pdu) {
     const struct options *options = &enclosure.options;
 
     if (connection->greeted)
@@ -74,10 +69,11 @@ static void take_icreq(struct connection *connection, const struct nvme_icreq *p
     }
 }
 
-static const char *check_size(const struct connection *connection, const struct nvme_pdu *pdu, uint32_t *field)
-{
-    static const uint8_t hlens[] = {[NVME_PDU_ICREQ] = sizeof(struct nvme_icreq), [NVME_PDU_H2C_TERM] = sizeof(struct nvme_term),
-        [NVME_PDU_COMMAND] = sizeof(struct nvme_command_pdu), [NVME_PDU_H2C_DATA] = sizeof(struct nvme_data)};
+static const char *check_size(const struct connection *connection, const struct nvme_pdu *pdu, uint32_t *field) {
+    static const uint8_t hlens[] = {[NVME_PDU_ICREQ] = sizeof(struct nvme_icreq),
+                                    [NVME_PDU_H2C_TERM] = sizeof(struct nvme_term),
+                                    [NVME_PDU_COMMAND] = sizeof(struct nvme_command_pdu),
+                                    [NVME_PDU_H2C_DATA] = sizeof(struct nvme_data)};
     uint32_t digest = connection->header_digest && pdu->type != NVME_PDU_ICREQ && pdu->type != NVME_PDU_H2C_TERM ? NVME_DIGEST_SIZE : 0;
 
     *field = offsetof(struct nvme_pdu, type);
@@ -104,8 +100,7 @@ static const char *check_size(const struct connection *connection, const struct 
 }
 
 /* The size of the data behind a header, or UINT32_MAX. */
-static uint32_t data_size(const struct connection *connection, const struct nvme_pdu *pdu)
-{
+static uint32_t data_size(const struct connection *connection, const struct nvme_pdu *pdu) {
     uint32_t head = pdu->hlen + (connection->header_digest ? NVME_DIGEST_SIZE : 0), align = (enclosure.options.cpda + 1) * 4;
     uint32_t tail = pdu->flags & NVME_PDU_DDGST ? NVME_DIGEST_SIZE : 0;
 
@@ -117,8 +112,7 @@ static uint32_t data_size(const struct connection *connection, const struct nvme
 }
 
 /* One header that is there as a whole, with what stands between it and its data. */
-static void take_header(struct connection *connection, const uint8_t *head)
-{
+static void take_header(struct connection *connection, const uint8_t *head) {
     const struct nvme_pdu *pdu = (const void *)head;
     uint32_t size;
 
@@ -148,8 +142,7 @@ static void take_header(struct connection *connection, const uint8_t *head)
         connection_fatal(connection, NVME_FES_HEADER_FIELD, offsetof(struct nvme_pdu, pdo), pdu, "data that is not where it may be");
     } else if (pdu->type == NVME_PDU_COMMAND) {
         if (size > enclosure.options.in_capsule_size)
-            connection_fatal(connection, NVME_FES_HEADER_FIELD, offsetof(struct nvme_pdu, plen), pdu,
-                "more data in a capsule than it may hold");
+            connection_fatal(connection, NVME_FES_HEADER_FIELD, offsetof(struct nvme_pdu, plen), pdu, "more data in a capsule than it may hold");
         else
             request_command(connection, &((const struct nvme_command_pdu *)(const void *)head)->command, size);
     } else {
@@ -165,8 +158,7 @@ static void take_header(struct connection *connection, const uint8_t *head)
 /* ---- the stream ---- */
 
 /* Behind the payload's last byte: its digest. True when the payload is done with. */
-static bool take_digest(struct connection *connection)
-{
+static bool take_digest(struct connection *connection) {
     uint32_t digest, size = connection->payload.size;
 
     if (connection->payload.digest_left) {
@@ -182,8 +174,7 @@ static bool take_digest(struct connection *connection)
 }
 
 /* Everything in the buffer that is whole. */
-static void take(struct connection *connection)
-{
+static void take(struct connection *connection) {
     while (!connection->closing && !connection->ended) {
         size_t there = connection->end - connection->start, need;
         uint8_t *head = connection->buffer + connection->start;
@@ -229,8 +220,7 @@ static void take(struct connection *connection)
 }
 
 /* Receive into the payload's place, or the buffer. 0, or -errno; -EPIPE at the stream's end. */
-static int receive(struct connection *connection, bool may_wait)
-{
+static int receive(struct connection *connection, bool may_wait) {
     int flags = may_wait ? 0 : MSG_DONTWAIT;
     ssize_t size;
 
@@ -270,8 +260,7 @@ static int receive(struct connection *connection, bool may_wait)
 /* ---- the thread ---- */
 
 /* Nothing is read and nothing sent while a fault says so. False if the peer has gone meanwhile. */
-static bool wait_silence(struct connection *connection)
-{
+static bool wait_silence(struct connection *connection) {
     while (connection->hung || fault_silent(connection)) {
         struct pollfd poller = {.fd = connection->fd, .events = POLLRDHUP};
 
@@ -284,8 +273,7 @@ static bool wait_silence(struct connection *connection)
 }
 
 /* When this thread must look up though nothing has come. */
-static int64_t next_due(const struct connection *connection)
-{
+static int64_t next_due(const struct connection *connection) {
     int64_t due = request_next_due(connection);
 
     if (!connection->connected) {
@@ -300,20 +288,18 @@ static int64_t next_due(const struct connection *connection)
     return due;
 }
 
-static bool check_deadlines(struct connection *connection)
-{
+static bool check_deadlines(struct connection *connection) {
     int64_t now = now_ns();
 
     if (!connection->connected && now >= connection->accepted_ns + SETUP_TIMEOUT_MS * 1000000ll)
         end(connection, "no Connect in time");
-    else if (connection->connected && connection->qid == 0 && connection->controller->kato_ms
-        && now >= connection->alive_ns + connection->controller->kato_ms * 1000000ll)
+    else if (connection->connected && connection->qid == 0 && connection->controller->kato_ms &&
+             now >= connection->alive_ns + connection->controller->kato_ms * 1000000ll)
         end(connection, "no Keep Alive in time");
     return !connection->ended;
 }
 
-static void wait_event(struct connection *connection)
-{
+static void wait_event(struct connection *connection) {
     struct pollfd pollers[2] = {{connection->fd, (short)(connection->closing ? 0 : POLLIN), 0}, {connection->wake_fd, POLLIN, 0}};
     int64_t due = next_due(connection), left = due == FOREVER_NS ? 3600000000000ll : due - now_ns();
     struct timespec timeout = {0};
@@ -329,8 +315,7 @@ static void wait_event(struct connection *connection)
         say("%s: eventfd: %s", connection->peer, strerror(errno));
 }
 
-static void serve(struct connection *connection)
-{
+static void serve(struct connection *connection) {
     while (!connection->ended) {
         /* Nothing to look after but the socket: one system call a wait. */
         bool alone = connection->connected && connection->qid && !connection->out_count && !atomic_load(&connection->held_count);
@@ -348,7 +333,7 @@ static void serve(struct connection *connection)
         } else if (status == -EPIPE || status == -ECONNRESET) {
             if (!connection->closing)
                 end(connection, connection->start == connection->end && !connection->payload.request ? "the host closed it"
-                    : "the host closed it in the middle of a PDU");
+                                                                                                     : "the host closed it in the middle of a PDU");
             return;
         } else if (status && status != -EINTR) {
             end(connection, strerror(-status));
@@ -366,8 +351,7 @@ static void serve(struct connection *connection)
     }
 }
 
-static void drop(struct connection *connection)
-{
+static void drop(struct connection *connection) {
     pthread_mutex_lock(&enclosure.lock);
     for (struct connection **at = &enclosure.connections; *at; at = &(*at)->next)
         if (*at == connection) {
@@ -415,8 +399,7 @@ static void drop(struct connection *connection)
     pthread_mutex_unlock(&enclosure.lock);
 }
 
-static void *thread(void *argument)
-{
+static void *thread(void *argument) {
     struct connection *connection = argument;
 
     serve(connection);
@@ -424,8 +407,7 @@ static void *thread(void *argument)
     return NULL;
 }
 
-void connection_start(int fd, const char *peer)
-{
+void connection_start(int fd, const char *peer) {
     struct connection *connection = calloc(1, sizeof(*connection));
     int on = 1;
     pthread_attr_t attributes;

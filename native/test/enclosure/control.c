@@ -22,8 +22,7 @@
 #define ANSWER_SIZE (64u << 10)
 
 static bool fail(char *answer, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static bool fail(char *answer, const char *format, ...)
-{
+static bool fail(char *answer, const char *format, ...) {
     va_list arguments;
 
     va_start(arguments, format);
@@ -32,8 +31,7 @@ static bool fail(char *answer, const char *format, ...)
     return false;
 }
 
-static bool reset(const char *nqn, char *answer)
-{
+static bool reset(const char *nqn, char *answer) {
     uint32_t count = 0;
 
     pthread_mutex_lock(&enclosure.lock);
@@ -53,8 +51,7 @@ static bool reset(const char *nqn, char *answer)
     return true;
 }
 
-static bool attach(char *words, bool attached, char *answer)
-{
+static bool attach(char *words, bool attached, char *answer) {
     char *rest, *nqn = strtok_r(words, " ", &rest), *number = strtok_r(NULL, " ", &rest);
     uint32_t nsid = number ? (uint32_t)strtoul(number, NULL, 10) : 0;
 
@@ -73,8 +70,7 @@ static bool attach(char *words, bool attached, char *answer)
     return fail(answer, "there is no namespace %u in %s", nsid, nqn ? nqn : "''");
 }
 
-static bool set_listening(const char *word, char *answer)
-{
+static bool set_listening(const char *word, char *answer) {
     int status = 0;
 
     if (!strcmp(word, "on"))
@@ -87,16 +83,15 @@ static bool set_listening(const char *word, char *answer)
     return status ? fail(answer, "cannot listen: %s", strerror(-status)) : true;
 }
 
-static bool status(char *answer)
-{
+static bool status(char *answer) {
     uint32_t controllers = 0;
     size_t used;
 
     pthread_mutex_lock(&enclosure.lock);
     for (struct controller *controller = enclosure.controllers; controller; controller = controller->next)
         controllers++;
-    used = (size_t)snprintf(answer, ANSWER_SIZE, "\"port\": %u, \"connections\": %u, \"controllers\": %u, \"namespaces\": [",
-        enclosure.options.port, enclosure.connection_count, controllers);
+    used = (size_t)snprintf(answer, ANSWER_SIZE, "\"port\": %u, \"connections\": %u, \"controllers\": %u, \"namespaces\": [", enclosure.options.port,
+                            enclosure.connection_count, controllers);
     pthread_mutex_unlock(&enclosure.lock);
     for (uint32_t i = 0, first = 1; i < enclosure.subsystem_count; i++)
         for (uint32_t n = 0; n < enclosure.subsystems[i]->namespace_count && used < ANSWER_SIZE; n++, first = 0) {
@@ -106,20 +101,18 @@ static bool status(char *answer)
 
             reserve_count(backing, &registered, &held);
             used += (size_t)snprintf(answer + used, ANSWER_SIZE - used,
-                "%s{\"subsystem\": \"%s\", \"nsid\": %u, \"size\": %lu, \"attached\": %s, \"reads\": %lu, \"writes\": %lu, "
-                "\"read_bytes\": %lu, \"written_bytes\": %lu, \"registered\": %u, \"reserved\": %s}", first ? "" : ", ", enclosure.subsystems[i]->nqn, backing->nsid,
-                backing->size, atomic_load(&backing->attached) ? "true" : "false", atomic_load(&backing->reads),
-                atomic_load(&backing->writes),
-                atomic_load(&backing->read_bytes), atomic_load(&backing->written_bytes),
-                registered, held ? "true" : "false");
+                                     "%s{\"subsystem\": \"%s\", \"nsid\": %u, \"size\": %lu, \"attached\": %s, \"reads\": %lu, \"writes\": %lu, "
+                                     "\"read_bytes\": %lu, \"written_bytes\": %lu, \"registered\": %u, \"reserved\": %s}",
+                                     first ? "" : ", ", enclosure.subsystems[i]->nqn, backing->nsid, backing->size,
+                                     atomic_load(&backing->attached) ? "true" : "false", atomic_load(&backing->reads), atomic_load(&backing->writes),
+                                     atomic_load(&backing->read_bytes), atomic_load(&backing->written_bytes), registered, held ? "true" : "false");
         }
     if (used < ANSWER_SIZE)
         snprintf(answer + used, ANSWER_SIZE - used, "]");
     return true;
 }
 
-static bool control(char *line, char *answer)
-{
+static bool control(char *line, char *answer) {
     if (!strcmp(line, "status"))
         return status(answer);
     if (!strcmp(line, "reset") || !strncmp(line, "reset ", 6))
@@ -135,8 +128,7 @@ static bool control(char *line, char *answer)
     return fault_control(line, answer, ANSWER_SIZE);
 }
 
-static void *client(void *argument)
-{
+static void *client(void *argument) {
     FILE *in = fdopen((int)(intptr_t)argument, "r");
     char line[LINE_MAX_SIZE], *answer = malloc(ANSWER_SIZE);
 
@@ -163,8 +155,7 @@ static void *client(void *argument)
     return NULL;
 }
 
-static void *listener(void *argument)
-{
+static void *listener(void *argument) {
     int fd = (int)(intptr_t)argument;
 
     for (;;) {
@@ -181,8 +172,7 @@ static void *listener(void *argument)
     return NULL;
 }
 
-int control_start(const char *path)
-{
+int control_start(const char *path) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     pthread_t thread;

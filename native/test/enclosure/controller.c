@@ -7,26 +7,23 @@
 #include "enclosure.h"
 
 #define CONTROLLERS_MAX 0xffef
-#define IN_DATA (1u << 16)      /* of a Connect parameter that is wrong */
+#define IN_DATA (1u << 16) /* of a Connect parameter that is wrong */
 
-static struct subsystem *find_subsystem(const char *nqn)
-{
+static struct subsystem *find_subsystem(const char *nqn) {
     for (uint32_t i = 0; i < enclosure.subsystem_count; i++)
         if (!strcmp(enclosure.subsystems[i]->nqn, nqn))
             return enclosure.subsystems[i];
     return NULL;
 }
 
-static struct controller *find_controller(uint16_t cntlid)
-{
+static struct controller *find_controller(uint16_t cntlid) {
     for (struct controller *controller = enclosure.controllers; controller; controller = controller->next)
         if (controller->cntlid == cntlid)
             return controller;
     return NULL;
 }
 
-static bool queue_in_use(const struct controller *controller, uint16_t qid)
-{
+static bool queue_in_use(const struct controller *controller, uint16_t qid) {
     for (const struct connection *other = enclosure.connections; other; other = other->next)
         if (other->controller == controller && other->qid == qid)
             return true;
@@ -34,8 +31,7 @@ static bool queue_in_use(const struct controller *controller, uint16_t qid)
 }
 
 static struct controller *new_controller(struct connection *connection, struct subsystem *subsystem, const struct nvme_connect *connect,
-    const struct nvme_connect_data *data)
-{
+                                         const struct nvme_connect_data *data) {
     struct controller *controller = calloc(1, sizeof(*controller));
 
     do {
@@ -56,8 +52,7 @@ static struct controller *new_controller(struct connection *connection, struct s
 
 /* Under the lock. 0, or the parameter at fault in *where. */
 static uint16_t connect_queue(struct connection *connection, const struct nvme_connect *connect, const struct nvme_connect_data *data,
-    struct controller **found, uint32_t *where)
-{
+                              struct controller **found, uint32_t *where) {
     struct subsystem *subsystem = find_subsystem(data->subnqn);
 
     *where = IN_DATA | offsetof(struct nvme_connect_data, subnqn);
@@ -84,8 +79,7 @@ static uint16_t connect_queue(struct connection *connection, const struct nvme_c
     return NVME_SC_SUCCESS;
 }
 
-static uint16_t connect_run(struct connection *connection, struct request *request)
-{
+static uint16_t connect_run(struct connection *connection, struct request *request) {
     const struct nvme_connect *connect = (const void *)&request->command;
     const struct nvme_connect_data *data = (const void *)request->data;
     struct controller *controller = NULL;
@@ -130,21 +124,18 @@ static uint16_t connect_run(struct connection *connection, struct request *reque
     connection->alive_ns = now_ns();
     connection->connected = true;
     if (enclosure.options.verbose)
-        say("%s: controller %u of %s, queue %u, %u entries%s%s", connection->peer, controller->cntlid, controller->subsystem->nqn,
-            connection->qid, connection->entries, connection->header_digest ? ", header digest" : "",
-            connection->data_digest ? ", data digest" : "");
+        say("%s: controller %u of %s, queue %u, %u entries%s%s", connection->peer, controller->cntlid, controller->subsystem->nqn, connection->qid,
+            connection->entries, connection->header_digest ? ", header digest" : "", connection->data_digest ? ", data digest" : "");
     return NVME_SC_SUCCESS;
 }
 
-static void end_queues(const struct controller *controller)
-{
+static void end_queues(const struct controller *controller) {
     for (struct connection *other = enclosure.connections; other; other = other->next)
         if (other->controller == controller && other->qid)
             shutdown(other->fd, SHUT_RDWR);
 }
 
-static uint16_t property_get(const struct connection *connection, struct request *request)
-{
+static uint16_t property_get(const struct connection *connection, struct request *request) {
     const struct nvme_property *property = (const void *)&request->command;
     const struct controller *controller = connection->controller;
     uint64_t value;
@@ -163,8 +154,7 @@ static uint16_t property_get(const struct connection *connection, struct request
     return NVME_SC_SUCCESS;
 }
 
-static uint16_t property_set(const struct connection *connection, const struct request *request)
-{
+static uint16_t property_set(const struct connection *connection, const struct request *request) {
     const struct nvme_property *property = (const void *)&request->command;
     struct controller *controller = connection->controller;
     uint32_t value = (uint32_t)property->value;
@@ -189,8 +179,7 @@ static uint16_t property_set(const struct connection *connection, const struct r
     return NVME_SC_SUCCESS;
 }
 
-uint16_t fabrics_prepare(struct connection *connection, struct request *request)
-{
+uint16_t fabrics_prepare(struct connection *connection, struct request *request) {
     uint8_t fctype = (uint8_t)request->command.nsid;
 
     switch (fctype) {
@@ -199,16 +188,13 @@ uint16_t fabrics_prepare(struct connection *connection, struct request *request)
         request->data = request->own = malloc(request->size);
         return request->command.sgl.id == NVME_SGL_IN_CAPSULE ? NVME_SC_SUCCESS : NVME_SC_SGL_TYPE | NVME_STATUS_DNR;
     case NVME_PROPERTY_GET:
-    case NVME_PROPERTY_SET:
-        connection->alive_ns = now_ns();
-        return connection->qid ? NVME_SC_INVALID_OPCODE | NVME_STATUS_DNR : NVME_SC_SUCCESS;
+    case NVME_PROPERTY_SET: connection->alive_ns = now_ns(); return connection->qid ? NVME_SC_INVALID_OPCODE | NVME_STATUS_DNR : NVME_SC_SUCCESS;
     case NVME_DISCONNECT: return connection->qid ? NVME_SC_SUCCESS : NVME_SC_DISCONNECT_QUEUE_TYPE | NVME_STATUS_DNR;
     default: return NVME_SC_INVALID_OPCODE | NVME_STATUS_DNR;
     }
 }
 
-uint16_t fabrics_run(struct connection *connection, struct request *request)
-{
+uint16_t fabrics_run(struct connection *connection, struct request *request) {
     switch ((uint8_t)request->command.nsid) {
     case NVME_CONNECT: return connect_run(connection, request);
     case NVME_PROPERTY_GET: return property_get(connection, request);
@@ -222,8 +208,7 @@ uint16_t fabrics_run(struct connection *connection, struct request *request)
 }
 
 /* Under the lock, the connection off the list. A controller ends with its admin queue, and its other queues with it. */
-void controller_leave(struct connection *connection)
-{
+void controller_leave(struct connection *connection) {
     struct controller *controller = connection->controller;
 
     if (controller == NULL || connection->qid)
@@ -241,8 +226,7 @@ void controller_leave(struct connection *connection)
     free(controller);
 }
 
-void controller_namespace_changed(struct subsystem *subsystem, uint32_t nsid)
-{
+void controller_namespace_changed(struct subsystem *subsystem, uint32_t nsid) {
     for (struct controller *controller = enclosure.controllers; controller; controller = controller->next)
         if (controller->subsystem == subsystem) {
             controller->changed |= 1ull << (nsid - 1);
@@ -251,8 +235,7 @@ void controller_namespace_changed(struct subsystem *subsystem, uint32_t nsid)
         }
 }
 
-bool controller_take_event(struct controller *controller, uint32_t *dw0)
-{
+bool controller_take_event(struct controller *controller, uint32_t *dw0) {
     if (!(controller->events_due & ~controller->events_masked & 1) || !(controller->async_events & NVME_ASYNC_NAMESPACES))
         return false;
     controller->events_due &= ~1u;

@@ -13,8 +13,7 @@
 /* The register after one byte; after RUN zero bytes, by each byte of the register. */
 static uint32_t by_byte[256], past_run[4][256];
 
-uint32_t nvme_digest_reference(uint32_t before, const void *data, size_t size)
-{
+uint32_t nvme_digest_reference(uint32_t before, const void *data, size_t size) {
     const unsigned char *at = data;
     uint32_t crc = ~before;
 
@@ -26,29 +25,25 @@ uint32_t nvme_digest_reference(uint32_t before, const void *data, size_t size)
     return ~crc;
 }
 
-static uint32_t scalar(uint32_t crc, const unsigned char *at, size_t size)
-{
+static uint32_t scalar(uint32_t crc, const unsigned char *at, size_t size) {
     while (size--)
         crc = by_byte[(crc ^ *at++) & 0xff] ^ crc >> 8;
     return crc;
 }
 
 #if defined(__x86_64__)
-static uint64_t load(const unsigned char *at)
-{
+static uint64_t load(const unsigned char *at) {
     uint64_t value;
 
     memcpy(&value, at, sizeof(value));
     return value;
 }
 
-static uint32_t skip_run(uint32_t crc)
-{
+static uint32_t skip_run(uint32_t crc) {
     return past_run[0][crc & 0xff] ^ past_run[1][crc >> 8 & 0xff] ^ past_run[2][crc >> 16 & 0xff] ^ past_run[3][crc >> 24];
 }
 
-__attribute__((target("sse4.2"))) static uint32_t sse42(uint32_t crc, const unsigned char *at, size_t size)
-{
+__attribute__((target("sse4.2"))) static uint32_t sse42(uint32_t crc, const unsigned char *at, size_t size) {
     for (; size >= 3 * RUN; at += 3 * RUN, size -= 3 * RUN) {
         uint64_t first = crc, second = 0, third = 0;
 
@@ -70,8 +65,7 @@ __attribute__((target("sse4.2"))) static uint32_t sse42(uint32_t crc, const unsi
 static uint32_t (*chosen)(uint32_t crc, const unsigned char *at, size_t size) = scalar;
 
 /* At load time, while there is one thread: no reader needs a fence. */
-__attribute__((constructor)) static void prepare(void)
-{
+__attribute__((constructor)) static void prepare(void) {
     for (uint32_t byte = 0; byte < 256; byte++) {
         by_byte[byte] = byte;
         for (int bit = 0; bit < 8; bit++)
@@ -92,7 +86,4 @@ __attribute__((constructor)) static void prepare(void)
 #endif
 }
 
-uint32_t nvme_digest(uint32_t before, const void *data, size_t size)
-{
-    return ~chosen(~before, data, size);
-}
+uint32_t nvme_digest(uint32_t before, const void *data, size_t size) { return ~chosen(~before, data, size); }

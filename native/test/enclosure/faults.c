@@ -14,19 +14,19 @@ struct fault {
     uint32_t id;
     enum fault_kind kind;
     enum fault_what what;
-    char subsystem[NVME_NQN_SIZE];  /* empty: any */
-    uint32_t nsid;                  /* 0: any */
-    int32_t queue;                  /* -1: any, -2: any but the admin queue */
+    char subsystem[NVME_NQN_SIZE]; /* empty: any */
+    uint32_t nsid;                 /* 0: any */
+    int32_t queue;                 /* -1: any, -2: any but the admin queue */
     uint32_t classes;
-    int64_t left;                   /* -1: until cleared */
-    uint64_t skip;                  /* commands first */
+    int64_t left;  /* -1: until cleared */
+    uint64_t skip; /* commands first */
     double share;
     int64_t delay_ns;
     uint32_t factor;
     uint16_t status;
     int64_t at;
     uint64_t hits;
-    int64_t busy_ns;                /* SLOW: when the device is free again */
+    int64_t busy_ns; /* SLOW: when the device is free again */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -36,23 +36,49 @@ static uint64_t random_state;
 /* Read without the lock: none, the common case, costs nothing. */
 static _Atomic uint32_t command_faults, silences;
 
-struct word { const char *word; uint32_t value; };
-static const struct word kinds[] = {{"delay", FAULT_DELAY}, {"drop", FAULT_DROP}, {"reset", FAULT_RESET}, {"digest", FAULT_DIGEST},
-    {"status", FAULT_STATUS}, {"flip", FAULT_FLIP}, {"half", FAULT_HALF}, {"silence", FAULT_SILENCE}, {"slow", FAULT_SLOW},
-    {"protocol", FAULT_PROTOCOL}, {NULL, 0}};
-static const struct word whats[] = {{"command", WHAT_COMMAND}, {"answer", WHAT_ANSWER}, {"header", WHAT_HEADER}, {"data", WHAT_DATA},
-    {"type", WHAT_TYPE}, {"hlen", WHAT_HLEN}, {"plen", WHAT_PLEN}, {"pdo", WHAT_PDO}, {"cid", WHAT_CID}, {"offset", WHAT_OFFSET},
-    {"size", WHAT_SIZE}, {"short", WHAT_SHORT}, {"twice", WHAT_TWICE}, {"r2t", WHAT_R2T}, {"term", WHAT_TERM}, {"flags", WHAT_FLAGS},
-    {"icresp", WHAT_ICRESP}, {"c2h", WHAT_C2H}, {"pfv", WHAT_PFV}, {"cpda", WHAT_CPDA}, {"maxh2cdata", WHAT_MAXH2CDATA},
-    {"digests", WHAT_DIGESTS}, {"close", WHAT_CLOSE}, {"hang", WHAT_HANG}, {"media", WHAT_MEDIA}, {"wire", WHAT_WIRE}, {NULL, 0}};
-static const struct word classes[] = {{"icreq", CLASS_ICREQ}, {"connect", CLASS_CONNECT}, {"property", CLASS_PROPERTY},
-    {"identify", CLASS_IDENTIFY}, {"features", CLASS_FEATURES}, {"log", CLASS_LOG}, {"keepalive", CLASS_KEEP_ALIVE}, {"abort", CLASS_ABORT},
-    {"read", CLASS_READ}, {"write", CLASS_WRITE}, {"flush", CLASS_FLUSH}, {"dataset", CLASS_DATASET}, {"zeroes", CLASS_ZEROES},
-    {"io", CLASS_IO}, {"any", CLASS_ANY}, {NULL, 0}};
+struct word {
+    const char *word;
+    uint32_t value;
+};
+static const struct word kinds[] = {{"delay", FAULT_DELAY},
+                                    {"drop", FAULT_DROP},
+                                    {"reset", FAULT_RESET},
+                                    {"digest", FAULT_DIGEST},
+                                    {"status", FAULT_STATUS},
+                                    {"flip", FAULT_FLIP},
+                                    {"half", FAULT_HALF},
+                                    {"silence", FAULT_SILENCE},
+                                    {"slow", FAULT_SLOW},
+                                    {"protocol", FAULT_PROTOCOL},
+                                    {NULL, 0}};
+static const struct word whats[] = {{"command", WHAT_COMMAND}, {"answer", WHAT_ANSWER}, {"header", WHAT_HEADER},
+                                    {"data", WHAT_DATA},       {"type", WHAT_TYPE},     {"hlen", WHAT_HLEN},
+                                    {"plen", WHAT_PLEN},       {"pdo", WHAT_PDO},       {"cid", WHAT_CID},
+                                    {"offset", WHAT_OFFSET},   {"size", WHAT_SIZE},     {"short", WHAT_SHORT},
+                                    {"twice", WHAT_TWICE},     {"r2t", WHAT_R2T},       {"term", WHAT_TERM},
+                                    {"flags", WHAT_FLAGS},     {"icresp", WHAT_ICRESP}, {"c2h", WHAT_C2H},
+                                    {"pfv", WHAT_PFV},         {"cpda", WHAT_CPDA},     {"maxh2cdata", WHAT_MAXH2CDATA},
+                                    {"digests", WHAT_DIGESTS}, {"close", WHAT_CLOSE},   {"hang", WHAT_HANG},
+                                    {"media", WHAT_MEDIA},     {"wire", WHAT_WIRE},     {NULL, 0}};
+static const struct word classes[] = {{"icreq", CLASS_ICREQ},
+                                      {"connect", CLASS_CONNECT},
+                                      {"property", CLASS_PROPERTY},
+                                      {"identify", CLASS_IDENTIFY},
+                                      {"features", CLASS_FEATURES},
+                                      {"log", CLASS_LOG},
+                                      {"keepalive", CLASS_KEEP_ALIVE},
+                                      {"abort", CLASS_ABORT},
+                                      {"read", CLASS_READ},
+                                      {"write", CLASS_WRITE},
+                                      {"flush", CLASS_FLUSH},
+                                      {"dataset", CLASS_DATASET},
+                                      {"zeroes", CLASS_ZEROES},
+                                      {"io", CLASS_IO},
+                                      {"any", CLASS_ANY},
+                                      {NULL, 0}};
 
 /* splitmix64 */
-static uint64_t next_random(void)
-{
+static uint64_t next_random(void) {
     uint64_t x = random_state += 0x9e3779b97f4a7c15ull;
 
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
@@ -60,15 +86,13 @@ static uint64_t next_random(void)
     return x ^ x >> 31;
 }
 
-static bool concerns(const struct fault *fault, const struct connection *connection)
-{
+static bool concerns(const struct fault *fault, const struct connection *connection) {
     if (fault->subsystem[0] && (connection->subsystem == NULL || strcmp(fault->subsystem, connection->subsystem->nqn)))
         return false;
     return fault->queue == -1 || (fault->queue == -2 ? connection->qid != 0 : connection->qid == fault->queue);
 }
 
-static void count_active(void)
-{
+static void count_active(void) {
     uint32_t commands = 0, silent = 0;
 
     for (uint32_t i = 0; i < fault_count; i++)
@@ -80,8 +104,7 @@ static void count_active(void)
     atomic_store(&silences, silent);
 }
 
-bool fault_hits(const struct connection *connection, uint32_t nsid, enum command_class class, uint32_t size, struct fault_hit *hit)
-{
+bool fault_hits(const struct connection *connection, uint32_t nsid, enum command_class class, uint32_t size, struct fault_hit *hit) {
     bool found = false;
 
     if (!atomic_load_explicit(&command_faults, memory_order_relaxed))
@@ -90,8 +113,8 @@ bool fault_hits(const struct connection *connection, uint32_t nsid, enum command
     for (uint32_t i = 0; i < fault_count && !found; i++) {
         struct fault *fault = &faults[i];
 
-        if (fault->kind == FAULT_SILENCE || fault->left == 0 || !(fault->classes & class) || (fault->nsid && fault->nsid != nsid)
-            || !concerns(fault, connection))
+        if (fault->kind == FAULT_SILENCE || fault->left == 0 || !(fault->classes & class) || (fault->nsid && fault->nsid != nsid) ||
+            !concerns(fault, connection))
             continue;
         if (fault->skip) {
             fault->skip--;
@@ -103,8 +126,8 @@ bool fault_hits(const struct connection *connection, uint32_t nsid, enum command
         fault->hits++;
         if (fault->left > 0 && --fault->left == 0)
             count_active();
-        *hit = (struct fault_hit){.kind = fault->kind, .what = fault->what, .status = fault->status, .delay_ns = fault->delay_ns,
-            .at = fault->at, .random = next_random()};
+        *hit = (struct fault_hit){
+            .kind = fault->kind, .what = fault->what, .status = fault->status, .delay_ns = fault->delay_ns, .at = fault->at, .random = next_random()};
         if (fault->kind == FAULT_SLOW) {
             int64_t now = now_ns(), start = fault->busy_ns > now ? fault->busy_ns : now;
 
@@ -116,8 +139,7 @@ bool fault_hits(const struct connection *connection, uint32_t nsid, enum command
     return found;
 }
 
-bool fault_silent(const struct connection *connection)
-{
+bool fault_silent(const struct connection *connection) {
     bool silent = false;
 
     if (!atomic_load_explicit(&silences, memory_order_relaxed))
@@ -131,16 +153,14 @@ bool fault_silent(const struct connection *connection)
 
 /* ---- the control socket's words ---- */
 
-static const char *word_of(const struct word *words, uint32_t value)
-{
+static const char *word_of(const struct word *words, uint32_t value) {
     for (; words->word; words++)
         if (words->value == value)
             return words->word;
     return "";
 }
 
-static bool find_word(const struct word *words, const char *text, uint32_t *value)
-{
+static bool find_word(const struct word *words, const char *text, uint32_t *value) {
     for (; words->word; words++)
         if (!strcmp(words->word, text)) {
             *value = words->value;
@@ -149,8 +169,7 @@ static bool find_word(const struct word *words, const char *text, uint32_t *valu
     return false;
 }
 
-static bool parse_classes(char *text, uint32_t *value)
-{
+static bool parse_classes(char *text, uint32_t *value) {
     char *rest;
     uint32_t one;
 
@@ -163,8 +182,7 @@ static bool parse_classes(char *text, uint32_t *value)
     return *value != 0;
 }
 
-static bool parse_number(const char *text, double least, double most, double *value)
-{
+static bool parse_number(const char *text, double least, double most, double *value) {
     char *end;
 
     *value = strtod(text, &end);
@@ -173,8 +191,7 @@ static bool parse_number(const char *text, double least, double most, double *va
     return *text && !*end && *value >= least && *value <= most;
 }
 
-static bool parse_option(struct fault *fault, char *option)
-{
+static bool parse_option(struct fault *fault, char *option) {
     char *value = strchr(option, '=');
     double number;
     uint32_t word;
@@ -220,8 +237,7 @@ static bool parse_option(struct fault *fault, char *option)
     return true;
 }
 
-static bool add(char *words, char *answer, size_t answer_size)
-{
+static bool add(char *words, char *answer, size_t answer_size) {
     struct fault fault = {.queue = -1, .left = -1, .share = 1, .at = -1, .delay_ns = 100000000, .factor = 10, .status = NVME_SC_INTERNAL};
     char *rest, *kind = strtok_r(words, " ", &rest);
     uint32_t value = 0;
@@ -255,8 +271,7 @@ static bool add(char *words, char *answer, size_t answer_size)
     return fault.kind == FAULT_NONE;
 }
 
-static bool clear(char *words, char *answer, size_t answer_size)
-{
+static bool clear(char *words, char *answer, size_t answer_size) {
     uint32_t id = *words ? (uint32_t)strtoul(words, NULL, 10) : 0, kept = 0, before;
 
     pthread_mutex_lock(&lock);
@@ -271,23 +286,21 @@ static bool clear(char *words, char *answer, size_t answer_size)
     return true;
 }
 
-static bool list(char *answer, size_t answer_size)
-{
+static bool list(char *answer, size_t answer_size) {
     size_t used = (size_t)snprintf(answer, answer_size, "\"faults\": [");
 
     pthread_mutex_lock(&lock);
     for (uint32_t i = 0; i < fault_count && used < answer_size; i++)
         used += (size_t)snprintf(answer + used, answer_size - used,
-            "%s{\"id\": %u, \"kind\": \"%s\", \"what\": \"%s\", \"hits\": %lu, \"left\": %ld}", i ? ", " : "", faults[i].id,
-            word_of(kinds, faults[i].kind), word_of(whats, faults[i].what), faults[i].hits, faults[i].left);
+                                 "%s{\"id\": %u, \"kind\": \"%s\", \"what\": \"%s\", \"hits\": %lu, \"left\": %ld}", i ? ", " : "", faults[i].id,
+                                 word_of(kinds, faults[i].kind), word_of(whats, faults[i].what), faults[i].hits, faults[i].left);
     pthread_mutex_unlock(&lock);
     if (used < answer_size)
         snprintf(answer + used, answer_size - used, "]");
     return true;
 }
 
-bool fault_control(char *line, char *answer, size_t answer_size)
-{
+bool fault_control(char *line, char *answer, size_t answer_size) {
     if (!strncmp(line, "fault ", 6))
         return add(line + 6, answer, answer_size);
     if (!strncmp(line, "clear", 5) && (!line[5] || line[5] == ' '))

@@ -10,8 +10,7 @@
 
 #define DATASET_SIZE_MAX (256 * sizeof(struct nvme_range))
 
-static struct backing *find_backing(const struct connection *connection, uint32_t nsid)
-{
+static struct backing *find_backing(const struct connection *connection, uint32_t nsid) {
     struct subsystem *subsystem = connection->subsystem;
     struct backing *backing;
 
@@ -21,8 +20,7 @@ static struct backing *find_backing(const struct connection *connection, uint32_
     return atomic_load_explicit(&backing->attached, memory_order_relaxed) ? backing : NULL;
 }
 
-static uint16_t check_range(struct request *request, uint64_t first, uint64_t count)
-{
+static uint16_t check_range(struct request *request, uint64_t first, uint64_t count) {
     uint64_t blocks = request->backing->size / enclosure.options.block_size;
 
     if (first > blocks || count > blocks - first)
@@ -31,13 +29,9 @@ static uint16_t check_range(struct request *request, uint64_t first, uint64_t co
     return NVME_SC_SUCCESS;
 }
 
-static uint64_t first_block(const struct nvme_command *command)
-{
-    return (uint64_t)command->cdw11 << 32 | command->cdw10;
-}
+static uint64_t first_block(const struct nvme_command *command) { return (uint64_t)command->cdw11 << 32 | command->cdw10; }
 
-uint16_t io_prepare(struct connection *connection, struct request *request)
-{
+uint16_t io_prepare(struct connection *connection, struct request *request) {
     const struct nvme_command *command = &request->command;
     uint64_t count = (command->cdw12 & 0xffff) + 1;
     uint16_t status;
@@ -47,8 +41,8 @@ uint16_t io_prepare(struct connection *connection, struct request *request)
     request->backing = find_backing(connection, command->nsid);
     if (request->backing == NULL)
         return NVME_SC_INVALID_NAMESPACE | NVME_STATUS_DNR;
-    if ((command->opcode == NVME_IO_WRITE || command->opcode == NVME_IO_WRITE_ZEROES || command->opcode == NVME_IO_DATASET)
-        && !reserve_allows(connection, request->backing))
+    if ((command->opcode == NVME_IO_WRITE || command->opcode == NVME_IO_WRITE_ZEROES || command->opcode == NVME_IO_DATASET) &&
+        !reserve_allows(connection, request->backing))
         return NVME_SC_RESERVATION_CONFLICT | NVME_STATUS_DNR;
     switch (command->opcode) {
     case NVME_IO_READ:
@@ -82,19 +76,14 @@ uint16_t io_prepare(struct connection *connection, struct request *request)
 }
 
 /* Bytes of a namespace become zeros, and take no space where that can be had. */
-static void discard(struct backing *backing, uint64_t offset, uint64_t size)
-{
+static void discard(struct backing *backing, uint64_t offset, uint64_t size) {
     if (size && fallocate(backing->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)size) < 0)
         memset(backing->map + offset, 0, size);
 }
 
-static uint16_t flush(const struct backing *backing)
-{
-    return fdatasync(backing->fd) ? NVME_SC_INTERNAL : NVME_SC_SUCCESS;
-}
+static uint16_t flush(const struct backing *backing) { return fdatasync(backing->fd) ? NVME_SC_INTERNAL : NVME_SC_SUCCESS; }
 
-static uint16_t run_dataset(struct request *request)
-{
+static uint16_t run_dataset(struct request *request) {
     const struct nvme_range *ranges = (const void *)request->data;
     uint32_t count = (request->command.cdw10 & 0xff) + 1;
 
@@ -106,12 +95,11 @@ static uint16_t run_dataset(struct request *request)
     }
     for (uint32_t i = 0; i < count && request->command.cdw11 & NVME_DATASET_DEALLOCATE; i++)
         discard(request->backing, ranges[i].first_block * enclosure.options.block_size,
-            (uint64_t)ranges[i].block_count * enclosure.options.block_size);
+                (uint64_t)ranges[i].block_count * enclosure.options.block_size);
     return NVME_SC_SUCCESS;
 }
 
-uint16_t io_run(struct connection *connection, struct request *request)
-{
+uint16_t io_run(struct connection *connection, struct request *request) {
     struct backing *backing = request->backing;
 
     switch (request->command.opcode) {

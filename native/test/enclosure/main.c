@@ -25,8 +25,17 @@
 #define STOP_TIMEOUT_MS 5000
 
 struct enclosure enclosure = {
-    .options = {.host = "127.0.0.1", .port = NVME_TCP_PORT, .block_size = 4096, .queue_count = 64, .entries = 128, .in_capsule_size = 16384,
-        .max_h2c_size = 1 << 20, .mdts = 10, .digests = NVME_DIGEST_HEADER | NVME_DIGEST_DATA, .success = true, .seed = 1},
+    .options = {.host = "127.0.0.1",
+                .port = NVME_TCP_PORT,
+                .block_size = 4096,
+                .queue_count = 64,
+                .entries = 128,
+                .in_capsule_size = 16384,
+                .max_h2c_size = 1 << 20,
+                .mdts = 10,
+                .digests = NVME_DIGEST_HEADER | NVME_DIGEST_DATA,
+                .success = true,
+                .seed = 1},
     .lock = PTHREAD_MUTEX_INITIALIZER,
     .changed = PTHREAD_COND_INITIALIZER,
     .generation = 1,
@@ -34,16 +43,14 @@ struct enclosure enclosure = {
 };
 static int quit_fd; /* also: listen_fd has changed */
 
-int64_t now_ns(void)
-{
+int64_t now_ns(void) {
     struct timespec now;
 
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-void say(const char *format, ...)
-{
+void say(const char *format, ...) {
     char text[600];
     va_list arguments;
 
@@ -53,16 +60,14 @@ void say(const char *format, ...)
     fprintf(stderr, "nvme_tcp_target: %s\n", text);
 }
 
-static void look(void)
-{
+static void look(void) {
     uint64_t one = 1;
 
     if (write(quit_fd, &one, sizeof(one)) < 0)
         say("eventfd: %s", strerror(errno));
 }
 
-void enclosure_quit(void)
-{
+void enclosure_quit(void) {
     pthread_mutex_lock(&enclosure.lock);
     enclosure.stopping = true;
     pthread_mutex_unlock(&enclosure.lock);
@@ -72,8 +77,7 @@ void enclosure_quit(void)
 /* ---- namespaces ---- */
 
 /* The same name, the same identity, on every start: FNV-1a, twice. */
-static void make_nguid(struct backing *backing)
-{
+static void make_nguid(struct backing *backing) {
     uint64_t hash = 14695981039346656037ull ^ backing->nsid;
 
     for (int half = 0; half < 2; half++) {
@@ -83,8 +87,7 @@ static void make_nguid(struct backing *backing)
     }
 }
 
-static bool open_backing(struct backing *backing)
-{
+static bool open_backing(struct backing *backing) {
     uint64_t size = 0;
     struct stat status;
 
@@ -116,8 +119,7 @@ static bool open_backing(struct backing *backing)
 }
 
 /* NQN=PATH[,PATH...] */
-static bool add_subsystem(char *text)
-{
+static bool add_subsystem(char *text) {
     struct subsystem *subsystem = calloc(1, sizeof(*subsystem));
     char *paths = strchr(text, '='), *rest;
 
@@ -146,8 +148,7 @@ static bool add_subsystem(char *text)
 
 /* ---- listening ---- */
 
-int listen_now(void)
-{
+int listen_now(void) {
     struct addrinfo hints = {.ai_flags = AI_NUMERICHOST | AI_PASSIVE, .ai_socktype = SOCK_STREAM}, *address;
     struct sockaddr_storage bound;
     socklen_t bound_size = sizeof(bound);
@@ -163,14 +164,14 @@ int listen_now(void)
         goto out;
     }
     fd = socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) || bind(fd, address->ai_addr, address->ai_addrlen)
-        || listen(fd, 256) || getsockname(fd, (struct sockaddr *)&bound, &bound_size)) {
+    if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) || bind(fd, address->ai_addr, address->ai_addrlen) || listen(fd, 256) ||
+        getsockname(fd, (struct sockaddr *)&bound, &bound_size)) {
         status = -errno;
         if (fd >= 0)
             close(fd);
     } else {
-        enclosure.options.port = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port
-            : ((struct sockaddr_in *)&bound)->sin_port);
+        enclosure.options.port =
+            ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port : ((struct sockaddr_in *)&bound)->sin_port);
         enclosure.listen_fd = fd;
     }
     freeaddrinfo(address);
@@ -180,8 +181,7 @@ out:
     return status;
 }
 
-void listen_end(void)
-{
+void listen_end(void) {
     pthread_mutex_lock(&enclosure.lock);
     if (enclosure.listen_fd >= 0) {
         shutdown(enclosure.listen_fd, SHUT_RDWR); /* a thread that polls it keeps it open, and connections would still be taken */
@@ -192,8 +192,7 @@ void listen_end(void)
     look();
 }
 
-static void accept_one(int listen_fd)
-{
+static void accept_one(int listen_fd) {
     struct sockaddr_storage address;
     socklen_t size = sizeof(address);
     char host[64] = "?", port[8] = "?", peer[80];
@@ -206,8 +205,7 @@ static void accept_one(int listen_fd)
     connection_start(fd, peer);
 }
 
-static void *wait_signal(void *argument)
-{
+static void *wait_signal(void *argument) {
     int number;
 
     sigwait(argument, &number);
@@ -215,8 +213,7 @@ static void *wait_signal(void *argument)
     return NULL;
 }
 
-static void serve(void)
-{
+static void serve(void) {
     for (;;) {
         struct pollfd pollers[2] = {{quit_fd, POLLIN, 0}, {-1, POLLIN, 0}};
         uint64_t woken;
@@ -237,8 +234,7 @@ static void serve(void)
 }
 
 /* Connections end, and with them what they had under way. */
-static void stop(void)
-{
+static void stop(void) {
     struct timespec until;
 
     listen_end();
@@ -270,13 +266,26 @@ static const char usage[] =
     "  --seed N              of faults that come by chance     --verbose           says when connections come and go\n";
 
 enum option_code {
-    OPTION_SUBSYSTEM = 1, OPTION_LISTEN, OPTION_CONTROL, OPTION_BLOCK_SIZE, OPTION_QUEUES, OPTION_ENTRIES, OPTION_IN_CAPSULE, OPTION_H2C,
-    OPTION_MDTS, OPTION_R2T, OPTION_C2H, OPTION_DIGEST, OPTION_NO_SUCCESS, OPTION_CPDA, OPTION_SEED, OPTION_VERBOSE
+    OPTION_SUBSYSTEM = 1,
+    OPTION_LISTEN,
+    OPTION_CONTROL,
+    OPTION_BLOCK_SIZE,
+    OPTION_QUEUES,
+    OPTION_ENTRIES,
+    OPTION_IN_CAPSULE,
+    OPTION_H2C,
+    OPTION_MDTS,
+    OPTION_R2T,
+    OPTION_C2H,
+    OPTION_DIGEST,
+    OPTION_NO_SUCCESS,
+    OPTION_CPDA,
+    OPTION_SEED,
+    OPTION_VERBOSE
 };
 
 /* A number within bounds, and a multiple of `unit`. */
-static bool number(const char *name, const char *text, uint64_t least, uint64_t most, uint64_t unit, uint32_t *value)
-{
+static bool number(const char *name, const char *text, uint64_t least, uint64_t most, uint64_t unit, uint32_t *value) {
     char *end;
     unsigned long long parsed = strtoull(text, &end, 10);
 
@@ -288,8 +297,7 @@ static bool number(const char *name, const char *text, uint64_t least, uint64_t 
     return true;
 }
 
-static bool parse_listen(const char *text)
-{
+static bool parse_listen(const char *text) {
     const char *colon = strrchr(text, ':');
     uint32_t port = 0;
     size_t size = colon ? (size_t)(colon - text) : 0;
@@ -310,8 +318,7 @@ static bool parse_listen(const char *text)
     return true;
 }
 
-static bool parse_digest(const char *text)
-{
+static bool parse_digest(const char *text) {
     static const char *const names[] = {"none", "header", "data", "both"}; /* by enum nvme_digests */
 
     for (uint32_t i = 0; i < 4; i++)
@@ -323,15 +330,24 @@ static bool parse_digest(const char *text)
     return false;
 }
 
-static bool parse(int argc, char **argv, const char **control, char **subsystems, uint32_t *count)
-{
-    static const struct option names[] = {{"subsystem", 1, NULL, OPTION_SUBSYSTEM}, {"listen", 1, NULL, OPTION_LISTEN},
-        {"control", 1, NULL, OPTION_CONTROL}, {"block-size", 1, NULL, OPTION_BLOCK_SIZE}, {"queues", 1, NULL, OPTION_QUEUES},
-        {"entries", 1, NULL, OPTION_ENTRIES}, {"in-capsule", 1, NULL, OPTION_IN_CAPSULE}, {"max-h2c-data", 1, NULL, OPTION_H2C},
-        {"mdts", 1, NULL, OPTION_MDTS}, {"r2t-size", 1, NULL, OPTION_R2T}, {"c2h-size", 1, NULL, OPTION_C2H},
-        {"digest", 1, NULL, OPTION_DIGEST},
-        {"no-success", 0, NULL, OPTION_NO_SUCCESS}, {"cpda", 1, NULL, OPTION_CPDA}, {"seed", 1, NULL, OPTION_SEED},
-        {"verbose", 0, NULL, OPTION_VERBOSE}, {NULL, 0, NULL, 0}};
+static bool parse(int argc, char **argv, const char **control, char **subsystems, uint32_t *count) {
+    static const struct option names[] = {{"subsystem", 1, NULL, OPTION_SUBSYSTEM},
+                                          {"listen", 1, NULL, OPTION_LISTEN},
+                                          {"control", 1, NULL, OPTION_CONTROL},
+                                          {"block-size", 1, NULL, OPTION_BLOCK_SIZE},
+                                          {"queues", 1, NULL, OPTION_QUEUES},
+                                          {"entries", 1, NULL, OPTION_ENTRIES},
+                                          {"in-capsule", 1, NULL, OPTION_IN_CAPSULE},
+                                          {"max-h2c-data", 1, NULL, OPTION_H2C},
+                                          {"mdts", 1, NULL, OPTION_MDTS},
+                                          {"r2t-size", 1, NULL, OPTION_R2T},
+                                          {"c2h-size", 1, NULL, OPTION_C2H},
+                                          {"digest", 1, NULL, OPTION_DIGEST},
+                                          {"no-success", 0, NULL, OPTION_NO_SUCCESS},
+                                          {"cpda", 1, NULL, OPTION_CPDA},
+                                          {"seed", 1, NULL, OPTION_SEED},
+                                          {"verbose", 0, NULL, OPTION_VERBOSE},
+                                          {NULL, 0, NULL, 0}};
     struct options *options = &enclosure.options;
     uint32_t seed;
     bool ok = true;
@@ -369,8 +385,7 @@ static bool parse(int argc, char **argv, const char **control, char **subsystems
     return ok && optind == argc && *count;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static struct subsystem discovery = {.nqn = NVME_DISCOVERY_NQN, .discovery = true};
     static char *subsystems[SUBSYSTEMS_MAX];
     static sigset_t signals;

@@ -7,8 +7,7 @@
 
 static void advance(struct connection *connection, struct request *request);
 
-void request_end(struct connection *connection, struct request *request)
-{
+void request_end(struct connection *connection, struct request *request) {
     free(request->own);
     if (request->held)
         atomic_fetch_sub(&connection->held_count, 1);
@@ -16,22 +15,19 @@ void request_end(struct connection *connection, struct request *request)
     connection->free_requests[connection->free_count++] = (uint32_t)(request - connection->requests);
 }
 
-static void hold(struct connection *connection, struct request *request, int64_t due_ns)
-{
+static void hold(struct connection *connection, struct request *request, int64_t due_ns) {
     request->held = true;
     request->due_ns = due_ns;
     atomic_fetch_add(&connection->held_count, 1);
 }
 
-static void release(struct connection *connection, struct request *request)
-{
+static void release(struct connection *connection, struct request *request) {
     request->held = false;
     atomic_fetch_sub(&connection->held_count, 1);
 }
 
 /* The SGL must describe what the command is about: in the capsule exactly as much as came, or the transport's own. */
-static uint16_t check_sgl(const struct request *request, uint32_t inline_size)
-{
+static uint16_t check_sgl(const struct request *request, uint32_t inline_size) {
     const struct nvme_sgl *sgl = &request->command.sgl;
 
     if (!request->size)
@@ -48,8 +44,7 @@ static uint16_t check_sgl(const struct request *request, uint32_t inline_size)
 }
 
 /* Among those that wait: what is being sent may have reached the host, which may use its CID again. */
-static bool cid_in_use(const struct connection *connection, const struct request *request)
-{
+static bool cid_in_use(const struct connection *connection, const struct request *request) {
     if (!connection->transfer_count && !atomic_load(&connection->held_count))
         return false;
     for (uint32_t i = 0; i < connection->entries; i++) {
@@ -61,8 +56,7 @@ static bool cid_in_use(const struct connection *connection, const struct request
     return false;
 }
 
-static uint16_t prepare(struct connection *connection, struct request *request)
-{
+static uint16_t prepare(struct connection *connection, struct request *request) {
     const struct nvme_command *command = &request->command;
     bool first = !connection->connected, connect = command->opcode == NVME_OPCODE_FABRICS && (command->nsid & 0xff) == NVME_CONNECT;
 
@@ -77,8 +71,7 @@ static uint16_t prepare(struct connection *connection, struct request *request)
     return connection->qid ? io_prepare(connection, request) : admin_prepare(connection, request);
 }
 
-void request_command(struct connection *connection, const struct nvme_command *command, uint32_t inline_size)
-{
+void request_command(struct connection *connection, const struct nvme_command *command, uint32_t inline_size) {
     struct request *request;
     uint32_t size = 0;
     uint8_t *own;
@@ -133,8 +126,7 @@ void request_command(struct connection *connection, const struct nvme_command *c
     connection_payload(connection, request, request->own, inline_size, true);
 }
 
-static void ask(struct connection *connection, struct request *request)
-{
+static void ask(struct connection *connection, struct request *request) {
     uint32_t left = request->size - request->asked, most = enclosure.options.r2t_size;
 
     if (request->stage != STAGE_TRANSFER)
@@ -143,8 +135,7 @@ static void ask(struct connection *connection, struct request *request)
     answer_r2t(connection, request, most && most < left ? most : left);
 }
 
-static uint16_t run(struct connection *connection, struct request *request)
-{
+static uint16_t run(struct connection *connection, struct request *request) {
     if (request->copy)
         memcpy(request->data, request->own + request->copy_at, request->size);
     if (request->command.opcode == NVME_OPCODE_FABRICS)
@@ -152,8 +143,7 @@ static uint16_t run(struct connection *connection, struct request *request)
     return connection->qid ? io_run(connection, request) : admin_run(connection, request);
 }
 
-static void advance(struct connection *connection, struct request *request)
-{
+static void advance(struct connection *connection, struct request *request) {
     bool late = request->fault.kind == FAULT_DELAY || request->fault.kind == FAULT_SLOW, drop = request->fault.kind == FAULT_DROP;
 
     if (request->stage == STAGE_START && request->status)
@@ -188,8 +178,7 @@ static void advance(struct connection *connection, struct request *request)
     answer(connection, request);
 }
 
-void request_data(struct connection *connection, const struct nvme_data *pdu)
-{
+void request_data(struct connection *connection, const struct nvme_data *pdu) {
     struct request *request = pdu->ttag < connection->entries ? &connection->requests[pdu->ttag] : NULL;
     uint8_t *target;
 
@@ -205,8 +194,7 @@ void request_data(struct connection *connection, const struct nvme_data *pdu)
     connection_payload(connection, request, target + pdu->offset, pdu->size, false);
 }
 
-void request_payload_done(struct connection *connection, bool digest_ok)
-{
+void request_payload_done(struct connection *connection, bool digest_ok) {
     struct request *request = connection->payload.request;
 
     if (!digest_ok && !request->status)
@@ -225,8 +213,7 @@ void request_payload_done(struct connection *connection, bool digest_ok)
     advance(connection, request);
 }
 
-int64_t request_next_due(const struct connection *connection)
-{
+int64_t request_next_due(const struct connection *connection) {
     int64_t due = FOREVER_NS;
 
     for (uint32_t i = 0; i < connection->entries && atomic_load(&connection->held_count); i++)
@@ -235,8 +222,7 @@ int64_t request_next_due(const struct connection *connection)
     return due;
 }
 
-static struct request *held_event(struct connection *connection)
-{
+static struct request *held_event(struct connection *connection) {
     for (uint32_t i = 0; i < connection->entries; i++)
         if (connection->requests[i].held && connection->requests[i].event)
             return &connection->requests[i];
@@ -244,8 +230,7 @@ static struct request *held_event(struct connection *connection)
 }
 
 /* Commands that waited: for their time, for an abort, for an event. */
-void request_due(struct connection *connection)
-{
+void request_due(struct connection *connection) {
     int64_t now;
 
     if (!atomic_load(&connection->held_count))

@@ -9,16 +9,14 @@
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static struct registrant *find(struct backing *backing, const uint8_t hostid[16])
-{
+static struct registrant *find(struct backing *backing, const uint8_t hostid[16]) {
     for (uint32_t i = 0; i < REGISTRANTS_MAX; i++)
         if (backing->registrants[i].used && !memcmp(backing->registrants[i].hostid, hostid, 16))
             return &backing->registrants[i];
     return NULL;
 }
 
-static void forget(struct backing *backing, struct registrant *registrant)
-{
+static void forget(struct backing *backing, struct registrant *registrant) {
     if (backing->holder == registrant) {
         backing->holder = NULL;
         atomic_store(&backing->reserved, false);
@@ -26,14 +24,12 @@ static void forget(struct backing *backing, struct registrant *registrant)
     *registrant = (struct registrant){0};
 }
 
-static void take(struct backing *backing, struct registrant *registrant)
-{
+static void take(struct backing *backing, struct registrant *registrant) {
     backing->holder = registrant;
     atomic_store(&backing->reserved, true);
 }
 
-bool reserve_allows(const struct connection *connection, struct backing *backing)
-{
+bool reserve_allows(const struct connection *connection, struct backing *backing) {
     bool allowed;
 
     if (!atomic_load_explicit(&backing->reserved, memory_order_relaxed))
@@ -45,8 +41,7 @@ bool reserve_allows(const struct connection *connection, struct backing *backing
 }
 
 static uint16_t do_register(const struct connection *connection, struct backing *backing, uint32_t action, bool any_key,
-    const struct nvme_reservation_keys *keys)
-{
+                            const struct nvme_reservation_keys *keys) {
     struct registrant *own = find(backing, connection->hostid);
 
     if (action == NVME_REGISTER_NEW) {
@@ -71,8 +66,7 @@ static uint16_t do_register(const struct connection *connection, struct backing 
 }
 
 static uint16_t do_acquire(const struct connection *connection, struct backing *backing, uint32_t action, uint32_t type,
-    const struct nvme_reservation_keys *keys)
-{
+                           const struct nvme_reservation_keys *keys) {
     struct registrant *own = find(backing, connection->hostid);
 
     if (type != NVME_RESERVATION_WRITE_REGISTRANTS)
@@ -99,8 +93,7 @@ static uint16_t do_acquire(const struct connection *connection, struct backing *
     return NVME_SC_SUCCESS;
 }
 
-static uint16_t do_release(const struct connection *connection, struct backing *backing, const struct nvme_reservation_keys *keys)
-{
+static uint16_t do_release(const struct connection *connection, struct backing *backing, const struct nvme_reservation_keys *keys) {
     struct registrant *own = find(backing, connection->hostid);
 
     if (own == NULL || own->key != keys->current)
@@ -112,8 +105,7 @@ static uint16_t do_release(const struct connection *connection, struct backing *
     return NVME_SC_SUCCESS;
 }
 
-uint16_t reserve_run(struct connection *connection, struct request *request)
-{
+uint16_t reserve_run(struct connection *connection, struct request *request) {
     const struct nvme_command *command = &request->command;
     uint32_t action = command->cdw10 & 7, type = command->cdw10 >> 8 & 0xff;
     struct nvme_reservation_keys keys = {0};
@@ -132,8 +124,7 @@ uint16_t reserve_run(struct connection *connection, struct request *request)
 }
 
 /* How many hosts are registered, and whether one of them holds a reservation. */
-void reserve_count(struct backing *backing, uint32_t *registered, bool *held)
-{
+void reserve_count(struct backing *backing, uint32_t *registered, bool *held) {
     *registered = 0;
     pthread_mutex_lock(&lock);
     for (uint32_t i = 0; i < REGISTRANTS_MAX; i++)

@@ -16,9 +16,25 @@ enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_CONTEXT = 201 };
 #define CONTEXT ((void *)0xc0c0)
 #define LATE_NS 1000000
 
-struct allocation { uint8_t *address, *content; size_t size; bool pinned; };
-struct operation { struct operation *next; void *to; void *from; size_t size; long delay_ns; };
-struct stream { pthread_t thread; pthread_mutex_t lock; pthread_cond_t changed; struct operation *first, **last; bool busy; };
+struct allocation {
+    uint8_t *address, *content;
+    size_t size;
+    bool pinned;
+};
+struct operation {
+    struct operation *next;
+    void *to;
+    void *from;
+    size_t size;
+    long delay_ns;
+};
+struct stream {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct operation *first, **last;
+    bool busy;
+};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct allocation allocations[ALLOCATIONS_MAX];
@@ -166,7 +182,7 @@ int cuPointerGetAttribute(void *out, int attribute, uint64_t pointer) {
     if (!a)
         return INVALID_VALUE;
     switch (attribute) {
-    case 1: *(void **)out = NULL; return SUCCESS;   /* as memory of a pool: no context of its own */
+    case 1: *(void **)out = NULL; return SUCCESS; /* as memory of a pool: no context of its own */
     case 2: *(unsigned *)out = a->pinned ? 1 : 2; return SUCCESS;
     case 8: *(unsigned *)out = 0; return SUCCESS;
     case 9: *(int *)out = 0; return SUCCESS;

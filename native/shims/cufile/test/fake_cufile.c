@@ -2,7 +2,9 @@
  * cuFileObjectInitialize() prints the arguments that arrived. */
 #include <stddef.h>
 
-struct status { int error, cuda_error; };
+struct status {
+    int error, cuda_error;
+};
 
 struct status cuFileDriverOpen(void) { return (struct status){0, 0}; }
 struct status cuFileDriverClose_v2(void) { return (struct status){0, 0}; }

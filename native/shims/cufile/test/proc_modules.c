@@ -5,19 +5,14 @@
 #include <stdio.h>
 #include <string.h>
 
-static const char *stand_in(const char *path)
-{
-    return path && strcmp(path, "/proc/modules") == 0 ? "/dev/null" : path;
-}
+static const char *stand_in(const char *path) { return path && strcmp(path, "/proc/modules") == 0 ? "/dev/null" : path; }
 
-FILE *fopen(const char *path, const char *mode)
-{
-    FILE *(*next)(const char *, const char *) = (FILE *(*)(const char *, const char *))dlsym(RTLD_NEXT, "fopen");
+FILE *fopen(const char *path, const char *mode) {
+    FILE *(*next)(const char *, const char *) = (FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, "fopen");
     return next(stand_in(path), mode);
 }
 
-FILE *fopen64(const char *path, const char *mode)
-{
-    FILE *(*next)(const char *, const char *) = (FILE *(*)(const char *, const char *))dlsym(RTLD_NEXT, "fopen64");
+FILE *fopen64(const char *path, const char *mode) {
+    FILE *(*next)(const char *, const char *) = (FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, "fopen64");
     return next(stand_in(path), mode);
 }

@@ -11,7 +11,10 @@
 #define LATE_NS 300000000
 
 static atomic_int busy;
-static struct { void *data; uint64_t size; } late;
+static struct {
+    void *data;
+    uint64_t size;
+} late;
 
 int kvfs_connect(const char *path, const char *space, const void *options, void **out) {
     (void)path, (void)space, (void)options;

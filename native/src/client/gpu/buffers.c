@@ -1,7 +1,13 @@
 /* Checks of the caller's buffers and stream, before a GPU reader works with them. */
 #include "client/gpu/reader.h"
 
-struct pointer_attributes { cuda_context context; unsigned type; int ordinal; cuda_pointer start; size_t size; };
+struct pointer_attributes {
+    cuda_context context;
+    unsigned type;
+    int ordinal;
+    cuda_pointer start;
+    size_t size;
+};
 static int pointer_look_up(struct kvfs_gpu *gpu, cuda_pointer pointer, struct pointer_attributes *out) {
     int attributes[] = {CUDA_POINTER_CONTEXT, CUDA_POINTER_MEMORY_TYPE, CUDA_POINTER_DEVICE_ORDINAL, CUDA_POINTER_RANGE_START,
                         CUDA_POINTER_RANGE_SIZE};
@@ -20,8 +26,8 @@ static int pointer_check(struct kvfs_gpu *gpu, uint32_t i, uint32_t count, const
     if (found->type != CUDA_MEMORYTYPE_DEVICE && found->type != CUDA_MEMORYTYPE_UNIFIED)
         return client_fail(-EINVAL, "buffer %u of %u: 0x%llx is %s", i, count, (unsigned long long)at, kind);
     if (found->ordinal != gpu->device)
-        return client_fail(-EINVAL, "buffer %u of %u: 0x%llx is on GPU %d; this reader is GPU %d's", i, count, (unsigned long long)at,
-                           found->ordinal, gpu->device);
+        return client_fail(-EINVAL, "buffer %u of %u: 0x%llx is on GPU %d; this reader is GPU %d's", i, count, (unsigned long long)at, found->ordinal,
+                           gpu->device);
     return 0;
 }
 
@@ -42,8 +48,8 @@ int buffers_check(struct kvfs_gpu *gpu, const struct kvfs_buffer *buffers, uint3
             return r;
         if (found.context && found.size && size > found.size - (at - found.start))
             return client_fail(-EINVAL, "buffer %u of %u: %llu bytes at 0x%llx, %llu past the end of its allocation of %llu", i, count,
-                               (unsigned long long)size, (unsigned long long)at,
-                               (unsigned long long)(size - (found.size - (at - found.start))), (unsigned long long)found.size);
+                               (unsigned long long)size, (unsigned long long)at, (unsigned long long)(size - (found.size - (at - found.start))),
+                               (unsigned long long)found.size);
         if (!found.context) { /* mapped memory (cuMemMap, pools) has no context, and an address range of several allocations */
             r = pointer_look_up(gpu, at + size - 1, &end);
             if (r == 0)
@@ -53,8 +59,8 @@ int buffers_check(struct kvfs_gpu *gpu, const struct kvfs_buffer *buffers, uint3
             found.context = gpu->primary;
         }
         if (*context && *context != found.context)
-            return client_fail(-EINVAL, "buffer %u of %u: 0x%llx belongs to another CUDA context than buffer %u", i, count,
-                               (unsigned long long)at, first);
+            return client_fail(-EINVAL, "buffer %u of %u: 0x%llx belongs to another CUDA context than buffer %u", i, count, (unsigned long long)at,
+                               first);
         if (!*context)
             first = i;
         *context = found.context;
@@ -66,7 +72,6 @@ int buffers_check(struct kvfs_gpu *gpu, const struct kvfs_buffer *buffers, uint3
 int stream_check(struct kvfs_gpu *gpu, cuda_stream stream) {
     int capturing = 0, r = stream ? CUDA(gpu, cuStreamIsCapturing, stream, &capturing) : 0;
     if (r == 0 && capturing)
-        return client_fail(-EINVAL, "stream 0x%llx is being captured into a graph: read outside of it",
-                           (unsigned long long)(uintptr_t)stream);
+        return client_fail(-EINVAL, "stream 0x%llx is being captured into a graph: read outside of it", (unsigned long long)(uintptr_t)stream);
     return r;
 }

@@ -21,24 +21,29 @@
 #define PART_MAX ((uint64_t)1 << 20)
 #define PROOFS 8
 #define CANARY_SIZE ((uint64_t)KVFS_LABEL_SIZE)
-#define STATISTICS_SIZE ((size_t)64 << 10)   /* of libcufile 1.20's: 5 KiB */
-#define LEAF_WORDS 40                        /* struct gpu_leaf_keys */
+#define STATISTICS_SIZE ((size_t)64 << 10) /* of libcufile 1.20's: 5 KiB */
+#define LEAF_WORDS 40                      /* struct gpu_leaf_keys */
 
 /* ---- cuFile, own declarations ---- */
 
-struct cufile_status { int error, cuda_error; };
+struct cufile_status {
+    int error, cuda_error;
+};
 struct cufile_description {
-    int type;                                /* 1: a descriptor */
-    union { int fd; void *handle; };
+    int type; /* 1: a descriptor */
+    union {
+        int fd;
+        void *handle;
+    };
     const void *operations;
 };
-#define CUFILE_FUNCTIONS(X)                                                                                               \
-    X(struct cufile_status, DriverOpen, (void))                                                                           \
-    X(struct cufile_status, HandleRegister, (void **handle, struct cufile_description *description))                      \
-    X(void, HandleDeregister, (void *handle))                                                                             \
-    X(ssize_t, Read, (void *handle, void *base, size_t size, int64_t file_offset, int64_t base_offset))                   \
-    X(struct cufile_status, SetStatsLevel, (int level))                                                                   \
-    X(struct cufile_status, StatsStart, (void))                                                                           \
+#define CUFILE_FUNCTIONS(X)                                                                             \
+    X(struct cufile_status, DriverOpen, (void))                                                         \
+    X(struct cufile_status, HandleRegister, (void **handle, struct cufile_description *description))    \
+    X(void, HandleDeregister, (void *handle))                                                           \
+    X(ssize_t, Read, (void *handle, void *base, size_t size, int64_t file_offset, int64_t base_offset)) \
+    X(struct cufile_status, SetStatsLevel, (int level))                                                 \
+    X(struct cufile_status, StatsStart, (void))                                                         \
     X(struct cufile_status, GetStatsL3, (void *statistics))
 struct cufile {
 #define CUFILE_MEMBER(result, function, parameters) result(*function) parameters;
@@ -62,11 +67,11 @@ static int cufile_load(const char *path, const struct cufile **out) {
             r = client_fail(-EOPNOTSUPP, "no gds: no libcufile: %s", dlerror());
         if (modules)
             fclose(modules);
-#define LOAD(result, function, parameters)                                     \
-    if (library) {                                                             \
-        void *symbol = dlsym(library, "cuFile" #function);                     \
-        memcpy(&cufile.function, &symbol, sizeof(symbol));                     \
-        missing = symbol ? missing : "cuFile" #function;                       \
+#define LOAD(result, function, parameters)                 \
+    if (library) {                                         \
+        void *symbol = dlsym(library, "cuFile" #function); \
+        memcpy(&cufile.function, &symbol, sizeof(symbol)); \
+        missing = symbol ? missing : "cuFile" #function;   \
     }
         CUFILE_FUNCTIONS(LOAD)
 #undef LOAD
@@ -92,17 +97,17 @@ struct direct_part {
     void *handle;
     uint32_t device;
     uint64_t file_offset, to, size;
-    uint64_t started_ns;                     /* 0: queued */
+    uint64_t started_ns; /* 0: queued */
     bool over;
-    struct orphan orphan;                      /* late */
+    struct orphan orphan; /* late */
 };
 struct direct_read {
     cuda_context context;
-    uint32_t count, left;                    /* parts; not over */
-    int error;                               /* of the first part that failed */
-    bool late;                               /* nobody waits any more: the last part frees it */
-    int fd;                                  /* canary: the CPU reads the same here first, into host; else -1 */
-    uint8_t *host;                           /* whose read it is owns it, until it is late */
+    uint32_t count, left; /* parts; not over */
+    int error;            /* of the first part that failed */
+    bool late;            /* nobody waits any more: the last part frees it */
+    int fd;               /* canary: the CPU reads the same here first, into host; else -1 */
+    uint8_t *host;        /* whose read it is owns it, until it is late */
     struct direct_part parts[];
 };
 struct direct_proof {
@@ -111,16 +116,18 @@ struct direct_proof {
     uint64_t since_ns;
     uint32_t nonce, pages;
     const uint32_t *leaves;
-    uint32_t *sums;                          /* pinned */
+    uint32_t *sums; /* pinned */
     cuda_pointer lanes, device_sums;
 };
-struct counters_of { uint64_t known, direct, indirect; };
+struct counters_of {
+    uint64_t known, direct, indirect;
+};
 struct direct {
     struct kvfs_client *client;
     const struct gpu_driver *driver;
     const struct cufile *cufile;
     int device;
-    bool any_way;                            /* KVFS_GPU_INDIRECT */
+    bool any_way; /* KVFS_GPU_INDIRECT */
     uint64_t timeout_ns;
     uint8_t uuid[16];
     cuda_context primary;
@@ -138,7 +145,7 @@ struct direct {
     cuda_module module;
     cuda_function lanes, sums;
     cuda_pointer memory;
-    uint32_t *host_sums;                     /* pinned, PROOFS * DIRECT_PROOF_PAGES */
+    uint32_t *host_sums; /* pinned, PROOFS * DIRECT_PROOF_PAGES */
     uint32_t nonce;
     struct direct_proof proofs[PROOFS];
     /* Threads, all under the lock: */
@@ -340,8 +347,8 @@ static uint32_t parts_cut(const struct direct *direct, const struct desc *desc, 
             const struct kvfs_member *member = &array->members[(uint64_t)extent->segment * width + offset / unit % width];
             out[count].device = member->device;
             out[count].handle = direct->handles[member->device];
-            out[count].file_offset = array->devices[member->device].zones_offset + member->zone * array->geometry.zone_size +
-                                     offset / unit / width * unit + offset % unit;
+            out[count].file_offset =
+                array->devices[member->device].zones_offset + member->zone * array->geometry.zone_size + offset / unit / width * unit + offset % unit;
             out[count].to = to;
             out[count].size = size;
         }
@@ -370,7 +377,9 @@ int direct_proof_start(struct direct *direct, cuda_stream stream, cuda_pointer d
         proof++;
     if (proof == direct->proofs + PROOFS)
         return 0;
-    struct { uint64_t words[LEAF_WORDS]; } keys;
+    struct {
+        uint64_t words[LEAF_WORDS];
+    } keys;
     memcpy(&keys, direct->keys, sizeof(keys));
     uint64_t count = pages;
     proof->nonce = direct->nonce = direct->nonce * 0x915f77f5u + 1;
@@ -416,10 +425,15 @@ void direct_proofs_drop(struct direct *direct) {
 
 /* ---- afterwards ---- */
 
-struct direct_look_page { struct direct_look *look; uint32_t segment; uint64_t generation; uint8_t *page; };
+struct direct_look_page {
+    struct direct_look *look;
+    uint32_t segment;
+    uint64_t generation;
+    uint8_t *page;
+};
 struct direct_look {
     struct lane *lane;
-    uint32_t count, left, held;              /* pages; not answered; not reaped */
+    uint32_t count, left, held; /* pages; not answered; not reaped */
     int error;
     bool over;
     uint8_t *memory;
@@ -496,8 +510,7 @@ int direct_look_poll(struct direct_look *look, const struct kvfs_record *record)
     if (r == 0) { /* without a daemon the table may not know */
         connection_poll(connection);
         bool there = !connection->gone && kvfs_table_find_inode(connection->table, record->inode, &now) == 0 && now.flags & KVFS_INODE_SEALED;
-        r = there && now.size == record->size && now.segment == record->segment && now.page == record->page &&
-                    now.generation == record->generation
+        r = there && now.size == record->size && now.segment == record->segment && now.page == record->page && now.generation == record->generation
                 ? 0
                 : -ESTALE;
     }
@@ -565,8 +578,7 @@ static int canary(struct direct *direct, uint32_t i, cuda_pointer memory, uint8_
                            (unsigned long long)(direct->timeout_ns / 1000000));
     uint64_t magic = KVFS_MAGIC_LABEL;
     if (r < 0)
-        r = client_fail(-EOPNOTSUPP, "no gds: device %u: cuFileRead of %llu bytes into GPU memory failed", i,
-                        (unsigned long long)CANARY_SIZE);
+        r = client_fail(-EOPNOTSUPP, "no gds: device %u: cuFileRead of %llu bytes into GPU memory failed", i, (unsigned long long)CANARY_SIZE);
     else
         r = CUDA(direct, cuMemcpyDtoH, got, memory, CANARY_SIZE);
     if (r == 0 && memcmp(host, &magic, sizeof(magic)) != 0)
@@ -591,11 +603,11 @@ static int connection_prove(struct direct *direct) {
         return r;
     struct counters_of after = cufile_counters(direct);
     if (!after.known)
-        return client_fail(-EOPNOTSUPP, "no gds: cuFile's statistics do not know GPU %d: nothing says that its reads are direct",
-                           direct->device);
+        return client_fail(-EOPNOTSUPP, "no gds: cuFile's statistics do not know GPU %d: nothing says that its reads are direct", direct->device);
     if (after.indirect != before.indirect || after.direct == before.direct)
-        return client_fail(-EOPNOTSUPP, "no gds: by cuFile's statistics, of the reads of %u devices %llu were direct, %llu through host "
-                                         "memory",
+        return client_fail(-EOPNOTSUPP,
+                           "no gds: by cuFile's statistics, of the reads of %u devices %llu were direct, %llu through host "
+                           "memory",
                            direct->handle_count, (unsigned long long)(after.direct - before.direct),
                            (unsigned long long)(after.indirect - before.indirect));
     return 0;
@@ -616,8 +628,7 @@ static int connection_register(struct direct *direct) {
         struct cufile_status status = direct->cufile->HandleRegister(&direct->handles[i], &description);
         if (status.error) {
             close(fd);
-            return client_fail(-EOPNOTSUPP, "no gds: device %u: cuFileHandleRegister: error %d (CUDA: %d)", i, status.error,
-                               status.cuda_error);
+            return client_fail(-EOPNOTSUPP, "no gds: device %u: cuFileHandleRegister: error %d (CUDA: %d)", i, status.error, status.cuda_error);
         }
         direct->fds[direct->handle_count++] = fd;
     }
@@ -676,7 +687,8 @@ int direct_enter(struct direct *direct, cuda_context context) {
         r = CUDA(direct, cuMemAlloc, &direct->memory, PROOFS * (lanes + sums));
     for (uint32_t i = 0; i < PROOFS && r == 0; i++) {
         struct direct_proof *proof = &direct->proofs[i];
-        *proof = (struct direct_proof){.sums = direct->host_sums + i * DIRECT_PROOF_PAGES, .lanes = direct->memory + i * lanes,
+        *proof = (struct direct_proof){.sums = direct->host_sums + i * DIRECT_PROOF_PAGES,
+                                       .lanes = direct->memory + i * lanes,
                                        .device_sums = direct->memory + PROOFS * lanes + i * sums};
         r = CUDA(direct, cuEventCreate, &proof->event, CUDA_EVENT_DISABLE_TIMING);
     }

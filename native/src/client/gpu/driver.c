@@ -23,11 +23,11 @@ int driver_load(const struct gpu_driver **out) {
         void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         if (!library)
             r = client_fail(-ENODEV, "no CUDA here: %s", dlerror());
-#define LOAD(function, version, parameters)                                    \
-    if (library) {                                                             \
-        void *symbol = dlsym(library, #function version);                      \
-        memcpy(&driver.function, &symbol, sizeof(symbol));                     \
-        missing = symbol ? missing : #function version;                        \
+#define LOAD(function, version, parameters)                \
+    if (library) {                                         \
+        void *symbol = dlsym(library, #function version);  \
+        memcpy(&driver.function, &symbol, sizeof(symbol)); \
+        missing = symbol ? missing : #function version;    \
     }
         GPU_DRIVER_FUNCTIONS(LOAD)
 #undef LOAD

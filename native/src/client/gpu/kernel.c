@@ -12,14 +12,13 @@ static const char kernel_source[] = "#define GPU_KERNEL extern \"C\" __global__\
 #include "client/gpu/leaf.h"
     ;
 
-#define NVRTC_FUNCTIONS(X)                                                                                                             \
-    X(CreateProgram, (void **program, const char *source, const char *name, int headers, const char *const *texts,                     \
-                      const char *const *names))                                                                                       \
-    X(CompileProgram, (void *program, int count, const char *const *options))                                                          \
-    X(GetProgramLogSize, (void *program, size_t *size))                                                                                \
-    X(GetProgramLog, (void *program, char *log))                                                                                       \
-    X(GetPTXSize, (void *program, size_t *size))                                                                                       \
-    X(GetPTX, (void *program, char *ptx))                                                                                              \
+#define NVRTC_FUNCTIONS(X)                                                                                                                    \
+    X(CreateProgram, (void **program, const char *source, const char *name, int headers, const char *const *texts, const char *const *names)) \
+    X(CompileProgram, (void *program, int count, const char *const *options))                                                                 \
+    X(GetProgramLogSize, (void *program, size_t *size))                                                                                       \
+    X(GetProgramLog, (void *program, char *log))                                                                                              \
+    X(GetPTXSize, (void *program, size_t *size))                                                                                              \
+    X(GetPTX, (void *program, char *ptx))                                                                                                     \
     X(DestroyProgram, (void **program))
 
 static int kernel_compile(const char *path, uint32_t capability, char **out) {
@@ -35,11 +34,11 @@ static int kernel_compile(const char *path, uint32_t capability, char **out) {
         library = dlopen(usual[i], RTLD_NOW | RTLD_LOCAL);
     if (!library)
         return client_fail(-EOPNOTSUPP, "no gds: no libnvrtc, which compiles the checksums for the GPU: %s", dlerror());
-#define LOAD(function, parameters)                                             \
-    do {                                                                       \
-        void *symbol = dlsym(library, "nvrtc" #function);                      \
-        memcpy(&compiler.function, &symbol, sizeof(symbol));                   \
-        missing = symbol ? missing : "nvrtc" #function;                        \
+#define LOAD(function, parameters)                           \
+    do {                                                     \
+        void *symbol = dlsym(library, "nvrtc" #function);    \
+        memcpy(&compiler.function, &symbol, sizeof(symbol)); \
+        missing = symbol ? missing : "nvrtc" #function;      \
     } while (0);
     NVRTC_FUNCTIONS(LOAD)
 #undef LOAD
@@ -64,8 +63,8 @@ static int kernel_compile(const char *path, uint32_t capability, char **out) {
         *out = text;
         return 0;
     }
-    int r = client_fail(-EOPNOTSUPP, "no gds: libnvrtc makes no kernel for compute capability %u.%u: %.150s", capability / 10,
-                        capability % 10, text && !compiled ? text : "no text");
+    int r = client_fail(-EOPNOTSUPP, "no gds: libnvrtc makes no kernel for compute capability %u.%u: %.150s", capability / 10, capability % 10,
+                        text && !compiled ? text : "no text");
     free(text);
     return r;
 }
@@ -73,7 +72,10 @@ static int kernel_compile(const char *path, uint32_t capability, char **out) {
 /* The kernel is compiled once in a process, by the compiler that was named first; the text stays. */
 int kvfs_gpu_kernel(const char *nvrtc, uint32_t capability, const char **ptx) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    static struct { uint32_t capability; char *ptx; } made[8];
+    static struct {
+        uint32_t capability;
+        char *ptx;
+    } made[8];
     uint32_t i = 0;
     pthread_mutex_lock(&lock);
     while (i < 7 && made[i].ptx && made[i].capability != capability)

@@ -6,24 +6,24 @@
 /* How a block is read. All but STAGED: its whole pages by cuFile; then it is staged, from where they end. */
 enum block_way {
     WAY_STAGED,
-    WAY_HEADER,                          /* is being read */
-    WAY_FENCE,                           /* for the caller's stream, which may still write to the buffer */
+    WAY_HEADER, /* is being read */
+    WAY_FENCE,  /* for the caller's stream, which may still write to the buffer */
     WAY_READING,
-    WAY_PROVING,                         /* one piece of it after the other */
-    WAY_LOOKING                          /* whether it still lies there */
+    WAY_PROVING, /* one piece of it after the other */
+    WAY_LOOKING  /* whether it still lies there */
 };
 
 /* A block of which pieces are read or to be read. */
 struct gpu_block {
     bool used;
-    uint32_t key, next, pieces, active;  /* pieces begun, of how many, and how many of them are being read */
+    uint32_t key, next, pieces, active; /* pieces begun, of how many, and how many of them are being read */
     uint32_t tries;
     int64_t failure;
     struct kvfs_record record;
-    struct desc *desc;                   /* it verified the pieces so far */
+    struct desc *desc; /* it verified the pieces so far */
     enum block_way way;
-    uint64_t from;                       /* bytes before this are not staged: cuFile has read them */
-    uint32_t proven;                     /* pages */
+    uint64_t from;   /* bytes before this are not staged: cuFile has read them */
+    uint32_t proven; /* pages */
     struct direct_read *read;
     struct direct_proof *proof;
     struct direct_look *look;
@@ -34,13 +34,13 @@ struct gpu_call {
     struct lane *lane;
     const struct kvfs_keys *keys;
     const struct kvfs_buffer *buffers;
-    const uint8_t *next_place;           /* of key next_key */
-    const uint8_t **places;              /* of the keys of blocks */
-    struct gpu_block *blocks;            /* ring_slots */
+    const uint8_t *next_place; /* of key next_key */
+    const uint8_t **places;    /* of the keys of blocks */
+    struct gpu_block *blocks;  /* ring_slots */
     int64_t *results;
-    cuda_stream stream;                  /* the caller's */
+    cuda_stream stream; /* the caller's */
     uint32_t next_key, blocks_used, read;
-    bool fenced, passed;                 /* our stream waits for the caller's; that has come so far */
+    bool fenced, passed; /* our stream waits for the caller's; that has come so far */
     bool direct;
     int error;
     struct shards shards;
@@ -67,7 +67,7 @@ static void piece_done(struct lane *lane, struct fetch *fetch) {
     slot->state = fetch->groups_held ? SLOT_STUCK : failure ? SLOT_FREE : SLOT_READY;
     block->active--;
     if (failure == 0 && block->desc && !same_leaves(block->desc, fetch->desc)) { /* other content than the pieces before: both are right, */
-        failure = -ESTALE;                                                        /* but not together */
+        failure = -ESTALE;                                                       /* but not together */
         slot->state = SLOT_FREE;
     } else if (failure == 0 && block->desc != fetch->desc) {
         desc_put(block->desc);
@@ -486,10 +486,9 @@ static int gpu_get(struct gpu_call *call) {
     return client_fail(r, "%s", why);
 }
 
-int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_buffer *device_buffers, uint64_t stream,
-                 int64_t *results) {
-    struct gpu_call call = {.gpu = gpu, .keys = keys, .buffers = device_buffers, .results = results, .next_place = keys->data,
-                            .stream = (cuda_stream)(uintptr_t)stream};
+int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_buffer *device_buffers, uint64_t stream, int64_t *results) {
+    struct gpu_call call = {
+        .gpu = gpu, .keys = keys, .buffers = device_buffers, .results = results, .next_place = keys->data, .stream = (cuda_stream)(uintptr_t)stream};
     struct kvfs_client *client = gpu->client;
     cuda_context context = NULL;
     int r = connection_get(client, &call.connection);

@@ -10,40 +10,45 @@
 #include "client/client.h"
 #include "client/gpu/direct.h"
 
-#define RINGS_MAX 4                  /* where devices hold on to slots, there is a second ring, and so on */
+#define RINGS_MAX 4 /* where devices hold on to slots, there is a second ring, and so on */
 #define PAUSE_NS 20000
 
-struct gpu_block;                    /* client/gpu/reader.c */
+struct gpu_block; /* client/gpu/reader.c */
 enum slot_state { SLOT_FREE, SLOT_READING, SLOT_READY, SLOT_COPYING, SLOT_STUCK };
 struct gpu_slot {
     uint8_t *memory;
     cuda_pointer destination;
     uint64_t size;
     enum slot_state state;
-    struct gpu_block *block;             /* READING */
+    struct gpu_block *block; /* READING */
 };
-struct gpu_copy { cuda_event event; uint32_t first, count; };  /* slots; count 0: a fence */
+struct gpu_copy {
+    cuda_event event;
+    uint32_t first, count;
+}; /* slots; count 0: a fence */
 struct kvfs_gpu {
     pid_t pid;
     struct kvfs_client *client;
     const struct gpu_driver *driver;
-    pthread_mutex_t lock;                /* a call */
-    int device, handle;                  /* the GPU's number, and CUDA's handle for it */
-    cuda_context primary, context;       /* the slots are registered in one; stream and events belong to the other, that of the buffers */
+    pthread_mutex_t lock;          /* a call */
+    int device, handle;            /* the GPU's number, and CUDA's handle for it */
+    cuda_context primary, context; /* the slots are registered in one; stream and events belong to the other, that of the buffers */
     cuda_stream stream;
-    cuda_event before, after;            /* the caller's stream to ours and back */
-    struct gpu_slot *slots;              /* ring_slots for each ring there may be */
+    cuda_event before, after; /* the caller's stream to ours and back */
+    struct gpu_slot *slots;   /* ring_slots for each ring there may be */
     uint32_t slot_count, ring_slots, ring_count, cursor;
     uint64_t slot_size, ring_size;
     uint8_t *rings[RINGS_MAX];
-    struct gpu_copy *copies;             /* a ring, oldest at copy_first; two a slot: a fence has a copy behind it */
+    struct gpu_copy *copies; /* a ring, oldest at copy_first; two a slot: a fence has a copy behind it */
     uint32_t copy_first, copy_count, copy_capacity;
-    uint64_t progress_ns;                /* since when the oldest copy is the oldest */
-    int broken;                          /* CUDA cannot say any more which slots are in use */
+    uint64_t progress_ns; /* since when the oldest copy is the oldest */
+    int broken;           /* CUDA cannot say any more which slots are in use */
     char why[200];
     struct kvfs_gpu_statistics count;
-    struct direct *direct;               /* NULL: staged */
-    struct { uint64_t blocks, bytes, fallbacks, mismatches; } direct_count;
+    struct direct *direct; /* NULL: staged */
+    struct {
+        uint64_t blocks, bytes, fallbacks, mismatches;
+    } direct_count;
 };
 
 /* ---- client/gpu/buffers.c ---- */

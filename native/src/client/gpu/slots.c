@@ -63,8 +63,7 @@ int copies_wait(struct kvfs_gpu *gpu) {
         if (gpu->copy_count) /* those have a limit */
             last_ns = now_ns();
         if (r == 0 && error && now_ns() - last_ns > limit_ns)
-            r = client_fail(-ETIMEDOUT, "GPU %d: its stream has not ended in %llu ms", gpu->device,
-                            (unsigned long long)(limit_ns / 1000000));
+            r = client_fail(-ETIMEDOUT, "GPU %d: its stream has not ended in %llu ms", gpu->device, (unsigned long long)(limit_ns / 1000000));
         if (r < 0)
             return gpu_break(gpu, r);
         if (error == CUDA_SUCCESS)
@@ -194,9 +193,7 @@ struct gpu_slot *slot_find(struct kvfs_gpu *gpu) {
     return NULL;
 }
 
-bool slots_neighbour(const struct kvfs_gpu *gpu, uint32_t i) {
-    return i && gpu->slots[i].memory == gpu->slots[i - 1].memory + gpu->slot_size;
-}
+bool slots_neighbour(const struct kvfs_gpu *gpu, uint32_t i) { return i && gpu->slots[i].memory == gpu->slots[i - 1].memory + gpu->slot_size; }
 
 struct gpu_slot *slots_side_by_side(struct kvfs_gpu *gpu, uint32_t count) {
     uint32_t run = 0;
@@ -295,8 +292,7 @@ void kvfs_gpu_close(struct kvfs_gpu *gpu) {
         pause_ns(1000000);
     if (!gpu->broken && driver->cuCtxPushCurrent(gpu->primary) == CUDA_SUCCESS) {
         for (uint32_t i = 0; i < gpu->ring_count; i++) /* memory that a GPU or a device may still use stays */
-            if (driver->cuMemHostUnregister(gpu->rings[i]) == CUDA_SUCCESS &&
-                !client_overlaps_orphan(gpu->client, gpu->rings[i], gpu->ring_size))
+            if (driver->cuMemHostUnregister(gpu->rings[i]) == CUDA_SUCCESS && !client_overlaps_orphan(gpu->client, gpu->rings[i], gpu->ring_size))
                 munmap(gpu->rings[i], gpu->ring_size);
         if (gpu->direct)
             direct_close(gpu->direct, true);

@@ -11,11 +11,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define ADMIN_DEPTH 32u                 /* the smallest that a controller must take */
+#define ADMIN_DEPTH 32u /* the smallest that a controller must take */
 #define ADMIN_CAPSULE 8192u
 #define TRANSFER_MAX (8u << 20)
 #define TARGET_MAGIC 0x31454d564e46564bull /* "KVFNVME1" */
-#define DISCOVERY_MAX 4096u             /* entries */
+#define DISCOVERY_MAX 4096u                /* entries */
 
 static _Thread_local char message[NVME_REASON + 320];
 
@@ -49,7 +49,11 @@ static int link_step(struct nvme_admin *admin, struct nvme_link *link) {
     return r < 0 ? nvme_admin_fail(admin, r, "%s", link->reason) : 0;
 }
 
-struct waiting { bool done; int result; struct nvme_completion completion; };
+struct waiting {
+    bool done;
+    int result;
+    struct nvme_completion completion;
+};
 
 static void execute_done(struct nvme_link *link, struct nvme_request *request, int result) {
     (void)link;
@@ -59,8 +63,8 @@ static void execute_done(struct nvme_link *link, struct nvme_request *request, i
     waiting->completion = request->completion;
 }
 
-int nvme_execute(struct nvme_admin *admin, struct nvme_link *link, const struct nvme_command *command, void *data, uint32_t size,
-                 bool write, struct nvme_completion *completion, uint64_t deadline_ns) {
+int nvme_execute(struct nvme_admin *admin, struct nvme_link *link, const struct nvme_command *command, void *data, uint32_t size, bool write,
+                 struct nvme_completion *completion, uint64_t deadline_ns) {
     struct nvme_request *request = link->state == NVME_LINK_READY ? nvme_request_get(link) : NULL;
     if (!request)
         return nvme_admin_fail(admin, -ENOTCONN, "%s", link->reason[0] ? link->reason : "no connection");
@@ -101,8 +105,7 @@ static int link_open(struct nvme_admin *admin, struct nvme_link *link, uint64_t 
     while (r == 0 && link->state != NVME_LINK_READY) {
         r = link_step(admin, link);
         if (r == 0 && link->state != NVME_LINK_READY && (r = link_wait(admin, link, deadline_ns)) == -ETIMEDOUT)
-            nvme_admin_fail(admin, r, "no answer to %s within the deadline",
-                            link->state == NVME_LINK_CONNECTING ? "a TCP connection" : "ICReq");
+            nvme_admin_fail(admin, r, "no answer to %s within the deadline", link->state == NVME_LINK_CONNECTING ? "a TCP connection" : "ICReq");
     }
     if (r < 0)
         nvme_link_close(link, -ENOTCONN);
@@ -113,8 +116,12 @@ static int link_open(struct nvme_admin *admin, struct nvme_link *link, uint64_t 
 
 void nvme_connect_fill(const struct kvfs_nvme_target *target, uint16_t cntlid, uint16_t qid, uint32_t entries, uint32_t kato_ms,
                        struct nvme_command *command, struct nvme_connect_data *data) {
-    struct nvme_connect connect = {.opcode = NVME_OPCODE_FABRICS, .fctype = NVME_CONNECT, .qid = qid, .sqsize = (uint16_t)(entries - 1),
-                                   .cattr = NVME_CONNECT_NO_SQ_FLOW, .kato_ms = kato_ms};
+    struct nvme_connect connect = {.opcode = NVME_OPCODE_FABRICS,
+                                   .fctype = NVME_CONNECT,
+                                   .qid = qid,
+                                   .sqsize = (uint16_t)(entries - 1),
+                                   .cattr = NVME_CONNECT_NO_SQ_FLOW,
+                                   .kato_ms = kato_ms};
     memcpy(command, &connect, sizeof(connect));
     memset(data, 0, sizeof(*data));
     memcpy(data->hostid, target->hostid, sizeof(data->hostid));
@@ -123,8 +130,7 @@ void nvme_connect_fill(const struct kvfs_nvme_target *target, uint16_t cntlid, u
     memcpy(data->hostnqn, target->hostnqn, strlen(target->hostnqn));
 }
 
-static int connect_queue(struct nvme_admin *admin, struct nvme_link *link, uint16_t qid, uint32_t entries, uint32_t kato_ms,
-                         uint64_t deadline_ns) {
+static int connect_queue(struct nvme_admin *admin, struct nvme_link *link, uint16_t qid, uint32_t entries, uint32_t kato_ms, uint64_t deadline_ns) {
     struct nvme_command command;
     struct nvme_connect_data data;
     struct nvme_completion completion = {0};
@@ -132,10 +138,11 @@ static int connect_queue(struct nvme_admin *admin, struct nvme_link *link, uint1
     int r = nvme_execute(admin, link, &command, &data, sizeof(data), true, &completion, deadline_ns);
     uint16_t status = completion.status >> 1 & 0x7ff;
     if (status == NVME_SC_CONNECT_PARAMETER)
-        return nvme_admin_fail(admin, -EINVAL, "Connect of queue %u: parameter at offset %u of the %s is refused: %s", qid,
-                               completion.dw0 & 0xffff, completion.dw0 >> 16 & 1 ? "data" : "command",
+        return nvme_admin_fail(admin, -EINVAL, "Connect of queue %u: parameter at offset %u of the %s is refused: %s", qid, completion.dw0 & 0xffff,
+                               completion.dw0 >> 16 & 1 ? "data" : "command",
                                completion.dw0 >> 16 & 1 && (completion.dw0 & 0xffff) == offsetof(struct nvme_connect_data, subnqn)
-                                   ? "no such subsystem" : "not as it should be");
+                                   ? "no such subsystem"
+                                   : "not as it should be");
     if (status == NVME_SC_CONNECT_HOST)
         return nvme_admin_fail(admin, -EACCES, "Connect of queue %u: the subsystem does not allow host %s", qid, admin->target->hostnqn);
     if (status)
@@ -232,16 +239,14 @@ static int features(struct nvme_admin *admin, uint64_t deadline_ns) {
     if (r < 0 || discovery)
         return r;
     uint32_t wanted = (uint32_t)min_u64(admin->target->queues ? admin->target->queues : 128, NVME_QUEUES_MAX);
-    struct nvme_command command = {.opcode = NVME_ADMIN_SET_FEATURES, .cdw10 = NVME_FEATURE_QUEUES,
-                                   .cdw11 = (wanted - 1) << 16 | (wanted - 1)};
+    struct nvme_command command = {.opcode = NVME_ADMIN_SET_FEATURES, .cdw10 = NVME_FEATURE_QUEUES, .cdw11 = (wanted - 1) << 16 | (wanted - 1)};
     struct nvme_completion completion;
     r = nvme_execute(admin, &admin->link, &command, NULL, 0, false, &completion, deadline_ns);
     if (r < 0)
         return r;
     admin->queue_count = (uint32_t)min_u64(wanted, min_u64(completion.dw0 & 0xffff, completion.dw0 >> 16) + 1);
     if (admin->oaes & NVME_ASYNC_NAMESPACES) {
-        command = (struct nvme_command){.opcode = NVME_ADMIN_SET_FEATURES, .cdw10 = NVME_FEATURE_ASYNC_EVENTS,
-                                        .cdw11 = NVME_ASYNC_NAMESPACES};
+        command = (struct nvme_command){.opcode = NVME_ADMIN_SET_FEATURES, .cdw10 = NVME_FEATURE_ASYNC_EVENTS, .cdw11 = NVME_ASYNC_NAMESPACES};
         r = nvme_execute(admin, &admin->link, &command, NULL, 0, false, NULL, deadline_ns);
     }
     return r;
@@ -273,8 +278,7 @@ void nvme_admin_close(struct nvme_admin *admin, bool orderly) {
     if (orderly && admin->link.state == NVME_LINK_READY) {
         uint64_t deadline = now_ns() + 500000000, status = 0;
         int r = property_set(admin, NVME_CC, NVME_CC_EN | NVME_CC_QUEUE_SIZES | NVME_CC_SHN_NORMAL, deadline);
-        while (r == 0 && (r = property_get(admin, NVME_CSTS, false, &status, deadline)) == 0 &&
-               (status & NVME_CSTS_SHST) != NVME_CSTS_SHST_DONE)
+        while (r == 0 && (r = property_get(admin, NVME_CSTS, false, &status, deadline)) == 0 && (status & NVME_CSTS_SHST) != NVME_CSTS_SHST_DONE)
             r = link_wait(admin, &admin->link, min_u64(deadline, now_ns() + 5000000)) == -ETIMEDOUT && now_ns() < deadline ? 0 : -ETIMEDOUT;
     }
     nvme_link_close(&admin->link, -ENOTCONN);
@@ -282,7 +286,10 @@ void nvme_admin_close(struct nvme_admin *admin, bool orderly) {
 }
 
 int nvme_admin_identity(struct nvme_admin *admin, uint32_t nsid, struct nvme_identity *out, uint64_t deadline_ns) {
-    union { struct nvme_namespace namespace; uint8_t bytes[4096]; } *page = malloc(sizeof(*page));
+    union {
+        struct nvme_namespace namespace;
+        uint8_t bytes[4096];
+    } *page = malloc(sizeof(*page));
     if (!page)
         return nvme_admin_fail(admin, -ENOMEM, "no memory");
     memset(out, 0, sizeof(*out));
@@ -293,8 +300,10 @@ int nvme_admin_identity(struct nvme_admin *admin, uint32_t nsid, struct nvme_ide
     } else if (r == 0) {
         const struct nvme_lba_format *format = &namespace->lbaf[namespace->flbas & 15];
         if (format->lbads < 9 || format->lbads > 12 || format->metadata_size || namespace->nsze > UINT64_MAX >> 13)
-            r = nvme_admin_fail(admin, -ENOTSUP, "namespace %u: %llu blocks of 2^%u bytes with %u bytes of metadata; 512 to 4096 without it"
-                                " are possible", nsid, (unsigned long long)namespace->nsze, format->lbads, format->metadata_size);
+            r = nvme_admin_fail(admin, -ENOTSUP,
+                                "namespace %u: %llu blocks of 2^%u bytes with %u bytes of metadata; 512 to 4096 without it"
+                                " are possible",
+                                nsid, (unsigned long long)namespace->nsze, format->lbads, format->metadata_size);
         out->block_shift = format->lbads;
         out->size = r < 0 ? 0 : namespace->nsze << format->lbads;
         memcpy(out->nguid, namespace->nguid, sizeof(out->nguid));
@@ -325,17 +334,19 @@ int nvme_admin_queue(struct nvme_admin *admin, struct nvme_link *link, uint16_t 
     return r;
 }
 
-int nvme_block_io(struct nvme_admin *admin, struct nvme_link *link, uint32_t nsid, const struct nvme_identity *identity, bool write,
-                  uint64_t offset, void *data, uint32_t size, uint64_t deadline_ns) {
+int nvme_block_io(struct nvme_admin *admin, struct nvme_link *link, uint32_t nsid, const struct nvme_identity *identity, bool write, uint64_t offset,
+                  void *data, uint32_t size, uint64_t deadline_ns) {
     const uint32_t block = 1u << identity->block_shift;
     if (offset % block || size % block || size > identity->size || offset > identity->size - size)
-        return nvme_admin_fail(admin, -EINVAL, "%u bytes at %llu: namespace %u has %llu, in blocks of %u", size,
-                               (unsigned long long)offset, nsid, (unsigned long long)identity->size, block);
+        return nvme_admin_fail(admin, -EINVAL, "%u bytes at %llu: namespace %u has %llu, in blocks of %u", size, (unsigned long long)offset, nsid,
+                               (unsigned long long)identity->size, block);
     int r = 0;
     for (uint32_t at = 0, step; at < size && r == 0; at += step) {
         step = (uint32_t)min_u64(size - at, min_u64(admin->transfer_size, 65536ull * block));
         uint64_t first = (offset + at) >> identity->block_shift;
-        struct nvme_command command = {.opcode = write ? NVME_IO_WRITE : NVME_IO_READ, .nsid = nsid, .cdw10 = (uint32_t)first,
+        struct nvme_command command = {.opcode = write ? NVME_IO_WRITE : NVME_IO_READ,
+                                       .nsid = nsid,
+                                       .cdw10 = (uint32_t)first,
                                        .cdw11 = (uint32_t)(first >> 32),
                                        .cdw12 = ((step >> identity->block_shift) - 1) | (write ? NVME_IO_FUA : 0)};
         r = nvme_execute(admin, link, &command, (uint8_t *)data + at, step, write, NULL, deadline_ns);
@@ -348,15 +359,15 @@ int nvme_block_io(struct nvme_admin *admin, struct nvme_link *link, uint32_t nsi
 const char *kvfs_nvme_error(void) { return message; }
 
 static int target_check(const struct kvfs_nvme_target *t, char *why, size_t size) {
-    const char *wrong = !memchr(t->host, 0, sizeof(t->host)) || !t->host[0]                        ? "no host"
-                        : t->port == 0 || t->port > 65535                                            ? "no port"
-                        : !memchr(t->nqn, 0, sizeof(t->nqn)) || !t->nqn[0]                           ? "no subsystem"
-                        : !memchr(t->hostnqn, 0, sizeof(t->hostnqn)) || !t->hostnqn[0]               ? "no host name (hostnqn)"
-                        : t->nsid == UINT32_MAX                                                      ? "no such namespace"
-                        : t->queues > NVME_QUEUES_MAX || t->depth > NVME_DEPTH_MAX                   ? "too many queues, or too deep"
-                        : t->kato_ms > 600000 || t->timeout_ms > 600000                              ? "times of more than ten minutes"
-                        : t->header_digest > 1 || t->data_digest > 1 || t->reserved || t->reserved2  ? "flags that are neither 0 nor 1"
-                                                                                                     : NULL;
+    const char *wrong = !memchr(t->host, 0, sizeof(t->host)) || !t->host[0]                         ? "no host"
+                        : t->port == 0 || t->port > 65535                                           ? "no port"
+                        : !memchr(t->nqn, 0, sizeof(t->nqn)) || !t->nqn[0]                          ? "no subsystem"
+                        : !memchr(t->hostnqn, 0, sizeof(t->hostnqn)) || !t->hostnqn[0]              ? "no host name (hostnqn)"
+                        : t->nsid == UINT32_MAX                                                     ? "no such namespace"
+                        : t->queues > NVME_QUEUES_MAX || t->depth > NVME_DEPTH_MAX                  ? "too many queues, or too deep"
+                        : t->kato_ms > 600000 || t->timeout_ms > 600000                             ? "times of more than ten minutes"
+                        : t->header_digest > 1 || t->data_digest > 1 || t->reserved || t->reserved2 ? "flags that are neither 0 nor 1"
+                                                                                                    : NULL;
     if (wrong)
         snprintf(why, size, "NVMe/TCP target: %s", wrong);
     return wrong ? -EINVAL : 0;
@@ -366,8 +377,7 @@ bool nvme_target_of(int fd, struct kvfs_nvme_target *out) {
     char why[80];
     int seals = fcntl(fd, F_GET_SEALS);
     return seals >= 0 && (seals & (F_SEAL_WRITE | F_SEAL_SHRINK)) == (F_SEAL_WRITE | F_SEAL_SHRINK) &&
-           pread(fd, out, sizeof(*out), 0) == sizeof(*out) && out->magic == TARGET_MAGIC &&
-           target_check(out, why, sizeof(why)) == 0 && out->nsid;
+           pread(fd, out, sizeof(*out), 0) == sizeof(*out) && out->magic == TARGET_MAGIC && target_check(out, why, sizeof(why)) == 0 && out->nsid;
 }
 
 int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target) {
@@ -450,8 +460,10 @@ void kvfs_nvme_close(struct kvfs_nvme *nvme) {
 }
 
 int kvfs_nvme_info(struct kvfs_nvme *nvme, struct kvfs_nvme_info *out) {
-    *out = (struct kvfs_nvme_info){.size = nvme->identity.size, .block_size = 1u << nvme->identity.block_shift,
-                                   .transfer_size = nvme->admin.transfer_size, .queues = nvme->admin.queue_count,
+    *out = (struct kvfs_nvme_info){.size = nvme->identity.size,
+                                   .block_size = 1u << nvme->identity.block_shift,
+                                   .transfer_size = nvme->admin.transfer_size,
+                                   .queues = nvme->admin.queue_count,
                                    .write_cache = nvme->admin.write_cache};
     memcpy(out->model, nvme->admin.model, sizeof(out->model));
     memcpy(out->serial, nvme->admin.serial, sizeof(out->serial));
@@ -477,9 +489,7 @@ static int block_call(struct kvfs_nvme *nvme, bool write, uint64_t offset, void 
     return r < 0 ? failed(nvme, r) : 0;
 }
 
-int kvfs_nvme_read(struct kvfs_nvme *nvme, uint64_t offset, void *data, uint32_t size) {
-    return block_call(nvme, false, offset, data, size);
-}
+int kvfs_nvme_read(struct kvfs_nvme *nvme, uint64_t offset, void *data, uint32_t size) { return block_call(nvme, false, offset, data, size); }
 
 int kvfs_nvme_write(struct kvfs_nvme *nvme, uint64_t offset, const void *data, uint32_t size) {
     return block_call(nvme, true, offset, (void *)(uintptr_t)data, size);
@@ -488,7 +498,10 @@ int kvfs_nvme_write(struct kvfs_nvme *nvme, uint64_t offset, const void *data, u
 int kvfs_nvme_flush(struct kvfs_nvme *nvme) { return nvme->admin.write_cache ? block_call(nvme, true, 0, NULL, 0) : 0; }
 
 int kvfs_nvme_reservation(struct kvfs_nvme *nvme, enum kvfs_reservation_step step, uint64_t key, uint64_t other) {
-    static const struct { uint8_t opcode; uint32_t cdw10; } steps[] = {
+    static const struct {
+        uint8_t opcode;
+        uint32_t cdw10;
+    } steps[] = {
         [KVFS_RESERVATION_REGISTER] = {NVME_IO_RESERVATION_REGISTER, NVME_REGISTER_NEW},
         [KVFS_RESERVATION_REPLACE] = {NVME_IO_RESERVATION_REGISTER, NVME_REGISTER_REPLACE | NVME_RESERVATION_ANY_KEY},
         [KVFS_RESERVATION_ACQUIRE] = {NVME_IO_RESERVATION_ACQUIRE, NVME_ACQUIRE_NEW | NVME_RESERVATION_WRITE_REGISTRANTS << 8},
@@ -509,8 +522,7 @@ int kvfs_nvme_reservation(struct kvfs_nvme *nvme, enum kvfs_reservation_step ste
         bool registers = step == KVFS_RESERVATION_REGISTER || step == KVFS_RESERVATION_REPLACE;
         struct nvme_reservation_keys keys = {registers ? 0 : key, registers ? key : other};
         struct nvme_command command = {.opcode = steps[step].opcode, .nsid = nvme->target.nsid, .cdw10 = steps[step].cdw10};
-        r = nvme_execute(&nvme->admin, &nvme->link, &command, &keys, step == KVFS_RESERVATION_RELEASE ? 8 : sizeof(keys), true, NULL,
-                         deadline);
+        r = nvme_execute(&nvme->admin, &nvme->link, &command, &keys, step == KVFS_RESERVATION_RELEASE ? 8 : sizeof(keys), true, NULL, deadline);
     }
     return r < 0 ? failed(nvme, r) : 0;
 }
@@ -530,13 +542,19 @@ int kvfs_nvme_namespaces(struct kvfs_nvme *nvme, uint32_t *out, uint32_t count) 
 
 static int log_page(struct nvme_admin *admin, uint64_t offset, void *out, uint32_t size, uint64_t deadline_ns) {
     uint32_t dwords = size / 4 - 1;
-    struct nvme_command command = {.opcode = NVME_ADMIN_GET_LOG_PAGE, .cdw10 = NVME_LOG_DISCOVERY | (dwords & 0xffff) << 16,
-                                   .cdw11 = dwords >> 16, .cdw12 = (uint32_t)offset, .cdw13 = (uint32_t)(offset >> 32)};
+    struct nvme_command command = {.opcode = NVME_ADMIN_GET_LOG_PAGE,
+                                   .cdw10 = NVME_LOG_DISCOVERY | (dwords & 0xffff) << 16,
+                                   .cdw11 = dwords >> 16,
+                                   .cdw12 = (uint32_t)offset,
+                                   .cdw13 = (uint32_t)(offset >> 32)};
     return nvme_execute(admin, &admin->link, &command, out, size, false, NULL, deadline_ns);
 }
 
 static int discovery(struct kvfs_nvme *nvme, struct kvfs_nvme_subsystem *out, uint32_t count, uint64_t deadline) {
-    union { struct nvme_discovery_head head; struct nvme_discovery_entry entry; } page;
+    union {
+        struct nvme_discovery_head head;
+        struct nvme_discovery_entry entry;
+    } page;
     for (;;) { /* until the log stays unchanged during a read */
         int r = log_page(&nvme->admin, 0, &page, sizeof(page), deadline);
         if (r < 0)

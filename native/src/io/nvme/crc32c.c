@@ -20,7 +20,7 @@ static void crc_prepare(void) {
 #ifdef __x86_64__
 /* The instruction takes three cycles and one can begin in each cycle. So three streams of this many bytes are summed side by side. */
 #define LANE 1024u
-static uint32_t crc_lane[2][4][256];        /* the effect of LANE, 2 * LANE zero bytes on a sum, by each of its bytes */
+static uint32_t crc_lane[2][4][256]; /* the effect of LANE, 2 * LANE zero bytes on a sum, by each of its bytes */
 static pthread_once_t lane_once = PTHREAD_ONCE_INIT;
 
 static void lane_prepare(void) {
@@ -37,8 +37,7 @@ static void lane_prepare(void) {
 }
 
 static uint32_t lane_shift(uint32_t which, uint32_t crc) {
-    return crc_lane[which][0][crc & 255] ^ crc_lane[which][1][crc >> 8 & 255] ^
-           crc_lane[which][2][crc >> 16 & 255] ^ crc_lane[which][3][crc >> 24];
+    return crc_lane[which][0][crc & 255] ^ crc_lane[which][1][crc >> 8 & 255] ^ crc_lane[which][2][crc >> 16 & 255] ^ crc_lane[which][3][crc >> 24];
 }
 
 __attribute__((target("sse4.2"))) static uint32_t crc_sse(uint32_t crc, const uint8_t *data, uint64_t size) {

@@ -36,7 +36,10 @@ static int identify(int fd, uint32_t nsid, uint32_t cns, void *data) {
 }
 
 int kvfs_generic_info(int fd, struct kvfs_generic_info *out) {
-    union { struct nvme_namespace namespace; struct nvme_controller controller; } *data;
+    union {
+        struct nvme_namespace namespace;
+        struct nvme_controller controller;
+    } *data;
     if (!generic_is(fd))
         return -ENOTTY;
     int nsid = ioctl(fd, NVME_IOCTL_ID);
@@ -56,8 +59,8 @@ int kvfs_generic_info(int fd, struct kvfs_generic_info *out) {
     if (r)
         goto out;
     const struct nvme_lba_format *format = &data->namespace.lbaf[data->namespace.flbas & 15];
-    if ((mdts && mdts < MDTS_MIN) || format->lbads < 9 || format->lbads > 12 || format->metadata_size ||
-        data->namespace.nsze == 0 || data->namespace.nsze > UINT64_MAX >> 13) {
+    if ((mdts && mdts < MDTS_MIN) || format->lbads < 9 || format->lbads > 12 || format->metadata_size || data->namespace.nsze == 0 ||
+        data->namespace.nsze > UINT64_MAX >> 13) {
         r = -EMEDIUMTYPE;
         goto out;
     }

@@ -5,6 +5,6 @@
 #include "io/ring.h"
 
 bool generic_is(int fd);
-int generic_device(struct device *device);                     /* asks the device; blocks */
+int generic_device(struct device *device); /* asks the device; blocks */
 
 #endif

@@ -13,11 +13,11 @@
 #include <unistd.h>
 
 #define BACKOFF_MIN_MS 100u
-#define BACKOFF_UP_MAX_MS 400u          /* after a loss of an association */
-#define BACKOFF_MAX_MS 2000u            /* after a failure to make one */
-#define POLL_NS 500000000ull            /* between polls of an unusable namespace */
-#define SUSPECT_NS 1000000000ull        /* wait for keep alive after a command without an answer */
-#define STEADY_NS 2000000000ull         /* an association that lasted this long is made again at once */
+#define BACKOFF_UP_MAX_MS 400u   /* after a loss of an association */
+#define BACKOFF_MAX_MS 2000u     /* after a failure to make one */
+#define POLL_NS 500000000ull     /* between polls of an unusable namespace */
+#define SUSPECT_NS 1000000000ull /* wait for keep alive after a command without an answer */
+#define STEADY_NS 2000000000ull  /* an association that lasted this long is made again at once */
 
 static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) __attribute__((format(printf, 3, 4)));
 static void notify(struct nvme_host *host, struct nvme_remote *only, const char *format, ...) {
@@ -160,9 +160,9 @@ static int remotes_check(struct nvme_host *host, struct nvme_admin *admin, uint6
 /* ---- the thread ---- */
 
 struct service {
-    uint64_t alive_asked_ns, alive_until_ns;    /* keep alive: its send time, or 0; and the time when its answer is overdue */
+    uint64_t alive_asked_ns, alive_until_ns; /* keep alive: its send time, or 0; and the time when its answer is overdue */
     uint64_t next_alive_ns;
-    bool suspect;                               /* a command missed its deadline, so the controller may be gone */
+    bool suspect; /* a command missed its deadline, so the controller may be gone */
     bool namespaces_changed, watching;
 };
 
@@ -196,8 +196,7 @@ static int namespaces_poll(struct nvme_host *host, struct nvme_admin *admin) {
     uint8_t *list = malloc(4096);
     if (!list)
         return 0;
-    struct nvme_command command = {.opcode = NVME_ADMIN_GET_LOG_PAGE, .nsid = UINT32_MAX,
-                                   .cdw10 = NVME_LOG_CHANGED_NAMESPACES | 1023u << 16};
+    struct nvme_command command = {.opcode = NVME_ADMIN_GET_LOG_PAGE, .nsid = UINT32_MAX, .cdw10 = NVME_LOG_CHANGED_NAMESPACES | 1023u << 16};
     int r = nvme_execute(admin, &admin->link, &command, list, 4096, false, NULL, deadline);
     free(list);
     for (struct nvme_remote *remote = host->remotes; remote && admin->link.state == NVME_LINK_READY; remote = remote->next) {

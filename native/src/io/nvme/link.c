@@ -11,9 +11,9 @@
 #include <stdio.h>
 #include <unistd.h>
 
-#define HEAD_SIZE 24u                   /* of every PDU from a controller, but for ICResp */
+#define HEAD_SIZE 24u /* of every PDU from a controller, but for ICResp */
 #define PAD_MAX 128u
-#define CONNECT_ROOM 8192u              /* in-capsule data of Fabrics commands, on any queue */
+#define CONNECT_ROOM 8192u /* in-capsule data of Fabrics commands, on any queue */
 static_assert(sizeof(struct nvme_data) == HEAD_SIZE && sizeof(struct nvme_r2t) == HEAD_SIZE && sizeof(struct nvme_term) == HEAD_SIZE &&
                   sizeof(struct nvme_response_pdu) == HEAD_SIZE,
               "wire");
@@ -30,8 +30,10 @@ int nvme_link_fail(struct nvme_link *link, int error, const char *format, ...) {
 
 /* For a PDU that breaks the rules: tell the controller, unless a PDU of ours is half sent, and give up. */
 static int violation(struct nvme_link *link, enum nvme_fatal_error fes, uint32_t fei) {
-    struct { struct nvme_term term; uint8_t head[HEAD_SIZE]; } pdu = {
-        .term = {.head = {.type = NVME_PDU_H2C_TERM, .hlen = HEAD_SIZE, .plen = sizeof(pdu)}, .fes = (uint16_t)fes, .fei = fei}};
+    struct {
+        struct nvme_term term;
+        uint8_t head[HEAD_SIZE];
+    } pdu = {.term = {.head = {.type = NVME_PDU_H2C_TERM, .hlen = HEAD_SIZE, .plen = sizeof(pdu)}, .fes = (uint16_t)fes, .fei = fei}};
     memcpy(pdu.head, link->head, HEAD_SIZE);
     if (!link->hello_left && !(link->first && link->first->head_sent)) {
         ssize_t n = send(link->fd, &pdu, sizeof(pdu), MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -44,7 +46,8 @@ int nvme_status_error(uint16_t status) {
     switch (status >> 1 & 0x7ff) {
     case NVME_SC_SUCCESS: return 0;
     case NVME_SC_INVALID_NAMESPACE: return -ENODEV;
-    case NVME_SC_ABORTED: case NVME_SC_PATH_HOST_ABORTED: return -ETIMEDOUT;
+    case NVME_SC_ABORTED:
+    case NVME_SC_PATH_HOST_ABORTED: return -ETIMEDOUT;
     case NVME_SC_CAPACITY: return -ENOSPC;
     case NVME_SC_CONNECT_BUSY: return -EBUSY;
     case NVME_SC_RESERVATION_CONFLICT: return -EBADE; /* the kernel's errno for it */
@@ -275,7 +278,10 @@ static void data_pdu(struct nvme_link *link, struct nvme_request *request) {
     request->granted -= size;
     struct nvme_data *pdu = (struct nvme_data *)request->head;
     *pdu = (struct nvme_data){.head = {.type = NVME_PDU_H2C_DATA, .flags = request->granted ? 0 : NVME_PDU_LAST},
-                              .cid = request->command.cid, .ttag = request->ttag, .offset = request->moved, .size = size};
+                              .cid = request->command.cid,
+                              .ttag = request->ttag,
+                              .offset = request->moved,
+                              .size = size};
     pdu_finish(link, request, sizeof(*pdu), size);
 }
 
@@ -380,8 +386,8 @@ static int icresp(struct nvme_link *link) {
         return nvme_link_fail(link, -EPROTO, "the answer to ICReq is of type %u, hlen %u, plen %u, flags %#x: no ICResp; is this NVMe/TCP?",
                               pdu->head.type, pdu->head.hlen, pdu->head.plen, pdu->head.flags);
     if (pdu->pfv != 0 || pdu->cpda > 31 || pdu->maxh2cdata < 4096 || pdu->maxh2cdata % 4 || pdu->digests & ~wanted)
-        return nvme_link_fail(link, -EPROTO, "ICResp: format %u, alignment %u, maxh2cdata %u, digests %#x (wanted %#x)", pdu->pfv,
-                              pdu->cpda, pdu->maxh2cdata, pdu->digests, wanted);
+        return nvme_link_fail(link, -EPROTO, "ICResp: format %u, alignment %u, maxh2cdata %u, digests %#x (wanted %#x)", pdu->pfv, pdu->cpda,
+                              pdu->maxh2cdata, pdu->digests, wanted);
     if (pdu->digests != wanted)
         return nvme_link_fail(link, -EPROTO, "ICResp: digests %#x, but the URL asks for %#x", pdu->digests, wanted);
     link->align = (pdu->cpda + 1u) * 4;
@@ -407,8 +413,7 @@ static int response(struct nvme_link *link) {
     const struct nvme_completion *completion = &pdu->completion;
     struct nvme_request *request = request_of(link, completion->cid);
     if (pdu->head.plen != head_size(link) || pdu->head.flags & ~NVME_PDU_HDGST)
-        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 4), "response: plen %u, flags %#x", pdu->head.plen,
-                              pdu->head.flags);
+        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 4), "response: plen %u, flags %#x", pdu->head.plen, pdu->head.flags);
     if (!request)
         return nvme_link_fail(link, violation(link, NVME_FES_PARAMETER, 8 + 12), "response: cid %u is not under way", completion->cid);
     request->completion = *completion;
@@ -425,8 +430,8 @@ static int response(struct nvme_link *link) {
     int result = nvme_status_error(completion->status);
     /* No command that is sent here may get fewer bytes than it asked for. */
     if (result == 0 && request->moved != request->size)
-        return nvme_link_fail(link, violation(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u with %u of %u bytes moved",
-                              completion->cid, request->moved, request->size);
+        return nvme_link_fail(link, violation(link, NVME_FES_SEQUENCE, 0), "response: success for cid %u with %u of %u bytes moved", completion->cid,
+                              request->moved, request->size);
     request_finish(link, request, result == 0 && request->corrupt ? -EBADMSG : result);
     return 0;
 }
@@ -441,8 +446,8 @@ static int ready_to_transfer(struct nvme_link *link) {
     if (request->queued)
         return nvme_link_fail(link, violation(link, NVME_FES_LIMIT, 0), "R2T: cid %u has one under way", pdu->cid);
     if (pdu->offset != request->moved || pdu->size == 0 || pdu->size > request->size - request->moved)
-        return nvme_link_fail(link, violation(link, NVME_FES_RANGE, 0), "R2T: %u bytes at %u of cid %u, which has sent %u of %u",
-                              pdu->size, pdu->offset, pdu->cid, request->moved, request->size);
+        return nvme_link_fail(link, violation(link, NVME_FES_RANGE, 0), "R2T: %u bytes at %u of cid %u, which has sent %u of %u", pdu->size,
+                              pdu->offset, pdu->cid, request->moved, request->size);
     request->granted = pdu->size;
     request->ttag = pdu->ttag;
     data_pdu(link, request);
@@ -456,17 +461,16 @@ static int data_begun(struct nvme_link *link) {
     uint32_t before = head_size(link), digest = link->data_digest ? NVME_DIGEST_SIZE : 0;
     if (pdu->head.pdo < before || pdu->head.pdo > before + PAD_MAX || pdu->size == 0 || pdu->head.plen < digest + pdu->head.pdo ||
         pdu->head.plen - digest - pdu->head.pdo != pdu->size)
-        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 3), "C2HData: pdo %u, plen %u for %u bytes",
-                              pdu->head.pdo, pdu->head.plen, pdu->size);
-    if (!!(pdu->head.flags & NVME_PDU_DDGST) != link->data_digest ||
-        (pdu->head.flags & NVME_PDU_SUCCESS && !(pdu->head.flags & NVME_PDU_LAST)))
+        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 3), "C2HData: pdo %u, plen %u for %u bytes", pdu->head.pdo, pdu->head.plen,
+                              pdu->size);
+    if (!!(pdu->head.flags & NVME_PDU_DDGST) != link->data_digest || (pdu->head.flags & NVME_PDU_SUCCESS && !(pdu->head.flags & NVME_PDU_LAST)))
         return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 1), "C2HData: flags %#x", pdu->head.flags);
     if (!request || request->write || request->size == 0)
         return nvme_link_fail(link, violation(link, NVME_FES_PARAMETER, 8), "C2HData: cid %u is no read under way", pdu->cid);
     if (pdu->offset != request->moved || pdu->size > request->size - request->moved ||
         (pdu->head.flags & NVME_PDU_SUCCESS && pdu->size != request->size - request->moved))
-        return nvme_link_fail(link, violation(link, NVME_FES_RANGE, 0), "C2HData: %u bytes at %u of cid %u, which has received %u of %u",
-                              pdu->size, pdu->offset, pdu->cid, request->moved, request->size);
+        return nvme_link_fail(link, violation(link, NVME_FES_RANGE, 0), "C2HData: %u bytes at %u of cid %u, which has received %u of %u", pdu->size,
+                              pdu->offset, pdu->cid, request->moved, request->size);
     link->into = request;
     link->in_data = true;
     link->success = pdu->head.flags & NVME_PDU_SUCCESS;
@@ -502,14 +506,14 @@ static int head_complete(struct nvme_link *link) {
     if (pdu->type != NVME_PDU_RESPONSE && pdu->type != NVME_PDU_C2H_DATA && pdu->type != NVME_PDU_R2T)
         return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 0), "a PDU of type %u", pdu->type);
     if (pdu->hlen != HEAD_SIZE || !!(pdu->flags & NVME_PDU_HDGST) != link->header_digest)
-        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 2), "PDU of type %u: hlen %u, flags %#x", pdu->type,
-                              pdu->hlen, pdu->flags);
+        return nvme_link_fail(link, violation(link, NVME_FES_HEADER_FIELD, 2), "PDU of type %u: hlen %u, flags %#x", pdu->type, pdu->hlen,
+                              pdu->flags);
     if (link->header_digest) {
         uint32_t crc, actual = nvme_crc32c(0, link->head, HEAD_SIZE);
         memcpy(&crc, link->head + HEAD_SIZE, sizeof(crc));
         if (crc != actual)
-            return nvme_link_fail(link, violation(link, NVME_FES_HEADER_DIGEST, crc), "PDU of type %u: header digest %#x, expected %#x",
-                                  pdu->type, crc, actual);
+            return nvme_link_fail(link, violation(link, NVME_FES_HEADER_DIGEST, crc), "PDU of type %u: header digest %#x, expected %#x", pdu->type,
+                                  crc, actual);
     }
     return pdu->type == NVME_PDU_RESPONSE ? response(link) : pdu->type == NVME_PDU_R2T ? ready_to_transfer(link) : data_begun(link);
 }

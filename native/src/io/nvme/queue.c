@@ -13,17 +13,17 @@
 #include <poll.h>
 #include <stdio.h>
 
-#define TAG_IN 2u                       /* a tag in user_data, beside the queue's address */
+#define TAG_IN 2u /* a tag in user_data, beside the queue's address */
 #define TAG_OUT 4u
 
-#define SLICE_NS 4000000ull             /* a queue is kept for this long while others want one */
-#define REST_NS 2000000ull              /* then it is left to them for this long; they look every millisecond */
+#define SLICE_NS 4000000ull /* a queue is kept for this long while others want one */
+#define REST_NS 2000000ull  /* then it is left to them for this long; they look every millisecond */
 
 /* The user of a queue's connection: its own ring; the first ring that takes it; another ring that has taken it. */
 enum queue_use { USE_OURS, USE_SPARE, USE_TAKEN };
 enum queue_state { QUEUE_CLOSED, QUEUE_OPENING, QUEUE_CONNECTING, QUEUE_READY };
 struct nvme_queue {
-    struct nvme_link link;              /* first member: callbacks get back from it */
+    struct nvme_link link; /* first member: callbacks get back from it */
     struct ring *ring;
     struct nvme_host *host;
     struct nvme_queue *next;
@@ -31,18 +31,18 @@ struct nvme_queue {
     uint32_t generation, entries, transfer_size;
     uint16_t qid, cntlid;
     uint64_t opened_ns;
-    struct io_part *first, *last;       /* parts that have not begun, or not wholly */
+    struct io_part *first, *last; /* parts that have not begun, or not wholly */
     bool readable;
-    bool watched, watched_out;          /* polls are under way */
-    bool cancel;                        /* the poll for reading belongs to a closed link */
-    bool fresh;                         /* parts have come since the last step */
-    bool full;                          /* the controller has no queue left for this thread */
-    bool wants;                         /* counted in the host's `wanting` */
-    bool yielding;                      /* begins nothing: others want the connection */
-    atomic_uint use;                    /* enum queue_use */
+    bool watched, watched_out; /* polls are under way */
+    bool cancel;               /* the poll for reading belongs to a closed link */
+    bool fresh;                /* parts have come since the last step */
+    bool full;                 /* the controller has no queue left for this thread */
+    bool wants;                /* counted in the host's `wanting` */
+    bool yielding;             /* begins nothing: others want the connection */
+    atomic_uint use;           /* enum queue_use */
     uint64_t held_ns, rest_until_ns;
-    int error;                          /* the link is unusable */
-    uint32_t finished;                  /* parts, in this step */
+    int error;         /* the link is unusable */
+    uint32_t finished; /* parts, in this step */
     struct iovec connect_iov;
     struct nvme_connect_data connect;
 };
@@ -138,8 +138,8 @@ static bool queue_own(struct nvme_queue *queue, uint64_t now) {
 /* Let others take a connection on which nothing is under way. */
 static void queue_spare(struct nvme_queue *queue, uint64_t now) {
     const struct nvme_link *link = &queue->link;
-    if (queue->state != QUEUE_READY || queue->error || (queue->first && !queue->yielding) || link->in_flight || link->abandoned ||
-        link->head_have || link->in_data || nvme_link_sending(link))
+    if (queue->state != QUEUE_READY || queue->error || (queue->first && !queue->yielding) || link->in_flight || link->abandoned || link->head_have ||
+        link->in_data || nvme_link_sending(link))
         return;
     if (queue->yielding)
         queue->rest_until_ns = now + REST_NS;
@@ -293,8 +293,11 @@ static void issue(struct nvme_queue *queue, bool finish) {
             return;
         uint32_t size = (uint32_t)min_u64(part->size - part->begun, min_u64(queue->transfer_size, 65536ull << shift));
         uint64_t first = (part->device_offset + part->begun) >> shift;
-        request->command = (struct nvme_command){.opcode = part->group->write ? NVME_IO_WRITE : NVME_IO_READ, .nsid = remote->nsid,
-                                                 .cdw10 = (uint32_t)first, .cdw11 = (uint32_t)(first >> 32), .cdw12 = (size >> shift) - 1};
+        request->command = (struct nvme_command){.opcode = part->group->write ? NVME_IO_WRITE : NVME_IO_READ,
+                                                 .nsid = remote->nsid,
+                                                 .cdw10 = (uint32_t)first,
+                                                 .cdw11 = (uint32_t)(first >> 32),
+                                                 .cdw12 = (size >> shift) - 1};
         struct nvme_cursor cursor = {&part->group->iovs[part->iov_first], part->begun};
         while (cursor.inside >= cursor.iov->iov_len)
             cursor.inside -= cursor.iov->iov_len, cursor.iov++;
@@ -422,8 +425,7 @@ static uint32_t queue_step(struct nvme_queue *queue, uint64_t now) {
         if (queue->error)
             queue_lost(queue, queue->error == -EPROTO ? -EPROTO : -ENOTCONN, queue->link.reason);
         else if (give_up(queue, now))
-            queue_lost(queue, -ETIMEDOUT,
-                       queue->state == QUEUE_READY ? "no answer to a command that was given up on" : "no answer to Connect");
+            queue_lost(queue, -ETIMEDOUT, queue->state == QUEUE_READY ? "no answer to a command that was given up on" : "no answer to Connect");
     }
     want(queue, queue->state == QUEUE_CLOSED && queue->full && queue->first);
     watch(queue);
