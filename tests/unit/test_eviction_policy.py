@@ -224,7 +224,7 @@ def test_an_evict_that_fails_says_why_in_one_error(tmp_path: Path, monkeypatch: 
             raise DeviceError("device 1: gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store.evictor, "_remove", fail)
+            patch.setattr(store.evictor, "_drop_blocks", fail)
             with pytest.raises(DeviceError, match="device 1: gone"):
                 await store.evict(store.space().used)
         assert State.EVICTING not in {segment.state for segment in store.segments.all}
