@@ -15,7 +15,7 @@ from kvfs.record import Inode
 from kvfs.types import InodeNumber, SegmentIndex
 
 # Named here because the index's own method `list` hides the type inside the class.
-Names = list[tuple[bytes, InodeNumber]]
+Dentries = list[tuple[bytes, InodeNumber]]
 Numbers = list[InodeNumber]
 States = list[tuple[SegmentIndex, bytes]]
 Pairs = list[tuple[bytes, bytes]]
@@ -53,7 +53,7 @@ class Index(Protocol):
 
     def delete(self, old: Inode) -> None: ...
 
-    def list(self, parent: InodeNumber, after: bytes, limit: int) -> Names:
+    def list(self, parent: InodeNumber, after: bytes, limit: int) -> Dentries:
         """At most `limit` names greater than `after`, in byte order."""
         ...
 

@@ -1,9 +1,9 @@
 """The index in LMDB (http://www.lmdb.tech/doc), in the pool's directory.
 
-Reads go through the volatile layer (inodes that must not survive a restart), the pending one, and the one that is being
-committed. Below lies LMDB itself, read by one long-lived transaction. A commit hands the pending layer to one thread,
-which writes it in a single transaction and syncs; meanwhile a fresh layer collects. Databases and keys are described in
-docs/format.md.
+Reads ask the names in memory first (kvfs/names.py): they have each inode that LMDB does not have as it is. Below lies
+LMDB itself, read by one long-lived transaction. A commit takes the changes of one instant; one thread writes them in a
+single transaction, and syncs. It derives dentries, memberships and groups from the records: those that LMDB has, and
+the new ones. Databases and keys are described in docs/format.md.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Protocol, cast
@@ -24,14 +24,9 @@ import trio
 
 from kvfs.errors import KvfsError
 from kvfs.index.hidden import Hidden
-from kvfs.index.interface import IndexStatistics, Names, Numbers, Pairs, States
-from kvfs.index.overlay import Layer
-from kvfs.record import (
-    GROUP_ATTRIBUTE,
-    Inode,
-    Kind,
-    segments_of,
-)
+from kvfs.index.interface import Dentries, IndexStatistics, Numbers, Pairs, States
+from kvfs.names import MissingError, Names
+from kvfs.record import GROUP_ATTRIBUTE, RECORD_HEAD, RECORD_SIZE, Inode, InodeFlags, Kind, segments_of
 from kvfs.types import InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
@@ -44,7 +39,7 @@ _U64 = struct.Struct(">Q")
 _MEMBER = struct.Struct(">IQ")
 _U32 = struct.Struct(">I")
 _VALUE = struct.Struct("<Q")
-_LIST_BATCH = 512
+_LIST_BATCH = 256
 # Present while the index is being rebuilt.
 _INCOMPLETE_NAME = "incomplete"
 
@@ -71,14 +66,54 @@ class Cursor(Protocol):
     def first(self) -> bool: ...
     def iternext(self, keys: bool = True, values: bool = True) -> Iterator[object]: ...
     def putmulti(self, items: list[tuple[bytes, bytes]]) -> tuple[int, int]: ...
+    def getmulti(self, keys: list[bytes]) -> list[tuple[bytes, bytes]]: ...
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The changes of one commit: inodes as Names.commit_begin() has them, states of segments, meta values (None:
+    removed)."""
+
+    inodes: list[tuple[int, bytes, bool]] = field(default_factory=list)
+    segments: dict[int, bytes] = field(default_factory=dict)
+    meta: dict[bytes, bytes | None] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return len(self.inodes) + len(self.segments) + len(self.meta)
+
+
+class _Keys:
+    """The keys that LMDB has beside an inode's record: its dentry, its memberships, its group."""
+
+    __slots__ = ("dentry", "group", "members")
+
+    def __init__(self, number: int, record: bytes) -> None:
+        """record: b"" for an inode that is not there."""
+        self.dentry = self.group = b""
+        self.members: frozenset[bytes] = frozenset()
+        if not record:
+            return
+        _, kind, flags, name_size, _, parent, _, _, _, segment, _, _, extent_count = RECORD_HEAD.unpack_from(record)
+        if name_size and not flags & InodeFlags.NAMELESS:  # the root has no name
+            self.dentry = _U64.pack(parent) + record[RECORD_SIZE : RECORD_SIZE + name_size]
+        if kind == Kind.FILE:
+            home = (segment,) if flags & InodeFlags.SEALED else ()
+            segments = segments_of(Inode.unpack(record)) if extent_count else home
+            self.members = frozenset(_MEMBER.pack(index, number) for index in segments)
+        if GROUP_ATTRIBUTE in record and (group := Inode.unpack(record).group):
+            self.group = _group_key(group, number)
 
 
 class LmdbIndex:
     """kvfs.index.interface.Index over LMDB. One process opens a pool's index at a time (the pool's lock sees to
     that)."""
 
-    def __init__(self, path: Path, *, read_only: bool = False, durable: bool = True) -> None:
-        """Open or make the index at `path`. Raises PoolIndexError if it cannot be read.
+    def __init__(
+        self, path: Path, *, read_only: bool = False, durable: bool = True, names: Names | None = None
+    ) -> None:
+        """Open or make the index at `path`. Raises PoolIndexError if it cannot be read. `names`: of a data plane, with
+        nothing in them; None: its own.
 
         Not durable: for a rebuild, which starts again if the machine ends in between; see make_durable().
         """
@@ -86,9 +121,10 @@ class LmdbIndex:
         self._read_only = read_only
         _check_size(path / "data.mdb")
         self._open(durable)
-        self._volatile = Layer()
-        self._pending = Layer()
-        self._committing: Layer | None = None
+        self._names = names or Names()
+        # States and meta values that are in no commit yet, and the commit that is under way.
+        self._pending = _Batch()
+        self._committing: _Batch | None = None
         self._lock = trio.Lock()
         self._write_lock = threading.Lock()
         self.pending_batch, self.durable_batch = 1, 0
@@ -166,14 +202,11 @@ class LmdbIndex:
         return None if record is not None and self._hidden.lost and self._hidden.hides(record) else record
 
     def _raw(self, inode: int) -> bytes | None:
-        inodes = self._volatile.inodes
-        if inode in inodes:
-            return inodes[inode]
-        inodes = self._pending.inodes
-        if inode in inodes:
-            return inodes[inode]
-        if self._committing is not None and inode in self._committing.inodes:
-            return self._committing.inodes[inode]
+        record = self._names.get(inode)
+        return self._stored(inode) if record is None else record or None
+
+    def _stored(self, inode: int) -> bytes | None:
+        """As LMDB has it."""
         return self._read.get(_U64.pack(inode), None, self._inodes_db)
 
     def get(self, inode: InodeNumber) -> Inode | None:
@@ -227,16 +260,12 @@ class LmdbIndex:
         return None if number is not None and self._hidden.lost and self.hidden(number) is not None else number
 
     def _lookup(self, parent: InodeNumber, name: bytes) -> InodeNumber | None:
-        for layer in (self._volatile, self._pending, self._committing):
-            if layer is not None:
-                names = layer.names.get(parent)
-                if names is not None and name in names:
-                    found = names[name]
-                    return None if found is None else InodeNumber(found)
-        value = self._read.get(_U64.pack(parent) + name, None, self._names_db)
-        return None if value is None else InodeNumber(_VALUE.unpack(value)[0])
+        found = self._names.find(parent, name)
+        if found is None:
+            found = self.stored_inode(parent, name)
+        return InodeNumber(found) if found else None
 
-    def list(self, parent: InodeNumber, after: bytes, limit: int) -> Names:
+    def list(self, parent: InodeNumber, after: bytes, limit: int) -> Dentries:
         found = self._list(parent, after, limit)
         if not self._hidden.lost:
             return found
@@ -246,41 +275,41 @@ class LmdbIndex:
             visible += [item for item in found if self.hidden(item[1]) is None]
         return visible[:limit]
 
-    def _list(self, parent: InodeNumber, after: bytes, limit: int) -> Names:
-        layers = [layer for layer in (self._volatile, self._pending, self._committing) if layer is not None]
-        changed: dict[bytes, int | None] = {}
-        for layer in reversed(layers):
-            names = layer.names.get(parent)
-            if names:
-                for name in layer.names_after(parent, after):
-                    changed[name] = names[name]
-        found: Names = []
-        if not changed:
-            for name, inode in self._stored_names(parent, after):
-                found.append((name, InodeNumber(inode)))
-                if len(found) == limit:
-                    break
-            return found
-        order = sorted(changed)
-        at = 0
-        for name, inode in self._stored_names(parent, after):
-            while at < len(order) and order[at] < name and len(found) < limit:
-                value = changed[order[at]]
-                if value is not None:
-                    found.append((order[at], InodeNumber(value)))
-                at += 1
-            if len(found) >= limit:
+    def _list(self, parent: InodeNumber, after: bytes, limit: int) -> Dentries:
+        found: Dentries = []
+        while True:
+            changed = self._names.listing(parent, after, _LIST_BATCH)
+            # Behind the last of a full batch there may be more that has changed.
+            bound = changed[-1][0] if len(changed) == _LIST_BATCH else None
+            for name, inode in self._merged(parent, after, bound, changed):
+                if inode:
+                    found.append((name, InodeNumber(inode)))
+                    if len(found) == limit:
+                        return found
+            if bound is None:
                 return found
-            if name not in changed:
-                found.append((name, InodeNumber(inode)))
-                if len(found) == limit:
-                    return found
-        while at < len(order) and len(found) < limit:
-            value = changed[order[at]]
-            if value is not None:
-                found.append((order[at], InodeNumber(value)))
-            at += 1
-        return found
+            after = bound
+
+    def _merged(
+        self, parent: int, after: bytes, bound: bytes | None, changed: Sequence[tuple[bytes, int]]
+    ) -> Iterator[tuple[bytes, int]]:
+        """The names up to `bound`: LMDB's, but those that changed as they are now, 0 for one that is gone."""
+        rest = iter(changed)
+        new = next(rest, None)
+        for name, inode in self._stored_names(parent, after):
+            if bound is not None and name > bound:
+                break
+            while new is not None and new[0] < name:
+                yield new
+                new = next(rest, None)
+            if new is not None and new[0] == name:
+                yield new
+                new = next(rest, None)
+            else:
+                yield name, inode
+        while new is not None:
+            yield new
+            new = next(rest, None)
 
     def _stored_names(self, parent: int, after: bytes) -> Iterator[tuple[bytes, int]]:
         prefix = _U64.pack(parent)
@@ -298,14 +327,7 @@ class LmdbIndex:
         return not self.list(parent, b"", 1)
 
     def segment_inodes(self, segment: SegmentIndex) -> Numbers:
-        found = set(self._stored_members(segment))
-        for layer in (self._committing, self._pending, self._volatile):
-            members = None if layer is None else layer.members.get(segment)
-            for inode, present in (members or {}).items():
-                if present:
-                    found.add(inode)
-                else:
-                    found.discard(inode)
+        found = self._names.members(segment, list(self._stored_members(segment)))
         return [InodeNumber(inode) for inode in sorted(found)]
 
     def _stored_members(self, segment: int) -> Iterator[int]:
@@ -320,19 +342,13 @@ class LmdbIndex:
 
     @property
     def groups_used(self) -> bool:
-        if any(layer is not None and layer.groups for layer in (self._volatile, self._pending, self._committing)):
+        if self._names.group(b""):
             return True
         return self._groups_db is not None and self._read.stat(self._groups_db)["entries"] > 0
 
     def group_inodes(self, group: bytes) -> Numbers:
-        found = set(self._stored_group(group))
-        for layer in (self._committing, self._pending, self._volatile):
-            for number, present in ({} if layer is None else layer.groups.get(group, {})).items():
-                if present:
-                    found.add(number)
-                else:
-                    found.discard(number)
-        # A rebuild inserts candidates; some are removed again at its end.
+        found = {*self._stored_group(group), *self._names.group(group)}
+        # LMDB has some that left the group since; a rebuild inserts candidates, and removes some at its end.
         inodes = [self.get(InodeNumber(number)) for number in sorted(found)]
         return [inode.inode for inode in inodes if inode is not None and inode.group == group]
 
@@ -408,108 +424,57 @@ class LmdbIndex:
 
     def put(self, new: Inode, old: Inode | None, record: bytes | None = None) -> None:
         """`record`: new.pack(), if the caller has it."""
-        number = int(new.inode)
-        assert old is None or old.inode == number
-        if self._hidden.lost and new.name and not new.nameless:
-            self._drop_hidden_holder(new.parent, new.name, number)
-        if new.kind == Kind.FILE and (not new.sealed or new.nameless):
-            self._put_volatile(new, old, record)
-            return
-        pending = self._pending
-        if number in self._volatile.inodes:
-            self._drop_volatile(number)
-        pending.inodes[number] = record or new.pack()
-        named = not new.nameless and bool(new.name)  # the root has none
-        if old is not None and not old.nameless and (not named or old.parent != new.parent or old.name != new.name):
-            self._remove_name(old)
-        if named:
-            pending.set_name(new.parent, new.name, number)
-        after = segments_of(new) if new.kind == Kind.FILE else set()
-        before = segments_of(old) if old is not None and old.kind == Kind.FILE else set()
-        for segment in after:
-            pending.set_member(segment, number, True)
-        for segment in before - after:
-            pending.set_member(segment, number, False)
-        if old is not None and old.group and old.group != new.group:
-            pending.set_group(old.group, number, False)
-        if new.group:
-            pending.set_group(new.group, number, True)
-        pending.count += 1
+        assert old is None or old.inode == new.inode
+        named = bool(new.name) and not new.nameless  # the root has none
+        if self._hidden.lost and named:
+            self._drop_hidden_holder(new.parent, new.name, int(new.inode))
+        if old is not None and not (named and (old.parent, old.name) == (new.parent, new.name)):
+            self._note_removed(old)
+        self._put(int(new.inode), record or new.pack(), old is not None)
 
     def replace_directory(self, number: InodeNumber, record: bytes) -> None:
-        self._pending.inodes[number] = record
-        self._pending.count += 1
+        self._put(number, record, True)
 
-    def _put_volatile(self, new: Inode, old: Inode | None, record: bytes | None) -> None:
-        number = int(new.inode)
-        if old is not None and number in self._volatile.inodes:
-            self._drop_volatile(number)
-        elif old is not None:
-            self._delete_durable(old)
-        volatile = self._volatile
-        volatile.inodes[number] = record or new.pack()
-        if not new.nameless:
-            volatile.set_name(new.parent, new.name, number)
-        for segment in segments_of(new):
-            volatile.set_member(segment, number, True)
-        if new.group:
-            volatile.set_group(new.group, number, True)
+    def _put(self, number: int, record: bytes, known: bool) -> None:
+        try:
+            self._names.put(record, known)
+        except MissingError:
+            self._names.put(record, self._load(number))
 
-    def _drop_volatile(self, number: int) -> Inode | None:
-        record = self._volatile.inodes.pop(number, None)
-        if record is None:
-            return None
-        inode = Inode.unpack(record)
-        if self._volatile.names.get(inode.parent, {}).get(inode.name) == number:
-            self._volatile.drop_name(inode.parent, inode.name)
-        for segment in segments_of(inode):
-            self._volatile.drop_member(segment, number)
-        if inode.group:
-            self._volatile.drop_group(inode.group, number)
-        return inode
+    def _load(self, number: int) -> bool:
+        """Take in what LMDB has of an inode; False if that is nothing."""
+        stored = self._stored(number)
+        if stored is not None:
+            self._names.load(stored)
+        return stored is not None
 
-    def _remove_name(self, old: Inode) -> None:
-        if not old.name:
-            return
-        # A name that leads elsewhere by now has been taken over by its new owner.
-        if self._lookup(old.parent, old.name) == old.inode:
-            self._pending.set_name(old.parent, old.name, None)
-        if self.removed_names is not None:
+    def _note_removed(self, old: Inode) -> None:
+        if self.removed_names is not None and old.name and not old.nameless:
             self.removed_names.add((int(old.parent), old.name))
 
     def delete(self, old: Inode) -> None:
         if self._hidden.lost and old.kind == Kind.DIRECTORY:
             self._drop_hidden_below(old.inode)
-        if int(old.inode) in self._volatile.inodes:
-            self._drop_volatile(int(old.inode))
-            if self.removed_names is not None:
-                self.removed_names.add((int(old.parent), old.name))
-            return
-        self._delete_durable(old)
-
-    def _delete_durable(self, old: Inode) -> None:
-        pending, number = self._pending, int(old.inode)
-        pending.inodes[number] = None
-        if not old.nameless:
-            self._remove_name(old)
-        if old.kind == Kind.FILE:
-            for segment in segments_of(old):
-                pending.set_member(segment, number, False)
-        if old.group:
-            pending.set_group(old.group, number, False)
-        pending.count += 1
+        self._note_removed(old)
+        try:
+            self._names.remove(old.inode)
+        except MissingError:
+            if self._load(old.inode):
+                self._names.remove(old.inode)
 
     def segment_put(self, segment: SegmentIndex, state: bytes) -> None:
         self._pending.segments[segment] = state
-        self._pending.count += 1
 
     def meta_put(self, key: bytes, value: bytes | None) -> None:
         self._pending.meta[key] = value
-        self._pending.count += 1
 
     @property
     def changes_pending(self) -> int:
-        return self._pending.count + (0 if self._committing is None else self._committing.count)
+        return self._uncommitted + (0 if self._committing is None else self._committing.count)
+
+    @property
+    def _uncommitted(self) -> int:
+        return self._names.pending + self._pending.count
 
     # ---- committing ----
 
@@ -519,7 +484,7 @@ class LmdbIndex:
         async with self._lock:
             if before is not None:
                 before()
-            if not self._pending.count:
+            if not self._uncommitted:
                 return
             batch = self._begin_commit()
             error: BaseException | None = None
@@ -537,7 +502,7 @@ class LmdbIndex:
         assert self._committing is None
         if before is not None:
             before()
-        if not self._pending.count:
+        if not self._uncommitted:
             return
         batch = self._begin_commit()
         error: BaseException | None = None
@@ -549,16 +514,18 @@ class LmdbIndex:
         finally:
             self._end_commit(batch, error)
 
-    def _begin_commit(self) -> Layer:
-        batch, self._pending = self._pending, Layer()
+    def _begin_commit(self) -> _Batch:
+        inodes = self._names.commit_begin()
+        batch, self._pending = self._pending, _Batch()
+        batch.inodes = inodes
         self._committing = batch
         self.pending_batch += 1
         return batch
 
-    def _end_commit(self, batch: Layer, error: BaseException | None) -> None:
+    def _end_commit(self, batch: _Batch, error: BaseException | None) -> None:
         if error is not None:
-            batch.update(self._pending)
-            self._pending = batch
+            self._pending.segments = batch.segments | self._pending.segments
+            self._pending.meta = batch.meta | self._pending.meta
             self._failures += 1
         else:
             self.durable_batch = self.pending_batch - 1
@@ -566,63 +533,70 @@ class LmdbIndex:
             self._trust()
         self._committing = None
         self._renew()
+        self._names.commit_end(error is None)
 
     def _renew(self) -> None:
         self._read.abort()
         self._read = cast(Transaction, self._env.begin())
 
-    def _write(self, batch: Layer) -> None:
-        """Write one layer in one durable transaction. Blocks; in the committing thread."""
+    def _write(self, batch: _Batch) -> None:
+        """Write one batch in one durable transaction. Blocks; in the committing thread."""
         try:
             with self._write_lock, self._env.begin(write=True) as plain:
-                self._write_layer(cast(Transaction, plain), batch)
+                self._write_batch(cast(Transaction, plain), batch)
         except lmdb.MapFullError as error:
             raise _commit_error(self._path, errno.ENOSPC, error) from error
         except (lmdb.Error, OSError) as error:
             number = errno.ENOSPC if "No space" in str(error) else errno.EIO
             raise _commit_error(self._path, number, error) from error
 
-    def _write_layer(self, txn: Transaction, batch: Layer) -> None:
-        # Sorted: neighbours share pages. In one call a database: each call may wait for the interpreter lock.
-        puts = [(_U64.pack(inode), record) for inode, record in sorted(batch.inodes.items()) if record is not None]
-        txn.cursor(self._inodes_db).putmulti(puts)
-        for inode, record in batch.inodes.items():
-            if record is None:
-                txn.delete(_U64.pack(inode), db=self._inodes_db)
-        names: list[tuple[bytes, bytes]] = []
-        for parent, entries in batch.names.items():
-            prefix = _U64.pack(parent)
-            for name, number in entries.items():
-                if number is None:
-                    txn.delete(prefix + name, db=self._names_db)
-                else:
-                    names.append((prefix + name, _VALUE.pack(number)))
-        names.sort()
-        txn.cursor(self._names_db).putmulti(names)
-        members: list[tuple[bytes, bytes]] = []
-        for segment, inodes in batch.members.items():
-            for inode, present in inodes.items():
-                if present:
-                    members.append((_MEMBER.pack(segment, inode), b""))
-                else:
-                    txn.delete(_MEMBER.pack(segment, inode), db=self._members_db)
-        members.sort()
-        txn.cursor(self._members_db).putmulti(members)
-        if self._groups_db is not None:
-            for group, inodes in batch.groups.items():
-                for number, present in inodes.items():
-                    if present:
-                        txn.put(_group_key(group, number), b"", db=self._groups_db)
-                    else:
-                        txn.delete(_group_key(group, number), db=self._groups_db)
-        txn.cursor(self._segments_db).putmulti(
-            [(_U32.pack(segment), state) for segment, state in batch.segments.items()]
-        )
+    def _write_batch(self, txn: Transaction, batch: _Batch) -> None:
+        self._write_inodes(txn, batch.inodes)
+        states = [(_U32.pack(segment), state) for segment, state in batch.segments.items()]
+        txn.cursor(self._segments_db).putmulti(states)
         for key, value in batch.meta.items():
             if value is None:
                 txn.delete(key, db=self._meta_db)
             else:
                 txn.put(key, value, db=self._meta_db)
+
+    def _write_inodes(self, txn: Transaction, changes: Sequence[tuple[int, bytes, bool]]) -> None:
+        """What goes first: a name that one inode leaves and another takes is put last. Sorted: neighbours share pages.
+        In one call a database where that is possible: each call may wait for the interpreter lock."""
+        asked = sorted(_U64.pack(number) for number, _, is_new in changes if not is_new)
+        stored = dict(txn.cursor(self._inodes_db).getmulti(asked)) if asked else {}
+        inodes: list[tuple[bytes, bytes]] = []
+        names: list[tuple[bytes, bytes]] = []
+        members: list[tuple[bytes, bytes]] = []
+        groups: list[bytes] = []
+        left: list[tuple[bytes, int]] = []
+        for number, record, _ in changes:
+            key = _U64.pack(number)
+            old, new = _Keys(number, stored.get(key, b"")), _Keys(number, record)
+            if record:
+                inodes.append((key, record))
+            elif key in stored:
+                txn.delete(key, db=self._inodes_db)
+            if old.dentry and old.dentry != new.dentry:
+                left.append((old.dentry, number))
+            for member in old.members - new.members:
+                txn.delete(member, db=self._members_db)
+            if old.group and old.group != new.group and self._groups_db is not None:
+                txn.delete(old.group, db=self._groups_db)
+            if new.dentry:
+                names.append((new.dentry, _VALUE.pack(number)))
+            members += [(member, b"") for member in new.members]
+            if new.group:
+                groups.append(new.group)
+        for dentry, number in left:
+            # An inode that is away may have lost its name to another.
+            if txn.get(dentry, None, self._names_db) == _VALUE.pack(number):
+                txn.delete(dentry, db=self._names_db)
+        for db, items in ((self._inodes_db, inodes), (self._names_db, names), (self._members_db, members)):
+            items.sort()
+            txn.cursor(db).putmulti(items)
+        for group in groups if self._groups_db is not None else ():
+            txn.put(group, b"", db=self._groups_db)
 
     # ---- rebuilding ----
 
@@ -645,13 +619,12 @@ class LmdbIndex:
     def refresh(self) -> None:
         """See what bulk() has written."""
         self._renew()
+        self._names.forget()
 
     def overlay_names(self) -> Iterator[tuple[int, bytes, int | None]]:
         """Names changed and not committed: what a bulk load may have met unknowingly."""
-        for layer in (self._pending, self._volatile):
-            for parent, names in layer.names.items():
-                for name, inode in names.items():
-                    yield parent, name, inode
+        for parent, name, inode in self._names.changed():
+            yield parent, name, inode or None
 
     def stored_inode(self, parent: int, name: bytes) -> int | None:
         """Where LMDB alone says a name leads."""
@@ -662,7 +635,7 @@ class LmdbIndex:
 
     def volatile_inodes(self) -> Numbers:
         """Inodes that no commit writes: files not sealed yet, and nameless ones."""
-        return [InodeNumber(inode) for inode in self._volatile.inodes]
+        return [InodeNumber(inode) for inode in self._names.volatile()]
 
     def statistics(self) -> IndexStatistics:
         stored = self._read.stat(self._inodes_db)["entries"]
@@ -675,6 +648,7 @@ class LmdbIndex:
     def close(self) -> None:
         self._read.abort()
         self._env.close()
+        self._names.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.names import Names
 from kvfs.plane import Plane, PlaneOptions, PlaneTuning, check_records
 from kvfs.pool.format import META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.lock import INDEX_NAME
@@ -56,13 +57,13 @@ def make_plane(opened: OpenPool, options: StoreOptions, epoch: int, records_max:
     )  # fmt: skip
 
 
-def open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
+def open_index(opened: OpenPool, names: Names) -> tuple[LmdbIndex, bool]:
     """The pool's index, and whether it must be rebuilt: missing, unreadable, of another pool, or half rebuilt."""
     path = opened.path / INDEX_NAME
     if path.is_dir():
         index: LmdbIndex | None = None
         try:
-            index = LmdbIndex(path)
+            index = LmdbIndex(path, names=names)
             uuid = index.meta_get(META_UUID)
             if uuid == opened.config.uuid.bytes and not index.incomplete:
                 check_index(index, opened)
@@ -75,7 +76,7 @@ def open_index(opened: OpenPool) -> tuple[LmdbIndex, bool]:
         if index is not None:
             index.close()
         shutil.rmtree(path, ignore_errors=True)
-    return LmdbIndex(path, durable=False), True
+    return LmdbIndex(path, durable=False, names=names), True
 
 
 def check_index(index: LmdbIndex, opened: OpenPool) -> None:

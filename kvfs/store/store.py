@@ -131,7 +131,7 @@ class Store:
             records_max = options.records_max or min(64 << 20, max(2 << 20, (size >> 13) + (1 << 20)))
             plane = make_plane(opened, options, epoch, records_max)
             stack.callback(plane.destroy)
-            index, rebuild = open_index(opened)
+            index, rebuild = open_index(opened, plane.names)
             stack.callback(index.close)
             # This ties labels of this mount to this index, also if the mount ends while it writes them.
             index.meta_put(META_OPENING, META_NUMBER.pack(epoch))

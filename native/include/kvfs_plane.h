@@ -9,6 +9,7 @@
 
 #include <stdint.h>
 #include "kvfs_format.h"
+#include "kvfs_names.h"
 #include "kvfs_table.h"
 
 struct kvfs_plane;
@@ -142,6 +143,8 @@ int kvfs_device_stop(struct kvfs_plane *plane, uint32_t device);
 int kvfs_device_use(struct kvfs_plane *plane, uint32_t device);
 /* The block table; the plane's. Table writes go through the kvfs_name_ and kvfs_inode_ functions below. */
 struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane);
+/* The names in memory; the plane's. */
+struct kvfs_names *kvfs_plane_names(struct kvfs_plane *plane);
 /* The last failure of create, or of taking a device into service, on this thread, as a message. */
 const char *kvfs_plane_error(void);
 

@@ -132,7 +132,7 @@ static int memory_build(struct kvfs_plane *plane) {
     r = kvfs_table_create(c->records_max, c->secret, c->mount_epoch, &plane->table);
     if (r < 0)
         return fail(r, "block table of %llu records: %s", (unsigned long long)c->records_max, strerror(-r));
-    return 0;
+    return kvfs_names_create(&plane->names) < 0 ? fail(-ENOMEM, "no memory for names") : 0;
 }
 
 static int threads_start(struct kvfs_plane *plane, const int *device_fds) {
@@ -225,6 +225,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
     }
     if (plane->table)
         kvfs_table_destroy(plane->table);
+    kvfs_names_destroy(plane->names);
     arena_free(&plane->staging);
     arena_free(&plane->staging_small);
     arena_free(&plane->reading);
@@ -236,6 +237,8 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
 }
 
 struct kvfs_table *kvfs_plane_table(struct kvfs_plane *plane) { return plane->table; }
+
+struct kvfs_names *kvfs_plane_names(struct kvfs_plane *plane) { return plane->names; }
 
 /* ---- statistics and faults ---- */
 

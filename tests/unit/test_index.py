@@ -128,7 +128,7 @@ def test_a_failed_commit_is_reported_and_retried(index: LmdbIndex, monkeypatch: 
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(index, "_write_layer", fail)
+            patch.setattr(index, "_write_batch", fail)
             with pytest.raises(KvfsError) as caught:
                 await index.commit()
         assert caught.value.errno == errno.ENOSPC

@@ -9,6 +9,7 @@
 
 #include "base/events.h"
 #include "io/ring.h"
+#include "names/names.h"
 #include "kvfs_plane.h"
 
 #define CHUNK_SIZE ((uint64_t)1 << 20)
@@ -313,6 +314,7 @@ struct kvfs_plane {
     struct kvfs_plane_config config;
     struct kvfs_array array;
     struct kvfs_table *table;
+    struct kvfs_names *names;
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
     atomic_ullong open_bytes, space;  /* open_bytes: content that eviction must keep, open or being written; space: the pool's room for it */

@@ -1,0 +1,748 @@
+/* Names in memory (kvfs_names.h). A map of inodes and a map of names, both chained hash tables that grow.
+ *
+ * An inode's entry is in one of four states. CLEAN: as the index has it. DIRTY: it differs. COMMITTING: a commit is writing it. VOLATILE: no commit
+ * writes it, and the index has nothing of it. Entries of a state are a list, the oldest first. A name in the map leads to an inode, or to 0 when it
+ * was removed. A removed name goes when the commit that removes it from the index has ended. */
+#include "names/names.h"
+
+#include <sys/random.h>
+
+#include "kvfs_checksum.h"
+
+#define CLEAN_FILES_MAX 32768u
+#define CLEAN_DIRECTORIES_MAX 65536u
+#define BUCKETS_MIN 1024u
+#define GROUP_ATTRIBUTE "user.kvfs.group"
+#define GROUP_ATTRIBUTE_SIZE (sizeof(GROUP_ATTRIBUTE) - 1)
+
+struct link {
+    struct link *before, *after;
+};
+enum state { CLEAN, CLEAN_DIRECTORY, DIRTY, COMMITTING, VOLATILE, STATES };
+struct entry {
+    struct link link; /* of its state */
+    struct entry *next;
+    uint64_t inode;
+    struct kvfs_inode_record *record; /* NULL: gone */
+    uint8_t state;                    /* enum state */
+    bool again;                       /* COMMITTING, and changed since */
+    bool is_new;                      /* no commit that may have a record of it has begun */
+};
+struct name {
+    struct link link;    /* of its directory, if it is listed */
+    struct link removed; /* all removed names, the oldest first */
+    struct name *next;
+    uint64_t parent, inode; /* inode 0: removed */
+    uint64_t batch;         /* removed in it */
+    uint64_t hash;
+    uint8_t size;
+    bool listed; /* the index may not have it so */
+    bool stored; /* the index may have it, for this inode or another */
+    char text[];
+};
+struct directory {
+    struct directory *next;
+    uint64_t inode;
+    struct link names; /* listed ones */
+    uint32_t count;
+};
+static struct entry *entry_at(struct link *link) { return (struct entry *)(void *)link; }
+struct map {
+    void **buckets;
+    uint64_t mask, count;
+};
+struct kvfs_names {
+    pthread_mutex_t lock; /* recursive */
+    struct map entries, names, directories;
+    struct link states[STATES], removed;
+    uint64_t counts[STATES];
+    uint64_t seed, batch;
+    uint8_t *committing; /* the buffer of the commit that is under way */
+};
+
+/* ---- lists and maps ---- */
+
+static void link_init(struct link *head) { head->before = head->after = head; }
+static bool link_empty(const struct link *head) { return head->after == head; }
+static void link_add(struct link *head, struct link *link) {
+    link->before = head->before;
+    link->after = head;
+    head->before->after = link;
+    head->before = link;
+}
+static void link_drop(struct link *link) {
+    link->before->after = link->after;
+    link->after->before = link->before;
+    link->before = link->after = NULL;
+}
+
+static int map_init(struct map *map) {
+    map->buckets = calloc(BUCKETS_MIN, sizeof(*map->buckets));
+    map->mask = BUCKETS_MIN - 1;
+    return map->buckets ? 0 : -ENOMEM;
+}
+
+static uint64_t number_hash(uint64_t number) {
+    number = (number ^ (number >> 33)) * 0xff51afd7ed558ccdULL;
+    return number ^ (number >> 29);
+}
+
+static uint64_t name_hash_of(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t size) {
+    return kvfs_checksum(name, size, names->seed ^ number_hash(parent));
+}
+
+static struct entry **entry_bucket(const struct kvfs_names *names, uint64_t inode) {
+    return (struct entry **)&names->entries.buckets[number_hash(inode) & names->entries.mask];
+}
+static struct name **name_bucket(const struct kvfs_names *names, uint64_t hash) {
+    return (struct name **)&names->names.buckets[hash & names->names.mask];
+}
+static struct directory **directory_bucket(const struct kvfs_names *names, uint64_t inode) {
+    return (struct directory **)&names->directories.buckets[number_hash(inode) & names->directories.mask];
+}
+
+/* A larger array of buckets, which the caller fills. NULL: the map stays as it is, a little slower. */
+static void **map_grown(struct map *map) { return map->count <= map->mask ? NULL : calloc((map->mask + 1) * 2, sizeof(*map->buckets)); }
+
+static void entries_grow(struct kvfs_names *names) {
+    void **old = names->entries.buckets, **grown = map_grown(&names->entries);
+    if (!grown)
+        return;
+    uint64_t count = names->entries.mask + 1;
+    names->entries.buckets = grown;
+    names->entries.mask = count * 2 - 1;
+    for (uint64_t i = 0; i < count; i++)
+        for (struct entry *entry = old[i], *next; entry; entry = next) {
+            struct entry **bucket = entry_bucket(names, entry->inode);
+            next = entry->next;
+            entry->next = *bucket;
+            *bucket = entry;
+        }
+    free(old);
+}
+
+static void names_grow(struct kvfs_names *names) {
+    void **old = names->names.buckets, **grown = map_grown(&names->names);
+    if (!grown)
+        return;
+    uint64_t count = names->names.mask + 1;
+    names->names.buckets = grown;
+    names->names.mask = count * 2 - 1;
+    for (uint64_t i = 0; i < count; i++)
+        for (struct name *name = old[i], *next; name; name = next) {
+            struct name **bucket = name_bucket(names, name->hash);
+            next = name->next;
+            name->next = *bucket;
+            *bucket = name;
+        }
+    free(old);
+}
+
+static void directories_grow(struct kvfs_names *names) {
+    void **old = names->directories.buckets, **grown = map_grown(&names->directories);
+    if (!grown)
+        return;
+    uint64_t count = names->directories.mask + 1;
+    names->directories.buckets = grown;
+    names->directories.mask = count * 2 - 1;
+    for (uint64_t i = 0; i < count; i++)
+        for (struct directory *directory = old[i], *next; directory; directory = next) {
+            struct directory **bucket = directory_bucket(names, directory->inode);
+            next = directory->next;
+            directory->next = *bucket;
+            *bucket = directory;
+        }
+    free(old);
+}
+
+/* ---- records ---- */
+
+static const char *record_text(const struct kvfs_inode_record *record) { return (const char *)(record + 1); }
+static const struct kvfs_extent *record_extents(const struct kvfs_inode_record *record) {
+    return (const void *)(record_text(record) + round_up(record->name_size, 8));
+}
+
+/* The root has no name, and a nameless inode's record holds the name that it has lost. */
+static bool is_named(const struct kvfs_inode_record *record) { return record && record->name_size && !(record->flags & KVFS_INODE_NAMELESS); }
+
+/* Neither files without a block nor files without a name survive a restart. */
+static bool is_durable(const struct kvfs_inode_record *record) {
+    return record && (record->kind != KVFS_KIND_FILE || (record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS)) == KVFS_INODE_SEALED);
+}
+
+static bool lies_in(const struct kvfs_inode_record *record, uint32_t segment) {
+    if (!record || record->kind != KVFS_KIND_FILE)
+        return false;
+    if (record->flags & KVFS_INODE_SEALED && record->segment == segment)
+        return true;
+    const struct kvfs_extent *extents = record_extents(record);
+    for (uint32_t i = 0; i < record->extent_count; i++)
+        if (extents[i].segment == segment)
+            return true;
+    return false;
+}
+
+/* The value of the attribute that names a group; NULL if there is none. Attributes: u16 size of the key, u32 size of the value, key, value. */
+static const char *group_of(const struct kvfs_inode_record *record, uint32_t *size) {
+    if (!record || !record->xattr_size)
+        return NULL;
+    const uint8_t *at = (const uint8_t *)(record_extents(record) + record->extent_count), *end = at + record->xattr_size;
+    while (at + 6 <= end) {
+        uint16_t key_size;
+        memcpy(&key_size, at, sizeof(key_size));
+        memcpy(size, at + 2, sizeof(*size));
+        at += 6;
+        if ((uint64_t)(end - at) < (uint64_t)key_size + *size)
+            return NULL;
+        if (key_size == GROUP_ATTRIBUTE_SIZE && memcmp(at, GROUP_ATTRIBUTE, GROUP_ATTRIBUTE_SIZE) == 0)
+            return *size && *size <= KVFS_NAME_MAX ? (const char *)at + key_size : NULL;
+        at += key_size + *size;
+    }
+    return NULL;
+}
+
+static struct kvfs_inode_record *record_copy(const void *record) {
+    struct kvfs_inode_record head;
+    memcpy(&head, record, sizeof(head)); /* Python's bytes need not be aligned */
+    uint64_t parts = sizeof(head) + round_up(head.name_size, 8) + (uint64_t)head.extent_count * sizeof(struct kvfs_extent) + head.xattr_size;
+    assert(head.record_size >= parts && head.record_size < parts + 8 && head.record_size % 8 == 0);
+    assert(head.inode && head.name_size <= KVFS_NAME_MAX);
+    struct kvfs_inode_record *copy = malloc(head.record_size);
+    if (copy)
+        memcpy(copy, record, head.record_size);
+    return copy;
+}
+
+/* ---- names ---- */
+
+static struct name *name_find(const struct kvfs_names *names, uint64_t parent, const char *text, uint32_t size) {
+    uint64_t hash = name_hash_of(names, parent, text, size);
+    struct name *name = *name_bucket(names, hash);
+    while (name && !(name->hash == hash && name->parent == parent && name->size == size && memcmp(name->text, text, size) == 0))
+        name = name->next;
+    return name;
+}
+
+/* Its directory's list, made if need be. NULL: no memory. */
+static struct directory *directory_get(struct kvfs_names *names, uint64_t inode) {
+    struct directory **bucket = directory_bucket(names, inode), *directory = *bucket;
+    while (directory && directory->inode != inode)
+        directory = directory->next;
+    if (directory)
+        return directory;
+    directory = calloc(1, sizeof(*directory));
+    if (!directory)
+        return NULL;
+    directory->inode = inode;
+    link_init(&directory->names);
+    directory->next = *bucket;
+    *bucket = directory;
+    names->directories.count++;
+    directories_grow(names);
+    return directory;
+}
+
+static void name_unlist(struct kvfs_names *names, struct name *name) {
+    if (!name->listed)
+        return;
+    name->listed = false;
+    link_drop(&name->link);
+    struct directory **at = directory_bucket(names, name->parent);
+    while ((*at)->inode != name->parent)
+        at = &(*at)->next;
+    assert((*at)->count > 0);
+    if (--(*at)->count == 0) {
+        struct directory *empty = *at;
+        assert(link_empty(&empty->names));
+        *at = empty->next;
+        names->directories.count--;
+        free(empty);
+    }
+}
+
+static int name_list(struct kvfs_names *names, struct name *name) {
+    if (name->listed)
+        return 0;
+    struct directory *directory = directory_get(names, name->parent);
+    if (!directory)
+        return -ENOMEM;
+    link_add(&directory->names, &name->link);
+    directory->count++;
+    name->listed = true;
+    return 0;
+}
+
+/* The node of a name, made if need be, unlisted then. NULL: no memory. */
+static struct name *name_get(struct kvfs_names *names, const struct kvfs_inode_record *record) {
+    struct name *name = name_find(names, record->parent, record_text(record), record->name_size);
+    if (name)
+        return name;
+    name = malloc(sizeof(*name) + record->name_size);
+    if (!name)
+        return NULL;
+    memset(name, 0, sizeof(*name));
+    name->parent = record->parent;
+    name->size = (uint8_t)record->name_size;
+    memcpy(name->text, record_text(record), record->name_size);
+    name->hash = name_hash_of(names, name->parent, name->text, name->size);
+    struct name **bucket = name_bucket(names, name->hash);
+    name->next = *bucket;
+    *bucket = name;
+    names->names.count++;
+    names_grow(names);
+    return name;
+}
+
+static void name_free(struct kvfs_names *names, struct name *name) {
+    name_unlist(names, name);
+    if (name->removed.after)
+        link_drop(&name->removed);
+    struct name **at = name_bucket(names, name->hash);
+    while (*at != name)
+        at = &(*at)->next;
+    *at = name->next;
+    names->names.count--;
+    free(name);
+}
+
+/* The inode has this name no more; another may have it by now. Its node exists, and is listed. */
+static void name_remove(struct kvfs_names *names, const struct kvfs_inode_record *record) {
+    struct name *name = name_find(names, record->parent, record_text(record), record->name_size);
+    if (!name || name->inode != record->inode)
+        return;
+    assert(name->listed && !name->removed.after);
+    if (!name->stored) {
+        name_free(names, name);
+        return;
+    }
+    name->inode = 0;
+    name->batch = names->batch;
+    link_add(&names->removed, &name->removed);
+}
+
+/* ---- entries ---- */
+
+static struct entry *entry_find(const struct kvfs_names *names, uint64_t inode) {
+    struct entry *entry = *entry_bucket(names, inode);
+    while (entry && entry->inode != inode)
+        entry = entry->next;
+    return entry;
+}
+
+/* The node of the entry's name, if that leads to it. */
+static struct name *entry_name(const struct kvfs_names *names, const struct entry *entry) {
+    const struct kvfs_inode_record *record = entry->record;
+    struct name *name = is_named(record) ? name_find(names, record->parent, record_text(record), record->name_size) : NULL;
+    return name && name->inode == entry->inode ? name : NULL;
+}
+
+static void entry_move(struct kvfs_names *names, struct entry *entry, enum state state) {
+    link_drop(&entry->link);
+    names->counts[entry->state]--;
+    entry->state = (uint8_t)state;
+    link_add(&names->states[state], &entry->link);
+    names->counts[state]++;
+}
+
+/* A new entry without a record, VOLATILE. NULL: no memory. */
+static struct entry *entry_new(struct kvfs_names *names, uint64_t inode) {
+    struct entry *entry = calloc(1, sizeof(*entry));
+    if (!entry)
+        return NULL;
+    struct entry **bucket = entry_bucket(names, inode);
+    entry->inode = inode;
+    entry->is_new = true;
+    entry->next = *bucket;
+    *bucket = entry;
+    entry->state = VOLATILE;
+    link_add(&names->states[VOLATILE], &entry->link);
+    names->counts[VOLATILE]++;
+    names->entries.count++;
+    entries_grow(names);
+    return entry;
+}
+
+static void entry_free(struct kvfs_names *names, struct entry *entry) {
+    struct entry **at = entry_bucket(names, entry->inode);
+    while (*at != entry)
+        at = &(*at)->next;
+    *at = entry->next;
+    link_drop(&entry->link);
+    names->counts[entry->state]--;
+    names->entries.count--;
+    free(entry->record);
+    free(entry);
+}
+
+/* An entry that is as the index has it leaves memory, and its name with it. */
+static void entry_forget(struct kvfs_names *names, struct entry *entry) {
+    assert(entry->state == CLEAN || entry->state == CLEAN_DIRECTORY);
+    struct name *name = entry_name(names, entry);
+    if (name && !name->listed)
+        name_free(names, name);
+    entry_free(names, entry);
+}
+
+static void entry_clean(struct kvfs_names *names, struct entry *entry) {
+    bool directory = entry->record->kind == KVFS_KIND_DIRECTORY;
+    enum state state = directory ? CLEAN_DIRECTORY : CLEAN;
+    entry_move(names, entry, state);
+    if (names->counts[state] > (directory ? CLEAN_DIRECTORIES_MAX : CLEAN_FILES_MAX))
+        entry_forget(names, entry_at(names->states[state].after));
+}
+
+/* The entry's record is another now, or NULL. What the new state needs has been allocated. */
+static void entry_settle(struct kvfs_names *names, struct entry *entry) {
+    if (entry->state == COMMITTING) {
+        entry->again = true;
+    } else if (is_durable(entry->record) || !entry->is_new) {
+        if (entry->state != DIRTY)
+            entry_move(names, entry, DIRTY);
+    } else if (!entry->record) {
+        entry_free(names, entry);
+    } else if (entry->state != VOLATILE) {
+        entry_move(names, entry, VOLATILE);
+    }
+}
+
+/* Takes over `record`, which may be NULL: gone. -ENOMEM: nothing has changed, and the record is the caller's. */
+static int entry_set(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record) {
+    struct kvfs_inode_record *old = entry->record;
+    struct name *before = is_named(old) ? name_find(names, old->parent, record_text(old), old->name_size) : NULL, *now = NULL;
+    /* Memory first, then the change. The old name is listed: in the index it still leads to the inode. */
+    if (is_named(old) && !before && !(before = name_get(names, old)))
+        return -ENOMEM;
+    if (before && before->inode == 0 && !before->removed.after) { /* the node is new */
+        before->inode = entry->inode;
+        before->stored = true;
+    }
+    if (before && name_list(names, before) < 0)
+        return -ENOMEM;
+    if (is_named(record) && (!(now = name_get(names, record)) || name_list(names, now) < 0)) {
+        if (now && !now->listed)
+            name_free(names, now);
+        return -ENOMEM;
+    }
+    if (before && before != now)
+        name_remove(names, old);
+    if (now) {
+        now->inode = entry->inode;
+        if (now->removed.after)
+            link_drop(&now->removed);
+    }
+    entry->record = record;
+    free(old);
+    entry_settle(names, entry);
+    return 0;
+}
+
+/* ---- the interface ---- */
+
+int kvfs_names_create(struct kvfs_names **out) {
+    struct kvfs_names *names = calloc(1, sizeof(*names));
+    if (!names)
+        return -ENOMEM;
+    pthread_mutexattr_t attributes;
+    pthread_mutexattr_init(&attributes);
+    pthread_mutexattr_settype(&attributes, PTHREAD_MUTEX_RECURSIVE);
+    pthread_mutex_init(&names->lock, &attributes);
+    pthread_mutexattr_destroy(&attributes);
+    for (int i = 0; i < STATES; i++)
+        link_init(&names->states[i]);
+    link_init(&names->removed);
+    names->batch = 1;
+    if (map_init(&names->entries) < 0 || map_init(&names->names) < 0 || map_init(&names->directories) < 0) {
+        kvfs_names_destroy(names);
+        return -ENOMEM;
+    }
+    if (getrandom(&names->seed, sizeof(names->seed), GRND_NONBLOCK) != sizeof(names->seed))
+        names->seed = now_ns();
+    *out = names;
+    return 0;
+}
+
+static void map_free(struct map *map) {
+    free(map->buckets);
+    map->buckets = NULL;
+}
+
+void kvfs_names_destroy(struct kvfs_names *names) {
+    if (!names)
+        return;
+    for (int i = 0; i < STATES; i++)
+        while (names->entries.buckets && !link_empty(&names->states[i]))
+            entry_free(names, entry_at(names->states[i].after));
+    for (uint64_t i = 0; names->names.buckets && i <= names->names.mask; i++)
+        while (names->names.buckets[i])
+            name_free(names, names->names.buckets[i]);
+    map_free(&names->entries);
+    map_free(&names->names);
+    map_free(&names->directories);
+    free(names->committing);
+    pthread_mutex_destroy(&names->lock);
+    free(names);
+}
+
+void kvfs_names_begin(struct kvfs_names *names) { pthread_mutex_lock(&names->lock); }
+
+void kvfs_names_end(struct kvfs_names *names) { pthread_mutex_unlock(&names->lock); }
+
+int64_t kvfs_names_get(struct kvfs_names *names, uint64_t inode, void *out, uint32_t capacity) {
+    int64_t size = -ENOENT;
+    pthread_mutex_lock(&names->lock);
+    struct entry *entry = entry_find(names, inode);
+    if (entry) {
+        size = entry->record ? entry->record->record_size : 0;
+        copy_bytes(out, entry->record, min_u64((uint64_t)size, capacity));
+    }
+    pthread_mutex_unlock(&names->lock);
+    return size;
+}
+
+int kvfs_names_find(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size, uint64_t *inode) {
+    pthread_mutex_lock(&names->lock);
+    struct name *found = name_find(names, parent, name, name_size);
+    if (found)
+        *inode = found->inode;
+    pthread_mutex_unlock(&names->lock);
+    return found != NULL;
+}
+
+static int text_order(const char *a, uint32_t a_size, const char *b, uint32_t b_size) {
+    int order = memcmp(a, b, min_u64(a_size, b_size));
+    return order ? order : a_size < b_size ? -1 : a_size > b_size;
+}
+
+static int name_order(const void *a, const void *b) {
+    const struct name *x = *(struct name *const *)a, *y = *(struct name *const *)b;
+    return text_order(x->text, x->size, y->text, y->size);
+}
+
+int kvfs_names_list(struct kvfs_names *names, uint64_t parent, const char *after, uint32_t after_size, struct kvfs_name *out, uint32_t limit) {
+    pthread_mutex_lock(&names->lock);
+    struct directory *directory = *directory_bucket(names, parent);
+    while (directory && directory->inode != parent)
+        directory = directory->next;
+    struct name **found = directory ? malloc(directory->count * sizeof(struct name *)) : NULL;
+    uint32_t count = 0;
+    for (struct link *at = found ? directory->names.after : NULL; at && at != &directory->names; at = at->after) {
+        struct name *name = (struct name *)(void *)at;
+        if (text_order(name->text, name->size, after, after_size) > 0)
+            found[count++] = name;
+    }
+    if (found)
+        qsort(found, count, sizeof(struct name *), name_order);
+    count = (uint32_t)min_u64(count, limit);
+    for (uint32_t i = 0; i < count; i++) {
+        out[i].inode = found[i]->inode;
+        out[i].size = found[i]->size;
+        memcpy(out[i].name, found[i]->text, found[i]->size);
+    }
+    int r = directory && !found ? -ENOMEM : (int)count;
+    pthread_mutex_unlock(&names->lock);
+    free(found);
+    return r;
+}
+
+uint32_t kvfs_names_parents(struct kvfs_names *names, uint64_t *out, uint32_t capacity) {
+    uint32_t count = 0;
+    pthread_mutex_lock(&names->lock);
+    for (uint64_t i = 0; i <= names->directories.mask; i++)
+        for (struct directory *directory = names->directories.buckets[i]; directory; directory = directory->next)
+            if (count++ < capacity)
+                out[count - 1] = directory->inode;
+    pthread_mutex_unlock(&names->lock);
+    return count;
+}
+
+static bool is_among(const uint64_t *numbers, uint32_t count, uint64_t number) {
+    uint32_t low = 0, high = count;
+    while (low < high) {
+        uint32_t middle = low + (high - low) / 2;
+        if (numbers[middle] < number)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < count && numbers[low] == number;
+}
+
+uint32_t kvfs_names_members(struct kvfs_names *names, uint32_t segment, const uint64_t *stored, uint32_t stored_count, uint64_t *out,
+                            uint32_t capacity) {
+    uint32_t count = 0;
+    pthread_mutex_lock(&names->lock);
+    for (uint32_t i = 0; i < stored_count; i++) {
+        assert(!i || stored[i] > stored[i - 1]);
+        const struct entry *entry = entry_find(names, stored[i]);
+        if ((!entry || lies_in(entry->record, segment)) && count++ < capacity)
+            out[count - 1] = stored[i];
+    }
+    for (enum state state = DIRTY; state <= VOLATILE; state++)
+        for (struct link *at = names->states[state].after; at != &names->states[state]; at = at->after) {
+            const struct entry *entry = entry_at(at);
+            if (lies_in(entry->record, segment) && !is_among(stored, stored_count, entry->inode) && count++ < capacity)
+                out[count - 1] = entry->inode;
+        }
+    pthread_mutex_unlock(&names->lock);
+    return count;
+}
+
+uint32_t kvfs_names_group(struct kvfs_names *names, const char *group, uint32_t group_size, uint64_t *out, uint32_t capacity) {
+    uint32_t count = 0;
+    pthread_mutex_lock(&names->lock);
+    for (enum state state = DIRTY; state <= VOLATILE; state++)
+        for (struct link *at = names->states[state].after; at != &names->states[state]; at = at->after) {
+            const struct entry *entry = entry_at(at);
+            uint32_t size;
+            const char *found = group_of(entry->record, &size);
+            if (found && (!group_size || (size == group_size && memcmp(found, group, size) == 0)) && count++ < capacity)
+                out[count - 1] = entry->inode;
+        }
+    pthread_mutex_unlock(&names->lock);
+    return count;
+}
+
+uint32_t kvfs_names_volatile(struct kvfs_names *names, uint64_t *out, uint32_t capacity) {
+    uint32_t count = 0;
+    pthread_mutex_lock(&names->lock);
+    for (enum state state = DIRTY; state <= VOLATILE; state++)
+        for (struct link *at = names->states[state].after; at != &names->states[state]; at = at->after) {
+            const struct entry *entry = entry_at(at);
+            if (entry->record && !is_durable(entry->record) && count++ < capacity)
+                out[count - 1] = entry->inode;
+        }
+    pthread_mutex_unlock(&names->lock);
+    return count;
+}
+
+int kvfs_names_load(struct kvfs_names *names, const void *data) {
+    struct kvfs_inode_record *record = record_copy(data);
+    if (!record)
+        return -ENOMEM;
+    assert(is_durable(record));
+    pthread_mutex_lock(&names->lock);
+    int r = 0;
+    struct entry *entry = entry_find(names, record->inode) ? NULL : entry_new(names, record->inode);
+    if (entry) {
+        struct name *name = is_named(record) ? name_get(names, record) : NULL;
+        if (is_named(record) && !name)
+            r = -ENOMEM;
+        if (name && !name->inode && !name->removed.after) { /* the node is new */
+            name->inode = record->inode;
+            name->stored = true;
+        }
+        if (r == 0) {
+            entry->is_new = false;
+            entry->record = record;
+            record = NULL;
+            entry_clean(names, entry);
+        } else {
+            entry_free(names, entry);
+        }
+    } else if (!entry_find(names, record->inode)) {
+        r = -ENOMEM;
+    }
+    pthread_mutex_unlock(&names->lock);
+    free(record);
+    return r;
+}
+
+int kvfs_names_put(struct kvfs_names *names, const void *data, int known) {
+    struct kvfs_inode_record *record = record_copy(data);
+    if (!record)
+        return -ENOMEM;
+    pthread_mutex_lock(&names->lock);
+    struct entry *entry = entry_find(names, record->inode), *made = NULL;
+    int r = entry ? 0 : known ? -ENOENT : (made = entry = entry_new(names, record->inode)) ? 0 : -ENOMEM;
+    if (r == 0)
+        r = entry_set(names, entry, record);
+    if (r == 0)
+        record = NULL;
+    else if (made)
+        entry_free(names, made);
+    pthread_mutex_unlock(&names->lock);
+    free(record);
+    return r;
+}
+
+int kvfs_names_remove(struct kvfs_names *names, uint64_t inode) {
+    pthread_mutex_lock(&names->lock);
+    struct entry *entry = entry_find(names, inode);
+    int r = !entry ? -ENOENT : entry->record ? entry_set(names, entry, NULL) : 0;
+    pthread_mutex_unlock(&names->lock);
+    return r;
+}
+
+void kvfs_names_forget(struct kvfs_names *names) {
+    pthread_mutex_lock(&names->lock);
+    for (enum state state = CLEAN; state <= CLEAN_DIRECTORY; state++)
+        while (!link_empty(&names->states[state]))
+            entry_forget(names, entry_at(names->states[state].after));
+    pthread_mutex_unlock(&names->lock);
+}
+
+const void *kvfs_names_commit_begin(struct kvfs_names *names, uint64_t *size) {
+    pthread_mutex_lock(&names->lock);
+    assert(!names->committing && link_empty(&names->states[COMMITTING]));
+    *size = 0;
+    for (struct link *at = names->states[DIRTY].after; at != &names->states[DIRTY]; at = at->after) {
+        const struct entry *entry = entry_at(at);
+        *size += sizeof(struct kvfs_change) + (is_durable(entry->record) ? entry->record->record_size : 0);
+    }
+    uint8_t *to = names->committing = malloc(*size + 1);
+    while (to && !link_empty(&names->states[DIRTY])) {
+        struct entry *entry = entry_at(names->states[DIRTY].after);
+        bool durable = is_durable(entry->record);
+        struct kvfs_change change = {entry->inode, durable ? entry->record->record_size : 0, entry->is_new};
+        memcpy(to, &change, sizeof(change));
+        copy_bytes(to + sizeof(change), entry->record, change.record_size);
+        to += sizeof(change) + change.record_size;
+        entry->is_new = false;
+        struct name *name = durable ? entry_name(names, entry) : NULL;
+        if (name)
+            name->stored = true;
+        entry_move(names, entry, COMMITTING);
+    }
+    assert(!to || to == names->committing + *size);
+    names->batch += to != NULL;
+    pthread_mutex_unlock(&names->lock);
+    return to ? names->committing : NULL;
+}
+
+void kvfs_names_commit_end(struct kvfs_names *names, int ok) {
+    pthread_mutex_lock(&names->lock);
+    while (!link_empty(&names->states[COMMITTING])) {
+        struct entry *entry = entry_at(names->states[COMMITTING].after);
+        bool again = entry->again || !ok;
+        entry->again = false;
+        if (again) {
+            entry_move(names, entry, DIRTY);
+        } else if (!entry->record) {
+            entry_free(names, entry);
+        } else if (!is_durable(entry->record)) {
+            entry->is_new = true;
+            entry_move(names, entry, VOLATILE);
+        } else {
+            struct name *name = entry_name(names, entry);
+            if (name)
+                name_unlist(names, name);
+            entry_clean(names, entry);
+        }
+    }
+    while (ok && !link_empty(&names->removed)) {
+        struct name *name = (struct name *)(void *)((char *)names->removed.after - offsetof(struct name, removed));
+        if (name->batch >= names->batch)
+            break;
+        name_free(names, name);
+    }
+    free(names->committing);
+    names->committing = NULL;
+    pthread_mutex_unlock(&names->lock);
+}
+
+uint64_t kvfs_names_pending(struct kvfs_names *names) {
+    pthread_mutex_lock(&names->lock);
+    uint64_t count = names->counts[DIRTY];
+    pthread_mutex_unlock(&names->lock);
+    return count;
+}
