@@ -32,7 +32,7 @@ class Names:
     """The names of one pool. `with names:` is a step: meanwhile no thread of the data plane changes a name."""
 
     def __init__(self, names: object | None = None) -> None:
-        """`names`: those of a data plane, which ends them. None: own ones."""
+        """`names`: those of a data plane, which ends them; None makes own ones."""
         self._own = names is None
         if names is None:
             out = ffi.new("struct kvfs_names **")
@@ -59,7 +59,7 @@ class Names:
     # ---- reading ----
 
     def get(self, inode: int) -> bytes | None:
-        """The inode's record, b"" if it is gone. None: it is as the index says."""
+        """The inode's record, b"" if it is gone, None if it is as the index says."""
         out, capacity = self._record, _CAPACITY
         while (size := lib.kvfs_names_get(self._names, inode, out, capacity)) > capacity:
             capacity = size
@@ -67,7 +67,7 @@ class Names:
         return None if size < 0 else cast(bytes, ffi.buffer(out, size)[:])
 
     def find(self, parent: int, name: bytes) -> int | None:
-        """The inode that the name leads to, 0 if there is no such name any more. None: it is as the index says."""
+        """The inode that the name leads to; 0 for a name that is gone, None for one that is as the index says."""
         if not lib.kvfs_names_find(self._names, parent, name, len(name), self._number):
             return None
         return cast(int, self._number[0])

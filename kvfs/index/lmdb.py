@@ -561,8 +561,8 @@ class LmdbIndex:
                 txn.put(key, value, db=self._meta_db)
 
     def _write_inodes(self, txn: Transaction, changes: Sequence[tuple[int, bytes, bool]]) -> None:
-        """What goes first: a name that one inode leaves and another takes is put last. Sorted: neighbours share pages.
-        In one call a database where that is possible: each call may wait for the interpreter lock."""
+        """Removals first, as a name that one inode leaves may be another's. Puts are sorted, as neighbours share pages,
+        and one call a database, as each call may wait for the interpreter lock."""
         asked = sorted(_U64.pack(number) for number, _, is_new in changes if not is_new)
         stored = dict(txn.cursor(self._inodes_db).getmulti(asked)) if asked else {}
         inodes: list[tuple[bytes, bytes]] = []

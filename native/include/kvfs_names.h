@@ -23,7 +23,7 @@ void kvfs_names_end(struct kvfs_names *names);
 
 /* The record's size, of which at most `capacity` bytes are written to out. 0: the inode is gone. -ENOENT: it is as the index says. */
 int64_t kvfs_names_get(struct kvfs_names *names, uint64_t inode, void *out, uint32_t capacity);
-/* 1, with the inode number that the name leads to, 0 if there is no such name any more; or 0: it is as the index says. */
+/* 1: *inode is the inode number that the name leads to, 0 for a name that is gone. 0: it is as the index says. */
 int kvfs_names_find(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size, uint64_t *inode);
 struct kvfs_name {
     uint64_t inode; /* 0: the name is gone */
@@ -57,8 +57,7 @@ void kvfs_names_forget(struct kvfs_names *names);
 
 /* ---- committing ---- */
 
-/* Changes since the last commit began, as one instant: for each inode its number, its record's size and whether the index has never had it, then
- * the record. A size of 0: the index is to forget it. Valid until kvfs_names_commit_end(). NULL: no memory, and nothing has begun. */
+/* Changes since the last commit began, as one instant. For each inode comes a struct kvfs_change, then its record. A size of 0: the index is to forget it. Valid until kvfs_names_commit_end(). NULL: no memory, and nothing has begun. */
 struct kvfs_change {
     uint64_t inode;
     uint32_t record_size;

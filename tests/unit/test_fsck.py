@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kvfs.pool.lock import locked
 from kvfs.record import Inode
 from kvfs.store.fsck import FsckReport, fsck
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
+from kvfs.types import ROOT_INODE, InodeNumber
 
 
 @pytest.fixture
@@ -115,24 +116,24 @@ def test_a_lost_summary_is_written_again(pool: Path) -> None:
     damaged_then_repaired(pool, "summary")
 
 
+def _key(number: int) -> bytes:
+    return struct.pack(">Q", number)
+
+
 def edit(pool: Path) -> LmdbIndex:
     return LmdbIndex(pool / "index")
 
 
 def test_a_dangling_name_is_removed(pool: Path) -> None:
     index = edit(pool)
-    index._pending.set_name(1, b"nobody", 999)
-    index._pending.count += 1
-    index.commit_now()
+    index.bulk(lambda bulk: bulk.load([], [(_key(1) + b"nobody", struct.pack("<Q", 999))], []))
     index.close()
     damaged_then_repaired(pool, "name")
 
 
 def test_an_inode_without_a_name_is_dropped(pool: Path) -> None:
     index = edit(pool)
-    index._pending.set_name(1, b"7", None)
-    index._pending.count += 1
-    index.commit_now()
+    index.bulk(lambda bulk: bulk.remove_name(1, b"7"))
     index.close()
     damaged_then_repaired(pool, "name", 19)
 
@@ -166,9 +167,7 @@ def test_a_block_in_a_segment_of_another_generation_is_dropped(pool: Path) -> No
 
 def test_a_wrong_membership_is_removed(pool: Path) -> None:
     index = edit(pool)
-    index._pending.set_member(SegmentIndex(9), 12345, True)
-    index._pending.count += 1
-    index.commit_now()
+    index.bulk(lambda bulk: bulk.load([], [], [(struct.pack(">IQ", 9, 12345), b"")]))
     index.close()
     damaged_then_repaired(pool, "index")
 

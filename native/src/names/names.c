@@ -391,7 +391,7 @@ static void entry_clean(struct kvfs_names *names, struct entry *entry) {
         entry_forget(names, entry_at(names->states[state].after));
 }
 
-/* The entry's record is another now, or NULL. What the new state needs has been allocated. */
+/* The entry's record is another now, or NULL. */
 static void entry_settle(struct kvfs_names *names, struct entry *entry) {
     if (entry->state == COMMITTING) {
         entry->again = true;

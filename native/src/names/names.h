@@ -1,4 +1,4 @@
-/* What the data plane's own threads ask of the names. Not installed. */
+/* The names in memory, as the data plane's own threads use them. Not installed. */
 #ifndef KVFS_NAMES_INTERNAL_H
 #define KVFS_NAMES_INTERNAL_H
 
