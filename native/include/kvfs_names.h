@@ -69,4 +69,65 @@ void kvfs_names_commit_end(struct kvfs_names *names, int ok);
 /* Changes that no commit has begun to write. */
 uint64_t kvfs_names_pending(struct kvfs_names *names);
 
+/* ---- numbers ---- */
+
+/* Inode numbers and versions begin behind `number`: the mount epoch above a counter (I14). */
+void kvfs_names_number(struct kvfs_names *names, uint64_t number);
+uint64_t kvfs_names_next_inode(struct kvfs_names *names);
+uint64_t kvfs_names_next_version(struct kvfs_names *names);
+uint64_t kvfs_names_last_version(struct kvfs_names *names);
+/* Versions that the data plane gave to blocks it is sealing. As kvfs_names_members. */
+uint32_t kvfs_names_in_flight(struct kvfs_names *names, uint64_t *out, uint32_t capacity);
+
+/* Why the data plane leaves changes to Python. */
+enum kvfs_names_leave {
+    KVFS_LEAVE_CLOSED = 1, /* the store is being opened, rebuilt or ended; so it begins */
+    KVFS_LEAVE_HIDING = 2, /* a device is away: names may be those of blocks there */
+    KVFS_LEAVE_PINS = 4    /* something is pinned. Then files are made here, but neither sealed, moved nor removed */
+};
+void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on);
+/* Hosts may believe that this name leads to an evicted block: Python makes it. With name_size 0: no host believes so of any. */
+void kvfs_names_untold(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
+
+/* ---- places: where in the segments blocks go ---- */
+
+enum kvfs_note {
+    KVFS_NOTE_CHANGED = 1,  /* next_page, live_pages, or what is in flight */
+    KVFS_NOTE_ENTERED = 2,  /* a block came here, or was renamed */
+    KVFS_NOTE_DIRTY = 4,    /* the summary must be written again */
+    KVFS_NOTE_GONE = 8,     /* because something that it names is there no more */
+    KVFS_NOTE_SETTLED = 16, /* the first run in flight is another, or there is none */
+    KVFS_NOTE_FAILED = 32,  /* a run was not written: kvfs_place_failed() */
+    KVFS_NOTE_RENAMED = 64  /* a block here has another name, or with GONE none */
+};
+struct kvfs_place {
+    uint32_t next_page;  /* the next run begins here */
+    uint32_t live_pages; /* of blocks that are there */
+    uint32_t run_count;  /* in flight */
+    uint32_t first_page; /* of the first of them */
+    uint32_t notes;      /* enum kvfs_note, not taken yet */
+    uint32_t awaited;    /* Python's: it waits for runs in flight to end; KVFS_EVENT_PLACES tells it */
+};
+/* The places of all segments, by index; valid as long as the names. Call once. end_page: of every segment. tick_pages: the clock of blocks goes
+ * on by one with so many pages written. NULL: no memory. */
+struct kvfs_place *kvfs_places_make(struct kvfs_names *names, uint32_t segment_count, uint32_t end_page, uint64_t tick_pages);
+/* Append a run; there is room. Returns its first page. */
+uint32_t kvfs_place_take(struct kvfs_names *names, uint32_t segment, uint32_t pages);
+/* The run has ended, whatever came of it. */
+void kvfs_place_release(struct kvfs_names *names, uint32_t segment, uint32_t page);
+/* A run that was not written, which is Python's to release from then on. 0: there is none. */
+struct kvfs_failed_run {
+    uint64_t generation;
+    uint32_t page, page_count;
+};
+int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_failed_run *out);
+/* New blocks of the data plane are appended to this segment, of this generation; UINT32_MAX: to none. */
+void kvfs_place_head(struct kvfs_names *names, uint32_t segment, uint64_t generation);
+uint64_t kvfs_places_written(struct kvfs_names *names); /* pages, since they were made */
+/* Segments with notes, which are taken. Returns how many of `capacity` were written; call again until it is 0. */
+struct kvfs_noted {
+    uint32_t segment, notes;
+};
+uint32_t kvfs_places_noted(struct kvfs_names *names, struct kvfs_noted *out, uint32_t capacity);
+
 #endif

@@ -167,6 +167,7 @@ enum kvfs_event_type {
                                  * them */
     KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: make it a slab, then call
                                   * kvfs_slab_answer */
+    KVFS_EVENT_PLACES = 14,      /* kvfs_places_noted() has news that are waited for */
     KVFS_EVENT_SLOW = 13         /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
                                  * at most, and no more than ten not yet taken; the others count in slow_requests only */
 };

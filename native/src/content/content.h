@@ -204,6 +204,32 @@ struct placed {
 /* Read whole pages and verify every leaf; pages outside all extents are zeros. data is page aligned. */
 int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data);
 
+/* As kvfs_seal_write(), into one run, whose place the record has. `done` is told the end by a worker; not after an error here. */
+int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run, const struct kvfs_inode_record *record, const void *ancestors,
+            uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner);
+
+/* ---- names_changes.c, flush.c: what comes with every stored file ---- */
+
+/* These change names where all that they need is in memory. -EAGAIN: Python is to do it, and nothing has changed. Names are of 1 to KVFS_NAME_MAX
+ * bytes. */
+int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out);
+int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name);
+int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name, uint32_t flags);
+void places_wake(struct kvfs_plane *plane); /* after a step: Python takes notes, if there are some that it waits for */
+
+/* A seal for a FLUSH. done: 0: the content is on the devices, in the names, and a scan finds it (I13). -EAGAIN: it was not written, and Python is to
+ * seal the file. */
+struct flush {
+    struct settled settled;
+    struct kvfs_plane *plane;
+    void (*done)(struct flush *flush, int result);
+    uint64_t inode, version;
+    struct kvfs_run run;
+    struct kvfs_inode_record *before; /* as it was when the seal began */
+};
+/* 0: done will be called; -EAGAIN: Python is to seal it. flush->plane, inode and done are set. */
+int flush_start(struct flush *flush);
+
 /* ---- slab.c, slab_control.c: files that are overwritten in place ---- */
 
 struct slab *slab_ref(struct slab *slab);

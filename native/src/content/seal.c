@@ -8,7 +8,9 @@ struct write_job {
     uint32_t run_count, header_pages;
     uint8_t *record, *ancestors;
     uint32_t record_size, ancestors_size;
-    uint8_t *old_record; /* copy only */
+    uint8_t *old_record;                   /* copy only */
+    void (*done)(void *owner, int result); /* told the end; NULL: the completion of `cookie` is */
+    void *owner;
     void *out_record;
     uint32_t out_capacity;
 };
@@ -283,10 +285,17 @@ out:
 static void job_done(struct kvfs_plane *plane, struct write_job *job, int64_t result) {
     uint64_t cookie = job->job.cookie;
     struct node *node = job->node;
+    void (*done)(void *owner, int result) = job->done;
+    void *owner = job->owner;
     write_job_free(job);
     if (node)
         node_put(plane, node);
-    complete(plane, cookie, result);
+    if (!done) {
+        complete(plane, cookie, result);
+        return;
+    }
+    atomic_fetch_sub(&plane->count.jobs_in_flight, 1);
+    done(owner, (int)result);
 }
 
 static void seal_job(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
@@ -526,8 +535,9 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
     return r;
 }
 
-int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count, uint32_t header_pages,
-                    const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size) {
+static int seal_start(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count,
+                      uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size,
+                      void (*done)(void *owner, int result), void *owner) {
     struct node *node = node_get(plane, inode, false);
     if (!node)
         return -ENOENT;
@@ -548,9 +558,21 @@ int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, c
         return r < 0 ? r : -ENOMEM;
     }
     job->node = node;
+    job->done = done;
+    job->owner = owner;
     COUNT(plane, jobs_in_flight, 1);
     pool_add(&plane->store, &job->job);
     return 0;
+}
+
+int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count, uint32_t header_pages,
+                    const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size) {
+    return seal_start(plane, cookie, inode, runs, run_count, header_pages, record, record_size, ancestors, ancestors_size, NULL, NULL);
+}
+
+int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run, const struct kvfs_inode_record *record, const void *ancestors,
+            uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner) {
+    return seal_start(plane, 0, inode, run, 1, record->header_pages, record, record->record_size, ancestors, ancestors_size, done, owner);
 }
 
 int kvfs_seal_record(struct kvfs_plane *plane, uint64_t inode, void *out, uint32_t capacity) {

@@ -1,10 +1,8 @@
-/* Block table changes for the control plane. They agree with what is open, as the shard's lock is held over both. */
+/* Changes of the block table, each within a step (I4). They agree with what is open, as the shard's lock is held over both. */
 #include "content/content.h"
 
 #include <time.h>
 #include <unistd.h>
-
-static const char *record_name(const void *record) { return (const char *)record + sizeof(struct kvfs_inode_record); }
 
 /* The other half is _assert_record() in plane.py: all of the record is there. */
 static struct kvfs_inode_record record_take(const void *record, struct kvfs_record *to) {
@@ -87,32 +85,44 @@ static int change_put(struct kvfs_plane *plane, uint64_t inode, int keep, const 
 }
 
 int kvfs_name_put(struct kvfs_plane *plane, const void *record, uint64_t replaced) {
-    if (replaced)
-        return nameless(plane, replaced, true, change_put, record);
-    return change_put(plane, 0, 0, record);
+    kvfs_names_begin(plane->names);
+    int r = replaced ? nameless(plane, replaced, true, change_put, record) : change_put(plane, 0, 0, record);
+    kvfs_names_end(plane->names);
+    return r;
 }
 
 int kvfs_inode_update(struct kvfs_plane *plane, const void *record) {
     struct kvfs_record to;
     record_take(record, &to);
-    return kvfs_table_update(plane->table, &to);
+    kvfs_names_begin(plane->names);
+    int r = kvfs_table_update(plane->table, &to);
+    kvfs_names_end(plane->names);
+    return r;
 }
 
 int kvfs_inode_move(struct kvfs_plane *plane, const void *record) {
     struct kvfs_record to;
     record_take(record, &to);
     struct shard *shard = shard_of(plane, to.inode);
+    kvfs_names_begin(plane->names);
     pthread_mutex_lock(&shard->lock);
     struct node *node;
     int error = open_state(plane, shard, to.inode, &node) == KVFS_BEING_WRITTEN ? -EBUSY : kvfs_table_update(plane->table, &to);
     pthread_mutex_unlock(&shard->lock);
+    kvfs_names_end(plane->names);
     return error;
 }
 
-int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) { return nameless(plane, inode, false, change_remove, NULL); }
+int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) {
+    kvfs_names_begin(plane->names);
+    int r = nameless(plane, inode, false, change_remove, NULL);
+    kvfs_names_end(plane->names);
+    return r;
+}
 
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy) {
     int total = 0;
+    kvfs_names_begin(plane->names);
     for (uint32_t i = 0; i < count; i++) {
         struct shard *shard = shard_of(plane, inodes[i]);
         pthread_mutex_lock(&shard->lock);
@@ -126,6 +136,7 @@ int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
         pthread_mutex_unlock(&shard->lock);
         total += busy[i];
     }
+    kvfs_names_end(plane->names);
     return total;
 }
 

@@ -380,7 +380,7 @@ static void do_flush(struct server *server, struct fuse_in_header *in) {
         return;
     }
     flush->fh = in->nodeid;
-    mux_forward(server, 0, 0);
+    mux_flush_file(server);
 }
 
 static void do_release(struct server *server, struct fuse_in_header *in) {
@@ -417,7 +417,31 @@ static void do_create(struct server *server, struct fuse_in_header *in) {
     struct fuse_create_in create;
     memcpy(&create, in + 1, sizeof(create));
     made_note(server->plane, in);
-    mux_forward(server, create.flags, 0);
+    const char *name = (const char *)(in + 1) + sizeof(create);
+    struct kvfs_record record;
+    if (mux_is_open(server->plane) && name_create(server->plane, in->nodeid, name, create.mode, in->uid, in->gid, &record) == 0)
+        mux_answer_created(server, create.flags, &record);
+    else
+        mux_forward(server, create.flags, 0);
+}
+
+static void do_unlink(struct server *server, struct fuse_in_header *in) {
+    if (mux_is_open(server->plane) && name_unlink(server->plane, in->nodeid, (const char *)(in + 1)) == 0)
+        mux_answer_done(server);
+    else
+        mux_forward(server, 0, 0);
+}
+
+static void do_rename(struct server *server, struct fuse_in_header *in) {
+    struct fuse_rename2_in rename = {0};
+    size_t size = in->opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) : sizeof(rename);
+    memcpy(&rename, in + 1, size); /* newdir comes first in both */
+    const char *name = (const char *)(in + 1) + size, *new_name = name + strlen(name) + 1;
+    made_note(server->plane, in);
+    if (mux_is_open(server->plane) && name_rename(server->plane, in->nodeid, name, rename.newdir, new_name, rename.flags) == 0)
+        mux_answer_done(server);
+    else
+        mux_forward(server, 0, 0);
 }
 
 static void do_make(struct server *server, struct fuse_in_header *in) {
@@ -529,10 +553,10 @@ static const operation operations[] = {
     [FUSE_SYMLINK] = do_make,
     [FUSE_MKNOD] = do_make,
     [FUSE_MKDIR] = do_make,
-    [FUSE_RENAME] = do_make,
-    [FUSE_RENAME2] = do_make,
+    [FUSE_RENAME] = do_rename,
+    [FUSE_RENAME2] = do_rename,
     [FUSE_READLINK] = do_forward,
-    [FUSE_UNLINK] = do_forward,
+    [FUSE_UNLINK] = do_unlink,
     [FUSE_RMDIR] = do_forward,
     [FUSE_STATFS] = do_forward,
     [FUSE_SETXATTR] = do_forward,

@@ -135,6 +135,12 @@ int mux_init(struct kvfs_plane *plane);
 void mux_free(struct kvfs_plane *plane);
 /* Pass the request in server->head on to Python. offset, flags: kept for the reply. */
 void mux_forward(struct server *server, uint32_t flags, uint64_t offset);
+/* The request in server->head, a CREATE, UNLINK, RENAME or FLUSH, was done here: answer it. */
+void mux_answer_created(struct server *server, uint32_t flags, const struct kvfs_record *record);
+void mux_answer_done(struct server *server);
+bool mux_is_open(struct kvfs_plane *plane); /* CREATE, UNLINK, RENAME and FLUSH may be answered */
+/* The FLUSH in server->head is a seal; whoever seals answers it. */
+void mux_flush_file(struct server *server);
 bool mux_receive(struct kvfs_plane *plane); /* takes one reply; false when there is none */
 void mux_expire(struct kvfs_plane *plane, uint64_t now);
 void mux_flush(struct kvfs_plane *plane);

@@ -218,7 +218,8 @@ static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, 
     return call;
 }
 
-void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
+/* `held`: NULL, or the call is to stay here: it is put there, and not handed to Python. */
+static void forward(struct server *server, uint32_t flags, uint64_t offset, struct call **held) {
     struct kvfs_plane *plane = server->plane;
     struct mux *mux = &plane->fuse->mux;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
@@ -277,7 +278,10 @@ void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
             r = call ? -ENOTCONN : -ENOMEM;
         } else {
             call->body.id = in->unique;
-            events_call(&plane->events, call);
+            if (held)
+                *held = call;
+            else
+                events_call(&plane->events, call);
             call = NULL;
         }
         if (r < 0) {
@@ -292,6 +296,44 @@ void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
     else if (server->index && (!is_call || first))
         server_wake(&server->transport->servers[0]); /* the leader waits for the session's reply, and checks deadlines */
 }
+
+void mux_forward(struct server *server, uint32_t flags, uint64_t offset) { forward(server, flags, offset, NULL); }
+
+/* A FLUSH that waits for its seal. Python has not been told of it. */
+struct held_flush {
+    struct flush flush;
+    struct call *call;
+};
+
+static void flush_done(struct flush *flush, int result) {
+    struct held_flush *held = (struct held_flush *)(void *)flush;
+    struct kvfs_plane *plane = flush->plane;
+    if (result == 0) {
+        kvfs_answer(plane, held->call->body.id, 0, 0);
+        free(held->call);
+    } else {
+        events_call(&plane->events, held->call);
+    }
+    free(held);
+}
+
+void mux_flush_file(struct server *server) {
+    struct kvfs_plane *plane = server->plane;
+    struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
+    struct held_flush *held = mux_is_open(plane) ? calloc(1, sizeof(*held)) : NULL;
+    if (!held) {
+        mux_forward(server, 0, 0);
+        return;
+    }
+    held->flush = (struct flush){.plane = plane, .inode = in->nodeid, .done = flush_done};
+    forward(server, 0, 0, &held->call);
+    if (!held->call) /* refused, or it has gone to the session */
+        free(held);
+    else if (flush_start(&held->flush) < 0)
+        flush_done(&held->flush, -EAGAIN);
+}
+
+bool mux_is_open(struct kvfs_plane *plane) { return atomic_load(&plane->fuse->mux.calls_open); }
 
 bool mux_waiting(struct kvfs_plane *plane) { return plane->fuse->mux.live_count || plane->fuse->mux.queue_count; }
 
@@ -581,12 +623,18 @@ static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **bo
     }
 }
 
+/* Makes the kernel's reply of a body. Returns 0, or the error to answer instead. */
+static int reply_make(struct kvfs_plane *plane, struct pending *p, uint8_t **body, uint32_t *length, int error) {
+    int r = error ? error : reply_patch(plane, p, body, length);
+    if (error == 0 && p->transport->guest)
+        guest_changed(plane, p, p->opcode == FUSE_CREATE && *length >= 8 ? ((struct fuse_entry_out *)(void *)*body)->nodeid : p->node);
+    return r;
+}
+
 static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, uint32_t size, int error) {
     uint8_t *body = data + sizeof(struct fuse_out_header);
     uint32_t length = size - (uint32_t)sizeof(struct fuse_out_header);
-    int r = error ? error : reply_patch(plane, p, &body, &length);
-    if (error == 0 && p->transport->guest)
-        guest_changed(plane, p, p->opcode == FUSE_CREATE && length >= 8 ? ((struct fuse_entry_out *)(void *)body)->nodeid : p->node);
+    int r = reply_make(plane, p, &body, &length, error);
     if (p->opcode == FUSE_LOOKUP && error == -ENOENT)
         missed_add(plane, p->offset);
     uint64_t took = latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
@@ -595,6 +643,43 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
     slow_look(plane, p->opcode, p->node, took);
     struct iovec iov = {body, length};
     p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
+}
+
+static void answer_here(struct server *server, struct pending *p, void *data, uint32_t length) {
+    uint8_t *body = data;
+    int r = reply_make(server->plane, p, &body, &length, 0);
+    slow_look(server->plane, p->opcode, p->node, now_ns() - server->arrived_ns);
+    struct iovec iov = {body, length};
+    server->transport->ops->reply(server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
+}
+
+static struct pending pending_here(struct server *server, uint32_t flags) {
+    const struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
+    return (struct pending){.transport = server->transport,
+                            .server = server,
+                            .unique = in->unique,
+                            .node = in->nodeid,
+                            .opcode = in->opcode,
+                            .flags = flags,
+                            .user = user_id(server->transport, in->uid),
+                            .kernel_number = atomic_load(&server->transport->kernel_number)};
+}
+
+void mux_answer_created(struct server *server, uint32_t flags, const struct kvfs_record *record) {
+    struct {
+        struct fuse_entry_out entry;
+        struct fuse_open_out open;
+    } reply;
+    struct pending p = pending_here(server, flags);
+    memset(&reply, 0, sizeof(reply));
+    reply.entry.nodeid = record->inode;
+    fill_attr(server->plane, record, &reply.entry.attr);
+    answer_here(server, &p, &reply, sizeof(reply));
+}
+
+void mux_answer_done(struct server *server) {
+    struct pending p = pending_here(server, 0);
+    answer_here(server, &p, NULL, 0);
 }
 
 /* Takes the request of one of our ids and ends it; false if it has ended already. */

@@ -12,6 +12,8 @@
 #define CLEAN_FILES_MAX 32768u
 #define CLEAN_DIRECTORIES_MAX 65536u
 #define BUCKETS_MIN 1024u
+/* Evicted names that hosts were not told of, by their hashes. Two that share a place only cost a detour by Python. */
+#define UNTOLD 4096u
 #define GROUP_ATTRIBUTE "user.kvfs.group"
 #define GROUP_ATTRIBUTE_SIZE (sizeof(GROUP_ATTRIBUTE) - 1)
 
@@ -57,6 +59,13 @@ struct kvfs_names {
     struct link states[STATES], removed;
     uint64_t counts[STATES];
     uint64_t seed, batch;
+    uint64_t last_inode, last_version;
+    uint64_t *in_flight; /* versions */
+    uint32_t in_flight_count, in_flight_capacity;
+    uint32_t left; /* enum kvfs_names_leave */
+    bool untold[UNTOLD];
+    bool any_untold;
+    struct places places;
     uint8_t *committing; /* the buffer of the commit that is under way */
 };
 
@@ -156,11 +165,6 @@ static void directories_grow(struct kvfs_names *names) {
 }
 
 /* ---- records ---- */
-
-static const char *record_text(const struct kvfs_inode_record *record) { return (const char *)(record + 1); }
-static const struct kvfs_extent *record_extents(const struct kvfs_inode_record *record) {
-    return (const void *)(record_text(record) + round_up(record->name_size, 8));
-}
 
 /* The root has no name, and a nameless inode's record holds the name that it has lost. */
 static bool is_named(const struct kvfs_inode_record *record) { return record && record->name_size && !(record->flags & KVFS_INODE_NAMELESS); }
@@ -274,7 +278,7 @@ static int name_list(struct kvfs_names *names, struct name *name) {
 
 /* The node of a name, made if need be, unlisted then. NULL: no memory. */
 static struct name *name_get(struct kvfs_names *names, const struct kvfs_inode_record *record) {
-    struct name *name = name_find(names, record->parent, record_text(record), record->name_size);
+    struct name *name = name_find(names, record->parent, record_name(record), record->name_size);
     if (name)
         return name;
     name = malloc(sizeof(*name) + record->name_size);
@@ -283,7 +287,7 @@ static struct name *name_get(struct kvfs_names *names, const struct kvfs_inode_r
     memset(name, 0, sizeof(*name));
     name->parent = record->parent;
     name->size = (uint8_t)record->name_size;
-    memcpy(name->text, record_text(record), record->name_size);
+    memcpy(name->text, record_name(record), record->name_size);
     name->hash = name_hash_of(names, name->parent, name->text, name->size);
     struct name **bucket = name_bucket(names, name->hash);
     name->next = *bucket;
@@ -307,7 +311,7 @@ static void name_free(struct kvfs_names *names, struct name *name) {
 
 /* The inode has this name no more; another may have it by now. Its node exists, and is listed. */
 static void name_remove(struct kvfs_names *names, const struct kvfs_inode_record *record) {
-    struct name *name = name_find(names, record->parent, record_text(record), record->name_size);
+    struct name *name = name_find(names, record->parent, record_name(record), record->name_size);
     if (!name || name->inode != record->inode)
         return;
     assert(name->listed && !name->removed.after);
@@ -332,7 +336,7 @@ static struct entry *entry_find(const struct kvfs_names *names, uint64_t inode) 
 /* The node of the entry's name, if that leads to it. */
 static struct name *entry_name(const struct kvfs_names *names, const struct entry *entry) {
     const struct kvfs_inode_record *record = entry->record;
-    struct name *name = is_named(record) ? name_find(names, record->parent, record_text(record), record->name_size) : NULL;
+    struct name *name = is_named(record) ? name_find(names, record->parent, record_name(record), record->name_size) : NULL;
     return name && name->inode == entry->inode ? name : NULL;
 }
 
@@ -408,7 +412,7 @@ static void entry_settle(struct kvfs_names *names, struct entry *entry) {
 /* Takes over `record`, which may be NULL: gone. -ENOMEM: nothing has changed, and the record is the caller's. */
 static int entry_set(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record) {
     struct kvfs_inode_record *old = entry->record;
-    struct name *before = is_named(old) ? name_find(names, old->parent, record_text(old), old->name_size) : NULL, *now = NULL;
+    struct name *before = is_named(old) ? name_find(names, old->parent, record_name(old), old->name_size) : NULL, *now = NULL;
     /* Memory first, then the change. The old name is listed: in the index it still leads to the inode. */
     if (is_named(old) && !before && !(before = name_get(names, old)))
         return -ENOMEM;
@@ -451,6 +455,7 @@ int kvfs_names_create(struct kvfs_names **out) {
         link_init(&names->states[i]);
     link_init(&names->removed);
     names->batch = 1;
+    names->left = KVFS_LEAVE_CLOSED;
     if (map_init(&names->entries) < 0 || map_init(&names->names) < 0 || map_init(&names->directories) < 0) {
         kvfs_names_destroy(names);
         return -ENOMEM;
@@ -479,6 +484,8 @@ void kvfs_names_destroy(struct kvfs_names *names) {
     map_free(&names->names);
     map_free(&names->directories);
     free(names->committing);
+    free(names->in_flight);
+    places_free(&names->places);
     pthread_mutex_destroy(&names->lock);
     free(names);
 }
@@ -647,21 +654,27 @@ int kvfs_names_load(struct kvfs_names *names, const void *data) {
     return r;
 }
 
+static int take(struct kvfs_names *names, struct kvfs_inode_record *record, bool known) {
+    struct entry *entry = entry_find(names, record->inode), *made = NULL;
+    int r = entry ? 0 : known ? -ENOENT : (made = entry = entry_new(names, record->inode)) ? 0 : -ENOMEM;
+    if (r == 0)
+        r = entry_set(names, entry, record);
+    if (r < 0 && made)
+        entry_free(names, made);
+    return r;
+}
+
+int names_take(struct kvfs_names *names, struct kvfs_inode_record *record) { return take(names, record, false); }
+
 int kvfs_names_put(struct kvfs_names *names, const void *data, int known) {
     struct kvfs_inode_record *record = record_copy(data);
     if (!record)
         return -ENOMEM;
     pthread_mutex_lock(&names->lock);
-    struct entry *entry = entry_find(names, record->inode), *made = NULL;
-    int r = entry ? 0 : known ? -ENOENT : (made = entry = entry_new(names, record->inode)) ? 0 : -ENOMEM;
-    if (r == 0)
-        r = entry_set(names, entry, record);
-    if (r == 0)
-        record = NULL;
-    else if (made)
-        entry_free(names, made);
+    int r = take(names, record, known);
     pthread_mutex_unlock(&names->lock);
-    free(record);
+    if (r < 0)
+        free(record);
     return r;
 }
 
@@ -743,6 +756,107 @@ void kvfs_names_commit_end(struct kvfs_names *names, int ok) {
 uint64_t kvfs_names_pending(struct kvfs_names *names) {
     pthread_mutex_lock(&names->lock);
     uint64_t count = names->counts[DIRTY];
+    pthread_mutex_unlock(&names->lock);
+    return count;
+}
+
+/* ---- what the data plane's threads ask ---- */
+
+bool names_try(struct kvfs_names *names, uint64_t ns) {
+    if (pthread_mutex_trylock(&names->lock) == 0)
+        return true;
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += (long)ns;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    return pthread_mutex_clocklock(&names->lock, CLOCK_MONOTONIC, &until) == 0;
+}
+
+const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uint64_t inode) {
+    const struct entry *entry = entry_find(names, inode);
+    return entry ? entry->record : NULL;
+}
+
+struct places *names_places(struct kvfs_names *names) { return &names->places; }
+
+uint32_t names_left(const struct kvfs_names *names) { return names->left; }
+
+void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on) {
+    pthread_mutex_lock(&names->lock);
+    names->left = on ? names->left | reason : names->left & ~reason;
+    pthread_mutex_unlock(&names->lock);
+}
+
+void kvfs_names_untold(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size) {
+    pthread_mutex_lock(&names->lock);
+    if (name_size) {
+        names->untold[name_hash_of(names, parent, name, name_size) % UNTOLD] = true;
+        names->any_untold = true;
+    } else if (names->any_untold) {
+        memset(names->untold, 0, sizeof(names->untold));
+        names->any_untold = false;
+    }
+    pthread_mutex_unlock(&names->lock);
+}
+
+bool names_is_untold(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size) {
+    return names->any_untold && names->untold[name_hash_of(names, parent, name, name_size) % UNTOLD];
+}
+
+/* ---- numbers ---- */
+
+void kvfs_names_number(struct kvfs_names *names, uint64_t number) {
+    pthread_mutex_lock(&names->lock);
+    names->last_inode = names->last_version = number;
+    pthread_mutex_unlock(&names->lock);
+}
+
+uint64_t kvfs_names_next_inode(struct kvfs_names *names) {
+    pthread_mutex_lock(&names->lock);
+    uint64_t inode = ++names->last_inode;
+    pthread_mutex_unlock(&names->lock);
+    return inode;
+}
+
+uint64_t kvfs_names_next_version(struct kvfs_names *names) {
+    pthread_mutex_lock(&names->lock);
+    uint64_t version = ++names->last_version;
+    pthread_mutex_unlock(&names->lock);
+    return version;
+}
+
+uint64_t kvfs_names_last_version(struct kvfs_names *names) {
+    pthread_mutex_lock(&names->lock);
+    uint64_t version = names->last_version;
+    pthread_mutex_unlock(&names->lock);
+    return version;
+}
+
+uint64_t version_begin(struct kvfs_names *names) {
+    if (names->in_flight_count == names->in_flight_capacity) {
+        uint32_t capacity = names->in_flight_capacity ? names->in_flight_capacity * 2 : 64;
+        uint64_t *grown = realloc(names->in_flight, capacity * sizeof(*grown));
+        if (!grown)
+            return 0;
+        names->in_flight = grown;
+        names->in_flight_capacity = capacity;
+    }
+    return names->in_flight[names->in_flight_count++] = ++names->last_version;
+}
+
+void version_end(struct kvfs_names *names, uint64_t version) {
+    uint32_t i = 0;
+    while (i < names->in_flight_count && names->in_flight[i] != version)
+        i++;
+    assert(i < names->in_flight_count);
+    names->in_flight[i] = names->in_flight[--names->in_flight_count];
+}
+
+uint32_t kvfs_names_in_flight(struct kvfs_names *names, uint64_t *out, uint32_t capacity) {
+    pthread_mutex_lock(&names->lock);
+    uint32_t count = names->in_flight_count;
+    copy_bytes(out, names->in_flight, min_u64(count, capacity) * sizeof(*out));
     pthread_mutex_unlock(&names->lock);
     return count;
 }

@@ -1,8 +1,67 @@
-/* The names in memory, as the data plane's own threads use them. Not installed. */
+/* The names in memory, as the data plane's own threads use them. Not installed.
+ *
+ * Functions without kvfs_ in their names are called within a step. */
 #ifndef KVFS_NAMES_INTERNAL_H
 #define KVFS_NAMES_INTERNAL_H
 
 #include "base/base.h"
 #include "kvfs_names.h"
+
+/* As kvfs_names_begin(), but gives up after `ns`: Python may be in the middle of a long step. */
+bool names_try(struct kvfs_names *names, uint64_t ns);
+/* The inode's record; NULL: it is not here, or gone. Valid until its next change. */
+const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uint64_t inode);
+/* As kvfs_names_put, and takes over the record, which malloc() made; after an error it is the caller's. */
+int names_take(struct kvfs_names *names, struct kvfs_inode_record *record);
+/* enum kvfs_names_leave */
+uint32_t names_left(const struct kvfs_names *names);
+bool names_is_untold(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
+/* A version that is in flight until version_end(). 0: no memory. */
+uint64_t version_begin(struct kvfs_names *names);
+void version_end(struct kvfs_names *names, uint64_t version);
+
+static inline const char *record_name(const struct kvfs_inode_record *record) { return (const char *)(record + 1); }
+/* Attributes and extents follow the name, which is padded to 8 bytes. */
+static inline const struct kvfs_extent *record_extents(const struct kvfs_inode_record *record) {
+    return (const void *)(record_name(record) + round_up(record->name_size, 8));
+}
+
+/* ---- places.c ---- */
+
+/* Told when all runs before its own have ended, without a step. */
+struct settled {
+    struct settled *next;
+    void (*told)(struct settled *settled);
+};
+struct run {
+    struct run *next;
+    uint32_t page, page_count;
+    bool ended, failed;
+    struct settled *settled; /* of the block in it, which has ended */
+};
+struct place_runs {
+    struct run *first, *last;
+    uint64_t generation; /* of the head; else unused */
+};
+struct places {
+    struct kvfs_place *all;
+    struct place_runs *runs;
+    uint32_t *noted; /* segments with notes */
+    uint32_t count, noted_count, end_page, head;
+    uint64_t head_generation, written, tick_pages;
+    bool wake; /* Python is to take notes now */
+};
+struct places *names_places(struct kvfs_names *names);
+void places_free(struct places *places);
+/* A run of the head; false: there is no head, or no room. */
+bool place_take(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation);
+/* The run has ended. Returns those to tell once the step is over; `own`, which may be NULL, is among them, now or later. */
+struct settled *place_end(struct kvfs_names *names, uint32_t segment, uint32_t page, struct settled *own);
+void place_fail(struct kvfs_names *names, uint32_t segment, uint32_t page);
+void place_note(struct kvfs_names *names, uint32_t segment, uint32_t notes);
+void settled_tell(struct settled *list);
+/* A block came (1) or went (-1): its pages count, or count no more. */
+void place_account(struct kvfs_names *names, const struct kvfs_inode_record *record, int sign);
+uint32_t place_tick(const struct kvfs_names *names);
 
 #endif

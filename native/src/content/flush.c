@@ -1,0 +1,210 @@
+/* A seal for a FLUSH: a new file becomes a block, without Python. Files of which a part lies on the devices already, and blocks that were rewritten,
+ * are Python's (kvfs/store/sealing.py). */
+#include "content/content.h"
+
+#define STEP_NS 200000u
+#define ANCESTORS_SIZE_MAX (1u << 20)
+#define RECORD_MAX (1u << 20)
+#define ROOT_INODE 1u
+
+/* The records of the directories from `parent` up, without the root. -EAGAIN: one is not in memory. */
+static int ancestors_collect(struct kvfs_plane *plane, uint64_t parent, uint8_t **out, uint32_t *size) {
+    *out = NULL;
+    *size = 0;
+    for (uint64_t inode = parent; inode != ROOT_INODE;) {
+        const struct kvfs_inode_record *record = names_record(plane->names, inode);
+        if (!record)
+            return -EAGAIN;
+        if (*size + (uint64_t)record->record_size > ANCESTORS_SIZE_MAX)
+            return 0;
+        uint8_t *grown = realloc(*out, *size + record->record_size);
+        if (!grown)
+            return -ENOMEM;
+        memcpy(grown + *size, record, record->record_size);
+        *out = grown;
+        *size += record->record_size;
+        inode = record->parent;
+    }
+    return 0;
+}
+
+static struct kvfs_inode_record *record_again(const struct kvfs_inode_record *from) {
+    struct kvfs_inode_record *to = malloc(from->record_size);
+    if (to)
+        memcpy(to, from, from->record_size);
+    return to;
+}
+
+/* The record that the header will have, in the place that was taken for it; NULL: no room in the segment that is appended to, or no memory. */
+static struct kvfs_inode_record *place_block(struct flush *flush, const struct kvfs_seal_info *info, uint32_t ancestors_size) {
+    struct kvfs_plane *plane = flush->plane;
+    const struct places *places = names_places(plane->names);
+    struct kvfs_inode_record *record = record_again(flush->before);
+    if (!record)
+        return NULL;
+    uint32_t runs = 2 + info->data_pages / (uint32_t)(places->end_page > 2 ? places->end_page - 2 : 1);
+    uint32_t header_pages = kvfs_header_pages(info->size, record->record_size, ancestors_size, info->ranges + runs);
+    uint32_t segment = 0, page = 0;
+    uint64_t generation = 0;
+    flush->version = version_begin(plane->names);
+    if (!flush->version || !place_take(plane->names, header_pages + info->data_pages, &segment, &page, &generation)) {
+        if (flush->version)
+            version_end(plane->names, flush->version);
+        free(record);
+        return NULL;
+    }
+    kvfs_set_tick(plane, place_tick(plane->names));
+    flush->run = (struct kvfs_run){generation, segment, page, header_pages + info->data_pages, 0};
+    record->size = info->size;
+    record->version = flush->version;
+    record->mtime_ns = info->mtime_ns;
+    record->ctime_ns = record->ctime_ns > info->mtime_ns ? record->ctime_ns : info->mtime_ns;
+    record->flags = (uint8_t)((record->flags | KVFS_INODE_SEALED | (info->shared ? KVFS_INODE_REWRITTEN : 0)) & ~KVFS_INODE_ASK);
+    record->header_pages = header_pages;
+    record->generation = generation;
+    record->segment = segment;
+    record->page = page;
+    return record;
+}
+
+static void flush_written(void *owner, int result);
+
+/* The part of flush_start() within a step. The file is frozen if *frozen is set. */
+static int begin(struct flush *flush, bool *frozen) {
+    struct kvfs_plane *plane = flush->plane;
+    const struct kvfs_inode_record *current = names_record(plane->names, flush->inode);
+    if (!current || current->kind != KVFS_KIND_FILE || current->extent_count ||
+        current->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS | KVFS_INODE_SLAB))
+        return -EAGAIN;
+    struct kvfs_seal_info info;
+    int r = kvfs_seal_begin(plane, flush->inode, &info);
+    *frozen = r == 0 && info.dirty;
+    if (!*frozen || info.kept_extents)
+        return -EAGAIN;
+    uint8_t *ancestors = NULL;
+    uint32_t ancestors_size = 0;
+    flush->before = record_again(current);
+    r = flush->before ? ancestors_collect(plane, current->parent, &ancestors, &ancestors_size) : -ENOMEM;
+    struct kvfs_inode_record *record = r == 0 ? place_block(flush, &info, ancestors_size) : NULL;
+    if (record) {
+        r = seal_to(plane, flush->inode, &flush->run, record, ancestors, ancestors_size, flush_written, flush);
+        if (r < 0) { /* no memory: nothing was written to the run, and a scan would end there */
+            version_end(plane->names, flush->version);
+            place_fail(plane->names, flush->run.segment, flush->run.page);
+        }
+    }
+    r = record && r == 0 ? 0 : -EAGAIN;
+    free(record);
+    free(ancestors);
+    return r;
+}
+
+int flush_start(struct flush *flush) {
+    struct kvfs_plane *plane = flush->plane;
+    flush->before = NULL;
+    if (!names_try(plane->names, STEP_NS))
+        return -EAGAIN;
+    bool frozen = false;
+    int r = names_left(plane->names) ? -EAGAIN : begin(flush, &frozen);
+    kvfs_names_end(plane->names);
+    if (r < 0) {
+        if (frozen)
+            kvfs_seal_end(plane, flush->inode, 0);
+        free(flush->before);
+        flush->before = NULL;
+        places_wake(plane);
+    }
+    return r;
+}
+
+/* ---- the end ---- */
+
+/* What the header has, with the changes from `before` to `current` that were made meanwhile. Returns NULL without memory. */
+static struct kvfs_inode_record *changes_taken(const struct kvfs_inode_record *written, const struct kvfs_inode_record *before,
+                                               const struct kvfs_inode_record *current) {
+    uint32_t extents_size = written->extent_count * (uint32_t)sizeof(struct kvfs_extent), xattr_size = current->xattr_size;
+    uint64_t name_size = round_up(current->name_size, 8), size = sizeof(*current) + name_size + extents_size + round_up(xattr_size, 8);
+    struct kvfs_inode_record *to = calloc(1, size);
+    if (!to)
+        return NULL;
+    const uint8_t kept = KVFS_INODE_PINNED | KVFS_INODE_NAMELESS;
+    *to = *written;
+    to->record_size = (uint32_t)size;
+    to->parent = current->parent;
+    to->name_size = current->name_size;
+    to->xattr_size = xattr_size;
+    to->nlink = current->nlink;
+    to->mode = current->mode;
+    to->uid = current->uid;
+    to->gid = current->gid;
+    to->atime_ns = current->atime_ns;
+    to->ctime_ns = written->ctime_ns > current->ctime_ns ? written->ctime_ns : current->ctime_ns;
+    to->mtime_ns = current->mtime_ns != before->mtime_ns ? current->mtime_ns : written->mtime_ns;
+    to->flags = (uint8_t)((written->flags & ~kept) | (current->flags & kept));
+    to->version = written->version > current->version ? written->version : current->version;
+    uint8_t *at = (uint8_t *)(to + 1);
+    memcpy(at, record_name(current), current->name_size);
+    copy_bytes(at + name_size, record_extents(written), extents_size);
+    copy_bytes(at + name_size + extents_size, (const uint8_t *)(record_extents(current) + current->extent_count), xattr_size);
+    return to;
+}
+
+/* The block is on the devices: names, table and places learn of it in one step. 0: it has lost its name, and is an orphan in its segment; 1: it
+ * entered; -ENOMEM. */
+static int enter(struct flush *flush, const struct kvfs_inode_record *written) {
+    struct kvfs_plane *plane = flush->plane;
+    const struct kvfs_inode_record *current = names_record(plane->names, flush->inode);
+    bool named = current && !(current->flags & KVFS_INODE_NAMELESS);
+    bool changed = !named || current->record_size != flush->before->record_size || memcmp(current, flush->before, current->record_size) != 0;
+    if (changed)
+        place_note(plane->names, flush->run.segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
+    struct kvfs_inode_record *entered = named ? changes_taken(written, flush->before, current) : NULL;
+    if (!named)
+        return 0;
+    if (!entered || names_take(plane->names, entered) < 0) {
+        free(entered);
+        return -ENOMEM;
+    }
+    kvfs_inode_update(plane, entered);
+    place_account(plane->names, entered, 1);
+    return 1;
+}
+
+static void flush_end(struct flush *flush, int result) {
+    free(flush->before);
+    flush->before = NULL;
+    flush->done(flush, result);
+}
+
+static void flush_settled(struct settled *settled) { flush_end((struct flush *)(void *)settled, 0); }
+
+static void flush_written(void *owner, int result) {
+    struct flush *flush = owner;
+    struct kvfs_plane *plane = flush->plane;
+    _Alignas(struct kvfs_inode_record) uint8_t small[1024];
+    uint8_t *record = small;
+    int size = result < 0 ? result : kvfs_seal_record(plane, flush->inode, small, sizeof(small));
+    if (size == -ERANGE) {
+        record = malloc(RECORD_MAX);
+        size = record ? kvfs_seal_record(plane, flush->inode, record, RECORD_MAX) : -ENOMEM;
+    }
+    kvfs_names_begin(plane->names);
+    int entered = size > 0 ? enter(flush, (const struct kvfs_inode_record *)(void *)record) : size;
+    version_end(plane->names, flush->version);
+    kvfs_names_end(plane->names);
+    kvfs_seal_end(plane, flush->inode, entered > 0);
+    flush->settled.told = flush_settled;
+    struct settled *told = NULL;
+    kvfs_names_begin(plane->names);
+    if (entered >= 0)
+        told = place_end(plane->names, flush->run.segment, flush->run.page, &flush->settled);
+    else
+        place_fail(plane->names, flush->run.segment, flush->run.page);
+    kvfs_names_end(plane->names);
+    if (record != small)
+        free(record);
+    settled_tell(told);
+    places_wake(plane);
+    if (entered < 0)
+        flush_end(flush, -EAGAIN);
+}

@@ -1,0 +1,230 @@
+/* CREATE, UNLINK and RENAME of files, in one step each (I4): names in memory, block table, places, and the directory's times. What they need is in
+ * memory almost always. Python does the rest, by the same names and table (kvfs/namespace/files.py). */
+#include "content/content.h"
+
+#include <sys/stat.h>
+
+/* Python's steps take some milliseconds at most. A request that waits longer than this goes to Python, which is awake then. */
+#define STEP_NS 200000u
+/* The step of the kernel's own file times: more would only be more updates, when thousands of files a second enter a directory. */
+#define TOUCH_NS 4000000
+#define NOREPLACE 1u
+
+static bool step_begin(struct kvfs_plane *plane, uint32_t reasons) {
+    if (!names_try(plane->names, STEP_NS))
+        return false;
+    if (!(names_left(plane->names) & reasons))
+        return true;
+    kvfs_names_end(plane->names);
+    return false;
+}
+
+static int64_t time_now(void) {
+    struct timespec ts;
+    clock_gettime(CLOCK_REALTIME, &ts);
+    return ts.tv_sec * 1000000000ll + ts.tv_nsec;
+}
+
+static const struct kvfs_inode_record *directory_here(struct kvfs_plane *plane, uint64_t inode) {
+    const struct kvfs_inode_record *record = names_record(plane->names, inode);
+    return record && record->kind == KVFS_KIND_DIRECTORY && !(record->flags & KVFS_INODE_NAMELESS) ? record : NULL;
+}
+
+/* 0: nobody has the name; 1: *holder has it; -EAGAIN: only the index knows. */
+static int name_holder(struct kvfs_plane *plane, uint64_t parent, const char *name, const struct kvfs_inode_record **holder) {
+    uint64_t inode;
+    uint32_t size = (uint32_t)strlen(name);
+    if (kvfs_names_find(plane->names, parent, name, size, &inode)) {
+        *holder = inode ? names_record(plane->names, inode) : NULL;
+        return inode == 0 ? 0 : *holder ? 1 : -EAGAIN;
+    }
+    struct kvfs_record record;
+    return kvfs_table_find_name(plane->table, parent, name, size, &record) == -ENOENT ? 0 : -EAGAIN;
+}
+
+static bool is_free(struct kvfs_plane *plane, uint64_t parent, const char *name) {
+    const struct kvfs_inode_record *holder;
+    return !names_is_untold(plane->names, parent, name, (uint32_t)strlen(name)) && name_holder(plane, parent, name, &holder) == 0;
+}
+
+/* A copy with another name, which may be its own. NULL: no memory. */
+static struct kvfs_inode_record *record_named(const struct kvfs_inode_record *from, uint64_t parent, const char *name) {
+    uint32_t size = (uint32_t)strlen(name);
+    uint64_t rest = from->record_size - sizeof(*from) - round_up(from->name_size, 8);
+    struct kvfs_inode_record *to = calloc(1, sizeof(*to) + round_up(size, 8) + rest);
+    if (!to)
+        return NULL;
+    *to = *from;
+    to->parent = parent;
+    to->name_size = (uint16_t)size;
+    to->record_size = (uint32_t)(sizeof(*to) + round_up(size, 8) + rest);
+    memcpy(to + 1, name, size);
+    memcpy((char *)(to + 1) + round_up(size, 8), record_extents(from), rest);
+    return to;
+}
+
+static struct kvfs_inode_record *record_again(const struct kvfs_inode_record *from) {
+    struct kvfs_inode_record *to = malloc(from->record_size);
+    if (to)
+        memcpy(to, from, from->record_size);
+    return to;
+}
+
+/* A directory's entries have changed. Without memory its times stay: nothing depends on them. */
+static void touch(struct kvfs_plane *plane, uint64_t inode, int64_t now) {
+    const struct kvfs_inode_record *directory = directory_here(plane, inode);
+    if (!directory || (now >= directory->mtime_ns && now - directory->mtime_ns < TOUCH_NS))
+        return;
+    struct kvfs_inode_record *changed = record_again(directory);
+    if (!changed)
+        return;
+    changed->mtime_ns = changed->ctime_ns = now;
+    if (names_take(plane->names, changed) == 0)
+        kvfs_inode_update(plane, changed);
+    else
+        free(changed);
+}
+
+static int create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out) {
+    const struct kvfs_inode_record *directory = directory_here(plane, parent);
+    if (!directory || !is_free(plane, parent, name))
+        return -EAGAIN;
+    int64_t now = time_now();
+    struct kvfs_inode_record *record, head = {.kind = KVFS_KIND_FILE,
+                                              .record_size = sizeof(head),
+                                              .inode = kvfs_names_next_inode(plane->names),
+                                              .version = kvfs_names_next_version(plane->names),
+                                              .mtime_ns = now,
+                                              .ctime_ns = now,
+                                              .atime_ns = now,
+                                              .mode = S_IFREG | (mode & 07777),
+                                              .uid = uid,
+                                              .gid = directory->mode & S_ISGID ? directory->gid : gid,
+                                              .nlink = 1};
+    if (!(record = record_named(&head, parent, name)))
+        return -EAGAIN;
+    uint64_t inode = head.inode;
+    bool made = kvfs_file_create(plane, inode) == 0;
+    bool named = made && kvfs_name_put(plane, record, 0) == 0;
+    if (!named || names_take(plane->names, record) < 0) {
+        free(record);
+        if (named)
+            kvfs_inode_remove(plane, inode);
+        else if (made)
+            kvfs_file_discard(plane, inode);
+        return -EAGAIN;
+    }
+    record_from_inode(record, out);
+    touch(plane, parent, now);
+    return 0;
+}
+
+int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out) {
+    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING))
+        return -EAGAIN;
+    int r = create(plane, parent, name, mode, uid, gid, out);
+    kvfs_names_end(plane->names);
+    return r;
+}
+
+/* The inode has lost its name, and is out of the block table unless it is `kept`, for those who have it open. */
+static int drop(struct kvfs_plane *plane, const struct kvfs_inode_record *record, bool kept, int64_t now) {
+    bool sealed = record->flags & KVFS_INODE_SEALED;
+    uint32_t segment = record->segment;
+    struct kvfs_inode_record *copy = record_again(record);
+    if (!copy)
+        return -ENOMEM;
+    int r = 0;
+    if (kept) {
+        copy->flags |= KVFS_INODE_NAMELESS;
+        copy->nlink = 0;
+        copy->ctime_ns = now;
+        r = names_take(plane->names, copy);
+        if (r == 0)
+            kvfs_inode_update(plane, copy);
+        if (r == 0 && sealed)
+            place_note(plane->names, segment, KVFS_NOTE_RENAMED | KVFS_NOTE_GONE);
+    } else {
+        r = kvfs_names_remove(plane->names, record->inode);
+        if (r == 0 && sealed) {
+            place_account(plane->names, copy, -1);
+            place_note(plane->names, segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
+        }
+    }
+    if (r < 0 || !kept)
+        free(copy);
+    return r;
+}
+
+static int unlink_file(struct kvfs_plane *plane, uint64_t parent, const char *name) {
+    const struct kvfs_inode_record *record;
+    if (!directory_here(plane, parent) || name_holder(plane, parent, name, &record) != 1 || record->kind != KVFS_KIND_FILE ||
+        record->flags & (KVFS_INODE_PINNED | KVFS_INODE_SLAB))
+        return -EAGAIN;
+    int64_t now = time_now();
+    int kept = kvfs_inode_remove(plane, record->inode);
+    /* Without memory the names still have it: Python removes it there. */
+    if (kept < 0 || drop(plane, record, kept, now) < 0)
+        return -EAGAIN;
+    touch(plane, parent, now);
+    return 0;
+}
+
+int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) {
+    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_PINS))
+        return -EAGAIN;
+    int r = unlink_file(plane, parent, name);
+    kvfs_names_end(plane->names);
+    places_wake(plane);
+    return r;
+}
+
+static int rename_file(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name) {
+    const struct kvfs_inode_record *record, *target;
+    if (!directory_here(plane, parent) || !directory_here(plane, new_parent) || name_holder(plane, parent, name, &record) != 1 ||
+        record->kind != KVFS_KIND_FILE || record->flags & KVFS_INODE_SLAB)
+        return -EAGAIN;
+    if (name_holder(plane, new_parent, new_name, &target) != 0 || names_is_untold(plane->names, new_parent, new_name, (uint32_t)strlen(new_name)))
+        return -EAGAIN;
+    bool sealed = record->flags & KVFS_INODE_SEALED;
+    int64_t now = time_now();
+    struct kvfs_inode_record *renamed = record_named(record, new_parent, new_name), *before = record_again(record);
+    if (renamed) {
+        renamed->ctime_ns = now;
+        renamed->version = sealed ? kvfs_names_next_version(plane->names) : renamed->version;
+    }
+    bool named = renamed && before && kvfs_name_put(plane, renamed, 0) == 0;
+    bool taken = named && names_take(plane->names, renamed) == 0;
+    if (named && !taken)
+        kvfs_name_put(plane, before, 0); /* a name that was there a moment ago has room */
+    if (taken && sealed)
+        place_note(plane->names, renamed->segment, KVFS_NOTE_RENAMED);
+    free(before);
+    if (!taken) {
+        free(renamed);
+        return -EAGAIN;
+    }
+    touch(plane, parent, now);
+    if (new_parent != parent)
+        touch(plane, new_parent, now);
+    return 0;
+}
+
+int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name, uint32_t flags) {
+    uint32_t pins = parent != new_parent ? KVFS_LEAVE_PINS : 0;
+    if (flags & ~NOREPLACE || !step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | pins))
+        return -EAGAIN;
+    int r = rename_file(plane, parent, name, new_parent, new_name);
+    kvfs_names_end(plane->names);
+    return r;
+}
+
+void places_wake(struct kvfs_plane *plane) {
+    kvfs_names_begin(plane->names);
+    struct places *places = names_places(plane->names);
+    bool wake = places->wake;
+    places->wake = false;
+    kvfs_names_end(plane->names);
+    if (wake)
+        event_add(plane, KVFS_EVENT_PLACES, 0, 0);
+}

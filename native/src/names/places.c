@@ -1,0 +1,215 @@
+/* Places of blocks in segments: the next page, live pages, runs in flight in their order. Python opens, closes and frees segments
+ * (kvfs/store/segments.py); it takes notes of all that happens here. */
+#include "names/names.h"
+
+struct kvfs_place *kvfs_places_make(struct kvfs_names *names, uint32_t segment_count, uint32_t end_page, uint64_t tick_pages) {
+    struct places *places = names_places(names);
+    assert(!places->all);
+    places->all = calloc(segment_count, sizeof(*places->all));
+    places->runs = calloc(segment_count, sizeof(*places->runs));
+    places->noted = calloc(segment_count, sizeof(*places->noted));
+    if (!places->all || !places->runs || !places->noted) {
+        places_free(places);
+        return NULL;
+    }
+    for (uint32_t i = 0; i < segment_count; i++)
+        places->all[i].next_page = 1;
+    places->count = segment_count;
+    places->end_page = end_page;
+    places->tick_pages = tick_pages;
+    places->head = UINT32_MAX;
+    return places->all;
+}
+
+void places_free(struct places *places) {
+    for (uint32_t i = 0; places->runs && i < places->count; i++)
+        for (struct run *run = places->runs[i].first, *next; run; run = next) {
+            next = run->next;
+            free(run);
+        }
+    free(places->all);
+    free(places->runs);
+    free(places->noted);
+    memset(places, 0, sizeof(*places));
+}
+
+void place_note(struct kvfs_names *names, uint32_t segment, uint32_t notes) {
+    struct places *places = names_places(names);
+    assert(segment < places->count);
+    if (!places->all[segment].notes) {
+        assert(places->noted_count < places->count);
+        places->noted[places->noted_count++] = segment;
+    }
+    places->all[segment].notes |= notes;
+}
+
+uint32_t kvfs_places_noted(struct kvfs_names *names, struct kvfs_noted *out, uint32_t capacity) {
+    kvfs_names_begin(names);
+    struct places *places = names_places(names);
+    uint32_t count = 0;
+    while (count < capacity && places->noted_count) {
+        uint32_t segment = places->noted[--places->noted_count];
+        out[count++] = (struct kvfs_noted){segment, places->all[segment].notes};
+        places->all[segment].notes = 0;
+    }
+    kvfs_names_end(names);
+    return count;
+}
+
+/* ---- runs ---- */
+
+/* False: no memory. */
+static bool run_add(struct kvfs_names *names, uint32_t segment, uint32_t pages) {
+    struct places *places = names_places(names);
+    struct kvfs_place *place = &places->all[segment];
+    struct place_runs *runs = &places->runs[segment];
+    struct run *run = calloc(1, sizeof(*run));
+    if (!run)
+        return false;
+    run->page = place->next_page;
+    run->page_count = pages;
+    assert(!runs->last || runs->last->page < run->page);
+    if (runs->last)
+        runs->last->next = run;
+    else
+        runs->first = run;
+    runs->last = run;
+    place->next_page += pages;
+    place->run_count++;
+    place->first_page = runs->first->page;
+    places->written += pages;
+    return true;
+}
+
+static struct run *run_find(const struct places *places, uint32_t segment, uint32_t page) {
+    struct run *run = places->runs[segment].first;
+    while (run && run->page != page)
+        run = run->next;
+    return run;
+}
+
+uint32_t kvfs_place_take(struct kvfs_names *names, uint32_t segment, uint32_t pages) {
+    kvfs_names_begin(names);
+    uint32_t page = names_places(names)->all[segment].next_page;
+    assert(page + (uint64_t)pages <= names_places(names)->end_page);
+    bool taken = run_add(names, segment, pages);
+    kvfs_names_end(names);
+    return taken ? page : 0; /* page 0 is the segment's header: no run begins there */
+}
+
+bool place_take(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation) {
+    struct places *places = names_places(names);
+    if (places->head == UINT32_MAX || places->all[places->head].next_page + (uint64_t)pages > places->end_page)
+        return false;
+    *segment = places->head;
+    *page = places->all[places->head].next_page;
+    *generation = places->head_generation;
+    place_note(names, *segment, KVFS_NOTE_CHANGED);
+    return run_add(names, *segment, pages);
+}
+
+struct settled *place_end(struct kvfs_names *names, uint32_t segment, uint32_t page, struct settled *own) {
+    struct places *places = names_places(names);
+    struct kvfs_place *place = &places->all[segment];
+    struct place_runs *runs = &places->runs[segment];
+    struct run *run = run_find(places, segment, page);
+    struct settled *told = NULL, **last = &told;
+    assert(run && !run->ended);
+    run->ended = true;
+    run->settled = own;
+    assert(place->run_count > 0);
+    place->run_count--;
+    bool first = run == runs->first;
+    while (runs->first && runs->first->ended) {
+        struct run *ended = runs->first;
+        runs->first = ended->next;
+        if (!runs->first)
+            runs->last = NULL;
+        if (ended->settled) {
+            *last = ended->settled;
+            last = &ended->settled->next;
+            *last = NULL;
+        }
+        free(ended);
+    }
+    place->first_page = runs->first ? runs->first->page : 0;
+    place_note(names, segment, KVFS_NOTE_CHANGED | (first ? KVFS_NOTE_SETTLED : 0));
+    places->wake |= first && place->awaited;
+    return told;
+}
+
+void kvfs_place_release(struct kvfs_names *names, uint32_t segment, uint32_t page) {
+    kvfs_names_begin(names);
+    struct settled *told = place_end(names, segment, page, NULL);
+    kvfs_names_end(names);
+    settled_tell(told);
+}
+
+void settled_tell(struct settled *list) {
+    for (struct settled *next; list; list = next) {
+        next = list->next;
+        list->told(list);
+    }
+}
+
+void place_fail(struct kvfs_names *names, uint32_t segment, uint32_t page) {
+    struct run *run = run_find(names_places(names), segment, page);
+    assert(run && !run->ended);
+    run->failed = true;
+    place_note(names, segment, KVFS_NOTE_FAILED);
+    names_places(names)->wake = true;
+}
+
+int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_failed_run *out) {
+    kvfs_names_begin(names);
+    struct run *run = names_places(names)->runs[segment].first;
+    while (run && !run->failed)
+        run = run->next;
+    if (run) {
+        run->failed = false;
+        *out = (struct kvfs_failed_run){.page = run->page, .page_count = run->page_count};
+    }
+    kvfs_names_end(names);
+    return run != NULL;
+}
+
+void kvfs_place_head(struct kvfs_names *names, uint32_t segment, uint64_t generation) {
+    kvfs_names_begin(names);
+    names_places(names)->head = segment;
+    names_places(names)->head_generation = generation;
+    kvfs_names_end(names);
+}
+
+uint64_t kvfs_places_written(struct kvfs_names *names) {
+    kvfs_names_begin(names);
+    uint64_t written = names_places(names)->written;
+    kvfs_names_end(names);
+    return written;
+}
+
+uint32_t place_tick(const struct kvfs_names *names) {
+    const struct places *places = names_places((struct kvfs_names *)(uintptr_t)names);
+    return (uint32_t)(places->written / places->tick_pages);
+}
+
+/* ---- live pages ---- */
+
+static void count_pages(struct kvfs_names *names, uint32_t segment, uint64_t pages, int sign) {
+    struct places *places = names_places(names);
+    assert(segment < places->count);
+    struct kvfs_place *place = &places->all[segment];
+    if (sign > 0)
+        place->live_pages += (uint32_t)pages;
+    else
+        place->live_pages -= (uint32_t)min_u64(pages, place->live_pages);
+    place_note(names, segment, KVFS_NOTE_CHANGED | (sign > 0 ? KVFS_NOTE_ENTERED : 0));
+}
+
+void place_account(struct kvfs_names *names, const struct kvfs_inode_record *record, int sign) {
+    if (record->kind != KVFS_KIND_FILE || !(record->flags & KVFS_INODE_SEALED))
+        return;
+    const struct kvfs_extent *extents = record_extents(record);
+    count_pages(names, record->segment, record->header_pages + (record->extent_count ? 0 : pages_of(record->size)), sign);
+    for (uint32_t i = 0; i < record->extent_count; i++)
+        count_pages(names, extents[i].segment, extents[i].page_count, sign);
+}
