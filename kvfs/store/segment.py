@@ -39,7 +39,6 @@ class Segment:
     sequence: int = 0  # of the last summary
     slot: int = 1  # of the last summary
     dirty: bool = False  # the summary on the device is not true any more
-    gone: bool = False  # the summary, or where there is none the headers, name blocks that are gone
     copy_stale: bool = False  # the summary in the other slot names blocks that are gone, or under old names
     summarized: bool = True  # a summary of this life may be on the device
     writing: bool = False  # a summary is on its way to the device: until it is there, a crash must find this dirty
@@ -78,7 +77,7 @@ class Segment:
             raise FormatError(f"segment {self.index}: its state in the index is not readable") from error
         self.stream, self.next_page, self.generation, self.live_pages = stream, page, generation, live
         self.sequence = sequence
-        self.dirty = self.gone = bool(flags & _STATE_DIRTY)
+        self.dirty = bool(flags & _STATE_DIRTY)
         self.slot = int(bool(flags & _STATE_SLOT))
         self.late = bool(flags & _STATE_LENT)
 

@@ -2,8 +2,8 @@
 
 A segment is FREE, then OPEN (its header is durable, blocks are appended), then CLOSED, then EVICTING, then FREE again.
 Its generation changes when it is opened, and only then. A freed segment rests until its summary says that it is empty,
-and all other summaries have the removals. Otherwise an older block under a removed name could come back by them (I16).
-A rename waits for the summaries' next turn, once a second: internals/store.md in docs/ says why that is enough.
+and all other summaries have what was removed or renamed before a block of its came or got its name. Otherwise an older
+block under that name could come back by them (I16).
 """
 
 from __future__ import annotations
@@ -265,13 +265,12 @@ class Segments:
         self.mark_dirty(segment, gone=True)
 
     def mark_dirty(self, segment: Segment, *, gone: bool) -> None:
-        """Its summary must be written again; `gone`: because something that it names is there no more, or elsewhere.
-        Then freed segments rest until it is written."""
+        """Its summary must be written again; `gone`: because something that it names is there no more, or elsewhere."""
         if not segment.dirty:
             segment.dirty = True
             self._changed.add(segment.index)
         if gone:
-            segment.gone = segment.copy_stale = True
+            segment.copy_stale = True
         self._dirty.add(segment.index)
 
     def wait_for_commit(self, inode: Inode) -> None:
@@ -524,7 +523,7 @@ class Segments:
         segment.state, segment.opening = State.OPEN, True
         segment.generation = self._generations.next()
         segment.stream, segment.next_page, segment.slot = stream, 1, 1
-        segment.dirty = segment.gone = segment.copy_stale = segment.summarized = segment.closing = False
+        segment.dirty = segment.copy_stale = segment.summarized = segment.closing = False
         self._dirty.discard(segment.index)
         header = SegmentHeader(segment.generation, self.epoch, segment.index, stream, self.members[segment.index])
         try:
@@ -588,11 +587,10 @@ class Segments:
 
     async def flush_summaries(self, *, all_dirty: bool = True) -> None:
         """Write the summaries that are not true any more, then release the segments freed before to be opened again.
-        Without `all_dirty` only those are written for which a freed segment rests: its own, and those that name what is
-        gone.
 
-        Every summary has its turn where a block came to a freed segment, or was renamed there, since the last turn
-        began. That block may have had a name that another left, whose summary still has it under that name.
+        Without `all_dirty` only the freed segments' own are written. But all have their turn where a block came to a
+        freed segment, or was renamed there, since the last turn began. That block may have had the name of another,
+        removed or renamed since then, whose summary still has it under that name.
 
         A freed segment has to wait for the index if a block in it was younger than the last commit. Such a block may
         have taken the name of an older one, and the index does not know yet that the older one is gone. Unless the
@@ -606,7 +604,7 @@ class Segments:
                 return
             all_dirty |= any(self.all[number].turn > self._turns_done for number in resting)
             due = self._dirty.difference(self._resting.difference(resting), lost)
-            batch = sorted(due if all_dirty else (number for number in due if self.all[number].gone))
+            batch = sorted(due if all_dirty else due.intersection(resting))
             self._dirty.difference_update(batch)
             turn = self._turn
             self._turn += all_dirty
@@ -631,7 +629,7 @@ class Segments:
     async def _flush_some(self, queue: Iterable[SegmentIndex]) -> None:
         for number in queue:
             segment = self.all[number]
-            generation, gone = segment.generation, segment.gone or segment.copy_stale
+            generation, gone = segment.generation, segment.copy_stale
             segment.writing = True
             try:
                 await self._write_summary(segment)
@@ -647,12 +645,12 @@ class Segments:
 
     async def _write_summary(self, segment: Segment) -> None:
         if not segment.generation or (segment.state == State.OPEN and segment.next_page == 1):
-            segment.dirty = segment.gone = segment.copy_stale = False
+            segment.dirty = segment.copy_stale = False
             return
         # The other slot's turn comes with the next flush if it names blocks that are gone. The mark is cleared first,
         # so that a change during this write counts for the next.
-        again, gone = segment.copy_stale and segment.dirty, segment.gone
-        segment.dirty = segment.gone = segment.copy_stale = False
+        again = segment.copy_stale and segment.dirty
+        segment.dirty = segment.copy_stale = False
         generation, closed = segment.generation, segment.state != State.OPEN
         covered = self.geometry.end_page if segment.state == State.FREE else segment.covered_page()
         entries, count = (b"", 0) if segment.state == State.FREE else await self.collect(segment)
@@ -679,11 +677,8 @@ class Segments:
             return
         segment.slot, segment.sequence, segment.summarized = slot, summary.sequence, True
         self._changed.add(segment.index)
-        uncovered = segment.state == State.OPEN and bool(segment.in_flight) and covered < segment.next_page
-        if again or uncovered:
+        if again or (segment.state == State.OPEN and segment.in_flight and covered < segment.next_page):
             segment.copy_stale |= again
-            # What is gone may lie behind the pages that this summary covers.
-            segment.gone |= gone and uncovered
             self._dirty.add(segment.index)
             if not again:
                 segment.dirty = True

@@ -252,7 +252,7 @@ def test_a_rename_before_the_first_summary_makes_no_second_copy(pool: Path) -> N
     with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
 
 
-def test_a_block_that_was_removed_while_it_is_open_is_as_good_as_gone(pool: Path) -> None:
+def test_both_copies_of_a_summary_learn_that_an_open_block_has_no_name_any_more(pool: Path) -> None:
     async def work(store: Store) -> None:
         block = await write(store, b"x")
         old = store.index.get(block.inode)
@@ -262,7 +262,7 @@ def test_a_block_that_was_removed_while_it_is_open_is_as_good_as_gone(pool: Path
         nameless.nlink = 0
         store.index.put(nameless, old)
         store.blocks.renamed(nameless)
-        assert store.segments.all[block.segment].gone
+        assert store.segments.all[block.segment].copy_stale
 
     with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
 
@@ -285,7 +285,7 @@ def test_a_summary_that_was_not_written_still_has_to_say_what_is_gone(
         with monkeypatch.context() as failing:
             failing.setattr(store.plane, "store_write", fails)
             await store.segments.flush_summaries()
-        assert segment.dirty and segment.gone and segment.copy_stale
+        assert segment.dirty and segment.copy_stale
 
     with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
 
