@@ -1,8 +1,8 @@
 """The evictor: frees whole segments, so that writers find one. eviction.py decides which blocks go and which stay.
 
 A segment is evicted in this order. Blocks that stay are copied to other segments, and their records follow. The others
-leave the block table, then the index (I11). Then the segment is free. Hosts are told within a quarter of a second: a
-name that a kernel kept until then leads to an open that fails, and is looked up again.
+leave the block table, then the index (I11). Then the segment is free. Hosts are told within a quarter of a second. An
+open by a name that a kernel kept until then fails, and the kernel looks the name up again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Segments: their states, where the next block goes, their summaries. Knows extents and records, but no names or files.
 
 A segment is FREE, then OPEN (its header is durable, blocks are appended), then CLOSED, then EVICTING, then FREE again.
-Its generation changes when it is opened, and only then. A freed segment rests until its summary says that it is empty,
-and all other summaries have what was removed or renamed before a block of its came or got its name. Otherwise an older
-block under that name could come back by them (I16).
+Its generation changes when it is opened, and only then. A freed segment rests until its summary says that it is empty.
+The others must have what was removed or renamed before a block last came to it or was renamed there. Otherwise an older
+block under that block's name could come back by them (I16).
 """
 
 from __future__ import annotations
@@ -589,8 +589,8 @@ class Segments:
         """Write the summaries that are not true any more, then release the segments freed before to be opened again.
 
         Without `all_dirty` only the freed segments' own are written. But all have their turn where a block came to a
-        freed segment, or was renamed there, since the last turn began. That block may have had the name of another,
-        removed or renamed since then, whose summary still has it under that name.
+        freed segment, or was renamed there, since the last turn began. Such a block may have had the name of another that
+        was removed or renamed since then. The other's summary still has that name.
 
         A freed segment has to wait for the index if a block in it was younger than the last commit. Such a block may
         have taken the name of an older one, and the index does not know yet that the older one is gone. Unless the
