@@ -589,8 +589,8 @@ class Segments:
         """Write the summaries that are not true any more, then release the segments freed before to be opened again.
 
         Without `all_dirty` only the freed segments' own are written. But all have their turn where a block came to a
-        freed segment, or was renamed there, since the last turn began. Such a block may have had the name of another that
-        was removed or renamed since then. The other's summary still has that name.
+        freed segment, or was renamed there, since the last turn began. Such a block may have had the name of another
+        that was removed or renamed since then. The other's summary still has that name.
 
         A freed segment has to wait for the index if a block in it was younger than the last commit. Such a block may
         have taken the name of an older one, and the index does not know yet that the older one is gone. Unless the
