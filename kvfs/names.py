@@ -6,11 +6,13 @@ Here is each inode whose record the index does not have yet. An inode that is no
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import struct
 from collections.abc import Callable, Iterator
+from enum import IntFlag
 from types import TracebackType
-from typing import cast
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
@@ -18,6 +20,56 @@ from kvfs.errors import KvfsError
 _CAPACITY = 64 << 10
 _CHANGE = struct.Struct("<QII")
 _LIST_MAX = 4096
+_NOTED_MAX = 256
+_NOWHERE = 0xFFFFFFFF
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Leave(IntFlag):
+    """enum kvfs_names_leave: why the data plane leaves changes to Python."""
+
+    CLOSED = 1
+    HIDING = 2
+    PINS = 4
+
+
+class Note(IntFlag):
+    """enum kvfs_note: news of a segment."""
+
+    CHANGED = 1
+    ENTERED = 2
+    DIRTY = 4
+    GONE = 8
+    SETTLED = 16
+    FAILED = 32
+    RENAMED = 64
+
+
+class Place(Protocol):
+    """struct kvfs_place: changes only within a step, but for `awaited`."""
+
+    next_page: int
+    live_pages: int
+    run_count: int
+    first_page: int
+    awaited: int
+
+
+class FailedRun(NamedTuple):
+    """A run that was not written."""
+
+    generation: int
+    page: int
+    page_count: int
+
+
+def new_place() -> Place:
+    """The place of a segment that no data plane appends to."""
+    place = ffi.new("struct kvfs_place *")
+    place.next_page = 1
+    return cast(Place, place)
 
 
 class NamesError(KvfsError):
@@ -42,6 +94,7 @@ class Names:
         self._names = names
         self._record = ffi.new("uint8_t[]", _CAPACITY)
         self._number = ffi.new("uint64_t *")
+        self._noted = ffi.new("struct kvfs_noted[]", _NOTED_MAX)
 
     def close(self) -> None:
         if self._own:
@@ -55,6 +108,78 @@ class Names:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lib.kvfs_names_end(self._names)
+
+    # ---- numbers ----
+
+    def number(self, number: int) -> None:
+        """Inode numbers and versions begin behind this."""
+        lib.kvfs_names_number(self._names, number)
+
+    def next_inode(self) -> int:
+        return cast(int, lib.kvfs_names_next_inode(self._names))
+
+    def next_version(self) -> int:
+        return cast(int, lib.kvfs_names_next_version(self._names))
+
+    @property
+    def last_version(self) -> int:
+        return cast(int, lib.kvfs_names_last_version(self._names))
+
+    def in_flight(self) -> list[int]:
+        """Versions of blocks that the data plane is sealing."""
+        return self._numbers(lambda out, capacity: lib.kvfs_names_in_flight(self._names, out, capacity))
+
+    def leave(self, reason: Leave, on: bool) -> None:
+        """From now on the data plane leaves changes to Python, or no longer for this reason."""
+        lib.kvfs_names_leave(self._names, reason, int(on))
+
+    def untold(self, parent: int, name: bytes) -> None:
+        """Hosts may believe that this name leads to a block that was evicted."""
+        lib.kvfs_names_untold(self._names, parent, name, len(name))
+
+    def told(self) -> None:
+        """Hosts believe so of no name."""
+        lib.kvfs_names_untold(self._names, 0, b"", 0)
+
+    # ---- places ----
+
+    def places(self, count: int, end_page: int, tick_pages: int) -> list[Place]:
+        """The places of all segments. Call once."""
+        made = lib.kvfs_places_make(self._names, count, end_page, tick_pages)
+        if made == ffi.NULL:
+            raise NamesError(f"no memory for the places of {count} segments")
+        return [cast(Place, made + i) for i in range(count)]
+
+    def take(self, segment: int, pages: int) -> int:
+        """Append a run to a segment that has room; returns its first page."""
+        page = lib.kvfs_place_take(self._names, segment, pages)
+        if not page:
+            raise NamesError(f"segment {segment}: no memory for a run of {pages} pages")
+        return cast(int, page)
+
+    def release(self, segment: int, page: int) -> None:
+        lib.kvfs_place_release(self._names, segment, page)
+
+    def failed(self, segment: int, generation: int) -> Iterator[FailedRun]:
+        """Runs of the data plane that were not written: from now on they are the caller's to release."""
+        out = ffi.new("struct kvfs_failed_run *")
+        while lib.kvfs_place_failed(self._names, segment, out):
+            yield FailedRun(generation, out.page, out.page_count)
+
+    def head(self, segment: int | None, generation: int = 0) -> None:
+        """The data plane appends new blocks to this segment, or to none."""
+        lib.kvfs_place_head(self._names, _NOWHERE if segment is None else segment, generation)
+
+    @property
+    def pages_written(self) -> int:
+        return cast(int, lib.kvfs_places_written(self._names))
+
+    def noted(self) -> list[tuple[int, int]]:
+        """Segments with news, and what (Note). They are news no more."""
+        found: list[tuple[int, int]] = []
+        while count := lib.kvfs_places_noted(self._names, self._noted, _NOTED_MAX):
+            found += [(self._noted[i].segment, self._noted[i].notes) for i in range(count)]
+        return found
 
     # ---- reading ----
 
@@ -142,14 +267,19 @@ class Names:
 
     # ---- committing ----
 
-    def commit_begin(self) -> list[tuple[int, bytes, bool]]:
-        """Changes since the last commit: inode, record (b"": the index is to forget it), and whether the index has
-        never had it."""
+    def commit_begin(self) -> object:
+        """The changes since the last commit, for commit_changes()."""
         size = ffi.new("uint64_t *")
         begun = lib.kvfs_names_commit_begin(self._names, size)
         if begun == ffi.NULL:
             raise NamesError("no memory for a commit")
-        data = ffi.buffer(begun, size[0])[:] if size[0] else b""
+        return ffi.buffer(begun, size[0]) if size[0] else b""
+
+    @staticmethod
+    def commit_changes(begun: object) -> list[tuple[int, bytes, bool]]:
+        """For each inode that changed: its number, its record (b"": the index is to forget it), and whether the index
+        has never had it. Before commit_end(), in any thread."""
+        data = bytes(cast(bytes, begun))
         changes: list[tuple[int, bytes, bool]] = []
         at = 0
         while at < len(data):
@@ -167,3 +297,22 @@ class Names:
     def pending(self) -> int:
         """Changes that no commit has begun to write."""
         return cast(int, lib.kvfs_names_pending(self._names))
+
+
+class _Stepping(Protocol):
+    @property
+    def names(self) -> Names: ...
+
+
+S = TypeVar("S", bound=_Stepping)
+
+
+def step(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """The method is a step: meanwhile no thread of the data plane changes a name, a record or the block table."""
+
+    @functools.wraps(method)
+    def stepping(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.names:
+            return method(self, *args, **kwargs)
+
+    return cast(Callable[Concatenate[S, P], R], stepping)

@@ -21,7 +21,7 @@ import trio
 
 from kvfs._native import ffi, lib
 from kvfs.errors import FormatError, KvfsError
-from kvfs.names import Names
+from kvfs.names import Leave, Names
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
@@ -67,6 +67,7 @@ class EventType(IntEnum):
     SLAB_FREE = 11
     SLAB_WANTED = 12
     SLOW = 13
+    PLACES = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +371,7 @@ class Plane:
         """All jobs that are waited for fail with EIO now, and new ones at once. Their memory is kept until
         destroy()."""
         self.abandoned = reason
+        self.names.leave(Leave.CLOSED, True)
         for job in self._jobs.values():
             _notify(job, -errno.EIO)
 
@@ -744,7 +746,8 @@ class Plane:
     # ---- the block table ----
 
     def table_load(self, records: bytes) -> int:
-        return _check(lib.kvfs_table_load(self._table, records, len(records)), "block table: load")
+        with self.names:
+            return _check(lib.kvfs_table_load(self._table, records, len(records)), "block table: load")
 
     def table_set_complete(self, complete: bool) -> None:
         lib.kvfs_table_set_complete(self._table, int(complete))

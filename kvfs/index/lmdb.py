@@ -25,7 +25,7 @@ import trio
 from kvfs.errors import KvfsError
 from kvfs.index.hidden import Hidden
 from kvfs.index.interface import Dentries, IndexStatistics, Numbers, Pairs, States
-from kvfs.names import MissingError, Names
+from kvfs.names import Leave, MissingError, Names
 from kvfs.record import GROUP_ATTRIBUTE, RECORD_HEAD, RECORD_SIZE, Inode, InodeFlags, Kind, segments_of
 from kvfs.types import InodeNumber, SegmentIndex
 
@@ -71,16 +71,17 @@ class Cursor(Protocol):
 
 @dataclass(slots=True)
 class _Batch:
-    """The changes of one commit: inodes as Names.commit_begin() has them, states of segments, meta values (None:
+    """The changes of one commit: inodes as Names.commit_begin() gives them, states of segments, meta values (None:
     removed)."""
 
-    inodes: list[tuple[int, bytes, bool]] = field(default_factory=list)
+    inodes: object = b""
+    inode_count: int = 0
     segments: dict[int, bytes] = field(default_factory=dict)
     meta: dict[bytes, bytes | None] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
-        return len(self.inodes) + len(self.segments) + len(self.meta)
+        return self.inode_count + len(self.segments) + len(self.meta)
 
 
 class _Keys:
@@ -217,6 +218,7 @@ class LmdbIndex:
 
     def hide(self, segments: Collection[int], on_drop: Callable[[Inode], None]) -> None:
         self._hidden.lost, self._on_drop = frozenset(segments), on_drop
+        self._names.leave(Leave.HIDING, bool(segments))
 
     @property
     def is_hiding(self) -> bool:
@@ -422,6 +424,11 @@ class LmdbIndex:
 
     # ---- changing ----
 
+    def keep(self, number: int) -> None:
+        """Have the inode's record in memory for a while, where the data plane finds it."""
+        if self._names.get(number) is None:
+            self._load(number)
+
     def put(self, new: Inode, old: Inode | None, record: bytes | None = None) -> None:
         """`record`: new.pack(), if the caller has it."""
         assert old is None or old.inode == new.inode
@@ -482,11 +489,9 @@ class LmdbIndex:
         """Return when every change made so far is durable. KvfsError with the errno if it cannot be: the changes then
         stay pending. `before` is called in the step that the commit begins with: its changes are part of it."""
         async with self._lock:
-            if before is not None:
-                before()
-            if not self._uncommitted:
+            batch = self._begin_commit(before)
+            if batch is None:
                 return
-            batch = self._begin_commit()
             error: BaseException | None = None
             try:
                 # Not abandoned on cancellation: the batch would be in two hands.
@@ -500,11 +505,9 @@ class LmdbIndex:
     def commit_now(self, before: Callable[[], None] | None = None) -> None:
         """As commit(), blocking; for tools and for the time before the mount answers."""
         assert self._committing is None
-        if before is not None:
-            before()
-        if not self._uncommitted:
+        batch = self._begin_commit(before)
+        if batch is None:
             return
-        batch = self._begin_commit()
         error: BaseException | None = None
         try:
             self._write(batch)
@@ -514,10 +517,16 @@ class LmdbIndex:
         finally:
             self._end_commit(batch, error)
 
-    def _begin_commit(self) -> _Batch:
-        inodes = self._names.commit_begin()
+    def _begin_commit(self, before: Callable[[], None] | None) -> _Batch | None:
+        """All that a commit writes is of one instant (I14). None if nothing has changed."""
+        with self._names:
+            if before is not None:
+                before()
+            if not self._uncommitted:
+                return None
+            count, inodes = self._names.pending, self._names.commit_begin()
         batch, self._pending = self._pending, _Batch()
-        batch.inodes = inodes
+        batch.inodes, batch.inode_count = inodes, count
         self._committing = batch
         self.pending_batch += 1
         return batch
@@ -551,7 +560,7 @@ class LmdbIndex:
             raise _commit_error(self._path, number, error) from error
 
     def _write_batch(self, txn: Transaction, batch: _Batch) -> None:
-        self._write_inodes(txn, batch.inodes)
+        self._write_inodes(txn, self._names.commit_changes(batch.inodes))
         states = [(_U32.pack(segment), state) for segment, state in batch.segments.items()]
         txn.cursor(self._segments_db).putmulti(states)
         for key, value in batch.meta.items():

@@ -2,7 +2,8 @@
 
 Holds no state of its own but what the index has; knows neither FUSE nor devices nor payload. Methods are plain wherever
 they need not wait. All of one change (index, block table, summaries) then happens in one step of the one trio thread.
-So no other request sees half of it (I4). The rules for inodes that are being written are in
+So no other request sees half of it (I4): they are steps, as the data plane makes, renames, removes and seals files
+by itself. The rules for inodes that are being written are in
 native/include/kvfs_plane.h; the kernel checks permissions (default_permissions).
 """
 
@@ -33,6 +34,7 @@ from kvfs.errors import (
     NotSupportedError,
     StaleInodeError,
 )
+from kvfs.names import step
 from kvfs.namespace.attributes import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.record import (
     GROUP_ATTRIBUTE,
@@ -98,7 +100,7 @@ class Namespace:
 
     def __init__(self, store: Store) -> None:
         self._store, self._blocks, self._sealing, self._slabs = store, store.blocks, store.sealing, store.slabs
-        self._index, self._plane = store.index, store.plane
+        self._index, self._plane, self.names = store.index, store.plane, store.plane.names
         # How often each directory is open: a removed one stays until its last holder has closed it.
         self._open_directories: dict[InodeNumber, int] = {}
         # Nobody counts who works in a directory, so those that were removed are remembered for a while.
@@ -145,6 +147,7 @@ class Namespace:
             raise NotDirectoryError(f"inode {number}: not a directory")
         self._open_directories[number] = self._open_directories.get(number, 0) + 1
 
+    @step
     def close_directory(self, number: InodeNumber) -> None:
         left = self._open_directories.get(number, 0) - 1
         if left > 0:
@@ -176,11 +179,13 @@ class Namespace:
 
     # ---- making ----
 
+    @step
     def create(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
         """A new empty file that is being written."""
         inode = self._new(parent, name, Kind.FILE, stat.S_IFREG | (mode & 0o7777), uid, gid)
         self._enter(inode)
         self._plane.file_create(inode.inode)
+        self._index.keep(parent)  # the data plane makes the next
         return inode
 
     async def make_file(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
@@ -188,12 +193,14 @@ class Namespace:
         inode = self.create(parent, name, mode, uid, gid)
         return await self._sealing.seal(inode.inode) or inode
 
+    @step
     def mkdir(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
         inode = self._new(parent, name, Kind.DIRECTORY, stat.S_IFDIR | (mode & 0o7777), uid, gid)
         inode.nlink = 2
         self._enter(inode, links=1)
         return inode
 
+    @step
     def symlink(self, parent: InodeNumber, name: bytes, target: bytes, uid: int, gid: int) -> Inode:
         if len(target) > _SYMLINK_MAX:
             raise NameTooLongError(
@@ -216,6 +223,7 @@ class Namespace:
             number = found
         return number
 
+    @step
     def make_directories(self, number: InodeNumber, path: Sequence[bytes], mode: int, uid: int, gid: int) -> Inode:
         """As find_directory, but those that are not there are made."""
         here = self._directory(number)
@@ -229,6 +237,7 @@ class Namespace:
         """The group of a new file there."""
         return directory.gid if directory.mode & stat.S_ISGID else gid
 
+    @step
     def enter_block(self, block: Inode) -> bool:
         """Give a block that lies on the devices its name, over whatever file has it, as rename(2) would.
 
@@ -304,6 +313,7 @@ class Namespace:
         self._index.replace_directory(number, record)
         self._plane.inode_update(record)
 
+    @step
     def _put(self, inode: Inode) -> None:
         """Attributes changed, name and place did not."""
         self._index.put(inode, inode)
@@ -311,6 +321,7 @@ class Namespace:
 
     # ---- removing ----
 
+    @step
     def unlink(self, parent: InodeNumber, name: bytes) -> None:
         inode = self.lookup(parent, name)
         if inode.kind == Kind.DIRECTORY:
@@ -319,6 +330,7 @@ class Namespace:
         self._drop_name(inode, self._remove(inode.inode), now)
         self._touch(parent, now)
 
+    @step
     def rmdir(self, parent: InodeNumber, name: bytes) -> None:
         inode = self.lookup(parent, name)
         self._check_removable(inode)
@@ -373,6 +385,7 @@ class Namespace:
                 raise
             return False
 
+    @step
     def idle(self, number: InodeNumber) -> None:
         """The last handle of a nameless inode was closed: now it goes, unless who looked it up may still open it."""
         inode = self._index.get(number)
@@ -384,6 +397,7 @@ class Namespace:
 
     # ---- renaming ----
 
+    @step
     def rename(
         self, parent: InodeNumber, name: bytes, new_parent: InodeNumber, new_name: bytes, flags: int = 0
     ) -> None:
@@ -450,7 +464,15 @@ class Namespace:
         """Apply the changes and return the inode. A new size counts at once, also for those who have the file open."""
         if changes.size is not None:
             await self._truncate(number, changes.size, through_handle=changes.through_handle)
-        # No await from here to _put(): the record is changed in one step.
+        inode = self._change(number, changes)
+        if changes.size is not None and not changes.through_handle:
+            # truncate(2) has no close() that would seal what it did.
+            return await self._sealing.seal(number) or self.get(number)
+        return inode
+
+    @step
+    def _change(self, number: InodeNumber, changes: Changes) -> Inode:
+        """All but a new size, whose content was changed before."""
         before = self.get(number)
         inode = before.copy()
         now = time.time_ns()
@@ -482,9 +504,6 @@ class Namespace:
         lasting = owner_changed or changes.mode is not None or changes.mtime_ns is not None
         if lasting and (inode.sealed or inode.kind == Kind.DIRECTORY):
             self._blocks.renamed(inode)
-        if changes.size is not None and not changes.through_handle:
-            # truncate(2) has no close() that would seal what it did.
-            return await self._sealing.seal(number) or self.get(number)
         return inode
 
     async def _truncate(self, number: InodeNumber, size: int, *, through_handle: bool = False) -> None:
@@ -583,8 +602,13 @@ class Namespace:
         elif inode.sealed:
             await self._rewrite(number, keep_content=True)
             inode = self.get(number)
-        # The data plane takes the writes and tells nobody, so the bits go with the open, a little early.
-        mode = inode.mode if kill_suid is None else without_suid(inode.mode, kill_suid == inode.gid)
+        return inode if kill_suid is None else self._kill_suid(number, kill_suid)
+
+    @step
+    def _kill_suid(self, number: InodeNumber, gid: int) -> Inode:
+        """The data plane takes the writes and tells nobody, so the bits go with the open, a little early."""
+        inode = self.get(number)
+        mode = without_suid(inode.mode, gid == inode.gid)
         if mode != inode.mode:
             inode.mode = mode
             inode.ctime_ns = time.time_ns()
@@ -620,6 +644,10 @@ class Namespace:
             return
         if not name.startswith((b"user.", b"trusted.")):
             raise NotSupportedError(f"extended attribute {name!r}: only user.* and trusted.* can be set")
+        self._set_xattr(number, name, value)
+
+    @step
+    def _set_xattr(self, number: InodeNumber, name: bytes, value: bytes) -> None:
         before = self.get(number)
         inode = before.copy()
         used = sum(6 + len(key) + len(old) for key, old in inode.xattrs.items() if key != name)
@@ -661,10 +689,14 @@ class Namespace:
         return names
 
     async def removexattr(self, number: InodeNumber, name: bytes) -> None:
-        inode = self.get(number)
-        if name == PIN_ATTRIBUTE and InodeFlags.PINNED in inode.flags:
+        if name == PIN_ATTRIBUTE and InodeFlags.PINNED in self.get(number).flags:
             await self.set_pinned(number, False)
-            return
+        else:
+            self._remove_xattr(number, name)
+
+    @step
+    def _remove_xattr(self, number: InodeNumber, name: bytes) -> None:
+        inode = self.get(number)
         if name == SLAB_ATTRIBUTE and InodeFlags.SLAB in inode.flags:
             raise NotPermittedError(f"inode {number}: a slab stays one")
         if name == SYMLINK_KEY or name not in inode.xattrs:

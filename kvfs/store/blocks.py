@@ -1,6 +1,7 @@
 """The blocks of an open pool: what must agree changes here, in one step.
 
-A step is code of the one trio thread between two awaits (I4). One step changes a block's index record, its record in
+A step is code of the one trio thread between two awaits, with the names locked: the data plane makes, renames, removes
+and seals files by steps of its own (I4). One step changes a block's index record, its record in
 the block table, the live pages of its segments, pins, and the list of outdated summaries. Nothing here waits for a
 device. Names are the namespace's, bytes on devices are sealing.py's.
 """
@@ -15,15 +16,16 @@ from errno import EBUSY
 import trio
 
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.names import step
 from kvfs.plane import OpenState, Plane, PlaneError
 from kvfs.pool.format import META_IN_FLIGHT, META_NUMBER, META_VERSION
 from kvfs.record import Inode, InodeFlags, Kind
 from kvfs.store.pins import Pins
-from kvfs.store.segment import Counter, Versions, usage
+from kvfs.store.segment import Versions, usage
 from kvfs.store.segments import Segments
 from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.store.space import SpaceLimit
-from kvfs.types import PAGE_SIZE, InodeNumber
+from kvfs.types import COUNTER_BITS, PAGE_SIZE, InodeNumber
 
 log = logging.getLogger("kvfs.store.pool")
 
@@ -38,8 +40,10 @@ class Blocks:
 
     def __init__(self, index: LmdbIndex, plane: Plane, segments: Segments, shares: Shares, epoch: int) -> None:
         self.index, self.plane, self.segments, self.shares = index, plane, segments, shares
-        self.inodes, self.versions = Counter(epoch), Versions(epoch)
-        self.pins = Pins(index, shares)
+        self.names = plane.names
+        self.names.number(epoch << COUNTER_BITS)
+        self.versions = Versions(self.names)
+        self.pins = Pins(index, shares, plane.names)
         self.space = SpaceLimit(segments, plane, shares)
         # How often directories were renamed. Ancestors that were read before the last time may be old.
         self.directory_moves = 0
@@ -57,10 +61,10 @@ class Blocks:
     # ---- numbers and commits ----
 
     def next_inode(self) -> InodeNumber:
-        return InodeNumber(self.inodes.next())
+        return InodeNumber(self.names.next_inode())
 
     def next_version(self) -> int:
-        return self.versions.next()
+        return self.names.next_version()
 
     async def commit(self) -> None:
         """Return when every change made so far is durable. KvfsError if it cannot be."""
@@ -76,13 +80,15 @@ class Blocks:
 
     def _before_commit(self) -> None:
         """Each commit carries segment states, the last version, and the versions in flight (I14)."""
+        self.segments.take_notes()
         self.segments.save_changed()
         if self.index.changes_pending:
-            self.index.meta_put(META_VERSION, META_NUMBER.pack(self.versions.last))
-            self.index.meta_put(META_IN_FLIGHT, array("Q", self.versions.in_flight).tobytes())
+            self.index.meta_put(META_VERSION, META_NUMBER.pack(self.names.last_version))
+            self.index.meta_put(META_IN_FLIGHT, array("Q", self.versions.all_in_flight()).tobytes())
 
     # ---- blocks that come and go ----
 
+    @step
     def enter(self, before: Inode, record: bytes, written: Inode, *, copy: bool) -> bool:
         """The block is on the devices: index, table and accounts learn of it in one step. False if it lost its name, or
         is the copy of an older content. Then it is an orphan in its segment that no summary will name. `record`:
@@ -125,18 +131,21 @@ class Blocks:
         moved = (current.segment, current.page, current.generation) != place
         return moved or self.plane.inode_is_open(current.inode) == OpenState.BEING_WRITTEN
 
+    @step
     def entered(self, inode: Inode) -> None:
         """A block that a native client wrote is in the index and in the block table."""
         assert inode.sealed and not inode.nameless, inode
         self.segments.account(None, inode)
         self.count_pinned(None, inode)
 
+    @step
     def drop(self, inode: Inode) -> None:
         """The block left the block table: it leaves the index and the accounts."""
         self.index.delete(inode)
         assert self.index.raw(inode.inode) is None, inode
         self.forget(inode)
 
+    @step
     def drop_bad(self, number: InodeNumber, segment: int) -> None:
         """A block failed verification: it is a miss from now on, unless it has moved meanwhile."""
         inode = self.index.get(number)
@@ -162,6 +171,7 @@ class Blocks:
             self.drop(inode)
         self.tell_hosts()
 
+    @step
     def forget(self, inode: Inode) -> None:
         """A sealed block was removed from the index: its pages are free, its summary must not name it."""
         if not inode.sealed or inode.kind != Kind.FILE:
@@ -172,6 +182,7 @@ class Blocks:
         self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
         self.segments.account(inode, None)
 
+    @step
     def renamed(self, inode: Inode, *, entered: bool = False) -> None:
         """Name or attributes of an inode in the index have changed, or it has no name any more: summaries must say so.
         The version rises, unless it did when the inode `entered`."""
@@ -217,13 +228,16 @@ class Blocks:
     def tell_hosts(self) -> None:
         """Let the kernels of hosts look every name up again, now."""
         self._untold.clear()
+        self.names.told()
         if self._evicted.is_set():
             self._evicted = trio.Event()
         self.plane.notify_epoch()
 
     def evicted(self, names: Iterable[tuple[InodeNumber, bytes]]) -> None:
         """Blocks with these names, directory and name, were evicted: hosts are told soon."""
-        self._untold.update(names)
+        for parent, name in names:
+            self._untold.add((parent, name))
+            self.names.untold(parent, name)
         self._evicted.set()
 
     def is_untold(self, parent: InodeNumber, name: bytes) -> bool:
@@ -297,6 +311,7 @@ class Blocks:
             if user is not None:
                 self.shares.add(PINNED, user, -size)
 
+    @step
     def _set_pinned(self, number: InodeNumber, pinned: bool, user: int = ROOT) -> None:
         before = self.index.get(number)
         if before is None:

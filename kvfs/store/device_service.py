@@ -23,6 +23,7 @@ from typing import TypeVar
 import trio
 
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
+from kvfs.names import step
 from kvfs.pool import nvme_tcp
 from kvfs.pool.config import CONFIG_NAME, PoolConfig
 from kvfs.pool.devices import Device, DeviceAddress
@@ -110,6 +111,7 @@ class DeviceService:
         """on_devices: descriptors lead to other devices than before."""
         self._opened, self._index, self._plane, self._segments = opened, blocks.index, blocks.plane, blocks.segments
         self._blocks, self._slabs, self._devices_changed = blocks, slabs, on_devices
+        self.names = blocks.names
         self._heart, self._epoch = heart, heart.me.epoch
         self.all = [ServedDevice() for _ in opened.devices]
         # Until devices that only missed a mount have been taken in, nothing is logged about segments that cannot be
@@ -373,6 +375,7 @@ class DeviceService:
             self._blocks.tell_hosts()
             log.info("%d blocks are not there until their device is back", count)
 
+    @step
     def hide_in_table(self, inodes: Iterable[InodeNumber]) -> int:
         """Take the hidden ones of these inodes out of the block table; returns how many."""
         hidden = [inode for inode in inodes if self._index.hidden(inode) is not None]
@@ -533,6 +536,7 @@ class DeviceService:
                     await trio.lowlevel.checkpoint()
         return count if self.all[device].state == DeviceState.RETURNING else None
 
+    @step
     def _show(self, inodes: Sequence[InodeNumber], away: set[SegmentIndex]) -> int:
         """Hidden entries of which nothing is away any more count again, unless their directory has gone."""
         records: list[bytes] = []

@@ -16,6 +16,7 @@ from itertools import islice
 import trio
 
 from kvfs.errors import DeviceError, NoSpaceError, first_error
+from kvfs.names import step
 from kvfs.plane import OpenState
 from kvfs.record import Inode, Kind
 from kvfs.store.blocks import Blocks
@@ -83,7 +84,7 @@ class Evictor:
     def __init__(self, blocks: Blocks, sealing: Sealing, policy: EvictionPolicy, groups: Groups) -> None:
         self._segments, self._index, self._plane = blocks.segments, blocks.index, blocks.plane
         self._policy, self._pins, self._groups = policy, blocks.pins, groups
-        self._blocks, self._sealing = blocks, sealing
+        self._blocks, self._sealing, self.names = blocks, sealing, blocks.names
         self.counters = EvictionCounters()
         self._order: list[tuple[Segment, int]] = []
         self._newest: set[int] = set()
@@ -125,6 +126,7 @@ class Evictor:
             with trio.move_on_after(0.5):
                 await self._segments.need_space.wait()
             self._segments.need_space = trio.Event()
+            self._segments.take_notes()
             self._look_ahead(trio.current_time())
             if not allowed() or not self._segments.usable or self._segments.free_count() >= self.low:
                 stuck_since = None
@@ -477,32 +479,37 @@ class Evictor:
         for at in range(0, len(inodes), _EVICT_BATCH):
             if segment.lost:
                 break
-            here: list[InodeNumber] = []
-            found: list[Inode] = []
-            before = removed
-            for number in inodes[at : at + _EVICT_BATCH]:
-                record = self._index.raw(number)
-                # Here is a part of a block whose other parts are on a device that is away: it cannot come back whole.
-                if record is None and self._index.drop_hidden(number):
-                    removed += 1
-                # Carried over, unlinked or sealed anew since it was listed.
-                if record is None or self._sealing.is_busy(number):
-                    continue
-                inode = Inode.unpack(record)
-                if (segment.index in usage(inode) or number in elsewhere) and not self._pins.holds(record):
-                    here.append(number)
-                    found.append(inode)
-            # No await between the table's answer and the index: an open in between would find a block that is gone.
-            busy = self._plane.inode_evict(here)
-            gone = [inode for inode, is_open in zip(found, busy, strict=True) if not is_open]
-            for inode in gone:
-                self._blocks.drop(inode)
-                self.counters.blocks += 1
-                self.counters.bytes += sum(usage(inode).values()) * PAGE_SIZE
-                removed += 1
-            if removed > before:
-                self._blocks.evicted((inode.parent, inode.name) for inode in gone)
+            removed += self._drop_some(segment, inodes[at : at + _EVICT_BATCH], elsewhere)
             await trio.lowlevel.checkpoint()
+        return removed
+
+    @step
+    def _drop_some(self, segment: Segment, inodes: Sequence[InodeNumber], elsewhere: set[InodeNumber]) -> int:
+        """One step from the table's answer to the index: an open in between would find a block that is gone."""
+        removed = 0
+        here: list[InodeNumber] = []
+        found: list[Inode] = []
+        for number in inodes:
+            record = self._index.raw(number)
+            # Here is a part of a block whose other parts are on a device that is away: it cannot come back whole.
+            if record is None and self._index.drop_hidden(number):
+                removed += 1
+            # Carried over, unlinked or sealed anew since it was listed.
+            if record is None or self._sealing.is_busy(number):
+                continue
+            inode = Inode.unpack(record)
+            if (segment.index in usage(inode) or number in elsewhere) and not self._pins.holds(record):
+                here.append(number)
+                found.append(inode)
+        busy = self._plane.inode_evict(here)
+        gone = [inode for inode, is_open in zip(found, busy, strict=True) if not is_open]
+        for inode in gone:
+            self._blocks.drop(inode)
+            self.counters.blocks += 1
+            self.counters.bytes += sum(usage(inode).values()) * PAGE_SIZE
+            removed += 1
+        if removed:
+            self._blocks.evicted((inode.parent, inode.name) for inode in gone)
         return removed
 
     def _with_groups(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import trio
 
 from kvfs.index.interface import Index
+from kvfs.names import Leave, Names
 from kvfs.record import FLAGS_OFFSET, NUMBER_OFFSET, RECORD_NUMBERS, InodeFlags, Kind
 from kvfs.store.segment import usage
 from kvfs.store.shares import PINNED, ROOT, Shares
@@ -28,8 +29,8 @@ _BATCH = 512
 
 
 class Pins:
-    def __init__(self, index: Index, shares: Shares) -> None:
-        self._index, self._shares = index, shares
+    def __init__(self, index: Index, shares: Shares, names: Names) -> None:
+        self._index, self._shares, self._names = index, shares, names
         # By inode: the user to whom the pin is charged.
         self._pinned: dict[int, int] = {}
         for key, value in index.meta_items(_PREFIX):
@@ -37,6 +38,7 @@ class Pins:
             self._pinned[inode] = _USER.unpack(value)[0] if len(value) == _USER.size else self._owner(inode)
         self.pages = 0
         self.changed = trio.Event()
+        self._names.leave(Leave.PINS, bool(self._pinned))
 
     def __bool__(self) -> bool:
         return bool(self._pinned)
@@ -53,11 +55,13 @@ class Pins:
         """user None: the owner of the inode."""
         user = self._owner(inode) if user is None else user
         self._pinned[inode] = user
+        self._names.leave(Leave.PINS, True)
         self._index.meta_put(_PREFIX + _KEY.pack(inode), _USER.pack(user))
         self.changed.set()
 
     def remove(self, inode: int) -> None:
         if self._pinned.pop(inode, None) is not None:
+            self._names.leave(Leave.PINS, bool(self._pinned))
             self._index.meta_put(_PREFIX + _KEY.pack(inode), None)
             self.changed.set()
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import trio
 
 from kvfs.errors import KvfsError, NoSpaceError
+from kvfs.names import step
 from kvfs.plane import Run
 from kvfs.pool.format import Stream
 from kvfs.record import RECORD_SIZE, Extent, Inode, InodeFlags, Kind
@@ -99,8 +100,8 @@ class Reservations:
 
     def __init__(self, blocks: Blocks, sealing: Sealing) -> None:
         self._segments, self._index, self._plane, self._blocks = blocks.segments, blocks.index, blocks.plane, blocks
-        self._inodes, self._versions, self._shares = blocks.inodes, blocks.versions, blocks.shares
-        self._sealing = sealing
+        self._versions, self._shares = blocks.versions, blocks.shares
+        self._sealing, self.names = sealing, blocks.names
         self.pages = 0
         self._numbers = 0
         self._holders: set[Holder] = set()
@@ -196,7 +197,7 @@ class Reservations:
         now = time.time_ns()
         home = runs[0]
         inode = Inode(
-            inode=InodeNumber(self._inodes.next()), parent=item.parent, name=item.name, kind=Kind.FILE, mode=0o100644,
+            inode=self._blocks.next_inode(), parent=item.parent, name=item.name, kind=Kind.FILE, mode=0o100644,
             uid=item.uid, gid=item.gid, flags=InodeFlags.SEALED, version=self._versions.begin(), size=item.size,
             generation=home.generation, segment=home.segment, page=home.page, header_pages=header_pages,
             mtime_ns=now, ctime_ns=now, atime_ns=now, extents=_extents(runs, header_pages),
@@ -247,6 +248,7 @@ class Reservations:
         await self._secure(list(last.values()), durable)
         return answers
 
+    @step
     def _enter(self, holder: Holder, reservation: Reservation, enter: Enter) -> None:
         inode, home = reservation.inode, self._segments.all[reservation.inode.segment]
         version = inode.version

@@ -11,12 +11,13 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from errno import EBADMSG, ENOENT
+from errno import EBADMSG, EBUSY, ENOENT
 
 import trio
 
 from kvfs.errors import DeviceError, KvfsError
-from kvfs.plane import OpenState, PlaneError, Run, SealInfo, failure, wait_job
+from kvfs.names import step
+from kvfs.plane import JOB_TIMEOUT_S, OpenState, PlaneError, Run, SealInfo, failure, wait_job
 from kvfs.pool.format import Stream
 from kvfs.record import PARENT_OFFSET, RECORD_PARENT, Inode, InodeFlags
 from kvfs.store.blocks import Blocks
@@ -32,6 +33,7 @@ _WRITE_TRIES = 3
 _ANCESTORS_MAX = 8192
 _ANCESTORS_SIZE_MAX = 1 << 20
 _RECORD_SLACK = 4096
+_BUSY_POLL_S = 0.002
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class Sealing:
 
     def __init__(self, blocks: Blocks, policy: EvictionPolicy, tasks: Tasks) -> None:
         self._segments, self._index, self._plane = blocks.segments, blocks.index, blocks.plane
-        self._versions, self._blocks = blocks.versions, blocks
+        self._versions, self._blocks, self.names = blocks.versions, blocks, blocks.names
         self._policy, self._tasks = policy, tasks
         self._busy: dict[int, trio.Event] = {}
         self._ancestors: dict[int, bytes] = {}
@@ -92,7 +94,7 @@ class Sealing:
         dirty.
         """
         async with self.turn(inode):
-            seal = self._begin(inode)
+            seal = await self._begin_late(inode)
             return None if seal is None else await self._finish(seal)
 
     async def seal_quietly(self, inode: InodeNumber) -> None:
@@ -125,7 +127,10 @@ class Sealing:
         try:
             seal = self._begin(number)
         except KvfsError as error:
-            done(error)
+            if error.errno == EBUSY:
+                self._tasks.start(self._seal_late, number, done)
+            else:
+                done(error)
             return
         if seal is None:
             done(None)
@@ -200,6 +205,23 @@ class Sealing:
             self._busy.pop(seal.inode.inode).set()
         done(problem)
 
+    async def _begin_late(self, number: InodeNumber) -> _Seal | None:
+        """As _begin(), once a seal by the data plane has ended."""
+        until = trio.current_time() + JOB_TIMEOUT_S
+        while True:
+            try:
+                return self._begin(number)
+            except PlaneError as error:
+                if error.errno != EBUSY or trio.current_time() > until:
+                    raise
+            await trio.sleep(_BUSY_POLL_S)
+
+    async def bury(self, run: Run) -> None:
+        """The data plane could not write this run."""
+        self.retries += 1
+        await self._segments.tombstone([run])
+        self._segments.release([run])
+
     def _begin(self, number: InodeNumber) -> _Seal | None:
         """Freeze what is staged, and find out what its block needs. Returns None if there is nothing to seal."""
         record = self._index.raw(number)
@@ -247,6 +269,7 @@ class Sealing:
         await self._segments.settle(seal.runs)
         return sealed
 
+    @step
     def _end(self, seal: _Seal, written: Inode | None) -> Inode | None:
         """The new inode enters, and what was frozen is let go. Returns None if it was not written, or has lost its
         name."""
@@ -304,12 +327,17 @@ class Sealing:
             log.warning("inode %d: not spilled: %s", inode, error)
 
     async def _spill(self, number: InodeNumber) -> None:
-        try:
-            info = self._plane.spill_begin(number)
-        except PlaneError as error:
-            if error.errno == ENOENT:
-                return
-            raise
+        until = trio.current_time() + JOB_TIMEOUT_S
+        while True:
+            try:
+                info = self._plane.spill_begin(number)
+                break
+            except PlaneError as error:
+                if error.errno == ENOENT:
+                    return
+                if error.errno != EBUSY or trio.current_time() > until:
+                    raise
+            await trio.sleep(_BUSY_POLL_S)  # a seal by the data plane
         if not info.dirty:
             return
         try:
@@ -420,6 +448,7 @@ class Sealing:
         parts: list[bytes] = []
         number, size = parent, 0
         while number != ROOT_INODE:
+            self._index.keep(number)  # the data plane seals the next
             record = self._index.raw(number)
             if record is None or size + len(record) > _ANCESTORS_SIZE_MAX:
                 break

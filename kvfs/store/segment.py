@@ -4,12 +4,14 @@ back."""
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import trio
 
 from kvfs.errors import FormatError
+from kvfs.names import Names, Place, new_place
 from kvfs.pool.format import Stream
 from kvfs.record import Inode, Kind
 from kvfs.types import COUNTER_BITS, SegmentIndex
@@ -34,8 +36,7 @@ class Segment:
     state: State = State.FREE
     generation: int = 0
     stream: int = Stream.NEW
-    next_page: int = 1
-    live_pages: int = 0
+    place: Place = field(default_factory=new_place)  # next_page, live_pages, runs in flight: the data plane's
     sequence: int = 0  # of the last summary
     slot: int = 1  # of the last summary
     dirty: bool = False  # the summary on the device is not true any more
@@ -45,7 +46,6 @@ class Segment:
     opening: bool = False  # its header is being written
     closing: bool = False  # full; closed with its last run in flight
     held: int = 0  # files being written with pages here
-    in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
     batch: int = 0  # index batch in which a block last came here or was renamed
     turn: int = 0  # the same by turns of summaries (Segments.flush_summaries)
     avoid_until: float = 0.0  # eviction freed nothing here; trio time
@@ -54,9 +54,30 @@ class Segment:
     lost: bool = False  # a device that it lies on is away: nothing of it can be read or written
     avoided: bool = False  # not to be opened or evicted: lost, on a slow device, or on a device that is drained
 
+    @property
+    def next_page(self) -> int:
+        return self.place.next_page
+
+    @next_page.setter
+    def next_page(self, page: int) -> None:
+        self.place.next_page = page
+
+    @property
+    def live_pages(self) -> int:
+        return self.place.live_pages
+
+    @live_pages.setter
+    def live_pages(self, pages: int) -> None:
+        self.place.live_pages = pages
+
+    @property
+    def in_flight(self) -> int:
+        """Runs not finished."""
+        return self.place.run_count
+
     def covered_page(self) -> int:
         """All blocks before this page have entered the index or failed."""
-        return min(self.in_flight, default=self.next_page)
+        return self.place.first_page if self.place.run_count else self.place.next_page
 
     def pack(self) -> bytes:
         assert self.covered_page() <= self.next_page and self.live_pages >= 0 and self.stream < len(Stream), self
@@ -87,6 +108,7 @@ class Head:
     """The place to which a stream is appended. Only Segments changes it."""
 
     stream: Stream
+    on_lead: Callable[[Segment | None], None]  # told to which segment others may append, under no lock
     segment: Segment | None = None
     lock: trio.Lock = field(default_factory=trio.Lock)
 
@@ -130,17 +152,21 @@ class Counter:
         return self.last
 
 
-class Versions(Counter):
+class Versions:
     """Versions of blocks. Versions in flight were given out, and the index does not know yet what became of them."""
 
-    def __init__(self, epoch: int) -> None:
-        super().__init__(epoch)
+    def __init__(self, names: Names) -> None:
+        self._names = names
         self.in_flight: set[int] = set()
 
     def begin(self) -> int:
-        version = self.next()
+        version = self._names.next_version()
         self.in_flight.add(version)
         return version
 
     def end(self, version: int) -> None:
         self.in_flight.discard(version)
+
+    def all_in_flight(self) -> list[int]:
+        """Those of the data plane included."""
+        return [*self.in_flight, *self._names.in_flight()]

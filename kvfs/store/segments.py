@@ -17,6 +17,7 @@ import trio
 
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
+from kvfs.names import Note, step
 from kvfs.plane import Plane, Run, check_records
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import (
@@ -64,6 +65,10 @@ _LIVE_FLAGS = InodeFlags.SEALED
 _GONE_FLAGS = InodeFlags.NAMELESS
 
 
+def _nobody(segment: Segment | None) -> None:
+    pass
+
+
 def _log_impossible(segment: int, message: str) -> None:
     log.warning("%s", message)
 
@@ -78,7 +83,11 @@ class Segments:
         self.config = config
         self.geometry: Geometry = config.geometry
         self.members = members
-        self.all = [Segment(SegmentIndex(i)) for i in range(len(members))]
+        area = config.geometry.end_page - 1
+        self.names = plane.names
+        self._tick_pages = max(1, len(members) * area // TICKS_PER_POOL)
+        places = self.names.places(len(members), config.geometry.end_page, self._tick_pages)
+        self.all = [Segment(SegmentIndex(i), place=place) for i, place in enumerate(places)]
         self.epoch = epoch
         # Segments that can be written.
         self.usable = len(members)
@@ -102,7 +111,15 @@ class Segments:
         self._late: dict[SegmentIndex, float] = {}
         self._ready: deque[Segment] = deque()
         # A commit of native clients waits for what others were given before in its segments: so they have several.
-        self._heads = {s: [Head(s) for _ in range(_HEADS_MAX if s == Stream.CLIENT else 1)] for s in Stream}
+        self._heads = {
+            s: [
+                Head(s, self._lead if s == Stream.NEW else _nobody)
+                for _ in range(_HEADS_MAX if s == Stream.CLIENT else 1)
+            ]
+            for s in Stream
+        }
+        # Runs of the data plane that were not written.
+        self._failed: list[Run] = []
         self._flush_lock = trio.Lock()
         self._freed = trio.Event()
         self._dirty: set[SegmentIndex] = set()
@@ -114,12 +131,9 @@ class Segments:
         self._summaries_written = 0
         self._summaries_too_large = 0
         self._write_errors = 0
-        self.pages_written = 0
         # How often a writer found no free segment.
         self.waits = 0
-        # The clock by which blocks age (eviction.py).
-        self.tick = 0
-        self._tick_pages = max(1, len(members) * self.area // TICKS_PER_POOL)
+        self._told_tick = 0
         self._stopped = False
         self._open_error = KvfsError("none")
 
@@ -204,6 +218,7 @@ class Segments:
         self.look_again()
         self.wake_waiters()
 
+    @step
     def forget_life(self, segment: Segment, generation: int) -> None:
         """Its old content is not free: nothing counts, and it rests until a summary says so. `generation`: on the
         device."""
@@ -226,6 +241,59 @@ class Segments:
                 self._changed.add(number)
         return count
 
+    @property
+    def pages_written(self) -> int:
+        return self.names.pages_written
+
+    @property
+    def tick(self) -> int:
+        """The clock by which blocks age (eviction.py)."""
+        return self.pages_written // self._tick_pages
+
+    # ---- what the data plane did ----
+
+    @step
+    def take_notes(self) -> None:
+        """Take in what the data plane did to segments since the last time."""
+        for number, notes in self.names.noted():
+            segment, gone = self.all[number], bool(notes & Note.GONE)
+            self._changed.add(segment.index)
+            if notes & Note.RENAMED:
+                self.renamed(segment, gone=gone)
+            elif notes & Note.ENTERED:
+                segment.batch, segment.turn = self._index.pending_batch, self._turn
+            if notes & Note.DIRTY:
+                self.mark_dirty(segment, gone=gone)
+            if notes & Note.FAILED:
+                self._failed += [
+                    Run(run.generation, segment.index, run.page, run.page_count)
+                    for run in self.names.failed(number, segment.generation)
+                ]
+            if notes & Note.SETTLED:
+                self._look_at_settled(segment)
+            if not segment.live_pages:
+                self.free_if_empty(segment)
+
+    def take_failed(self) -> list[Run]:
+        """Runs of the data plane that were not written, for tombstone() and release()."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _look_at_settled(self, segment: Segment) -> None:
+        """Its first run in flight is another, or there is none."""
+        for waiting, told in self._unsettled.pop(segment.index, ()):
+            self.when_settled(waiting, told)
+        if segment.closing and not segment.in_flight:
+            self._close(segment)
+        segment.place.awaited = int(segment.closing or segment.index in self._unsettled)
+
+    def _lead(self, segment: Segment | None) -> None:
+        """The data plane appends new blocks to this segment."""
+        if segment is None:
+            self.names.head(None)
+        else:
+            self.names.head(segment.index, segment.generation)
+
     def changed(self, segment: Segment) -> None:
         self._changed.add(segment.index)
 
@@ -235,6 +303,7 @@ class Segments:
             self._index.segment_put(number, self.all[number].pack())
         self._changed.clear()
 
+    @step
     def account(self, before: Inode | None, after: Inode | None) -> None:
         """A block came, went or moved: live pages follow, and what has nothing live any more becomes free."""
         if after is not None:
@@ -255,6 +324,7 @@ class Segments:
         if segment.state == State.CLOSED and not segment.live_pages and not segment.held:
             self.free(segment)
 
+    @step
     def free(self, segment: Segment) -> None:
         """Nothing in it is wanted. It can be opened again after the next flush of summaries."""
         assert segment.state in (State.CLOSED, State.EVICTING), segment
@@ -293,7 +363,7 @@ class Segments:
         count = min(len(self._heads[stream]), max(1, self.usable // _SEGMENTS_A_HEAD))
 
         def busy(head: Head) -> tuple[bool, int]:
-            return head.lock.locked(), 0 if head.segment is None else len(head.segment.in_flight)
+            return head.lock.locked(), 0 if head.segment is None else head.segment.in_flight
 
         return min(self._heads[stream][:count], key=busy)
 
@@ -314,13 +384,18 @@ class Segments:
             return [run]
         async with head.lock:
             runs: list[Run] = []
+            head.on_lead(None)
             try:
                 await self._allocate(head, overhead, data_pages, runs)
             except BaseException:
                 self.release(runs)
                 raise
+            finally:
+                if not head.lock.statistics().tasks_waiting:
+                    head.on_lead(head.segment)
             return runs
 
+    @step
     def allocate_now(self, head: Head, pages: int) -> Run | None:
         """One run in the segment that is open, for a block all of whose pages these are. Returns None if there is no
         room, or others wait for a segment. Almost always there is."""
@@ -334,6 +409,7 @@ class Segments:
             segment = head.segment
             if segment is None:
                 segment = head.segment = await self._next(head.stream)
+            # Nobody else appends to it: the lock is held, and the data plane was told.
             room = self.geometry.end_page - segment.next_page
             need = overhead + left
             if need <= room:
@@ -374,13 +450,10 @@ class Segments:
         return 2 + pages // max(1, self.area - 1)
 
     def _take(self, segment: Segment, pages: int) -> Run:
-        run = Run(segment.generation, segment.index, segment.next_page, pages)
-        segment.in_flight.add(segment.next_page)
-        segment.next_page += pages
-        self.pages_written += pages
-        if self.pages_written // self._tick_pages != self.tick:
-            self.tick = self.pages_written // self._tick_pages
-            self._plane.tick(self.tick)
+        run = Run(segment.generation, segment.index, self.names.take(segment.index, pages), pages)
+        if (tick := self.tick) != self._told_tick:
+            self._told_tick = tick
+            self._plane.tick(tick)
         self._changed.add(segment.index)
         return run
 
@@ -388,14 +461,13 @@ class Segments:
         """The runs' blocks are in the index, or never will be."""
         for run in runs:
             segment = self.all[run.segment]
-            segment.in_flight.discard(run.page)
+            self.names.release(run.segment, run.page)
             self._changed.add(segment.index)
             # Only what was the first in flight can have kept others from being settled.
-            if segment.index in self._unsettled and run.page < min(segment.in_flight, default=self.geometry.end_page):
-                for waiting, told in self._unsettled.pop(segment.index):
-                    self.when_settled(waiting, told)
-            if segment.closing and not segment.in_flight:
-                self._close(segment)
+            if segment.place.awaited and run.page < (
+                segment.covered_page() if segment.in_flight else self.geometry.end_page
+            ):
+                self._look_at_settled(segment)
 
     def lend(self, runs: Iterable[Run]) -> None:
         """A native client writes to these runs itself."""
@@ -419,7 +491,7 @@ class Segments:
 
     def _has_before(self, run: Run) -> bool:
         segment = self.all[run.segment]
-        return segment.generation == run.generation and min(segment.in_flight, default=run.page) < run.page
+        return segment.generation == run.generation and segment.in_flight > 0 and segment.covered_page() < run.page
 
     def when_settled(self, runs: Sequence[Run], told: Callable[[], None]) -> None:
         """Call `told`, perhaps now, when every run before these in their segments has been released.
@@ -430,6 +502,7 @@ class Segments:
         for run in runs:
             if self._has_before(run):
                 self._unsettled.setdefault(run.segment, []).append((runs, told))
+                self.all[run.segment].place.awaited = 1
                 return
         told()
 
@@ -448,6 +521,7 @@ class Segments:
             except KvfsError as error:
                 log.warning("segment %d: page %d stays torn: %s", run.segment, run.page, error)
 
+    @step
     def retire(self, segment: Segment) -> None:
         """Append no more to it; it is closed when its last run is."""
         if segment in self._ready:
@@ -456,8 +530,10 @@ class Segments:
             for head in heads:
                 if head.segment is segment:
                     head.segment = None
+                    head.on_lead(None)
         if segment.state == State.OPEN and not segment.closing:
             segment.closing = True
+            segment.place.awaited = 1
             if not segment.in_flight:
                 self._close(segment)
 
@@ -597,6 +673,7 @@ class Segments:
         index is distrusted: after a crash nobody asks it.
         """
         async with self._flush_lock:
+            self.take_notes()
             # Those on devices that are away stay dirty, and resting, until they are back.
             lost = self._lost
             resting = [number for number in self._resting - lost if not self._waits(self.all[number])]

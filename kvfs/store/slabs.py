@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfs.errors import BusyError, DeadlineError, DeviceError, InvalidArgumentError, KvfsError, NoSpaceError
+from kvfs.names import step
 from kvfs.plane import PlaneError, Run
 from kvfs.record import InodeFlags
 from kvfs.store.blocks import Blocks
@@ -53,7 +54,7 @@ class Slabs:
         """`quota`: the part of the pool's segments that slabs may have."""
         segments = blocks.segments
         self._segments, self._index, self._plane, self._sealing = segments, blocks.index, blocks.plane, sealing
-        self._space, self._shares = blocks.space, blocks.shares
+        self._space, self._shares, self.names = blocks.space, blocks.shares, blocks.names
         self._slabs: dict[int, _Slab] = {}
         # Slabs that are no file's any more, and still read by requests under way; by first segment. Their inodes may
         # have others.
@@ -125,11 +126,7 @@ class Slabs:
             self._ended[ended.first] = ended
         self._slabs.setdefault(number, _Slab(number, user=slab.user)).segments += slab.segments
         self._changed()
-        inode = self._index.get(number)
-        if inode is not None and InodeFlags.SLAB not in inode.flags:
-            inode.flags |= InodeFlags.SLAB
-            self._index.put(inode, inode)
-            self._plane.inode_update(inode.pack())
+        self._mark(number, True)
 
     async def _extend(self, number: InodeNumber, size: int, chosen: bool, runs: list[Run]) -> None:
         with trio.fail_after(_TURN_TIMEOUT_S):
@@ -167,7 +164,7 @@ class Slabs:
                     raise error from None
                 raise
             log.info("inode %d: no slab any more, a file as any other: %s", number, error)
-            self._unmark(number)
+            self._mark(number, False)
             # Its pages count as a file's now. Until its segments are given back they would count twice.
             while number in self._slabs:
                 await trio.sleep(_TURN_POLL_S)
@@ -253,7 +250,7 @@ class Slabs:
         if not goes:
             try:
                 await self._plane.slab_to_file(number)
-                self._unmark(number)
+                self._mark(number, False)
                 await self._sealing.seal_quietly(number)
                 return
             except PlaneError as error:
@@ -264,14 +261,16 @@ class Slabs:
                     log.warning("inode %d: a slab that was closed cannot become a file: %s; it goes", number, error)
         with suppress(PlaneError):  # opened again, or unlinked: another event follows
             self._plane.slab_close(number)
-            inode = self._index.get(number)
-            if inode is not None:
-                self._index.delete(inode)
+            with self.names:
+                inode = self._index.get(number)
+                if inode is not None:
+                    self._index.delete(inode)
 
-    def _unmark(self, number: InodeNumber) -> None:
+    @step
+    def _mark(self, number: InodeNumber, slab: bool) -> None:
         inode = self._index.get(number)
-        if inode is not None:
-            inode.flags &= ~InodeFlags.SLAB
+        if inode is not None and (InodeFlags.SLAB in inode.flags) != slab:
+            inode.flags ^= InodeFlags.SLAB
             self._index.put(inode, inode)
             self._plane.inode_update(inode.pack())
 

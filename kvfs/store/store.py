@@ -20,6 +20,7 @@ import trio
 
 from kvfs.errors import DeviceError, InUseError, KvfsError, NoSpaceError
 from kvfs.index.lmdb import LmdbIndex, PoolIndexError
+from kvfs.names import Leave
 from kvfs.plane import Event, EventType, Plane, PlaneError
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.devices import Device, DeviceAddress
@@ -92,6 +93,8 @@ class Store:
         self.segments = Segments(opened.config, opened.config.members(), plane, index, self.epoch)
         self.shares = Shares(plane, opened.config.user_share, os.geteuid())
         self._tasks = Tasks(nursery, plane)
+        # The data plane appends all new blocks to one stream.
+        self._policy_is_plain = type(policy).stream_of is LeastLoss.stream_of
         self.blocks = Blocks(index, plane, self.segments, self.shares, self.epoch)
         self.sealing = Sealing(self.blocks, policy, self._tasks)
         self.reservations = Reservations(self.blocks, self.sealing)
@@ -210,7 +213,14 @@ class Store:
         self._tasks.start(self._prepare_loop)
         self._tasks.start(self._count_pins_loop)
         self._tasks.start(self.blocks.follow_moves)
+        if not rebuild:
+            self._open_names()
         self._tasks.start(self.blocks.tell_evictions)
+
+    def _open_names(self) -> None:
+        """From now on the data plane makes, renames, removes and seals files."""
+        if self.plane.abandoned is None and self._policy_is_plain:
+            self.plane.names.leave(Leave.CLOSED, False)
 
     def _root(self) -> Inode:
         owner = os.stat(self.path)
@@ -241,6 +251,7 @@ class Store:
             log.error("the rebuild of the index broke off: %s; what was found so far is there", error)
         self.rebuilding = False
         self.plane.table_set_complete(True)
+        self._open_names()
         self.segments.need_space.set()
 
     # ---- owning ----
@@ -306,6 +317,7 @@ class Store:
 
     async def _commit_and_flush(self, *, all_dirty: bool = True) -> None:
         self.plane.expire()
+        self._take_notes()
         try:
             await self.blocks.commit()
             if self._commit_failed:
@@ -371,6 +383,8 @@ class Store:
             self.slabs.freed(InodeNumber(event.inode), event.value)
         elif event.type == EventType.IO_ERROR:
             self.service.note_error(event.value >> 32, event.value & 0xFFFFFFFF)
+        elif event.type == EventType.PLACES:
+            self._take_notes()
         elif event.type == EventType.DEVICE:
             self.service.note_connection(event.value, *self.plane.device_message(event.value))
         elif event.type == EventType.IDLE and self.index.hidden(event.inode) is not None:
@@ -379,6 +393,11 @@ class Store:
                 self.plane.inode_remove(event.inode)
         elif self._options.on_event is not None:
             self._options.on_event(int(event.type), event.inode, event.value)
+
+    def _take_notes(self) -> None:
+        self.segments.take_notes()
+        for run in self.segments.take_failed():
+            self._tasks.start(self.sealing.bury, run)
 
     async def check_block(self, number: InodeNumber, segment: int) -> None:
         """A native client says that a block failed its checksums: it is dropped if that is so."""
@@ -504,6 +523,7 @@ class Store:
 
     async def _close_cleanly(self) -> None:
         self.ending()
+        self.plane.names.leave(Leave.CLOSED, True)
         clean = not self.rebuilding
         with trio.move_on_after(_SEAL_AT_CLOSE_S) as scope:
             await self.reservations.close()
