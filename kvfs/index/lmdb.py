@@ -518,7 +518,7 @@ class LmdbIndex:
             self._end_commit(batch, error)
 
     def _begin_commit(self, before: Callable[[], None] | None) -> _Batch | None:
-        """All that a commit writes is of one instant (I14). None if nothing has changed."""
+        """All that a commit writes is of one instant (I14). Returns None if nothing has changed."""
         with self._names:
             if before is not None:
                 before()

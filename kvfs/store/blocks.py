@@ -1,7 +1,7 @@
 """The blocks of an open pool: what must agree changes here, in one step.
 
-A step is code of the one trio thread between two awaits, with the names locked: the data plane makes, renames, removes
-and seals files by steps of its own (I4). One step changes a block's index record, its record in
+A step is code of the one trio thread between two awaits, with the names locked (I4): the data plane has steps of its
+own. One step changes a block's index record, its record in
 the block table, the live pages of its segments, pins, and the list of outdated summaries. Nothing here waits for a
 device. Names are the namespace's, bytes on devices are sealing.py's.
 """

@@ -504,7 +504,7 @@ class DeviceService:
         away = self._away_without(device)
         wanted = [segment for segment in self._of[device] if segment not in away and segment not in headers.found]
         before = self._plane.device_statistics(device)
-        found, blank = await self._segments.read_headers(wanted)
+        found, blank = await self._segments.reader.headers(wanted)
         after = self._plane.device_statistics(device)
         if (after["errors"], after["timeouts"]) != (before["errors"], before["timeouts"]):
             raise DeviceError(f"{self._path(device)}: its label can be read, its segments cannot")

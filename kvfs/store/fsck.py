@@ -311,7 +311,7 @@ class _Check:
             impossible.append(index)
 
         self._on_impossible = report
-        headers, _ = await self._segments.read_headers(checked)
+        headers, _ = await self._segments.reader.headers(checked)
         if self._repair:
             for index in impossible:
                 await self._write_header(self._segments.all[index])
@@ -505,7 +505,7 @@ class _Check:
             if segment.state != State.CLOSED or segment.lost:
                 continue
             self._progress("checking summaries", done, len(self._segments.all))
-            if segment.dirty or await self._segments.read_summary(segment.index, segment.generation) is not None:
+            if segment.dirty or await self._segments.reader.summary(segment.index, segment.generation) is not None:
                 continue
             if self._repair:
                 self._segments.mark_dirty(segment, gone=False)

@@ -79,7 +79,7 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
 
     The index knows the fate of every block up to known_version, but those in flight.
     """
-    headers, _ = await segments.read_headers([segment.index for segment in segments.all], segments.epoch - 1)
+    headers, _ = await segments.reader.headers([segment.index for segment in segments.all], segments.epoch - 1)
     to_scan: list[tuple[Segment, int]] = []
     lost: set[int] = set()
     for segment in segments.all:
@@ -170,7 +170,7 @@ async def _drop_blocks(index: LmdbIndex, segment: Segment) -> list[int]:
 async def _admit_summary(segments: Segments, segment: Segment, admission: Admission) -> int:
     """A segment that was opened after the last commit may have a summary already, with newer names. Returns the page
     before which it covers all. A scan may not get there if a page between could not be written."""
-    summary = await segments.read_summary(segment.index, segment.generation, segments.epoch - 1)
+    summary = await segments.reader.summary(segment.index, segment.generation, segments.epoch - 1)
     if summary is None:
         return 0
     await admission.admit_all(summary.entries)
@@ -404,7 +404,7 @@ class Rebuild:
     async def prepare(self) -> None:
         """Learn which segments hold something: they are not free. Before the mount answers."""
         everywhere = [segment.index for segment in self._segments.all]
-        headers, blank = await self._segments.read_headers(everywhere, self._segments.epoch - 1)
+        headers, blank = await self._segments.reader.headers(everywhere, self._segments.epoch - 1)
         damaged: list[Segment] = []
         for segment in self._segments.all:
             header = headers[segment.index]
@@ -428,7 +428,7 @@ class Rebuild:
     async def _by_summary(self, queue: Iterable[Segment]) -> None:
         """Without a header a summary says whether the segment holds anything, and of which generation."""
         for segment in queue:
-            summary = await self._segments.read_summary(segment.index, None, self._segments.epoch - 1)
+            summary = await self._segments.reader.summary(segment.index, None, self._segments.epoch - 1)
             if summary is not None:
                 segment.state, segment.generation = State.CLOSED, summary.generation
 
@@ -480,7 +480,7 @@ class Rebuild:
                 results.clear()
 
     async def _read_segment(self, segment: Segment) -> list[bytes]:
-        summary = await self._segments.read_summary(segment.index, segment.generation, self._segments.epoch - 1)
+        summary = await self._segments.reader.summary(segment.index, segment.generation, self._segments.epoch - 1)
         pieces = [] if summary is None else [summary.entries]
         if summary is None or not (summary.closed and summary.covered_page >= self._segments.geometry.end_page):
             pieces += await scan(self._segments, self._plane, segment, 1 if summary is None else summary.covered_page)

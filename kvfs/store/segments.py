@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.names import Note, step
-from kvfs.plane import Plane, Run, check_records
+from kvfs.plane import Plane, Run
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import (
     SegmentHeader,
@@ -28,15 +28,13 @@ from kvfs.pool.format import (
     pack_segment_header,
     pack_summary,
     summary_age,
-    summary_size,
-    unpack_segment_header,
-    unpack_summary,
 )
 from kvfs.pool.geometry import Geometry
 from kvfs.record import RECORD_HEAD, Inode, InodeFlags
 from kvfs.store.eviction import TICKS_PER_POOL
 from kvfs.store.segment import Counter, Head, Segment, SegmentStatistics, State, usage
-from kvfs.types import COUNTER_BITS, PAGE_SIZE, SegmentIndex
+from kvfs.store.segment_reader import SegmentReader
+from kvfs.types import PAGE_SIZE, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +52,6 @@ _READY_MAX = 4
 _SEGMENTS_A_HEAD = 48
 # So many freed at once are those of a device.
 _ROTATE = 16
-# The most bytes that a compressed summary may unpack to.
-_SUMMARY_EXPANSION_MAX = 64
 # After this time, I/O that a dead client's process had under way has landed or failed.
 _LATE_WRITES_S = 10.0
 # After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
@@ -92,6 +88,7 @@ class Segments:
         # Segments that can be written.
         self.usable = len(members)
         self.on_impossible = on_impossible or _log_impossible
+        self.reader = SegmentReader(config, members, plane, epoch, self.on_impossible)
         # Set by the evictor: nothing can be freed now.
         self.exhausted = False
         self.need_space = trio.Event()
@@ -788,80 +785,6 @@ class Segments:
                 parents.add(RECORD_HEAD.unpack_from(record)[5])
         return b"".join(parts), count + len(seen)
 
-    async def read_summary(
-        self, number: SegmentIndex, generation: int | None, epoch_max: int | None = None
-    ) -> Summary | None:
-        """The newest valid summary on the device, of this generation; with None, of the newest generation there.
-        Summaries are by mounts up to epoch_max; with None, up to this one. Its entries are records that are sound, as
-        many as it says."""
-        epoch_max = self.epoch if epoch_max is None else epoch_max
-        valid: list[Summary] = []
-        for slot in (0, 1):
-            page = self.geometry.summary_page(slot)
-            try:
-                data = await self._plane.store_read(number, page, PAGE_SIZE)
-                size = summary_size(data)
-                if size > self.geometry.summary_pages * PAGE_SIZE:
-                    continue
-                if size > PAGE_SIZE:
-                    data = await self._plane.store_read(number, page, -(-size // PAGE_SIZE) * PAGE_SIZE)
-            except KvfsError as error:
-                log.warning("segment %d: summary slot %d: %s", number, slot, error)
-                continue
-            try:
-                found = unpack_summary(self.config, number, data)
-                if found is not None and found.sequence >> COUNTER_BITS > epoch_max:
-                    raise FormatError(f"segment {number}: its summary is of mount {found.sequence >> COUNTER_BITS}, "
-                                      "which has not been")  # fmt: skip
-                if found is not None and generation in (None, found.generation):
-                    valid.append(found)
-            except FormatError as error:
-                self.on_impossible(number, f"{error}; it is left out")
-        for found in sorted(valid, key=lambda summary: (summary.generation, summary.sequence), reverse=True):
-            try:
-                return self._checked(found, epoch_max)
-            except FormatError as error:
-                self.on_impossible(number, f"{error}; it is left out")
-        return None
-
-    def _checked(self, summary: Summary, epoch_max: int) -> Summary:
-        """Uncompressed, its entries what they must be. FormatError."""
-        where = f"segment {summary.segment}: its summary"
-        if summary.compressed:
-            limit = self.geometry.summary_pages * PAGE_SIZE * _SUMMARY_EXPANSION_MAX
-            expanded = summary.expanded(limit)
-            if expanded is None:
-                raise FormatError(f"{where}: its entries do not unpack to at most {limit} bytes")
-            summary = expanded
-        count = check_records(summary.entries, epoch_max=epoch_max, segment_count=len(self.all),
-                              end_page=self.geometry.end_page, origin=where)  # fmt: skip
-        if count != summary.entry_count:
-            raise FormatError(f"{where}: {count} entries, but it says {summary.entry_count}")
-        return summary
-
-    async def read_headers(
-        self, numbers: Sequence[int], epoch_max: int | None = None
-    ) -> tuple[dict[int, SegmentHeader | None], set[int]]:
-        """The segments' headers, None where there is no valid one of a mount up to epoch_max (None: this one). Also the
-        segments where no header was ever written."""
-        epoch_max = self.epoch if epoch_max is None else epoch_max
-        found: dict[int, SegmentHeader | None] = {}
-        blank: set[int] = set()
-        nothing = bytes(PAGE_SIZE)
-        async for number, page in self._read_pages(numbers, 0):
-            try:
-                header = unpack_segment_header(self.config, SegmentIndex(number), self.members[number], page)
-                if header is not None and header.owner_epoch > epoch_max:
-                    raise FormatError(f"segment {number}: its header is of mount {header.owner_epoch}, "
-                                      "which has not been")  # fmt: skip
-            except FormatError as error:
-                self.on_impossible(number, f"{error}; it counts as damaged")
-                header = None
-            found[number] = header
-            if found[number] is None and page == nothing:
-                blank.add(number)
-        return found, blank
-
     async def mark_overtaken(self) -> None:
         """After a crash: have the summaries written again that are newer than what the index knows.
 
@@ -869,18 +792,10 @@ class Segments:
         """
         used = [segment.index for segment in self.all if segment.state != State.FREE and not segment.lost]
         for slot in (0, 1):
-            async for number, page in self._read_pages(used, self.geometry.summary_page(slot)):
+            async for number, page in self.reader.pages(used, self.geometry.summary_page(slot)):
                 segment = self.all[number]
                 if summary_age(page) > (segment.generation, segment.sequence):
                     self.mark_dirty(segment, gone=True)
-
-    async def _read_pages(self, numbers: Sequence[int], page: int) -> AsyncIterator[tuple[int, memoryview]]:
-        """This page of each of the segments."""
-        for at in range(0, len(numbers), 512):
-            some = numbers[at : at + 512]
-            data = memoryview(await self._plane.store_read_pages(some, page))
-            for i, number in enumerate(some):
-                yield number, data[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
 
     # ---- the end ----
 

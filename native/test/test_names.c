@@ -134,7 +134,7 @@ static void compare(struct kvfs_names *names) {
     }
 }
 
-/* What a commit says is what differs from the index, and all of it. */
+/* A commit names each inode that differs from the index, and no other. */
 static void commit(struct kvfs_names *names, bool ok) {
     struct state after[INODES + 1], frozen[INODES + 1];
     memcpy(after, stored, sizeof(after));

@@ -14,6 +14,7 @@ import trio
 import trio.testing
 
 from kvfs import errors
+from kvfs.names import Names
 from kvfs.namespace import files
 from kvfs.namespace.attributes import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.namespace.files import RENAME_NOREPLACE, USED_PERCENT_MAX, XATTRS_SIZE_MAX, Changes, Namespace
@@ -86,6 +87,9 @@ class IndexDouble:
         names = sorted((name, number) for (at, name), number in self.dentries.items() if at == parent and name > after)
         return names[:limit]
 
+    def keep(self, number: int) -> None:
+        pass
+
     def is_empty(self, parent: InodeNumber) -> bool:
         return not any(at == parent for at, _ in self.dentries)
 
@@ -99,6 +103,7 @@ class PlaneDouble:
         self.written: dict[int, int] = {}
         self.full = False
         self.sealing = 0  # calls that meet a seal under way
+        self.names = Names()
 
     def name_put(self, record: bytes, replaced: int) -> int:
         if self.full:

@@ -88,7 +88,7 @@ def test_a_segment_with_nothing_live_is_free_again(pool: Path) -> None:
         assert all(segment.state == State.FREE for segment in closed)
         await settle(store)
         generation = closed[0].generation
-        summary = await store.segments.read_summary(closed[0].index, generation)
+        summary = await store.segments.reader.summary(closed[0].index, generation)
         assert summary is not None and not summary.entries
         assert summary.covered_page == store.segments.geometry.end_page
 
@@ -203,7 +203,7 @@ def test_a_summary_names_what_is_live_under_its_current_name(pool: Path) -> None
         rename(store, first.inode, b"a")
         unlink(store, b"b")
         await settle(store)
-        summary = await store.segments.read_summary(first.segment, first.generation)
+        summary = await store.segments.reader.summary(first.segment, first.generation)
         assert summary is not None and not summary.closed
         current = store.index.raw(first.inode)
         assert current is not None and summary.entries == current
@@ -302,7 +302,7 @@ def test_a_summary_that_does_not_fit_is_compressed(tmp_path: Path) -> None:
         sizes = []
         for segment in store.segments.all:
             if segment.state == State.CLOSED and segment.live_pages:
-                summary = await store.segments.read_summary(segment.index, segment.generation)
+                summary = await store.segments.reader.summary(segment.index, segment.generation)
                 assert summary is not None and summary.entry_count == len(store.index.segment_inodes(segment.index))
                 sizes.append(len(summary.entries))
         assert max(sizes) > store.segments.geometry.summary_pages * 4096

@@ -35,7 +35,7 @@ static struct kvfs_inode_record *record_again(const struct kvfs_inode_record *fr
     return to;
 }
 
-/* The record that the header will have, in the place that was taken for it; NULL: no room in the segment that is appended to, or no memory. */
+/* Takes a place, and returns the record that its header will have. NULL: no room in the segment that is appended to, or no memory. */
 static struct kvfs_inode_record *place_block(struct flush *flush, const struct kvfs_seal_info *info, uint32_t ancestors_size) {
     struct kvfs_plane *plane = flush->plane;
     const struct places *places = names_places(plane->names);
@@ -119,7 +119,7 @@ int flush_start(struct flush *flush) {
 
 /* ---- the end ---- */
 
-/* What the header has, with the changes from `before` to `current` that were made meanwhile. Returns NULL without memory. */
+/* The record of the header, with the changes from `before` to `current` that were made meanwhile. Returns NULL without memory. */
 static struct kvfs_inode_record *changes_taken(const struct kvfs_inode_record *written, const struct kvfs_inode_record *before,
                                                const struct kvfs_inode_record *current) {
     uint32_t extents_size = written->extent_count * (uint32_t)sizeof(struct kvfs_extent), xattr_size = current->xattr_size;

@@ -1,5 +1,5 @@
-/* CREATE, UNLINK and RENAME of files, in one step each (I4): names in memory, block table, places, and the directory's times. What they need is in
- * memory almost always. Python does the rest, by the same names and table (kvfs/namespace/files.py). */
+/* CREATE, UNLINK and RENAME of files, in one step each (I4): names in memory, block table, places, and the directory's times. All that they need is in
+ * memory, almost always. Python does the rest, by the same names and table (kvfs/namespace/files.py). */
 #include "content/content.h"
 
 #include <sys/stat.h>

@@ -54,6 +54,7 @@ struct map {
     uint64_t mask, count;
 };
 struct kvfs_names {
+    struct places places; /* first: names_places() */
     pthread_mutex_t lock; /* recursive */
     struct map entries, names, directories;
     struct link states[STATES], removed;
@@ -65,9 +66,9 @@ struct kvfs_names {
     uint32_t left; /* enum kvfs_names_leave */
     bool untold[UNTOLD];
     bool any_untold;
-    struct places places;
     uint8_t *committing; /* the buffer of the commit that is under way */
 };
+static_assert(offsetof(struct kvfs_names, places) == 0, "names_places()");
 
 /* ---- lists and maps ---- */
 
@@ -777,8 +778,6 @@ const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uin
     const struct entry *entry = entry_find(names, inode);
     return entry ? entry->record : NULL;
 }
-
-struct places *names_places(struct kvfs_names *names) { return &names->places; }
 
 uint32_t names_left(const struct kvfs_names *names) { return names->left; }
 

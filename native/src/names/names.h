@@ -51,8 +51,19 @@ struct places {
     uint64_t head_generation, written, tick_pages;
     bool wake; /* Python is to take notes now */
 };
-struct places *names_places(struct kvfs_names *names);
-void places_free(struct places *places);
+/* They are the first part of the names. */
+static inline struct places *names_places(struct kvfs_names *names) { return (struct places *)(void *)names; }
+static inline void places_free(struct places *places) {
+    for (uint32_t i = 0; places->runs && i < places->count; i++)
+        for (struct run *run = places->runs[i].first, *next; run; run = next) {
+            next = run->next;
+            free(run);
+        }
+    free(places->all);
+    free(places->runs);
+    free(places->noted);
+    memset(places, 0, sizeof(*places));
+}
 /* A run of the head; false: there is no head, or no room. */
 bool place_take(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation);
 /* The run has ended. Returns those to tell once the step is over; `own`, which may be NULL, is among them, now or later. */

@@ -21,18 +21,6 @@ struct kvfs_place *kvfs_places_make(struct kvfs_names *names, uint32_t segment_c
     return places->all;
 }
 
-void places_free(struct places *places) {
-    for (uint32_t i = 0; places->runs && i < places->count; i++)
-        for (struct run *run = places->runs[i].first, *next; run; run = next) {
-            next = run->next;
-            free(run);
-        }
-    free(places->all);
-    free(places->runs);
-    free(places->noted);
-    memset(places, 0, sizeof(*places));
-}
-
 void place_note(struct kvfs_names *names, uint32_t segment, uint32_t notes) {
     struct places *places = names_places(names);
     assert(segment < places->count);
