@@ -280,6 +280,11 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def process_cpu_s(pid: int) -> float:
+    """The same in nanoseconds' steps: /proc counts in hundredths, and a toy run needs less than one."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

@@ -32,6 +32,7 @@ from kvfs.bench.common import (
     needs_program,
     number_at,
     parse_json,
+    process_cpu_s,
     rates,
 )
 from kvfs.bench.guest import Guest, Share, children, virtiofsd
@@ -56,8 +57,7 @@ class _Door:
     pid: int
 
     def cpu_s(self) -> float:
-        """In nanoseconds' steps: /proc counts in hundredths, and a toy run needs less than one."""
-        return sum(time.clock_gettime((~pid << 3) | 2) for pid in (self.pid, *children(self.pid)))
+        return sum(process_cpu_s(pid) for pid in (self.pid, *children(self.pid)))
 
 
 def _machine_cpu_s() -> float:
