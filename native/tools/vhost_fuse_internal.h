@@ -1,13 +1,60 @@
-/* The parts that vhost_fuse.c (rings) and vhost_fuse_setup.c (messages) share. */
+/* The parts that vhost_fuse.c (rings), vhost_fuse_setup.c (messages) and their test share. */
 #ifndef KVFS_VHOST_FUSE_INTERNAL_H
 #define KVFS_VHOST_FUSE_INTERNAL_H
 
 #include "vhost_fuse.h"
 
+#include <linux/virtio_config.h>
 #include <linux/virtio_ring.h>
 #include <stdbool.h>
 
 #define VHOST_RINGS 2u
+
+/* ---- the messages, as they are sent ---- */
+
+#define FEATURE_PROTOCOL (1ull << 30)
+#define FEATURES (1ull << VIRTIO_F_VERSION_1 | 1ull << VIRTIO_RING_F_INDIRECT_DESC | 1ull << VIRTIO_RING_F_EVENT_IDX | FEATURE_PROTOCOL)
+#define PROTOCOL_MQ (1ull << 0)
+#define PROTOCOL_REPLY_ACK (1ull << 3)
+#define FLAG_VERSION 1u
+#define FLAG_REPLY 4u
+#define FLAG_NEED_REPLY 8u
+
+enum {
+    GET_FEATURES = 1,
+    SET_FEATURES,
+    SET_OWNER,
+    SET_MEM_TABLE = 5,
+    SET_VRING_NUM = 8,
+    SET_VRING_ADDR,
+    SET_VRING_BASE,
+    GET_VRING_BASE,
+    SET_VRING_KICK,
+    SET_VRING_CALL,
+    GET_PROTOCOL_FEATURES = 15,
+    SET_PROTOCOL_FEATURES,
+    GET_QUEUE_NUM,
+    SET_VRING_ENABLE
+};
+
+struct header {
+    uint32_t request, flags, size;
+};
+struct state {
+    uint32_t index, number;
+};
+struct address {
+    uint32_t index, flags;
+    uint64_t desc, used, avail, log;
+};
+struct table {
+    uint32_t count, padding;
+    struct {
+        uint64_t guest_address, size, user_address, offset;
+    } regions[VHOST_FUSE_REGIONS_MAX + 1];
+};
+
+/* ---- the connection ---- */
 
 /* A request under way, by the head of its descriptors. All of it is private: nothing that the back end could write is read twice. */
 struct vhost_slot {
