@@ -50,6 +50,7 @@ def test_it_reads_the_bytes_of_an_export_and_stores_blocks_that_the_mount_reads(
     assert pool.status()["exports"][0]["descriptor_errors"] == 0
     bodies = [stored(read_file(pool.mount / f"stored/block-{index}"), index) for index in range(5)]
     assert len(bodies[0]) == 2 * MIB and bodies.count(bodies[0]) == 5
+    pool.command("umount", str(pool.path))  # the export too
 
 
 def stored(block: bytes, number: int) -> bytes:
@@ -105,9 +106,7 @@ def test_a_back_end_that_lies_is_named_at_once(client, tmp_path, answer: bytes, 
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize(
-    "command", ["nonsense", "read-4k a 0 1", "read-4k a 99 1", "read-9k a 1 1", "read-4k absent 1 1"]
-)
+@pytest.mark.parametrize("command", ["read-4k a 0 1", "read-9k a 1 1", "read-4k absent 1 1"])
 def test_a_command_that_cannot_be_done_ends_it_with_a_reason(own_pool, client, command: str) -> None:
     pool = own_pool(files=1, size="64M", started=False)
     path = pool.base / "guest.sock"
