@@ -1,6 +1,6 @@
 /* sources: */
-/* vhost_fuse against a double of a back end, that answers rightly or lies in one way: each lie is an error that names it, and never a wait beyond the
- * deadline. Requests come back with their bytes with every set of ring features, and in any order. */
+/* vhost_fuse against a double of a back end, that answers rightly or lies in one way. Each lie is an error that names it, within the deadline.
+ * Requests come back with their bytes with every set of ring features, and in any order. */
 #define _GNU_SOURCE
 #include "../tools/vhost_fuse_internal.h"
 

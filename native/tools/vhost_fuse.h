@@ -47,8 +47,8 @@ void vhost_fuse_close(struct vhost_fuse *vhost);
 /* Why the connection is of no use any more; "" while it is. */
 const char *vhost_fuse_error(const struct vhost_fuse *vhost);
 
-/* Give a request; never blocks. `out` is read by the back end and begins with a whole fuse_in_header, `in` is written and begins with room for a whole
- * fuse_out_header; no `in`: a request without an answer, as FORGET is. The buffers belong to the back end until `done`. -EAGAIN: the queue is full.
+/* Give a request; never blocks. `out` is read by the back end and begins with a whole fuse_in_header. `in` is written, and begins with room for a
+ * whole fuse_out_header; without `in` there is no answer, as to FORGET. The buffers belong to the back end until `done`. -EAGAIN: the queue is full.
  * -EFAULT: a buffer lies in no region. -EINVAL: no valid request. -EPIPE: the connection is of no use. */
 int vhost_fuse_submit(struct vhost_fuse *vhost, enum vhost_fuse_queue queue, const struct iovec *out, uint32_t out_count, const struct iovec *in,
                       uint32_t in_count, vhost_fuse_done *done, void *context);
