@@ -53,6 +53,8 @@ _RECEIVE_SIZE = 1 << 17
 # at most.
 _UNDER_WAY_MAX = 256
 _YIELD_EVERY = 64
+# Directories of keys that one connection remembers: those of 16 namespaces.
+_SHARDS_MAX = 4096
 _SPACE_MAX = 1023
 _DIRECTORY_MODE = 0o755
 _SO_PEERGROUPS = 59
@@ -238,6 +240,10 @@ class _Connection:
         self.peer = Peer.of(stream.socket)
         self.reported: Sequence[int] = (0,) * len(REPORTED)
         self._before: Sequence[int] | None = None
+        # Directory and group of new files, by base, namespace and a key's first digits. All were found since as many
+        # moves and removals of directories as there have been.
+        self._shards: dict[tuple[InodeNumber, bytes, bytes], tuple[InodeNumber, int]] = {}
+        self._shards_as_of = (0, 0)
 
     # ---- frames ----
 
@@ -411,11 +417,9 @@ class _Connection:
 
     async def reserve(self, payload: bytes) -> bytes:
         base, space, count, at = _where(payload)
-        uid, gid = self.peer.uid, self.peer.gid
-        namespace = self._namespace
+        uid = self.peer.uid
         directories: dict[bytes, tuple[InodeNumber, int] | int] = {}
         wanted: list[Wanted | int] = []
-        root = namespace.make_directories(base, space, _DIRECTORY_MODE, uid, gid).inode if count else base
         unpack, size_of = _RESERVE.unpack_from, _RESERVE.size
         for i in range(count):
             size, name_size, reserved = unpack(payload, at)
@@ -425,7 +429,7 @@ class _Connection:
             shard = name[:2]
             place = directories.get(shard)
             if place is None:
-                place = directories[shard] = self._shard(root, shard, uid, gid)
+                place = directories[shard] = self._shard(base, space, shard)
                 if i % _YIELD_EVERY == _YIELD_EVERY - 1:
                     await trio.lowlevel.checkpoint()
             wanted.append(place if isinstance(place, int) else Wanted(place[0], name, size, uid, place[1]))
@@ -435,13 +439,30 @@ class _Connection:
         assert len(answers) == count, (len(answers), count)
         return b"".join(_reserved(answers))
 
-    def _shard(self, root: InodeNumber, shard: bytes, uid: int, gid: int) -> tuple[InodeNumber, int] | int:
-        """A key's directory, and the group of new files there; or -errno."""
+    def _shard(self, base: InodeNumber, space: Sequence[bytes], shard: bytes) -> tuple[InodeNumber, int] | int:
+        """A key's directory, made if it is not there, and the group of new files there; or -errno. KvfsError if the
+        namespace has no directory."""
+        as_of = self._store.blocks.directory_moves, self._store.blocks.directory_removals
+        if self._shards_as_of != as_of:
+            self._shards_as_of = as_of
+            self._shards.clear()
+        key = base, b"/".join(space), shard
+        known = self._shards.get(key)
+        if known is not None:
+            return known
+        uid, gid = self.peer.uid, self.peer.gid
+        root = self._namespace.make_directories(base, space, _DIRECTORY_MODE, uid, gid).inode
         try:
             directory = self._namespace.make_directories(root, (shard,), _DIRECTORY_MODE, uid, gid)
-            return directory.inode, self._namespace.group_in(directory, gid)
         except KvfsError as error:
             return -(error.errno or errno.EIO)
+        found = directory.inode, self._namespace.group_in(directory, gid)
+        # A rebuild may let another directory have the name.
+        if not self._store.rebuilding:
+            if len(self._shards) == _SHARDS_MAX:
+                del self._shards[next(iter(self._shards))]
+            self._shards[key] = found
+        return found
 
     async def commit(self, payload: bytes) -> bytes:
         (count,) = _WORD.unpack_from(payload)
@@ -455,9 +476,10 @@ class _Connection:
         def enter(block: Inode) -> bool:
             nonlocal replaced
             held = self._store.index.lookup(block.parent, block.name) is not None
+            held |= self._store.blocks.is_untold(block.parent, block.name)
             entered = self._namespace.enter_block(block)
             if held and entered:
-                self._store.plane.notify_epoch()
+                self._store.blocks.tell_hosts()
                 replaced = True
             return entered
 
@@ -499,7 +521,7 @@ class _Connection:
         with suppress(KvfsError):
             if self._namespace.lookup(parent, name).kind == Kind.FILE:
                 self._namespace.unlink(parent, name)
-                self._store.plane.notify_epoch()
+                self._store.blocks.tell_hosts()
                 return True
         return False
 

@@ -276,6 +276,7 @@ class Namespace:
         record = inode.pack()
         self._plane.name_put(record, 0)
         self._index.put(inode, None, record)
+        self._blocks.give_name(inode.parent, inode.name)
         self._touch(inode.parent, inode.ctime_ns, links)
 
     def _directory(self, number: InodeNumber) -> Inode:
@@ -341,6 +342,7 @@ class Namespace:
             nameless.ctime_ns = now
             self._index.put(nameless, inode)
             if inode.kind == Kind.DIRECTORY:
+                self._blocks.directory_removals += 1
                 return
             self._plane.inode_update(nameless.pack())
             # Its block must not come back after a crash; its space is not free yet.
@@ -352,6 +354,7 @@ class Namespace:
     def _drop(self, inode: Inode) -> None:
         self._index.delete(inode)
         if inode.kind == Kind.DIRECTORY:
+            self._blocks.directory_removals += 1
             removed = self._removed[inode.inode] = inode.copy()
             removed.nlink = 0
             if len(self._removed) > _REMOVED_MAX:
@@ -415,6 +418,7 @@ class Namespace:
             if kept:
                 self._blocks.linger(target.inode)
         self._index.put(renamed, inode, record)
+        self._blocks.give_name(new_parent, new_name)
         if lasting:
             self._blocks.renamed(renamed, entered=True)
             if parent != new_parent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Iterable
 from errno import EBUSY
 
 import trio
@@ -27,6 +28,8 @@ from kvfs.types import PAGE_SIZE, InodeNumber
 log = logging.getLogger("kvfs.store.pool")
 
 _LINGER_S = 1.0
+# Hosts are told of evictions after this time: each telling makes their kernels look every name up again.
+TELL_S = 0.25
 _WALK_BATCH = 512
 
 
@@ -40,9 +43,14 @@ class Blocks:
         self.space = SpaceLimit(segments, plane, shares)
         # How often directories were renamed. Ancestors that were read before the last time may be old.
         self.directory_moves = 0
+        # How often directories were removed. A path that was followed before the last time may lead nowhere.
+        self.directory_removals = 0
         self.bad_blocks = 0
         self._moved_directories: list[InodeNumber] = []
         self._directory_moved = trio.Event()
+        # Names of blocks that were evicted since hosts were told, and whether any was.
+        self._untold: set[tuple[InodeNumber, bytes]] = set()
+        self._evicted = trio.Event()
         self._lingering: dict[InodeNumber, float] = {}  # until when; the first is the next
         self._pinning = trio.Lock()
 
@@ -152,7 +160,7 @@ class Blocks:
             self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
         else:
             self.drop(inode)
-        self.plane.notify_epoch()
+        self.tell_hosts()
 
     def forget(self, inode: Inode) -> None:
         """A sealed block was removed from the index: its pages are free, its summary must not name it."""
@@ -165,8 +173,8 @@ class Blocks:
         self.segments.account(inode, None)
 
     def renamed(self, inode: Inode, *, entered: bool = False) -> None:
-        """Name or attributes of an inode in the index have changed: summaries must say so. The version rises, unless it
-        did when the inode `entered`."""
+        """Name or attributes of an inode in the index have changed, or it has no name any more: summaries must say so.
+        The version rises, unless it did when the inode `entered`."""
         if not entered and not inode.nameless:
             inode.version = self.next_version()
             self.index.put(inode, inode)
@@ -176,7 +184,7 @@ class Blocks:
             self._moved_directories.append(inode.inode)
             self._directory_moved.set()
         elif inode.sealed:
-            self.segments.renamed(self.segments.all[inode.segment])
+            self.segments.renamed(self.segments.all[inode.segment], gone=inode.nameless)
 
     def moved(self, before: Inode, after: Inode) -> None:
         """The inode lies in another directory, where other pins may hold it."""
@@ -203,6 +211,37 @@ class Blocks:
                             self.segments.mark_dirty(self.segments.all[inode.segment], gone=False)
                     after = entries[-1][0]
                     await trio.lowlevel.checkpoint()
+
+    # ---- hosts ----
+
+    def tell_hosts(self) -> None:
+        """Let the kernels of hosts look every name up again, now."""
+        self._untold.clear()
+        if self._evicted.is_set():
+            self._evicted = trio.Event()
+        self.plane.notify_epoch()
+
+    def evicted(self, names: Iterable[tuple[InodeNumber, bytes]]) -> None:
+        """Blocks with these names, directory and name, were evicted: hosts are told soon."""
+        self._untold.update(names)
+        self._evicted.set()
+
+    def is_untold(self, parent: InodeNumber, name: bytes) -> bool:
+        """Whether a host may still believe that the name leads to a block that was evicted."""
+        return (parent, name) in self._untold
+
+    def give_name(self, parent: InodeNumber, name: bytes) -> None:
+        """The name leads to another inode now. Hosts that were not told of its eviction are told at once."""
+        if (parent, name) in self._untold:
+            self.tell_hosts()
+
+    async def tell_evictions(self) -> None:
+        """Tell hosts of evictions, all of TELL_S at once. Until cancelled."""
+        while True:
+            await self._evicted.wait()
+            await trio.sleep(TELL_S)
+            if self._evicted.is_set():
+                self.tell_hosts()
 
     # ---- lingering ----
 

@@ -370,7 +370,7 @@ class DeviceService:
                 count += self.hide_in_table(inodes[at : at + _BATCH])
                 await trio.lowlevel.checkpoint()
         if count:
-            self._plane.notify_epoch()
+            self._blocks.tell_hosts()
             log.info("%d blocks are not there until their device is back", count)
 
     def hide_in_table(self, inodes: Iterable[InodeNumber]) -> int:
@@ -447,7 +447,7 @@ class DeviceService:
             if back is None:
                 self._take_away(device)
                 return
-        self._plane.notify_epoch()
+        self._blocks.tell_hosts()
         if found is not None:
             # Otherwise native clients have the right descriptor. To connect again would hold up their reads of all
             # devices.

@@ -39,13 +39,15 @@ class Segment:
     sequence: int = 0  # of the last summary
     slot: int = 1  # of the last summary
     dirty: bool = False  # the summary on the device is not true any more
-    copy_stale: bool = False  # the summary in the other slot names blocks that are gone
+    copy_stale: bool = False  # the summary in the other slot names blocks that are gone, or under old names
+    summarized: bool = True  # a summary of this life may be on the device
     writing: bool = False  # a summary is on its way to the device: until it is there, a crash must find this dirty
     opening: bool = False  # its header is being written
     closing: bool = False  # full; closed with its last run in flight
     held: int = 0  # files being written with pages here
     in_flight: set[int] = field(default_factory=set)  # first pages of runs not finished
     batch: int = 0  # index batch in which a block last came here or was renamed
+    turn: int = 0  # the same by turns of summaries (Segments.flush_summaries)
     avoid_until: float = 0.0  # eviction freed nothing here; trio time
     lent: int = 0  # runs that a native client may be writing to, entitled or late
     late: bool = False  # a client that is gone may have had writes under way here

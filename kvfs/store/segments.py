@@ -1,8 +1,9 @@
 """Segments: their states, where the next block goes, their summaries. Knows extents and records, but no names or files.
 
 A segment is FREE, then OPEN (its header is durable, blocks are appended), then CLOSED, then EVICTING, then FREE again.
-Its generation changes when it is opened, and only then. A freed segment rests until its summary says that it is empty,
-and all other summaries have the removals. Otherwise an older block under a removed name could come back by them (I16).
+Its generation changes when it is opened, and only then. A freed segment rests until its summary says that it is empty.
+The others must have what was removed or renamed before a block last came to it or was renamed there. Otherwise an older
+block under that block's name could come back by them (I16).
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class Segments:
         self._flush_lock = trio.Lock()
         self._freed = trio.Event()
         self._dirty: set[SegmentIndex] = set()
+        # The turn of all summaries that comes next, and the last one that is over.
+        self._turn, self._turns_done = 1, 0
         # Told when the runs before theirs are released; by segment.
         self._unsettled: dict[int, list[tuple[Sequence[Run], Callable[[], None]]]] = {}
         self._changed: set[SegmentIndex] = set()
@@ -238,7 +241,7 @@ class Segments:
             for number, pages in usage(after).items():
                 segment = self.all[number]
                 segment.live_pages += pages
-                segment.batch = self._index.pending_batch
+                segment.batch, segment.turn = self._index.pending_batch, self._turn
                 self._changed.add(segment.index)
         if before is not None:
             for number, pages in usage(before).items():
@@ -520,7 +523,7 @@ class Segments:
         segment.state, segment.opening = State.OPEN, True
         segment.generation = self._generations.next()
         segment.stream, segment.next_page, segment.slot = stream, 1, 1
-        segment.dirty = segment.copy_stale = segment.closing = False
+        segment.dirty = segment.copy_stale = segment.summarized = segment.closing = False
         self._dirty.discard(segment.index)
         header = SegmentHeader(segment.generation, self.epoch, segment.index, stream, self.members[segment.index])
         try:
@@ -575,13 +578,19 @@ class Segments:
 
     # ---- summaries ----
 
-    def renamed(self, segment: Segment) -> None:
-        """One of its blocks has another name or other attributes."""
-        segment.batch = self._index.pending_batch
-        self.mark_dirty(segment, gone=True)
+    def renamed(self, segment: Segment, *, gone: bool) -> None:
+        """One of its blocks has another name or other attributes, or has no name any more: then it is `gone`."""
+        segment.batch, segment.turn = self._index.pending_batch, self._turn
+        self.mark_dirty(segment, gone=gone)
+        # Before the first summary no slot has the old name.
+        segment.copy_stale |= segment.summarized or segment.writing
 
-    async def flush_summaries(self) -> None:
+    async def flush_summaries(self, *, all_dirty: bool = True) -> None:
         """Write the summaries that are not true any more, then release the segments freed before to be opened again.
+
+        Without `all_dirty` only the freed segments' own are written. But all have their turn where a block came to a
+        freed segment, or was renamed there, since the last turn began. Such a block may have had the name of another
+        that was removed or renamed since then. The other's summary still has that name.
 
         A freed segment has to wait for the index if a block in it was younger than the last commit. Such a block may
         have taken the name of an older one, and the index does not know yet that the older one is gone. Unless the
@@ -591,13 +600,21 @@ class Segments:
             # Those on devices that are away stay dirty, and resting, until they are back.
             lost = self._lost
             resting = [number for number in self._resting - lost if not self._waits(self.all[number])]
-            batch = sorted(self._dirty.difference(self._resting.difference(resting), lost))
+            if not all_dirty and not resting:
+                return
+            all_dirty |= any(self.all[number].turn > self._turns_done for number in resting)
+            due = self._dirty.difference(self._resting.difference(resting), lost)
+            batch = sorted(due if all_dirty else due.intersection(resting))
             self._dirty.difference_update(batch)
+            turn = self._turn
+            self._turn += all_dirty
             if batch:
                 queue = iter(batch)
                 async with trio.open_nursery() as nursery:
                     for _ in range(min(_SUMMARY_WRITERS, len(batch))):
                         nursery.start_soon(self._flush_some, queue)
+            if all_dirty:
+                self._turns_done = turn
             for number in resting:
                 # Its device may have gone meanwhile, and its summary with it: then it is dirty still.
                 if not self.all[number].lost:
@@ -612,7 +629,7 @@ class Segments:
     async def _flush_some(self, queue: Iterable[SegmentIndex]) -> None:
         for number in queue:
             segment = self.all[number]
-            generation = segment.generation
+            generation, gone = segment.generation, segment.copy_stale
             segment.writing = True
             try:
                 await self._write_summary(segment)
@@ -621,7 +638,7 @@ class Segments:
                 log.warning("segment %d: summary not written: %s", number, error)
                 # Tried again with the next flush, unless it has a new life already.
                 if segment.generation == generation and (segment.state != State.FREE or segment.lost):
-                    self.mark_dirty(segment, gone=segment.copy_stale)
+                    self.mark_dirty(segment, gone=gone)
             finally:
                 segment.writing = False
                 self._changed.add(number)
@@ -633,7 +650,7 @@ class Segments:
         # The other slot's turn comes with the next flush if it names blocks that are gone. The mark is cleared first,
         # so that a change during this write counts for the next.
         again = segment.copy_stale and segment.dirty
-        segment.dirty, segment.copy_stale = False, False
+        segment.dirty = segment.copy_stale = False
         generation, closed = segment.generation, segment.state != State.OPEN
         covered = self.geometry.end_page if segment.state == State.FREE else segment.covered_page()
         entries, count = (b"", 0) if segment.state == State.FREE else await self.collect(segment)
@@ -658,10 +675,10 @@ class Segments:
         self._summaries_written += 1
         if segment.generation != generation:
             return
-        segment.slot, segment.sequence = slot, summary.sequence
+        segment.slot, segment.sequence, segment.summarized = slot, summary.sequence, True
         self._changed.add(segment.index)
         if again or (segment.state == State.OPEN and segment.in_flight and covered < segment.next_page):
-            segment.copy_stale = segment.copy_stale or again
+            segment.copy_stale |= again
             self._dirty.add(segment.index)
             if not again:
                 segment.dirty = True

@@ -210,6 +210,7 @@ class Store:
         self._tasks.start(self._prepare_loop)
         self._tasks.start(self._count_pins_loop)
         self._tasks.start(self.blocks.follow_moves)
+        self._tasks.start(self.blocks.tell_evictions)
 
     def _root(self) -> Inode:
         owner = os.stat(self.path)
@@ -299,11 +300,11 @@ class Store:
         while True:
             await segments.need_flush.wait()
             segments.need_flush = trio.Event()
-            await segments.flush_summaries()
+            await segments.flush_summaries(all_dirty=False)
             if segments.waits_for_commit:
-                await self._commit_and_flush()
+                await self._commit_and_flush(all_dirty=False)
 
-    async def _commit_and_flush(self) -> None:
+    async def _commit_and_flush(self, *, all_dirty: bool = True) -> None:
         self.plane.expire()
         try:
             await self.blocks.commit()
@@ -319,7 +320,7 @@ class Store:
                 self.index.distrust()
             except OSError as failure:
                 log.error("index: cannot be marked for a rebuild: %s; freed segments wait for its commit", failure)
-        await self.segments.flush_summaries()
+        await self.segments.flush_summaries(all_dirty=all_dirty)
         self.sealing.forget_ancestors()
         self.sealing.check_held()
         for number in self.blocks.end_lingering():
@@ -419,6 +420,7 @@ class Store:
         if not enough():
             self.segments.retire_open()
             await self.evictor.clear(enough)
+        self.blocks.tell_hosts()
         await self._commit_and_flush()
         return self.evictor.counters.bytes - start
 

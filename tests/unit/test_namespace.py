@@ -186,6 +186,8 @@ class StoreDouble:
         self.plane = PlaneDouble()
         self.slabs = SlabsDouble(self.index)
         self.counter = 1
+        self.directory_removals = 0
+        self.given: list[tuple[InodeNumber, bytes]] = []
         self.forgotten: list[int] = []
         self.lingering: set[int] = set()
         self.dirty_summaries: list[int] = []
@@ -208,6 +210,10 @@ class StoreDouble:
 
     def entered(self, inode: Inode) -> None:
         assert self.index.get(inode.inode) is not None
+
+    def give_name(self, parent: InodeNumber, name: bytes) -> None:
+        assert self.index.lookup(parent, name) is not None
+        self.given.append((parent, name))
 
     def linger(self, inode: InodeNumber) -> None:
         assert inode in self.plane.table

@@ -306,6 +306,101 @@ def test_a_removal_that_the_crash_undid_stays_undone_without_the_index(pool: Pat
     assert found(pool) == {b"kept", b"removed"}
 
 
+def test_a_name_that_a_rename_left_does_not_lead_back_once_its_next_holder_has_gone(pool: Path) -> None:
+    """The summary of the renamed block still has the old name, and only the next holder's record stands before it."""
+
+    async def work(store: Store) -> None:
+        first = await write(store, b"given")
+        store.segments.retire_open()
+        await settle_now(store)
+        rename(store, first.inode, b"kept")
+        second = await write(store, b"given")
+        store.segments.retire_open()
+        await store.sync()
+        unlink(store, b"given")
+        freed = store.segments.all[second.segment]
+        assert freed.state == State.FREE and first.segment != second.segment
+        await store.segments.flush_summaries(all_dirty=False)
+        await write_over(store, freed.index)
+
+    crashed_store(pool, work, LAZY)
+    lose_index(pool)
+    now = found(pool)
+    assert b"kept" in now and b"given" not in now
+
+
+def test_a_rename_holds_up_no_segment_that_was_full_before_the_last_turn_of_summaries(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        gone = await write(store, b"gone")
+        store.segments.retire_open()
+        first = await write(store, b"first.tmp")
+        store.segments.retire_open()
+        await settle_now(store)
+        rename(store, first.inode, b"first")
+        unlink(store, b"gone")
+        home, freed = store.segments.all[first.segment], store.segments.all[gone.segment]
+        before = store.statistics().segments.summaries_written
+        await store.segments.flush_summaries(all_dirty=False)
+        # The freed segment's own, and no more.
+        assert store.statistics().segments.summaries_written == before + 1
+        assert home.dirty
+        await write_over(store, freed.index)
+
+    crashed_store(pool, work, LAZY)
+    lose_index(pool)
+    now = found(pool)
+    assert b"gone" not in now
+    # The crash may take the rename, as of the last second, but not the block.
+    assert len(now & {b"first", b"first.tmp"}) == 1
+
+
+def test_a_removal_is_in_all_summaries_before_the_segment_of_the_name_s_next_holder_is_written_again(
+    pool: Path,
+) -> None:
+    """The older block would come back by a summary that still has it."""
+
+    async def work(store: Store) -> None:
+        old = await write(store, b"name")
+        await write(store, b"stays")
+        store.segments.retire_open()
+        new = await write(store, b"name.tmp")
+        store.segments.retire_open()
+        await settle_now(store)
+        rename(store, new.inode, b"name")
+        unlink(store, b"name")
+        assert store.segments.all[old.segment].state == State.CLOSED
+        freed = store.segments.all[new.segment]
+        assert freed.state == State.FREE
+        await store.blocks.commit()
+        await store.segments.flush_summaries(all_dirty=False)
+        await write_over(store, freed.index)
+
+    crashed_store(pool, work, LAZY)
+    lose_index(pool)
+    now = found(pool)
+    assert b"stays" in now and not now & {b"name", b"name.tmp"}
+
+
+async def settle_now(store: Store) -> None:
+    await store.blocks.commit()
+    for _ in range(2):
+        await store.segments.flush_summaries()
+
+
+async def write_over(store: Store, number: int) -> None:
+    """Write a block to this segment, which is free, before any other goes."""
+    segments, segment = store.segments, store.segments.all[number]
+    generation = segment.generation
+    segments._free.remove(segment.index)
+    segments._free.appendleft(segment.index)
+    for i in range(8):
+        segments.retire_open()
+        await write(store, b"over %d" % i)
+        if segment.generation != generation:
+            return
+    pytest.fail(f"segment {number} was not opened again")
+
+
 def test_carried_over_blocks_survive_the_reuse_of_their_segment(pool: Path) -> None:
     async def work(store: Store) -> None:
         kept = await write(store, b"kept")

@@ -23,7 +23,11 @@ from kvfs.types import ROOT_INODE, InodeNumber
 
 HISTORIES = int(os.environ.get("KVFS_HISTORIES") or often(4, 20))
 LIVES, STEPS = 4, 30
-KINDS = ["write"] * 6 + ["rename"] * 3 + ["unlink", "pin", "carry", "drain", "evict", "commit", "flush", "settle"]
+KINDS = (
+    ["write"] * 6
+    + ["rename"] * 3
+    + ["unlink", "pin", "carry", "drain", "evict", "commit", "flush", "release", "settle"]
+)
 NAMES = [b"n%d" % i for i in range(12)]
 # Sparse files: their headers alone take a page or a whole part of a segment.
 SIZES = [4096, 8 << 20, 64 << 20, 256 << 20]
@@ -144,6 +148,11 @@ class History:
     async def _flush(self, store: Store) -> None:
         await store.segments.flush_summaries()
         self.log.append(f"{self.now}: flush")
+
+    async def _release(self, store: Store) -> None:
+        """As the store does for writers that wait for freed segments."""
+        await store.segments.flush_summaries(all_dirty=False)
+        self.log.append(f"{self.now}: release")
 
     async def _settle(self, store: Store) -> None:
         await self._commit(store)

@@ -212,6 +212,84 @@ def test_a_summary_names_what_is_live_under_its_current_name(pool: Path) -> None
     with_store(pool, work)
 
 
+def test_a_segment_takes_two_summaries_in_its_life(tmp_path: Path) -> None:
+    """One as it is closed, one as it is freed. The renames between take a third now and then: with each turn of all
+    summaries, for what is open or was closed since the last."""
+    pool = make_pool(tmp_path / "pool", files=2, size=48 << 20)
+
+    async def work(store: Store) -> None:
+        async def store_some(first: int, count: int) -> None:
+            for i in range(first, first + count):
+                block = await write(store, b"%d.tmp" % i, BIG)
+                rename(store, block.inode, b"%d" % i)
+                if i % 200 == 199:  # so many are stored in a second or so
+                    await store._commit_and_flush()
+
+        await store_some(0, 1500)
+        before, evicted = store.statistics().segments.summaries_written, store.evictor.counters.segments
+        await store_some(1500, 3000)
+        lives = store.evictor.counters.segments - evicted
+        assert lives > 100
+        assert store.statistics().segments.summaries_written - before < 3 * lives
+
+    with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
+
+
+def test_a_rename_before_the_first_summary_makes_no_second_copy(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        block = await write(store, b"a.tmp")
+        segment = store.segments.all[block.segment]
+        rename(store, block.inode, b"a")
+        assert segment.dirty and not segment.copy_stale
+        await store.segments.flush_summaries()
+        assert segment.summarized and not segment.dirty and not segment.copy_stale
+        rename(store, block.inode, b"b")
+        assert segment.dirty and segment.copy_stale  # both slots are to have the new name
+        for _ in range(2):
+            await store.segments.flush_summaries()
+        assert store.statistics().segments.summaries_written == 3
+
+    with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
+
+
+def test_both_copies_of_a_summary_learn_that_an_open_block_has_no_name_any_more(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        block = await write(store, b"x")
+        old = store.index.get(block.inode)
+        assert old is not None
+        nameless = old.copy()
+        nameless.flags |= InodeFlags.NAMELESS
+        nameless.nlink = 0
+        store.index.put(nameless, old)
+        store.blocks.renamed(nameless)
+        assert store.segments.all[block.segment].copy_stale
+
+    with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
+
+
+def test_a_summary_that_was_not_written_still_has_to_say_what_is_gone(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(store: Store) -> None:
+        await write(store, b"stays")
+        block = await write(store, b"gone")
+        store.segments.retire_open()
+        for _ in range(2):
+            await store.segments.flush_summaries()
+        unlink(store, b"gone")
+        segment = store.segments.all[block.segment]
+
+        async def fails(index: int, page: int, data: bytes) -> None:
+            raise DeviceError("no")
+
+        with monkeypatch.context() as failing:
+            failing.setattr(store.plane, "store_write", fails)
+            await store.segments.flush_summaries()
+        assert segment.dirty and segment.copy_stale
+
+    with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
+
+
 def test_a_summary_that_does_not_fit_is_compressed(tmp_path: Path) -> None:
     pool = make_pool(tmp_path / "pool", files=1, size=16 << 20)
 

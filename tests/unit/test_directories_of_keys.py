@@ -1,0 +1,146 @@
+"""A connection of a native client, in one process with its store: what it remembers of directories."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import trio
+from store_pools import LAZY, make_pool, with_store
+
+from kvfs.frontend import clients
+from kvfs.frontend.clients import Clients
+from kvfs.namespace.files import Changes, Namespace
+from kvfs.store.reservations import Reservation
+from kvfs.store.store import Store
+from kvfs.types import ROOT_INODE, InodeNumber
+
+
+class Connection:
+    """One connection that says nothing: its requests are called."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.namespace = store, Namespace(store)
+        self.walks = 0
+        self.ours, self.theirs = socket.socketpair()
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(self.ours))
+        self.connection = clients._Connection(Clients(store, self.namespace), store, self.namespace, stream, b"")
+        self.connection._holder = self.holder = store.reservations.join()
+        self.connection._timeout_s = 50.0
+        self._walk = self.namespace.make_directories
+        monkeypatch.setattr(self.namespace, "make_directories", self._count)
+
+    def close(self) -> None:
+        self.store.reservations.take_back_all(self.holder)
+        self.ours.close()
+        self.theirs.close()
+
+    def _count(self, number: InodeNumber, path: Sequence[bytes], *args: int) -> object:
+        self.walks += 1
+        return self._walk(number, path, *args)
+
+    async def reserve(self, *keys: bytes, space: bytes = b"model") -> list[int]:
+        """The numbers of reservations, in order."""
+        parts = [struct.pack("<QII", ROOT_INODE, len(space), len(keys)), space, bytes(-len(space) % 8)]
+        for key in keys:
+            parts += [struct.pack("<QII", 4096, len(key), 0), key, bytes(-len(key) % 8)]
+        before = set(self.holder.open)
+        await self.connection.reserve(b"".join(parts))
+        return [number for number in self.holder.open if number not in before]
+
+    def place(self, number: int) -> Reservation:
+        return self.holder.open[number]
+
+
+def test_directories_of_keys_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(store: Store) -> None:
+        connection = Connection(store, monkeypatch)
+        first = await connection.reserve(b"aa00", b"aa01", b"bb00")
+        walks = connection.walks
+        assert walks
+        second = await connection.reserve(b"aa02", b"bb01")
+        assert connection.walks == walks
+        places = [connection.place(number).inode for number in (*first, *second)]
+        assert places[0].parent == places[1].parent == places[3].parent
+        assert places[2].parent == places[4].parent != places[0].parent
+        await connection.reserve(b"aa03", space=b"other")
+        assert connection.walks > walks
+        connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, LAZY)
+
+
+@pytest.mark.parametrize("change", ["rename", "rename above", "remove", "replace", "group"])
+def test_directories_of_keys_are_looked_up_again_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    async def work(store: Store) -> None:
+        connection = Connection(store, monkeypatch)
+        namespace = connection.namespace
+        (number,) = await connection.reserve(b"aa00")
+        old = connection.place(number).inode.parent
+        model = namespace.lookup(ROOT_INODE, b"model").inode
+        if change == "rename":
+            namespace.rename(model, b"aa", ROOT_INODE, b"moved")
+        elif change == "rename above":
+            namespace.rename(ROOT_INODE, b"model", ROOT_INODE, b"moved")
+        elif change == "remove":
+            namespace.rmdir(model, b"aa")
+        elif change == "replace":
+            namespace.open_directory(old)  # it stays, without a name
+            namespace.mkdir(ROOT_INODE, b"new", 0o755, 0, 0)
+            namespace.rename(ROOT_INODE, b"new", model, b"aa")
+        else:
+            await namespace.setattr(old, Changes(mode=0o2755, gid=4711))
+        (number,) = await connection.reserve(b"aa01")
+        place = connection.place(number).inode
+        assert place.parent == namespace.lookup(namespace.lookup(ROOT_INODE, b"model").inode, b"aa").inode
+        assert (place.parent == old) == (change == "group")
+        assert (place.gid == 4711) == (change == "group")
+        connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, LAZY)
+
+
+def test_a_connection_remembers_a_bounded_number_of_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "_SHARDS_MAX", 2)
+
+    async def work(store: Store) -> None:
+        connection = Connection(store, monkeypatch)
+        for key in (b"aa00", b"bb00", b"cc00"):
+            await connection.reserve(key)
+        walks = connection.walks
+        await connection.reserve(b"bb01", b"cc01")
+        assert connection.walks == walks
+        await connection.reserve(b"aa01")
+        assert connection.walks > walks
+        connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, LAZY)
+
+
+def test_a_put_under_a_name_that_was_evicted_is_seen_by_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(store: Store) -> None:
+        connection = Connection(store, monkeypatch)
+        told = 0
+
+        def tell() -> None:
+            nonlocal told
+            told += 1
+
+        monkeypatch.setattr(store.plane, "notify_epoch", tell)
+        for evicted in (False, True):
+            (number,) = await connection.reserve(b"aa0%d" % evicted)
+            inode = connection.place(number).inode
+            if evicted:
+                store.blocks.evicted([(inode.parent, inode.name)])
+            answer = await connection.connection.commit(struct.pack("<QQq", 1, number, 0))
+            assert answer == bytes(8) and told == evicted
+        connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, LAZY)
