@@ -42,6 +42,7 @@ from kvfs.bench.replay import case_replay
 from kvfs.bench.report import size_text
 from kvfs.bench.rig import Kvfs, Rig, Side
 from kvfs.bench.slab import case_slab
+from kvfs.bench.vhost import case_vhost
 from kvfs.bench.virtiofs import case_virtiofs
 
 # ---- the cases ----
@@ -436,6 +437,7 @@ CASES = {
     "native-put": Case(case_native_put, BOTH),
     "native-processes": Case(case_native_processes, BOTH),
     "virtiofs": Case(case_virtiofs, BOTH),
+    "vhost": Case(case_vhost, BOTH),
     "nvme": Case(case_nvme, ("zram",)),
     "replay": Case(case_replay, ("files",)),
     "million": Case(case_million, ("zram",)),

@@ -280,6 +280,17 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def process_cpu_s(pid: int) -> float:
+    """The same in nanoseconds' steps: /proc counts in hundredths, and a toy run needs less than one."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def machine_cpu_s() -> float:
+    """Time that the machine's CPUs have been at work: user, nice, system, irq, softirq (proc(5), /proc/stat)."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]]
+    return (sum(fields[:3]) + sum(fields[5:7])) / os.sysconf("SC_CLK_TCK")
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

@@ -29,9 +29,11 @@ from kvfs.bench.common import (
     BenchError,
     Json,
     column_at,
+    machine_cpu_s,
     needs_program,
     number_at,
     parse_json,
+    process_cpu_s,
     rates,
 )
 from kvfs.bench.guest import Guest, Share, children, virtiofsd
@@ -56,14 +58,7 @@ class _Door:
     pid: int
 
     def cpu_s(self) -> float:
-        """In nanoseconds' steps: /proc counts in hundredths, and a toy run needs less than one."""
-        return sum(time.clock_gettime((~pid << 3) | 2) for pid in (self.pid, *children(self.pid)))
-
-
-def _machine_cpu_s() -> float:
-    """Time that the machine's CPUs have been at work: user, nice, system, irq, softirq (proc(5), /proc/stat)."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]]
-    return (sum(fields[:3]) + sum(fields[5:7])) / os.sysconf("SC_CLK_TCK")
+        return sum(process_cpu_s(pid) for pid in (self.pid, *children(self.pid)))
 
 
 def case_virtiofs(rig: Rig) -> None:
@@ -154,10 +149,10 @@ class _Guest:
         command += ["--ioengine=psync", "--direct=1", "--thread", "--fallocate=none", f"--directory={door.root}"]
         command += ["--filename_format=block-$filenum", f"--filesize={self.scale.large_file}", *words]
         text = shlex.join(command)
-        before, vcpu, host, started = door.cpu_s(), self.guest.cpu_s()["vcpu"], _machine_cpu_s(), time.monotonic()
+        before, vcpu, host, started = door.cpu_s(), self.guest.cpu_s()["vcpu"], machine_cpu_s(), time.monotonic()
         output = self.guest.run(f"{text} >&2 && cat /run/tmp/fio.json", timeout_s=600)
         elapsed_s = time.monotonic() - started
-        used, vcpu, host = door.cpu_s() - before, self.guest.cpu_s()["vcpu"] - vcpu, _machine_cpu_s() - host
+        used, vcpu, host = door.cpu_s() - before, self.guest.cpu_s()["vcpu"] - vcpu, machine_cpu_s() - host
         (job,) = cast(list[Json], parse_json(output.text, "fio in the guest")["jobs"])
         if number_at(job, "error"):
             raise BenchError(f"{text} in the guest: error {job['error']}")

@@ -40,6 +40,7 @@ CASES = {
     "native-put": BOTH,
     "native-processes": BOTH,
     "virtiofs": BOTH,
+    "vhost": BOTH,
     "nvme": ("zram",),
     "replay": ("files",),
     "million": ("zram",),
