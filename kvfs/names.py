@@ -45,6 +45,8 @@ class Note(IntFlag):
     SETTLED = 16
     FAILED = 32
     RENAMED = 64
+    LED = 128
+    LEFT = 256
 
 
 class Place(Protocol):
@@ -169,6 +171,20 @@ class Names:
     def head(self, segment: int | None, generation: int = 0) -> None:
         """The data plane appends new blocks to this segment, or to none."""
         lib.kvfs_place_head(self._names, _NOWHERE if segment is None else segment, generation)
+
+    def lead(self) -> int | None:
+        """The segment that the data plane appends to; None if there is none."""
+        segment = lib.kvfs_place_lead(self._names)
+        return None if segment == _NOWHERE else cast(int, segment)
+
+    def supply(self, segment: int, generation: int) -> None:
+        """An open segment for the data plane to append to, after the others."""
+        if lib.kvfs_place_supply(self._names, segment, generation) < 0:
+            raise NamesError(f"segment {segment}: the supply is full")
+
+    def withdraw(self, segment: int) -> bool:
+        """Take a segment out of the supply. False: it is not there."""
+        return bool(lib.kvfs_place_withdraw(self._names, segment))
 
     @property
     def pages_written(self) -> int:

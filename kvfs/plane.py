@@ -68,6 +68,7 @@ class EventType(IntEnum):
     SLAB_WANTED = 12
     SLOW = 13
     PLACES = 14
+    ROOM = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +412,18 @@ class Plane:
         """Answer a call: an errno or 0, and the inode that a CREATE made or found."""
         assert 0 <= error <= _ERRNO_MAX, error
         lib.kvfs_answer(self._plane, call, -error, inode)
+
+    def flush_wanted(self) -> int:
+        """The pages that the first FLUSH that waits for room needs; 0: none waits."""
+        return cast(int, lib.kvfs_flush_wanted(self._plane))
+
+    def flush_retry(self) -> None:
+        """There may be room for FLUSHes that wait."""
+        lib.kvfs_flush_retry(self._plane)
+
+    def flush_give_up(self) -> None:
+        """There is no room for FLUSHes that wait: they come as calls."""
+        lib.kvfs_flush_give_up(self._plane)
 
     def fuse_add(self, fd: int) -> int:
         return _check(lib.kvfs_fuse_add(self._plane, fd), "transport")

@@ -68,6 +68,7 @@ class Sealing:
         self._waiting: defaultdict[Head, deque[tuple[_Seal, Callable[[KvfsError | None], None]]]] = defaultdict(deque)
         self._ancestors_as_of = 0  # blocks.directory_moves
         self.sealed = self.retries = 0
+        self._making_room = False
 
     def is_busy(self, inode: int) -> bool:
         """It is being sealed, copied, or opened for writing right now."""
@@ -215,6 +216,20 @@ class Sealing:
                 if error.errno != EBUSY or trio.current_time() > until:
                     raise
             await trio.sleep(_BUSY_POLL_S)
+
+    async def make_room(self) -> None:
+        """FLUSHes of the data plane wait for room in a segment."""
+        if self._making_room:
+            return
+        self._making_room = True
+        try:
+            while pages := self._plane.flush_wanted():
+                await self._segments.make_room(self._segments.head(Stream.NEW), pages)
+                self._plane.flush_retry()
+        except KvfsError:
+            self._plane.flush_give_up()  # each finds out by itself, and answers so
+        finally:
+            self._making_room = False
 
     async def bury(self, run: Run) -> None:
         """The data plane could not write this run."""

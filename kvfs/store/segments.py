@@ -46,10 +46,12 @@ _OPEN_TRIES = 8
 _PIECE_PAGES_MIN = 16
 _SUMMARY_WRITERS = 4
 _YIELD_EVERY = 256
-# Append points of native clients, and segments opened ahead: at most so many, and one in so many that can be written.
+# Append points of native clients: at most so many, and one in so many segments that can be written.
 _HEADS_MAX = 4
-_READY_MAX = 4
 _SEGMENTS_A_HEAD = 48
+# Segments opened ahead, the data plane's supply: at most so many, and one in so many.
+_READY_MAX = 32
+_READY_SHARE = 33
 # So many freed at once are those of a device.
 _ROTATE = 16
 # After this time, I/O that a dead client's process had under way has landed or failed.
@@ -252,9 +254,17 @@ class Segments:
     @step
     def take_notes(self) -> None:
         """Take in what the data plane did to segments since the last time."""
+        led = False
         for number, notes in self.names.noted():
             segment, gone = self.all[number], bool(notes & Note.GONE)
             self._changed.add(segment.index)
+            if notes & Note.LED:
+                led = True
+                self._ready.remove(segment)
+                self.ready_taken.set()
+                self.need_space.set()
+            if notes & Note.LEFT:
+                self._retire(segment)
             if notes & Note.RENAMED:
                 self.renamed(segment, gone=gone)
             elif notes & Note.ENTERED:
@@ -270,6 +280,9 @@ class Segments:
                 self._look_at_settled(segment)
             if not segment.live_pages:
                 self.free_if_empty(segment)
+        if led:
+            lead = self.names.lead()
+            self._heads[Stream.NEW][0].segment = None if lead is None else self.all[lead]
 
     def take_failed(self) -> list[Run]:
         """Runs of the data plane that were not written, for tombstone() and release()."""
@@ -382,6 +395,7 @@ class Segments:
         async with head.lock:
             runs: list[Run] = []
             head.on_lead(None)
+            self.take_notes()
             try:
                 await self._allocate(head, overhead, data_pages, runs)
             except BaseException:
@@ -396,6 +410,7 @@ class Segments:
     def allocate_now(self, head: Head, pages: int) -> Run | None:
         """One run in the segment that is open, for a block all of whose pages these are. Returns None if there is no
         room, or others wait for a segment. Almost always there is."""
+        self.take_notes()
         segment = head.segment
         if segment is None or head.lock.locked() or segment.next_page + pages > self.geometry.end_page:
             return None
@@ -521,13 +536,18 @@ class Segments:
     @step
     def retire(self, segment: Segment) -> None:
         """Append no more to it; it is closed when its last run is."""
+        self.take_notes()
         if segment in self._ready:
             self._ready.remove(segment)
+            self.names.withdraw(segment.index)
         for heads in self._heads.values():
             for head in heads:
                 if head.segment is segment:
                     head.segment = None
                     head.on_lead(None)
+        self._retire(segment)
+
+    def _retire(self, segment: Segment) -> None:
         if segment.state == State.OPEN and not segment.closing:
             segment.closing = True
             segment.place.awaited = 1
@@ -548,11 +568,8 @@ class Segments:
         while True:
             if self._plane.abandoned is not None:
                 raise DeviceError(f"no segment can be opened: {self._plane.abandoned}")
-            if stream not in (Stream.CARRIED, Stream.SLAB) and self._ready:
-                segment = self._ready.popleft()
+            if stream not in (Stream.CARRIED, Stream.SLAB) and (segment := self._take_ready()) is not None:
                 segment.stream = stream
-                self.ready_taken.set()
-                self.need_space.set()
                 return segment
             picked = self._pick(0 if stream == Stream.CARRIED else self.reserve)
             if picked is None:
@@ -566,13 +583,41 @@ class Segments:
                     failure.errno = self._open_error.errno  # ENOSPC where a disk under file-backed devices is full
                     raise failure
 
+    @step
+    def _take_ready(self) -> Segment | None:
+        self.take_notes()
+        if not self._ready:
+            return None
+        segment = self._ready.popleft()
+        self.names.withdraw(segment.index)
+        self.ready_taken.set()
+        self.need_space.set()
+        return segment
+
+    async def make_room(self, head: Head, pages: int) -> None:
+        """Let the data plane append so many pages. NoSpaceError, DeviceError."""
+        async with head.lock:
+            head.on_lead(None)
+            try:
+                self.take_notes()
+                segment = head.segment
+                if segment is not None and self.geometry.end_page - segment.next_page < pages:
+                    self.retire(segment)
+                if head.segment is None:
+                    head.segment = await self._next(head.stream)
+            finally:
+                if not head.lock.statistics().tasks_waiting:
+                    head.on_lead(head.segment)
+
     async def prepare(self) -> None:
         """Keep segments open ahead, so that a writer at the end of one does not wait for a header."""
-        while len(self._ready) < min(_READY_MAX, max(1, self.usable // _SEGMENTS_A_HEAD)):
+        while len(self._ready) < min(_READY_MAX, max(1, self.usable // _READY_SHARE)):
             segment = self._pick(self.reserve)
             if segment is None or not await self._format(segment, Stream.NEW):
                 return
-            self._ready.append(segment)
+            with self.names:
+                self._ready.append(segment)
+                self.names.supply(segment.index, segment.generation)
             # A writer may have found nothing while this one was being opened.
             self._freed.set()
             self._freed = trio.Event()

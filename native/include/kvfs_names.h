@@ -98,6 +98,8 @@ enum kvfs_note {
     KVFS_NOTE_GONE = 8,     /* because something that it names is there no more */
     KVFS_NOTE_SETTLED = 16, /* the first run in flight is another, or there is none */
     KVFS_NOTE_FAILED = 32,  /* a run was not written: kvfs_place_failed() */
+    KVFS_NOTE_LED = 128,    /* it came from the supply, and is the one that is appended to */
+    KVFS_NOTE_LEFT = 256,   /* it is not appended to any more, as there was no room for a block */
     KVFS_NOTE_RENAMED = 64  /* a block here has another name, or with GONE none */
 };
 struct kvfs_place {
@@ -121,8 +123,16 @@ struct kvfs_failed_run {
     uint32_t page, page_count;
 };
 int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_failed_run *out);
-/* New blocks of the data plane are appended to this segment, of this generation; UINT32_MAX: to none. */
+/* New blocks of the data plane are appended to this segment, of this generation, then to those of the supply; UINT32_MAX: to none, until this is
+ * called again. */
 void kvfs_place_head(struct kvfs_names *names, uint32_t segment, uint64_t generation);
+/* The segment that is appended to; UINT32_MAX: none. */
+uint32_t kvfs_place_lead(struct kvfs_names *names);
+/* Open segments that are appended to next, in their order, KVFS_SUPPLY_MAX at most. -ENOSPC: there are so many. */
+#define KVFS_SUPPLY_MAX 64
+int kvfs_place_supply(struct kvfs_names *names, uint32_t segment, uint64_t generation);
+/* 1: the segment is not in the supply any more. 0: it was not there. */
+int kvfs_place_withdraw(struct kvfs_names *names, uint32_t segment);
 uint64_t kvfs_places_written(struct kvfs_names *names); /* pages, since they were made */
 /* Segments with notes, which are taken. Returns how many of `capacity` were written; call again until it is 0. */
 struct kvfs_noted {

@@ -167,6 +167,7 @@ enum kvfs_event_type {
                                  * them */
     KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: make it a slab, then call
                                   * kvfs_slab_answer */
+    KVFS_EVENT_ROOM = 15,        /* a FLUSH waits for room in a segment: kvfs_flush_wanted() */
     KVFS_EVENT_PLACES = 14,      /* kvfs_places_noted() has news that are waited for */
     KVFS_EVENT_SLOW = 13         /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
                                  * at most, and no more than ten not yet taken; the others count in slow_requests only */
@@ -245,6 +246,15 @@ int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_v
 void kvfs_notify_epoch(struct kvfs_plane *plane);
 /* Completion: 0 when the hosts have been told of all that was queued before, -ENOMEM. */
 int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie);
+
+/* ---- FLUSHes that wait for room (KVFS_EVENT_ROOM) ---- */
+
+/* The pages that the first of them needs; 0: none waits. */
+uint32_t kvfs_flush_wanted(struct kvfs_plane *plane);
+/* There may be room: they are tried again. */
+void kvfs_flush_retry(struct kvfs_plane *plane);
+/* There is none: they come as calls. */
+void kvfs_flush_give_up(struct kvfs_plane *plane);
 
 /* ---- names (all from the one control-plane thread) ---- */
 

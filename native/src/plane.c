@@ -197,6 +197,8 @@ static void nodes_free(struct kvfs_plane *plane) {
 }
 
 void kvfs_plane_destroy(struct kvfs_plane *plane) {
+    if (plane->names)
+        kvfs_flush_give_up(plane);
     if (plane->fuse)
         mux_end(plane);
     atomic_store(&plane->stopping, true);

@@ -224,6 +224,8 @@ struct flush {
     struct kvfs_plane *plane;
     void (*done)(struct flush *flush, int result);
     uint64_t inode, version;
+    struct flush *next; /* waiting for room */
+    uint32_t wanted;    /* pages */
     struct kvfs_run run;
     struct kvfs_inode_record *before; /* as it was when the seal began */
 };
@@ -341,6 +343,7 @@ struct kvfs_plane {
     struct kvfs_array array;
     struct kvfs_table *table;
     struct kvfs_names *names;
+    struct flush *flushes, *flushes_last; /* waiting for room; within a step */
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
     atomic_ullong open_bytes, space;  /* open_bytes: content that eviction must keep, open or being written; space: the pool's room for it */

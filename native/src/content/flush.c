@@ -35,23 +35,25 @@ static struct kvfs_inode_record *record_again(const struct kvfs_inode_record *fr
     return to;
 }
 
-/* Takes a place, and returns the record that its header will have. NULL: no room in the segment that is appended to, or no memory. */
-static struct kvfs_inode_record *place_block(struct flush *flush, const struct kvfs_seal_info *info, uint32_t ancestors_size) {
+/* Takes a place, and makes the record that its header will have. Errors are those of place_take(). */
+static int place_block(struct flush *flush, const struct kvfs_seal_info *info, uint32_t ancestors_size, struct kvfs_inode_record **out) {
     struct kvfs_plane *plane = flush->plane;
     const struct places *places = names_places(plane->names);
     struct kvfs_inode_record *record = record_again(flush->before);
     if (!record)
-        return NULL;
+        return -ENOMEM;
     uint32_t runs = 2 + info->data_pages / (uint32_t)(places->end_page > 2 ? places->end_page - 2 : 1);
     uint32_t header_pages = kvfs_header_pages(info->size, record->record_size, ancestors_size, info->ranges + runs);
     uint32_t segment = 0, page = 0;
     uint64_t generation = 0;
+    flush->wanted = header_pages + info->data_pages;
     flush->version = version_begin(plane->names);
-    if (!flush->version || !place_take(plane->names, header_pages + info->data_pages, &segment, &page, &generation)) {
+    int r = flush->version ? place_take(plane->names, flush->wanted, &segment, &page, &generation) : -ENOMEM;
+    if (r < 0) {
         if (flush->version)
             version_end(plane->names, flush->version);
         free(record);
-        return NULL;
+        return r;
     }
     kvfs_set_tick(plane, place_tick(plane->names));
     flush->run = (struct kvfs_run){generation, segment, page, header_pages + info->data_pages, 0};
@@ -64,7 +66,8 @@ static struct kvfs_inode_record *place_block(struct flush *flush, const struct k
     record->generation = generation;
     record->segment = segment;
     record->page = page;
-    return record;
+    *out = record;
+    return 0;
 }
 
 static void flush_written(void *owner, int result);
@@ -85,18 +88,30 @@ static int begin(struct flush *flush, bool *frozen) {
     uint32_t ancestors_size = 0;
     flush->before = record_again(current);
     r = flush->before ? ancestors_collect(plane, current->parent, &ancestors, &ancestors_size) : -ENOMEM;
-    struct kvfs_inode_record *record = r == 0 ? place_block(flush, &info, ancestors_size) : NULL;
-    if (record) {
+    struct kvfs_inode_record *record = NULL;
+    if (r == 0)
+        r = place_block(flush, &info, ancestors_size, &record);
+    if (r == 0) {
         r = seal_to(plane, flush->inode, &flush->run, record, ancestors, ancestors_size, flush_written, flush);
         if (r < 0) { /* no memory: nothing was written to the run, and a scan would end there */
             version_end(plane->names, flush->version);
             place_fail(plane->names, flush->run.segment, flush->run.page);
         }
     }
-    r = record && r == 0 ? 0 : -EAGAIN;
     free(record);
     free(ancestors);
     return r;
+}
+
+/* Waits for room; the one who makes room is told. */
+static void park(struct flush *flush) {
+    struct kvfs_plane *plane = flush->plane;
+    flush->next = NULL;
+    if (plane->flushes)
+        plane->flushes_last->next = flush;
+    else
+        plane->flushes = flush;
+    plane->flushes_last = flush;
 }
 
 int flush_start(struct flush *flush) {
@@ -104,17 +119,52 @@ int flush_start(struct flush *flush) {
     flush->before = NULL;
     if (!names_try(plane->names, STEP_NS))
         return -EAGAIN;
-    bool frozen = false;
+    bool frozen = false, parked = false;
     int r = names_left(plane->names) ? -EAGAIN : begin(flush, &frozen);
-    kvfs_names_end(plane->names);
     if (r < 0) {
         if (frozen)
             kvfs_seal_end(plane, flush->inode, 0);
         free(flush->before);
         flush->before = NULL;
-        places_wake(plane);
+        parked = r == -ENOSPC;
+        if (parked)
+            park(flush);
     }
-    return r;
+    kvfs_names_end(plane->names);
+    places_wake(plane);
+    if (parked)
+        event_add(plane, KVFS_EVENT_ROOM, 0, 0);
+    return r == 0 || parked ? 0 : -EAGAIN;
+}
+
+uint32_t kvfs_flush_wanted(struct kvfs_plane *plane) {
+    kvfs_names_begin(plane->names);
+    uint32_t wanted = plane->flushes ? plane->flushes->wanted : 0;
+    kvfs_names_end(plane->names);
+    return wanted;
+}
+
+static struct flush *flushes_take(struct kvfs_plane *plane) {
+    kvfs_names_begin(plane->names);
+    struct flush *first = plane->flushes;
+    plane->flushes = plane->flushes_last = NULL;
+    kvfs_names_end(plane->names);
+    return first;
+}
+
+void kvfs_flush_retry(struct kvfs_plane *plane) {
+    for (struct flush *flush = flushes_take(plane), *next; flush; flush = next) {
+        next = flush->next;
+        if (flush_start(flush) < 0)
+            flush->done(flush, -EAGAIN);
+    }
+}
+
+void kvfs_flush_give_up(struct kvfs_plane *plane) {
+    for (struct flush *flush = flushes_take(plane), *next; flush; flush = next) {
+        next = flush->next;
+        flush->done(flush, -EAGAIN);
+    }
 }
 
 /* ---- the end ---- */

@@ -49,7 +49,13 @@ struct places {
     uint32_t *noted; /* segments with notes */
     uint32_t count, noted_count, end_page, head;
     uint64_t head_generation, written, tick_pages;
-    bool wake; /* Python is to take notes now */
+    struct {
+        uint64_t generation;
+        uint32_t segment;
+    } supply[KVFS_SUPPLY_MAX];
+    uint32_t supply_count;
+    bool closed; /* Python itself appends where new blocks go */
+    bool wake;   /* Python is to take notes now */
 };
 /* They are the first part of the names. */
 static inline struct places *names_places(struct kvfs_names *names) { return (struct places *)(void *)names; }
@@ -64,8 +70,8 @@ static inline void places_free(struct places *places) {
     free(places->noted);
     memset(places, 0, sizeof(*places));
 }
-/* A run of the head; false: there is no head, or no room. */
-bool place_take(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation);
+/* Append a run where new blocks go. -ENOSPC: no segment has room; -EAGAIN: it is better spread over two, which is Python's; -ENOMEM. */
+int place_take(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation);
 /* The run has ended. Returns those to tell once the step is over; `own`, which may be NULL, is among them, now or later. */
 struct settled *place_end(struct kvfs_names *names, uint32_t segment, uint32_t page, struct settled *own);
 void place_fail(struct kvfs_names *names, uint32_t segment, uint32_t page);

@@ -85,15 +85,72 @@ uint32_t kvfs_place_take(struct kvfs_names *names, uint32_t segment, uint32_t pa
     return taken ? page : 0; /* page 0 is the segment's header: no run begins there */
 }
 
-bool place_take(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation) {
+/* The next segment of the supply is appended to; false: there is none. */
+static bool lead_next(struct kvfs_names *names) {
     struct places *places = names_places(names);
-    if (places->head == UINT32_MAX || places->all[places->head].next_page + (uint64_t)pages > places->end_page)
+    if (!places->supply_count)
         return false;
+    if (places->head != UINT32_MAX)
+        place_note(names, places->head, KVFS_NOTE_LEFT);
+    places->head = places->supply[0].segment;
+    places->head_generation = places->supply[0].generation;
+    memmove(places->supply, places->supply + 1, --places->supply_count * sizeof(places->supply[0]));
+    place_note(names, places->head, KVFS_NOTE_LED);
+    places->wake = true;
+    return true;
+}
+
+int place_take(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation) {
+    struct places *places = names_places(names);
+    uint32_t area = places->end_page - 1, room;
+    /* As Segments._allocate() has it: a block goes into one segment unless that wastes too much of this one, or it is large anyway. */
+    if (pages > area / 4)
+        return -EAGAIN;
+    if (places->closed)
+        return -ENOSPC;
+    while ((room = places->head == UINT32_MAX ? 0 : places->end_page - places->all[places->head].next_page) < pages) {
+        if (room > area / 16)
+            return -EAGAIN;
+        if (!lead_next(names))
+            return -ENOSPC;
+    }
     *segment = places->head;
     *page = places->all[places->head].next_page;
     *generation = places->head_generation;
     place_note(names, *segment, KVFS_NOTE_CHANGED);
-    return run_add(names, *segment, pages);
+    return run_add(names, *segment, pages) ? 0 : -ENOMEM;
+}
+
+uint32_t kvfs_place_lead(struct kvfs_names *names) {
+    kvfs_names_begin(names);
+    uint32_t head = names_places(names)->head;
+    kvfs_names_end(names);
+    return head;
+}
+
+int kvfs_place_supply(struct kvfs_names *names, uint32_t segment, uint64_t generation) {
+    kvfs_names_begin(names);
+    struct places *places = names_places(names);
+    int r = places->supply_count < KVFS_SUPPLY_MAX ? 0 : -ENOSPC;
+    if (r == 0) {
+        places->supply[places->supply_count].segment = segment;
+        places->supply[places->supply_count++].generation = generation;
+    }
+    kvfs_names_end(names);
+    return r;
+}
+
+int kvfs_place_withdraw(struct kvfs_names *names, uint32_t segment) {
+    kvfs_names_begin(names);
+    struct places *places = names_places(names);
+    uint32_t i = 0;
+    while (i < places->supply_count && places->supply[i].segment != segment)
+        i++;
+    bool there = i < places->supply_count;
+    if (there)
+        memmove(places->supply + i, places->supply + i + 1, (--places->supply_count - i) * sizeof(places->supply[0]));
+    kvfs_names_end(names);
+    return there;
 }
 
 struct settled *place_end(struct kvfs_names *names, uint32_t segment, uint32_t page, struct settled *own) {
@@ -165,6 +222,7 @@ void kvfs_place_head(struct kvfs_names *names, uint32_t segment, uint64_t genera
     kvfs_names_begin(names);
     names_places(names)->head = segment;
     names_places(names)->head_generation = generation;
+    names_places(names)->closed = segment == UINT32_MAX;
     kvfs_names_end(names);
 }
 
