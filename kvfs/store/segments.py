@@ -195,8 +195,10 @@ class Segments:
         else:
             self._free.append(number)
 
+    @step
     def set_places(self, lost: set[SegmentIndex], avoided: set[SegmentIndex]) -> None:
-        """Which segments lie on devices that are away, and which others are not to be written. Runs in one step."""
+        """Which segments lie on devices that are away, and which others are not to be written."""
+        self.take_notes()
         self._lost = lost
         for segment in self.all:
             segment.lost = segment.index in lost
@@ -505,6 +507,7 @@ class Segments:
         segment = self.all[run.segment]
         return segment.generation == run.generation and segment.in_flight > 0 and segment.covered_page() < run.page
 
+    @step
     def when_settled(self, runs: Sequence[Run], told: Callable[[], None]) -> None:
         """Call `told`, perhaps now, when every run before these in their segments has been released.
 

@@ -1,6 +1,6 @@
 /* The block table: every name of the pool and every sealed block's place, in shared memory.
  *
- * One writer (the daemon's Python, in its one thread), and any number of readers in any process. Readers take no lock, register nowhere and
+ * One writer at a time (a thread of the daemon, within a step), and any number of readers in any process. Readers take no lock, register nowhere and
  * write nothing (I7). A memfd sealed against future writable mappings, created at its largest size, sparse. A projection of the index.
  */
 #ifndef KVFS_TABLE_H
@@ -45,7 +45,7 @@ struct kvfs_table_statistics {
 
 struct kvfs_table;
 
-/* Writer side: one thread. 0 or -errno. */
+/* Writer side: one thread at a time. 0 or -errno. */
 int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoch, struct kvfs_table **out);
 void kvfs_table_destroy(struct kvfs_table *table);
 int kvfs_table_fd(const struct kvfs_table *table); /* owned by the table; safe to pass read-only */
