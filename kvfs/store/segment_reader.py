@@ -1,4 +1,4 @@
-"""What lies on the devices in segments: their headers and summaries, read and checked."""
+"""Headers and summaries of segments, read from the devices and checked."""
 
 from __future__ import annotations
 

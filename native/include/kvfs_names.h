@@ -123,8 +123,8 @@ struct kvfs_failed_run {
     uint32_t page, page_count;
 };
 int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_failed_run *out);
-/* New blocks of the data plane are appended to this segment, of this generation, then to those of the supply; UINT32_MAX: to none, until this is
- * called again. */
+/* New blocks of the data plane are appended to this segment, of this generation, then to those of the supply. UINT32_MAX: to none, until the next
+ * call. */
 void kvfs_place_head(struct kvfs_names *names, uint32_t segment, uint64_t generation);
 /* The segment that is appended to; UINT32_MAX: none. */
 uint32_t kvfs_place_lead(struct kvfs_names *names);
