@@ -97,7 +97,10 @@ int uring_serve(struct server *server);          /* one request, if there is one
 bool uring_pending(struct server *server);       /* uring_serve() has something to do */
 bool uring_owns(uint64_t id);                    /* the request came by a ring */
 void uring_reply(struct server *server, uint64_t id, int error, const struct iovec *iovs, uint32_t count);
-void uring_free(struct uring *uring); /* the servers' rings are gone */
+void uring_free(struct uring *uring);        /* the servers' rings are gone */
+uint32_t uring_cpus_count(const char *text); /* the count of CPUs in a list such as "0-3,8"; 0: it is none */
+/* The size of a request's first argument, from the sizes that the kernel gives; -EINVAL: they do not fit together. */
+int uring_operation_size(const struct fuse_in_header *in, uint64_t payload_size, uint64_t payload_max);
 
 /* ---- attr.c, check.c, dispatch.c, reply.c, slow.c: requests that C answers ---- */
 

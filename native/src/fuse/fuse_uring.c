@@ -59,8 +59,7 @@ struct uring {
 
 static _Thread_local const struct server *here; /* the server whose thread this is, once its entries are registered */
 
-/* The count of CPUs in a list such as "0-3,8"; 0: it is none. */
-static uint32_t cpus_count(const char *text) {
+uint32_t uring_cpus_count(const char *text) {
     uint32_t count = 0, from, to;
     for (int length = 0; *text && *text != '\n'; text += length + (text[length] == ',')) {
         if (sscanf(text, "%u%n", &from, &length) != 1)
@@ -85,7 +84,7 @@ static uint32_t queues_count(void) {
     if (fd >= 0)
         close(fd);
     text[n > 0 ? n : 0] = 0;
-    return cpus_count(text);
+    return uring_cpus_count(text);
 }
 
 void uring_free(struct uring *uring) {
@@ -223,26 +222,30 @@ static void answers_commit(struct server *server) {
     }
 }
 
-/* Lays the request out as /dev/fuse would. False: its sizes do not fit together. */
-static bool request_lay(struct server *server, const struct uring_entry *entry, size_t *size) {
+int uring_operation_size(const struct fuse_in_header *in, uint64_t payload_size, uint64_t payload_max) {
+    uint64_t rest = sizeof(*in) + payload_size;
+    if (payload_size > payload_max || in->len < rest || in->len - rest > sizeof(((struct entry_header *)NULL)->operation))
+        return -EINVAL;
+    bool write = in->opcode == FUSE_WRITE;
+    return write && in->len - rest != sizeof(struct fuse_write_in) ? -EINVAL : (int)(in->len - rest);
+}
+
+/* Lays the request out as /dev/fuse would. Its size; 0: its parts do not fit together. */
+static size_t request_lay(struct server *server, const struct uring_entry *entry) {
     const struct entry_header *header = entry->memory[0].iov_base;
     const struct fuse_in_header *in = (const struct fuse_in_header *)(const void *)server->head;
-    const uint8_t *payload = entry->memory[1].iov_base;
-    const uint64_t payload_size = header->payload_size, rest = sizeof(*in) + payload_size;
-    if (payload_size > entry->memory[1].iov_len || in->len < rest || in->len - rest > sizeof(header->operation))
-        return false;
-    const uint64_t operation_size = in->len - rest;
+    const void *payload = entry->memory[1].iov_base;
+    const uint32_t payload_size = header->payload_size;
+    int size = uring_operation_size(in, payload_size, in->opcode == FUSE_WRITE ? server->landing->size : entry->memory[1].iov_len);
+    if (size < 0)
+        return 0;
     uint8_t *body = server->head + sizeof(*in);
-    memcpy(body, header->operation, operation_size);
-    *size = in->len;
-    if (in->opcode == FUSE_WRITE) {
-        if (operation_size != sizeof(struct fuse_write_in) || payload_size > server->landing->size)
-            return false;
+    memcpy(body, header->operation, (size_t)size);
+    if (in->opcode == FUSE_WRITE)
         memcpy(server->landing->data, payload, payload_size);
-    } else if (in->len <= REQUEST_SMALL) {
-        memcpy(body + operation_size, payload, payload_size);
-    }
-    return true;
+    else if (in->len <= REQUEST_SMALL)
+        memcpy(body + size, payload, payload_size);
+    return in->len;
 }
 
 int uring_serve(struct server *server) {
@@ -261,13 +264,13 @@ int uring_serve(struct server *server) {
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
     memcpy(in, header->in_out, sizeof(*in));
     uint64_t id = ID_MARK | (uint64_t)(++entry->salt & 0x7fffffff) << 32 | (uint32_t)(entry - server->transport->uring->entries);
-    size_t size;
     entry->unique = in->unique;
     entry->commit_id = header->commit_id;
     in->unique = id;
     atomic_store(&entry->id, id);
     COUNT(server->plane, ring_requests, 1);
-    if (request_lay(server, entry, &size))
+    size_t size = request_lay(server, entry);
+    if (size)
         dispatch(server, size);
     else
         reply_error(server, id, -EINVAL);

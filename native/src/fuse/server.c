@@ -121,7 +121,7 @@ static bool spin(struct server *server, struct pace *pace, uint64_t now) {
     if (!pace->idle_ns)
         pace->luck = &pace->lucks[!ring_idle(&server->io.ring)];
     pace->idle_ns = now;
-    if (server->reader && !atomic_load_explicit(&server->transport->uring_on, memory_order_relaxed) && now > pace->crowded_ns && now - server->last_work_ns < pace->spin_ns && *pace->luck >= LUCK_MAX / 2) {
+    if (server->reader && now > pace->crowded_ns && now - server->last_work_ns < pace->spin_ns && *pace->luck >= LUCK_MAX / 2) {
         if (!pace->spinning && !atomic_exchange(&plane->fuse->spinning, true)) {
             pace->spinning = true;
             COUNT(plane, spins, 1);
@@ -198,8 +198,7 @@ static void *server_main(void *argument) {
         if (server->io.batching && requested && server->io.ring.queued && server->io.ring.queued < BATCH)
             continue;
         server->io.batching = false;
-        if (server->arrived || !atomic_load_explicit(&server->transport->uring_on, memory_order_relaxed))
-            ring_submit(&server->io.ring);
+        ring_submit(&server->io.ring);
         if (atomic_load_explicit(&server->transport->ended, memory_order_relaxed) || atomic_load_explicit(&plane->stopping, memory_order_relaxed))
             break;
         uint64_t now = now_ns();
