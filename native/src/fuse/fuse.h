@@ -93,9 +93,10 @@ void transport_forget(struct transport *transport); /* its kernel is gone: late 
 
 bool uring_prepare(struct transport *transport); /* before INIT is answered. False: not to be had, so INIT does not ask for it */
 void uring_begin(struct transport *transport);   /* INIT is answered: every server registers its entries */
-int uring_serve(struct server *server);          /* one request, if there is one: 1, 0, or -errno. In the server's thread */
-bool uring_pending(struct server *server);       /* uring_serve() has something to do */
-bool uring_owns(uint64_t id);                    /* the request came by a ring */
+/* Take a request to server->head, as if it had come by /dev/fuse: 1, 0, or -errno. *size is 0 if it has been refused. In the server's thread. */
+int uring_take(struct server *server, size_t *size);
+bool uring_pending(struct server *server); /* uring_take() has something to do */
+bool uring_owns(uint64_t id);              /* the request came by a ring */
 void uring_reply(struct server *server, uint64_t id, int error, const struct iovec *iovs, uint32_t count);
 void uring_free(struct uring *uring);        /* the servers' rings are gone */
 uint32_t uring_cpus_count(const char *text); /* the count of CPUs in a list such as "0-3,8"; 0: it is none */

@@ -18,6 +18,14 @@ static uint32_t weight_of(uint32_t opcode, size_t size) {
     }
 }
 
+static int ring_serve(struct server *server) {
+    size_t size = 0;
+    int r = uring_take(server, &size);
+    if (size)
+        dispatch(server, size);
+    return r;
+}
+
 /* One request, if there is one. 1, 0, or -errno when the transport has ended. */
 static int fuse_serve(struct server *server, uint32_t *run) {
     struct kvfs_plane *plane = server->plane;
@@ -25,7 +33,7 @@ static int fuse_serve(struct server *server, uint32_t *run) {
         return 0; /* out of memory: requests stay queued in the kernel */
     bool rings = atomic_load_explicit(&server->transport->uring_on, memory_order_acquire);
     if (rings && (server->index || server->io.ring.armed & (1u << POLL_FUSE)))
-        return uring_serve(server);
+        return ring_serve(server);
     struct iovec iovs[2] = {{server->head, REQUEST_HEAD}, {server->landing->data, server->landing->size}};
     ssize_t n = readv(server->fd, iovs, 2);
     if (n < 0 && errno != EAGAIN && errno != EINTR && errno != ENOENT)
@@ -33,7 +41,7 @@ static int fuse_serve(struct server *server, uint32_t *run) {
     if (n < 0 && rings && errno == EAGAIN)
         ring_poll(&server->io.ring, server->fd, POLL_FUSE, false); /* until that fires there is nothing to read */
     if (n < 0)
-        return rings ? uring_serve(server) : 0;
+        return rings ? ring_serve(server) : 0;
     const struct fuse_in_header *in = (const struct fuse_in_header *)(const void *)server->head;
     *run += weight_of(in->opcode, (size_t)n);
     if (in->opcode != FUSE_WRITE && n > REQUEST_HEAD && n <= REQUEST_SMALL) /* the landing memory holds payload alone */

@@ -248,7 +248,7 @@ static size_t request_lay(struct server *server, const struct uring_entry *entry
     return in->len;
 }
 
-int uring_serve(struct server *server) {
+int uring_take(struct server *server, size_t *size) {
     if (here != server)
         entries_register(server);
     if (server->uring_error)
@@ -269,11 +269,9 @@ int uring_serve(struct server *server) {
     in->unique = id;
     atomic_store(&entry->id, id);
     COUNT(server->plane, ring_requests, 1);
-    size_t size = request_lay(server, entry);
-    if (size)
-        dispatch(server, size);
-    else
-        reply_error(server, id, -EINVAL);
+    *size = request_lay(server, entry);
+    if (*size == 0)
+        uring_reply(server, id, -EINVAL, NULL, 0);
     return 1;
 }
 
