@@ -230,6 +230,7 @@ _STATISTICS = [
     "reads", "read_bytes", "writes", "write_bytes", "checksum_errors", "read_errors", "staged_bytes", "staging_size",
     "staged_files", "open_handles", "parked", "spins", "sleeps", "wakeups", "blocks_written", "blocks_copied",
     "written_bytes", "jobs_in_flight", "zombies", "open_bytes", "slow_requests",
+    "ring_requests",
 ]  # fmt: skip
 _DEVICE_STATISTICS = [
     "reads", "read_bytes", "writes", "write_bytes", "errors", "timeouts", "read_ns", "write_ns",

@@ -35,6 +35,7 @@ from typing import Any, NoReturn, Self
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+URING_PARAMETER = pathlib.Path("/sys/module/fuse/parameters/enable_uring")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 # Long enough for a busy two-core machine, short enough that a hang is seen the same day.
@@ -132,8 +133,8 @@ class Pool:
     """A pool of its own in a temporary directory, formatted and mounted: `with Pool() as pool: pool.mount / "a"`.
 
     files and size make `--files`; devices, if given, are used instead. With a template, the directory of a pool
-    that is not mounted, the pool is a copy of it. With started=False it is left unmounted. On an exception the
-    tail of the daemon's log is added to it.
+    that is not mounted, the pool is a copy of it. With started=False it is left unmounted. With rings=True its mounts
+    use FUSE over io_uring. On an exception the tail of the daemon's log is added to it.
     """
 
     def __init__(
@@ -148,8 +149,9 @@ class Pool:
         base: str | None = None,
         template: pathlib.Path | None = None,
         started: bool = True,
+        rings: bool = False,
     ) -> None:
-        self.template, self.started = template, started
+        self.template, self.started, self.rings = template, started, rings
         self.files, self.size, self.devices = files, size, tuple(devices)
         self.format_args, self.mount_args = tuple(format_args), tuple(mount_args)
         self.environment = {**sanitizer_environment(), **(environment or {})}
@@ -197,7 +199,8 @@ class Pool:
 
     def start(self, *extra: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         """Mount; returns once the mount answers."""
-        self.command("mount", str(self.path), str(self.mount), *self.mount_args, *extra, timeout_s=timeout_s)
+        with rings_offered() if self.rings else contextlib.nullcontext():
+            self.command("mount", str(self.path), str(self.mount), *self.mount_args, *extra, timeout_s=timeout_s)
         if mount_device(self.mount) is None:
             raise CommandError(f"kvfs mount returned 0, but nothing is mounted at {self.mount}")
 
@@ -414,6 +417,26 @@ def requires_loop() -> None:
         pytest.skip("needs loop devices")
 
 
+@contextlib.contextmanager
+def rings_offered() -> Iterator[None]:
+    """Let the kernel offer FUSE over io_uring to servers that mount meanwhile; skip the test where it cannot be had.
+
+    Only a server that asks for it in INIT is affected, and it keeps its rings when the parameter goes back."""
+    if not URING_PARAMETER.exists():
+        pytest.skip(f"no {URING_PARAMETER}: Linux before 6.14, or without CONFIG_FUSE_IO_URING")
+    before = URING_PARAMETER.read_text().strip()
+    if before == "Y":
+        yield
+        return
+    if os.geteuid() != 0:
+        pytest.skip(f"{URING_PARAMETER} is {before}, and only root can change it")
+    URING_PARAMETER.write_text("Y")
+    try:
+        yield
+    finally:
+        URING_PARAMETER.write_text(before)
+
+
 def requires_program(name: str) -> str:
     path = shutil.which(name)
     if path is None:
@@ -617,6 +640,7 @@ _pools: list[Pool] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--directory", metavar="DIR", help="test this directory instead of mounting kvfs")
+    parser.addoption("--rings", action="store_true", help="mount kvfs with FUSE over io_uring")
     parser.addoption("--kvfs", action="store_true", help="DIR is kvfs: ask of it what only kvfs owes")
 
 
@@ -654,7 +678,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
             current = Service(made, None, is_kvfs=request.config.getoption("kvfs"))
         else:
             requires_fuse()
-            pool = stack.enter_context(Pool())
+            pool = stack.enter_context(Pool(rings=request.config.getoption("rings", default=False)))
             stack.enter_context(_reported(pool))
             current = Service(pool.mount, pool)
         yield current

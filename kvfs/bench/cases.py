@@ -133,6 +133,45 @@ def case_lookup(rig: Rig) -> None:
             rig.add("lookup", f"{what}, 1 thread, mean", "us", ours, side.name, bare, "faster")
 
 
+def case_rings(rig: Rig) -> None:
+    """FUSE over io_uring beside /dev/fuse: a stat that fails, blocks of 512 KiB stored and read, daemon CPU."""
+    scale, rings = rig.scale, rig.rings
+    count = min(scale.lookups, 400)
+
+    def stat(side: Side, index: int) -> Json:
+        return side.measured(
+            lambda: rig.bench.client("stat", "--dir", side.root, "--count", scale.lookups, "--seed", _unused())
+        )
+
+    def store(threads: int, side: Side, index: int) -> Json:
+        return rig.write(side, "stored", size=512 * KIB, count=count, threads=threads, modulo=count)
+
+    def read(side: Side, index: int) -> Json:
+        words = ["--size", 512 * KIB, "--count", count, "--threads", 1, "--direct", "--seed", 1 + index]
+        return side.measured(
+            lambda: rig.bench.client("blocks", "--list", rig.filled(side, "read", 512 * KIB, count), *words)
+        )
+
+    def cpu_us(documents: Sequence[Json]) -> list[float]:  # the kernel counts in ticks of 10 ms
+        return [max(number_at(each, "daemon_cpu_s"), 0.01) / number_at(each, "operations") * 1e6 for each in documents]
+
+    results = _interleaved(rig, stat, [rings, rig.peer, rig.floor])
+    ours = column_at(results[rings.name], "latency_us", "mean")
+    for name, target in (("kvfs", None), (rig.peer.name, 3.0), (rig.floor.name, 2.0)):
+        theirs = column_at(results[name], "latency_us", "mean")
+        rig.add("rings", "stat of a missing name, 1 thread, mean", "us", ours, name, theirs, "faster", target)
+    ours, theirs = cpu_us(results[rings.name]), cpu_us(results["kvfs"])
+    rig.add("rings", "stat of a missing name, daemon CPU each", "us", ours, "kvfs", theirs, "faster")
+    for threads, target in ((1, 2.5), (16, None)):
+        results = _interleaved(rig, functools.partial(store, threads), [rings])
+        what = f"512 KiB tmp-write-rename, threads: {threads}"
+        ours, theirs = rates(results[rings.name]), rates(results["kvfs"])
+        rig.add("rings", what, "GB/s", ours, "kvfs", theirs, "share", target)
+    results = _interleaved(rig, read, [rings])
+    ours, theirs = rates(results[rings.name]), rates(results["kvfs"])
+    rig.add("rings", "512 KiB open-read-close, 1 thread", "GB/s", ours, "kvfs", theirs, "share")
+
+
 def case_prompt(rig: Rig) -> None:
     """vLLM's calls for one prompt: faccessat of each block's path, half of them missing, no name cached."""
     bench, scale = rig.bench, rig.scale
@@ -424,6 +463,7 @@ BOTH = ("zram", "files")
 CASES = {
     "random-read": Case(case_random_read, BOTH),
     "lookup": Case(case_lookup, ("zram",)),
+    "rings": Case(case_rings, ("zram",)),
     "prompt": Case(case_prompt, ("zram",)),
     "large-read": Case(case_large_read, BOTH),
     "block-read": Case(case_block_read, BOTH),

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -38,6 +38,7 @@ from kvfs.bench.common import (
     wait_until,
 )
 from kvfs.bench.session import Bench
+from kvfs.doctor import FUSE_RINGS_PATH
 from kvfs.errors import KvfsError
 
 # ---- devices ----
@@ -339,6 +340,19 @@ def raw_fio(pattern: str, words: Sequence[str]) -> Json:
     }
 
 
+@contextlib.contextmanager
+def rings_offered() -> Iterator[None]:
+    """The kernel offers FUSE over io_uring to servers that mount meanwhile. Raises MissingError where it cannot."""
+    if not FUSE_RINGS_PATH.exists() or not os.access(FUSE_RINGS_PATH, os.W_OK):
+        raise MissingError(f"needs {FUSE_RINGS_PATH} (Linux 6.14), and permission to write to it")
+    before = FUSE_RINGS_PATH.read_text()
+    FUSE_RINGS_PATH.write_text("Y")
+    try:
+        yield
+    finally:
+        FUSE_RINGS_PATH.write_text(before.strip())
+
+
 class Rig:
     """One kind of devices with kvfs and its peers on them; each part is set up when it is first needed."""
 
@@ -368,6 +382,15 @@ class Rig:
     @functools.cached_property
     def kvfs(self) -> Side:
         return self.pool.mount()
+
+    @functools.cached_property
+    def rings(self) -> Side:
+        """kvfs once more, on devices of its own, by FUSE over io_uring."""
+        pool = Kvfs(self.base / "rings", self.make_devices("rings", DEVICE_COUNT, self.device_size))
+        self.stack.callback(pool.stop)
+        pool.format()
+        with rings_offered():
+            return replace(pool.mount(), name="kvfs by io_uring")
 
     def fresh(self, segment_size: int | None = None) -> None:
         """An empty pool on the same devices."""

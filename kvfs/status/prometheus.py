@@ -53,6 +53,7 @@ COUNTERS = {
     "names_missed": "Names asked for that were not there, but for those that were then made.",
     "opens": "Files opened for reading.",
     "opens_found": "Sealed blocks opened for reading.",
+    "ring_requests": "Requests that came by FUSE over io_uring.",
     "slow_requests": "Requests that took longer than kvfs mount --slow-ops.",
     "stale_opens": "Opens of blocks that had just gone.",
     "reads": "READ requests.",

@@ -456,6 +456,7 @@ struct kvfs_statistics {
     uint64_t open_bytes;            /* of open blocks and files being written: eviction must keep them */
     uint64_t names_missed;          /* lookup_misses less misses_made (names that were then made); never falls */
     uint64_t slow_requests;         /* took longer than slow_ms */
+    uint64_t ring_requests;         /* came by FUSE over io_uring */
     uint64_t found_ages[KVFS_AGES]; /* opens of sealed blocks, and hits reported by clients: [0] within a second of mtime, [i] below 2^i
                                      * s */
 };

@@ -273,6 +273,7 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     TAKE(written_bytes);
     TAKE(jobs_in_flight);
     TAKE(slow_requests);
+    TAKE(ring_requests);
 #undef TAKE
     out->zombies = atomic_load_explicit(&plane->array.orphans, memory_order_relaxed);
     /* A name that is being made counts until it is asked for; that takes back what was said of it, but what is told never falls. */

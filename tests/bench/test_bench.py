@@ -27,6 +27,7 @@ BOTH = ("zram", "files")
 CASES = {
     "random-read": BOTH,
     "lookup": ("zram",),
+    "rings": ("zram",),
     "prompt": ("zram",),
     "large-read": BOTH,
     "block-read": BOTH,

@@ -129,6 +129,20 @@ def test_small_request_limits_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_
     assert next(check for check in doctor.examine() if check.name == "fuse max_pages").state == "ok"
 
 
+def test_the_switch_of_fuse_over_io_uring_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    switch = tmp_path / "enable_uring"
+    monkeypatch.setattr(doctor, "FUSE_RINGS_PATH", switch)
+
+    def check() -> doctor.Check:
+        return next(check for check in doctor.examine() if check.name == "fuse rings")
+
+    assert check().state == "note" and "Linux 6.14" in check().found and not check().action
+    switch.write_text("N\n")
+    assert check().state == "note" and f"echo Y > {switch}" in check().action
+    switch.write_text("Y\n")
+    assert check().state == "ok" and "1 GiB" in check().found
+
+
 def test_limits_of_the_machine_on_fuse_requests_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "FUSE_SYSCTL_PATH", tmp_path)
     (tmp_path / "max_request_timeout").write_text("40\n")

@@ -10,6 +10,7 @@
 #endif
 #define FLAG2_DIRECT_IO_ALLOW_MMAP (1u << (36 - 32))
 #define FLAG_INIT_EXT (1u << 30)
+#define FLAG2_OVER_IO_URING (1u << (41 - 32)) /* Linux 6.14; offered only while fuse.enable_uring is Y */
 /* Linux 6.15, protocol 7.43. Older headers know neither the flag nor the field: 16 bits, behind flags2 and another field. */
 #define FLAG2_REQUEST_TIMEOUT (1u << (42 - 32))
 #define INIT_REQUEST_TIMEOUT_AT 40u
@@ -53,6 +54,9 @@ static void do_init(struct server *server, struct fuse_in_header *in) {
     uint16_t patience_s = transport->guest ? 0 : (uint16_t)min_u64(plane->config.kernel_timeout_s, UINT16_MAX);
     if (patience_s)
         wanted |= (uint64_t)FLAG2_REQUEST_TIMEOUT << 32;
+    bool rings = !transport->guest && offered >> 32 & FLAG2_OVER_IO_URING && uring_prepare(transport);
+    if (rings)
+        wanted |= (uint64_t)FLAG2_OVER_IO_URING << 32;
     uint64_t flags = offered & wanted;
     if (flags >> 32 & FLAG2_REQUEST_TIMEOUT)
         memcpy((uint8_t *)&out + INIT_REQUEST_TIMEOUT_AT, &patience_s, sizeof(patience_s));
@@ -72,6 +76,8 @@ static void do_init(struct server *server, struct fuse_in_header *in) {
     out.max_pages = (uint16_t)(pages > 65535 ? 65535 : pages);
     atomic_store(&transport->initialized, true);
     reply_data(server, in->unique, &out, sizeof(out));
+    if (rings)
+        uring_begin(transport);
 }
 
 static void do_lookup(struct server *server, struct fuse_in_header *in) {

@@ -25,9 +25,11 @@
 #define REQUEST_HEAD 80 /* fuse_in_header and fuse_write_in: the payload of a WRITE then lands page aligned */
 #define REQUEST_SMALL (REQUEST_HEAD + 132 * 1024)
 
-/* ---- transports: server.c, fuse_dev.c, guest.c ---- */
+/* ---- transports: server.c, fuse_dev.c, fuse_uring.c, guest.c ---- */
 
 struct guest;
+struct uring;
+struct uring_entry;
 struct transport_ops {
     int (*serve)(struct server *server, uint32_t *run); /* one request, if there is one: 1, 0, or -errno when the transport has ended */
     bool (*arm)(struct server *server);                 /* before a sleep: the next arrival will end it. True: something has arrived already */
@@ -53,11 +55,16 @@ struct server {
     uint64_t last_work_ns;
     struct chain *chain; /* guests: the request being taken */
     uint32_t next_queue;
+    struct uring_entry *arrived, *arrived_last; /* entries with requests, oldest first */
+    _Atomic(struct uring_entry *) answered;     /* by other threads: to be committed */
+    int uring_error;
 };
 struct transport {
     struct kvfs_plane *plane;
     const struct transport_ops *ops;
     struct guest *guest; /* NULL: /dev/fuse */
+    struct uring *uring; /* beside /dev/fuse; NULL: none */
+    atomic_bool uring_on;
     struct server servers[SERVERS_MAX];
     uint32_t server_count;
     atomic_uint servers_running;
@@ -81,6 +88,20 @@ static inline void server_wake(struct server *server) { wake_fd(server->wake_fd)
 void transport_stop(struct transport *transport);   /* ends its threads; blocks */
 void transport_free(struct transport *transport);   /* closes its descriptors; nothing refers to it any more */
 void transport_forget(struct transport *transport); /* its kernel is gone: late replies are dropped, its handles are released */
+
+/* ---- fuse_uring.c: requests of /dev/fuse's kernel by io_uring ---- */
+
+bool uring_prepare(struct transport *transport); /* before INIT is answered. False: not to be had, so INIT does not ask for it */
+void uring_begin(struct transport *transport);   /* INIT is answered: every server registers its entries */
+/* Take a request to server->head, as if it had come by /dev/fuse: 1, 0, or -errno. *size is 0 if it has been refused. In the server's thread. */
+int uring_take(struct server *server, size_t *size);
+bool uring_pending(struct server *server); /* uring_take() has something to do */
+bool uring_owns(uint64_t id);              /* the request came by a ring */
+void uring_reply(struct server *server, uint64_t id, int error, const struct iovec *iovs, uint32_t count);
+void uring_free(struct uring *uring);        /* the servers' rings are gone */
+uint32_t uring_cpus_count(const char *text); /* the count of CPUs in a list such as "0-3,8"; 0: it is none */
+/* The size of a request's first argument, from the sizes that the kernel gives; -EINVAL: they do not fit together. */
+int uring_operation_size(const struct fuse_in_header *in, uint64_t payload_size, uint64_t payload_max);
 
 /* ---- attr.c, check.c, dispatch.c, reply.c, slow.c: requests that C answers ---- */
 

@@ -18,15 +18,30 @@ static uint32_t weight_of(uint32_t opcode, size_t size) {
     }
 }
 
+static int ring_serve(struct server *server) {
+    size_t size = 0;
+    int r = uring_take(server, &size);
+    if (size)
+        dispatch(server, size);
+    return r;
+}
+
 /* One request, if there is one. 1, 0, or -errno when the transport has ended. */
 static int fuse_serve(struct server *server, uint32_t *run) {
     struct kvfs_plane *plane = server->plane;
     if (!server->landing && !(server->landing = slot_get_extra(&plane->staging)))
         return 0; /* out of memory: requests stay queued in the kernel */
+    bool rings = atomic_load_explicit(&server->transport->uring_on, memory_order_acquire);
+    if (rings && (server->index || server->io.ring.armed & (1u << POLL_FUSE)))
+        return ring_serve(server);
     struct iovec iovs[2] = {{server->head, REQUEST_HEAD}, {server->landing->data, server->landing->size}};
     ssize_t n = readv(server->fd, iovs, 2);
+    if (n < 0 && errno != EAGAIN && errno != EINTR && errno != ENOENT)
+        return -errno;
+    if (n < 0 && rings && errno == EAGAIN)
+        ring_poll(&server->io.ring, server->fd, POLL_FUSE, false); /* until that fires there is nothing to read */
     if (n < 0)
-        return errno == EAGAIN || errno == EINTR || errno == ENOENT ? 0 : -errno;
+        return rings ? ring_serve(server) : 0;
     const struct fuse_in_header *in = (const struct fuse_in_header *)(const void *)server->head;
     *run += weight_of(in->opcode, (size_t)n);
     if (in->opcode != FUSE_WRITE && n > REQUEST_HEAD && n <= REQUEST_SMALL) /* the landing memory holds payload alone */
@@ -36,13 +51,19 @@ static int fuse_serve(struct server *server, uint32_t *run) {
 }
 
 static bool fuse_arm(struct server *server) {
-    ring_poll(&server->io.ring, server->fd, POLL_FUSE, false);
-    return false;
+    bool rings = atomic_load(&server->transport->uring_on);
+    if (!rings || server->index == 0)
+        ring_poll(&server->io.ring, server->fd, POLL_FUSE, false);
+    return rings && uring_pending(server);
 }
 
 /* A failed write means that the request was interrupted or the transport is gone: nobody waits. */
 static void fuse_reply(struct server *server, uint64_t unique, int error, uint32_t placed, const struct iovec *iovs, uint32_t count) {
     (void)placed;
+    if (uring_owns(unique)) {
+        uring_reply(server, unique, error, iovs, count);
+        return;
+    }
     struct iovec out[READ_SLOTS + 2];
     struct fuse_out_header head = {.len = sizeof(head), .error = error, .unique = unique};
     out[0] = (struct iovec){&head, sizeof(head)};

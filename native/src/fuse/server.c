@@ -41,16 +41,16 @@ static void wake_helper(struct server *server) {
 /* False: work has come after all. */
 static bool sleep_until_work(struct server *server, bool leader, uint64_t timeout_ns) {
     struct kvfs_plane *plane = server->plane;
-    if (server->reader && server->transport->ops->arm(server))
-        return false;
-    COUNT(plane, sleeps, 1);
-    if (leader && plane->fuse->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
-        ring_poll(&server->io.ring, plane->fuse->mux.fd, POLL_SESSION, false);
-    if (!(server->io.ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then arm */
+    if (!(server->io.ring.armed & (1u << POLL_WAKE))) { /* its poll has fired, or was never armed: empty it first, then look, then arm */
         uint64_t count;
         ssize_t n = read(server->wake_fd, &count, sizeof(count));
         (void)n;
     }
+    if (server->reader ? server->transport->ops->arm(server) : atomic_load(&server->active))
+        return false;
+    COUNT(plane, sleeps, 1);
+    if (leader && plane->fuse->mux.fd >= 0 && (!server->transport->guest || atomic_load(&server->transport->forwarded)))
+        ring_poll(&server->io.ring, plane->fuse->mux.fd, POLL_SESSION, false);
     ring_poll(&server->io.ring, server->wake_fd, POLL_WAKE, false);
     ring_wait(&server->io.ring, timeout_ns);
     return true;
@@ -233,7 +233,7 @@ int server_init(struct transport *transport, uint32_t index, int fd) {
     server->head = malloc(REQUEST_SMALL + 8);
     if (!server->head)
         return -ENOMEM;
-    return ring_init(&server->io.ring, &transport->plane->array, 256);
+    return (transport->guest ? ring_init : ring_init_wide)(&server->io.ring, &transport->plane->array, 256);
 }
 
 void server_free(struct server *server) {
@@ -252,6 +252,7 @@ void server_free(struct server *server) {
 void transport_free(struct transport *transport) {
     for (uint32_t i = 0; i < SERVERS_MAX; i++)
         server_free(&transport->servers[i]);
+    uring_free(transport->uring);
     free(transport);
 }
 

@@ -10,12 +10,14 @@
 /* A device that missed a deadline gets no I/O for the time of so many deadlines. Until then the daemon has judged it. */
 #define STUCK_FACTOR 4u
 
-int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) {
+static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, bool wide) {
     memset(ring, 0, sizeof(*ring));
     ring->array = array;
     struct io_uring_params params = {.flags = IORING_SETUP_CQSIZE | IORING_SETUP_COOP_TASKRUN | IORING_SETUP_CLAMP, .cq_entries = entries * 4};
     if (array->passthrough)
-        params.flags |= IORING_SETUP_SQE128 | IORING_SETUP_CQE32;
+        params.flags |= IORING_SETUP_CQE32;
+    if (array->passthrough || wide)
+        params.flags |= IORING_SETUP_SQE128;
     int r = io_uring_queue_init_params(entries, &ring->uring, &params);
     if (r == -EINVAL && !array->passthrough) { /* before 5.19 */
         memset(&params, 0, sizeof(params));
@@ -46,6 +48,10 @@ int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) {
     }
     return r;
 }
+
+int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) { return setup(ring, array, entries, false); }
+
+int ring_init_wide(struct ring *ring, struct kvfs_array *array, unsigned entries) { return setup(ring, array, entries, true); }
 
 /* Register again, as descriptors may lead elsewhere now. The kernel keeps a replaced file until its I/O has ended. */
 static void files_renew(struct ring *ring, uint32_t changed) {
@@ -398,7 +404,10 @@ uint32_t ring_reap(struct ring *ring) {
         int result = cqe->res;
         uint32_t flags = cqe->flags;
         io_uring_cqe_seen(&ring->uring, cqe);
-        if (data & 1) {
+        if (data & RING_COMMAND) {
+            seen++;
+            ring->commanded(ring, data, result);
+        } else if (data & 1) {
             if (data != RING_CANCELS && !(flags & IORING_CQE_F_MORE))
                 ring->armed &= ~(1u << (data >> 1));
         } else if (data & 6) {

@@ -9,6 +9,7 @@
 
 #define RING_DELAYED_MAX 1024
 #define RING_CANCELS ((uint64_t)255 << 1 | 1) /* user_data of cancellations, whose results are ignored */
+#define RING_COMMAND ((uint64_t)1 << 63)      /* in user_data: of a command that is not I/O of a device */
 #define GROUP_IOVS 320
 #define GROUP_BYTES ((uint64_t)2 << 20)
 
@@ -76,10 +77,13 @@ struct ring {
     const struct ring_beside *beside; /* from the first part of an NVMe/TCP device on */
     struct nvme_queue *queues;        /* to NVMe/TCP controllers */
     struct io_part *remote_failed;
-    bool remote_ready, remote_busy; /* the next reap has work; a reap is under way */
-    uint32_t devices_seen;          /* array->devices_changed when the registered files were last looked at */
+    bool remote_ready, remote_busy;                                       /* the next reap has work; a reap is under way */
+    uint32_t devices_seen;                                                /* array->devices_changed when the registered files were last looked at */
+    void (*commanded)(struct ring *ring, uint64_t user_data, int result); /* a command with RING_COMMAND has ended */
+    void *commands_owner;
 };
 int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries);
+int ring_init_wide(struct ring *ring, struct kvfs_array *array, unsigned entries); /* with SQEs of 128 bytes, where the kernel has them (5.19) */
 void ring_free(struct ring *ring);
 /* Read or write pages [page, page + sum of iovs) of a segment. -ENOMEM, -E2BIG (more than a group holds). Nothing is submitted yet. */
 int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count, struct slot *const *slots,
