@@ -20,7 +20,16 @@ from setuptools import Distribution
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path(__file__).resolve().parent
-HEADERS = ["kvfs_format.h", "kvfs_checksum.h", "kvfs_table.h", "kvfs_names.h", "kvfs_plane.h", "kvfs.h", "kvfs_gpu.h", "kvfs_replay.h"]
+HEADERS = [
+    "kvfs_format.h",
+    "kvfs_checksum.h",
+    "kvfs_table.h",
+    "kvfs_names.h",
+    "kvfs_plane.h",
+    "kvfs.h",
+    "kvfs_gpu.h",
+    "kvfs_replay.h",
+]
 # cffi's own generated code is not held to -Werror: its casts warn. `make -C native/test warnings` holds ours to it.
 FLAGS = ["-std=gnu11", "-O2", "-g", "-fno-strict-aliasing", "-Wall", "-Wextra", "-UNDEBUG", "-fvisibility=hidden"]
 # As hardening.mk has it for the other libraries.
