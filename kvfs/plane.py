@@ -60,7 +60,6 @@ class EventType(IntEnum):
     BAD_BLOCK = 4
     IO_ERROR = 5
     TRANSPORTS_GONE = 6
-    WRITERS_GONE = 7
     GUEST = 8
     DEVICE = 9
     SLAB_CLOSED = 10
@@ -229,7 +228,7 @@ _STATISTICS = [
     "names_missed", "opens", "opens_found", "stale_opens",
     "reads", "read_bytes", "writes", "write_bytes", "checksum_errors", "read_errors", "staged_bytes", "staging_size",
     "staged_files", "open_handles", "parked", "spins", "sleeps", "wakeups", "blocks_written", "blocks_copied",
-    "written_bytes", "jobs_in_flight", "zombies", "open_bytes", "slow_requests",
+    "written_bytes", "jobs_in_flight", "zombies", "open_bytes", "slow_requests", "handed", "flushes_sealed",
     "ring_requests",
 ]  # fmt: skip
 _DEVICE_STATISTICS = [

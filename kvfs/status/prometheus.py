@@ -47,6 +47,8 @@ COUNTERS = {
     "blocks_missed": "Names asked for that were not there, by files and by native clients.",
     "requests": "FUSE requests, of mounts and guests.",
     "forwarded": "Requests that the daemon's Python part answered.",
+    "handed": "Events, completions and calls that the daemon's Python part took.",
+    "flushes_sealed": "Files that a close sealed without the daemon's Python part.",
     "forward_timeouts": "Of those the ones that were not answered in time, and failed.",
     "lookups": "LOOKUP requests: of names that the kernel did not know.",
     "lookup_misses": "LOOKUP requests for names that were not there.",

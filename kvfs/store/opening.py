@@ -27,7 +27,7 @@ _CHUNK = 1 << 20
 class StoreOptions(PlaneTuning):
     records_max: int = 0
     commit_interval_s: float = 1.0
-    # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE, WRITERS_GONE,
+    # The data plane's events that are not the store's: type, inode, value (IDLE, TRANSPORTS_GONE,
     # GUEST, SLOW).
     on_event: Callable[[int, int, int], None] | None = None
     # Called when descriptors lead to other devices than before, or there are others: holders of descriptors ask again.

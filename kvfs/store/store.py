@@ -475,7 +475,7 @@ class Store:
         return StoreStatistics(
             uuid=str(self.config.uuid), epoch=self.epoch, blocks=self.plane.table_statistics()["blocks"],
             segments=self.segments.statistics(), space=self.space(), eviction=self.evictor.counters,
-            bad_blocks=self.blocks.bad_blocks, sealed=self.sealing.sealed,
+            bad_blocks=self.blocks.bad_blocks, sealed=self.sealing.sealed + self.plane.statistics()["flushes_sealed"],
             seal_retries=self.sealing.retries, index_bytes=index.bytes, index_pending=index.changes_pending,
             commit_failures=index.commit_failures, rebuilding=self.rebuilding, notes=tuple(self.notes),
             reservations=self.reservations.statistics(),

@@ -157,7 +157,6 @@ enum kvfs_event_type {
     KVFS_EVENT_BAD_BLOCK = 4,       /* a block failed verification, value = segment: drop it */
     KVFS_EVENT_IO_ERROR = 5,        /* value = device << 32 | errno */
     KVFS_EVENT_TRANSPORTS_GONE = 6, /* the last transport ended; the session socket is closed */
-    KVFS_EVENT_WRITERS_GONE = 7,    /* the last writer of a sealed, clean inode is gone */
     KVFS_EVENT_GUEST = 8,        /* a guest or its front end broke the rules; inode = its number, value = queue << 32 | errno (queue 0xffffffff: the
                                  * protocol). The queue has stopped, or the connection has ended */
     KVFS_EVENT_DEVICE = 9,       /* value = device: its connection was lost, or is back; kvfs_device_message */
@@ -456,6 +455,8 @@ struct kvfs_statistics {
     uint64_t open_bytes;            /* of open blocks and files being written: eviction must keep them */
     uint64_t names_missed;          /* lookup_misses less misses_made (names that were then made); never falls */
     uint64_t slow_requests;         /* took longer than slow_ms */
+    uint64_t handed;                /* events, completions and calls that Python took */
+    uint64_t flushes_sealed;        /* files that a FLUSH sealed without Python */
     uint64_t ring_requests;         /* came by FUSE over io_uring */
     uint64_t found_ages[KVFS_AGES]; /* opens of sealed blocks, and hits reported by clients: [0] within a second of mtime, [i] below 2^i
                                      * s */

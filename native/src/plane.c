@@ -273,6 +273,8 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     TAKE(written_bytes);
     TAKE(jobs_in_flight);
     TAKE(slow_requests);
+    TAKE(handed);
+    TAKE(flushes_sealed);
     TAKE(ring_requests);
 #undef TAKE
     out->zombies = atomic_load_explicit(&plane->array.orphans, memory_order_relaxed);
@@ -313,12 +315,21 @@ int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct
 
 int kvfs_event_fd(struct kvfs_plane *plane) { return plane->events.fd; }
 
-int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count) { return events_take_calls(&plane->events, out, count); }
+static int handed(struct kvfs_plane *plane, int count) {
+    COUNT(plane, handed, (unsigned)count);
+    return count;
+}
 
-int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t count) { return events_take(&plane->events, out, count); }
+int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count) {
+    return handed(plane, events_take_calls(&plane->events, out, count));
+}
+
+int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t count) {
+    return handed(plane, events_take(&plane->events, out, count));
+}
 
 int kvfs_take_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count) {
-    return events_take_completions(&plane->events, out, count);
+    return handed(plane, events_take_completions(&plane->events, out, count));
 }
 
 int kvfs_wait_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count, uint32_t timeout_ms) {

@@ -336,7 +336,7 @@ void pool_add(struct worker_pool *pool, struct job *job);
 struct counters {
     atomic_ullong requests, forwarded, forward_timeouts, lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads, read_bytes,
         writes, write_bytes, checksum_errors, read_errors, staged_files, open_handles, parked, spins, sleeps, wakeups, blocks_written, blocks_copied,
-        written_bytes, jobs_in_flight, slow_requests, ring_requests;
+        written_bytes, jobs_in_flight, slow_requests, ring_requests, handed, flushes_sealed;
 };
 struct kvfs_plane {
     struct kvfs_plane_config config;

@@ -167,7 +167,6 @@ void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer)
         }
         pthread_mutex_unlock(&node->lock);
         if (file_gone) {
-            event_add(plane, KVFS_EVENT_WRITERS_GONE, node->inode, 0);
             node_put(plane, node);
         }
     }

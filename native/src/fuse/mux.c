@@ -227,7 +227,7 @@ static void forward(struct server *server, uint32_t flags, uint64_t offset, stru
     uint64_t unique = in->unique, now = now_ns();
     bool is_call, first = false;
     struct call *call = call_make(mux, in, &is_call);
-    COUNT(plane, forwarded, 1);
+    COUNT(plane, forwarded, held ? 0 : 1);
     pthread_mutex_lock(&mux->lock);
     struct pending *p = mux->free;
     int r = p ? 0 : -EBUSY;
@@ -305,13 +305,25 @@ struct held_flush {
     struct call *call;
 };
 
+static bool pending_take(struct mux *mux, uint64_t id, struct pending *out);
+
+static void flush_answer(struct kvfs_plane *plane, uint64_t id) {
+    struct pending p;
+    COUNT(plane, flushes_sealed, 1);
+    if (plane->fuse->mux.fd < 0 || !pending_take(&plane->fuse->mux, id, &p) || p.timed_out)
+        return;
+    slow_look(plane, p.opcode, p.node, now_ns() - p.arrived_ns);
+    p.transport->ops->reply(p.server, p.unique, 0, 0, NULL, 0);
+}
+
 static void flush_done(struct flush *flush, int result) {
     struct held_flush *held = (struct held_flush *)(void *)flush;
     struct kvfs_plane *plane = flush->plane;
     if (result == 0) {
-        kvfs_answer(plane, held->call->body.id, 0, 0);
+        flush_answer(plane, held->call->body.id);
         free(held->call);
     } else {
+        COUNT(plane, forwarded, 1);
         events_call(&plane->events, held->call);
     }
     free(held);

@@ -1,0 +1,62 @@
+"""Stores of new files do not pass Python one by one: it hears of segments and of commits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from helpers import KIB, Pool, content
+
+THREADS = 4
+FILES = 250  # of each thread
+SIZE = 64 * KIB
+# Of events, completions and calls together: some five for each segment, and a second has one commit.
+MOST = 0.05
+
+
+def store(pool: Pool, thread: int) -> None:
+    directory = pool.mount / f"{thread}"
+    for index in range(FILES):
+        made = directory / f"tmp-{index}"
+        descriptor = os.open(made, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        os.write(descriptor, content(SIZE, (thread, index)))
+        os.close(descriptor)
+        made.rename(directory / f"block-{index}")
+
+
+def run(pool: Pool) -> tuple[float, float]:
+    """What reached Python for each store, and how many of the files were sealed without it."""
+    for thread in range(THREADS):
+        (pool.mount / f"{thread}").mkdir()
+        (pool.mount / f"{thread}" / "first").touch()  # from then on its directory is in memory
+    before = pool.status()["counters"]
+    threads = [threading.Thread(target=store, args=(pool, thread)) for thread in range(THREADS)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    after = pool.status()["counters"]
+    count = THREADS * FILES
+    return (after["handed"] - before["handed"]) / count, (after["flushes_sealed"] - before["flushes_sealed"]) / count
+
+
+def test_a_stored_block_hardly_reaches_python(own_pool: Callable[..., Pool]) -> None:
+    pool = own_pool(size="256M", format_args=("--segment-size", "16M"))
+    handed, sealed = run(pool)
+    assert handed <= MOST, f"{handed:.3f} events, completions and calls a store; {sealed:.2f} of the files sealed in C"
+    assert sealed > 0.95
+
+
+def test_renames_and_removals_of_new_files_hardly_reach_python(own_pool: Callable[..., Pool]) -> None:
+    pool = own_pool(size="256M", format_args=("--segment-size", "16M"))
+    run(pool)
+    before = pool.status()["counters"]
+    for thread in range(THREADS):
+        for index in range(FILES):
+            (pool.mount / f"{thread}" / f"block-{index}").unlink()
+    after = pool.status()["counters"]
+    count = THREADS * FILES
+    assert (after["handed"] - before["handed"]) / count <= MOST
+    assert (after["forwarded"] - before["forwarded"]) / count <= MOST
+    assert all(os.listdir(pool.mount / f"{thread}") == ["first"] for thread in range(THREADS))
