@@ -33,6 +33,7 @@ class Leave(IntFlag):
     CLOSED = 1
     HIDING = 2
     PINS = 4
+    BEHIND = 8
 
 
 class Note(IntFlag):

@@ -58,6 +58,19 @@ class Calls:
         self._plane.answer(call.id, errno_of(error, name, call))
 
     def _create(self, call: Call) -> None:
+        if self._namespace.create_delay_s:
+            self._nursery.start_soon(self._create_late, call)
+        else:
+            self._create_now(call)
+
+    async def _create_late(self, call: Call) -> None:
+        await trio.sleep(self._namespace.create_delay_s)
+        try:
+            self._create_now(call)
+        except Exception as error:
+            self._refuse(call, error)
+
+    def _create_now(self, call: Call) -> None:
         try:
             made = self._namespace.create(InodeNumber(call.inode), call.name, call.mode, call.uid, call.gid)
         except ExistsError:

@@ -179,6 +179,11 @@ class Namespace:
 
     # ---- making ----
 
+    @property
+    def create_delay_s(self) -> float:
+        """Whoever makes a file waits so long first: the index does not keep up."""
+        return self._blocks.create_delay_s
+
     @step
     def create(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
         """A new empty file that is being written."""
@@ -245,6 +250,7 @@ class Namespace:
         goes has a higher one.
         """
         directory = self._directory(block.parent)
+        self._blocks.check_not_behind()
         target_number = self._index.lookup(block.parent, block.name)
         target = None if target_number is None else self._index.get(target_number)
         if target is not None:
@@ -268,6 +274,7 @@ class Namespace:
     def _new(self, parent: InodeNumber, name: bytes, kind: Kind, mode: int, uid: int, gid: int) -> Inode:
         directory = self._directory(parent)
         _check_name(name, parent)
+        self._blocks.check_not_behind()
         if self._index.lookup(parent, name) is not None:
             raise ExistsError(f"{name!r} in directory {parent}: exists")
         if directory.mode & stat.S_ISGID:

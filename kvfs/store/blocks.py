@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable
-from errno import EBUSY
+from errno import EBUSY, EIO
 
 import trio
 
+from kvfs.errors import KvfsError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.names import step
+from kvfs.names import Leave, step
 from kvfs.plane import OpenState, Plane, PlaneError
 from kvfs.pool.format import META_IN_FLIGHT, META_NUMBER, META_VERSION
 from kvfs.record import Inode, InodeFlags, Kind
@@ -30,6 +31,11 @@ from kvfs.types import COUNTER_BITS, PAGE_SIZE, InodeNumber
 log = logging.getLogger("kvfs.store.pool")
 
 _LINGER_S = 1.0
+# Changes that wait for an index whose commits fail, some 300 bytes each. From the first number on new names are slowed
+# down, from the second on refused.
+_BEHIND_SLOW = 500_000
+_BEHIND_MOST = 1_000_000
+_BEHIND_DELAY_S = 0.01
 # Hosts are told of evictions after this time: each telling makes their kernels look every name up again.
 TELL_S = 0.25
 _WALK_BATCH = 512
@@ -50,6 +56,8 @@ class Blocks:
         # How often directories were removed. A path that was followed before the last time may lead nowhere.
         self.directory_removals = 0
         self.bad_blocks = 0
+        self._commit_error: KvfsError | None = None
+        self.create_delay_s = 0.0
         self._moved_directories: list[InodeNumber] = []
         self._directory_moved = trio.Event()
         # Names of blocks that were evicted since hosts were told, and whether any was.
@@ -69,6 +77,20 @@ class Blocks:
     async def commit(self) -> None:
         """Return when every change made so far is durable. KvfsError if it cannot be."""
         await self.index.commit(self._before_commit)
+
+    def commit_failed(self, error: KvfsError | None) -> None:
+        """A commit has failed, or with None: gone well."""
+        self._commit_error = error
+        behind = error is not None and self.index.changes_pending >= _BEHIND_SLOW
+        self.names.leave(Leave.BEHIND, behind)
+        self.create_delay_s = _BEHIND_DELAY_S if behind else 0.0
+
+    def check_not_behind(self) -> None:
+        """KvfsError with EIO if too much waits for the index to take anything new."""
+        if self._commit_error is not None and (waiting := self.index.changes_pending) >= _BEHIND_MOST:
+            failure = KvfsError(f"{self._commit_error}; {waiting} changes wait for it, {_BEHIND_MOST} may")
+            failure.errno = EIO
+            raise failure
 
     def commit_now(self) -> None:
         """As commit(), blocking: for the time before a mount answers."""

@@ -847,6 +847,10 @@ class Segments:
 
     # ---- the end ----
 
+    def runs_in_flight(self) -> bool:
+        """Whether a block is on its way to a segment that is appended to, or was."""
+        return any(segment.state == State.OPEN and segment.in_flight for segment in self.all)
+
     def stop(self) -> None:
         """Close what is open and open nothing more."""
         self._stopped = True

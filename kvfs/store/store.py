@@ -57,6 +57,7 @@ _SEAL_AT_CLOSE_S = 60.0
 # Time to drain one segment of a device.
 _DRAIN_TIMEOUT_S = 120.0
 _CHUNK = 1 << 20
+_RUN_POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,10 +321,12 @@ class Store:
         self._take_notes()
         try:
             await self.blocks.commit()
+            self.blocks.commit_failed(None)
             if self._commit_failed:
                 log.info("the index can be committed again")
             self._commit_failed = False
         except KvfsError as error:
+            self.blocks.commit_failed(error)
             if not self._commit_failed:
                 log.error("%s; tried again every second", error)
             self._commit_failed = True
@@ -532,7 +535,8 @@ class Store:
             await self._seal_all()
         if scope.cancelled_caught:
             log.error("not everything could be sealed within %.0f s", _SEAL_AT_CLOSE_S)
-            clean = clean and not self.reservations.pages  # segments with clients' runs in flight stay open
+            # Segments with runs in flight stay open.
+            clean = clean and not self.reservations.pages and not self.segments.runs_in_flight()
         self.slabs.close()
         self.segments.stop()
         for number in self.index.volatile_inodes():
@@ -556,3 +560,8 @@ class Store:
                 await self.sealing.seal_quietly(number)
         await self.sealing.retry()
         await self.sealing.wait_idle()
+        # A file that the data plane has sealed is not dirty any more a moment before its run is released.
+        while self.segments.runs_in_flight():
+            self._take_notes()
+            await trio.sleep(_RUN_POLL_S)
+        self._take_notes()

@@ -83,6 +83,7 @@ uint32_t kvfs_names_in_flight(struct kvfs_names *names, uint64_t *out, uint32_t 
 enum kvfs_names_leave {
     KVFS_LEAVE_CLOSED = 1, /* the store is being opened, rebuilt or ended; so it begins */
     KVFS_LEAVE_HIDING = 2, /* a device is away: names may be those of blocks there */
+    KVFS_LEAVE_BEHIND = 8, /* commits fail: new names are slowed down, then refused */
     KVFS_LEAVE_PINS = 4    /* something is pinned. Then files are made here, but neither sealed, moved nor removed */
 };
 void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on);

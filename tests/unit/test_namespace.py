@@ -216,6 +216,11 @@ class StoreDouble:
     def entered(self, inode: Inode) -> None:
         assert self.index.get(inode.inode) is not None
 
+    create_delay_s = 0.0
+
+    def check_not_behind(self) -> None:
+        pass
+
     def give_name(self, parent: InodeNumber, name: bytes) -> None:
         assert self.index.lookup(parent, name) is not None
         self.given.append((parent, name))

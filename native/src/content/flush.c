@@ -120,7 +120,7 @@ int flush_start(struct flush *flush) {
     if (!names_try(plane->names, STEP_NS))
         return -EAGAIN;
     bool frozen = false, parked = false;
-    int r = names_left(plane->names) ? -EAGAIN : begin(flush, &frozen);
+    int r = names_left(plane->names) & ~(uint32_t)KVFS_LEAVE_BEHIND ? -EAGAIN : begin(flush, &frozen);
     if (r < 0) {
         if (frozen)
             kvfs_seal_end(plane, flush->inode, 0);

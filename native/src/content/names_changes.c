@@ -120,7 +120,7 @@ static int create(struct kvfs_plane *plane, uint64_t parent, const char *name, u
 }
 
 int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out) {
-    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING))
+    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_BEHIND))
         return -EAGAIN;
     int r = create(plane, parent, name, mode, uid, gid, out);
     kvfs_names_end(plane->names);
