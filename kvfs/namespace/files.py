@@ -181,7 +181,7 @@ class Namespace:
 
     @property
     def create_delay_s(self) -> float:
-        """Whoever makes a file waits so long first: the index does not keep up."""
+        """The time that a CREATE waits first, as the index does not keep up."""
         return self._blocks.create_delay_s
 
     @step

@@ -1,5 +1,4 @@
-"""`python stalling.py DIRECTORY mount ...`: kvfs whose Python can be told to stall: a double of a slow command, or of a
-machine that has no time for it.
+"""`python stalling.py DIRECTORY mount ...`: kvfs whose Python can be told to stall. It is a double of a slow command.
 
 DIRECTORY/stall: when it is there the event loop stands still for SECONDS; DIRECTORY/stalling says that it has begun.
 """

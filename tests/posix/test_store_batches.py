@@ -26,7 +26,7 @@ def store(pool: Pool, thread: int) -> None:
 
 
 def run(pool: Pool) -> tuple[float, float]:
-    """What reached Python for each store, and how many of the files were sealed without it."""
+    """How much reached Python for each store, and which share of the files was sealed without it."""
     for thread in range(THREADS):
         (pool.mount / f"{thread}").mkdir()
         (pool.mount / f"{thread}" / "first").touch()  # from then on its directory is in memory
