@@ -5,6 +5,7 @@
  * was removed. A removed name goes when the commit that removes it from the index has ended. */
 #include "names/names.h"
 
+#include <sched.h>
 #include <sys/random.h>
 
 #include "kvfs_checksum.h"
@@ -763,15 +764,15 @@ uint64_t kvfs_names_pending(struct kvfs_names *names) {
 
 /* ---- what the data plane's threads ask ---- */
 
+/* pthread_mutex_timedlock() would wait by a clock that may be set back. */
 bool names_try(struct kvfs_names *names, uint64_t ns) {
-    if (pthread_mutex_trylock(&names->lock) == 0)
-        return true;
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += (long)ns;
-    until.tv_sec += until.tv_nsec / 1000000000;
-    until.tv_nsec %= 1000000000;
-    return pthread_mutex_clocklock(&names->lock, CLOCK_MONOTONIC, &until) == 0;
+    const uint64_t until = now_ns() + ns;
+    while (pthread_mutex_trylock(&names->lock)) {
+        if (now_ns() >= until)
+            return false;
+        sched_yield();
+    }
+    return true;
 }
 
 const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uint64_t inode) {

@@ -1,0 +1,300 @@
+/* sources: base block names io content fuse virtiofs plane.c */
+/* Files that the data plane makes, seals, renames and removes without Python, and what it tells Python of them. Then many threads at once, beside
+ * commits. */
+#include "kernel_harness.h"
+
+#define SEGMENT 2u
+#define GENERATION 9u
+#define END_PAGE 4096u
+
+static struct kvfs_names *names;
+static struct kvfs_place *places;
+
+static uint32_t segment_notes(uint32_t segment) {
+    struct kvfs_noted noted[SEGMENTS];
+    uint32_t count = kvfs_places_noted(names, noted, SEGMENTS), found = 0;
+    for (uint32_t i = 0; i < count; i++)
+        found |= noted[i].segment == segment ? noted[i].notes : 0;
+    return found;
+}
+
+static void directory_put(uint64_t inode, uint64_t parent, const char *name) {
+    struct {
+        struct kvfs_inode_record record;
+        char name[16];
+    } made = {.record = {.inode = inode, .parent = parent, .kind = KVFS_KIND_DIRECTORY, .mode = 040755, .nlink = 2}};
+    made.record.name_size = (uint16_t)strlen(name);
+    made.record.record_size = (uint32_t)(sizeof(made.record) + round_up(made.record.name_size, 8));
+    memcpy(made.name, name, made.record.name_size);
+    CHECK(kvfs_names_put(names, &made, 0) == 0);
+    if (inode != 1)
+        CHECK(kvfs_name_put(plane, &made, 0) == 0);
+}
+
+static void names_open(void) {
+    names = kvfs_plane_names(plane);
+    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS);
+    places = kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20);
+    CHECK(places);
+    directory_put(1, 1, "");
+    kvfs_place_head(names, SEGMENT, GENERATION);
+    kvfs_names_leave(names, KVFS_LEAVE_CLOSED, 0);
+}
+
+static uint64_t create_here(const char *name, uint64_t *fh) {
+    struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100640};
+    void *body;
+    ask(FUSE_CREATE, 1, &in, sizeof(in), name, strlen(name) + 1);
+    CHECK(answer(&body, NULL) == 0);
+    struct fuse_entry_out entry;
+    memcpy(&entry, body, sizeof(entry));
+    memcpy(&created, (uint8_t *)body + sizeof(entry), sizeof(created));
+    *fh = created.fh;
+    CHECK(entry.nodeid >> KVFS_COUNTER_BITS == 3 && entry.attr.mode == 0100640 && entry.attr.size == 0);
+    return entry.nodeid;
+}
+
+static void flush_soon(uint64_t inode, uint64_t fh) {
+    struct fuse_flush_in in = {.fh = fh};
+    ask(FUSE_FLUSH, inode, &in, sizeof(in), NULL, 0);
+}
+
+static int rename_here(const char *name, const char *new_name) {
+    char both[600];
+    struct fuse_rename_in in = {.newdir = 1};
+    size_t size = (size_t)sprintf(both, "%s%c%s", name, 0, new_name) + 1;
+    ask(FUSE_RENAME, 1, &in, sizeof(in), both, size);
+    return answer(NULL, NULL);
+}
+
+static struct kvfs_inode_record record_of(uint64_t inode) {
+    uint8_t out[1024];
+    struct kvfs_inode_record record = {0};
+    if (kvfs_names_get(names, inode, out, sizeof(out)) > 0)
+        memcpy(&record, out, sizeof(record));
+    return record;
+}
+
+static void test_a_file_is_made_sealed_renamed_and_removed_here(void) {
+    uint64_t fh, found;
+    uint8_t *data = pattern(70000, 3);
+    uint64_t inode = create_here("tmp", &fh);
+    CHECK(write_at(inode, fh, 0, data, 70000) == 0);
+    flush_soon(inode, fh);
+    CHECK(answer(NULL, NULL) == 0);
+    struct kvfs_inode_record record = record_of(inode);
+    CHECK(record.flags == KVFS_INODE_SEALED && record.size == 70000 && record.segment == SEGMENT && record.generation == GENERATION);
+    CHECK(places[SEGMENT].live_pages == record.header_pages + 18 && places[SEGMENT].run_count == 0);
+    CHECK(segment_notes(SEGMENT) & KVFS_NOTE_ENTERED);
+    release(inode, fh);
+    CHECK(rename_here("tmp", "block") == 0);
+    CHECK(record_of(inode).version > record.version && record_of(inode).name_size == 5);
+    CHECK(segment_notes(SEGMENT) & KVFS_NOTE_RENAMED);
+    CHECK(kvfs_names_find(names, 1, "block", 5, &found) && found == inode);
+    struct kvfs_record there;
+    CHECK(kvfs_table_find_name(plane->table, 1, "block", 5, &there) == 0 && there.inode == inode);
+    CHECK(kvfs_table_find_name(plane->table, 1, "tmp", 3, &there) == -ENOENT);
+    int error;
+    uint64_t reader = open_read(inode, &error);
+    CHECK(error == 0 && read_check(inode, reader, 0, 70000, data, 70000) == 0);
+    release(inode, reader);
+    ask(FUSE_UNLINK, 1, "block", 6, NULL, 0);
+    CHECK(answer(NULL, NULL) == 0);
+    CHECK(record_of(inode).inode == 0 && places[SEGMENT].live_pages == 0);
+    CHECK(segment_notes(SEGMENT) & KVFS_NOTE_GONE);
+    CHECK(kvfs_table_find_name(plane->table, 1, "block", 5, &there) == -ENOENT);
+    free(data);
+    printf("ok a file is made, sealed, renamed and removed here\n");
+}
+
+static void test_python_gets_what_is_not_in_memory(void) {
+    uint64_t fh, inode = create_here("one", &fh);
+    release(inode, fh);
+    struct kvfs_event event;
+    while (kvfs_take_events(plane, &event, 1)) /* RESEAL: it is empty, and was never closed by a FLUSH */
+        ;
+    char both[] = "one\0two";
+    struct fuse_rename_in in = {.newdir = 77};
+    ask(FUSE_RENAME, 1, &in, sizeof(in), both, sizeof(both)); /* a directory that is not here */
+    struct kvfs_call call = forwarded_call(FUSE_RENAME);
+    kvfs_answer(plane, call.id, -ENOENT, 0);
+    CHECK(answer(NULL, NULL) == -ENOENT);
+    struct fuse_create_in create = {.flags = O_RDWR | O_CREAT, .mode = 0100640};
+    ask(FUSE_CREATE, 1, &create, sizeof(create), "one", 4); /* a name that is taken */
+    call = forwarded_call(FUSE_CREATE);
+    kvfs_answer(plane, call.id, -EEXIST, 0);
+    CHECK(answer(NULL, NULL) == -EEXIST);
+    kvfs_names_untold(names, 1, "stale", 5); /* a name that a host may believe in */
+    ask(FUSE_CREATE, 1, &create, sizeof(create), "stale", 6);
+    call = forwarded_call(FUSE_CREATE);
+    kvfs_answer(plane, call.id, -EIO, 0);
+    CHECK(answer(NULL, NULL) == -EIO);
+    kvfs_names_untold(names, 0, "", 0);
+    kvfs_names_begin(names); /* Python is in the middle of a step */
+    ask(FUSE_UNLINK, 1, "one", 4, NULL, 0);
+    call = forwarded_call(FUSE_UNLINK);
+    kvfs_names_end(names);
+    kvfs_answer(plane, call.id, -EBUSY, 0);
+    CHECK(answer(NULL, NULL) == -EBUSY);
+    ask(FUSE_UNLINK, 1, "one", 4, NULL, 0);
+    CHECK(answer(NULL, NULL) == 0);
+    printf("ok Python gets what is not in memory\n");
+}
+
+static void test_a_seal_that_fails_is_pythons(void) {
+    uint64_t fh, inode = create_here("fails", &fh);
+    uint8_t *data = pattern(9000, 4);
+    CHECK(write_at(inode, fh, 0, data, 9000) == 0);
+    segment_notes(SEGMENT);
+    uint32_t live = places[SEGMENT].live_pages;
+    fault(KVFS_FAULT_ERROR, 2, EIO);
+    flush_soon(inode, fh);
+    struct kvfs_call call = forwarded_call(FUSE_FLUSH);
+    fault(KVFS_FAULT_NONE, 2, 0);
+    CHECK(call.inode == inode && segment_notes(SEGMENT) & KVFS_NOTE_FAILED);
+    struct kvfs_failed_run run;
+    CHECK(kvfs_place_failed(names, SEGMENT, &run) == 1 && kvfs_place_failed(names, SEGMENT, &run) == 0);
+    CHECK(places[SEGMENT].run_count == 1 && places[SEGMENT].first_page == run.page && places[SEGMENT].live_pages == live);
+    CHECK(kvfs_names_in_flight(names, NULL, 0) == 0);
+    /* What comes behind the run is not acknowledged before it has ended. */
+    uint64_t other_fh, other = create_here("behind", &other_fh);
+    CHECK(write_at(other, other_fh, 0, data, 9000) == 0);
+    flush_soon(other, other_fh);
+    usleep(100000);
+    CHECK(nothing_answered() && record_of(other).flags == KVFS_INODE_SEALED);
+    kvfs_place_release(names, SEGMENT, run.page);
+    CHECK(answer(NULL, NULL) == 0 && places[SEGMENT].run_count == 0);
+    kvfs_answer(plane, call.id, -EIO, 0);
+    release(inode, fh);
+    release(other, other_fh);
+    CHECK(kvfs_file_discard(plane, inode) == 0);
+    free(data);
+    printf("ok a seal that fails is Python's\n");
+}
+
+static void test_a_flush_waits_for_room(void) {
+    uint64_t fh, inode = create_here("waits", &fh);
+    uint8_t *data = pattern(9000, 5);
+    CHECK(write_at(inode, fh, 0, data, 9000) == 0);
+    kvfs_place_head(names, UINT32_MAX, 0);
+    flush_soon(inode, fh);
+    struct kvfs_event event = {0};
+    for (uint64_t until = now_ns() + 20000000000ull; event.type != KVFS_EVENT_ROOM; usleep(200)) {
+        kvfs_take_events(plane, &event, 1);
+        CHECK(now_ns() < until);
+    }
+    CHECK(kvfs_flush_wanted(plane) == 4 && nothing_answered());
+    kvfs_flush_retry(plane); /* still none */
+    CHECK(kvfs_flush_wanted(plane) == 4 && nothing_answered());
+    kvfs_flush_give_up(plane);
+    CHECK(kvfs_flush_wanted(plane) == 0);
+    struct kvfs_call call = forwarded_call(FUSE_FLUSH);
+    kvfs_answer(plane, call.id, -ENOSPC, 0);
+    CHECK(answer(NULL, NULL) == -ENOSPC);
+    flush_soon(inode, fh);
+    for (uint64_t until = now_ns() + 20000000000ull; !kvfs_flush_wanted(plane); usleep(200))
+        CHECK(now_ns() < until);
+    kvfs_place_head(names, SEGMENT, GENERATION);
+    kvfs_flush_retry(plane);
+    CHECK(answer(NULL, NULL) == 0);
+    release(inode, fh);
+    /* The segment is full: the next of the supply is appended to. */
+    uint32_t rest = END_PAGE - places[SEGMENT].next_page, filler = kvfs_place_take(names, SEGMENT, rest);
+    CHECK(filler && kvfs_place_supply(names, 5, 11) == 0);
+    inode = create_here("next", &fh);
+    CHECK(write_at(inode, fh, 0, data, 9000) == 0);
+    flush_soon(inode, fh);
+    CHECK(answer(NULL, NULL) == 0);
+    CHECK(record_of(inode).segment == 5 && record_of(inode).generation == 11 && kvfs_place_lead(names) == 5);
+    CHECK(segment_notes(5) & KVFS_NOTE_LED);
+    CHECK(kvfs_place_withdraw(names, 5) == 0);
+    kvfs_place_release(names, SEGMENT, filler);
+    release(inode, fh);
+    free(data);
+    printf("ok a FLUSH waits for room, in its order\n");
+}
+
+/* ---- many threads ---- */
+
+#define THREADS 4
+#define TURNS 3000
+
+static atomic_uint working;
+static atomic_ullong made, renamed, removed, left_to_python;
+
+static void *churn(void *argument) {
+    unsigned thread = (unsigned)(uintptr_t)argument;
+    uint64_t dice = thread + 1;
+    for (uint32_t turn = 0; turn < TURNS; turn++) {
+        char name[32], new_name[32];
+        /* Some names are everybody's. */
+        snprintf(name, sizeof(name), "%s%u", turn % 4 ? "own" : "shared", turn % 4 ? thread * 1000 + turn % 50 : turn % 7);
+        snprintf(new_name, sizeof(new_name), "%s%u", turn % 3 ? "new" : "shared", turn % 3 ? thread * 1000 + turn % 60 : turn % 5);
+        struct kvfs_record record;
+        int r;
+        switch (random_below(&dice, 3)) {
+        case 0: r = name_create(plane, 60 + turn % 2, name, 0644, thread, thread, &record), made += r == 0; break;
+        case 1: r = name_rename(plane, 60 + turn % 2, name, 60, new_name, 0), renamed += r == 0; break;
+        default: r = name_unlink(plane, 60, turn % 2 ? name : new_name), removed += r == 0; break;
+        }
+        CHECK(r == 0 || r == -EAGAIN);
+        left_to_python += r != 0;
+    }
+    atomic_fetch_sub(&working, 1);
+    return NULL;
+}
+
+/* Python meanwhile: commits, some of which fail, and steps. */
+static void test_threads_beside_commits(void) {
+    directory_put(60, 1, "sixty");
+    directory_put(61, 60, "below");
+    pthread_t threads[THREADS];
+    atomic_store(&working, THREADS);
+    for (uintptr_t i = 0; i < THREADS; i++)
+        CHECK(pthread_create(&threads[i], NULL, churn, (void *)i) == 0);
+    for (uint32_t turn = 0; atomic_load(&working); turn++) {
+        uint64_t size;
+        CHECK(kvfs_names_commit_begin(names, &size));
+        usleep(300);
+        kvfs_names_commit_end(names, turn % 4 != 0);
+        kvfs_names_begin(names);
+        kvfs_inode_update(plane, &(struct kvfs_inode_record){.record_size = 128, .inode = 60, .kind = KVFS_KIND_DIRECTORY, .mode = 040755});
+        kvfs_names_end(names);
+        struct kvfs_event event;
+        while (kvfs_take_events(plane, &event, 1))
+            ;
+    }
+    for (uint32_t i = 0; i < THREADS; i++)
+        CHECK(pthread_join(threads[i], NULL) == 0);
+    CHECK(made > 100 && renamed > 20 && removed > 20);
+    /* Names in memory and the block table agree: what one has, the other has. */
+    uint64_t left = 0;
+    for (uint64_t parent = 60; parent <= 61; parent++) {
+        struct kvfs_name *listed = calloc(4096, sizeof(*listed));
+        int count = kvfs_names_list(names, parent, "", 0, listed, 4096);
+        CHECK(count >= 0 && count < 4096);
+        for (int i = 0; i < count; i++) {
+            struct kvfs_record record;
+            int r = kvfs_table_find_name(plane->table, parent, listed[i].name, listed[i].size, &record);
+            CHECK(listed[i].inode ? r == 0 && record.inode == listed[i].inode : r == -ENOENT);
+            bool directory = r == 0 && record.kind == KVFS_KIND_DIRECTORY;
+            left += listed[i].inode && !directory;
+        }
+        free(listed);
+    }
+    CHECK(left == made - removed);
+    printf("ok threads beside commits: %llu made, %llu renamed, %llu removed, %llu left to Python\n", (unsigned long long)made,
+           (unsigned long long)renamed, (unsigned long long)removed, (unsigned long long)left_to_python);
+}
+
+int main(void) {
+    plane_begin();
+    names_open();
+    test_a_file_is_made_sealed_renamed_and_removed_here();
+    test_python_gets_what_is_not_in_memory();
+    test_a_seal_that_fails_is_pythons();
+    test_a_flush_waits_for_room();
+    test_threads_beside_commits();
+    plane_end();
+    return 0;
+}
