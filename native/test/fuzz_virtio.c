@@ -32,6 +32,8 @@ static uint64_t handles[3];                       /* of the file that is being w
 static uint64_t slab, next_inode = 100, named[4]; /* inodes; of the names a to d */
 static uint32_t next_page = 2000;
 static atomic_bool flipping;
+static struct kvfs_names *names;
+static struct kvfs_place *places;
 
 static void *flip_main(void *unused) {
     uint64_t seed = 1;
@@ -224,6 +226,12 @@ static void start(void) {
     }
     CHECK(kvfs_file_create(plane, 2) == 0);
     kvfs_set_space(plane, (uint64_t)64 << 20, ENOSPC);
+    names = kvfs_plane_names(plane);
+    struct kvfs_inode_record top = {.record_size = sizeof(top), .inode = 1, .parent = 1, .kind = KVFS_KIND_DIRECTORY, .mode = 040755, .nlink = 2};
+    kvfs_names_number(names, UINT64_C(1) << KVFS_COUNTER_BITS);
+    places = kvfs_places_make(names, 2, 4096, 1 << 20);
+    CHECK(places && kvfs_names_put(names, &top, 0) == 0);
+    kvfs_place_head(names, 1, 1);
     session = kvfs_session_open(plane);
     CHECK(session >= 0);
     kvfs_calls_open(plane, 1);
@@ -254,7 +262,35 @@ static void start(void) {
     }
 }
 
+/* Python's part of what the data plane does by itself: it commits, ends runs that failed, makes room or says that there is none. From time to time it
+ * leaves nothing to the data plane. */
+static void names_work(void) {
+    static uint32_t turn;
+    uint64_t size;
+    turn++;
+    kvfs_names_leave(names, KVFS_LEAVE_CLOSED, turn % 8 == 7);
+    if (turn % 4 == 0) {
+        CHECK(kvfs_names_commit_begin(names, &size));
+        kvfs_names_commit_end(names, turn % 16 != 0);
+    }
+    struct kvfs_noted noted[2];
+    kvfs_places_noted(names, noted, 2);
+    for (struct kvfs_failed_run run; kvfs_place_failed(names, 1, &run);)
+        kvfs_place_release(names, 1, run.page);
+    if (!kvfs_flush_wanted(plane))
+        return;
+    kvfs_names_begin(names);
+    if (!places[1].run_count)
+        places[1].next_page = 1;
+    kvfs_names_end(names);
+    if (turn % 3)
+        kvfs_flush_retry(plane);
+    else
+        kvfs_flush_give_up(plane);
+}
+
 static void session_drain(void) {
+    names_work();
     static uint8_t message[REQUEST_SMALL + 64];
     ssize_t n;
     while ((n = recv(session, message, sizeof(message), MSG_DONTWAIT)) > 0) {
@@ -366,9 +402,11 @@ static void well_formed(uint32_t turn, const uint8_t *data, size_t size, uint32_
     }
     if ((in.opcode == FUSE_CREATE || in.opcode == FUSE_LOOKUP || in.opcode == FUSE_UNLINK || in.opcode == FUSE_RENAME || in.opcode == FUSE_MKDIR) &&
         size > 3) {
-        char names[5] = {(char)('a' + data[2] % 4), 0, (char)('a' + data[3] % 4), 0};
+        char two[5] = {(char)('a' + data[2] % 4), 0, (char)('a' + data[3] % 4), 0};
         uint32_t length = in.opcode == FUSE_RENAME ? 4 : 2;
-        memcpy(request + sizeof(in) + fixed[in.opcode], names, length);
+        if (in.opcode == FUSE_RENAME && data[2] & 4)
+            memcpy(request + sizeof(in), &(uint64_t){1}, sizeof(uint64_t)); /* to the same directory */
+        memcpy(request + sizeof(in) + fixed[in.opcode], two, length);
         in.len = (uint32_t)sizeof(in) + fixed[in.opcode] + length;
         in.nodeid = 1;
         memcpy(request, &in, sizeof(in));
