@@ -156,7 +156,7 @@ static void test_a_seal_that_fails_is_pythons(void) {
     CHECK(kvfs_place_failed(names, SEGMENT, &run) == 1 && kvfs_place_failed(names, SEGMENT, &run) == 0);
     CHECK(places[SEGMENT].run_count == 1 && places[SEGMENT].first_page == run.page && places[SEGMENT].live_pages == live);
     CHECK(kvfs_names_in_flight(names, NULL, 0) == 0);
-    /* What comes behind the run is not acknowledged before it has ended. */
+    /* A block behind the run is not acknowledged before the run has ended. */
     uint64_t other_fh, other = create_here("behind", &other_fh);
     CHECK(write_at(other, other_fh, 0, data, 9000) == 0);
     flush_soon(other, other_fh);

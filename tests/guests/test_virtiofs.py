@@ -60,7 +60,14 @@ OWN_POOLS = {
     "test_xattr.py",
 }
 # The same of every test in them.
-OF_THE_DAEMON = {"test_counters.py", "test_metrics.py", "test_top.py", "test_verbs.py"}
+OF_THE_DAEMON = {
+    "test_counters.py",
+    "test_metrics.py",
+    "test_rings.py",
+    "test_store_batches.py",
+    "test_top.py",
+    "test_verbs.py",
+}
 
 pytestmark = pytest.mark.timeout(300)
 
