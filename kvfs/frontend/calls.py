@@ -1,4 +1,4 @@
-"""Calls that come with every stored block: CREATE, UNLINK, RENAME and FLUSH, answered without a task for each.
+"""Calls: the CREATE, UNLINK, RENAME and FLUSH requests that the data plane leaves, answered without a task for each.
 
 The data plane hands them over in batches (struct kvfs_call, native/include/kvfs_plane.h), from every transport; all but
 a FLUSH are done when the handler returns. A call that has to wait (a CREATE of an existing file, a FLUSH that finds no
