@@ -37,10 +37,17 @@ WRITERS = 4
 
 
 def _load_and_kill(
-    pool: Pool, ledger: Ledger, chooser: random.Random, *, names: int, sizes: tuple[int, int], may_miss: bool
+    pool: Pool,
+    ledger: Ledger,
+    chooser: random.Random,
+    *,
+    names: int,
+    sizes: tuple[int, int],
+    may_miss: bool,
+    step: pathlib.Path | None = None,
 ) -> tuple[float, bool]:
-    """Run writers, kill the daemon 50 to 800 ms later, collect their reports. Returns the time of the kill, and whether
-    anything had been written by then."""
+    """Run writers, kill the daemon 50 to 800 ms later, collect their reports. With a `step` the daemon kills itself as
+    it comes there. Returns the time of the kill, and whether anything had been written by then."""
     children = []
     for writer in range(WRITERS):
         (pool.mount / f"w{writer}").mkdir(exist_ok=True)
@@ -61,7 +68,12 @@ def _load_and_kill(
     pid = pool.pid()
     time.sleep(chooser.uniform(0.05, 0.8))  # the moment is the point of the test
     killed_at = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
+    if step is None:
+        os.kill(pid, signal.SIGKILL)
+    else:
+        step.touch()
+        helpers.wait_until(lambda: not helpers.process_alive(pid), f"the end of daemon {pid} as {step.name}")
+        killed_at = time.monotonic()
     reports = [child.result() for child in children]
     for report in reports:
         ledger.add(report)
@@ -148,6 +160,40 @@ def test_killed_at_any_moment_without_eviction_nothing_acknowledged_is_missing(o
     status = pool.status()
     assert status["counters"]["evicted_blocks"] == 0
     assert "recovered: " in (pool.path / "kvfs.log").read_text()
+
+
+STEPS = ("frozen", "half-written", "written", "committed", "shown", "noted")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_between_two_steps_of_a_commit_nothing_acknowledged_is_missing(
+    step: str, own_pool: Callable[..., Pool], tmp_path: pathlib.Path
+) -> None:
+    pool = own_pool(files=4, size="256M", started=False)
+    ledger = Ledger()
+    for number in range(helpers.often(1, 3)):
+        (tmp_path / step).unlink(missing_ok=True)
+        helpers.run(
+            sys.executable,
+            pathlib.Path(__file__).with_name("killed_in_commit.py"),
+            tmp_path,
+            "mount",
+            pool.path,
+            pool.mount,
+            *pool.mount_args,
+            environment=pool.environment,
+        )
+        chooser = random.Random(f"{SEED} {step} {number}")
+        killed_at, written = _load_and_kill(
+            pool, ledger, chooser, names=40, sizes=(100, 300 * KIB), may_miss=False, step=tmp_path / step
+        )
+        assert written
+        helpers.detach(pool.mount)
+        pool.start()
+        ledger.settle(walk(pool.mount), killed_at, False)
+        pool.umount()
+    pool.command("fsck", str(pool.path), "--verify-data")
 
 
 def _replace_files(directory: pathlib.Path) -> None:
