@@ -220,6 +220,7 @@ class Store:
 
     def _open_names(self) -> None:
         """From now on the data plane makes, renames, removes and seals files."""
+        self.index.keep(ROOT_INODE)  # whatever lies below a pin lies below it
         if self.plane.abandoned is None and self._policy_is_plain:
             self.plane.names.leave(Leave.CLOSED, False)
 

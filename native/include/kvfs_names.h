@@ -84,7 +84,7 @@ enum kvfs_names_leave {
     KVFS_LEAVE_CLOSED = 1, /* the store is being opened, rebuilt or ended; so it begins */
     KVFS_LEAVE_HIDING = 2, /* a device is away: names may be those of blocks there */
     KVFS_LEAVE_BEHIND = 8, /* commits fail: new names are slowed down, then refused */
-    KVFS_LEAVE_PINS = 4    /* something is pinned. Then files are made here, but neither sealed, moved nor removed */
+    KVFS_LEAVE_PINS = 4    /* something is pinned. Below a pin files are neither sealed, moved nor removed here */
 };
 void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on);
 /* Hosts may believe that this name leads to an evicted block: Python makes it. With name_size 0: no host believes so of any. */

@@ -141,6 +141,36 @@ static void test_python_gets_what_is_not_in_memory(void) {
     printf("ok Python gets what is not in memory\n");
 }
 
+/* Python counts what is pinned. The rest of the pool is none of a pin's business. */
+static void test_below_a_pin_python_seals(void) {
+    struct {
+        struct kvfs_inode_record record;
+        char name[8];
+    } pinned = {.record = {.record_size = sizeof(pinned),
+                           .inode = 50,
+                           .parent = 1,
+                           .kind = KVFS_KIND_DIRECTORY,
+                           .flags = KVFS_INODE_PINNED,
+                           .mode = 040755,
+                           .nlink = 2,
+                           .name_size = 6},
+                .name = "pinned"};
+    CHECK(kvfs_names_put(names, &pinned, 0) == 0 && kvfs_name_put(plane, &pinned, 0) == 0);
+    kvfs_names_leave(names, KVFS_LEAVE_PINS, 1);
+    struct kvfs_record record;
+    CHECK(name_create(plane, 50, "below", 0644, 0, 0, &record) == 0);
+    CHECK(name_unlink(plane, 50, "below") == -EAGAIN);
+    CHECK(name_rename(plane, 50, "below", 1, "elsewhere", 0) == -EAGAIN);
+    struct flush flush = {.plane = plane, .inode = record.inode};
+    CHECK(flush_start(&flush) == -EAGAIN);
+    CHECK(name_create(plane, 1, "beside", 0644, 0, 0, &record) == 0);
+    CHECK(name_rename(plane, 1, "beside", 50, "inside", 0) == -EAGAIN);
+    CHECK(name_unlink(plane, 1, "beside") == 0);
+    kvfs_names_leave(names, KVFS_LEAVE_PINS, 0);
+    CHECK(name_unlink(plane, 50, "below") == 0);
+    printf("ok below a pin Python seals, moves and removes\n");
+}
+
 static void test_a_seal_that_fails_is_pythons(void) {
     uint64_t fh, inode = create_here("fails", &fh);
     uint8_t *data = pattern(9000, 4);
@@ -292,6 +322,7 @@ int main(void) {
     names_open();
     test_a_file_is_made_sealed_renamed_and_removed_here();
     test_python_gets_what_is_not_in_memory();
+    test_below_a_pin_python_seals();
     test_a_seal_that_fails_is_pythons();
     test_a_flush_waits_for_room();
     test_threads_beside_commits();

@@ -48,6 +48,16 @@ def test_a_stored_block_hardly_reaches_python(own_pool: Callable[..., Pool]) -> 
     assert sealed > 0.95
 
 
+def test_a_pin_elsewhere_changes_nothing(own_pool: Callable[..., Pool]) -> None:
+    pool = own_pool(size="256M", format_args=("--segment-size", "16M"))
+    (pool.mount / "kept").mkdir()
+    os.setxattr(pool.mount / "kept", "user.kvfs.pin", b"1")
+    handed, sealed = run(pool)
+    assert handed <= MOST and sealed > 0.95
+    (pool.mount / "kept" / "file").write_bytes(content(SIZE, "kept"))
+    assert pool.status()["space"]["pinned"] >= SIZE
+
+
 def test_renames_and_removals_of_new_files_hardly_reach_python(own_pool: Callable[..., Pool]) -> None:
     pool = own_pool(size="256M", format_args=("--segment-size", "16M"))
     run(pool)

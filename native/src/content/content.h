@@ -215,6 +215,8 @@ int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run
 int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out);
 int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name);
 int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name, uint32_t flags);
+/* Within a step: whether the inode is pinned, or lies below a directory that is, or that is not in memory. */
+bool name_is_pinned(struct kvfs_plane *plane, uint64_t inode);
 void places_wake(struct kvfs_plane *plane); /* after a step: Python takes notes, if there are some that it waits for */
 
 /* A seal for a FLUSH. done: 0: the content is on the devices, in the names, and a scan finds it (I13). -EAGAIN: it was not written, and Python is to

@@ -77,7 +77,7 @@ static int begin(struct flush *flush, bool *frozen) {
     struct kvfs_plane *plane = flush->plane;
     const struct kvfs_inode_record *current = names_record(plane->names, flush->inode);
     if (!current || current->kind != KVFS_KIND_FILE || current->extent_count ||
-        current->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS | KVFS_INODE_SLAB))
+        current->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS | KVFS_INODE_SLAB) || name_is_pinned(plane, flush->inode))
         return -EAGAIN;
     struct kvfs_seal_info info;
     int r = kvfs_seal_begin(plane, flush->inode, &info);
@@ -120,7 +120,7 @@ int flush_start(struct flush *flush) {
     if (!names_try(plane->names, STEP_NS))
         return -EAGAIN;
     bool frozen = false, parked = false;
-    int r = names_left(plane->names) & ~(uint32_t)KVFS_LEAVE_BEHIND ? -EAGAIN : begin(flush, &frozen);
+    int r = names_left(plane->names) & ~(uint32_t)(KVFS_LEAVE_BEHIND | KVFS_LEAVE_PINS) ? -EAGAIN : begin(flush, &frozen);
     if (r < 0) {
         if (frozen)
             kvfs_seal_end(plane, flush->inode, 0);

@@ -9,6 +9,7 @@
 /* The step of the kernel's own file times: more would only be more updates, when thousands of files a second enter a directory. */
 #define TOUCH_NS 4000000
 #define NOREPLACE 1u
+#define DEPTH_MAX 4096u /* of directories: longer than PATH_MAX allows */
 
 static bool step_begin(struct kvfs_plane *plane, uint32_t reasons) {
     if (!names_try(plane->names, STEP_NS))
@@ -40,6 +41,20 @@ static int name_holder(struct kvfs_plane *plane, uint64_t parent, const char *na
     }
     struct kvfs_record record;
     return kvfs_table_find_name(plane->table, parent, name, size, &record) == -ENOENT ? 0 : -EAGAIN;
+}
+
+bool name_is_pinned(struct kvfs_plane *plane, uint64_t inode) {
+    if (!(names_left(plane->names) & KVFS_LEAVE_PINS))
+        return false;
+    for (uint32_t depth = 0; depth < DEPTH_MAX; depth++) {
+        const struct kvfs_inode_record *record = names_record(plane->names, inode);
+        if (!record || record->flags & KVFS_INODE_PINNED)
+            return true;
+        if (record->parent == inode)
+            return false;
+        inode = record->parent;
+    }
+    return true;
 }
 
 static bool is_free(struct kvfs_plane *plane, uint64_t parent, const char *name) {
@@ -159,7 +174,7 @@ static int drop(struct kvfs_plane *plane, const struct kvfs_inode_record *record
 static int unlink_file(struct kvfs_plane *plane, uint64_t parent, const char *name) {
     const struct kvfs_inode_record *record;
     if (!directory_here(plane, parent) || name_holder(plane, parent, name, &record) != 1 || record->kind != KVFS_KIND_FILE ||
-        record->flags & (KVFS_INODE_PINNED | KVFS_INODE_SLAB))
+        record->flags & KVFS_INODE_SLAB || name_is_pinned(plane, record->inode))
         return -EAGAIN;
     int64_t now = time_now();
     int kept = kvfs_inode_remove(plane, record->inode);
@@ -171,7 +186,7 @@ static int unlink_file(struct kvfs_plane *plane, uint64_t parent, const char *na
 }
 
 int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) {
-    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_PINS))
+    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING))
         return -EAGAIN;
     int r = unlink_file(plane, parent, name);
     kvfs_names_end(plane->names);
@@ -185,6 +200,8 @@ static int rename_file(struct kvfs_plane *plane, uint64_t parent, const char *na
         record->kind != KVFS_KIND_FILE || record->flags & KVFS_INODE_SLAB)
         return -EAGAIN;
     if (name_holder(plane, new_parent, new_name, &target) != 0 || names_is_untold(plane->names, new_parent, new_name, (uint32_t)strlen(new_name)))
+        return -EAGAIN;
+    if (parent != new_parent && (name_is_pinned(plane, record->inode) || name_is_pinned(plane, new_parent)))
         return -EAGAIN;
     bool sealed = record->flags & KVFS_INODE_SEALED;
     int64_t now = time_now();
@@ -211,8 +228,7 @@ static int rename_file(struct kvfs_plane *plane, uint64_t parent, const char *na
 }
 
 int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name, uint32_t flags) {
-    uint32_t pins = parent != new_parent ? KVFS_LEAVE_PINS : 0;
-    if (flags & ~NOREPLACE || !step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | pins))
+    if (flags & ~NOREPLACE || !step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING))
         return -EAGAIN;
     int r = rename_file(plane, parent, name, new_parent, new_name);
     kvfs_names_end(plane->names);
