@@ -67,6 +67,16 @@ def read_direct(path: pathlib.Path, size: int) -> bytes:
         return bytes(memory)
 
 
+def stop(pid: int) -> None:
+    """Returns when every thread has stopped: the signal alone says that they will."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = pathlib.Path(f"/proc/{pid}/task")
+    wait_until(
+        lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in threads.iterdir()),
+        f"all threads of {pid} have stopped",
+    )
+
+
 def end_all(pool: Pool, *, wait: bool = True) -> None:
     pid = pool.pid()
     pool.command("umount", str(pool.path))
@@ -123,7 +133,7 @@ def test_a_descriptor_that_nobody_took_is_waited_for_by_nobody(served, where):
         if where == "of a second front end":
             with Guest(path) as guest:
                 with socket.socket(socket.AF_UNIX) as second:
-                    os.kill(pool.pid(), signal.SIGSTOP)
+                    stop(pool.pid())
                     second.connect(str(path))
                     front_end.send(second, 99, b"", (gift.fileno(),))
                     gift.close()
@@ -132,7 +142,7 @@ def test_a_descriptor_that_nobody_took_is_waited_for_by_nobody(served, where):
                 assert guest.tell(front_end.SET_OWNER) == 0
         else:
             with Guest(path, bare=True) as guest:
-                os.kill(pool.pid(), signal.SIGSTOP)
+                stop(pool.pid())
                 for fds in ((), (gift.fileno(),)):
                     front_end.send(guest.socket, 1 << 31, bytes(4096), fds)
                 gift.close()
