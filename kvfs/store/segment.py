@@ -76,7 +76,7 @@ class Segment:
         return self.place.run_count
 
     def covered_page(self) -> int:
-        """All blocks before this page have entered the index or failed."""
+        """All blocks before this page have entered the index or failed. Within a step."""
         return self.place.first_page if self.place.run_count else self.place.next_page
 
     def pack(self) -> bytes:

@@ -299,6 +299,13 @@ class Segments:
             self._close(segment)
         segment.place.awaited = int(segment.closing or segment.index in self._unsettled)
 
+    @step
+    def _hold(self, head: Head) -> None:
+        """Nobody but the caller, who has the head's lock, appends to it. In one step: the segment that the data plane
+        went on to last is the head's then."""
+        self.take_notes()
+        head.on_lead(None)
+
     def _lead(self, segment: Segment | None) -> None:
         """The data plane appends new blocks to this segment."""
         if segment is None:
@@ -396,8 +403,7 @@ class Segments:
             return [run]
         async with head.lock:
             runs: list[Run] = []
-            head.on_lead(None)
-            self.take_notes()
+            self._hold(head)
             try:
                 await self._allocate(head, overhead, data_pages, runs)
             except BaseException:
@@ -444,12 +450,14 @@ class Segments:
             segment = await self._next(Stream.SLAB)
         segment.state, segment.next_page = State.CLOSED, self.geometry.end_page
         segment.held += 1
-        segment.live_pages += self.area
+        with self.names:
+            segment.live_pages += self.area
         # There is no block header in it for a scan to look for.
         self.mark_dirty(segment, gone=False)
         self._changed.add(segment.index)
         return segment
 
+    @step
     def give_back(self, segment: Segment, generation: int) -> None:
         """The slab that took it is no more. Blocks may lie there by now."""
         if segment.state != State.CLOSED or segment.generation != generation or not segment.held:
@@ -600,9 +608,8 @@ class Segments:
     async def make_room(self, head: Head, pages: int) -> None:
         """Let the data plane append so many pages. NoSpaceError, DeviceError."""
         async with head.lock:
-            head.on_lead(None)
+            self._hold(head)
             try:
-                self.take_notes()
                 segment = head.segment
                 if segment is not None and self.geometry.end_page - segment.next_page < pages:
                     self.retire(segment)
@@ -774,7 +781,8 @@ class Segments:
         again = segment.copy_stale and segment.dirty
         segment.dirty = segment.copy_stale = False
         generation, closed = segment.generation, segment.state != State.OPEN
-        covered = self.geometry.end_page if segment.state == State.FREE else segment.covered_page()
+        with self.names:  # the data plane appends meanwhile: no run may lie before the page that it says
+            covered = self.geometry.end_page if segment.state == State.FREE else segment.covered_page()
         entries, count = (b"", 0) if segment.state == State.FREE else await self.collect(segment)
         limit = self.geometry.summary_pages * PAGE_SIZE
         summary = Summary(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trio
@@ -25,8 +27,10 @@ from store_pools import (
 
 import kvfs.store.segments as segments_module
 from kvfs.errors import DeviceError, FileTooLargeError
+from kvfs.names import Names, Note, Place
 from kvfs.plane import PlaneError
-from kvfs.pool.format import Stream
+from kvfs.pool.config import PoolConfig
+from kvfs.pool.format import Stream, Summary
 from kvfs.record import InodeFlags
 from kvfs.store.segment import Segment, State, usage
 from kvfs.store.segments import Segments
@@ -208,6 +212,83 @@ def test_a_summary_names_what_is_live_under_its_current_name(pool: Path) -> None
         current = store.index.raw(first.inode)
         assert current is not None and summary.entries == current
         assert summary.covered_page == store.segments.all[first.segment].next_page
+
+    with_store(pool, work)
+
+
+class Busy:
+    """A double of a place to which the data plane appends in the very moment that it is looked at."""
+
+    def __init__(self, place: Place, names: Names, segment: int) -> None:
+        self._place, self._names, self._segment = place, names, segment
+        self.taken: list[int] = []
+        self.thread = threading.Thread(target=lambda: self.taken.append(self._names.take(self._segment, 4)))
+
+    @property
+    def run_count(self) -> int:
+        count = self._place.run_count
+        if not self.thread.is_alive() and not self.taken:
+            self.thread.start()
+            self.thread.join(0.2)  # within a step it waits
+        return count
+
+    def __getattr__(self, name: str) -> int:
+        return cast(int, getattr(self._place, name))
+
+
+def test_a_summary_covers_no_block_that_is_on_its_way(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    covered: list[int] = []
+    pack = segments_module.pack_summary
+
+    def note(config: PoolConfig, summary: Summary, epoch: int) -> bytes:
+        covered.append(summary.covered_page)
+        return pack(config, summary, epoch)
+
+    async def work(store: Store) -> None:
+        block = await write(store, b"a")
+        segment = store.segments.all[block.segment]
+        store.segments.mark_dirty(segment, gone=False)
+        place = segment.place
+        busy = Busy(place, store.plane.names, segment.index)
+        monkeypatch.setattr(segments_module, "pack_summary", note)
+        segment.place = busy  # type: ignore[assignment]
+        await store.segments._write_summary(segment)
+        segment.place = place
+        busy.thread.join(10)
+        store.plane.names.release(segment.index, busy.taken[0])
+        assert covered[0] <= busy.taken[0]
+
+    with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
+
+
+def test_a_segment_that_the_data_plane_went_on_to_is_nobody_elses(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on just before Python wants the head for itself, and Python has not heard of it."""
+
+    async def work(store: Store) -> None:
+        segments, names = store.segments, store.plane.names
+        head = segments.head(Stream.NEW)
+        while not segments._ready:
+            await trio.sleep(0.01)
+        led = segments._ready[0]
+        lead: list[int | None] = [led.index]
+        noted = iter([[(int(led.index), int(Note.LED))]])
+        set_head, take = names.head, segments.take_notes
+        monkeypatch.setattr(names, "lead", lambda: lead[0])
+
+        def closes(segment: int | None, generation: int = 0) -> None:
+            lead[0] = segment
+            set_head(segment, generation)
+
+        def goes_on() -> None:
+            if head.lock.locked():
+                monkeypatch.setattr(names, "noted", lambda: next(noted, []))
+            take()
+
+        monkeypatch.setattr(names, "head", closes)
+        monkeypatch.setattr(segments, "take_notes", goes_on)
+        names.withdraw(led.index)
+        await segments.make_room(head, 4)
+        assert head.segment is led or led.closing or led.state != State.OPEN
 
     with_store(pool, work)
 

@@ -2,7 +2,6 @@
  * are Python's (kvfs/store/sealing.py). */
 #include "content/content.h"
 
-#define STEP_NS 200000u
 #define ANCESTORS_SIZE_MAX (1u << 20)
 #define RECORD_MAX (1u << 20)
 #define ROOT_INODE 1u
@@ -26,13 +25,6 @@ static int ancestors_collect(struct kvfs_plane *plane, uint64_t parent, uint8_t 
         inode = record->parent;
     }
     return 0;
-}
-
-static struct kvfs_inode_record *record_again(const struct kvfs_inode_record *from) {
-    struct kvfs_inode_record *to = malloc(from->record_size);
-    if (to)
-        memcpy(to, from, from->record_size);
-    return to;
 }
 
 /* Takes a place, and makes the record that its header will have. Errors are those of place_take(). */
@@ -117,7 +109,7 @@ static void park(struct flush *flush) {
 int flush_start(struct flush *flush) {
     struct kvfs_plane *plane = flush->plane;
     flush->before = NULL;
-    if (!names_try(plane->names, STEP_NS))
+    if (!names_try(plane->names))
         return -EAGAIN;
     bool frozen = false, parked = false;
     int r = names_left(plane->names) & ~(uint32_t)(KVFS_LEAVE_BEHIND | KVFS_LEAVE_PINS) ? -EAGAIN : begin(flush, &frozen);

@@ -4,15 +4,13 @@
 
 #include <sys/stat.h>
 
-/* Python's steps take some milliseconds at most. A request that waits longer than this goes to Python, which is awake then. */
-#define STEP_NS 200000u
 /* The step of the kernel's own file times: more would only be more updates, when thousands of files a second enter a directory. */
 #define TOUCH_NS 4000000
 #define NOREPLACE 1u
 #define DEPTH_MAX 4096u /* of directories: longer than PATH_MAX allows */
 
 static bool step_begin(struct kvfs_plane *plane, uint32_t reasons) {
-    if (!names_try(plane->names, STEP_NS))
+    if (!names_try(plane->names))
         return false;
     if (!(names_left(plane->names) & reasons))
         return true;
@@ -75,13 +73,6 @@ static struct kvfs_inode_record *record_named(const struct kvfs_inode_record *fr
     to->record_size = (uint32_t)(sizeof(*to) + round_up(size, 8) + rest);
     memcpy(to + 1, name, size);
     memcpy((char *)(to + 1) + round_up(size, 8), record_extents(from), rest);
-    return to;
-}
-
-static struct kvfs_inode_record *record_again(const struct kvfs_inode_record *from) {
-    struct kvfs_inode_record *to = malloc(from->record_size);
-    if (to)
-        memcpy(to, from, from->record_size);
     return to;
 }
 

@@ -13,6 +13,8 @@
 #define CLEAN_FILES_MAX 32768u
 #define CLEAN_DIRECTORIES_MAX 65536u
 #define BUCKETS_MIN 1024u
+/* Python's steps take some milliseconds at most. */
+#define STEP_NS 200000u
 /* Evicted names that hosts were not told of, by their hashes. Two that share a place only cost a detour by Python. */
 #define UNTOLD 4096u
 #define GROUP_ATTRIBUTE "user.kvfs.group"
@@ -112,59 +114,27 @@ static struct directory **directory_bucket(const struct kvfs_names *names, uint6
     return (struct directory **)&names->directories.buckets[number_hash(inode) & names->directories.mask];
 }
 
-/* A larger array of buckets, which the caller fills. NULL: the map stays as it is, a little slower. */
-static void **map_grown(struct map *map) { return map->count <= map->mask ? NULL : calloc((map->mask + 1) * 2, sizeof(*map->buckets)); }
-
-static void entries_grow(struct kvfs_names *names) {
-    void **old = names->entries.buckets, **grown = map_grown(&names->entries);
+/* More buckets for more items, each of which has its `next` at that offset. Without memory the map stays as it is, a little slower. */
+static void map_grow(struct map *map, size_t next_at, uint64_t (*hash)(const void *item)) {
+    const uint64_t size = (map->mask + 1) * 2;
+    void **grown = map->count <= map->mask ? NULL : calloc(size, sizeof(*grown));
     if (!grown)
         return;
-    uint64_t count = names->entries.mask + 1;
-    names->entries.buckets = grown;
-    names->entries.mask = count * 2 - 1;
-    for (uint64_t i = 0; i < count; i++)
-        for (struct entry *entry = old[i], *next; entry; entry = next) {
-            struct entry **bucket = entry_bucket(names, entry->inode);
-            next = entry->next;
-            entry->next = *bucket;
-            *bucket = entry;
+    for (uint64_t i = 0; i <= map->mask; i++)
+        for (void *item = map->buckets[i], *next; item; item = next) {
+            void **bucket = &grown[hash(item) & (size - 1)];
+            memcpy(&next, (char *)item + next_at, sizeof(next));
+            memcpy((char *)item + next_at, bucket, sizeof(next));
+            *bucket = item;
         }
-    free(old);
+    free(map->buckets);
+    map->buckets = grown;
+    map->mask = size - 1;
 }
 
-static void names_grow(struct kvfs_names *names) {
-    void **old = names->names.buckets, **grown = map_grown(&names->names);
-    if (!grown)
-        return;
-    uint64_t count = names->names.mask + 1;
-    names->names.buckets = grown;
-    names->names.mask = count * 2 - 1;
-    for (uint64_t i = 0; i < count; i++)
-        for (struct name *name = old[i], *next; name; name = next) {
-            struct name **bucket = name_bucket(names, name->hash);
-            next = name->next;
-            name->next = *bucket;
-            *bucket = name;
-        }
-    free(old);
-}
-
-static void directories_grow(struct kvfs_names *names) {
-    void **old = names->directories.buckets, **grown = map_grown(&names->directories);
-    if (!grown)
-        return;
-    uint64_t count = names->directories.mask + 1;
-    names->directories.buckets = grown;
-    names->directories.mask = count * 2 - 1;
-    for (uint64_t i = 0; i < count; i++)
-        for (struct directory *directory = old[i], *next; directory; directory = next) {
-            struct directory **bucket = directory_bucket(names, directory->inode);
-            next = directory->next;
-            directory->next = *bucket;
-            *bucket = directory;
-        }
-    free(old);
-}
+static uint64_t entry_hash(const void *item) { return number_hash(((const struct entry *)item)->inode); }
+static uint64_t node_hash(const void *item) { return ((const struct name *)item)->hash; }
+static uint64_t directory_hash(const void *item) { return number_hash(((const struct directory *)item)->inode); }
 
 /* ---- records ---- */
 
@@ -244,7 +214,7 @@ static struct directory *directory_get(struct kvfs_names *names, uint64_t inode)
     directory->next = *bucket;
     *bucket = directory;
     names->directories.count++;
-    directories_grow(names);
+    map_grow(&names->directories, offsetof(struct directory, next), directory_hash);
     return directory;
 }
 
@@ -295,7 +265,7 @@ static struct name *name_get(struct kvfs_names *names, const struct kvfs_inode_r
     name->next = *bucket;
     *bucket = name;
     names->names.count++;
-    names_grow(names);
+    map_grow(&names->names, offsetof(struct name, next), node_hash);
     return name;
 }
 
@@ -364,7 +334,7 @@ static struct entry *entry_new(struct kvfs_names *names, uint64_t inode) {
     link_add(&names->states[VOLATILE], &entry->link);
     names->counts[VOLATILE]++;
     names->entries.count++;
-    entries_grow(names);
+    map_grow(&names->entries, offsetof(struct entry, next), entry_hash);
     return entry;
 }
 
@@ -765,8 +735,8 @@ uint64_t kvfs_names_pending(struct kvfs_names *names) {
 /* ---- what the data plane's threads ask ---- */
 
 /* pthread_mutex_timedlock() would wait by a clock that may be set back. */
-bool names_try(struct kvfs_names *names, uint64_t ns) {
-    const uint64_t until = now_ns() + ns;
+bool names_try(struct kvfs_names *names) {
+    const uint64_t until = now_ns() + STEP_NS;
     while (pthread_mutex_trylock(&names->lock)) {
         if (now_ns() >= until)
             return false;

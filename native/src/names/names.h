@@ -7,8 +7,8 @@
 #include "base/base.h"
 #include "kvfs_names.h"
 
-/* As kvfs_names_begin(), but gives up after `ns`: Python may be in the middle of a long step. */
-bool names_try(struct kvfs_names *names, uint64_t ns);
+/* As kvfs_names_begin(), but gives up after 0.2 ms: Python may be in the middle of a long step. It is awake then, and gets the request. */
+bool names_try(struct kvfs_names *names);
 /* The inode's record; NULL: it is not here, or gone. Valid until its next change. */
 const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uint64_t inode);
 /* As kvfs_names_put, and takes over the record, which malloc() made; after an error it is the caller's. */
@@ -24,6 +24,14 @@ static inline const char *record_name(const struct kvfs_inode_record *record) { 
 /* Attributes and extents follow the name, which is padded to 8 bytes. */
 static inline const struct kvfs_extent *record_extents(const struct kvfs_inode_record *record) {
     return (const void *)(record_name(record) + round_up(record->name_size, 8));
+}
+
+/* NULL: no memory. */
+static inline struct kvfs_inode_record *record_again(const struct kvfs_inode_record *from) {
+    struct kvfs_inode_record *to = malloc(from->record_size);
+    if (to)
+        memcpy(to, from, from->record_size);
+    return to;
 }
 
 /* ---- places.c ---- */
