@@ -7,7 +7,7 @@
 #include "base/base.h"
 #include "kvfs_names.h"
 
-/* As kvfs_names_begin(), but gives up after 0.2 ms: Python may be in the middle of a long step. It is awake then, and gets the request. */
+/* As kvfs_names_begin(), but gives up after 5 ms: Python may be in the middle of a long step. It is awake then, and gets the request. */
 bool names_try(struct kvfs_names *names);
 /* The inode's record; NULL: it is not here, or gone. Valid until its next change. */
 const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uint64_t inode);
