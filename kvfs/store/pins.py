@@ -14,7 +14,7 @@ import trio
 
 from kvfs.index.interface import Index
 from kvfs.names import Leave, Names
-from kvfs.record import FLAGS_OFFSET, NUMBER_OFFSET, RECORD_NUMBERS, InodeFlags, Kind
+from kvfs.record import FLAGS_OFFSET, NUMBER_OFFSET, RECORD_NUMBERS, Inode, InodeFlags, Kind
 from kvfs.store.segment import usage
 from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber
@@ -64,6 +64,15 @@ class Pins:
             self._names.leave(Leave.PINS, bool(self._pinned))
             self._index.meta_put(_PREFIX + _KEY.pack(inode), None)
             self.changed.set()
+
+    def follow(self, inode: Inode) -> None:
+        """Recovery found this inode on the devices, pinned or not: the last commit may not know of that."""
+        if (InodeFlags.PINNED in inode.flags) == (inode.inode in self._pinned):
+            return
+        if InodeFlags.PINNED in inode.flags:
+            self.add(inode.inode)
+        else:
+            self.remove(inode.inode)
 
     def holds(self, record: bytes) -> bool:
         """Whether this inode, or a directory above it, is pinned by a user within the share."""

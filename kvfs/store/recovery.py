@@ -74,7 +74,9 @@ async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: i
 # ---- after an unclean end ----
 
 
-async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_version: int, in_flight: set[int]) -> None:
+async def recover(
+    index: LmdbIndex, segments: Segments, plane: Plane, pins: Pins, known_version: int, in_flight: set[int]
+) -> None:
     """Bring index and segments together after an unclean end. Afterwards every segment is FREE or CLOSED.
 
     The index knows the fate of every block up to known_version, but those in flight.
@@ -116,7 +118,7 @@ async def recover(index: LmdbIndex, segments: Segments, plane: Plane, known_vers
             # The daemon that died may have had writes of a slab under way.
             segment.late |= segment.stream == Stream.SLAB
         segments.changed(segment)
-    admission = Admission(index, segments, plane, lost, known_version, in_flight)
+    admission = Admission(index, segments, plane, pins, lost, known_version, in_flight)
     for segment, first_page in sorted(to_scan, key=lambda item: -item[0].generation):
         segment.state = State.CLOSED
         segment.late = True  # clients of the daemon that died may still write to it
@@ -205,6 +207,7 @@ class Admission:
     index: LmdbIndex
     segments: Segments
     plane: Plane
+    pins: Pins
     lost: set[int]
     known_version: int
     in_flight: set[int] = field(default_factory=set)
@@ -285,6 +288,7 @@ class Admission:
         if known is not None:
             self._dirty(known)
         self.index.put(inode, known)
+        self.pins.follow(inode)
         self.admitted += 1
         self.readmitted += inode.inode in self.lost
 
@@ -313,6 +317,7 @@ class Admission:
                 doomed += [below for _, number in names if (below := self.index.get(number)) is not None]
         for inode in doomed:
             self.index.delete(inode)
+            self.pins.remove(inode.inode)
             self._dirty(inode)
         if len(doomed) > 1:
             log.warning("directory %d (%r) gave way to a newer file of its name, with %d entries in it", old.inode,
@@ -350,6 +355,7 @@ class Admission:
             taken = self.index.get(other)
             return taken.inode if taken is not None and taken.kind == Kind.DIRECTORY else None
         self.index.put(found, None)
+        self.pins.follow(found)
         return found.inode
 
 

@@ -183,9 +183,8 @@ class Store:
             await job.prepare()
         elif not clean:
             in_flight = array("Q", index.meta_get(META_IN_FLIGHT) or b"")
-            await recovery.recover(
-                self.index, self.segments, self.plane, meta_number(index, META_VERSION), set(in_flight)
-            )
+            known_version = meta_number(index, META_VERSION)
+            await recovery.recover(self.index, self.segments, self.plane, self.pins, known_version, set(in_flight))
         # From here on each commit carries versions: before it, recovery needed those of the last mount.
         self.blocks.commit_now()
         if not rebuild:

@@ -30,7 +30,7 @@ from kvfs.pool import config as configuration
 from kvfs.pool.geometry import layout
 from kvfs.pool.labels import write_labels
 from kvfs.pool.making import import_pool
-from kvfs.record import Kind
+from kvfs.record import Inode, InodeFlags, Kind
 from kvfs.store import store as store_module
 from kvfs.store.fsck import fsck
 from kvfs.store.segment import State
@@ -415,6 +415,32 @@ def test_carried_over_blocks_survive_the_reuse_of_their_segment(pool: Path) -> N
     assert b"kept" in found(pool)
     lose_index(pool)
     assert b"kept" in found(pool)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_pin_that_only_a_header_knows_is_as_the_block_says(pool: Path, pinned: bool) -> None:
+    """The last commit is older than the change of the pin, and the block was sealed again after it."""
+
+    async def work(store: Store) -> None:
+        block = await write(store, b"block")
+        if not pinned:
+            await store.blocks.pin(block.inode)
+        await store.blocks.commit()
+        await (store.blocks.pin if pinned else store.blocks.unpin)(block.inode)
+        await store.sealing.rewrite(block.inode, True)
+        store.plane.file_truncate(block.inode, 20_000)
+        assert await store.sealing.seal(block.inode) is not None
+
+    crashed_store(pool, work, LAZY)
+
+    async def check(store: Store) -> None:
+        number = store.index.lookup(ROOT_INODE, b"block")
+        record = None if number is None else store.index.raw(number)
+        assert number is not None and record is not None
+        assert (InodeFlags.PINNED in Inode.unpack(record).flags) == store.pins.holds(record) == pinned
+        assert store.pins.numbers() == ([number] if pinned else [])
+
+    with_store(pool, check)
 
 
 def test_pins_survive_with_and_without_the_index(pool: Path) -> None:
