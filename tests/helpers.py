@@ -134,7 +134,8 @@ class Pool:
 
     files and size make `--files`; devices, if given, are used instead. With a template, the directory of a pool
     that is not mounted, the pool is a copy of it. With started=False it is left unmounted. With rings=True its mounts
-    use FUSE over io_uring. On an exception the tail of the daemon's log is added to it.
+    use FUSE over io_uring. `program`: Python runs it in place of kvfs to mount the pool. On an exception the tail of
+    the daemon's log is added to it.
     """
 
     def __init__(
@@ -150,7 +151,9 @@ class Pool:
         template: pathlib.Path | None = None,
         started: bool = True,
         rings: bool = False,
+        program: Sequence[str | pathlib.Path] = ("-m", "kvfs"),
     ) -> None:
+        self.program = tuple(program)
         self.template, self.started, self.rings = template, started, rings
         self.files, self.size, self.devices = files, size, tuple(devices)
         self.format_args, self.mount_args = tuple(format_args), tuple(mount_args)
@@ -200,7 +203,8 @@ class Pool:
     def start(self, *extra: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         """Mount; returns once the mount answers."""
         with rings_offered() if self.rings else contextlib.nullcontext():
-            self.command("mount", str(self.path), str(self.mount), *self.mount_args, *extra, timeout_s=timeout_s)
+            words = ("mount", str(self.path), str(self.mount), *self.mount_args, *extra)
+            run(sys.executable, *self.program, *words, timeout_s=timeout_s, environment=self.environment)
         if mount_device(self.mount) is None:
             raise CommandError(f"kvfs mount returned 0, but nothing is mounted at {self.mount}")
 

@@ -45,6 +45,9 @@ INDEX_GRACE_S = 15.0
 SUMMARY_GRACE_S = 20.0
 FOREVER = -1e9
 
+# The daemon compares the data plane's names with the index after each commit.
+COMPARING = pathlib.Path(__file__).with_name("comparing_mount.py")
+
 NAMES = st.sampled_from(["a", "b", "c", "d", "e.tmp", "f"])
 SIZES = st.sampled_from([0, 1, 100, 4095, 4096, 4097, 50_000, 131_072, 200_001, MIB + 1, 1_300_000])
 
@@ -99,7 +102,7 @@ class Mounted:
     def take(self) -> Pool:
         if self.pool is None or self.used >= EXAMPLES_A_POOL:
             self.stack.close()
-            self.pool = self.stack.enter_context(Pool(files=4, size="512M"))
+            self.pool = self.stack.enter_context(Pool(files=4, size="512M", program=[COMPARING]))
             self.used = 0
         self.used += 1
         return self.pool
@@ -675,6 +678,7 @@ def pools() -> Iterator[None]:
     try:
         yield
     finally:
+        print(mounted.pool.log_tail() if mounted.pool else "no pool")
         mounted.stack.close()
 
 

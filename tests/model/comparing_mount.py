@@ -1,0 +1,107 @@
+"""`python comparing_mount.py mount ...`: kvfs that compares its names with the index after each commit.
+
+The names in memory and the block table are the data plane's, the index is Python's. In the step in which a commit ends
+they must say the same, but for what has changed since the commit began. A difference ends the daemon by SIGABRT, and
+its log has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvfs.cli import main
+from kvfs.index.lmdb import LmdbIndex
+from kvfs.record import Inode, InodeFlags, Kind
+from kvfs.store.store import Store
+
+# Beyond so many inodes a comparison takes longer than the commits are apart.
+INODES_MAX = 20_000
+stores: list[Store] = []
+
+
+def committed(index: LmdbIndex) -> dict[int, bytes]:
+    """The records of the last commit, by inode."""
+    cursor: Any = index._read.cursor(index._inodes_db)
+    records = cursor.iternext(keys=False, values=True) if cursor.first() else ()
+    return {int(Inode.unpack(record).inode): record for record in records}
+
+
+def differences(store: Store) -> list[str]:
+    """Within a step."""
+    index, names, plane = store.index, store.blocks.names, store.plane
+    stored = committed(index)
+    if len(stored) > INODES_MAX or store.rebuilding or index.is_hiding:
+        return []
+    found: list[str] = []
+    changed = {(parent, name): inode for parent, name, inode in names.changed()}
+    dentries = {(parent, name): inode for parent, name, inode in index.dentries()}
+    # Nothing waits: the names in memory are the index's records.
+    if not names.pending:
+        volatile = set(names.volatile())
+        for number, record in stored.items():
+            here = names.get(number)
+            if here is not None and here != record and number not in volatile:
+                found.append(f"inode {number}: in memory {here!r}, in the index {record!r}")
+    for (parent, name), number in {**dentries, **changed}.items():
+        in_table, in_memory = plane.table_find_name(parent, name), names.find(parent, name)
+        if (in_table or 0) != number:
+            found.append(f"{name!r} in directory {parent}: inode {number}, in the block table {in_table}")
+        if in_memory not in (None, number):
+            found.append(f"{name!r} in directory {parent}: inode {number}, in memory {in_memory}")
+        record = names.get(number) if number else b""
+        record = stored.get(number, b"") if record is None else record
+        inode = Inode.unpack(record) if record else None
+        if number and (inode is None or (inode.parent, inode.name) != (parent, name)):
+            found.append(f"{name!r} in directory {parent}: inode {number} is {inode}")
+    named_inodes = {number for number in {**dentries, **changed}.values() if number}
+    nameless = [number for number in names.volatile() if Inode.unpack(names.get(number) or b"").nameless]
+    expected, there = 1 + len(named_inodes) + len(nameless), plane.table_statistics()["records"]
+    if there != expected:
+        found.append(
+            f"{there} records in the block table: the root, {len(named_inodes)} named, {len(nameless)} nameless"
+        )
+    memberships = set(index.memberships())
+    for number, record in stored.items():
+        inode = Inode.unpack(record)
+        named = bool(inode.name) and not inode.nameless
+        if named and dentries.get((inode.parent, inode.name)) != number:
+            found.append(f"inode {number} in the index: its name {inode.name!r} leads elsewhere")
+        if (
+            inode.kind == Kind.FILE
+            and InodeFlags.SEALED in inode.flags
+            and (int(inode.segment), number) not in memberships
+        ):
+            found.append(f"inode {number} in the index: no member of segment {inode.segment}")
+    return found
+
+
+def compare_after_commits() -> None:
+    started: Callable[..., Any] = Store._start
+    ended: Callable[..., Any] = LmdbIndex._end_commit
+
+    async def start(self: Store, *arguments: Any) -> None:
+        await started(self, *arguments)
+        stores.append(self)
+
+    def end(self: LmdbIndex, batch: Any, error: BaseException | None) -> None:
+        with self._names:
+            ended(self, batch, error)
+            found = differences(stores[0]) if stores and stores[0].index is self and error is None else []
+        if found:
+            logging.getLogger("kvfs.daemon").critical("names and index differ: %s", "; ".join(found[:10]))
+            os.abort()
+
+    Store._start = start  # type: ignore[method-assign]
+    LmdbIndex._end_commit = end  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    compare_after_commits()
+    sys.exit(main())
