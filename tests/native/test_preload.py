@@ -425,7 +425,7 @@ def test_a_file_that_is_rewritten_in_place_is_the_mounts_until_its_seal(director
 
 
 def same(pair, *call):
-    """As pair(), of what may be evicted between the two questions. Hosts are told of that a quarter of a second later."""
+    """As pair(), of what may be evicted between the two questions. Hosts are told within a quarter of a second."""
     until = time.monotonic() + 5.0
     while True:
         try:
