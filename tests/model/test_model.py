@@ -709,3 +709,20 @@ def test_the_mount_behaves_like_the_model(pools: None) -> None:
         if seen_enough():
             break
     assert seen_enough(), tally
+
+
+def test_an_index_that_loses_a_record_is_noticed() -> None:
+    """The comparison that the runs above depend on can fail."""
+    helpers.requires_root()
+    helpers.requires_fuse()
+    environment = {"KVFS_MODEL_LOSE": "lost"}
+    with Pool(files=2, size="256M", program=[COMPARING], environment=environment) as pool:
+        helpers.write_file(pool.mount / "kept", b"x")
+        with helpers.opened(pool.mount, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+            os.fsync(descriptor)
+        pid = pool.pid()
+        assert helpers.process_alive(pid)
+        helpers.write_file(pool.mount / "lost", b"x")
+        helpers.wait_until(lambda: not helpers.process_alive(pid), "the end of the daemon")
+        assert "names and index differ" in pool.log_tail()
+        helpers.detach(pool.mount)

@@ -13,7 +13,7 @@
 #define CLEAN_FILES_MAX 32768u
 #define CLEAN_DIRECTORIES_MAX 65536u
 #define BUCKETS_MIN 1024u
-/* Python's steps take some 0.1 ms, and some milliseconds where another process has its core meanwhile. */
+/* A step of Python's is short, but where another process has its core meanwhile it takes milliseconds. */
 #define STEP_NS 5000000u
 #define SPIN_NS 100000u
 /* Evicted names that hosts were not told of, by their hashes. Two that share a place only cost a detour by Python. */
