@@ -12,7 +12,7 @@ one, and why they are not copied:
 - of several batch items in one registered buffer, the real one checks the range of the first only; ours of all
 - whether a completion is there at once is a matter of time: the real one reads small files of a mount while submitting
 
-GPU memory is a double here (native/test/doubles/fake_cuda.c), and says nothing about a GPU.
+GPU memory is a double here (native/shims/cufile/test/fake_cuda.c), and says nothing about a GPU.
 """
 
 import contextlib
