@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from helpers import KIB, Pool, content
@@ -11,8 +12,11 @@ from helpers import KIB, Pool, content
 THREADS = 4
 FILES = 250  # of each thread
 SIZE = 64 * KIB
-# Of events, completions and calls together: some five for each segment, and a second has one commit.
+# Of events, completions and calls together: some five for each segment.
 MOST = 0.05
+# A look at each of the four devices, and a summary by the timer, come by the second, however many blocks are stored in
+# it: an idle mount has 3.6.
+A_SECOND = 5.0
 
 
 def store(pool: Pool, thread: int) -> None:
@@ -25,20 +29,29 @@ def store(pool: Pool, thread: int) -> None:
         made.rename(directory / f"block-{index}")
 
 
+def counters(pool: Pool) -> tuple[dict[str, int], float]:
+    return pool.status()["counters"], time.monotonic()
+
+
+def handed_each(before: tuple[dict[str, int], float], after: tuple[dict[str, int], float]) -> float:
+    """How much reached Python for each file, without what comes by the second."""
+    handed = after[0]["handed"] - before[0]["handed"] - A_SECOND * (after[1] - before[1])
+    return max(0.0, handed) / (THREADS * FILES)
+
+
 def run(pool: Pool) -> tuple[float, float]:
     """How much reached Python for each store, and which share of the files was sealed without it."""
     for thread in range(THREADS):
         (pool.mount / f"{thread}").mkdir()
         (pool.mount / f"{thread}" / "first").touch()  # from then on its directory is in memory
-    before = pool.status()["counters"]
+    before = counters(pool)
     threads = [threading.Thread(target=store, args=(pool, thread)) for thread in range(THREADS)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    after = pool.status()["counters"]
-    count = THREADS * FILES
-    return (after["handed"] - before["handed"]) / count, (after["flushes_sealed"] - before["flushes_sealed"]) / count
+    after = counters(pool)
+    return handed_each(before, after), (after[0]["flushes_sealed"] - before[0]["flushes_sealed"]) / (THREADS * FILES)
 
 
 def test_a_stored_block_hardly_reaches_python(own_pool: Callable[..., Pool]) -> None:
@@ -61,12 +74,11 @@ def test_a_pin_elsewhere_changes_nothing(own_pool: Callable[..., Pool]) -> None:
 def test_renames_and_removals_of_new_files_hardly_reach_python(own_pool: Callable[..., Pool]) -> None:
     pool = own_pool(size="256M", format_args=("--segment-size", "16M"))
     run(pool)
-    before = pool.status()["counters"]
+    before = counters(pool)
     for thread in range(THREADS):
         for index in range(FILES):
             (pool.mount / f"{thread}" / f"block-{index}").unlink()
-    after = pool.status()["counters"]
-    count = THREADS * FILES
-    assert (after["handed"] - before["handed"]) / count <= MOST
-    assert (after["forwarded"] - before["forwarded"]) / count <= MOST
+    after = counters(pool)
+    assert handed_each(before, after) <= MOST
+    assert (after[0]["forwarded"] - before[0]["forwarded"]) / (THREADS * FILES) <= MOST
     assert all(os.listdir(pool.mount / f"{thread}") == ["first"] for thread in range(THREADS))
