@@ -14,8 +14,8 @@ FILES = 250  # of each thread
 SIZE = 64 * KIB
 # Of events, completions and calls together: some five for each segment.
 MOST = 0.05
-# A look at each of the four devices, and a summary by the timer, come by the second, however many blocks are stored in
-# it: an idle mount has 3.6.
+# A look at each of the four devices and a summary by the timer come by the second, not by the block. An idle mount has
+# 3.6 a second.
 A_SECOND = 5.0
 
 
