@@ -136,7 +136,7 @@ def case_lookup(rig: Rig) -> None:
 def case_rings(rig: Rig) -> None:
     """FUSE over io_uring beside /dev/fuse: a stat that fails, blocks of 512 KiB stored and read, daemon CPU."""
     scale, rings = rig.scale, rig.rings
-    count = min(scale.lookups, 400)
+    count = min(400, scale.working_set // (512 * KIB))  # more would evict what other cases read
 
     def stat(side: Side, index: int) -> Json:
         return side.measured(
