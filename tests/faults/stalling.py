@@ -1,6 +1,7 @@
 """`python stalling.py DIRECTORY mount ...`: kvfs whose Python can be told to stall. It is a double of a slow command.
 
-DIRECTORY/stall: when it is there the event loop stands still for SECONDS; DIRECTORY/stalling says that it has begun.
+DIRECTORY/stall: once it is there and a segment is open ahead, the event loop stands still for SECONDS. Then there is
+DIRECTORY/stalling.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DIRECTORY = Path(sys.argv.pop(1))
 async def stalling(store: Store) -> None:
     while True:
         await trio.sleep(0.02)
-        if (DIRECTORY / "stall").exists():
+        if (DIRECTORY / "stall").exists() and store.segments._ready:
             (DIRECTORY / "stall").unlink()
             (DIRECTORY / "stalling").touch()
             time.sleep(SECONDS)
