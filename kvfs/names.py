@@ -10,7 +10,7 @@ import functools
 import os
 import struct
 from collections.abc import Callable, Iterator
-from enum import IntFlag
+from enum import IntEnum, IntFlag
 from types import TracebackType
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
@@ -36,8 +36,8 @@ class Leave(IntFlag):
     BEHIND = 8
 
 
-class Note(IntFlag):
-    """enum kvfs_note: news of a segment."""
+class Note(IntEnum):
+    """enum kvfs_note: news of a segment. No IntFlag, whose operators are slow: these are taken with every request."""
 
     CHANGED = 1
     ENTERED = 2
@@ -48,6 +48,7 @@ class Note(IntFlag):
     RENAMED = 64
     LED = 128
     LEFT = 256
+    RESTS = 512
 
 
 class Place(Protocol):
@@ -57,6 +58,7 @@ class Place(Protocol):
     live_pages: int
     run_count: int
     first_page: int
+    lent: int
     awaited: int
 
 
@@ -66,6 +68,15 @@ class FailedRun(NamedTuple):
     generation: int
     page: int
     page_count: int
+
+
+class SummaryPart(NamedTuple):
+    """Records, how many, their directories, and inodes that are to be looked up by themselves."""
+
+    records: bytes
+    record_count: int
+    parents: set[int]
+    missing: list[int]
 
 
 def new_place() -> Place:
@@ -238,6 +249,26 @@ class Names:
             lambda out, capacity: lib.kvfs_names_members(self._names, segment, known, len(stored), out, capacity),
             len(stored) + 64,
         )
+
+    def summary(self, segment: int, inodes: list[int]) -> SummaryPart:
+        """Records of the live blocks among these inodes whose header lies in the segment."""
+        left = ffi.new("uint64_t[]", inodes)
+        parents, missing = ffi.new("uint64_t[]", len(inodes)), ffi.new("uint64_t[]", len(inodes))
+        part = ffi.new("struct kvfs_summary_part *")
+        records, above, absent, at = [], set(), [], 0
+        count = 0
+        while at < len(inodes):
+            lib.kvfs_names_summary(
+                self._names, segment, left + at, len(inodes) - at, self._record, _CAPACITY, parents, missing, part
+            )
+            at += part.inode_count
+            count += part.record_count
+            if part.record_count:
+                records.append(ffi.buffer(self._record, part.size)[:])
+                above.update(ffi.unpack(parents, part.record_count))
+            if part.missing_count:
+                absent += ffi.unpack(missing, part.missing_count)
+        return SummaryPart(b"".join(records), count, above, absent)
 
     def group(self, group: bytes) -> list[int]:
         """Changed inodes whose attribute names this group; b"": any group."""

@@ -21,6 +21,7 @@ import trio
 
 from kvfs._native import ffi, lib
 from kvfs.errors import FormatError, KvfsError
+from kvfs.frames import Frames
 from kvfs.names import Leave, Names
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
@@ -293,6 +294,7 @@ class Plane:
         self._record = ffi.new("uint8_t[]", RECORD_CAPACITY)
         self._table = lib.kvfs_plane_table(self._plane)
         self.names = Names(lib.kvfs_plane_names(self._plane))
+        self.frames = Frames(self._plane)
 
     def destroy(self) -> None:
         """Blocks until the devices' I/O is reaped. No call afterwards."""

@@ -26,6 +26,7 @@ HEADERS = [
     "kvfs_table.h",
     "kvfs_names.h",
     "kvfs_plane.h",
+    "kvfs_frames.h",
     "kvfs.h",
     "kvfs_gpu.h",
     "kvfs_replay.h",

@@ -1,5 +1,5 @@
 """The daemon's side of the native path: the requests of libkvfs on the control socket
-(native/src/client/wire_format.h).
+(native/src/base/wire_format.h).
 
 A client gets the block table and the devices, and then reads by itself. Afterwards it asks only for changes, and for
 facts that the table does not hold. Clients are root, the daemon's user, and the members of the daemon's group. Even so
@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,9 +25,10 @@ import trio
 
 from kvfs._native import ffi
 from kvfs.errors import KvfsError
+from kvfs.frames import FrameError, Next, Shards
 from kvfs.namespace.files import Namespace
-from kvfs.record import FLAGS_OFFSET, Inode, InodeFlags, Kind
-from kvfs.store.reservations import RESERVATION_MS, Holder, Reservation, Wanted
+from kvfs.record import FLAGS_OFFSET, InodeFlags, Kind
+from kvfs.store.reservations import RESERVATION_MS, Holder
 from kvfs.store.store import Store
 from kvfs.types import NAME_MAX, InodeNumber
 
@@ -52,9 +53,8 @@ _RECEIVE_SIZE = 1 << 17
 # Requests of one client that are under way; those beyond wait in its socket. Each call of a client takes a few of them
 # at most.
 _UNDER_WAY_MAX = 256
-_YIELD_EVERY = 64
-# Directories of keys that one connection remembers: those of 16 namespaces.
-_SHARDS_MAX = 4096
+# Namespaces whose directories of keys one connection remembers.
+_SPACES_MAX = 16
 _SPACE_MAX = 1023
 _DIRECTORY_MODE = 0o755
 _SO_PEERGROUPS = 59
@@ -66,14 +66,12 @@ _FRAME = struct.Struct("<IHHiI")
 _WELCOME = struct.Struct("<II16sQQQQIIII")
 _WHERE = struct.Struct("<QII")
 _RESERVE = struct.Struct("<QII")
-_RESERVED = struct.Struct("<QiIIIII")
-_RUN = struct.Struct("<QIIII")
 _COMMIT = struct.Struct("<Qq")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<QQ")
 _ERRNO_MAX = 4095
 _NAME = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,127}")
-assert (_HELLO.size, _FRAME.size, _WELCOME.size, _RESERVED.size, _RUN.size) == (16, 16, 72, 32, 24)
+assert (_HELLO.size, _FRAME.size, _WELCOME.size) == (16, 16, 72)
 
 # struct kvfs_client_statistics. All but the last, `busy`, are totals.
 REPORTED = tuple(name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields)
@@ -240,10 +238,10 @@ class _Connection:
         self.peer = Peer.of(stream.socket)
         self.reported: Sequence[int] = (0,) * len(REPORTED)
         self._before: Sequence[int] | None = None
-        # Directory and group of new files, by base, namespace and a key's first digits. All were found since as many
-        # moves and removals of directories as there have been.
-        self._shards: dict[tuple[InodeNumber, bytes, bytes], tuple[InodeNumber, int]] = {}
-        self._shards_as_of = (0, 0)
+        # Directories of keys, by base and namespace. All were found since as many moves and removals of directories as
+        # there have been.
+        self._spaces: dict[tuple[InodeNumber, bytes], Shards] = {}
+        self._spaces_as_of = (0, 0)
 
     # ---- frames ----
 
@@ -417,77 +415,66 @@ class _Connection:
 
     async def reserve(self, payload: bytes) -> bytes:
         base, space, count, at = _where(payload)
-        uid = self.peer.uid
-        directories: dict[bytes, tuple[InodeNumber, int] | int] = {}
-        wanted: list[Wanted | int] = []
-        unpack, size_of = _RESERVE.unpack_from, _RESERVE.size
-        for i in range(count):
-            size, name_size, reserved = unpack(payload, at)
-            name, at = _name(payload, at + size_of, name_size)
-            if reserved:
-                raise Violation("a reservation with reserved fields set")
-            shard = name[:2]
-            place = directories.get(shard)
-            if place is None:
-                place = directories[shard] = self._shard(base, space, shard)
-                if i % _YIELD_EVERY == _YIELD_EVERY - 1:
-                    await trio.lowlevel.checkpoint()
-            wanted.append(place if isinstance(place, int) else Wanted(place[0], name, size, uid, place[1]))
-        _end(payload, at)
+        items = memoryview(payload)[at:]
+        known = self._remembered(base, space)
+        missing = self._check(Type.RESERVE, items, count, known)
+        # The request's own, as it waits and others change what is remembered.
+        shards = Shards(known)
+        if missing:
+            self._make(base, space, missing, known, shards)
         # The wait ends in time for the answer to be heard.
-        answers = await self._store.reservations.reserve(self._holder, wanted, self._timeout_s * 0.75)
-        assert len(answers) == count, (len(answers), count)
-        return b"".join(_reserved(answers))
+        return await self._store.reservations.reserve(
+            self._holder, items, count, shards, self.peer.uid, self._timeout_s * 0.75
+        )
 
-    def _shard(self, base: InodeNumber, space: Sequence[bytes], shard: bytes) -> tuple[InodeNumber, int] | int:
-        """A key's directory, made if it is not there, and the group of new files there; or -errno. KvfsError if the
-        namespace has no directory."""
+    def _check(self, kind: Type, items: memoryview, count: int, known: Shards | None = None) -> list[int]:
+        """The first digits of the items' names, as numbers, whose directories are not known. Violation if the items
+        break a rule."""
+        try:
+            return self._store.plane.frames.check(kind, items, count, known)
+        except FrameError as error:
+            raise Violation(str(error)) from error
+
+    def _remembered(self, base: InodeNumber, space: Sequence[bytes]) -> Shards:
         as_of = self._store.blocks.directory_moves, self._store.blocks.directory_removals
-        if self._shards_as_of != as_of:
-            self._shards_as_of = as_of
-            self._shards.clear()
-        key = base, b"/".join(space), shard
-        known = self._shards.get(key)
-        if known is not None:
-            return known
+        if self._spaces_as_of != as_of:
+            self._spaces_as_of = as_of
+            self._spaces.clear()
+        key = base, b"/".join(space)
+        known = self._spaces.get(key)
+        if known is None:
+            if len(self._spaces) >= _SPACES_MAX:
+                del self._spaces[next(iter(self._spaces))]
+            known = self._spaces[key] = Shards()
+        return known
+
+    def _make(
+        self, base: InodeNumber, space: Sequence[bytes], missing: Sequence[int], known: Shards, shards: Shards
+    ) -> None:
+        """Find the directories of keys with these first digits, made if they are not there, or their errors. KvfsError
+        if the namespace has no directory."""
         uid, gid = self.peer.uid, self.peer.gid
         root = self._namespace.make_directories(base, space, _DIRECTORY_MODE, uid, gid).inode
-        try:
-            directory = self._namespace.make_directories(root, (shard,), _DIRECTORY_MODE, uid, gid)
-        except KvfsError as error:
-            return -(error.errno or errno.EIO)
-        found = directory.inode, self._namespace.group_in(directory, gid)
-        # A rebuild may let another directory have the name.
-        if not self._store.rebuilding:
-            if len(self._shards) == _SHARDS_MAX:
-                del self._shards[next(iter(self._shards))]
-            self._shards[key] = found
-        return found
+        for number in missing:
+            try:
+                found = self._namespace.make_directories(root, (b"%02x" % number,), _DIRECTORY_MODE, uid, gid)
+            except KvfsError as error:
+                shards[number].error = -(error.errno or errno.EIO)
+                continue
+            # A rebuild may let another directory have the name.
+            for shard in (shards[number],) if self._store.rebuilding else (shards[number], known[number]):
+                shard.directory, shard.gid = found.inode, self._namespace.group_in(found, gid)
 
     async def commit(self, payload: bytes) -> bytes:
         (count,) = _WORD.unpack_from(payload)
-        if count > ITEMS_MAX or len(payload) != _WORD.size + count * _COMMIT.size:
-            raise Violation(f"a commit of {count} items in {len(payload)} bytes")
-        items = list(_COMMIT.iter_unpack(memoryview(payload)[_WORD.size :]))
-        if any(error > 0 or error < -_ERRNO_MAX for _, error in items):
-            raise Violation("a commit with an error that is none")
-        replaced = False
-
-        def enter(block: Inode) -> bool:
-            nonlocal replaced
-            held = self._store.index.lookup(block.parent, block.name) is not None
-            held |= self._store.blocks.is_untold(block.parent, block.name)
-            entered = self._namespace.enter_block(block)
-            if held and entered:
-                self._store.blocks.tell_hosts()
-                replaced = True
-            return entered
-
-        answers = await self._store.reservations.commit(self._holder, items, enter)
-        assert len(answers) == count, (len(answers), count)
+        items = memoryview(payload)[_WORD.size :]
+        if count > ITEMS_MAX:
+            raise Violation(f"a commit of {count} items")
+        self._check(Type.COMMIT, items, count)
+        answers, replaced = await self._store.reservations.commit(self._holder, items, count, self._namespace.make_way)
         if replaced:
             await self._tell_hosts()
-        return array.array("q", answers).tobytes()
+        return answers
 
     async def _tell_hosts(self) -> None:
         """A look at the mount after the answer sees the change: hosts may have cached where a name led. They never
@@ -497,31 +484,31 @@ class _Connection:
 
     async def delete(self, payload: bytes) -> bytes:
         base, space, count, at = _where(payload)
-        names: list[bytes] = []
-        for _ in range(count):
-            name, at = _counted_name(payload, at)
-            names.append(name)
-        _end(payload, at)
-        deleted = bytearray(count)
-        directories: dict[bytes, InodeNumber | None] = {}
-        for i, name in enumerate(names):
-            shard = name[:2]
-            if shard not in directories:
-                directories[shard] = self._find(base, (*space, shard))
-            parent = directories[shard]
-            if parent is not None:
-                deleted[i] = self._delete(parent, name)
-            if i % _YIELD_EVERY == _YIELD_EVERY - 1:
+        items = memoryview(payload)[at:]
+        shards = Shards(self._remembered(base, space))
+        root = self._find(base, space)
+        for number in self._check(Type.DELETE, items, count, shards):
+            shards[number].directory = 0 if root is None else self._find(root, (b"%02x" % number,)) or 0
+        frame = self._store.plane.frames.delete(items, count, shards)
+        found = Next.MORE
+        while found != Next.DONE:
+            found = frame.go()
+            self._store.segments.take_notes()
+            if found == Next.NAMES:
+                name = frame.name()
+                frame.item(self._delete(InodeNumber(shards[int(name[:2], 16)].directory), name))
+            else:
                 await trio.lowlevel.checkpoint()
-        if any(deleted):
+        answer = frame.answer()
+        if any(answer):
+            self._store.blocks.tell_hosts()
             await self._tell_hosts()
-        return bytes(deleted)
+        return answer
 
     def _delete(self, parent: InodeNumber, name: bytes) -> bool:
         with suppress(KvfsError):
             if self._namespace.lookup(parent, name).kind == Kind.FILE:
                 self._namespace.unlink(parent, name)
-                self._store.blocks.tell_hosts()
                 return True
         return False
 
@@ -668,24 +655,3 @@ def _counted_name(payload: bytes, at: int, *, may_be_empty: bool = False) -> tup
 def _end(payload: bytes, at: int) -> None:
     if at != len(payload):
         raise Violation(f"a request of {len(payload)} bytes whose items end at {at}")
-
-
-def _reserved(answers: Sequence[Reservation | int]) -> Iterator[bytes]:
-    """The answer's parts."""
-    for answer in answers:
-        if isinstance(answer, int):
-            yield _RESERVED.pack(0, answer, 0, 0, 0, 0, 0)
-            continue
-        record, runs = answer.inode.pack(), answer.runs
-        # The client's half is reserved_size(). Records are of whole words, and so are the ancestors: records, too.
-        assert runs
-        assert 0 < answer.inode.header_pages <= runs[0].page_count
-        assert len(record) % 8 == 0
-        assert len(answer.ancestors) % 8 == 0
-        yield _RESERVED.pack(
-            answer.number, 0, answer.inode.header_pages, len(runs), len(record), len(answer.ancestors), 0
-        )
-        for run in runs:
-            yield _RUN.pack(run.generation, run.segment, run.page, run.page_count, 0)
-        yield record
-        yield answer.ancestors

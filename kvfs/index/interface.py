@@ -7,7 +7,7 @@ the one trio thread unless said otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,8 @@ class Index(Protocol):
         ...
 
     def is_empty(self, parent: InodeNumber) -> bool: ...
+
+    def live_records(self, segment: SegmentIndex, inodes: Sequence[InodeNumber]) -> tuple[bytes, int, set[int]]: ...
 
     def segment_inodes(self, segment: SegmentIndex) -> Numbers:
         """Every inode with an extent or its header in the segment, in order of inode number."""

@@ -25,9 +25,19 @@ import trio
 from kvfs.errors import KvfsError
 from kvfs.index.hidden import Hidden
 from kvfs.index.interface import Dentries, IndexStatistics, Numbers, Pairs, States
-from kvfs.names import Leave, MissingError, Names
-from kvfs.record import GROUP_ATTRIBUTE, RECORD_HEAD, RECORD_SIZE, Inode, InodeFlags, Kind, segments_of
-from kvfs.types import InodeNumber, SegmentIndex
+from kvfs.names import Leave, MissingError, Names, SummaryPart
+from kvfs.record import (
+    GROUP_ATTRIBUTE,
+    PARENT_OFFSET,
+    RECORD_HEAD,
+    RECORD_PARENT,
+    RECORD_SIZE,
+    Inode,
+    InodeFlags,
+    Kind,
+    segments_of,
+)
+from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +50,10 @@ _MEMBER = struct.Struct(">IQ")
 _U32 = struct.Struct(">I")
 _VALUE = struct.Struct("<Q")
 _LIST_BATCH = 256
+# Plain numbers: those of an enum make a summary take twice the time.
+_LIVE = int(InodeFlags.SEALED)
+_STATE = _LIVE | int(InodeFlags.NAMELESS)
+_DEPTH_MAX = 4096  # of directories: longer than PATH_MAX allows
 # Present while the index is being rebuilt.
 _INCOMPLETE_NAME = "incomplete"
 
@@ -332,6 +346,24 @@ class LmdbIndex:
         found = self._names.members(segment, list(self._stored_members(segment)))
         return [InodeNumber(inode) for inode in sorted(found)]
 
+    def live_records(self, segment: SegmentIndex, inodes: Sequence[InodeNumber]) -> tuple[bytes, int, set[int]]:
+        """The records of the live blocks among these inodes whose header lies in the segment, their number, and their
+        directories."""
+        if self._hidden.lost:
+            part = SummaryPart(b"", 0, set(), list(inodes))
+        else:
+            part = self._names.summary(segment, list(inodes))
+        parts, parents = [part.records], part.parents
+        for inode in part.missing:
+            record = self.raw(inode)
+            if record is None:
+                continue
+            head = RECORD_HEAD.unpack_from(record)
+            if head[9] == segment and head[2] & _STATE == _LIVE:
+                parts.append(record)
+                parents.add(head[5])
+        return b"".join(parts), part.record_count + len(parts) - 1, parents
+
     def _stored_members(self, segment: int) -> Iterator[int]:
         prefix = _U32.pack(segment)
         cursor = self._read.cursor(self._members_db)
@@ -429,14 +461,29 @@ class LmdbIndex:
         if self._names.get(number) is None:
             self._load(number)
 
+    def keep_above(self, directory: InodeNumber) -> None:
+        """As keep(), for a directory and all above it."""
+        number: int = directory
+        for _ in range(_DEPTH_MAX):
+            self.keep(number)
+            record = self._names.get(number)
+            if not record or number == ROOT_INODE:
+                return
+            (number,) = RECORD_PARENT.unpack_from(record, PARENT_OFFSET)
+
+    def give_name(self, parent: InodeNumber, name: bytes, successor: int) -> None:
+        """The name is about to be this inode's: a hidden block that has it goes."""
+        if self._hidden.lost:
+            self._drop_hidden_holder(parent, name, successor)
+
     def put(self, new: Inode, old: Inode | None, record: bytes | None = None) -> None:
         """`record`: new.pack(), if the caller has it."""
         assert old is None or old.inode == new.inode
         named = bool(new.name) and not new.nameless  # the root has none
-        if self._hidden.lost and named:
-            self._drop_hidden_holder(new.parent, new.name, int(new.inode))
+        if named:
+            self.give_name(new.parent, new.name, int(new.inode))
         if old is not None and not (named and (old.parent, old.name) == (new.parent, new.name)):
-            self._note_removed(old)
+            self.note_removed(old)
         self._put(int(new.inode), record or new.pack(), old is not None)
 
     def replace_directory(self, number: InodeNumber, record: bytes) -> None:
@@ -455,14 +502,15 @@ class LmdbIndex:
             self._names.load(stored)
         return stored is not None
 
-    def _note_removed(self, old: Inode) -> None:
+    def note_removed(self, old: Inode) -> None:
+        """The inode has lost its name: while a rebuild runs an old header must not bring it back."""
         if self.removed_names is not None and old.name and not old.nameless:
             self.removed_names.add((int(old.parent), old.name))
 
     def delete(self, old: Inode) -> None:
         if self._hidden.lost and old.kind == Kind.DIRECTORY:
             self._drop_hidden_below(old.inode)
-        self._note_removed(old)
+        self.note_removed(old)
         try:
             self._names.remove(old.inode)
         except MissingError:

@@ -243,33 +243,19 @@ class Namespace:
         return directory.gid if directory.mode & stat.S_ISGID else gid
 
     @step
-    def enter_block(self, block: Inode) -> bool:
-        """Give a block that lies on the devices its name, over whatever file has it, as rename(2) would.
-
-        False if a file made after this block's inode has the name: that one stays. The version rises if a file that
-        goes has a higher one.
-        """
-        directory = self._directory(block.parent)
+    def make_way(self, block: Inode) -> Inode | None:
+        """Have in memory what a native client's block needs for its name, and return the file that has it. In the same
+        step the data plane lets the block enter (native/src/content/commit.c)."""
+        self._directory(block.parent)
         self._blocks.check_not_behind()
-        target_number = self._index.lookup(block.parent, block.name)
-        target = None if target_number is None else self._index.get(target_number)
-        if target is not None:
-            if target.kind == Kind.DIRECTORY:
-                raise IsDirectoryError(f"{block.name!r} in directory {block.parent}: is a directory")
-            if target.inode > block.inode:
-                return False
-            if target.version > block.version:
-                block.version = self._blocks.next_version()
-        kept = self._plane.name_put(block.pack(), 0 if target is None else target.inode)
-        now = time.time_ns()
-        if target is not None:
-            self._drop_name(target, bool(kept), now)
-            if kept:
-                self._blocks.linger(target.inode)
-        self._index.put(block, None)
-        self._blocks.entered(block)
-        self._touch(directory.inode, now)
-        return True
+        self._index.keep_above(block.parent)
+        number = self._index.lookup(block.parent, block.name)
+        holder = None if number is None else self._index.get(number)
+        if holder is None:
+            self._index.give_name(block.parent, block.name, block.inode)
+        else:
+            self._index.keep(holder.inode)
+        return holder
 
     def _new(self, parent: InodeNumber, name: bytes, kind: Kind, mode: int, uid: int, gid: int) -> Inode:
         directory = self._directory(parent)

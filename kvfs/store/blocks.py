@@ -154,11 +154,15 @@ class Blocks:
         return moved or self.plane.inode_is_open(current.inode) == OpenState.BEING_WRITTEN
 
     @step
-    def entered(self, inode: Inode) -> None:
-        """A block that a native client wrote is in the index and in the block table."""
-        assert inode.sealed and not inode.nameless, inode
-        self.segments.account(None, inode)
-        self.count_pinned(None, inode)
+    def entered(self, block: Inode, replaced: Inode | None) -> None:
+        """A block of a native client has entered, where the data plane left it to Python; `replaced` had its name."""
+        if replaced is not None:
+            self.index.note_removed(replaced)
+            if replaced.sealed and self.index.raw(replaced.inode) is None:
+                self.count_pinned(replaced, None)
+                if InodeFlags.PINNED in replaced.flags:
+                    self.pins.remove(replaced.inode)
+        self.count_pinned(None, block)
 
     @step
     def drop(self, inode: Inode) -> None:

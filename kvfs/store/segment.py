@@ -49,7 +49,6 @@ class Segment:
     batch: int = 0  # index batch in which a block last came here or was renamed
     turn: int = 0  # the same by turns of summaries (Segments.flush_summaries)
     avoid_until: float = 0.0  # eviction freed nothing here; trio time
-    lent: int = 0  # runs that a native client may be writing to, entitled or late
     late: bool = False  # a client that is gone may have had writes under way here
     lost: bool = False  # a device that it lies on is away: nothing of it can be read or written
     avoided: bool = False  # not to be opened or evicted: lost, on a slow device, or on a device that is drained
@@ -69,6 +68,11 @@ class Segment:
     @live_pages.setter
     def live_pages(self, pages: int) -> None:
         self.place.live_pages = pages
+
+    @property
+    def lent(self) -> int:
+        """Runs that a native client may be writing to, entitled or late."""
+        return self.place.lent
 
     @property
     def in_flight(self) -> int:

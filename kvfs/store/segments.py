@@ -30,7 +30,7 @@ from kvfs.pool.format import (
     summary_age,
 )
 from kvfs.pool.geometry import Geometry
-from kvfs.record import RECORD_HEAD, Inode, InodeFlags
+from kvfs.record import RECORD_HEAD, Inode
 from kvfs.store.eviction import TICKS_PER_POOL
 from kvfs.store.segment import Counter, Head, Segment, SegmentStatistics, State, usage
 from kvfs.store.segment_reader import SegmentReader
@@ -59,9 +59,6 @@ _LATE_WRITES_S = 10.0
 # After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
 _LENT_REST_S = 20.0
 
-_LIVE_FLAGS = InodeFlags.SEALED
-_GONE_FLAGS = InodeFlags.NAMELESS
-
 
 def _nobody(segment: Segment | None) -> None:
     pass
@@ -81,9 +78,10 @@ class Segments:
         self.config = config
         self.geometry: Geometry = config.geometry
         self.members = members
-        area = config.geometry.end_page - 1
+        # Pages of a segment that runs may take.
+        self.area = config.geometry.end_page - 1
         self.names = plane.names
-        self._tick_pages = max(1, len(members) * area // TICKS_PER_POOL)
+        self._tick_pages = max(1, len(members) * self.area // TICKS_PER_POOL)
         places = self.names.places(len(members), config.geometry.end_page, self._tick_pages)
         self.all = [Segment(SegmentIndex(i), place=place) for i, place in enumerate(places)]
         self.epoch = epoch
@@ -142,11 +140,6 @@ class Segments:
     def reserve(self) -> int:
         """Left to carried-over blocks, so that eviction itself never waits for a free segment."""
         return min(3, max(1, self.usable // 8))
-
-    @property
-    def area(self) -> int:
-        """Pages of a segment that runs may take."""
-        return self.geometry.end_page - 1
 
     def load(self, states: Iterable[tuple[SegmentIndex, bytes]]) -> None:
         """Take the states from the index. FormatError."""
@@ -260,6 +253,11 @@ class Segments:
         for number, notes in self.names.noted():
             segment, gone = self.all[number], bool(notes & Note.GONE)
             self._changed.add(segment.index)
+            if segment.lent:
+                self._late.setdefault(segment.index, 0.0)
+            if notes & Note.RESTS:
+                segment.late = True
+                self._late[segment.index] = trio.current_time() + _LATE_WRITES_S
             if notes & Note.LED:
                 led = True
                 self._ready.remove(segment)
@@ -361,11 +359,6 @@ class Segments:
         if gone:
             segment.copy_stale = True
         self._dirty.add(segment.index)
-
-    def wait_for_commit(self, inode: Inode) -> None:
-        """Its segments are not opened again before the index knows what has become of this block up to now."""
-        for number in usage(inode):
-            self.all[number].batch = self._index.pending_batch
 
     @property
     def waits_for_commit(self) -> bool:
@@ -490,22 +483,6 @@ class Segments:
                 segment.covered_page() if segment.in_flight else self.geometry.end_page
             ):
                 self._look_at_settled(segment)
-
-    def lend(self, runs: Iterable[Run]) -> None:
-        """A native client writes to these runs itself."""
-        for run in runs:
-            self.all[run.segment].lent += 1
-            self._late.setdefault(run.segment, 0.0)
-
-    def end_lending(self, runs: Iterable[Run], *, rest: bool = True) -> None:
-        """The client has written them, or `rest`: is gone, and what it had under way may still land."""
-        for run in runs:
-            segment = self.all[run.segment]
-            segment.lent -= 1
-            if rest:
-                segment.late = True
-                self._late[run.segment] = trio.current_time() + _LATE_WRITES_S
-            self._changed.add(segment.index)
 
     def is_settled(self, runs: Iterable[Run]) -> bool:
         """Whether settle() would return at once."""
@@ -817,18 +794,15 @@ class Segments:
         """A summary's entries: the records of the live blocks whose header is here, then of the directories above."""
         parts: list[bytes] = []
         parents: set[int] = set()
-        for i, inode in enumerate(self._index.segment_inodes(segment.index)):
-            if i % _YIELD_EVERY == _YIELD_EVERY - 1:
+        count = 0
+        inodes = self._index.segment_inodes(segment.index)
+        for at in range(0, len(inodes), _YIELD_EVERY):
+            if at:
                 await trio.lowlevel.checkpoint()
-            record = self._index.raw(inode)
-            if record is None:
-                continue
-            head = RECORD_HEAD.unpack_from(record)
-            flags, home = head[2], head[9]
-            if home == segment.index and flags & _LIVE_FLAGS and not flags & _GONE_FLAGS:
-                parts.append(record)
-                parents.add(head[5])
-        count = len(parts)
+            records, found, above = self._index.live_records(segment.index, inodes[at : at + _YIELD_EVERY])
+            parts.append(records)
+            parents |= above
+            count += found
         seen: set[int] = set()
         while parents:
             number = parents.pop()

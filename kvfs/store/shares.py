@@ -19,6 +19,7 @@ from kvfs.plane import Plane
 PINNED, RESERVED, SLABS = "pinned", "reserved", "slabs"
 _KINDS = (PINNED, RESERVED, SLABS)
 ROOT = 0
+_ALL = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,10 @@ class Shares:
     def keeps(self, user: int) -> bool:
         """Whether the user's pins hold."""
         return self.is_exempt(user) or self.held(user) <= self.size
+
+    def room(self, user: int) -> int:
+        """Bytes that the user may still hold."""
+        return _ALL if self.is_exempt(user) else max(0, self.size - self.held(user))
 
     def has_room(self, user: int, size: int) -> bool:
         return self.is_exempt(user) or self.held(user) + size <= self.size

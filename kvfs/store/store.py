@@ -98,7 +98,7 @@ class Store:
         self._policy_is_plain = type(policy).stream_of is LeastLoss.stream_of
         self.blocks = Blocks(index, plane, self.segments, self.shares, self.epoch)
         self.sealing = Sealing(self.blocks, policy, self._tasks)
-        self.reservations = Reservations(self.blocks, self.sealing)
+        self.reservations = Reservations(self.blocks)
         self.slabs = Slabs(self.blocks, self.sealing, opened.config.slab_quota)
         self.service = DeviceService(opened, self.blocks, self.slabs, heart, self._devices_changed)
         self.evictor = Evictor(self.blocks, self.sealing, policy, Groups(index, opened.config.groups))

@@ -38,6 +38,15 @@ uint32_t kvfs_names_parents(struct kvfs_names *names, uint64_t *out, uint32_t ca
  * which at most `capacity` are written. */
 uint32_t kvfs_names_members(struct kvfs_names *names, uint32_t segment, const uint64_t *stored, uint32_t stored_count, uint64_t *out,
                             uint32_t capacity);
+/* For a summary of the segment: the records of those of `count` inodes that are here, sealed, named, and have their header in it. It ends where `out`
+ * is full. `parents` has the directory of each record, `missing` the inodes that only the index knows, or whose record is larger than `out`. */
+struct kvfs_summary_part {
+    uint64_t size;        /* of the records */
+    uint32_t inode_count; /* looked at */
+    uint32_t record_count, missing_count;
+};
+void kvfs_names_summary(struct kvfs_names *names, uint32_t segment, const uint64_t *inodes, uint32_t count, void *out, uint64_t capacity,
+                        uint64_t *parents, uint64_t *missing, struct kvfs_summary_part *part);
 /* Changed inodes whose attribute user.kvfs.group is `group`; with a group of 0 bytes, of any group. As kvfs_names_members. */
 uint32_t kvfs_names_group(struct kvfs_names *names, const char *group, uint32_t group_size, uint64_t *out, uint32_t capacity);
 /* Inodes that no commit writes. As kvfs_names_members. */
@@ -101,13 +110,15 @@ enum kvfs_note {
     KVFS_NOTE_FAILED = 32,  /* a run was not written: kvfs_place_failed() */
     KVFS_NOTE_LED = 128,    /* it came from the supply, and is the one that is appended to */
     KVFS_NOTE_LEFT = 256,   /* it is not appended to any more, as there was no room for a block */
-    KVFS_NOTE_RENAMED = 64  /* a block here has another name, or with GONE none */
+    KVFS_NOTE_RENAMED = 64, /* a block here has another name, or with GONE none */
+    KVFS_NOTE_RESTS = 512   /* a native client that wrote here has gone: its writes may still land */
 };
 struct kvfs_place {
     uint32_t next_page;  /* the next run begins here */
     uint32_t live_pages; /* of blocks that are there */
     uint32_t run_count;  /* in flight */
     uint32_t first_page; /* of the first of them */
+    uint32_t lent;       /* runs that a native client may be writing to, entitled or late */
     uint32_t notes;      /* enum kvfs_note, not taken yet */
     uint32_t awaited;    /* Python's: it waits for runs in flight to end; KVFS_EVENT_PLACES tells it */
 };

@@ -163,6 +163,7 @@ int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_
         return fail(-ENOMEM, "no memory");
     plane->config = *config;
     plane->events.fd = -1;
+    reservations_init(plane);
     config_complete(&plane->config);
     r = array_build(plane, device_fds, zones_offset, members);
     if (r == 0)
@@ -227,6 +228,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
     }
     if (plane->table)
         kvfs_table_destroy(plane->table);
+    reservations_free(plane);
     kvfs_names_destroy(plane->names);
     arena_free(&plane->staging);
     arena_free(&plane->staging_small);

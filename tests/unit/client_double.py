@@ -189,25 +189,8 @@ class WireClient:
     # ---- requests ----
 
     def reserve(self, base: int, space: bytes, items: Sequence[tuple[bytes, int]]) -> list[Place]:
-        payload = where(base, space, len(items))
-        for name, size in items:
-            payload += struct.pack("<QII", size, len(name), 0) + padded(name)
-        answer, at, places = self.ask(RESERVE, payload), 0, []
-        for _ in items:
-            number, error, pages, run_count, record_size, ancestors_size, _ = struct.unpack_from("<QiIIIII", answer, at)
-            at += 32
-            runs = []
-            for _ in range(run_count):
-                generation, segment, page, count, _ = struct.unpack_from("<QIIII", answer, at)
-                runs.append(Run(generation, SegmentIndex(segment), page, count))
-                at += 24
-            record = answer[at : at + record_size]
-            at += len(padded(record))
-            ancestors = answer[at : at + ancestors_size]
-            at += len(padded(ancestors))
-            places.append(Place(number, error, pages, runs, record, ancestors))
-        assert at == len(answer)
-        return places
+        payload = where(base, space, len(items)) + wanted(items)
+        return places_in(self.ask(RESERVE, payload), len(items))
 
     def write(self, place: Place, content: bytes) -> None:
         parts = run_bytes(
@@ -243,6 +226,31 @@ class WireClient:
 
 def where(base: int, space: bytes, count: int) -> bytes:
     return struct.pack("<QII", base, len(space), count) + padded(space)
+
+
+def wanted(items: Sequence[tuple[bytes, int]]) -> bytes:
+    """RESERVE's items: names and sizes."""
+    return b"".join(struct.pack("<QII", size, len(name), 0) + padded(name) for name, size in items)
+
+
+def places_in(answer: bytes, count: int) -> list[Place]:
+    """RESERVE's answer."""
+    at, places = 0, []
+    for _ in range(count):
+        number, error, pages, run_count, record_size, ancestors_size, _ = struct.unpack_from("<QiIIIII", answer, at)
+        at += 32
+        runs = []
+        for _ in range(run_count):
+            generation, segment, page, page_count, _ = struct.unpack_from("<QIIII", answer, at)
+            runs.append(Run(generation, SegmentIndex(segment), page, page_count))
+            at += 24
+        record = answer[at : at + record_size]
+        at += len(padded(record))
+        ancestors = answer[at : at + ancestors_size]
+        at += len(padded(ancestors))
+        places.append(Place(number, error, pages, runs, record, ancestors))
+    assert at == len(answer)
+    return places
 
 
 def counted(name: bytes) -> bytes:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import trio
+from client_double import places_in, wanted, where
 from store_pools import LAZY, make_pool, with_store
 
 from kvfs.frontend import clients
 from kvfs.frontend.clients import Clients
 from kvfs.namespace.files import Changes, Namespace
-from kvfs.store.reservations import Reservation
+from kvfs.record import Inode
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -25,6 +26,7 @@ class Connection:
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.namespace = store, Namespace(store)
         self.walks = 0
+        self.inodes: dict[int, Inode] = {}
         self.ours, self.theirs = socket.socketpair()
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self.ours))
         self.connection = clients._Connection(Clients(store, self.namespace), store, self.namespace, stream, b"")
@@ -44,15 +46,13 @@ class Connection:
 
     async def reserve(self, *keys: bytes, space: bytes = b"model") -> list[int]:
         """The numbers of reservations, in order."""
-        parts = [struct.pack("<QII", ROOT_INODE, len(space), len(keys)), space, bytes(-len(space) % 8)]
-        for key in keys:
-            parts += [struct.pack("<QII", 4096, len(key), 0), key, bytes(-len(key) % 8)]
-        before = set(self.holder.open)
-        await self.connection.reserve(b"".join(parts))
-        return [number for number in self.holder.open if number not in before]
+        frame = where(ROOT_INODE, space, len(keys)) + wanted([(key, 4096) for key in keys])
+        places = places_in(await self.connection.reserve(frame), len(keys))
+        self.inodes |= {place.reservation: Inode.unpack(place.record) for place in places}
+        return [place.reservation for place in places]
 
-    def place(self, number: int) -> Reservation:
-        return self.holder.open[number]
+    def place(self, number: int) -> Inode:
+        return self.inodes[number]
 
 
 def test_directories_of_keys_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_directories_of_keys_are_looked_up_once(tmp_path: Path, monkeypatch: pyt
         assert walks
         second = await connection.reserve(b"aa02", b"bb01")
         assert connection.walks == walks
-        places = [connection.place(number).inode for number in (*first, *second)]
+        places = [connection.place(number) for number in (*first, *second)]
         assert places[0].parent == places[1].parent == places[3].parent
         assert places[2].parent == places[4].parent != places[0].parent
         await connection.reserve(b"aa03", space=b"other")
@@ -81,7 +81,7 @@ def test_directories_of_keys_are_looked_up_again_after_a_change(
         connection = Connection(store, monkeypatch)
         namespace = connection.namespace
         (number,) = await connection.reserve(b"aa00")
-        old = connection.place(number).inode.parent
+        old = connection.place(number).parent
         model = namespace.lookup(ROOT_INODE, b"model").inode
         if change == "rename":
             namespace.rename(model, b"aa", ROOT_INODE, b"moved")
@@ -96,7 +96,7 @@ def test_directories_of_keys_are_looked_up_again_after_a_change(
         else:
             await namespace.setattr(old, Changes(mode=0o2755, gid=4711))
         (number,) = await connection.reserve(b"aa01")
-        place = connection.place(number).inode
+        place = connection.place(number)
         assert place.parent == namespace.lookup(namespace.lookup(ROOT_INODE, b"model").inode, b"aa").inode
         assert (place.parent == old) == (change == "group")
         assert (place.gid == 4711) == (change == "group")
@@ -108,16 +108,17 @@ def test_directories_of_keys_are_looked_up_again_after_a_change(
 def test_a_connection_remembers_a_bounded_number_of_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "_SHARDS_MAX", 2)
+    monkeypatch.setattr(clients, "_SPACES_MAX", 2)
 
     async def work(store: Store) -> None:
         connection = Connection(store, monkeypatch)
-        for key in (b"aa00", b"bb00", b"cc00"):
-            await connection.reserve(key)
+        for space in (b"one", b"two", b"three"):
+            await connection.reserve(b"aa00", space=space)
         walks = connection.walks
-        await connection.reserve(b"bb01", b"cc01")
+        await connection.reserve(b"aa01", space=b"two")
+        await connection.reserve(b"aa01", space=b"three")
         assert connection.walks == walks
-        await connection.reserve(b"aa01")
+        await connection.reserve(b"aa01", space=b"one")
         assert connection.walks > walks
         connection.close()
 
@@ -136,7 +137,7 @@ def test_a_put_under_a_name_that_was_evicted_is_seen_by_hosts(tmp_path: Path, mo
         monkeypatch.setattr(store.plane, "notify_epoch", tell)
         for evicted in (False, True):
             (number,) = await connection.reserve(b"aa0%d" % evicted)
-            inode = connection.place(number).inode
+            inode = connection.place(number)
             if evicted:
                 store.blocks.evicted([(inode.parent, inode.name)])
             answer = await connection.connection.commit(struct.pack("<QQq", 1, number, 0))

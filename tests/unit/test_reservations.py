@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import array
 import shutil
+import struct
 from collections.abc import Sequence
 from errno import ECANCELED, EFBIG, EIO, EISDIR, ENOENT, ENOSPC, ETIMEDOUT
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import trio
-from client_double import run_bytes
+from client_double import Place, places_in, run_bytes, wanted
 from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store
 
+from kvfs.frames import SHARDS, Shards
 from kvfs.namespace.files import Changes, Namespace
+from kvfs.plane import Run
 from kvfs.record import Inode, InodeFlags
 from kvfs.store import reservations
 from kvfs.store import segments as segments_module
 from kvfs.store.fsck import fsck
-from kvfs.store.reservations import Holder, Reservation, Wanted
+from kvfs.store.reservations import Holder
 from kvfs.store.segment import State
 from kvfs.store.shares import PINNED
 from kvfs.store.store import Store
@@ -38,6 +43,39 @@ def pool(tmp_path: Path) -> Path:
     return make_pool(tmp_path / "pool")
 
 
+class Reservation(NamedTuple):
+    """A place that was found, as RESERVE's answer has it."""
+
+    number: int
+    inode: Inode
+    runs: list[Run]
+    pages: int
+    ancestors: bytes
+
+    @classmethod
+    def of(cls, place: Place) -> Reservation | int:
+        """Or the error."""
+        if place.error:
+            return place.error
+        inode, runs = Inode.unpack(place.record), place.runs
+        assert (inode.segment, inode.page, inode.generation) == (runs[0].segment, runs[0].page, runs[0].generation)
+        assert inode.header_pages == place.header_pages
+        return cls(place.reservation, inode, runs, inode.header_pages + inode.data_pages, place.ancestors)
+
+
+async def reserve(
+    store: Store, holder: Holder, items: Sequence[bytes], size: int = SIZE, parent: int = ROOT_INODE,
+    timeout_s: float = float("inf"),
+) -> list[Reservation | int]:  # fmt: skip
+    """Every directory of keys is `parent`, so that names may be any."""
+    shards = Shards()
+    for number in range(SHARDS):
+        shards[number].directory, shards[number].gid = parent, 8
+    frame = memoryview(wanted([(name, size) for name in items]))
+    answer = await store.reservations.reserve(holder, frame, len(items), shards, 7, timeout_s)
+    return [Reservation.of(place) for place in places_in(answer, len(items))]
+
+
 class Writer:
     """A double of one client, beside the daemon's store."""
 
@@ -48,8 +86,7 @@ class Writer:
     async def reserve(
         self, items: Sequence[bytes], size: int = SIZE, parent: int = ROOT_INODE
     ) -> list[Reservation | int]:
-        wanted = [Wanted(InodeNumber(parent), name, size, 7, 8) for name in items]
-        return await self.store.reservations.reserve(self.holder, wanted)
+        return await reserve(self.store, self.holder, items, size, parent)
 
     async def place(self, name: bytes, size: int = SIZE, parent: int = ROOT_INODE) -> Reservation:
         (found,) = await self.reserve([name], size, parent)
@@ -67,8 +104,12 @@ class Writer:
             await store.plane.store_write(run.segment, run.page, part)
 
     async def commit(self, *places: Reservation, error: int = 0) -> list[int]:
-        items = [(place.number, error) for place in places]
-        return await self.store.reservations.commit(self.holder, items, self.namespace.enter_block)
+        return await self.commit_items([(place.number, error) for place in places])
+
+    async def commit_items(self, items: Sequence[tuple[int, int]]) -> list[int]:
+        frame = memoryview(b"".join(struct.pack("<Qq", *item) for item in items))
+        answers, _ = await self.store.reservations.commit(self.holder, frame, len(items), self.namespace.make_way)
+        return array.array("q", answers).tolist()
 
     async def put(self, name: bytes, letter: bytes = b"x", size: int = SIZE, parent: int = ROOT_INODE) -> Reservation:
         place = await self.place(name, size, parent)
@@ -383,8 +424,7 @@ def test_a_write_that_failed_is_taken_back(pool: Path) -> None:
         writer = Writer(store)
         good, bad = await writer.place(b"good"), await writer.place(b"bad")
         await writer.write(good)
-        items = [(bad.number, -5), (good.number, 0)]
-        answers = await store.reservations.commit(writer.holder, items, writer.namespace.enter_block)
+        answers = await writer.commit_items([(bad.number, -5), (good.number, 0)])
         assert answers == [-5, 0]
         await until(lambda: not store.reservations.pages, "taken back")
         assert names(store) == {b"good"}
@@ -525,9 +565,9 @@ def test_who_waits_for_room_waits_no_longer_than_he_said(pool: Path) -> None:
     async def work(store: Store) -> None:
         writer, other = Writer(store), Writer(store)
         await writer.reserve([b"%d" % i for i in range(100)], 1 << 20)
-        wanted = [Wanted(InodeNumber(ROOT_INODE), b"other", 1 << 20, 7, 8)] * 2
         started = trio.current_time()
-        assert await store.reservations.reserve(other.holder, wanted, 0.25) == [-ENOSPC] * 2
+        answers = await reserve(store, other.holder, [b"other"] * 2, 1 << 20, timeout_s=0.25)
+        assert answers == [-ENOSPC] * 2
         assert 0.25 <= trio.current_time() - started < 20
 
     with_store(pool, work)

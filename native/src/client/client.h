@@ -14,7 +14,7 @@
 #define KVFS_CLIENT_INTERNAL_H
 
 #include "block/block.h"
-#include "client/wire_format.h"
+#include "base/wire_format.h"
 #include "io/ring.h"
 #include "kvfs.h"
 

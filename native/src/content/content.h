@@ -8,6 +8,7 @@
 #define KVFS_CONTENT_H
 
 #include "base/events.h"
+#include "content/reservations.h"
 #include "io/ring.h"
 #include "names/names.h"
 #include "kvfs_plane.h"
@@ -215,9 +216,23 @@ int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run
 int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out);
 int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name);
 int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name, uint32_t flags);
-/* Within a step: whether the inode is pinned, or lies below a directory that is, or that is not in memory. */
+/* These within a step. Whether the inode is pinned, or lies below a directory that is, or that is not in memory. */
 bool name_is_pinned(struct kvfs_plane *plane, uint64_t inode);
-void places_wake(struct kvfs_plane *plane); /* after a step: Python takes notes, if there are some that it waits for */
+/* As name_unlink, and -ENOENT: nobody has the name. */
+int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
+/* 0: nobody has the name; 1: *holder has it; -EAGAIN: only the index knows. */
+int name_holder(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size, const struct kvfs_inode_record **holder);
+const struct kvfs_inode_record *directory_here(struct kvfs_plane *plane, uint64_t inode); /* NULL: only the index knows, or it is none */
+/* The inode has lost its name, and is out of the block table unless it is `kept`, for those who have it open. Takes over the record, a copy. */
+int name_drop(struct kvfs_plane *plane, struct kvfs_inode_record *record, bool kept, int64_t now);
+/* A directory's entries have changed. Without memory its times stay: nothing depends on them. */
+void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now);
+/* Bytes of the records of the directories from `parent` up, without the root. -EAGAIN: one is not in memory; `partial`: the way ends there. */
+int64_t ancestors_size(struct kvfs_plane *plane, uint64_t parent, bool partial);
+void ancestors_copy(struct kvfs_plane *plane, uint64_t parent, uint8_t *out, uint64_t size);
+uint32_t runs_bound(const struct kvfs_plane *plane, uint32_t data_pages); /* how many runs a block gets at most */
+int64_t time_now(void);                                                   /* ns since 1970 */
+void places_wake(struct kvfs_plane *plane);                               /* after a step: Python takes notes, if there are some that it waits for */
 
 /* A seal for a FLUSH. done: 0: the content is on the devices, in the names, and a scan finds it (I13). -EAGAIN: it was not written, and Python is to
  * seal the file. */
@@ -225,7 +240,8 @@ struct flush {
     struct settled settled;
     struct kvfs_plane *plane;
     void (*done)(struct flush *flush, int result);
-    uint64_t inode, version;
+    struct version version;
+    uint64_t inode;
     struct flush *next; /* waiting for room */
     uint32_t wanted;    /* pages */
     struct kvfs_run run;
@@ -346,6 +362,7 @@ struct kvfs_plane {
     struct kvfs_table *table;
     struct kvfs_names *names;
     struct flush *flushes, *flushes_last; /* waiting for room; within a step */
+    struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
     atomic_ullong open_bytes, space;  /* open_bytes: content that eviction must keep, open or being written; space: the pool's room for it */

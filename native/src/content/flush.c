@@ -6,51 +6,55 @@
 #define RECORD_MAX (1u << 20)
 #define ROOT_INODE 1u
 
-/* The records of the directories from `parent` up, without the root. -EAGAIN: one is not in memory. */
-static int ancestors_collect(struct kvfs_plane *plane, uint64_t parent, uint8_t **out, uint32_t *size) {
-    *out = NULL;
-    *size = 0;
+int64_t ancestors_size(struct kvfs_plane *plane, uint64_t parent, bool partial) {
+    uint64_t size = 0;
     for (uint64_t inode = parent; inode != ROOT_INODE;) {
         const struct kvfs_inode_record *record = names_record(plane->names, inode);
-        if (!record)
+        if (!record && !partial)
             return -EAGAIN;
-        if (*size + (uint64_t)record->record_size > ANCESTORS_SIZE_MAX)
-            return 0;
-        uint8_t *grown = realloc(*out, *size + record->record_size);
-        if (!grown)
-            return -ENOMEM;
-        memcpy(grown + *size, record, record->record_size);
-        *out = grown;
-        *size += record->record_size;
+        if (!record || size + record->record_size > ANCESTORS_SIZE_MAX)
+            break;
+        size += record->record_size;
         inode = record->parent;
     }
-    return 0;
+    return (int64_t)size;
+}
+
+void ancestors_copy(struct kvfs_plane *plane, uint64_t parent, uint8_t *out, uint64_t size) {
+    for (uint64_t inode = parent; size;) {
+        const struct kvfs_inode_record *record = names_record(plane->names, inode);
+        memcpy(out, record, record->record_size);
+        out += record->record_size;
+        size -= record->record_size;
+        inode = record->parent;
+    }
+}
+
+uint32_t runs_bound(const struct kvfs_plane *plane, uint32_t data_pages) {
+    const struct places *places = names_places(plane->names);
+    return 2 + data_pages / (places->end_page > 2 ? places->end_page - 2 : 1);
 }
 
 /* Takes a place, and makes the record that its header will have. Errors are those of place_take(). */
 static int place_block(struct flush *flush, const struct kvfs_seal_info *info, uint32_t ancestors_size, struct kvfs_inode_record **out) {
     struct kvfs_plane *plane = flush->plane;
-    const struct places *places = names_places(plane->names);
     struct kvfs_inode_record *record = record_again(flush->before);
     if (!record)
         return -ENOMEM;
-    uint32_t runs = 2 + info->data_pages / (uint32_t)(places->end_page > 2 ? places->end_page - 2 : 1);
-    uint32_t header_pages = kvfs_header_pages(info->size, record->record_size, ancestors_size, info->ranges + runs);
+    uint32_t extents = info->ranges + runs_bound(plane, info->data_pages);
+    uint32_t header_pages = kvfs_header_pages(info->size, record->record_size, ancestors_size, extents);
     uint32_t segment = 0, page = 0;
     uint64_t generation = 0;
     flush->wanted = header_pages + info->data_pages;
-    flush->version = version_begin(plane->names);
-    int r = flush->version ? place_take(plane->names, flush->wanted, &segment, &page, &generation) : -ENOMEM;
+    int r = place_take(plane->names, flush->wanted, &segment, &page, &generation);
     if (r < 0) {
-        if (flush->version)
-            version_end(plane->names, flush->version);
         free(record);
         return r;
     }
     kvfs_set_tick(plane, place_tick(plane->names));
     flush->run = (struct kvfs_run){generation, segment, page, header_pages + info->data_pages, 0};
     record->size = info->size;
-    record->version = flush->version;
+    record->version = version_begin(plane->names, &flush->version);
     record->mtime_ns = info->mtime_ns;
     record->ctime_ns = record->ctime_ns > info->mtime_ns ? record->ctime_ns : info->mtime_ns;
     record->flags = (uint8_t)((record->flags | KVFS_INODE_SEALED | (info->shared ? KVFS_INODE_REWRITTEN : 0)) & ~KVFS_INODE_ASK);
@@ -76,17 +80,21 @@ static int begin(struct flush *flush, bool *frozen) {
     *frozen = r == 0 && info.dirty;
     if (!*frozen || info.kept_extents)
         return -EAGAIN;
-    uint8_t *ancestors = NULL;
-    uint32_t ancestors_size = 0;
+    int64_t size = ancestors_size(plane, current->parent, false);
+    if (size < 0)
+        return -EAGAIN;
+    uint8_t *ancestors = malloc((size_t)size + 1);
     flush->before = record_again(current);
-    r = flush->before ? ancestors_collect(plane, current->parent, &ancestors, &ancestors_size) : -ENOMEM;
+    r = flush->before && ancestors ? 0 : -ENOMEM;
+    if (r == 0)
+        ancestors_copy(plane, current->parent, ancestors, (uint64_t)size);
     struct kvfs_inode_record *record = NULL;
     if (r == 0)
-        r = place_block(flush, &info, ancestors_size, &record);
+        r = place_block(flush, &info, (uint32_t)size, &record);
     if (r == 0) {
-        r = seal_to(plane, flush->inode, &flush->run, record, ancestors, ancestors_size, flush_written, flush);
+        r = seal_to(plane, flush->inode, &flush->run, record, ancestors, (uint32_t)size, flush_written, flush);
         if (r < 0) { /* no memory: nothing was written to the run, and a scan would end there */
-            version_end(plane->names, flush->version);
+            version_end(&flush->version);
             place_fail(plane->names, flush->run.segment, flush->run.page);
         }
     }
@@ -232,7 +240,7 @@ static void flush_written(void *owner, int result) {
     }
     kvfs_names_begin(plane->names);
     int entered = size > 0 ? enter(flush, (const struct kvfs_inode_record *)(void *)record) : size;
-    version_end(plane->names, flush->version);
+    version_end(&flush->version);
     kvfs_names_end(plane->names);
     kvfs_seal_end(plane, flush->inode, entered > 0);
     flush->settled.told = flush_settled;

@@ -18,21 +18,19 @@ static bool step_begin(struct kvfs_plane *plane, uint32_t reasons) {
     return false;
 }
 
-static int64_t time_now(void) {
+int64_t time_now(void) {
     struct timespec ts;
     clock_gettime(CLOCK_REALTIME, &ts);
     return ts.tv_sec * 1000000000ll + ts.tv_nsec;
 }
 
-static const struct kvfs_inode_record *directory_here(struct kvfs_plane *plane, uint64_t inode) {
+const struct kvfs_inode_record *directory_here(struct kvfs_plane *plane, uint64_t inode) {
     const struct kvfs_inode_record *record = names_record(plane->names, inode);
     return record && record->kind == KVFS_KIND_DIRECTORY && !(record->flags & KVFS_INODE_NAMELESS) ? record : NULL;
 }
 
-/* 0: nobody has the name; 1: *holder has it; -EAGAIN: only the index knows. */
-static int name_holder(struct kvfs_plane *plane, uint64_t parent, const char *name, const struct kvfs_inode_record **holder) {
+int name_holder(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size, const struct kvfs_inode_record **holder) {
     uint64_t inode;
-    uint32_t size = (uint32_t)strlen(name);
     if (kvfs_names_find(plane->names, parent, name, size, &inode)) {
         *holder = inode ? names_record(plane->names, inode) : NULL;
         return inode == 0 ? 0 : *holder ? 1 : -EAGAIN;
@@ -57,7 +55,8 @@ bool name_is_pinned(struct kvfs_plane *plane, uint64_t inode) {
 
 static bool is_free(struct kvfs_plane *plane, uint64_t parent, const char *name) {
     const struct kvfs_inode_record *holder;
-    return !names_is_untold(plane->names, parent, name, (uint32_t)strlen(name)) && name_holder(plane, parent, name, &holder) == 0;
+    uint32_t size = (uint32_t)strlen(name);
+    return !names_is_untold(plane->names, parent, name, size) && name_holder(plane, parent, name, size, &holder) == 0;
 }
 
 /* A copy with another name, which may be its own. NULL: no memory. */
@@ -76,8 +75,7 @@ static struct kvfs_inode_record *record_named(const struct kvfs_inode_record *fr
     return to;
 }
 
-/* A directory's entries have changed. Without memory its times stay: nothing depends on them. */
-static void touch(struct kvfs_plane *plane, uint64_t inode, int64_t now) {
+void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now) {
     const struct kvfs_inode_record *directory = directory_here(plane, inode);
     if (!directory || (now >= directory->mtime_ns && now - directory->mtime_ns < TOUCH_NS))
         return;
@@ -121,7 +119,7 @@ static int create(struct kvfs_plane *plane, uint64_t parent, const char *name, u
         return -EAGAIN;
     }
     record_from_inode(record, out);
-    touch(plane, parent, now);
+    name_touch(plane, parent, now);
     return 0;
 }
 
@@ -133,64 +131,68 @@ int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uin
     return r;
 }
 
-/* The inode has lost its name, and is out of the block table unless it is `kept`, for those who have it open. */
-static int drop(struct kvfs_plane *plane, const struct kvfs_inode_record *record, bool kept, int64_t now) {
+int name_drop(struct kvfs_plane *plane, struct kvfs_inode_record *record, bool kept, int64_t now) {
     bool sealed = record->flags & KVFS_INODE_SEALED;
     uint32_t segment = record->segment;
-    struct kvfs_inode_record *copy = record_again(record);
-    if (!copy)
-        return -ENOMEM;
-    int r = 0;
+    int r;
     if (kept) {
-        copy->flags |= KVFS_INODE_NAMELESS;
-        copy->nlink = 0;
-        copy->ctime_ns = now;
-        r = names_take(plane->names, copy);
+        record->flags |= KVFS_INODE_NAMELESS;
+        record->nlink = 0;
+        record->ctime_ns = now;
+        r = names_take(plane->names, record);
         if (r == 0)
-            kvfs_inode_update(plane, copy);
+            kvfs_inode_update(plane, record);
         if (r == 0 && sealed)
             place_note(plane->names, segment, KVFS_NOTE_RENAMED | KVFS_NOTE_GONE);
     } else {
         r = kvfs_names_remove(plane->names, record->inode);
         if (r == 0 && sealed) {
-            place_account(plane->names, copy, -1);
+            place_account(plane->names, record, -1);
             place_note(plane->names, segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
         }
     }
     if (r < 0 || !kept)
-        free(copy);
+        free(record);
     return r;
 }
 
-static int unlink_file(struct kvfs_plane *plane, uint64_t parent, const char *name) {
+int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
     const struct kvfs_inode_record *record;
-    if (!directory_here(plane, parent) || name_holder(plane, parent, name, &record) != 1 || record->kind != KVFS_KIND_FILE ||
-        record->flags & KVFS_INODE_SLAB || name_is_pinned(plane, record->inode))
+    int held = directory_here(plane, parent) ? name_holder(plane, parent, name, size, &record) : -EAGAIN;
+    if (held != 1)
+        return held == 0 ? -ENOENT : -EAGAIN;
+    if (record->kind != KVFS_KIND_FILE || record->flags & KVFS_INODE_SLAB || name_is_pinned(plane, record->inode))
         return -EAGAIN;
     int64_t now = time_now();
-    int kept = kvfs_inode_remove(plane, record->inode);
-    /* Without memory the names still have it: Python removes it there. */
-    if (kept < 0 || drop(plane, record, kept, now) < 0)
+    struct kvfs_inode_record *copy = record_again(record);
+    int kept = copy ? kvfs_inode_remove(plane, record->inode) : -ENOMEM;
+    if (kept < 0) {
+        free(copy);
         return -EAGAIN;
-    touch(plane, parent, now);
+    }
+    /* Without memory the names still have it: Python removes it there. */
+    if (name_drop(plane, copy, kept, now) < 0)
+        return -EAGAIN;
+    name_touch(plane, parent, now);
     return 0;
 }
 
 int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) {
     if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING))
         return -EAGAIN;
-    int r = unlink_file(plane, parent, name);
+    int r = name_remove(plane, parent, name, (uint32_t)strlen(name));
     kvfs_names_end(plane->names);
     places_wake(plane);
-    return r;
+    return r < 0 ? -EAGAIN : 0;
 }
 
 static int rename_file(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name) {
     const struct kvfs_inode_record *record, *target;
-    if (!directory_here(plane, parent) || !directory_here(plane, new_parent) || name_holder(plane, parent, name, &record) != 1 ||
+    uint32_t size = (uint32_t)strlen(name), new_size = (uint32_t)strlen(new_name);
+    if (!directory_here(plane, parent) || !directory_here(plane, new_parent) || name_holder(plane, parent, name, size, &record) != 1 ||
         record->kind != KVFS_KIND_FILE || record->flags & KVFS_INODE_SLAB)
         return -EAGAIN;
-    if (name_holder(plane, new_parent, new_name, &target) != 0 || names_is_untold(plane->names, new_parent, new_name, (uint32_t)strlen(new_name)))
+    if (name_holder(plane, new_parent, new_name, new_size, &target) != 0 || names_is_untold(plane->names, new_parent, new_name, new_size))
         return -EAGAIN;
     if (parent != new_parent && (name_is_pinned(plane, record->inode) || name_is_pinned(plane, new_parent)))
         return -EAGAIN;
@@ -212,9 +214,9 @@ static int rename_file(struct kvfs_plane *plane, uint64_t parent, const char *na
         free(renamed);
         return -EAGAIN;
     }
-    touch(plane, parent, now);
+    name_touch(plane, parent, now);
     if (new_parent != parent)
-        touch(plane, new_parent, now);
+        name_touch(plane, new_parent, now);
     return 0;
 }
 

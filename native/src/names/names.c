@@ -21,9 +21,6 @@
 #define GROUP_ATTRIBUTE "user.kvfs.group"
 #define GROUP_ATTRIBUTE_SIZE (sizeof(GROUP_ATTRIBUTE) - 1)
 
-struct link {
-    struct link *before, *after;
-};
 enum state { CLEAN, CLEAN_DIRECTORY, DIRTY, COMMITTING, VOLATILE, STATES };
 struct entry {
     struct link link; /* of its state */
@@ -65,30 +62,15 @@ struct kvfs_names {
     uint64_t counts[STATES];
     uint64_t seed, batch;
     uint64_t last_inode, last_version;
-    uint64_t *in_flight; /* versions */
-    uint32_t in_flight_count, in_flight_capacity;
-    uint32_t left; /* enum kvfs_names_leave */
+    struct link in_flight; /* versions */
+    uint32_t left;         /* enum kvfs_names_leave */
     bool untold[UNTOLD];
     bool any_untold;
     uint8_t *committing; /* the buffer of the commit that is under way */
 };
 static_assert(offsetof(struct kvfs_names, places) == 0, "names_places()");
 
-/* ---- lists and maps ---- */
-
-static void link_init(struct link *head) { head->before = head->after = head; }
-static bool link_empty(const struct link *head) { return head->after == head; }
-static void link_add(struct link *head, struct link *link) {
-    link->before = head->before;
-    link->after = head;
-    head->before->after = link;
-    head->before = link;
-}
-static void link_drop(struct link *link) {
-    link->before->after = link->after;
-    link->after->before = link->before;
-    link->before = link->after = NULL;
-}
+/* ---- maps ---- */
 
 static int map_init(struct map *map) {
     map->buckets = calloc(BUCKETS_MIN, sizeof(*map->buckets));
@@ -427,6 +409,7 @@ int kvfs_names_create(struct kvfs_names **out) {
     for (int i = 0; i < STATES; i++)
         link_init(&names->states[i]);
     link_init(&names->removed);
+    link_init(&names->in_flight);
     names->batch = 1;
     names->left = KVFS_LEAVE_CLOSED;
     if (map_init(&names->entries) < 0 || map_init(&names->names) < 0 || map_init(&names->directories) < 0) {
@@ -457,7 +440,6 @@ void kvfs_names_destroy(struct kvfs_names *names) {
     map_free(&names->names);
     map_free(&names->directories);
     free(names->committing);
-    free(names->in_flight);
     places_free(&names->places);
     pthread_mutex_destroy(&names->lock);
     free(names);
@@ -567,6 +549,29 @@ uint32_t kvfs_names_members(struct kvfs_names *names, uint32_t segment, const ui
     return count;
 }
 
+void kvfs_names_summary(struct kvfs_names *names, uint32_t segment, const uint64_t *inodes, uint32_t count, void *out, uint64_t capacity,
+                        uint64_t *parents, uint64_t *missing, struct kvfs_summary_part *part) {
+    *part = (struct kvfs_summary_part){0};
+    pthread_mutex_lock(&names->lock);
+    for (; part->inode_count < count; part->inode_count++) {
+        const struct entry *entry = entry_find(names, inodes[part->inode_count]);
+        const struct kvfs_inode_record *record = entry ? entry->record : NULL;
+        if (record && part->size + record->record_size > capacity) {
+            if (part->size)
+                break;
+            entry = NULL; /* too large for `out`: the caller asks for it alone */
+        }
+        if (!entry) {
+            missing[part->missing_count++] = inodes[part->inode_count];
+        } else if (record && record->segment == segment && (record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS)) == KVFS_INODE_SEALED) {
+            memcpy((uint8_t *)out + part->size, record, record->record_size);
+            part->size += record->record_size;
+            parents[part->record_count++] = record->parent;
+        }
+    }
+    pthread_mutex_unlock(&names->lock);
+}
+
 uint32_t kvfs_names_group(struct kvfs_names *names, const char *group, uint32_t group_size, uint64_t *out, uint32_t capacity) {
     uint32_t count = 0;
     pthread_mutex_lock(&names->lock);
@@ -638,6 +643,24 @@ static int take(struct kvfs_names *names, struct kvfs_inode_record *record, bool
 }
 
 int names_take(struct kvfs_names *names, struct kvfs_inode_record *record) { return take(names, record, false); }
+
+int names_prepare(struct kvfs_names *names, const struct kvfs_inode_record *record) {
+    assert(is_named(record) && !entry_find(names, record->inode));
+    if (!entry_new(names, record->inode))
+        return -ENOMEM;
+    struct name *name = name_get(names, record);
+    if (name && name_list(names, name) == 0)
+        return 0;
+    names_unprepare(names, record);
+    return -ENOMEM;
+}
+
+void names_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *record) {
+    struct name *name = name_find(names, record->parent, record_name(record), record->name_size);
+    if (name && !name->inode && !name->removed.after) /* the node is new */
+        name_free(names, name);
+    entry_free(names, entry_find(names, record->inode));
+}
 
 int kvfs_names_put(struct kvfs_names *names, const void *data, int known) {
     struct kvfs_inode_record *record = record_copy(data);
@@ -808,30 +831,19 @@ uint64_t kvfs_names_last_version(struct kvfs_names *names) {
     return version;
 }
 
-uint64_t version_begin(struct kvfs_names *names) {
-    if (names->in_flight_count == names->in_flight_capacity) {
-        uint32_t capacity = names->in_flight_capacity ? names->in_flight_capacity * 2 : 64;
-        uint64_t *grown = realloc(names->in_flight, capacity * sizeof(*grown));
-        if (!grown)
-            return 0;
-        names->in_flight = grown;
-        names->in_flight_capacity = capacity;
-    }
-    return names->in_flight[names->in_flight_count++] = ++names->last_version;
+uint64_t version_begin(struct kvfs_names *names, struct version *version) {
+    link_add(&names->in_flight, &version->link);
+    return version->number = ++names->last_version;
 }
 
-void version_end(struct kvfs_names *names, uint64_t version) {
-    uint32_t i = 0;
-    while (i < names->in_flight_count && names->in_flight[i] != version)
-        i++;
-    assert(i < names->in_flight_count);
-    names->in_flight[i] = names->in_flight[--names->in_flight_count];
-}
+void version_end(struct version *version) { link_drop(&version->link); }
 
 uint32_t kvfs_names_in_flight(struct kvfs_names *names, uint64_t *out, uint32_t capacity) {
+    uint32_t count = 0;
     pthread_mutex_lock(&names->lock);
-    uint32_t count = names->in_flight_count;
-    copy_bytes(out, names->in_flight, min_u64(count, capacity) * sizeof(*out));
+    for (struct link *at = names->in_flight.after; at != &names->in_flight; at = at->after)
+        if (count++ < capacity)
+            out[count - 1] = ((struct version *)(void *)at)->number;
     pthread_mutex_unlock(&names->lock);
     return count;
 }

@@ -16,9 +16,37 @@ int names_take(struct kvfs_names *names, struct kvfs_inode_record *record);
 /* enum kvfs_names_leave */
 uint32_t names_left(const struct kvfs_names *names);
 bool names_is_untold(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
-/* A version that is in flight until version_end(). 0: no memory. */
-uint64_t version_begin(struct kvfs_names *names);
-void version_end(struct kvfs_names *names, uint64_t version);
+/* Memory for a new inode's record: names_take() of it cannot fail within this step, nor can a change of the inode that has its name.
+ * -ENOMEM. */
+int names_prepare(struct kvfs_names *names, const struct kvfs_inode_record *record);
+void names_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *record); /* it is not taken */
+
+/* ---- lists ---- */
+
+struct link {
+    struct link *before, *after;
+};
+static inline void link_init(struct link *head) { head->before = head->after = head; }
+static inline bool link_empty(const struct link *head) { return head->after == head; }
+static inline void link_add(struct link *head, struct link *link) {
+    link->before = head->before;
+    link->after = head;
+    head->before->after = link;
+    head->before = link;
+}
+static inline void link_drop(struct link *link) {
+    link->before->after = link->after;
+    link->after->before = link->before;
+    link->before = link->after = NULL;
+}
+
+/* A version of a block, in flight until version_end(). */
+struct version {
+    struct link link; /* first: of those in flight */
+    uint64_t number;
+};
+uint64_t version_begin(struct kvfs_names *names, struct version *version);
+void version_end(struct version *version);
 
 static inline const char *record_name(const struct kvfs_inode_record *record) { return (const char *)(record + 1); }
 /* Attributes and extents follow the name, which is padded to 8 bytes. */

@@ -1,12 +1,13 @@
-/* Frames between libkvfs and the daemon on the pool's control socket (SOCK_STREAM, little-endian). kvfs/frontend/clients.py is the other end.
+/* Frames between libkvfs and the daemon on the pool's control socket (SOCK_STREAM, little-endian). content/reserve.c, content/commit.c and
+ * kvfs/frontend/clients.py are the other end.
  *
  * A connection that begins with "KVFSCLI1" instead of '{' speaks frames: struct wire_frame and `size` bytes behind it. The client asks,
  * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, REPORT and BAD_BLOCK have no
  * answer; CLOSE comes unasked. An answer with status < 0 is -errno and its payload a message. Either side hangs up on a frame that breaks a rule below.
  * When the connection ends, the daemon takes back every reservation that was not committed.
  */
-#ifndef KVFS_CLIENT_WIRE_H
-#define KVFS_CLIENT_WIRE_H
+#ifndef KVFS_WIRE_FORMAT_H
+#define KVFS_WIRE_FORMAT_H
 
 #include "kvfs_format.h"
 

@@ -1,0 +1,259 @@
+"""A handle to the requests of native clients (native/include/kvfs_frames.h): one call for many blocks.
+
+Reservations, their commits, and removals are the data plane's. A frame's items stay as the client sent them: C reads
+and checks them. Python handles the items that C leaves, and waits.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from errno import ENOMEM
+from types import TracebackType
+from typing import NamedTuple, Protocol, cast
+
+from kvfs._native import ffi, lib
+from kvfs.errors import KvfsError
+
+SHARDS = 256
+NOWHERE = 0xFFFFFFFF
+_UINT32 = ffi.typeof("uint32_t *")
+
+
+class Next(IntEnum):
+    """enum kvfs_frame_next: what a frame needs to go on."""
+
+    DONE = 0
+    MORE = 1
+    ROOM = 2
+    PLACE = 3
+    NAMES = 4
+
+
+class FrameError(KvfsError):
+    """There is no memory for a frame, or its items break the rules of the protocol."""
+
+
+class HolderPages(Protocol):
+    """struct kvfs_holder: what one client holds."""
+
+    open_pages: int
+    pages: int
+    open: int
+    count: int
+
+
+class Shard(Protocol):
+    """struct kvfs_shard: the directory of keys that begin with two digits."""
+
+    directory: int
+    gid: int
+    error: int
+
+
+class Totals(NamedTuple):
+    """struct kvfs_reservation_statistics."""
+
+    open: int
+    pages: int
+    committed: int
+    superseded: int
+    reclaimed: int
+
+
+RunFields = tuple[int, int, int, int]  # generation, segment, page, page count
+
+
+class Shards:
+    """The directories of one namespace's keys, by the number that a key begins with."""
+
+    def __init__(self, known: Shards | None = None) -> None:
+        self.items = ffi.new("struct kvfs_shard[]", SHARDS)
+        if known is not None:
+            ffi.memmove(self.items, known.items, ffi.sizeof(self.items))
+
+    def __getitem__(self, number: int) -> Shard:
+        return cast(Shard, self.items[number])
+
+
+class Frames:
+    """The reservations of one data plane. All calls from the thread that runs the store."""
+
+    def __init__(self, plane: object) -> None:
+        self._plane = plane
+        self._missing = ffi.new("uint8_t[]", SHARDS)
+        self._none = Shards()
+        self._totals = ffi.new("struct kvfs_reservation_statistics *")
+        self._runs = ffi.new("const struct kvfs_run **")
+        self._run_count = ffi.new("uint32_t *")
+
+    def check(self, kind: int, items: memoryview, count: int, known: Shards | None = None) -> list[int]:
+        """The numbers that the items' names begin with and whose directory is not known. FrameError: the items are not
+        what the protocol has."""
+        shards = (known or self._none).items
+        found = lib.kvfs_frame_check(kind, ffi.from_buffer(items), len(items), count, shards, self._missing)
+        if found < 0:
+            raise FrameError(f"{count} items in {len(items)} bytes break a rule of frames of type {kind}")
+        return list(self._missing[0:found])
+
+    def join(self) -> HolderPages:
+        holder = lib.kvfs_holder_create(self._plane)
+        if holder == ffi.NULL:
+            raise _no_memory("a client")
+        return cast(HolderPages, holder)
+
+    def leave(self, holder: HolderPages) -> None:
+        """The client is gone: what it has not committed is taken back."""
+        lib.kvfs_holder_leave(self._plane, holder)
+
+    def free(self, holder: HolderPages) -> None:
+        """Nothing is left of its reservations."""
+        lib.kvfs_holder_free(holder)
+
+    def totals(self) -> Totals:
+        lib.kvfs_reservation_statistics_get(self._plane, self._totals)
+        return Totals(*(int(getattr(self._totals, name)) for name in Totals._fields))
+
+    def reserve(self, holder: HolderPages, items: memoryview, count: int, shards: Shards, uid: int) -> Reserve:
+        """Items that were checked."""
+        return Reserve(self._plane, holder, items, count, shards, uid)
+
+    def commit(self, holder: HolderPages, items: memoryview, count: int) -> Commit:
+        """Items that were checked."""
+        return Commit(self._plane, holder, items, count)
+
+    def delete(self, items: memoryview, count: int, shards: Shards) -> Delete:
+        """Items that were checked."""
+        return Delete(self._plane, items, count, shards)
+
+    # ---- taking back ----
+
+    def next_expiry(self) -> int | None:
+        """When the first reservation expires, as finish() was told."""
+        until = cast(int, lib.kvfs_reservations_next(self._plane))
+        return None if until == (1 << 64) - 1 else until
+
+    def expire(self, now: int) -> int:
+        """How many were taken back because they have expired."""
+        return cast(int, lib.kvfs_reservations_expire(self._plane, now))
+
+    def returned(self) -> tuple[int, list[RunFields]] | None:
+        """One that was taken back: number and runs. The caller makes scans step over the runs, then calls buried()."""
+        number = lib.kvfs_reservation_returned(self._plane, self._runs, self._run_count)
+        return (number, _runs(self._runs[0], self._run_count[0])) if number else None
+
+    def buried(self, number: int) -> None:
+        lib.kvfs_reservation_buried(self._plane, number)
+
+
+class Reserve:
+    """RESERVE, on its way. `told` is struct kvfs_reserve."""
+
+    def __init__(
+        self, plane: object, holder: HolderPages, items: memoryview, count: int, shards: Shards, uid: int
+    ) -> None:
+        self._plane, self._items = plane, ffi.from_buffer(items)  # alive as long as the frame
+        self.told = lib.kvfs_reserve_begin(holder, self._items, len(items), count, shards.items, uid)
+        if self.told == ffi.NULL:
+            raise _no_memory("a RESERVE")
+
+    def __enter__(self) -> Reserve:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lib.kvfs_reserve_end(self._plane, self.told)
+
+    def go(self) -> Next | None:
+        """Handle a part of the items. Returns None if no item finds a place any more."""
+        found = lib.kvfs_reserve(self._plane, self.told)
+        return None if found < 0 else Next(found)
+
+    def place(self, runs: list[RunFields]) -> None:
+        array = ffi.new("struct kvfs_run[]", [(*run, 0) for run in runs])
+        lib.kvfs_reserve_place(self._plane, self.told, array, len(runs), 0)
+
+    def no_place(self, error: int) -> None:
+        lib.kvfs_reserve_place(self._plane, self.told, ffi.NULL, 0, error)
+
+    def finish(self, until: int) -> bytes:
+        """The answer. `until`: when these reservations expire."""
+        lib.kvfs_reserve_finish(self._plane, self.told, until)
+        return cast(bytes, ffi.buffer(self.told.answer, self.told.answer_size)[:])
+
+
+class Commit:
+    """COMMIT, on its way. `told` is struct kvfs_commit."""
+
+    def __init__(self, plane: object, holder: HolderPages, items: memoryview, count: int) -> None:
+        self._plane, self._items, self._count = plane, ffi.from_buffer(items), count
+        self.told = lib.kvfs_commit_begin(holder, self._items, count)
+        if self.told == ffi.NULL:
+            raise _no_memory("a COMMIT")
+
+    def __enter__(self) -> Commit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lib.kvfs_commit_end(self.told)
+
+    def go(self) -> Next:
+        return Next(lib.kvfs_commit(self._plane, self.told))
+
+    def block(self) -> bytes:
+        """The record of the item that NAMES was said for."""
+        return cast(bytes, ffi.buffer(self.told.block, ffi.cast(_UINT32, self.told.block)[0])[:])
+
+    def item(self, error: int = 0) -> bool:
+        """Enter that item, or with an error take it back. Whether it has entered."""
+        return bool(lib.kvfs_commit_item(self._plane, self.told, error))
+
+    def lingering(self) -> list[int]:
+        """Inodes that have lost their names to others in the last call, and stay."""
+        return cast(list[int], ffi.unpack(self.told.lingering, self.told.lingering_count))
+
+    def runs(self) -> list[RunFields]:
+        """The last run of the blocks that entered, in each segment."""
+        return _runs(self.told.runs, self.told.run_count)
+
+    def answers(self) -> bytes:
+        return cast(bytes, ffi.buffer(self.told.answers, 8 * self._count)[:]) if self._count else b""
+
+
+class Delete:
+    """DELETE, on its way. `told` is struct kvfs_removal."""
+
+    def __init__(self, plane: object, items: memoryview, count: int, shards: Shards) -> None:
+        self._plane, self._items, self._count, self._shards = plane, ffi.from_buffer(items), count, shards
+        self.told = ffi.new("struct kvfs_removal *")
+        self._deleted = ffi.new("uint8_t[]", count + 1)
+
+    def go(self) -> Next:
+        return Next(
+            lib.kvfs_remove_names(self._plane, self.told, self._items, self._count, self._shards.items, self._deleted)
+        )
+
+    def name(self) -> bytes:
+        """The name of the item that NAMES was said for."""
+        return cast(bytes, ffi.unpack(self.told.name, self.told.name_size))
+
+    def item(self, deleted: bool) -> None:
+        """The caller has done that item."""
+        self._deleted[self.told.done] = deleted
+        self.told.done += 1
+
+    def answer(self) -> bytes:
+        """A byte for each item: 1 if there was one."""
+        return cast(bytes, ffi.buffer(self._deleted, self._count)[:]) if self._count else b""
+
+
+def _runs(runs: object, count: int) -> list[RunFields]:
+    return [(run.generation, run.segment, run.page, run.page_count) for run in ffi.unpack(runs, count)] if count else []
+
+
+def _no_memory(what: str) -> FrameError:
+    error = FrameError(f"no memory for {what}")
+    error.errno = ENOMEM
+    return error

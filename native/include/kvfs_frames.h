@@ -1,0 +1,128 @@
+/* Requests of native clients, one call for many blocks: places for blocks that they write themselves, the names of these blocks, and removals.
+ *
+ * A reservation has a place, an inode number and a version. Until its commit nothing leads to it. Then the block enters names, table and places in
+ * one step (I4), under the rules of kvfs/store/reservations.py. Frames are those of src/base/wire_format.h, without their heads; every byte may be a
+ * liar's. A call handles KVFS_FRAME_PART items at most, so that nobody waits long for a step. All from the one control-plane thread. 0, a count,
+ * or -errno.
+ */
+#ifndef KVFS_FRAMES_H
+#define KVFS_FRAMES_H
+
+#include "kvfs_plane.h"
+
+#define KVFS_FRAME_PART 64
+#define KVFS_SHARDS 256
+
+/* The directory of keys that begin with two digits. */
+struct kvfs_shard {
+    uint64_t directory; /* 0: it is not known, or there is none */
+    uint32_t gid;       /* of new files there */
+    int32_t error;      /* of every reservation there */
+};
+
+/* RESERVE, COMMIT or DELETE (enum wire_type): -EINVAL unless `size` bytes are `count` items as the frame has them. Names begin with the number of
+ * their directory. Returns how many numbers occur whose directory is not among the known; they are written to `missing`. */
+int kvfs_frame_check(uint32_t type, const void *items, uint64_t size, uint32_t count, const struct kvfs_shard known[KVFS_SHARDS],
+                     uint8_t missing[KVFS_SHARDS]);
+
+/* ---- holders ---- */
+
+/* One client. Only to be read. */
+struct kvfs_holder {
+    uint64_t open_pages; /* of what it may commit */
+    uint64_t pages;      /* and of what is taken back, and not buried yet: all that its user is charged */
+    uint32_t open;       /* reservations that it may commit */
+    uint32_t count;      /* all that are left of it; with 0 it can be freed */
+};
+struct kvfs_holder *kvfs_holder_create(struct kvfs_plane *plane); /* NULL: no memory */
+/* It is gone: everything that it has not committed is taken back. */
+void kvfs_holder_leave(struct kvfs_plane *plane, struct kvfs_holder *holder);
+void kvfs_holder_free(struct kvfs_holder *holder);
+
+struct kvfs_reservation_statistics {
+    uint64_t open, pages, committed, superseded, reclaimed;
+};
+void kvfs_reservation_statistics_get(struct kvfs_plane *plane, struct kvfs_reservation_statistics *out);
+
+/* ---- RESERVE ---- */
+
+enum kvfs_frame_next {
+    KVFS_FRAME_DONE,
+    KVFS_FRAME_MORE,  /* a part is done */
+    KVFS_FRAME_ROOM,  /* others hold what there is: again when a reservation has ended */
+    KVFS_FRAME_PLACE, /* the segment has no room for header_pages and data_pages: kvfs_reserve_place() */
+    KVFS_FRAME_NAMES  /* a directory from `parent` up, or a name's holder, is not in memory: again, with `loaded` */
+};
+struct kvfs_reserve {
+    /* The caller's, before each call. */
+    uint64_t generation;
+    uint64_t share_pages; /* of all reservations */
+    uint64_t room_pages;  /* of the client's user, who may still hold so many */
+    uint64_t moves;       /* of directories so far */
+    uint32_t segment;     /* it is appended to; UINT32_MAX: none is */
+    uint32_t open_max;    /* reservations; of one holder half of that */
+    uint32_t loaded;      /* all directories from `parent` up that there are were loaded */
+    /* Told. */
+    uint32_t header_pages, data_pages;
+    uint64_t parent;
+    const void *answer;
+    uint64_t answer_size;
+};
+/* The items were checked, and stay the caller's until kvfs_reserve_end(). NULL: no memory. */
+struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, const void *items, uint64_t size, uint32_t count,
+                                        const struct kvfs_shard shards[KVFS_SHARDS], uint32_t uid);
+/* enum kvfs_frame_next, or -ENOSPC: no item finds a place any more. */
+int kvfs_reserve(struct kvfs_plane *plane, struct kvfs_reserve *frame);
+/* After KVFS_FRAME_PLACE: the runs, or with run_count 0 the item's error. */
+void kvfs_reserve_place(struct kvfs_plane *plane, struct kvfs_reserve *frame, const struct kvfs_run *runs, uint32_t run_count, int error);
+/* Items without an answer get -ENOSPC. Reservations expire at `until`, of any clock that does not go back. */
+void kvfs_reserve_finish(struct kvfs_plane *plane, struct kvfs_reserve *frame, uint64_t until);
+void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *frame); /* as finish if that was not called; frees the answer, too */
+
+/* ---- COMMIT ---- */
+
+struct kvfs_commit {
+    uint64_t moves; /* the caller's, before each call: as in kvfs_reserve */
+    /* Told. */
+    const void *block;      /* the record of the item that is left to the caller; valid until it is done */
+    const int64_t *answers; /* of each item: 0, or -errno */
+    /* Of the blocks that entered: the last run in each segment. Without memory for them, `durable`. */
+    const struct kvfs_run *runs;
+    uint32_t run_count;
+    uint32_t durable;    /* a version rose: only the index makes a block safe */
+    uint32_t replaced;   /* hosts may know a name's earlier holder; the caller resets it */
+    uint32_t taken_back; /* items; the caller resets it */
+    uint32_t lingering_count;
+    uint64_t lingering[KVFS_FRAME_PART]; /* inodes that have lost their names to others in this call, and stay */
+};
+struct kvfs_commit *kvfs_commit_begin(struct kvfs_holder *holder, const void *items, uint32_t count);
+/* KVFS_FRAME_DONE, KVFS_FRAME_MORE, or KVFS_FRAME_NAMES: the item is the caller's to load, and then kvfs_commit_item()'s. */
+int kvfs_commit(struct kvfs_plane *plane, struct kvfs_commit *frame);
+/* Enter the block whatever the reasons to leave it (enum kvfs_names_leave), or with an error take it back. Parent and the name's holder are in memory
+ * if they are there. Returns 1: it has entered; 0: it has not. */
+int kvfs_commit_item(struct kvfs_plane *plane, struct kvfs_commit *frame, int error);
+void kvfs_commit_end(struct kvfs_commit *frame);
+
+/* ---- DELETE ---- */
+
+struct kvfs_removal {
+    uint64_t at; /* with `done` 0 at the beginning */
+    uint32_t done;
+    uint32_t name_size; /* of the item that is left to the caller */
+    const char *name;
+};
+/* KVFS_FRAME_DONE, KVFS_FRAME_MORE, or KVFS_FRAME_NAMES: the caller removes item number `done`, and adds one to it. deleted[i]: 1 if there was one. */
+int kvfs_remove_names(struct kvfs_plane *plane, struct kvfs_removal *frame, const void *items, uint32_t count,
+                      const struct kvfs_shard shards[KVFS_SHARDS], uint8_t *deleted);
+
+/* ---- taking back ---- */
+
+/* When the first reservation expires; UINT64_MAX: there is none. */
+uint64_t kvfs_reservations_next(struct kvfs_plane *plane);
+/* Take back what has expired by then. Returns how many. Their clients may still write there. */
+uint32_t kvfs_reservations_expire(struct kvfs_plane *plane, uint64_t now);
+/* One that was taken back: its number, 0 if there is none. A scan must be able to step over each of its runs; then it is buried. */
+uint64_t kvfs_reservation_returned(struct kvfs_plane *plane, const struct kvfs_run **runs, uint32_t *run_count);
+void kvfs_reservation_buried(struct kvfs_plane *plane, uint64_t number);
+
+#endif

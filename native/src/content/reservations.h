@@ -1,0 +1,52 @@
+/* Reservations of native clients, as the calls for their frames see them. Not installed. Everything here is called within a step. */
+#ifndef KVFS_RESERVATIONS_H
+#define KVFS_RESERVATIONS_H
+
+#include "kvfs_frames.h"
+#include "names/names.h"
+
+#define RESERVATION_BUCKETS (1u << 14)
+
+struct holder {
+    struct kvfs_holder told; /* first */
+    struct link reservations;
+};
+struct reservation {
+    struct reservation *next; /* of its bucket */
+    struct link owned;        /* its holder's, while that can do anything with it */
+    struct link turn;         /* open: by expiry, or its frame's; then among those that are to be buried */
+    struct holder *holder;
+    struct version version;
+    uint64_t number, until, moves;
+    struct kvfs_inode_record *record; /* as its header is to have it; NULL once it has entered */
+    uint32_t pages, run_count;
+    bool open;     /* it may be committed */
+    bool lent;     /* its holder may be writing to it */
+    bool unburied; /* its runs are in flight */
+    struct kvfs_run runs[];
+};
+struct reservations {
+    struct reservation *by_number[RESERVATION_BUCKETS];
+    struct link open, returned; /* both the oldest first */
+    uint64_t last_number, pages, committed, superseded, reclaimed;
+    uint32_t open_count;
+};
+
+uint32_t frame_shard(const void *key); /* the number of a key's directory */
+void reservations_init(struct kvfs_plane *plane);
+void reservations_free(struct kvfs_plane *plane);
+/* Of this holder, open or late. NULL: it has none of that number. */
+struct reservation *reservation_find(struct kvfs_plane *plane, const struct holder *holder, uint64_t number);
+/* Its runs are taken: from now on its holder may write there, and it counts. `made` is the list that it is on until reservations_stamp(). */
+void reservation_open(struct kvfs_plane *plane, struct reservation *reservation, struct link *made);
+void reservations_stamp(struct kvfs_plane *plane, struct link *made, uint64_t until);
+void reservation_charge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages);
+void reservation_discharge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages);
+/* The block has entered, or never will: its runs end. Returns those to tell once the step is over. Frees it. */
+struct settled *reservation_end(struct kvfs_plane *plane, struct reservation *reservation);
+/* `late`: the client lives and may write there still. Not `begun`: it never wrote there. */
+void reservation_take_back(struct kvfs_plane *plane, struct reservation *reservation, bool late, bool begun);
+/* Late writes have landed, or never will. May free it. */
+void reservation_end_late(struct kvfs_plane *plane, struct reservation *reservation);
+
+#endif

@@ -1,0 +1,367 @@
+/* RESERVE: places, inode numbers, versions and ancestors for a frame of blocks, packed as the client is to have them. And the check of frames'
+ * items. */
+#include "content/content.h"
+
+#include <sys/stat.h>
+
+#include "base/wire_format.h"
+
+struct reserve {
+    struct kvfs_reserve told; /* first */
+    struct holder *holder;
+    const uint8_t *items;
+    uint64_t at; /* the next item */
+    uint32_t count, done, uid;
+    struct kvfs_shard shards[KVFS_SHARDS];
+    struct reservation *pending; /* charged; it waits for a place */
+    uint8_t *answer, *ancestors;
+    uint64_t capacity, ancestors_size, ancestors_capacity;
+    struct link made;
+};
+struct item {
+    uint64_t size, end;
+    const char *name;
+    uint32_t name_size;
+    const struct kvfs_shard *shard;
+};
+
+/* ---- the check ---- */
+
+static int digit(uint8_t c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1; }
+
+static bool is_key(const uint8_t *name, uint64_t size) {
+    if (size < 2 || size > KVFS_NAME_MAX || size % 2)
+        return false;
+    for (uint64_t i = 0; i < size; i++)
+        if (digit(name[i]) < 0)
+            return false;
+    return true;
+}
+
+/* Any bytes have one: kvfs_frame_check() lets digits alone through. */
+uint32_t frame_shard(const void *key) {
+    const uint8_t *name = key;
+    return ((uint32_t)(digit(name[0]) & 15) << 4) | (uint32_t)(digit(name[1]) & 15);
+}
+
+static int commit_check(const uint8_t *items, uint64_t size, uint32_t count) {
+    if (size != count * (uint64_t)sizeof(struct wire_commit))
+        return -EINVAL;
+    for (uint32_t i = 0; i < count; i++) {
+        struct wire_commit item;
+        memcpy(&item, items + i * sizeof(item), sizeof(item));
+        if (item.error > 0 || item.error < -KVFS_WIRE_ERRNO_MAX)
+            return -EINVAL;
+    }
+    return 0;
+}
+
+int kvfs_frame_check(uint32_t type, const void *data, uint64_t size, uint32_t count, const struct kvfs_shard known[KVFS_SHARDS],
+                     uint8_t missing[KVFS_SHARDS]) {
+    const uint8_t *items = data;
+    bool seen[KVFS_SHARDS] = {false};
+    uint64_t at = 0;
+    int missing_count = 0;
+    if (count > KVFS_WIRE_ITEMS_MAX)
+        return -EINVAL;
+    if (type == WIRE_COMMIT)
+        return commit_check(items, size, count);
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t head = type == WIRE_RESERVE ? sizeof(struct wire_reserve) : sizeof(uint64_t), name_size;
+        if (size - at < head)
+            return -EINVAL;
+        if (type == WIRE_RESERVE) {
+            struct wire_reserve item;
+            memcpy(&item, items + at, sizeof(item));
+            if (item.reserved)
+                return -EINVAL;
+            name_size = item.name_size;
+        } else {
+            memcpy(&name_size, items + at, sizeof(name_size));
+        }
+        at += head;
+        if (name_size > KVFS_NAME_MAX || size - at < round_up(name_size, 8) || !is_key(items + at, name_size))
+            return -EINVAL;
+        uint32_t shard = frame_shard(items + at);
+        if (!seen[shard] && !known[shard].directory)
+            missing[missing_count++] = (uint8_t)shard;
+        seen[shard] = true;
+        at += round_up(name_size, 8);
+    }
+    return at == size ? missing_count : -EINVAL;
+}
+
+/* ---- the answer ---- */
+
+static bool grow(uint8_t **memory, uint64_t *capacity, uint64_t size) {
+    if (size <= *capacity)
+        return true;
+    uint64_t larger = *capacity * 2 > size ? *capacity * 2 : size;
+    uint8_t *grown = realloc(*memory, larger);
+    if (!grown)
+        return false;
+    *memory = grown;
+    *capacity = larger;
+    return true;
+}
+
+static void answer_add(struct reserve *frame, const void *data, uint64_t size) {
+    uint64_t padded = round_up(size, 8);
+    assert(frame->told.answer_size + padded <= frame->capacity);
+    copy_bytes(frame->answer + frame->told.answer_size, data, size);
+    memset(frame->answer + frame->told.answer_size + size, 0, padded - size);
+    frame->told.answer_size += padded;
+}
+
+/* There is always room for errors of all items. */
+static void answer_error(struct reserve *frame, const struct item *item, int error) {
+    struct wire_reserved reserved = {.error = error};
+    answer_add(frame, &reserved, sizeof(reserved));
+    frame->at = item->end;
+    frame->done++;
+}
+
+/* Memory for an item's answer, beside that for errors of the items behind it. -ENOSPC: no client takes an answer of that size. */
+static int answer_prepare(struct reserve *frame, uint64_t record_size, uint32_t runs) {
+    uint64_t size = frame->told.answer_size + runs * (uint64_t)sizeof(struct wire_run) + record_size + frame->ancestors_size +
+                    (frame->count - frame->done) * (uint64_t)sizeof(struct wire_reserved);
+    if (size > KVFS_WIRE_SIZE_MAX)
+        return -ENOSPC;
+    return grow(&frame->answer, &frame->capacity, size) ? 0 : -ENOMEM;
+}
+
+/* ---- one item ---- */
+
+static struct item item_read(const struct reserve *frame) {
+    struct wire_reserve head;
+    memcpy(&head, frame->items + frame->at, sizeof(head));
+    const uint8_t *name = frame->items + frame->at + sizeof(head);
+    return (struct item){.size = head.size,
+                         .end = frame->at + sizeof(head) + round_up(head.name_size, 8),
+                         .name = (const char *)name,
+                         .name_size = head.name_size,
+                         .shard = &frame->shards[frame_shard(name)]};
+}
+
+static struct reservation *reservation_new(const struct reserve *frame, const struct item *item, uint32_t runs) {
+    uint64_t extents = runs > 1 ? runs * sizeof(struct kvfs_extent) : 0;
+    struct reservation *made = calloc(1, sizeof(*made) + runs * sizeof(struct kvfs_run));
+    struct kvfs_inode_record *record = calloc(1, sizeof(*record) + round_up(item->name_size, 8) + extents);
+    if (!made || !record) {
+        free(made);
+        free(record);
+        return NULL;
+    }
+    record->kind = KVFS_KIND_FILE;
+    record->flags = KVFS_INODE_SEALED;
+    record->name_size = (uint16_t)item->name_size;
+    record->record_size = (uint32_t)(sizeof(*record) + round_up(item->name_size, 8));
+    record->parent = item->shard->directory;
+    record->size = item->size;
+    record->mode = S_IFREG | 0644;
+    record->uid = frame->uid;
+    record->gid = item->shard->gid;
+    record->nlink = 1;
+    memcpy(record + 1, item->name, item->name_size);
+    made->record = record;
+    made->holder = frame->holder;
+    made->moves = frame->told.moves;
+    return made;
+}
+
+/* Where the data lies: behind the block header in the first run, behind an extent header in the others. A single run needs none to say so. */
+static void extents_set(struct kvfs_inode_record *record, const struct kvfs_run *runs, uint32_t run_count) {
+    struct kvfs_extent *extents = (void *)((uint8_t *)(record + 1) + round_up(record->name_size, 8));
+    uint32_t file_page = 0, overhead = record->header_pages;
+    for (uint32_t i = 0; run_count > 1 && i < run_count; i++) {
+        uint32_t pages = runs[i].page_count - overhead;
+        extents[i] = (struct kvfs_extent){runs[i].generation, runs[i].segment, runs[i].page + overhead, pages, file_page};
+        file_page += pages;
+        overhead = 1;
+        record->extent_count++;
+        record->record_size += (uint32_t)sizeof(*extents);
+    }
+}
+
+/* The pending item has its runs: from now on it is a reservation, and answered. */
+static void item_finish(struct kvfs_plane *plane, struct reserve *frame, const struct kvfs_run *runs, uint32_t run_count) {
+    struct reservation *made = frame->pending;
+    struct kvfs_inode_record *record = made->record;
+    frame->pending = NULL;
+    memcpy(made->runs, runs, run_count * sizeof(*runs));
+    made->run_count = run_count;
+    record->inode = kvfs_names_next_inode(plane->names);
+    record->version = version_begin(plane->names, &made->version);
+    record->mtime_ns = record->ctime_ns = record->atime_ns = time_now();
+    record->generation = runs[0].generation;
+    record->segment = runs[0].segment;
+    record->page = runs[0].page;
+    extents_set(record, runs, run_count);
+    reservation_open(plane, made, &frame->made);
+    struct wire_reserved reserved = {.reservation = made->number,
+                                     .header_pages = record->header_pages,
+                                     .run_count = run_count,
+                                     .record_size = record->record_size,
+                                     .ancestors_size = (uint32_t)frame->ancestors_size};
+    answer_add(frame, &reserved, sizeof(reserved));
+    static_assert(sizeof(struct wire_run) == sizeof(struct kvfs_run), "wire");
+    answer_add(frame, runs, run_count * sizeof(*runs));
+    answer_add(frame, record, record->record_size);
+    answer_add(frame, frame->ancestors, frame->ancestors_size);
+    frame->at = item_read(frame).end;
+    frame->done++;
+}
+
+static void pending_drop(struct kvfs_plane *plane, struct reserve *frame) {
+    reservation_discharge(plane, frame->holder, frame->pending->pages);
+    free(frame->pending->record);
+    free(frame->pending);
+    frame->pending = NULL;
+}
+
+/* 0: so many pages may be reserved; KVFS_FRAME_ROOM or -ENOSPC. */
+static int pages_ask(struct kvfs_plane *plane, const struct reserve *frame, uint64_t pages) {
+    const struct kvfs_reserve *told = &frame->told;
+    const struct kvfs_holder *holder = &frame->holder->told;
+    if (plane->reservations.pages + pages > told->share_pages || plane->reservations.open_count >= told->open_max)
+        /* Others' go in time; one's own only with a commit that comes after this answer. */
+        return holder->open_pages + pages > told->share_pages || holder->open >= told->open_max / 2 ? -ENOSPC : KVFS_FRAME_ROOM;
+    return pages > told->room_pages ? -ENOSPC : 0;
+}
+
+/* The records above are copied now: directories may move while the item waits for a place. 0, -EAGAIN, -ENOMEM. */
+static int ancestors_take(struct kvfs_plane *plane, struct reserve *frame, uint64_t parent) {
+    int64_t size = ancestors_size(plane, parent, frame->told.loaded);
+    if (size < 0)
+        return (int)size;
+    if (!grow(&frame->ancestors, &frame->ancestors_capacity, (uint64_t)size))
+        return -ENOMEM;
+    ancestors_copy(plane, parent, frame->ancestors, (uint64_t)size);
+    frame->ancestors_size = (uint64_t)size;
+    return 0;
+}
+
+/* Room for it in the segment that is appended to; nothing if there is none. */
+static void place_try(struct kvfs_plane *plane, struct reserve *frame) {
+    const struct kvfs_reserve *told = &frame->told;
+    const struct places *places = names_places(plane->names);
+    struct kvfs_run run = {told->generation, told->segment, 0, (uint32_t)frame->pending->pages, 0};
+    if (told->segment >= places->count || places->all[told->segment].next_page + (uint64_t)run.page_count > places->end_page)
+        return;
+    run.page = kvfs_place_take(plane->names, told->segment, run.page_count);
+    if (!run.page)
+        return;
+    kvfs_set_tick(plane, place_tick(plane->names));
+    item_finish(plane, frame, &run, 1);
+}
+
+/* 0: the item is answered; enum kvfs_frame_next; -ENOSPC: neither this one nor those behind it find a place. */
+static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
+    struct kvfs_reserve *told = &frame->told;
+    struct item item = item_read(frame);
+    uint64_t data_pages = item.size / PAGE + (item.size % PAGE != 0);
+    int error = item.shard->error ? item.shard->error : data_pages > told->share_pages || data_pages > UINT32_MAX / 2 ? -EFBIG : 0;
+    if (error == 0)
+        error = ancestors_take(plane, frame, item.shard->directory);
+    if (error == -EAGAIN) {
+        told->parent = item.shard->directory;
+        return KVFS_FRAME_NAMES;
+    }
+    told->loaded = 0;
+    if (error < 0) {
+        answer_error(frame, &item, error);
+        return 0;
+    }
+    uint32_t runs = runs_bound(plane, (uint32_t)data_pages);
+    uint32_t record_size = (uint32_t)(sizeof(struct kvfs_inode_record) + round_up(item.name_size, 8));
+    uint32_t header_pages = kvfs_header_pages(item.size, record_size, (uint32_t)frame->ancestors_size, runs);
+    uint64_t pages = header_pages + data_pages;
+    int asked = pages > told->share_pages ? -EFBIG : pages_ask(plane, frame, pages);
+    if (asked && asked != -EFBIG)
+        return asked;
+    error = asked ? asked : answer_prepare(frame, record_size + runs * (uint64_t)sizeof(struct kvfs_extent), runs);
+    struct reservation *made = error ? NULL : reservation_new(frame, &item, runs);
+    if (!made) {
+        answer_error(frame, &item, error ? error : -ENOMEM);
+        return 0;
+    }
+    made->pages = (uint32_t)pages;
+    made->record->header_pages = header_pages;
+    /* Charged before the wait for a place, so that two that wait do not both find room. */
+    reservation_charge(plane, frame->holder, pages);
+    told->room_pages -= pages;
+    frame->pending = made;
+    place_try(plane, frame);
+    told->header_pages = header_pages;
+    told->data_pages = (uint32_t)data_pages;
+    return frame->pending ? KVFS_FRAME_PLACE : 0;
+}
+
+/* ---- the frame ---- */
+
+struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, const void *items, uint64_t size, uint32_t count,
+                                        const struct kvfs_shard shards[KVFS_SHARDS], uint32_t uid) {
+    (void)size;
+    struct reserve *frame = calloc(1, sizeof(*frame));
+    if (!frame)
+        return NULL;
+    frame->holder = (struct holder *)(void *)holder;
+    frame->items = items;
+    frame->count = count;
+    frame->uid = uid;
+    memcpy(frame->shards, shards, sizeof(frame->shards));
+    link_init(&frame->made);
+    if (!grow(&frame->answer, &frame->capacity, count * (uint64_t)sizeof(struct wire_reserved) * 16 + 1)) {
+        free(frame);
+        return NULL;
+    }
+    frame->told.answer = frame->answer;
+    return &frame->told;
+}
+
+int kvfs_reserve(struct kvfs_plane *plane, struct kvfs_reserve *told) {
+    struct reserve *frame = (struct reserve *)(void *)told;
+    int r = 0;
+    assert(!frame->pending);
+    kvfs_names_begin(plane->names);
+    for (uint32_t i = 0; r == 0 && i < KVFS_FRAME_PART && frame->done < frame->count; i++)
+        r = item_reserve(plane, frame);
+    kvfs_names_end(plane->names);
+    told->answer = frame->answer;
+    return r ? r : frame->done < frame->count ? KVFS_FRAME_MORE : KVFS_FRAME_DONE;
+}
+
+void kvfs_reserve_place(struct kvfs_plane *plane, struct kvfs_reserve *told, const struct kvfs_run *runs, uint32_t run_count, int error) {
+    struct reserve *frame = (struct reserve *)(void *)told;
+    kvfs_names_begin(plane->names);
+    assert(frame->pending && run_count <= runs_bound(plane, told->data_pages));
+    if (run_count) {
+        item_finish(plane, frame, runs, run_count);
+    } else {
+        struct item item = item_read(frame);
+        pending_drop(plane, frame);
+        answer_error(frame, &item, error);
+    }
+    kvfs_names_end(plane->names);
+}
+
+void kvfs_reserve_finish(struct kvfs_plane *plane, struct kvfs_reserve *told, uint64_t until) {
+    struct reserve *frame = (struct reserve *)(void *)told;
+    kvfs_names_begin(plane->names);
+    if (frame->pending)
+        pending_drop(plane, frame);
+    while (frame->done < frame->count) {
+        struct item item = item_read(frame);
+        answer_error(frame, &item, item.shard->error ? item.shard->error : -ENOSPC);
+    }
+    reservations_stamp(plane, &frame->made, until);
+    kvfs_names_end(plane->names);
+}
+
+void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *told) {
+    struct reserve *frame = (struct reserve *)(void *)told;
+    kvfs_reserve_finish(plane, told, 0);
+    free(frame->answer);
+    free(frame->ancestors);
+    free(frame);
+}

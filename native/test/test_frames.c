@@ -1,0 +1,470 @@
+/* sources: base block names io content fuse virtiofs plane.c */
+/* Requests of native clients against a model: reservations of several clients, their commits, ends and expiries, beside a thread that makes and removes
+ * the same names. Names, block table, places and the table of reservations agree after each step, also where memory ends. And frames of any bytes. */
+#include "kernel_harness.h"
+
+#include "base/wire_format.h"
+
+#define END_PAGE 4096u
+#define HOLDERS 3u
+#define KEYS 40u
+#define OPEN_MAX 600u
+#define DIRECTORY 77u
+#define STEPS 1500
+
+static struct kvfs_names *names;
+static struct kvfs_place *places;
+static uint32_t segment;
+static struct kvfs_shard shards[KVFS_SHARDS];
+static atomic_int allocations_left = -1; /* then memory ends; -1: it does not */
+static __thread bool may_fail;
+
+void *__real_malloc(size_t size);
+void *__real_calloc(size_t count, size_t size);
+void *__real_realloc(void *old, size_t size);
+void *__wrap_malloc(size_t size);
+void *__wrap_calloc(size_t count, size_t size);
+void *__wrap_realloc(void *old, size_t size);
+static bool memory_ends(void) { return may_fail && atomic_load(&allocations_left) >= 0 && atomic_fetch_sub(&allocations_left, 1) <= 0; }
+static bool memory_out(void) {
+    bool out = memory_ends();
+    if (out)
+        atomic_store(&allocations_left, 0); /* and stays out */
+    return out;
+}
+void *__wrap_malloc(size_t size) { return memory_out() ? NULL : __real_malloc(size); }
+void *__wrap_calloc(size_t count, size_t size) { return memory_out() ? NULL : __real_calloc(count, size); }
+void *__wrap_realloc(void *old, size_t size) { return memory_out() ? NULL : __real_realloc(old, size); }
+
+/* A reservation of the model. */
+struct entry {
+    uint64_t number, inode;
+    uint32_t holder, key;
+    bool open, late;
+};
+static struct entry model[OPEN_MAX];
+static uint32_t model_count;
+static struct kvfs_holder *holders[HOLDERS];
+static uint64_t owners[KEYS]; /* inode of each key's block; 0: none */
+static uint64_t committed, superseded, reclaimed, clock_now = 1;
+
+static void key_name(uint32_t key, char out[9]) { snprintf(out, 9, "%02x%06x", key % 5, key); }
+
+static void directory_put(uint64_t inode, uint64_t parent, const char *name) {
+    struct {
+        struct kvfs_inode_record record;
+        char name[16];
+    } made = {.record = {.inode = inode, .parent = parent, .kind = KVFS_KIND_DIRECTORY, .mode = 040755, .nlink = 2}};
+    made.record.name_size = (uint16_t)strlen(name);
+    made.record.record_size = (uint32_t)(sizeof(made.record) + round_up(made.record.name_size, 8));
+    memcpy(made.name, name, made.record.name_size);
+    CHECK(kvfs_names_put(names, &made, 0) == 0);
+    if (inode != 1)
+        CHECK(kvfs_name_put(plane, &made, 0) == 0);
+}
+
+static void names_open(void) {
+    names = kvfs_plane_names(plane);
+    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS);
+    places = kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20);
+    CHECK(places);
+    directory_put(1, 1, "");
+    directory_put(DIRECTORY, 1, "space");
+    kvfs_names_leave(names, KVFS_LEAVE_CLOSED, 0);
+    for (uint32_t i = 0; i < KVFS_SHARDS; i++)
+        shards[i] = (struct kvfs_shard){DIRECTORY, 8, 0};
+    for (uint32_t i = 0; i < HOLDERS; i++)
+        CHECK((holders[i] = kvfs_holder_create(plane)) != NULL);
+}
+
+/* ---- frames ---- */
+
+static uint64_t items_make(uint8_t *out, const uint32_t *keys, uint32_t count, uint64_t size) {
+    uint64_t at = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        char name[9];
+        key_name(keys[i], name);
+        struct wire_reserve item = {size, 8, 0};
+        memcpy(out + at, &item, sizeof(item));
+        memcpy(out + at + sizeof(item), name, 8);
+        at += sizeof(item) + 8;
+    }
+    return at;
+}
+
+/* Reserve the keys for a holder; the model learns what the answer says. Returns the first error. */
+static int reserve(uint32_t holder, const uint32_t *keys, uint32_t count, uint64_t size) {
+    uint8_t items[4096], missing[KVFS_SHARDS];
+    uint64_t items_size = items_make(items, keys, count, size);
+    CHECK(kvfs_frame_check(WIRE_RESERVE, items, items_size, count, shards, missing) == 0);
+    struct kvfs_reserve *frame = kvfs_reserve_begin(holders[holder], items, items_size, count, shards, 7);
+    if (!frame)
+        return -ENOMEM;
+    frame->share_pages = 2000;
+    frame->open_max = OPEN_MAX;
+    frame->generation = 9;
+    int next;
+    do {
+        frame->segment = segment;
+        frame->room_pages = 100000;
+        next = kvfs_reserve(plane, frame);
+        if (next == KVFS_FRAME_PLACE) {
+            segment = (segment + 1) % SEGMENTS;
+            uint32_t pages = frame->header_pages + frame->data_pages;
+            places[segment].next_page = places[segment].run_count ? places[segment].next_page : 1;
+            bool room = places[segment].next_page + pages <= END_PAGE;
+            struct kvfs_run run = {9, segment, room ? kvfs_place_take(names, segment, pages) : 0, pages, 0};
+            kvfs_reserve_place(plane, frame, &run, run.page ? 1 : 0, -EIO);
+        }
+    } while (next == KVFS_FRAME_MORE || next == KVFS_FRAME_PLACE);
+    CHECK(next == KVFS_FRAME_DONE || next == KVFS_FRAME_ROOM || next == -ENOSPC);
+    kvfs_reserve_finish(plane, frame, clock_now + 100);
+    const uint8_t *at = frame->answer;
+    int error = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        struct wire_reserved reserved;
+        memcpy(&reserved, at, sizeof(reserved));
+        at += sizeof(reserved);
+        error = error ? error : reserved.error;
+        if (reserved.error)
+            continue;
+        struct kvfs_inode_record record;
+        CHECK(reserved.run_count == 1);
+        memcpy(&record, at + sizeof(struct wire_run), sizeof(record));
+        at += sizeof(struct wire_run) + reserved.record_size + reserved.ancestors_size;
+        CHECK(record.record_size == reserved.record_size && record.size == size && record.uid == 7 && record.gid == 8);
+        CHECK(reserved.ancestors_size == sizeof(record) + 8 && record.parent == DIRECTORY && model_count < OPEN_MAX);
+        model[model_count++] = (struct entry){reserved.reservation, record.inode, holder, keys[i], true, false};
+    }
+    CHECK(at == (const uint8_t *)frame->answer + frame->answer_size);
+    kvfs_reserve_end(plane, frame);
+    return error;
+}
+
+/* A nameless block goes as the control plane lets it go. */
+static void block_go(uint64_t inode) {
+    uint8_t record[512];
+    CHECK(kvfs_names_get(names, inode, record, sizeof(record)) > 0);
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    kvfs_names_begin(names);
+    struct kvfs_inode_record *copy = record_again((const struct kvfs_inode_record *)(void *)record);
+    CHECK(copy && name_drop(plane, copy, false, 1) == 0);
+    kvfs_names_end(names);
+}
+
+static void model_take_back(struct entry *entry, bool late) {
+    reclaimed++;
+    entry->open = false;
+    entry->late = late;
+}
+
+static void commit(uint32_t holder, struct entry **entries, const int64_t *errors, uint32_t count) {
+    struct wire_commit items[64];
+    for (uint32_t i = 0; i < count; i++)
+        items[i] = (struct wire_commit){entries[i]->number, errors[i]};
+    uint8_t missing[KVFS_SHARDS];
+    CHECK(kvfs_frame_check(WIRE_COMMIT, items, count * sizeof(items[0]), count, shards, missing) == 0);
+    struct kvfs_commit *frame = kvfs_commit_begin(holders[holder], items, count);
+    CHECK(frame);
+    int next = kvfs_commit(plane, frame);
+    CHECK(next == KVFS_FRAME_DONE);
+    for (uint32_t i = 0; i < count; i++) {
+        struct entry *entry = entries[i];
+        bool own = entry->holder == holder;
+        if (!own || !entry->open) {
+            CHECK(frame->answers[i] == -ETIMEDOUT);
+            entry->late = entry->late && !(own && errors[i] != -ETIMEDOUT);
+            continue;
+        }
+        CHECK(frame->answers[i] == errors[i]);
+        if (errors[i]) {
+            model_take_back(entry, errors[i] == -ETIMEDOUT);
+        } else {
+            entry->open = false;
+            bool older = owners[entry->key] > entry->inode;
+            superseded += older;
+            committed += !older;
+            owners[entry->key] = older ? owners[entry->key] : entry->inode;
+        }
+    }
+    for (uint32_t i = 0; i < frame->lingering_count; i++)
+        block_go(frame->lingering[i]);
+    kvfs_commit_end(frame);
+}
+
+static void bury_all(void) {
+    const struct kvfs_run *runs;
+    uint32_t count;
+    uint64_t number;
+    while ((number = kvfs_reservation_returned(plane, &runs, &count))) {
+        CHECK(count == 1 && runs[0].page);
+        kvfs_reservation_buried(plane, number);
+    }
+}
+
+/* ---- agreement ---- */
+
+static void check_all(bool buried) {
+    uint32_t open[HOLDERS] = {0}, lent = 0, all = 0, found_lent = 0, in_flight = 0;
+    uint64_t live = 0, found_live = 0;
+    for (uint32_t i = 0; i < model_count; i++) {
+        open[model[i].holder] += model[i].open;
+        lent += model[i].open || model[i].late;
+        all += model[i].open;
+    }
+    for (uint32_t i = 0; i < HOLDERS; i++) {
+        CHECK(holders[i]->open == open[i]);
+        CHECK(!buried || holders[i]->pages == holders[i]->open_pages);
+    }
+    for (uint32_t i = 0; i < SEGMENTS; i++) {
+        found_lent += places[i].lent;
+        found_live += places[i].live_pages;
+        in_flight += places[i].run_count;
+    }
+    struct kvfs_reservation_statistics statistics;
+    kvfs_reservation_statistics_get(plane, &statistics);
+    CHECK(statistics.open == all && found_lent == lent && (!buried || in_flight == all));
+    CHECK(statistics.committed == committed && statistics.superseded == superseded && statistics.reclaimed == reclaimed);
+    uint64_t versions[OPEN_MAX];
+    CHECK(!buried || kvfs_names_in_flight(names, versions, OPEN_MAX) == all);
+    for (uint32_t key = 0; key < KEYS; key++) {
+        char name[9];
+        uint64_t inode = 0;
+        struct kvfs_record record;
+        key_name(key, name);
+        int found = kvfs_names_find(names, DIRECTORY, name, 8, &inode);
+        CHECK((found ? inode : 0) == owners[key]);
+        CHECK(kvfs_table_find_name(plane->table, DIRECTORY, name, 8, &record) == (owners[key] ? 0 : -ENOENT));
+        CHECK(!owners[key] || record.inode == owners[key]);
+        if (owners[key])
+            live += record.header_pages + pages_of(record.size);
+    }
+    CHECK(live == found_live);
+}
+
+/* Entries that nothing depends on any more. */
+static void model_shrink(void) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < model_count; i++)
+        if (model[i].open || model[i].late)
+            model[kept++] = model[i];
+    model_count = kept;
+}
+
+/* ---- the tests ---- */
+
+static void remove_some(void) {
+    uint8_t items[KEYS * 16], deleted[KEYS];
+    uint32_t keys[KEYS], count = 1 + (uint32_t)rand() % 5;
+    for (uint32_t i = 0; i < count; i++) {
+        char name[9];
+        uint64_t size = 8;
+        key_name(keys[i] = (uint32_t)rand() % KEYS, name);
+        memcpy(items + i * 16, &size, 8);
+        memcpy(items + i * 16 + 8, name, 8);
+    }
+    struct kvfs_removal frame = {0};
+    CHECK(kvfs_remove_names(plane, &frame, items, count, shards, deleted) == KVFS_FRAME_DONE);
+    for (uint32_t i = 0; i < count; i++) {
+        CHECK(deleted[i] == (owners[keys[i]] != 0));
+        owners[keys[i]] = 0;
+    }
+}
+
+static void commit_some(void) {
+    static const int64_t any[] = {0, 0, 0, 0, -EIO, -ETIMEDOUT, -ECANCELED};
+    struct entry *entries[16];
+    int64_t errors[16];
+    uint32_t holder = (uint32_t)rand() % HOLDERS, count = 0;
+    for (uint32_t tries = 0; tries < 16 && model_count && count < 16; tries++) {
+        struct entry *entry = &model[(uint32_t)rand() % model_count];
+        if (entry->holder != holder && rand() % 8) /* now and then another's number */
+            continue;
+        entries[count] = entry;
+        errors[count++] = any[(uint32_t)rand() % 7];
+    }
+    commit(holder, entries, errors, count);
+}
+
+static void leave_one(void) {
+    uint32_t holder = (uint32_t)rand() % HOLDERS;
+    kvfs_holder_leave(plane, holders[holder]);
+    for (uint32_t i = 0; i < model_count; i++)
+        if (model[i].holder == holder) {
+            if (model[i].open)
+                model_take_back(&model[i], false);
+            model[i].late = false;
+        }
+    bury_all();
+    CHECK(holders[holder]->count == 0);
+    kvfs_holder_free(holders[holder]);
+    CHECK((holders[holder] = kvfs_holder_create(plane)) != NULL);
+}
+
+static void expire_some(void) {
+    clock_now += (uint64_t)rand() % 120;
+    uint64_t first = kvfs_reservations_next(plane);
+    uint32_t count = kvfs_reservations_expire(plane, clock_now);
+    CHECK((count > 0) == (first <= clock_now));
+    for (uint32_t i = 0; i < model_count && count; i++)
+        if (model[i].open) { /* in the order of the model: the oldest first */
+            model_take_back(&model[i], true);
+            count--;
+        }
+    CHECK(count == 0);
+}
+
+static atomic_bool stopping;
+
+/* Others' steps, on other names. */
+static void *churn(void *unused) {
+    (void)unused;
+    for (uint32_t i = 0; !atomic_load(&stopping); i++) {
+        char name[16];
+        struct kvfs_record record;
+        snprintf(name, sizeof(name), "churn%u", i % 50);
+        if (name_create(plane, DIRECTORY, name, 0644, 1, 1, &record) == 0 && i % 3)
+            name_unlink(plane, DIRECTORY, name);
+        kvfs_names_pending(names);
+    }
+    return NULL;
+}
+
+static void test_any_order_agrees_with_the_model(void) {
+    pthread_t thread;
+    atomic_store(&stopping, false);
+    CHECK(pthread_create(&thread, NULL, churn, NULL) == 0);
+    for (int step = 0; step < STEPS; step++) {
+        uint32_t keys[8], what = (uint32_t)rand() % 100, count = 1 + (uint32_t)rand() % 8;
+        for (uint32_t i = 0; i < count; i++)
+            keys[i] = (uint32_t)rand() % KEYS;
+        if (what < 45 && model_count + count < OPEN_MAX)
+            reserve((uint32_t)rand() % HOLDERS, keys, count, (uint64_t)rand() % 20000);
+        else if (what < 85)
+            commit_some();
+        else if (what < 92)
+            remove_some();
+        else if (what < 96)
+            expire_some();
+        else
+            leave_one();
+        bool buried = rand() % 2;
+        if (buried)
+            bury_all();
+        check_all(buried);
+        model_shrink();
+    }
+    atomic_store(&stopping, true);
+    pthread_join(thread, NULL);
+    CHECK(committed > 300 && superseded > 10 && reclaimed > 100);
+    printf("ok any order agrees with the model: %llu entered, %llu superseded, %llu taken back\n", (unsigned long long)committed,
+           (unsigned long long)superseded, (unsigned long long)reclaimed);
+}
+
+/* Memory ends at every allocation of a step in turn. */
+static void test_where_memory_ends_all_agree(void) {
+    uint32_t key = 3, failed = 0;
+    for (int replaced = 0; replaced < 2; replaced++)
+        for (int after = 0; after < 20; after++) {
+            CHECK(reserve(0, &key, 1, 9000) == 0);
+            struct entry *entry = &model[model_count - 1];
+            struct wire_commit item = {entry->number, 0};
+            if (!replaced && owners[key]) {
+                block_go(owners[key]);
+                owners[key] = 0;
+            }
+            struct kvfs_commit *frame = kvfs_commit_begin(holders[0], &item, 1);
+            may_fail = true;
+            atomic_store(&allocations_left, after);
+            CHECK(kvfs_commit(plane, frame) == KVFS_FRAME_DONE);
+            atomic_store(&allocations_left, -1);
+            may_fail = false;
+            CHECK(frame->answers[0] == 0 || frame->answers[0] == -ENOMEM);
+            if (frame->answers[0]) {
+                failed++;
+                model_take_back(entry, false);
+            } else {
+                entry->open = false;
+                committed++;
+                owners[key] = entry->inode;
+            }
+            for (uint32_t i = 0; i < frame->lingering_count; i++)
+                block_go(frame->lingering[i]);
+            kvfs_commit_end(frame);
+            bury_all();
+            check_all(true);
+            may_fail = true;
+            atomic_store(&allocations_left, after);
+            int error = reserve(1, &key, 1, 5000);
+            atomic_store(&allocations_left, -1);
+            may_fail = false;
+            CHECK(error == 0 || error == -ENOMEM || error == -EIO || error == -ENOSPC);
+            check_all(true);
+            model_shrink();
+        }
+    CHECK(failed >= 4);
+    printf("ok where memory ends all agree: %u commits had none\n", failed);
+}
+
+static void test_who_holds_too_much_waits_or_is_refused(void) {
+    leave_one();
+    bury_all();
+    uint32_t keys[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    CHECK(reserve(0, keys, 1, UINT64_MAX) == -EFBIG);
+    CHECK(reserve(0, keys, 1, UINT64_C(1) << 50) == -EFBIG);
+    int error;
+    do
+        error = reserve(0, keys, 8, 200000);
+    while (error == 0);
+    CHECK(error == -ENOSPC && reserve(1, keys, 1, 200000) == -ENOSPC);
+    check_all(true);
+    kvfs_names_leave(names, KVFS_LEAVE_HIDING, 1); /* then each block is the caller's to prepare */
+    struct wire_commit item = {model[model_count - 1].number, 0};
+    struct kvfs_commit *frame = kvfs_commit_begin(holders[0], &item, 1);
+    CHECK(kvfs_commit(plane, frame) == KVFS_FRAME_NAMES && frame->block);
+    CHECK(kvfs_commit_item(plane, frame, 0) == 1 && frame->answers[0] == 0 && frame->run_count == 1);
+    CHECK(kvfs_commit(plane, frame) == KVFS_FRAME_DONE);
+    kvfs_names_leave(names, KVFS_LEAVE_HIDING, 0);
+    for (uint32_t i = 0; i < frame->lingering_count; i++)
+        block_go(frame->lingering[i]);
+    kvfs_commit_end(frame);
+    printf("ok who holds too much waits or is refused\n");
+}
+
+static void test_frames_of_any_bytes(void) {
+    uint8_t bytes[512], missing[KVFS_SHARDS];
+    uint32_t good = 0, keys[4] = {1, 2, 3, 4};
+    for (int i = 0; i < 200000; i++) {
+        uint64_t size = items_make(bytes, keys, 4, 1000);
+        for (int changes = rand() % 3; changes; changes--)
+            bytes[(uint64_t)rand() % size] = (uint8_t)rand();
+        size -= rand() % 4 ? 0 : (uint64_t)rand() % size;
+        uint8_t *exact = malloc(size + 1); /* a byte beyond is an error of the sanitizer's */
+        memcpy(exact, bytes, size);
+        static const uint32_t types[] = {WIRE_RESERVE, WIRE_DELETE, WIRE_COMMIT};
+        uint32_t count = rand() % 8 ? 4 : (uint32_t)rand();
+        good += kvfs_frame_check(types[rand() % 3], exact, size, count, shards, missing) == 0;
+        free(exact);
+    }
+    CHECK(good > 1000);
+    printf("ok frames of any bytes: %u were none that breaks a rule\n", good);
+}
+
+int main(void) {
+    (void)pattern;
+    plane_begin();
+    names_open();
+    srand(7);
+    test_any_order_agrees_with_the_model();
+    test_where_memory_ends_all_agree();
+    test_who_holds_too_much_waits_or_is_refused();
+    test_frames_of_any_bytes();
+    for (uint32_t i = 0; i < HOLDERS; i++)
+        kvfs_holder_leave(plane, holders[i]);
+    bury_all();
+    for (uint32_t i = 0; i < HOLDERS; i++)
+        kvfs_holder_free(holders[i]);
+    plane_end();
+    printf("ok the plane comes down with nothing left\n");
+    return 0;
+}

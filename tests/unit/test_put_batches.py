@@ -1,0 +1,120 @@
+"""Puts of native clients do not pass Python block by block: the work of a request hardly depends on its items."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from client_double import counted, places_in, wanted, where
+from store_pools import LAZY, make_pool, with_store
+from test_directories_of_keys import Connection
+
+from kvfs.store.shares import ROOT
+from kvfs.store.store import Store
+from kvfs.types import ROOT_INODE
+
+ITEMS = 64
+# Calls of Python's functions for a block. The two requests of a put make 320.
+MOST = 6.0
+
+
+async def calls(work: Callable[[], Awaitable[bytes]]) -> tuple[int, bytes]:
+    """How many functions of Python were called, and the answer."""
+    count = 0
+
+    def called(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(called)
+    try:
+        answer = await work()
+    finally:
+        sys.setprofile(None)
+    return count, answer
+
+
+class Puts:
+    """A client that puts blocks without writing them: a daemon never looks."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.connection = store, Connection(store, monkeypatch)
+        self.left = 0
+        make_way = self.connection.namespace.make_way
+
+        def count_left(block: object) -> object:
+            self.left += 1
+            return make_way(block)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(self.connection.namespace, "make_way", count_left)
+
+    async def put(self, count: int, generation: int = 0, space: bytes = b"model") -> float:
+        """Calls for a block."""
+        connection = self.connection.connection
+        keys = [b"%02x%06x%02x" % (i % 16, i, generation) for i in range(count)]
+        frame = where(ROOT_INODE, space, count) + wanted([(key, 4096) for key in keys])
+        reserving, answer = await calls(lambda: connection.reserve(frame))
+        numbers = [place.reservation for place in places_in(answer, count)]
+        items = struct.pack("<Q", count) + b"".join(struct.pack("<Qq", number, 0) for number in numbers)
+        committing, answer = await calls(lambda: connection.commit(items))
+        assert answer == bytes(8 * count)
+        return (reserving + committing) / count
+
+
+def test_a_put_hardly_reaches_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(store: Store) -> None:
+        puts = Puts(store, monkeypatch)
+        await puts.put(ITEMS)  # the directories are made
+        # The least of several: other tasks run when a segment is full.
+        few = min([await puts.put(ITEMS, generation) for generation in range(1, 6)])
+        many = min([await puts.put(8 * ITEMS, generation) for generation in (6, 7)])
+        assert max(few, many) <= MOST, f"{few:.2f} calls a block of {ITEMS}, {many:.2f} of {8 * ITEMS}"
+        await puts.put(ITEMS, 1)  # over the blocks that have these names
+        assert not puts.left
+        puts.connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, LAZY)
+
+
+def test_a_pin_elsewhere_changes_nothing_and_below_a_pin_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(store: Store) -> None:
+        puts = Puts(store, monkeypatch)
+        namespace = puts.connection.namespace
+        for name in (b"kept", b"model"):
+            namespace.mkdir(ROOT_INODE, name, 0o755, 0, 0)
+        await store.blocks.pin(namespace.lookup(ROOT_INODE, b"kept").inode, ROOT)
+        await store.blocks.pins.count()
+        assert not puts.left and not store.blocks.pins.pages
+        await puts.put(ITEMS)
+        assert not puts.left and not store.blocks.pins.pages
+        await puts.put(ITEMS, space=b"kept")
+        assert puts.left == ITEMS and store.blocks.pins.pages == 2 * ITEMS
+        await puts.put(ITEMS, space=b"kept")  # over them: they linger, and count until they go
+        store.blocks._lingering.clear()
+        for number in store.index.volatile_inodes():
+            namespace.idle(number)
+        assert store.blocks.pins.pages == 2 * ITEMS
+        puts.connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, LAZY)
+
+
+def test_a_removal_hardly_reaches_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(store: Store) -> None:
+        puts = Puts(store, monkeypatch)
+        await puts.put(ITEMS)
+        keys = [b"%02x%06x%02x" % (i % 16, i, 0) for i in range(ITEMS)]
+        frame = where(ROOT_INODE, b"model", ITEMS) + b"".join(counted(key) for key in keys)
+        monkeypatch.setattr(puts.connection.namespace, "unlink", None)
+        count, answer = await calls(lambda: puts.connection.connection.delete(frame))
+        # The directories are looked up, and hosts are told.
+        assert answer == b"\1" * ITEMS and count <= 2 * MOST * ITEMS
+        assert await puts.connection.connection.delete(frame) == bytes(ITEMS)
+        puts.connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, LAZY)
