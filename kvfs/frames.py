@@ -244,6 +244,10 @@ class Delete:
         self._deleted[self.told.done] = deleted
         self.told.done += 1
 
+    def any_since(self, first: int) -> bool:
+        """Whether any item from this one on was deleted."""
+        return any(ffi.buffer(self._deleted)[first : self.told.done])
+
     def answer(self) -> bytes:
         """A byte for each item: 1 if there was one."""
         return cast(bytes, ffi.buffer(self._deleted, self._count)[:]) if self._count else b""

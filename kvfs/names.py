@@ -9,19 +9,23 @@ import errno
 import functools
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum, IntFlag
 from types import TracebackType
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
+from kvfs.types import InodeNumber
 
 _CAPACITY = 64 << 10
 _CHANGE = struct.Struct("<QII")
 _LIST_MAX = 4096
 _NOTED_MAX = 256
 _NOWHERE = 0xFFFFFFFF
+_MEMBER_SIZE = 12
+LOOK = struct.Struct("<QIIIB?2x")
+assert LOOK.size == ffi.sizeof("struct kvfs_look")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,6 +66,25 @@ class Place(Protocol):
     awaited: int
 
 
+class Look(NamedTuple):
+    """struct kvfs_look: a block, as eviction looks at it."""
+
+    inode: InodeNumber
+    pages: int  # in the segment; 0: nothing of it is there
+    pages_all: int  # in all segments
+    use: int  # the tick of its last use << 8 | hits
+    open: int  # plane.OpenState
+    absent: bool  # its record must be in memory before anything is known
+
+
+class Evicted(NamedTuple):
+    """How many blocks left, with how many pages; and for each inode 1 if it was one of them."""
+
+    blocks: int
+    pages: int
+    gone: bytes
+
+
 class FailedRun(NamedTuple):
     """A run that was not written."""
 
@@ -70,13 +93,14 @@ class FailedRun(NamedTuple):
     page_count: int
 
 
-class SummaryPart(NamedTuple):
-    """Records, how many, their directories, and inodes that are to be looked up by themselves."""
+class Records(NamedTuple):
+    """Records of inodes, concatenated: how many, the directories that they are in, the inodes that are not in
+    memory."""
 
-    records: bytes
+    data: bytes
     record_count: int
-    parents: set[int]
-    missing: list[int]
+    parents: list[int]
+    absent: list[int]
 
 
 def new_place() -> Place:
@@ -150,6 +174,10 @@ class Names:
     def untold(self, parent: int, name: bytes) -> None:
         """Hosts may believe that this name leads to a block that was evicted."""
         lib.kvfs_names_untold(self._names, parent, name, len(name))
+
+    def is_untold(self, parent: int, name: bytes) -> bool:
+        """Whether hosts may believe so."""
+        return bool(lib.kvfs_names_is_untold(self._names, parent, name, len(name)))
 
     def told(self) -> None:
         """Hosts believe so of no name."""
@@ -242,36 +270,44 @@ class Names:
                 yield from ((parent, name, inode) for name, inode in found)
                 after = found[-1][0]
 
-    def members(self, segment: int, stored: list[int]) -> list[int]:
-        """The inodes of a segment: changed ones, and those of `stored`, ascending, that are still there. Unordered."""
-        known = ffi.new("uint64_t[]", stored)
+    def members(self, segment: int, keys: bytes) -> list[int]:
+        """The inodes of a segment, ascending. keys: the segment's in the index's table segment_inodes."""
+        count = len(keys) // _MEMBER_SIZE
         return self._numbers(
-            lambda out, capacity: lib.kvfs_names_members(self._names, segment, known, len(stored), out, capacity),
-            len(stored) + 64,
+            lambda out, capacity: lib.kvfs_names_members(self._names, segment, keys, count, out, capacity), count + 64
         )
 
-    def summary(self, segment: int, inodes: list[int]) -> SummaryPart:
-        """Records of the live blocks among these inodes whose header lies in the segment."""
-        left = ffi.new("uint64_t[]", inodes)
-        parents, missing = ffi.new("uint64_t[]", len(inodes)), ffi.new("uint64_t[]", len(inodes))
-        part = ffi.new("struct kvfs_summary_part *")
-        records, above, absent, at = [], set(), [], 0
-        count = 0
-        while at < len(inodes):
-            lib.kvfs_names_summary(
-                self._names, segment, left + at, len(inodes) - at, self._record, _CAPACITY, parents, missing, part
-            )
-            at += part.inode_count
-            count += part.record_count
-            if part.record_count:
-                records.append(ffi.buffer(self._record, part.size)[:])
-                above.update(ffi.unpack(parents, part.record_count))
-            if part.missing_count:
-                absent += ffi.unpack(missing, part.missing_count)
-        return SummaryPart(b"".join(records), count, above, absent)
+    def absent(self, inodes: Sequence[int]) -> list[int]:
+        """Those that are not in memory."""
+        out = ffi.new("uint64_t[]", len(inodes))
+        count = lib.kvfs_names_absent(self._names, ffi.new("uint64_t[]", inodes), len(inodes), out)
+        return cast(list[int], ffi.unpack(out, count)) if count else []
+
+    def records(self, inodes: Sequence[int], segment: int | None) -> Records:
+        """The records of these inodes: of the sealed blocks with a name and their header in this segment, or of all."""
+        asked, count, found = ffi.new("uint64_t[]", inodes), len(inodes), ffi.new("struct kvfs_records *")
+        absent, parents = ffi.new("uint64_t[]", count), ffi.new("uint64_t[]", count)
+        out, capacity = self._record, _CAPACITY
+        where = _NOWHERE if segment is None else segment
+        while True:
+            lib.kvfs_names_records(self._names, where, asked, count, out, capacity, absent, parents, found)
+            if found.size <= capacity:
+                break
+            capacity = found.size
+            out = ffi.new("uint8_t[]", capacity)
+        return Records(
+            cast(bytes, ffi.buffer(out, found.size)[:]), found.count,
+            ffi.unpack(parents, found.parent_count) if found.parent_count else [],
+            ffi.unpack(absent, found.absent_count) if found.absent_count else [],
+        )  # fmt: skip
+
+    @property
+    def grouped(self) -> int:
+        """How many inodes in memory have an attribute that names a group."""
+        return cast(int, lib.kvfs_names_grouped(self._names))
 
     def group(self, group: bytes) -> list[int]:
-        """Changed inodes whose attribute names this group; b"": any group."""
+        """Changed inodes whose attribute names this group."""
         return self._numbers(lambda out, capacity: lib.kvfs_names_group(self._names, group, len(group), out, capacity))
 
     def volatile(self) -> list[int]:
@@ -289,9 +325,9 @@ class Names:
 
     # ---- changing ----
 
-    def load(self, record: bytes) -> None:
-        """Take in a record as the index has it."""
-        if lib.kvfs_names_load(self._names, record) < 0:
+    def load(self, records: bytes) -> None:
+        """Take in concatenated records as the index has them."""
+        if lib.kvfs_names_load(self._names, records, len(records)) < 0:
             raise NamesError("no memory for a record")
 
     def put(self, record: bytes, known: bool) -> None:

@@ -22,7 +22,7 @@ import trio
 from kvfs._native import ffi, lib
 from kvfs.errors import FormatError, KvfsError
 from kvfs.frames import Frames
-from kvfs.names import Leave, Names
+from kvfs.names import LOOK, Evicted, Leave, Look, Names
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
@@ -39,6 +39,7 @@ _ERRNO_MAX = 4095
 _STEPS = 16
 FUSE_FLUSH = 25  # linux/fuse.h
 RECORD_CAPACITY = 1 << 20
+_ANYWHERE = 0xFFFFFFFF
 
 
 class PlaneError(KvfsError):
@@ -508,6 +509,20 @@ class Plane:
         uses = lib.kvfs_inode_uses(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), words)
         _check(uses, "block table: uses")
         return [(word >> 8, word & 0xFF) for word in ffi.unpack(words, len(inodes))]
+
+    def blocks_look(self, segment: int, inodes: Sequence[int]) -> list[Look]:
+        """Each of these inodes, as eviction looks at it."""
+        out = ffi.new("struct kvfs_look[]", len(inodes))
+        lib.kvfs_blocks_look(self._plane, segment, ffi.new("uint64_t[]", inodes), len(inodes), out)
+        return [Look._make(found) for found in LOOK.iter_unpack(ffi.buffer(out))]
+
+    def blocks_evict(self, segment: int | None, inodes: Sequence[int]) -> Evicted:
+        """Take these inodes' blocks out of block table, names and places: those with a part in the segment; None:
+        wherever they lie. Blocks that are open stay, and those whose record is not in memory."""
+        gone, out = ffi.new("uint8_t[]", len(inodes)), ffi.new("struct kvfs_evicted *")
+        where, asked = _ANYWHERE if segment is None else segment, ffi.new("uint64_t[]", inodes)
+        lib.kvfs_blocks_evict(self._plane, where, asked, len(inodes), gone, out)
+        return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
 
     def tick(self, tick: int) -> None:
         """The time of uses from now on; 24 bits."""

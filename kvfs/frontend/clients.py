@@ -46,6 +46,8 @@ FRAME_TIMEOUT_S = 30.0
 _TIMEOUT_MAX_MS = 3_600_000
 CLOSE_TIMEOUT_S = 1.0
 HOSTS_TIMEOUT_S = 1.0
+# Items of a DELETE that C leaves, between two looks at other work.
+_YIELD_EVERY = 64
 # Blocks that are read again at one time because clients call them bad; reports beyond are dropped.
 _CHECKS_MAX = 16
 _CHECKING_MAX = 4
@@ -490,18 +492,23 @@ class _Connection:
         for number in self._check(Type.DELETE, items, count, shards):
             shards[number].directory = 0 if root is None else self._find(root, (b"%02x" % number,)) or 0
         frame = self._store.plane.frames.delete(items, count, shards)
-        found = Next.MORE
+        found, told, left = Next.MORE, 0, 0
         while found != Next.DONE:
             found = frame.go()
             self._store.segments.take_notes()
             if found == Next.NAMES:
+                left += 1
                 name = frame.name()
                 frame.item(self._delete(InodeNumber(shards[int(name[:2], 16)].directory), name))
-            else:
+            # Before any wait: the client may be gone after it.
+            if frame.any_since(told):
+                self._store.blocks.tell_hosts()
+            told = frame.told.done
+            if found == Next.MORE or left == _YIELD_EVERY:
+                left = 0
                 await trio.lowlevel.checkpoint()
         answer = frame.answer()
         if any(answer):
-            self._store.blocks.tell_hosts()
             await self._tell_hosts()
         return answer
 

@@ -7,7 +7,7 @@ the one trio thread unless said otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,10 +59,13 @@ class Index(Protocol):
 
     def is_empty(self, parent: InodeNumber) -> bool: ...
 
-    def live_records(self, segment: SegmentIndex, inodes: Sequence[InodeNumber]) -> tuple[bytes, int, set[int]]: ...
-
     def segment_inodes(self, segment: SegmentIndex) -> Numbers:
         """Every inode with an extent or its header in the segment, in order of inode number."""
+        ...
+
+    def live_records(self, numbers: Numbers, segment: SegmentIndex | None) -> tuple[bytes, int, set[InodeNumber]]:
+        """The records of these inodes, concatenated, how many they are, and the directories that they are in. With a
+        segment: only of sealed blocks with a name and their header there."""
         ...
 
     @property

@@ -13,6 +13,7 @@ import logging
 import os
 import struct
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,7 +26,7 @@ import trio
 from kvfs.errors import KvfsError
 from kvfs.index.hidden import Hidden
 from kvfs.index.interface import Dentries, IndexStatistics, Numbers, Pairs, States
-from kvfs.names import Leave, MissingError, Names, SummaryPart
+from kvfs.names import Leave, MissingError, Names
 from kvfs.record import (
     GROUP_ATTRIBUTE,
     PARENT_OFFSET,
@@ -50,10 +51,9 @@ _MEMBER = struct.Struct(">IQ")
 _U32 = struct.Struct(">I")
 _VALUE = struct.Struct("<Q")
 _LIST_BATCH = 256
-# Plain numbers: those of an enum make a summary take twice the time.
-_LIVE = int(InodeFlags.SEALED)
-_STATE = _LIVE | int(InodeFlags.NAMELESS)
 _DEPTH_MAX = 4096  # of directories: longer than PATH_MAX allows
+# Keys beyond the segment are read in vain.
+_MEMBERS_BATCH = 16
 # Present while the index is being rebuilt.
 _INCOMPLETE_NAME = "incomplete"
 
@@ -258,12 +258,6 @@ class LmdbIndex:
         self._on_drop(old)
         return True
 
-    def _drop_hidden_holder(self, parent: InodeNumber, name: bytes, successor: int) -> None:
-        """A name that a hidden block has is given to another: the block must not come back with its device."""
-        holder = self._lookup(parent, name)
-        if holder is not None and holder != successor:
-            self.drop_hidden(holder)
-
     def _drop_hidden_below(self, directory: InodeNumber) -> None:
         while names := self._list(directory, b"", _LIST_BATCH):
             if not any([self.drop_hidden(number) for _, number in names]):
@@ -343,40 +337,49 @@ class LmdbIndex:
         return not self.list(parent, b"", 1)
 
     def segment_inodes(self, segment: SegmentIndex) -> Numbers:
-        found = self._names.members(segment, list(self._stored_members(segment)))
-        return [InodeNumber(inode) for inode in sorted(found)]
+        return cast(Numbers, self._names.members(segment, self._stored_members(segment)))
 
-    def live_records(self, segment: SegmentIndex, inodes: Sequence[InodeNumber]) -> tuple[bytes, int, set[int]]:
-        """The records of the live blocks among these inodes whose header lies in the segment, their number, and their
-        directories."""
+    def _stored_members(self, segment: int) -> bytes:
+        """LMDB's keys of the segment's inodes, concatenated."""
+        cursor = self._read.cursor(self._members_db)
+        if not cursor.set_range(_U32.pack(segment)):
+            return b""
+        keys = cast(Iterator[bytes], cursor.iternext(values=False))
+        found: list[bytes] = []
+        behind = _U32.pack(segment + 1)
+        while chunk := list(islice(keys, _MEMBERS_BATCH)):
+            count = bisect_left(chunk, behind)
+            found += chunk[:count]
+            if count < len(chunk):
+                break
+        return b"".join(found)
+
+    def bring(self, numbers: Sequence[int]) -> None:
+        """Have the records of these inodes in memory for a while, in any case in the step in which this is called."""
+        if absent := self._names.absent(numbers):
+            self._names.load(b"".join(self._stored_many(absent)))
+
+    def _stored_many(self, numbers: Sequence[int]) -> Iterator[bytes]:
+        """As LMDB has them; of those that it has."""
+        keys = [_U64.pack(number) for number in numbers]
+        return (record for _, record in self._read.cursor(self._inodes_db).getmulti(keys))
+
+    def live_records(self, numbers: Numbers, segment: SegmentIndex | None) -> tuple[bytes, int, set[InodeNumber]]:
         if self._hidden.lost:
-            part = SummaryPart(b"", 0, set(), list(inodes))
-        else:
-            part = self._names.summary(segment, list(inodes))
-        parts, parents = [part.records], part.parents
-        for inode in part.missing:
-            record = self.raw(inode)
-            if record is None:
-                continue
+            numbers = [number for number in numbers if self.hidden(number) is None]
+        found = self._names.records(numbers, segment)
+        parts, count, parents = [found.data], found.record_count, set(found.parents)
+        for record in self._stored_many(found.absent) if found.absent else ():
             head = RECORD_HEAD.unpack_from(record)
-            if head[9] == segment and head[2] & _STATE == _LIVE:
+            if segment is None or head[9] == segment:
                 parts.append(record)
                 parents.add(head[5])
-        return b"".join(parts), part.record_count + len(parts) - 1, parents
-
-    def _stored_members(self, segment: int) -> Iterator[int]:
-        prefix = _U32.pack(segment)
-        cursor = self._read.cursor(self._members_db)
-        if cursor.set_range(prefix):
-            for item in cursor.iternext(values=False):
-                key = cast(bytes, item)
-                if key[:4] != prefix:
-                    return
-                yield _MEMBER.unpack(key)[1]
+                count += 1
+        return b"".join(parts), count, cast(set[InodeNumber], parents)
 
     @property
     def groups_used(self) -> bool:
-        if self._names.group(b""):
+        if self._names.grouped:
             return True
         return self._groups_db is not None and self._read.stat(self._groups_db)["entries"] > 0
 
@@ -458,8 +461,7 @@ class LmdbIndex:
 
     def keep(self, number: int) -> None:
         """Have the inode's record in memory for a while, where the data plane finds it."""
-        if self._names.get(number) is None:
-            self._load(number)
+        self.bring((number,))
 
     def keep_above(self, directory: InodeNumber) -> None:
         """As keep(), for a directory and all above it."""
@@ -471,17 +473,17 @@ class LmdbIndex:
                 return
             (number,) = RECORD_PARENT.unpack_from(record, PARENT_OFFSET)
 
-    def give_name(self, parent: InodeNumber, name: bytes, successor: int) -> None:
-        """The name is about to be this inode's: a hidden block that has it goes."""
-        if self._hidden.lost:
-            self._drop_hidden_holder(parent, name, successor)
+    def hidden_holder(self, parent: InodeNumber, name: bytes) -> int:
+        """The hidden block that has this name; 0: there is none. Once the name is given to another, it has to go."""
+        holder = self._lookup(parent, name) if self._hidden.lost else None
+        return 0 if holder is None or self.hidden(holder) is None else int(holder)
 
     def put(self, new: Inode, old: Inode | None, record: bytes | None = None) -> None:
         """`record`: new.pack(), if the caller has it."""
         assert old is None or old.inode == new.inode
         named = bool(new.name) and not new.nameless  # the root has none
-        if named:
-            self.give_name(new.parent, new.name, int(new.inode))
+        if named and (holder := self.hidden_holder(new.parent, new.name)) != new.inode:
+            self.drop_hidden(holder)
         if old is not None and not (named and (old.parent, old.name) == (new.parent, new.name)):
             self.note_removed(old)
         self._put(int(new.inode), record or new.pack(), old is not None)

@@ -251,9 +251,7 @@ class Namespace:
         self._index.keep_above(block.parent)
         number = self._index.lookup(block.parent, block.name)
         holder = None if number is None else self._index.get(number)
-        if holder is None:
-            self._index.give_name(block.parent, block.name, block.inode)
-        else:
+        if holder is not None:
             self._index.keep(holder.inode)
         return holder
 

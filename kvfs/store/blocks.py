@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from errno import EBUSY, EIO
+from itertools import compress
 
 import trio
 
 from kvfs.errors import KvfsError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.names import Leave, step
+from kvfs.names import Evicted, Leave, Look, step
 from kvfs.plane import OpenState, Plane, PlaneError
 from kvfs.pool.format import META_IN_FLIGHT, META_NUMBER, META_VERSION
 from kvfs.record import Inode, InodeFlags, Kind
 from kvfs.store.pins import Pins
-from kvfs.store.segment import Versions, usage
+from kvfs.store.segment import Segment, Versions, usage
 from kvfs.store.segments import Segments
 from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.store.space import SpaceLimit
@@ -60,8 +61,7 @@ class Blocks:
         self.create_delay_s = 0.0
         self._moved_directories: list[InodeNumber] = []
         self._directory_moved = trio.Event()
-        # Names of blocks that were evicted since hosts were told, and whether any was.
-        self._untold: set[tuple[InodeNumber, bytes]] = set()
+        # Blocks were evicted since hosts were told.
         self._evicted = trio.Event()
         self._lingering: dict[InodeNumber, float] = {}  # until when; the first is the next
         self._pinning = trio.Lock()
@@ -253,26 +253,18 @@ class Blocks:
 
     def tell_hosts(self) -> None:
         """Let the kernels of hosts look every name up again, now."""
-        self._untold.clear()
         self.names.told()
         if self._evicted.is_set():
             self._evicted = trio.Event()
         self.plane.notify_epoch()
 
-    def evicted(self, names: Iterable[tuple[InodeNumber, bytes]]) -> None:
-        """Blocks with these names, directory and name, were evicted: hosts are told soon."""
-        for parent, name in names:
-            self._untold.add((parent, name))
-            self.names.untold(parent, name)
-        self._evicted.set()
-
     def is_untold(self, parent: InodeNumber, name: bytes) -> bool:
         """Whether a host may still believe that the name leads to a block that was evicted."""
-        return (parent, name) in self._untold
+        return self.names.is_untold(parent, name)
 
     def give_name(self, parent: InodeNumber, name: bytes) -> None:
         """The name leads to another inode now. Hosts that were not told of its eviction are told at once."""
-        if (parent, name) in self._untold:
+        if self.is_untold(parent, name):
             self.tell_hosts()
 
     async def tell_evictions(self) -> None:
@@ -282,6 +274,41 @@ class Blocks:
             await trio.sleep(TELL_S)
             if self._evicted.is_set():
                 self.tell_hosts()
+
+    # ---- eviction ----
+
+    @step
+    def look(self, segment: Segment, numbers: Sequence[InodeNumber]) -> list[Look]:
+        """Look at these inodes, but not at those on a device that is away."""
+        if self.index.is_hiding:
+            numbers = [number for number in numbers if self.index.hidden(number) is None]
+        looks = self.plane.blocks_look(segment.index, numbers)
+        if absent := [look.inode for look in looks if look.absent]:
+            self.index.bring(absent)
+            again = {look.inode: look for look in self.plane.blocks_look(segment.index, absent)}
+            looks = [again.get(look.inode, look) for look in looks]
+        return looks
+
+    @step
+    def evict(self, segment: Segment | None, numbers: Sequence[InodeNumber]) -> Evicted:
+        """Blocks with a part in the segment, None: wherever they lie, leave block table, index and accounts. Those that
+        are open or pinned stay. Hosts are told soon."""
+        self.index.bring(numbers)
+        # Only then anything depends on what each of them was.
+        before: dict[InodeNumber, bytes] = {}
+        if self.pins or self.index.removed_names is not None:
+            before = {number: record for number in numbers if (record := self.index.raw(number)) is not None}
+            numbers = [number for number, record in before.items() if not self.pins.holds(record)]
+        evicted = self.plane.blocks_evict(None if segment is None else segment.index, numbers)
+        self.segments.take_notes()
+        if evicted.blocks:
+            self._evicted.set()
+        for number in compress(numbers, evicted.gone) if before else ():
+            inode = Inode.unpack(before[number])
+            self.index.note_removed(inode)
+            self.count_pinned(inode, None)
+            self.pins.remove(number)
+        return evicted
 
     # ---- lingering ----
 

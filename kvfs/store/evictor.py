@@ -16,11 +16,11 @@ from itertools import islice
 import trio
 
 from kvfs.errors import DeviceError, NoSpaceError, first_error
-from kvfs.names import step
+from kvfs.names import Look, step
 from kvfs.plane import OpenState
 from kvfs.record import Inode, Kind
 from kvfs.store.blocks import Blocks
-from kvfs.store.eviction import Contents, CopyBudget, EvictionPolicy
+from kvfs.store.eviction import Contents, CopyBudget, EvictionPolicy, Use
 from kvfs.store.groups import Group, Groups
 from kvfs.store.sealing import Sealing
 from kvfs.store.segment import Segment, State, usage
@@ -30,8 +30,10 @@ log = logging.getLogger(__name__)
 
 # Blocks that are open beyond the shares of their users go as if they were not open.
 _KEPT_OPEN = (OpenState.OPEN, OpenState.BEING_WRITTEN)
-# Blocks looked at or removed in one go: others wait meanwhile.
-_EVICT_BATCH = 16
+# Blocks looked at, or removed, in one go: others wait meanwhile.
+_LOOK_BATCH = 256
+_EVICT_BATCH = 64
+_SLOW_BATCH = 16
 _CARRY_TASKS = 8
 # Segments emptied at once while writers need some: one that copies blocks waits for devices.
 _AT_ONCE = 3
@@ -376,6 +378,14 @@ class Evictor:
                 if looked % _EVICT_BATCH == 0:
                     await trio.lowlevel.checkpoint()
 
+    async def _look(self, segment: Segment, inodes: Sequence[InodeNumber]) -> list[Look]:
+        found: list[Look] = []
+        for at in range(0, len(inodes), _LOOK_BATCH):
+            if at:
+                await trio.lowlevel.checkpoint()
+            found += self._blocks.look(segment, inodes[at : at + _LOOK_BATCH])
+        return found
+
     async def _plan(
         self,
         segment: Segment,
@@ -384,56 +394,57 @@ class Evictor:
         *,
         first: bool,
         drain: bool,
-    ) -> tuple[list[bytes], list[bytes]] | None:
-        """Records of the blocks that must be carried over, and of those that are worth it; None if the segment has to
-        stay."""
-        must: list[bytes] = []
-        others: list[tuple[bytes, InodeNumber]] = []
-        must_pages = 0
-        for i, number in enumerate(inodes):
-            if i % _EVICT_BATCH == _EVICT_BATCH - 1:
-                await trio.lowlevel.checkpoint()
-            record = self._index.raw(number)
-            if record is None:
-                continue
-            state = self._plane.inode_is_open(number)
-            if state == OpenState.BEING_WRITTEN or self._sealing.is_busy(number):
-                return None
-            group = groups.get(number)
-            if state == OpenState.OPEN or self._pins.holds(record) or (group is not None and group.held):
-                must.append(record)
-                must_pages += sum(usage(Inode.unpack(record)).values())
-            elif first:
-                others.append((record, number))
+    ) -> tuple[list[Look], list[Look]] | None:
+        """The blocks that must be carried over, and those that are worth it; None if the segment has to stay."""
+        looks = await self._look(segment, inodes)
+        there = [look for look in looks if look.pages]
+        busy = self._sealing.busy_of([look.inode for look in there])
+        if busy or any(look.open == OpenState.BEING_WRITTEN for look in looks):
+            return None
+        held = await self._held(there, groups)
+        must = [look for look in there if look.inode in held]
+        others = [look for look in there if look.inode not in held] if first else []
         if drain:
-            uses = self._uses([number for _, number in others], groups)
-            return must + [record for (record, _), (_, hits) in zip(others, uses, strict=True) if hits], []
-        if must_pages > _KEEP_SHARE * self._segments.area:
+            uses = self._uses(others, groups)
+            return must + [look for look, (_, hits) in zip(others, uses, strict=True) if hits], []
+        if sum(look.pages_all for look in must) > _KEEP_SHARE * self._segments.area:
             return None
         return must, self._worth_keeping(others, groups, segment) if first else []
 
-    def _uses(self, numbers: Sequence[InodeNumber], groups: dict[InodeNumber, Group]) -> list[tuple[int, int]]:
-        """The uses of each, or of the best in its group."""
-        uses = self._plane.inode_uses(numbers)
-        return [groups[n].use if n in groups else use for n, use in zip(numbers, uses, strict=True)]
+    async def _held(self, looks: Sequence[Look], groups: dict[InodeNumber, Group]) -> set[InodeNumber]:
+        """Those that stay, whatever they are worth."""
+        held = {look.inode for look in looks if look.open == OpenState.OPEN}
+        if self._pins:
+            for i, look in enumerate(looks):
+                if i % _EVICT_BATCH == _EVICT_BATCH - 1:
+                    await trio.lowlevel.checkpoint()
+                record = self._index.raw(look.inode)
+                if record is not None and self._pins.holds(record):
+                    held.add(look.inode)
+        if groups:
+            held.update(look.inode for look in looks if (group := groups.get(look.inode)) is not None and group.held)
+        return held
 
-    def _worth_keeping(
-        self, blocks: Sequence[tuple[bytes, InodeNumber]], groups: dict[InodeNumber, Group], segment: Segment
-    ) -> list[bytes]:
-        """Records of the blocks that are worth a copy, within the budget. The rest is lost, and the policy is told."""
-        uses = self._uses([number for _, number in blocks], groups)
+    def _uses(self, looks: Sequence[Look], groups: dict[InodeNumber, Group]) -> list[Use]:
+        """The uses of each, or of the best in its group."""
+        return [
+            groups[look.inode].use if look.inode in groups else (look.use >> 8, look.use & 0xFF) for look in looks
+        ]  # fmt: skip
+
+    def _worth_keeping(self, blocks: Sequence[Look], groups: dict[InodeNumber, Group], segment: Segment) -> list[Look]:
+        """The blocks that are worth a copy, within the budget. The rest is lost, and the policy is told."""
+        uses = self._uses(blocks, groups)
         budget, tick = self._budget_pages(), self._segments.tick
-        pages = [usage(Inode.unpack(record)).get(int(segment.index), 0) for record, _ in blocks]
         mates: dict[Group, list[int]] = {}
-        for i, (_, number) in enumerate(blocks):
-            if number in groups:
-                mates.setdefault(groups[number], []).append(i)
+        for i, block in enumerate(blocks) if groups else ():
+            if block.inode in groups:
+                mates.setdefault(groups[block.inode], []).append(i)
         kept: set[int] = set()
         kept_pages = 0
         for i in self._policy.carry(uses, budget / self._segments.area, tick):
-            group = groups.get(blocks[i][1])
+            group = groups.get(blocks[i].inode)
             unit = [i] if group is None else mates[group]
-            size = sum(pages[j] for j in unit)
+            size = sum(blocks[j].pages for j in unit)
             if i not in kept and kept_pages + size <= budget:
                 kept_pages += size
                 kept.update(unit)
@@ -442,11 +453,11 @@ class Evictor:
         lost = [use for i, use in enumerate(uses) if i not in kept]
         gained = max(1, self._segments.area - kept_pages)
         self._policy.gone(segment.index, Contents(lost, max(0, segment.live_pages - kept_pages) / gained), tick)
-        return [blocks[i][0] for i in sorted(kept)]
+        return [blocks[i] for i in sorted(kept)]
 
-    async def _carry_all(self, records: Sequence[bytes]) -> bool:
+    async def _carry_all(self, blocks: Sequence[Look]) -> bool:
         """Carry blocks over, several at a time. False if there was no room for one."""
-        queue = iter(records)
+        queue = (record for look in blocks if (record := self._index.raw(look.inode)) is not None)
         full = False
 
         async def work() -> None:
@@ -463,9 +474,9 @@ class Evictor:
                     full = True
                     return
 
-        if records:
+        if blocks:
             async with trio.open_nursery() as nursery:
-                for _ in range(min(_CARRY_TASKS, len(records))):
+                for _ in range(min(_CARRY_TASKS, len(blocks))):
                     nursery.start_soon(work)
         return not full
 
@@ -475,49 +486,38 @@ class Evictor:
         """Take the blocks that are still there out of the table and the index, and with them the rest of their groups.
         Blocks that were opened meanwhile stay, and so does a group with such a block."""
         removed = 0
-        inodes, elsewhere = self._with_groups(segment, inodes, groups)
-        for at in range(0, len(inodes), _EVICT_BATCH):
-            if segment.lost:
-                break
-            removed += self._drop_some(segment, inodes[at : at + _EVICT_BATCH], elsewhere)
-            await trio.lowlevel.checkpoint()
+        here, elsewhere = self._with_groups(segment, inodes, groups)
+        # Where Python looks at each block, a step of as many would be long.
+        size = _SLOW_BATCH if self._pins or self._index.removed_names is not None else _EVICT_BATCH
+        for where, numbers in ((segment, here), (None, elsewhere)):
+            for at in range(0, len(numbers), size):
+                if segment.lost:
+                    break
+                batch = numbers[at : at + size]
+                self._index.bring(batch)  # the index is read before the step, not within
+                removed += self._drop_some(where, batch)
+                await trio.lowlevel.checkpoint()
         return removed
 
     @step
-    def _drop_some(self, segment: Segment, inodes: Sequence[InodeNumber], elsewhere: set[InodeNumber]) -> int:
+    def _drop_some(self, segment: Segment | None, inodes: Sequence[InodeNumber]) -> int:
         """One step from the table's answer to the index: an open in between would find a block that is gone."""
-        removed = 0
-        here: list[InodeNumber] = []
-        found: list[Inode] = []
-        for number in inodes:
-            record = self._index.raw(number)
-            # Here is a part of a block whose other parts are on a device that is away: it cannot come back whole.
-            if record is None and self._index.drop_hidden(number):
-                removed += 1
-            # Carried over, unlinked or sealed anew since it was listed.
-            if record is None or self._sealing.is_busy(number):
-                continue
-            inode = Inode.unpack(record)
-            if (segment.index in usage(inode) or number in elsewhere) and not self._pins.holds(record):
-                here.append(number)
-                found.append(inode)
-        busy = self._plane.inode_evict(here)
-        gone = [inode for inode, is_open in zip(found, busy, strict=True) if not is_open]
-        for inode in gone:
-            self._blocks.drop(inode)
-            self.counters.blocks += 1
-            self.counters.bytes += sum(usage(inode).values()) * PAGE_SIZE
-            removed += 1
-        if removed:
-            self._blocks.evicted((inode.parent, inode.name) for inode in gone)
-        return removed
+        # A part of a block whose other parts are on a device that is away: it cannot come back whole.
+        removed = sum(self._index.drop_hidden(number) for number in inodes) if self._index.is_hiding else 0
+        # Those that are sealed anew or copied right now.
+        if busy := self._sealing.busy_of(inodes):
+            inodes = [number for number in inodes if number not in busy]
+        evicted = self._blocks.evict(segment, inodes)
+        self.counters.blocks += evicted.blocks
+        self.counters.bytes += evicted.pages * PAGE_SIZE
+        return removed + evicted.blocks
 
     def _with_groups(
         self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]
-    ) -> tuple[Sequence[InodeNumber], set[InodeNumber]]:
-        """All that go with what is left in the segment, and which of them lie elsewhere."""
+    ) -> tuple[Sequence[InodeNumber], Sequence[InodeNumber]]:
+        """Those that are left in the segment, and the rest of their groups, wherever that lies."""
         if not groups:
-            return inodes, set()
+            return inodes, []
         here: list[InodeNumber] = []
         elsewhere: dict[InodeNumber, None] = {}
         for number in inodes:
@@ -531,4 +531,4 @@ class Evictor:
                 elsewhere.update(dict.fromkeys(group.inodes))
         for number in here:
             elsewhere.pop(number, None)
-        return [*here, *elsewhere], set(elsewhere)
+        return here, list(elsewhere)

@@ -28,7 +28,7 @@ import trio
 
 from kvfs.errors import KvfsError, NoSpaceError
 from kvfs.frames import NOWHERE, Commit, HolderPages, Next, Reserve, RunFields, Shards
-from kvfs.names import step
+from kvfs.names import NamesError, step
 from kvfs.plane import Run
 from kvfs.pool.format import Stream
 from kvfs.record import Inode
@@ -48,6 +48,8 @@ _SPACE_TIMEOUT_S = 10.0
 # A commit waits this long for earlier reservations of its segments to be settled, then for the index instead.
 _SETTLE_S = 0.02
 _TOMBSTONE_TASKS = 8
+# Items of a COMMIT that C leaves, between two looks at other work.
+_YIELD_EVERY = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +136,7 @@ class Reservations:
         """
         self._check(holder)
         with self._frames.reserve(holder.told, items, count, shards, uid) as frame:
-            with trio.move_on_after(min(timeout_s, _SPACE_TIMEOUT_S)), suppress(NoSpaceError):
+            with trio.move_on_after(min(timeout_s, _SPACE_TIMEOUT_S)), suppress(NoSpaceError, NamesError):
                 await self._reserve(holder, frame)
             answer = frame.finish(_nanoseconds(trio.current_time()) + RESERVATION_MS * 1_000_000)
             self._look(holder)
@@ -188,43 +190,50 @@ class Reservations:
         """
         replaced = False
         with self._frames.commit(holder.told, items, count) as frame:
-            found = Next.MORE
+            found, left = Next.MORE, 0
             while found != Next.DONE:
                 self._check(holder)
                 frame.told.moves = self._blocks.directory_moves
                 found = frame.go()
-                self._committed(holder, frame)
+                replaced |= self._committed(holder, frame)
                 if found == Next.NAMES:
-                    self._enter(holder, frame, make_way)
-                replaced |= bool(frame.told.replaced)
-                frame.told.replaced = 0
-                if found == Next.MORE:
+                    left += 1
+                    replaced |= self._enter(holder, frame, make_way)
+                if found == Next.MORE or left == _YIELD_EVERY:
+                    left = 0
                     await trio.lowlevel.checkpoint()
             await self._secure([_run(run) for run in frame.runs()], bool(frame.told.durable))
             return frame.answers(), replaced
 
-    def _committed(self, holder: Holder, frame: Commit) -> None:
-        """As _look()."""
+    def _committed(self, holder: Holder, frame: Commit) -> bool:
+        """As _look(). Whether hosts may know what had a name before."""
         self._look(holder)
         for inode in frame.lingering():
             self._blocks.linger(InodeNumber(inode))
-        if frame.told.replaced:
+        replaced = bool(frame.told.replaced)
+        frame.told.replaced = 0
+        if replaced:
             self._blocks.tell_hosts()
         if frame.told.taken_back:
             frame.told.taken_back = 0
             self._work.set()
+        return replaced
 
     @step
-    def _enter(self, holder: Holder, frame: Commit, make_way: MakeWay) -> None:
+    def _enter(self, holder: Holder, frame: Commit, make_way: MakeWay) -> bool:
         """An item that C leaves: a name is not in memory, a device is away, or the block lies below a pin."""
         block, error, replaced = Inode.unpack(frame.block()), 0, None
         try:
             replaced = make_way(block)
         except KvfsError as failure:
             error = -(failure.errno or EIO)
+        # A hidden block that has the name goes once it has lost that, for the table may refuse the new one.
+        hidden = frame.told.hidden = 0 if error else self._index.hidden_holder(block.parent, block.name)
         if frame.item(error):
+            if hidden:
+                self._index.drop_hidden(hidden)
             self._blocks.entered(block, replaced)
-        self._committed(holder, frame)
+        return self._committed(holder, frame)
 
     async def _secure(self, runs: Sequence[Run], durable: bool) -> None:
         """Return when recovery would find the blocks that end with these runs.

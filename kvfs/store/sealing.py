@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from errno import EBADMSG, EBUSY, ENOENT
@@ -73,6 +73,10 @@ class Sealing:
     def is_busy(self, inode: int) -> bool:
         """It is being sealed, copied, or opened for writing right now."""
         return inode in self._busy
+
+    def busy_of(self, inodes: Iterable[int]) -> set[int]:
+        """Those that are busy."""
+        return self._busy.keys() & inodes if self._busy else set()
 
     @asynccontextmanager
     async def turn(self, inode: InodeNumber) -> AsyncIterator[None]:

@@ -30,11 +30,11 @@ from kvfs.pool.format import (
     summary_age,
 )
 from kvfs.pool.geometry import Geometry
-from kvfs.record import RECORD_HEAD, Inode
+from kvfs.record import Inode
 from kvfs.store.eviction import TICKS_PER_POOL
 from kvfs.store.segment import Counter, Head, Segment, SegmentStatistics, State, usage
 from kvfs.store.segment_reader import SegmentReader
-from kvfs.types import PAGE_SIZE, SegmentIndex
+from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,10 @@ _READY_SHARE = 33
 _ROTATE = 16
 # After this time, I/O that a dead client's process had under way has landed or failed.
 _LATE_WRITES_S = 10.0
+# An IntFlag takes a microsecond for each `&`.
+_ENTERED, _DIRTY, _GONE, _SETTLED = int(Note.ENTERED), int(Note.DIRTY), int(Note.GONE), int(Note.SETTLED)
+_FAILED, _RENAMED, _LED, _LEFT = int(Note.FAILED), int(Note.RENAMED), int(Note.LED), int(Note.LEFT)
+_RESTS = int(Note.RESTS)
 # After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
 _LENT_REST_S = 20.0
 
@@ -251,32 +255,32 @@ class Segments:
         """Take in what the data plane did to segments since the last time."""
         led = False
         for number, notes in self.names.noted():
-            segment, gone = self.all[number], bool(notes & Note.GONE)
+            segment, gone = self.all[number], bool(notes & _GONE)
             self._changed.add(segment.index)
             if segment.lent:
                 self._late.setdefault(segment.index, 0.0)
-            if notes & Note.RESTS:
+            if notes & _RESTS:
                 segment.late = True
                 self._late[segment.index] = trio.current_time() + _LATE_WRITES_S
-            if notes & Note.LED:
+            if notes & _LED:
                 led = True
                 self._ready.remove(segment)
                 self.ready_taken.set()
                 self.need_space.set()
-            if notes & Note.LEFT:
+            if notes & _LEFT:
                 self._retire(segment)
-            if notes & Note.RENAMED:
+            if notes & _RENAMED:
                 self.renamed(segment, gone=gone)
-            elif notes & Note.ENTERED:
+            elif notes & _ENTERED:
                 segment.batch, segment.turn = self._index.pending_batch, self._turn
-            if notes & Note.DIRTY:
+            if notes & _DIRTY:
                 self.mark_dirty(segment, gone=gone)
-            if notes & Note.FAILED:
+            if notes & _FAILED:
                 self._failed += [
                     Run(run.generation, segment.index, run.page, run.page_count)
                     for run in self.names.failed(number, segment.generation)
                 ]
-            if notes & Note.SETTLED:
+            if notes & _SETTLED:
                 self._look_at_settled(segment)
             if not segment.live_pages:
                 self.free_if_empty(segment)
@@ -793,27 +797,23 @@ class Segments:
     async def collect(self, segment: Segment) -> tuple[bytes, int]:
         """A summary's entries: the records of the live blocks whose header is here, then of the directories above."""
         parts: list[bytes] = []
-        parents: set[int] = set()
+        parents: set[InodeNumber] = set()
+        seen = {ROOT_INODE}
         count = 0
         inodes = self._index.segment_inodes(segment.index)
         for at in range(0, len(inodes), _YIELD_EVERY):
             if at:
                 await trio.lowlevel.checkpoint()
-            records, found, above = self._index.live_records(segment.index, inodes[at : at + _YIELD_EVERY])
+            records, found, above = self._index.live_records(inodes[at : at + _YIELD_EVERY], segment.index)
             parts.append(records)
             parents |= above
             count += found
-        seen: set[int] = set()
-        while parents:
-            number = parents.pop()
-            if number in seen or number == 1:
-                continue
-            seen.add(number)
-            record = self._index.raw(number)
-            if record is not None:
-                parts.append(record)
-                parents.add(RECORD_HEAD.unpack_from(record)[5])
-        return b"".join(parts), count + len(seen)
+        while parents := parents - seen:
+            seen |= parents
+            records, found, parents = self._index.live_records(sorted(parents), None)
+            parts.append(records)
+            count += found
+        return b"".join(parts), count
 
     async def mark_overtaken(self) -> None:
         """After a crash: have the summaries written again that are newer than what the index knows.

@@ -82,7 +82,8 @@ void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *frame); /* 
 /* ---- COMMIT ---- */
 
 struct kvfs_commit {
-    uint64_t moves; /* the caller's, before each call: as in kvfs_reserve */
+    uint64_t moves;  /* the caller's, before each call: as in kvfs_reserve */
+    uint64_t hidden; /* the caller's, for kvfs_commit_item(): this inode has no right to its name. The caller removes it if the block enters */
     /* Told. */
     const void *block;      /* the record of the item that is left to the caller; valid until it is done */
     const int64_t *answers; /* of each item: 0, or -errno */

@@ -34,28 +34,33 @@ struct kvfs_name {
 int kvfs_names_list(struct kvfs_names *names, uint64_t parent, const char *after, uint32_t after_size, struct kvfs_name *out, uint32_t limit);
 /* Directories with changed names. Returns how many there are, of which at most `capacity` are written. */
 uint32_t kvfs_names_parents(struct kvfs_names *names, uint64_t *out, uint32_t capacity);
-/* Changed inodes with a header or an extent in the segment, and those of `stored`, ascending, that have not left it. Returns how many, of
- * which at most `capacity` are written. */
-uint32_t kvfs_names_members(struct kvfs_names *names, uint32_t segment, const uint64_t *stored, uint32_t stored_count, uint64_t *out,
-                            uint32_t capacity);
-/* For a summary of the segment: the records of those of `count` inodes that are here, sealed, named, and have their header in it. It ends where `out`
- * is full. `parents` has the directory of each record, `missing` the inodes that only the index knows, or whose record is larger than `out`. */
-struct kvfs_summary_part {
-    uint64_t size;        /* of the records */
-    uint32_t inode_count; /* looked at */
-    uint32_t record_count, missing_count;
-};
-void kvfs_names_summary(struct kvfs_names *names, uint32_t segment, const uint64_t *inodes, uint32_t count, void *out, uint64_t capacity,
-                        uint64_t *parents, uint64_t *missing, struct kvfs_summary_part *part);
-/* Changed inodes whose attribute user.kvfs.group is `group`; with a group of 0 bytes, of any group. As kvfs_names_members. */
+/* The inodes with a header or an extent in the segment, ascending. keys: the segment's in the index's table segment_inodes, 12 bytes each.
+ * Returns how many there are, of which at most `capacity` are written, if more in no order. */
+uint32_t kvfs_names_members(struct kvfs_names *names, uint32_t segment, const void *keys, uint32_t key_count, uint64_t *out, uint32_t capacity);
+/* How many inodes in memory have an attribute user.kvfs.group. */
+uint64_t kvfs_names_grouped(struct kvfs_names *names);
+/* Changed inodes whose attribute user.kvfs.group is `group`. As kvfs_names_volatile. */
 uint32_t kvfs_names_group(struct kvfs_names *names, const char *group, uint32_t group_size, uint64_t *out, uint32_t capacity);
-/* Inodes that no commit writes. As kvfs_names_members. */
+/* Those of the inodes that are not in memory, in their order. Returns how many. out has room for all. */
+uint32_t kvfs_names_absent(struct kvfs_names *names, const uint64_t *inodes, uint32_t count, uint64_t *out);
+struct kvfs_records {
+    uint64_t size;         /* bytes of all records; if that is more than `capacity`, out is of no use */
+    uint32_t count;        /* of records */
+    uint32_t absent_count; /* of inodes that are not in memory */
+    uint32_t parent_count; /* of directories */
+    uint32_t reserved;     /* zero */
+};
+/* The records of these inodes, concatenated: in a segment of the sealed blocks with a name and their header there, with UINT32_MAX of all.
+ * parents: the directories that they are in, some more than once. absent and parents have room for `count`. */
+void kvfs_names_records(struct kvfs_names *names, uint32_t segment, const uint64_t *inodes, uint32_t count, void *out, uint64_t capacity,
+                        uint64_t *absent, uint64_t *parents, struct kvfs_records *found);
+/* Inodes that no commit writes. Returns how many there are, of which at most `capacity` are written. */
 uint32_t kvfs_names_volatile(struct kvfs_names *names, uint64_t *out, uint32_t capacity);
 
 /* ---- changing ---- */
 
-/* Take in a record as the index has it. Nothing happens if the inode is here. */
-int kvfs_names_load(struct kvfs_names *names, const void *record);
+/* Take in concatenated records as the index has them, but of inodes that are here. -ENOMEM: not all of them. */
+int kvfs_names_load(struct kvfs_names *names, const void *records, uint64_t size);
 /* Insert or change: afterwards the record's name leads to it, and its earlier name nowhere, unless it leads to another inode. `known`: the index
  * may have an earlier record of this inode. -ENOENT: then load it first. */
 int kvfs_names_put(struct kvfs_names *names, const void *record, int known);
@@ -85,7 +90,7 @@ void kvfs_names_number(struct kvfs_names *names, uint64_t number);
 uint64_t kvfs_names_next_inode(struct kvfs_names *names);
 uint64_t kvfs_names_next_version(struct kvfs_names *names);
 uint64_t kvfs_names_last_version(struct kvfs_names *names);
-/* Versions that the data plane gave to blocks it is sealing. As kvfs_names_members. */
+/* Versions that the data plane gave to blocks it is sealing. As kvfs_names_volatile. */
 uint32_t kvfs_names_in_flight(struct kvfs_names *names, uint64_t *out, uint32_t capacity);
 
 /* Why the data plane leaves changes to Python. */
@@ -98,6 +103,8 @@ enum kvfs_names_leave {
 void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on);
 /* Hosts may believe that this name leads to an evicted block: Python makes it. With name_size 0: no host believes so of any. */
 void kvfs_names_untold(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
+/* 1: hosts may believe so of this name, 0: none does. */
+int kvfs_names_is_untold(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
 
 /* ---- places: where in the segments blocks go ---- */
 

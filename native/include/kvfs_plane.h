@@ -270,6 +270,28 @@ int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
 /* For each inode: if it is open, busy[i] = 1 and nothing changes. Else, or if it is open beyond its users' shares, its record is removed
  * and busy[i] = 0. Returns the busy count. */
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);
+/* A block, as eviction looks at it. */
+struct kvfs_look {
+    uint64_t inode;
+    uint32_t pages;     /* in the segment; 0: nothing of it is there */
+    uint32_t pages_all; /* in all segments */
+    uint32_t use;       /* as kvfs_inode_uses() has it */
+    uint8_t open;       /* enum kvfs_open_state */
+    uint8_t absent;     /* 1: nothing else is known before kvfs_names_load() of its record */
+    uint16_t reserved;  /* zero */
+};
+/* Look at these inodes in a segment, as of one instant. */
+void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, struct kvfs_look *out);
+/* One step: sealed blocks with a part in the segment leave block table, names and places, and hosts will have to be told of their names.
+ * UINT32_MAX: wherever they lie. A block stays if it is open within its users' shares, its record is not in memory, or there is no memory.
+ * gone[i] = 1 for those that left. */
+struct kvfs_evicted {
+    uint32_t blocks;
+    uint32_t reserved; /* zero */
+    uint64_t pages;
+};
+void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, uint8_t *gone,
+                       struct kvfs_evicted *evicted);
 /* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
  * first use, and no hit. 0 for inodes that existed at the mount and were not opened since, and for missing ones. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);

@@ -7,11 +7,13 @@
 
 #define INODES 48
 #define NAMES 24
+#define SEGMENTS 4
 #define STEPS 200000
 
 struct state {
     bool present, sealed, nameless;
     uint32_t name, parent, segment;
+    uint32_t extents[2]; /* segments above 0, or 0 */
 };
 /* The model: what is now, and what the index has. */
 static struct state now[INODES + 1], stored[INODES + 1];
@@ -42,6 +44,13 @@ static const void *record_of(uint32_t inode, const struct state *state) {
     record->name_size = (uint16_t)name_text(state->name, text);
     memcpy(made.bytes + sizeof(*record), text, record->name_size);
     record->record_size = (uint32_t)(sizeof(*record) + round_up(record->name_size, 8));
+    for (uint32_t i = 0; i < 2; i++)
+        if (state->extents[i]) {
+            struct kvfs_extent extent = {.segment = state->extents[i] - 1, .page_count = 1};
+            memcpy(made.bytes + record->record_size, &extent, sizeof(extent));
+            record->record_size += (uint32_t)sizeof(extent);
+            record->extent_count++;
+        }
     return made.bytes;
 }
 
@@ -54,12 +63,17 @@ static uint32_t holder(const struct state *states, uint32_t parent, uint32_t nam
     return 0;
 }
 
+static int load(struct kvfs_names *names, uint32_t inode) {
+    const struct kvfs_inode_record *record = record_of(inode, &stored[inode]);
+    return kvfs_names_load(names, record, record->record_size);
+}
+
 static void put(struct kvfs_names *names, uint32_t inode, const struct state *to) {
     bool known = now[inode].present;
     int r = kvfs_names_put(names, record_of(inode, to), known);
     if (r == -ENOENT) {
         CHECK(durable(&stored[inode]));
-        CHECK(kvfs_names_load(names, record_of(inode, &stored[inode])) == 0);
+        CHECK(load(names, inode) == 0);
         r = kvfs_names_put(names, record_of(inode, to), known);
     }
     CHECK(r == 0);
@@ -69,7 +83,7 @@ static void put(struct kvfs_names *names, uint32_t inode, const struct state *to
 static void drop(struct kvfs_names *names, uint32_t inode) {
     int r = kvfs_names_remove(names, inode);
     if (r == -ENOENT && durable(&stored[inode])) {
-        CHECK(kvfs_names_load(names, record_of(inode, &stored[inode])) == 0);
+        CHECK(load(names, inode) == 0);
         r = kvfs_names_remove(names, inode);
     }
     CHECK(r == 0);
@@ -88,8 +102,10 @@ static void change(struct kvfs_names *names) {
         drop(names, inode);
         return;
     } else if (any(3) == 0) {
-        to.sealed = true;
-        to.segment = any(4);
+        to.sealed = any(4) > 0 || to.sealed;
+        to.segment = any(SEGMENTS);
+        for (uint32_t i = 0; i < 2; i++)
+            to.extents[i] = any(3) ? 0 : 1 + any(SEGMENTS);
     } else if (any(3) == 0) {
         to.nameless = true;
     } else if (!to.nameless) {
@@ -100,6 +116,47 @@ static void change(struct kvfs_names *names) {
     if (other && other != inode)
         drop(names, other);
     put(names, inode, &to);
+}
+
+static bool lies_in(const struct state *state, uint32_t segment) {
+    return state->present && ((state->sealed && state->segment == segment) || state->extents[0] == segment + 1 || state->extents[1] == segment + 1);
+}
+
+/* The segments' members beside a scan of all inodes, and the records of those that have their header there. */
+static void compare_members(struct kvfs_names *names) {
+    for (uint32_t segment = 0; segment < SEGMENTS; segment++) {
+        uint8_t keys[INODES * 12] = {0};
+        uint64_t found[INODES], absent[INODES], parents[INODES];
+        uint32_t count = 0, at = 0, headers = 0;
+        for (uint32_t i = 1; i <= INODES; i++)
+            if (durable(&stored[i]) && lies_in(&stored[i], segment))
+                keys[count++ * 12 + 11] = (uint8_t)i;
+        count = kvfs_names_members(names, segment, keys, count, found, INODES);
+        for (uint32_t i = 1; i <= INODES; i++)
+            if (lies_in(&now[i], segment)) {
+                CHECK(at < count && found[at] == i);
+                at++;
+            }
+        CHECK(at == count);
+        static uint8_t out[INODES * 256];
+        struct kvfs_records records;
+        kvfs_names_records(names, segment, found, count, out, sizeof(out), absent, parents, &records);
+        CHECK(kvfs_names_absent(names, found, count, found) == records.absent_count);
+        uint64_t from = 0;
+        for (uint32_t i = 1, missed = 0; i <= INODES; i++) {
+            if (missed < records.absent_count && absent[missed] == i) {
+                missed++;
+                continue;
+            }
+            if (!durable(&now[i]) || now[i].segment != segment)
+                continue;
+            const struct kvfs_inode_record *record = record_of(i, &now[i]);
+            CHECK(from + record->record_size <= records.size && memcmp(out + from, record, record->record_size) == 0);
+            from += record->record_size;
+            headers++;
+        }
+        CHECK(from == records.size && headers == records.count && records.parent_count <= headers);
+    }
 }
 
 static void compare(struct kvfs_names *names) {
@@ -119,19 +176,7 @@ static void compare(struct kvfs_names *names) {
         }
         CHECK(at == count);
     }
-    for (uint32_t segment = 0; segment < 4; segment++) {
-        uint64_t known[INODES], found[INODES];
-        uint32_t count = 0, expected = 0;
-        for (uint32_t i = 1; i <= INODES; i++)
-            if (durable(&stored[i]) && stored[i].segment == segment)
-                known[count++] = i;
-        count = kvfs_names_members(names, segment, known, count, found, INODES);
-        for (uint32_t i = 1; i <= INODES; i++)
-            expected += now[i].present && now[i].sealed && now[i].segment == segment;
-        CHECK(count == expected);
-        for (uint32_t i = 0; i < count; i++)
-            CHECK(now[found[i]].present && now[found[i]].segment == segment);
-    }
+    compare_members(names);
 }
 
 /* A commit names each inode that differs from the index, and no other. */
@@ -172,6 +217,7 @@ static void test_model(void) {
     CHECK(kvfs_names_create(&names) == 0);
     for (uint32_t step = 0; step < STEPS; step++) {
         change(names);
+        compare_members(names);
         if (step % 16 == 0)
             compare(names);
         if (any(12) == 0)
@@ -221,8 +267,27 @@ static void test_short_lives_leave_nothing(void) {
     kvfs_names_destroy(names);
 }
 
+/* Exactly the names that were said, however many; none after hosts were told. */
+static void test_untold_names(void) {
+    struct kvfs_names *names;
+    CHECK(kvfs_names_create(&names) == 0);
+    for (uint32_t round = 0; round < 2; round++) {
+        char text[16];
+        for (uint32_t i = 0; i < 20000; i += 2)
+            kvfs_names_untold(names, 1 + i % 3, text, name_text(i, text));
+        for (uint32_t i = 0; i < 20000; i++) {
+            CHECK(kvfs_names_is_untold(names, 1 + i % 3, text, name_text(i, text)) == (i % 2 == 0));
+            CHECK(!kvfs_names_is_untold(names, 4, text, name_text(i, text)));
+        }
+        kvfs_names_untold(names, 0, "", 0);
+        CHECK(!kvfs_names_is_untold(names, 1, text, name_text(0, text)));
+    }
+    kvfs_names_destroy(names);
+}
+
 int main(void) {
     test_model();
+    test_untold_names();
     test_committed_records_leave();
     test_short_lives_leave_nothing();
     printf("names: ok\n");

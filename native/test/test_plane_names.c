@@ -107,6 +107,82 @@ static void test_a_file_is_made_sealed_renamed_and_removed_here(void) {
     printf("ok a file is made, sealed, renamed and removed here\n");
 }
 
+static struct kvfs_look look_at(uint64_t inode, uint32_t segment) {
+    struct kvfs_look look;
+    kvfs_blocks_look(plane, segment, &inode, 1, &look);
+    CHECK(look.inode == inode);
+    return look;
+}
+
+/* Commits what has changed. Returns 1 if the index is to forget the inode, 0 if it is to know it, -1 if it has not changed. */
+static int committed(uint64_t inode) {
+    uint64_t size;
+    const uint8_t *at = kvfs_names_commit_begin(names, &size), *end = at + size;
+    CHECK(at);
+    int said = -1;
+    for (struct kvfs_change change; at < end; at += sizeof(change) + change.record_size) {
+        memcpy(&change, at, sizeof(change));
+        if (change.inode == inode)
+            said = !change.record_size;
+    }
+    kvfs_names_commit_end(names, 1);
+    return said;
+}
+
+static void test_eviction_takes_all_but_what_is_open(void) {
+    uint64_t fh[2], inodes[2], reader;
+    uint8_t *data = pattern(70000, 6);
+    int error;
+    const char *block_names[2] = {"goes", "open"};
+    for (int i = 0; i < 2; i++) {
+        inodes[i] = create_here(block_names[i], &fh[i]);
+        CHECK(write_at(inodes[i], fh[i], 0, data, 70000) == 0);
+        CHECK(look_at(inodes[i], SEGMENT).open == KVFS_BEING_WRITTEN && look_at(inodes[i], SEGMENT).pages == 0);
+        flush_soon(inodes[i], fh[i]);
+        CHECK(answer(NULL, NULL) == 0);
+        release(inodes[i], fh[i]);
+    }
+    reader = open_read(inodes[1], &error);
+    CHECK(error == 0);
+    uint32_t pages = record_of(inodes[0]).header_pages + 18;
+    struct kvfs_look look = look_at(inodes[0], SEGMENT);
+    CHECK(look.pages == pages && look.pages_all == pages && look.open == KVFS_NOT_OPEN && !look.absent && look_at(inodes[0], 1).pages == 0);
+    CHECK(look_at(inodes[1], SEGMENT).open == KVFS_OPEN && (look_at(inodes[1], SEGMENT).use & 255) == 1);
+    CHECK(committed(inodes[0]) == 0);
+    _Alignas(8) uint8_t records[2][1024];
+    for (int i = 0; i < 2; i++)
+        CHECK(kvfs_names_get(names, inodes[i], records[i], sizeof(records[i])) > 0);
+    kvfs_names_forget(names); /* then the block table knows where they are */
+    directory_put(1, 1, "");
+    CHECK(look_at(inodes[0], SEGMENT).pages == pages && look_at(inodes[0], 1).pages == 0);
+    uint8_t gone[2];
+    struct kvfs_evicted evicted;
+    kvfs_blocks_evict(plane, SEGMENT, inodes, 2, gone, &evicted);
+    CHECK(evicted.blocks == 0 && !gone[0] && !gone[1]); /* without the records there are no names to remove */
+    for (int i = 0; i < 2; i++)
+        CHECK(kvfs_names_load(names, records[i], ((struct kvfs_inode_record *)(void *)records[i])->record_size) == 0);
+    kvfs_blocks_evict(plane, 1, inodes, 2, gone, &evicted);
+    CHECK(evicted.blocks == 0); /* they lie elsewhere */
+    segment_notes(SEGMENT);
+    CHECK(places[SEGMENT].live_pages == 2 * pages);
+    kvfs_blocks_evict(plane, SEGMENT, inodes, 2, gone, &evicted);
+    CHECK(evicted.blocks == 1 && evicted.pages == pages && gone[0] && !gone[1]);
+    CHECK(places[SEGMENT].live_pages == pages && segment_notes(SEGMENT) & KVFS_NOTE_GONE);
+    struct kvfs_record there;
+    CHECK(kvfs_table_find_inode(plane->table, inodes[0], &there) == -ENOENT && kvfs_table_find_inode(plane->table, inodes[1], &there) == 0);
+    uint64_t found = 7;
+    CHECK(kvfs_names_find(names, 1, "goes", 4, &found) == 1 && found == 0 && look_at(inodes[0], SEGMENT).pages == 0);
+    CHECK(kvfs_names_is_untold(names, 1, "goes", 4) && !kvfs_names_is_untold(names, 1, "open", 4));
+    CHECK(committed(inodes[0]) == 1);
+    release(inodes[1], reader);
+    kvfs_blocks_evict(plane, UINT32_MAX, inodes, 2, gone, &evicted);
+    CHECK(evicted.blocks == 1 && !gone[0] && gone[1] && places[SEGMENT].live_pages == 0);
+    CHECK(committed(inodes[1]) == 1);
+    kvfs_names_untold(names, 0, "", 0);
+    free(data);
+    printf("ok eviction takes all but what is open\n");
+}
+
 static void test_python_gets_what_is_not_in_memory(void) {
     uint64_t fh, inode = create_here("one", &fh);
     release(inode, fh);
@@ -321,6 +397,7 @@ int main(void) {
     plane_begin();
     names_open();
     test_a_file_is_made_sealed_renamed_and_removed_here();
+    test_eviction_takes_all_but_what_is_open();
     test_python_gets_what_is_not_in_memory();
     test_below_a_pin_python_seals();
     test_a_seal_that_fails_is_pythons();

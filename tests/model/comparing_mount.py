@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvfs.cli import main
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.record import Inode, InodeFlags, Kind
+from kvfs.record import Inode, InodeFlags, Kind, segments_of
 from kvfs.store.store import Store
 
 LOST = os.environ.get("KVFS_MODEL_LOSE", "").encode()
@@ -78,6 +78,26 @@ def differences(store: Store) -> list[str]:
             and (int(inode.segment), number) not in memberships
         ):
             found.append(f"inode {number} in the index: no member of segment {inode.segment}")
+    if not names.pending:
+        found += different_members(store, stored)
+    return found
+
+
+def different_members(store: Store, stored: dict[int, bytes]) -> list[str]:
+    """Segments whose members are not the blocks that lie there."""
+    names, lies = store.blocks.names, dict[int, set[int]]()
+    for number in {*stored, *names.volatile()}:
+        record = names.get(number)
+        record = stored.get(number, b"") if record is None else record
+        inode = Inode.unpack(record) if record else None
+        if inode is not None and inode.kind == Kind.FILE and InodeFlags.SEALED in inode.flags:
+            for segment in segments_of(inode):
+                lies.setdefault(int(segment), set()).add(number)
+    found = []
+    for each in store.segments.all:
+        members, expected = store.index.segment_inodes(each.index), sorted(lies.get(each.index, ()))
+        if [int(number) for number in members] != expected:
+            found.append(f"segment {each.index}: members {members}, and {expected} lie there")
     return found
 
 

@@ -139,7 +139,7 @@ def test_a_put_under_a_name_that_was_evicted_is_seen_by_hosts(tmp_path: Path, mo
             (number,) = await connection.reserve(b"aa0%d" % evicted)
             inode = connection.place(number)
             if evicted:
-                store.blocks.evicted([(inode.parent, inode.name)])
+                store.blocks.names.untold(inode.parent, inode.name)
             answer = await connection.connection.commit(struct.pack("<QQq", 1, number, 0))
             assert answer == bytes(8) and told == evicted
         connection.close()

@@ -67,6 +67,8 @@ static int enter(struct kvfs_plane *plane, struct commit *frame, struct reservat
     int held = name_holder(plane, block->parent, name, block->name_size, &holder);
     if (held == -EAGAIN && forced) /* the table alone does not know */
         held = 0;
+    if (forced && held > 0 && holder->inode == frame->told.hidden)
+        held = 0;
     if (held < 0 || (!forced && name_is_pinned(plane, held ? holder->inode : block->parent)))
         return -EAGAIN;
     if (held && holder->kind == KVFS_KIND_DIRECTORY)

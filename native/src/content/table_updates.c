@@ -120,24 +120,80 @@ int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) {
     return r;
 }
 
+/* Take the inode out of the table, unless it is open, or there is no memory for its removal from the names; then false. */
+static bool evict(struct kvfs_plane *plane, uint64_t inode, bool named) {
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    struct node *node;
+    int state = open_state(plane, shard, inode, &node);
+    bool goes = state != KVFS_OPEN && state != KVFS_BEING_WRITTEN && (!named || names_removable(plane->names, inode) == 0);
+    if (goes)
+        kvfs_table_remove(plane->table, inode, 0);
+    if (goes && state == KVFS_OPEN_BEYOND_SHARE)
+        hold_evict(plane, node); /* its handles find no record: they read EIO */
+    pthread_mutex_unlock(&shard->lock);
+    return goes;
+}
+
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy) {
     int total = 0;
     kvfs_names_begin(plane->names);
     for (uint32_t i = 0; i < count; i++) {
-        struct shard *shard = shard_of(plane, inodes[i]);
-        pthread_mutex_lock(&shard->lock);
-        struct node *node;
-        int state = open_state(plane, shard, inodes[i], &node);
-        busy[i] = state == KVFS_OPEN || state == KVFS_BEING_WRITTEN;
-        if (!busy[i])
-            kvfs_table_remove(plane->table, inodes[i], 0);
-        if (state == KVFS_OPEN_BEYOND_SHARE)
-            hold_evict(plane, node); /* its handles find no record: they read EIO */
-        pthread_mutex_unlock(&shard->lock);
+        busy[i] = !evict(plane, inodes[i], false);
         total += busy[i];
     }
     kvfs_names_end(plane->names);
     return total;
+}
+
+void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, struct kvfs_look *out) {
+    kvfs_names_begin(plane->names);
+    for (uint32_t i = 0; i < count; i++) {
+        struct kvfs_record at;
+        const struct kvfs_inode_record *record = names_record(plane->names, inodes[i]);
+        bool there = kvfs_table_find_inode(plane->table, inodes[i], &at) == 0;
+        out[i] = (struct kvfs_look){.inode = inodes[i], .open = (uint8_t)kvfs_inode_is_open(plane, inodes[i])};
+        if (there)
+            out[i].use = atomic_load_explicit(&plane->uses[at.slot], memory_order_relaxed);
+        if (record) {
+            out[i].pages = (uint32_t)record_pages(record, segment);
+            out[i].pages_all = (uint32_t)record_pages(record, UINT32_MAX);
+        } else if (there && !names_has(plane->names, inodes[i]) && at.extent_count) {
+            out[i].absent = 1;
+        } else if (there && !names_has(plane->names, inodes[i]) && at.kind == KVFS_KIND_FILE && at.flags & KVFS_INODE_SEALED) {
+            out[i].pages_all = at.header_pages + (uint32_t)pages_of(at.size);
+            out[i].pages = at.segment == segment ? out[i].pages_all : 0;
+        }
+    }
+    kvfs_names_end(plane->names);
+}
+
+/* Returns the pages that it gave back; 0: it stays. */
+static uint64_t block_evict(struct kvfs_plane *plane, uint32_t segment, uint64_t inode) {
+    const struct kvfs_inode_record *record = names_record(plane->names, inode);
+    uint64_t pages = record && record_pages(record, segment) ? record_pages(record, UINT32_MAX) : 0;
+    if (!pages || !evict(plane, inode, true))
+        return 0;
+    if (record_is_named(record))
+        untold_add(plane->names, record->parent, record_name(record), record->name_size);
+    place_account(plane->names, record, -1);
+    place_note(plane->names, record->segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
+    int r = kvfs_names_remove(plane->names, inode);
+    assert(r == 0);
+    return pages;
+}
+
+void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, uint8_t *gone,
+                       struct kvfs_evicted *evicted) {
+    memset(evicted, 0, sizeof(*evicted));
+    kvfs_names_begin(plane->names);
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t pages = block_evict(plane, segment, inodes[i]);
+        gone[i] = pages > 0;
+        evicted->blocks += gone[i];
+        evicted->pages += pages;
+    }
+    kvfs_names_end(plane->names);
 }
 
 int64_t kvfs_inode_user(struct kvfs_plane *plane, uint64_t inode) {

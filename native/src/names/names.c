@@ -3,7 +3,7 @@
  * An inode's entry is in one of four states. CLEAN: as the index has it. DIRTY: it differs. COMMITTING: a commit is writing it. VOLATILE: no commit
  * writes it, and the index has nothing of it. Entries of a state are a list, the oldest first. A name in the map leads to an inode, or to 0 when it
  * was removed. A removed name goes when the commit that removes it from the index has ended. */
-#include "names/names.h"
+#include "names/names_state.h"
 
 #include <sched.h>
 #include <sys/random.h>
@@ -16,61 +16,10 @@
 /* A step of Python's is short, but where another process has its core meanwhile it takes milliseconds. */
 #define STEP_NS 5000000u
 #define SPIN_NS 100000u
-/* Evicted names that hosts were not told of, by their hashes. Two that share a place only cost a detour by Python. */
-#define UNTOLD 4096u
 #define GROUP_ATTRIBUTE "user.kvfs.group"
 #define GROUP_ATTRIBUTE_SIZE (sizeof(GROUP_ATTRIBUTE) - 1)
 
-enum state { CLEAN, CLEAN_DIRECTORY, DIRTY, COMMITTING, VOLATILE, STATES };
-struct entry {
-    struct link link; /* of its state */
-    struct entry *next;
-    uint64_t inode;
-    struct kvfs_inode_record *record; /* NULL: gone */
-    uint8_t state;                    /* enum state */
-    bool again;                       /* COMMITTING, and changed since */
-    bool is_new;                      /* no commit that may have a record of it has begun */
-};
-struct name {
-    struct link link;    /* of its directory, if it is listed */
-    struct link removed; /* all removed names, the oldest first */
-    struct name *next;
-    uint64_t parent, inode; /* inode 0: removed */
-    uint64_t batch;         /* removed in it */
-    uint64_t hash;
-    uint8_t size;
-    bool listed; /* the index may not have it so */
-    bool stored; /* the index may have it, for this inode or another */
-    char text[];
-};
-struct directory {
-    struct directory *next;
-    uint64_t inode;
-    struct link names; /* listed ones */
-    uint32_t count;
-};
-static struct entry *entry_at(struct link *link) { return (struct entry *)(void *)link; }
-struct map {
-    void **buckets;
-    uint64_t mask, count;
-};
-struct kvfs_names {
-    struct places places; /* first: names_places() */
-    pthread_mutex_t lock; /* recursive */
-    struct map entries, names, directories;
-    struct link states[STATES], removed;
-    uint64_t counts[STATES];
-    uint64_t seed, batch;
-    uint64_t last_inode, last_version;
-    struct link in_flight; /* versions */
-    uint32_t left;         /* enum kvfs_names_leave */
-    bool untold[UNTOLD];
-    bool any_untold;
-    uint8_t *committing; /* the buffer of the commit that is under way */
-};
-static_assert(offsetof(struct kvfs_names, places) == 0, "names_places()");
-
-/* ---- maps ---- */
+/* ---- lists and maps ---- */
 
 static int map_init(struct map *map) {
     map->buckets = calloc(BUCKETS_MIN, sizeof(*map->buckets));
@@ -78,18 +27,10 @@ static int map_init(struct map *map) {
     return map->buckets ? 0 : -ENOMEM;
 }
 
-static uint64_t number_hash(uint64_t number) {
-    number = (number ^ (number >> 33)) * 0xff51afd7ed558ccdULL;
-    return number ^ (number >> 29);
-}
-
-static uint64_t name_hash_of(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t size) {
+uint64_t name_hash_of(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t size) {
     return kvfs_checksum(name, size, names->seed ^ number_hash(parent));
 }
 
-static struct entry **entry_bucket(const struct kvfs_names *names, uint64_t inode) {
-    return (struct entry **)&names->entries.buckets[number_hash(inode) & names->entries.mask];
-}
 static struct name **name_bucket(const struct kvfs_names *names, uint64_t hash) {
     return (struct name **)&names->names.buckets[hash & names->names.mask];
 }
@@ -121,24 +62,9 @@ static uint64_t directory_hash(const void *item) { return number_hash(((const st
 
 /* ---- records ---- */
 
-/* The root has no name, and a nameless inode's record holds the name that it has lost. */
-static bool is_named(const struct kvfs_inode_record *record) { return record && record->name_size && !(record->flags & KVFS_INODE_NAMELESS); }
-
 /* Neither files without a block nor files without a name survive a restart. */
 static bool is_durable(const struct kvfs_inode_record *record) {
     return record && (record->kind != KVFS_KIND_FILE || (record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS)) == KVFS_INODE_SEALED);
-}
-
-static bool lies_in(const struct kvfs_inode_record *record, uint32_t segment) {
-    if (!record || record->kind != KVFS_KIND_FILE)
-        return false;
-    if (record->flags & KVFS_INODE_SEALED && record->segment == segment)
-        return true;
-    const struct kvfs_extent *extents = record_extents(record);
-    for (uint32_t i = 0; i < record->extent_count; i++)
-        if (extents[i].segment == segment)
-            return true;
-    return false;
 }
 
 /* The value of the attribute that names a group; NULL if there is none. Attributes: u16 size of the key, u32 size of the value, key, value. */
@@ -281,17 +207,10 @@ static void name_remove(struct kvfs_names *names, const struct kvfs_inode_record
 
 /* ---- entries ---- */
 
-static struct entry *entry_find(const struct kvfs_names *names, uint64_t inode) {
-    struct entry *entry = *entry_bucket(names, inode);
-    while (entry && entry->inode != inode)
-        entry = entry->next;
-    return entry;
-}
-
 /* The node of the entry's name, if that leads to it. */
 static struct name *entry_name(const struct kvfs_names *names, const struct entry *entry) {
     const struct kvfs_inode_record *record = entry->record;
-    struct name *name = is_named(record) ? name_find(names, record->parent, record_name(record), record->name_size) : NULL;
+    struct name *name = record_is_named(record) ? name_find(names, record->parent, record_name(record), record->name_size) : NULL;
     return name && name->inode == entry->inode ? name : NULL;
 }
 
@@ -301,6 +220,16 @@ static void entry_move(struct kvfs_names *names, struct entry *entry, enum state
     entry->state = (uint8_t)state;
     link_add(&names->states[state], &entry->link);
     names->counts[state]++;
+}
+
+/* The entry has this record from now on, or none, and is a member where it lies. */
+static void entry_hold(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record, struct members *members) {
+    uint32_t size;
+    names->grouped -= group_of(entry->record, &size) != NULL;
+    names->grouped += group_of(record, &size) != NULL;
+    members_set(names, entry, record, members);
+    free(entry->record);
+    entry->record = record;
 }
 
 /* A new entry without a record, VOLATILE. NULL: no memory. */
@@ -329,7 +258,7 @@ static void entry_free(struct kvfs_names *names, struct entry *entry) {
     link_drop(&entry->link);
     names->counts[entry->state]--;
     names->entries.count--;
-    free(entry->record);
+    entry_hold(names, entry, NULL, NULL);
     free(entry);
 }
 
@@ -364,33 +293,56 @@ static void entry_settle(struct kvfs_names *names, struct entry *entry) {
     }
 }
 
-/* Takes over `record`, which may be NULL: gone. -ENOMEM: nothing has changed, and the record is the caller's. */
-static int entry_set(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record) {
-    struct kvfs_inode_record *old = entry->record;
-    struct name *before = is_named(old) ? name_find(names, old->parent, record_name(old), old->name_size) : NULL, *now = NULL;
-    /* Memory first, then the change. The old name is listed: in the index it still leads to the inode. */
-    if (is_named(old) && !before && !(before = name_get(names, old)))
+/* The node of the name that the entry has, in its directory's list: in the index it still leads to the inode. *name is NULL if it has none. */
+static int entry_list(struct kvfs_names *names, struct entry *entry, struct name **name) {
+    const struct kvfs_inode_record *record = entry->record;
+    *name = NULL;
+    if (!record_is_named(record))
+        return 0;
+    struct name *found = name_get(names, record);
+    if (!found)
         return -ENOMEM;
-    if (before && before->inode == 0 && !before->removed.after) { /* the node is new */
-        before->inode = entry->inode;
-        before->stored = true;
+    if (found->inode == 0 && !found->removed.after) { /* the node is new */
+        found->inode = entry->inode;
+        found->stored = true;
     }
-    if (before && name_list(names, before) < 0)
+    *name = found;
+    return name_list(names, found);
+}
+
+/* The names follow the record, which may be NULL: gone. -ENOMEM: nothing has changed. */
+static int entry_rename(struct kvfs_names *names, struct entry *entry, const struct kvfs_inode_record *record) {
+    struct name *before, *now = NULL;
+    /* Memory first, then the change. */
+    if (entry_list(names, entry, &before) < 0)
         return -ENOMEM;
-    if (is_named(record) && (!(now = name_get(names, record)) || name_list(names, now) < 0)) {
+    if (record_is_named(record) && (!(now = name_get(names, record)) || name_list(names, now) < 0)) {
         if (now && !now->listed)
             name_free(names, now);
         return -ENOMEM;
     }
     if (before && before != now)
-        name_remove(names, old);
+        name_remove(names, entry->record);
     if (now) {
         now->inode = entry->inode;
         if (now->removed.after)
             link_drop(&now->removed);
     }
-    entry->record = record;
-    free(old);
+    return 0;
+}
+
+/* Takes over `record`, which may be NULL: gone. -ENOMEM: nothing has changed, and the record is the caller's. */
+static int entry_set(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record) {
+    struct members *members = entry->record ? NULL : entry->extents; /* prepared */
+    if (members)
+        entry->extents = NULL;
+    else if (members_make(record, &members) < 0)
+        return -ENOMEM;
+    if (entry_rename(names, entry, record) < 0) {
+        free(members);
+        return -ENOMEM;
+    }
+    entry_hold(names, entry, record, members);
     entry_settle(names, entry);
     return 0;
 }
@@ -408,6 +360,8 @@ int kvfs_names_create(struct kvfs_names **out) {
     pthread_mutexattr_destroy(&attributes);
     for (int i = 0; i < STATES; i++)
         link_init(&names->states[i]);
+    for (int i = 0; i < MEMBER_LISTS; i++)
+        link_init(&names->members[i]);
     link_init(&names->removed);
     link_init(&names->in_flight);
     names->batch = 1;
@@ -440,6 +394,7 @@ void kvfs_names_destroy(struct kvfs_names *names) {
     map_free(&names->names);
     map_free(&names->directories);
     free(names->committing);
+    free(names->untold.hashes);
     places_free(&names->places);
     pthread_mutex_destroy(&names->lock);
     free(names);
@@ -517,59 +472,11 @@ uint32_t kvfs_names_parents(struct kvfs_names *names, uint64_t *out, uint32_t ca
     return count;
 }
 
-static bool is_among(const uint64_t *numbers, uint32_t count, uint64_t number) {
-    uint32_t low = 0, high = count;
-    while (low < high) {
-        uint32_t middle = low + (high - low) / 2;
-        if (numbers[middle] < number)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < count && numbers[low] == number;
-}
-
-uint32_t kvfs_names_members(struct kvfs_names *names, uint32_t segment, const uint64_t *stored, uint32_t stored_count, uint64_t *out,
-                            uint32_t capacity) {
-    uint32_t count = 0;
+uint64_t kvfs_names_grouped(struct kvfs_names *names) {
     pthread_mutex_lock(&names->lock);
-    for (uint32_t i = 0; i < stored_count; i++) {
-        assert(!i || stored[i] > stored[i - 1]);
-        const struct entry *entry = entry_find(names, stored[i]);
-        if ((!entry || lies_in(entry->record, segment)) && count++ < capacity)
-            out[count - 1] = stored[i];
-    }
-    for (enum state state = DIRTY; state <= VOLATILE; state++)
-        for (struct link *at = names->states[state].after; at != &names->states[state]; at = at->after) {
-            const struct entry *entry = entry_at(at);
-            if (lies_in(entry->record, segment) && !is_among(stored, stored_count, entry->inode) && count++ < capacity)
-                out[count - 1] = entry->inode;
-        }
+    uint64_t count = names->grouped;
     pthread_mutex_unlock(&names->lock);
     return count;
-}
-
-void kvfs_names_summary(struct kvfs_names *names, uint32_t segment, const uint64_t *inodes, uint32_t count, void *out, uint64_t capacity,
-                        uint64_t *parents, uint64_t *missing, struct kvfs_summary_part *part) {
-    *part = (struct kvfs_summary_part){0};
-    pthread_mutex_lock(&names->lock);
-    for (; part->inode_count < count; part->inode_count++) {
-        const struct entry *entry = entry_find(names, inodes[part->inode_count]);
-        const struct kvfs_inode_record *record = entry ? entry->record : NULL;
-        if (record && part->size + record->record_size > capacity) {
-            if (part->size)
-                break;
-            entry = NULL; /* too large for `out`: the caller asks for it alone */
-        }
-        if (!entry) {
-            missing[part->missing_count++] = inodes[part->inode_count];
-        } else if (record && record->segment == segment && (record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS)) == KVFS_INODE_SEALED) {
-            memcpy((uint8_t *)out + part->size, record, record->record_size);
-            part->size += record->record_size;
-            parents[part->record_count++] = record->parent;
-        }
-    }
-    pthread_mutex_unlock(&names->lock);
 }
 
 uint32_t kvfs_names_group(struct kvfs_names *names, const char *group, uint32_t group_size, uint64_t *out, uint32_t capacity) {
@@ -580,7 +487,7 @@ uint32_t kvfs_names_group(struct kvfs_names *names, const char *group, uint32_t 
             const struct entry *entry = entry_at(at);
             uint32_t size;
             const char *found = group_of(entry->record, &size);
-            if (found && (!group_size || (size == group_size && memcmp(found, group, size) == 0)) && count++ < capacity)
+            if (found && size == group_size && memcmp(found, group, size) == 0 && count++ < capacity)
                 out[count - 1] = entry->inode;
         }
     pthread_mutex_unlock(&names->lock);
@@ -600,35 +507,52 @@ uint32_t kvfs_names_volatile(struct kvfs_names *names, uint64_t *out, uint32_t c
     return count;
 }
 
-int kvfs_names_load(struct kvfs_names *names, const void *data) {
-    struct kvfs_inode_record *record = record_copy(data);
-    if (!record)
+/* The entry is new, and as the index has it. -ENOMEM: it is gone again. */
+static int entry_load(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record) {
+    struct name *name = record_is_named(record) ? name_get(names, record) : NULL;
+    struct members *members = NULL;
+    if ((record_is_named(record) && !name) || members_make(record, &members) < 0) {
+        if (name && !name->inode && !name->removed.after)
+            name_free(names, name);
+        entry_free(names, entry);
         return -ENOMEM;
-    assert(is_durable(record));
-    pthread_mutex_lock(&names->lock);
+    }
+    if (name && !name->inode && !name->removed.after) { /* the node is new */
+        name->inode = record->inode;
+        name->stored = true;
+    }
+    entry->is_new = false;
+    entry_hold(names, entry, record, members);
+    entry_clean(names, entry);
+    return 0;
+}
+
+static int load_one(struct kvfs_names *names, const void *data) {
+    uint64_t inode;
+    memcpy(&inode, (const uint8_t *)data + offsetof(struct kvfs_inode_record, inode), sizeof(inode));
+    if (entry_find(names, inode))
+        return 0;
+    struct kvfs_inode_record *record = record_copy(data);
+    assert(!record || is_durable(record));
+    struct entry *entry = record ? entry_new(names, inode) : NULL;
+    if (entry && entry_load(names, entry, record) == 0)
+        return 0;
+    free(record);
+    return -ENOMEM;
+}
+
+int kvfs_names_load(struct kvfs_names *names, const void *records, uint64_t size) {
     int r = 0;
-    struct entry *entry = entry_find(names, record->inode) ? NULL : entry_new(names, record->inode);
-    if (entry) {
-        struct name *name = is_named(record) ? name_get(names, record) : NULL;
-        if (is_named(record) && !name)
-            r = -ENOMEM;
-        if (name && !name->inode && !name->removed.after) { /* the node is new */
-            name->inode = record->inode;
-            name->stored = true;
-        }
-        if (r == 0) {
-            entry->is_new = false;
-            entry->record = record;
-            record = NULL;
-            entry_clean(names, entry);
-        } else {
-            entry_free(names, entry);
-        }
-    } else if (!entry_find(names, record->inode)) {
-        r = -ENOMEM;
+    pthread_mutex_lock(&names->lock);
+    for (uint64_t at = 0; at < size && r == 0;) {
+        const uint8_t *data = (const uint8_t *)records + at;
+        uint32_t record_size;
+        memcpy(&record_size, data, sizeof(record_size));
+        assert(record_size >= sizeof(struct kvfs_inode_record) && record_size <= size - at);
+        r = load_one(names, data);
+        at += record_size;
     }
     pthread_mutex_unlock(&names->lock);
-    free(record);
     return r;
 }
 
@@ -645,10 +569,11 @@ static int take(struct kvfs_names *names, struct kvfs_inode_record *record, bool
 int names_take(struct kvfs_names *names, struct kvfs_inode_record *record) { return take(names, record, false); }
 
 int names_prepare(struct kvfs_names *names, const struct kvfs_inode_record *record) {
-    assert(is_named(record) && !entry_find(names, record->inode));
-    if (!entry_new(names, record->inode))
+    assert(record_is_named(record) && !entry_find(names, record->inode));
+    struct entry *entry = entry_new(names, record->inode);
+    if (!entry)
         return -ENOMEM;
-    struct name *name = name_get(names, record);
+    struct name *name = members_make(record, &entry->extents) == 0 ? name_get(names, record) : NULL;
     if (name && name_list(names, name) == 0)
         return 0;
     names_unprepare(names, record);
@@ -657,8 +582,13 @@ int names_prepare(struct kvfs_names *names, const struct kvfs_inode_record *reco
 
 void names_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *record) {
     struct name *name = name_find(names, record->parent, record_name(record), record->name_size);
-    if (name && !name->inode && !name->removed.after) /* the node is new */
+    if (name && !name->inode && !name->removed.after) { /* the node is new */
         name_free(names, name);
+    } else if (name && name->inode) {
+        const struct entry *holder = entry_find(names, name->inode);
+        if (holder && (holder->state == CLEAN || holder->state == CLEAN_DIRECTORY))
+            name_unlist(names, name);
+    }
     entry_free(names, entry_find(names, record->inode));
 }
 
@@ -680,6 +610,13 @@ int kvfs_names_remove(struct kvfs_names *names, uint64_t inode) {
     int r = !entry ? -ENOENT : entry->record ? entry_set(names, entry, NULL) : 0;
     pthread_mutex_unlock(&names->lock);
     return r;
+}
+
+int names_removable(struct kvfs_names *names, uint64_t inode) {
+    struct entry *entry = entry_find(names, inode);
+    struct name *name;
+    assert(entry);
+    return entry_list(names, entry, &name);
 }
 
 void kvfs_names_forget(struct kvfs_names *names) {
@@ -784,22 +721,6 @@ void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on) {
     pthread_mutex_lock(&names->lock);
     names->left = on ? names->left | reason : names->left & ~reason;
     pthread_mutex_unlock(&names->lock);
-}
-
-void kvfs_names_untold(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size) {
-    pthread_mutex_lock(&names->lock);
-    if (name_size) {
-        names->untold[name_hash_of(names, parent, name, name_size) % UNTOLD] = true;
-        names->any_untold = true;
-    } else if (names->any_untold) {
-        memset(names->untold, 0, sizeof(names->untold));
-        names->any_untold = false;
-    }
-    pthread_mutex_unlock(&names->lock);
-}
-
-bool names_is_untold(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size) {
-    return names->any_untold && names->untold[name_hash_of(names, parent, name, name_size) % UNTOLD];
 }
 
 /* ---- numbers ---- */

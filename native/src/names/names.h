@@ -13,8 +13,13 @@ bool names_try(struct kvfs_names *names);
 const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uint64_t inode);
 /* As kvfs_names_put, and takes over the record, which malloc() made; after an error it is the caller's. */
 int names_take(struct kvfs_names *names, struct kvfs_inode_record *record);
+/* Whether the inode is here, or known to be gone. */
+bool names_has(const struct kvfs_names *names, uint64_t inode);
+/* From now on, within this step, kvfs_names_remove() of this inode, which is here, has the memory that it needs. -ENOMEM. */
+int names_removable(struct kvfs_names *names, uint64_t inode);
 /* enum kvfs_names_leave */
 uint32_t names_left(const struct kvfs_names *names);
+void untold_add(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
 bool names_is_untold(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
 /* Memory for a new inode's record: names_take() of it cannot fail within this step, nor can a change of the inode that has its name.
  * -ENOMEM. */
@@ -54,6 +59,10 @@ static inline const struct kvfs_extent *record_extents(const struct kvfs_inode_r
     return (const void *)(record_name(record) + round_up(record->name_size, 8));
 }
 
+/* The root has no name, and a nameless inode's record holds the name that it has lost. */
+static inline bool record_is_named(const struct kvfs_inode_record *record) {
+    return record && record->name_size && !(record->flags & KVFS_INODE_NAMELESS);
+}
 /* NULL: no memory. */
 static inline struct kvfs_inode_record *record_again(const struct kvfs_inode_record *from) {
     struct kvfs_inode_record *to = malloc(from->record_size);
@@ -116,5 +125,7 @@ void settled_tell(struct settled *list);
 /* A block came (1) or went (-1): its pages count, or count no more. */
 void place_account(struct kvfs_names *names, const struct kvfs_inode_record *record, int sign);
 uint32_t place_tick(const struct kvfs_names *names);
+/* Pages of a sealed block in the segment, its header included; UINT32_MAX: in all. */
+uint64_t record_pages(const struct kvfs_inode_record *record, uint32_t segment);
 
 #endif

@@ -259,3 +259,14 @@ void place_account(struct kvfs_names *names, const struct kvfs_inode_record *rec
     for (uint32_t i = 0; i < record->extent_count; i++)
         count_pages(names, extents[i].segment, extents[i].page_count, sign);
 }
+
+uint64_t record_pages(const struct kvfs_inode_record *record, uint32_t segment) {
+    if (record->kind != KVFS_KIND_FILE || !(record->flags & KVFS_INODE_SEALED))
+        return 0;
+    bool all = segment == UINT32_MAX;
+    uint64_t pages = all || record->segment == segment ? record->header_pages + (record->extent_count ? 0 : pages_of(record->size)) : 0;
+    const struct kvfs_extent *extents = record_extents(record);
+    for (uint32_t i = 0; i < record->extent_count; i++)
+        pages += all || extents[i].segment == segment ? extents[i].page_count : 0;
+    return pages;
+}
