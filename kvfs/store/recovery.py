@@ -350,10 +350,13 @@ class Admission:
             return None
         found.parent = parent
         other = self.index.lookup(parent, found.name)
-        if other is not None:
-            # A directory of that name is there: it takes the part of this one.
-            taken = self.index.get(other)
-            return taken.inode if taken is not None and taken.kind == Kind.DIRECTORY else None
+        taken = None if other is None else self.index.get(other)
+        if taken is not None and taken.kind == Kind.DIRECTORY:
+            return taken.inode  # it takes the part of this one
+        if taken is not None:
+            if taken.version > found.version:
+                return None
+            self._delete(taken)  # an older file: it had left that name, and the crash undid that
         self.index.put(found, None)
         self.pins.follow(found)
         return found.inode

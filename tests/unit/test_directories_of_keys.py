@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from client_double import places_in, wanted, where
+from client_double import padded, places_in, wanted, where
 from store_pools import LAZY, make_pool, with_store
 
 from kvfs.frontend import clients
@@ -142,6 +142,28 @@ def test_a_put_under_a_name_that_was_evicted_is_seen_by_hosts(tmp_path: Path, mo
                 store.blocks.names.untold(inode.parent, inode.name)
             answer = await connection.connection.commit(struct.pack("<QQq", 1, number, 0))
             assert answer == bytes(8) and told == evicted
+        connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, LAZY)
+
+
+def test_hosts_are_told_of_a_removal_though_its_client_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(store: Store) -> None:
+        connection = Connection(store, monkeypatch)
+        told: list[int] = []
+        monkeypatch.setattr(store.plane, "notify_epoch", lambda: told.append(1))
+        keys = [b"aa%02x" % i for i in range(100)]
+        numbers = await connection.reserve(*keys)
+        items = b"".join(struct.pack("<Qq", number, 0) for number in numbers)
+        assert await connection.connection.commit(struct.pack("<Q", len(numbers)) + items) == bytes(8 * len(keys))
+        assert not told
+        names = b"".join(struct.pack("<Q", len(key)) + padded(key) for key in keys)
+        with trio.CancelScope() as gone:
+            gone.cancel()
+            await connection.connection.delete(where(ROOT_INODE, b"model", len(keys)) + names)
+        assert gone.cancelled_caught
+        left = [key for key in keys if store.plane.table_find_name(connection.place(numbers[0]).parent, key)]
+        assert 0 < len(left) < len(keys) and told
         connection.close()
 
     with_store(make_pool(tmp_path / "pool"), work, LAZY)

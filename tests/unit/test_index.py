@@ -39,6 +39,37 @@ def reopened(index: LmdbIndex) -> LmdbIndex:
     return index
 
 
+def directory(number: int, parent: int) -> Inode:
+    return Inode(
+        inode=InodeNumber(number), parent=InodeNumber(parent), name=b"%d" % number, kind=Kind.DIRECTORY, mode=0o40755
+    )
+
+
+def in_memory(index: LmdbIndex, *numbers: int) -> list[bool]:
+    return [index._names.get(number) is not None for number in numbers]
+
+
+def test_a_directory_is_kept_with_all_above_it(index: LmdbIndex) -> None:
+    """Memory has room for 65,536 unchanged directories: the one above is loaded in the place of the oldest."""
+    index.put(directory(10, 1), None)
+    for number in range(11, 11 + (1 << 16)):
+        index.put(directory(number, 10), None)
+    trio.run(index.commit)
+    assert in_memory(index, 10, 11) == [False, True]
+    index.keep_above(InodeNumber(11))
+    assert in_memory(index, 10, 11) == [True, True]
+
+
+def test_what_is_loaded_together_is_in_memory_together(index: LmdbIndex) -> None:
+    """There is room for 32,768 unchanged files. Half of those that are asked for are the oldest of them."""
+    for number in range(10, 10 + (1 << 15) + 50):
+        index.put(block(number, b"%d" % number), None)
+    trio.run(index.commit)
+    assert in_memory(index, 59, 60) == [False, True]
+    index.bring(list(range(10, 110)))
+    assert all(in_memory(index, *range(10, 110)))
+
+
 def test_a_change_is_visible_at_once_and_durable_after_a_commit(index: LmdbIndex) -> None:
     index.put(block(10, b"a"), None)
     assert index.lookup(InodeNumber(1), b"a") == 10

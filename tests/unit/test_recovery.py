@@ -175,6 +175,24 @@ def test_a_file_that_took_the_name_of_the_directory_it_was_in_is_found(pool: Pat
     with_store(pool, look)
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_directory_that_took_the_name_a_file_had_left_is_found_with_what_is_in_it(
+    pool: Path, committed: bool
+) -> None:
+    async def work(store: Store) -> None:
+        first = await write(store, b"name")
+        if committed:
+            await store.sync()
+        rename(store, first.inode, b"elsewhere")
+        directory = make(store, ROOT_INODE, b"name", Kind.DIRECTORY)
+        await write(store, b"block", parent=directory.inode)
+
+    crashed_store(pool, work, LAZY)
+    # The crash undid the rename, and the file's name is the directory's.
+    assert found(pool) == {b"name"}
+    assert found(pool, b"name") == {b"block"}
+
+
 def test_a_rewritten_file_whose_new_name_was_taken_again_never_has_its_old_content(pool: Path) -> None:
     async def work(store: Store) -> None:
         first = await write(store, b"a")

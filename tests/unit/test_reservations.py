@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import trio
 from client_double import Place, places_in, run_bytes, wanted
-from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store
+from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store, write
 
 from kvfs.frames import SHARDS, Shards
 from kvfs.namespace.files import Changes, Namespace
@@ -688,3 +688,26 @@ def test_a_touch_is_a_hit(pool: Path) -> None:
         store.plane.inode_touch([])
 
     with_store(pool, work)
+
+
+def test_a_name_of_a_block_on_a_device_that_is_away_is_given_to_a_new_one(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        writer = Writer(store)
+        old = await write(store, b"key")
+        await store.sync()
+        dropped: list[Inode] = []
+        store.index.hide({old.segment}, dropped.append)
+        place = await writer.place(b"key")
+        assert place.inode.segment != old.segment
+        # Refused, it leaves the name to who has it.
+        assert await writer.commit(place, error=-EIO) == [-EIO]
+        assert store.index.hidden(old.inode) is not None and not dropped
+        new = await writer.put(b"key", b"n")
+        assert [inode.inode for inode in dropped] == [old.inode]
+        store.index.hide((), dropped.append)
+        assert store.index.lookup(ROOT_INODE, b"key") == new.inode.inode and store.index.get(old.inode) is None
+        await store.sync()
+        assert store.index.lookup(ROOT_INODE, b"key") == new.inode.inode and store.index.get(old.inode) is None
+
+    with_store(pool, work, OPTIONS)
+    assert not fsck(pool).damaged
