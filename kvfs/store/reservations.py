@@ -43,8 +43,8 @@ RESERVATION_MS = 30_000
 # Reserved at one time: of the pool, so that eviction always has something to go for, and in number.
 _SHARE = 4
 _OPEN_MAX = 65_536
-# A batch that must wait for eviction, or for others' reservations, waits this long at most.
-_SPACE_TIMEOUT_S = 10.0
+# A batch that must wait for eviction, for the index, or for others' reservations, waits this long at most.
+_SPACE_TIMEOUT_S = 60.0
 # A commit waits this long for earlier reservations of its segments to be settled, then for the index instead.
 _SETTLE_S = 0.02
 _TOMBSTONE_TASKS = 8
@@ -132,12 +132,20 @@ class Reservations:
     ) -> bytes:
         """The answer to a RESERVE, whose items were checked: a place for each, or -errno: -EFBIG, -ENOSPC.
 
-        An item that finds no place within timeout_s, and ten seconds at most, gets none.
+        An item that finds no place within timeout_s, and a minute at most, gets none. The error is -EIO where only a
+        commit of the index keeps room back.
         """
         self._check(holder)
+        begun = trio.current_time()
         with self._frames.reserve(holder.told, items, count, shards, uid) as frame:
-            with trio.move_on_after(min(timeout_s, _SPACE_TIMEOUT_S)), suppress(NoSpaceError, NamesError):
+            with trio.move_on_after(min(timeout_s, _SPACE_TIMEOUT_S)) as patience, suppress(NoSpaceError, NamesError):
                 await self._reserve(holder, frame)
+            if patience.cancelled_caught:
+                behind = self._segments.waits_for_commit
+                log.warning("a put found no room in %.0f s: %s", trio.current_time() - begun,
+                            "emptied segments wait for a commit of the index" if behind else "others have reserved it"
+                            if self._segments.free_count() else "no segment is free")  # fmt: skip
+                frame.told.refusal = -EIO if behind else 0
             answer = frame.finish(_nanoseconds(trio.current_time()) + RESERVATION_MS * 1_000_000)
             self._look(holder)
         if self._idle:

@@ -670,6 +670,11 @@ class Segments:
         with trio.move_on_after(_SPACE_POLL_S):
             await self._freed.wait()
         if trio.current_time() > deadline:
+            if self.waits_for_commit:
+                raise DeviceError(
+                    f"no segment became free in {SPACE_TIMEOUT_S:.0f} s: {len(self._resting)} that were emptied wait "
+                    "for a commit of the index"
+                )
             raise NoSpaceError(f"no segment became free in {SPACE_TIMEOUT_S:.0f} s")
 
     def wake_waiters(self) -> None:

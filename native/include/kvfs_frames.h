@@ -62,6 +62,7 @@ struct kvfs_reserve {
     uint32_t segment;     /* it is appended to; UINT32_MAX: none is */
     uint32_t open_max;    /* reservations; of one holder half of that */
     uint32_t loaded;      /* all directories from `parent` up that there are were loaded */
+    int32_t refusal;      /* for kvfs_reserve_finish(): -errno of items without an answer; 0: -ENOSPC */
     /* Told. */
     uint32_t header_pages, data_pages;
     uint64_t parent;
@@ -75,7 +76,7 @@ struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, const void *
 int kvfs_reserve(struct kvfs_plane *plane, struct kvfs_reserve *frame);
 /* After KVFS_FRAME_PLACE: the runs, or with run_count 0 the item's error. */
 void kvfs_reserve_place(struct kvfs_plane *plane, struct kvfs_reserve *frame, const struct kvfs_run *runs, uint32_t run_count, int error);
-/* Items without an answer get -ENOSPC. Reservations expire at `until`, of any clock that does not go back. */
+/* Items without an answer get frame->refusal. Reservations expire at `until`, of any clock that does not go back. */
 void kvfs_reserve_finish(struct kvfs_plane *plane, struct kvfs_reserve *frame, uint64_t until);
 void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *frame); /* as finish if that was not called; frees the answer, too */
 

@@ -352,7 +352,7 @@ void kvfs_reserve_finish(struct kvfs_plane *plane, struct kvfs_reserve *told, ui
         pending_drop(plane, frame);
     while (frame->done < frame->count) {
         struct item item = item_read(frame);
-        answer_error(frame, &item, item.shard->error ? item.shard->error : -ENOSPC);
+        answer_error(frame, &item, item.shard->error ? item.shard->error : told->refusal ? told->refusal : -ENOSPC);
     }
     reservations_stamp(plane, &frame->made, until);
     kvfs_names_end(plane->names);
