@@ -43,7 +43,8 @@ void members_set(struct kvfs_names *names, struct entry *entry, const struct kvf
     for (uint32_t i = 0; entry->extents && i < entry->extents->count; i++)
         if (entry->extents->all[i].link.after)
             link_drop(&entry->extents->all[i].link);
-    free(entry->extents);
+    if (entry->extents != made)
+        free(entry->extents);
     entry->extents = made;
     if (record && record->kind == KVFS_KIND_FILE && is_sealed(record))
         member_add(names, &entry->home, entry, record->segment);

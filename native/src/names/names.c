@@ -331,15 +331,20 @@ static int entry_rename(struct kvfs_names *names, struct entry *entry, const str
     return 0;
 }
 
+static bool lies_as(const struct kvfs_inode_record *a, const struct kvfs_inode_record *b) {
+    return b && a->kind == b->kind && a->segment == b->segment && !((a->flags ^ b->flags) & KVFS_INODE_SEALED) &&
+           a->extent_count == b->extent_count && memcmp(record_extents(a), record_extents(b), a->extent_count * sizeof(struct kvfs_extent)) == 0;
+}
+
 /* Takes over `record`, which may be NULL: gone. -ENOMEM: nothing has changed, and the record is the caller's. */
 static int entry_set(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record) {
-    struct members *members = entry->record ? NULL : entry->extents; /* prepared */
-    if (members)
-        entry->extents = NULL;
-    else if (members_make(record, &members) < 0)
+    /* Prepared, or those of a record that lies where this one does: then it needs no memory. */
+    struct members *members = !entry->record || lies_as(entry->record, record) ? entry->extents : NULL;
+    if (!members && members_make(record, &members) < 0)
         return -ENOMEM;
     if (entry_rename(names, entry, record) < 0) {
-        free(members);
+        if (members != entry->extents)
+            free(members);
         return -ENOMEM;
     }
     entry_hold(names, entry, record, members);

@@ -88,7 +88,7 @@ static inline struct entry *entry_find(const struct kvfs_names *names, uint64_t 
 uint64_t name_hash_of(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t size);
 /* The memory that an entry needs beside its own to be a member where this record lies; the record may be NULL. 0 or -ENOMEM. */
 int members_make(const struct kvfs_inode_record *record, struct members **out);
-/* The entry is a member where the record lies, and nowhere else. Takes over what members_make() made. */
+/* The entry is a member where the record lies, and nowhere else. Takes over what members_make() made, or has entry->extents again. */
 void members_set(struct kvfs_names *names, struct entry *entry, const struct kvfs_inode_record *record, struct members *made);
 
 #endif
