@@ -152,7 +152,7 @@ class Reserve:
         self, plane: object, holder: HolderPages, items: memoryview, count: int, shards: Shards, uid: int
     ) -> None:
         self._plane, self._items = plane, ffi.from_buffer(items)  # alive as long as the frame
-        self.told = lib.kvfs_reserve_begin(holder, self._items, len(items), count, shards.items, uid)
+        self.told = lib.kvfs_reserve_begin(holder, self._items, count, shards.items, uid)
         if self.told == ffi.NULL:
             raise _no_memory("a RESERVE")
 

@@ -34,6 +34,7 @@ from kvfs.pool.format import Stream
 from kvfs.record import Inode
 from kvfs.store.blocks import Blocks
 from kvfs.store.segment import Head
+from kvfs.store.segments import SPACE_TIMEOUT_S
 from kvfs.store.shares import RESERVED, ROOT
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
@@ -43,8 +44,6 @@ RESERVATION_MS = 30_000
 # Reserved at one time: of the pool, so that eviction always has something to go for, and in number.
 _SHARE = 4
 _OPEN_MAX = 65_536
-# A batch that must wait for eviction, for the index, or for others' reservations, waits this long at most.
-_SPACE_TIMEOUT_S = 60.0
 # A commit waits this long for earlier reservations of its segments to be settled, then for the index instead.
 _SETTLE_S = 0.02
 _TOMBSTONE_TASKS = 8
@@ -138,7 +137,7 @@ class Reservations:
         self._check(holder)
         begun = trio.current_time()
         with self._frames.reserve(holder.told, items, count, shards, uid) as frame:
-            with trio.move_on_after(min(timeout_s, _SPACE_TIMEOUT_S)) as patience, suppress(NoSpaceError, NamesError):
+            with trio.move_on_after(min(timeout_s, SPACE_TIMEOUT_S)) as patience, suppress(NoSpaceError, NamesError):
                 await self._reserve(holder, frame)
             if patience.cancelled_caught:
                 behind = self._segments.waits_for_commit

@@ -70,8 +70,8 @@ struct kvfs_reserve {
     uint64_t answer_size;
 };
 /* The items were checked, and stay the caller's until kvfs_reserve_end(). NULL: no memory. */
-struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, const void *items, uint64_t size, uint32_t count,
-                                        const struct kvfs_shard shards[KVFS_SHARDS], uint32_t uid);
+struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, const void *items, uint32_t count, const struct kvfs_shard shards[KVFS_SHARDS],
+                                        uint32_t uid);
 /* enum kvfs_frame_next, or -ENOSPC: no item finds a place any more. */
 int kvfs_reserve(struct kvfs_plane *plane, struct kvfs_reserve *frame);
 /* After KVFS_FRAME_PLACE: the runs, or with run_count 0 the item's error. */

@@ -67,6 +67,20 @@ static inline uint64_t create_with(const char *name, uint32_t flags, uint64_t *f
     return inode;
 }
 
+/* A directory in names and block table. */
+static inline void directory_put(uint64_t inode, uint64_t parent, const char *name) {
+    struct {
+        struct kvfs_inode_record record;
+        char name[16];
+    } made = {.record = {.inode = inode, .parent = parent, .kind = KVFS_KIND_DIRECTORY, .mode = 040755, .nlink = 2}};
+    made.record.name_size = (uint16_t)strlen(name);
+    made.record.record_size = (uint32_t)(sizeof(made.record) + round_up(made.record.name_size, 8));
+    memcpy(made.name, name, made.record.name_size);
+    CHECK(kvfs_names_put(plane->names, &made, 0) == 0);
+    if (inode != 1)
+        CHECK(kvfs_name_put(plane, &made, 0) == 0);
+}
+
 static inline uint64_t create(const char *name, uint64_t *fh) { return create_with(name, O_RDWR | O_CREAT, fh); }
 
 static inline int write_at(uint64_t inode, uint64_t fh, uint64_t offset, const uint8_t *data, uint32_t size) {

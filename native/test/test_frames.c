@@ -50,19 +50,6 @@ static uint64_t committed, superseded, reclaimed, clock_now = 1;
 
 static void key_name(uint32_t key, char out[9]) { snprintf(out, 9, "%02x%06x", key % 5, key); }
 
-static void directory_put(uint64_t inode, uint64_t parent, const char *name) {
-    struct {
-        struct kvfs_inode_record record;
-        char name[16];
-    } made = {.record = {.inode = inode, .parent = parent, .kind = KVFS_KIND_DIRECTORY, .mode = 040755, .nlink = 2}};
-    made.record.name_size = (uint16_t)strlen(name);
-    made.record.record_size = (uint32_t)(sizeof(made.record) + round_up(made.record.name_size, 8));
-    memcpy(made.name, name, made.record.name_size);
-    CHECK(kvfs_names_put(names, &made, 0) == 0);
-    if (inode != 1)
-        CHECK(kvfs_name_put(plane, &made, 0) == 0);
-}
-
 static void names_open(void) {
     names = kvfs_plane_names(plane);
     kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS);
@@ -97,7 +84,7 @@ static int reserve(uint32_t holder, const uint32_t *keys, uint32_t count, uint64
     uint8_t items[4096], missing[KVFS_SHARDS];
     uint64_t items_size = items_make(items, keys, count, size);
     CHECK(kvfs_frame_check(WIRE_RESERVE, items, items_size, count, shards, missing) == 0);
-    struct kvfs_reserve *frame = kvfs_reserve_begin(holders[holder], items, items_size, count, shards, 7);
+    struct kvfs_reserve *frame = kvfs_reserve_begin(holders[holder], items, count, shards, 7);
     if (!frame)
         return -ENOMEM;
     frame->share_pages = 2000;

@@ -18,19 +18,6 @@ static uint32_t segment_notes(uint32_t segment) {
     return found;
 }
 
-static void directory_put(uint64_t inode, uint64_t parent, const char *name) {
-    struct {
-        struct kvfs_inode_record record;
-        char name[16];
-    } made = {.record = {.inode = inode, .parent = parent, .kind = KVFS_KIND_DIRECTORY, .mode = 040755, .nlink = 2}};
-    made.record.name_size = (uint16_t)strlen(name);
-    made.record.record_size = (uint32_t)(sizeof(made.record) + round_up(made.record.name_size, 8));
-    memcpy(made.name, name, made.record.name_size);
-    CHECK(kvfs_names_put(names, &made, 0) == 0);
-    if (inode != 1)
-        CHECK(kvfs_name_put(plane, &made, 0) == 0);
-}
-
 static void names_open(void) {
     names = kvfs_plane_names(plane);
     kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS);

@@ -32,12 +32,6 @@ SIZE = 3 * PAGE_SIZE + 17
 MALLORY = 4711
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy disk takes its time."""
-    monkeypatch.setattr(reservations, "_SPACE_TIMEOUT_S", 50)
-
-
 @pytest.fixture
 def pool(tmp_path: Path) -> Path:
     return make_pool(tmp_path / "pool")

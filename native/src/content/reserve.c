@@ -299,9 +299,8 @@ static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
 
 /* ---- the frame ---- */
 
-struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, const void *items, uint64_t size, uint32_t count,
-                                        const struct kvfs_shard shards[KVFS_SHARDS], uint32_t uid) {
-    (void)size;
+struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, const void *items, uint32_t count, const struct kvfs_shard shards[KVFS_SHARDS],
+                                        uint32_t uid) {
     struct reserve *frame = calloc(1, sizeof(*frame));
     if (!frame)
         return NULL;
