@@ -482,7 +482,7 @@ class LmdbIndex:
         """`record`: new.pack(), if the caller has it."""
         assert old is None or old.inode == new.inode
         named = bool(new.name) and not new.nameless  # the root has none
-        if named and (holder := self.hidden_holder(new.parent, new.name)) != new.inode:
+        if named and (holder := self.hidden_holder(new.parent, new.name)) not in (0, new.inode):
             self.drop_hidden(holder)
         if old is not None and not (named and (old.parent, old.name) == (new.parent, new.name)):
             self.note_removed(old)

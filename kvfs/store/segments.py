@@ -56,10 +56,6 @@ _READY_SHARE = 33
 _ROTATE = 16
 # After this time, I/O that a dead client's process had under way has landed or failed.
 _LATE_WRITES_S = 10.0
-# An IntFlag takes a microsecond for each `&`.
-_ENTERED, _DIRTY, _GONE, _SETTLED = int(Note.ENTERED), int(Note.DIRTY), int(Note.GONE), int(Note.SETTLED)
-_FAILED, _RENAMED, _LED, _LEFT = int(Note.FAILED), int(Note.RENAMED), int(Note.LED), int(Note.LEFT)
-_RESTS = int(Note.RESTS)
 # After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
 _LENT_REST_S = 20.0
 
@@ -255,32 +251,32 @@ class Segments:
         """Take in what the data plane did to segments since the last time."""
         led = False
         for number, notes in self.names.noted():
-            segment, gone = self.all[number], bool(notes & _GONE)
+            segment, gone = self.all[number], bool(notes & Note.GONE)
             self._changed.add(segment.index)
             if segment.lent:
                 self._late.setdefault(segment.index, 0.0)
-            if notes & _RESTS:
+            if notes & Note.RESTS:
                 segment.late = True
                 self._late[segment.index] = trio.current_time() + _LATE_WRITES_S
-            if notes & _LED:
+            if notes & Note.LED:
                 led = True
                 self._ready.remove(segment)
                 self.ready_taken.set()
                 self.need_space.set()
-            if notes & _LEFT:
+            if notes & Note.LEFT:
                 self._retire(segment)
-            if notes & _RENAMED:
+            if notes & Note.RENAMED:
                 self.renamed(segment, gone=gone)
-            elif notes & _ENTERED:
+            elif notes & Note.ENTERED:
                 segment.batch, segment.turn = self._index.pending_batch, self._turn
-            if notes & _DIRTY:
+            if notes & Note.DIRTY:
                 self.mark_dirty(segment, gone=gone)
-            if notes & _FAILED:
+            if notes & Note.FAILED:
                 self._failed += [
                     Run(run.generation, segment.index, run.page, run.page_count)
                     for run in self.names.failed(number, segment.generation)
                 ]
-            if notes & _SETTLED:
+            if notes & Note.SETTLED:
                 self._look_at_settled(segment)
             if not segment.live_pages:
                 self.free_if_empty(segment)
