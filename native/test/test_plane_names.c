@@ -225,7 +225,7 @@ static void test_below_a_pin_python_seals(void) {
     CHECK(name_unlink(plane, 50, "below") == -EAGAIN);
     CHECK(name_rename(plane, 50, "below", 1, "elsewhere", 0) == -EAGAIN);
     struct flush flush = {.plane = plane, .inode = record.inode};
-    CHECK(flush_start(&flush) == -EAGAIN);
+    CHECK(flush_start(&flush, NULL) == -EAGAIN);
     CHECK(name_create(plane, 1, "beside", 0644, 0, 0, &record) == 0);
     CHECK(name_rename(plane, 1, "beside", 50, "inside", 0) == -EAGAIN);
     CHECK(name_unlink(plane, 1, "beside") == 0);
@@ -263,6 +263,62 @@ static void test_a_seal_that_fails_is_pythons(void) {
     CHECK(kvfs_file_discard(plane, inode) == 0);
     free(data);
     printf("ok a seal that fails is Python's\n");
+}
+
+static uint32_t slots_free(void) {
+    pthread_mutex_lock(&plane->staging.lock);
+    uint32_t count = plane->staging.free_count;
+    pthread_mutex_unlock(&plane->staging.lock);
+    return count;
+}
+
+/* The thread that took a FLUSH of up to 4 MiB sums and writes itself, and serves others meanwhile. A device that does not answer in time costs that
+ * FLUSH its deadline, and keeps the memory until it does. */
+static void test_a_device_is_silent_under_a_servers_ring(void) {
+    const uint32_t size = 600000;
+    uint64_t fh, large_fh, inode = create_here("silent", &fh), large = create_here("large", &large_fh);
+    uint8_t *data = pattern(1 << 20, 8);
+    pthread_mutex_lock(&plane->store.lock); /* no worker gets a job */
+    CHECK(write_at(inode, fh, 0, data, size) == 0);
+    flush_soon(inode, fh);
+    CHECK(answer(NULL, NULL) == 0 && record_of(inode).flags == KVFS_INODE_SEALED);
+    release(inode, fh);
+    CHECK(write_at(large, large_fh, 0, data, 1 << 20) == 0 && write_at(large, large_fh, 4 << 20, data, 1 << 20) == 0); /* and a hole */
+    flush_soon(large, large_fh);
+    usleep(50000);
+    CHECK(nothing_answered());
+    pthread_mutex_unlock(&plane->store.lock);
+    CHECK(answer(NULL, NULL) == 0 && record_of(large).size == 5 << 20);
+    release(large, large_fh);
+    for (uint32_t fails = 0; fails < 2; fails++) { /* in the end the device says that it wrote, or that it did not */
+        uint32_t slots = slots_free();
+        inode = create_here(fails ? "fails late" : "silent again", &fh);
+        CHECK(write_at(inode, fh, 0, data, size) == 0);
+        segment_notes(SEGMENT);
+        hold_next(2, fails ? EIO : 0);
+        flush_soon(inode, fh);
+        uint64_t flush = unique;
+        wait_held();
+        ask(FUSE_LOOKUP, 1, "nobody", 7, NULL, 0);
+        CHECK(answer_of(unique) == -ENOENT && atomic_load(&plane->array.orphans) == 0);
+        struct kvfs_call call = forwarded_call(FUSE_FLUSH); /* after the deadline */
+        CHECK(call.inode == inode && segment_notes(SEGMENT) & KVFS_NOTE_FAILED && atomic_load(&plane->array.orphans) == 1);
+        struct kvfs_failed_run run;
+        CHECK(kvfs_place_failed(names, SEGMENT, &run) == 1);
+        kvfs_answer(plane, call.id, -EIO, 0);
+        CHECK(answer_of(flush) == -EIO);
+        release(inode, fh);
+        CHECK(kvfs_file_discard(plane, inode) == 0 && slots_free() < slots);
+        let_go();
+        for (uint64_t until = now_ns() + 20000000000ull; atomic_load(&plane->array.orphans) || slots_free() < slots; usleep(200))
+            CHECK(now_ns() < until);
+        kvfs_place_release(names, SEGMENT, run.page);
+        CHECK(atomic_load(&plane->count.jobs_in_flight) == 0 && places[SEGMENT].run_count == 0);
+        for (uint32_t i = 0; i < DEVICES; i++)
+            atomic_store(&plane->array.devices[i].stuck_until_ns, 0);
+    }
+    free(data);
+    printf("ok a small seal is written by the thread that was asked; a silent device costs it its deadline\n");
 }
 
 static void test_a_flush_waits_for_room(void) {
@@ -469,6 +525,7 @@ int main(void) {
     test_python_gets_what_is_not_in_memory();
     test_below_a_pin_python_seals();
     test_a_seal_that_fails_is_pythons();
+    test_a_device_is_silent_under_a_servers_ring();
     test_a_flush_waits_for_room();
     test_threads_beside_commits();
     plane_end();

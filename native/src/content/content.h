@@ -205,9 +205,13 @@ struct placed {
 /* Read whole pages and verify every leaf; pages outside all extents are zeros. data is page aligned. */
 int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data);
 
-/* As kvfs_seal_write(), into one run, whose place the record has. `done` is told the end by a worker; not after an error here. */
+struct write_job;
+/* As kvfs_seal_write(), into one run, whose place the record has. Nothing is written before seal_go(); `done` is told the end after that. */
 int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run, const struct kvfs_inode_record *record, const void *ancestors,
-            uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner);
+            uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner, struct write_job **out);
+/* Sums and writes a small block by the caller's ring, which it submits and reaps; a large one, or without a ring, by a worker. No lock held: `done` may
+ * be told at once. */
+void seal_go(struct kvfs_plane *plane, struct write_job *job, struct ring *ring);
 
 /* ---- names_changes.c, flush.c: what comes with every stored file ---- */
 
@@ -247,8 +251,8 @@ struct flush {
     struct kvfs_run run;
     struct kvfs_inode_record *before; /* as it was when the seal began */
 };
-/* 0: done will be called; -EAGAIN: Python is to seal it. flush->plane, inode and done are set. */
-int flush_start(struct flush *flush);
+/* 0: done will be called, or has been; -EAGAIN: Python is to seal it. flush->plane, inode and done are set. ring: the caller's; NULL: it has none. */
+int flush_start(struct flush *flush, struct ring *ring);
 
 /* ---- slab.c, slab_control.c: files that are overwritten in place ---- */
 

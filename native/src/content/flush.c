@@ -69,7 +69,7 @@ static int place_block(struct flush *flush, const struct kvfs_seal_info *info, u
 static void flush_written(void *owner, int result);
 
 /* The part of flush_start() within a step. The file is frozen if *frozen is set. */
-static int begin(struct flush *flush, bool *frozen) {
+static int begin(struct flush *flush, bool *frozen, struct write_job **job) {
     struct kvfs_plane *plane = flush->plane;
     const struct kvfs_inode_record *current = names_record(plane->names, flush->inode);
     if (!current || current->kind != KVFS_KIND_FILE || current->extent_count ||
@@ -92,7 +92,7 @@ static int begin(struct flush *flush, bool *frozen) {
     if (r == 0)
         r = place_block(flush, &info, (uint32_t)size, &record);
     if (r == 0) {
-        r = seal_to(plane, flush->inode, &flush->run, record, ancestors, (uint32_t)size, flush_written, flush);
+        r = seal_to(plane, flush->inode, &flush->run, record, ancestors, (uint32_t)size, flush_written, flush, job);
         if (r < 0) { /* no memory: nothing was written to the run, and a scan would end there */
             version_end(&flush->version);
             place_fail(plane->names, flush->run.segment, flush->run.page);
@@ -114,13 +114,14 @@ static void park(struct flush *flush) {
     plane->flushes_last = flush;
 }
 
-int flush_start(struct flush *flush) {
+int flush_start(struct flush *flush, struct ring *ring) {
     struct kvfs_plane *plane = flush->plane;
+    struct write_job *job = NULL;
     flush->before = NULL;
     if (!names_try(plane->names))
         return -EAGAIN;
     bool frozen = false, parked = false;
-    int r = names_left(plane->names) & ~(uint32_t)(KVFS_LEAVE_BEHIND | KVFS_LEAVE_PINS) ? -EAGAIN : begin(flush, &frozen);
+    int r = names_left(plane->names) & ~(uint32_t)(KVFS_LEAVE_BEHIND | KVFS_LEAVE_PINS) ? -EAGAIN : begin(flush, &frozen, &job);
     if (r < 0) {
         if (frozen)
             kvfs_seal_end(plane, flush->inode, 0);
@@ -134,6 +135,10 @@ int flush_start(struct flush *flush) {
     places_wake(plane);
     if (parked)
         event_add(plane, KVFS_EVENT_ROOM, 0, 0);
+    if (r == 0) {
+        assert(job);
+        seal_go(plane, job, ring); /* the flush may be gone */
+    }
     return r == 0 || parked ? 0 : -EAGAIN;
 }
 
@@ -155,7 +160,7 @@ static struct flush *flushes_take(struct kvfs_plane *plane) {
 void kvfs_flush_retry(struct kvfs_plane *plane) {
     for (struct flush *flush = flushes_take(plane), *next; flush; flush = next) {
         next = flush->next;
-        if (flush_start(flush) < 0)
+        if (flush_start(flush, NULL) < 0)
             flush->done(flush, -EAGAIN);
     }
 }

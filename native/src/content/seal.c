@@ -104,6 +104,23 @@ static const uint8_t *file_page_data(const struct file *file, uint32_t page) {
     return file->chunks[page / CHUNK_PAGES].slot->data + (uint64_t)(page % CHUNK_PAGES) * PAGE;
 }
 
+/* Adds the data of the extents that lie in a run, from extents[*at] on: its memory and the slots that hold it. */
+static void run_memory(const struct file *file, const struct kvfs_run *run, const struct kvfs_extent *extents, uint32_t extent_count, uint32_t *at,
+                       struct iovec *iovs, uint32_t *count, struct slot **slots, uint32_t *slot_count) {
+    for (; *at < extent_count; (*at)++) {
+        const struct kvfs_extent *e = &extents[*at];
+        if (e->segment != run->segment || e->page < run->page || e->page >= run->page + run->page_count)
+            return;
+        uint32_t page = e->file_page, end = page + e->page_count;
+        while (page < end) {
+            uint32_t stop = (uint32_t)min_u64(end, (uint64_t)(page / CHUNK_PAGES + 1) * CHUNK_PAGES);
+            iovs[(*count)++] = (struct iovec){(void *)(uintptr_t)file_page_data(file, page), (stop - page) * PAGE};
+            slots[(*slot_count)++] = file->chunks[page / CHUNK_PAGES].slot;
+            page = stop;
+        }
+    }
+}
+
 /* Write all runs of a frozen file: header (or extent header) and the data of `extents`, which the plan laid into the runs in order. */
 static int runs_write(struct kvfs_plane *plane, struct ring *ring, struct write_job *job, const struct file *file, struct desc *header,
                       const struct kvfs_extent *extents, uint32_t extent_count) {
@@ -130,17 +147,7 @@ static int runs_write(struct kvfs_plane *plane, struct ring *ring, struct write_
             iovs[count++] = (struct iovec){small->data, PAGE};
             slots[slot_count++] = small;
         }
-        while (at < extent_count && extents[at].segment == run->segment && extents[at].page >= run->page &&
-               extents[at].page < run->page + run->page_count) {
-            uint32_t page = extents[at].file_page, end = page + extents[at].page_count;
-            while (page < end) {
-                uint32_t stop = (uint32_t)min_u64(end, (uint64_t)(page / CHUNK_PAGES + 1) * CHUNK_PAGES);
-                iovs[count++] = (struct iovec){(void *)(uintptr_t)file_page_data(file, page), (stop - page) * PAGE};
-                slots[slot_count++] = file->chunks[page / CHUNK_PAGES].slot;
-                page = stop;
-            }
-            at++;
-        }
+        run_memory(file, run, extents, extent_count, &at, iovs, &count, slots, &slot_count);
         r = blocking_io(ring, true, run->segment, run->page, iovs, count, slots, slot_count);
         if (r < 0) {
             drain(ring);
@@ -205,42 +212,22 @@ static void leaves_of_range(struct kvfs_plane *plane, struct file *file, const s
     }
 }
 
-static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_job *job) {
-    struct file *file = job->node->file; /* frozen: only this job changes chunks until seal_end */
-    assert(file);
-    assert(file->sealing);
-    for (uint32_t i = 0; i < file->chunk_count && i * CHUNK_SIZE < file->size; i++) {
-        if (file->chunks[i].state == CHUNK_PLACED && file->chunks[i].reload) {
-            int r = file_load_chunk(plane, ring, job->node, i, true);
-            if (r < 0)
-                return r;
-        }
-    }
-    uint32_t leaf_count = (uint32_t)pages_of(file->size), pages, new_count = 0;
-    uint32_t range_count = ranges_collect(file, false, NULL, &pages);
-    uint32_t kept = file_kept_extents(file, true, NULL, 0);
-    struct range *ranges = malloc((range_count + 1) * sizeof(*ranges));
-    struct kvfs_extent *extents = malloc((kept + range_count + job->run_count + 1) * sizeof(*extents));
-    struct kvfs_extent *written = malloc((range_count + job->run_count + 1) * sizeof(*written));
-    struct desc *desc = desc_new(job->header_pages);
-    pthread_mutex_lock(&job->node->lock);
-    int r = ranges && extents && written && desc ? file_grow_leaves(file, leaf_count) : -ENOMEM;
-    pthread_mutex_unlock(&job->node->lock);
-    if (r < 0)
-        goto out;
-    uint32_t again = ranges_collect(file, false, ranges, &pages);
-    assert(again == range_count);
-    r = plan(job->runs, job->run_count, job->header_pages, true, ranges, range_count, written, &new_count);
-    if (r < 0)
-        goto out;
-    uint32_t room = kept;
-    kept = file_kept_extents(file, true, extents, room);
-    assert(kept <= room);
-    copy_bytes(extents + kept, written, new_count * sizeof(*extents));
-    uint32_t extent_count = extents_join(extents, kept + new_count);
-    /* Leaves: of holes first, then of covered ranges. */
+/* What a seal writes: the header, and the extents that lie in its runs. */
+struct seal {
+    struct desc *header;
+    struct kvfs_extent *written;
+    uint32_t written_count;
+};
+
+static void seal_free(struct seal *seal) {
+    free(seal->written);
+    desc_put(seal->header);
+}
+
+/* Leaf checksums of the pages that no extent covers: of holes. */
+static void leaves_of_holes(const struct kvfs_plane *plane, struct file *file, const struct kvfs_extent *extents, uint32_t extent_count) {
     static const uint8_t zeros[KVFS_PAGE_SIZE];
-    uint32_t zero_leaf;
+    uint32_t zero_leaf, leaf_count = (uint32_t)pages_of(file->size);
     kvfs_leaf_checksums(zeros, PAGE, plane->config.secret, &zero_leaf);
     for (uint32_t page = 0, i = 0; page < leaf_count; page++) {
         while (i < extent_count && extents[i].file_page + extents[i].page_count <= page)
@@ -254,31 +241,78 @@ static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_jo
         else
             file->leaves[page] = zero_leaf;
     }
+}
+
+/* Sums the leaves of a frozen file, all chunks of which are staged or stay where they are, and makes its header. The caller frees *seal. */
+static int seal_prepare(struct kvfs_plane *plane, const struct write_job *job, struct seal *seal) {
+    struct file *file = job->node->file;
+    uint32_t pages, range_count = ranges_collect(file, false, NULL, &pages), kept = file_kept_extents(file, true, NULL, 0);
+    struct range *ranges = malloc((range_count + 1) * sizeof(*ranges));
+    struct kvfs_extent *extents = malloc((kept + range_count + job->run_count + 1) * sizeof(*extents));
+    *seal = (struct seal){desc_new(job->header_pages), malloc((range_count + job->run_count + 1) * sizeof(*seal->written)), 0};
+    pthread_mutex_lock(&job->node->lock);
+    int r = ranges && extents && seal->written && seal->header ? file_grow_leaves(file, (uint32_t)pages_of(file->size)) : -ENOMEM;
+    pthread_mutex_unlock(&job->node->lock);
+    if (r < 0)
+        goto out;
+    uint32_t again = ranges_collect(file, false, ranges, &pages);
+    assert(again == range_count);
+    r = plan(job->runs, job->run_count, job->header_pages, true, ranges, range_count, seal->written, &seal->written_count);
+    if (r < 0)
+        goto out;
+    uint32_t room = kept;
+    kept = file_kept_extents(file, true, extents, room);
+    assert(kept <= room);
+    copy_bytes(extents + kept, seal->written, seal->written_count * sizeof(*extents));
+    uint32_t extent_count = extents_join(extents, kept + seal->written_count);
+    leaves_of_holes(plane, file, extents, extent_count);
     for (uint32_t i = 0; i < range_count; i++)
         leaves_of_range(plane, file, &ranges[i], true);
-    r = header_build(&plane->array.geometry, desc, job->record, job->record_size, job->ancestors, job->ancestors_size, extents, extent_count,
+    r = header_build(&plane->array.geometry, seal->header, job->record, job->record_size, job->ancestors, job->ancestors_size, extents, extent_count,
                      file->leaves, job->runs[0].page_count);
-    if (r == 0)
-        r = runs_write(plane, ring, job, file, desc, written, new_count);
-    if (r < 0 && !ring_idle(ring))
-        atomic_fetch_add(&desc->refs, 1); /* the device still reads it */
-    if (r == 0) {
-        pthread_mutex_lock(&job->node->lock);
-        desc_put(file->sealed);
-        file->sealed = desc;
-        desc = NULL;
-        pthread_mutex_unlock(&job->node->lock);
-        uint64_t bytes = 0;
-        for (uint32_t i = 0; i < job->run_count; i++)
-            bytes += job->runs[i].page_count * PAGE;
-        COUNT(plane, blocks_written, 1);
-        COUNT(plane, written_bytes, bytes);
-    }
 out:
     free(ranges);
     free(extents);
-    free(written);
-    desc_put(desc);
+    return r;
+}
+
+/* The block is on the devices; its header is told by kvfs_seal_record() until kvfs_seal_end(). */
+static void seal_written(struct kvfs_plane *plane, const struct write_job *job, struct desc *header) {
+    struct file *file = job->node->file;
+    atomic_fetch_add(&header->refs, 1);
+    pthread_mutex_lock(&job->node->lock);
+    desc_put(file->sealed);
+    file->sealed = header;
+    pthread_mutex_unlock(&job->node->lock);
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < job->run_count; i++)
+        bytes += job->runs[i].page_count * PAGE;
+    COUNT(plane, blocks_written, 1);
+    COUNT(plane, written_bytes, bytes);
+}
+
+/* By a worker. */
+static int seal_run(struct kvfs_plane *plane, struct ring *ring, struct write_job *job) {
+    struct file *file = job->node->file; /* frozen: only this job changes chunks until seal_end */
+    assert(file);
+    assert(file->sealing);
+    for (uint32_t i = 0; i < file->chunk_count && i * CHUNK_SIZE < file->size; i++) {
+        if (file->chunks[i].state == CHUNK_PLACED && file->chunks[i].reload) {
+            int r = file_load_chunk(plane, ring, job->node, i, true);
+            if (r < 0)
+                return r;
+        }
+    }
+    struct seal seal;
+    int r = seal_prepare(plane, job, &seal);
+    if (r == 0) {
+        r = runs_write(plane, ring, job, file, seal.header, seal.written, seal.written_count);
+        if (r < 0 && !ring_idle(ring))
+            atomic_fetch_add(&seal.header->refs, 1); /* the device still reads it */
+    }
+    if (r == 0)
+        seal_written(plane, job, seal.header);
+    seal_free(&seal);
     return r;
 }
 
@@ -301,6 +335,60 @@ static void job_done(struct kvfs_plane *plane, struct write_job *job, int64_t re
 static void seal_job(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
     struct write_job *job = (struct write_job *)base;
     job_done(plane, job, seal_run(plane, ring, job));
+}
+
+/* ---- a seal by the thread that was asked for it ---- */
+
+/* More than that is a worker's: its checksums would keep other requests waiting. */
+#define OWN_CHUNKS_MAX 4u
+
+/* A block's only run on the way to the devices. */
+struct own_seal {
+    struct kvfs_plane *plane;
+    struct write_job *job;
+    struct desc *header; /* until no device reads it any more */
+};
+
+static void own_done(struct io_group *group, bool reaped) {
+    struct own_seal *own = group->owner;
+    if (!reaped) {
+        if (group->result == 0)
+            seal_written(own->plane, own->job, own->header);
+        job_done(own->plane, own->job, group->result);
+    }
+    if (!reaped && group->expired)
+        return;
+    desc_put(own->header);
+    free(own);
+}
+
+/* Sums and queues the write; own_done() follows in a reap. 1: the job is a worker's. */
+static int own_begin(struct kvfs_plane *plane, struct ring *ring, struct write_job *job) {
+    const struct file *file = job->node->file; /* frozen */
+    assert(file && file->sealing);
+    if (job->run_count != 1 || file->size > OWN_CHUNKS_MAX * CHUNK_SIZE || file_kept_extents(file, true, NULL, 0))
+        return 1;
+    struct seal seal;
+    struct own_seal *own = malloc(sizeof(*own));
+    int r = seal_prepare(plane, job, &seal);
+    if (r == 0)
+        r = own ? 0 : -ENOMEM;
+    if (r == 0) {
+        struct iovec iovs[OWN_CHUNKS_MAX + 1];
+        struct slot *slots[OWN_CHUNKS_MAX];
+        uint32_t at = 0, count = 1, slot_count = 0;
+        iovs[0] = (struct iovec){seal.header->header, seal.header->header_pages * PAGE};
+        run_memory(file, &job->runs[0], seal.written, seal.written_count, &at, iovs, &count, slots, &slot_count);
+        assert(at == seal.written_count);
+        *own = (struct own_seal){plane, job, seal.header};
+        r = ring_io(ring, true, job->runs[0].segment, job->runs[0].page, iovs, count, slots, slot_count, own_done, own);
+    }
+    if (r == 0)
+        seal.header = NULL; /* own has it */
+    else
+        free(own);
+    seal_free(&seal);
+    return r == -E2BIG ? 1 : r;
 }
 
 static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_job *job) {
@@ -535,9 +623,9 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
     return r;
 }
 
-static int seal_start(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count,
-                      uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size,
-                      void (*done)(void *owner, int result), void *owner) {
+static int seal_job_new(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count,
+                        uint32_t header_pages, const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size,
+                        struct write_job **out) {
     struct node *node = node_get(plane, inode, false);
     if (!node)
         return -ENOENT;
@@ -558,21 +646,36 @@ static int seal_start(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode,
         return r < 0 ? r : -ENOMEM;
     }
     job->node = node;
-    job->done = done;
-    job->owner = owner;
     COUNT(plane, jobs_in_flight, 1);
-    pool_add(&plane->store, &job->job);
+    *out = job;
     return 0;
 }
 
 int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count, uint32_t header_pages,
                     const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size) {
-    return seal_start(plane, cookie, inode, runs, run_count, header_pages, record, record_size, ancestors, ancestors_size, NULL, NULL);
+    struct write_job *job = NULL;
+    int r = seal_job_new(plane, cookie, inode, runs, run_count, header_pages, record, record_size, ancestors, ancestors_size, &job);
+    if (r == 0)
+        pool_add(&plane->store, &job->job);
+    return r;
 }
 
 int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run, const struct kvfs_inode_record *record, const void *ancestors,
-            uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner) {
-    return seal_start(plane, 0, inode, run, 1, record->header_pages, record, record->record_size, ancestors, ancestors_size, done, owner);
+            uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner, struct write_job **out) {
+    int r = seal_job_new(plane, 0, inode, run, 1, record->header_pages, record, record->record_size, ancestors, ancestors_size, out);
+    if (r == 0) {
+        (*out)->done = done;
+        (*out)->owner = owner;
+    }
+    return r;
+}
+
+void seal_go(struct kvfs_plane *plane, struct write_job *job, struct ring *ring) {
+    int r = ring ? own_begin(plane, ring, job) : 1;
+    if (r > 0)
+        pool_add(&plane->store, &job->job);
+    else if (r < 0)
+        job_done(plane, job, r);
 }
 
 int kvfs_seal_record(struct kvfs_plane *plane, uint64_t inode, void *out, uint32_t capacity) {

@@ -341,7 +341,7 @@ void mux_flush_file(struct server *server) {
     forward(server, 0, 0, &held->call);
     if (!held->call) /* refused, or it has gone to the session */
         free(held);
-    else if (flush_start(&held->flush) < 0)
+    else if (flush_start(&held->flush, &server->io.ring) < 0)
         flush_done(&held->flush, -EAGAIN);
 }
 

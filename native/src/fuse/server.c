@@ -198,7 +198,12 @@ static void *server_main(void *argument) {
         if (server->io.batching && requested && server->io.ring.queued && server->io.ring.queued < BATCH)
             continue;
         server->io.batching = false;
-        ring_submit(&server->io.ring);
+        /* Answers in FUSE's ring go with the call that sleeps, if nothing else has come: one call a request. */
+        bool ringing = atomic_load_explicit(&server->transport->uring_on, memory_order_relaxed);
+        if (ringing && requested && !server->arrived && server->io.ring.queued < BATCH)
+            continue;
+        if (!ringing || work)
+            ring_submit(&server->io.ring);
         if (atomic_load_explicit(&server->transport->ended, memory_order_relaxed) || atomic_load_explicit(&plane->stopping, memory_order_relaxed))
             break;
         uint64_t now = now_ns();
@@ -210,7 +215,7 @@ static void *server_main(void *argument) {
         }
         if (work) {
             work_done(server, &pace, now);
-        } else if (!spin(server, &pace, now)) {
+        } else if (ringing || !spin(server, &pace, now)) { /* a client of the ring may need this very CPU */
             if (reading)
                 atomic_store(&server->active, false);
             rest(server, &pace);
