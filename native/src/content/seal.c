@@ -339,8 +339,9 @@ static void seal_job(struct kvfs_plane *plane, struct ring *ring, struct job *ba
 
 /* ---- a seal by the thread that was asked for it ---- */
 
-/* More than that is a worker's: its checksums would keep other requests waiting. */
+/* More than that is a worker's: its checksums would keep other requests waiting. So would the copy to a RAM disk. */
 #define OWN_CHUNKS_MAX 4u
+#define OWN_COPY_MAX ((uint64_t)256 << 10)
 
 /* A block's only run on the way to the devices. */
 struct own_seal {
@@ -362,11 +363,20 @@ static void own_done(struct io_group *group, bool reaped) {
     free(own);
 }
 
+static bool write_copies(const struct kvfs_array *array, uint32_t segment) {
+    const struct kvfs_member *member = &array->members[(uint64_t)segment * array->geometry.stripe_width];
+    for (uint32_t i = 0; i < array->geometry.stripe_width; i++)
+        if (atomic_load_explicit(&array->devices[member[i].device].kind, memory_order_relaxed)->copies)
+            return true;
+    return false;
+}
+
 /* Sums and queues the write; own_done() follows in a reap. 1: the job is a worker's. */
 static int own_begin(struct kvfs_plane *plane, struct ring *ring, struct write_job *job) {
     const struct file *file = job->node->file; /* frozen */
     assert(file && file->sealing);
-    if (job->run_count != 1 || file->size > OWN_CHUNKS_MAX * CHUNK_SIZE || file_kept_extents(file, true, NULL, 0))
+    if (job->run_count != 1 || file->size > OWN_CHUNKS_MAX * CHUNK_SIZE || file_kept_extents(file, true, NULL, 0) ||
+        (file->size > OWN_COPY_MAX && write_copies(&plane->array, job->runs[0].segment)))
         return 1;
     struct seal seal;
     struct own_seal *own = malloc(sizeof(*own));

@@ -19,6 +19,7 @@ struct device_ops {
      * the callback, gives the part up, and may end it at once. Either may be NULL. */
     void (*cancel)(struct ring *ring, struct io_part *part);
     void (*expire)(struct ring *ring, struct io_part *part, uint64_t now);
+    bool copies; /* start() takes the time of a copy */
 };
 
 struct fault_rule {

@@ -43,4 +43,4 @@ static void memory_start(struct ring *ring, struct io_part *part) {
     assert(kept);
 }
 
-const struct device_ops memory_ops = {.start = memory_start, .cancel = uring_cancel};
+const struct device_ops memory_ops = {.start = memory_start, .cancel = uring_cancel, .copies = true};
