@@ -212,7 +212,7 @@ static void leaves_of_range(struct kvfs_plane *plane, struct file *file, const s
     }
 }
 
-/* What a seal writes: the header, and the extents that lie in its runs. */
+/* The parts that a seal writes: the header, and the extents that lie in its runs. */
 struct seal {
     struct desc *header;
     struct kvfs_extent *written;
