@@ -37,11 +37,6 @@ _SLOW_BATCH = 16
 _CARRY_TASKS = 8
 # Segments emptied at once while writers need some: one that copies blocks waits for devices.
 _AT_ONCE = 3
-# Segments chosen at a time: one of so many that could go. For so long they are what is to go; of their blocks, what is
-# worth a copy is looked at when each goes. In a small pool the second is much dearer than the first.
-_CHOSEN_MAX = 8
-_CHOSEN_SHARE = 32
-_CHOSEN_S = 0.25
 # A segment of which eviction would keep more than this is left alone for a while: copying it frees next to nothing.
 _KEEP_SHARE = 0.75
 _AVOID_S = 5.0
@@ -104,8 +99,6 @@ class Evictor:
         self._pages_at_start = self._segments.pages_written
         self._budget = CopyBudget(len(self._segments.all) * self._segments.area, self._segments.area)
         self._emptying = 0
-        self._chosen: list[tuple[Segment, int]] = []  # with its generation
-        self._chosen_at = 0.0
 
     # Free segments, of which `reserve` are not for writers: below low the evictor works, up to high. As few as writers
     # let it: what stands empty keeps nothing.
@@ -179,13 +172,16 @@ class Evictor:
         try:
             async with self._lock, trio.open_nursery() as nursery:
                 newest = max((s.generation for s in self._segments.all), default=0)
+                chosen: list[Segment] = []
                 while True:
                     await turns.acquire()
                     if enough():
                         break
-                    segment = await self._next(newest)
-                    if segment is None:
+                    chosen = [segment for segment in chosen if self._can_go(segment, trio.current_time())]
+                    chosen = chosen or await self._choose(newest, at_once)
+                    if not chosen:
                         break
+                    segment = chosen.pop(0)
                     segment.state = State.EVICTING
                     self._emptying += 1
                     nursery.start_soon(evict, segment)
@@ -257,20 +253,8 @@ class Evictor:
 
     # ---- choosing ----
 
-    async def _next(self, newest: int) -> Segment | None:
-        """The next to go, of a generation up to `newest`. A large pool chooses several at a time, as it weighs many."""
-        now = trio.current_time()
-        self._chosen = [
-            (segment, generation) for segment, generation in self._chosen
-            if segment.generation == generation <= newest and self._can_go(segment, now)
-        ] if now - self._chosen_at < _CHOSEN_S else []  # fmt: skip
-        if not self._chosen:
-            self._chosen = [(segment, segment.generation) for segment in await self._choose(newest)]
-            self._chosen_at = trio.current_time()
-        return self._chosen.pop(0)[0] if self._chosen else None
-
-    async def _choose(self, newest: int) -> list[Segment]:
-        """One of those of a generation up to `newest`, or in a large pool several."""
+    async def _choose(self, newest: int, count: int) -> list[Segment]:
+        """Up to `count` of those of a generation up to `newest`."""
         now = trio.current_time()
         closed = self._may_go(now, newest)
         if not closed and self._ordered_at < now:
@@ -283,7 +267,6 @@ class Evictor:
         # The newest segment is spared as long as another can go. Files that were closed a moment ago and are about to
         # be renamed lie there. In a stream with few writes, the newest segment may be the emptiest of all.
         known = [n for n in known if n not in self._newest] or known
-        count = max(1, min(_CHOSEN_MAX, len(known) // _CHOSEN_SHARE))
         chosen = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick, count)
         return [self._segments.all[index] for index in chosen]
 
