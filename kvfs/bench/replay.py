@@ -43,9 +43,9 @@ DEVICE_MIN = 128 * MIB
 KVFS, NATIVE = "kvfs", "kvfs native"
 IN_MEMORY = "ext4, LRU in memory"
 # Shares of the requests a second of the best filesystem with a deletion script; a load is to be no slower than there.
-# Blocks refused for want of room, a request of some twenty.
-REFUSED_MOST = 1
 TARGETS = {KVFS: 0.85, NATIVE: 0.95}
+# Blocks that a peer may refuse for want of room, of the twenty or so of a request.
+REFUSED_MOST = 1
 
 
 @dataclass(frozen=True, slots=True)

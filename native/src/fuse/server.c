@@ -121,7 +121,8 @@ static bool spin(struct server *server, struct pace *pace, uint64_t now) {
     if (!pace->idle_ns)
         pace->luck = &pace->lucks[!ring_idle(&server->io.ring)];
     pace->idle_ns = now;
-    if (server->reader && now > pace->crowded_ns && now - server->last_work_ns < pace->spin_ns && *pace->luck >= LUCK_MAX / 2) {
+    bool ringing = atomic_load_explicit(&server->transport->uring_on, memory_order_relaxed); /* a client may need this very CPU */
+    if (server->reader && !ringing && now > pace->crowded_ns && now - server->last_work_ns < pace->spin_ns && *pace->luck >= LUCK_MAX / 2) {
         if (!pace->spinning && !atomic_exchange(&plane->fuse->spinning, true)) {
             pace->spinning = true;
             COUNT(plane, spins, 1);
@@ -161,6 +162,7 @@ static void rest(struct server *server, struct pace *pace) {
 
 static void server_end(struct server *server) {
     struct transport *transport = server->transport;
+    ring_submit(&server->io.ring); /* the last answers */
     atomic_store(&transport->ended, true);
     for (uint32_t i = 0; i < transport->server_count; i++)
         if (&transport->servers[i] != server)
@@ -215,7 +217,7 @@ static void *server_main(void *argument) {
         }
         if (work) {
             work_done(server, &pace, now);
-        } else if (ringing || !spin(server, &pace, now)) { /* a client of the ring may need this very CPU */
+        } else if (!spin(server, &pace, now)) {
             if (reading)
                 atomic_store(&server->active, false);
             rest(server, &pace);
