@@ -647,6 +647,10 @@ class Segments:
         finally:
             segment.opening = False
         self._changed.add(segment.index)
+        if segment.avoided:  # its device went while the header was written, perhaps to another
+            self._open_error = DeviceError("its device went away meanwhile")
+            self._retire(segment)
+            return False
         return True
 
     async def _wait_for_space(self, stream: Stream, deadline: float) -> None:

@@ -133,6 +133,37 @@ def test_what_is_lost_is_what_the_layout_says_at_once_and_all_of_it_comes_back(t
     assert not report.damaged, report.findings
 
 
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "for a writer"])
+def test_a_segment_that_is_opened_as_its_device_goes_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Its header may lie on another of its devices, and be written."""
+
+    async def work(store: Store) -> None:
+        segments, store_write = store.segments, store.plane.store_write
+        opened: list[int] = []
+
+        async def write_as_it_goes(segment: int, page: int, data: bytes) -> None:
+            await store_write(segment, page, data)
+            if page == 0 and not opened and any(device == SICK for device, _ in segments.members[segment]):
+                opened.append(segment)
+                fail(store)
+
+        monkeypatch.setattr(store.plane, "store_write", write_as_it_goes)
+        if not ahead:
+            monkeypatch.setattr(segments, "prepare", trio.lowlevel.checkpoint)
+        for i in range(200):
+            block = await write(store, b"new %d" % i, SIZE)
+            if opened:
+                lost = {s.index for s in segments.all if s.lost}
+                assert opened[0] in lost and not lost.intersection(usage(block))
+        assert opened
+        await back(store)
+        await verify_all(store)
+
+    with_store(pool_of(tmp_path, 2), work)
+
+
 def test_names_given_anew_removed_or_renamed_while_a_device_was_away_stay_so(tmp_path: Path) -> None:
     def lost_names(store: Store, blocks: dict[bytes, bool]) -> list[bytes]:
         return [name for name, lost in blocks.items() if lost and store.index.lookup(ROOT_INODE, name) is None]
