@@ -77,18 +77,20 @@ class Report:
 
 
 class CheckedPool:
-    """A pool of its own, mounted; both are removed at the end, whatever happens."""
+    """A pool of its own, mounted; both are removed at the end, whatever happens. command: the kvfs that does it, where
+    this Python has not what a daemon needs."""
 
-    def __init__(self, base: Path, size: int, devices: Sequence[str]) -> None:
+    def __init__(self, base: Path, size: int, devices: Sequence[str], command: Sequence[str] = ()) -> None:
+        self._command = command or (sys.executable, "-m", "kvfs")
         self.path, self.mount = base / "pool", base / "mount"
         self._where = [part for device in devices for part in ("--device", device)]
         self._where = self._where or ["--files", "4", "--size", f"{size // 4 // MIB}M"]
 
     def __enter__(self) -> Self:
         self.mount.mkdir()
-        _kvfs("format", str(self.path), *self._where)
+        _kvfs(self._command, "format", str(self.path), *self._where)
         try:
-            _kvfs("mount", str(self.path), str(self.mount))
+            _kvfs(self._command, "mount", str(self.path), str(self.mount))
         except BaseException:
             self._end()
             raise
@@ -99,7 +101,7 @@ class CheckedPool:
 
     def _end(self) -> None:
         with suppress(KvfsError):
-            _kvfs("umount", str(self.mount))
+            _kvfs(self._command, "umount", str(self.mount))
         if os.path.ismount(self.mount):
             subprocess.run(["umount", "-l", str(self.mount)], timeout=30, check=False)
 
@@ -108,9 +110,9 @@ class CheckedPool:
         return [path for path in self.path.rglob("*") if path.is_file() and path.stat().st_size >= 16 * MIB]
 
 
-def _kvfs(*words: str) -> None:
+def _kvfs(command: Sequence[str], *words: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "kvfs", *words],
+        [*command, *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
