@@ -1,8 +1,8 @@
 """tools/ttft: time to the first token of a long prompt, its KV cache computed against loaded from kvfs.
 
-A Llama of random weights, in plain PyTorch. The prompt's KV cache is computed and timed up to the first token, then
-stored block by block, then loaded into fresh memory of the model's device; what is left of the prompt is computed on
-top. Every loaded byte and the token have to be the same. The loads go from the devices, past the page cache.
+A Llama of random weights, in plain PyTorch. The prompt's KV cache is computed, and timed up to the first token. It is
+stored block by block, then loaded into fresh memory of the model's device. The rest of the prompt is computed on
+top. Every loaded byte and the token have to be the same. The loads come from the devices, past the page cache.
 
 Weights and prompt are random: time and bytes are those of the shape that is named, the tokens mean nothing.
 Exit status: 0 all right; 1 a byte or the token differs, or a block was missing; 2 usage.
