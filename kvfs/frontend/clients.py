@@ -336,9 +336,9 @@ class _Connection:
         payload = b"".join(
             (
                 _WELCOME.pack(
-                    self.version, self._writable, config.uuid.bytes, store.epoch, config.secret, config.geometry.zone_size,
-                    config.geometry.stripe_unit, config.geometry.stripe_width, len(members), len(config.devices),
-                    RESERVATION_MS,
+                    self.version, self._writable, config.uuid.bytes, store.epoch, config.secret,
+                    config.geometry.zone_size, config.geometry.stripe_unit, config.geometry.stripe_width,
+                    len(members), len(config.devices), RESERVATION_MS,
                 ),
                 array.array("Q", [device.zones_offset for device in config.devices]).tobytes(),
                 array.array("I", [value for segment in members for place in segment for value in place]).tobytes(),
