@@ -1,8 +1,8 @@
 """The parts that pyproject.toml cannot describe. The data plane and the libraries beside it are built, and belong to
 the wheel; so do the manual pages.
 
-The module has the stable ABI: one wheel is for every Python from 3.11 on. It holds the daemon's plane and the client:
-both need libc and nothing else, so that a module for the client alone would save an engine 2 MB and no package.
+The module has the stable ABI: one wheel is for every Python from 3.11 on. It holds the daemon's plane and the client.
+Both need libc and nothing else: a module for the client alone would save an engine 2 MB, and no package.
 build_ffi.py says how the module is built, the Makefiles say it of the libraries.
 """
 
@@ -60,8 +60,8 @@ class BuildNative(MODULE["BuildModule"]):  # type: ignore[misc]
 
 
 class Wheel(bdist_wheel):
-    """A wheel whose tag says where it runs, by what its libraries need: manylinux with the newest glibc that is asked
-    for; or linux alone, if one of them needs more of the machine than glibc."""
+    """A wheel whose tag says where it runs. It is manylinux, with the newest glibc that a library of it asks for. If one
+    of them needs more of the machine, it is linux alone."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()

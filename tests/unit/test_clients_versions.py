@@ -1,6 +1,6 @@
 """A client of the protocol's version 2 at a daemon of version 3: an engine that was not upgraded works as before.
 
-Version2 is a recorded double of the older client: its frames are written down here as version 2 has them, and do not
+Version2 is a recorded double of the older client. Its frames are written down here as version 2 has them: they do not
 follow what later versions make of them.
 """
 
