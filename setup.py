@@ -60,8 +60,8 @@ class BuildNative(MODULE["BuildModule"]):  # type: ignore[misc]
 
 
 class Wheel(bdist_wheel):
-    """A wheel whose tag says where it runs. It is manylinux, with the newest glibc that a library of it asks for. If one
-    of them needs more of the machine, it is linux alone."""
+    """A wheel whose tag says where it runs. It is manylinux, with the newest glibc that a library of it asks for.
+    If one of them needs more of the machine, it is linux alone."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
