@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
@@ -128,6 +129,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         install_kvfs()
 
 
+@functools.cache
 def install_kvfs() -> Path:
     """A directory with the wheel of this tree installed in it: kvfs alone. It is made again when a source changed."""
     BUILD.mkdir(exist_ok=True)
