@@ -55,9 +55,16 @@ struct kvfs_buffer {
     uint64_t size;
 };
 
+struct kvfs_vector {                  /* one block, or a part of it, and its memory */
+    const struct kvfs_buffer *pieces; /* in the order of the block's bytes */
+    uint32_t count;
+    uint32_t reserved;
+    uint64_t offset; /* in the block; of kvfs_get_ranges() alone */
+};
+
 /* path: a mount point of kvfs, a directory below one, or the pool's own directory, which stands for its mount point. space: a namespace, a
  * relative path ("llama-3-8b", "team/llama"); NULL or "": none, then keys lie in the directory itself. options may be NULL. -EINVAL: not a
- * kvfs mount, or no namespace. -ENOTCONN: no daemon. -EACCES: the daemon refuses this user. -EPROTO: a daemon of another version.
+ * kvfs mount, or no namespace. -ENOTCONN: no daemon. -EACCES: the daemon refuses this user. -EPROTO: a daemon two versions away.
  * -ETIMEDOUT. */
 int kvfs_connect(const char *path, const char *space, const struct kvfs_options *options, struct kvfs_client **out);
 /* Waits for devices that have not answered, at most timeout_ms; memory that they still hold then stays the process's. */
