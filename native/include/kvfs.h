@@ -80,6 +80,12 @@ int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t
  * -ERANGE: the block is larger than the buffer (then nothing was read). Returns the number of blocks read. Before anything is read: -EINVAL
  * (buffers that overlap), -EBUSY (a buffer that a device still owns). */
 int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
+/* The same into memory in pieces: the block's first bytes go to pieces[0], the next ones to pieces[1]. Pieces have any size and alignment; what is
+ * read without a copy is whole pages of a block (4096 bytes) that lie in one piece, aligned to kvfs_client_information.memory_alignment. */
+int kvfs_get_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
+/* Bytes of a block from vectors[i].offset on, as many as its pieces hold or the block has behind it: results[i] says how many, 0 at or behind the
+ * end. Only their leaves are read and proved, and what of the block's header proves these. A key may come any number of times. */
+int kvfs_get_ranges(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
 /* Write blocks from the caller's memory, many reserved and committed at once, but not all or none. A block that exists is replaced; a
  * reader sees the old one or the new one, whole. results[i]: 0 or -errno (-ENOSPC: all that is left is pinned or open; -EFBIG). Returns the
  * number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. */
