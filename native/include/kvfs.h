@@ -101,6 +101,41 @@ int kvfs_prestage(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* 1 while a device may still write into [data, data + size), else 0. */
 int kvfs_busy(struct kvfs_client *client, const void *data, uint64_t size);
 
+/* ---- batches that run beside their submitter ---- */
+
+/* A queue has two threads, made when it is opened: one reads, with blocks of many batches in flight together; one puts and deletes, in the order of
+ * submission. A call that submits copies keys and vectors, returns an id above 0 at once, and never waits for a device or the daemon. The memory
+ * and the results are the caller's, who leaves them alone until the batch's completion. Results are as those of the plain calls. Of what was not
+ * tried they are -ECANCELED, or 0 in found and deleted. -EAGAIN: too much waits, or was not drained. Any thread may call any of these. */
+struct kvfs_queue;
+struct kvfs_queue_completion {
+    int64_t id;
+    int64_t result;  /* as the plain call returns it; of exists how many there are; or -errno of the whole batch */
+    char error[240]; /* the message of that errno, else empty */
+};
+struct kvfs_put_options {
+    uint32_t size;                   /* sizeof(struct kvfs_put_options): the fields that this caller knows */
+    uint32_t flags;                  /* enum kvfs_put_flags */
+    const struct kvfs_keys *parents; /* of each block the key before it (size 0: none); or NULL */
+};
+/* depth: blocks in flight, 1 to 256; 0: 64. */
+int kvfs_queue_open(struct kvfs_client *client, uint32_t depth, struct kvfs_queue **out);
+/* An eventfd, readable while completions wait; kvfs_queue_drain() takes its count back. Not to be read or closed by others. */
+int kvfs_queue_fd(struct kvfs_queue *queue);
+int64_t kvfs_queue_get(struct kvfs_queue *queue, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
+int64_t kvfs_queue_get_ranges(struct kvfs_queue *queue, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
+/* Batches that wait are joined into one put. Of a key that is in two, the later is stored later. options may be NULL. */
+int64_t kvfs_queue_put(struct kvfs_queue *queue, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
+                       const struct kvfs_put_options *options, int64_t *results);
+/* Complete when this returns, where the table can answer; else behind the puts that wait. */
+int64_t kvfs_queue_exists(struct kvfs_queue *queue, const struct kvfs_keys *keys, uint8_t *found);
+int64_t kvfs_queue_delete(struct kvfs_queue *queue, const struct kvfs_keys *keys, uint8_t *deleted);
+/* Completions, in the order in which batches ended. Returns their number, at most capacity; never waits. */
+int kvfs_queue_drain(struct kvfs_queue *queue, struct kvfs_queue_completion *out, uint32_t capacity);
+/* Let what runs end, cancel the rest, and free the queue: then all results are set, and completions that were not drained are gone. Before
+ * kvfs_close(). -ETIMEDOUT: a put still runs after four times timeout_ms; nothing is freed, close it again. */
+int kvfs_queue_close(struct kvfs_queue *queue);
+
 /* ---- any file of the mount, by inode number (st_ino): for libraries that intercept file calls ---- */
 
 struct kvfs_file;

@@ -234,7 +234,8 @@ int connection_open(struct kvfs_client *client, struct connection **out);
 /* Every call begins here. Returns -ECHILD after fork, -ENOTCONN after an unmount; else the connection, reconnected if there is a new daemon. The
  * caller has a reference, which connection_put() gives back. */
 int connection_get(struct kvfs_client *client, struct connection **out);
-int writer_get(struct kvfs_client *client, struct connection **out); /* one that may write, with a daemon that lives */
+int connection_get_at_once(struct kvfs_client *client, struct connection **out); /* -EAGAIN: not without waiting */
+int writer_get(struct kvfs_client *client, struct connection **out);             /* one that may write, with a daemon that lives */
 void connection_put(struct connection *connection);
 void client_prune(struct kvfs_client *client); /* client->lock held */
 
@@ -261,16 +262,18 @@ int client_check_vectors(struct kvfs_client *client, const struct kvfs_vector *v
 
 /* ---- client/names.c ---- */
 
-int key_directory(struct kvfs_client *client, struct connection *connection, const char *path, uint64_t *inode); /* 0, -ENOENT */
 /* The inode number of a directory below the client's base, or of the shard directory of a key; 0, -ENOENT, -EAGAIN. */
 struct shards {
     uint64_t space;
     uint64_t inodes[256];
     uint8_t known[256];
+    bool at_once; /* the daemon is not asked: -EAGAIN */
 }; /* zeroed at the start of a call */
 /* 0 and the record of a sealed file; -ENOENT: a miss; -EINVAL: a key of a wrong size. Asks the daemon where the table cannot say. */
 int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, const uint8_t *key, uint32_t key_size,
              struct kvfs_record *out);
+/* kvfs_exists() that waits for nobody: how many there are; -EAGAIN, where only the daemon can say. */
+int keys_exist_at_once(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found);
 uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out); /* out: 2 * key_size bytes; returns that */
 
 /* ---- client/fetch.c ---- */
@@ -301,8 +304,9 @@ struct get_batch {
     bool ranges; /* vectors[i].offset counts; else each is to hold the whole block */
     int64_t *results;
     void (*done)(struct get_batch *batch); /* all blocks have their results; NULL: the caller looks at `left` */
-    const uint8_t **places;                /* of the keys */
-    uint8_t *tries;                        /* how often a name led to an inode that was gone */
+    void *owner;
+    const uint8_t **places; /* of the keys */
+    uint8_t *tries;         /* how often a name led to an inode that was gone */
     uint32_t begun, left, read;
     int error;        /* of the whole batch, such as of a key that cannot be */
     char reason[512]; /* its message */
@@ -320,6 +324,7 @@ int get_begin(struct get_batch *batch);
 void get_end(struct get_batch *batch);
 void get_add(struct get_loop *loop, struct get_batch *batch); /* a batch that has begun, and has blocks */
 bool get_wants(const struct get_loop *loop);                  /* another block could be begun now */
+void get_fill(struct get_loop *loop);                         /* begin as many as are to be in flight */
 /* Begin blocks, wait for a completion at most timeout_ns, and give a block its result. True while there is more to do. */
 bool get_step(struct get_loop *loop, uint64_t timeout_ns);
 /* Blocks that have had no turn get none: -ECANCELED. */

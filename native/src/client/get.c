@@ -137,12 +137,16 @@ bool get_wants(const struct get_loop *loop) {
     return loop->lane->active_count - loop->lane->ready_count < loop->depth && loop->lane->active_count < loop->depth + 2;
 }
 
-bool get_step(struct get_loop *loop, uint64_t timeout_ns) {
+void get_fill(struct get_loop *loop) {
     while (loop->first && get_wants(loop)) {
         struct get_batch *batch = loop->first;
         uint32_t i = next_block(loop);
         get_start(batch, loop->lane, i, loop->turn_ns + batch->client->options.timeout_ms * 1000000ull);
     }
+}
+
+bool get_step(struct get_loop *loop, uint64_t timeout_ns) {
+    get_fill(loop);
     bool more = lane_step(loop->lane, timeout_ns) || loop->first;
     loop->turn_ns = now_ns();
     return more;
