@@ -80,10 +80,10 @@ int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t
  * -ERANGE: the block is larger than the buffer (then nothing was read). Returns the number of blocks read. Before anything is read: -EINVAL
  * (buffers that overlap), -EBUSY (a buffer that a device still owns). */
 int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
-/* The same into memory in pieces: the block's first bytes go to pieces[0], the next ones to pieces[1]. Pieces have any size and alignment; what is
- * read without a copy is whole pages of a block (4096 bytes) that lie in one piece, aligned to kvfs_client_information.memory_alignment. */
+/* The same into memory in pieces: the block's first bytes go to pieces[0], the next ones to pieces[1]. Pieces have any size and alignment.
+ * Whole pages of a block (4096 bytes) are read without a copy if they lie in one piece, aligned to kvfs_client_information.memory_alignment. */
 int kvfs_get_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
-/* Bytes of a block from vectors[i].offset on, as many as its pieces hold or the block has behind it: results[i] says how many, 0 at or behind the
+/* Bytes of a block from vectors[i].offset on, as many as its pieces hold or the block has behind it. results[i] says how many, 0 at or behind the
  * end. Only their leaves are read and proved, and what of the block's header proves these. A key may come any number of times. */
 int kvfs_get_ranges(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
 /* Write blocks from the caller's memory, many reserved and committed at once, but not all or none. A block that exists is replaced; a
@@ -103,8 +103,8 @@ int kvfs_busy(struct kvfs_client *client, const void *data, uint64_t size);
 
 /* ---- batches that run beside their submitter ---- */
 
-/* A queue has two threads, made when it is opened: one reads, with blocks of many batches in flight together; one puts and deletes, in the order of
- * submission. A call that submits copies keys and vectors, returns an id above 0 at once, and never waits for a device or the daemon. The memory
+/* A queue has two threads, made when it is opened. One reads, with blocks of many batches in flight together. One puts and deletes, in the order
+ * of submission. A call that submits copies keys and vectors, returns an id above 0 at once, and never waits for a device or the daemon. The memory
  * and the results are the caller's, who leaves them alone until the batch's completion. Results are as those of the plain calls. Of what was not
  * tried they are -ECANCELED, or 0 in found and deleted. -EAGAIN: too much waits, or was not drained. Any thread may call any of these. */
 struct kvfs_queue;

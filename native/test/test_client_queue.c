@@ -1,6 +1,6 @@
 /* sources: base block io client */
-/* Batches that run beside their submitter, with a double of the daemon (doubles/daemon.h): results, order, depth, the eventfd, bounds, deadlines,
- * daemons that die, forks, and closing while work is under way. */
+/* Batches that run beside their submitter, with a double of the daemon (doubles/daemon.h): results, order, depth, the eventfd, bounds. Then
+ * deadlines, daemons that die, forks, and closing while work is under way. */
 #include "client_harness.h"
 
 #include <dirent.h>
@@ -460,8 +460,7 @@ static void test_daemon_dies(void) {
         if (i == 0)
             usleep(50000 * slowness());
     }
-    locked(); /* what is reserved is not kept by the double's pool of tables */
-    unlocked();
+
     daemon_stop(false);
     fault_all(client, KVFS_FAULT_NONE, 3, 0, 0);
     drain(queue, done, 6);

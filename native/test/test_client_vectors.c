@@ -1,6 +1,6 @@
 /* sources: base block io client */
-/* Reads into memory in pieces, and of parts of blocks, with a double of the daemon (doubles/daemon.h): any pieces and ranges against a model, on any
- * layout; and that devices are read for nothing but the leaves that are asked for, and the header pages that prove these. */
+/* Reads into memory in pieces, and of parts of blocks, with a double of the daemon (doubles/daemon.h). Any pieces and ranges against a model, on any
+ * layout. Devices are read for nothing but the leaves that are asked for, and the header pages that prove these. */
 #include "client_harness.h"
 
 #define BLOCKS 7u
@@ -239,7 +239,7 @@ static void test_ranges_cost_their_leaves(void) {
     free(vectors);
     free(pieces);
     batch_free(b);
-    /* Of a header of many pages only those that the leaves need; if its first page has to be read before it is known which, then so. */
+    /* Of a header of many pages only those that the leaves need, also where the first page has to be read to know them. */
     static const uint64_t large = 9 << 20;
     memory = pages_get(40);
     for (uint32_t i = 0; i < 6; i++) {

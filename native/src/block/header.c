@@ -140,7 +140,7 @@ bool records_sound(const struct geometry *geometry, uint64_t epoch_max, const ui
     return kvfs_records_check(&limits, records, size, &at, &why) >= 0;
 }
 
-/* What the first page says, proved by its own checksum. 0 or -EBADMSG. */
+/* The first page, proved by its own checksum. 0 or -EBADMSG. */
 static int head_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out) {
     uint64_t size = pages * PAGE;
     struct kvfs_block_header h;

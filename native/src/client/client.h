@@ -8,7 +8,7 @@
  * the stager (client/prestage.c).
  *
  * Each file uses those above it: error, wire, locate, bounce, spans, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
- * client, queue; gpu/ all but client.
+ * client, queue. gpu/ uses all but the last two.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
@@ -209,7 +209,7 @@ int spans_plan(struct spans *spans, const struct kvfs_buffer *pieces, uint32_t c
 void spans_bounce(struct spans *spans, uint8_t *memory); /* where the bounced pages go: bounced_pages, page aligned */
 /* The memory of pages [from, *to) in at most `capacity` parts; returns their number. *to becomes the page that they end before. */
 uint32_t spans_memory(const struct spans *spans, uint32_t from, uint32_t *to, struct iovec *iovs, uint32_t capacity);
-uint64_t spans_copy_out(const struct spans *spans); /* what was bounced, to where it belongs; returns the bytes */
+uint64_t spans_copy_out(const struct spans *spans); /* bounced bytes to where they belong; returns how many */
 bool spans_overlap(const struct spans *spans, const uint8_t *data, uint64_t size);
 void spans_free(struct spans *spans);
 
@@ -288,7 +288,7 @@ uint32_t lane_run(struct lane *lane, uint64_t timeout_ns);
 /* ---- client/prestage.c ---- */
 
 void stage_stop(struct kvfs_client *client);
-/* If this very block is staged: copy bytes [offset, offset + size) of it to pieces that hold as many; if these are all, give it up. 1, or 0: not
+/* If this very block is staged: copy bytes [offset, offset + size) of it to pieces that hold as many. If these are all, give it up. 1, or 0: not
  * staged. Waits for one that is being read, until then. */
 int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint64_t offset, uint64_t size, const struct kvfs_buffer *pieces,
                uint64_t until_ns);

@@ -164,7 +164,7 @@ void get_cancel(struct get_loop *loop) {
 
 static int get(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, bool ranges, int64_t *results) {
     struct get_batch batch = {.client = client, .keys = keys, .vectors = vectors, .ranges = ranges, .results = results};
-    struct get_loop loop = {.depth = client->options.depth, .turn_ns = now_ns()}; /* that of the first is the call's beginning */
+    struct get_loop loop = {.depth = client->options.depth, .turn_ns = now_ns()}; /* the first block's is the call's beginning */
     struct connection *connection;
     int r = connection_get(client, &connection);
     if (r < 0)

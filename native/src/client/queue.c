@@ -49,7 +49,7 @@ struct kvfs_queue {
     struct list reads, writes, completed;
     int64_t last_id;
     uint64_t batches, blocks;
-    uint32_t threads;   /* that run */
+    uint32_t threads;   /* how many run */
     bool reader_asleep; /* it waits for devices, and would take a batch */
     bool stopping;
 };
