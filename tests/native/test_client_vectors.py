@@ -92,6 +92,7 @@ def test_layers_of_many_blocks_in_one_call(client):
     layer, layers, count = 64 << 10, 32, 10
     blocks = {f"block {i}": content(layer * layers, i) for i in range(count)}
     client.put(blocks.items())
+    copied_by_put = client.statistics().bounced_bytes
     memory = client.buffer(layer * count)
     parts = [memory[i * layer : (i + 1) * layer] for i in range(count)]
     for number in (0, 7, layers - 1):
@@ -99,13 +100,13 @@ def test_layers_of_many_blocks_in_one_call(client):
         assert client.get_ranges(items) == [layer] * count
         for part, data in zip(parts, blocks.values(), strict=True):
             assert_same(part, data[number * layer : (number + 1) * layer], f"layer {number}")
-    assert client.statistics().bounced_bytes == 0
+    assert client.statistics().bounced_bytes == copied_by_put
     tensors = [client.buffer(layer * count) for _ in range(layers)]
     pieces = [[tensor[i * layer : (i + 1) * layer] for tensor in tensors] for i in range(count)]
     assert client.get_into(zip(blocks, pieces, strict=True)) == [layer * layers] * count
     for i, data in enumerate(blocks.values()):
         assert_same(b"".join(tensor[i * layer : (i + 1) * layer] for tensor in tensors), data, f"block {i}")
-    assert client.statistics().bounced_bytes == 0
+    assert client.statistics().bounced_bytes == copied_by_put
 
 
 def test_one_key_many_times_and_misses_between(client):
@@ -143,7 +144,7 @@ def test_what_cannot_be_is_named(client):
     for offset in (-1, 1.0, None, 1 << 63):
         with pytest.raises(ValueError, match="offset"):
             client.get_ranges([(b"key", offset, memory)])
-    for items in ([(b"key", memory)], [b"key"], [7]):
+    for items in ([(b"key", memory)], [b"four"], [7]):
         with pytest.raises(TypeError, match="key, offset and memory are expected"):
             client.get_ranges(items)
     with pytest.raises(InvalidKeyError):
