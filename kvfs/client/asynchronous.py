@@ -15,7 +15,7 @@ from typing import Protocol, Self, TypeVar
 
 from kvfs.client.keys import Key, pack
 from kvfs.client.library import ClientInformation, ClientStatistics, Library
-from kvfs.client.memory import Memory
+from kvfs.client.memory import Memory, Pieces
 
 R = TypeVar("R")
 
@@ -31,7 +31,9 @@ class BlockingClient(Protocol):
 
     def sizes(self, keys: Iterable[Key]) -> list[int | None]: ...
 
-    def get_into(self, items: Iterable[tuple[Key, Memory]], *, stream: int | None = None) -> list[int | None]: ...
+    def get_into(self, items: Iterable[tuple[Key, Pieces]], *, stream: int | None = None) -> list[int | None]: ...
+
+    def get_ranges(self, items: Iterable[tuple[Key, int, Pieces]]) -> list[int | None]: ...
 
     def get(self, key: Key) -> memoryview | None: ...
 
@@ -76,8 +78,11 @@ class AsyncClient(ABC):
     async def sizes(self, keys: Iterable[Key]) -> list[int | None]:
         return await self._run(functools.partial(self.client.sizes, keys))
 
-    async def get_into(self, items: Iterable[tuple[Key, Memory]], *, stream: int | None = None) -> list[int | None]:
+    async def get_into(self, items: Iterable[tuple[Key, Pieces]], *, stream: int | None = None) -> list[int | None]:
         return await self._run(functools.partial(self.client.get_into, list(items), stream=stream))
+
+    async def get_ranges(self, items: Iterable[tuple[Key, int, Pieces]]) -> list[int | None]:
+        return await self._run(functools.partial(self.client.get_ranges, list(items)))
 
     async def get(self, key: Key) -> memoryview | None:
         return await self._run(functools.partial(self.client.get, key))

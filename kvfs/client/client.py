@@ -11,47 +11,39 @@ import errno
 import os
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 from kvfs.client import keys as keys_
 from kvfs.client import memory as memory_
+from kvfs.client.batches import Results, host_destinations, or_none, pairs, put_failure, ranges, small_buffer
 from kvfs.client.keys import Key, Keys, shown
 from kvfs.client.library import NO_VERIFY, READ_ONLY, ClientInformation, ClientStatistics, Library
-from kvfs.client.memory import Memory, Region
+from kvfs.client.memory import Memory, Pieces, Region
 from kvfs.errors import (
     ClientError,
     InvalidBufferError,
     InvalidKeyError,
-    KvfsError,
     NoSpaceError,
     PutError,
     PutNoSpaceError,
     SmallBufferError,
-    client_error,
 )
 
 if TYPE_CHECKING:
     from kvfs.client.asynchronous import AsyncioClient, TrioClient
     from kvfs.client.gpu import GpuReader
+    from kvfs.client.queue import Queue
 
-Results: TypeAlias = list[int | None]
 GpuMode = Literal["auto", "staged", "gds", "host"]
 # A call ends by its own deadlines; close() waits this long for calls that run.
 CLOSE_TIMEOUT_S = 60.0
 _NAMED_AT_MOST = 3
 # A block that grows each time it is looked at is being replaced all the time.
 _GET_TRIES = 8
-
-_REASONS = {
-    errno.ENOSPC: "no room: all that is left is pinned or open",
-    errno.EFBIG: "larger than the pool can hold",
-    errno.EISDIR: "there is a directory of this name",
-    errno.ETIMEDOUT: "a device gave no answer in time",
-    errno.ECANCELED: "not tried",
-}
 
 
 def connect(
@@ -119,6 +111,7 @@ class Client:
         self._gpu = gpu
         self._gpu_lock = threading.Lock()
         self._gpu_reader: GpuReader | None = None
+        self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 
     # ---- life ----
 
@@ -134,8 +127,10 @@ class Client:
         """Wait for calls under way in other threads, then disconnect. No call afterwards; a second close() does
         nothing, as does one in a forked child.
 
-        Raises DeadlineError if they still run after timeout_s; then close again later.
+        Its queues are closed first. Raises DeadlineError if they still run after timeout_s; then close again later.
         """
+        for queue in list(self._queues):
+            queue.close()
         if not self.library.stop(timeout_s):
             return
         with self._gpu_lock:
@@ -171,7 +166,7 @@ class Client:
         NoSpaceError if only room was missing. InvalidKeyError: a key twice; InvalidBufferError; NotMountedError: no
         daemon.
         """
-        names, memories = _pairs(items)
+        names, memories = pairs(items)
         if not names:
             return
         keys = Keys(names)
@@ -199,39 +194,59 @@ class Client:
     def sizes(self, keys: Iterable[Key]) -> list[int | None]:
         """Bytes of each block; None: there is none."""
         packed = keys_.pack(keys)
-        return [_or_none(size) for size in self.library.sizes(packed)] if packed.count else []
+        return [or_none(size) for size in self.library.sizes(packed)] if packed.count else []
 
-    def get_into(self, items: Iterable[tuple[Key, Memory]], *, stream: int | None = None) -> list[int | None]:
+    def get_into(self, items: Iterable[tuple[Key, Pieces]], *, stream: int | None = None) -> Results:
         """Read whole blocks into the caller's memory: pairs of key and destination. Returns bytes read for each; None
         for a miss: no such block, or its device gave no answer in time, or its bytes did not verify.
 
-        A destination is writable, C-contiguous, and at least as large as the block. Bytes behind the block stay as they
-        are; after a miss its content is undefined. Host memory aligned to information().memory_alignment (buffer() is)
-        is read into without a copy. Of a miss by timeout the owner is kept, and the memory refused (BusyBufferError),
-        until the device has let go of it. stream: a raw CUDA stream, for destinations in GPU memory: what the stream
-        does afterwards finds their bytes; destinations must stay until it has. With None or 0 the bytes are there when
-        this returns.
+        A destination is writable, C-contiguous, and at least as large as the block. A list or tuple of memories takes
+        the block's bytes in its order. Bytes behind the block stay as they are; after a miss its
+        content is undefined. Host memory aligned to information().memory_alignment (buffer() is) is read into without a
+        copy, in whole pages of 4096 bytes. Of a miss by timeout the owner is kept, and the memory refused
+        (BusyBufferError), until the device has let go of it. stream: a raw CUDA stream, for destinations in GPU memory:
+        what the stream does afterwards finds their bytes; destinations must stay until it has. With None or 0 the bytes
+        are there when this returns.
 
         Raises SmallBufferError (the rest was read: its `results`); InvalidBufferError: read-only, not contiguous,
         overlapping, a stream with host memory. DeadlineError: the daemon was asked for the meaning of a name, and gave
         no answer.
         """
-        names, memories = _pairs(items)
+        names, memories = pairs(items)
         if not names:
             return []
         keys = Keys(names)
         if stream is not None and type(stream) is not int:
             raise TypeError(f"stream: a raw CUDA stream (an int) is expected, not {type(stream).__name__}")
-        regions = list(map(memory_.destination, names, memories))
-        on_gpu = [i for i, region in enumerate(regions) if region.device is not None]
-        if len(on_gpu) < len(regions) and stream:
-            name = next(name for name, region in zip(names, regions, strict=True) if region.device is None)
+        vectors = list(map(memory_.destinations, names, memories))
+        on_gpu = [i for i, pieces in enumerate(vectors) if any(piece.device is not None for piece in pieces)]
+        if len(on_gpu) < len(vectors) and stream:
+            name = next(name for i, name in enumerate(names) if i not in set(on_gpu))
             raise InvalidBufferError(
                 f"key {shown(name)}: its destination is in host memory, so stream {stream:#x} must be None"
             )
         if not on_gpu:
-            return self._get_host(keys, names, regions)
-        return self._get_mixed(names, regions, on_gpu, stream or 0)
+            return self._get_host(keys, names, vectors)
+        for i in on_gpu:
+            if len(vectors[i]) > 1:
+                raise InvalidBufferError(
+                    f"key {shown(names[i])}: {len(vectors[i])} pieces, some in GPU memory: there one is expected"
+                )
+        return self._get_mixed(names, vectors, on_gpu, stream or 0)
+
+    def get_ranges(self, items: Iterable[tuple[Key, int, Pieces]]) -> Results:
+        """Read parts of blocks: key, offset in the block in bytes, and destination (get_into's; host memory alone). A
+        part is as long as its destination, or ends with its block. Returns bytes read for each, 0 at or behind the end,
+        None for a miss.
+
+        Only the leaves (4096 bytes) that hold these bytes are read and proved, and what of the block's header proves
+        them. A key may come any number of times. Raises what get_into raises, but never SmallBufferError.
+        """
+        names, offsets, memories = ranges(items)
+        if not names:
+            return []
+        vectors = host_destinations(names, memories)
+        return [or_none(value) for value in self.library.get(Keys(names), vectors, offsets)]
 
     def get(self, key: Key) -> memoryview | None:
         """A block in page-aligned memory of its own; None for a miss."""
@@ -241,7 +256,7 @@ class Client:
             if size < 0:
                 return None
             destination = memory_.allocate(size)
-            read = self.library.get(packed, [memory_.destination(packed.data, destination)])[0]
+            read = self.library.get(packed, [memory_.destinations(packed.data, destination)])[0]
             if read != -errno.ERANGE:
                 return destination[:read] if read >= 0 else None
         raise ClientError(f"key {shown(packed.data)}: replaced by a larger block {_GET_TRIES} times while it was read")
@@ -265,6 +280,16 @@ class Client:
         go."""
         packed = keys_.pack(keys)
         return self.library.prestage(packed) if packed.count else 0
+
+    def queue(self, *, depth: int = 64) -> Queue:
+        """A queue of batches that run beside this thread, with up to depth blocks (1 to 256) being read at a time."""
+        from kvfs.client.queue import Queue
+
+        if not 1 <= depth <= 256:
+            raise ValueError(f"depth {depth}: 1 to 256 are possible")
+        queue = Queue(self.library, depth, self)
+        self._queues.add(queue)
+        return queue
 
     @staticmethod
     def buffer(size: int) -> memoryview:
@@ -321,7 +346,7 @@ class Client:
             return self._gpu_reader
 
     def _get_mixed(
-        self, names: Sequence[bytes], regions: Sequence[Region], on_gpu: Sequence[int], stream: int
+        self, names: Sequence[bytes], vectors: Sequence[Sequence[Region]], on_gpu: Sequence[int], stream: int
     ) -> Results:
         """Destinations of which some are in GPU memory."""
         results: Results = [None] * len(names)
@@ -331,9 +356,9 @@ class Client:
         small: SmallBufferError | None = None
         parts: list[tuple[Sequence[int], Callable[[], Results]]] = []
         if on_host:
-            host_names, host_regions = [names[i] for i in on_host], [regions[i] for i in on_host]
-            parts.append((on_host, lambda: self._get_host(Keys(host_names), host_names, host_regions)))
-        gpu_regions = [regions[i] for i in on_gpu]
+            host_names, host_vectors = [names[i] for i in on_host], [vectors[i] for i in on_host]
+            parts.append((on_host, lambda: self._get_host(Keys(host_names), host_names, host_vectors)))
+        gpu_regions = [vectors[i][0] for i in on_gpu]
         parts.append((on_gpu, lambda: self._get_gpu([names[i] for i in on_gpu], gpu_regions, stream)))
         for places, read in parts:
             try:
@@ -356,44 +381,16 @@ class Client:
                 if reader.may_owe:
                     self.library.hold_busy(regions)
 
-    def _get_host(self, keys: Keys, names: Sequence[bytes], regions: Sequence[Region]) -> Results:
-        return self._read(names, regions, self.library.get(keys, regions))
-
-    def _read(self, names: Sequence[bytes], regions: Sequence[Region], values: Sequence[int]) -> Results:
-        """Turn the results of a read into those of the call."""
-        results = [_or_none(value) for value in values]
+    def _get_host(self, keys: Keys, names: Sequence[bytes], vectors: Sequence[Sequence[Region]]) -> Results:
+        values = self.library.get(keys, vectors)
+        results = [or_none(value) for value in values]
         if -errno.ERANGE in values:
-            small = [i for i, value in enumerate(values) if value == -errno.ERANGE]
-            first = small[0]
-            size = self.library.sizes(Keys([names[first]]))[0]
-            others = f", and {len(small) - 1} more such" if len(small) > 1 else ""
-            raise SmallBufferError(
-                f"key {shown(names[first])}: the block has {size} bytes, its destination {regions[first].size}{others}",
-                results,
-            )
+            raise small_buffer(self.library, names, vectors, values)
         return results
 
 
-def _pairs(items: Iterable[tuple[Key, Memory]]) -> tuple[list[bytes], list[Memory]]:
-    pairs = list(items)
-    try:
-        names = [keys_.one(key) for key, _ in pairs]
-    except (TypeError, ValueError) as error:
-        if isinstance(error, InvalidKeyError):
-            raise
-        raise TypeError(f"items: pairs of key and memory are expected: {error}") from error
-    return names, [memory for _, memory in pairs]
-
-
-def _or_none(value: int) -> int | None:
-    return value if value >= 0 else None
-
-
 def _put_error(failed: dict[bytes, int], regions: dict[bytes, Region], count: int) -> PutError:
-    errors: dict[bytes, KvfsError] = {}
-    for name, result in failed.items():
-        reason = _REASONS.get(-result, os.strerror(-result))
-        errors[name] = client_error(-result, f"key {shown(name)}, {regions[name].size} bytes: {reason}")
+    errors = {name: put_failure(name, regions[name].size, result) for name, result in failed.items()}
     texts = [str(error) for error in list(errors.values())[:_NAMED_AT_MOST]]
     if len(errors) > _NAMED_AT_MOST:
         texts.append(f"and {len(errors) - _NAMED_AT_MOST} more")

@@ -161,11 +161,21 @@ class Library:
         else:
             lib.kvfs_close(self._handle)
 
+    def check(self, result: int) -> int:
+        """The result of a call of libkvfs, or its error raised: right behind the call, in the same thread."""
+        return _check(result, self.name)
+
     # ---- memory that devices still own ----
 
     def _hold(self, regions: Sequence[Region]) -> None:
         with self._changed:
             self._held.extend(regions)
+
+    def hold_timeouts(self, results: Sequence[int], vectors: Sequence[Sequence[Region]]) -> None:
+        """Keep the owners of blocks that were given up on, by the results of a read. Inside a call."""
+        if -errno.ETIMEDOUT in results:
+            late = [pieces for pieces, result in zip(vectors, results, strict=True) if result == -errno.ETIMEDOUT]
+            self._hold([region for pieces in late for region in pieces])
 
     def hold_busy(self, regions: Sequence[Region]) -> None:
         """Keep the owners of those that a device may still write into. Inside a call."""
@@ -204,17 +214,22 @@ class Library:
             _check(lib.kvfs_sizes(handle, keys.struct, ffi.from_buffer("int64_t[]", sizes)), self.name)
         return sizes.tolist()
 
-    def get(self, keys: Keys, regions: Sequence[Region]) -> list[int]:
-        """Bytes read, or -errno, for each. Owners of memory that a device did not let go of are kept till it does."""
-        assert len(regions) == keys.count, (len(regions), keys.count)
+    def get(self, keys: Keys, vectors: Sequence[Sequence[Region]], offsets: Sequence[int] | None = None) -> list[int]:
+        """Bytes read, or -errno, for each; with offsets, of a part of each block. Owners of memory that a device did
+        not let go of are kept till it does."""
+        assert len(vectors) == keys.count, (len(vectors), keys.count)
         results = _zeros(keys.count)
+        out = ffi.from_buffer("int64_t[]", results)
         with self as handle:
-            _check(
-                lib.kvfs_get(handle, keys.struct, _buffers(regions), ffi.from_buffer("int64_t[]", results)), self.name
-            )
+            if offsets is None and all(len(pieces) == 1 for pieces in vectors):
+                result = lib.kvfs_get(handle, keys.struct, _buffers([pieces[0] for pieces in vectors]), out)
+            else:
+                call = lib.kvfs_get_vectors if offsets is None else lib.kvfs_get_ranges
+                memory = Vectors(vectors, offsets)
+                result = call(handle, keys.struct, memory.struct, out)
+            _check(result, self.name)
             values = results.tolist()
-            if -errno.ETIMEDOUT in values:
-                self._hold([regions[i] for i, value in enumerate(values) if value == -errno.ETIMEDOUT])
+            self.hold_timeouts(values, vectors)
         return values
 
     def put(self, keys: Keys, regions: Sequence[Region]) -> tuple[list[int], Exception | None]:
@@ -284,6 +299,22 @@ _list_memory = ffi.new_allocator(should_clear_after_alloc=False)
 
 def _zeros(count: int) -> array[int]:
     return array("q", bytes(8 * count))
+
+
+class Vectors:
+    """A struct kvfs_vector for each block: its pieces, and with offsets where in the block its bytes begin. Valid as
+    long as this lives."""
+
+    __slots__ = ("_pieces", "struct")
+
+    def __init__(self, vectors: Sequence[Sequence[Region]], offsets: Sequence[int] | None = None) -> None:
+        self._pieces = _buffers([region for pieces in vectors for region in pieces])
+        # One after the other: `first + i` is the address of piece i.
+        first, at, parts = ffi.cast("struct kvfs_buffer *", self._pieces), 0, []
+        for pieces, offset in zip(vectors, offsets or [0] * len(vectors), strict=True):
+            parts.append((first + at, len(pieces), 0, offset))
+            at += len(pieces)
+        self.struct: object = ffi.new("struct kvfs_vector[]", parts)
 
 
 def _buffers(regions: Sequence[Region]) -> object:

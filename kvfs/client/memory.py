@@ -48,6 +48,8 @@ class SupportsDataPointer(Protocol):
 
 
 Memory: TypeAlias = "BufferProtocol | SupportsDLPack | SupportsCudaArray | SupportsDataPointer"
+# Of one block: its memory, or, as a list or tuple, the pieces of it in the order of the block's bytes.
+Pieces: TypeAlias = "Memory | Sequence[Memory]"
 
 
 class Region(NamedTuple):
@@ -75,6 +77,25 @@ def destination(key: bytes, memory: Memory) -> Region:
 def source(key: bytes, memory: Memory) -> Region:
     """The same for memory that is only read."""
     return _region(key, memory, writable=False)
+
+
+def destinations(key: bytes, memory: Pieces) -> tuple[Region, ...]:
+    """destination() of each piece."""
+    if isinstance(memory, (list, tuple)):
+        return tuple(_region(key, piece, writable=True) for piece in memory)
+    return (_region(key, cast(Memory, memory), writable=True),)
+
+
+def sources(key: bytes, memory: Pieces) -> tuple[Region, ...]:
+    """source() of each piece."""
+    if isinstance(memory, (list, tuple)):
+        return tuple(_region(key, piece, writable=False) for piece in memory)
+    return (_region(key, cast(Memory, memory), writable=False),)
+
+
+def size_of(regions: Sequence[Region]) -> int:
+    """Bytes of all pieces of a block."""
+    return sum(region.size for region in regions)
 
 
 def allocate(size: int) -> memoryview:

@@ -80,6 +80,12 @@ int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t
  * -ERANGE: the block is larger than the buffer (then nothing was read). Returns the number of blocks read. Before anything is read: -EINVAL
  * (buffers that overlap), -EBUSY (a buffer that a device still owns). */
 int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
+/* The same into memory in pieces: the block's first bytes go to pieces[0], the next ones to pieces[1]. Pieces have any size and alignment.
+ * Whole pages of a block (4096 bytes) are read without a copy if they lie in one piece, aligned to kvfs_client_information.memory_alignment. */
+int kvfs_get_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
+/* Bytes of a block from vectors[i].offset on, as many as its pieces hold or the block has behind it. results[i] says how many, 0 at or behind the
+ * end. Only their leaves are read and proved, and what of the block's header proves these. A key may come any number of times. */
+int kvfs_get_ranges(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
 /* Write blocks from the caller's memory, many reserved and committed at once, but not all or none. A block that exists is replaced; a
  * reader sees the old one or the new one, whole. results[i]: 0 or -errno (-ENOSPC: all that is left is pinned or open; -EFBIG). Returns the
  * number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. */
@@ -94,6 +100,41 @@ int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size
 int kvfs_prestage(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* 1 while a device may still write into [data, data + size), else 0. */
 int kvfs_busy(struct kvfs_client *client, const void *data, uint64_t size);
+
+/* ---- batches that run beside their submitter ---- */
+
+/* A queue has two threads, made when it is opened. One reads, with blocks of many batches in flight together. One puts and deletes, in the order
+ * of submission. A call that submits copies keys and vectors, returns an id above 0 at once, and never waits for a device or the daemon. The memory
+ * and the results are the caller's, who leaves them alone until the batch's completion. Results are as those of the plain calls. Of what was not
+ * tried they are -ECANCELED, or 0 in found and deleted. -EAGAIN: too much waits, or was not drained. Any thread may call any of these. */
+struct kvfs_queue;
+struct kvfs_queue_completion {
+    int64_t id;
+    int64_t result;  /* as the plain call returns it; of exists how many there are; or -errno of the whole batch */
+    char error[240]; /* the message of that errno, else empty */
+};
+struct kvfs_put_options {
+    uint32_t size;                   /* sizeof(struct kvfs_put_options): the fields that this caller knows */
+    uint32_t flags;                  /* enum kvfs_put_flags */
+    const struct kvfs_keys *parents; /* of each block the key before it (size 0: none); or NULL */
+};
+/* depth: blocks in flight, 1 to 256; 0: 64. */
+int kvfs_queue_open(struct kvfs_client *client, uint32_t depth, struct kvfs_queue **out);
+/* An eventfd, readable while completions wait; kvfs_queue_drain() takes its count back. Not to be read or closed by others. */
+int kvfs_queue_fd(struct kvfs_queue *queue);
+int64_t kvfs_queue_get(struct kvfs_queue *queue, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
+int64_t kvfs_queue_get_ranges(struct kvfs_queue *queue, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
+/* Batches that wait are joined into one put. Of a key that is in two, the later is stored later. options may be NULL. */
+int64_t kvfs_queue_put(struct kvfs_queue *queue, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
+                       const struct kvfs_put_options *options, int64_t *results);
+/* Complete when this returns, where the table can answer; else behind the puts that wait. */
+int64_t kvfs_queue_exists(struct kvfs_queue *queue, const struct kvfs_keys *keys, uint8_t *found);
+int64_t kvfs_queue_delete(struct kvfs_queue *queue, const struct kvfs_keys *keys, uint8_t *deleted);
+/* Completions, in the order in which batches ended. Returns their number, at most capacity; never waits. */
+int kvfs_queue_drain(struct kvfs_queue *queue, struct kvfs_queue_completion *out, uint32_t capacity);
+/* Let what runs end, cancel the rest, and free the queue: then all results are set, and completions that were not drained are gone. Before
+ * kvfs_close(). -ETIMEDOUT: a put still runs after four times timeout_ms; nothing is freed, close it again. */
+int kvfs_queue_close(struct kvfs_queue *queue);
 
 /* ---- any file of the mount, by inode number (st_ino): for libraries that intercept file calls ---- */
 

@@ -112,9 +112,9 @@ static inline struct batch *put_batch(struct kvfs_client *client, uint32_t first
     struct batch *b = batch_new(first, count, sizes, size_count, 0);
     batch_fill(b, version);
     int r = kvfs_put(client, &b->keys, b->buffers, b->results);
-    CHECK_SAY(r == (int)count, "%d: %s", r, kvfs_error());
     for (uint32_t i = 0; i < count; i++)
-        CHECK(b->results[i] == 0);
+        CHECK_SAY(b->results[i] == 0, "block %u: %lld", i, (long long)b->results[i]);
+    CHECK_SAY(r == (int)count, "%d: %s", r, kvfs_error());
     return b;
 }
 

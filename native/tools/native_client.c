@@ -7,6 +7,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <getopt.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -31,7 +32,7 @@ static const char program[] = "native_client";
 
 struct options {
     const char *mount, *space;
-    uint64_t size, count, first;
+    uint64_t size, count, first, part;
     uint32_t batch, depth, passes, processes, seed, timeout_ms;
     bool missing, no_verify, packable;
 };
@@ -131,7 +132,7 @@ static void batch_compare(struct job *job, const uint64_t *numbers, uint32_t cou
 
 static void connect_client(struct job *job) {
     const struct options *options = &job->options;
-    struct kvfs_options wanted = {.size = sizeof(wanted), .timeout_ms = options->timeout_ms, .depth = options->depth};
+    struct kvfs_options wanted = {.size = sizeof(wanted), .timeout_ms = options->timeout_ms, .depth = options->depth > 64 ? 64 : options->depth};
     wanted.flags = options->no_verify ? KVFS_NO_VERIFY : 0;
     if (kvfs_connect(options->mount, options->space, &wanted, &job->client) < 0)
         die("connect to %s: %s", options->mount, kvfs_error());
@@ -216,6 +217,103 @@ static void command_get(struct job *job) {
     }
     clock_stop(job);
     batch_compare(job, job->numbers + last, batch.keys.count);
+}
+
+/* A part of every block, another one in each pass. */
+static void command_ranges(struct job *job) {
+    const uint64_t part = job->options.part, parts = job->options.size / part;
+    struct kvfs_vector *vectors = allocate(job->options.batch * sizeof(*vectors));
+    struct batch batch;
+    uint64_t state = job->options.seed + job->rank;
+    uint32_t n = 0;
+    job_content(job);
+    job->memory = allocate(job->options.batch * job->options.size);
+    batch_make(&batch, job->options.batch);
+    clock_start(job);
+    for (uint32_t pass = 0; pass < job->options.passes; pass++) {
+        const uint64_t offset = pass % parts * part;
+        shuffle(job, &state);
+        for (uint64_t at = 0; at < job->number_count; at += n) {
+            n = batch_size(job, at);
+            batch_set(job, &batch, job->numbers + at, n);
+            for (uint32_t i = 0; i < n; i++) {
+                batch.buffers[i].size = part;
+                vectors[i] = (struct kvfs_vector){&batch.buffers[i], 1, 0, offset};
+            }
+            uint64_t before = now_ns();
+            if (kvfs_get_ranges(job->client, &batch.keys, vectors, batch.results) != (int)n)
+                die("ranges: %s", kvfs_error());
+            clock_add(job, now_ns() - before, n, n * part);
+            for (uint32_t i = 0; i < n && pass + 1 == job->options.passes; i++) {
+                content_stamp(job->content, job->options.size, job->numbers[at + i]);
+                if (batch.results[i] != (int64_t)part || memcmp(batch.buffers[i].data, job->content + offset, part))
+                    die("block %" PRIu64 ": other bytes than were put", job->numbers[at + i]);
+            }
+        }
+    }
+    clock_stop(job);
+}
+
+/* One thread that submits to a queue. There are batches enough that `depth` blocks are in flight, and one waits. */
+static void command_queue(struct job *job) {
+    const struct options *options = &job->options;
+    const uint32_t slots = options->depth / options->batch + 1;
+    struct slot {
+        struct batch batch;
+        struct kvfs_vector *vectors;
+        const uint64_t *numbers;
+        unsigned char *memory;
+        int64_t id;
+        uint64_t began_ns;
+    } *all = allocate(slots * sizeof(*all)), *slot;
+    struct kvfs_queue_completion done;
+    struct kvfs_queue *queue;
+    uint64_t state = options->seed + job->rank;
+    if (kvfs_queue_open(job->client, options->depth, &queue) < 0)
+        die("queue: %s", kvfs_error());
+    struct pollfd readable = {.fd = kvfs_queue_fd(queue), .events = POLLIN};
+    for (slot = all; slot < all + slots; slot++) {
+        *slot = (struct slot){.vectors = allocate(options->batch * sizeof(*slot->vectors)), .memory = allocate(options->batch * options->size)};
+        batch_make(&slot->batch, options->batch);
+    }
+    job_content(job);
+    clock_start(job);
+    for (uint32_t pass = 0; pass < options->passes; pass++) {
+        uint64_t at = 0, ended = 0;
+        shuffle(job, &state);
+        while (ended < job->number_count) {
+            for (slot = all; slot < all + slots && at < job->number_count; slot++) {
+                if (slot->id)
+                    continue;
+                job->memory = slot->memory;
+                slot->numbers = job->numbers + at;
+                batch_set(job, &slot->batch, slot->numbers, batch_size(job, at));
+                for (uint32_t i = 0; i < slot->batch.keys.count; i++)
+                    slot->vectors[i] = (struct kvfs_vector){&slot->batch.buffers[i], 1, 0, 0};
+                slot->began_ns = now_ns();
+                slot->id = kvfs_queue_get(queue, &slot->batch.keys, slot->vectors, slot->batch.results);
+                if (slot->id < 0)
+                    die("queue: %s", kvfs_error());
+                at += slot->batch.keys.count;
+            }
+            poll(&readable, 1, -1);
+            while (kvfs_queue_drain(queue, &done, 1) == 1) {
+                for (slot = all; slot->id != done.id;)
+                    slot++;
+                uint32_t n = slot->batch.keys.count;
+                if (done.result != (int64_t)n)
+                    die("get of a batch of %u: %" PRId64 ": %s", n, done.result, done.error);
+                clock_add(job, now_ns() - slot->began_ns, n, n * options->size);
+                job->memory = slot->memory;
+                if (pass + 1 == options->passes && ended == 0)
+                    batch_compare(job, slot->numbers, n);
+                slot->id = 0;
+                ended += n;
+            }
+        }
+    }
+    clock_stop(job);
+    kvfs_queue_close(queue);
 }
 
 static void command_put(struct job *job) {
@@ -303,10 +401,8 @@ struct command {
 };
 
 static const struct command commands[] = {
-    {"get", command_get, true, false},
-    {"put", command_put, true, true},
-    {"exists", command_exists, true, true},
-    {"checksum", command_checksum, false, true},
+    {"get", command_get, true, false}, {"ranges", command_ranges, true, true}, {"queue", command_queue, true, false},
+    {"put", command_put, true, true},  {"exists", command_exists, true, true}, {"checksum", command_checksum, false, true},
 };
 
 static void print_result(const struct command *command, const struct job *job) {
@@ -397,9 +493,11 @@ static const char usage[] =
     "usage: native_client COMMAND [options]; the driver is `kvfs bench`\n"
     "  put       --mount M --space S   blocks FIRST to FIRST + COUNT, in batches\n"
     "  get       --mount M --space S   each of them --passes times, in random order; --batch 1: latencies are of blocks\n"
+    "  ranges    --mount M --space S   --part bytes of each of them, in batches\n"
+    "  queue     --mount M --space S   each of them through a queue of --depth blocks, by one thread in batches of --batch\n"
     "  exists    --mount M --space S   the same without bytes; --missing: of as many that are not there\n"
     "  checksum                        leaf checksums of --batch blocks in memory\n"
-    "options: --size B --count N --first N --batch N --depth N --passes N --processes N --seed N --timeout-ms N --no-verify --packable\n";
+    "options: --size B --part B --count N --first N --batch N --depth N --passes N --processes N --seed N --timeout-ms N --no-verify --packable\n";
 
 static uint64_t number(const char *text, uint64_t most) {
     char *end;
@@ -412,22 +510,24 @@ static uint64_t number(const char *text, uint64_t most) {
 
 int main(int argc, char **argv) {
     static const struct option longs[] = {
-        {"mount", 1, NULL, 'm'},      {"space", 1, NULL, 'S'},   {"size", 1, NULL, 's'},      {"count", 1, NULL, 'c'},     {"first", 1, NULL, 'f'},
-        {"batch", 1, NULL, 'b'},      {"depth", 1, NULL, 'd'},   {"passes", 1, NULL, 'p'},    {"processes", 1, NULL, 'P'}, {"seed", 1, NULL, 'e'},
-        {"timeout-ms", 1, NULL, 't'}, {"missing", 0, NULL, 'M'}, {"no-verify", 0, NULL, 'N'}, {"packable", 0, NULL, 'K'},  {NULL, 0, NULL, 0},
+        {"mount", 1, NULL, 'm'},     {"space", 1, NULL, 'S'},     {"size", 1, NULL, 's'},     {"count", 1, NULL, 'c'},
+        {"first", 1, NULL, 'f'},     {"batch", 1, NULL, 'b'},     {"depth", 1, NULL, 'd'},    {"passes", 1, NULL, 'p'},
+        {"processes", 1, NULL, 'P'}, {"seed", 1, NULL, 'e'},      {"part", 1, NULL, 'a'},     {"timeout-ms", 1, NULL, 't'},
+        {"missing", 0, NULL, 'M'},   {"no-verify", 0, NULL, 'N'}, {"packable", 0, NULL, 'K'}, {NULL, 0, NULL, 0},
     };
     static struct job job;
     struct options *options = &job.options;
-    *options = (struct options){.space = "", .size = PAGE, .count = 1, .batch = 64, .depth = 8, .passes = 1, .processes = 1, .seed = 1};
+    *options = (struct options){.space = "", .size = PAGE, .count = 1, .part = PAGE, .batch = 64, .depth = 8, .passes = 1, .processes = 1, .seed = 1};
     for (int option; (option = getopt_long(argc, argv, "", longs, NULL)) != -1;) {
         switch (option) {
         case 'm': options->mount = optarg; break;
         case 'S': options->space = optarg; break;
         case 's': options->size = number(optarg, 1u << 30); break;
+        case 'a': options->part = number(optarg, 1u << 30); break;
         case 'c': options->count = number(optarg, MISSING); break;
         case 'f': options->first = number(optarg, MISSING); break;
         case 'b': options->batch = (uint32_t)number(optarg, 1u << 20); break;
-        case 'd': options->depth = (uint32_t)number(optarg, 64); break;
+        case 'd': options->depth = (uint32_t)number(optarg, 256); break;
         case 'p': options->passes = (uint32_t)number(optarg, 1u << 20); break;
         case 'P': options->processes = (uint32_t)number(optarg, PROCESSES_MAX); break;
         case 'e': options->seed = (uint32_t)number(optarg, UINT32_MAX); break;
@@ -442,8 +542,9 @@ int main(int argc, char **argv) {
     for (size_t i = 0; i < sizeof(commands) / sizeof(*commands); i++)
         if (optind + 1 == argc && !strcmp(argv[optind], commands[i].name))
             command = &commands[i];
-    if (!command || options->size == 0 || options->batch == 0 || options->passes == 0 || options->processes == 0 ||
-        options->count < options->processes || (command->connects && !options->mount)) {
+    if (!command || options->size == 0 || (command->run == command_ranges && (options->part == 0 || options->part > options->size)) ||
+        options->batch == 0 || options->passes == 0 || options->processes == 0 || options->count < options->processes ||
+        (command->connects && !options->mount)) {
         fputs(usage, stderr);
         return 2;
     }

@@ -23,11 +23,17 @@ struct desc {
     struct kvfs_extent *extents; /* at least one unless the file is empty; sorted by file_page */
     struct kvfs_extent inline_extent;
     uint8_t *header; /* header_pages * 4096, page aligned */
+    uint8_t *parts;  /* enum desc_part of each header page, where only some are read; NULL: all are */
 };
+enum desc_part { PART_ABSENT, PART_WANTED, PART_READ, PART_PROVEN };
 struct desc *desc_new(uint32_t header_pages);
 void desc_put(struct desc *desc);
 /* Check a header that was read into desc->header against what the table (or index) said; fills the rest. 0 or -EBADMSG. */
 int desc_verify(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *record);
+/* Mark as wanted those header pages that hold the sums, the record and leaves [first, end), as far as the table's record tells. 0 or -ENOMEM. */
+int desc_narrow(struct desc *desc, const struct kvfs_record *record, uint32_t first, uint32_t end);
+/* desc_verify() for such a header: only these leaves are proved. -EAGAIN: pages are marked as wanted, which are to be read first. */
+int desc_verify_part(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *record, uint32_t first, uint32_t end);
 /* True if kvfs can have written these inode records in a mount up to epoch_max. */
 bool records_sound(const struct geometry *geometry, uint64_t epoch_max, const uint8_t *records, uint64_t size);
 /* Magic, version, layout and every checksum of `pages` pages of header; copies out the fixed parts. 0 or -EBADMSG. */

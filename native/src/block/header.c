@@ -20,6 +20,7 @@ void desc_put(struct desc *desc) {
     if (!desc || atomic_fetch_sub(&desc->refs, 1) != 1)
         return;
     free(desc->header);
+    free(desc->parts);
     free(desc);
 }
 
@@ -139,36 +140,54 @@ bool records_sound(const struct geometry *geometry, uint64_t epoch_max, const ui
     return kvfs_records_check(&limits, records, size, &at, &why) >= 0;
 }
 
-int header_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out,
-                 struct kvfs_inode_record *record) {
+/* The first page, proved by its own checksum. 0 or -EBADMSG. */
+static int head_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out) {
     uint64_t size = pages * PAGE;
     struct kvfs_block_header h;
-    struct kvfs_inode_record r;
     memcpy(&h, header, sizeof(h));
     if (h.magic != KVFS_MAGIC_BLOCK || h.version != KVFS_FORMAT_VERSION || h.header_pages != pages || pages == 0 || h.sums_offset != sizeof(h) ||
-        h.sums_offset + 8ull * (pages - 1) > h.record_offset || h.record_offset % 8 || (uint64_t)h.record_offset + sizeof(r) > size ||
-        h.leaves_offset % 8 || h.leaves_offset + 4ull * h.leaf_count > size || h.ancestors_offset % 8 ||
-        (uint64_t)h.ancestors_offset + h.ancestors_size > size)
+        h.sums_offset + 8ull * (pages - 1) > h.record_offset || h.record_offset % 8 ||
+        (uint64_t)h.record_offset + sizeof(struct kvfs_inode_record) > size || h.leaves_offset % 8 || h.leaves_offset + 4ull * h.leaf_count > size ||
+        h.ancestors_offset % 8 || (uint64_t)h.ancestors_offset + h.ancestors_size > size)
         return -EBADMSG;
     uint8_t first[KVFS_PAGE_SIZE];
     memcpy(first, header, PAGE);
     memset(first + offsetof(struct kvfs_block_header, checksum), 0, 8);
     if (kvfs_checksum(first, PAGE, geometry->secret) != h.checksum)
         return -EBADMSG;
-    for (uint32_t i = 1; i < pages; i++) {
-        uint64_t sum;
-        memcpy(&sum, header + h.sums_offset + 8ull * (i - 1), 8); /* in a page before page i */
-        if (kvfs_checksum(header + i * PAGE, PAGE, geometry->secret) != sum)
-            return -EBADMSG;
-    }
-    memcpy(&r, header + h.record_offset, sizeof(r));
-    uint64_t extents_at = h.record_offset + sizeof(r) + round_up(r.name_size, 8);
-    if (r.name_size > KVFS_NAME_MAX || extents_at + (uint64_t)r.extent_count * sizeof(struct kvfs_extent) > size ||
-        h.leaf_count != pages_of(r.size) || r.header_pages != pages || (uint64_t)h.record_offset + r.record_size > h.ancestors_offset)
-        return -EBADMSG;
     *out = h;
-    *record = r;
     return 0;
+}
+
+/* Where the sum of a header page other than the first lies: in a page before it. */
+static uint64_t sum_at(uint32_t page) { return sizeof(struct kvfs_block_header) + 8ull * (page - 1); }
+
+/* The page has the sum that an earlier, proven one holds. */
+static bool page_right(const struct geometry *geometry, const uint8_t *header, uint32_t page) {
+    uint64_t sum;
+    memcpy(&sum, header + sum_at(page), 8);
+    return kvfs_checksum(header + page * PAGE, PAGE, geometry->secret) == sum;
+}
+
+/* The record's fixed part, of proven bytes. 0 or -EBADMSG. */
+static int record_check(const uint8_t *header, const struct kvfs_block_header *h, struct kvfs_inode_record *out) {
+    struct kvfs_inode_record r;
+    memcpy(&r, header + h->record_offset, sizeof(r));
+    uint64_t extents_at = h->record_offset + sizeof(r) + round_up(r.name_size, 8);
+    if (r.name_size > KVFS_NAME_MAX || extents_at + (uint64_t)r.extent_count * sizeof(struct kvfs_extent) > h->header_pages * PAGE ||
+        h->leaf_count != pages_of(r.size) || r.header_pages != h->header_pages || (uint64_t)h->record_offset + r.record_size > h->ancestors_offset)
+        return -EBADMSG;
+    *out = r;
+    return 0;
+}
+
+int header_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out,
+                 struct kvfs_inode_record *record) {
+    int error = head_check(geometry, header, pages, out);
+    for (uint32_t i = 1; i < pages && error == 0; i++)
+        if (!page_right(geometry, header, i))
+            error = -EBADMSG;
+    return error == 0 ? record_check(header, out, record) : error;
 }
 
 void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to) {
@@ -193,34 +212,117 @@ void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record 
     to->flags = from->flags;
 }
 
-int desc_verify(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *want) {
-    struct kvfs_block_header h;
-    struct kvfs_inode_record r;
-    if (header_check(geometry, desc->header, desc->header_pages, &h, &r) < 0)
-        return -EBADMSG;
-    /* A rename raises the version in the table, never in the header. */
-    if (r.inode != want->inode || r.generation != want->generation || r.version > want->version || r.size != want->size ||
-        r.segment != want->segment || r.page != want->page)
-        return -EBADMSG;
-    uint64_t extents_at = h.record_offset + sizeof(r) + round_up(r.name_size, 8);
-    desc->inode = r.inode;
-    desc->version = r.version;
-    desc->size = r.size;
-    desc->generation = r.generation;
-    desc->segment = r.segment;
-    desc->page = r.page;
-    desc->leaf_count = h.leaf_count;
-    desc->leaves = (const uint32_t *)(const void *)(desc->header + h.leaves_offset);
-    if (r.extent_count == 0 && h.leaf_count) {
-        desc->inline_extent = (struct kvfs_extent){r.generation, r.segment, r.page + r.header_pages, h.leaf_count, 0};
+/* The record is of the block and place that the table means. A rename raises the version in the table, never in the header. */
+static bool record_is(const struct kvfs_inode_record *r, const struct kvfs_record *want) {
+    return r->inode == want->inode && r->generation == want->generation && r->version <= want->version && r->size == want->size &&
+           r->segment == want->segment && r->page == want->page;
+}
+
+/* Fill the descriptor from a proven header. 0 or -EBADMSG. */
+static int desc_fill(const struct geometry *geometry, struct desc *desc, const struct kvfs_block_header *h, const struct kvfs_inode_record *r) {
+    uint64_t extents_at = h->record_offset + sizeof(*r) + round_up(r->name_size, 8);
+    desc->inode = r->inode;
+    desc->version = r->version;
+    desc->size = r->size;
+    desc->generation = r->generation;
+    desc->segment = r->segment;
+    desc->page = r->page;
+    desc->leaf_count = h->leaf_count;
+    desc->leaves = (const uint32_t *)(const void *)(desc->header + h->leaves_offset);
+    if (r->extent_count == 0 && h->leaf_count) {
+        desc->inline_extent = (struct kvfs_extent){r->generation, r->segment, r->page + r->header_pages, h->leaf_count, 0};
         desc->extents = &desc->inline_extent;
         desc->extent_count = 1;
     } else {
         desc->extents = (struct kvfs_extent *)(void *)(desc->header + extents_at);
-        desc->extent_count = r.extent_count;
+        desc->extent_count = r->extent_count;
     }
     /* Reads go by this record: no extent may lead out of its segment, and no page may be read twice. */
-    return records_sound(geometry, geometry->mount_epoch, desc->header + h.record_offset, r.record_size) ? 0 : -EBADMSG;
+    return records_sound(geometry, geometry->mount_epoch, desc->header + h->record_offset, r->record_size) ? 0 : -EBADMSG;
+}
+
+int desc_verify(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *want) {
+    struct kvfs_block_header h;
+    struct kvfs_inode_record r;
+    if (header_check(geometry, desc->header, desc->header_pages, &h, &r) < 0 || !record_is(&r, want))
+        return -EBADMSG;
+    return desc_fill(geometry, desc, &h, &r);
+}
+
+/* ---- headers of which only some pages are read ---- */
+
+static void part_want(struct desc *desc, uint64_t from, uint64_t to) {
+    for (uint64_t page = from / PAGE; page < pages_of(to); page++)
+        desc->parts[page] = PART_WANTED;
+}
+
+int desc_narrow(struct desc *desc, const struct kvfs_record *record, uint32_t first, uint32_t end) {
+    const uint32_t pages = desc->header_pages;
+    const uint64_t room = pages * PAGE, sums_end = sum_at(pages), leaves_size = 4 * pages_of(record->size);
+    /* The least that a record takes: what it holds beside, and what lies between it and the leaves, only the first page tells. */
+    const uint64_t record_end = sums_end + sizeof(struct kvfs_inode_record) + 8 + (uint64_t)record->extent_count * sizeof(struct kvfs_extent);
+    desc->parts = calloc(pages, 1);
+    if (!desc->parts)
+        return -ENOMEM;
+    part_want(desc, 0, 1);
+    if (record_end <= room)
+        part_want(desc, sums_end, record_end);
+    if (end > first && record_end + leaves_size <= room && room - leaves_size - record_end <= 2 * PAGE)
+        part_want(desc, record_end + 4ull * first, room - leaves_size + 4ull * end);
+    for (uint32_t page = pages; --page;)
+        if (desc->parts[page])
+            desc->parts[sum_at(page) / PAGE] = PART_WANTED;
+    return 0;
+}
+
+/* 0, -EBADMSG; -EAGAIN: it, or one that holds a sum, is to be read first. */
+static int part_prove(const struct geometry *geometry, struct desc *desc, uint32_t page) {
+    if (desc->parts[page] == PART_PROVEN)
+        return 0;
+    assert(page > 0);
+    int r = part_prove(geometry, desc, (uint32_t)(sum_at(page) / PAGE));
+    if (desc->parts[page] != PART_READ) {
+        desc->parts[page] = PART_WANTED;
+        r = r < 0 && r != -EAGAIN ? r : -EAGAIN;
+    }
+    if (r < 0)
+        return r;
+    if (!page_right(geometry, desc->header, page))
+        return -EBADMSG;
+    desc->parts[page] = PART_PROVEN;
+    return 0;
+}
+
+/* The same for all pages with bytes of [from, to). */
+static int parts_prove(const struct geometry *geometry, struct desc *desc, uint64_t from, uint64_t to) {
+    int error = 0;
+    for (uint64_t page = from / PAGE; page < pages_of(to) && error != -EBADMSG; page++) {
+        int r = part_prove(geometry, desc, (uint32_t)page);
+        error = r < 0 ? r : error;
+    }
+    return error;
+}
+
+int desc_verify_part(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *want, uint32_t first, uint32_t end) {
+    struct kvfs_block_header h;
+    struct kvfs_inode_record r;
+    int error = head_check(geometry, desc->header, desc->header_pages, &h);
+    if (error == 0) {
+        desc->parts[0] = PART_PROVEN;
+        error = parts_prove(geometry, desc, h.record_offset, (uint64_t)h.record_offset + sizeof(r));
+    }
+    if (error == 0)
+        error = record_check(desc->header, &h, &r);
+    if (error == 0 && !record_is(&r, want))
+        error = -EBADMSG;
+    if (error < 0)
+        return error;
+    error = parts_prove(geometry, desc, h.record_offset, (uint64_t)h.record_offset + r.record_size);
+    if (error == 0 || error == -EAGAIN) {
+        int leaves = parts_prove(geometry, desc, h.leaves_offset + 4ull * first, h.leaves_offset + 4ull * end);
+        error = leaves < 0 ? leaves : error;
+    }
+    return error == 0 ? desc_fill(geometry, desc, &h, &r) : error;
 }
 
 /* ---- building ---- */

@@ -7,8 +7,8 @@
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the stager (client/prestage.c).
  *
- * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
- * client; gpu/ all but client.
+ * Each file uses those above it: error, wire, locate, bounce, spans, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
+ * client, queue. gpu/ uses all but the last two.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
@@ -20,6 +20,7 @@
 
 #define LANES_MAX 32
 #define CLIENT_RETRIES 4
+#define SIDE_PAGES 2u
 #define CLIENT_HITS_MAX 500
 #define CLIENT_COUNTERS (sizeof(struct kvfs_client_statistics) / sizeof(uint64_t))
 
@@ -64,6 +65,20 @@ struct connection {
     atomic_uint late;                    /* these, and those that still can */
 };
 
+/* File pages [from, to), and where they are read to. */
+struct span {
+    uint32_t from, to;
+    uint8_t *memory; /* of page `from` */
+    bool bounced;    /* memory is the fetch's */
+};
+/* All pages of a read. */
+struct spans {
+    struct kvfs_buffer *pieces; /* where the bytes of the file from offset on belong, size of them in all */
+    struct span *list;
+    uint32_t piece_count, count, capacity, bounced_pages;
+    uint64_t offset, size;
+};
+
 /* One read of (a part of) a sealed file into memory. */
 struct fetch {
     struct fetch *next, *previous;
@@ -72,21 +87,22 @@ struct fetch {
     struct desc *desc;                                    /* verified, of this very place, if known: the fetch takes this reference over */
     uint64_t offset, size;                                /* of the file; offset + size <= record.size; size may be 0 */
     uint64_t until_ns;                                    /* done by then, however many I/Os it takes; 0: timeout_ms from fetch_start() on */
-    uint8_t *data;                                        /* where the bytes go, any alignment */
+    bool narrow;                                          /* of a header of many pages only those are read that prove the wanted leaves */
     void (*done)(struct lane *lane, struct fetch *fetch); /* once, from lane_run(); then the fetch is gone. It may start others. */
     void *owner;
     uint64_t cookie;
     /* Set before done. Size, or -ESTALE (the inode is not there any more: look the name up again), -EIO (reported to the daemon), -ENOMEM. Or
-     * -ETIMEDOUT: the memory at data is the device's until kvfs_busy() says otherwise. desc is verified where result >= 0. */
+     * -ETIMEDOUT: the memory is the device's until kvfs_busy() says otherwise. desc is verified where result >= 0: the wanted leaves, if it is
+     * narrow, else all of it. */
     int64_t result;
     /* The engine's. */
     struct lane *lane;
-    uint8_t *side;   /* two pages: the first and the last, where only a part of them is wanted */
-    uint8_t *bounce; /* whole pages, when data is not aligned for direct reads */
+    struct spans spans;
+    uint8_t *side;   /* SIDE_PAGES, where no more are bounced */
+    uint8_t *bounce; /* where there are more */
     uint64_t bounce_size;
     uint32_t groups_left, groups_held, retries;
     int error;
-    uint8_t *direct; /* where file page 0 would lie; NULL: all of it goes to bounce */
     bool load_header, bad_once;
 };
 
@@ -189,6 +205,17 @@ int socket_open(struct kvfs_client *client, uint64_t deadline_ns); /* a descript
 uint8_t *lane_bounce(struct lane *lane, uint64_t *size); /* page aligned, at least *size; NULL: no memory */
 void lane_bounce_give(struct lane *lane, uint8_t *bounce, uint64_t size);
 
+/* ---- client/spans.c ---- */
+
+/* Plan a read of bytes [offset, offset + size) into pieces, which hold at least as many. They are copied. 0 or -ENOMEM. */
+int spans_plan(struct spans *spans, const struct kvfs_buffer *pieces, uint32_t count, uint64_t offset, uint64_t size, uint32_t alignment);
+void spans_bounce(struct spans *spans, uint8_t *memory); /* where the bounced pages go: bounced_pages, page aligned */
+/* The memory of pages [from, *to) in at most `capacity` parts; returns their number. *to becomes the page that they end before. */
+uint32_t spans_memory(const struct spans *spans, uint32_t from, uint32_t *to, struct iovec *iovs, uint32_t capacity);
+uint64_t spans_copy_out(const struct spans *spans); /* bounced bytes to where they belong; returns how many */
+bool spans_overlap(const struct spans *spans, const uint8_t *data, uint64_t size);
+void spans_free(struct spans *spans);
+
 /* ---- client/lane.c ---- */
 
 int lane_take(struct kvfs_client *client, struct connection *connection, struct lane **out); /* -EBUSY: all in use for timeout_ms */
@@ -210,7 +237,8 @@ int connection_open(struct kvfs_client *client, struct connection **out);
 /* Every call begins here. Returns -ECHILD after fork, -ENOTCONN after an unmount; else the connection, reconnected if there is a new daemon. The
  * caller has a reference, which connection_put() gives back. */
 int connection_get(struct kvfs_client *client, struct connection **out);
-int writer_get(struct kvfs_client *client, struct connection **out); /* one that may write, with a daemon that lives */
+int connection_get_at_once(struct kvfs_client *client, struct connection **out); /* -EAGAIN: not without waiting */
+int writer_get(struct kvfs_client *client, struct connection **out);             /* one that may write, with a daemon that lives */
 void connection_put(struct connection *connection);
 void client_prune(struct kvfs_client *client); /* client->lock held */
 
@@ -233,24 +261,28 @@ bool client_overlaps_orphan(struct kvfs_client *client, const void *data, uint64
 bool client_owed(struct kvfs_client *client); /* devices owe answers, to reads or to writes */
 /* -EINVAL, -EBUSY: destinations that overlap each other, or memory that a device still owns. */
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count);
+int client_check_vectors(struct kvfs_client *client, const struct kvfs_vector *vectors, uint32_t count); /* the same of all their pieces */
 
 /* ---- client/names.c ---- */
 
-int key_directory(struct kvfs_client *client, struct connection *connection, const char *path, uint64_t *inode); /* 0, -ENOENT */
 /* The inode number of a directory below the client's base, or of the shard directory of a key; 0, -ENOENT, -EAGAIN. */
 struct shards {
     uint64_t space;
     uint64_t inodes[256];
     uint8_t known[256];
+    bool at_once; /* the daemon is not asked: -EAGAIN */
 }; /* zeroed at the start of a call */
 /* 0 and the record of a sealed file; -ENOENT: a miss; -EINVAL: a key of a wrong size. Asks the daemon where the table cannot say. */
 int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, const uint8_t *key, uint32_t key_size,
              struct kvfs_record *out);
+/* kvfs_exists() that waits for nobody: how many there are; -EAGAIN, where only the daemon can say. */
+int keys_exist_at_once(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found);
 uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out); /* out: 2 * key_size bytes; returns that */
 
 /* ---- client/fetch.c ---- */
 
-void fetch_start(struct lane *lane, struct fetch *fetch);
+/* Read into `count` pieces, which hold at least fetch->size bytes; they are copied. */
+void fetch_start(struct lane *lane, struct fetch *fetch, const struct kvfs_buffer *pieces, uint32_t count);
 /* Submit, wait for a completion (at most timeout_ns; 0: only look), prove what is complete and call its done. Returns how many fetches are active.
  * lane_step() proves one at most: a caller with more to read starts that first, so that devices do not wait for checksums. */
 uint32_t lane_step(struct lane *lane, uint64_t timeout_ns);
@@ -259,8 +291,47 @@ uint32_t lane_run(struct lane *lane, uint64_t timeout_ns);
 /* ---- client/prestage.c ---- */
 
 void stage_stop(struct kvfs_client *client);
-/* If this very block is staged: copy it to data (size bytes) and give it up. 1, or 0: not staged. Waits for one that is being read, until then. */
-int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint8_t *data, uint64_t until_ns);
+/* If this very block is staged: copy bytes [offset, offset + size) of it to pieces that hold as many. If these are all, give it up. 1, or 0: not
+ * staged. Waits for one that is being read, until then. */
+int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint64_t offset, uint64_t size, const struct kvfs_buffer *pieces,
+               uint64_t until_ns);
+
+/* ---- client/get.c ---- */
+
+/* Reads of one call, or of one that a queue took. Each has a turn for its blocks, the oldest first. */
+struct get_batch {
+    struct get_batch *next; /* of those with blocks that have had no turn */
+    struct kvfs_client *client;
+    const struct kvfs_keys *keys;
+    const struct kvfs_vector *vectors;
+    bool ranges; /* vectors[i].offset counts; else each is to hold the whole block */
+    int64_t *results;
+    void (*done)(struct get_batch *batch); /* all blocks have their results; NULL: the caller looks at `left` */
+    void *owner;
+    const uint8_t **places; /* of the keys */
+    uint8_t *tries;         /* how often a name led to an inode that was gone */
+    uint32_t begun, left, read;
+    int error;        /* of the whole batch, such as of a key that cannot be */
+    char reason[512]; /* its message */
+    struct shards shards;
+};
+/* Blocks of batches on one lane, up to `depth` of them in flight. */
+struct get_loop {
+    struct lane *lane;
+    uint32_t depth;
+    uint64_t turn_ns; /* when the blocks that begin now could */
+    struct get_batch *first, *last;
+};
+/* Check a batch's memory, and make what reading it needs. 0, -EINVAL, -EBUSY, -ENOMEM; get_end() in any case. */
+int get_begin(struct get_batch *batch);
+void get_end(struct get_batch *batch);
+void get_add(struct get_loop *loop, struct get_batch *batch); /* a batch that has begun, and has blocks */
+bool get_wants(const struct get_loop *loop);                  /* another block could be begun now */
+void get_fill(struct get_loop *loop);                         /* begin as many as are to be in flight */
+/* Begin blocks, wait for a completion at most timeout_ns, and give a block its result. True while there is more to do. */
+bool get_step(struct get_loop *loop, uint64_t timeout_ns);
+/* Blocks that have had no turn get none: -ECANCELED. */
+void get_cancel(struct get_loop *loop);
 
 /* ---- client/client.c ---- */
 

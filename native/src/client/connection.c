@@ -3,6 +3,7 @@
 #include "io/nvme/tcp.h"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <stdio.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -312,6 +313,25 @@ int connection_get(struct kvfs_client *client, struct connection **out) {
     if (r == 0) {
         atomic_fetch_add(&connection->refs, 1);
         *out = connection;
+    }
+    pthread_mutex_unlock(&client->lock);
+    return r;
+}
+
+int connection_get_at_once(struct kvfs_client *client, struct connection **out) {
+    if (client->pid != getpid())
+        return client_fail(-ECHILD, "%s: this client was connected by process %d; after fork() connect again", client->path, (int)client->pid);
+    /* Others hold it for a moment, or, while a daemon is looked for, for a deadline. */
+    for (uint32_t tries = 0; pthread_mutex_trylock(&client->lock) != 0; tries++) {
+        if (tries == 50)
+            return -EAGAIN;
+        sched_yield();
+    }
+    connection_poll(client->connection);
+    int r = client->connection->gone ? -EAGAIN : 0;
+    if (r == 0) {
+        *out = client->connection;
+        atomic_fetch_add(&(*out)->refs, 1);
     }
     pthread_mutex_unlock(&client->lock);
     return r;

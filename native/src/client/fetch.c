@@ -1,6 +1,9 @@
 /* Reads of libkvfs: from the devices into the caller's memory, header and leaves checked before anybody is told. */
 #include "client/client.h"
 
+/* Of a group: the rest of GROUP_IOVS is for those that stripe units cut. */
+#define RUN_IOVS (GROUP_IOVS / 2)
+
 static void group_done(struct io_group *group, bool reaped);
 
 static void fetch_ready(struct fetch *fetch) {
@@ -23,51 +26,30 @@ static int fetch_io(struct fetch *fetch, uint32_t segment, uint32_t page, const 
         fetch->groups_left++;
         fetch->groups_held++;
     }
-    return r == -ERANGE || r == -E2BIG ? -EIO : r; /* no such place */
+    return r == -ERANGE ? -EIO : r; /* no such place */
 }
 
 static uint32_t first_page(const struct fetch *fetch) { return (uint32_t)(fetch->offset / PAGE); }
 static uint32_t end_page(const struct fetch *fetch) { return (uint32_t)pages_of(fetch->offset + fetch->size); }
-/* True: only a part of this page is wanted, so it is read to the side. Such a page can be the first or the last one. */
-static bool side_first(const struct fetch *fetch, uint32_t page) { return page == first_page(fetch) && fetch->offset % PAGE; }
-static bool side_last(const struct fetch *fetch, uint32_t page) {
-    return page + 1 == end_page(fetch) && (fetch->offset + fetch->size) % PAGE && !side_first(fetch, page);
-}
-
-static uint8_t *page_memory(const struct fetch *fetch, uint32_t page) {
-    if (!fetch->direct)
-        return fetch->bounce + (page - first_page(fetch)) * PAGE;
-    return side_first(fetch, page) ? fetch->side : side_last(fetch, page) ? fetch->side + PAGE : fetch->direct + page * PAGE;
-}
-
-/* The memory of file pages [from, to). */
-static uint32_t fetch_memory(const struct fetch *fetch, uint32_t from, uint32_t to, struct iovec *iovs) {
-    uint32_t count = 0;
-    while (from < to) {
-        uint32_t stop = to;
-        if (fetch->direct) {
-            if (side_first(fetch, from) || side_last(fetch, from))
-                stop = from + 1;
-            else if (side_last(fetch, to - 1))
-                stop = to - 1;
-        }
-        iovs[count++] = (struct iovec){page_memory(fetch, from), (stop - from) * PAGE};
-        from = stop;
-    }
-    return count;
-}
 
 /* File pages [from, to), which lie at `page` of a segment, in groups that the ring can hold. */
 static int fetch_run(struct fetch *fetch, uint32_t segment, uint32_t page, uint32_t from, uint32_t to, uint8_t *header, uint32_t header_pages) {
-    struct iovec iovs[5];
+    struct iovec iovs[RUN_IOVS];
+    uint64_t limit = GROUP_BYTES / PAGE;
     int r = 0;
     do {
-        uint32_t count = 0, stop = (uint32_t)min_u64(to, from + GROUP_BYTES / PAGE), pages = stop - from + header_pages;
+        uint32_t count = 0, stop = (uint32_t)min_u64(to, from + limit);
         if (header_pages)
             iovs[count++] = (struct iovec){header, header_pages * PAGE};
-        count += fetch_memory(fetch, from, stop, iovs + count);
+        if (from < to)
+            count += spans_memory(&fetch->spans, from, &stop, iovs + count, RUN_IOVS - count);
         r = fetch_io(fetch, segment, page, iovs, count);
-        page += pages;
+        if (r == -E2BIG && limit > 1 && from < to) { /* a device of small commands cuts them more often */
+            limit /= 2;
+            r = 0;
+            continue;
+        }
+        page += stop - from + header_pages;
         from = stop;
         header_pages = 0;
     } while (r == 0 && from < to);
@@ -83,8 +65,11 @@ static int fetch_by_desc(struct fetch *fetch) {
         if (e && e->file_page + e->page_count <= at)
             continue;
         uint32_t from = e ? (uint32_t)min_u64(e->file_page > at ? e->file_page : at, end) : end;
-        for (; at < from; at++) /* a hole */
-            memset(page_memory(fetch, at), 0, PAGE);
+        for (uint32_t stop = from; at < from; at = stop, stop = from) { /* a hole */
+            struct iovec iov;
+            spans_memory(&fetch->spans, at, &stop, &iov, 1);
+            memset(iov.iov_base, 0, iov.iov_len);
+        }
         if (!e || at == end)
             break;
         uint32_t to = (uint32_t)min_u64(end, (uint64_t)e->file_page + e->page_count);
@@ -94,56 +79,88 @@ static int fetch_by_desc(struct fetch *fetch) {
     return r;
 }
 
-static void fetch_submit(struct fetch *fetch) {
-    struct lane *lane = fetch->lane;
-    const struct kvfs_record *record = &fetch->record;
-    uint32_t first = first_page(fetch), end = end_page(fetch);
+/* Header pages [from, to). */
+static int header_read(struct fetch *fetch, uint32_t from, uint32_t to) {
     int r = 0;
+    for (uint32_t stop; from < to && r == 0; from = stop) {
+        stop = (uint32_t)min_u64(to, from + GROUP_BYTES / PAGE);
+        struct iovec iov = {fetch->desc->header + from * PAGE, (stop - from) * PAGE};
+        r = fetch_io(fetch, fetch->record.segment, fetch->record.page + from, &iov, 1);
+    }
+    return r;
+}
+
+/* The pages of a narrow header that are marked as wanted. */
+static int header_read_wanted(struct fetch *fetch) {
+    struct desc *desc = fetch->desc;
+    int r = 0;
+    for (uint32_t from = 0, to; from < desc->header_pages && r == 0; from = to + 1) {
+        for (to = from; to < desc->header_pages && desc->parts[to] == PART_WANTED; to++)
+            desc->parts[to] = PART_READ;
+        r = header_read(fetch, from, to);
+    }
+    return r;
+}
+
+/* The header; and the data, if it is known to lie behind it. */
+static int header_submit(struct fetch *fetch) {
+    const struct kvfs_record *record = &fetch->record;
+    uint32_t pages = record->header_pages, first = first_page(fetch), end = end_page(fetch);
+    bool behind = record->extent_count == 0;
+    int r = 0;
+    fetch->load_header = true;
+    /* A header has 4 bytes a page, and what else it holds is bounded: a larger one is no header. */
+    if (pages == 0 || pages > record->size / PAGE / 512 + 1024)
+        return -ESTALE;
+    if (!(fetch->desc = desc_new(pages)))
+        return -ENOMEM;
+    if (fetch->narrow && pages > 1) {
+        r = desc_narrow(fetch->desc, record, first, end);
+        if (r == 0)
+            r = header_read_wanted(fetch);
+    } else if (behind && first == 0 && pages < 64) { /* in one I/O */
+        return fetch_run(fetch, record->segment, record->page, first, end, fetch->desc->header, pages);
+    } else {
+        r = header_read(fetch, 0, pages);
+    }
+    if (r == 0 && behind && end > first)
+        r = fetch_run(fetch, record->segment, record->page + pages + first, first, end, NULL, 0);
+    return r;
+}
+
+/* Everything that `submit` starts is under way, or failed. */
+static void fetch_submit(struct fetch *fetch, int (*submit)(struct fetch *fetch)) {
     fetch->groups_left = 1; /* ours, until all is queued */
     fetch->error = 0;
-    fetch->direct = NULL;
-    if (((uintptr_t)fetch->data - fetch->offset) % lane->connection->memory_alignment == 0) {
-        fetch->direct = fetch->data - fetch->offset;
-    } else if (!fetch->bounce && fetch->size) {
-        fetch->bounce_size = (end - first) * PAGE;
-        fetch->bounce = lane_bounce(lane, &fetch->bounce_size);
-        r = fetch->bounce ? 0 : -ENOMEM;
-    }
-    if (r == 0 && !fetch->desc) {
-        fetch->load_header = true;
-        /* A header has 4 bytes a page, and what else it holds is bounded: a larger one is no header. */
-        if (record->header_pages == 0 || record->header_pages > record->size / PAGE / 512 + 1024)
-            r = -ESTALE;
-        else if (!(fetch->desc = desc_new(record->header_pages)))
-            r = -ENOMEM;
-        uint8_t *header = r == 0 ? fetch->desc->header : NULL;
-        if (r == 0 && record->extent_count == 0 && first == 0 && record->header_pages < 64) { /* header and data lie together */
-            r = fetch_run(fetch, record->segment, record->page, first, end, header, record->header_pages);
-        } else if (r == 0) {
-            for (uint32_t at = 0, count; at < record->header_pages && r == 0; at += count) {
-                count = (uint32_t)min_u64(record->header_pages - at, GROUP_BYTES / PAGE);
-                r = fetch_io(fetch, record->segment, record->page + at, &(struct iovec){header + at * PAGE, count * PAGE}, 1);
-            }
-            if (r == 0 && record->extent_count == 0 && end > first)
-                r = fetch_run(fetch, record->segment, record->page + record->header_pages + first, first, end, NULL, 0);
-        }
-    } else if (r == 0) {
-        r = fetch_by_desc(fetch);
-    }
+    int r = submit(fetch);
+    if (r == -E2BIG)
+        r = -EIO;
     if (r < 0 && !fetch->error)
         fetch->error = r;
     if (--fetch->groups_left == 0)
         fetch_ready(fetch);
 }
 
-void fetch_start(struct lane *lane, struct fetch *fetch) {
+void fetch_start(struct lane *lane, struct fetch *fetch, const struct kvfs_buffer *pieces, uint32_t count) {
     assert(fetch->lane == lane);
     assert(fetch->done);
     assert(fetch->groups_held == 0);
     lane->active_count++;
     if (!fetch->until_ns)
         fetch->until_ns = now_ns() + lane->client->options.timeout_ms * 1000000ull;
-    fetch_submit(fetch);
+    int r = spans_plan(&fetch->spans, pieces, count, fetch->offset, fetch->size, lane->connection->memory_alignment);
+    if (r == 0 && fetch->spans.bounced_pages > SIDE_PAGES) {
+        fetch->bounce_size = fetch->spans.bounced_pages * PAGE;
+        fetch->bounce = lane_bounce(lane, &fetch->bounce_size);
+        r = fetch->bounce ? 0 : -ENOMEM;
+    }
+    if (r < 0) {
+        fetch->error = r;
+        fetch_ready(fetch);
+        return;
+    }
+    spans_bounce(&fetch->spans, fetch->bounce ? fetch->bounce : fetch->side);
+    fetch_submit(fetch, fetch->desc ? fetch_by_desc : header_submit);
 }
 
 static void group_done(struct io_group *group, bool reaped) {
@@ -166,37 +183,14 @@ static void group_done(struct io_group *group, bool reaped) {
 
 static int verify_leaves(const struct fetch *fetch) {
     const struct desc *desc = fetch->desc;
+    const struct spans *spans = &fetch->spans;
     uint64_t secret = fetch->lane->connection->array.geometry.secret;
-    uint32_t page = first_page(fetch), end = end_page(fetch);
-    while (page < end) {
-        uint32_t stop = page + 1;
-        if (!fetch->direct)
-            stop = end;
-        else if (!side_first(fetch, page) && !side_last(fetch, page))
-            stop = side_last(fetch, end - 1) ? end - 1 : end;
-        uint64_t size = min_u64(stop * PAGE, desc->size) - page * PAGE; /* the file's last leaf covers what is real */
-        if (kvfs_leaf_verify(page_memory(fetch, page), size, secret, desc->leaves + page))
+    for (const struct span *span = spans->list; span < spans->list + spans->count; span++) {
+        uint64_t size = min_u64(span->to * PAGE, desc->size) - span->from * PAGE; /* the file's last leaf covers what is real */
+        if (kvfs_leaf_verify(span->memory, size, secret, desc->leaves + span->from))
             return -EBADMSG;
-        page = stop;
     }
     return 0;
-}
-
-/* Copy bytes that were read to the side, or bounced, to their destination. */
-static void copy_out(struct fetch *fetch) {
-    uint32_t first = first_page(fetch), last = end_page(fetch) - 1;
-    if (fetch->size == 0)
-        return;
-    uint64_t end = fetch->offset + fetch->size;
-    if (!fetch->direct) {
-        memcpy(fetch->data, fetch->bounce + fetch->offset % PAGE, fetch->size);
-        TALLY(fetch->lane->client, bounced_bytes, fetch->size);
-        return;
-    }
-    if (side_first(fetch, first))
-        memcpy(fetch->data, fetch->side + fetch->offset % PAGE, min_u64(PAGE - fetch->offset % PAGE, fetch->size));
-    if (side_last(fetch, last))
-        memcpy(fetch->data + (last * PAGE - fetch->offset), fetch->side + PAGE, end - last * PAGE);
 }
 
 /* The bytes do not prove at this place (I10): has the block moved? True: it is being read from its new place. */
@@ -223,7 +217,7 @@ static bool fetch_again(struct fetch *fetch) {
     desc_put(fetch->desc);
     fetch->desc = NULL;
     fetch->record = now;
-    fetch_submit(fetch);
+    fetch_submit(fetch, header_submit);
     return true;
 }
 
@@ -232,11 +226,16 @@ static void fetch_finish(struct fetch *fetch) {
     struct lane *lane = fetch->lane;
     struct kvfs_array *array = &lane->connection->array;
     if (fetch->error == 0 && fetch->load_header) {
-        fetch->error = desc_verify(&array->geometry, fetch->desc, &fetch->record);
+        fetch->error = fetch->desc->parts ? desc_verify_part(&array->geometry, fetch->desc, &fetch->record, first_page(fetch), end_page(fetch))
+                                          : desc_verify(&array->geometry, fetch->desc, &fetch->record);
+        if (fetch->error == -EAGAIN) { /* the pages so far lead to others */
+            fetch_submit(fetch, header_read_wanted);
+            return;
+        }
         if (fetch->error == 0) {
             fetch->load_header = false;
             if (fetch->record.extent_count && fetch->size) { /* now its extents are known */
-                fetch_submit(fetch);
+                fetch_submit(fetch, fetch_by_desc);
                 return;
             }
         }
@@ -245,8 +244,8 @@ static void fetch_finish(struct fetch *fetch) {
         fetch->error = verify_leaves(fetch);
     if (fetch->error == -EBADMSG && fetch->groups_held == 0 && fetch_again(fetch))
         return;
-    if (fetch->error == 0)
-        copy_out(fetch);
+    if (fetch->error == 0 && fetch->spans.bounced_pages)
+        TALLY(lane->client, bounced_bytes, spans_copy_out(&fetch->spans));
     if (fetch->error == -ETIMEDOUT)
         TALLY(lane->client, timeouts, 1);
     fetch->result = fetch->error == 0 ? (int64_t)fetch->size : fetch->error;

@@ -142,7 +142,6 @@ int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint
         fetch->record = record;
         fetch->offset = offset;
         fetch->size = min_u64(size, record.size - offset);
-        fetch->data = data;
         fetch->until_ns = until;
         fetch->done = file_read_done;
         fetch->owner = file;
@@ -156,7 +155,7 @@ int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint
         pthread_mutex_unlock(&file->lock);
         if (offset == 0)
             client_hit(client, connection, record.inode);
-        fetch_start(lane, fetch);
+        fetch_start(lane, fetch, &(struct kvfs_buffer){data, fetch->size}, 1);
         while (lane_run(lane, 1000000000))
             ;
         if (result > 0) {

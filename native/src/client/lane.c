@@ -69,6 +69,7 @@ bool lane_free(struct lane *lane) {
     while (lane->free) {
         struct fetch *next = lane->free->next;
         free(lane->free->side);
+        spans_free(&lane->free->spans);
         free(lane->free);
         lane->free = next;
     }
@@ -85,12 +86,14 @@ struct fetch *fetch_get(struct lane *lane) {
     if (fetch) {
         lane->free = fetch->next;
         uint8_t *side = fetch->side;
+        struct spans spans = fetch->spans;
         memset(fetch, 0, sizeof(*fetch));
         fetch->side = side;
+        fetch->spans = spans;
     } else {
         fetch = calloc(1, sizeof(*fetch));
         void *side = NULL;
-        if (!fetch || posix_memalign(&side, KVFS_PAGE_SIZE, 2 * PAGE)) {
+        if (!fetch || posix_memalign(&side, KVFS_PAGE_SIZE, SIDE_PAGES * PAGE)) {
             free(fetch);
             return NULL;
         }
@@ -159,7 +162,7 @@ bool connection_overlaps(struct connection *connection, const uint8_t *data, uin
     pthread_mutex_lock(&connection->lock);
     *owed = idle_reap(connection) || *owed || connection->orphans;
     for (struct fetch *fetch = connection->orphans; fetch; fetch = fetch->next)
-        found = found || (fetch->data < data + size && data < fetch->data + fetch->size);
+        found = found || spans_overlap(&fetch->spans, data, size);
     pthread_mutex_unlock(&connection->lock);
     return found;
 }

@@ -1,11 +1,14 @@
 /* Keys and their names: looked up in the block table, deleted and listed by the daemon. */
 #include "client/client.h"
 
-static int table_or_daemon(struct kvfs_client *client, struct connection *connection, uint64_t parent, const char *name, uint32_t size,
+/* at_once: the daemon is not asked; -EAGAIN. */
+static int table_or_daemon(struct kvfs_client *client, struct connection *connection, uint64_t parent, const char *name, uint32_t size, bool at_once,
                            struct kvfs_record *out) {
     int r = kvfs_table_find_name(connection->table, parent, name, size, out);
     if (r != -EAGAIN && !(r == 0 && out->flags & KVFS_INODE_ASK))
         return r;
+    if (at_once)
+        return -EAGAIN;
     uint64_t words[2 + (KVFS_NAME_MAX + 8) / 8] = {parent, size};
     uint8_t *reply;
     uint32_t reply_size;
@@ -24,11 +27,11 @@ static int table_or_daemon(struct kvfs_client *client, struct connection *connec
     return 0;
 }
 
-int key_directory(struct kvfs_client *client, struct connection *connection, const char *path, uint64_t *inode) {
+static int key_directory(struct kvfs_client *client, struct connection *connection, const char *path, bool at_once, uint64_t *inode) {
     struct kvfs_record record;
     while (*path) {
         uint32_t size = (uint32_t)strcspn(path, "/");
-        int r = table_or_daemon(client, connection, *inode, path, size, &record);
+        int r = table_or_daemon(client, connection, *inode, path, size, at_once, &record);
         if (r == 0 && record.kind != KVFS_KIND_DIRECTORY)
             r = -ENOENT;
         if (r < 0)
@@ -57,13 +60,13 @@ int key_find(struct kvfs_client *client, struct connection *connection, struct s
     uint32_t size = key_hex(key, key_size, name);
     if (!shards->space) {
         uint64_t inode = client->base;
-        r = key_directory(client, connection, client->space, &inode);
+        r = key_directory(client, connection, client->space, shards->at_once, &inode);
         if (r < 0)
             return r;
         shards->space = inode;
     }
     if (!shards->known[key[0]]) {
-        r = table_or_daemon(client, connection, shards->space, name, 2, out);
+        r = table_or_daemon(client, connection, shards->space, name, 2, shards->at_once, out);
         if (r < 0 && r != -ENOENT)
             return r;
         shards->inodes[key[0]] = r == 0 && out->kind == KVFS_KIND_DIRECTORY ? out->inode : 0;
@@ -71,19 +74,19 @@ int key_find(struct kvfs_client *client, struct connection *connection, struct s
     }
     if (!shards->inodes[key[0]])
         return -ENOENT;
-    r = table_or_daemon(client, connection, shards->inodes[key[0]], name, size, out);
+    r = table_or_daemon(client, connection, shards->inodes[key[0]], name, size, shards->at_once, out);
     if (r == 0 && (out->kind != KVFS_KIND_FILE || !(out->flags & KVFS_INODE_SEALED)))
         r = -ENOENT;
     return r;
 }
 
-/* Either of sizes and found may be NULL. */
-static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes, uint8_t *found) {
+/* Either of sizes and found may be NULL. Returns how many there are. */
+static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, bool at_once, int64_t *sizes, uint8_t *found) {
     struct connection *connection;
-    struct shards shards = {0};
+    struct shards shards = {.at_once = at_once};
     uint32_t missing = 0;
     const uint8_t *key = keys->data;
-    int r = connection_get(client, &connection);
+    int r = (at_once ? connection_get_at_once : connection_get)(client, &connection);
     if (r < 0)
         return r;
     for (uint32_t i = 0; i < keys->count; key += keys->sizes[i++]) {
@@ -97,15 +100,25 @@ static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, int
             found[i] = r == 0;
         missing += r == -ENOENT;
     }
+    connection_put(connection);
+    if (r < 0 && r != -ENOENT)
+        return r;
     TALLY(client, lookups, keys->count);
     TALLY(client, misses, missing);
-    connection_put(connection);
-    return r == -ENOENT ? 0 : r;
+    return (int)(keys->count - missing);
 }
 
-int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes) { return look_up(client, keys, sizes, NULL); }
+int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes) {
+    int r = look_up(client, keys, false, sizes, NULL);
+    return r < 0 ? r : 0;
+}
 
-int kvfs_exists(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found) { return look_up(client, keys, NULL, found); }
+int kvfs_exists(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found) {
+    int r = look_up(client, keys, false, NULL, found);
+    return r < 0 ? r : 0;
+}
+
+int keys_exist_at_once(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found) { return look_up(client, keys, true, NULL, found); }
 
 /* ---- delete, list ---- */
 

@@ -1,6 +1,8 @@
 /* Memory that devices still own: of reads that were given up on, until the devices have answered. */
 #include "client/client.h"
 
+#include <stdio.h>
+
 static pthread_mutex_t orphans_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct orphan *orphans;
 static atomic_uint orphan_count;
@@ -73,14 +75,32 @@ static int by_address(const void *a, const void *b) {
     return (*x)->data<(*y)->data ? -1 : (*x)->data>(*y)->data;
 }
 
-int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count) {
+/* A buffer as messages name it: of vectors, by the block and, if that has more, its piece. */
+struct buffer_name {
+    char text[48];
+};
+static struct buffer_name named(const struct kvfs_vector *vectors, uint32_t i) {
+    struct buffer_name name;
+    uint32_t block = 0;
+    while (vectors && i >= vectors[block].count)
+        i -= vectors[block++].count;
+    if (vectors && vectors[block].count > 1)
+        snprintf(name.text, sizeof(name.text), "%u, piece %u", block, i);
+    else
+        snprintf(name.text, sizeof(name.text), "%u", vectors ? block : i);
+    return name;
+}
+
+/* Of vectors the buffers are the pieces, else vectors is NULL. */
+static int check(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint64_t count, const struct kvfs_vector *vectors) {
     bool sorted = true, orphans = atomic_load(&client->orphans) || atomic_load(&orphan_count);
     for (uint32_t i = 0; i < count; i++) {
         uint64_t start = (uint64_t)(uintptr_t)buffers[i].data;
         if (start + buffers[i].size < start || (!start && buffers[i].size))
-            return client_fail(-EINVAL, "buffer %u: %llu bytes at 0x%llx", i, (unsigned long long)buffers[i].size, (unsigned long long)start);
+            return client_fail(-EINVAL, "buffer %s: %llu bytes at 0x%llx", named(vectors, i).text, (unsigned long long)buffers[i].size,
+                               (unsigned long long)start);
         if (orphans && client_overlaps_orphan(client, buffers[i].data, buffers[i].size))
-            return client_fail(-EBUSY, "buffer %u: a device that gave no answer in time may still write into it", i);
+            return client_fail(-EBUSY, "buffer %s: a device that gave no answer in time may still write into it", named(vectors, i).text);
         if (i && start < (uint64_t)(uintptr_t)buffers[i - 1].data + buffers[i - 1].size)
             sorted = false;
     }
@@ -88,7 +108,7 @@ int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *b
         return 0;
     const struct kvfs_buffer **order = malloc(count * sizeof(*order));
     if (!order)
-        return client_fail(-ENOMEM, "no memory for a batch of %u", count);
+        return client_fail(-ENOMEM, "no memory for a batch of %llu", (unsigned long long)count);
     uint32_t some = 0;
     for (uint32_t i = 0; i < count; i++)
         if (buffers[i].size)
@@ -97,7 +117,28 @@ int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *b
     int r = 0;
     for (uint32_t i = 1; i < some && r == 0; i++)
         if ((uint8_t *)order[i - 1]->data + order[i - 1]->size > (uint8_t *)order[i]->data)
-            r = client_fail(-EINVAL, "buffers %td and %td overlap", order[i - 1] - buffers, order[i] - buffers);
+            r = client_fail(-EINVAL, "buffers %s and %s overlap", named(vectors, (uint32_t)(order[i - 1] - buffers)).text,
+                            named(vectors, (uint32_t)(order[i] - buffers)).text);
     free(order);
+    return r;
+}
+
+int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count) {
+    return check(client, buffers, count, NULL);
+}
+
+int client_check_vectors(struct kvfs_client *client, const struct kvfs_vector *vectors, uint32_t count) {
+    uint64_t total = 0, at = 0;
+    for (uint32_t i = 0; i < count; i++)
+        total += vectors[i].count;
+    if (total > UINT32_MAX)
+        return client_fail(-EINVAL, "%llu pieces in one batch", (unsigned long long)total);
+    struct kvfs_buffer *buffers = malloc((total + 1) * sizeof(*buffers));
+    if (!buffers)
+        return client_fail(-ENOMEM, "no memory for a batch of %llu pieces", (unsigned long long)total);
+    for (uint32_t i = 0; i < count; at += vectors[i++].count)
+        copy_bytes(buffers + at, vectors[i].pieces, vectors[i].count * sizeof(*buffers));
+    int r = check(client, buffers, total, vectors);
+    free(buffers);
     return r;
 }

@@ -21,6 +21,7 @@ struct staged {
     uint32_t slot, slots;
     uint32_t takers; /* threads that copy out of it, or wait for it */
     bool taken;      /* by one of them: counted as used */
+    bool given_up;   /* one has taken all of it: it goes with its last taker. Of a part of it there may be others */
 };
 
 struct stage {
@@ -61,7 +62,7 @@ static uint32_t slots_take(struct stage *stage, uint32_t wanted) {
             old = old->next;
         if (!old)
             return UINT32_MAX;
-        TALLY(stage->client, prestage_wasted, 1);
+        TALLY(stage->client, prestage_wasted, !old->taken);
         unlink_staged(stage, old);
     }
 }
@@ -126,11 +127,10 @@ static void stage_round(struct stage *stage) {
         if (fetch) {
             fetch->record = block->record;
             fetch->size = block->record.size;
-            fetch->data = stage->memory + block->slot * SLOT_SIZE;
             fetch->done = staged_done;
             fetch->owner = stage;
             fetch->cookie = (uintptr_t)block;
-            fetch_start(lane, fetch);
+            fetch_start(lane, fetch, &(struct kvfs_buffer){stage->memory + block->slot * SLOT_SIZE, fetch->size}, 1);
         } else if (block) {
             pthread_mutex_lock(&stage->lock);
             block->state = STAGED_LOST;
@@ -210,7 +210,7 @@ void stage_stop(struct kvfs_client *client) {
     while (stage->oldest) {
         owed = owed || client_overlaps_orphan(client, stage->memory, stage->size);
         if (stage->oldest->state == STAGED_READY)
-            TALLY(client, prestage_wasted, 1);
+            TALLY(client, prestage_wasted, !stage->oldest->taken);
         unlink_staged(stage, stage->oldest);
     }
     if (!owed) /* else a device may still write there: it stays */
@@ -220,7 +220,8 @@ void stage_stop(struct kvfs_client *client) {
     client->stage = NULL;
 }
 
-int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint8_t *data, uint64_t until_ns) {
+int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uint64_t offset, uint64_t size, const struct kvfs_buffer *pieces,
+               uint64_t until_ns) {
     struct stage *stage = __atomic_load_n(&client->stage, __ATOMIC_ACQUIRE);
     if (!stage)
         return 0;
@@ -238,14 +239,19 @@ int stage_take(struct kvfs_client *client, const struct kvfs_record *record, uin
     int taken = block->state == STAGED_READY && block->record.size == record->size;
     if (taken) {
         pthread_mutex_unlock(&stage->lock);
-        memcpy(data, stage->memory + block->slot * SLOT_SIZE, record->size);
+        const uint8_t *data = stage->memory + block->slot * SLOT_SIZE + offset;
+        for (uint64_t left = size, part; left; left -= part, data += part, pieces++) {
+            part = min_u64(left, pieces->size);
+            copy_bytes(pieces->data, data, part);
+        }
         pthread_mutex_lock(&stage->lock);
         if (!block->taken)
             TALLY(client, prestage_used, 1);
         block->taken = true;
     }
     assert(block->takers > 0);
-    if (--block->takers == 0 && block->state == STAGED_READY)
+    block->given_up = block->given_up || (block->state == STAGED_READY && (!taken || size == record->size));
+    if (--block->takers == 0 && block->state == STAGED_READY && block->given_up)
         unlink_staged(stage, block);
     pthread_mutex_unlock(&stage->lock);
     return taken;

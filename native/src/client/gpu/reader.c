@@ -93,14 +93,13 @@ static int piece_start(struct gpu_call *call, struct gpu_block *block, struct gp
         atomic_fetch_add(&fetch->desc->refs, 1);
     fetch->offset = block->from + block->next * call->gpu->slot_size;
     fetch->size = slot->size;
-    fetch->data = slot->memory;
     fetch->done = piece_done;
     fetch->owner = call;
     fetch->cookie = (uint64_t)(slot - call->gpu->slots);
     block->next++;
     block->active++;
     call->gpu->count.pieces++;
-    fetch_start(call->lane, fetch);
+    fetch_start(call->lane, fetch, &(struct kvfs_buffer){slot->memory, slot->size}, 1);
     return 0;
 }
 
@@ -204,7 +203,7 @@ static void header_start(struct gpu_call *call, struct gpu_block *block) {
     fetch->done = header_done;
     fetch->owner = call;
     fetch->cookie = (uint64_t)(block - call->blocks);
-    fetch_start(call->lane, fetch);
+    fetch_start(call->lane, fetch, NULL, 0);
 }
 
 /* Look the name up, for the first time or again. */
@@ -226,7 +225,9 @@ static void block_find(struct gpu_call *call, struct gpu_block *block) {
     }
     block_stage(call, block, 0);
     struct gpu_slot *slot = gpu->client->stage && block->pieces <= gpu->ring_slots ? slots_side_by_side(gpu, block->pieces) : NULL;
-    if (!slot || !stage_take(gpu->client, &block->record, slot->memory, now_ns() + gpu->client->options.timeout_ms * 1000000ull)) {
+    const struct kvfs_buffer whole = {slot ? slot->memory : NULL, block->record.size};
+    uint64_t until_ns = now_ns() + gpu->client->options.timeout_ms * 1000000ull;
+    if (!slot || !stage_take(gpu->client, &block->record, 0, whole.size, &whole, until_ns)) {
         if (call->direct && block->record.size >= PAGE)
             header_start(call, block);
         return;
