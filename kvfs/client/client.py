@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar, cast
 
 from kvfs.client import keys as keys_
 from kvfs.client import memory as memory_
@@ -37,11 +37,14 @@ if TYPE_CHECKING:
     from kvfs.client.asynchronous import AsyncioClient, TrioClient
     from kvfs.client.gpu import GpuReader
 
+M = TypeVar("M")
 Results: TypeAlias = list[int | None]
 GpuMode = Literal["auto", "staged", "gds", "host"]
 # A call ends by its own deadlines; close() waits this long for calls that run.
 CLOSE_TIMEOUT_S = 60.0
 _NAMED_AT_MOST = 3
+# Results of a put that are no failures.
+_STORED = frozenset((0, -errno.EEXIST))
 # A block that grows each time it is looked at is being replaced all the time.
 _GET_TRIES = 8
 
@@ -161,40 +164,64 @@ class Client:
 
     # ---- blocks ----
 
-    def put(self, items: Iterable[tuple[Key, Memory]]) -> None:
-        """Store blocks: pairs of key and memory (host memory, C-contiguous, taken as bytes; read-only is fine).
+    def put(
+        self,
+        items: Iterable[tuple[Key, Memory | Sequence[Memory]]],
+        *,
+        if_absent: bool = False,
+        parents: Sequence[Key | None] | None = None,
+    ) -> list[bool]:
+        """Store blocks: pairs of key and memory (host memory, C-contiguous, taken as bytes; read-only is fine). A list
+        or tuple of memories is one block in pieces. No copy is made where every piece is aligned to
+        information().memory_alignment, and every one but the last is whole pages of 4096 bytes.
 
         A block that is there is replaced; readers see the old one or the new one, whole. Two writers of one key
         both succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
+        if_absent: a block that is there is not written, and counts as used; but one that this client could not read is
+        stored again. parents: for each block the key of the block before it in its chain, None for a first one.
 
-        Raises PutError if any was not stored (its `failed`: key -> error; all others were). The PutError is also a
-        NoSpaceError if only room was missing. InvalidKeyError: a key twice; InvalidBufferError; NotMountedError: no
-        daemon.
+        Returns for each whether this call stored it; False: it was there (if_absent). Raises PutError if any was not
+        stored (its `failed`: key -> error; all others were, or were there). The PutError is also a NoSpaceError if only
+        room was missing. InvalidKeyError: a key twice; InvalidBufferError; ValueError: not as many parents as blocks;
+        NotMountedError: no daemon.
         """
         names, memories = _pairs(items)
+        above = None if parents is None else [b"" if parent is None else keys_.one(parent) for parent in parents]
+        if above is not None and len(above) != len(names):
+            raise ValueError(f"{len(above)} parents of {len(names)} blocks")
         if not names:
-            return
+            return []
         keys = Keys(names)
         if len(set(names)) != len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
             raise InvalidKeyError(f"key {shown(twice)}: twice in one put; which of the two is to be stored?")
-        regions = list(map(memory_.source, names, memories))
-        for name, region in zip(names, regions, strict=True):
-            if region.device is not None:
+        blocks = list(map(memory_.sources, names, memories))
+        for name, block in zip(names, blocks, strict=True):
+            if any(region.device is not None for region in block):
                 raise InvalidBufferError(f"key {shown(name)}: its bytes are in GPU memory; copy them to the host first")
-        results, error = self.library.put(keys, regions)
-        failed = {name: result for name, result in zip(names, results, strict=True) if result < 0}
+        results, error = self.library.put(
+            keys, blocks, if_absent=if_absent, parents=None if above is None else Keys(above, gaps=True)
+        )
+        failed = {name: result for name, result in zip(names, results, strict=True) if result not in _STORED}
         if error is not None:
             if len(failed) < len(names):
                 error.add_note(f"{len(names) - len(failed)} of {len(names)} blocks were stored before")
             raise error
         if failed:
-            raise _put_error(failed, dict(zip(names, regions, strict=True)), len(names))
+            sizes = {name: sum(region.size for region in block) for name, block in zip(names, blocks, strict=True)}
+            raise _put_error(failed, sizes, len(names))
+        return [result == 0 for result in results]
 
     def exists(self, keys: Iterable[Key]) -> list[bool]:
         """Is there a block, for each key? Reads nothing from a device and asks nobody."""
         packed = keys_.pack(keys)
         return list(map(bool, self.library.exists(packed))) if packed.count else []
+
+    def exists_prefix(self, keys: Iterable[Key]) -> int:
+        """How many keys, from the first on, have a block: the length of the prefix that is there. As cheap as exists();
+        keys behind the first gap are not looked up."""
+        packed = keys_.pack(keys)
+        return self.library.exists_prefix(packed) if packed.count else 0
 
     def sizes(self, keys: Iterable[Key]) -> list[int | None]:
         """Bytes of each block; None: there is none."""
@@ -374,7 +401,7 @@ class Client:
         return results
 
 
-def _pairs(items: Iterable[tuple[Key, Memory]]) -> tuple[list[bytes], list[Memory]]:
+def _pairs(items: Iterable[tuple[Key, M]]) -> tuple[list[bytes], list[M]]:
     pairs = list(items)
     try:
         names = [keys_.one(key) for key, _ in pairs]
@@ -389,11 +416,11 @@ def _or_none(value: int) -> int | None:
     return value if value >= 0 else None
 
 
-def _put_error(failed: dict[bytes, int], regions: dict[bytes, Region], count: int) -> PutError:
+def _put_error(failed: dict[bytes, int], sizes: dict[bytes, int], count: int) -> PutError:
     errors: dict[bytes, KvfsError] = {}
     for name, result in failed.items():
         reason = _REASONS.get(-result, os.strerror(-result))
-        errors[name] = client_error(-result, f"key {shown(name)}, {regions[name].size} bytes: {reason}")
+        errors[name] = client_error(-result, f"key {shown(name)}, {sizes[name]} bytes: {reason}")
     texts = [str(error) for error in list(errors.values())[:_NAMED_AT_MOST]]
     if len(errors) > _NAMED_AT_MOST:
         texts.append(f"and {len(errors) - _NAMED_AT_MOST} more")

@@ -18,15 +18,17 @@ _SHOWN = 32
 
 
 class Keys:
-    """A batch of keys in memory that libkvfs can read. `struct` points into memory that lives as long as this."""
+    """A batch of keys in memory that libkvfs can read. `struct` points into memory that lives as long as this.
+
+    With `gaps` a key may be b"", which stands for none."""
 
     __slots__ = ("_memory", "count", "data", "sizes", "struct")
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
+    def __init__(self, keys: Sequence[bytes], *, gaps: bool = False) -> None:
         self.count = len(keys)
         self.data = b"".join(keys)
         self.sizes = array("I", map(len, keys))
-        if self.count and (max(self.sizes) > KEY_MAX or min(self.sizes) == 0):
+        if self.count and (max(self.sizes) > KEY_MAX or (min(self.sizes) == 0 and not gaps)):
             wrong = next(key for key in keys if not 0 < len(key) <= KEY_MAX)
             raise InvalidKeyError(f"key {shown(wrong)}: {len(wrong)} bytes, 1 to {KEY_MAX} are possible")
         self._memory = (ffi.from_buffer(self.data), ffi.from_buffer("uint32_t[]", self.sizes))

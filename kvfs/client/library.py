@@ -23,6 +23,7 @@ from kvfs.errors import ClientError, DeadlineError, ForkError, client_error
 
 READ_ONLY = 1
 NO_VERIFY = 2
+IF_ABSENT = 1
 LIST_COUNT = 4096
 
 # Memory that a device had not let go of when its client was closed: it stays the process's.
@@ -197,6 +198,11 @@ class Library:
             _check(lib.kvfs_exists(handle, keys.struct, ffi.from_buffer(found)), self.name)
         return found
 
+    def exists_prefix(self, keys: Keys) -> int:
+        """How many keys, from the first on, exist."""
+        with self as handle:
+            return _check(lib.kvfs_exists_prefix(handle, keys.struct), self.name)
+
     def sizes(self, keys: Keys) -> list[int]:
         """Bytes of each block, or -ENOENT."""
         sizes = _zeros(keys.count)
@@ -217,12 +223,26 @@ class Library:
                 self._hold([regions[i] for i, value in enumerate(values) if value == -errno.ETIMEDOUT])
         return values
 
-    def put(self, keys: Keys, regions: Sequence[Region]) -> tuple[list[int], Exception | None]:
-        """0 or -errno for each, and what ended the whole call before its end, if something did."""
-        assert len(regions) == keys.count, (len(regions), keys.count)
+    def put(
+        self, keys: Keys, blocks: Sequence[Sequence[Region]], *, if_absent: bool = False, parents: Keys | None = None
+    ) -> tuple[list[int], Exception | None]:
+        """Blocks, each the pieces of its memory. 0 or -errno for each, -EEXIST where one is there (if_absent); and what
+        ended the whole call before its end, if something did."""
+        assert len(blocks) == keys.count, (len(blocks), keys.count)
         results = array("q", [-errno.ECANCELED]) * keys.count
+        options = ffi.new(
+            "struct kvfs_put_options *",
+            [
+                ffi.sizeof("struct kvfs_put_options"),
+                IF_ABSENT if if_absent else 0,
+                ffi.NULL if parents is None else parents.struct,
+            ],
+        )
+        pieces = _buffers([region for block in blocks for region in block])
         with self as handle:
-            result = lib.kvfs_put(handle, keys.struct, _buffers(regions), ffi.from_buffer("int64_t[]", results))
+            result = lib.kvfs_put_vectors(
+                handle, keys.struct, _vectors(pieces, blocks), options, ffi.from_buffer("int64_t[]", results)
+            )
             error = _error(result, self.name) if result < 0 else None
         return results.tolist(), error
 
@@ -288,6 +308,15 @@ def _zeros(count: int) -> array[int]:
 
 def _buffers(regions: Sequence[Region]) -> object:
     return ffi.new("struct kvfs_buffer[]", [(region.pointer, region.size) for region in regions])
+
+
+def _vectors(pieces: object, blocks: Sequence[Sequence[Region]]) -> object:
+    """Blocks whose pieces lie back to back in `pieces` (struct kvfs_buffer[]), which must outlive this."""
+    first, at, vectors = ffi.cast("struct kvfs_buffer *", pieces), 0, []
+    for block in blocks:
+        vectors.append((first + at, len(block), 0, 0))
+        at += len(block)
+    return ffi.new("struct kvfs_vector[]", vectors)
 
 
 def _error(result: int, name: str) -> Exception:

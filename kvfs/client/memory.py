@@ -77,6 +77,13 @@ def source(key: bytes, memory: Memory) -> Region:
     return _region(key, memory, writable=False)
 
 
+def sources(key: bytes, memory: Memory | Sequence[Memory]) -> list[Region]:
+    """source() of each piece, if the memory is a list or tuple of pieces."""
+    if isinstance(memory, (list, tuple)):
+        return [source(key, piece) for piece in memory]
+    return [source(key, cast(Memory, memory))]
+
+
 def allocate(size: int) -> memoryview:
     """size bytes of zeroed, page-aligned, writable memory; it goes with its last user."""
     if size == 0:

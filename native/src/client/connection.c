@@ -100,6 +100,7 @@ static int connection_fill(struct kvfs_client *client, struct connection *connec
     memcpy(connection->uuid, w->pool_uuid, sizeof(connection->uuid));
     connection->writable = w->writable && !(client->options.flags & KVFS_READ_ONLY);
     connection->reservation_ms = w->reservation_ms;
+    connection->version = 3;
     return 0;
 }
 

@@ -18,7 +18,7 @@ static void get_done(struct lane *lane, struct fetch *fetch);
 
 static void get_start(struct get_call *call, struct lane *lane, uint32_t i, uint64_t until_ns) {
     struct kvfs_record record;
-    int r = key_find(call->client, call->connection, &call->shards, call->places[i], call->keys->sizes[i], &record);
+    int r = key_find(call->client, call->connection, &call->shards, call->keys->kind, call->places[i], call->keys->sizes[i], &record);
     if (r < 0 && r != -ENOENT && !call->error)
         call->error = r;
     if (r == 0 && record.size > call->buffers[i].size)

@@ -274,8 +274,8 @@ void message_append(struct message_buffer *out, const void *data, uint64_t size)
     out->size += padded;
 }
 
-void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t count) {
-    struct wire_where where = {.base = client->base, .space_size = (uint32_t)strlen(client->space), .count = count};
+void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t flags, uint32_t count) {
+    struct wire_where where = {.base = client->base, .space_size = (uint16_t)strlen(client->space), .flags = (uint16_t)flags, .count = count};
     message_append(out, &where, sizeof(where));
     message_append(out, client->space, where.space_size);
 }
