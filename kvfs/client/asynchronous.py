@@ -104,7 +104,7 @@ class AsyncClient(ABC):
 
     def list(self, after: Key | None = None) -> AsyncKeys:
         """All keys behind `after`, for `async for`."""
-        return AsyncKeys(self, None if after is None else pack([after]).data)
+        return AsyncKeys(self, None if after is None else pack([after], paths=self.client.library.paths).data)
 
     async def page(self, after: bytes | None) -> Sequence[bytes]:
         """Some keys behind `after`; none at the end."""

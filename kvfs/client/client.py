@@ -1,6 +1,7 @@
 """kvfs.connect(): blocks of a mounted pool by key, from its devices into the caller's memory and back.
 
-A block is an ordinary file of the mount, DIRECTORY/NAMESPACE/<first 2 hex digits>/<key in hex>. Reads ask no daemon.
+A block is an ordinary file of the mount: DIRECTORY/NAMESPACE/<first 2 hex digits>/<key in hex>, for keys of up to 127
+bytes (kvfs.h has the names of longer ones), or DIRECTORY/NAMESPACE/<path>. Reads ask no daemon.
 How memory is described is memory.py's, what the calls cost is libkvfs's (native/include/kvfs.h), GPU memory is
 gpu.py's.
 """
@@ -52,6 +53,7 @@ _REASONS = {
     errno.ENOSPC: "no room: all that is left is pinned or open",
     errno.EFBIG: "larger than the pool can hold",
     errno.EISDIR: "there is a directory of this name",
+    errno.ENOTDIR: "a part of its path is no directory",
     errno.ETIMEDOUT: "a device gave no answer in time",
     errno.ECANCELED: "not tried",
 }
@@ -67,6 +69,7 @@ def connect(
     staging_size: int = 256 << 20,
     gpu: GpuMode | None = "auto",
     verify: bool = True,
+    paths: bool = False,
 ) -> Client:
     """Connect to the pool that is mounted at path or above it, or whose own directory path is.
 
@@ -77,6 +80,8 @@ def connect(
     a miss. depth: blocks a call has in flight, 1 to 64. staging_size: bytes of memory for prestage(), at most. gpu: how
     GPU memory is filled. "auto" takes the best that works here, a mode that is named and does not work is an error
     (MissingFeatureError), None never touches CUDA. verify=False is for benchmarks only: wrong bytes are then possible.
+    paths: keys are the paths of files below the namespace ("a/b/name"), for files that others write through the mount
+    under names of their own.
 
     Raises NotMountedError (no daemon answers), VersionError, DeadlineError, ValueError (an option), or ClientError with
     the errno of libkvfs. EINVAL or ENOTDIR: path is not a directory of a kvfs mount. ENOENT. EACCES: the daemon refuses
@@ -95,7 +100,9 @@ def connect(
     if gpu not in (None, "auto", "staged", "gds", "host"):
         raise ValueError(f"gpu {gpu!r}: auto, staged, gds, host or None are possible")
     flags = (READ_ONLY if read_only else 0) | (0 if verify else NO_VERIFY)
-    library = Library(encoded, space, flags=flags, timeout_ms=timeout_ms, depth=depth, staging_size=staging_size)
+    library = Library(
+        encoded, space, flags=flags, timeout_ms=timeout_ms, depth=depth, staging_size=staging_size, paths=paths
+    )
     client = Client(library, namespace, gpu)
     if gpu in ("staged", "gds"):
         try:
@@ -112,8 +119,9 @@ class Client:
 
     Reads need no daemon: if it dies they go on, unchanged blocks for unchanged keys, and the client connects again by
     itself when it is back. After an unmount every call raises NotMountedError until the pool is mounted again.
-    Keys are bytes, or str (their UTF-8), of 1 to 127 bytes. Every call takes thousands at once; an empty batch is an
-    empty result. Raised by all: InvalidKeyError, NotMountedError, PoolChangedError, ForkError, ClientError.
+    Keys are bytes, or str (their UTF-8), of 1 to 255 bytes; or paths of at most 1023 bytes (connect's `paths`).
+    Every call takes thousands at once; an empty batch is an empty result. Raised by all: InvalidKeyError,
+    NotMountedError, PoolChangedError, ForkError, ClientError.
     """
 
     def __init__(self, library: Library, namespace: str, gpu: GpuMode | None) -> None:
@@ -191,7 +199,7 @@ class Client:
             raise ValueError(f"{len(above)} parents of {len(names)} blocks")
         if not names:
             return []
-        keys = Keys(names)
+        keys = self._keys(names)
         if len(set(names)) != len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
             raise InvalidKeyError(f"key {shown(twice)}: twice in one put; which of the two is to be stored?")
@@ -200,7 +208,10 @@ class Client:
             if any(region.device is not None for region in block):
                 raise InvalidBufferError(f"key {shown(name)}: its bytes are in GPU memory; copy them to the host first")
         results, error = self.library.put(
-            keys, blocks, if_absent=if_absent, parents=None if above is None else Keys(above, gaps=True)
+            keys,
+            blocks,
+            if_absent=if_absent,
+            parents=None if above is None else Keys(above, paths=self.library.paths, gaps=True),
         )
         failed = {name: result for name, result in zip(names, results, strict=True) if result not in _STORED}
         if error is not None:
@@ -214,18 +225,18 @@ class Client:
 
     def exists(self, keys: Iterable[Key]) -> list[bool]:
         """Is there a block, for each key? Reads nothing from a device and asks nobody."""
-        packed = keys_.pack(keys)
+        packed = self._pack(keys)
         return list(map(bool, self.library.exists(packed))) if packed.count else []
 
     def exists_prefix(self, keys: Iterable[Key]) -> int:
         """How many keys, from the first on, have a block: the length of the prefix that is there. As cheap as exists();
         keys behind the first gap are not looked up."""
-        packed = keys_.pack(keys)
+        packed = self._pack(keys)
         return self.library.exists_prefix(packed) if packed.count else 0
 
     def sizes(self, keys: Iterable[Key]) -> list[int | None]:
         """Bytes of each block; None: there is none."""
-        packed = keys_.pack(keys)
+        packed = self._pack(keys)
         return [_or_none(size) for size in self.library.sizes(packed)] if packed.count else []
 
     def get_into(self, items: Iterable[tuple[Key, Memory]], *, stream: int | None = None) -> list[int | None]:
@@ -246,7 +257,7 @@ class Client:
         names, memories = _pairs(items)
         if not names:
             return []
-        keys = Keys(names)
+        keys = self._keys(names)
         if stream is not None and type(stream) is not int:
             raise TypeError(f"stream: a raw CUDA stream (an int) is expected, not {type(stream).__name__}")
         regions = list(map(memory_.destination, names, memories))
@@ -262,7 +273,7 @@ class Client:
 
     def get(self, key: Key) -> memoryview | None:
         """A block in page-aligned memory of its own; None for a miss."""
-        packed = keys_.pack([key])
+        packed = self._pack([key])
         for _ in range(_GET_TRIES):
             size = self.library.sizes(packed)[0]
             if size < 0:
@@ -275,13 +286,13 @@ class Client:
 
     def delete(self, keys: Iterable[Key]) -> list[bool]:
         """Remove blocks. Returns whether there was one, for each key (of a key given twice, the second is False)."""
-        packed = keys_.pack(keys)
+        packed = self._pack(keys)
         return list(map(bool, self.library.delete(packed))) if packed.count else []
 
     def list(self, after: Key | None = None) -> Iterator[bytes]:
         """All keys of the namespace in byte order, from the first behind `after`. Asks the daemon page by page: what is
         stored or removed meanwhile may be seen or not, all else is, once."""
-        last = None if after is None else keys_.pack([after]).data
+        last = None if after is None else self._pack([after]).data
         while page := self.library.list_page(last):
             yield from page
             last = page[-1]
@@ -290,7 +301,7 @@ class Client:
         """Start reading blocks that will be needed soon; the next get_into of each takes it from memory. Returns how
         many were started: not those that do not exist or are there already. When staging_size is full the oldest
         go."""
-        packed = keys_.pack(keys)
+        packed = self._pack(keys)
         return self.library.prestage(packed) if packed.count else 0
 
     @staticmethod
@@ -334,6 +345,12 @@ class Client:
 
     # ---- inside kvfs.client ----
 
+    def _keys(self, names: Sequence[bytes]) -> Keys:
+        return Keys(names, paths=self.library.paths)
+
+    def _pack(self, keys: Iterable[Key]) -> Keys:
+        return keys_.pack(keys, paths=self.library.paths)
+
     def gpu_reader(self) -> GpuReader:
         """The reader that fills GPU memory; made at its first use. Raises MissingFeatureError if the mode asked
         for is not to be had."""
@@ -359,7 +376,7 @@ class Client:
         parts: list[tuple[Sequence[int], Callable[[], Results]]] = []
         if on_host:
             host_names, host_regions = [names[i] for i in on_host], [regions[i] for i in on_host]
-            parts.append((on_host, lambda: self._get_host(Keys(host_names), host_names, host_regions)))
+            parts.append((on_host, lambda: self._get_host(self._keys(host_names), host_names, host_regions)))
         gpu_regions = [regions[i] for i in on_gpu]
         parts.append((on_gpu, lambda: self._get_gpu([names[i] for i in on_gpu], gpu_regions, stream)))
         for places, read in parts:
@@ -378,7 +395,7 @@ class Client:
         destinations = [(region.address, region.size, cast(int, region.device)) for region in regions]
         with self.library:
             try:
-                return reader.get_into(Keys(names), destinations, stream)
+                return reader.get_into(self._keys(names), destinations, stream)
             finally:
                 if reader.may_owe:
                     self.library.hold_busy(regions)
@@ -392,7 +409,7 @@ class Client:
         if -errno.ERANGE in values:
             small = [i for i, value in enumerate(values) if value == -errno.ERANGE]
             first = small[0]
-            size = self.library.sizes(Keys([names[first]]))[0]
+            size = self.library.sizes(self._keys([names[first]]))[0]
             others = f", and {len(small) - 1} more such" if len(small) > 1 else ""
             raise SmallBufferError(
                 f"key {shown(names[first])}: the block has {size} bytes, its destination {regions[first].size}{others}",

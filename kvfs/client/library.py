@@ -78,9 +78,10 @@ class Library:
     """One struct kvfs_client. Any thread may call anything."""
 
     def __init__(
-        self, path: bytes, space: bytes, *, flags: int, timeout_ms: int, depth: int, staging_size: int
+        self, path: bytes, space: bytes, *, flags: int, timeout_ms: int, depth: int, staging_size: int, paths: bool
     ) -> None:
         self.name = os.fsdecode(path)
+        self.paths = paths  # its keys are paths
         self.pid = os.getpid()
         self._timeout_s = timeout_ms / 1000
         self._changed = threading.Condition(threading.Lock())
@@ -254,6 +255,8 @@ class Library:
 
     def list_page(self, after: bytes | None) -> list[bytes]:
         """Up to LIST_COUNT keys behind `after`, in byte order; none at the end."""
+        if self.paths:
+            raise client_error(errno.EOPNOTSUPP, f"{self.name}: paths are not listed; walk the mount instead")
         data = _list_memory("char[]", LIST_COUNT * KEY_MAX)
         sizes = ffi.new("uint32_t[]", LIST_COUNT)
         with self as handle:

@@ -2,8 +2,8 @@
 
 import errno
 import random
+from array import array
 
-import numpy as np
 import pytest
 from helpers import KIB, MIB, Pool, assert_same, content, read_file
 
@@ -40,7 +40,7 @@ def test_a_block_in_pieces_is_one_block(client, block_path, size, sizes):
 def test_pieces_lie_anywhere_and_in_any_kind_of_memory(client, block_path):
     chooser = random.Random(1)
     parts = [chooser.randbytes(chooser.choice([1, 17, 4096, 70_000])) for _ in range(100)]
-    kinds = [bytes, bytearray, lambda part: np.frombuffer(part, np.uint8), memoryview]
+    kinds = [bytes, bytearray, lambda part: array("B", part), memoryview]
     client.put([(b"key", [kinds[i % 4](part) for i, part in enumerate(parts)]), (b"other", [b"one piece"])])
     assert_same(client.get(b"key"), b"".join(parts), "get")
     assert_same(read_file(block_path(b"key")), b"".join(parts), "the file")
