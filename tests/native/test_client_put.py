@@ -107,11 +107,9 @@ def test_a_failure_beside_blocks_that_are_there_names_itself_alone(client, block
 
 
 def damage(pool: Pool, data: bytes) -> None:
-    """Every copy of these bytes on the devices, which lie in the pool's directory."""
+    """Every copy of these bytes on the devices."""
     found = 0
-    for path in sorted(pool.path.glob("*")):
-        if not path.is_file() or path.stat().st_size < MIB:
-            continue
+    for path in sorted((pool.path / "devices").iterdir()):
         with path.open("r+b", buffering=0) as device:
             stored = device.read()
             at = stored.find(data)
