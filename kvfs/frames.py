@@ -43,7 +43,7 @@ class HolderPages(Protocol):
 
 
 class Shard(Protocol):
-    """struct kvfs_shard: the directory of keys that begin with two digits."""
+    """struct kvfs_shard: a directory that items of a frame are in."""
 
     directory: int
     gid: int
@@ -64,7 +64,7 @@ RunFields = tuple[int, int, int, int]  # generation, segment, page, page count
 
 
 class Shards:
-    """The directories of one namespace's keys, by the number that a key begins with."""
+    """The directories of a frame's items, by number: the one that a key begins with, or that in the frame's table."""
 
     def __init__(self, known: Shards | None = None) -> None:
         self.items = ffi.new("struct kvfs_shard[]", SHARDS)
@@ -86,11 +86,22 @@ class Frames:
         self._runs = ffi.new("const struct kvfs_run **")
         self._run_count = ffi.new("uint32_t *")
 
-    def check(self, kind: int, items: memoryview, count: int, known: Shards | None = None) -> list[int]:
-        """The numbers that the items' names begin with and whose directory is not known. FrameError: the items are not
-        what the protocol has."""
+    def check(
+        self,
+        kind: int,
+        items: memoryview,
+        count: int,
+        *,
+        flags: int = 0,
+        directories: int = 0,
+        known: Shards | None = None,
+    ) -> list[int]:
+        """The numbers of the items' directories that are not known. directories: how many the frame's table has.
+        FrameError: the items are not what the protocol has."""
         shards = (known or self._none).items
-        found = lib.kvfs_frame_check(kind, ffi.from_buffer(items), len(items), count, shards, self._missing)
+        found = lib.kvfs_frame_check(
+            kind, flags, ffi.from_buffer(items), len(items), count, directories, shards, self._missing
+        )
         if found < 0:
             raise FrameError(f"{count} items in {len(items)} bytes break a rule of frames of type {kind}")
         return list(self._missing[0:found])
@@ -113,17 +124,19 @@ class Frames:
         lib.kvfs_reservation_statistics_get(self._plane, self._totals)
         return Totals(*(int(getattr(self._totals, name)) for name in Totals._fields))
 
-    def reserve(self, holder: HolderPages, items: memoryview, count: int, shards: Shards, uid: int) -> Reserve:
-        """Items that were checked."""
-        return Reserve(self._plane, holder, items, count, shards, uid)
+    def reserve(
+        self, holder: HolderPages, items: memoryview, count: int, shards: Shards, uid: int, flags: int
+    ) -> Reserve:
+        """Items that were checked with these flags."""
+        return Reserve(self._plane, holder, items, count, shards, uid, flags)
 
     def commit(self, holder: HolderPages, items: memoryview, count: int) -> Commit:
         """Items that were checked."""
         return Commit(self._plane, holder, items, count)
 
-    def delete(self, items: memoryview, count: int, shards: Shards) -> Delete:
-        """Items that were checked."""
-        return Delete(self._plane, items, count, shards)
+    def delete(self, items: memoryview, count: int, shards: Shards, flags: int) -> Delete:
+        """Items that were checked with these flags."""
+        return Delete(self._plane, items, count, shards, flags)
 
     # ---- taking back ----
 
@@ -149,10 +162,10 @@ class Reserve:
     """RESERVE, on its way. `told` is struct kvfs_reserve."""
 
     def __init__(
-        self, plane: object, holder: HolderPages, items: memoryview, count: int, shards: Shards, uid: int
+        self, plane: object, holder: HolderPages, items: memoryview, count: int, shards: Shards, uid: int, flags: int
     ) -> None:
         self._plane, self._items = plane, ffi.from_buffer(items)  # alive as long as the frame
-        self.told = lib.kvfs_reserve_begin(holder, self._items, count, shards.items, uid)
+        self.told = lib.kvfs_reserve_begin(holder, flags, self._items, count, shards.items, uid)
         if self.told == ffi.NULL:
             raise _no_memory("a RESERVE")
 
@@ -225,19 +238,23 @@ class Commit:
 class Delete:
     """DELETE, on its way. `told` is struct kvfs_removal."""
 
-    def __init__(self, plane: object, items: memoryview, count: int, shards: Shards) -> None:
+    def __init__(self, plane: object, items: memoryview, count: int, shards: Shards, flags: int) -> None:
         self._plane, self._items, self._count, self._shards = plane, ffi.from_buffer(items), count, shards
+        self._flags = flags
         self.told = ffi.new("struct kvfs_removal *")
         self._deleted = ffi.new("uint8_t[]", count + 1)
 
     def go(self) -> Next:
         return Next(
-            lib.kvfs_remove_names(self._plane, self.told, self._items, self._count, self._shards.items, self._deleted)
+            lib.kvfs_remove_names(
+                self._plane, self.told, self._flags, self._items, self._count, self._shards.items, self._deleted
+            )
         )
 
-    def name(self) -> bytes:
-        """The name of the item that NAMES was said for."""
-        return cast(bytes, ffi.unpack(self.told.name, self.told.name_size))
+    def name(self) -> tuple[int, bytes]:
+        """The directory, an inode number, and the name of the item that NAMES was said for."""
+        directory = self._shards[self.told.shard].directory
+        return directory, cast(bytes, ffi.unpack(self.told.name, self.told.name_size))
 
     def item(self, deleted: bool) -> None:
         """The caller has done that item."""

@@ -25,9 +25,17 @@ class BlockingClient(Protocol):
 
     library: Library
 
-    def put(self, items: Iterable[tuple[Key, Memory]]) -> None: ...
+    def put(
+        self,
+        items: Iterable[tuple[Key, Memory | Sequence[Memory]]],
+        *,
+        if_absent: bool = False,
+        parents: Sequence[Key | None] | None = None,
+    ) -> list[bool]: ...
 
     def exists(self, keys: Iterable[Key]) -> list[bool]: ...
+
+    def exists_prefix(self, keys: Iterable[Key]) -> int: ...
 
     def sizes(self, keys: Iterable[Key]) -> list[int | None]: ...
 
@@ -69,11 +77,20 @@ class AsyncClient(ABC):
         """Close the client; waits for calls that were cancelled and still run."""
         await self._run_to_end(self.client.close)
 
-    async def put(self, items: Iterable[tuple[Key, Memory]]) -> None:
-        await self._run(functools.partial(self.client.put, list(items)))
+    async def put(
+        self,
+        items: Iterable[tuple[Key, Memory | Sequence[Memory]]],
+        *,
+        if_absent: bool = False,
+        parents: Sequence[Key | None] | None = None,
+    ) -> list[bool]:
+        return await self._run(functools.partial(self.client.put, list(items), if_absent=if_absent, parents=parents))
 
     async def exists(self, keys: Iterable[Key]) -> list[bool]:
         return await self._run(functools.partial(self.client.exists, keys))
+
+    async def exists_prefix(self, keys: Iterable[Key]) -> int:
+        return await self._run(functools.partial(self.client.exists_prefix, keys))
 
     async def sizes(self, keys: Iterable[Key]) -> list[int | None]:
         return await self._run(functools.partial(self.client.sizes, keys))
@@ -92,7 +109,7 @@ class AsyncClient(ABC):
 
     def list(self, after: Key | None = None) -> AsyncKeys:
         """All keys behind `after`, for `async for`."""
-        return AsyncKeys(self, None if after is None else pack([after]).data)
+        return AsyncKeys(self, None if after is None else pack([after], paths=self.client.library.paths).data)
 
     async def page(self, after: bytes | None) -> Sequence[bytes]:
         """Some keys behind `after`; none at the end."""

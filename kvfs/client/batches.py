@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 
 from kvfs.client import keys as keys_
 from kvfs.client import memory as memory_
-from kvfs.client.keys import Key, Keys, shown
+from kvfs.client.keys import Key, shown
 from kvfs.client.library import Library
 from kvfs.client.memory import Pieces, Region
 from kvfs.errors import InvalidBufferError, InvalidKeyError, KvfsError, SmallBufferError, client_error
@@ -22,6 +22,7 @@ _REASONS = {
     errno.ENOSPC: "no room: all that is left is pinned or open",
     errno.EFBIG: "larger than the pool can hold",
     errno.EISDIR: "there is a directory of this name",
+    errno.ENOTDIR: "a part of its path is no directory",
     errno.ETIMEDOUT: "a device gave no answer in time",
     errno.ECANCELED: "not tried",
 }
@@ -54,6 +55,14 @@ def ranges(items: Iterable[tuple[Key, int, Pieces]]) -> tuple[list[bytes], list[
     return names, [offset for _, offset, _ in triples], [memory for _, _, memory in triples]
 
 
+def parents(parents: Sequence[Key | None], count: int) -> list[bytes]:
+    """The key before each of `count` blocks, b"" where there is none. Raises InvalidKeyError, ValueError."""
+    names = [b"" if parent is None else keys_.one(parent) for parent in parents]
+    if len(names) != count:
+        raise ValueError(f"{len(names)} parents of {count} blocks")
+    return names
+
+
 def host_destinations(names: Sequence[bytes], memories: Sequence[Pieces]) -> list[tuple[Region, ...]]:
     """Destinations of calls that take host memory alone. Raises InvalidBufferError."""
     vectors = list(map(memory_.destinations, names, memories))
@@ -80,7 +89,7 @@ def small_buffer(
     """The error of a read in which some blocks were larger than their destinations."""
     small = [i for i, value in enumerate(values) if value == -errno.ERANGE]
     first = small[0]
-    size = library.sizes(Keys([names[first]]))[0]
+    size = library.sizes(library.keys([names[first]]))[0]
     others = f", and {len(small) - 1} more such" if len(small) > 1 else ""
     room = memory_.size_of(vectors[first])
     return SmallBufferError(

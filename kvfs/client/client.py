@@ -1,6 +1,7 @@
 """kvfs.connect(): blocks of a mounted pool by key, from its devices into the caller's memory and back.
 
-A block is an ordinary file of the mount, DIRECTORY/NAMESPACE/<first 2 hex digits>/<key in hex>. Reads ask no daemon.
+A block is an ordinary file of the mount: DIRECTORY/NAMESPACE/<first 2 hex digits>/<key in hex>, for keys of up to 127
+bytes (kvfs.h has the names of longer ones), or DIRECTORY/NAMESPACE/<path>. Reads ask no daemon.
 How memory is described is memory.py's, what the calls cost is libkvfs's (native/include/kvfs.h), GPU memory is
 gpu.py's.
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, cast
 
-from kvfs.client import keys as keys_
+from kvfs.client import batches
 from kvfs.client import memory as memory_
 from kvfs.client.batches import Results, host_destinations, or_none, pairs, put_failure, ranges, small_buffer
 from kvfs.client.keys import Key, Keys, shown
@@ -42,6 +43,8 @@ GpuMode = Literal["auto", "staged", "gds", "host"]
 # A call ends by its own deadlines; close() waits this long for calls that run.
 CLOSE_TIMEOUT_S = 60.0
 _NAMED_AT_MOST = 3
+# Results of a put that are no failures.
+_STORED = frozenset((0, -errno.EEXIST))
 # A block that grows each time it is looked at is being replaced all the time.
 _GET_TRIES = 8
 
@@ -56,6 +59,7 @@ def connect(
     staging_size: int = 256 << 20,
     gpu: GpuMode | None = "auto",
     verify: bool = True,
+    paths: bool = False,
 ) -> Client:
     """Connect to the pool that is mounted at path or above it, or whose own directory path is.
 
@@ -66,6 +70,8 @@ def connect(
     a miss. depth: blocks a call has in flight, 1 to 64. staging_size: bytes of memory for prestage(), at most. gpu: how
     GPU memory is filled. "auto" takes the best that works here, a mode that is named and does not work is an error
     (MissingFeatureError), None never touches CUDA. verify=False is for benchmarks only: wrong bytes are then possible.
+    paths: keys are the paths of files below the namespace ("a/b/name"), for files that others write through the mount
+    under names of their own.
 
     Raises NotMountedError (no daemon answers), VersionError, DeadlineError, ValueError (an option), or ClientError with
     the errno of libkvfs. EINVAL or ENOTDIR: path is not a directory of a kvfs mount. ENOENT. EACCES: the daemon refuses
@@ -84,7 +90,9 @@ def connect(
     if gpu not in (None, "auto", "staged", "gds", "host"):
         raise ValueError(f"gpu {gpu!r}: auto, staged, gds, host or None are possible")
     flags = (READ_ONLY if read_only else 0) | (0 if verify else NO_VERIFY)
-    library = Library(encoded, space, flags=flags, timeout_ms=timeout_ms, depth=depth, staging_size=staging_size)
+    library = Library(
+        encoded, space, flags=flags, timeout_ms=timeout_ms, depth=depth, staging_size=staging_size, paths=paths
+    )
     client = Client(library, namespace, gpu)
     if gpu in ("staged", "gds"):
         try:
@@ -101,8 +109,9 @@ class Client:
 
     Reads need no daemon: if it dies they go on, unchanged blocks for unchanged keys, and the client connects again by
     itself when it is back. After an unmount every call raises NotMountedError until the pool is mounted again.
-    Keys are bytes, or str (their UTF-8), of 1 to 127 bytes. Every call takes thousands at once; an empty batch is an
-    empty result. Raised by all: InvalidKeyError, NotMountedError, PoolChangedError, ForkError, ClientError.
+    Keys are bytes, or str (their UTF-8), of 1 to 255 bytes; or paths of at most 1023 bytes (connect's `paths`).
+    Every call takes thousands at once; an empty batch is an empty result. Raised by all: InvalidKeyError,
+    NotMountedError, PoolChangedError, ForkError, ClientError.
     """
 
     def __init__(self, library: Library, namespace: str, gpu: GpuMode | None) -> None:
@@ -156,44 +165,69 @@ class Client:
 
     # ---- blocks ----
 
-    def put(self, items: Iterable[tuple[Key, Memory]]) -> None:
-        """Store blocks: pairs of key and memory (host memory, C-contiguous, taken as bytes; read-only is fine).
+    def put(
+        self,
+        items: Iterable[tuple[Key, Memory | Sequence[Memory]]],
+        *,
+        if_absent: bool = False,
+        parents: Sequence[Key | None] | None = None,
+    ) -> list[bool]:
+        """Store blocks: pairs of key and memory (host memory, C-contiguous, taken as bytes; read-only is fine). A list
+        or tuple of memories is one block in pieces. No copy is made where every piece is aligned to
+        information().memory_alignment, and every one but the last is whole pages of 4096 bytes.
 
         A block that is there is replaced; readers see the old one or the new one, whole. Two writers of one key
         both succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
+        if_absent: a block that is there is not written, and counts as used; but one that this client could not read is
+        stored again. parents: for each block the key of the block before it in its chain, None for a first one.
 
-        Raises PutError if any was not stored (its `failed`: key -> error; all others were). The PutError is also a
-        NoSpaceError if only room was missing. InvalidKeyError: a key twice; InvalidBufferError; NotMountedError: no
-        daemon.
+        Returns for each whether this call stored it; False: it was there (if_absent). Raises PutError if any was not
+        stored (its `failed`: key -> error; all others were, or were there). The PutError is also a NoSpaceError if only
+        room was missing. InvalidKeyError: a key twice; InvalidBufferError; ValueError: not as many parents as blocks;
+        NotMountedError: no daemon.
         """
         names, memories = pairs(items)
+        above = None if parents is None else batches.parents(parents, len(names))
         if not names:
-            return
-        keys = Keys(names)
+            return []
+        keys = self.library.keys(names)
         if len(set(names)) != len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
             raise InvalidKeyError(f"key {shown(twice)}: twice in one put; which of the two is to be stored?")
-        regions = list(map(memory_.source, names, memories))
-        for name, region in zip(names, regions, strict=True):
-            if region.device is not None:
+        blocks = list(map(memory_.sources, names, memories))
+        for name, block in zip(names, blocks, strict=True):
+            if any(region.device is not None for region in block):
                 raise InvalidBufferError(f"key {shown(name)}: its bytes are in GPU memory; copy them to the host first")
-        results, error = self.library.put(keys, regions)
-        failed = {name: result for name, result in zip(names, results, strict=True) if result < 0}
+        results, error = self.library.put(
+            keys,
+            blocks,
+            if_absent=if_absent,
+            parents=None if above is None else self.library.keys(above, gaps=True),
+        )
+        failed = {name: result for name, result in zip(names, results, strict=True) if result not in _STORED}
         if error is not None:
             if len(failed) < len(names):
                 error.add_note(f"{len(names) - len(failed)} of {len(names)} blocks were stored before")
             raise error
         if failed:
-            raise _put_error(failed, dict(zip(names, regions, strict=True)), len(names))
+            sizes = {name: memory_.size_of(block) for name, block in zip(names, blocks, strict=True)}
+            raise _put_error(failed, sizes, len(names))
+        return [result == 0 for result in results]
 
     def exists(self, keys: Iterable[Key]) -> list[bool]:
         """Is there a block, for each key? Reads nothing from a device and asks nobody."""
-        packed = keys_.pack(keys)
+        packed = self.library.pack(keys)
         return list(map(bool, self.library.exists(packed))) if packed.count else []
+
+    def exists_prefix(self, keys: Iterable[Key]) -> int:
+        """How many keys, from the first on, have a block: the length of the prefix that is there. As cheap as exists();
+        keys behind the first gap are not looked up."""
+        packed = self.library.pack(keys)
+        return self.library.exists_prefix(packed) if packed.count else 0
 
     def sizes(self, keys: Iterable[Key]) -> list[int | None]:
         """Bytes of each block; None: there is none."""
-        packed = keys_.pack(keys)
+        packed = self.library.pack(keys)
         return [or_none(size) for size in self.library.sizes(packed)] if packed.count else []
 
     def get_into(self, items: Iterable[tuple[Key, Pieces]], *, stream: int | None = None) -> Results:
@@ -215,7 +249,7 @@ class Client:
         names, memories = pairs(items)
         if not names:
             return []
-        keys = Keys(names)
+        keys = self.library.keys(names)
         if stream is not None and type(stream) is not int:
             raise TypeError(f"stream: a raw CUDA stream (an int) is expected, not {type(stream).__name__}")
         vectors = list(map(memory_.destinations, names, memories))
@@ -250,7 +284,7 @@ class Client:
 
     def get(self, key: Key) -> memoryview | None:
         """A block in page-aligned memory of its own; None for a miss."""
-        packed = keys_.pack([key])
+        packed = self.library.pack([key])
         for _ in range(_GET_TRIES):
             size = self.library.sizes(packed)[0]
             if size < 0:
@@ -263,13 +297,13 @@ class Client:
 
     def delete(self, keys: Iterable[Key]) -> list[bool]:
         """Remove blocks. Returns whether there was one, for each key (of a key given twice, the second is False)."""
-        packed = keys_.pack(keys)
+        packed = self.library.pack(keys)
         return list(map(bool, self.library.delete(packed))) if packed.count else []
 
     def list(self, after: Key | None = None) -> Iterator[bytes]:
         """All keys of the namespace in byte order, from the first behind `after`. Asks the daemon page by page: what is
         stored or removed meanwhile may be seen or not, all else is, once."""
-        last = None if after is None else keys_.pack([after]).data
+        last = None if after is None else self.library.pack([after]).data
         while page := self.library.list_page(last):
             yield from page
             last = page[-1]
@@ -278,7 +312,7 @@ class Client:
         """Start reading blocks that will be needed soon; the next get_into of each takes it from memory. Returns how
         many were started: not those that do not exist or are there already. When staging_size is full the oldest
         go."""
-        packed = keys_.pack(keys)
+        packed = self.library.pack(keys)
         return self.library.prestage(packed) if packed.count else 0
 
     def queue(self, *, depth: int = 64) -> Queue:
@@ -357,7 +391,7 @@ class Client:
         parts: list[tuple[Sequence[int], Callable[[], Results]]] = []
         if on_host:
             host_names, host_vectors = [names[i] for i in on_host], [vectors[i] for i in on_host]
-            parts.append((on_host, lambda: self._get_host(Keys(host_names), host_names, host_vectors)))
+            parts.append((on_host, lambda: self._get_host(self.library.keys(host_names), host_names, host_vectors)))
         gpu_regions = [vectors[i][0] for i in on_gpu]
         parts.append((on_gpu, lambda: self._get_gpu([names[i] for i in on_gpu], gpu_regions, stream)))
         for places, read in parts:
@@ -376,7 +410,7 @@ class Client:
         destinations = [(region.address, region.size, cast(int, region.device)) for region in regions]
         with self.library:
             try:
-                return reader.get_into(Keys(names), destinations, stream)
+                return reader.get_into(self.library.keys(names), destinations, stream)
             finally:
                 if reader.may_owe:
                     self.library.hold_busy(regions)
@@ -389,8 +423,8 @@ class Client:
         return results
 
 
-def _put_error(failed: dict[bytes, int], regions: dict[bytes, Region], count: int) -> PutError:
-    errors = {name: put_failure(name, regions[name].size, result) for name, result in failed.items()}
+def _put_error(failed: dict[bytes, int], sizes: dict[bytes, int], count: int) -> PutError:
+    errors = {name: put_failure(name, sizes[name], result) for name, result in failed.items()}
     texts = [str(error) for error in list(errors.values())[:_NAMED_AT_MOST]]
     if len(errors) > _NAMED_AT_MOST:
         texts.append(f"and {len(errors) - _NAMED_AT_MOST} more")

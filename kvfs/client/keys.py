@@ -5,6 +5,7 @@ Packing is what `exists` of thousands of keys spends its time on: lists of bytes
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -13,29 +14,44 @@ from kvfs._native import ffi
 from kvfs.errors import InvalidKeyError
 
 Key = bytes | str
-KEY_MAX = 127
+KEY_MAX = 255
+PATH_MAX = 1023
 _SHOWN = 32
+_PATH = re.compile(rb"(?:(?!\.{1,2}(?:/|\Z))[^/\0]{1,255}(?:/(?!\Z)|\Z))+")
+_KEYS, _PATHS = 0, 1
 
 
 class Keys:
-    """A batch of keys in memory that libkvfs can read. `struct` points into memory that lives as long as this."""
+    """A batch of keys in memory that libkvfs can read. `struct` points into memory that lives as long as this.
+
+    paths: they are paths below the namespace (KVFS_PATHS). gaps: a key may be b"", which stands for none."""
 
     __slots__ = ("_memory", "count", "data", "sizes", "struct")
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
+    def __init__(self, keys: Sequence[bytes], *, paths: bool = False, gaps: bool = False) -> None:
         self.count = len(keys)
         self.data = b"".join(keys)
         self.sizes = array("I", map(len, keys))
-        if self.count and (max(self.sizes) > KEY_MAX or min(self.sizes) == 0):
-            wrong = next(key for key in keys if not 0 < len(key) <= KEY_MAX)
-            raise InvalidKeyError(f"key {shown(wrong)}: {len(wrong)} bytes, 1 to {KEY_MAX} are possible")
+        most = PATH_MAX if paths else KEY_MAX
+        if self.count and (max(self.sizes) > most or (min(self.sizes) == 0 and not gaps)):
+            wrong = next(key for key in keys if not 0 < len(key) <= most)
+            raise InvalidKeyError(
+                f"{'path' if paths else 'key'} {shown(wrong)}: {len(wrong)} bytes, 1 to {most} are possible"
+            )
+        if paths:
+            for key in keys:
+                if key and not _PATH.fullmatch(key):
+                    raise InvalidKeyError(
+                        f"path {shown(key)}: names of 1 to 255 bytes between slashes, none of them '.' or '..', are "
+                        "expected"
+                    )
         self._memory = (ffi.from_buffer(self.data), ffi.from_buffer("uint32_t[]", self.sizes))
-        self.struct: object = ffi.new("struct kvfs_keys *", [*self._memory, self.count, 0])
+        self.struct: object = ffi.new("struct kvfs_keys *", [*self._memory, self.count, _PATHS if paths else _KEYS])
 
 
-def pack(keys: Iterable[Key]) -> Keys:
-    """Raises InvalidKeyError naming the key that is not 1 to 127 bytes, or neither bytes nor str."""
-    return Keys(normalized(keys))
+def pack(keys: Iterable[Key], *, paths: bool = False) -> Keys:
+    """Raises InvalidKeyError naming the key that is not 1 to 255 bytes, is no path, or is neither bytes nor str."""
+    return Keys(normalized(keys), paths=paths)
 
 
 def normalized(keys: Iterable[Key]) -> Sequence[bytes]:

@@ -11,18 +11,19 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from uuid import UUID
 
 from kvfs._native import ffi, lib
-from kvfs.client.keys import KEY_MAX, Keys
+from kvfs.client.keys import KEY_MAX, Key, Keys, pack
 from kvfs.client.memory import Region
 from kvfs.errors import ClientError, DeadlineError, ForkError, client_error
 
 READ_ONLY = 1
 NO_VERIFY = 2
+IF_ABSENT = 1
 LIST_COUNT = 4096
 
 # Memory that a device had not let go of when its client was closed: it stays the process's.
@@ -77,9 +78,10 @@ class Library:
     """One struct kvfs_client. Any thread may call anything."""
 
     def __init__(
-        self, path: bytes, space: bytes, *, flags: int, timeout_ms: int, depth: int, staging_size: int
+        self, path: bytes, space: bytes, *, flags: int, timeout_ms: int, depth: int, staging_size: int, paths: bool
     ) -> None:
         self.name = os.fsdecode(path)
+        self.paths = paths  # its keys are paths
         self.pid = os.getpid()
         self._timeout_s = timeout_ms / 1000
         self._changed = threading.Condition(threading.Lock())
@@ -200,12 +202,24 @@ class Library:
 
     # ---- libkvfs ----
 
+    def keys(self, names: Sequence[bytes], *, gaps: bool = False) -> Keys:
+        """Keys, or paths, of this client. gaps: b"" stands for none. Raises InvalidKeyError."""
+        return Keys(names, paths=self.paths, gaps=gaps)
+
+    def pack(self, keys: Iterable[Key]) -> Keys:
+        return pack(keys, paths=self.paths)
+
     def exists(self, keys: Keys) -> bytearray:
         """A byte for each key, 1 or 0."""
         found = bytearray(keys.count)
         with self as handle:
             _check(lib.kvfs_exists(handle, keys.struct, ffi.from_buffer(found)), self.name)
         return found
+
+    def exists_prefix(self, keys: Keys) -> int:
+        """How many keys, from the first on, exist."""
+        with self as handle:
+            return _check(lib.kvfs_exists_prefix(handle, keys.struct), self.name)
 
     def sizes(self, keys: Keys) -> list[int]:
         """Bytes of each block, or -ENOENT."""
@@ -232,12 +246,18 @@ class Library:
             self.hold_timeouts(values, vectors)
         return values
 
-    def put(self, keys: Keys, regions: Sequence[Region]) -> tuple[list[int], Exception | None]:
-        """0 or -errno for each, and what ended the whole call before its end, if something did."""
-        assert len(regions) == keys.count, (len(regions), keys.count)
+    def put(
+        self, keys: Keys, blocks: Sequence[Sequence[Region]], *, if_absent: bool = False, parents: Keys | None = None
+    ) -> tuple[list[int], Exception | None]:
+        """Blocks, each the pieces of its memory. 0 or -errno for each, -EEXIST where one is there (if_absent); and what
+        ended the whole call before its end, if something did."""
+        assert len(blocks) == keys.count, (len(blocks), keys.count)
         results = array("q", [-errno.ECANCELED]) * keys.count
+        options, memory = put_options(if_absent, parents), Vectors(blocks)
         with self as handle:
-            result = lib.kvfs_put(handle, keys.struct, _buffers(regions), ffi.from_buffer("int64_t[]", results))
+            result = lib.kvfs_put_vectors(
+                handle, keys.struct, memory.struct, options, ffi.from_buffer("int64_t[]", results)
+            )
             error = _error(result, self.name) if result < 0 else None
         return results.tolist(), error
 
@@ -249,6 +269,8 @@ class Library:
 
     def list_page(self, after: bytes | None) -> list[bytes]:
         """Up to LIST_COUNT keys behind `after`, in byte order; none at the end."""
+        if self.paths:
+            raise client_error(errno.EOPNOTSUPP, f"{self.name}: paths are not listed; walk the mount instead")
         data = _list_memory("char[]", LIST_COUNT * KEY_MAX)
         sizes = ffi.new("uint32_t[]", LIST_COUNT)
         with self as handle:
@@ -299,6 +321,14 @@ _list_memory = ffi.new_allocator(should_clear_after_alloc=False)
 
 def _zeros(count: int) -> array[int]:
     return array("q", bytes(8 * count))
+
+
+def put_options(if_absent: bool, parents: Keys | None) -> object:
+    """struct kvfs_put_options *; parents must outlive it."""
+    above = ffi.NULL if parents is None else parents.struct
+    return ffi.new(
+        "struct kvfs_put_options *", [ffi.sizeof("struct kvfs_put_options"), IF_ABSENT if if_absent else 0, above]
+    )
 
 
 class Vectors:

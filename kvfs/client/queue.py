@@ -1,7 +1,7 @@
 """Batches that run beside their submitter: kvfs_queue_* of libkvfs (native/include/kvfs.h).
 
-A submission copies its keys and returns an id. Memory stays exported until its completion, and until devices have let go
-of it. Queue.fileno() is for poll, selectors, or an event loop's add_reader().
+A submission copies its keys and returns an id. Memory stays exported until its completion, and until devices have let
+go of it. Queue.fileno() is for poll, selectors, or an event loop's add_reader().
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from types import TracebackType
 from typing import Self
 
 from kvfs._native import ffi, lib
+from kvfs.client import batches
 from kvfs.client import keys as keys_
 from kvfs.client import memory as memory_
 from kvfs.client.batches import host_destinations, or_none, pairs, put_failure, ranges, small_buffer
-from kvfs.client.keys import Key, Keys, shown
-from kvfs.client.library import Library, Vectors
+from kvfs.client.keys import Key, shown
+from kvfs.client.library import Library, Vectors, put_options
 from kvfs.client.memory import Pieces, Region
 from kvfs.errors import ClientError, DeadlineError, InvalidBufferError, InvalidKeyError, KvfsError, client_error
 
 _DRAINED_AT_ONCE = 64
-# struct kvfs_put_options.flags
-_IF_ABSENT = 1
 
 
 class _Kind(Enum):
@@ -160,19 +159,10 @@ class Queue:
         for name, pieces in zip(names, vectors, strict=True):
             if any(piece.device is not None for piece in pieces):
                 raise InvalidBufferError(f"key {shown(name)}: its bytes are in GPU memory: a queue takes host memory")
-        if parents is not None and len(parents) != len(names):
-            raise ValueError(f"parents: {len(parents)} for {len(names)} keys")
-        before = _Parents(parents) if parents is not None else None
-        options = ffi.new(
-            "struct kvfs_put_options *",
-            [
-                ffi.sizeof("struct kvfs_put_options"),
-                _IF_ABSENT if if_absent else 0,
-                before.struct if before else ffi.NULL,
-            ],
-        )
+        above = None if parents is None else self._library.keys(batches.parents(parents, len(names)), gaps=True)
+        options = put_options(if_absent, above)
         batch = _Batch(_Kind.PUT, names, vectors, array("q", bytes(8 * len(names))))
-        keys, memory, results = Keys(names), Vectors(vectors), ffi.from_buffer("int64_t[]", batch.values)
+        keys, memory, results = self._library.keys(names), Vectors(vectors), ffi.from_buffer("int64_t[]", batch.values)
         with self._lock:
             handle = self._check_open()
             with self._library:
@@ -223,7 +213,11 @@ class Queue:
         self, kind: _Kind, names: Sequence[bytes], vectors: Sequence[Sequence[Region]], offsets: Sequence[int] | None
     ) -> int:
         batch = _Batch(kind, names, vectors, array("q", bytes(8 * len(names))))
-        keys, memory, results = Keys(names), Vectors(vectors, offsets), ffi.from_buffer("int64_t[]", batch.values)
+        keys, memory, results = (
+            self._library.keys(names),
+            Vectors(vectors, offsets),
+            ffi.from_buffer("int64_t[]", batch.values),
+        )
         call = lib.kvfs_queue_get if kind is _Kind.GET else lib.kvfs_queue_get_ranges
         with self._lock:
             handle = self._check_open()
@@ -232,7 +226,7 @@ class Queue:
 
     def _ask(self, kind: _Kind, keys: Iterable[Key]) -> int:
         names = keys_.normalized(keys)
-        packed = Keys(names)
+        packed = self._library.keys(names)
         batch = _Batch(kind, names, values=bytearray(packed.count))
         answers = ffi.from_buffer(batch.values)
         call = lib.kvfs_queue_exists if kind is _Kind.EXISTS else lib.kvfs_queue_delete
@@ -256,12 +250,3 @@ class Queue:
         if error is None and -errno.ERANGE in values:
             error = small_buffer(self._library, batch.names, batch.vectors, values)
         return Completion(number, [or_none(value) for value in values], error)
-
-
-class _Parents:
-    """For each block the key before it, of no bytes where there is none, as struct kvfs_keys."""
-
-    def __init__(self, parents: Sequence[Key | None]) -> None:
-        names = [b"" if parent is None else Keys([keys_.one(parent)]).data for parent in parents]
-        self._memory = (ffi.from_buffer(b"".join(names)), ffi.from_buffer("uint32_t[]", array("I", map(len, names))))
-        self.struct: object = ffi.new("struct kvfs_keys *", [*self._memory, len(names), 0])

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 import trio
 
@@ -34,11 +34,14 @@ from kvfs.types import NAME_MAX, InodeNumber
 
 log = logging.getLogger(__name__)
 
+_Path = Sequence[bytes]  # its parts
+
 MAGIC = b"KVFSCLI1"
 # The versions of the protocol that are served, the daemon's own last: a client of the one before goes on as it is.
 VERSIONS = (2, 3)
 CLIENTS_MAX = 1024
 ITEMS_MAX = 4096
+DIRECTORIES_MAX = 256
 FDS_MAX = 128
 WELCOME_MAX = 16 << 20
 READ_ONLY = 1
@@ -67,13 +70,19 @@ _HELLO = struct.Struct("<8sII")
 _PATIENCE = struct.Struct("<II")
 _FRAME = struct.Struct("<IHHiI")
 _WELCOME = struct.Struct("<II16sQQQQIIII")
-_WHERE = struct.Struct("<QII")
+_WHERE = struct.Struct("<QHHI")
 _RESERVE = struct.Struct("<QII")
 _COMMIT = struct.Struct("<Qq")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<QQ")
 _ERRNO_MAX = 4095
 _NAME = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,127}")
+# The directory of longer keys: 254 digits, and the next as a letter. And the names of files there.
+_LONG = re.compile(rb"[0-9a-f]{254}[g-v]")
+_REST = re.compile(rb"[0-9a-f](?:[0-9a-f][0-9a-f]){0,127}")
+_LONG_KEY = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,255}")
+_SHORT_DIGITS = 254
+_DIGITS, _LETTERS = b"0123456789abcdef", b"ghijklmnopqrstuv"
 assert (_HELLO.size, _FRAME.size, _WELCOME.size) == (16, 16, 72)
 
 # struct kvfs_client_statistics. All but the last, `busy`, are totals.
@@ -95,6 +104,14 @@ class Type(IntEnum):
     HITS = 9
     REPORT = 10
     CLOSE = 11
+
+
+class Flags(IntFlag):
+    """enum wire_flag."""
+
+    TABLE = 1
+    PARENTS = 2
+    LONG = 4
 
 
 class Violation(Exception):
@@ -425,24 +442,32 @@ class _Connection:
             raise Violation(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
 
     async def reserve(self, payload: bytes) -> bytes:
-        base, space, count, at = _where(payload)
-        items = memoryview(payload)[at:]
-        known = self._remembered(base, space)
-        missing = self._check(Type.RESERVE, items, count, known)
-        # The request's own, as it waits and others change what is remembered.
-        shards = Shards(known)
-        if missing:
-            self._make(base, space, missing, known, shards)
+        base, space, count, flags, at = _where(payload, Flags.TABLE | Flags.PARENTS)
+        if flags & Flags.TABLE:
+            table, at = _table(payload, at)
+            items = memoryview(payload)[at:]
+            shards = await self._make_table(base, space, table, self._check(Type.RESERVE, items, count, flags, table))
+        else:
+            items = memoryview(payload)[at:]
+            known = self._remembered(base, space)
+            missing = self._check(Type.RESERVE, items, count, flags, known=known)
+            # The request's own, as it waits and others change what is remembered.
+            shards = Shards(known)
+            if missing:
+                self._make(base, space, missing, known, shards)
         # The wait ends in time for the answer to be heard.
         return await self._store.reservations.reserve(
-            self._holder, items, count, shards, self.peer.uid, self._timeout_s * 0.75
+            self._holder, items, count, shards, self.peer.uid, self._timeout_s * 0.75, flags
         )
 
-    def _check(self, kind: Type, items: memoryview, count: int, known: Shards | None = None) -> list[int]:
-        """The first digits of the items' names, as numbers, whose directories are not known. Violation if the items
-        break a rule."""
+    def _check(
+        self, kind: Type, items: memoryview, count: int, flags: int = 0, table: Sequence[_Path] = (), *,
+        known: Shards | None = None,
+    ) -> list[int]:  # fmt: skip
+        """The numbers of the items' directories, as the table has them or as names begin, that are not known. Violation
+        if the items break a rule."""
         try:
-            return self._store.plane.frames.check(kind, items, count, known)
+            return self._store.plane.frames.check(kind, items, count, flags=flags, directories=len(table), known=known)
         except FrameError as error:
             raise Violation(str(error)) from error
 
@@ -476,6 +501,25 @@ class _Connection:
             for shard in (shards[number],) if self._store.rebuilding else (shards[number], known[number]):
                 shard.directory, shard.gid = found.inode, self._namespace.group_in(found, gid)
 
+    async def _make_table(
+        self, base: InodeNumber, space: _Path, table: Sequence[_Path], numbers: Sequence[int]
+    ) -> Shards:
+        """Find the directories with these numbers in the table, made if they are not there, or their errors. KvfsError
+        if the namespace has no directory."""
+        uid, gid, shards = self.peer.uid, self.peer.gid, Shards()
+        root = self._namespace.make_directories(base, space, _DIRECTORY_MODE, uid, gid).inode
+        for number in numbers:
+            shard = shards[number]
+            try:
+                found = self._namespace.make_directories(root, table[number], _DIRECTORY_MODE, uid, gid)
+            except KvfsError as error:
+                shard.error = -(error.errno or errno.EIO)
+            else:
+                shard.directory, shard.gid = found.inode, self._namespace.group_in(found, gid)
+            # A path may have hundreds of parts.
+            await trio.lowlevel.checkpoint()
+        return shards
+
     async def commit(self, payload: bytes) -> bytes:
         (count,) = _WORD.unpack_from(payload)
         items = memoryview(payload)[_WORD.size :]
@@ -494,21 +538,27 @@ class _Connection:
             await self._store.plane.notify_flush()
 
     async def delete(self, payload: bytes) -> bytes:
-        base, space, count, at = _where(payload)
-        items = memoryview(payload)[at:]
-        shards = Shards(self._remembered(base, space))
+        base, space, count, flags, at = _where(payload, Flags.TABLE)
         root = self._find(base, space)
-        for number in self._check(Type.DELETE, items, count, shards):
-            shards[number].directory = 0 if root is None else self._find(root, (b"%02x" % number,)) or 0
-        frame = self._store.plane.frames.delete(items, count, shards)
+        if flags & Flags.TABLE:
+            table, at = _table(payload, at)
+            items, shards = memoryview(payload)[at:], Shards()
+            for number in self._check(Type.DELETE, items, count, flags, table):
+                shards[number].directory = 0 if root is None else self._find(root, table[number]) or 0
+                await trio.lowlevel.checkpoint()
+        else:
+            items, shards = memoryview(payload)[at:], Shards(self._remembered(base, space))
+            for number in self._check(Type.DELETE, items, count, known=shards):
+                shards[number].directory = 0 if root is None else self._find(root, (b"%02x" % number,)) or 0
+        frame = self._store.plane.frames.delete(items, count, shards, flags)
         found, told, left = Next.MORE, 0, 0
         while found != Next.DONE:
             found = frame.go()
             self._store.segments.take_notes()
             if found == Next.NAMES:
                 left += 1
-                name = frame.name()
-                frame.item(self._delete(InodeNumber(shards[int(name[:2], 16)].directory), name))
+                directory, name = frame.name()
+                frame.item(self._delete(InodeNumber(directory), name))
             # Before any wait: the client may be gone after it.
             if frame.any_since(told):
                 self._store.blocks.tell_hosts()
@@ -534,8 +584,9 @@ class _Connection:
         return None
 
     async def list_(self, payload: bytes) -> bytes:
-        base, space, count, at = _where(payload, 1)
-        after, at = _counted_name(payload, at, may_be_empty=True)
+        base, space, count, flags, at = _where(payload, Flags.LONG)
+        longer = bool(flags & Flags.LONG)
+        after, at = _listed_after(payload, at, _LONG_KEY if longer else _NAME)
         _end(payload, at)
         root = self._find(base, space)
         found: list[bytes] = []
@@ -545,7 +596,7 @@ class _Connection:
             shard = b"%02x" % byte
             directory = self._find(root, (shard,))
             if directory is not None:
-                await self._list_shard(directory, shard, after, count, found)
+                await self._list_shard(directory, shard, after if after[:2] == shard else b"", count, found, longer)
             await trio.lowlevel.checkpoint()
         parts = [_WORD.pack(len(found))]
         for name in found:
@@ -553,22 +604,51 @@ class _Connection:
         return b"".join(parts)
 
     async def _list_shard(
-        self, directory: InodeNumber, shard: bytes, after: bytes, count: int, found: list[bytes]
+        self, directory: InodeNumber, shard: bytes, after: bytes, count: int, found: list[bytes], longer: bool
     ) -> None:
-        """Add the keys of one directory to `found`, up to `count` in all: sealed names that a put could have made."""
-        index = self._store.index
-        after = after if after[:2] == shard else b""
+        """Add the keys of one directory to `found`, up to `count` in all, in hex: sealed names that a put could have
+        made. With `longer` also those of the directories in it that long keys have. Their order is that of keys."""
+        if len(after) > _SHORT_DIGITS:
+            within = (
+                after[:_SHORT_DIGITS] + _LETTERS[(at := int(after[_SHORT_DIGITS : _SHORT_DIGITS + 1], 16)) : at + 1]
+            )
+            above = self._find(directory, (within,))
+            if above is not None:
+                await self._list_long(above, within, after[_SHORT_DIGITS + 1 :], count, found)
+            after = within
         while len(found) < count:
-            entries = index.list(directory, after, min(count - len(found), 512))
+            entries = self._store.index.list(directory, after, min(count - len(found), 512))
             for name, number in entries:
-                if name[:2] == shard and _NAME.fullmatch(name):
-                    record = index.raw(number)
-                    if record is not None and record[FLAGS_OFFSET] & _SEALED:
-                        found.append(name)
+                if name[:2] != shard or len(found) >= count:
+                    continue
+                if _NAME.fullmatch(name):
+                    self._list_file(number, name, found)
+                elif longer and _LONG.fullmatch(name):
+                    await self._list_long(number, name, b"", count, found)
             if not entries:
                 return
             after = entries[-1][0]
             await trio.lowlevel.checkpoint()
+
+    async def _list_long(
+        self, directory: InodeNumber, name: bytes, after: bytes, count: int, found: list[bytes]
+    ) -> None:
+        """The same of a directory that long keys have; `after` is a name in it."""
+        digits = name[:_SHORT_DIGITS] + _DIGITS[(at := _LETTERS.index(name[_SHORT_DIGITS:])) : at + 1]
+        while len(found) < count:
+            entries = self._store.index.list(directory, after, min(count - len(found), 512))
+            for rest, number in entries:
+                if _REST.fullmatch(rest):
+                    self._list_file(number, digits + rest, found)
+            if not entries:
+                return
+            after = entries[-1][0]
+            await trio.lowlevel.checkpoint()
+
+    def _list_file(self, number: InodeNumber, key: bytes, found: list[bytes]) -> None:
+        record = self._store.index.raw(number)
+        if record is not None and record[FLAGS_OFFSET] & _SEALED:
+            found.append(key)
 
     async def lookup(self, payload: bytes) -> bytes:
         parent, size = _WORDS.unpack_from(payload)
@@ -616,12 +696,13 @@ class _Request:
     since: int = VERSIONS[0]  # the version that has it first
 
 
-_NAMES_MAX = _WHERE.size + _SPACE_MAX + 1 + ITEMS_MAX * (_RESERVE.size + 256)
+_TABLE_MAX = _WORD.size + DIRECTORIES_MAX * (_WORD.size + _SPACE_MAX + 1)
+_NAMES_MAX = _WHERE.size + _SPACE_MAX + 1 + _TABLE_MAX + ITEMS_MAX * (_RESERVE.size + _WORD.size + 256)
 _REQUESTS = {
     int(Type.RESERVE): _Request(_Connection.reserve, _NAMES_MAX, writes=True),
     int(Type.COMMIT): _Request(_Connection.commit, _WORD.size + ITEMS_MAX * _COMMIT.size, writes=True),
     int(Type.DELETE): _Request(_Connection.delete, _NAMES_MAX, writes=True),
-    int(Type.LIST): _Request(_Connection.list_, _WHERE.size + _SPACE_MAX + 1 + 8 + 256),
+    int(Type.LIST): _Request(_Connection.list_, _WHERE.size + _SPACE_MAX + 1 + 8 + 512),
     int(Type.LOOKUP): _Request(_Connection.lookup, _WORDS.size + 256),
     int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
@@ -645,30 +726,48 @@ def _reopen(fd: int, flags: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
-def _where(payload: bytes, items: int | None = None) -> tuple[InodeNumber, list[bytes], int, int]:
-    """Base, the namespace's parts, count, and where the items begin. `items` is how many follow, if not count."""
-    base, space_size, count = _WHERE.unpack_from(payload)
-    space = payload[_WHERE.size : _WHERE.size + space_size]
-    if count > ITEMS_MAX or space_size > _SPACE_MAX or len(space) != space_size:
-        raise Violation(f"a request of {count} items with a namespace of {space_size} bytes")
-    parts = space.split(b"/") if space else []
-    if b"\0" in space or any(part in (b"", b".", b"..") or len(part) > NAME_MAX for part in parts):
-        raise Violation(f"the namespace {space!r}")
-    return InodeNumber(base), parts, count, _WHERE.size + (space_size + 7 & ~7)
+def _where(payload: bytes, allowed: Flags) -> tuple[InodeNumber, list[bytes], int, int, int]:
+    """Base, the namespace's parts, count, flags, and where what follows begins."""
+    base, space_size, flags, count = _WHERE.unpack_from(payload)
+    if count > ITEMS_MAX or flags & ~int(allowed):
+        raise Violation(f"a request of {count} items with flags 0x{flags:x}")
+    parts, at = _path(payload, _WHERE.size, space_size)
+    return InodeNumber(base), parts, count, flags, at
 
 
-def _name(payload: bytes, at: int, size: int) -> tuple[bytes, int]:
+def _path(payload: bytes, at: int, size: int) -> tuple[list[bytes], int]:
+    """The parts of a relative path, which may be empty, and where what follows begins."""
+    path = payload[at : at + size]
+    if size > _SPACE_MAX or len(path) != size:
+        raise Violation(f"a path of {size} bytes")
+    parts = path.split(b"/") if path else []
+    if b"\0" in path or any(part in (b"", b".", b"..") or len(part) > NAME_MAX for part in parts):
+        raise Violation(f"the path {path!r}")
+    return parts, at + (size + 7 & ~7)
+
+
+def _table(payload: bytes, at: int) -> tuple[list[list[bytes]], int]:
+    """The directories that a request's items are in, and where those begin."""
+    (count,) = _WORD.unpack_from(payload, at)
+    at += _WORD.size
+    if not 1 <= count <= DIRECTORIES_MAX:
+        raise Violation(f"a table of {count} directories")
+    table = []
+    for _ in range(count):
+        (size,) = _WORD.unpack_from(payload, at)
+        parts, at = _path(payload, at + _WORD.size, size)
+        table.append(parts)
+    return table, at
+
+
+def _listed_after(payload: bytes, at: int, pattern: re.Pattern[bytes]) -> tuple[bytes, int]:
+    """The key in hex behind which a list begins, which may be empty, and where it ends."""
+    (size,) = _WORD.unpack_from(payload, at)
+    at += _WORD.size
     name = payload[at : at + size]
-    if len(name) != size or not _NAME.fullmatch(name):
+    if size and (len(name) != size or not pattern.fullmatch(name)):
         raise Violation(f"a key's name of {size} bytes: {name[:32]!r}")
     return name, at + (size + 7 & ~7)
-
-
-def _counted_name(payload: bytes, at: int, *, may_be_empty: bool = False) -> tuple[bytes, int]:
-    (size,) = _WORD.unpack_from(payload, at)
-    if may_be_empty and size == 0:
-        return b"", at + 8
-    return _name(payload, at + 8, size)
 
 
 def _end(payload: bytes, at: int) -> None:

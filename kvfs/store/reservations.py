@@ -127,16 +127,24 @@ class Reservations:
     # ---- reserving ----
 
     async def reserve(
-        self, holder: Holder, items: memoryview, count: int, shards: Shards, uid: int, timeout_s: float = float("inf")
+        self,
+        holder: Holder,
+        items: memoryview,
+        count: int,
+        shards: Shards,
+        uid: int,
+        timeout_s: float = float("inf"),
+        flags: int = 0,
     ) -> bytes:
-        """The answer to a RESERVE, whose items were checked: a place for each, or -errno: -EFBIG, -ENOSPC.
+        """The answer to a RESERVE, whose items were checked with these flags: a place for each, or -errno: -EFBIG,
+        -ENOSPC.
 
         An item that finds no place within timeout_s, and a minute at most, gets none. The error is -EIO where only a
         commit of the index keeps room back.
         """
         self._check(holder)
         begun = trio.current_time()
-        with self._frames.reserve(holder.told, items, count, shards, uid) as frame:
+        with self._frames.reserve(holder.told, items, count, shards, uid, flags) as frame:
             with trio.move_on_after(min(timeout_s, SPACE_TIMEOUT_S)) as patience, suppress(NoSpaceError, NamesError):
                 await self._reserve(holder, frame)
             if patience.cancelled_caught:

@@ -5,8 +5,11 @@
  *         errx(1, "%s", kvfs_error());
  *     kvfs_get(client, &keys, buffers, results);
  *
- * A block is an ordinary file of the mount, <directory>/<namespace>/<first 2 hex digits>/<key in hex>. A block written by one side can be
- * read by the other. Connecting asks the daemon for the block table (read-only) and the devices. After that a read asks nobody. The name is
+ * A block is an ordinary file of the mount. A key of 1 to 127 bytes is <directory>/<namespace>/<first 2 hex digits>/<key in hex>. Of a
+ * longer one the first 254 digits, and the next as a letter ('g' for 0 to 'v' for f), are a directory there; the digits behind them are the
+ * file's name. A key of the kind KVFS_PATHS is <directory>/<namespace>/<key>. A block written by one side can be read by the other.
+ *
+ * Connecting asks the daemon for the block table (read-only) and the devices. After that a read asks nobody. The name is
  * looked up in the table. Header and data are read with io_uring into the caller's memory. Every leaf's checksum is checked before the call
  * returns. No kernel filesystem, no daemon, no copy (except where memory or size is not aligned: kvfs_client_statistics.bounced_bytes).
  *
@@ -26,7 +29,8 @@
 extern "C" {
 #endif
 
-#define KVFS_KEY_MAX 127 /* bytes: a name has 255, two for each */
+#define KVFS_KEY_MAX 255 /* bytes */
+#define KVFS_PATH_MAX 1023
 
 struct kvfs_client;
 
@@ -43,11 +47,16 @@ struct kvfs_options {
     uint64_t staging_size; /* bytes of pinned memory for kvfs_prestage(), at most; 0: 256 MiB */
 };
 
-struct kvfs_keys { /* back to back: key i is sizes[i] bytes, 1 to KVFS_KEY_MAX */
+enum kvfs_key_kind {
+    KVFS_KEYS = 0, /* any 1 to KVFS_KEY_MAX bytes */
+    KVFS_PATHS = 1 /* the paths of files below the namespace, "a/b/name", of 1 to KVFS_PATH_MAX bytes; no part is "." or ".." */
+};
+
+struct kvfs_keys { /* back to back: key i is sizes[i] bytes */
     const void *data;
     const uint32_t *sizes;
     uint32_t count;
-    uint32_t reserved;
+    uint32_t kind; /* enum kvfs_key_kind */
 };
 
 struct kvfs_buffer {
@@ -62,6 +71,16 @@ struct kvfs_vector {                  /* one block, or a part of it, and its mem
     uint64_t offset; /* in the block; of kvfs_get_ranges() alone */
 };
 
+enum kvfs_put_flags {
+    KVFS_IF_ABSENT = 1 /* a block that is there is not written: its result is -EEXIST. It counts as used */
+};
+
+struct kvfs_put_options {
+    uint32_t size;                   /* sizeof(struct kvfs_put_options): the fields that this caller knows */
+    uint32_t flags;                  /* enum kvfs_put_flags */
+    const struct kvfs_keys *parents; /* of each block the key of the block before it (size 0: it is the first); NULL: not known */
+};
+
 /* path: a mount point of kvfs, a directory below one, or the pool's own directory, which stands for its mount point. space: a namespace, a
  * relative path ("llama-3-8b", "team/llama"); NULL or "": none, then keys lie in the directory itself. options may be NULL. -EINVAL: not a
  * kvfs mount, or no namespace. -ENOTCONN: no daemon. -EACCES: the daemon refuses this user. -EPROTO: a daemon two versions away.
@@ -74,6 +93,8 @@ const char *kvfs_error(void);
 
 /* found[i] = 1 if there is a block. Reads nothing, asks nobody. */
 int kvfs_exists(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found);
+/* How many keys, from the first on, exist without a gap. Reads nothing, asks nobody; keys behind the first gap are not looked up. */
+int kvfs_exists_prefix(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* sizes[i] = bytes of the block, or -ENOENT. */
 int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes);
 /* Read whole blocks. results[i]: bytes read, or the reason of a miss: -ENOENT, -ETIMEDOUT (a device gave no answer: see above), -EIO. Or
@@ -90,6 +111,12 @@ int kvfs_get_ranges(struct kvfs_client *client, const struct kvfs_keys *keys, co
  * reader sees the old one or the new one, whole. results[i]: 0 or -errno (-ENOSPC: all that is left is pinned or open; -EFBIG). Returns the
  * number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. */
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
+/* The same, of blocks whose memory is in pieces (vectors[i].offset is not looked at). Without a copy where every piece's address is aligned to
+ * kvfs_client_information.memory_alignment and every piece but a block's last is whole pages of 4096 bytes. options may be NULL. With
+ * KVFS_IF_ABSENT a block is written again if this client could not read it: its bytes did not prove, or its device erred or gave no answer
+ * (the last 1024 such blocks are known). */
+int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
+                     const struct kvfs_put_options *options, int64_t *results);
 /* deleted[i] = 1 if the block existed. Returns their number. */
 int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted);
 /* Keys in byte order, from the first after `after` (NULL: from the first). Their sizes go into sizes[0 .. capacity), their bytes back to
@@ -112,11 +139,6 @@ struct kvfs_queue_completion {
     int64_t id;
     int64_t result;  /* as the plain call returns it; of exists how many there are; or -errno of the whole batch */
     char error[240]; /* the message of that errno, else empty */
-};
-struct kvfs_put_options {
-    uint32_t size;                   /* sizeof(struct kvfs_put_options): the fields that this caller knows */
-    uint32_t flags;                  /* enum kvfs_put_flags */
-    const struct kvfs_keys *parents; /* of each block the key before it (size 0: none); or NULL */
 };
 /* depth: blocks in flight, 1 to 256; 0: 64. */
 int kvfs_queue_open(struct kvfs_client *client, uint32_t depth, struct kvfs_queue **out);

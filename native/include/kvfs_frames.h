@@ -13,17 +13,19 @@
 #define KVFS_FRAME_PART 64
 #define KVFS_SHARDS 256
 
-/* The directory of keys that begin with two digits. */
+/* A directory that a frame's items are in. Without a table of directories it is that of keys that begin with two digits, and has their number;
+ * with one it has its number in the table. */
 struct kvfs_shard {
     uint64_t directory; /* 0: it is not known, or there is none */
     uint32_t gid;       /* of new files there */
     int32_t error;      /* of every reservation there */
 };
 
-/* RESERVE, COMMIT or DELETE (enum wire_type): -EINVAL unless `size` bytes are `count` items as the frame has them. Names begin with the number of
- * their directory. Returns how many numbers occur whose directory is not among the known; they are written to `missing`. */
-int kvfs_frame_check(uint32_t type, const void *items, uint64_t size, uint32_t count, const struct kvfs_shard known[KVFS_SHARDS],
-                     uint8_t missing[KVFS_SHARDS]);
+/* RESERVE, COMMIT or DELETE (enum wire_type): -EINVAL unless `size` bytes are `count` items as a frame with these flags (enum wire_flag) has them.
+ * directories: in its table, 0 without one. Returns how many numbers of directories occur that are not among the known; they are written to
+ * `missing`. */
+int kvfs_frame_check(uint32_t type, uint32_t flags, const void *items, uint64_t size, uint32_t count, uint32_t directories,
+                     const struct kvfs_shard known[KVFS_SHARDS], uint8_t missing[KVFS_SHARDS]);
 
 /* ---- holders ---- */
 
@@ -69,9 +71,9 @@ struct kvfs_reserve {
     const void *answer;
     uint64_t answer_size;
 };
-/* The items were checked, and stay the caller's until kvfs_reserve_end(). NULL: no memory. */
-struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, const void *items, uint32_t count, const struct kvfs_shard shards[KVFS_SHARDS],
-                                        uint32_t uid);
+/* The items were checked with these flags, and stay the caller's until kvfs_reserve_end(). NULL: no memory. */
+struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, uint32_t flags, const void *items, uint32_t count,
+                                        const struct kvfs_shard shards[KVFS_SHARDS], uint32_t uid);
 /* enum kvfs_frame_next, or -ENOSPC: no item finds a place any more. */
 int kvfs_reserve(struct kvfs_plane *plane, struct kvfs_reserve *frame);
 /* After KVFS_FRAME_PLACE: the runs, or with run_count 0 the item's error. */
@@ -112,9 +114,11 @@ struct kvfs_removal {
     uint32_t done;
     uint32_t name_size; /* of the item that is left to the caller */
     const char *name;
+    uint32_t shard; /* number of its directory */
+    uint32_t reserved;
 };
 /* KVFS_FRAME_DONE, KVFS_FRAME_MORE, or KVFS_FRAME_NAMES: the caller removes item number `done`, and adds one to it. deleted[i]: 1 if there was one. */
-int kvfs_remove_names(struct kvfs_plane *plane, struct kvfs_removal *frame, const void *items, uint32_t count,
+int kvfs_remove_names(struct kvfs_plane *plane, struct kvfs_removal *frame, uint32_t flags, const void *items, uint32_t count,
                       const struct kvfs_shard shards[KVFS_SHARDS], uint8_t *deleted);
 
 /* ---- taking back ---- */

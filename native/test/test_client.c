@@ -100,7 +100,7 @@ static void test_keys(void) {
     CHECK(kvfs_exists(client, &batch, found) == 0 && found[0] == 0 && found[1] == 0 && found[2] == 1 && found[3] == 1);
     CHECK(kvfs_sizes(client, &batch, sizes) == 0 && sizes[0] == -ENOENT && sizes[3] == 3000);
     for (uint32_t wrong = 0; wrong < 2; wrong++) {
-        key_sizes[1] = wrong ? 128 : 0;
+        key_sizes[1] = wrong ? KVFS_KEY_MAX + 1 : 0;
         CHECK(kvfs_get(client, &batch, buffers, results) == -EINVAL && says("key"));
         CHECK(kvfs_put(client, &batch, buffers, results) == -EINVAL && says("key"));
         CHECK(kvfs_delete(client, &batch, deleted) == -EINVAL && says("key"));
@@ -108,7 +108,7 @@ static void test_keys(void) {
         CHECK(kvfs_sizes(client, &batch, sizes) == -EINVAL && says("key"));
         CHECK(kvfs_prestage(client, &batch) == -EINVAL && says("key"));
     }
-    CHECK(kvfs_list(client, keys, 128, keys, sizeof(keys), key_sizes, 4) == -EINVAL);
+    CHECK(kvfs_list(client, keys, KVFS_KEY_MAX + 1, keys, sizeof(keys), key_sizes, 4) == -EINVAL);
     key_sizes[1] = 127;
     /* Nothing to do. */
     struct kvfs_keys none = {NULL, NULL, 0, 0};

@@ -83,8 +83,8 @@ static uint64_t items_make(uint8_t *out, const uint32_t *keys, uint32_t count, u
 static int reserve(uint32_t holder, const uint32_t *keys, uint32_t count, uint64_t size) {
     uint8_t items[4096], missing[KVFS_SHARDS];
     uint64_t items_size = items_make(items, keys, count, size);
-    CHECK(kvfs_frame_check(WIRE_RESERVE, items, items_size, count, shards, missing) == 0);
-    struct kvfs_reserve *frame = kvfs_reserve_begin(holders[holder], items, count, shards, 7);
+    CHECK(kvfs_frame_check(WIRE_RESERVE, 0, items, items_size, count, 0, shards, missing) == 0);
+    struct kvfs_reserve *frame = kvfs_reserve_begin(holders[holder], 0, items, count, shards, 7);
     if (!frame)
         return -ENOMEM;
     frame->share_pages = 2000;
@@ -150,7 +150,7 @@ static void commit(uint32_t holder, struct entry **entries, const int64_t *error
     for (uint32_t i = 0; i < count; i++)
         items[i] = (struct wire_commit){entries[i]->number, errors[i]};
     uint8_t missing[KVFS_SHARDS];
-    CHECK(kvfs_frame_check(WIRE_COMMIT, items, count * sizeof(items[0]), count, shards, missing) == 0);
+    CHECK(kvfs_frame_check(WIRE_COMMIT, 0, items, count * sizeof(items[0]), count, 0, shards, missing) == 0);
     struct kvfs_commit *frame = kvfs_commit_begin(holders[holder], items, count);
     CHECK(frame);
     int next = kvfs_commit(plane, frame);
@@ -251,7 +251,7 @@ static void remove_some(void) {
         memcpy(items + i * 16 + 8, name, 8);
     }
     struct kvfs_removal frame = {0};
-    CHECK(kvfs_remove_names(plane, &frame, items, count, shards, deleted) == KVFS_FRAME_DONE);
+    CHECK(kvfs_remove_names(plane, &frame, 0, items, count, shards, deleted) == KVFS_FRAME_DONE);
     for (uint32_t i = 0; i < count; i++) {
         CHECK(deleted[i] == (owners[keys[i]] != 0));
         owners[keys[i]] = 0;
@@ -434,19 +434,129 @@ static void test_who_holds_too_much_waits_or_is_refused(void) {
     printf("ok who holds too much waits or is refused\n");
 }
 
+/* Items of a frame with a table and with parents: any names, each in the directory that it says. */
+static void test_items_go_into_the_directories_of_a_table(void) {
+    static const char *names_of[] = {"any name.bin", "k", "00ff", "\xff\x01"};
+    uint8_t items[512], missing[KVFS_SHARDS], deleted[8];
+    struct kvfs_shard table[KVFS_SHARDS] = {{DIRECTORY, 8, 0}, {0, 0, -ENOTDIR}, {DIRECTORY + 1, 9, 0}};
+    struct wire_commit commits[4];
+    uint64_t at = 0, parent = 77;
+    uint32_t flags = WIRE_TABLE | WIRE_PARENTS;
+    directory_put(DIRECTORY + 1, 1, "other");
+    for (uint32_t i = 0; i < 4; i++) {
+        uint32_t size = (uint32_t)strlen(names_of[i]);
+        struct wire_reserve item = {5000, size, i == 3 ? 1 : i % 2 * 2};
+        memset(items + at, 0, 48);
+        memcpy(items + at, &item, sizeof(item));
+        memcpy(items + at + 16, &parent, 8);
+        memcpy(items + at + 24, names_of[i], size);
+        at += 24 + round_up(size, 8);
+    }
+    CHECK(kvfs_frame_check(WIRE_RESERVE, flags, items, at, 4, 3, table, missing) == 1 && missing[0] == 1);
+    CHECK(kvfs_frame_check(WIRE_RESERVE, flags, items, at, 4, 2, table, missing) == -EINVAL); /* number 2 of 2 */
+    CHECK(kvfs_frame_check(WIRE_RESERVE, flags, items, at, 4, 257, table, missing) == -EINVAL);
+    CHECK(kvfs_frame_check(WIRE_RESERVE, WIRE_TABLE, items, at, 4, 3, table, missing) == -EINVAL);
+    struct kvfs_reserve *frame = kvfs_reserve_begin(holders[0], flags, items, 4, table, 7);
+    frame->share_pages = frame->room_pages = 100000;
+    frame->open_max = OPEN_MAX;
+    frame->generation = 9;
+    frame->segment = segment = (segment + 1) % SEGMENTS;
+    places[segment].next_page = places[segment].run_count ? places[segment].next_page : 1;
+    CHECK(kvfs_reserve(plane, frame) == KVFS_FRAME_DONE);
+    kvfs_reserve_finish(plane, frame, clock_now + 1000);
+    const uint8_t *answer = frame->answer;
+    for (uint32_t i = 0; i < 4; i++) {
+        struct wire_reserved reserved;
+        struct kvfs_inode_record record;
+        memcpy(&reserved, answer, sizeof(reserved));
+        answer += sizeof(reserved);
+        CHECK(reserved.error == (i == 3 ? -ENOTDIR : 0));
+        if (i == 3)
+            continue;
+        memcpy(&record, answer + sizeof(struct wire_run), sizeof(record));
+        CHECK(record.parent == (i % 2 ? DIRECTORY + 1 : DIRECTORY) && record.gid == (i % 2 ? 9 : 8) && record.name_size == strlen(names_of[i]));
+        CHECK(memcmp(answer + sizeof(struct wire_run) + sizeof(record), names_of[i], record.name_size) == 0);
+        answer += reserved.run_count * sizeof(struct wire_run) + reserved.record_size + round_up(reserved.ancestors_size, 8);
+        commits[i] = (struct wire_commit){reserved.reservation, 0};
+    }
+    kvfs_reserve_end(plane, frame);
+    struct kvfs_commit *commit_frame = kvfs_commit_begin(holders[0], commits, 3);
+    CHECK(kvfs_commit(plane, commit_frame) == KVFS_FRAME_DONE);
+    for (uint32_t i = 0; i < 3; i++)
+        CHECK(commit_frame->answers[i] == 0);
+    kvfs_commit_end(commit_frame);
+    committed += 3;
+    /* And are removed there: "k" is in the other directory, so in this one there is none. */
+    at = 0;
+    for (uint32_t i = 0; i < 5; i++) {
+        const char *name = names_of[i % 4];
+        struct wire_delete item = {(uint32_t)strlen(name), i == 1 ? 0 : i == 4 ? 1 : i % 2 * 2};
+        memset(items + at, 0, 32);
+        memcpy(items + at, &item, sizeof(item));
+        memcpy(items + at + 8, name, item.name_size);
+        at += 8 + round_up(item.name_size, 8);
+    }
+    CHECK(kvfs_frame_check(WIRE_DELETE, WIRE_TABLE, items, at, 5, 3, table, missing) == 1);
+    CHECK(kvfs_frame_check(WIRE_DELETE, 0, items, at, 5, 0, table, missing) == -EINVAL);
+    struct kvfs_removal removal = {0};
+    CHECK(kvfs_remove_names(plane, &removal, WIRE_TABLE, items, 5, table, deleted) == KVFS_FRAME_DONE);
+    CHECK(deleted[0] == 1 && deleted[1] == 0 && deleted[2] == 1 && deleted[3] == 0 && deleted[4] == 0);
+    uint64_t inode = 0;
+    CHECK(kvfs_names_find(names, DIRECTORY + 1, "k", 1, &inode) == 1 && inode);
+    block_go(inode);
+    bury_all();
+    check_all(true);
+    printf("ok items go into the directories of a table\n");
+}
+
+static void test_names_that_no_file_has_are_refused(void) {
+    static const struct {
+        const char *name;
+        uint32_t size;
+        bool good;
+    } cases[] = {{"", 0, false},    {".", 1, false},    {"..", 2, false}, {"...", 3, true}, {".a", 2, true},
+                 {"a/b", 3, false}, {"a\0b", 3, false}, {"/", 1, false},  {" ", 1, true}};
+    uint8_t item[280] = {0}, missing[KVFS_SHARDS];
+    for (uint32_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        struct wire_delete head = {cases[i].size, 0};
+        memset(item, 0, sizeof(item));
+        memcpy(item, &head, sizeof(head));
+        memcpy(item + sizeof(head), cases[i].name, cases[i].size);
+        int r = kvfs_frame_check(WIRE_DELETE, WIRE_TABLE, item, 8 + round_up(cases[i].size, 8), 1, 1, shards, missing);
+        CHECK_SAY(r == (cases[i].good ? 0 : -EINVAL), "name %u: %d", i, r);
+    }
+    memset(item, 'a', sizeof(item));
+    memcpy(item, &(struct wire_delete){255, 0}, 8);
+    CHECK(kvfs_frame_check(WIRE_DELETE, WIRE_TABLE, item, 8 + 256, 1, 1, shards, missing) == 0);
+    memcpy(item, &(struct wire_delete){256, 0}, 8);
+    CHECK(kvfs_frame_check(WIRE_DELETE, WIRE_TABLE, item, 8 + 256, 1, 1, shards, missing) == -EINVAL);
+    printf("ok names that no file has are refused\n");
+}
+
 static void test_frames_of_any_bytes(void) {
     uint8_t bytes[512], missing[KVFS_SHARDS];
     uint32_t good = 0, keys[4] = {1, 2, 3, 4};
-    for (int i = 0; i < 200000; i++) {
+    for (int i = 0; i < 300000; i++) {
+        static const uint32_t types[] = {WIRE_RESERVE, WIRE_DELETE, WIRE_COMMIT};
+        uint32_t type = types[rand() % 3], flags = rand() % 2 ? 0 : (uint32_t)rand() % 4, count = rand() % 8 ? 4 : (uint32_t)rand();
         uint64_t size = items_make(bytes, keys, 4, 1000);
+        if (type == WIRE_RESERVE && flags & WIRE_PARENTS)
+            for (uint32_t k = size = 0; k < 4; k++, size += 32) {
+                memcpy(bytes + size, &(struct wire_reserve){1000, 8, k * (flags & WIRE_TABLE)}, 16);
+                memset(bytes + size + 16, rand(), 8);
+                memcpy(bytes + size + 24, "0a0b0c0d", 8);
+            }
+        if (type == WIRE_DELETE)
+            for (uint32_t k = size = 0; k < 4; k++, size += 16) {
+                memcpy(bytes + size, &(struct wire_delete){8, k * (flags & WIRE_TABLE)}, 8);
+                memcpy(bytes + size + 8, "0a0b0c0d", 8);
+            }
         for (int changes = rand() % 3; changes; changes--)
             bytes[(uint64_t)rand() % size] = (uint8_t)rand();
         size -= rand() % 4 ? 0 : (uint64_t)rand() % size;
         uint8_t *exact = malloc(size + 1); /* a byte beyond is an error of the sanitizer's */
         memcpy(exact, bytes, size);
-        static const uint32_t types[] = {WIRE_RESERVE, WIRE_DELETE, WIRE_COMMIT};
-        uint32_t count = rand() % 8 ? 4 : (uint32_t)rand();
-        good += kvfs_frame_check(types[rand() % 3], exact, size, count, shards, missing) == 0;
+        good += kvfs_frame_check(type, flags, exact, size, count, flags & WIRE_TABLE ? 4 : 0, shards, missing) == 0;
         free(exact);
     }
     CHECK(good > 1000);
@@ -460,7 +570,9 @@ int main(void) {
     srand(7);
     test_any_order_agrees_with_the_model();
     test_where_memory_ends_all_agree();
+    test_items_go_into_the_directories_of_a_table();
     test_who_holds_too_much_waits_or_is_refused();
+    test_names_that_no_file_has_are_refused();
     test_frames_of_any_bytes();
     for (uint32_t i = 0; i < HOLDERS; i++)
         kvfs_holder_leave(plane, holders[i]);

@@ -82,7 +82,8 @@ def test_c_keys_of_no_or_too_many_bytes_are_refused_by_every_function(directory:
         memory = mmap.mmap(-1, 1 << 16)
         places = c.buffers(*[(_address(memory) + 4096 * i, 4096) for i in range(3)])
         results, flags = c.ffi.new("int64_t[3]"), c.ffi.new("uint8_t[3]")
-        for bad, size in ((b"", 0), (b"k" * 128, 128), (b"k" * 300, 300)):
+        vectors = c.ffi.new("struct kvfs_vector[3]", [(places + i, 1, 0, 0) for i in range(3)])
+        for bad, size in ((b"", 0), (b"k" * 256, 256), (b"k" * 300, 300)):
             keys = c.keys(b"good", bad, b"other")
             for name, arguments in (
                 ("kvfs_exists", (keys, flags)),
@@ -91,9 +92,10 @@ def test_c_keys_of_no_or_too_many_bytes_are_refused_by_every_function(directory:
                 ("kvfs_put", (keys, places, results)),
                 ("kvfs_delete", (keys, flags)),
                 ("kvfs_prestage", (keys,)),
+                ("kvfs_put_vectors", (keys, vectors, c.ffi.NULL, results)),
             ):
                 assert c.call(name, *arguments) == -errno.EINVAL, name
-                assert f"{size} bytes: 1 to 127 are possible" in c.said(), f"{name}: {c.said()}"
+                assert f"{size} bytes: 1 to 255 are possible" in c.said(), f"{name}: {c.said()}"
         assert c.call("kvfs_list", b"k" * 300, 300, _ptr(c, memory), 4096, c.ffi.new("uint32_t[4]"), 4) == -errno.EINVAL
         c.lib.kvfs_close(c.client)
 
@@ -114,8 +116,10 @@ def test_c_an_empty_batch_is_nothing(directory: pathlib.Path) -> None:
             ("kvfs_sizes", (null,)),
             ("kvfs_get", (null, null)),
             ("kvfs_put", (null, null)),
+            ("kvfs_put_vectors", (null, null, null)),
             ("kvfs_delete", (null,)),
             ("kvfs_prestage", ()),
+            ("kvfs_exists_prefix", ()),
         ):
             assert c.call(name, keys, *arguments) == 0, f"{name}: {c.said()}"
         assert c.call("kvfs_busy", null, 0) == 0
@@ -177,6 +181,35 @@ def test_c_a_read_never_touches_what_is_behind_its_buffer(directory: pathlib.Pat
                 assert c.call("kvfs_get", c.keys(b"k"), c.buffers((start, size)), results) == 1, (size, c.said())
                 assert_same(bytes(c.ffi.buffer(c.ffi.cast("char *", start), size)), data, f"{size} bytes")
                 assert c.call("kvfs_put", c.keys(b"k"), c.buffers((start, size)), results) == 1, (size, c.said())
+        c.lib.kvfs_close(c.client)
+
+    in_child(body)
+
+
+def test_c_a_put_never_reads_behind_a_piece(directory: pathlib.Path) -> None:
+    """Each piece ends where memory ends: a byte too much would be a signal."""
+
+    def body() -> None:
+        c = Native(directory)
+        libc = helpers.libc
+        libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_long] * 5]
+        room = 64 << 10
+        at = libc.mmap(None, 3 * (room + 4096), 3, 0x22, -1, 0)
+        ends = [at + i * (room + 4096) + room for i in range(3)]
+        for end in ends:
+            assert libc.mprotect(ctypes.c_void_p(end), 4096, 0) == 0
+        results = c.ffi.new("int64_t[1]")
+        for sizes in ((4096, 8192, 4096), (4096, 65536, 1), (1, 4095, 4097), (4096, 511, 0), (65536, 0, 513)):
+            parts = [content(size, str(sizes) + str(i)) for i, size in enumerate(sizes)]
+            for end, part in zip(ends, parts, strict=True):
+                c.ffi.memmove(c.ffi.cast("void *", end - len(part)), part, len(part))
+            pieces = c.buffers(*[(end - size, size) for end, size in zip(ends, sizes, strict=True)])
+            vector = c.ffi.new("struct kvfs_vector *", (pieces, 3, 0, 0))
+            assert c.call("kvfs_put_vectors", c.keys(b"k"), vector, c.ffi.NULL, results) == 1, (sizes, c.said())
+            memory = mmap.mmap(-1, 1 << 20)
+            whole = b"".join(parts)
+            assert c.call("kvfs_get", c.keys(b"k"), c.buffers((_address(memory), len(whole))), results) == 1
+            assert_same(memory[: len(whole)], whole, str(sizes))
         c.lib.kvfs_close(c.client)
 
     in_child(body)

@@ -21,6 +21,7 @@ from kvfs.record import Inode
 from kvfs.types import SegmentIndex
 
 PAGE = 4096
+TABLE, PARENTS, LONG = 1, 2, 4
 HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST, LOOKUP, BAD_BLOCK, HITS, REPORT, CLOSE = range(1, 12)
 FRAME = struct.Struct("<IHHiI")
 
@@ -214,8 +215,8 @@ class WireClient:
     def delete(self, base: int, space: bytes, names: Sequence[bytes]) -> bytes:
         return self.ask(DELETE, where(base, space, len(names)) + b"".join(counted(name) for name in names))
 
-    def list(self, base: int, space: bytes, after: bytes, count: int) -> list[bytes]:
-        answer = self.ask(LIST, where(base, space, count) + counted(after))
+    def list(self, base: int, space: bytes, after: bytes, count: int, flags: int = 0) -> list[bytes]:
+        answer = self.ask(LIST, where(base, space, count, flags) + counted(after))
         (found,), at, names = struct.unpack_from("<Q", answer), 8, []
         for _ in range(found):
             (size,) = struct.unpack_from("<Q", answer, at)
@@ -225,13 +226,17 @@ class WireClient:
         return names
 
 
-def where(base: int, space: bytes, count: int) -> bytes:
-    return struct.pack("<QII", base, len(space), count) + padded(space)
+def where(base: int, space: bytes, count: int, flags: int = 0) -> bytes:
+    return struct.pack("<QHHI", base, len(space), flags, count) + padded(space)
 
 
-def wanted(items: Sequence[tuple[bytes, int]]) -> bytes:
-    """RESERVE's items: names and sizes."""
-    return b"".join(struct.pack("<QII", size, len(name), 0) + padded(name) for name, size in items)
+def table(directories: Sequence[bytes]) -> bytes:
+    return struct.pack("<Q", len(directories)) + b"".join(map(counted, directories))
+
+
+def wanted(items: Sequence[tuple[bytes, int]], directory: int = 0, parent: bytes = b"") -> bytes:
+    """RESERVE's items: names and sizes, all in one directory of the table; and of each the 8 bytes about its parent."""
+    return b"".join(struct.pack("<QII", size, len(name), directory) + parent + padded(name) for name, size in items)
 
 
 def places_in(answer: bytes, count: int) -> list[Place]:
@@ -254,5 +259,6 @@ def places_in(answer: bytes, count: int) -> list[Place]:
     return places
 
 
-def counted(name: bytes) -> bytes:
-    return struct.pack("<Q", len(name)) + padded(name)
+def counted(name: bytes, directory: int = 0) -> bytes:
+    """DELETE's item; and, with directory 0, whatever else is a size and so many bytes."""
+    return struct.pack("<II", len(name), directory) + padded(name)

@@ -22,12 +22,18 @@ from client_double import (
     FRAME,
     HITS,
     LIST,
+    LONG,
     LOOKUP,
+    PARENTS,
     REPORT,
     RESERVE,
+    TABLE,
     WireClient,
     counted,
     padded,
+    places_in,
+    table,
+    wanted,
     where,
 )
 from helpers import Pool, in_child, wait_until
@@ -360,6 +366,35 @@ ITEM = struct.pack("<QII", 4096, len(NAME), 0) + padded(NAME)
         (RESERVE, where(1, b"", 1) + struct.pack("<QII", 1, 256, 0) + b"ab" * 128),
         (RESERVE, where(1, b"", 1) + struct.pack("<QII", 1, (1 << 32) - 1, 0) + b"ab" * 128),
         (RESERVE, where(1, b"", 1) + struct.pack("<QII", 1, 2, 9) + b"ab".ljust(8)),
+        (RESERVE, where(1, b"", 1, 8) + ITEM),
+        (RESERVE, where(1, b"", 1, LONG) + ITEM),
+        (RESERVE, where(1, b"", 1, PARENTS) + ITEM),
+        (RESERVE, where(1, b"", 1, TABLE) + ITEM),
+        (RESERVE, where(1, b"", 1, TABLE) + struct.pack("<Q", 0) + ITEM),
+        (RESERVE, where(1, b"", 1, TABLE) + struct.pack("<Q", 1 << 40) + counted(b"a") + ITEM),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a"] * 257) + ITEM),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a"]) + wanted([(b"k", 1)], 1)),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a"]) + wanted([(b"k", 1)], (1 << 32) - 1)),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"/a"]) + wanted([(b"k", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a/../b"]) + wanted([(b"k", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a/"]) + wanted([(b"k", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"n" * 256]) + wanted([(b"k", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"n/" * 511 + b"nn"]) + wanted([(b"k", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a\0b"]) + wanted([(b"k", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a"]) + wanted([(b"..", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a"]) + wanted([(b"a/b", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a"]) + wanted([(b"a\0b", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a"]) + wanted([(b"", 1)])),
+        (RESERVE, where(1, b"", 1, TABLE) + table([b"a"]) + wanted([(b"n" * 256, 1)])),
+        (DELETE, where(1, b"", 1, PARENTS) + counted(b"6b")),
+        (DELETE, where(1, b"", 1) + counted(b"6b", 1)),
+        (DELETE, where(1, b"", 1, TABLE) + table([b"a"]) + counted(b"name", 1)),
+        (DELETE, where(1, b"", 1, TABLE) + table([b"a"]) + counted(b".")),
+        (DELETE, where(1, b"", 1, TABLE) + table([])),
+        (LIST, where(1, b"", 10, TABLE) + counted(b"")),
+        (LIST, where(1, b"", 10) + counted(b"6b" * 128)),
+        (LIST, where(1, b"", 10, LONG) + counted(b"6b" * 256)),
+        (LIST, where(1, b"", 10, LONG) + counted(b"6b" * 200 + b"6")),
         (COMMIT, b""),
         (COMMIT, struct.pack("<Q", 1 << 60)),
         (COMMIT, struct.pack("<QQq", 2, 1, 0)),
@@ -388,6 +423,61 @@ def test_a_violation_ends_the_connection(pool: Pool, kind: int, payload: bytes) 
     with connected(pool) as client:
         client.send(kind, payload)
         assert client.hung_up()
+
+
+def test_items_are_in_the_directories_of_a_table(pool: Pool) -> None:
+    directories = [b"deep/er", b"", b"file/below", b"not used"]
+    with connected(pool) as client:
+        assert client.put(base(pool), SPACE, {key("k"): b"content"}) == [0]
+        root = pool.mount / os.fsdecode(SPACE)
+        (root / "file").write_bytes(b"no directory")
+        (root / "there").mkdir(exist_ok=True)
+        items = b"".join(
+            wanted([(name, 4)], directory, struct.pack("<Q", directory))
+            for name, directory in ((b"any name.bin", 0), (b"6b", 1), (b"lost", 2), (b"there", 1))
+        )
+        head = where(base(pool), SPACE, 4, TABLE | PARENTS) + table(directories)
+        places = places_in(client.ask(RESERVE, head + items), 4)
+        assert [place.error for place in places] == [0, 0, -errno.ENOTDIR, 0]
+        for place in (places[0], places[1], places[3]):
+            client.write(place, b"data")
+        assert client.commit([(places[i].reservation, 0) for i in (0, 1, 3)]) == [0, -errno.EISDIR, -errno.EISDIR]
+        assert (root / "deep/er/any name.bin").read_bytes() == b"data"
+        assert (root / "deep").stat().st_mode == 0o40755 and not (root / "not used").exists()
+        removed = [(b"any name.bin", 0), (b"any name.bin", 1), (b"there", 1), (b"lost", 2), (b"file", 1), (b"x", 3)]
+        payload = where(base(pool), SPACE, len(removed), TABLE) + table(directories)
+        payload += b"".join(counted(*item) for item in removed)
+        assert client.ask(DELETE, payload) == b"\1\0\0\0\1\0"
+        assert not (root / "file").exists() and (root / "there").is_dir() and not (root / "not used").exists()
+
+
+def test_a_frame_may_have_256_directories_of_512_parts(pool: Pool) -> None:
+    """And others are served meanwhile."""
+    deep = [b"/".join([b"%d" % i, *[b"d"] * 40]) for i in range(256)]
+    with connected(pool) as client, connected(pool) as other:
+        items = b"".join(wanted([(b"name", 1)], i) for i in range(256))
+        asked = client.send(RESERVE, where(base(pool), b"deep", 256, TABLE) + table(deep) + items)
+        assert other.list(base(pool), b"none", b"", 10) == []
+        kind, status, id_, answer = client.frame()
+        assert (kind, status, id_) == (RESERVE, 0, asked)
+        assert all(place.error == 0 for place in places_in(answer, 256))
+        assert len(list((pool.mount / "deep").iterdir())) == 256
+
+
+def test_long_keys_are_listed_to_who_asks_for_them(pool: Pool) -> None:
+    short, long = b"ab" * 127, b"ab" * 127 + b"3f" + b"0123" * 3
+    with connected(pool) as client:
+        items = wanted([(short, 1)]) + wanted([(long[255:], 1)], 1)
+        head = where(base(pool), b"long", 2, TABLE) + table([b"ab", b"ab/" + long[:254] + b"j"])
+        places = places_in(client.ask(RESERVE, head + items), 2)
+        for place in places:
+            client.write(place, b"x")
+        assert client.commit([(place.reservation, 0) for place in places]) == [0, 0]
+        assert client.list(base(pool), b"long", b"", 10) == [short]
+        assert client.list(base(pool), b"long", b"", 10, LONG) == [short, long]
+        assert client.list(base(pool), b"long", b"", 1, LONG) == [short]
+        for after, found in ((short, [long]), (short + b"3f", [long]), (long, []), (short + b"40", []), (b"ac", [])):
+            assert client.list(base(pool), b"long", after, 10, LONG) == found, after
 
 
 def test_frames_that_are_none_end_the_connection(pool: Pool) -> None:

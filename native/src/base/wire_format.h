@@ -17,6 +17,7 @@
 #define KVFS_WIRE_FDS_MAX 128          /* in one frame */
 #define KVFS_WIRE_ITEMS_MAX 4096       /* in one request */
 #define KVFS_WIRE_TOTALS_2 16          /* of a REPORT of version 2 */
+#define KVFS_WIRE_DIRECTORIES_MAX 256  /* in one request */
 #define KVFS_WIRE_ERRNO_MAX 4095       /* of a status */
 
 enum wire_type {
@@ -73,21 +74,33 @@ struct wire_welcome {
 };
 static_assert(sizeof(struct wire_welcome) == 72, "wire");
 
-/* RESERVE, DELETE, LIST: whose names. Then space_size bytes of namespace path; then what the type says, each item 8-byte aligned from
- * the payload's start. */
+enum wire_flag {                   /* of version 3 */
+                 WIRE_TABLE = 1,   /* RESERVE, DELETE: directories come before the items, and each item is in one of them */
+                 WIRE_PARENTS = 2, /* RESERVE: each item names the block before it */
+                 WIRE_LONG = 4     /* LIST: keys of more than 127 bytes, too */
+};
+/* RESERVE, DELETE, LIST: whose names. Then space_size bytes of namespace path. With WIRE_TABLE uint64_t count, 1 to KVFS_WIRE_DIRECTORIES_MAX, and
+ * so many directories like names of DELETE: paths below the namespace, of at most 1023 bytes; an empty one is the namespace itself. Then come the
+ * items; each part is padded to 8. Without WIRE_TABLE an item's name is its key in hex, of 1 to 127 bytes; it goes into the directory of its first
+ * two characters, and its field `directory` is 0. With it a name is any that a file may have, in directory number `directory`. A RESERVE makes
+ * directories that are not there. */
 struct wire_where {
     uint64_t base;
-    uint32_t space_size;
+    uint16_t space_size;
+    uint16_t flags; /* enum wire_flag */
     uint32_t count;
 };
 static_assert(sizeof(struct wire_where) == 16, "wire");
 
-/* RESERVE item: this and name_size bytes, padded to 8: the key's hex name; it goes into the directory of its first two characters. */
+/* RESERVE item: this; with WIRE_PARENTS uint64_t, a hash of the block before this one in its chain, 0: there is none; then name_size bytes. The hash
+ * is XXH3 (64 bits) of the path below the namespace that a block has in the mount, seeded with the pool's secret. The daemon can so make it of the
+ * name of each block that it knows, and it stays the same when a block is stored again. The daemon keeps nothing of it yet. */
 struct wire_reserve {
     uint64_t size;
     uint32_t name_size;
-    uint32_t reserved;
+    uint32_t directory;
 };
+static_assert(sizeof(struct wire_reserve) == 16, "wire");
 /* Answer, one per item: this; run_count struct wire_run; record_size bytes; ancestors_size bytes; each part padded to 8. The record is the inode
  * record, with extents, as the block header is to have it. With error < 0 nothing follows. */
 struct wire_reserved {
@@ -116,9 +129,14 @@ struct wire_commit {
     int64_t error;
 };
 
-/* DELETE items: uint64_t name_size, name, padded to 8. Answer: count uint8_t, 1 if there was one. */
-/* LIST: count is the most names wanted; one item like DELETE's: the name after which to begin (name_size 0: from the first). Answer: uint64_t
- * count, then items like DELETE's: names, in order; none at the end. */
+/* DELETE items: this and name_size bytes, padded to 8. Answer: count uint8_t, 1 if there was one. */
+struct wire_delete {
+    uint32_t name_size;
+    uint32_t directory;
+};
+static_assert(sizeof(struct wire_delete) == 8, "wire");
+/* LIST: count is the most keys wanted; then uint64_t size and so many bytes: the key in hex after which to begin (0: from the first). Answer:
+ * uint64_t count, then keys in the same form, in byte order; none at the end. */
 /* LOOKUP: uint64_t parent, uint64_t name_size, name. Answer: the inode record, or status -ENOENT. */
 /* BAD_BLOCK: uint64_t inode, uint64_t segment: its checksums failed twice. */
 /* HITS: uint64_t inodes of blocks read. */

@@ -7,8 +7,8 @@
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the stager (client/prestage.c).
  *
- * Each file uses those above it: error, wire, locate, bounce, spans, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
- * client, queue. gpu/ uses all but the last two.
+ * Each file uses those above it: error, wire, locate, bounce, spans, lane, connection, report, orphans, keys, names, fetch, prestage, get, file,
+ * put_block, put, client, queue. gpu/ uses all but the last two.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
@@ -22,6 +22,8 @@
 #define CLIENT_RETRIES 4
 #define SIDE_PAGES 2u
 #define CLIENT_HITS_MAX 500
+#define CLIENT_FAILED_MAX 1024
+#define KVFS_KEY_SHORT 127 /* bytes of a key whose name has all of its digits */
 #define CLIENT_COUNTERS (sizeof(struct kvfs_client_statistics) / sizeof(uint64_t))
 
 struct lane;
@@ -127,14 +129,16 @@ struct kvfs_client {
     char pool[4096]; /* directory of the control socket */
     char space[1024];
     uint64_t base;        /* inode of path */
-    pthread_mutex_t lock; /* connection (the pointer), hits */
+    pthread_mutex_t lock; /* connection (the pointer), hits, failed */
     struct connection *connection;
     struct connection *retired; /* of daemons that are gone; kept while calls use them or devices owe them answers */
     uint64_t *hits;
     uint32_t hit_count;
     uint64_t hits_sent_ns;
-    uint64_t silent_until_ns; /* a daemon took a connection and said nothing: not asked again before that */
-    atomic_uint orphans;      /* of all lanes */
+    uint64_t failed[CLIENT_FAILED_MAX]; /* inodes of the last blocks that could not be read */
+    uint32_t failed_count;              /* ever */
+    uint64_t silent_until_ns;           /* a daemon took a connection and said nothing: not asked again before that */
+    atomic_uint orphans;                /* of all lanes */
     struct stage *stage;
     atomic_ullong count[CLIENT_COUNTERS]; /* as struct kvfs_client_statistics has them; the last, `busy`, is not counted here */
 };
@@ -171,7 +175,7 @@ void wire_wait(struct connection *connection, struct wire_pending *pending);
 /* The outcome of a request that is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
 int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_t **reply, uint32_t *reply_size);
 /* -EOPNOTSUPP: the daemon is older than this version of the protocol; the message names `what` and both versions. */
-int connection_needs(struct kvfs_client *client, const struct connection *connection, uint32_t version, const char *what);
+int connection_needs(const struct kvfs_client *client, const struct connection *connection, uint32_t version, const char *what);
 /* All three; -EOPNOTSUPP for a type that the version agreed on has not. */
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);
@@ -184,7 +188,7 @@ struct message_buffer {
     bool failed;
 };
 void message_append(struct message_buffer *out, const void *data, uint64_t size);
-void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t count);
+void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t flags, uint32_t count); /* enum wire_flag */
 int message_check(const struct message_buffer *request); /* -ENOMEM: there was no memory, or it is too long for a frame */
 /* message_check() and wire_ask(); the request is freed. */
 int message_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, struct message_buffer *request, uint8_t **reply,
@@ -245,6 +249,9 @@ void client_prune(struct kvfs_client *client); /* client->lock held */
 /* ---- client/report.c ---- */
 
 void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode); /* tells the daemon, some time soon; 0: now */
+/* A block is there and could not be read: its bytes do not prove, or its device erred or gave no answer. A put if absent stores it again. */
+void client_failed(struct kvfs_client *client, uint64_t inode);
+bool client_has_failed(struct kvfs_client *client, uint64_t inode);
 void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment);
 
 /* ---- client/orphans.c ---- */
@@ -263,21 +270,52 @@ bool client_owed(struct kvfs_client *client); /* devices owe answers, to reads o
 int client_check_buffers(struct kvfs_client *client, const struct kvfs_buffer *buffers, uint32_t count);
 int client_check_vectors(struct kvfs_client *client, const struct kvfs_vector *vectors, uint32_t count); /* the same of all their pieces */
 
+/* ---- client/keys.c ---- */
+
+/* Where a key's block lies: a file below the namespace. */
+struct key_file {
+    const char *path;   /* in memory, or the key; no zero behind it */
+    uint32_t path_size; /* the name is [name_at, path_size); its directory what is before that, without the slash; name_at 0: the namespace's own */
+    uint32_t name_at;
+    char memory[3 + 2 * KVFS_KEY_MAX + 1];
+};
+int key_check(uint32_t kind, const void *key, uint32_t key_size); /* enum kvfs_key_kind. -EINVAL */
+bool key_is_short(uint32_t kind, uint32_t key_size);              /* its file is one of the 256 directories of keys, and needs no table */
+void key_file(uint32_t kind, const void *key, uint32_t key_size, struct key_file *out); /* of a key that was checked */
+uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out);                     /* out: 2 * key_size bytes; returns that */
+
+/* RESERVE and DELETE: items, and where WIRE_TABLE is set the directories that they are in. */
+#define DIRECTORY_SLOTS (2 * KVFS_WIRE_DIRECTORIES_MAX)
+struct names_request {
+    struct message_buffer items, table;
+    uint32_t flags, directory_count;
+    uint32_t directory_at[KVFS_WIRE_DIRECTORIES_MAX]; /* in the table */
+    uint16_t slots[DIRECTORY_SLOTS];                  /* by hash: number + 1 of a directory */
+};
+int names_begin(struct names_request *request, const struct kvfs_client *client, const struct connection *connection,
+                uint32_t flags);                                                 /* -EOPNOTSUPP */
+int names_directory(struct names_request *request, const struct key_file *file); /* number of the file's directory; -1: the table is full */
+/* The whole request, of `count` items; the owner frees it. */
+void names_end(struct names_request *request, const struct kvfs_client *client, uint32_t count, struct message_buffer *out);
+
 /* ---- client/names.c ---- */
 
-/* The inode number of a directory below the client's base, or of the shard directory of a key; 0, -ENOENT, -EAGAIN. */
+/* Directories that were found in a call: those of keys, and the last one of another kind. Zeroed at its start. */
 struct shards {
-    uint64_t space;
+    uint64_t space; /* inode of the namespace; 0: it is not known */
     uint64_t inodes[256];
     uint8_t known[256];
-    bool at_once; /* the daemon is not asked: -EAGAIN */
-}; /* zeroed at the start of a call */
-/* 0 and the record of a sealed file; -ENOENT: a miss; -EINVAL: a key of a wrong size. Asks the daemon where the table cannot say. */
-int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, const uint8_t *key, uint32_t key_size,
+    bool at_once;  /* the daemon is not asked: -EAGAIN */
+    uint64_t last; /* 0: there is none */
+    uint32_t last_size;
+    bool last_known;
+    char last_path[KVFS_PATH_MAX];
+};
+/* 0 and the record of a sealed file; -ENOENT: a miss; -EINVAL: what cannot be a key of that kind. Asks the daemon where the table cannot say. */
+int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, uint32_t kind, const uint8_t *key, uint32_t key_size,
              struct kvfs_record *out);
 /* kvfs_exists() that waits for nobody: how many there are; -EAGAIN, where only the daemon can say. */
 int keys_exist_at_once(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found);
-uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out); /* out: 2 * key_size bytes; returns that */
 
 /* ---- client/fetch.c ---- */
 

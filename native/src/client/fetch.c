@@ -259,6 +259,8 @@ static void fetch_finish(struct fetch *fetch) {
         lane->orphan_count++;
         atomic_fetch_add(&lane->client->orphans, 1);
     }
+    if (fetch->result == -EIO || fetch->result == -ETIMEDOUT)
+        client_failed(lane->client, fetch->record.inode);
     assert(lane->active_count > 0);
     lane->active_count--;
     fetch->done(lane, fetch);

@@ -32,7 +32,7 @@ static void get_start(struct get_batch *batch, struct lane *lane, uint32_t i, ui
     const struct kvfs_vector *vector = &batch->vectors[i];
     struct kvfs_record record;
     uint64_t offset = 0, size = room_of(vector);
-    int r = key_find(batch->client, lane->connection, &batch->shards, batch->places[i], batch->keys->sizes[i], &record);
+    int r = key_find(batch->client, lane->connection, &batch->shards, batch->keys->kind, batch->places[i], batch->keys->sizes[i], &record);
     if (r < 0 && r != -ENOENT && !batch->error) {
         batch->error = r;
         snprintf(batch->reason, sizeof(batch->reason), "%s", kvfs_error());

@@ -1,6 +1,8 @@
 /* Keys and their names: looked up in the block table, deleted and listed by the daemon. */
 #include "client/client.h"
 
+static int digit(uint8_t c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1; }
+
 /* at_once: the daemon is not asked; -EAGAIN. */
 static int table_or_daemon(struct kvfs_client *client, struct connection *connection, uint64_t parent, const char *name, uint32_t size, bool at_once,
                            struct kvfs_record *out) {
@@ -27,73 +29,94 @@ static int table_or_daemon(struct kvfs_client *client, struct connection *connec
     return 0;
 }
 
-static int key_directory(struct kvfs_client *client, struct connection *connection, const char *path, bool at_once, uint64_t *inode) {
+/* The inode number of the directory that a path of `size` bytes leads to from *inode. 0, -ENOENT. */
+static int directory_find(struct kvfs_client *client, struct connection *connection, const char *path, uint32_t size, bool at_once, uint64_t *inode) {
     struct kvfs_record record;
-    while (*path) {
-        uint32_t size = (uint32_t)strcspn(path, "/");
-        int r = table_or_daemon(client, connection, *inode, path, size, at_once, &record);
+    for (uint32_t at = 0; at < size;) {
+        const char *slash = memchr(path + at, '/', size - at);
+        uint32_t part = slash ? (uint32_t)(slash - (path + at)) : size - at;
+        int r = table_or_daemon(client, connection, *inode, path + at, part, at_once, &record);
         if (r == 0 && record.kind != KVFS_KIND_DIRECTORY)
             r = -ENOENT;
         if (r < 0)
             return r;
         *inode = record.inode;
-        path += size + (path[size] == '/');
+        at += part + 1;
     }
     return 0;
 }
 
-uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out) {
-    static const char digits[] = "0123456789abcdef";
-    for (uint32_t i = 0; i < key_size; i++) {
-        out[2 * i] = digits[key[i] >> 4];
-        out[2 * i + 1] = digits[key[i] & 15];
+/* The directory of a file below the namespace. 0 and its inode number, which is 0 if there is none. */
+static int file_directory(struct kvfs_client *client, struct connection *connection, struct shards *shards, const struct key_file *file,
+                          bool is_short, uint64_t *inode) {
+    uint32_t size = file->name_at ? file->name_at - 1 : 0;
+    uint8_t shard = is_short ? (uint8_t)(digit((uint8_t)file->path[0]) << 4 | digit((uint8_t)file->path[1])) : 0;
+    bool known =
+        is_short ? shards->known[shard] : shards->last_known && shards->last_size == size && memcmp(shards->last_path, file->path, size) == 0;
+    if (known) {
+        *inode = is_short ? shards->inodes[shard] : shards->last;
+        return 0;
     }
-    return 2 * key_size;
+    *inode = shards->space;
+    int r = directory_find(client, connection, file->path, size, shards->at_once, inode);
+    if (r < 0 && r != -ENOENT)
+        return r;
+    if (r < 0)
+        *inode = 0;
+    if (is_short) {
+        shards->inodes[shard] = *inode;
+        shards->known[shard] = 1;
+    } else {
+        shards->last = *inode;
+        shards->last_size = size;
+        shards->last_known = true;
+        memcpy(shards->last_path, file->path, size);
+    }
+    return 0;
 }
 
-int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, const uint8_t *key, uint32_t key_size,
+int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, uint32_t kind, const uint8_t *key, uint32_t key_size,
              struct kvfs_record *out) {
-    char name[2 * KVFS_KEY_MAX];
-    int r = 0;
-    if (key_size == 0 || key_size > KVFS_KEY_MAX)
-        return client_fail(-EINVAL, "a key of %u bytes: 1 to %u are possible", key_size, KVFS_KEY_MAX);
-    uint32_t size = key_hex(key, key_size, name);
+    struct key_file file;
+    uint64_t directory;
+    int r = key_check(kind, key, key_size);
+    if (r < 0)
+        return r;
     if (!shards->space) {
         uint64_t inode = client->base;
-        r = key_directory(client, connection, client->space, shards->at_once, &inode);
+        r = directory_find(client, connection, client->space, (uint32_t)strlen(client->space), shards->at_once, &inode);
         if (r < 0)
             return r;
         shards->space = inode;
     }
-    if (!shards->known[key[0]]) {
-        r = table_or_daemon(client, connection, shards->space, name, 2, shards->at_once, out);
-        if (r < 0 && r != -ENOENT)
-            return r;
-        shards->inodes[key[0]] = r == 0 && out->kind == KVFS_KIND_DIRECTORY ? out->inode : 0;
-        shards->known[key[0]] = 1;
-    }
-    if (!shards->inodes[key[0]])
+    key_file(kind, key, key_size, &file);
+    r = file_directory(client, connection, shards, &file, key_is_short(kind, key_size), &directory);
+    if (r < 0)
+        return r;
+    if (!directory)
         return -ENOENT;
-    r = table_or_daemon(client, connection, shards->inodes[key[0]], name, size, shards->at_once, out);
+    r = table_or_daemon(client, connection, directory, file.path + file.name_at, file.path_size - file.name_at, shards->at_once, out);
     if (r == 0 && (out->kind != KVFS_KIND_FILE || !(out->flags & KVFS_INODE_SEALED)))
         r = -ENOENT;
     return r;
 }
 
-/* Either of sizes and found may be NULL. Returns how many there are. */
-static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, bool at_once, int64_t *sizes, uint8_t *found) {
+/* Either of sizes and found may be NULL. at_once: nobody is asked; -EAGAIN. `prefix`: end with the first key that is missing. Returns how many
+ * keys before the end exist. */
+static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, bool at_once, bool prefix, int64_t *sizes, uint8_t *found) {
     struct connection *connection;
     struct shards shards = {.at_once = at_once};
-    uint32_t missing = 0;
+    uint32_t asked = 0, missing = 0;
     const uint8_t *key = keys->data;
     int r = (at_once ? connection_get_at_once : connection_get)(client, &connection);
     if (r < 0)
         return r;
-    for (uint32_t i = 0; i < keys->count; key += keys->sizes[i++]) {
+    for (uint32_t i = 0; i < keys->count && !(prefix && missing); key += keys->sizes[i++]) {
         struct kvfs_record record;
-        r = key_find(client, connection, &shards, key, keys->sizes[i], &record);
+        r = key_find(client, connection, &shards, keys->kind, key, keys->sizes[i], &record);
         if (r < 0 && r != -ENOENT)
             break;
+        asked++;
         if (sizes)
             sizes[i] = r == 0 ? (int64_t)record.size : -ENOENT;
         if (found)
@@ -103,24 +126,57 @@ static int look_up(struct kvfs_client *client, const struct kvfs_keys *keys, boo
     connection_put(connection);
     if (r < 0 && r != -ENOENT)
         return r;
-    TALLY(client, lookups, keys->count);
+    TALLY(client, lookups, asked);
     TALLY(client, misses, missing);
-    return (int)(keys->count - missing);
+    return (int)(asked - missing);
 }
 
 int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes) {
-    int r = look_up(client, keys, false, sizes, NULL);
+    int r = look_up(client, keys, false, false, sizes, NULL);
     return r < 0 ? r : 0;
 }
 
 int kvfs_exists(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found) {
-    int r = look_up(client, keys, false, NULL, found);
+    int r = look_up(client, keys, false, false, NULL, found);
     return r < 0 ? r : 0;
 }
 
-int keys_exist_at_once(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found) { return look_up(client, keys, true, NULL, found); }
+int kvfs_exists_prefix(struct kvfs_client *client, const struct kvfs_keys *keys) { return look_up(client, keys, false, true, NULL, NULL); }
+
+int keys_exist_at_once(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found) {
+    return look_up(client, keys, true, false, NULL, found);
+}
 
 /* ---- delete, list ---- */
+
+/* As many keys from `first` on as one request takes; *key is the first one's, and then the next one's. Returns how many, or -errno. */
+static int delete_request(struct kvfs_client *client, const struct connection *connection, const struct kvfs_keys *keys, uint32_t first,
+                          const uint8_t **key, struct message_buffer *out) {
+    struct names_request request;
+    uint32_t flags = 0, count = 0, most = (uint32_t)min_u64(keys->count - first, KVFS_WIRE_ITEMS_MAX);
+    for (uint32_t i = first; i < first + most; i++)
+        flags |= key_is_short(keys->kind, keys->sizes[i]) ? 0 : WIRE_TABLE;
+    int r = names_begin(&request, client, connection, flags);
+    for (; r == 0 && count < most; count++) {
+        struct key_file file;
+        uint32_t size = keys->sizes[first + count];
+        r = key_check(keys->kind, *key, size);
+        if (r < 0)
+            break;
+        key_file(keys->kind, *key, size, &file);
+        int directory = names_directory(&request, &file);
+        if (directory < 0)
+            break;
+        struct wire_delete item = {.name_size = file.path_size - file.name_at, .directory = (uint32_t)directory};
+        message_append(&request.items, &item, sizeof(item));
+        message_append(&request.items, file.path + file.name_at, item.name_size);
+        *key += size;
+    }
+    names_end(&request, client, count, out);
+    if (r < 0)
+        free(out->data);
+    return r < 0 ? r : (int)count;
+}
 
 int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted) {
     struct connection *connection;
@@ -129,25 +185,13 @@ int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_
         return r;
     const uint8_t *key = keys->data;
     for (uint32_t first = 0, count; first < keys->count && r == 0; first += count) {
-        struct message_buffer request = {0};
-        count = (uint32_t)min_u64(keys->count - first, KVFS_WIRE_ITEMS_MAX);
-        message_append_where(&request, client, count);
-        for (uint32_t i = first; i < first + count && r == 0; key += keys->sizes[i++]) {
-            char name[2 * KVFS_KEY_MAX];
-            if (keys->sizes[i] == 0 || keys->sizes[i] > KVFS_KEY_MAX) {
-                r = client_fail(-EINVAL, "key %u has %u bytes: 1 to %u are possible", i, keys->sizes[i], KVFS_KEY_MAX);
-                break;
-            }
-            uint64_t size = key_hex(key, keys->sizes[i], name);
-            message_append(&request, &size, 8);
-            message_append(&request, name, size);
-        }
+        struct message_buffer request;
+        r = delete_request(client, connection, keys, first, &key, &request);
+        if (r < 0)
+            break;
+        count = (uint32_t)r;
         uint8_t *reply = NULL;
         uint32_t reply_size = 0;
-        if (r < 0) {
-            free(request.data);
-            break;
-        }
         r = message_ask(client, connection, WIRE_DELETE, &request, &reply, &reply_size);
         if (r == 0 && reply_size != count)
             r = client_fail(-EPROTO, "%s: the daemon answered a delete of %u keys with %u bytes", client->pool, count, reply_size);
@@ -159,8 +203,6 @@ int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_
     connection_put(connection);
     return r < 0 ? r : total;
 }
-
-static int digit(uint8_t c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1; }
 
 int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size, void *data, uint64_t data_size, uint32_t *sizes,
               uint32_t capacity) {
@@ -174,7 +216,7 @@ int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size
     char name[2 * KVFS_KEY_MAX];
     uint64_t name_size = key_hex(after, after_size, name), count = 0, used = 0;
     capacity = (uint32_t)min_u64(capacity, min_u64(KVFS_WIRE_ITEMS_MAX, data_size / KVFS_KEY_MAX));
-    message_append_where(&request, client, capacity);
+    message_append_where(&request, client, connection->version < 3 ? 0 : WIRE_LONG, capacity);
     message_append(&request, &name_size, 8);
     message_append(&request, name, name_size);
     uint8_t *reply = NULL;

@@ -286,7 +286,7 @@ int kvfs_prestage(struct kvfs_client *client, const struct kvfs_keys *keys) {
     }
     for (uint32_t i = 0; i < keys->count && r == 0; key += keys->sizes[i++]) {
         struct kvfs_record record;
-        r = key_find(client, connection, &shards, key, keys->sizes[i], &record);
+        r = key_find(client, connection, &shards, keys->kind, key, keys->sizes[i], &record);
         if (r == -ENOENT) {
             r = 0;
             continue;

@@ -1,6 +1,8 @@
 /* kvfs_put(): the daemon decides where, this writes, the daemon enters. */
 #include "client/put.h"
 
+#include "kvfs_checksum.h"
+
 /* A batch goes in windows: one is reserved while the window before it is written and earlier ones are committed. The first window is small, as
  * nothing can be written until it is granted. The sum of all windows limits how much space one client withholds from others. */
 #define WINDOWS_MAX 4u
@@ -27,9 +29,34 @@ static struct window *window_last(struct put_call *call) {
     return window;
 }
 
+static int64_t *result_of(const struct put_call *call, uint32_t i) { return &call->results[call->blocks[i].index]; }
+
 static void call_fail(struct put_call *call, int error) {
     call->error = call->error ? call->error : error;
     call->next = call->count;
+}
+
+static int window_request(const struct put_call *call, uint32_t first, uint32_t count, struct message_buffer *out) {
+    struct names_request request;
+    uint32_t flags = call->parents && call->connection->version >= 3 ? WIRE_PARENTS : 0;
+    for (uint32_t i = first; i < first + count; i++)
+        flags |= key_is_short(call->kind, call->blocks[i].key_size) ? 0 : WIRE_TABLE;
+    int r = names_begin(&request, call->client, call->connection, flags);
+    for (uint32_t i = first; i < first + count && r == 0; i++) {
+        const struct put_block *block = &call->blocks[i];
+        struct key_file file;
+        key_file(call->kind, block->key, block->key_size, &file);
+        static_assert(WINDOW_ITEMS <= KVFS_WIRE_DIRECTORIES_MAX, "every item may have a directory of its own");
+        int directory = names_directory(&request, &file);
+        assert(directory >= 0);
+        struct wire_reserve item = {.size = block->size, .name_size = file.path_size - file.name_at, .directory = (uint32_t)directory};
+        message_append(&request.items, &item, sizeof(item));
+        if (flags & WIRE_PARENTS)
+            message_append(&request.items, &call->parents[block->index], sizeof(call->parents[0]));
+        message_append(&request.items, file.path + file.name_at, item.name_size);
+    }
+    names_end(&request, call->client, count, out);
+    return r == 0 ? message_check(out) : r;
 }
 
 /* Ask for places for the next blocks, if it is time. */
@@ -39,21 +66,14 @@ static void window_ask(struct put_call *call) {
         return;
     uint64_t bytes = 0, limit = last ? call->window_bytes : min_u64(call->window_bytes, FIRST_WINDOW_BYTES);
     uint32_t first = call->next, count = 0;
-    struct message_buffer request = {0};
-    char name[2 * KVFS_KEY_MAX];
     while (first + count < call->count && count < WINDOW_ITEMS) {
-        bytes += call->buffers[first + count].size;
+        bytes += call->blocks[first + count].size;
         if (count && bytes > limit)
             break;
         count++;
     }
-    message_append_where(&request, call->client, count);
-    for (uint32_t i = first; i < first + count; i++) {
-        struct wire_reserve item = {.size = call->buffers[i].size, .name_size = key_hex(call->places[i], call->sizes[i], name)};
-        message_append(&request, &item, sizeof(item));
-        message_append(&request, name, item.name_size);
-    }
-    int r = message_check(&request);
+    struct message_buffer request = {0};
+    int r = window_request(call, first, count, &request);
     window = r == 0 ? calloc(1, sizeof(*window)) : NULL;
     if (window) {
         *window = (struct window){.first = first, .count = count, .alone = true};
@@ -79,7 +99,7 @@ static void window_ask(struct put_call *call) {
 static void window_without_room(struct put_call *call, struct window *window, uint32_t from, bool some) {
     if (window->pending.answered_ns - window->requested_ns > call->client->options.timeout_ms * 1000000ull / 2) {
         for (uint32_t i = window->first + window->count; i < call->count; i++)
-            call->results[i] = -ENOSPC;
+            *result_of(call, i) = -ENOSPC;
         call->next = call->count;
     } else if (some || !window->alone) {
         window->count = from - window->first;
@@ -109,19 +129,20 @@ static void window_open(struct put_call *call, struct window *window) {
             r = client_fail(-EPROTO, "%s: the daemon's reservation %u of %u makes no sense", call->client->pool, i, window->count);
             break;
         }
-        call->results[window->first + i] = reserved.error;
+        *result_of(call, window->first + i) = reserved.error;
         if (reserved.error == -ENOSPC && without_room == UINT32_MAX) {
             without_room = window->first + i;
             placed = window->item_count;
         }
         struct put_item *item = reserved.error == 0 ? calloc(1, sizeof(*item)) : NULL;
         if (item) {
-            const struct kvfs_buffer *buffer = &call->buffers[window->first + i];
+            const struct put_block *block = &call->blocks[window->first + i];
             *item = (struct put_item){.lane = call->lane,
                                       .call = call,
                                       .window = window,
-                                      .data = buffer->data,
-                                      .size = buffer->size,
+                                      .pieces = block->vector->pieces,
+                                      .piece_count = block->vector->count,
+                                      .size = block->size,
                                       .index = window->first + i,
                                       .reserved = reserved,
                                       .body = window->reply + at + sizeof(reserved)};
@@ -202,7 +223,7 @@ static void window_commit(struct put_call *call, struct window *window) {
         if (item->late)
             atomic_fetch_add(&call->connection->late, 1);
         if (item->index < window->first + window->count)
-            call->results[item->index] = item->error;
+            *result_of(call, item->index) = item->error;
     }
     window->committing = true;
     wire_send(call->connection, WIRE_COMMIT, window->commit, 8 + window->item_count * (uint32_t)sizeof(struct wire_commit),
@@ -227,10 +248,10 @@ static void window_close(struct put_call *call, struct window *window) {
     for (uint32_t i = 0; i < window->item_count; i++) {
         struct put_item *item = window->items[i];
         if (item->error == 0 && r < 0) /* written, but whether it was entered nobody knows */
-            call->results[item->index] = r;
+            *result_of(call, item->index) = r;
         else if (item->error == 0)
-            memcpy(&call->results[item->index], answer + 8 * i, 8);
-        if (item->error == 0 && call->results[item->index] == 0) {
+            memcpy(result_of(call, item->index), answer + 8 * i, 8);
+        if (item->error == 0 && *result_of(call, item->index) == 0) {
             call->stored++;
             TALLY(call->client, puts, 1);
             TALLY(call->client, put_bytes, item->size);
@@ -335,18 +356,18 @@ static int by_key(const void *a, const void *b) {
     return r ? r : x->size < y->size ? -1 : x->size > y->size;
 }
 
-static int check_keys(const struct kvfs_keys *keys, const uint8_t **places) {
+/* The same key twice, or one that cannot be; blocks and their keys in the order of the call. */
+static int blocks_set(const struct kvfs_keys *keys, const struct kvfs_vector *vectors, struct put_block *blocks) {
     struct key_place *order = malloc((keys->count + 1) * sizeof(*order));
     if (!order)
         return client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
     const uint8_t *key = keys->data;
     int r = 0;
     for (uint32_t i = 0; i < keys->count; key += keys->sizes[i++]) {
-        if (keys->sizes[i] == 0 || keys->sizes[i] > KVFS_KEY_MAX) {
-            r = client_fail(-EINVAL, "key %u has %u bytes: 1 to %u are possible", i, keys->sizes[i], KVFS_KEY_MAX);
+        r = key_check(keys->kind, key, keys->sizes[i]);
+        if (r < 0)
             break;
-        }
-        places[i] = key;
+        blocks[i] = (struct put_block){.vector = &vectors[i], .key = key, .key_size = keys->sizes[i], .index = i};
         order[i] = (struct key_place){key, keys->sizes[i], i};
     }
     if (r == 0)
@@ -358,38 +379,118 @@ static int check_keys(const struct kvfs_keys *keys, const uint8_t **places) {
     return r;
 }
 
-int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results) {
-    struct put_call call = {.client = client, .buffers = buffers, .sizes = keys->sizes, .results = results, .count = keys->count};
-    const uint8_t **places = malloc((keys->count + 1) * sizeof(*places));
-    int r = places ? writer_get(client, &call.connection) : client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
+/* The block's size, and whether its memory can be read. */
+static int pieces_check(struct kvfs_client *client, struct put_block *block) {
+    for (uint32_t i = 0; i < block->vector->count; i++) {
+        const struct kvfs_buffer *piece = &block->vector->pieces[i];
+        if (!piece->data && piece->size)
+            return client_fail(-EINVAL, "buffer %u: %llu bytes at 0", block->index, (unsigned long long)piece->size);
+        if (client_overlaps_orphan(client, piece->data, piece->size))
+            return client_fail(-EBUSY, "buffer %u: a device that gave no answer in time may still write into it", block->index);
+        if (__builtin_add_overflow(block->size, piece->size, &block->size))
+            return client_fail(-EINVAL, "buffer %u: its pieces are more bytes than there are", block->index);
+    }
+    return 0;
+}
+
+/* Leave out the blocks that are there, each of which counts as used. One that this client could not read is stored again. */
+static int blocks_filter(struct put_call *call, struct put_block *blocks) {
+    struct shards shards = {0};
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < call->count; i++) {
+        struct kvfs_record record;
+        int r = key_find(call->client, call->connection, &shards, call->kind, blocks[i].key, blocks[i].key_size, &record);
+        if (r < 0 && r != -ENOENT)
+            return r;
+        if (r < 0 || client_has_failed(call->client, record.inode)) {
+            blocks[kept++] = blocks[i];
+            continue;
+        }
+        call->results[blocks[i].index] = -EEXIST;
+        client_hit(call->client, call->connection, record.inode);
+    }
+    TALLY(call->client, lookups, call->count);
+    call->count = kept;
+    return 0;
+}
+
+/* A hash of the key before each block's, as wire_format.h has it. */
+static int parents_make(struct put_call *call, const struct kvfs_keys *parents) {
+    call->parents = calloc(parents->count + 1, sizeof(*call->parents));
+    if (!call->parents)
+        return client_fail(-ENOMEM, "no memory for a batch of %u", parents->count);
+    const uint8_t *key = parents->data;
+    for (uint32_t i = 0; i < parents->count; key += parents->sizes[i++]) {
+        struct key_file file;
+        if (parents->sizes[i] == 0)
+            continue;
+        int r = key_check(parents->kind, key, parents->sizes[i]);
+        if (r < 0)
+            return r;
+        key_file(parents->kind, key, parents->sizes[i], &file);
+        call->parents[i] = kvfs_checksum(file.path, file.path_size, call->connection->array.geometry.secret);
+    }
+    return 0;
+}
+
+static int options_take(const struct kvfs_put_options *given, const struct kvfs_keys *keys, struct kvfs_put_options *out) {
+    memset(out, 0, sizeof(*out));
+    if (given)
+        memcpy(out, given, min_u64(given->size, sizeof(*out)));
+    if (out->flags & ~(uint32_t)KVFS_IF_ABSENT)
+        return client_fail(-EINVAL, "options: flags 0x%x", out->flags);
+    if (out->parents && out->parents->count != keys->count)
+        return client_fail(-EINVAL, "options: %u parents of %u blocks", out->parents->count, keys->count);
+    return 0;
+}
+
+int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
+                     const struct kvfs_put_options *options, int64_t *results) {
+    struct put_call call = {.client = client, .results = results, .count = keys->count, .kind = keys->kind};
+    struct kvfs_put_options o;
+    struct put_block *blocks = malloc((keys->count + 1) * sizeof(*blocks));
+    int r = blocks ? writer_get(client, &call.connection) : client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
     if (r < 0) {
-        free(places);
+        free(blocks);
         return r;
     }
-    r = check_keys(keys, places);
-    for (uint32_t i = 0; i < keys->count; i++) {
+    for (uint32_t i = 0; i < keys->count; i++)
         results[i] = -ECANCELED;
-        if (r == 0 && !buffers[i].data && buffers[i].size)
-            r = client_fail(-EINVAL, "buffer %u: %llu bytes at 0", i, (unsigned long long)buffers[i].size);
-        if (r == 0 && client_overlaps_orphan(client, buffers[i].data, buffers[i].size))
-            r = client_fail(-EBUSY, "buffer %u: a device that gave no answer in time may still write into it", i);
-    }
+    call.blocks = blocks;
+    r = options_take(options, keys, &o);
+    if (r == 0)
+        r = blocks_set(keys, vectors, blocks);
+    for (uint32_t i = 0; i < keys->count && r == 0; i++)
+        r = pieces_check(client, &blocks[i]);
+    if (r == 0 && o.parents)
+        r = parents_make(&call, o.parents);
+    if (r == 0 && o.flags & KVFS_IF_ABSENT)
+        r = blocks_filter(&call, blocks);
     if (r == 0) {
         late_notify(client, call.connection);
-        r = lane_take(client, call.connection, &call.lane);
+        r = call.count ? lane_take(client, call.connection, &call.lane) : 0;
     }
-    if (r < 0) {
-        connection_put(call.connection);
-        free(places);
-        return r;
+    if (r == 0 && call.count) {
+        /* The daemon lends a quarter of the pool at most, to all clients together. */
+        const struct kvfs_array *array = &call.connection->array;
+        call.window_bytes = min_u64(WINDOW_BYTES, array->geometry.segment_size * array->geometry.segment_count / (8 * WINDOWS_MAX));
+        put_run(&call);
+        lane_give(call.lane);
+        r = call.error;
     }
-    /* The daemon lends a quarter of the pool at most, to all clients together. */
-    const struct kvfs_array *array = &call.connection->array;
-    call.places = places;
-    call.window_bytes = min_u64(WINDOW_BYTES, array->geometry.segment_size * array->geometry.segment_count / (8 * WINDOWS_MAX));
-    put_run(&call);
-    lane_give(call.lane);
     connection_put(call.connection);
-    free(places);
-    return call.error < 0 ? call.error : (int)call.stored;
+    free(call.parents);
+    free(blocks);
+    return r < 0 ? r : (int)call.stored;
+}
+
+int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results) {
+    struct kvfs_vector *vectors = malloc((keys->count + 1) * sizeof(*vectors));
+    if (!vectors)
+        return client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
+    for (uint32_t i = 0; i < keys->count; i++)
+        vectors[i] = (struct kvfs_vector){.pieces = &buffers[i], .count = 1};
+    int r = kvfs_put_vectors(client, keys, vectors, NULL, results);
+    free(vectors);
+    return r;
 }

@@ -5,14 +5,21 @@
 #include "client/client.h"
 
 struct window;
+/* Where in a block's memory its next page lies. */
+struct piece_place {
+    uint32_t piece;
+    uint64_t at;
+};
 struct put_item {
     struct late_write late_write; /* first: in connection->landed it is one of many */
     struct lane *lane;
     struct put_call *call;
     struct window *window;
-    const uint8_t *data, *source; /* source: data, or a copy that the devices can take */
+    const struct kvfs_buffer *pieces; /* the caller's; or `copied`, which the devices can take */
+    struct kvfs_buffer copied;
+    uint32_t piece_count, index; /* index: in the call */
+    struct piece_place place;    /* of the first page that is not written */
     uint64_t size;
-    uint32_t index; /* in the call */
     struct wire_reserved reserved;
     const uint8_t *body; /* runs, record, ancestors: in the reply */
     struct desc *header;
@@ -41,14 +48,23 @@ struct window {
     bool opened, committing, alone; /* alone: nothing of this call was reserved when it was asked for */
 };
 
+/* One that is to be stored. */
+struct put_block {
+    const struct kvfs_vector *vector;
+    uint64_t size;
+    const uint8_t *key;
+    uint32_t key_size;
+    uint32_t index; /* of its key, and of its result */
+};
+
 struct put_call {
     struct kvfs_client *client;
     struct connection *connection;
     struct lane *lane;
-    const struct kvfs_buffer *buffers;
-    const uint8_t *const *places;
-    const uint32_t *sizes;
+    const struct put_block *blocks;
+    uint64_t *parents; /* of each key a hash of the one before it; or NULL */
     int64_t *results;
+    uint32_t kind;        /* of its keys */
     uint32_t count, next; /* blocks; those not yet asked for begin with next */
     uint64_t window_bytes;
     struct window *windows; /* oldest first */

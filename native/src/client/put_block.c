@@ -64,41 +64,104 @@ static int item_io(struct put_item *item, const struct wire_run *run, uint32_t p
     return r;
 }
 
-/* Pages [from, to) of the block's data, behind what iovs holds already (used pages of it), to `page` of the run's segment. */
-static int data_io(struct put_item *item, const struct wire_run *run, uint32_t page, struct iovec *iovs, uint32_t count, uint32_t from, uint32_t to,
-                   const uint8_t *source, const uint8_t *tail) {
-    uint32_t whole = (uint32_t)(item->size / PAGE);
-    int r = 0;
-    do {
-        uint32_t stop = (uint32_t)min_u64(to, from + GROUP_BYTES / PAGE), pages = 0;
-        for (uint32_t i = 0; i < count; i++)
-            pages += (uint32_t)(iovs[i].iov_len / PAGE);
-        if (from < stop && from < whole)
-            iovs[count++] = (struct iovec){(void *)(uintptr_t)(source + from * PAGE), (min_u64(stop, whole) - from) * PAGE};
-        if (stop > whole)
-            iovs[count++] = (struct iovec){(void *)(uintptr_t)tail, PAGE};
-        r = item_io(item, run, page, iovs, count);
-        page += pages + (stop - from);
-        from = stop;
-        count = 0;
-    } while (r == 0 && from < to);
-    return r;
-}
-
 /* The daemon's reply about a block: runs, then the record with its extents, then ancestors. */
 static const struct wire_run *runs_of(const struct put_item *item) { return (const struct wire_run *)(const void *)item->body; }
 static const uint8_t *record_of(const struct put_item *item) { return item->body + item->reserved.run_count * sizeof(struct wire_run); }
+/* Run 0 needs no extent header: its page is the last one's. */
 static uint8_t *tail_of(const struct put_item *item) { return item->side + (item->reserved.run_count - 1) * PAGE; }
+
+/* The next memory of the block, of `pages` whole pages at most. Returns how many it has. */
+static uint32_t piece_take(const struct put_item *item, struct piece_place *place, uint32_t pages, struct iovec *iov) {
+    while (item->pieces[place->piece].size - place->at < PAGE)
+        *place = (struct piece_place){place->piece + 1, 0};
+    const struct kvfs_buffer *piece = &item->pieces[place->piece];
+    uint32_t taken = (uint32_t)min_u64((piece->size - place->at) / PAGE, pages);
+    *iov = (struct iovec){(uint8_t *)piece->data + place->at, taken * PAGE};
+    place->at += taken * PAGE;
+    return taken;
+}
+
+/* `head`, which may be NULL, and pages [from, to) of the block's data, to `page` of the run's segment. */
+static int data_io(struct put_item *item, const struct wire_run *run, uint32_t page, const struct iovec *head, uint32_t from, uint32_t to) {
+    uint32_t whole = (uint32_t)(item->size / PAGE), limit = (uint32_t)(GROUP_BYTES / PAGE);
+    for (;;) {
+        struct iovec iovs[GROUP_IOVS];
+        struct piece_place place = item->place;
+        uint32_t count = 0, at = from, end = (uint32_t)min_u64(to, from + limit);
+        if (head)
+            iovs[count++] = *head;
+        while (at < min_u64(end, whole) && count < GROUP_IOVS - 1)
+            at += piece_take(item, &place, (uint32_t)min_u64(end, whole) - at, &iovs[count++]);
+        if (at == whole && at < end) {
+            iovs[count++] = (struct iovec){tail_of(item), PAGE};
+            at++;
+        }
+        int r = item_io(item, run, page, iovs, count);
+        if (r == -E2BIG)
+            if (r == -E2BIG && at - from > 1) { /* edges of pieces and of stripe units together are more than a group holds */
+                limit = (at - from) / 2;
+                continue;
+            }
+        item->place = place;
+        page += (head ? (uint32_t)(head->iov_len / PAGE) : 0) + (at - from);
+        from = at;
+        head = NULL;
+        if (r < 0 || from == to)
+            return r;
+    }
+}
+
+/* Each piece begins where a device can take it, and with a page of the block. */
+static bool pieces_direct(const struct put_item *item, uint32_t alignment) {
+    uint64_t at = 0;
+    for (uint32_t i = 0; i < item->piece_count; at += item->pieces[i++].size)
+        if (item->pieces[i].size && ((uintptr_t)item->pieces[i].data % alignment || at % PAGE))
+            return false;
+    return true;
+}
+
+/* The block's bytes become one piece, in memory that a device can take. */
+static int pieces_copy(struct put_item *item) {
+    item->bounce_size = item->size + 1;
+    item->bounce = lane_bounce(item->lane, &item->bounce_size);
+    if (!item->bounce)
+        return -ENOMEM;
+    uint64_t at = 0;
+    for (uint32_t i = 0; i < item->piece_count; at += item->pieces[i++].size)
+        copy_bytes(item->bounce + at, item->pieces[i].data, item->pieces[i].size);
+    assert(at == item->size);
+    item->copied = (struct kvfs_buffer){item->bounce, item->size};
+    item->pieces = &item->copied;
+    item->piece_count = 1;
+    TALLY(item->lane->client, bounced_bytes, item->size);
+    return 0;
+}
+
+/* Checksums of the leaves, and the last page if it is not whole, padded. Pieces begin with pages. */
+static void leaves_make(struct put_item *item, uint32_t *leaves) {
+    uint64_t secret = item->lane->connection->array.geometry.secret, at = 0;
+    for (uint32_t i = 0; i < item->piece_count; at += item->pieces[i++].size) {
+        const struct kvfs_buffer *piece = &item->pieces[i];
+        uint64_t rest = piece->size % PAGE;
+        if (piece->size == 0)
+            continue;
+        assert(at % PAGE == 0);
+        kvfs_leaf_checksums(piece->data, piece->size, secret, leaves + at / PAGE);
+        if (rest) {
+            memcpy(tail_of(item), (const uint8_t *)piece->data + (piece->size - rest), rest);
+            memset(tail_of(item) + rest, 0, PAGE - rest);
+        }
+    }
+}
 
 /* Check that, and make what goes to the devices. */
 int item_prepare(struct put_item *item) {
-    struct lane *lane = item->lane;
-    struct connection *connection = lane->connection;
+    struct connection *connection = item->lane->connection;
     struct kvfs_array *array = &connection->array;
     const struct wire_reserved *w = &item->reserved;
     const struct wire_run *runs = runs_of(item);
     const uint8_t *record_at = record_of(item), *ancestors = record_at + round_up(w->record_size, 8);
-    uint32_t leaf_count = (uint32_t)pages_of(item->size), tail_size = (uint32_t)(item->size % PAGE);
+    uint32_t leaf_count = (uint32_t)pages_of(item->size);
     struct kvfs_inode_record record;
     memcpy(&record, record_at, sizeof(record));
     uint64_t extents_at = sizeof(record) + round_up(record.name_size, 8), extents_size = sizeof(struct kvfs_extent) * (uint64_t)record.extent_count;
@@ -117,24 +180,10 @@ int item_prepare(struct put_item *item) {
     void *side = NULL;
     int r = item->header && bare && leaves && posix_memalign(&side, KVFS_PAGE_SIZE, w->run_count * PAGE) == 0 ? 0 : -ENOMEM;
     item->side = side;
-    item->source = item->data;
-    if (r == 0 && (uintptr_t)item->data % connection->memory_alignment) {
-        item->bounce_size = item->size + 1;
-        item->bounce = lane_bounce(lane, &item->bounce_size);
-        r = item->bounce ? 0 : -ENOMEM;
-        if (r == 0) {
-            memcpy(item->bounce, item->data, item->size);
-            item->source = item->bounce;
-            TALLY(lane->client, bounced_bytes, item->size);
-        }
-    }
+    if (r == 0 && !pieces_direct(item, connection->memory_alignment))
+        r = pieces_copy(item);
     if (r == 0) {
-        uint8_t *tail = tail_of(item); /* run 0 needs no extent header: its page is the last one's */
-        if (tail_size) {
-            memcpy(tail, item->source + (item->size - tail_size), tail_size);
-            memset(tail + tail_size, 0, PAGE - tail_size);
-        }
-        kvfs_leaf_checksums(item->source, item->size, array->geometry.secret, leaves);
+        leaves_make(item, leaves);
         memcpy(bare, record_at, extents_at);
         memcpy(bare + extents_at, record_at + extents_at + extents_size, w->record_size - extents_at - extents_size);
         const struct kvfs_extent *extents = (const struct kvfs_extent *)(const void *)(record_at + extents_at);
@@ -158,11 +207,9 @@ int item_prepare(struct put_item *item) {
 int item_write(struct put_item *item) {
     const struct wire_reserved *w = &item->reserved;
     const struct wire_run *runs = runs_of(item);
-    const uint8_t *tail = tail_of(item);
     uint32_t page = 0;
     int r = 0;
     for (uint32_t i = 0; i < w->run_count && r == 0; i++) {
-        struct iovec iovs[4];
         uint32_t before = i ? 1 : w->header_pages, written = 0;
         /* A long header goes by itself: with data it may be more pieces than a group can have. */
         for (uint32_t count; i == 0 && before >= 64 && written < before && r == 0; written += count) {
@@ -171,9 +218,9 @@ int item_write(struct put_item *item) {
         }
         if (r < 0 || (written && runs[0].page_count == written))
             continue;
-        iovs[0] = (struct iovec){i ? item->side + (i - 1) * PAGE : item->header->header, before * PAGE};
+        struct iovec head = {i ? item->side + (i - 1) * PAGE : item->header->header, before * PAGE};
         uint32_t pages = runs[i].page_count - before;
-        r = data_io(item, &runs[i], runs[i].page + written, iovs, written ? 0 : 1, page, page + pages, item->source, tail);
+        r = data_io(item, &runs[i], runs[i].page + written, written ? NULL : &head, page, page + pages);
         page += pages;
     }
     return r;

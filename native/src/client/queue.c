@@ -275,34 +275,15 @@ static void *reader_main(void *argument) {
 
 /* ---- the writer ---- */
 
-/* Until kvfs_put_vectors() is there, which takes its place: one piece a block, and no options. */
-static int put_now(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
-                   const struct kvfs_put_options *options, int64_t *results) {
-    struct kvfs_buffer *buffers = calloc(keys->count + 1, sizeof(*buffers));
-    int r = !buffers         ? client_fail(-ENOMEM, "no memory for a batch of %u", keys->count)
-            : options->flags ? client_fail(-EOPNOTSUPP, "put flags 0x%x", options->flags)
-                             : 0;
-    for (uint32_t i = 0; i < keys->count && r == 0; i++) {
-        if (vectors[i].count > 1)
-            r = client_fail(-EOPNOTSUPP, "buffer %u has %u pieces", i, vectors[i].count);
-        else if (vectors[i].count)
-            buffers[i] = vectors[i].pieces[0];
-    }
-    if (r == 0)
-        r = kvfs_put(client, keys, buffers, results);
-    free(buffers);
-    return r;
-}
-
 static void put_alone(struct queued *batch) {
     struct kvfs_put_options options = {sizeof(options), batch->flags, batch->has_parents ? &batch->parents : NULL};
-    int r = put_now(batch->queue->client, &batch->keys, batch->vectors, &options, batch->results);
+    int r = kvfs_put_vectors(batch->queue->client, &batch->keys, batch->vectors, &options, batch->results);
     complete(batch, r, kvfs_error());
 }
 
 static bool joins(const struct queued *first, const struct queued *batch) {
     return first->kind == PUT && batch->kind == PUT && batch->flags == first->flags && batch->has_parents == first->has_parents &&
-           batch->keys.reserved == first->keys.reserved;
+           batch->keys.kind == first->keys.kind;
 }
 
 /* With the lock: what is written next, and puts behind it that can be joined with it. */
@@ -329,7 +310,7 @@ static bool keys_join(struct kvfs_keys *out, const struct queued *first, bool pa
     }
     uint32_t *sizes = malloc((count + 1) * sizeof(*sizes));
     uint8_t *data = malloc(size + 1);
-    *out = (struct kvfs_keys){data, sizes, (uint32_t)count, parents ? first->parents.reserved : first->keys.reserved};
+    *out = (struct kvfs_keys){data, sizes, (uint32_t)count, parents ? first->parents.kind : first->keys.kind};
     for (const struct queued *batch = first; sizes && data && batch; batch = batch->next) {
         const struct kvfs_keys *keys = parents ? &batch->parents : &batch->keys;
         const uint8_t *from = keys->data;
@@ -358,7 +339,7 @@ static bool puts_together(struct queued *first) {
             memcpy(vectors + at, batch->vectors, batch->keys.count * sizeof(*vectors));
         for (uint32_t i = 0; i < keys.count; i++)
             results[i] = -ECANCELED;
-        r = put_now(client, &keys, vectors, &options, results);
+        r = kvfs_put_vectors(client, &keys, vectors, &options, results);
     }
     /* A key in two of them, or memory that a device owns: nothing was done. */
     good = r != -ENOMEM && r != -EINVAL && r != -EBUSY && r != -EOPNOTSUPP;
@@ -428,7 +409,7 @@ static uint64_t keys_size(const struct kvfs_keys *keys) {
 static void keys_copy(struct kvfs_keys *out, const struct kvfs_keys *keys, uint32_t *sizes, uint8_t *data) {
     copy_bytes(sizes, keys->sizes, keys->count * sizeof(*sizes));
     copy_bytes(data, keys->data, keys_size(keys));
-    *out = (struct kvfs_keys){data, sizes, keys->count, keys->reserved};
+    *out = (struct kvfs_keys){data, sizes, keys->count, keys->kind};
 }
 
 /* Vectors may be NULL, as may parents. NULL: no memory. */

@@ -38,6 +38,32 @@ int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_st
     return 0;
 }
 
+/* ---- to a put ---- */
+
+/* With the lock. */
+static bool has_failed(const struct kvfs_client *client, uint64_t inode) {
+    for (uint32_t i = 0; i < CLIENT_FAILED_MAX && i < client->failed_count; i++)
+        if (client->failed[i] == inode)
+            return true;
+    return false;
+}
+
+void client_failed(struct kvfs_client *client, uint64_t inode) {
+    pthread_mutex_lock(&client->lock);
+    if (!has_failed(client, inode)) {
+        client->failed[client->failed_count % CLIENT_FAILED_MAX] = inode;
+        client->failed_count++;
+    }
+    pthread_mutex_unlock(&client->lock);
+}
+
+bool client_has_failed(struct kvfs_client *client, uint64_t inode) {
+    pthread_mutex_lock(&client->lock);
+    bool found = has_failed(client, inode);
+    pthread_mutex_unlock(&client->lock);
+    return found;
+}
+
 /* ---- to the daemon ---- */
 
 void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment) {

@@ -228,7 +228,7 @@ int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_
     return 0;
 }
 
-int connection_needs(struct kvfs_client *client, const struct connection *connection, uint32_t version, const char *what) {
+int connection_needs(const struct kvfs_client *client, const struct connection *connection, uint32_t version, const char *what) {
     if (connection->version >= version)
         return 0;
     return client_fail(-EOPNOTSUPP, "%s: %s needs version %u of the client protocol, and the daemon, an older kvfs, speaks version %u", client->pool,
@@ -285,8 +285,8 @@ void message_append(struct message_buffer *out, const void *data, uint64_t size)
     out->size += padded;
 }
 
-void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t count) {
-    struct wire_where where = {.base = client->base, .space_size = (uint32_t)strlen(client->space), .count = count};
+void message_append_where(struct message_buffer *out, const struct kvfs_client *client, uint32_t flags, uint32_t count) {
+    struct wire_where where = {.base = client->base, .space_size = (uint16_t)strlen(client->space), .flags = (uint16_t)flags, .count = count};
     message_append(out, &where, sizeof(where));
     message_append(out, client->space, where.space_size);
 }

@@ -220,23 +220,25 @@ void kvfs_commit_end(struct kvfs_commit *told) {
 
 /* ---- DELETE ---- */
 
-int kvfs_remove_names(struct kvfs_plane *plane, struct kvfs_removal *frame, const void *items, uint32_t count,
+int kvfs_remove_names(struct kvfs_plane *plane, struct kvfs_removal *frame, uint32_t flags, const void *items, uint32_t count,
                       const struct kvfs_shard shards[KVFS_SHARDS], uint8_t *deleted) {
     const uint8_t *data = items;
     int next = KVFS_FRAME_DONE;
     kvfs_names_begin(plane->names);
     bool leave = names_left(plane->names) & (KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING);
     for (uint32_t i = 0; next == KVFS_FRAME_DONE && i < KVFS_FRAME_PART && frame->done < count; i++) {
-        uint64_t size;
-        memcpy(&size, data + frame->at, sizeof(size));
-        const char *name = (const char *)data + frame->at + sizeof(size);
-        uint64_t directory = shards[frame_shard(name)].directory;
-        int r = !directory ? -ENOENT : leave ? -EAGAIN : name_remove(plane, directory, name, (uint32_t)size);
-        frame->at += sizeof(size) + round_up(size, 8);
+        struct wire_delete item;
+        memcpy(&item, data + frame->at, sizeof(item));
+        const char *name = (const char *)data + frame->at + sizeof(item);
+        uint32_t shard = frame_shard(flags, item.directory, name);
+        uint64_t directory = shards[shard].directory;
+        int r = !directory ? -ENOENT : leave ? -EAGAIN : name_remove(plane, directory, name, item.name_size);
+        frame->at += sizeof(item) + round_up(item.name_size, 8);
         if (r == -EAGAIN) {
             next = KVFS_FRAME_NAMES;
             frame->name = name;
-            frame->name_size = (uint32_t)size;
+            frame->name_size = item.name_size;
+            frame->shard = shard;
         } else {
             deleted[frame->done++] = r == 0;
         }

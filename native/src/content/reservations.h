@@ -32,7 +32,7 @@ struct reservations {
     uint32_t open_count;
 };
 
-uint32_t frame_shard(const void *key); /* the number of a key's directory */
+uint32_t frame_shard(uint32_t flags, uint32_t directory, const void *name); /* the number of an item's directory (kvfs_frames.h) */
 void reservations_init(struct kvfs_plane *plane);
 void reservations_free(struct kvfs_plane *plane);
 /* Of this holder, open or late. NULL: it has none of that number. */

@@ -11,7 +11,7 @@ struct reserve {
     struct holder *holder;
     const uint8_t *items;
     uint64_t at; /* the next item */
-    uint32_t count, done, uid;
+    uint32_t flags, count, done, uid;
     struct kvfs_shard shards[KVFS_SHARDS];
     struct reservation *pending; /* charged; it waits for a place */
     uint8_t *answer, *ancestors;
@@ -38,9 +38,16 @@ static bool is_key(const uint8_t *name, uint64_t size) {
     return true;
 }
 
-/* Any bytes have one: kvfs_frame_check() lets digits alone through. */
-uint32_t frame_shard(const void *key) {
+static bool is_name(const uint8_t *name, uint64_t size) {
+    bool dots = size && name[0] == '.' && (size == 1 || (size == 2 && name[1] == '.'));
+    return size && size <= KVFS_NAME_MAX && !dots && !memchr(name, 0, size) && !memchr(name, '/', size);
+}
+
+/* Any bytes have one: kvfs_frame_check() lets digits alone through where they count. */
+uint32_t frame_shard(uint32_t flags, uint32_t directory, const void *key) {
     const uint8_t *name = key;
+    if (flags & WIRE_TABLE)
+        return directory % KVFS_SHARDS;
     return ((uint32_t)(digit(name[0]) & 15) << 4) | (uint32_t)(digit(name[1]) & 15);
 }
 
@@ -56,37 +63,42 @@ static int commit_check(const uint8_t *items, uint64_t size, uint32_t count) {
     return 0;
 }
 
-int kvfs_frame_check(uint32_t type, const void *data, uint64_t size, uint32_t count, const struct kvfs_shard known[KVFS_SHARDS],
-                     uint8_t missing[KVFS_SHARDS]) {
+/* The parts of an item of RESERVE or DELETE before its name. */
+static uint64_t item_head(uint32_t type, uint32_t flags) {
+    return type == WIRE_RESERVE ? sizeof(struct wire_reserve) + (flags & WIRE_PARENTS ? sizeof(uint64_t) : 0) : sizeof(struct wire_delete);
+}
+
+static_assert(KVFS_SHARDS == KVFS_WIRE_DIRECTORIES_MAX, "one number for both");
+
+int kvfs_frame_check(uint32_t type, uint32_t flags, const void *data, uint64_t size, uint32_t count, uint32_t directories,
+                     const struct kvfs_shard known[KVFS_SHARDS], uint8_t missing[KVFS_SHARDS]) {
     const uint8_t *items = data;
-    bool seen[KVFS_SHARDS] = {false};
-    uint64_t at = 0;
+    bool seen[KVFS_SHARDS] = {false}, tabled = flags & WIRE_TABLE;
+    uint64_t at = 0, head = item_head(type, flags);
     int missing_count = 0;
-    if (count > KVFS_WIRE_ITEMS_MAX)
+    if (count > KVFS_WIRE_ITEMS_MAX || directories > KVFS_SHARDS)
         return -EINVAL;
     if (type == WIRE_COMMIT)
         return commit_check(items, size, count);
     for (uint32_t i = 0; i < count; i++) {
-        uint64_t head = type == WIRE_RESERVE ? sizeof(struct wire_reserve) : sizeof(uint64_t), name_size;
+        struct wire_delete named; /* as wire_reserve ends */
         if (size - at < head)
             return -EINVAL;
-        if (type == WIRE_RESERVE) {
-            struct wire_reserve item;
-            memcpy(&item, items + at, sizeof(item));
-            if (item.reserved)
-                return -EINVAL;
-            name_size = item.name_size;
-        } else {
-            memcpy(&name_size, items + at, sizeof(name_size));
-        }
+        static_assert(offsetof(struct wire_reserve, name_size) == 8 && offsetof(struct wire_reserve, directory) == 12,
+                      "as wire_delete, behind a size");
+        memcpy(&named, items + at + (type == WIRE_RESERVE ? sizeof(uint64_t) : 0), sizeof(named));
         at += head;
-        if (name_size > KVFS_NAME_MAX || size - at < round_up(name_size, 8) || !is_key(items + at, name_size))
+        if (named.name_size > KVFS_NAME_MAX || size - at < round_up(named.name_size, 8))
             return -EINVAL;
-        uint32_t shard = frame_shard(items + at);
+        bool good = tabled ? named.directory < directories && is_name(items + at, named.name_size)
+                           : named.directory == 0 && is_key(items + at, named.name_size);
+        if (!good)
+            return -EINVAL;
+        uint32_t shard = frame_shard(flags, named.directory, items + at);
         if (!seen[shard] && !known[shard].directory)
             missing[missing_count++] = (uint8_t)shard;
         seen[shard] = true;
-        at += round_up(name_size, 8);
+        at += round_up(named.name_size, 8);
     }
     return at == size ? missing_count : -EINVAL;
 }
@@ -135,12 +147,13 @@ static int answer_prepare(struct reserve *frame, uint64_t record_size, uint32_t 
 static struct item item_read(const struct reserve *frame) {
     struct wire_reserve head;
     memcpy(&head, frame->items + frame->at, sizeof(head));
-    const uint8_t *name = frame->items + frame->at + sizeof(head);
+    uint64_t name_at = frame->at + item_head(WIRE_RESERVE, frame->flags);
+    const uint8_t *name = frame->items + name_at;
     return (struct item){.size = head.size,
-                         .end = frame->at + sizeof(head) + round_up(head.name_size, 8),
+                         .end = name_at + round_up(head.name_size, 8),
                          .name = (const char *)name,
                          .name_size = head.name_size,
-                         .shard = &frame->shards[frame_shard(name)]};
+                         .shard = &frame->shards[frame_shard(frame->flags, head.directory, name)]};
 }
 
 static struct reservation *reservation_new(const struct reserve *frame, const struct item *item, uint32_t runs) {
@@ -299,12 +312,13 @@ static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
 
 /* ---- the frame ---- */
 
-struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, const void *items, uint32_t count, const struct kvfs_shard shards[KVFS_SHARDS],
-                                        uint32_t uid) {
+struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, uint32_t flags, const void *items, uint32_t count,
+                                        const struct kvfs_shard shards[KVFS_SHARDS], uint32_t uid) {
     struct reserve *frame = calloc(1, sizeof(*frame));
     if (!frame)
         return NULL;
     frame->holder = (struct holder *)(void *)holder;
+    frame->flags = flags;
     frame->items = items;
     frame->count = count;
     frame->uid = uid;

@@ -30,11 +30,13 @@
 #define BLOCK 1000u
 #define BLOCKS_MAX 60000u
 #define GUARD 4096u
+#define TABLED 100000u /* inode numbers of directories that tables of requests name */
+#define TABLED_MAX 2000u
 
 /* ---- the double of the daemon: the pool ---- */
 
 struct block {
-    char name[2 * KVFS_KEY_MAX];
+    char name[KVFS_NAME_MAX];
     uint32_t name_size;
     int connection;  /* its reserver; -1: nobody */
     bool live, late; /* late: its client said that its writes may still land */
@@ -129,6 +131,9 @@ static struct {
     uint32_t honest;              /* requests of trick_type before the trick is played */
     uint32_t held_until;          /* blocks reserved before any COMMIT is answered; then they are, the last one first */
     uint32_t room, room_in_all;   /* blocks that there is room for: reserved at one time, and ever */
+    char *tabled[TABLED_MAX];     /* their paths below the namespace */
+    uint32_t tabled_count;
+    uint64_t parents[4096]; /* of the blocks of the last RESERVE that had any, their hashes */
     struct bytes held[8];
     uint32_t held_count;
     /* Looked at by tests. */
@@ -227,7 +232,7 @@ static inline uint32_t directory_record(uint8_t *out, uint64_t inode, uint64_t p
 }
 
 static inline void directory_put(uint64_t inode, uint64_t parent, const char *name) {
-    uint8_t record[256];
+    uint8_t record[512];
     if (kvfs_table_load(d.table, record, directory_record(record, inode, parent, name)) != 1)
         CHECK(false);
 }
@@ -238,12 +243,39 @@ static inline uint64_t shard_inode(const char *name) {
     return SHARD + byte;
 }
 
-/* A place for a block, and what its header is to say. record holds the record, extents included, when it returns. */
-static inline struct block *block_place(const char *name, uint32_t name_size, uint64_t size, uint32_t split, uint8_t *record, uint32_t *record_size,
-                                        uint8_t *ancestors, uint32_t *ancestors_size, uint64_t hole_from, uint64_t hole_to) {
+/* The directory at a path below the namespace, made if it is not there: as shards have it, or one of the others. */
+static inline uint64_t directory_at(const char *path, uint64_t size) {
+    unsigned byte;
+    int end = 0;
+    char text[KVFS_PATH_MAX + 1];
+    memcpy(text, path, size);
+    text[size] = 0;
+    directory_put(TEAM, 1, "team");
+    directory_put(SPACE, TEAM, "llama");
+    if (size == 0)
+        return SPACE;
+    const char *slash = strrchr(text, '/');
+    uint64_t parent = directory_at(text, slash ? (uint64_t)(slash - text) : 0);
+    if (size == 2 && sscanf(text, "%2x%n", &byte, &end) == 1 && end == 2) {
+        directory_put(SHARD + byte, SPACE, text);
+        return SHARD + byte;
+    }
+    uint32_t i = 0;
+    while (i < d.tabled_count && strcmp(d.tabled[i], text) != 0)
+        i++;
+    CHECK(i < TABLED_MAX);
+    if (i == d.tabled_count)
+        d.tabled[d.tabled_count++] = strdup(text);
+    directory_put(TABLED + i, parent, slash ? slash + 1 : text);
+    return TABLED + i;
+}
+
+/* A place for a block in a directory, and what its header is to say. record holds the record, extents included, when it returns. */
+static inline struct block *block_place(uint64_t parent, const char *name, uint32_t name_size, uint64_t size, uint32_t split, uint8_t *record,
+                                        uint32_t *record_size, uint8_t *ancestors, uint32_t *ancestors_size, uint64_t hole_from, uint64_t hole_to) {
     CHECK(d.block_count < BLOCKS_MAX);
     struct block *block = &d.blocks[d.block_count++];
-    uint64_t inode = BLOCK + d.block_count - 1, parent = shard_inode(name);
+    uint64_t inode = BLOCK + d.block_count - 1;
     char shard[3] = {name[0], name[1], 0};
     uint32_t pages = (uint32_t)pages_of(size), fixed = (uint32_t)(sizeof(struct kvfs_inode_record) + round_up(name_size, 8));
     *ancestors_size = directory_record(ancestors, parent, SPACE, shard);
@@ -318,7 +350,8 @@ static inline uint64_t block_write(const char *name, uint32_t name_size, const u
                                    uint64_t hole_to, struct block *old) {
     static uint8_t record[4096], ancestors[1024];
     uint32_t record_size, ancestors_size, count = d.block_count, page = 0;
-    struct block *block = block_place(name, name_size, size, split, record, &record_size, ancestors, &ancestors_size, hole_from, hole_to);
+    struct block *block =
+        block_place(shard_inode(name), name, name_size, size, split, record, &record_size, ancestors, &ancestors_size, hole_from, hole_to);
     struct kvfs_inode_record r;
     memcpy(&r, record, sizeof(r));
     if (old && !old->live) { /* placing it has evicted it */
@@ -525,24 +558,41 @@ static inline bool say_welcome(int fd) {
     return true;
 }
 
-/* Where items begin; *where is filled. */
-static inline uint8_t *items_of(uint8_t *payload, struct wire_where *where) {
+/* Where items begin; *where is filled, and the inode numbers of the directories in the request's table. */
+static inline uint8_t *items_of(uint8_t *payload, struct wire_where *where, uint64_t directories[KVFS_WIRE_DIRECTORIES_MAX]) {
     memcpy(where, payload, sizeof(*where));
     CHECK(where->base == 1 && where->space_size == 10 && memcmp(payload + sizeof(*where), "team/llama", 10) == 0);
-    return payload + sizeof(*where) + 16;
+    uint8_t *at = payload + sizeof(*where) + 16;
+    uint64_t count = 0, size;
+    if (where->flags & WIRE_TABLE) {
+        memcpy(&count, at, 8);
+        CHECK(count >= 1 && count <= KVFS_WIRE_DIRECTORIES_MAX);
+        at += 8;
+    }
+    for (uint64_t i = 0; i < count; i++, at += 8 + round_up(size, 8)) {
+        memcpy(&size, at, 8);
+        directories[i] = directory_at((char *)at + 8, size);
+    }
+    return at;
 }
 
 static inline void reserve(int connection, uint8_t *payload, struct bytes *out) {
     static uint8_t record[8192], ancestors[1024];
     struct wire_where where;
-    uint8_t *at = items_of(payload, &where);
+    uint64_t directories[KVFS_WIRE_DIRECTORIES_MAX];
+    uint8_t *at = items_of(payload, &where, directories);
     bool full = false;
     d.reserves++;
     for (uint32_t i = 0; i < where.count; i++) {
         struct wire_reserve item;
         memcpy(&item, at, sizeof(item));
-        char *name = (char *)at + sizeof(item), shard[3] = {name[0], name[1], 0};
-        at += sizeof(item) + round_up(item.name_size, 8);
+        at += sizeof(item);
+        if (where.flags & WIRE_PARENTS) {
+            memcpy(&d.parents[i], at, 8);
+            at += 8;
+        }
+        char *name = (char *)at, shard[3] = {name[0], name[1], 0};
+        at += round_up(item.name_size, 8);
         struct wire_reserved reserved = {.error = i % 2 ? d.refuse_odd : 0};
         if (item.size / PAGE >= runs_end() * 2 / 3 * d.split)
             reserved.error = -EFBIG;
@@ -553,11 +603,9 @@ static inline void reserve(int connection, uint8_t *payload, struct bytes *out) 
             add(out, &reserved, sizeof(reserved));
             continue;
         }
-        directory_put(TEAM, 1, "team");
-        directory_put(SPACE, TEAM, "llama");
-        directory_put(shard_inode(name), SPACE, shard);
+        uint64_t parent = where.flags & WIRE_TABLE ? directories[item.directory] : directory_at(shard, 2);
         uint32_t record_size, ancestors_size;
-        struct block *block = block_place(name, item.name_size, item.size, d.split, record, &record_size, ancestors, &ancestors_size, 0, 0);
+        struct block *block = block_place(parent, name, item.name_size, item.size, d.split, record, &record_size, ancestors, &ancestors_size, 0, 0);
         block->connection = connection;
         reserved = (struct wire_reserved){.reservation = (uint64_t)(block - d.blocks) + BLOCK,
                                           .header_pages = block->header_pages,
@@ -637,17 +685,20 @@ static inline void commit(uint8_t *payload, struct bytes *out) {
 
 static inline void delete(uint8_t *payload, struct bytes *out) {
     struct wire_where where;
-    uint8_t *at = items_of(payload, &where), *answer = calloc(where.count + 1, 1);
+    uint64_t directories[KVFS_WIRE_DIRECTORIES_MAX];
+    uint8_t *at = items_of(payload, &where, directories), *answer = calloc(where.count + 1, 1);
     for (uint32_t i = 0; i < where.count; i++) {
-        uint64_t size;
+        struct wire_delete item;
         struct kvfs_record record;
-        memcpy(&size, at, 8);
-        if (kvfs_table_find_name(d.table, shard_inode((char *)at + 8), (char *)at + 8, (uint32_t)size, &record) == 0) {
+        memcpy(&item, at, sizeof(item));
+        const char *name = (char *)at + sizeof(item);
+        uint64_t parent = where.flags & WIRE_TABLE ? directories[item.directory] : shard_inode(name);
+        if (kvfs_table_find_name(d.table, parent, name, item.name_size, &record) == 0) {
             CHECK(kvfs_table_remove(d.table, record.inode, 0) == 0);
             block_of(record.inode)->live = false;
             answer[i] = 1;
         }
-        at += 8 + round_up(size, 8);
+        at += sizeof(item) + round_up(item.name_size, 8);
     }
     add(out, answer, where.count);
     out->size = where.count;
@@ -662,10 +713,11 @@ static inline int by_name(const void *a, const void *b) {
 
 static inline void list(uint8_t *payload, struct bytes *out) {
     struct wire_where where;
-    uint8_t *at = items_of(payload, &where);
+    uint8_t *at = items_of(payload, &where, NULL);
     struct block after = {0}, *after_pointer = &after, **sorted = malloc((d.block_count + 1) * sizeof(*sorted));
     uint64_t size, count = 0, total = 0;
     memcpy(&size, at, 8);
+    CHECK(size <= sizeof(after.name));
     memcpy(after.name, at + 8, size);
     after.name_size = (uint32_t)size;
     for (uint32_t i = 0; i < d.block_count; i++)
@@ -917,6 +969,8 @@ static inline void pool_new(uint64_t stripe_unit) {
     d.reserves = d.commits = d.open = d.open_most = 0;
     d.hellos = d.accepted = d.reserved = d.committed = d.aborted = d.late = d.not_begun = d.lookups = d.reports = d.bad_blocks = 0;
     d.hits = 0;
+    while (d.tabled_count)
+        free(d.tabled[--d.tabled_count]);
     memset(d.uuid, 7, sizeof(d.uuid));
     daemon_start();
 }
@@ -946,6 +1000,8 @@ static inline void devices_open(void) {
 }
 
 static inline void devices_close(void) {
+    while (d.tabled_count)
+        free(d.tabled[--d.tabled_count]);
     char path[128];
     for (uint32_t i = 0; i < DEVICES; i++) {
         snprintf(path, sizeof(path), "%s/device%u", d.directory, i);

@@ -214,7 +214,8 @@ static void block_find(struct gpu_call *call, struct gpu_block *block) {
     block->desc = NULL;
     block->next = 0;
     block->failure = 0;
-    int r = key_find(gpu->client, call->connection, &call->shards, call->places[block - call->blocks], call->keys->sizes[i], &block->record);
+    int r = key_find(gpu->client, call->connection, &call->shards, call->keys->kind, call->places[block - call->blocks], call->keys->sizes[i],
+                     &block->record);
     if (r < 0 && r != -ENOENT && !call->error)
         call->error = r;
     if (r == 0 && block->record.size > call->buffers[i].size)
