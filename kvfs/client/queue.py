@@ -1,7 +1,7 @@
 """Batches that run beside their submitter: kvfs_queue_* of libkvfs (native/include/kvfs.h).
 
-A submission copies its keys and returns an id. Memory stays exported until its completion, and until devices have let go
-of it. Queue.fileno() is for poll, selectors, or an event loop's add_reader().
+A submission copies its keys and returns an id. Memory stays exported until its completion, and until devices have let
+go of it. Queue.fileno() is for poll, selectors, or an event loop's add_reader().
 """
 
 from __future__ import annotations
