@@ -81,16 +81,12 @@ def source(key: bytes, memory: Memory) -> Region:
 
 def destinations(key: bytes, memory: Pieces) -> tuple[Region, ...]:
     """destination() of each piece."""
-    if isinstance(memory, (list, tuple)):
-        return tuple(_region(key, piece, writable=True) for piece in memory)
-    return (_region(key, cast(Memory, memory), writable=True),)
+    return _regions(key, memory, writable=True)
 
 
 def sources(key: bytes, memory: Pieces) -> tuple[Region, ...]:
     """source() of each piece."""
-    if isinstance(memory, (list, tuple)):
-        return tuple(_region(key, piece, writable=False) for piece in memory)
-    return (_region(key, cast(Memory, memory), writable=False),)
+    return _regions(key, memory, writable=False)
 
 
 def size_of(regions: Sequence[Region]) -> int:
@@ -108,7 +104,15 @@ def allocate(size: int) -> memoryview:
     return memoryview(memory)
 
 
-def _region(key: bytes, memory: Memory, writable: bool) -> Region:
+def _regions(key: bytes, memory: Pieces, writable: bool) -> tuple[Region, ...]:
+    if not isinstance(memory, (list, tuple)):
+        return (_region(key, cast(Memory, memory), writable),)
+    of = type(memory).__name__
+    return tuple(_region(key, piece, writable, (of, i)) for i, piece in enumerate(memory))
+
+
+def _region(key: bytes, memory: Memory, writable: bool, piece: tuple[str, int] | None = None) -> Region:
+    """piece: the type of the list that it is in, and its place there."""
     kind = type(memory)
     reason = ""
     if kind not in _PLAIN:
@@ -124,7 +128,10 @@ def _region(key: bytes, memory: Memory, writable: bool) -> Region:
         return _from_buffer(memory, writable)
     except _Refusal as refusal:
         what = "destination" if writable else "source"
-        raise InvalidBufferError(f"key {shown(key)}: {what} of type {kind.__name__}: {reason or refusal}") from refusal
+        of, which = (
+            (kind.__name__, "") if piece is None else (piece[0], f" (piece {piece[1]}, of type {kind.__name__})")
+        )
+        raise InvalidBufferError(f"key {shown(key)}: {what} of type {of}: {reason or refusal}{which}") from refusal
 
 
 # ---- the buffer protocol ----

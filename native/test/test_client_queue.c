@@ -266,7 +266,6 @@ static void test_depth(void) {
             struct kvfs_vector vector = {&all->buffers[k], 1, 0, 0};
             CHECK(kvfs_queue_get(queue, &keys, &vector, &all->results[k]) == k + 1);
         }
-        CHECK(threads_of_process() <= threads); /* one that has ended may still be listed at first */
         uint64_t until = milliseconds() + 20000;
         uint32_t wanted = depths[i] < COUNT ? depths[i] : COUNT, held = 0;
         while (held < wanted) { /* parts that devices hold: one a block, or two where a stripe unit ends */
@@ -281,6 +280,10 @@ static void test_depth(void) {
         for (uint32_t segment = 0; segment < SEGMENTS; segment++)
             held += atomic_load(&client->connection->array.segment_busy[segment]);
         CHECK_SAY(held <= 2 * wanted, "%u parts in flight at depth %u", held, depths[i]);
+        while (threads_of_process() > threads) { /* one of the kernel's has its name a moment later */
+            CHECK(milliseconds() < until);
+            usleep(1000);
+        }
         CHECK(!readable(queue));
         fault_all(client, KVFS_FAULT_NONE, 3, 0, 0);
         drain(queue, done, COUNT);
@@ -530,6 +533,19 @@ static void test_exists_never_waits(void) {
 
 /* ---- closing, and forks ---- */
 
+static struct kvfs_client *held_client;
+static atomic_bool closing;
+
+/* The devices go on once the queue is being closed. */
+static void *go_on(void *nothing) {
+    while (!atomic_load(&closing))
+        usleep(1000);
+    usleep(100000);
+    fault_all(held_client, KVFS_FAULT_NONE, 3, 0, 0);
+    return nothing;
+}
+
+/* Closed while reads, and in later rounds puts, wait for devices: which go on, or in the last round stay silent. */
 static void test_close_with_work_under_way(void) {
     enum { COUNT = 40 };
     static const uint64_t size = 100000;
@@ -542,16 +558,28 @@ static void test_close_with_work_under_way(void) {
         struct batch *b = batch_new(0, COUNT, &size, 1, 0), *puts = batch_new(100, 2, &size, 1, 0), *late = batch_new(200, 2, &size, 1, 0);
         struct kvfs_vector *vectors = vectors_of(b), *of_puts = vectors_of(puts), *of_late = vectors_of(late);
         wipe(b);
-        fault_all(client, round < 2 ? KVFS_FAULT_DELAY : KVFS_FAULT_HOLD, 3, 1, round < 2 ? 100 : 0);
+        pthread_t thread;
+        fault_all(client, KVFS_FAULT_HOLD, 3, 1, 0);
+        held_client = client;
+        atomic_store(&closing, false);
+        if (round < 2)
+            CHECK(pthread_create(&thread, NULL, go_on, NULL) == 0);
         CHECK(kvfs_queue_get(queue, &b->keys, vectors, b->results) > 0);
         if (round) {
             CHECK(kvfs_queue_put(queue, &puts->keys, of_puts, NULL, puts->results) > 0);
-            usleep(20000 * slowness());
+            for (bool begun = false; !begun; usleep(1000)) { /* the other put does not join it */
+                locked();
+                begun = d.reserved == COUNT + 2 * round;
+                unlocked();
+            }
             CHECK(kvfs_queue_put(queue, &late->keys, of_late, NULL, late->results) > 0);
         }
         uint64_t started = milliseconds();
+        atomic_store(&closing, true);
         close_queue(queue);
         CHECK(milliseconds() - started < 5 * timeout_ms);
+        if (round < 2)
+            pthread_join(thread, NULL);
         uint32_t read = 0, held = 0, canceled = 0;
         for (uint32_t i = 0; i < COUNT; i++) {
             read += b->results[i] == (int64_t)size;

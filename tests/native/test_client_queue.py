@@ -1,9 +1,11 @@
 """Queues: batches that run beside their submitter, through a real daemon."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
+import pathlib
 import select
 import signal
 import threading
@@ -140,25 +142,25 @@ def test_one_thread_keeps_many_single_blocks_in_flight_and_makes_no_thread(clien
     client.put(blocks.items())
     memory = client.buffer(count * size)
     with client.queue(depth=64) as queue:
-        names = lambda: [name for name in map(_comm, os.listdir("/proc/self/task")) if not name.startswith("iou-")]  # noqa: E731
-        threads = len(names())
+        threads = _threads()
         numbers = {
             queue.get([(key, memory[i * size : (i + 1) * size])]): (i, data)
             for i, (key, data) in enumerate(blocks.items())
         }
-        assert len(names()) <= threads
+        wait_until(lambda: _threads() <= threads, "no more threads than before")
         for number, done in drained(queue, count).items():
             i, data = numbers[number]
             assert done.results == [size] and done.error is None
             assert_same(memory[i * size : (i + 1) * size], data, f"block {i}")
 
 
-def _comm(thread):
-    try:
-        with open(f"/proc/self/task/{thread}/comm") as file:
-            return file.read()
-    except OSError:
-        return ""
+def _threads():
+    """How many there are, but io_uring's."""
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            names.append(pathlib.Path(f"/proc/self/task/{thread}/comm").read_text())
+    return sum(not name.startswith("iou-") for name in names)
 
 
 def test_puts_and_deletes_of_a_key_keep_their_order(client, queue):

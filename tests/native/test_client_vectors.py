@@ -135,7 +135,10 @@ def test_what_cannot_be_is_named(client):
     client.put([(b"key", content(100))])
     memory = bytearray(200)
     for call, words in (
-        (lambda: client.get_into([(b"key", [memory, b"read-only"])]), "key b'key': destination of type bytes"),
+        (
+            lambda: client.get_into([(b"key", [memory, b"read-only"])]),
+            r"key b'key': destination of type list: read-only \(piece 1, of type bytes\)",
+        ),
         (lambda: client.get_into([(b"key", [memoryview(memory)[:50], memoryview(memory)[40:90]])]), "overlap"),
         (lambda: client.get_ranges([(b"key", 0, [memory, memory])]), "buffers 0, piece 0 and 0, piece 1 overlap"),
     ):
