@@ -1,7 +1,7 @@
 """kvfs.connect(): blocks of a mounted pool by key, from its devices into the caller's memory and back.
 
-A block is an ordinary file of the mount: DIRECTORY/NAMESPACE/<first 2 hex digits>/<key in hex>, for keys of up to 127
-bytes (kvfs.h has the names of longer ones), or DIRECTORY/NAMESPACE/<path>. Reads ask no daemon.
+A block is an ordinary file of the mount, DIRECTORY/NAMESPACE/<first 2 hex digits>/<key in hex>; kvfs.h has the names of
+keys of more than 127 bytes. With `paths` it is DIRECTORY/NAMESPACE/<path>. Reads ask no daemon.
 How memory is described is memory.py's, what the calls cost is libkvfs's (native/include/kvfs.h), GPU memory is
 gpu.py's.
 """

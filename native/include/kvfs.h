@@ -6,7 +6,7 @@
  *     kvfs_get(client, &keys, buffers, results);
  *
  * A block is an ordinary file of the mount. A key of 1 to 127 bytes is <directory>/<namespace>/<first 2 hex digits>/<key in hex>. Of a
- * longer one the first 254 digits, and the next as a letter ('g' for 0 to 'v' for f), are a directory there; the digits behind them are the
+ * longer one the first 254 digits, and the next as a letter ('g' for 0 to 'v' for f), are a directory there. The digits behind them are the
  * file's name. A key of the kind KVFS_PATHS is <directory>/<namespace>/<key>. A block written by one side can be read by the other.
  *
  * Connecting asks the daemon for the block table (read-only) and the devices. After that a read asks nobody. The name is
@@ -113,8 +113,8 @@ int kvfs_get_ranges(struct kvfs_client *client, const struct kvfs_keys *keys, co
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
 /* The same, of blocks whose memory is in pieces (vectors[i].offset is not looked at). Without a copy where every piece's address is aligned to
  * kvfs_client_information.memory_alignment and every piece but a block's last is whole pages of 4096 bytes. options may be NULL. With
- * KVFS_IF_ABSENT a block is written again if this client could not read it: its bytes did not prove, or its device erred or gave no answer
- * (the last 1024 such blocks are known). */
+ * KVFS_IF_ABSENT a block that this client could not read is written again: its bytes did not prove, or its device erred or gave no answer.
+ * The last 1024 such blocks are known. */
 int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
                      const struct kvfs_put_options *options, int64_t *results);
 /* deleted[i] = 1 if the block existed. Returns their number. */

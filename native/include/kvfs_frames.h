@@ -13,8 +13,8 @@
 #define KVFS_FRAME_PART 64
 #define KVFS_SHARDS 256
 
-/* A directory that a frame's items are in. Without a table of directories it is that of keys that begin with two digits, and has their number;
- * with one it has its number in the table. */
+/* A directory that a frame's items are in. With a table of directories it has its number there. Without one it is that of the keys that begin with
+ * two digits, and has their number. */
 struct kvfs_shard {
     uint64_t directory; /* 0: it is not known, or there is none */
     uint32_t gid;       /* of new files there */

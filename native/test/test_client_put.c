@@ -1,6 +1,6 @@
 /* sources: base block io client */
-/* What libkvfs stores, with a double of the daemon (doubles/daemon.h): blocks whose memory is in pieces, blocks that are there already, keys of every
- * size, and paths. */
+/* Stores by libkvfs, with a double of the daemon (doubles/daemon.h): blocks whose memory is in pieces, or that are there already. And their names:
+ * keys of every size, and paths. */
 #include "client_harness.h"
 
 #include "kvfs_checksum.h"
@@ -261,7 +261,7 @@ static void test_exists_prefix(void) {
     batch_free(put_batch(client, 8, 12, &size, 1, 1));
     uint64_t lookups = statistics(client).lookups;
     CHECK(kvfs_exists_prefix(client, &b->keys) == 7);
-    CHECK(statistics(client).lookups == lookups + 8); /* none behind the gap */
+    CHECK(statistics(client).lookups == lookups + 8); /* no key behind the gap */
     b->keys.count = 7;
     CHECK(kvfs_exists_prefix(client, &b->keys) == 7);
     b->keys.count = 0;

@@ -99,7 +99,7 @@ def test_long_keys_over_a_remount_and_a_crash(own_pool):
         assert bytes(client.get(keys[0])) == keys[0] + b" again"
         for key in keys[::2]:
             assert bytes(client.get(key)) == key + b" again"
-        # A removal may come back: kvfs is a cache. What is there is right, and no more.
+        # A removal may come back: kvfs is a cache. All that is there is right.
         listed = list(client.list())
         assert listed == sorted(listed) and set(listed) <= set(keys) and set(keys) - set(listed) <= set(keys[1::4])
         for key in listed:

@@ -80,9 +80,9 @@ enum wire_flag {                   /* of version 3 */
                  WIRE_LONG = 4     /* LIST: keys of more than 127 bytes, too */
 };
 /* RESERVE, DELETE, LIST: whose names. Then space_size bytes of namespace path. With WIRE_TABLE uint64_t count, 1 to KVFS_WIRE_DIRECTORIES_MAX, and
- * so many directories like names of DELETE: paths below the namespace, of at most 1023 bytes; an empty one is the namespace itself. Then come the
- * items; each part is padded to 8. Without WIRE_TABLE an item's name is its key in hex, of 1 to 127 bytes; it goes into the directory of its first
- * two characters, and its field `directory` is 0. With it a name is any that a file may have, in directory number `directory`. A RESERVE makes
+ * so many directories like LIST's keys: paths below the namespace, of at most 1023 bytes. An empty one is the namespace itself. Then come the items;
+ * each part is padded to 8. Without WIRE_TABLE an item's name is its key in hex, of 1 to 127 bytes. It goes into the directory of its first two
+ * characters, and its field `directory` is 0. With WIRE_TABLE a name is any that a file may have, in directory number `directory`. A RESERVE makes
  * directories that are not there. */
 struct wire_where {
     uint64_t base;
