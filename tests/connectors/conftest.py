@@ -46,10 +46,11 @@ class Engine:
         return kept | {"PYTHONPATH": str(self.site), "PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1"} | more
 
     def start(self, *arguments: str | os.PathLike[str], **environment: str) -> subprocess.Popen[str]:
-        """A process of the engine's Python (its first argument: a file, or -c), with pipes; the caller ends it."""
+        """A process of the engine's Python (its first argument: a file, or -c), with pipes; the caller ends it. Its
+        working directory is not the tree: Python would take the kvfs that lies there."""
         return subprocess.Popen(
             [self.python, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=self.environment(**environment), start_new_session=True,
+            env=self.environment(**environment), start_new_session=True, cwd=self.site.parent,
         )  # fmt: skip
 
     def run(
