@@ -17,8 +17,8 @@
 #define CHUNK_PAGES 256u
 #define SHARDS 64
 #define READ_SLOTS 5 /* 4 MiB that begin inside a page */
-#define LEASE_S 1u
-#define LEASE_SLACK_NS 50000000ull /* for an answer's way to the guest */
+#define PROMISE_S 1u
+#define PROMISE_SLACK_NS 50000000ull /* for an answer's way to the guest */
 
 struct file;
 struct request;
@@ -52,7 +52,7 @@ struct node {
      * told of every change. (Guests cache nothing unasked: see do_init.) */
     atomic_bool guest_wrote, host_cached;
     /* Until this time guests may cache the attributes of an open block. A rewrite waits for it. Under the lock. */
-    uint64_t lease_until_ns;
+    uint64_t promised_until_ns;
     bool rewriting;
     pthread_mutex_t lock; /* desc, file */
     struct desc *desc;
@@ -96,9 +96,9 @@ void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool writer, struct kvfs_record *record, struct node **out);
 void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user, bool writer);
-/* Promise a guest that the content of an open block stays for LEASE_S seconds. False: it may change, or is not open. Called before the table is
+/* Promise a guest that the content of an open block stays for PROMISE_S seconds. False: it may change, or is not open. Called before the table is
  * asked. */
-bool node_lease(struct kvfs_plane *plane, uint64_t inode);
+bool node_promise(struct kvfs_plane *plane, uint64_t inode);
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer,
                 uint64_t *fh);
 /* Copies a handle and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any moment. */
