@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 from kvfs.client import keys as keys_
 from kvfs.client import memory as memory_
 from kvfs.client.keys import Key, Keys, shown
+from kvfs.client.leases import Lease, milliseconds_of
 from kvfs.client.library import NO_VERIFY, READ_ONLY, ClientInformation, ClientStatistics, Library
 from kvfs.client.memory import Memory, Region
 from kvfs.errors import (
@@ -250,6 +251,25 @@ class Client:
         """Remove blocks. Returns whether there was one, for each key (of a key given twice, the second is False)."""
         packed = keys_.pack(keys)
         return list(map(bool, self.library.delete(packed))) if packed.count else []
+
+    def lease(self, keys: Iterable[Key], seconds: float) -> Lease:
+        """Keep blocks from eviction until the lease's release(), for `seconds` (60 at most; more is cut), or until this
+        client is gone: whichever ends first. `held` of the result tells which blocks are kept: not those that do not
+        exist, and none beyond what leases may hold (an eighth of the pool, a sixteenth by one client).
+
+        A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes away. So a read
+        may still miss. A block of two leases is kept until both have ended. The daemon is asked: DeadlineError,
+        NotMountedError.
+        """
+        milliseconds, packed = milliseconds_of(seconds), keys_.pack(keys)
+        number, held = self.library.lease(packed, milliseconds) if packed.count else (0, bytearray())
+        return Lease(self.library, number, list(map(bool, held)))
+
+    def touch(self, keys: Iterable[Key]) -> int:
+        """Let each block count as read now, for eviction; it is no hit of statistics. Returns how many exist. A hint: a
+        daemon that is busy or gone does not hear of it."""
+        packed = keys_.pack(keys)
+        return self.library.touch(packed) if packed.count else 0
 
     def list(self, after: Key | None = None) -> Iterator[bytes]:
         """All keys of the namespace in byte order, from the first behind `after`. Asks the daemon page by page: what is

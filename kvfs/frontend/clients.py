@@ -28,6 +28,7 @@ from kvfs.errors import KvfsError
 from kvfs.frames import FrameError, Next, Shards
 from kvfs.namespace.files import Namespace
 from kvfs.record import FLAGS_OFFSET, InodeFlags, Kind
+from kvfs.store.leases import Lessee
 from kvfs.store.reservations import RESERVATION_MS, Holder
 from kvfs.store.store import Store
 from kvfs.types import NAME_MAX, InodeNumber
@@ -71,6 +72,7 @@ _RESERVE = struct.Struct("<QII")
 _COMMIT = struct.Struct("<Qq")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<QQ")
+_LEASE = struct.Struct("<QII")
 _ERRNO_MAX = 4095
 _NAME = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,127}")
 assert (_HELLO.size, _FRAME.size, _WELCOME.size) == (16, 16, 72)
@@ -93,6 +95,9 @@ class Type(IntEnum):
     HITS = 9
     REPORT = 10
     CLOSE = 11
+    LEASE = 12
+    RELEASE = 13
+    TOUCH = 15
 
 
 class Violation(Exception):
@@ -235,6 +240,7 @@ class _Connection:
         self._timeout_s = 0.0
         self._under_way = trio.Semaphore(_UNDER_WAY_MAX)
         self._holder: Holder
+        self._lessee: Lessee
         self._nursery: trio.Nursery
         self._scope = trio.CancelScope()
         self.peer = Peer.of(stream.socket)
@@ -369,7 +375,7 @@ class _Connection:
     # ---- requests ----
 
     async def run(self) -> None:
-        self._holder = self._store.reservations.join(self.peer.uid)
+        self._holder, self._lessee = self._store.reservations.join(self.peer.uid), Lessee()
         try:
             async with trio.open_nursery() as self._nursery:
                 with self._scope:
@@ -378,6 +384,7 @@ class _Connection:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
+            self._store.leases.leave(self._lessee)
             self._store.reservations.take_back_all(self._holder)
 
     async def _converse(self) -> None:
@@ -576,11 +583,22 @@ class _Connection:
         self._nursery.start_soon(self._clients.check_block, InodeNumber(number), segment)
 
     async def hits(self, payload: bytes) -> None:
-        numbers = array.array("Q")
-        if len(payload) % numbers.itemsize:
-            raise Violation(f"hits of {len(payload)} bytes")
-        numbers.frombytes(payload)
-        self._store.plane.inode_touch(list(numbers))
+        self._store.plane.inode_touch(_inodes(payload), found=True)
+
+    async def touch(self, payload: bytes) -> None:
+        self._store.plane.inode_touch(_inodes(payload), found=False)
+
+    async def lease(self, payload: bytes) -> bytes:
+        number, milliseconds, reserved = _LEASE.unpack_from(payload)
+        inodes = memoryview(payload)[_LEASE.size :]
+        if not milliseconds or reserved or not inodes or len(inodes) % 8:
+            raise Violation(f"a lease for {milliseconds} ms with {len(inodes)} bytes of inodes")
+        number, held = self._store.leases.take(self._lessee, number, milliseconds, inodes)
+        return _WORD.pack(number) + held
+
+    async def release(self, payload: bytes) -> bytes:
+        (number,) = _WORD.unpack(payload)
+        return _WORD.pack(self._store.leases.release(self._lessee, number))
 
     async def report(self, payload: bytes) -> None:
         if len(payload) < _REPORT.size:
@@ -613,6 +631,9 @@ _REQUESTS = {
     int(Type.LOOKUP): _Request(_Connection.lookup, _WORDS.size + 256),
     int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
+    int(Type.TOUCH): _Request(_Connection.touch, 8 * ITEMS_MAX, answered=False),
+    int(Type.LEASE): _Request(_Connection.lease, _LEASE.size + 8 * ITEMS_MAX),
+    int(Type.RELEASE): _Request(_Connection.release, _WORD.size),
     int(Type.REPORT): _Request(_Connection.report, 8 * 64, answered=False),
 }
 
@@ -623,6 +644,14 @@ async def _acquire(lock: trio.Lock | trio.Semaphore) -> None:
         lock.acquire_nowait()
     except trio.WouldBlock:
         await lock.acquire()
+
+
+def _inodes(payload: bytes) -> array.array[int]:
+    numbers = array.array("Q")
+    if len(payload) % numbers.itemsize:
+        raise Violation(f"inodes in {len(payload)} bytes")
+    numbers.frombytes(payload)
+    return numbers
 
 
 def _message(error: KvfsError) -> bytes:

@@ -7,8 +7,8 @@
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the stager (client/prestage.c).
  *
- * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
- * client; gpu/ all but client.
+ * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, orphans, names, lease, fetch, prestage, get, file, put_block,
+ * put, client; gpu/ all but client.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
@@ -207,7 +207,8 @@ int connection_open(struct kvfs_client *client, struct connection **out);
 /* Every call begins here. Returns -ECHILD after fork, -ENOTCONN after an unmount; else the connection, reconnected if there is a new daemon. The
  * caller has a reference, which connection_put() gives back. */
 int connection_get(struct kvfs_client *client, struct connection **out);
-int writer_get(struct kvfs_client *client, struct connection **out); /* one that may write, with a daemon that lives */
+int daemon_get(struct kvfs_client *client, struct connection **out); /* one with a daemon that lives */
+int writer_get(struct kvfs_client *client, struct connection **out); /* and that may write */
 void connection_put(struct connection *connection);
 void client_prune(struct kvfs_client *client); /* client->lock held */
 

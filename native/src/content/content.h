@@ -26,7 +26,7 @@ struct server;
 struct slab;
 struct transport;
 
-/* ---- node.c, handles.c, uses.c: open inodes and handles ---- */
+/* ---- node.c, handles.c, uses.c, lease.c: open inodes and handles ---- */
 
 /* A user's part of the pool. It never goes: a user who comes again finds the place. */
 struct user {
@@ -48,6 +48,9 @@ struct node {
     uint64_t open_size;        /* its share of plane->open_bytes; under the shard's lock */
     struct user *payer;        /* the one of its users that open_size is charged to. Under the shard's lock */
     struct hold hold;          /* its users; under the shard's lock */
+    /* How often native clients have leased it, and the pages that count for that, in plane->leased_pages: 0 once it has lost its name. Under the
+     * shard's lock. */
+    uint32_t leases, leased_pages;
     /* One content, several kernels. Once a guest has opened an inode for writing, no host opens it for its page cache. A host that did so before is
      * told of every change. (Guests cache nothing unasked: see do_init.) */
     atomic_bool guest_wrote, host_cached;
@@ -83,9 +86,14 @@ struct handle_table {
 };
 
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
+struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create); /* with the shard's lock held */
 void node_put(struct kvfs_plane *plane, struct node *node);
 /* A block was looked up and found: counts a use, and its age. */
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record);
+/* These two with the shard's lock held. Whether a lease keeps the node's block: one that has outgrown what was leased is not kept. */
+bool node_is_leased(struct kvfs_plane *plane, const struct node *node);
+/* The block has lost its name, or goes: leases keep it no more. */
+void node_unlease(struct kvfs_plane *plane, struct node *node);
 /* A name was looked up and not found; `hash` is name_hash() of it. */
 uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size);
 /* A slot of the table has a record now. Its use is that of the slot `before`; NULL: a new record, used now. */
@@ -369,7 +377,9 @@ struct kvfs_plane {
     struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
-    atomic_ullong open_bytes, space;  /* open_bytes: content that eviction must keep, open or being written; space: the pool's room for it */
+    atomic_ullong open_bytes, space; /* open_bytes: content that eviction must keep, open, leased or being written; space: the pool's room for it */
+    atomic_ullong leased_pages;      /* of all leased blocks: each counts once */
+    atomic_uint leased_blocks;
     atomic_int space_error;           /* the error of a write that needs more */
     atomic_ullong share;              /* of one user */
     atomic_uint exempt;               /* besides root */

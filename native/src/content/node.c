@@ -1,9 +1,9 @@
 /* Open inodes. A node id is the inode number, which is never used again, so nobody counts lookups (I26).
  *
- * A node exists only while an inode is open or being written. */
+ * A node exists only while an inode is open, leased or being written. */
 #include "content/content.h"
 
-static struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create) {
+struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create) {
     struct node **bucket = &shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
     struct node *node = *bucket;
     while (node && node->inode != inode)
@@ -105,6 +105,7 @@ void node_put(struct kvfs_plane *plane, struct node *node) {
             desc_put(node->desc);
         assert(!node->file);
         assert(!node->handles);
+        assert(!node->leases);
         pthread_mutex_destroy(&node->lock);
         free(node);
     }
