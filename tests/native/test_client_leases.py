@@ -100,7 +100,7 @@ def test_kvfs_evict_leaves_what_is_leased_and_says_so(pool, client):
         assert "leased 3 blocks (" in pool.command("status", str(pool.path)).stdout
         assert "kvfs_leased_blocks{" in pool.command("stats", str(pool.path), "--prometheus").stdout
         said = evict_all(pool)
-        assert "kept 3 blocks, " in said and "leased by a native client: llama/" in said, said
+        assert "kept 3 blocks, " in said and "leased by a native client: /llama/" in said, said
         assert client.exists(KEYS[:6]) == [True] * 3 + [False] * 3
     assert "kept" not in evict_all(pool)
     assert not any(client.exists(KEYS))
