@@ -1,8 +1,8 @@
 """Leases: blocks that native clients keep from eviction between a look-up and a read, each until a deadline.
 
 A lease ends with its release, its deadline, or its client's connection, whichever comes first. It keeps a block from
-eviction, and from nothing else: a block that is deleted, replaced, damaged, or on a device that goes away has lost its
-lease. Which blocks are kept is counted in the data plane (native/src/content/lease.c), one call for a frame. Here are
+eviction alone. A block that is deleted, replaced, damaged, or on a device that goes away has lost its lease. Which
+blocks are kept is counted in the data plane (native/src/content/lease.c), one call for a frame. Here are
 the deadlines and the bounds. Leases are few enough that eviction always has something to take.
 """
 

@@ -86,11 +86,11 @@ int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const str
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
 /* deleted[i] = 1 if the block existed. Returns their number. */
 int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted);
-/* Keep blocks from eviction until kvfs_release(), for so many milliseconds, 60,000 at most (more is cut), or as long as this client is connected:
- * whichever ends first. held[i] = 1 for those that are kept; 0: there is no such block, or leases hold what they may (of the pool an eighth, one client
- * a sixteenth). Returns their number. A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes. A block of two
- * leases is kept until both have ended. *lease: 0 if nothing is kept. On an error nothing is, but -ETIMEDOUT leaves what the daemon may have
- * taken to its deadline. Asks the daemon, once for 4,096 keys. -EINVAL: 0 milliseconds. -ENOTCONN. */
+/* Keep blocks from eviction until kvfs_release(), until so many milliseconds have passed, or until this client is gone: whichever comes first. More than
+ * 60,000 are cut. held[i] = 1 for those that are kept. 0: there is no such block, or leases hold all that they may: an eighth of the pool, one client half of
+ * that. Returns their number. A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes. A block of two leases is
+ * kept until both have ended. *lease: 0 if nothing is kept. On an error nothing is, but -ETIMEDOUT leaves to its deadline what the daemon may have
+ * taken. Asks the daemon, once for 4,096 keys. -EINVAL: 0 milliseconds. -ENOTCONN. */
 int kvfs_lease(struct kvfs_client *client, const struct kvfs_keys *keys, uint32_t milliseconds, uint64_t *lease, uint8_t *held);
 /* 1: the lease was in force until now; 0: it had ended, with its deadline, connection or daemon, or is 0. -ETIMEDOUT: it ends by itself. */
 int kvfs_release(struct kvfs_client *client, uint64_t lease);

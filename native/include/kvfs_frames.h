@@ -125,7 +125,7 @@ struct kvfs_lease {
     uint32_t count; /* of blocks; one that was asked for twice counts twice */
     uint32_t reserved;
 };
-/* What may be leased: blocks and pages of this client, and the pages of all clients' blocks together. */
+/* The room for leases: blocks and pages of this client, and the pages of all clients' blocks together. */
 struct kvfs_lease_room {
     uint64_t pages, all_pages;
     uint32_t blocks;

@@ -15,7 +15,7 @@ static void test_a_lease(void) {
     CHECK(kvfs_lease(client, &b->keys, 1000, &lease, held) == COUNT && lease == 1 && held[0] == 1 && held[2] == 1);
     CHECK(d.lease_frames == 1 && d.leased == COUNT);
     CHECK(kvfs_release(client, lease) == 1 && kvfs_release(client, lease) == 0 && kvfs_release(client, 0) == 0 && d.releases == 2);
-    /* What is not there is not asked for. */
+    /* Nobody is asked for a missing block. */
     CHECK(kvfs_lease(client, &missing->keys, 1000, &lease, held) == 0 && lease == 0 && held[0] == 0 && d.lease_frames == 1);
     CHECK(kvfs_lease(client, &b->keys, 0, &lease, held) == -EINVAL && says("0 milliseconds"));
     struct kvfs_keys none = {NULL, NULL, 0, 0};

@@ -115,7 +115,7 @@ static void test_what_loses_its_name_loses_its_lease(void) {
     CHECK(lease_of(inodes, 4, plenty, &lease) == 4);
     CHECK(name_unlink(plane, 1, "block0") == 0 && !is_there(inodes[0]));
     leased_are(3, 3 * PAGES);
-    /* Another has its name: for a moment longer who looked it up may open it. That is all. */
+    /* Another has its name: for a moment longer who looked it up may open it. */
     uint64_t old = inodes[1];
     make_record(record, ++next_inode, "block1", 10, KVFS_INODE_SEALED, 1, 1);
     CHECK(kvfs_name_put(plane, record, old) == 1 && is_there(old));
@@ -130,7 +130,7 @@ static void test_what_loses_its_name_loses_its_lease(void) {
     CHECK(kvfs_name_put(plane, record, 0) == 0 && kvfs_inode_is_open(plane, inodes[2]) == KVFS_NOT_OPEN);
     CHECK(lease_of(&inodes[2], 1, plenty, &again) == 1 && kvfs_inode_is_open(plane, inodes[2]) == KVFS_LEASED);
     leased_are(2, 2 * PAGES);
-    /* What has grown beyond what was leased is not kept. */
+    /* A block that has grown beyond its lease is not kept. */
     make_record(record, inodes[3], "block3", SIZE + 5 * PAGE, KVFS_INODE_SEALED, 1, 1);
     CHECK(kvfs_inode_update(plane, record) == 0 && kvfs_inode_is_open(plane, inodes[3]) == KVFS_NOT_OPEN);
     make_record(record, inodes[3], "block3", SIZE, KVFS_INODE_SEALED, 9, 3); /* a copy */

@@ -121,7 +121,7 @@ struct wire_commit {
 /* HITS: uint64_t inodes of blocks read. TOUCH: the same, of blocks that are used now without a read. */
 /* LEASE: this and uint64_t inodes, at least one: the client has looked their names up. The blocks are kept until `milliseconds` have passed, 60,000 at
  * most. With a lease that was answered before they are added to it, until its deadline; none is kept if it has ended. Answer: uint64_t lease (0:
- * nothing is kept), then a uint8_t for each inode: 1: it is kept; 0: it is no sealed block with a name, or there is no room. */
+ * nothing is kept), then a uint8_t for each inode: 1: it is kept; 0: it is not. */
 struct wire_lease {
     uint64_t lease;        /* 0: a new one */
     uint32_t milliseconds; /* at least 1 */

@@ -7,8 +7,8 @@
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the stager (client/prestage.c).
  *
- * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, orphans, names, lease, fetch, prestage, get, file, put_block,
- * put, client; gpu/ all but client.
+ * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
+ * client; gpu/ all but client. Beside get stands lease.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
