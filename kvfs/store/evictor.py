@@ -213,8 +213,8 @@ class Evictor:
                 await trio.lowlevel.checkpoint()
 
     async def kept(self) -> dict[str, Kept]:
-        """The blocks that are left, by the reason that they stay: pinned, leased, open, in a group with one that is
-        ("grouped"), or none of these ("others"). The last were stored meanwhile, or lie on a device that is away."""
+        """The blocks that are left, by the reason that they stay: pinned, leased, open, in a group with such a file
+        ("grouped"), or none ("others"). The last were stored meanwhile, or lie on a device that is away."""
         kept: dict[str, Kept] = {}
         for segment in self._segments.all:
             inodes = self._index.segment_inodes(segment.index)
