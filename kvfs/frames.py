@@ -50,6 +50,21 @@ class Shard(Protocol):
     error: int
 
 
+class LeasedBlocks(Protocol):
+    """struct kvfs_lease: what one lease keeps."""
+
+    pages: int
+    count: int
+
+
+class Room(NamedTuple):
+    """struct kvfs_lease_room: what may be leased."""
+
+    pages: int
+    all_pages: int
+    blocks: int
+
+
 class Totals(NamedTuple):
     """struct kvfs_reservation_statistics."""
 
@@ -85,6 +100,7 @@ class Frames:
         self._totals = ffi.new("struct kvfs_reservation_statistics *")
         self._runs = ffi.new("const struct kvfs_run **")
         self._run_count = ffi.new("uint32_t *")
+        self._leased = ffi.new("struct kvfs_leased *")
 
     def check(
         self,
@@ -137,6 +153,35 @@ class Frames:
     def delete(self, items: memoryview, count: int, shards: Shards, flags: int) -> Delete:
         """Items that were checked with these flags."""
         return Delete(self._plane, items, count, shards, flags)
+
+    # ---- leases ----
+
+    def lease(self) -> LeasedBlocks:
+        """A lease that keeps nothing yet."""
+        lease = lib.kvfs_lease_create()
+        if lease == ffi.NULL:
+            raise _no_memory("a lease")
+        return cast(LeasedBlocks, lease)
+
+    def lease_add(self, lease: LeasedBlocks, inodes: memoryview, room: Room) -> bytes:
+        """Let it keep these inodes (uint64_t), as far as there is room. Returns a byte for each: 1: it is kept."""
+        count = len(inodes) // 8
+        held = bytearray(count)
+        asked, out = ffi.from_buffer("uint64_t[]", inodes), ffi.from_buffer("uint8_t[]", held)
+        if (
+            lib.kvfs_lease_add(self._plane, lease, asked, count, ffi.new("struct kvfs_lease_room *", (*room, 0)), out)
+            < 0
+        ):
+            raise _no_memory("a lease")
+        return bytes(held)
+
+    def lease_end(self, lease: LeasedBlocks) -> None:
+        lib.kvfs_lease_end(self._plane, lease)
+
+    def leased(self) -> tuple[int, int]:
+        """Blocks and pages of all leases together; what was leased twice counts once."""
+        lib.kvfs_leased_get(self._plane, self._leased)
+        return self._leased.blocks, self._leased.pages
 
     # ---- taking back ----
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,12 +48,14 @@ class PlaneError(KvfsError):
 
 
 class OpenState(IntEnum):
-    """enum kvfs_open_state: what inode_is_open() returns. Beyond share: all who have it open hold more than theirs."""
+    """enum kvfs_open_state: what inode_is_open() returns. Beyond share: all who have it open hold more than theirs.
+    Leased: neither open within a share nor being written, and a lease keeps it."""
 
     NOT_OPEN = 0
     OPEN = 1
     BEING_WRITTEN = 2
     OPEN_BEYOND_SHARE = 3
+    LEASED = 4
 
 
 class EventType(IntEnum):
@@ -528,10 +531,11 @@ class Plane:
         """The time of uses from now on; 24 bits."""
         lib.kvfs_set_tick(self._plane, tick)
 
-    def inode_touch(self, inodes: Sequence[int]) -> None:
-        """Count one hit for each inode that is there."""
-        if inodes:
-            _check(lib.kvfs_inode_touch(self._plane, ffi.new("uint64_t[]", inodes), len(inodes)), "block table: touch")
+    def inode_touch(self, inodes: array[int], *, found: bool) -> None:
+        """The inodes that are there are used now; `found`: they were read, which is a hit for each."""
+        assert inodes.typecode == "Q", inodes.typecode
+        touched = lib.kvfs_inode_touch(self._plane, ffi.from_buffer("uint64_t[]", inodes), len(inodes), found)
+        _check(touched, "block table: touch")
 
     def inode_is_open(self, inode: int) -> int:
         """An OpenState. Eviction may take an inode that is open beyond its users' shares."""

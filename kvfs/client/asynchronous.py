@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from kvfs.client.keys import Key, pack
+from kvfs.client.leases import Lease
 from kvfs.client.library import ClientInformation, ClientStatistics, Library
 from kvfs.client.memory import Memory, Pieces
 
@@ -46,6 +47,10 @@ class BlockingClient(Protocol):
     def get(self, key: Key) -> memoryview | None: ...
 
     def delete(self, keys: Iterable[Key]) -> list[bool]: ...
+
+    def lease(self, keys: Iterable[Key], seconds: float) -> Lease: ...
+
+    def touch(self, keys: Iterable[Key]) -> int: ...
 
     def prestage(self, keys: Iterable[Key]) -> int: ...
 
@@ -106,6 +111,20 @@ class AsyncClient(ABC):
 
     async def delete(self, keys: Iterable[Key]) -> list[bool]:
         return await self._run(functools.partial(self.client.delete, keys))
+
+    async def lease(self, keys: Iterable[Key], seconds: float) -> AsyncLease:
+        """Cancelled, the call may leave a lease that nobody has: it ends with its deadline."""
+        return AsyncLease(self, await self._run(functools.partial(self.client.lease, keys, seconds)))
+
+    async def release(self, lease: Lease) -> bool:
+        return await self._run(lease.release)
+
+    async def end(self, lease: Lease) -> None:
+        """As the end of `with lease`; a cancellation waits for it."""
+        await self._run_to_end(lease.end)
+
+    async def touch(self, keys: Iterable[Key]) -> int:
+        return await self._run(functools.partial(self.client.touch, keys))
 
     def list(self, after: Key | None = None) -> AsyncKeys:
         """All keys behind `after`, for `async for`."""
@@ -168,6 +187,28 @@ class AsyncioClient(AsyncClient):
         if cancelled is not None:
             raise cancelled
         running.result()
+
+
+class AsyncLease:
+    """A Lease (leases.py) of an asynchronous client: `async with await client.lease(keys, seconds) as lease:`."""
+
+    def __init__(self, view: AsyncClient, lease: Lease) -> None:
+        self._view, self._lease = view, lease
+
+    @property
+    def held(self) -> list[bool]:
+        return self._lease.held
+
+    async def release(self) -> bool:
+        return await self._view.release(self._lease)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._view.end(self._lease)
 
 
 class AsyncKeys:

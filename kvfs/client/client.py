@@ -22,6 +22,7 @@ from kvfs.client import batches
 from kvfs.client import memory as memory_
 from kvfs.client.batches import Results, host_destinations, or_none, pairs, put_failure, ranges, small_buffer
 from kvfs.client.keys import Key, Keys, shown
+from kvfs.client.leases import Lease, milliseconds_of
 from kvfs.client.library import NO_VERIFY, READ_ONLY, ClientInformation, ClientStatistics, Library
 from kvfs.client.memory import Memory, Pieces, Region
 from kvfs.errors import (
@@ -280,7 +281,7 @@ class Client:
         if not names:
             return []
         vectors = host_destinations(names, memories)
-        return [or_none(value) for value in self.library.get(Keys(names), vectors, offsets)]
+        return [or_none(value) for value in self.library.get(self.library.keys(names), vectors, offsets)]
 
     def get(self, key: Key) -> memoryview | None:
         """A block in page-aligned memory of its own; None for a miss."""
@@ -299,6 +300,25 @@ class Client:
         """Remove blocks. Returns whether there was one, for each key (of a key given twice, the second is False)."""
         packed = self.library.pack(keys)
         return list(map(bool, self.library.delete(packed))) if packed.count else []
+
+    def lease(self, keys: Iterable[Key], seconds: float) -> Lease:
+        """Keep blocks from eviction until the lease's release(), for `seconds` (60 at most; more is cut), or until this
+        client is gone: whichever ends first. `held` of the result tells which blocks are kept: those that exist, as far
+        as leases may hold them. All together hold an eighth of the pool at most, one client's a sixteenth.
+
+        A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes away. So a read
+        may still miss. A block of two leases is kept until both have ended. The daemon is asked: DeadlineError,
+        NotMountedError.
+        """
+        milliseconds, packed = milliseconds_of(seconds), self.library.pack(keys)
+        number, held = self.library.lease(packed, milliseconds) if packed.count else (0, bytearray())
+        return Lease(self.library, number, list(map(bool, held)))
+
+    def touch(self, keys: Iterable[Key]) -> int:
+        """Let each block count as read now, for eviction; it is no hit of statistics. Returns how many exist. A hint: a
+        daemon that is busy or gone does not hear of it."""
+        packed = self.library.pack(keys)
+        return self.library.touch(packed) if packed.count else 0
 
     def list(self, after: Key | None = None) -> Iterator[bytes]:
         """All keys of the namespace in byte order, from the first behind `after`. Asks the daemon page by page: what is

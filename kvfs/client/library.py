@@ -291,6 +291,21 @@ class Library:
             ends += size
         return keys
 
+    def lease(self, keys: Keys, milliseconds: int) -> tuple[int, bytearray]:
+        """The lease's number, 0 if it keeps nothing; and a byte for each key, 1 or 0."""
+        held, out = bytearray(keys.count), ffi.new("uint64_t *")
+        with self as handle:
+            _check(lib.kvfs_lease(handle, keys.struct, milliseconds, out, ffi.from_buffer(held)), self.name)
+        return out[0], held
+
+    def release(self, lease: int) -> bool:
+        with self as handle:
+            return bool(_check(lib.kvfs_release(handle, lease), self.name))
+
+    def touch(self, keys: Keys) -> int:
+        with self as handle:
+            return _check(lib.kvfs_touch(handle, keys.struct), self.name)
+
     def prestage(self, keys: Keys) -> int:
         with self as handle:
             return _check(lib.kvfs_prestage(handle, keys.struct), self.name)

@@ -28,6 +28,7 @@ from kvfs.errors import KvfsError
 from kvfs.frames import FrameError, Next, Shards
 from kvfs.namespace.files import Namespace
 from kvfs.record import FLAGS_OFFSET, InodeFlags, Kind
+from kvfs.store.leases import Lessee
 from kvfs.store.reservations import RESERVATION_MS, Holder
 from kvfs.store.store import Store
 from kvfs.types import NAME_MAX, InodeNumber
@@ -75,6 +76,7 @@ _RESERVE = struct.Struct("<QII")
 _COMMIT = struct.Struct("<Qq")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<QQ")
+_LEASE = struct.Struct("<QII")
 _ERRNO_MAX = 4095
 _NAME = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,127}")
 # The directory of longer keys: 254 digits, and the next as a letter. And the names of files there.
@@ -104,6 +106,9 @@ class Type(IntEnum):
     HITS = 9
     REPORT = 10
     CLOSE = 11
+    LEASE = 12
+    RELEASE = 13
+    TOUCH = 15
 
 
 class Flags(IntFlag):
@@ -256,6 +261,7 @@ class _Connection:
         self.version = VERSIONS[-1]
         self._under_way = trio.Semaphore(_UNDER_WAY_MAX)
         self._holder: Holder
+        self._lessee: Lessee
         self._nursery: trio.Nursery
         self._scope = trio.CancelScope()
         self.peer = Peer.of(stream.socket)
@@ -393,7 +399,7 @@ class _Connection:
     # ---- requests ----
 
     async def run(self) -> None:
-        self._holder = self._store.reservations.join(self.peer.uid)
+        self._holder, self._lessee = self._store.reservations.join(self.peer.uid), Lessee()
         try:
             async with trio.open_nursery() as self._nursery:
                 with self._scope:
@@ -402,6 +408,7 @@ class _Connection:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
+            self._store.leases.leave(self._lessee)
             self._store.reservations.take_back_all(self._holder)
 
     async def _converse(self) -> None:
@@ -442,7 +449,7 @@ class _Connection:
             raise Violation(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
 
     async def reserve(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = _where(payload, Flags.TABLE | Flags.PARENTS)
+        base, space, count, flags, at = self._where(payload, Flags.TABLE | Flags.PARENTS)
         if flags & Flags.TABLE:
             table, at = _table(payload, at)
             items = memoryview(payload)[at:]
@@ -459,6 +466,10 @@ class _Connection:
         return await self._store.reservations.reserve(
             self._holder, items, count, shards, self.peer.uid, self._timeout_s * 0.75, flags
         )
+
+    def _where(self, payload: bytes, known: Flags) -> tuple[InodeNumber, list[bytes], int, int, int]:
+        """_where(); version 2 has no flags."""
+        return _where(payload, int(known) if self.version >= 3 else 0)
 
     def _check(
         self, kind: Type, items: memoryview, count: int, flags: int = 0, table: Sequence[_Path] = (), *,
@@ -538,7 +549,7 @@ class _Connection:
             await self._store.plane.notify_flush()
 
     async def delete(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = _where(payload, Flags.TABLE)
+        base, space, count, flags, at = self._where(payload, Flags.TABLE)
         root = self._find(base, space)
         if flags & Flags.TABLE:
             table, at = _table(payload, at)
@@ -584,7 +595,7 @@ class _Connection:
         return None
 
     async def list_(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = _where(payload, Flags.LONG)
+        base, space, count, flags, at = self._where(payload, Flags.LONG)
         longer = bool(flags & Flags.LONG)
         after, at = _listed_after(payload, at, _LONG_KEY if longer else _NAME)
         _end(payload, at)
@@ -665,11 +676,22 @@ class _Connection:
         self._nursery.start_soon(self._clients.check_block, InodeNumber(number), segment)
 
     async def hits(self, payload: bytes) -> None:
-        numbers = array.array("Q")
-        if len(payload) % numbers.itemsize:
-            raise Violation(f"hits of {len(payload)} bytes")
-        numbers.frombytes(payload)
-        self._store.plane.inode_touch(list(numbers))
+        self._store.plane.inode_touch(_inodes(payload), found=True)
+
+    async def touch(self, payload: bytes) -> None:
+        self._store.plane.inode_touch(_inodes(payload), found=False)
+
+    async def lease(self, payload: bytes) -> bytes:
+        number, milliseconds, reserved = _LEASE.unpack_from(payload)
+        inodes = memoryview(payload)[_LEASE.size :]
+        if not milliseconds or reserved or not inodes or len(inodes) % 8:
+            raise Violation(f"a lease for {milliseconds} ms with {len(inodes)} bytes of inodes")
+        number, held = self._store.leases.take(self._lessee, number, milliseconds, inodes)
+        return _WORD.pack(number) + held
+
+    async def release(self, payload: bytes) -> bytes:
+        (number,) = _WORD.unpack(payload)
+        return _WORD.pack(self._store.leases.release(self._lessee, number))
 
     async def report(self, payload: bytes) -> None:
         count = _TOTALS[self.version]
@@ -706,6 +728,9 @@ _REQUESTS = {
     int(Type.LOOKUP): _Request(_Connection.lookup, _WORDS.size + 256),
     int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
+    int(Type.TOUCH): _Request(_Connection.touch, 8 * ITEMS_MAX, answered=False, since=3),
+    int(Type.LEASE): _Request(_Connection.lease, _LEASE.size + 8 * ITEMS_MAX, since=3),
+    int(Type.RELEASE): _Request(_Connection.release, _WORD.size, since=3),
     int(Type.REPORT): _Request(_Connection.report, 8 * 64, answered=False),
 }
 
@@ -718,6 +743,14 @@ async def _acquire(lock: trio.Lock | trio.Semaphore) -> None:
         await lock.acquire()
 
 
+def _inodes(payload: bytes) -> array.array[int]:
+    numbers = array.array("Q")
+    if len(payload) % numbers.itemsize:
+        raise Violation(f"inodes in {len(payload)} bytes")
+    numbers.frombytes(payload)
+    return numbers
+
+
 def _message(error: KvfsError) -> bytes:
     return str(error).encode(errors="replace")[:400]
 
@@ -726,10 +759,10 @@ def _reopen(fd: int, flags: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
-def _where(payload: bytes, allowed: Flags) -> tuple[InodeNumber, list[bytes], int, int, int]:
+def _where(payload: bytes, allowed: int) -> tuple[InodeNumber, list[bytes], int, int, int]:
     """Base, the namespace's parts, count, flags, and where what follows begins."""
     base, space_size, flags, count = _WHERE.unpack_from(payload)
-    if count > ITEMS_MAX or flags & ~int(allowed):
+    if count > ITEMS_MAX or flags & ~allowed:
         raise Violation(f"a request of {count} items with flags 0x{flags:x}")
     parts, at = _path(payload, _WHERE.size, space_size)
     return InodeNumber(base), parts, count, flags, at

@@ -182,7 +182,7 @@ def _asked(plane: dict[str, int], native: dict[str, int]) -> dict[str, int]:
 def live_counters(store: Store, clients: Clients) -> dict[str, int]:
     """The counters of the data plane, of the store and of native clients, by name."""
     numbers = store.statistics()
-    eviction, segments, reservations = numbers.eviction, numbers.segments, numbers.reservations
+    eviction, segments, reservations, leases = numbers.eviction, numbers.segments, numbers.reservations, numbers.leases
     native = clients.counters()
     return {
         **_asked(store.plane.statistics(), native),
@@ -204,4 +204,11 @@ def live_counters(store: Store, clients: Clients) -> dict[str, int]:
         "reservations_committed": reservations.committed,
         "reservations_superseded": reservations.superseded,
         "reservations_reclaimed": reservations.reclaimed,
+        "leases_open": leases.open,
+        "leased_clients": leases.clients,
+        "leased_blocks": leases.blocks,
+        "leased_bytes": leases.bytes,
+        "leases_granted": leases.granted,
+        "leases_refused": leases.refused,
+        "leases_expired": leases.expired,
     }

@@ -34,13 +34,17 @@ GAUGES = {
     "parked": "Writes that wait for memory.",
     "jobs_in_flight": "Jobs of the data plane under way.",
     "zombies": "I/Os that missed their deadline and have not come back.",
-    "open_bytes": "Bytes of open blocks and files being written: what eviction must keep.",
+    "open_bytes": "Bytes of open and leased blocks and of files being written: what eviction must keep.",
     "index_bytes": "Bytes of the index.",
     "index_pending": "Changes that the index has not committed yet.",
     "native_clients": "Native clients that are connected.",
     "native_busy": "Buffers of native clients that devices may still write into.",
     "reservations_open": "Places that native clients have reserved and not committed.",
     "reserved_bytes": "Bytes of those.",
+    "leases_open": "Leases of native clients in force.",
+    "leased_clients": "Native clients that have any.",
+    "leased_blocks": "Blocks that leases keep from eviction.",
+    "leased_bytes": "Bytes of those.",
 }
 COUNTERS = {
     "blocks_found": "Blocks asked for and found: opened for reading, or read by native clients.",
@@ -99,6 +103,9 @@ COUNTERS = {
     "reservations_committed": "Reserved places that became blocks.",
     "reservations_superseded": "Reserved places whose name a newer file had taken.",
     "reservations_reclaimed": "Reserved places taken back.",
+    "leases_granted": "Blocks that native clients were given in leases.",
+    "leases_refused": "Blocks that they were not given: no such block, or no room.",
+    "leases_expired": "Leases that were not released by their deadline.",
 }
 _DEVICE = {
     "reads": "Reads of a device.",

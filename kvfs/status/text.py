@@ -73,6 +73,7 @@ def advice(status: Json) -> list[str]:
 _KEPT = {
     "pinned": "pinned",
     "open": "open",
+    "leased": "leased by a native client",
     "grouped": "in a group with one that is pinned or open",
     "others": "stored meanwhile, or on a device that is away",
 }
@@ -255,6 +256,8 @@ def _native_line(counters: Json) -> list[str]:
         f"used {number(counters, 'native_prestage_used'):.0f}, "
         f"wasted {number(counters, 'native_prestage_wasted'):.0f}; reservations "
         f"{number(counters, 'reservations_open'):.0f} open, {number(counters, 'reservations_reclaimed'):.0f} reclaimed"
+        f"; leased {number(counters, 'leased_blocks'):.0f} blocks ({size_text(number(counters, 'leased_bytes'))}) by "
+        f"{number(counters, 'leased_clients'):.0f} clients"
     ]
 
 

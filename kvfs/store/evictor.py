@@ -28,8 +28,10 @@ from kvfs.types import PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
 
-# Blocks that are open beyond the shares of their users go as if they were not open.
+# Blocks that are open beyond the shares of their users go as if they were not open. A lease keeps a block, and not the
+# rest of its group: that may be more than leases may keep.
 _KEPT_OPEN = (OpenState.OPEN, OpenState.BEING_WRITTEN)
+_KEPT = (OpenState.OPEN, OpenState.LEASED)
 # Blocks looked at, or removed, in one go: others wait meanwhile.
 _LOOK_BATCH = 256
 _EVICT_BATCH = 64
@@ -143,7 +145,7 @@ class Evictor:
             now = trio.current_time()
             stuck_since = now if stuck_since is None else stuck_since
             if now - stuck_since > _PATIENCE_S and not self._segments.exhausted:
-                log.warning("nothing can be evicted: everything left is pinned or open")
+                log.warning("nothing can be evicted: everything left is pinned, open or leased")
                 self._segments.exhausted = True
                 self._segments.wake_waiters()
             await trio.sleep(0.1)
@@ -211,8 +213,8 @@ class Evictor:
                 await trio.lowlevel.checkpoint()
 
     async def kept(self) -> dict[str, Kept]:
-        """The blocks that are left, by the reason that they stay: pinned, open, in a group with such a file
-        ("grouped"), or no such reason ("others"). The last were stored meanwhile, or lie on a device that is away."""
+        """The blocks that are left, by the reason that they stay: pinned, leased, open, in a group with such a file
+        ("grouped"), or none ("others"). The last were stored meanwhile, or lie on a device that is away."""
         kept: dict[str, Kept] = {}
         for segment in self._segments.all:
             inodes = self._index.segment_inodes(segment.index)
@@ -225,10 +227,12 @@ class Evictor:
                 inode = None if record is None else Inode.unpack(record)
                 if record is None or inode is None or inode.segment != segment.index:
                     continue
-                group = groups.get(number)
+                group, state = groups.get(number), self._plane.inode_is_open(number)
                 if self._pins.holds(record):
                     why = "pinned"
-                elif self._plane.inode_is_open(number) or self._sealing.is_busy(number):
+                elif state == OpenState.LEASED:
+                    why = "leased"
+                elif state or self._sealing.is_busy(number):
                     why = "open"
                 else:
                     why = "grouped" if group is not None and group.held else "others"
@@ -413,7 +417,7 @@ class Evictor:
 
     async def _held(self, looks: Sequence[Look], groups: dict[InodeNumber, Group]) -> set[InodeNumber]:
         """Those that stay, whatever they are worth."""
-        held = {look.inode for look in looks if look.open == OpenState.OPEN}
+        held = {look.inode for look in looks if look.open in _KEPT}
         if self._pins:
             for i, look in enumerate(looks):
                 if i % _EVICT_BATCH == _EVICT_BATCH - 1:

@@ -36,6 +36,7 @@ from kvfs.store.device_service import DeviceService
 from kvfs.store.eviction import EvictionPolicy, LeastLoss
 from kvfs.store.evictor import EvictionCounters, Evictor
 from kvfs.store.groups import Groups
+from kvfs.store.leases import Leases, LeaseStatistics
 from kvfs.store.opening import StoreOptions, index_epoch, make_plane, meta_number, open_index
 from kvfs.store.pins import Pins
 from kvfs.store.reservations import Reservations, ReservationStatistics
@@ -77,6 +78,7 @@ class StoreStatistics:
     rebuilding: bool
     notes: tuple[str, ...]
     reservations: ReservationStatistics
+    leases: LeaseStatistics
 
 
 class Store:
@@ -99,6 +101,7 @@ class Store:
         self.blocks = Blocks(index, plane, self.segments, self.shares, self.epoch)
         self.sealing = Sealing(self.blocks, policy, self._tasks)
         self.reservations = Reservations(self.blocks)
+        self.leases = Leases(self.blocks, self.epoch)
         self.slabs = Slabs(self.blocks, self.sealing, opened.config.slab_quota)
         self.service = DeviceService(opened, self.blocks, self.slabs, heart, self._devices_changed)
         self.evictor = Evictor(self.blocks, self.sealing, policy, Groups(index, opened.config.groups))
@@ -209,6 +212,7 @@ class Store:
         self._tasks.start(self._flush_loop)
         self._tasks.start(self._retry_loop)
         self._tasks.start(self.reservations.run)
+        self._tasks.start(self.leases.run)
         self._tasks.start(self.evictor.run, lambda: not self.rebuilding)
         self._tasks.start(self._prepare_loop)
         self._tasks.start(self._count_pins_loop)
@@ -481,7 +485,7 @@ class Store:
             bad_blocks=self.blocks.bad_blocks, sealed=self.sealing.sealed + self.plane.statistics()["flushes_sealed"],
             seal_retries=self.sealing.retries, index_bytes=index.bytes, index_pending=index.changes_pending,
             commit_failures=index.commit_failures, rebuilding=self.rebuilding, notes=tuple(self.notes),
-            reservations=self.reservations.statistics(),
+            reservations=self.reservations.statistics(), leases=self.leases.statistics(),
         )  # fmt: skip
 
     # ---- devices ----
@@ -522,6 +526,7 @@ class Store:
 
     async def _close(self) -> None:
         """Unless it ends as after a crash: seal what is dirty, close the open segments, commit, mark the pool clean."""
+        self.leases.close()
         if self.plane.abandoned is None:
             with trio.CancelScope(shield=True):
                 await self._close_cleanly()

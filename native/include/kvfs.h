@@ -119,6 +119,17 @@ int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, c
                      const struct kvfs_put_options *options, int64_t *results);
 /* deleted[i] = 1 if the block existed. Returns their number. */
 int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted);
+/* Keep blocks from eviction until kvfs_release(), until so many milliseconds have passed, or until this client is gone: whichever comes first. More than
+ * 60,000 are cut. held[i] = 1 for those that are kept. 0: there is no such block, or leases hold all that they may: an eighth of the pool, one client half of
+ * that. Returns their number. A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes. A block of two leases is
+ * kept until both have ended. *lease: 0 if nothing is kept. On an error nothing is, but -ETIMEDOUT leaves to its deadline what the daemon may have
+ * taken. Asks the daemon, once for 4,096 keys. -EINVAL: 0 milliseconds. -ENOTCONN. */
+int kvfs_lease(struct kvfs_client *client, const struct kvfs_keys *keys, uint32_t milliseconds, uint64_t *lease, uint8_t *held);
+/* 1: the lease was in force until now; 0: it had ended, with its deadline, connection or daemon, or is 0. -ETIMEDOUT: it ends by itself. */
+int kvfs_release(struct kvfs_client *client, uint64_t lease);
+/* For eviction each block counts as read now; it is no hit of statistics. A hint: a daemon that is busy or gone does not hear of it. Returns how many
+ * exist. */
+int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* Keys in byte order, from the first after `after` (NULL: from the first). Their sizes go into sizes[0 .. capacity), their bytes back to
  * back into data (data_size; KVFS_KEY_MAX bytes a key are always enough). Returns their number, 0 at the end. */
 int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size, void *data, uint64_t data_size, uint32_t *sizes, uint32_t capacity);

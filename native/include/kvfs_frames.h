@@ -121,6 +121,34 @@ struct kvfs_removal {
 int kvfs_remove_names(struct kvfs_plane *plane, struct kvfs_removal *frame, uint32_t flags, const void *items, uint32_t count,
                       const struct kvfs_shard shards[KVFS_SHARDS], uint8_t *deleted);
 
+/* ---- leases ---- */
+
+/* Blocks that eviction leaves alone, for one client and one deadline. Only to be read. */
+struct kvfs_lease {
+    uint64_t pages;
+    uint32_t count; /* of blocks; one that was asked for twice counts twice */
+    uint32_t reserved;
+};
+/* The room for leases: blocks and pages of this client, and the pages of all clients' blocks together. */
+struct kvfs_lease_room {
+    uint64_t pages, all_pages;
+    uint32_t blocks;
+    uint32_t reserved;
+};
+struct kvfs_lease *kvfs_lease_create(void); /* NULL: no memory */
+/* Keep the sealed blocks with a name among these inodes, as far as there is room. held[i] = 1 for those that are kept, whose number is returned, else
+ * 0. No more is leased than is left to open blocks and files being written. -ENOMEM: none is kept. */
+int kvfs_lease_add(struct kvfs_plane *plane, struct kvfs_lease *lease, const uint64_t *inodes, uint32_t count, const struct kvfs_lease_room *room,
+                   uint8_t *held);
+/* They are kept no more; frees the lease. */
+void kvfs_lease_end(struct kvfs_plane *plane, struct kvfs_lease *lease);
+struct kvfs_leased {
+    uint64_t pages; /* of all clients; a block that was leased twice counts once */
+    uint32_t blocks;
+    uint32_t reserved;
+};
+void kvfs_leased_get(struct kvfs_plane *plane, struct kvfs_leased *out);
+
 /* ---- taking back ---- */
 
 /* When the first reservation expires; UINT64_MAX: there is none. */

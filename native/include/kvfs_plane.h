@@ -283,7 +283,7 @@ struct kvfs_look {
 /* Look at these inodes in a segment, as of one instant. */
 void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, struct kvfs_look *out);
 /* One step: sealed blocks with a part in the segment leave block table, names and places, and hosts will have to be told of their names.
- * UINT32_MAX: wherever they lie. A block stays if it is open within its users' shares, its record is not in memory, or there is no memory.
+ * UINT32_MAX: wherever they lie. A block stays if it is open within its users' shares, leased, its record is not in memory, or there is no memory.
  * gone[i] = 1 for those that left. */
 struct kvfs_evicted {
     uint32_t blocks;
@@ -297,10 +297,10 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);
 /* The clock of uses; its low 24 bits count. */
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick);
-/* One hit for each: blocks that native clients read. Missing inodes are passed over. */
-int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count);
-/* Beyond share: sealed, and all its users hold more than their share; eviction may take it. */
-enum kvfs_open_state { KVFS_NOT_OPEN = 0, KVFS_OPEN = 1, KVFS_BEING_WRITTEN = 2, KVFS_OPEN_BEYOND_SHARE = 3 };
+/* Blocks that are used now. found: native clients have read them, which is a hit for each. Missing inodes are passed over. */
+int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, int found);
+/* Beyond share: sealed, and all its users hold more than their share; eviction may take it. Leased: neither, and a lease keeps it. */
+enum kvfs_open_state { KVFS_NOT_OPEN = 0, KVFS_OPEN = 1, KVFS_BEING_WRITTEN = 2, KVFS_OPEN_BEYOND_SHARE = 3, KVFS_LEASED = 4 };
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
 
 /* ---- files being written ---- */

@@ -176,7 +176,7 @@ static void python(const uint8_t *data) {
         uint64_t inodes[4] = {named[0], named[1], named[2], named[3]};
         uint32_t uses[4];
         kvfs_inode_uses(plane, inodes, 4, uses);
-        kvfs_inode_touch(plane, inodes, 4);
+        kvfs_inode_touch(plane, inodes, 4, 1);
         kvfs_file_set_mtime(plane, inode, (int64_t)size);
         break;
     }

@@ -162,7 +162,7 @@ static void fault(uint32_t kind, uint32_t direction, uint32_t value) {
         CHECK(kvfs_fault_set(plane, i, kind, direction, 1, value) == 0);
 }
 
-static uint8_t *pattern(uint64_t size, unsigned seed) {
+static inline uint8_t *pattern(uint64_t size, unsigned seed) {
     uint8_t *data = malloc(size + 1);
     CHECK(data);
     for (uint64_t i = 0; i < size; i++)

@@ -150,9 +150,15 @@ static void test_opens_are_uses(void) {
         release(inode, fh);
         CHECK(use_of(inode) == ((10 + i) << 8 | i)); /* once an open, however often it is read */
     }
+    struct kvfs_statistics before, after;
+    kvfs_statistics_get(plane, &before);
+    kvfs_set_tick(plane, 20);
+    CHECK(kvfs_inode_touch(plane, &inode, 1, 0) == 0 && use_of(inode) == (20 << 8 | 2)); /* used, and no hit */
+    kvfs_statistics_get(plane, &after);
+    CHECK(memcmp(before.found_ages, after.found_ages, sizeof(before.found_ages)) == 0);
     for (int i = 0; i < 300; i++)
-        CHECK(kvfs_inode_touch(plane, &inode, 1) == 0);
-    CHECK(use_of(inode) == (12 << 8 | 255));
+        CHECK(kvfs_inode_touch(plane, &inode, 1, 1) == 0);
+    CHECK(use_of(inode) == (20 << 8 | 255));
     CHECK(kvfs_inode_remove(plane, inode) == 0);
     CHECK(use_of(inode) == 0);
     free(data);

@@ -399,12 +399,12 @@ static struct fuse_attr_out attributes(struct front *f, uint64_t inode) {
 }
 
 /* A guest's one-second promise about an open block stays true for that long, whoever wants to rewrite it. */
-static void test_lease(void) {
+static void test_promise(void) {
     struct front f;
     front_start(&f, path, 128);
     fuse_init(&f);
     uint8_t *data = pattern(70000, 3);
-    uint64_t inode = make_block(&f, "leased", data, 70000);
+    uint64_t inode = make_block(&f, "promised", data, 70000);
     CHECK(attributes(&f, inode).attr_valid == 0); /* not open: nobody would know of the promise */
     for (int keep = 0; keep < 2; keep++) {
         struct kvfs_completion done;
@@ -772,7 +772,7 @@ int main(void) {
     RUN(test_faults);
     RUN(test_gone_in_flight);
     RUN(test_inflight_tracking);
-    RUN(test_lease);
+    RUN(test_promise);
     RUN(test_two_guests);
     RUN(test_cut_memory);
     RUN(test_deaf_front_end);

@@ -81,7 +81,7 @@ def test_c_keys_of_no_or_too_many_bytes_are_refused_by_every_function(directory:
         c = Native(directory)
         memory = mmap.mmap(-1, 1 << 16)
         places = c.buffers(*[(_address(memory) + 4096 * i, 4096) for i in range(3)])
-        results, flags = c.ffi.new("int64_t[3]"), c.ffi.new("uint8_t[3]")
+        results, flags, lease = c.ffi.new("int64_t[3]"), c.ffi.new("uint8_t[3]"), c.ffi.new("uint64_t *")
         vectors = c.ffi.new("struct kvfs_vector[3]", [(places + i, 1, 0, 0) for i in range(3)])
         for bad, size in ((b"", 0), (b"k" * 256, 256), (b"k" * 300, 300)):
             keys = c.keys(b"good", bad, b"other")
@@ -91,6 +91,8 @@ def test_c_keys_of_no_or_too_many_bytes_are_refused_by_every_function(directory:
                 ("kvfs_get", (keys, places, results)),
                 ("kvfs_put", (keys, places, results)),
                 ("kvfs_delete", (keys, flags)),
+                ("kvfs_lease", (keys, 1000, lease, flags)),
+                ("kvfs_touch", (keys,)),
                 ("kvfs_prestage", (keys,)),
                 ("kvfs_put_vectors", (keys, vectors, c.ffi.NULL, results)),
             ):
@@ -118,6 +120,8 @@ def test_c_an_empty_batch_is_nothing(directory: pathlib.Path) -> None:
             ("kvfs_put", (null, null)),
             ("kvfs_put_vectors", (null, null, null)),
             ("kvfs_delete", (null,)),
+            ("kvfs_lease", (1000, c.ffi.new("uint64_t *"), null)),
+            ("kvfs_touch", ()),
             ("kvfs_prestage", ()),
             ("kvfs_exists_prefix", ()),
         ):

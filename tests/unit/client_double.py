@@ -22,7 +22,8 @@ from kvfs.types import SegmentIndex
 
 PAGE = 4096
 TABLE, PARENTS, LONG = 1, 2, 4
-HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST, LOOKUP, BAD_BLOCK, HITS, REPORT, CLOSE = range(1, 12)
+HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST, LOOKUP, BAD_BLOCK, HITS, REPORT, CLOSE, LEASE, RELEASE = range(1, 14)
+TOUCH = 15
 FRAME = struct.Struct("<IHHiI")
 
 
@@ -193,6 +194,15 @@ class WireClient:
     def reserve(self, base: int, space: bytes, items: Sequence[tuple[bytes, int]]) -> list[Place]:
         payload = where(base, space, len(items)) + wanted(items)
         return places_in(self.ask(RESERVE, payload), len(items))
+
+    def lease(self, inodes: Sequence[int], milliseconds: int = 60_000, lease: int = 0) -> tuple[int, bytes]:
+        """The lease's number, and a byte for each inode."""
+        answer = self.ask(LEASE, struct.pack(f"<QII{len(inodes)}Q", lease, milliseconds, 0, *inodes))
+        assert len(answer) == 8 + len(inodes)
+        return int.from_bytes(answer[:8], "little"), answer[8:]
+
+    def release(self, lease: int) -> int:
+        return int.from_bytes(self.ask(RELEASE, struct.pack("<Q", lease)), "little")
 
     def write(self, place: Place, content: bytes) -> None:
         parts = run_bytes(

@@ -21,13 +21,16 @@ from client_double import (
     DELETE,
     FRAME,
     HITS,
+    LEASE,
     LIST,
     LONG,
     LOOKUP,
     PARENTS,
+    RELEASE,
     REPORT,
     RESERVE,
     TABLE,
+    TOUCH,
     WireClient,
     counted,
     padded,
@@ -411,6 +414,16 @@ ITEM = struct.pack("<QII", 4096, len(NAME), 0) + padded(NAME)
         (LOOKUP, struct.pack("<QQ", 1, 0)),
         (BAD_BLOCK, bytes(8)),
         (HITS, bytes(7)),
+        (TOUCH, bytes(9)),
+        (TOUCH, bytes(8 * 4097)),
+        (LEASE, b""),
+        (LEASE, struct.pack("<QII", 0, 1, 0)),
+        (LEASE, struct.pack("<QIIQ", 0, 0, 0, 1)),
+        (LEASE, struct.pack("<QIIQ", 0, 1, 1, 1)),
+        (LEASE, struct.pack("<QIIQ", 0, 1, 0, 1) + bytes(4)),
+        (LEASE, struct.pack("<QII", 0, 1, 0) + bytes(8 * 4097)),
+        (RELEASE, b""),
+        (RELEASE, bytes(16)),
         (REPORT, bytes(8)),
         (1, b""),
         (2, b""),
@@ -518,6 +531,59 @@ def test_unknown_and_repeated_reservations_are_answered(pool: Pool) -> None:
         late = -errno.ETIMEDOUT
         assert client.commit([(place.reservation, 0), (place.reservation, 0), (1 << 63, 0)]) == [0, late, late]
         assert client.commit([]) == []
+
+
+def test_leases_are_of_one_client_and_of_sealed_blocks(pool: Pool) -> None:
+    stored = [key(f"leased {i}") for i in range(3)]
+    with connected(pool) as client, connected(pool) as other:
+        assert client.put(base(pool), SPACE, {name: b"l" * 9000 for name in stored}) == [0] * 3
+        inodes = [file_of(pool, name).stat().st_ino for name in stored]
+        with open(pool.mount / "being written", "w") as file:
+            file.write("half")
+            file.flush()
+            nothing = [base(pool), 0, 1 << 63, (1 << 64) - 1, os.fstat(file.fileno()).st_ino]
+            assert client.lease(nothing) == (0, bytes(5))
+        lease, held = client.lease([*inodes[:1], *nothing, *inodes[:1]])
+        assert lease and held == b"\1" + bytes(5) + b"\1"
+        assert client.lease(inodes[1:], 1, lease) == (lease, b"\1\1")  # its deadline is the lease's
+        assert counters(pool)["leased_blocks"] == 3
+        # A number is worth nothing to anybody else, and nothing that it never was.
+        for number in (lease, lease + 1, 1, (1 << 64) - 1, 0):
+            assert other.release(number) == 0
+            assert other.lease(inodes, 1000, number)[1] == (b"\1\1\1" if number == 0 else bytes(3))
+        assert client.release(lease) == 1 and client.release(lease) == 0
+        assert client.lease(inodes, 1000, lease) == (0, bytes(3))
+    wait_until(lambda: counters(pool)["leases_open"] == 0, "the end of the leases")
+
+
+def test_a_flood_of_leases_and_releases_holds_nothing(pool: Pool) -> None:
+    name = key("flooded")
+    with connected(pool) as client:
+        assert client.put(base(pool), SPACE, {name: b""}) == [0]  # one page, of its header
+        inode = file_of(pool, name).stat().st_ino
+        for turn in range(500):
+            lease, held = client.lease([inode] * 8)
+            assert held == b"\1" * 8
+            if turn % 2:
+                assert client.release(lease) == 1
+        # All that a client may have, and no more.
+        while client.lease([inode])[0]:
+            pass
+        assert counters(pool)["leases_open"] == 4096 and counters(pool)["leased_blocks"] == 1
+        assert client.lease([inode]) == (0, b"\0") and client.lease([inode], 1, lease)[1] == b"\0"
+    wait_until(lambda: counters(pool)["leases_open"] == 0, "the end of the leases")
+    with connected(pool) as client:
+        # A sixteenth of the pool, however often it is the same page; and a hundred frames at once.
+        asked = struct.pack("<QII", 0, 60_000, 0) + struct.pack("<Q", inode) * 4096
+        for _ in range(17):
+            client.send(LEASE, asked)
+        held = sum(sum(client.frame()[3][8:]) for _ in range(17))
+        assert 7000 < held <= (512 << 20) // 16 // 4096
+        for _ in range(100):
+            client.send(TOUCH, struct.pack("<Q", inode) * 4096)
+            client.send(RELEASE, bytes(8))
+        assert {client.frame()[0] for _ in range(100)} == {RELEASE}
+        assert counters(pool)["leased_blocks"] == 1
 
 
 def test_a_name_twice_in_one_batch_is_stored_once(pool: Pool) -> None:

@@ -2,9 +2,9 @@
  * kvfs/frontend/clients.py are the other end.
  *
  * A connection that begins with "KVFSCLI1" instead of '{' speaks frames: struct wire_frame and `size` bytes behind it. The client asks,
- * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, REPORT and BAD_BLOCK have no
+ * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, TOUCH, REPORT and BAD_BLOCK have no
  * answer; CLOSE comes unasked. An answer with status < 0 is -errno and its payload a message. Either side hangs up on a frame that breaks a rule below.
- * When the connection ends, the daemon takes back every reservation that was not committed.
+ * When the connection ends, the daemon takes back every reservation that was not committed, and ends every lease.
  */
 #ifndef KVFS_WIRE_FORMAT_H
 #define KVFS_WIRE_FORMAT_H
@@ -31,7 +31,10 @@ enum wire_type {
     WIRE_BAD_BLOCK = 8,
     WIRE_HITS = 9,
     WIRE_REPORT = 10,
-    WIRE_CLOSE = 11
+    WIRE_CLOSE = 11,
+    WIRE_LEASE = 12,
+    WIRE_RELEASE = 13,
+    WIRE_TOUCH = 15
 };
 struct wire_frame {
     uint32_t size;
@@ -139,7 +142,17 @@ static_assert(sizeof(struct wire_delete) == 8, "wire");
  * uint64_t count, then keys in the same form, in byte order; none at the end. */
 /* LOOKUP: uint64_t parent, uint64_t name_size, name. Answer: the inode record, or status -ENOENT. */
 /* BAD_BLOCK: uint64_t inode, uint64_t segment: its checksums failed twice. */
-/* HITS: uint64_t inodes of blocks read. */
+/* HITS: uint64_t inodes of blocks read. TOUCH: the same, of blocks that are used now without a read. */
+/* LEASE: this and uint64_t inodes, at least one: the client has looked their names up. The blocks are kept until `milliseconds` have passed, 60,000 at
+ * most. With a lease that was answered before they are added to it, until its deadline; none is kept if it has ended. Answer: uint64_t lease (0:
+ * nothing is kept), then a uint8_t for each inode: 1: it is kept; 0: it is not. */
+struct wire_lease {
+    uint64_t lease;        /* 0: a new one */
+    uint32_t milliseconds; /* at least 1 */
+    uint32_t reserved;
+};
+static_assert(sizeof(struct wire_lease) == 16, "wire");
+/* RELEASE: uint64_t lease. Answer: uint64_t: 1: it was in force until now; 0: it had ended. */
 /* REPORT: uint64_t, in the order of struct kvfs_client_statistics: totals of this client so far, the last (`busy`) not among them. Version 2 has
  * the first 16 and the last. */
 

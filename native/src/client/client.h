@@ -8,7 +8,7 @@
  * the stager (client/prestage.c).
  *
  * Each file uses those above it: error, wire, locate, bounce, spans, lane, connection, report, orphans, keys, names. Then come fetch, prestage, get,
- * file, put_block, put, client, queue; gpu/ uses all but the last two.
+ * file, put_block, put, client, queue; gpu/ uses all but the last two. Beside get stands lease.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
@@ -242,7 +242,8 @@ int connection_open(struct kvfs_client *client, struct connection **out);
  * caller has a reference, which connection_put() gives back. */
 int connection_get(struct kvfs_client *client, struct connection **out);
 int connection_get_at_once(struct kvfs_client *client, struct connection **out); /* -EAGAIN: not without waiting */
-int writer_get(struct kvfs_client *client, struct connection **out);             /* one that may write, with a daemon that lives */
+int daemon_get(struct kvfs_client *client, struct connection **out);             /* one with a daemon that lives */
+int writer_get(struct kvfs_client *client, struct connection **out);             /* and that may write */
 void connection_put(struct connection *connection);
 void client_prune(struct kvfs_client *client); /* client->lock held */
 

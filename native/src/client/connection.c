@@ -337,20 +337,26 @@ int connection_get_at_once(struct kvfs_client *client, struct connection **out) 
     return r;
 }
 
-/* A connection that may write, with a daemon that lives. */
-int writer_get(struct kvfs_client *client, struct connection **out) {
-    if (client->options.flags & KVFS_READ_ONLY)
-        return client_fail(-EROFS, "%s: connected for reading only", client->path);
+int daemon_get(struct kvfs_client *client, struct connection **out) {
     int r = connection_get(client, out);
     if (r < 0)
         return r;
     if ((*out)->gone && (*out)->silent)
-        r = client_fail(-ETIMEDOUT, "%s: the daemon gives no answer: nothing can be stored or deleted until it does", client->path);
+        r = client_fail(-ETIMEDOUT, "%s: the daemon gives no answer: nothing can be stored, deleted or leased until it does", client->path);
     else if ((*out)->gone)
-        r = client_fail(-ENOTCONN, "%s: the daemon is gone: nothing can be stored or deleted until it is back", client->path);
-    else if (!(*out)->writable)
-        r = client_fail(-EROFS, "%s: the daemon gave this user no right to write", client->path);
+        r = client_fail(-ENOTCONN, "%s: the daemon is gone: nothing can be stored, deleted or leased until it is back", client->path);
     if (r < 0)
         connection_put(*out);
+    return r;
+}
+
+int writer_get(struct kvfs_client *client, struct connection **out) {
+    if (client->options.flags & KVFS_READ_ONLY)
+        return client_fail(-EROFS, "%s: connected for reading only", client->path);
+    int r = daemon_get(client, out);
+    if (r == 0 && !(*out)->writable) {
+        connection_put(*out);
+        r = client_fail(-EROFS, "%s: the daemon gave this user no right to write", client->path);
+    }
     return r;
 }

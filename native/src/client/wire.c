@@ -247,11 +247,13 @@ int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t
     return wire_answer(client, &pending, reply, reply_size);
 }
 
-/* Notify the daemon, without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
+/* Notify the daemon, without an answer; dropped where it would have to wait, or does not know that type: small frames are sent whole or not at
+ * all. */
 void wire_notify(struct connection *connection, uint16_t type, const void *payload, uint32_t size) {
     uint8_t data[sizeof(struct wire_frame) + 8 * 512];
     struct wire_frame frame = {.size = size, .type = type};
-    if (size > sizeof(data) - sizeof(frame) || connection->gone || pthread_mutex_trylock(&connection->send_lock) != 0)
+    if (size > sizeof(data) - sizeof(frame) || connection->gone || connection->version < wire_type_since(type) ||
+        pthread_mutex_trylock(&connection->send_lock) != 0)
         return;
     memcpy(data, &frame, sizeof(frame));
     memcpy(data + sizeof(frame), payload, size);

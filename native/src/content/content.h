@@ -17,8 +17,8 @@
 #define CHUNK_PAGES 256u
 #define SHARDS 64
 #define READ_SLOTS 5 /* 4 MiB that begin inside a page */
-#define LEASE_S 1u
-#define LEASE_SLACK_NS 50000000ull /* for an answer's way to the guest */
+#define PROMISE_S 1u
+#define PROMISE_SLACK_NS 50000000ull /* for an answer's way to the guest */
 
 struct file;
 struct request;
@@ -26,7 +26,7 @@ struct server;
 struct slab;
 struct transport;
 
-/* ---- node.c, handles.c, uses.c: open inodes and handles ---- */
+/* ---- node.c, handles.c, uses.c, lease.c: open inodes and handles ---- */
 
 /* A user's part of the pool. It never goes: a user who comes again finds the place. */
 struct user {
@@ -48,11 +48,14 @@ struct node {
     uint64_t open_size;        /* its share of plane->open_bytes; under the shard's lock */
     struct user *payer;        /* the one of its users that open_size is charged to. Under the shard's lock */
     struct hold hold;          /* its users; under the shard's lock */
+    /* How often native clients have leased it, and the pages that count for that, in plane->leased_pages: 0 once it has lost its name. Under the
+     * shard's lock. */
+    uint32_t leases, leased_pages;
     /* One content, several kernels. Once a guest has opened an inode for writing, no host opens it for its page cache. A host that did so before is
      * told of every change. (Guests cache nothing unasked: see do_init.) */
     atomic_bool guest_wrote, host_cached;
     /* Until this time guests may cache the attributes of an open block. A rewrite waits for it. Under the lock. */
-    uint64_t lease_until_ns;
+    uint64_t promised_until_ns;
     bool rewriting;
     pthread_mutex_t lock; /* desc, file */
     struct desc *desc;
@@ -83,9 +86,14 @@ struct handle_table {
 };
 
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
+struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create); /* with the shard's lock held */
 void node_put(struct kvfs_plane *plane, struct node *node);
 /* A block was looked up and found: counts a use, and its age. */
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record);
+/* These two with the shard's lock held. Whether a lease keeps the node's block: one that has outgrown what was leased is not kept. */
+bool node_is_leased(struct kvfs_plane *plane, const struct node *node);
+/* The block has lost its name, or goes: leases keep it no more. */
+void node_unlease(struct kvfs_plane *plane, struct node *node);
 /* A name was looked up and not found; `hash` is name_hash() of it. */
 uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size);
 /* A slot of the table has a record now. Its use is that of the slot `before`; NULL: a new record, used now. */
@@ -96,9 +104,9 @@ void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool writer, struct kvfs_record *record, struct node **out);
 void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user, bool writer);
-/* Promise a guest that the content of an open block stays for LEASE_S seconds. False: it may change, or is not open. Called before the table is
+/* Promise a guest that the content of an open block stays for PROMISE_S seconds. False: it may change, or is not open. Called before the table is
  * asked. */
-bool node_lease(struct kvfs_plane *plane, uint64_t inode);
+bool node_promise(struct kvfs_plane *plane, uint64_t inode);
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer,
                 uint64_t *fh);
 /* Copies a handle and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any moment. */
@@ -369,7 +377,9 @@ struct kvfs_plane {
     struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;
     atomic_ullong staged_bytes;
-    atomic_ullong open_bytes, space;  /* open_bytes: content that eviction must keep, open or being written; space: the pool's room for it */
+    atomic_ullong open_bytes, space; /* open_bytes: content that eviction must keep, open, leased or being written; space: the pool's room for it */
+    atomic_ullong leased_pages;      /* of all leased blocks: each counts once */
+    atomic_uint leased_blocks;
     atomic_int space_error;           /* the error of a write that needs more */
     atomic_ullong share;              /* of one user */
     atomic_uint exempt;               /* besides root */

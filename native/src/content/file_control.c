@@ -97,7 +97,7 @@ static int rewrite_empty(struct kvfs_plane *plane, struct node *node) {
 static void rewrite_job_run(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
     struct rewrite_job *job = (struct rewrite_job *)base;
     uint64_t now = now_ns();
-    if (job->from_ns > now) /* LEASE_S at most */
+    if (job->from_ns > now) /* PROMISE_S at most */
         usleep((useconds_t)((job->from_ns - now) / 1000 + 1));
     int r;
     if (job->keep_content) {
@@ -122,7 +122,7 @@ int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode,
         return -ENOMEM;
     int r = 0;
     pthread_mutex_lock(&node->lock);
-    uint64_t from_ns = node->file ? 0 : node->lease_until_ns;
+    uint64_t from_ns = node->file ? 0 : node->promised_until_ns;
     bool done = node->file || (!keep_content && from_ns <= now_ns());
     if (done && !keep_content)
         r = rewrite_empty(plane, node);

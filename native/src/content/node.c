@@ -1,9 +1,9 @@
 /* Open inodes. A node id is the inode number, which is never used again, so nobody counts lookups (I26).
  *
- * A node exists only while an inode is open or being written. */
+ * A node exists only while an inode is open, leased or being written. */
 #include "content/content.h"
 
-static struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create) {
+struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create) {
     struct node **bucket = &shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
     struct node *node = *bucket;
     while (node && node->inode != inode)
@@ -68,7 +68,7 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool 
     return r == -ENOENT ? -ESTALE : r < 0 ? r : node ? 0 : -ENOMEM;
 }
 
-bool node_lease(struct kvfs_plane *plane, uint64_t inode) {
+bool node_promise(struct kvfs_plane *plane, uint64_t inode) {
     struct node *node = node_get(plane, inode, false);
     if (!node)
         return false;
@@ -77,7 +77,7 @@ bool node_lease(struct kvfs_plane *plane, uint64_t inode) {
     pthread_mutex_lock(&node->lock);
     bool good = node->handles && node->writers == 0 && !node->file && !node->rewriting;
     if (good)
-        node->lease_until_ns = now_ns() + LEASE_S * 1000000000ull + LEASE_SLACK_NS;
+        node->promised_until_ns = now_ns() + PROMISE_S * 1000000000ull + PROMISE_SLACK_NS;
     pthread_mutex_unlock(&node->lock);
     pthread_mutex_unlock(&shard->lock);
     node_put(plane, node);
@@ -105,6 +105,7 @@ void node_put(struct kvfs_plane *plane, struct node *node) {
             desc_put(node->desc);
         assert(!node->file);
         assert(!node->handles);
+        assert(!node->leases);
         pthread_mutex_destroy(&node->lock);
         free(node);
     }

@@ -24,9 +24,11 @@ static int open_state(struct kvfs_plane *plane, struct shard *shard, uint64_t in
     bool file = node->file && !node->file->discarded, rewriting = node->rewriting;
     pthread_mutex_unlock(&node->lock);
     *out = node;
-    if (file || !node->handles)
-        return file ? KVFS_BEING_WRITTEN : KVFS_NOT_OPEN;
-    return !node->writers && !rewriting && hold_may_go(plane, node) ? KVFS_OPEN_BEYOND_SHARE : KVFS_OPEN;
+    if (file)
+        return KVFS_BEING_WRITTEN;
+    if (node->handles && (node->writers || rewriting || !hold_may_go(plane, node)))
+        return KVFS_OPEN;
+    return node_is_leased(plane, node) ? KVFS_LEASED : node->handles ? KVFS_OPEN_BEYOND_SHARE : KVFS_NOT_OPEN;
 }
 
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode) {
@@ -58,6 +60,8 @@ static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (
         keep = !written;
     }
     int r = change(plane, inode, keep, argument);
+    if (r >= 0 && node)
+        node_unlease(plane, node);
     pthread_mutex_unlock(&shard->lock);
     if (r < 0)
         return r;
@@ -120,17 +124,20 @@ int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) {
     return r;
 }
 
-/* Take the inode out of the table, unless it is open, or there is no memory for its removal from the names; then false. */
+/* Take the inode out of the table, unless it is open, or there is no memory for its removal from the names; then false. Without `named` its device is
+ * away, and a lease keeps nothing. */
 static bool evict(struct kvfs_plane *plane, uint64_t inode, bool named) {
     struct shard *shard = shard_of(plane, inode);
     pthread_mutex_lock(&shard->lock);
-    struct node *node;
+    struct node *node = NULL;
     int state = open_state(plane, shard, inode, &node);
-    bool goes = state != KVFS_OPEN && state != KVFS_BEING_WRITTEN && (!named || names_removable(plane->names, inode) == 0);
+    bool goes = state != KVFS_OPEN && state != KVFS_BEING_WRITTEN && (!named || (state != KVFS_LEASED && names_removable(plane->names, inode) == 0));
     if (goes)
         kvfs_table_remove(plane->table, inode, 0);
-    if (goes && state == KVFS_OPEN_BEYOND_SHARE)
+    if (goes && node && node->handles)
         hold_evict(plane, node); /* its handles find no record: they read EIO */
+    if (goes && node)
+        node_unlease(plane, node);
     pthread_mutex_unlock(&shard->lock);
     return goes;
 }

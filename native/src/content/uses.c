@@ -10,6 +10,12 @@ static void use_add(struct kvfs_plane *plane, uint32_t slot) {
     atomic_store_explicit(&plane->uses[slot], tick_now(plane) << 8 | (hits < 255 ? hits + 1 : hits), memory_order_relaxed);
 }
 
+/* Used now, and no hit. */
+static void use_renew(struct kvfs_plane *plane, uint32_t slot) {
+    uint32_t hits = atomic_load_explicit(&plane->uses[slot], memory_order_relaxed) & 0xff;
+    atomic_store_explicit(&plane->uses[slot], tick_now(plane) << 8 | hits, memory_order_relaxed);
+}
+
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME_COARSE, &now);
@@ -46,11 +52,15 @@ int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t c
     return 0;
 }
 
-int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count) {
+int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, int found) {
     for (uint32_t i = 0; i < count; i++) {
         struct kvfs_record record;
-        if (kvfs_table_find_inode(plane->table, inodes[i], &record) == 0)
+        if (kvfs_table_find_inode(plane->table, inodes[i], &record) < 0)
+            continue;
+        if (found)
             found_add(plane, &record);
+        else
+            use_renew(plane, record.slot);
     }
     return 0;
 }

@@ -50,7 +50,7 @@ bool overlay_attr(struct kvfs_plane *plane, uint64_t inode, struct fuse_attr *at
  *
  * A guest cannot be told. It keeps no names, not even of directories: after a rename, with another directory in its place, a kept name would lead to
  * the old blocks. So every open asks, and finds the present block. For a second a guest may keep the attributes of a directory, and of a block that
- * it has open (node_lease). Before each read its kernel checks by them whether its cached pages are still the file's. */
+ * it has open (node_promise). Before each read its kernel checks by them whether its cached pages are still the file's. */
 void entry_timeouts(struct transport *transport, const struct fuse_attr *attr, bool staged, struct fuse_entry_out *entry) {
     entry->entry_valid_nsec = entry->attr_valid_nsec = 0;
     entry->entry_valid = transport->inc_epoch ? LONG_SECONDS : 0;

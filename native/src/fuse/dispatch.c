@@ -113,7 +113,7 @@ static void do_lookup(struct server *server, struct fuse_in_header *in) {
 static void do_getattr(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
     struct kvfs_record record;
-    bool leased = server->transport->guest && node_lease(plane, in->nodeid);
+    bool promised = server->transport->guest && node_promise(plane, in->nodeid);
     int r = kvfs_table_find_inode(plane->table, in->nodeid, &record);
     if (r < 0 || record.flags & KVFS_INODE_ASK) { /* -ENOENT: perhaps a removed directory that is held open, which Python knows */
         struct fuse_getattr_in *get = (struct fuse_getattr_in *)(void *)(in + 1);
@@ -128,7 +128,7 @@ static void do_getattr(struct server *server, struct fuse_in_header *in) {
     if (S_ISDIR(record.mode))
         out.attr_valid = 1;
     else if (!staged && record.flags & KVFS_INODE_SEALED)
-        out.attr_valid = server->transport->inc_epoch ? LONG_SECONDS : leased ? LEASE_S : 0;
+        out.attr_valid = server->transport->inc_epoch ? LONG_SECONDS : promised ? PROMISE_S : 0;
     reply_data(server, in->unique, &out, sizeof(out));
 }
 

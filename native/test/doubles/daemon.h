@@ -136,9 +136,13 @@ static struct {
     uint64_t parents[4096]; /* of the blocks of the last RESERVE that had any, their hashes */
     struct bytes held[8];
     uint32_t held_count;
+    void (*before_lease)(void); /* called once, before a LEASE is looked at */
+    bool lease_odd;             /* every other block of a LEASE is refused */
     /* Looked at by tests. */
     uint32_t hellos, accepted, reserved, committed, aborted, late, not_begun, lookups, reports, bad_blocks, reserves, commits, open, open_most;
-    uint64_t hits, bad_inode, bad_segment;
+    uint64_t hits, touched, bad_inode, bad_segment;
+    uint64_t last_lease; /* the only one in force */
+    uint32_t lease_frames, releases, leased;
     struct kvfs_client_statistics report;
 } d;
 
@@ -736,6 +740,30 @@ static inline void list(uint8_t *payload, struct bytes *out) {
     free(sorted);
 }
 
+static inline void lease(const uint8_t *payload, uint64_t size, struct bytes *out) {
+    struct wire_lease head;
+    uint8_t held[KVFS_WIRE_ITEMS_MAX];
+    uint64_t count = (size - sizeof(head)) / 8, inode, any = 0;
+    CHECK(size >= sizeof(head) + 8 && size % 8 == 0 && count <= KVFS_WIRE_ITEMS_MAX);
+    memcpy(&head, payload, sizeof(head));
+    CHECK(head.milliseconds && !head.reserved && (!head.lease || head.lease == d.last_lease));
+    if (d.before_lease)
+        d.before_lease();
+    d.before_lease = NULL;
+    for (uint64_t i = 0; i < count; i++) {
+        struct kvfs_record record;
+        memcpy(&inode, payload + sizeof(head) + 8 * i, 8);
+        held[i] = kvfs_table_find_inode(d.table, inode, &record) == 0 && !(d.lease_odd && i % 2);
+        any += held[i];
+    }
+    uint64_t number = head.lease ? head.lease : any ? ++d.last_lease : 0;
+    d.lease_frames++;
+    d.leased += (uint32_t)any;
+    add(out, &number, 8);
+    add(out, held, count);
+    out->size = 8 + count;
+}
+
 /* This answer comes later. */
 static inline void hold(const struct wire_frame *head, const uint8_t *data, uint64_t size) {
     CHECK(d.held_count < sizeof(d.held) / sizeof(d.held[0]));
@@ -758,6 +786,9 @@ static inline bool answer(int connection, int fd) {
     if (good && frame.type == WIRE_HITS) {
         CHECK(frame.size % 8 == 0);
         d.hits += frame.size / 8;
+    } else if (good && frame.type == WIRE_TOUCH) {
+        CHECK(frame.size && frame.size % 8 == 0);
+        d.touched += frame.size / 8;
     } else if (good && frame.type == WIRE_REPORT) {
         CHECK(frame.size == sizeof(d.report));
         memcpy(&d.report, payload, sizeof(d.report));
@@ -782,6 +813,16 @@ static inline bool answer(int connection, int fd) {
             delete (payload, &out);
         } else if (frame.type == WIRE_LIST) {
             list(payload, &out);
+        } else if (frame.type == WIRE_LEASE) {
+            lease(payload, frame.size, &out);
+        } else if (frame.type == WIRE_RELEASE) {
+            uint64_t number, ended;
+            CHECK(frame.size == 8);
+            memcpy(&number, payload, 8);
+            ended = number == d.last_lease && d.leased;
+            d.leased = ended ? 0 : d.leased;
+            d.releases++;
+            add(&out, &ended, 8);
         } else if (frame.type == WIRE_LOOKUP) {
             uint64_t words[2];
             struct kvfs_record record;
@@ -968,9 +1009,11 @@ static inline void pool_new(uint64_t stripe_unit) {
     d.room = d.room_in_all = UINT32_MAX;
     d.reserves = d.commits = d.open = d.open_most = 0;
     d.hellos = d.accepted = d.reserved = d.committed = d.aborted = d.late = d.not_begun = d.lookups = d.reports = d.bad_blocks = 0;
-    d.hits = 0;
     while (d.tabled_count)
         free(d.tabled[--d.tabled_count]);
+    d.hits = d.touched = d.last_lease = 0;
+    d.lease_frames = d.releases = d.leased = 0;
+    d.lease_odd = false;
     memset(d.uuid, 7, sizeof(d.uuid));
     daemon_start();
 }
