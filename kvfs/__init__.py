@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvfs.client.client import Client, connect
+    from kvfs.client.events import events
 
-__all__ = ["Client", "__version__", "connect"]
+__all__ = ["Client", "__version__", "connect", "events"]
 
 if not __debug__:
     _REFUSAL = "kvfs: python -O: kvfs refuses to run without its assertions, they stand before the devices"
@@ -42,6 +43,10 @@ def __getattr__(name: str) -> object:
         from kvfs.client import client
 
         return getattr(client, name)
+    if name == "events":
+        from kvfs.client.events import events
+
+        return events
     raise AttributeError(f"module 'kvfs' has no attribute {name!r}")
 
 

@@ -35,6 +35,7 @@ from kvfs.errors import (
 
 if TYPE_CHECKING:
     from kvfs.client.asynchronous import AsyncioClient, TrioClient
+    from kvfs.client.events import Events
     from kvfs.client.gpu import GpuReader
 
 Results: TypeAlias = list[int | None]
@@ -272,6 +273,13 @@ class Client:
         if size < 0:
             raise ValueError(f"a buffer of {size} bytes")
         return memory_.allocate(size)
+
+    def events(self, *, keys: bool = True) -> Events:
+        """Subscribe to the changes of the namespace: all that is stored and removed after this call, by anybody,
+        evictions included. keys: only what a put could have stored. Close it before the client."""
+        from kvfs.client.events import Events
+
+        return Events(self.library, keys=keys)
 
     # ---- what is known ----
 

@@ -91,7 +91,7 @@ class Library:
             "struct kvfs_options *", [ffi.sizeof("struct kvfs_options"), flags, timeout_ms, depth, staging_size]
         )
         out = ffi.new("struct kvfs_client **")
-        _check(lib.kvfs_connect(path, space, options, out), self.name)
+        check(lib.kvfs_connect(path, space, options, out), self.name)
         self._handle: object = out[0]
         self._freed = False
 
@@ -194,14 +194,14 @@ class Library:
         """A byte for each key, 1 or 0."""
         found = bytearray(keys.count)
         with self as handle:
-            _check(lib.kvfs_exists(handle, keys.struct, ffi.from_buffer(found)), self.name)
+            check(lib.kvfs_exists(handle, keys.struct, ffi.from_buffer(found)), self.name)
         return found
 
     def sizes(self, keys: Keys) -> list[int]:
         """Bytes of each block, or -ENOENT."""
         sizes = _zeros(keys.count)
         with self as handle:
-            _check(lib.kvfs_sizes(handle, keys.struct, ffi.from_buffer("int64_t[]", sizes)), self.name)
+            check(lib.kvfs_sizes(handle, keys.struct, ffi.from_buffer("int64_t[]", sizes)), self.name)
         return sizes.tolist()
 
     def get(self, keys: Keys, regions: Sequence[Region]) -> list[int]:
@@ -209,7 +209,7 @@ class Library:
         assert len(regions) == keys.count, (len(regions), keys.count)
         results = _zeros(keys.count)
         with self as handle:
-            _check(
+            check(
                 lib.kvfs_get(handle, keys.struct, _buffers(regions), ffi.from_buffer("int64_t[]", results)), self.name
             )
             values = results.tolist()
@@ -229,7 +229,7 @@ class Library:
     def delete(self, keys: Keys) -> bytearray:
         deleted = bytearray(keys.count)
         with self as handle:
-            _check(lib.kvfs_delete(handle, keys.struct, ffi.from_buffer(deleted)), self.name)
+            check(lib.kvfs_delete(handle, keys.struct, ffi.from_buffer(deleted)), self.name)
         return deleted
 
     def list_page(self, after: bytes | None) -> list[bytes]:
@@ -237,7 +237,7 @@ class Library:
         data = _list_memory("char[]", LIST_COUNT * KEY_MAX)
         sizes = ffi.new("uint32_t[]", LIST_COUNT)
         with self as handle:
-            count = _check(
+            count = check(
                 lib.kvfs_list(
                     handle, ffi.NULL if after is None else ffi.from_buffer(after), len(after or b""), data, len(data),
                     sizes, LIST_COUNT,
@@ -256,18 +256,18 @@ class Library:
 
     def prestage(self, keys: Keys) -> int:
         with self as handle:
-            return _check(lib.kvfs_prestage(handle, keys.struct), self.name)
+            return check(lib.kvfs_prestage(handle, keys.struct), self.name)
 
     def statistics(self) -> ClientStatistics:
         out = ffi.new("struct kvfs_client_statistics *")
         with self as handle:
-            _check(lib.kvfs_client_statistics_get(handle, out), self.name)
+            check(lib.kvfs_client_statistics_get(handle, out), self.name)
         return ClientStatistics(**{name: getattr(out, name) for name in ClientStatistics.__dataclass_fields__})
 
     def information(self) -> ClientInformation:
         out = ffi.new("struct kvfs_client_information *")
         with self as handle:
-            _check(lib.kvfs_client_information_get(handle, out), self.name)
+            check(lib.kvfs_client_information_get(handle, out), self.name)
         return ClientInformation(
             pool=os.fsdecode(ffi.string(out.pool)),
             pool_uuid=UUID(bytes=bytes(ffi.buffer(out.pool_uuid))),
@@ -295,7 +295,8 @@ def _error(result: int, name: str) -> Exception:
     return client_error(-result, text or f"{name}: {os.strerror(-result)}")
 
 
-def _check(result: int, name: str) -> int:
+def check(result: int, name: str) -> int:
+    """The result of a call of libkvfs, unless that is an error: then it is raised."""
     if result < 0:
         raise _error(result, name)
     return result

@@ -28,7 +28,8 @@ enum wire_type {
     WIRE_BAD_BLOCK = 8,
     WIRE_HITS = 9,
     WIRE_REPORT = 10,
-    WIRE_CLOSE = 11
+    WIRE_CLOSE = 11,
+    WIRE_EVENTS = 14
 };
 struct wire_frame {
     uint32_t size;
@@ -116,6 +117,21 @@ struct wire_commit {
 /* LOOKUP: uint64_t parent, uint64_t name_size, name. Answer: the inode record, or status -ENOENT. */
 /* BAD_BLOCK: uint64_t inode, uint64_t segment: its checksums failed twice. */
 /* HITS: uint64_t inodes of blocks read. */
+/* EVENTS: this. BEGIN is answered by a struct wire_feed, with the feed's descriptor on the first byte of the frame; the feed ends with the last
+ * connection that asked for it. PATH is answered by a directory's path from the root, without a leading slash, or -ENOENT. */
+enum wire_events_operation { KVFS_WIRE_EVENTS_BEGIN = 1, KVFS_WIRE_EVENTS_PATH = 2 };
+struct wire_events {
+    uint32_t operation;
+    uint32_t reserved;
+    uint64_t inode;
+};
+static_assert(sizeof(struct wire_events) == 16, "wire");
+struct wire_feed {
+    uint64_t size;     /* of its records */
+    uint64_t position; /* of the next record */
+    uint64_t number;   /* of the last one before */
+};
+static_assert(sizeof(struct wire_feed) == 24, "wire");
 /* REPORT: uint64_t, in the order of struct kvfs_client_statistics: totals of this client so far. */
 
 #endif

@@ -7,7 +7,7 @@
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the stager (client/prestage.c).
  *
- * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
+ * Each file uses those above it: error, wire, locate, bounce, lane, connection, events, report, orphans, names, fetch, prestage, get, file, put_block, put,
  * client; gpu/ all but client.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
@@ -46,6 +46,7 @@ struct connection {
     struct wire_frame frame;      /* the frame that is coming in: received bytes of it, and of its payload */
     uint8_t *payload;
     uint64_t received;
+    int descriptor; /* that came with the frame, or -1 */
     uint32_t next_id;
     atomic_bool gone;     /* the daemon hung up */
     atomic_bool closed;   /* ... and said so first: unmounted */
@@ -148,6 +149,7 @@ struct wire_pending {
     int32_t status;
     uint8_t *reply; /* malloc'ed */
     uint32_t reply_size;
+    int descriptor; /* the asker's, or -1; only EVENTS has one */
 };
 void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending);
 void wire_wait(struct connection *connection, struct wire_pending *pending);
@@ -244,6 +246,11 @@ struct shards {
 int key_find(struct kvfs_client *client, struct connection *connection, struct shards *shards, const uint8_t *key, uint32_t key_size,
              struct kvfs_record *out);
 uint32_t key_hex(const uint8_t *key, uint32_t key_size, char *out); /* out: 2 * key_size bytes; returns that */
+
+/* ---- client/events.c ---- */
+
+/* The key (255 bytes at most) whose block lies at this path below its namespace. Returns its size; 0: that is no key's path. */
+uint32_t key_of_path(const char *path, uint32_t size, uint8_t *key);
 
 /* ---- client/fetch.c ---- */
 
