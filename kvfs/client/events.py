@@ -168,9 +168,7 @@ class Events:
                 return made(out.number, key, path, out.size, out.time_ns, Reason(out.reason))
 
 
-def events(
-    path: str | os.PathLike[str], namespace: str = "", *, keys: bool = True, timeout_s: float = 2.0
-) -> Events:
+def events(path: str | os.PathLike[str], namespace: str = "", *, keys: bool = True, timeout_s: float = 2.0) -> Events:
     """Subscribe to the changes of a namespace of the pool that is mounted at path or above it, or whose directory path
     is. All that changes after this call is told, in the order in which it happened.
 

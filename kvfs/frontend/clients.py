@@ -293,9 +293,7 @@ class _Connection:
                     data += piece
         return True
 
-    async def answer(
-        self, kind: Type, id_: int, payload: bytes, *, status: int = 0, fds: Sequence[int] = ()
-    ) -> None:
+    async def answer(self, kind: Type, id_: int, payload: bytes, *, status: int = 0, fds: Sequence[int] = ()) -> None:
         assert -_ERRNO_MAX <= status <= 0, status
         await _acquire(self._sending)
         try:
