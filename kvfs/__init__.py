@@ -8,8 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfs.client.client import Client, connect
-    from kvfs.client.events import events
+    from kvfs.client.client import Client, connect, events
 
 __all__ = ["Client", "__version__", "connect", "events"]
 
@@ -39,14 +38,10 @@ if os.environ.get("KVFS_NATIVE"):
 
 def __getattr__(name: str) -> object:
     """The client, loaded when it is first asked for: the command line and the daemon do without."""
-    if name in ("connect", "Client"):
+    if name in ("connect", "events", "Client"):
         from kvfs.client import client
 
         return getattr(client, name)
-    if name == "events":
-        from kvfs.client.events import events
-
-        return events
     raise AttributeError(f"module 'kvfs' has no attribute {name!r}")
 
 

@@ -51,7 +51,7 @@ def _events(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace) -> None:
-    from kvfs.client.events import events
+    from kvfs.client.client import events
 
     with events(args.target, args.namespace, keys=args.keys) as subscription:
         for number, event in enumerate(subscription, 1):

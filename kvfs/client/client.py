@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 
 from kvfs.client import keys as keys_
 from kvfs.client import memory as memory_
+from kvfs.client.events import Events
 from kvfs.client.keys import Key, Keys, shown
 from kvfs.client.library import NO_VERIFY, READ_ONLY, ClientInformation, ClientStatistics, Library
 from kvfs.client.memory import Memory, Region
@@ -35,7 +36,6 @@ from kvfs.errors import (
 
 if TYPE_CHECKING:
     from kvfs.client.asynchronous import AsyncioClient, TrioClient
-    from kvfs.client.events import Events
     from kvfs.client.gpu import GpuReader
 
 Results: TypeAlias = list[int | None]
@@ -102,6 +102,21 @@ def connect(
             client.close()
             raise
     return client
+
+
+def events(path: str | os.PathLike[str], namespace: str = "", *, keys: bool = True, timeout_s: float = 2.0) -> Events:
+    """Subscribe to the changes of a namespace of the pool that is mounted at path or above it, or whose directory path
+    is. All that changes after this call is told, in the order in which it happened.
+
+    keys: only blocks whose names a put could have made; False: every file that becomes a block. timeout_s: the deadline
+    of the daemon's answers. Raises as kvfs.connect().
+    """
+    client = connect(path, namespace, read_only=True, timeout_s=timeout_s, gpu=None)
+    try:
+        return Events(client.library, keys=keys, ended=client.close)
+    except BaseException:
+        client.close()
+        raise
 
 
 class Client:
@@ -277,8 +292,6 @@ class Client:
     def events(self, *, keys: bool = True) -> Events:
         """Subscribe to the changes of the namespace: all that is stored and removed after this call, by anybody,
         evictions included. keys: only what a put could have stored. Close it before the client."""
-        from kvfs.client.events import Events
-
         return Events(self.library, keys=keys)
 
     # ---- what is known ----

@@ -10,18 +10,15 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from kvfs._native import ffi, lib
 from kvfs.client.library import Library, check
 from kvfs.errors import ClientError
-
-if TYPE_CHECKING:
-    from kvfs.client.client import Client
 
 # A call of libkvfs waits so long at most: between two of them interrupts are heard.
 _SLICE_S = 0.1
@@ -88,10 +85,10 @@ Event: TypeAlias = Stored | Removed | Gap | Reset
 
 class Events:
     """A subscription, made by kvfs.events() or Client.events(). Iterating waits for ever; next_event() has a deadline.
-    Any thread may close it; one thread at a time may wait. `owned` is closed with it."""
+    Any thread may close it; one thread at a time may wait. `ended` is called after its end."""
 
-    def __init__(self, library: Library, *, keys: bool, owned: Client | None = None) -> None:
-        self._library, self._keys, self._owned = library, keys, owned
+    def __init__(self, library: Library, *, keys: bool, ended: Callable[[], None] | None = None) -> None:
+        self._library, self._keys, self._ended = library, keys, ended
         self._lock = threading.Lock()
         self._closed = True
         out = ffi.new("struct kvfs_events **")
@@ -118,8 +115,8 @@ class Events:
                 return
             self._closed = True
             lib.kvfs_events_close(self._handle)
-        if self._owned is not None:
-            self._owned.close()
+        if self._ended is not None:
+            self._ended()
 
     def __del__(self) -> None:
         # A subscription that failed has no handle, and is closed.
@@ -166,20 +163,3 @@ class Events:
                     continue
                 made = Stored if out.kind == lib.KVFS_STORED else Removed
                 return made(out.number, key, path, out.size, out.time_ns, Reason(out.reason))
-
-
-def events(path: str | os.PathLike[str], namespace: str = "", *, keys: bool = True, timeout_s: float = 2.0) -> Events:
-    """Subscribe to the changes of a namespace of the pool that is mounted at path or above it, or whose directory path
-    is. All that changes after this call is told, in the order in which it happened.
-
-    keys: only blocks whose names a put could have made; False: every file that becomes a block. timeout_s: the deadline
-    of the daemon's answers. Raises as kvfs.connect().
-    """
-    from kvfs.client.client import connect
-
-    client = connect(path, namespace, read_only=True, timeout_s=timeout_s, gpu=None)
-    try:
-        return Events(client.library, keys=keys, owned=client)
-    except BaseException:
-        client.close()
-        raise

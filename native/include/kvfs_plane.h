@@ -310,7 +310,7 @@ int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
 #define KVFS_FEED_SIZE 16777216
 struct kvfs_feed_place {
     uint64_t size;     /* of its records */
-    uint64_t position; /* what happens from now on is told from here on */
+    uint64_t position; /* of the next change */
     uint64_t number;   /* of the last change before that */
     int32_t fd;        /* the plane's, until kvfs_feed_stop() */
     uint32_t reserved;

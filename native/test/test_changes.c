@@ -1,5 +1,5 @@
 /* sources: base block names io content fuse virtiofs plane.c */
-/* What the feed tells of a plane: each change of a block's name once, in order, and nothing before somebody has subscribed. */
+/* The feed of a plane: each change of a block's name once, in order, and nothing before somebody has subscribed. */
 #include "block/feed.h"
 #include "kernel_harness.h"
 #include "kvfs.h"

@@ -1,5 +1,5 @@
 /* sources: base block io client */
-/* Subscriptions: what of the daemon's feed is told, of which namespace, and as which key; and that no lie of the daemon is more than an error. */
+/* Subscriptions: a namespace's part of the daemon's feed, with keys. No lie of the daemon is more than an error. */
 #include "client_harness.h"
 
 static struct kvfs_events *subscribed(struct kvfs_client *client) {
@@ -123,7 +123,7 @@ static void test_a_daemon_that_goes_and_comes(void) {
     struct kvfs_events *events = subscribed(client);
     change(FEED_STORED, 1, "team/llama/a");
     daemon_stop(false);
-    EXPECT(events, KVFS_STORED, "a"); /* what was told before is still there */
+    EXPECT(events, KVFS_STORED, "a"); /* the old feed is still there */
     CHECK(kvfs_events_next(events, &event, 200) == 0);
     daemon_start();
     EXPECT(events, KVFS_RESET, "");

@@ -1,5 +1,5 @@
 /* sources: base block/feed.c block/feed_reader.c */
-/* The feed of changes: every record is told or its loss is, in order, to readers beside the writer; and whatever memory says, a reader survives it. */
+/* The feed of changes: every record is told or its loss is, in order, to readers beside the writer. No content of the memory breaks a reader. */
 #include "block/feed.h"
 
 #include <fcntl.h>

@@ -30,7 +30,7 @@ def told(events, count, timeout_s=10.0):
 
 
 def short(event):
-    """What is told, without numbers and times."""
+    """The event without number and time."""
     if isinstance(event, (Stored, Removed)):
         return type(event).__name__.lower(), event.path.decode(), event.reason.name.lower(), event.size
     if isinstance(event, Gap):

@@ -117,7 +117,7 @@ struct wire_commit {
 /* LOOKUP: uint64_t parent, uint64_t name_size, name. Answer: the inode record, or status -ENOENT. */
 /* BAD_BLOCK: uint64_t inode, uint64_t segment: its checksums failed twice. */
 /* HITS: uint64_t inodes of blocks read. */
-/* EVENTS: this. BEGIN is answered by a struct wire_feed, with the feed's descriptor on the first byte of the frame; the feed ends with the last
+/* EVENTS: this. BEGIN is answered by a struct wire_feed, with the feed's descriptor on the first byte of the frame. The feed ends with the last
  * connection that asked for it. PATH is answered by a directory's path from the root, without a leading slash, or -ENOENT. */
 enum wire_events_operation { KVFS_WIRE_EVENTS_BEGIN = 1, KVFS_WIRE_EVENTS_PATH = 2 };
 struct wire_events {

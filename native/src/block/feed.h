@@ -63,8 +63,8 @@ int feed_read(struct feed_reader *reader, struct feed_record *out, char text[FEE
 #define FEED_MAGIC 0x3144454546534656ull /* "VFSFEED1" */
 #define FEED_HEAD_WORDS 5u
 #define FEED_RECORD_MAX (8u * FEED_HEAD_WORDS + FEED_TEXT_MAX)
-/* The first page; records begin behind it. Words of a record: size | kind << 32 | reason << 40 | text_size << 48; number; size of the block; time;
- * anchor; then the text, padded with zeros. */
+/* The first page; records begin behind it. A record has five words: size | kind << 32 | reason << 40 | text_size << 48; number; size of the
+ * block; time; anchor. Then comes the text, padded with zeros. */
 struct feed_header {
     uint64_t magic, size;
     uint64_t unused[6];

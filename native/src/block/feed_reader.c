@@ -37,7 +37,7 @@ static uint64_t word_at(const struct feed_reader *reader, uint64_t position) {
     return atomic_load_explicit(feed_word(reader->memory, reader->size, position), memory_order_relaxed);
 }
 
-/* What was copied from the reader's position is what was written there. */
+/* Nothing was written over what lies behind the reader's position. */
 static bool is_whole(const struct feed_reader *reader) {
     const struct feed_header *header = (const void *)reader->memory;
     atomic_thread_fence(memory_order_acquire);

@@ -7,8 +7,8 @@
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the stager (client/prestage.c).
  *
- * Each file uses those above it: error, wire, locate, bounce, lane, connection, events, report, orphans, names, fetch, prestage, get, file, put_block, put,
- * client; gpu/ all but client.
+ * Each file uses those above it: error, wire, locate, bounce, lane, connection, report, orphans, names, fetch, prestage, get, file, put_block, put,
+ * client; gpu/ all but client. events uses connection alone.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
@@ -46,7 +46,7 @@ struct connection {
     struct wire_frame frame;      /* the frame that is coming in: received bytes of it, and of its payload */
     uint8_t *payload;
     uint64_t received;
-    int descriptor; /* that came with the frame, or -1 */
+    int descriptor; /* it came with the frame; -1: none did */
     uint32_t next_id;
     atomic_bool gone;     /* the daemon hung up */
     atomic_bool closed;   /* ... and said so first: unmounted */

@@ -1,4 +1,4 @@
-/* What the feed tells of changes of the block table: which files became blocks, and which blocks' names ended. Everything here runs within a step (I4),
+/* Changes of the block table, as the feed tells them: which files became blocks, and which blocks' names ended. Everything here runs within a step (I4),
  * after the table has changed and before the names in memory do. While nobody has subscribed there is no feed, and nothing is looked up. */
 #include "block/feed.h"
 #include "content/content.h"

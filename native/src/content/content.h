@@ -237,7 +237,6 @@ void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now);
 int64_t ancestors_size(struct kvfs_plane *plane, uint64_t parent, bool partial);
 void ancestors_copy(struct kvfs_plane *plane, uint64_t parent, uint8_t *out, uint64_t size);
 uint32_t runs_bound(const struct kvfs_plane *plane, uint32_t data_pages); /* how many runs a block gets at most */
-int64_t time_now(void);                                                   /* ns since 1970 */
 void places_wake(struct kvfs_plane *plane);                               /* after a step: Python takes notes, if there are some that it waits for */
 
 /* A seal for a FLUSH. done: 0: the content is on the devices, in the names, and a scan finds it (I13). -EAGAIN: it was not written, and Python is to
@@ -335,7 +334,7 @@ void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_
 
 /* ---- changes.c: what subscribers are told; within a step ---- */
 
-/* What the table has before it changes: the inode's record, and another inode's that has the name. Nothing, if nobody has subscribed. */
+/* Records of the table before it changes: the inode's, and another inode's that has the name. Neither, if nobody has subscribed. */
 struct change {
     struct kvfs_record before, holder;
     bool known, held;
