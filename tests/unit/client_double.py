@@ -22,6 +22,7 @@ from kvfs.types import SegmentIndex
 
 PAGE = 4096
 HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST, LOOKUP, BAD_BLOCK, HITS, REPORT, CLOSE = range(1, 12)
+EVENTS = 14
 FRAME = struct.Struct("<IHHiI")
 
 
