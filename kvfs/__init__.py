@@ -8,9 +8,9 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfs.client.client import Client, connect
+    from kvfs.client.client import Client, connect, events
 
-__all__ = ["Client", "__version__", "connect"]
+__all__ = ["Client", "__version__", "connect", "events"]
 
 if not __debug__:
     _REFUSAL = "kvfs: python -O: kvfs refuses to run without its assertions, they stand before the devices"
@@ -38,7 +38,7 @@ if os.environ.get("KVFS_NATIVE"):
 
 def __getattr__(name: str) -> object:
     """The client, loaded when it is first asked for: the command line and the daemon do without."""
-    if name in ("connect", "Client"):
+    if name in ("connect", "events", "Client"):
         from kvfs.client import client
 
         return getattr(client, name)

@@ -41,6 +41,8 @@ _STEPS = 16
 FUSE_FLUSH = 25  # linux/fuse.h
 RECORD_CAPACITY = 1 << 20
 _ANYWHERE = 0xFFFFFFFF
+# Bytes of the feed of changes, where nothing else is asked for: some 120,000 changes.
+FEED_SIZE: int = lib.KVFS_FEED_SIZE
 
 
 class PlaneError(KvfsError):
@@ -781,7 +783,17 @@ class Plane:
 
     def table_load(self, records: bytes) -> int:
         with self.names:
-            return _check(lib.kvfs_table_load(self._table, records, len(records)), "block table: load")
+            return _check(lib.kvfs_blocks_load(self._plane, records, len(records)), "block table: load")
+
+    def feed_begin(self, size: int) -> tuple[int, int, int, int]:
+        """The feed of changes, of `size` bytes if it begins now: its descriptor, size, position, and last number."""
+        out = ffi.new("struct kvfs_feed_place *")
+        _check(lib.kvfs_feed_begin(self._plane, size, out), f"feed of {size} bytes")
+        return out.fd, out.size, out.position, out.number
+
+    def feed_stop(self) -> None:
+        """Nobody listens to the feed any more."""
+        lib.kvfs_feed_stop(self._plane)
 
     def table_set_complete(self, complete: bool) -> None:
         lib.kvfs_table_set_complete(self._table, int(complete))

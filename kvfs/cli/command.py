@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvfs.cli import completion, keeping, mounting, pools, programs, replaying, watching
+from kvfs.cli import completion, events, keeping, mounting, pools, programs, replaying, watching
 from kvfs.cli.arguments import Parser, Verbs, WrongCommandLine
 from kvfs.cli.output import ToldError, error_part, print_json
 from kvfs.cli.programs import RUN_VERBS
@@ -29,6 +29,7 @@ DAEMON_PACKAGES = frozenset({"pyfuse3", "trio", "lmdb", "xxhash"})
 _VERBS = (
     pools.add_format, mounting.add_mount, mounting.add_export, mounting.add_keep, mounting.add_umount,
     watching.add_status, watching.add_list, watching.add_stats, watching.add_top, watching.add_metrics,
+    events.add_events,
     pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,
     pools.add_doctor, pools.add_import, replaying.add_replay, completion.add_completion, programs.add_run_verbs,
     replaying.add_bench, completion.add_man,

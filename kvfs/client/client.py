@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, Self, cast
 from kvfs.client import batches
 from kvfs.client import memory as memory_
 from kvfs.client.batches import Results, host_destinations, or_none, pairs, put_failure, ranges, small_buffer
+from kvfs.client.events import Events
 from kvfs.client.keys import Key, Keys, shown
 from kvfs.client.leases import Lease, milliseconds_of
 from kvfs.client.library import NO_VERIFY, READ_ONLY, ClientInformation, ClientStatistics, Library
@@ -102,6 +103,21 @@ def connect(
             client.close()
             raise
     return client
+
+
+def events(path: str | os.PathLike[str], namespace: str = "", *, keys: bool = True, timeout_s: float = 2.0) -> Events:
+    """Subscribe to the changes of a namespace of the pool that is mounted at path or above it, or whose directory path
+    is. All that changes after this call is told, in the order in which it happened.
+
+    keys: only blocks whose names a put could have made; False: every file that becomes a block. timeout_s: the deadline
+    of the daemon's answers. Raises as kvfs.connect().
+    """
+    client = connect(path, namespace, read_only=True, timeout_s=timeout_s, gpu=None)
+    try:
+        return Events(client.library, keys=keys, ended=client.close)
+    except BaseException:
+        client.close()
+        raise
 
 
 class Client:
@@ -351,6 +367,11 @@ class Client:
         if size < 0:
             raise ValueError(f"a buffer of {size} bytes")
         return memory_.allocate(size)
+
+    def events(self, *, keys: bool = True) -> Events:
+        """Subscribe to the changes of the namespace: all that is stored and removed after this call, by anybody,
+        evictions included. keys: only what a put could have stored. Close it before the client."""
+        return Events(self.library, keys=keys)
 
     # ---- what is known ----
 

@@ -93,7 +93,7 @@ class Library:
             "struct kvfs_options *", [ffi.sizeof("struct kvfs_options"), flags, timeout_ms, depth, staging_size]
         )
         out = ffi.new("struct kvfs_client **")
-        _check(lib.kvfs_connect(path, space, options, out), self.name)
+        check(lib.kvfs_connect(path, space, options, out), self.name)
         self._handle: object = out[0]
         self._freed = False
 
@@ -165,7 +165,7 @@ class Library:
 
     def check(self, result: int) -> int:
         """The result of a call of libkvfs, or its error raised: right behind the call, in the same thread."""
-        return _check(result, self.name)
+        return check(result, self.name)
 
     # ---- memory that devices still own ----
 
@@ -213,19 +213,19 @@ class Library:
         """A byte for each key, 1 or 0."""
         found = bytearray(keys.count)
         with self as handle:
-            _check(lib.kvfs_exists(handle, keys.struct, ffi.from_buffer(found)), self.name)
+            check(lib.kvfs_exists(handle, keys.struct, ffi.from_buffer(found)), self.name)
         return found
 
     def exists_prefix(self, keys: Keys) -> int:
         """How many keys, from the first on, exist."""
         with self as handle:
-            return _check(lib.kvfs_exists_prefix(handle, keys.struct), self.name)
+            return check(lib.kvfs_exists_prefix(handle, keys.struct), self.name)
 
     def sizes(self, keys: Keys) -> list[int]:
         """Bytes of each block, or -ENOENT."""
         sizes = _zeros(keys.count)
         with self as handle:
-            _check(lib.kvfs_sizes(handle, keys.struct, ffi.from_buffer("int64_t[]", sizes)), self.name)
+            check(lib.kvfs_sizes(handle, keys.struct, ffi.from_buffer("int64_t[]", sizes)), self.name)
         return sizes.tolist()
 
     def get(self, keys: Keys, vectors: Sequence[Sequence[Region]], offsets: Sequence[int] | None = None) -> list[int]:
@@ -241,7 +241,7 @@ class Library:
                 call = lib.kvfs_get_vectors if offsets is None else lib.kvfs_get_ranges
                 memory = Vectors(vectors, offsets)
                 result = call(handle, keys.struct, memory.struct, out)
-            _check(result, self.name)
+            check(result, self.name)
             values = results.tolist()
             self.hold_timeouts(values, vectors)
         return values
@@ -264,7 +264,7 @@ class Library:
     def delete(self, keys: Keys) -> bytearray:
         deleted = bytearray(keys.count)
         with self as handle:
-            _check(lib.kvfs_delete(handle, keys.struct, ffi.from_buffer(deleted)), self.name)
+            check(lib.kvfs_delete(handle, keys.struct, ffi.from_buffer(deleted)), self.name)
         return deleted
 
     def list_page(self, after: bytes | None) -> list[bytes]:
@@ -274,7 +274,7 @@ class Library:
         data = _list_memory("char[]", LIST_COUNT * KEY_MAX)
         sizes = ffi.new("uint32_t[]", LIST_COUNT)
         with self as handle:
-            count = _check(
+            count = check(
                 lib.kvfs_list(
                     handle, ffi.NULL if after is None else ffi.from_buffer(after), len(after or b""), data, len(data),
                     sizes, LIST_COUNT,
@@ -295,31 +295,31 @@ class Library:
         """The lease's number, 0 if it keeps nothing; and a byte for each key, 1 or 0."""
         held, out = bytearray(keys.count), ffi.new("uint64_t *")
         with self as handle:
-            _check(lib.kvfs_lease(handle, keys.struct, milliseconds, out, ffi.from_buffer(held)), self.name)
+            check(lib.kvfs_lease(handle, keys.struct, milliseconds, out, ffi.from_buffer(held)), self.name)
         return out[0], held
 
     def release(self, lease: int) -> bool:
         with self as handle:
-            return bool(_check(lib.kvfs_release(handle, lease), self.name))
+            return bool(check(lib.kvfs_release(handle, lease), self.name))
 
     def touch(self, keys: Keys) -> int:
         with self as handle:
-            return _check(lib.kvfs_touch(handle, keys.struct), self.name)
+            return check(lib.kvfs_touch(handle, keys.struct), self.name)
 
     def prestage(self, keys: Keys) -> int:
         with self as handle:
-            return _check(lib.kvfs_prestage(handle, keys.struct), self.name)
+            return check(lib.kvfs_prestage(handle, keys.struct), self.name)
 
     def statistics(self) -> ClientStatistics:
         out = ffi.new("struct kvfs_client_statistics *")
         with self as handle:
-            _check(lib.kvfs_client_statistics_get(handle, out), self.name)
+            check(lib.kvfs_client_statistics_get(handle, out), self.name)
         return ClientStatistics(**{name: getattr(out, name) for name in ClientStatistics.__dataclass_fields__})
 
     def information(self) -> ClientInformation:
         out = ffi.new("struct kvfs_client_information *")
         with self as handle:
-            _check(lib.kvfs_client_information_get(handle, out), self.name)
+            check(lib.kvfs_client_information_get(handle, out), self.name)
         return ClientInformation(
             pool=os.fsdecode(ffi.string(out.pool)),
             pool_uuid=UUID(bytes=bytes(ffi.buffer(out.pool_uuid))),
@@ -371,7 +371,8 @@ def _error(result: int, name: str) -> Exception:
     return client_error(-result, text or f"{name}: {os.strerror(-result)}")
 
 
-def _check(result: int, name: str) -> int:
+def check(result: int, name: str) -> int:
+    """The result of a call of libkvfs, unless that is an error: then it is raised."""
     if result < 0:
         raise _error(result, name)
     return result

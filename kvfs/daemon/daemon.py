@@ -30,7 +30,7 @@ from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.fuse import Session
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.survey import DEPTH_MAX, Survey
-from kvfs.plane import EventType
+from kvfs.plane import FEED_SIZE, EventType
 from kvfs.status.document import live_counters, live_status
 from kvfs.status.endpoint import Endpoint, listen
 from kvfs.store.opening import StoreOptions
@@ -68,12 +68,21 @@ async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporte
         for reason in store.service.missing():
             reporter.info(f"degraded: {reason}; what lies there is not there until it is back")
         namespace = Namespace(store)
-        clients = Clients(store, namespace)
+        clients = Clients(store, namespace, feed_size())
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
         with pid_file(options.pool), closing(control), closing(Exports(options.exports, store.plane)) as exports:
             # From here on pyfuse3 closes the session's end of the socket.
             with closing(Session(namespace, store.plane.session_open())) as session:
                 await daemon.run(store, namespace, session, control, clients, exports, reporter)
+
+
+def feed_size() -> int:
+    """Bytes of the feed of changes, as the environment says, or as is usual. UsageError."""
+    text = os.environ.get("KVFS_EVENTS_SIZE") or str(FEED_SIZE)
+    size = int(text) if text.isascii() and text.isdigit() else 0
+    if not 256 << 10 <= size <= 1 << 30 or size % (64 << 10):
+        raise UsageError(f"KVFS_EVENTS_SIZE is {text!r}: a multiple of 65536 bytes, 262144 to 1073741824, is expected")
+    return size
 
 
 class Daemon:

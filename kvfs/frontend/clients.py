@@ -27,6 +27,7 @@ from kvfs._native import ffi
 from kvfs.errors import KvfsError
 from kvfs.frames import FrameError, Next, Shards
 from kvfs.namespace.files import Namespace
+from kvfs.plane import FEED_SIZE
 from kvfs.record import FLAGS_OFFSET, InodeFlags, Kind
 from kvfs.store.leases import Lessee
 from kvfs.store.reservations import RESERVATION_MS, Holder
@@ -77,6 +78,9 @@ _COMMIT = struct.Struct("<Qq")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<QQ")
 _LEASE = struct.Struct("<QII")
+_EVENTS = struct.Struct("<IIQ")
+_FEED = struct.Struct("<QQQ")
+_EVENTS_BEGIN, _EVENTS_PATH = 1, 2
 _ERRNO_MAX = 4095
 _NAME = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,127}")
 # The directory of longer keys: 254 digits, and the next as a letter. And the names of files there.
@@ -108,6 +112,7 @@ class Type(IntEnum):
     CLOSE = 11
     LEASE = 12
     RELEASE = 13
+    EVENTS = 14
     TOUCH = 15
 
 
@@ -177,12 +182,21 @@ class Peer:
         return self.may_control or os.getegid() in self.groups
 
 
-class Clients:
-    """All native clients of a mounted pool."""
+@dataclass(frozen=True, slots=True)
+class _Handing:
+    """An answer with a descriptor, which is closed once it is sent."""
 
-    def __init__(self, store: Store, namespace: Namespace) -> None:
-        self._store, self._namespace = store, namespace
+    payload: bytes
+    fd: int
+
+
+class Clients:
+    """All native clients of a mounted pool. feed_size: bytes of the feed of changes, once somebody subscribes."""
+
+    def __init__(self, store: Store, namespace: Namespace, feed_size: int = FEED_SIZE) -> None:
+        self._store, self._namespace, self._feed_size = store, namespace, feed_size
         self._connections: set[_Connection] = set()
+        self._subscribed: set[_Connection] = set()
         self._base = [0] * len(REPORTED)
         self._ending = False
         self._checks = 0
@@ -198,6 +212,7 @@ class Clients:
             log.warning("native client, pid %d of user %d: %s; hung up", peer.pid, peer.uid, violation)
         finally:
             self._connections.discard(connection)
+            self._unsubscribe(connection)
             for i, value in enumerate(connection.reported[:-1]):
                 self._base[i] += value
 
@@ -234,6 +249,19 @@ class Clients:
         ]
         named = {f"native_{name}": value for name, value in zip(REPORTED, totals, strict=True)}
         return {"native_clients": len(self._connections), **named}
+
+    def subscribe(self, connection: _Connection) -> tuple[int, int, int, int]:
+        """The feed of changes: descriptor, size, position, last number. It ends with the last connection that asked for
+        it."""
+        feed = self._store.plane.feed_begin(self._feed_size)
+        self._subscribed.add(connection)
+        return feed
+
+    def _unsubscribe(self, connection: _Connection) -> None:
+        if connection in self._subscribed:
+            self._subscribed.discard(connection)
+            if not self._subscribed:
+                self._store.plane.feed_stop()
 
     async def check_block(self, number: InodeNumber, segment: int) -> None:
         """A client could not verify a block."""
@@ -292,12 +320,16 @@ class _Connection:
                     data += piece
         return True
 
-    async def answer(self, kind: Type, id_: int, payload: bytes, *, status: int = 0) -> None:
+    async def answer(self, kind: Type, id_: int, payload: bytes, *, status: int = 0, fds: Sequence[int] = ()) -> None:
         assert -_ERRNO_MAX <= status <= 0, status
         await _acquire(self._sending)
         try:
             with trio.fail_after(FRAME_TIMEOUT_S):
-                await self._send(_FRAME.pack(len(payload), kind, 0, status, id_) + payload)
+                frame = _FRAME.pack(len(payload), kind, 0, status, id_) + payload
+                if fds:
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+                    frame = frame[await self._socket.sendmsg([frame], [rights]) :]
+                await self._send(frame)
         finally:
             self._sending.release()
 
@@ -432,15 +464,22 @@ class _Connection:
                     await self._handle(entry, kind, payload)
 
     async def _answer(self, entry: _Request, kind: Type, id_: int, payload: bytes) -> None:
+        answer: bytes | _Handing | None
         try:
             answer, status = await self._handle(entry, kind, payload), 0
         except KvfsError as error:
             answer, status = _message(error), -(error.errno or errno.EIO)
         assert answer is not None
-        await self.answer(kind, id_, answer, status=status)
+        if isinstance(answer, _Handing):
+            try:
+                await self.answer(kind, id_, answer.payload, fds=[answer.fd])
+            finally:
+                os.close(answer.fd)
+        else:
+            await self.answer(kind, id_, answer, status=status)
         self._under_way.release()
 
-    async def _handle(self, entry: _Request, kind: int, payload: bytes) -> bytes | None:
+    async def _handle(self, entry: _Request, kind: int, payload: bytes) -> bytes | _Handing | None:
         if entry.writes and not self._writable:
             raise RefusedError(errno.EROFS, "this client is connected for reading only")
         try:
@@ -671,6 +710,18 @@ class _Connection:
         assert record is not None
         return record
 
+    async def events(self, payload: bytes) -> bytes | _Handing:
+        operation, reserved, number = _EVENTS.unpack(payload)
+        if operation == _EVENTS_PATH and not reserved:
+            path = self._namespace.find_path(InodeNumber(number))
+            if path is None:
+                raise RefusedError(errno.ENOENT, f"directory {number}: gone")
+            return path[1:]
+        if operation != _EVENTS_BEGIN or reserved or number:
+            raise Violation(f"events with operation {operation} and inode {number}")
+        fd, *place = self._clients.subscribe(self)
+        return _Handing(_FEED.pack(*place), _reopen(fd, os.O_RDONLY))
+
     async def bad_block(self, payload: bytes) -> None:
         number, segment = _WORDS.unpack(payload)
         self._nursery.start_soon(self._clients.check_block, InodeNumber(number), segment)
@@ -706,7 +757,7 @@ class _Connection:
         self.reported = [*(max(0, now - before) for now, before in zip(totals[:-1], self._before, strict=False)), busy]
 
 
-Handler = Callable[[_Connection, bytes], Awaitable[bytes | None]]
+Handler = Callable[[_Connection, bytes], Awaitable[bytes | _Handing | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -726,6 +777,7 @@ _REQUESTS = {
     int(Type.DELETE): _Request(_Connection.delete, _NAMES_MAX, writes=True),
     int(Type.LIST): _Request(_Connection.list_, _WHERE.size + _SPACE_MAX + 1 + 8 + 512),
     int(Type.LOOKUP): _Request(_Connection.lookup, _WORDS.size + 256),
+    int(Type.EVENTS): _Request(_Connection.events, _EVENTS.size, since=3),
     int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
     int(Type.TOUCH): _Request(_Connection.touch, 8 * ITEMS_MAX, answered=False, since=3),

@@ -368,6 +368,7 @@ class Namespace:
     def _remove(self, number: InodeNumber) -> bool:
         """Take the inode out of the block table, and what is staged of it; True if it is open and stays without a
         name."""
+        self._index.keep(number)  # subscribers are told of its name
         try:
             return bool(self._plane.inode_remove(number))
         except (KvfsError, OSError) as error:
@@ -416,6 +417,7 @@ class Namespace:
         if lasting:
             renamed.version = self._blocks.next_version()
         record = renamed.pack()
+        self._index.keep(inode.inode)  # subscribers are told of its old name
         kept = self._plane.name_put(record, 0 if target is None else target.inode)
         # The old holder of the name leaves the index before the new one takes the name over.
         if target is not None:

@@ -183,6 +183,7 @@ class Blocks:
         log.error("inode %d in segment %d: failed its checksums; dropped", number, inode.segment)
         if inode.nameless:
             return
+        self.index.keep(number)  # subscribers are told of its name
         try:
             kept = self.plane.inode_remove(number)
         except PlaneError:

@@ -379,6 +379,7 @@ class DeviceService:
     def hide_in_table(self, inodes: Iterable[InodeNumber]) -> int:
         """Take the hidden ones of these inodes out of the block table; returns how many."""
         hidden = [inode for inode in inodes if self._index.hidden(inode) is not None]
+        self._index.bring(hidden)  # subscribers are told of their names
         for inode, is_open in zip(hidden, self._plane.inode_evict(hidden), strict=True):
             if is_open:
                 # Its open handles stay, and read what they can; its name goes.
@@ -540,6 +541,7 @@ class DeviceService:
     def _show(self, inodes: Sequence[InodeNumber], away: set[SegmentIndex]) -> int:
         """Hidden entries of which nothing is away any more count again, unless their directory has gone."""
         records: list[bytes] = []
+        parents: list[InodeNumber] = []
         for number in inodes:
             record = self._index.hidden(number)
             if record is None:
@@ -553,7 +555,9 @@ class DeviceService:
             self._index.show(number)
             self._segments.mark_dirty(self._segments.all[inode.segment], gone=False)
             records.append(record)
+            parents.append(inode.parent)
         if records:
+            self._index.bring(parents)
             self._plane.table_load(b"".join(records))
         return len(records)
 

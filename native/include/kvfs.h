@@ -169,6 +169,45 @@ int kvfs_queue_drain(struct kvfs_queue *queue, struct kvfs_queue_completion *out
  * kvfs_close(). -ETIMEDOUT: a put still runs after four times timeout_ms; nothing is freed, close it again. */
 int kvfs_queue_close(struct kvfs_queue *queue);
 
+/* ---- events: what is stored and removed, by anybody, evictions included ---- */
+
+struct kvfs_events;
+enum kvfs_event_kind {
+    KVFS_STORED = 1,  /* the path leads to this block from now on */
+    KVFS_REMOVED = 2, /* the path leads to no block any more */
+    KVFS_GAP = 3,     /* `lost` changes anywhere in the pool, or fewer, cannot be told: this subscriber was too slow */
+    KVFS_RESET = 4    /* anything may have changed below `path` ("": in the namespace): a daemon came back, or a directory was renamed */
+};
+enum kvfs_event_reason {
+    KVFS_REASON_WRITTEN = 1,  /* stored: new */
+    KVFS_REASON_REPLACED = 2, /* stored: in place of an older block; removed: a file being written has the name */
+    KVFS_REASON_RENAMED = 3,
+    KVFS_REASON_DELETED = 4, /* by somebody, or its bytes did not verify */
+    KVFS_REASON_EVICTED = 5,
+    KVFS_REASON_AWAY = 6,   /* removed: a device of it failed */
+    KVFS_REASON_FOUND = 7,  /* stored: its device is back, or a rebuild of the index found it */
+    KVFS_REASON_DAEMON = 8, /* reset: another daemon serves the pool */
+};
+struct kvfs_block_event {
+    uint32_t kind;      /* enum kvfs_event_kind */
+    uint32_t reason;    /* enum kvfs_event_reason; 0 of a gap */
+    uint64_t number;    /* of the change, among those of the whole pool, since the first subscription to this daemon */
+    uint64_t lost;      /* of a gap */
+    uint64_t size;      /* of the block, in bytes */
+    int64_t time_ns;    /* since 1970 */
+    const char *path;   /* below the namespace; valid until the next call */
+    const uint8_t *key; /* as long as `path`; NULL: the file's name is no key's */
+    uint32_t path_size; /* without the terminating 0 */
+    uint32_t key_size;
+};
+/* Subscribe to the client's namespace: all that changes after this call is told, in the order in which it happened. A subscriber costs a store no
+ * time, also if it stops. One thread at a time may use it; close it before the client. The errors of kvfs_connect(). */
+int kvfs_events_open(struct kvfs_client *client, struct kvfs_events **out);
+/* 1: *out is the next event. 0: none in timeout_ms. -ENOTCONN: unmounted; a later call goes on when the pool is mounted again, with a reset.
+ * -EPROTO: the daemon's feed makes no sense. */
+int kvfs_events_next(struct kvfs_events *events, struct kvfs_block_event *out, uint32_t timeout_ms);
+void kvfs_events_close(struct kvfs_events *events);
+
 /* ---- any file of the mount, by inode number (st_ino): for libraries that intercept file calls ---- */
 
 struct kvfs_file;

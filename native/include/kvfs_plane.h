@@ -270,6 +270,8 @@ int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
 /* For each inode: if it is open, busy[i] = 1 and nothing changes. Else, or if it is open beyond its users' shares, its record is removed
  * and busy[i] = 0. Returns the busy count. */
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);
+/* kvfs_table_load() in a step, of blocks that are found again while subscribers listen. */
+int64_t kvfs_blocks_load(struct kvfs_plane *plane, const void *records, uint64_t size);
 /* A block, as eviction looks at it. */
 struct kvfs_look {
     uint64_t inode;
@@ -302,6 +304,22 @@ int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
 /* Beyond share: sealed, and all its users hold more than their share; eviction may take it. Leased: neither, and a lease keeps it. */
 enum kvfs_open_state { KVFS_NOT_OPEN = 0, KVFS_OPEN = 1, KVFS_BEING_WRITTEN = 2, KVFS_OPEN_BEYOND_SHARE = 3, KVFS_LEASED = 4 };
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
+
+/* ---- the feed: changes of blocks' names, for native clients that subscribed (block/feed.h) ---- */
+
+#define KVFS_FEED_SIZE 16777216
+struct kvfs_feed_place {
+    uint64_t size;     /* of its records */
+    uint64_t position; /* of the next change */
+    uint64_t number;   /* of the last change before that */
+    int32_t fd;        /* the plane's, until kvfs_feed_stop() */
+    uint32_t reserved;
+};
+/* The feed begins, if it has not. size: of its records, if it begins now: a multiple of 64 KiB, 256 KiB to 1 GiB. -EINVAL, -ENOMEM, or an error of
+ * memfd_create(2). */
+int kvfs_feed_begin(struct kvfs_plane *plane, uint64_t size, struct kvfs_feed_place *out);
+/* Nobody listens any more. */
+void kvfs_feed_stop(struct kvfs_plane *plane);
 
 /* ---- files being written ---- */
 

@@ -1,4 +1,5 @@
 /* The plane: builds and takes down the parts, counts. */
+#include "block/feed.h"
 #include "io/nvme/generic.h"
 #include "io/nvme/tcp.h"
 #include "virtiofs/virtio.h"
@@ -226,6 +227,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         free(plane->requests_free);
         plane->requests_free = next;
     }
+    feed_destroy(plane->feed);
     if (plane->table)
         kvfs_table_destroy(plane->table);
     reservations_free(plane);

@@ -19,6 +19,7 @@ from client_double import (
     CLOSE,
     COMMIT,
     DELETE,
+    EVENTS,
     FRAME,
     HITS,
     LEASE,
@@ -341,6 +342,24 @@ def test_hits_and_bad_blocks_are_taken_and_not_believed(pool: Pool) -> None:
         assert file_of(pool, name).read_bytes() == b"g" * 9000 and counters(pool)["bad_blocks"] == 0
 
 
+def test_a_subscription_hands_out_the_feed_for_reading_alone(pool: Pool) -> None:
+    with connected(pool) as client:
+        with pytest.raises(OSError, match="directory 12345678: gone"):
+            client.ask(EVENTS, struct.pack("<IIQ", 2, 0, 12345678))
+        assert client.ask(EVENTS, struct.pack("<IIQ", 2, 0, 1)) == b""
+        client.send(EVENTS, struct.pack("<IIQ", 1, 0, 0))
+        data, fds, _, _ = socket.recv_fds(client.socket, FRAME.size, 4)
+        size, kind, _, status, _ = FRAME.unpack(data)
+        assert (size, kind, status, len(fds)) == (24, EVENTS, 0, 1)
+        feed_size, position, _ = struct.unpack("<QQQ", client.receive(size))
+        try:
+            assert os.fstat(fds[0]).st_size == 4096 + feed_size and position == 0
+            with pytest.raises(OSError):
+                os.pwrite(fds[0], b"x", 4096)
+        finally:
+            os.close(fds[0])
+
+
 # ---- violations ----
 
 NAME = key("k")
@@ -425,6 +444,10 @@ ITEM = struct.pack("<QII", 4096, len(NAME), 0) + padded(NAME)
         (RELEASE, b""),
         (RELEASE, bytes(16)),
         (REPORT, bytes(8)),
+        (EVENTS, b""),
+        (EVENTS, struct.pack("<IIQ", 3, 0, 0)),
+        (EVENTS, struct.pack("<IIQ", 1, 0, 5)),
+        (EVENTS, struct.pack("<IIQ", 2, 1, 1)),
         (1, b""),
         (2, b""),
         (CLOSE, b""),

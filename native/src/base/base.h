@@ -31,6 +31,12 @@ static inline uint64_t now_ns(void) {
     clock_gettime(CLOCK_MONOTONIC, &ts);
     return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
+/* ns since 1970. */
+static inline int64_t time_now(void) {
+    struct timespec ts;
+    clock_gettime(CLOCK_REALTIME, &ts);
+    return ts.tv_sec * 1000000000ll + ts.tv_nsec;
+}
 /* Make an eventfd readable. A write fails only where the counter is at its limit: then it is readable. */
 static inline void wake_fd(int fd) {
     uint64_t one = 1;

@@ -34,6 +34,7 @@ enum wire_type {
     WIRE_CLOSE = 11,
     WIRE_LEASE = 12,
     WIRE_RELEASE = 13,
+    WIRE_EVENTS = 14,
     WIRE_TOUCH = 15
 };
 struct wire_frame {
@@ -153,6 +154,21 @@ struct wire_lease {
 };
 static_assert(sizeof(struct wire_lease) == 16, "wire");
 /* RELEASE: uint64_t lease. Answer: uint64_t: 1: it was in force until now; 0: it had ended. */
+/* EVENTS: this. BEGIN is answered by a struct wire_feed, with the feed's descriptor on the first byte of the frame. The feed ends with the last
+ * connection that asked for it. PATH is answered by a directory's path from the root, without a leading slash, or -ENOENT. */
+enum wire_events_operation { KVFS_WIRE_EVENTS_BEGIN = 1, KVFS_WIRE_EVENTS_PATH = 2 };
+struct wire_events {
+    uint32_t operation;
+    uint32_t reserved;
+    uint64_t inode;
+};
+static_assert(sizeof(struct wire_events) == 16, "wire");
+struct wire_feed {
+    uint64_t size;     /* of its records */
+    uint64_t position; /* of the next record */
+    uint64_t number;   /* of the last one before */
+};
+static_assert(sizeof(struct wire_feed) == 24, "wire");
 /* REPORT: uint64_t, in the order of struct kvfs_client_statistics: totals of this client so far, the last (`busy`) not among them. Version 2 has
  * the first 16 and the last. */
 

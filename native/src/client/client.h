@@ -8,7 +8,7 @@
  * the stager (client/prestage.c).
  *
  * Each file uses those above it: error, wire, locate, bounce, spans, lane, connection, report, orphans, keys, names. Then come fetch, prestage, get,
- * file, put_block, put, client, queue; gpu/ uses all but the last two. Beside get stands lease.
+ * file, put_block, put, client, queue; gpu/ uses all but the last two. Beside get stands lease; events uses connection and keys.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
@@ -49,6 +49,7 @@ struct connection {
     struct wire_frame frame;      /* the frame that is coming in: received bytes of it, and of its payload */
     uint8_t *payload;
     uint64_t received;
+    int descriptor; /* it came with the frame; -1: none did */
     uint32_t next_id;
     atomic_bool gone;     /* the daemon hung up */
     atomic_bool closed;   /* ... and said so first: unmounted */
@@ -169,6 +170,7 @@ struct wire_pending {
     int32_t status;
     uint8_t *reply; /* malloc'ed */
     uint32_t reply_size;
+    int descriptor; /* the asker's, or -1; only EVENTS has one */
 };
 void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending);
 void wire_wait(struct connection *connection, struct wire_pending *pending);
@@ -317,6 +319,11 @@ int key_find(struct kvfs_client *client, struct connection *connection, struct s
              struct kvfs_record *out);
 /* kvfs_exists() that waits for nobody: how many there are; -EAGAIN, where only the daemon can say. */
 int keys_exist_at_once(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found);
+
+/* ---- client/events.c ---- */
+
+/* The key (255 bytes at most) whose block lies at this path below its namespace. Returns its size; 0: that is no key's path. */
+uint32_t key_of_path(const char *path, uint32_t size, uint8_t *key);
 
 /* ---- client/fetch.c ---- */
 

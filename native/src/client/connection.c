@@ -22,6 +22,8 @@ static void connection_free(struct connection *connection) {
     }
     if (connection->socket >= 0)
         close(connection->socket);
+    if (connection->descriptor >= 0)
+        close(connection->descriptor);
     free(connection->payload);
     kvfs_table_detach(connection->table);
     connection->table = NULL;
@@ -253,6 +255,7 @@ int connection_open(struct kvfs_client *client, struct connection **out) {
     pthread_cond_init(&connection->lane_idle, &attributes);
     pthread_cond_init(&connection->answered, &attributes);
     connection->socket = fd;
+    connection->descriptor = -1;
     memcpy(connection->listener, listener, sizeof(listener));
     int r = connection_agree(client, connection, deadline);
     if (r == 0)

@@ -115,6 +115,38 @@ static struct wire_pending *frame_begun(struct connection *connection) {
     return connection->payload ? pending : NULL;
 }
 
+/* With socket_lock: as recv(). A descriptor comes with the first byte of an answer to EVENTS alone; any other is closed. */
+static ssize_t connection_read(struct connection *connection, void *data, uint64_t size) {
+    union {
+        char space[CMSG_SPACE(sizeof(int) * KVFS_WIRE_FDS_MAX)];
+        struct cmsghdr align;
+    } control;
+    struct iovec iov = {data, size};
+    struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.space, .msg_controllen = sizeof(control.space)};
+    ssize_t n = recvmsg(connection->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    for (struct cmsghdr *part = n > 0 ? CMSG_FIRSTHDR(&message) : NULL; part; part = CMSG_NXTHDR(&message, part)) {
+        if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS)
+            continue;
+        uint32_t count = (uint32_t)((part->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+        for (uint32_t i = 0; i < count; i++) {
+            int got;
+            memcpy(&got, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
+            if (connection->descriptor < 0 && connection->received == 0)
+                connection->descriptor = got;
+            else
+                close(got);
+        }
+    }
+    return n;
+}
+
+/* The descriptor that came with the frame; the caller's now. -1: none. */
+static int descriptor_take(struct connection *connection) {
+    int descriptor = connection->descriptor;
+    connection->descriptor = -1;
+    return descriptor;
+}
+
 /* With socket_lock: receive all that is there. */
 static void connection_receive(struct connection *connection) {
     while (!connection->gone) {
@@ -134,6 +166,11 @@ static void connection_receive(struct connection *connection) {
             pending->status = connection->frame.status;
             pending->reply = connection->payload;
             pending->reply_size = connection->frame.size;
+            int descriptor = descriptor_take(connection);
+            if (descriptor >= 0 && pending->type != WIRE_EVENTS)
+                close(descriptor);
+            else
+                pending->descriptor = descriptor;
             pending->answered_ns = now_ns();
             atomic_store(&pending->done, true);
             connection->payload = NULL;
@@ -141,8 +178,8 @@ static void connection_receive(struct connection *connection) {
             pthread_cond_broadcast(&connection->answered);
             continue;
         }
-        ssize_t n = pending ? recv(connection->socket, connection->payload + (at - head), head + connection->frame.size - at, MSG_DONTWAIT)
-                            : recv(connection->socket, (uint8_t *)&connection->frame + at, head - at, MSG_DONTWAIT);
+        ssize_t n = pending ? connection_read(connection, connection->payload + (at - head), head + connection->frame.size - at)
+                            : connection_read(connection, (uint8_t *)&connection->frame + at, head - at);
         if (n > 0)
             connection->received += (uint64_t)n;
         else if (n < 0 && errno == EAGAIN)
@@ -164,7 +201,7 @@ void connection_poll(struct connection *connection) {
 
 void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending) {
     assert(size <= KVFS_WIRE_SIZE_MAX);
-    *pending = (struct wire_pending){.type = type, .sent_ns = now_ns()};
+    *pending = (struct wire_pending){.type = type, .sent_ns = now_ns(), .descriptor = -1};
     pending->deadline_ns = pending->sent_ns + timeout_ms * 1000000ull;
     pthread_mutex_lock(&connection->send_lock);
     pthread_mutex_lock(&connection->socket_lock);

@@ -11,6 +11,7 @@
 #include "content/reservations.h"
 #include "io/ring.h"
 #include "names/names.h"
+#include "kvfs.h"
 #include "kvfs_plane.h"
 
 #define CHUNK_SIZE ((uint64_t)1 << 20)
@@ -20,6 +21,7 @@
 #define PROMISE_S 1u
 #define PROMISE_SLACK_NS 50000000ull /* for an answer's way to the guest */
 
+struct feed;
 struct file;
 struct request;
 struct server;
@@ -243,7 +245,6 @@ void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now);
 int64_t ancestors_size(struct kvfs_plane *plane, uint64_t parent, bool partial);
 void ancestors_copy(struct kvfs_plane *plane, uint64_t parent, uint8_t *out, uint64_t size);
 uint32_t runs_bound(const struct kvfs_plane *plane, uint32_t data_pages); /* how many runs a block gets at most */
-int64_t time_now(void);                                                   /* ns since 1970 */
 void places_wake(struct kvfs_plane *plane);                               /* after a step: Python takes notes, if there are some that it waits for */
 
 /* A seal for a FLUSH. done: 0: the content is on the devices, in the names, and a scan finds it (I13). -EAGAIN: it was not written, and Python is to
@@ -339,6 +340,20 @@ enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWAR
 uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
 void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns);
 
+/* ---- changes.c: what subscribers are told; within a step ---- */
+
+/* Records of the table before it changes: the inode's, and another inode's that has the name. Neither, if nobody has subscribed. */
+struct change {
+    struct kvfs_record before, holder;
+    bool known, held;
+};
+void change_look(struct kvfs_plane *plane, uint64_t inode, uint64_t parent, const char *name, uint32_t name_size, struct change *out);
+/* The table has changed: by kvfs_table_put(), _update(), or _remove(). `reason`: of a block that is new there. */
+void change_put(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name, enum kvfs_event_reason reason,
+                const struct change *change);
+void change_update(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name, const struct change *change);
+void change_remove(struct kvfs_plane *plane, enum kvfs_event_reason reason, const struct change *change);
+
 /* ---- workers (worker.c) and store jobs (segment_jobs.c) ---- */
 
 struct worker {
@@ -373,6 +388,7 @@ struct kvfs_plane {
     struct kvfs_array array;
     struct kvfs_table *table;
     struct kvfs_names *names;
+    struct feed *feed;                    /* NULL: nobody has subscribed; within a step */
     struct flush *flushes, *flushes_last; /* waiting for room; within a step */
     struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;

@@ -18,12 +18,6 @@ static bool step_begin(struct kvfs_plane *plane, uint32_t reasons) {
     return false;
 }
 
-int64_t time_now(void) {
-    struct timespec ts;
-    clock_gettime(CLOCK_REALTIME, &ts);
-    return ts.tv_sec * 1000000000ll + ts.tv_nsec;
-}
-
 const struct kvfs_inode_record *directory_here(struct kvfs_plane *plane, uint64_t inode) {
     const struct kvfs_inode_record *record = names_record(plane->names, inode);
     return record && record->kind == KVFS_KIND_DIRECTORY && !(record->flags & KVFS_INODE_NAMELESS) ? record : NULL;

@@ -70,36 +70,49 @@ static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (
     return keep;
 }
 
-static int change_remove(struct kvfs_plane *plane, uint64_t inode, int keep, const void *argument) {
+static int table_remove(struct kvfs_plane *plane, uint64_t inode, int keep, const void *argument) {
     (void)argument;
-    return kvfs_table_remove(plane->table, inode, keep);
+    struct change change;
+    change_look(plane, inode, 0, NULL, 0, &change);
+    int r = kvfs_table_remove(plane->table, inode, keep);
+    if (r == 0)
+        change_remove(plane, KVFS_REASON_DELETED, &change);
+    return r;
 }
 
-static int change_put(struct kvfs_plane *plane, uint64_t inode, int keep, const void *record) {
+static int table_put(struct kvfs_plane *plane, uint64_t inode, int keep, const void *record) {
     (void)inode;
     struct kvfs_record to;
     struct kvfs_inode_record r = record_take(record, &to);
     struct kvfs_record before, after;
+    struct change change;
+    change_look(plane, to.inode, to.parent, record_name(record), r.name_size, &change);
     bool known = kvfs_table_find_inode(plane->table, to.inode, &before) == 0;
     int error = kvfs_table_put(plane->table, &to, record_name(record), r.name_size, keep);
     /* A new inode is used now; a renamed one has another slot, and keeps its use. */
     if (error == 0 && kvfs_table_find_inode(plane->table, to.inode, &after) == 0 && !(known && after.slot == before.slot))
         use_enter(plane, after.slot, known ? &before.slot : NULL);
+    if (error == 0)
+        change_put(plane, &r, record_name(record), KVFS_REASON_WRITTEN, &change);
     return error;
 }
 
 int kvfs_name_put(struct kvfs_plane *plane, const void *record, uint64_t replaced) {
     kvfs_names_begin(plane->names);
-    int r = replaced ? nameless(plane, replaced, true, change_put, record) : change_put(plane, 0, 0, record);
+    int r = replaced ? nameless(plane, replaced, true, table_put, record) : table_put(plane, 0, 0, record);
     kvfs_names_end(plane->names);
     return r;
 }
 
 int kvfs_inode_update(struct kvfs_plane *plane, const void *record) {
     struct kvfs_record to;
-    record_take(record, &to);
+    struct kvfs_inode_record taken = record_take(record, &to);
+    struct change change;
     kvfs_names_begin(plane->names);
+    change_look(plane, to.inode, 0, NULL, 0, &change);
     int r = kvfs_table_update(plane->table, &to);
+    if (r == 0)
+        change_update(plane, &taken, record_name(record), &change);
     kvfs_names_end(plane->names);
     return r;
 }
@@ -119,7 +132,7 @@ int kvfs_inode_move(struct kvfs_plane *plane, const void *record) {
 
 int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) {
     kvfs_names_begin(plane->names);
-    int r = nameless(plane, inode, false, change_remove, NULL);
+    int r = nameless(plane, inode, false, table_remove, NULL);
     kvfs_names_end(plane->names);
     return r;
 }
@@ -128,12 +141,16 @@ int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) {
  * away, and a lease keeps nothing. */
 static bool evict(struct kvfs_plane *plane, uint64_t inode, bool named) {
     struct shard *shard = shard_of(plane, inode);
+    struct change change;
     pthread_mutex_lock(&shard->lock);
     struct node *node = NULL;
     int state = open_state(plane, shard, inode, &node);
     bool goes = state != KVFS_OPEN && state != KVFS_BEING_WRITTEN && (!named || (state != KVFS_LEASED && names_removable(plane->names, inode) == 0));
-    if (goes)
+    if (goes) {
+        change_look(plane, inode, 0, NULL, 0, &change);
         kvfs_table_remove(plane->table, inode, 0);
+        change_remove(plane, named ? KVFS_REASON_EVICTED : KVFS_REASON_AWAY, &change);
+    }
     if (goes && node && node->handles)
         hold_evict(plane, node); /* its handles find no record: they read EIO */
     if (goes && node)

@@ -3,6 +3,7 @@
 #ifndef KVFS_TEST_DAEMON_H
 #define KVFS_TEST_DAEMON_H
 
+#include "block/feed.h"
 #include "client/client.h"
 
 #include <fcntl.h>
@@ -144,6 +145,11 @@ static struct {
     uint64_t last_lease; /* the only one in force */
     uint32_t lease_frames, releases, leased;
     struct kvfs_client_statistics report;
+    /* The feed: made by the first who asks, and gone with the daemon. */
+    struct feed *feed;
+    bool no_feed;                           /* it is promised without a descriptor */
+    const char *(*path_of)(uint64_t inode); /* NULL: it has gone */
+    uint32_t paths_asked;
 } d;
 
 static inline void locked(void) { pthread_mutex_lock(&d.lock); }
@@ -773,6 +779,47 @@ static inline void hold(const struct wire_frame *head, const uint8_t *data, uint
     CHECK(held->size == sizeof(*head) + size);
 }
 
+/* Returns the status; the feed's descriptor, if that is asked for, is to come with the answer. */
+static inline int32_t events(const uint8_t *payload, uint32_t size, struct bytes *out, int *descriptor) {
+    struct wire_events request;
+    CHECK(size == sizeof(request));
+    memcpy(&request, payload, sizeof(request));
+    CHECK(request.reserved == 0);
+    if (request.operation == KVFS_WIRE_EVENTS_PATH) {
+        const char *path = d.path_of ? d.path_of(request.inode) : NULL;
+        d.paths_asked++;
+        if (path)
+            add(out, path, strlen(path));
+        out->size = path ? strlen(path) : 0; /* not padded */
+        return path ? 0 : -ENOENT;
+    }
+    CHECK(request.operation == KVFS_WIRE_EVENTS_BEGIN && request.inode == 0);
+    if (!d.feed)
+        CHECK(feed_create(FEED_SIZE_MIN, &d.feed) == 0);
+    struct wire_feed feed = {.size = feed_size(d.feed)};
+    feed_end(d.feed, &feed.position, &feed.number);
+    add(out, &feed, sizeof(feed));
+    *descriptor = d.no_feed ? -1 : feed_fd(d.feed);
+    return 0;
+}
+
+static inline bool say_head(int fd, const struct wire_frame *head, int descriptor) {
+    union {
+        char space[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } control = {0};
+    struct iovec iov = {(void *)(uintptr_t)head, sizeof(*head)};
+    struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.space, .msg_controllen = sizeof(control.space)};
+    if (descriptor < 0)
+        return say(fd, head, sizeof(*head));
+    struct cmsghdr *part = CMSG_FIRSTHDR(&message);
+    part->cmsg_level = SOL_SOCKET;
+    part->cmsg_type = SCM_RIGHTS;
+    part->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(part), &descriptor, sizeof(int));
+    return sendmsg(fd, &message, MSG_NOSIGNAL) == sizeof(*head);
+}
+
 /* False: hang up. */
 static inline bool answer(int connection, int fd) {
     struct wire_frame frame;
@@ -783,6 +830,7 @@ static inline bool answer(int connection, int fd) {
     uint8_t *payload = malloc(frame.size + 1u);
     bool good = read_exactly(fd, payload, frame.size);
     int32_t status = 0;
+    int descriptor = -1;
     if (good && frame.type == WIRE_HITS) {
         CHECK(frame.size % 8 == 0);
         d.hits += frame.size / 8;
@@ -848,6 +896,8 @@ static inline bool answer(int connection, int fd) {
                 add(&out, &r, sizeof(r));
             }
             d.lookups++;
+        } else if (frame.type == WIRE_EVENTS) {
+            status = events(payload, frame.size, &out, &descriptor);
         } else {
             CHECK_SAY(false, "a request of type %u", frame.type);
         }
@@ -882,7 +932,7 @@ static inline bool answer(int connection, int fd) {
         else if (frame.type == WIRE_COMMIT && d.reserved < d.held_until)
             hold(&head, out.data, size);
         else if (trick != HANG)
-            good = say(fd, &head, sizeof(head)) && say(fd, lie.data ? lie.data : out.data, trick == HALF_PAYLOAD ? size / 2 : size);
+            good = say_head(fd, &head, descriptor) && say(fd, lie.data ? lie.data : out.data, trick == HALF_PAYLOAD ? size / 2 : size);
         while (d.held_count && d.reserved >= d.held_until) {
             struct bytes *held = &d.held[--d.held_count];
             good = good && say(fd, held->data, held->size);
@@ -980,6 +1030,8 @@ static inline void daemon_stop(bool close_frame) {
     close(d.wake[1]);
     kvfs_table_destroy(d.table);
     d.table = NULL;
+    feed_destroy(d.feed);
+    d.feed = NULL;
     d.running = false;
 }
 

@@ -1,0 +1,151 @@
+/* Changes of the block table, as the feed tells them: which files became blocks, and which blocks' names ended. Everything here runs within a step (I4),
+ * after the table has changed and before the names in memory do. While nobody has subscribed there is no feed, and nothing is looked up. */
+#include "block/feed.h"
+#include "content/content.h"
+
+#define ROOT_INODE 1u
+
+static bool is_block(const struct kvfs_record *record) {
+    return record->kind == KVFS_KIND_FILE && (record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS)) == KVFS_INODE_SEALED;
+}
+
+static bool same_place(const struct kvfs_record *a, const struct kvfs_record *b) {
+    return a->segment == b->segment && a->page == b->page && a->generation == b->generation;
+}
+
+static bool same_name(const struct kvfs_inode_record *a, const struct kvfs_inode_record *b, const char *b_name) {
+    return a->parent == b->parent && a->name_size == b->name_size && memcmp(record_name(a), b_name, a->name_size) == 0;
+}
+
+/* The path as far up as memory has its directories, which is nearly always the root. */
+static void tell(struct kvfs_plane *plane, enum feed_kind kind, enum kvfs_event_reason reason, uint64_t size, uint64_t parent, const char *name,
+                 uint32_t name_size) {
+    char text[FEED_TEXT_MAX];
+    uint32_t at = sizeof(text) - name_size;
+    copy_bytes(text + at, name, name_size);
+    while (parent != ROOT_INODE) {
+        const struct kvfs_inode_record *directory = names_record(plane->names, parent);
+        if (!directory || !directory->name_size || directory->name_size + 1u > at)
+            break;
+        text[--at] = '/';
+        at -= directory->name_size;
+        memcpy(text + at, record_name(directory), directory->name_size);
+        parent = directory->parent;
+    }
+    struct feed_record record = {
+        .kind = kind, .reason = reason, .size = size, .time_ns = time_now(), .anchor = parent, .text_size = (uint32_t)sizeof(text) - at};
+    feed_add(plane->feed, &record, text + at);
+}
+
+/* By the inode's name in memory. */
+static void tell_old_name(struct kvfs_plane *plane, enum feed_kind kind, enum kvfs_event_reason reason, const struct kvfs_record *was) {
+    const struct kvfs_inode_record *record = names_record(plane->names, was->inode);
+    if (record && record->name_size)
+        tell(plane, kind, reason, was->size, record->parent, record_name(record), record->name_size);
+    else
+        tell(plane, FEED_LOST, reason, was->size, ROOT_INODE, NULL, 0);
+}
+
+void change_look(struct kvfs_plane *plane, uint64_t inode, uint64_t parent, const char *name, uint32_t name_size, struct change *out) {
+    out->known = out->held = false;
+    if (!plane->feed)
+        return;
+    out->known = kvfs_table_find_inode(plane->table, inode, &out->before) == 0;
+    out->held = name_size && kvfs_table_find_name(plane->table, parent, name, name_size, &out->holder) == 0 && out->holder.inode != inode;
+}
+
+void change_put(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name, enum kvfs_event_reason reason,
+                const struct change *change) {
+    if (!plane->feed)
+        return;
+    struct kvfs_record now;
+    record_from_inode(record, &now);
+    now.flags &= (uint8_t)~KVFS_INODE_NAMELESS;
+    const struct kvfs_inode_record *old = names_record(plane->names, record->inode);
+    bool had_name = change->known && !(change->before.flags & KVFS_INODE_NAMELESS);
+    bool renamed = had_name && (!old || !same_name(old, record, name));
+    bool replaced = change->held && is_block(&change->holder);
+    if (record->kind == KVFS_KIND_DIRECTORY && renamed) {
+        tell_old_name(plane, FEED_LOOK, KVFS_REASON_RENAMED, &change->before);
+        tell(plane, FEED_LOOK, KVFS_REASON_RENAMED, 0, record->parent, name, record->name_size);
+        return;
+    }
+    if (renamed && is_block(&change->before))
+        tell_old_name(plane, FEED_REMOVED, KVFS_REASON_RENAMED, &change->before);
+    if (!is_block(&now)) {
+        if (replaced)
+            tell(plane, FEED_REMOVED, KVFS_REASON_REPLACED, change->holder.size, record->parent, name, record->name_size);
+    } else if (renamed || !had_name || !is_block(&change->before) || !same_place(&change->before, &now)) {
+        reason = renamed ? KVFS_REASON_RENAMED : replaced || (had_name && is_block(&change->before)) ? KVFS_REASON_REPLACED : reason;
+        tell(plane, FEED_STORED, reason, now.size, record->parent, name, record->name_size);
+    }
+}
+
+void change_update(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name, const struct change *change) {
+    if (!plane->feed || !change->known || change->before.flags & KVFS_INODE_NAMELESS)
+        return;
+    struct kvfs_record now;
+    record_from_inode(record, &now);
+    bool was = is_block(&change->before), is = is_block(&now);
+    if (is && !(was && same_place(&change->before, &now)))
+        tell(plane, FEED_STORED, was ? KVFS_REASON_REPLACED : KVFS_REASON_WRITTEN, now.size, record->parent, name, record->name_size);
+    else if (was && !is)
+        tell(plane, FEED_REMOVED, KVFS_REASON_REPLACED, change->before.size, record->parent, name, record->name_size);
+}
+
+void change_remove(struct kvfs_plane *plane, enum kvfs_event_reason reason, const struct change *change) {
+    if (plane->feed && change->known && is_block(&change->before))
+        tell_old_name(plane, FEED_REMOVED, reason, &change->before);
+}
+
+int64_t kvfs_blocks_load(struct kvfs_plane *plane, const void *records, uint64_t size) {
+    int64_t loaded = 0, r = 0;
+    kvfs_names_begin(plane->names);
+    if (!plane->feed) {
+        loaded = kvfs_table_load(plane->table, records, size);
+        kvfs_names_end(plane->names);
+        return loaded;
+    }
+    for (const uint8_t *at = records, *end = at + size; at < end && r >= 0; loaded += r) {
+        struct kvfs_inode_record head;
+        struct change change;
+        if ((uint64_t)(end - at) < sizeof(head))
+            r = -EBADMSG;
+        else
+            memcpy(&head, at, sizeof(head)); /* the buffer need not be aligned */
+        if (r < 0 || head.record_size < sizeof(head) + head.name_size || head.record_size > (uint64_t)(end - at)) {
+            r = -EBADMSG;
+            break;
+        }
+        const char *name = (const char *)at + sizeof(head);
+        bool named = head.name_size && !(head.flags & KVFS_INODE_NAMELESS);
+        change_look(plane, head.inode, head.parent, name, named ? head.name_size : 0, &change);
+        r = kvfs_table_load(plane->table, at, head.record_size);
+        if (r > 0 && named)
+            change_put(plane, &head, name, KVFS_REASON_FOUND, &change);
+        at += head.record_size;
+    }
+    kvfs_names_end(plane->names);
+    return r < 0 ? r : loaded;
+}
+
+/* ---- subscribers ---- */
+
+int kvfs_feed_begin(struct kvfs_plane *plane, uint64_t size, struct kvfs_feed_place *out) {
+    kvfs_names_begin(plane->names);
+    int r = plane->feed ? 0 : feed_create(size, &plane->feed);
+    if (r == 0) {
+        struct kvfs_feed_place place = {.fd = feed_fd(plane->feed), .size = feed_size(plane->feed)};
+        feed_end(plane->feed, &place.position, &place.number);
+        *out = place;
+    }
+    kvfs_names_end(plane->names);
+    return r;
+}
+
+void kvfs_feed_stop(struct kvfs_plane *plane) {
+    kvfs_names_begin(plane->names);
+    feed_destroy(plane->feed);
+    plane->feed = NULL;
+    kvfs_names_end(plane->names);
+}

@@ -1,0 +1,262 @@
+"""`kvfs events --zmq`: routers that read vLLM's events read ours, and believe in what is there, whatever happens."""
+
+import base64
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from helpers import REPOSITORY, wait_until
+
+import kvfs
+
+msgspec = pytest.importorskip("msgspec", reason="the package msgspec is not installed")
+zmq = pytest.importorskip("zmq", reason="the package pyzmq is not installed")
+
+# The schema of vLLM 0.33, as a router would write it down.
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, omit_defaults=True):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+
+
+class RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True, omit_defaults=True):
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+class ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[StoredArray | RemovedArray | ClearedArray]
+    data_parallel_rank: int | None = None
+
+
+def key_of(number, group=0):
+    """As vLLM's offload keys: a hash of 32 bytes, and the group."""
+    return number.to_bytes(32, "big") + group.to_bytes(4, "big")
+
+
+class Router:
+    """Believes what it is told."""
+
+    def __init__(self, endpoint, batch=Batch, topic=""):
+        self.batch, self.believed, self.payloads, self.sequences = batch, set(), [], []
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.subscribe(topic)
+        # It binds, as the publisher of a test connects: nothing is lost before both are there.
+        self.socket.bind(endpoint)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.context.destroy(linger=0)
+
+    def hear(self, timeout_s=0.2):
+        """All messages until none comes in time."""
+        while self.socket.poll(int(timeout_s * 1000)):
+            topic, sequence, payload = self.socket.recv_multipart()
+            self.topic = topic
+            self.sequences.append(int.from_bytes(sequence, "big"))
+            self.payloads.append(payload)
+            self.apply(payload)
+
+    def apply(self, payload):
+        self.last = msgspec.msgpack.decode(payload, type=self.batch)
+        for event in self.last.events:
+            if hasattr(event, "token_ids"):
+                assert (event.token_ids, event.block_size, event.parent_block_hash) == ([], 0, None)
+                self.believed |= {(hash_, getattr(event, "group_idx", None)) for hash_ in event.block_hashes}
+            elif hasattr(event, "block_hashes"):
+                self.believed -= {(hash_, getattr(event, "group_idx", None)) for hash_ in event.block_hashes}
+            else:
+                self.believed.clear()
+
+    def wait(self, numbers, group=0):
+        """Hear until exactly these are believed."""
+        wanted = {(number.to_bytes(32, "big"), group) for number in numbers}
+
+        def heard():
+            self.hear(0.05)
+            return self.believed == wanted
+
+        wait_until(heard, "the router to believe in what is there", timeout_s=20)
+
+
+@pytest.fixture
+def publishing():
+    """publishing(MOUNTPOINT, NAMESPACE, *words): a `kvfs events --zmq` until the test's end."""
+    running = []
+
+    def start(*words):
+        program = subprocess.Popen(
+            [sys.executable, "-m", "kvfs", "events", *map(str, words)], cwd=REPOSITORY, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        running.append(program)
+        assert program.stdout.readline().startswith("events of")
+        return program
+
+    yield start
+    for program in running:
+        program.send_signal(signal.SIGTERM)
+        _, errors = program.communicate(timeout=20)
+        assert "Traceback" not in errors, errors
+
+
+@pytest.fixture
+def tcp():
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    return f"tcp://127.0.0.1:{port}"
+
+
+def test_a_router_believes_in_what_is_there(directory, publishing, tcp):
+    with kvfs.connect(directory, "llama", gpu=None) as client, Router(tcp) as router:
+        client.put([(key_of(n, 1), b"x") for n in range(700)])
+        publishing(directory, "llama", "--zmq", tcp, "--rank", "3")
+        router.wait(range(700), group=1)
+        assert router.last.data_parallel_rank == 3
+        client.put([(key_of(n, 1), b"y") for n in range(600, 800)])
+        client.delete([key_of(n, 1) for n in range(0, 800, 2)])
+        router.wait(range(1, 800, 2), group=1)
+        assert router.sequences == list(range(len(router.sequences))) and router.topic == b""
+        assert {event.medium for event in router.last.events} == {"STORAGE"}
+
+
+def test_options_of_messages(directory, publishing, tcp):
+    with kvfs.connect(directory, "llama", gpu=None) as client, Router(tcp, ArrayBatch, "kv@") as router:
+        words = ("--arrays", "--topic", "kv@pod", "--medium", "DISK", "--hashes", "vllm-int")
+        client.put([(key_of((5 << 64) + 7), b"x")])
+        publishing(directory, "llama", "--zmq", tcp, *words)
+        wait_until(lambda: router.hear(0.05) or router.believed == {(7, None)}, "the block")
+        assert router.topic == b"kv@pod" and router.last.events[-1].medium == "DISK"
+        client.delete([key_of((5 << 64) + 7)])
+        wait_until(lambda: router.hear(0.05) or not router.believed, "the removal")
+
+
+def test_a_gap_a_restart_and_an_unmount_leave_no_wrong_belief(own_pool, publishing, tcp):
+    pool = own_pool(files=2, size="256M", environment={"KVFS_EVENTS_SIZE": str(256 << 10)})
+    with kvfs.connect(pool.mount, "llama", gpu=None) as client, Router(tcp) as router:
+        client.put([(key_of(n), b"x") for n in range(10)])
+        program = publishing(pool.mount, "llama", "--zmq", tcp)
+        router.wait(range(10))
+        program.send_signal(signal.SIGSTOP)
+        for first in range(10, 6000, 1000):
+            client.put([(key_of(n), b"x") for n in range(first, first + 1000)])
+        client.delete([key_of(n) for n in range(6, 5900)])
+        program.send_signal(signal.SIGCONT)
+        there = [*range(6), *range(5900, 6010)]
+        router.wait(there)
+        pool.kill()
+        pool.remount()
+        client.delete([key_of(0)])
+        there = [int.from_bytes(key[:32], "big") for key in client.list()]
+        router.wait(there)
+        pool.umount()
+        router.wait([])
+        pool.start()
+        router.wait(there)
+
+
+def test_lost_messages_are_asked_for_again(directory, publishing, tcp, tmp_path):
+    replay = f"ipc://{tmp_path}/replay"
+    with kvfs.connect(directory, "llama", gpu=None) as client, Router(tcp) as router:
+        publishing(directory, "llama", "--zmq", tcp, "--replay", replay)
+        router.wait([])
+        for number in range(5):
+            client.put([(key_of(number), b"x")])
+            router.wait(range(number + 1))
+        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+            socket.linger = 0
+            socket.connect(replay)
+            socket.send((2).to_bytes(8, "big"))
+            assert socket.poll(5000)
+            topic, sequence, payload = socket.recv_multipart()
+            assert (topic, int.from_bytes(sequence, "big"), payload) == (b"", 2, router.payloads[2])
+
+
+def test_what_is_no_endpoint_or_no_pool_is_one_line(directory, tmp_path):
+    for words, said in (
+        ((directory, "--zmq", "nonsense"), "endpoint nonsense"), ((tmp_path,), "not on a kvfs mount"),
+        ((directory, "--topic", "t"), "--topic is of --zmq"),
+        ((directory, "--zmq", "tcp://*:1", "--keys"), "no --count"),
+    ):  # fmt: skip
+        done = subprocess.run([sys.executable, "-m", "kvfs", "events", *map(str, words)], cwd=REPOSITORY,
+                              capture_output=True, text=True, timeout=60)  # fmt: skip
+        assert done.returncode in (1, 2) and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+_READ_BY_VLLM = """
+import base64, sys, msgspec
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+believed = set()
+for line in sys.stdin:
+    batch = msgspec.msgpack.decode(base64.b64decode(line), type=KVEventBatch)
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            believed |= {(hash_, event.group_idx, event.medium) for hash_ in event.block_hashes}
+        elif isinstance(event, BlockRemoved):
+            believed -= {(hash_, event.group_idx, event.medium) for hash_ in event.block_hashes}
+        else:
+            assert isinstance(event, AllBlocksCleared)
+            believed.clear()
+print(sorted(int.from_bytes(hash_, "big") for hash_, group, medium in believed), {x[1:] for x in believed})
+"""
+
+
+def test_vllm_s_own_classes_read_our_messages(directory, publishing, tcp):
+    found = sorted(pathlib.Path(os.path.expanduser("~/.cache/kvfs/engines")).glob("vllm*/bin/python"))
+    if not found:
+        pytest.skip("vLLM is not installed in ~/.cache/kvfs/engines")
+    with kvfs.connect(directory, "llama", gpu=None) as client, Router(tcp) as router:
+        client.put([(key_of(n, 2), b"x") for n in range(5)])
+        publishing(directory, "llama", "--zmq", tcp)
+        router.wait(range(5), group=2)
+        client.delete([key_of(n, 2) for n in (1, 3)])
+        router.wait([0, 2, 4], group=2)
+    lines = "".join(base64.b64encode(payload).decode() + "\n" for payload in router.payloads)
+    done = subprocess.run([found[-1], "-c", _READ_BY_VLLM], input=lines, capture_output=True, text=True, timeout=200,
+                          env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}, cwd="/")  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["[0, 2, 4] {(2, 'STORAGE')}"], done.stderr[-3000:]
