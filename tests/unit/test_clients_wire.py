@@ -487,7 +487,7 @@ def test_items_are_in_the_directories_of_a_table(pool: Pool) -> None:
         assert not (root / "file").exists() and (root / "there").is_dir() and not (root / "not used").exists()
 
 
-def test_a_frame_may_have_256_directories_of_512_parts(pool: Pool) -> None:
+def test_a_frame_may_have_256_directories_of_many_parts(pool: Pool) -> None:
     """And others are served meanwhile."""
     deep = [b"/".join([b"%d" % i, *[b"d"] * 40]) for i in range(256)]
     with connected(pool) as client, connected(pool) as other:
