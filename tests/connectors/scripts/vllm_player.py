@@ -2,20 +2,19 @@
 
 Real are OffloadingSpecFactory, TieringOffloadingSpec, SecondaryTierFactory, TieringOffloadingManager, its primary tier
 and SharedOffloadRegion. A test double are the configuration of the model, and the GPU: blocks are made of their number.
-Commands come as lines of JSON on standard input, {"do": name, ...}; each has one line of answer.
+One process is one engine after the other. Commands are lines of JSON on standard input, {"do": name, ...}; each has one
+line of answer.
 """
 
 import gc
 import hashlib
 import json
-import logging
 import os
 import random
 import sys
 import time
 import uuid
 
-SETTINGS = json.loads(sys.argv[1])
 # The answers go where nothing else can write.
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
@@ -34,20 +33,20 @@ DEADLINE_S = 60
 TOKENS = 16
 
 
-def make_spec():
+def make_spec(settings):
     """As OffloadingConnector makes it, of the configuration line that the test gives."""
     layers = tuple(f"model.layers.{i}.self_attn" for i in range(2))
-    extra = SETTINGS["kv_connector_extra_config"]
+    extra = settings["kv_connector_extra_config"]
     config = OffloadingConfig(
         groups=(OffloadingGroupConfig(TOKENS, layers, 0),),
-        worker_kv_bytes_per_block=SETTINGS.get("block_size", 1 << 20),
-        enable_kv_cache_events=SETTINGS.get("events", False),
+        worker_kv_bytes_per_block=settings.get("block_size", 1 << 20),
+        enable_kv_cache_events=settings.get("events", False),
         extra_config=extra,
         engine_id=f"kvfs-test-{uuid.uuid4().hex[:12]}",
-        model=OffloadingModelConfig(SETTINGS.get("model", "team/tiny-llama"), "bfloat16"),
+        model=OffloadingModelConfig(settings.get("model", "team/tiny-llama"), "bfloat16"),
         cache=OffloadingCacheConfig(TOKENS, 1),
-        parallel=OffloadingParallelConfig(0, 1, SETTINGS.get("tp", 1), 1, 1, 1, 0, 1, None, False),
-        kv_cache_layout=SETTINGS.get("layout", "LBHNC"),
+        parallel=OffloadingParallelConfig(0, 1, settings.get("tp", 1), 1, 1, 1, 0, 1, None, False),
+        kv_cache_layout=settings.get("layout", "LBHNC"),
     )
     return OffloadingSpecFactory.create_spec(config)
 
@@ -57,9 +56,9 @@ def key_of(number):
 
 
 class Player:
-    def __init__(self):
+    def __init__(self, settings):
         started = time.monotonic()
-        self.manager = make_spec().get_manager()
+        self.manager = make_spec(settings).get_manager()
         self.started_s = time.monotonic() - started
         self.tier = self.manager.secondary_tiers[0]
         self.view = self.manager.primary_tier.get_kv_memoryview()
@@ -175,7 +174,9 @@ class Player:
 
     def do_stats(self):
         stats = self.manager.get_stats()
-        return {name: sum(v for v in values.values() if not isinstance(v, list)) for name, values in stats._values.items()}
+        return {
+            name: sum(v for v in values.values() if not isinstance(v, list)) for name, values in stats._values.items()
+        }
 
     def do_events(self):
         told = [event for event in self.manager.take_events() if event.medium is self.tier.medium]
@@ -206,11 +207,23 @@ class Player:
 
 
 def main():
-    logging.captureWarnings(True)
-    player = Player()
+    """open makes an engine, shutdown ends it; after that another may be opened."""
+    player = None
     for line in sys.stdin:
         command = json.loads(line)
-        answer = getattr(player, f"do_{command.pop('do')}")(**command)
+        what = command.pop("do")
+        if what == "open":
+            assert player is None
+            try:
+                player = Player(**command)
+            except ValueError as error:
+                print(json.dumps({"refused": str(error)}), file=ANSWERS, flush=True)
+                continue
+            answer = player.do_ready()
+        else:
+            answer = getattr(player, f"do_{what}")(**command)
+            if what == "shutdown":
+                player = None
         print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
