@@ -352,9 +352,9 @@ class _Events:
                 with _subscribe(self._connection.options.mount, self._connection.space) as events:
                     self._note(None)  # whatever happened before
                     while not self._stop.is_set():
-                        event = events.next(_EVENTS_WAIT_S)
+                        event = events.next_event(_EVENTS_WAIT_S)
                         if event is not None:
-                            self._note(event.key)
+                            self._note(getattr(event, "key", None))  # a gap or a reset has none
             except (KvfsError, OSError):
                 self._stop.wait(_EVENTS_WAIT_S)
 

@@ -155,20 +155,23 @@ def damage(pool, path):
     image.write(segment, page, flipped(image.read(segment, page), 12_345))
 
 
-def fill(pool):
-    """Pin files until there is no room; the paths of all."""
+@contextlib.contextmanager
+def filled(pool):
+    """No room: pinned files up to what may be pinned, and one that is being written."""
     paths = []
-    for index in range(1000):
-        path = pool.mount / f"pinned-{index}"
-        with opened(path, os.O_CREAT | os.O_WRONLY) as descriptor:
-            os.setxattr(descriptor, "user.kvfs.pin", b"1")
-            try:
-                assert os.write(descriptor, content(MIB, 1)) == MIB
-            except OSError:
-                path.unlink()
-                return paths
-        paths.append(path)
-    raise AssertionError("a thousand MiB were pinned")
+    with contextlib.ExitStack() as stack:
+        for pinned in (True, False):
+            path = pool.mount / f"filler-{pinned}"
+            descriptor = stack.enter_context(opened(path, os.O_CREAT | os.O_WRONLY))
+            paths.append(path)
+            if pinned:
+                os.setxattr(descriptor, "user.kvfs.pin", b"1")
+            with contextlib.suppress(OSError):
+                while True:
+                    assert os.write(descriptor, content(MIB // 4, 1)) == MIB // 4
+        yield
+    for path in paths:
+        path.unlink()
 
 
 def same(count=COUNT):
@@ -295,7 +298,7 @@ def test_a_pool_that_is_unmounted_and_another_that_comes_in_its_place(own_pool, 
     wait_until(lambda: player.ask("state") == "up", "the connection", timeout_s=20)
     assert player.load(range(COUNT)) == same()
     pool.umount()
-    pool.format()
+    pool.command("format", str(pool.path), "--files", "2", "--size", "64M", "--force")
     pool.start()
     wait_until(lambda: player.load([0]) == ["miss"] and player.ask("state") == "up", "the other pool", timeout_s=20)
     player.ask("forget")
@@ -320,13 +323,12 @@ def test_an_engine_starts_without_a_mount_and_finds_it_later(own_pool, vllm):
 def test_a_full_pool_refuses_stores_and_nothing_else_suffers(own_pool, vllm):
     pool = own_pool(files=2, size="48M")
     player = vllm(pool.mount)
-    pinned = fill(pool)
-    assert player.store(range(30, 38)) == 8
-    answers = player.load(range(30, 38))
-    assert "miss" in answers and "wrong" not in answers
-    assert player.ask("stats")["vllm:kvfs_failed_stores"] >= answers.count("miss")
-    for path in pinned:
-        path.unlink()
+    with filled(pool):
+        assert player.store(range(30, 38)) == 8
+        answers = player.load(range(30, 38))
+        assert "miss" in answers and "wrong" not in answers
+        assert player.ask("stats")["vllm:kvfs_failed_stores"] == answers.count("miss")
+        assert len(player.warnings()) == 1 and "no room" in player.warnings()[0], player.warnings()
     player.ask("forget")
     assert player.store(range(40, 44)) == 4
     assert player.load(range(40, 44)) == same(4)

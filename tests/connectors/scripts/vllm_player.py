@@ -18,6 +18,7 @@ import uuid
 # The answers go where nothing else can write.
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
+sys.stdout.reconfigure(line_buffering=True)  # vLLM's log
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext  # noqa: E402
 from vllm.v1.kv_offload.config import (  # noqa: E402
