@@ -1,4 +1,4 @@
-"""What all connectors stand on: options, namespaces, and a connection that gives misses instead of exceptions."""
+"""The common ground of all connectors: options, namespaces, a connection that gives misses instead of exceptions."""
 
 import logging
 import select
@@ -11,7 +11,7 @@ from helpers import MIB, content, in_child, wait_until
 import kvfs
 from kvfs.connectors import common
 from kvfs.connectors.common import Connection, State, namespace_of, options_of
-from kvfs.errors import DeadlineError
+from kvfs.errors import DeadlineError, KvfsError, NotMountedError
 
 KEYS = [b"block %d" % i for i in range(8)]
 
@@ -211,13 +211,24 @@ def test_a_second_close_does_nothing(tmp_path):
     assert connection.exists([b"a"]) == [False]
 
 
-def test_a_put_error_of_one_block_leaves_the_others_stored(connect, own_pool, monkeypatch):
+@pytest.mark.parametrize(
+    ("results", "error", "failed", "there", "counts"),
+    [
+        ([True, False, False], None, {KEYS[1]: KvfsError("no room")}, [True, False, True], (1, 1, 1)),
+        ([True, False, False], NotMountedError("the daemon is gone"), {}, [True, False, False], (1, 2, 0)),
+        ([], NotMountedError("the daemon is gone"), {}, [False, False, False], (0, 3, 0)),
+    ],
+)
+def test_a_put_that_ends_half_way_tells_what_is_there(
+    connect, own_pool, monkeypatch, warnings, results, error, failed, there, counts
+):
     connection = connect(own_pool(files=2, size="64M").mount)
-    refused = common.KvfsError("no room")
-    results = SimpleNamespace(id=0, results=[True, False, False], error=None, failed={KEYS[1]: refused})
-    link = connection._link
-    monkeypatch.setattr(link.queue, "put", lambda *_, **__: 0)
-    monkeypatch.setattr(link.queue, "drain", lambda: [results] if connection._batches else [])
+    completion = SimpleNamespace(id=0, results=results, error=error, failed=failed)
+    queue = connection._link.queue
+    monkeypatch.setattr(queue, "put", lambda *_, **__: 0)
+    monkeypatch.setattr(queue, "drain", lambda: [completion] if connection._batches else [])
     ticket = connection.submit_put([(key, b"1") for key in KEYS[:3]])
-    assert finished(connection, ticket) == [True, False, True]
-    assert (connection.counters.stored, connection.counters.failed_stores, connection.counters.present) == (1, 1, 1)
+    assert finished(connection, ticket) == there
+    counted = connection.counters
+    assert (counted.stored, counted.failed_stores, counted.present) == counts
+    assert len(warnings()) == 1, warnings()

@@ -1,7 +1,7 @@
 """A test double of a GPU: vLLM's tiering with blocks that are copied in the processor's own memory.
 
-vLLM's TieringOffloadingSpec refuses a machine without a GPU. This one is the same but for the worker that moves blocks
-between the "GPU" and the first tier: its scheduler, connector, manager and tiers are vLLM's own. It is loaded by
+vLLM's TieringOffloadingSpec refuses a machine without a GPU. This one differs in the worker that moves blocks
+between the "GPU" and the first tier. Scheduler, connector, manager and tiers are vLLM's own. It is loaded by
 `"spec_name": "MemcpyTieringSpec", "spec_module_path": "memcpy_spec"`, and is not for production.
 """
 

@@ -184,7 +184,7 @@ class Player:
         return [[[key.hex() for key in event.keys], event.removed, event.ownership] for event in told]
 
     def do_parents(self, numbers):
-        """What a store would say of these keys."""
+        """As a store would say it of these keys."""
         context = self.request(numbers)
         chain = self.tier._chain(context)
         parents = [chain.parent(key_of(number)) for number in numbers]
