@@ -1,0 +1,658 @@
+"""Common to all connectors: a connection that an engine's loop can rest on, its options, its namespace, its counters.
+
+An engine asks for blocks in the loop that also feeds its GPU. So nothing here raises for a kvfs that is away: not
+mounted, its daemon gone, its version another. Reads are then misses and stores are dropped. One warning tells of each
+change of state, and a thread of its own connects again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from hashlib import sha256
+from typing import TypeAlias, TypeVar, cast
+
+from kvfs._native import ffi, lib
+from kvfs.client import memory as memory_
+from kvfs.client.client import connect
+from kvfs.client.keys import Key
+from kvfs.client.memory import Memory, Region
+from kvfs.connectors._interim import Client, Completion, Queue, complete
+from kvfs.errors import (
+    DeadlineError,
+    ForkError,
+    KvfsError,
+    NotMountedError,
+    PoolChangedError,
+    PutError,
+    SmallBufferError,
+    VersionError,
+)
+
+T = TypeVar("T")
+Memories: TypeAlias = "Memory | Sequence[Memory]"
+
+# The first attempt to connect again comes after the first of these, each later one after twice the time before.
+RETRY_MIN_S, RETRY_MAX_S = 0.25, 5.0
+# Memory that a device still writes into is waited for so long: the kernel gives a device up after 30 s by default.
+BUSY_TIMEOUT_S = 60.0
+_BUSY_POLL_S = 0.005
+_PROBE = b"\0"
+_COMPONENT_MAX, _NAMESPACE_MAX = 200, 1023
+
+
+# ---- options ----
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A user's options, the same for every engine. mount: an absolute path, as of kvfs.connect(). namespace: a relative
+    path below it, before the engine's own identity. timeout_s: what a device or the daemon may take for an answer.
+    depth: blocks in flight."""
+
+    mount: str
+    namespace: str = ""
+    timeout_s: float = 2.0
+    depth: int = 64
+
+
+def options_of(engine: str, given: Mapping[str, object], *, known: Iterable[str] = ()) -> Options:
+    """The options of a configuration that engine was given; those in `known` are the engine's own.
+
+    Raises ValueError that names the option and what is possible. An option that nobody knows is warned of: engines pass
+    new ones with each version.
+    """
+    mount, namespace = given.get("mount"), given.get("namespace", "")
+    timeout_s, depth = given.get("timeout_s", 2.0), given.get("depth", 64)
+    if not isinstance(mount, str) or not os.path.isabs(mount) or "\0" in mount:
+        raise ValueError(f"kvfs for {engine}: mount {mount!r}: an absolute path of a kvfs mount is needed")
+    if not isinstance(namespace, str):
+        raise ValueError(f"kvfs for {engine}: namespace {namespace!r}: a relative path is needed")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0.001 <= timeout_s <= 3600:
+        raise ValueError(f"kvfs for {engine}: timeout_s {timeout_s!r}: 0.001 to 3600 are possible")
+    if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= 64:
+        raise ValueError(f"kvfs for {engine}: depth {depth!r}: 1 to 64 are possible")
+    try:
+        namespace_of(namespace)
+    except ValueError as error:
+        raise ValueError(f"kvfs for {engine}: {error}") from None
+    unknown = sorted(set(given) - {field.name for field in fields(Options)} - set(known))
+    if unknown:
+        _logger.warning("kvfs for %s: options without effect: %s", engine, ", ".join(unknown))
+    return Options(mount, namespace, float(timeout_s), depth)
+
+
+def namespace_of(namespace: str, *identity: str) -> str:
+    """The user's namespace, and below it a component for each part of the engine's identity (model, layout, rank).
+
+    A part may hold anything: `/` and bytes that no name has become `_`. A part that was changed, or is too long, ends
+    with a digest of the whole, so two identities never share a directory. Raises ValueError.
+    """
+    parts = [part for part in namespace.split("/") if part]
+    for part in parts:
+        if part in (".", "..") or "\0" in part or len(os.fsencode(part)) > 255:
+            raise ValueError(f"namespace {namespace!r}: {part[:40]!r} is no name of a directory")
+    parts += map(_component, identity)
+    whole = "/".join(parts)
+    if len(os.fsencode(whole)) > _NAMESPACE_MAX:
+        raise ValueError(f"namespace {namespace!r}: {len(os.fsencode(whole))} bytes, {_NAMESPACE_MAX} are possible")
+    return whole
+
+
+def _component(part: str) -> str:
+    safe = "".join(c if c.isprintable() and c != "/" else "_" for c in part).encode(errors="replace").decode()
+    if safe == part and part not in ("", ".", "..") and len(part.encode()) <= _COMPONENT_MAX:
+        return part
+    digest = sha256(part.encode(errors="surrogatepass")).hexdigest()[:16]
+    return f"{safe.encode()[: _COMPONENT_MAX - 17].decode(errors='ignore')}_{digest}"
+
+
+# ---- what is counted ----
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the connector was made: keys, but for sizes (bytes) and times (seconds).
+
+    present: stores of what was there already. dropped: stores while kvfs was away. lost: changes to the state "away".
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    loaded: int = 0
+    loaded_bytes: int = 0
+    failed_loads: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    present: int = 0
+    failed_stores: int = 0
+    dropped: int = 0
+    lost: int = 0
+
+    def since(self, before: Counters) -> Counters:
+        return Counters(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+
+    def copy(self) -> Counters:
+        return replace(self)
+
+
+# ---- the connection ----
+
+
+class State(Enum):
+    UP = "up"
+    READING = "reading"  # the daemon is gone: blocks are read from the table as it was, none is stored
+    AWAY = "away"
+
+
+@dataclass(slots=True)
+class Done:
+    """A batch that is over. results, of a get: bytes read for each key, None for a miss; of a put: is the block there
+    now; of exists and delete: was it there."""
+
+    ticket: int
+    results: list[int | None] | list[bool]
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Link:
+    """One client and its queue. A link whose pool is gone lives until its batches are over."""
+
+    client: Client
+    queue: Queue
+    pending: int = 0
+
+
+@dataclass(slots=True)
+class _Batch:
+    ticket: int
+    kind: str
+    keys: Sequence[Key]
+    sizes: Sequence[int]
+    regions: Sequence[Region]
+    link: _Link
+    begun: float
+
+
+class Connection:
+    """kvfs as an engine's loop sees it: any thread may call anything, and no call raises but those of close().
+
+    engine: its name in messages. space: the whole namespace (namespace_of()). The first attempt to connect is made
+    here, and takes at most options.timeout_s; all others are made by a thread that lives while kvfs is not up.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        space: str,
+        *,
+        engine: str,
+        logger: logging.Logger | None = None,
+        read_only: bool = False,
+    ) -> None:
+        self.options = options
+        self.space = space
+        self.state = State.AWAY
+        self.counters = Counters()
+        self.reason = "not tried yet"
+        self._engine = engine
+        self._logger = logger or _logger
+        self._read_only = read_only
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._warned: set[int] = set()
+        self._link: _Link | None = None
+        self._links: list[_Link] = []
+        self._batches: dict[tuple[int, int], _Batch] = {}
+        self._busy: list[tuple[Done, _Batch]] = []
+        self._ready: list[Done] = []
+        self._tickets = 0
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.epoll()
+        self._poll.register(self._bell, select.EPOLLIN)
+        self._started = False
+        self._probe()
+
+    # ---- at once ----
+
+    @property
+    def client(self) -> Client | None:
+        """For what is not here; None while kvfs is away."""
+        link = self._link
+        return None if link is None or self.state is State.AWAY else link.client
+
+    def exists(self, keys: Sequence[Key]) -> list[bool]:
+        found = self._read(lambda client: client.exists(keys), [False] * len(keys))
+        self.counters.lookups += len(keys)
+        self.counters.hits += sum(found)
+        return found
+
+    def exists_prefix(self, keys: Sequence[Key]) -> int:
+        """How many keys from the first on are there."""
+        count = self._read(lambda client: cast(int, client.exists_prefix(keys)), 0)
+        self.counters.lookups += min(count + 1, len(keys))
+        self.counters.hits += count
+        return count
+
+    def sizes(self, keys: Sequence[Key]) -> list[int | None]:
+        missing: list[int | None] = [None] * len(keys)
+        return self._read(lambda client: client.sizes(keys), missing)
+
+    def touch(self, keys: Sequence[Key]) -> int:
+        return self._read(lambda client: cast(int, client.touch(keys)), 0)
+
+    def delete(self, keys: Sequence[Key]) -> list[bool]:
+        return self._write(lambda client: client.delete(keys), [False] * len(keys))
+
+    # ---- blocking: for engines that call from threads of their own ----
+
+    def get_into(self, items: Sequence[tuple[Key, Memories]]) -> list[int | None]:
+        """Bytes read for each, None for a miss. Returns when no device writes into the memory any more."""
+
+        def get(client: Client) -> list[int | None]:
+            try:
+                results = cast("list[int | None]", client.get_into(items))
+            except SmallBufferError as error:
+                results = list(error.results)
+            if None in results:
+                _wait_free(client, _regions([items[i] for i, result in enumerate(results) if result is None]))
+            return results
+
+        missing: list[int | None] = [None] * len(items)
+        results = self._read(get, missing)
+        self._count_loads(results)
+        return results
+
+    def put(
+        self,
+        items: Sequence[tuple[Key, Memories]],
+        *,
+        if_absent: bool = True,
+        parents: Sequence[Key | None] | None = None,
+    ) -> list[bool]:
+        """Is each block there now? A block that is there already counts as stored."""
+        sizes = [_size(memory) for _, memory in items]
+        if self.state is not State.UP:
+            self.counters.dropped += len(items)
+            return [False] * len(items)
+        failed: Mapping[bytes, KvfsError] = {}
+
+        def put(client: Client) -> list[bool] | None:
+            nonlocal failed
+            try:
+                return cast("list[bool]", client.put(items, if_absent=if_absent, parents=parents))
+            except PutError as error:
+                failed = error.failed
+                # Of those that did not fail nobody says whether they were there before: they count as stored.
+                return [_bytes(key) not in failed for key, _ in items]
+
+        stored = self._write(put, None)
+        return self._count_stores([key for key, _ in items], sizes, stored, failed)
+
+    # ---- asynchronous ----
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while drain() has something; the same for the connection's life."""
+        return self._poll.fileno()
+
+    @property
+    def pending(self) -> int:
+        """Batches that drain() has not told of yet."""
+        return len(self._batches) + len(self._busy) + len(self._ready)
+
+    def submit_get(self, items: Sequence[tuple[Key, Memories]]) -> int:
+        """Start reading; never blocks. Returns a ticket, which drain() tells of exactly once, after all devices have
+        let go of the memory."""
+        return self._submit("get", [key for key, _ in items], items, lambda queue: queue.get(items))
+
+    def submit_put(
+        self,
+        items: Sequence[tuple[Key, Memories]],
+        *,
+        if_absent: bool = True,
+        parents: Sequence[Key | None] | None = None,
+    ) -> int:
+        return self._submit(
+            "put",
+            [key for key, _ in items],
+            items,
+            lambda queue: queue.put(items, if_absent=if_absent, parents=parents),
+        )
+
+    def submit_exists(self, keys: Sequence[Key]) -> int:
+        return self._submit("exists", keys, (), lambda queue: queue.exists(keys))
+
+    def submit_delete(self, keys: Sequence[Key]) -> int:
+        return self._submit("delete", keys, (), lambda queue: queue.delete(keys))
+
+    def drain(self) -> list[Done]:
+        """Batches that are over since the last call; never blocks."""
+        with self._lock:
+            for link in list(self._links):
+                for completion in link.queue.drain():
+                    self._complete(link, completion)
+                if link is not self._link and not link.pending:
+                    self._links.remove(link)
+                    threading.Thread(target=_close, args=(link,), name="kvfs-close", daemon=True).start()
+            self._look_at_busy()
+            done, self._ready = self._ready, []
+            if not self._busy:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+            return done
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until every batch is over and its memory free; drain() tells of them afterwards. Whether they are."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                done = self.drain()
+                self._ready[:0] = done
+                if done:
+                    self._ring()
+                if not self._batches and not self._busy:
+                    return True
+                polled, busy = list(self._links), bool(self._busy)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            select.select([link.queue.fileno() for link in polled], [], [], _BUSY_POLL_S if busy else min(left, 0.1))
+
+    def close(self, *, timeout_s: float = BUSY_TIMEOUT_S) -> None:
+        """Wait for what is under way, then disconnect. A second close() does nothing. Raises DeadlineError if memory is
+        still in use after timeout_s."""
+        self._stop.set()
+        keeper = self._keeper
+        if keeper is not None and keeper is not threading.current_thread():
+            keeper.join(self.options.timeout_s + 1)
+        if self._poll.closed:
+            return
+        if not self.wait(timeout_s):
+            raise DeadlineError(
+                f"kvfs for {self._engine}: {self.pending} batches are under way {timeout_s:g} s after close()"
+            )
+        with self._lock:
+            self.state, self.reason = State.AWAY, "closed"
+            links, self._links, self._link = self._links, [], None
+            self._ready.clear()
+            self._poll.close()
+            os.close(self._bell)
+        for link in links:
+            _close(link)
+
+    # ---- the state ----
+
+    def _read(self, call: Callable[[Client], T], missing: T) -> T:
+        link = self._link
+        if link is None or self.state is State.AWAY:
+            return missing
+        try:
+            return call(link.client)
+        except (KvfsError, OSError) as error:
+            self._failed(error, State.AWAY)
+            return missing
+
+    def _write(self, call: Callable[[Client], T], missing: T) -> T:
+        link = self._link
+        if link is None or self.state is not State.UP:
+            return missing
+        try:
+            return call(link.client)
+        except (KvfsError, OSError) as error:
+            self._failed(error, State.READING)
+            return missing
+
+    def _failed(self, error: Exception, worse: State) -> None:
+        """A call failed as a whole. If the connection is the reason the state gets worse, until the keeper has found
+        out what holds."""
+        if isinstance(error, (NotMountedError, PoolChangedError, VersionError, ForkError, DeadlineError)):
+            self._set(worse, str(error))
+            return
+        number = getattr(error, "errno", 0) or 0
+        level = logging.DEBUG if number in self._warned else logging.WARNING
+        self._warned.add(number)
+        self._logger.log(level, "kvfs for %s: %s", self._engine, error)
+
+    def _set(self, state: State, reason: str = "") -> None:
+        with self._lock:
+            if self._stop.is_set():
+                return
+            if state is not State.UP and self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep, name="kvfs-connect", daemon=True)
+                self._keeper.start()
+            if state is self.state and self._started:
+                return
+            # From AWAY to READING only the keeper goes.
+            if self._started and self.state is State.AWAY and threading.current_thread() is not self._keeper:
+                return
+            before, self.state, self.reason = self.state, state, reason
+            if state is State.UP:
+                self._warned.clear()
+                word = "is back" if self._started else "is connected"
+                self._logger.info(
+                    "kvfs for %s: %s, namespace %s, %s", self._engine, self.options.mount, self.space, word
+                )
+            elif state is State.READING:
+                self._logger.warning(
+                    "kvfs for %s: %s: the daemon is away (%s): blocks are read, none is stored until it is back",
+                    self._engine, self.options.mount, reason,
+                )  # fmt: skip
+            else:
+                self.counters.lost += before is not State.AWAY or not self._started
+                self._logger.warning(
+                    "kvfs for %s: %s is away (%s): every block is a miss until it is back",
+                    self._engine, self.options.mount, reason,
+                )  # fmt: skip
+            self._started = True
+
+    def _keep(self) -> None:
+        """Until kvfs is up again: the only place that connects anew."""
+        wait_s = RETRY_MIN_S
+        while not self._stop.wait(wait_s):
+            self._probe()
+            with self._lock:
+                if self.state is State.UP:
+                    self._keeper = None
+                    return
+            wait_s = min(2 * wait_s, RETRY_MAX_S)
+
+    def _probe(self) -> None:
+        """Find out what holds, connecting if need be."""
+        try:
+            link = self._link
+            if link is not None:
+                try:
+                    link.client.exists([_PROBE])
+                except (PoolChangedError, ForkError):
+                    with self._lock:
+                        link = self._link = None
+            if link is None:
+                link = self._open()
+            if link.client.information().connected:
+                self._set(State.UP)
+            else:
+                self._set(State.READING, "it does not answer")
+        except (KvfsError, OSError, ValueError) as error:
+            self._set(State.AWAY, str(error))
+
+    def _open(self) -> _Link:
+        options = self.options
+        client = complete(
+            connect(
+                options.mount, self.space, read_only=self._read_only, timeout_s=options.timeout_s, depth=options.depth,
+                gpu=None,
+            )
+        )  # fmt: skip
+        try:
+            link = _Link(client, client.queue(depth=options.depth))
+        except BaseException:
+            client.close()
+            raise
+        with self._lock:
+            self._poll.register(link.queue.fileno(), select.EPOLLIN)
+            self._links.append(link)
+            self._link = link
+        return link
+
+    # ---- batches ----
+
+    def _submit(
+        self, kind: str, keys: Sequence[Key], items: Sequence[tuple[Key, Memories]], start: Callable[[Queue], int]
+    ) -> int:
+        with self._lock:
+            self._tickets += 1
+            ticket, begun, link = self._tickets, time.monotonic(), self._link
+            enough = self.state is State.UP or (self.state is State.READING and kind in ("get", "exists"))
+            if link is None or not enough:
+                if kind == "put":
+                    self.counters.dropped += len(keys)
+                self._finish_missing(kind, ticket, len(keys))
+                return ticket
+            try:
+                number = start(link.queue)
+            except (KvfsError, OSError) as error:
+                self._failed(error, State.AWAY if kind in ("get", "exists") else State.READING)
+                self._finish_missing(kind, ticket, len(keys))
+                return ticket
+            sizes = [_size(memory) for _, memory in items] if kind == "put" else ()
+            regions = _regions(items) if kind == "get" else ()
+            link.pending += 1
+            self._batches[id(link), number] = _Batch(ticket, kind, keys, sizes, regions, link, begun)
+            return ticket
+
+    def _finish_missing(self, kind: str, ticket: int, count: int) -> None:
+        if kind == "get":
+            missing: list[int | None] = [None] * count
+            self.counters.failed_loads += count
+            self._ready.append(Done(ticket, missing, 0.0))
+        else:
+            self._ready.append(Done(ticket, [False] * count, 0.0))
+        self._ring()
+
+    def _complete(self, link: _Link, completion: Completion) -> None:
+        batch = self._batches.pop((id(link), completion.id))
+        link.pending -= 1
+        seconds = time.monotonic() - batch.begun
+        if completion.error is not None:
+            self._failed(completion.error, State.AWAY if batch.kind in ("get", "exists") else State.READING)
+        if batch.kind == "put":
+            stored = None if completion.error is not None else cast("list[bool]", completion.results)
+            there = self._count_stores(batch.keys, batch.sizes, stored, completion.failed)
+            self._ready.append(Done(batch.ticket, there, seconds))
+            return
+        if batch.kind == "get":
+            results = cast("list[int | None]", completion.results)
+            if completion.error is not None and not results:
+                results = [None] * len(batch.keys)
+            self._count_loads(results)
+            done = Done(batch.ticket, results, seconds)
+            if None in results:
+                self._busy.append((done, batch))
+            else:
+                self._ready.append(done)
+            return
+        found = [bool(result) for result in completion.results] or [False] * len(batch.keys)
+        if batch.kind == "exists":
+            self.counters.lookups += len(found)
+            self.counters.hits += sum(found)
+        self._ready.append(Done(batch.ticket, found, seconds))
+
+    def _look_at_busy(self) -> None:
+        """A read that missed its deadline may still arrive: its batch is not over before."""
+        for entry in list(self._busy):
+            done, batch = entry
+            if not _any_busy(batch.link.client, batch.regions):
+                self._busy.remove(entry)
+                self._ready.append(done)
+        if self._busy:
+            self._ring()
+
+    def _ring(self) -> None:
+        if not self._poll.closed:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._bell, 1)
+
+    # ---- counting ----
+
+    def _count_loads(self, results: Sequence[int | None]) -> None:
+        loaded = [result for result in results if result is not None]
+        self.counters.loaded += len(loaded)
+        self.counters.loaded_bytes += sum(loaded)
+        self.counters.failed_loads += len(results) - len(loaded)
+
+    def _count_stores(
+        self,
+        keys: Sequence[Key],
+        sizes: Sequence[int],
+        stored: Sequence[bool] | None,
+        failed: Mapping[bytes, KvfsError],
+    ) -> list[bool]:
+        """Returns whether each block is there now."""
+        if stored is None:
+            self.counters.failed_stores += len(keys)
+            return [False] * len(keys)
+        there = [_bytes(key) not in failed for key in keys] if failed else [True] * len(keys)
+        for size, new, is_there in zip(sizes, stored, there, strict=True):
+            if not is_there:
+                self.counters.failed_stores += 1
+            elif new:
+                self.counters.stored += 1
+                self.counters.stored_bytes += size
+            else:
+                self.counters.present += 1
+        for error in list(failed.values())[:1]:
+            self._failed(error, State.READING)
+        return there
+
+
+_logger = logging.getLogger("kvfs.connectors")
+
+
+def _close(link: _Link) -> None:
+    try:
+        link.queue.close()
+    finally:
+        link.client.close()
+
+
+def _bytes(key: Key) -> bytes:
+    return key if isinstance(key, bytes) else key.encode()
+
+
+def _pieces(memory: Memories) -> Sequence[Memory]:
+    return cast("Sequence[Memory]", memory) if isinstance(memory, (list, tuple)) else (cast("Memory", memory),)
+
+
+def _regions(items: Iterable[tuple[Key, Memories]]) -> list[Region]:
+    return [memory_.source(_bytes(key), piece) for key, memory in items for piece in _pieces(memory)]
+
+
+def _size(memory: Memories) -> int:
+    return sum(
+        piece.nbytes if isinstance(piece, memoryview) else memory_.source(b"", piece).size for piece in _pieces(memory)
+    )
+
+
+def _any_busy(client: Client, regions: Sequence[Region]) -> bool:
+    """May a device still write into any of these?"""
+    if not client.library.usable:
+        return False
+    with client.library as handle:
+        return any(lib.kvfs_busy(handle, ffi.cast("void *", region.address), region.size) == 1 for region in regions)
+
+
+def _wait_free(client: Client, regions: Sequence[Region]) -> None:
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while _any_busy(client, regions):
+        if time.monotonic() >= deadline:
+            raise DeadlineError(f"a device has written into an engine's memory for {BUSY_TIMEOUT_S:g} s")
+        time.sleep(_BUSY_POLL_S)
