@@ -337,13 +337,13 @@ class Connection:
     def drain(self) -> list[Done]:
         """Batches that are over since the last call; never blocks."""
         with self._lock:
-            for link in list(self._links):
+            for link in self._links:
                 for completion in link.queue.drain():
                     self._complete(link, completion)
-                if link is not self._link and not link.pending:
-                    self._links.remove(link)
-                    threading.Thread(target=_close, args=(link,), name="kvfs-close", daemon=True).start()
             self._look_at_busy()
+            for link in [link for link in self._links if link is not self._link and not link.pending]:
+                self._links.remove(link)
+                threading.Thread(target=_close, args=(link,), name="kvfs-close", daemon=True).start()
             done, self._ready = self._ready, []
             if not self._busy:
                 with contextlib.suppress(BlockingIOError):
@@ -361,11 +361,14 @@ class Connection:
                     self._ring()
                 if not self._batches and not self._busy:
                     return True
-                polled, busy = list(self._links), bool(self._busy)
-            left = deadline - time.monotonic()
-            if left <= 0:
+                poll = select.poll()
+                for link in self._links:
+                    poll.register(link.queue.fileno(), select.POLLIN)
+                interval_s = _BUSY_POLL_S if self._busy else 0.1
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 return False
-            select.select([link.queue.fileno() for link in polled], [], [], _BUSY_POLL_S if busy else min(left, 0.1))
+            poll.poll(1000 * min(left_s, interval_s))
 
     def close(self, *, timeout_s: float = BUSY_TIMEOUT_S) -> None:
         """Wait for what is under way, then disconnect. A second close() does nothing. Raises DeadlineError if memory is
@@ -416,7 +419,11 @@ class Connection:
         out what holds."""
         if isinstance(error, (NotMountedError, PoolChangedError, VersionError, ForkError, DeadlineError)):
             self._set(worse, str(error))
-            return
+        else:
+            self._say_once(error)
+
+    def _say_once(self, error: Exception) -> None:
+        """Until kvfs was away and is back: a pool that is full fails every store."""
         number = getattr(error, "errno", 0) or 0
         level = logging.DEBUG if number in self._warned else logging.WARNING
         self._warned.add(number)
@@ -426,7 +433,7 @@ class Connection:
         with self._lock:
             if self._stop.is_set():
                 return
-            if state is not State.UP and self._keeper is None:
+            if state is not State.UP and (self._keeper is None or not self._keeper.is_alive()):
                 self._keeper = threading.Thread(target=self._keep, name="kvfs-connect", daemon=True)
                 self._keeper.start()
             if state is self.state and self._started:
@@ -540,31 +547,33 @@ class Connection:
 
     def _complete(self, link: _Link, completion: Completion) -> None:
         batch = self._batches.pop((id(link), completion.id))
-        link.pending -= 1
         seconds = time.monotonic() - batch.begun
         if completion.error is not None:
             self._failed(completion.error, State.AWAY if batch.kind in ("get", "exists") else State.READING)
         if batch.kind == "put":
             stored = None if completion.error is not None else cast("list[bool]", completion.results)
-            there = self._count_stores(batch.keys, batch.sizes, stored, completion.failed)
-            self._ready.append(Done(batch.ticket, there, seconds))
-            return
-        if batch.kind == "get":
-            results = cast("list[int | None]", completion.results)
-            if completion.error is not None and not results:
-                results = [None] * len(batch.keys)
+            self._end(
+                batch,
+                Done(batch.ticket, self._count_stores(batch.keys, batch.sizes, stored, completion.failed), seconds),
+            )
+        elif batch.kind == "get":
+            results = cast("list[int | None]", completion.results) or [None] * len(batch.keys)
             self._count_loads(results)
             done = Done(batch.ticket, results, seconds)
             if None in results:
                 self._busy.append((done, batch))
             else:
-                self._ready.append(done)
-            return
-        found = [bool(result) for result in completion.results] or [False] * len(batch.keys)
-        if batch.kind == "exists":
-            self.counters.lookups += len(found)
-            self.counters.hits += sum(found)
-        self._ready.append(Done(batch.ticket, found, seconds))
+                self._end(batch, done)
+        else:
+            found = [bool(result) for result in completion.results] or [False] * len(batch.keys)
+            if batch.kind == "exists":
+                self.counters.lookups += len(found)
+                self.counters.hits += sum(found)
+            self._end(batch, Done(batch.ticket, found, seconds))
+
+    def _end(self, batch: _Batch, done: Done) -> None:
+        batch.link.pending -= 1
+        self._ready.append(done)
 
     def _look_at_busy(self) -> None:
         """A read that missed its deadline may still arrive: its batch is not over before."""
@@ -572,7 +581,7 @@ class Connection:
             done, batch = entry
             if not _any_busy(batch.link.client, batch.regions):
                 self._busy.remove(entry)
-                self._ready.append(done)
+                self._end(batch, done)
         if self._busy:
             self._ring()
 
@@ -610,7 +619,7 @@ class Connection:
             else:
                 self.counters.present += 1
         for error in list(failed.values())[:1]:
-            self._failed(error, State.READING)
+            self._say_once(error)
         return there
 
 

@@ -231,9 +231,11 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
             if not registered.written or not registered.pool.blocks:
                 return [True] * len(keys)
             names, memories = registered.keys(keys), registered.pool.sources(indices)
-            begun = time.perf_counter()
+            begun, before = time.perf_counter(), self._connection.counters.stored_bytes
             there = self._write(names, memories, self._parents(name, keys, extra_info))
-            self._rate("backup", there.count(True), registered.pool.block_size, time.perf_counter() - begun)
+            # One thread of SGLang's stores. Pages that were there already are no part of its rate.
+            written = (self._connection.counters.stored_bytes - before) // registered.pool.block_size
+            self._rate("backup", written, registered.pool.block_size, time.perf_counter() - begun)
             return _pages(there, len(keys), registered.pool.blocks)
 
         return self._with_pool(name, keys, indices, store)

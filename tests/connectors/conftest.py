@@ -87,8 +87,15 @@ def _run(*command: str | Path) -> None:
     assert result.returncode == 0, (command, result.stdout[-1000:], result.stderr[-3000:])
 
 
-@pytest.fixture(scope="session")
-def engines_site() -> Path:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The wheel takes a minute or more, and is built before any test's clock runs."""
+    if not session.config.option.collectonly and any(
+        "engine" in getattr(item, "fixturenames", ()) for item in session.items
+    ):
+        install_kvfs()
+
+
+def install_kvfs() -> Path:
     """A directory with the wheel of this tree installed in it: kvfs alone. It is made again when a source changed."""
     BUILD.mkdir(exist_ok=True)
     stamp = SITE / ".kvfs-sources"
@@ -109,7 +116,7 @@ def engines_site() -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(request: pytest.FixtureRequest) -> Callable[[str], Engine]:
+def engine() -> Callable[[str], Engine]:
     """engine(NAME): the environment of an engine of tools/setup-engines, or a skip that says what is missing."""
 
     def find(name: str) -> Engine:
@@ -118,7 +125,6 @@ def engine(request: pytest.FixtureRequest) -> Callable[[str], Engine]:
         assert said.returncode in (0, 1), said.stderr
         if said.returncode == 1:
             pytest.skip(f"NOT RUN: {said.stderr.strip().partition(' ')[2].partition(' ')[2]}")
-        # Not before it is wanted: the wheel takes a minute.
-        return Engine(name, Path(said.stdout.strip()), request.getfixturevalue("engines_site"))
+        return Engine(name, Path(said.stdout.strip()), install_kvfs())
 
     return find

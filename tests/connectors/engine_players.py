@@ -5,7 +5,6 @@ first line is "ready". End of input is its end.
 """
 
 import contextlib
-import errno
 import json
 import os
 import select
@@ -14,7 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from helpers import MIB, content, opened, write_file
+from helpers import content, write_file
 from image import Image, flipped
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -94,23 +93,3 @@ def press(pool, paths):
         if not all(os.path.exists(path) for path in paths):
             return
     raise AssertionError("eight times the pool's size of other files drove nothing out")
-
-
-def fill(pool):
-    """Pin other files until there is no room; return how many."""
-    for index in range(1000):
-        path = pool.mount / f"pinned-{index}"
-        with opened(path, os.O_CREAT | os.O_WRONLY) as descriptor:
-            os.setxattr(descriptor, "user.kvfs.pin", b"1")
-            try:
-                assert os.write(descriptor, content(MIB, 1)) == MIB
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-                path.unlink()
-                return index
-    raise AssertionError("a thousand MiB were pinned")
-
-
-def empty(pool, count):
-    for index in range(count):
-        os.unlink(pool.mount / f"pinned-{index}")

@@ -1,14 +1,16 @@
 """kvfs under LMCache: its own factory, benchmark and server load the connector, and lose blocks, daemons and room."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
-import time
+import urllib.error
 import urllib.request
 
 import pytest
-from engine_players import Player, begun, damage, empty, files_below, fill, press
+from engine_players import Player, begun, damage, files_below, press
 from helpers import wait_until
 from remounts import own_pool
 
@@ -101,15 +103,16 @@ def test_blocks_that_are_lost_are_misses_and_lmcache_lives_on(own_pool, lmcache)
     pool.command("evict", str(pool.path), "--all")
     check(player, range(20), gone=range(20))
 
-    # No room: LMCache is told, and nothing else suffers.
-    count = fill(pool)
-    stored = player.ask("store", range(30, 70))
-    refused = [30 + index for index, is_stored in enumerate(stored) if not is_stored]
-    assert refused, "a full pool took forty blocks"
+    # No room, as all that is stored is pinned: LMCache is told, and nothing else suffers.
+    pool.command("pin", str(pool.mount / "lmcache"))
+    stored = player.ask("store", range(100, 220))
+    refused = [100 + index for index, is_stored in enumerate(stored) if not is_stored]
+    assert 0 < len(refused) < 120, "of 120 MiB a pool of 96 took"
     check(player, refused, gone=refused)
-    empty(pool, count)
-    store(player, range(70, 74))
-    check(player, range(70, 74))
+    check(player, set(range(100, 220)) - set(refused))
+    pool.command("unpin", str(pool.mount / "lmcache"))
+    store(player, range(300, 304))
+    check(player, range(300, 304))
     counters = player.ask("counters")
     assert counters["failed_stores"] == len(refused) and counters["dropped"] == counters["lost"] == 0
     player.end()
@@ -229,43 +232,59 @@ def free_ports(count):
     return ports
 
 
-@pytest.mark.slow
-def test_lmcaches_server_keeps_its_chunks_in_kvfs(engine, own_pool, tmp_path):
-    """Its own client stores, looks up and retrieves through a server whose L2 is kvfs, and verifies checksums."""
-    pool = own_pool(files=2, size="512M")
-    there = engine("lmcache")
+@contextlib.contextmanager
+def server(engine, mount, home):
+    """LMCache's server with kvfs behind it: its ports for requests and for HTTP."""
     rpc, http, prometheus = free_ports(3)
-    with (tmp_path / "server.log").open("wb") as log:
-        server = begun(there, [
+    with (home / "server.log").open("ab") as log:
+        process = begun(engine, [
             "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(rpc), "--http-host", "127.0.0.1",
             "--http-port", str(http), "--prometheus-port", str(prometheus), "--l1-size-gb", "1", "--l1-init-size-gb",
             "1", "--eviction-policy", "LRU", "--chunk-size", "32", "--supported-transfer-mode", "engine_driven",
-            "--l2-adapter", configuration(pool.mount),
-        ], tmp_path, stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
+            "--l2-adapter", configuration(mount),
+        ], home, stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
         try:
-            wait_until(lambda: answers(http), f"the server: {tmp_path}/server.log", timeout_s=120, interval_s=0.5)
+            wait_until(lambda: fetched(http, "/") is not None, "LMCache's server", timeout_s=120, interval_s=0.5)
+            yield rpc, http
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+            process.stdin.close()
+
+
+@pytest.mark.slow
+def test_a_new_server_of_lmcaches_finds_in_kvfs_the_chunks_of_the_one_before(engine, own_pool, tmp_path):
+    """LMCache's own client stores, looks up and retrieves through a server whose L2 is kvfs, and verifies checksums."""
+    pool = own_pool(files=2, size="512M")
+    there = engine("lmcache")
+    counted = []
+    for _ in range(2):
+        with server(there, pool.mount, tmp_path) as (rpc, http):
             said = there.run(
                 "-m", "lmcache.cli.main", "bench", "server", "--rpc-url", f"tcp://127.0.0.1:{rpc}", "--url",
                 f"http://127.0.0.1:{http}", "--mode", "cpu", "--num-tokens", "256", "--start", "0", "--end", "4",
                 "--kvcache-shape-spec", "(2,64,16,2,32):float32:2", "--format", "json",
                 HOME=os.fspath(tmp_path), LMCACHE_TRACK_USAGE="false",
             )  # fmt: skip
-            assert "mismatch" not in said.stdout.lower() + said.stderr.lower()
-            wait_until(lambda: len(files_below(pool.mount / "lmcache")) >= 4 * 256 // 32, "chunks in kvfs")
-            text = urllib.request.urlopen(f"http://127.0.0.1:{prometheus}/metrics", timeout=30).read().decode()
-            stored = [line for line in text.splitlines() if line.startswith("kvfs_connector_stored_total")]
-            assert stored and float(stored[0].split()[-1]) >= 32, text[-2000:]
-        finally:
-            os.killpg(server.pid, 9)
-            server.wait(30)
+            assert "mismatch" not in (said.stdout + said.stderr).lower()
+            wait_until(lambda: len(files_below(pool.mount / "lmcache")) == 4 * 256 // 32, "the chunks in kvfs")
+            text = fetched(http, "/metrics") or ""
+            lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("kvfs_connector_")]
+            counted.append({name.partition("{")[0]: float(value) for name, _, value in lines if "_total{" in name})
+    assert counted[0]["kvfs_connector_stored_total"] == 32 and counted[0]["kvfs_connector_loaded_total"] == 0
+    assert counted[1]["kvfs_connector_stored_total"] == 0 and counted[1]["kvfs_connector_loaded_total"] >= 32
 
 
-def answers(port):
+def fetched(port, path):
+    """The answer to a GET, whatever it is; None: nobody answers."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5):
-            return True
-    except urllib.error.HTTPError:
-        return True
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+            return answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.reason
     except OSError:
-        time.sleep(0.1)
-        return False
+        return None

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from engine_players import SCRIPTS, Player, damage, empty, files_below, fill, press
+from engine_players import SCRIPTS, Player, damage, files_below, press
 from helpers import wait_until
 from remounts import own_pool
 
@@ -99,15 +99,14 @@ def test_pages_that_are_lost_are_misses_and_sglang_lives_on(own_pool, sglang):
     pool.command("evict", str(pool.path), "--all")
     check(player, 0, 0)
 
-    # No room: SGLang is told, and nothing else suffers.
-    count = fill(pool)
-    stored = {}
-    for prompt in range(10, 200):
-        stored[prompt] = player.ask("store", [prompt * 100 + 29])
-        if not stored[prompt]:
-            break
-    assert not stored[prompt], "a full pool took ninety MiB"
-    empty(pool, count)
+    # No room, as all that is stored is pinned: SGLang is told, and nothing else suffers.
+    pool.command("pin", str(pool.mount / "sglang"))
+    prompt = 10
+    while player.ask("store", [prompt * 100 + 29]) == 30:
+        prompt += 1
+        assert prompt < 300, "a pool of 96 MiB took 130"
+    check(player, 10, 30, pages=30)
+    pool.command("unpin", str(pool.mount / "sglang"))
     store(player, 300)
     check(player, 300, PAGES)
     assert player.ask("counters")["failed_stores"] > 0

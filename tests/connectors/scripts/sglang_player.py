@@ -25,11 +25,18 @@ import types
 # SGLang imports torchvision, which on a CPU comes with CUDA's libraries. It is not called here.
 import transformers.utils.import_utils  # noqa: F401  (looks for torchvision itself, so first)
 
+
+def stubbed(attribute):
+    if attribute.startswith("__"):
+        raise AttributeError(attribute)
+    return types.SimpleNamespace()
+
+
 if importlib.util.find_spec("torchvision") is None:
     for name in ("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional"):
         module = types.ModuleType(name)
         module.__spec__ = importlib.util.spec_from_loader(name, None)
-        module.__getattr__ = lambda attribute: types.SimpleNamespace()
+        module.__getattr__ = stubbed
         sys.modules[name] = module
 
 import torch
@@ -138,7 +145,7 @@ class Player:
 
     def load(self, blocks):
         prompt, pages = blocks[-1] // 100, blocks[-1] % 100 + 1
-        operation = self.controller.prefetch(f"{prompt}", None, self.tokens(prompt, pages))
+        self.controller.prefetch(f"{prompt}", self.tokens(prompt, pages))
         operation = awaited(lambda: popped(self.controller.prefetch_hit_queue))
         found = operation.storage_hit_count // PAGE
         if not found:
