@@ -40,7 +40,7 @@ T = TypeVar("T")
 Memories: TypeAlias = "Memory | Sequence[Memory]"
 
 # The first attempt to connect again comes after the first of these, each later one after twice the time before.
-RETRY_MIN_S, RETRY_MAX_S = 0.25, 5.0
+RETRY_MIN_S, RETRY_MAX_S = 0.25, 2.0
 # Memory that a device still writes into is waited for so long: the kernel gives a device up after 30 s by default.
 BUSY_TIMEOUT_S = 60.0
 _BUSY_POLL_S = 0.005
@@ -338,8 +338,9 @@ class Connection:
         """Batches that are over since the last call; never blocks."""
         with self._lock:
             for link in self._links:
-                for completion in link.queue.drain():
-                    self._complete(link, completion)
+                with contextlib.suppress(ForkError):  # in a child its batches are the parent's
+                    for completion in link.queue.drain():
+                        self._complete(link, completion)
             self._look_at_busy()
             for link in [link for link in self._links if link is not self._link and not link.pending]:
                 self._links.remove(link)

@@ -18,9 +18,8 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from kvfs.client.keys import Key
-from kvfs.client.memory import Memory
 from kvfs.connectors import versions
-from kvfs.connectors.common import Connection, Counters, State, namespace_of, options_of
+from kvfs.connectors.common import Connection, Counters, Memories, State, namespace_of, options_of
 from kvfs.connectors.leases import Leases
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
@@ -79,7 +78,8 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
         self._config = config
         self._lease_s = float(lease_s)
         versions.check("sglang", TRIED, _logger)
-        if not extra.get("interface_v1"):
+        self._in_place = bool(extra.get("interface_v1"))
+        if not self._in_place:
             _logger.warning('kvfs for sglang: each page is copied: add "interface_v1": 1 to the extra configuration')
         self._lock = threading.Lock()
         self._pools: dict[str, _Registered] = {}
@@ -97,9 +97,10 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_pool_host(mem_pool_host)
         config = self._config
         # Ranks of all sizes of tensor parallelism that divide tp_lcm_size share blocks: those of a part of the heads.
-        shared = bool(config.tp_lcm_size) and mem_pool_host.layout == "page_head" and not config.is_mla_model
+        shared = self._in_place and bool(config.tp_lcm_size) and mem_pool_host.layout == "page_head"
+        shared = shared and not config.is_mla_model
         factor = config.tp_lcm_size // config.tp_size if shared else 1
-        pool = pool_of(mem_pool_host, factor)
+        pool = pool_of(mem_pool_host, factor, in_place=self._in_place)
         if config.is_mla_model:
             ranks, ends = "", [_end("kv")]
         elif shared:
@@ -115,7 +116,8 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
             f"{mem_pool_host.layout}.{str(mem_pool_host.dtype).removeprefix('torch.')}.{pool.page_size}.{layout}",
         )
         self._pools[PoolName.KV] = _Registered(pool, tuple(ends), config.is_storage_writer)
-        self._raw_end = _end("flat", f"t{config.tp_rank}") + self._slice()
+        # Copies of pages have an order of their own; without interface_v1 there is nothing else.
+        self._copied_end = _end("flat", f"t{config.tp_rank}") + self._slice() if self._in_place else ends[0]
         self._connection = Connection(self._options, space, engine="sglang", logger=_logger)
         self._leases = Leases(self._connection, self._lease_s)
         self._exporter = Exporter("sglang", space)
@@ -287,9 +289,9 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
             return [None] * len(keys)
         # A tensor that is not contiguous is loaded into a copy.
         loose = [tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous() for tensor in targets]
-        memories = [[flat(tensor)] for tensor in loose]
+        memories = [flat(tensor) for tensor in loose]
         sizes = [tensor.numel() * tensor.element_size() for tensor in targets]
-        loaded = self._read([self._raw(key) for key in keys], memories, sizes)
+        loaded = self._read([self._copied(key) for key in keys], memories, sizes)
         for target, tensor, is_loaded in zip(targets, loose, loaded, strict=True):
             if is_loaded and tensor is not target:
                 target.copy_(tensor)
@@ -306,15 +308,14 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
             return False
         if not self._pools[PoolName.KV].written:
             return True
-        names = [self._raw(key) for key in keys]
-        return all(self._write(names, [[flat(tensor)] for tensor in tensors], None))
+        names = [self._copied(key) for key in keys]
+        return all(self._write(names, [flat(tensor) for tensor in tensors], None))
 
     def exists(self, key: str) -> bool:
-        raw = not (self._config.extra_config or {}).get("interface_v1")
-        return self._connection.exists([self._raw(key)])[0] if raw else self.batch_exists([key]) == 1
+        return self.batch_exists([key]) == 1
 
-    def _raw(self, key: str) -> bytes:
-        return key.encode() + self._raw_end
+    def _copied(self, key: str) -> bytes:
+        return key.encode() + self._copied_end
 
     # ---- life ----
 
@@ -356,7 +357,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
 
     # ---- helpers ----
 
-    def _read(self, names: Sequence[bytes], memories: Sequence[list[Memory]], sizes: Sequence[int]) -> list[bool]:
+    def _read(self, names: Sequence[bytes], memories: Sequence[Memories], sizes: Sequence[int]) -> list[bool]:
         results = self._connection.get_into(list(zip(names, memories, strict=True))) if names else []
         loaded = [read == size for read, size in zip(results, sizes, strict=True)]
         self._leases.give_back(names)
@@ -368,7 +369,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
         return loaded
 
     def _write(
-        self, names: Sequence[bytes], memories: Sequence[list[Memory]], parents: Sequence[Key | None] | None
+        self, names: Sequence[bytes], memories: Sequence[Memories], parents: Sequence[Key | None] | None
     ) -> list[bool]:
         """Is each block there afterwards?"""
         items = list(zip(names, memories, strict=True))

@@ -14,6 +14,7 @@ import torch
 
 from kvfs._native import ffi
 from kvfs.client.memory import Memory
+from kvfs.connectors.common import Memories
 
 # Of a host pool: numbers, strings or None.
 _SHAPE = ("storage_format_tag", "layer_num", "start_layer", "end_layer", "head_dim", "v_head_dim", "head_group_num")
@@ -30,16 +31,17 @@ class Pool(Protocol):
     blocks: int
     block_size: int
 
-    def sources(self, indices: torch.Tensor) -> list[list[Memory]]: ...
+    def sources(self, indices: torch.Tensor) -> list[Memories]: ...
 
-    def destinations(self, indices: torch.Tensor) -> list[list[Memory]]: ...
+    def destinations(self, indices: torch.Tensor) -> list[Memories]: ...
 
-    def arrived(self, indices: torch.Tensor, destinations: list[list[Memory]], loaded: Sequence[bool]) -> None:
+    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
         """Those pages are in their destinations."""
 
 
-def pool_of(host: Any, factor: int = 1) -> Pool:
-    """factor: blocks that the heads of a page are split into. Raises ValueError for a pool that kvfs cannot serve."""
+def pool_of(host: Any, factor: int = 1, *, in_place: bool = True) -> Pool:
+    """factor: blocks that the heads of a page are split into. in_place: unless SGLang copies the pages itself. Raises
+    ValueError for a pool that kvfs cannot serve."""
     whole = torch.arange(int(host.page_size), dtype=torch.int64)
     try:
         meta = _meta(host, whole, factor)
@@ -47,7 +49,9 @@ def pool_of(host: Any, factor: int = 1) -> Pool:
         if factor > 1:
             raise ValueError(f"kvfs for sglang: {type(host).__name__} cannot split heads: {reason}") from reason
         return CopiedPool(host)
-    return Anchor(host) if meta is None else PagedPool(host, factor, meta[1])
+    if meta is None:
+        return Anchor(host)
+    return PagedPool(host, factor, meta[1]) if in_place else CopiedPool(host)
 
 
 class PagedPool:
@@ -60,15 +64,17 @@ class PagedPool:
         self.block_size = sum(sizes[: self._pieces])
         self.geometry = _geometry(host, [int(size) for size in sizes[: self._pieces]])
 
-    def sources(self, indices: torch.Tensor) -> list[list[Memory]]:
+    def sources(self, indices: torch.Tensor) -> list[Memories]:
         meta = _meta(self._host, indices, self._factor)
         assert meta is not None
         pieces = [_memory(address, size) for address, size in zip(*meta, strict=True)]
+        if self._pieces == 1:
+            return list(pieces)
         return [pieces[i : i + self._pieces] for i in range(0, len(pieces), self._pieces)]
 
     destinations = sources
 
-    def arrived(self, indices: torch.Tensor, destinations: list[list[Memory]], loaded: Sequence[bool]) -> None:
+    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
         pass
 
 
@@ -88,18 +94,18 @@ class CopiedPool:
         self.block_size = int(page.numel() * page.element_size())
         self.geometry = _geometry(host, ["copied", self.block_size])
 
-    def sources(self, indices: torch.Tensor) -> list[list[Memory]]:
+    def sources(self, indices: torch.Tensor) -> list[Memories]:
         pages = self._pages(indices)
-        return [[flat(self._host.get_data_page(page, flat=True))] for page in pages]
+        return [flat(self._host.get_data_page(page, flat=True)) for page in pages]
 
-    def destinations(self, indices: torch.Tensor) -> list[list[Memory]]:
-        return [[flat(self._host.get_dummy_flat_data_page())] for _ in self._pages(indices)]
+    def destinations(self, indices: torch.Tensor) -> list[Memories]:
+        return [flat(self._host.get_dummy_flat_data_page()) for _ in self._pages(indices)]
 
-    def arrived(self, indices: torch.Tensor, destinations: list[list[Memory]], loaded: Sequence[bool]) -> None:
+    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
         dtype = self._host.get_dummy_flat_data_page().dtype
         for page, memory, is_loaded in zip(self._pages(indices), destinations, loaded, strict=True):
             if is_loaded:
-                self._host.set_from_flat_data_page(page, cast(Any, memory[0]).view(dtype))
+                self._host.set_from_flat_data_page(page, cast(Any, memory).view(dtype))
 
     def _pages(self, indices: torch.Tensor) -> list[int]:
         return cast("list[int]", indices[:: self.page_size].tolist())
@@ -114,12 +120,12 @@ class Anchor:
         self.page_size, self.blocks = int(host.page_size), 0
         self.geometry = _geometry(host, ["anchor"])
 
-    def sources(self, indices: torch.Tensor) -> list[list[Memory]]:
+    def sources(self, indices: torch.Tensor) -> list[Memories]:
         return []
 
     destinations = sources
 
-    def arrived(self, indices: torch.Tensor, destinations: list[list[Memory]], loaded: Sequence[bool]) -> None:
+    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
         pass
 
 

@@ -39,8 +39,8 @@ if importlib.util.find_spec("torchvision") is None:
         module.__getattr__ = stubbed
         sys.modules[name] = module
 
-import torch
-from sglang.srt.runtime_context import get_parallel
+import torch  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 get_parallel().override_permanently(
     tp_rank=0, tp_size=1, attn_tp_rank=0, attn_tp_size=1, attn_dp_rank=0, pp_rank=0, pp_size=1, attn_dcp_size=1,
