@@ -22,10 +22,11 @@ from typing import cast
 
 from kvfs.bench.common import GIB, MIB, REPOSITORY, STRIPE_UNIT, BenchError, Json, needs_root, number_at, say
 from kvfs.bench.rig import Kvfs, disk_files, filesystem, loops, mapped_stripe, zram
-from kvfs.bench.run import Parser
+from kvfs.bench.run import Parser, chosen
 from kvfs.errors import KvfsError, UsageError
 
 RUN_TIMEOUT_S = 900.0
+ENGINES = ("lmcache", "sglang")
 OPERATIONS = ("Store", "Lookup", "Load")
 SCRIPT = REPOSITORY / "tests/connectors/scripts/sglang_bench.py"
 
@@ -175,8 +176,8 @@ def table(title: str, all_figures: Mapping[str, Figures]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure(settings: Settings, devices: Sequence[Path], work: Path) -> tuple[str, Json]:
-    engines = {name: python for name in ("lmcache", "sglang") if (python := python_of(name)) is not None}
+def measure(settings: Settings, wanted: Sequence[str], devices: Sequence[Path], work: Path) -> tuple[str, Json]:
+    engines = {name: python for name in wanted if (python := python_of(name)) is not None}
     of_lmcache = {name: Figures() for name in adapters(work)}
     of_sglang = {name: Figures() for name in ("kvfs", "file")}
     for number in range(settings.rounds):
@@ -191,7 +192,7 @@ def measure(settings: Settings, devices: Sequence[Path], work: Path) -> tuple[st
                     else:
                         sglang(python, settings, name, mount, of_sglang[name])
     texts, document = [], cast(Json, {})
-    for engine, all_figures in (("lmcache", of_lmcache), ("sglang", of_sglang)):
+    for engine, all_figures in zip(ENGINES, (of_lmcache, of_sglang), strict=True):
         if engine in engines:
             texts.append(table(engine, all_figures))
             document[engine] = {
@@ -204,6 +205,7 @@ def measure(settings: Settings, devices: Sequence[Path], work: Path) -> tuple[st
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="tools/bench_connectors", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="toy sizes: does everything still work?")
+    parser.add_argument("--engines", metavar="NAME,...", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"default {FULL.rounds}")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -228,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 devices = stack.enter_context(loops(stack.enter_context(files)))
             else:
                 devices = stack.enter_context(zram(settings.devices, settings.device_size))
-            text, document = measure(settings, devices, work)
+            text, document = measure(settings, chosen(arguments.engines, ENGINES, "engines"), devices, work)
         print(text)
         if arguments.output:
             arguments.output.write_text(json.dumps(document, indent=1) + "\n")

@@ -87,6 +87,7 @@ class Player:
         self.host = self.host_pool(self.device)
         self.controller = self.controller_of(self.host, settings)
         self.backend = self.controller.storage_backend
+        self.hashes(0, 1)  # builds an extension at its first use
 
     def host_pool(self, device):
         info = device.get_device_pool_infos()[0].buffer_info
