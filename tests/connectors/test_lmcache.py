@@ -18,7 +18,7 @@ __all__ = ["own_pool"]
 
 COUNT = 8
 SIZE = 1 << 20
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def configuration(mount, **options):

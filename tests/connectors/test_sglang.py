@@ -12,7 +12,7 @@ __all__ = ["own_pool"]
 
 LAYOUTS = ["page_first_direct", "page_first", "page_head", "layer_first"]
 PAGES = 8
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def settings(mount, layout="page_first_direct", hybrid=False, pages=40, **options):

@@ -60,6 +60,7 @@ def main(backend, mount, operation, batches, page_kib):
         if operation == "load":
             assert torch.equal(words, pattern), "other bytes"
     controller.detach_storage_backend()
+    torch.distributed.destroy_process_group()
     print(json.dumps(seconds))
 
 

@@ -177,6 +177,7 @@ class Player:
 
     def close(self):
         self.controller.detach_storage_backend()
+        torch.distributed.destroy_process_group()
 
 
 def main():
