@@ -1,7 +1,4 @@
-"""TEMPORARY: the calls of kvfs.Client that other branches bring (queue, put if absent, touch, exists_prefix).
-
-common.py imports it in one place. Delete this file and that import when the branches are merged.
-"""
+"""TEMPORARY, till the branches are merged: calls that kvfs.Client will have; common.py alone imports it."""
 
 from __future__ import annotations
 
@@ -52,10 +49,10 @@ class Queue:
         items = list(items)
         return self._start(lambda: self._client.put(items, if_absent=if_absent, parents=parents), len(items))
 
-    def exists(self, keys: Sequence[Any]) -> int:
+    def exists(self, keys: Any) -> int:
         return self._start(lambda: self._client.exists(keys), len(keys))
 
-    def delete(self, keys: Sequence[Any]) -> int:
+    def delete(self, keys: Any) -> int:
         return self._start(lambda: self._client.delete(keys), len(keys))
 
     def drain(self) -> list[Completion]:
@@ -67,9 +64,7 @@ class Queue:
 
     def close(self) -> None:
         self._pool.shutdown()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        os.close(self._fd)
 
     def _start(self, call: Any, count: int) -> int:
         with self._lock:

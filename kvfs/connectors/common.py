@@ -154,8 +154,8 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Done:
-    """A batch that is over. results, of a get: bytes read for each key, None for a miss; of a put: is the block there
-    now; of exists and delete: was it there."""
+    """A batch that is over. results of a get: bytes read for each key, None for a miss. Of a put: is the block there
+    now. Of exists and delete: was it there."""
 
     ticket: int
     results: list[int | None] | list[bool]
@@ -186,7 +186,7 @@ class Connection:
     """kvfs as an engine's loop sees it: any thread may call anything, and no call raises but those of close().
 
     engine: its name in messages. space: the whole namespace (namespace_of()). The first attempt to connect is made
-    here, and takes at most options.timeout_s; all others are made by a thread that lives while kvfs is not up.
+    here, and takes at most options.timeout_s. All others are made by a thread, which lives while kvfs is not up.
     """
 
     def __init__(
@@ -292,6 +292,7 @@ class Connection:
                 return cast("list[bool]", client.put(items, if_absent=if_absent, parents=parents))
             except PutError as error:
                 failed = error.failed
+                self._say_once(next(iter(failed.values())))
                 # Of those that did not fail nobody says whether they were there before: they count as stored.
                 return [_bytes(key) not in failed for key, _ in items]
 
@@ -552,11 +553,14 @@ class Connection:
         if completion.error is not None:
             self._failed(completion.error, State.AWAY if batch.kind in ("get", "exists") else State.READING)
         if batch.kind == "put":
-            stored = None if completion.error is not None else cast("list[bool]", completion.results)
-            self._end(
-                batch,
-                Done(batch.ticket, self._count_stores(batch.keys, batch.sizes, stored, completion.failed), seconds),
-            )
+            stored, failed = cast("list[bool]", completion.results), completion.failed
+            if completion.error is not None:  # those are there whose storing was told before
+                error = KvfsError(str(completion.error))
+                stored = stored or [False] * len(batch.keys)
+                failed = {_bytes(key): error for key, new in zip(batch.keys, stored, strict=True) if not new}
+            elif failed:
+                self._say_once(next(iter(failed.values())))
+            self._end(batch, Done(batch.ticket, self._count_stores(batch.keys, batch.sizes, stored, failed), seconds))
         elif batch.kind == "get":
             results = cast("list[int | None]", completion.results) or [None] * len(batch.keys)
             self._count_loads(results)
@@ -619,8 +623,6 @@ class Connection:
                 self.counters.stored_bytes += size
             else:
                 self.counters.present += 1
-        for error in list(failed.values())[:1]:
-            self._say_once(error)
         return there
 
 

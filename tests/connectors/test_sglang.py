@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from engine_players import SCRIPTS, Player, damage, files_below, press
+from engine_players import SCRIPTS, Player, damage, files_below
 from helpers import wait_until
 from remounts import own_pool
 
@@ -93,22 +93,26 @@ def test_pages_that_are_lost_are_misses_and_sglang_lives_on(own_pool, sglang):
     store(player, 0)
     check(player, 0, PAGES)
 
-    press(pool, blocks(pool))
-    found = player.ask("load", [PAGES - 1])
-    assert found[0] < PAGES and found[0] == found[1] and found[2]
+    # One and a half times the pool: prefixes are as long as eviction left them, and right.
+    prompts = range(10, 240)
+    for other in prompts:
+        store(player, other, 30)
+    loads = [player.ask("load", [other * 100 + 29]) for other in prompts]
+    assert all(found == loaded and is_right for found, loaded, is_right in loads)
+    assert min(found for found, _, _ in loads) < 30, "nothing was evicted"
     pool.command("evict", str(pool.path), "--all")
     check(player, 0, 0)
 
     # No room, as all that is stored is pinned: SGLang is told, and nothing else suffers.
     pool.command("pin", str(pool.mount / "sglang"))
-    prompt = 10
+    prompt = 1000
     while player.ask("store", [prompt * 100 + 29]) == 30:
         prompt += 1
-        assert prompt < 300, "a pool of 96 MiB took 130"
-    check(player, 10, 30, pages=30)
+        assert prompt < 1300, "a pool of 96 MiB took 140"
+    check(player, 1000, 30, pages=30)
     pool.command("unpin", str(pool.mount / "sglang"))
-    store(player, 300)
-    check(player, 300, PAGES)
+    store(player, 2000)
+    check(player, 2000, PAGES)
     assert player.ask("counters")["failed_stores"] > 0
     player.end()
 
