@@ -1,0 +1,244 @@
+"""`tools/bench_connectors`: kvfs under LMCache and SGLang beside their own file back ends, on the same devices.
+
+Each round gives the devices to every back end in turn, made anew: as a pool to kvfs, as an XFS stripe to the others.
+LMCache is measured by its own `lmcache bench l2`, SGLang by its controller's page functions in batches of 128 pages.
+Between stores and loads the page cache is dropped, so that loads come from the devices. Figures are medians of rounds.
+LMCache's benchmark stores bytes that are all alike, which zram keeps for nothing: measure on real devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from kvfs.bench.common import GIB, MIB, REPOSITORY, STRIPE_UNIT, BenchError, Json, needs_root, number_at, say
+from kvfs.bench.rig import Kvfs, disk_files, filesystem, loops, mapped_stripe, zram
+from kvfs.bench.run import Parser, chosen
+from kvfs.errors import KvfsError, UsageError
+
+RUN_TIMEOUT_S = 900.0
+ENGINES = ("lmcache", "sglang")
+OPERATIONS = ("Store", "Lookup", "Load")
+SCRIPT = REPOSITORY / "tests/connectors/scripts/sglang_bench.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    rounds: int
+    devices: int
+    device_size: int
+    keys: int  # of LMCache: a submission
+    in_flight: int
+    object_kib: int
+    repeats: int  # LMCache's own rounds
+    batches: int  # of SGLang: 128 pages each
+    page_kib: int
+
+
+FULL = Settings(5, 4, 2 * GIB, 32, 4, 2048, 8, 6, 1024)
+QUICK = Settings(1, 2, 512 * MIB, 4, 2, 256, 2, 1, 64)
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one back end: for each operation p50 and p99 in ms of LMCache's rounds, and MB/s or keys a second."""
+
+    samples: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+    def add(self, operation: str, name: str, value: float) -> None:
+        self.samples.setdefault((operation, name), []).append(value)
+
+    def median(self, operation: str, name: str) -> float:
+        return statistics.median(self.samples[operation, name])
+
+
+# ---- devices and back ends ----
+
+
+@contextlib.contextmanager
+def kvfs_on(devices: Sequence[Path], base: Path) -> Iterator[Path]:
+    pool = Kvfs(base / "kvfs", devices)
+    try:
+        pool.format()
+        yield pool.mount("--allow-other").root
+    finally:
+        pool.stop()
+
+
+@contextlib.contextmanager
+def xfs_on(devices: Sequence[Path], base: Path) -> Iterator[Path]:
+    with contextlib.ExitStack() as stack:
+        device = devices[0] if len(devices) == 1 else stack.enter_context(mapped_stripe(devices, STRIPE_UNIT))
+        yield stack.enter_context(filesystem("xfs", [device], base / "xfs"))
+
+
+def adapters(mount: Path) -> dict[str, Json]:
+    """LMCache's, by name: kvfs at its mount, the others in a directory of XFS."""
+    return {
+        "kvfs": {
+            "type": "native_plugin", "module_path": "kvfs.connectors.lmcache", "class_name": "KvfsClient",
+            "adapter_params": {"mount": str(mount)}, "max_capacity_gb": 0, "shared": True,
+        },
+        "fs": {"type": "fs", "base_path": str(mount / "lmcache")},
+        "fs_native": {"type": "fs_native", "base_path": str(mount / "lmcache")},
+        "fs_native O_DIRECT": {"type": "fs_native", "base_path": str(mount / "lmcache"), "use_odirect": True},
+    }  # fmt: skip
+
+
+def drop_page_cache() -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def python_of(engine: str) -> Path | None:
+    command = [sys.executable, str(REPOSITORY / "tools/setup-engines"), "--where", engine]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if said.returncode:
+        say(f"{engine}: left out: {said.stderr.strip()}")
+        return None
+    return Path(said.stdout.strip())
+
+
+def run(python: Path, *words: str | Path, environment: Mapping[str, str] | None = None) -> str:
+    """A program of an engine's environment, with this tree's kvfs. Returns its output."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    variables = {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "LMCACHE_TRACK_USAGE": "false"}
+    said = subprocess.run(
+        [python, *words], env={**kept, **variables, **(environment or {})}, capture_output=True, text=True,
+        timeout=RUN_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if said.returncode:
+        raise BenchError(f"{' '.join(map(str, words[:4]))} ended with {said.returncode}: {said.stderr[-2000:]}")
+    return said.stdout
+
+
+# ---- the two engines ----
+
+
+def lmcache(python: Path, settings: Settings, name: str, mount: Path, figures: Figures, work: Path) -> None:
+    output = work / "lmcache.json"
+    common = [
+        "--l2-adapter", json.dumps(adapters(mount)[name]), "--num-keys", str(settings.keys), "--in-flight",
+        str(settings.in_flight), "--rounds", str(settings.repeats), "--data-size-kb", str(settings.object_kib),
+        "--l1-align-bytes", "4096", "--lookup-max-hit-rate", "0.5", "--format", "json", "--output", str(output),
+    ]  # fmt: skip
+    for operation in OPERATIONS:
+        drop_page_cache()
+        run(python, "-m", "lmcache.cli.main", "bench", "l2", *common, "--only", operation.lower())
+        metrics = cast(Json, json.loads(output.read_text())["metrics"])
+        result = cast(Json, metrics["op_0"])
+        wanted = settings.repeats * settings.in_flight * settings.keys // (2 if operation == "Lookup" else 1)
+        if number_at(result, "total_success") != wanted:
+            raise BenchError(f"{name}: {operation}: {result['total_success']} of {wanted} keys")
+        figures.add(operation, "p50_ms", number_at(result, "duration_p50_ms"))
+        figures.add(operation, "p99_ms", number_at(result, "duration_p99_ms"))
+        rate = "ops_per_sec_avg" if operation == "Lookup" else "throughput_avg_mbps"
+        figures.add(operation, "rate", number_at(result, rate))
+
+
+def sglang(python: Path, settings: Settings, name: str, mount: Path, figures: Figures) -> None:
+    for operation in OPERATIONS:
+        drop_page_cache()
+        words = (name, mount, operation.lower(), settings.batches, settings.page_kib)
+        said = run(
+            python, SCRIPT, *map(str, words), environment={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(mount)}
+        )
+        seconds = [float(value) for value in json.loads(said.splitlines()[-1])]
+        figures.add(operation, "p50_ms", 1000 * statistics.median(seconds))
+        figures.add(operation, "p99_ms", 1000 * max(seconds))
+        size = 128 * (1 if operation == "Lookup" else settings.page_kib / 1024)
+        figures.add(operation, "rate", size * len(seconds) / sum(seconds))
+
+
+# ---- the table ----
+
+
+def table(title: str, all_figures: Mapping[str, Figures]) -> str:
+    """Markdown; the share is kvfs's rate over the best other's."""
+    lines = [f"{title}\n", "| operation | back end | p50 ms | p99 ms | MB/s, or keys/s | kvfs/best other |"]
+    lines.append("|---|---|---|---|---|---|")
+    for operation in OPERATIONS:
+        rates = {name: figures.median(operation, "rate") for name, figures in all_figures.items()}
+        best = max((rate for name, rate in rates.items() if name != "kvfs"), default=0.0)
+        for name, figures in all_figures.items():
+            share = f"{rates['kvfs'] / best:.2f}" if name == "kvfs" and best else ""
+            times = " | ".join(f"{figures.median(operation, each):.2f}" for each in ("p50_ms", "p99_ms"))
+            lines.append(f"| {operation} | {name} | {times} | {rates[name]:,.0f} | {share} |")
+    return "\n".join(lines) + "\n"
+
+
+def measure(settings: Settings, wanted: Sequence[str], devices: Sequence[Path], work: Path) -> tuple[str, Json]:
+    engines = {name: python for name in wanted if (python := python_of(name)) is not None}
+    of_lmcache = {name: Figures() for name in adapters(work)}
+    of_sglang = {name: Figures() for name in ("kvfs", "file")}
+    for number in range(settings.rounds):
+        for engine, python in engines.items():
+            names = list(of_lmcache if engine == "lmcache" else of_sglang)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                say(f"round {number + 1}: {engine}: {name}")
+                base = Path(tempfile.mkdtemp(dir=work))
+                with (kvfs_on if name == "kvfs" else xfs_on)(devices, base) as mount:
+                    if engine == "lmcache":
+                        lmcache(python, settings, name, mount, of_lmcache[name], work)
+                    else:
+                        sglang(python, settings, name, mount, of_sglang[name])
+    texts, document = [], cast(Json, {})
+    for engine, all_figures in zip(ENGINES, (of_lmcache, of_sglang), strict=True):
+        if engine in engines:
+            texts.append(table(engine, all_figures))
+            document[engine] = {
+                name: {" ".join(key): values for key, values in figures.samples.items()}
+                for name, figures in all_figures.items()
+            }
+    return "\n".join(texts), document
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="tools/bench_connectors", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="toy sizes: does everything still work?")
+    parser.add_argument("--engines", metavar="NAME,...", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"default {FULL.rounds}")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--device", action="append", type=Path, metavar="PATH", help="a block device; its content is lost"
+    )
+    where.add_argument("--directory", type=Path, metavar="DIR", help="loop devices over files in it (default: zram)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write all samples there, as JSON")
+    try:
+        arguments = parser.parse_args(argv)
+        needs_root()
+        settings = QUICK if arguments.quick else FULL
+        if arguments.rounds is not None:
+            settings = Settings(arguments.rounds, *[getattr(settings, n) for n in settings.__slots__[1:]])
+        with contextlib.ExitStack() as stack:
+            work = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfs-bench-", ignore_cleanup_errors=True))
+            )
+            if arguments.device:
+                devices = arguments.device
+            elif arguments.directory:
+                files = disk_files(arguments.directory, "device", settings.devices, settings.device_size)
+                devices = stack.enter_context(loops(stack.enter_context(files)))
+            else:
+                devices = stack.enter_context(zram(settings.devices, settings.device_size))
+            text, document = measure(settings, chosen(arguments.engines, ENGINES, "engines"), devices, work)
+        print(text)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    except (KvfsError, OSError, subprocess.TimeoutExpired) as error:
+        print(f"tools/bench_connectors: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""SGLang's host pools as memory of blocks: one block a page, in pieces where the pool has them apart.
+
+A pool is asked for the addresses of its pages (get_page_buffer_meta). A pool that has no such addresses in its layout
+gives and takes copies of whole pages. An anchor without memory of its own has no blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any, Protocol, cast
+
+import torch
+
+from kvfs._native import ffi
+from kvfs.client.memory import Memory
+from kvfs.connectors.common import Memories
+
+# Of a host pool: numbers, strings or None.
+_SHAPE = ("storage_format_tag", "layer_num", "start_layer", "end_layer", "head_dim", "v_head_dim", "head_group_num")
+
+
+class Pool(Protocol):
+    """indices: those of whole pages, as SGLang hands them over, page_size for each.
+
+    geometry: what tells its blocks from those of another layout. blocks: of each page, 0 for an anchor without memory.
+    """
+
+    geometry: str
+    page_size: int
+    blocks: int
+    block_size: int
+
+    def sources(self, indices: torch.Tensor) -> list[Memories]: ...
+
+    def destinations(self, indices: torch.Tensor) -> list[Memories]: ...
+
+    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
+        """Those pages are in their destinations."""
+
+
+def pool_of(host: Any, factor: int = 1, *, in_place: bool = True) -> Pool:
+    """factor: blocks that the heads of a page are split into. in_place: unless SGLang copies the pages itself. Raises
+    ValueError for a pool that kvfs cannot serve."""
+    whole = torch.arange(int(host.page_size), dtype=torch.int64)
+    try:
+        meta = _meta(host, whole, factor)
+    except (ValueError, NotImplementedError, AttributeError, AssertionError) as reason:
+        if factor > 1:
+            raise ValueError(f"kvfs for sglang: {type(host).__name__} cannot split heads: {reason}") from reason
+        return CopiedPool(host)
+    if meta is None:
+        return Anchor(host)
+    return PagedPool(host, factor, meta[1]) if in_place else CopiedPool(host)
+
+
+class PagedPool:
+    """Pages that are read and written where they lie."""
+
+    def __init__(self, host: Any, factor: int, sizes: Sequence[int]) -> None:
+        self.page_size, self.blocks = int(host.page_size), factor
+        self._host, self._factor = host, factor
+        self._pieces = len(sizes) // factor
+        self.block_size = sum(sizes[: self._pieces])
+        self.geometry = _geometry(host, [int(size) for size in sizes[: self._pieces]])
+
+    def sources(self, indices: torch.Tensor) -> list[Memories]:
+        meta = _meta(self._host, indices, self._factor)
+        assert meta is not None
+        pieces = [_memory(address, size) for address, size in zip(*meta, strict=True)]
+        if self._pieces == 1:
+            return list(pieces)
+        return [pieces[i : i + self._pieces] for i in range(0, len(pieces), self._pieces)]
+
+    destinations = sources
+
+    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
+        pass
+
+
+class CopiedPool:
+    """Pages that SGLang copies: into a tensor of their own, and out of one."""
+
+    def __init__(self, host: Any) -> None:
+        self.page_size, self.blocks = int(host.page_size), 1
+        self._host = host
+        try:
+            page = host.get_dummy_flat_data_page()
+        except (ValueError, NotImplementedError, AttributeError) as reason:
+            raise ValueError(
+                f"kvfs for sglang: {type(host).__name__} of layout {host.layout} has neither addresses of pages nor "
+                f"copies of them: {reason}"
+            ) from reason
+        self.block_size = int(page.numel() * page.element_size())
+        self.geometry = _geometry(host, ["copied", self.block_size])
+
+    def sources(self, indices: torch.Tensor) -> list[Memories]:
+        pages = self._pages(indices)
+        return [flat(self._host.get_data_page(page, flat=True)) for page in pages]
+
+    def destinations(self, indices: torch.Tensor) -> list[Memories]:
+        return [flat(self._host.get_dummy_flat_data_page()) for _ in self._pages(indices)]
+
+    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
+        dtype = self._host.get_dummy_flat_data_page().dtype
+        for page, memory, is_loaded in zip(self._pages(indices), destinations, loaded, strict=True):
+            if is_loaded:
+                self._host.set_from_flat_data_page(page, cast(Any, memory).view(dtype))
+
+    def _pages(self, indices: torch.Tensor) -> list[int]:
+        return cast("list[int]", indices[:: self.page_size].tolist())
+
+
+class Anchor:
+    """The KV pool of a model whose KV lies in side pools alone: it has indices, and no memory."""
+
+    block_size = 0
+
+    def __init__(self, host: Any) -> None:
+        self.page_size, self.blocks = int(host.page_size), 0
+        self.geometry = _geometry(host, ["anchor"])
+
+    def sources(self, indices: torch.Tensor) -> list[Memories]:
+        return []
+
+    destinations = sources
+
+    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
+        pass
+
+
+def flat(tensor: torch.Tensor) -> Memory:
+    """A tensor's bytes, of any dtype, and contiguous."""
+    return cast(Memory, tensor.contiguous().view(-1).view(torch.uint8))
+
+
+def _meta(host: Any, indices: torch.Tensor, factor: int) -> tuple[list[int], list[int]] | None:
+    meta = host.get_split_heads_page_buffer_meta(indices, factor) if factor > 1 else host.get_page_buffer_meta(indices)
+    return cast("tuple[list[int], list[int]] | None", meta)
+
+
+def _memory(address: int, size: int) -> Memory:
+    # The pool, which outlives the connector, owns it.
+    return cast(Memory, ffi.buffer(ffi.cast("char *", address), size))
+
+
+def _geometry(host: Any, parts: Sequence[object]) -> str:
+    """The class of the pool stands for the order of the bytes in a page, the rest for their number and meaning."""
+    shape = [getattr(host, name, None) for name in _SHAPE]
+    text = repr([type(host).__name__, str(host.layout), str(host.dtype), int(host.page_size), shape, *parts])
+    return sha256(text.encode()).hexdigest()[:16]

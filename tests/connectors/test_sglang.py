@@ -1,0 +1,205 @@
+"""kvfs under SGLang: its own controllers, host pools, threads and factory, on a CPU, lose pages, daemons and room."""
+
+import json
+import os
+
+import pytest
+from engine_players import SCRIPTS, Player, damage, files_below
+from helpers import wait_until
+from remounts import own_pool
+
+__all__ = ["own_pool"]
+
+LAYOUTS = ["page_first_direct", "page_first", "page_head", "layer_first"]
+PAGES = 8
+pytestmark = pytest.mark.timeout(600)
+
+
+def settings(mount, layout="page_first_direct", hybrid=False, pages=40, **options):
+    extra = {
+        "backend_name": "kvfs", "module_path": "kvfs.connectors.sglang", "class_name": "HiCacheKvfs", "interface_v1": 1,
+        "mount": str(mount), "timeout_s": 20, **options,
+    }  # fmt: skip
+    return json.dumps({"extra": extra, "layout": layout, "hybrid": hybrid, "pages": pages})
+
+
+@pytest.fixture
+def sglang(engine, tmp_path):
+    """sglang(mount): a process with a controller of SGLang's."""
+    there, players = engine("sglang"), []
+
+    def start(mount, **options):
+        players.append(Player(there, "sglang_player.py", [settings(mount, **options)], tmp_path))
+        return players[-1]
+
+    yield start
+    for player in players:
+        player.stop()
+
+
+def check(player, prompt, found, loaded=None, pages=PAGES):
+    """A load of so many pages finds and loads so many, and what it loads is right."""
+    said = player.ask("load", [prompt * 100 + pages - 1])
+    assert said == [found, found if loaded is None else loaded, True], player.tail()
+
+
+def store(player, prompt, pages=PAGES):
+    assert player.ask("store", [prompt * 100 + pages - 1]) == pages, player.tail()
+
+
+def blocks(pool):
+    return files_below(pool.mount / "sglang")
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["v1", "copied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_every_layout_come_back_as_they_were(own_pool, sglang, layout, in_place):
+    pool = own_pool(files=2, size="128M")
+    player = sglang(pool.mount, layout=layout, interface_v1=int(in_place))
+    check(player, 0, 0)
+    store(player, 0)
+    assert len(blocks(pool)) == PAGES, "a page is one block"
+    check(player, 0, PAGES)
+    check(player, 0, PAGES, pages=PAGES + 3)
+    check(player, 1, 0)
+    store(player, 0, PAGES + 2)
+    check(player, 0, PAGES + 2, pages=PAGES + 2)
+    counters = player.ask("counters")
+    assert counters["stored"] == PAGES + 2 and counters["failed_loads"] == counters["failed_stores"] == 0
+    if in_place:
+        assert counters["present"] == PAGES, "what is there is not written again"
+        prefetched, backed_up, *rates = player.ask("stats")
+        assert sum(backed_up) >= PAGES + 2 and sum(prefetched) >= PAGES and all(all(each) for each in rates)
+    player.end()
+
+
+def test_pages_that_are_lost_are_misses_and_sglang_lives_on(own_pool, sglang):
+    pool = own_pool(files=2, size="48M")
+    player = sglang(pool.mount)
+    store(player, 0)
+    hashes = player.ask("keys", [PAGES - 1])
+    paths = {path.name: path for path in blocks(pool)}
+    third = paths[(hashes[3].encode() + b".kv.t0").hex()]
+
+    # Three pages are loaded and the damaged one is not; the next store of it replaces it.
+    damage(pool, third)
+    said = player.ask("load", [PAGES - 1])
+    assert said[1:] == [3, True], said
+    store(player, 0)
+    check(player, 0, PAGES)
+    # One that is gone ends the prefix at the look-up.
+    os.unlink(third)
+    check(player, 0, 3)
+    store(player, 0)
+    check(player, 0, PAGES)
+
+    # One and a half times the pool: prefixes are as long as eviction left them, and right.
+    prompts = range(10, 240)
+    for other in prompts:
+        store(player, other, 30)
+    loads = [player.ask("load", [other * 100 + 29]) for other in prompts]
+    assert all(found == loaded and is_right for found, loaded, is_right in loads)
+    assert min(found for found, _, _ in loads) < 30, "nothing was evicted"
+    pool.command("evict", str(pool.path), "--all")
+    check(player, 0, 0)
+
+    # No room, as all that is stored is pinned: SGLang is told, and nothing else suffers.
+    pool.command("pin", str(pool.mount / "sglang"))
+    prompt = 1000
+    while player.ask("store", [prompt * 100 + 29]) == 30:
+        prompt += 1
+        assert prompt < 1300, "a pool of 96 MiB took 140"
+    check(player, 1000, 30, pages=30)
+    pool.command("unpin", str(pool.mount / "sglang"))
+    store(player, 2000)
+    check(player, 2000, PAGES)
+    assert player.ask("counters")["failed_stores"] > 0
+    player.end()
+
+
+def test_a_daemon_that_is_killed_costs_stores_and_comes_back(own_pool, sglang):
+    pool = own_pool(files=2, size="128M")
+    player = sglang(pool.mount)
+    store(player, 0)
+    pool.kill()
+    assert player.ask("store", [100 + PAGES - 1]) == 0
+    check(player, 0, PAGES)
+    pool.remount()
+    wait_until(lambda: player.ask("store", [200 + PAGES - 1]) == PAGES, "stores after the restart", interval_s=0.2)
+    check(player, 0, PAGES)
+    check(player, 2, PAGES)
+    player.end()
+    assert player.tail(1 << 20).count("the daemon is away") <= 1
+
+
+def test_a_kvfs_that_is_mounted_later_is_found(own_pool, sglang):
+    pool = own_pool(files=2, size="128M", started=False)
+    player = sglang(pool.mount)
+    assert player.ask("store", [PAGES - 1]) == 0
+    check(player, 0, 0)
+    pool.start()
+    wait_until(lambda: player.ask("store", [PAGES - 1]) == PAGES, "a store", interval_s=0.2)
+    check(player, 0, PAGES)
+    player.end()
+
+
+def test_two_engines_share_a_pool_and_another_layout_shares_nothing(own_pool, sglang):
+    pool = own_pool(files=2, size="128M")
+    one, other, apart = sglang(pool.mount), sglang(pool.mount), sglang(pool.mount, layout="page_first")
+    store(one, 0)
+    check(other, 0, PAGES)
+    check(apart, 0, 0)
+    store(other, 0)
+    store(apart, 0)
+    assert len(blocks(pool)) == 2 * PAGES
+    # clear() takes the pages of one layout alone.
+    assert one.ask("call", method="clear", arguments=[]) is True
+    check(other, 0, 0)
+    check(apart, 0, PAGES)
+
+
+def test_a_hybrid_model_restores_what_all_its_pools_have(own_pool, sglang):
+    pool = own_pool(files=2, size="128M")
+    player = sglang(pool.mount, hybrid=True)
+    last = [PAGES - 1]
+    assert player.ask("lookup", last) == [0, {}, []]
+    # Prefixes of four and of eight pages have a window of two pages at their ends, and none between has one.
+    assert player.ask("store", [3]) == [4, {"swa": 2, "indexer": 4}], player.tail()
+    assert player.ask("store", last) == [PAGES, {"swa": 2, "indexer": PAGES}]
+    assert player.ask("lookup", last) == [PAGES, {"kv": PAGES, "swa": PAGES, "indexer": PAGES}, [4, PAGES]]
+    assert player.ask("load", last) == [{"kv": PAGES, "swa": 2, "indexer": PAGES}, True], player.tail()
+    hashes = player.ask("keys", last)
+    by_name = {bytes.fromhex(path.name).decode(): path for path in blocks(pool)}
+    assert len(by_name) == 2 * PAGES + 4
+
+    def removed(pool_name, page):
+        (name,) = [name for name in by_name if name.startswith(f"{hashes[page]}.{pool_name}")]
+        os.unlink(by_name[name])
+
+    # Without a page of the last window the shorter prefix is left.
+    removed("swa", 7)
+    assert player.ask("lookup", last) == [4, {"kv": PAGES, "swa": 4, "indexer": PAGES}, [4]]
+    assert player.ask("load", last) == [{"kv": 4, "swa": 2, "indexer": 4}, True]
+    # Groups of three pages of which the third lacks one reach two blocks far, and KV does not care.
+    removed("indexer", 6)
+    assert player.ask("groups", last, group_pages=3, block_pages=5) == [PAGES, {"kv": PAGES, "indexer": 10}]
+    removed("indexer", 2)
+    assert player.ask("lookup", last) == [0, {"kv": PAGES, "swa": 4, "indexer": 2}, []]
+    player.end()
+
+
+def test_ranks_share_what_is_the_same_and_nothing_else(engine, own_pool, tmp_path):
+    """MLA, tensor parallelism, heads that are split: by SGLang's own pools, each rank a back end of its own."""
+    pool = own_pool(files=2, size="128M")
+    program = engine("sglang").run(SCRIPTS / "sglang_ranks.py", pool.mount, HOME=os.fspath(tmp_path))
+    seen = json.loads(program.stdout.splitlines()[-1])
+    assert seen == {
+        "mla": {"stored": [4, 4], "found": [4, 4], "right": [True, True], "blocks": 4},
+        "heads": {"stored": [4, 4], "found": [4, 4], "right": [True, True], "blocks": 8},
+        "split": {"stored": [4], "found": [4, 4], "right": [True, True], "blocks": 8},
+    }
+
+
+def test_an_environment_without_sglang_is_told_which_version_was_tried(engine):
+    said = engine("lmcache").run("-c", "import kvfs.connectors.sglang", check=False)
+    assert said.returncode == 1 and "kvfs for sglang: " in said.stderr and "tried with sglang 0.5.23" in said.stderr
