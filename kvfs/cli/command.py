@@ -31,7 +31,7 @@ _VERBS = (
     watching.add_status, watching.add_list, watching.add_stats, watching.add_top, watching.add_metrics,
     pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,
     pools.add_doctor, pools.add_import, replaying.add_replay, completion.add_completion, programs.add_run_verbs,
-    replaying.add_bench, completion.add_man,
+    programs.add_nixl_plugins, replaying.add_bench, completion.add_man,
 )  # fmt: skip
 
 
