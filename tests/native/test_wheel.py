@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 LIBRARIES = {f"kvfs/lib/{name}" for name in (
-    "libkvfs.so.1", "libkvfs.so", "libkvfs_cufile.so", "libkvfs_preload.so", "cufile/libcufile.so",
+    "libkvfs.so.1", "libkvfs.so", "libkvfs_cufile.so", "libkvfs_preload.so", "libplugin_KVFS.so", "cufile/libcufile.so",
     "cufile/libcufile.so.0",
 )}  # fmt: skip
 DAEMON = ("pyfuse3", "trio", "lmdb", "xxhash")
@@ -89,7 +89,7 @@ def test_the_sdist_has_the_native_sources_and_nothing_that_was_built(sdist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     repository = helpers.REPOSITORY
     sources = [*repository.glob("native/**/*"), *repository.glob("kvfs/**/*.py")]
-    kinds = (".c", ".h", ".S", ".map", ".mk", ".py")
+    kinds = (".c", ".cc", ".h", ".S", ".map", ".mk", ".py")
     wanted = {str(path.relative_to(repository)) for path in sources if path.suffix in kinds}
     wanted |= {str(path.relative_to(repository)) for path in repository.glob("native/**/Makefile")}
     assert len(wanted) > 100

@@ -1,4 +1,4 @@
-/* NIXL's calls. None of them lets an exception out, and none but the constructor and registerMem() of a file waits for anything. */
+/* NIXL's calls: no exception leaves them, and only the constructor and registerMem() of a file may wait for anything. */
 #include "engine.h"
 
 #include <cerrno>

@@ -11,7 +11,6 @@
 #include "engine.h"
 
 static constexpr const char *TRIED[] = {"1.5.1"};
-static constexpr const char *ANY_VERSION = "KVFS_NIXL_ANY_VERSION";
 
 /* Of the wheel that a library of NIXL's came with; empty: it came with none. */
 static std::string version_of(const std::filesystem::path &library) {
@@ -39,11 +38,12 @@ static bool accepts(const std::string &library) {
             return true;
         tried += std::string(tried.empty() ? "" : ", ") + one;
     }
-    const char *any = getenv(ANY_VERSION);
+    const char *any = getenv("KVFS_NIXL_ANY_VERSION");
     bool forced = any && strcmp(any, "1") == 0;
-    say("%s is NIXL %s, which this plugin was not tried with (tried: %s)%s%s%s", library.c_str(),
-        version.empty() ? "of an unknown version" : version.c_str(), tried.c_str(), forced ? "; loaded all the same" : ": not loaded; ",
-        forced ? "" : ANY_VERSION, forced ? "" : "=1 loads it all the same");
+    if (version.empty())
+        version = "of an unknown version";
+    say("%s is NIXL %s, which this plugin was not tried with (tried: %s)%s", library.c_str(), version.c_str(), tried.c_str(),
+        forced ? "; loaded all the same" : ": not loaded; KVFS_NIXL_ANY_VERSION=1 loads it all the same");
     return forced;
 }
 
