@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 from cffi import FFI
@@ -54,6 +56,14 @@ def declarations() -> str:
     return text.replace("KVFS_STRIPE_WIDTH_MAX]", "32]")
 
 
+def uring() -> list[str]:
+    """How to link liburing: a copy of it, where the machine has one, so that the module needs libc alone; or as shared
+    library. No name of the copy is seen by others: an engine may have a liburing of its own."""
+    compiler = shlex.split(os.environ.get("CC", "gcc"))[0]
+    found = subprocess.run([compiler, "-print-file-name=liburing.a"], capture_output=True, text=True, check=True).stdout
+    return ["-l:liburing.a", "-Wl,--exclude-libs,liburing.a"] if Path(found.strip()).is_absolute() else ["-luring"]
+
+
 def builder(sanitize: bool = False) -> FFI:
     ffi = FFI()
     ffi.cdef(declarations())
@@ -63,9 +73,9 @@ def builder(sanitize: bool = False) -> FFI:
         "\n".join(f'#include "{name}"' for name in HEADERS),
         sources=sorted(os.path.relpath(path) for path in (NATIVE / "src").rglob("*.c")),
         include_dirs=[os.path.relpath(NATIVE / room) for room in ("include", "src")],
-        libraries=["uring", "pthread"],
+        libraries=["pthread"],
         extra_compile_args=FLAGS + (SANITIZE if sanitize else HARDENING),
-        extra_link_args=["-fsanitize=address,undefined"] if sanitize else HARDENING_LINK,
+        extra_link_args=[*uring(), *(["-fsanitize=address,undefined"] if sanitize else HARDENING_LINK)],
     )
     return ffi
 

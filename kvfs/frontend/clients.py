@@ -35,7 +35,8 @@ from kvfs.types import NAME_MAX, InodeNumber
 log = logging.getLogger(__name__)
 
 MAGIC = b"KVFSCLI1"
-VERSION = 2
+# The versions of the protocol that are served, the daemon's own last: a client of the one before goes on as it is.
+VERSIONS = (2, 3)
 CLIENTS_MAX = 1024
 ITEMS_MAX = 4096
 FDS_MAX = 128
@@ -78,7 +79,8 @@ assert (_HELLO.size, _FRAME.size, _WELCOME.size) == (16, 16, 72)
 # struct kvfs_client_statistics. All but the last, `busy`, are totals.
 REPORTED = tuple(name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields)
 _RECONNECTS = REPORTED.index("reconnects")
-_REPORT = struct.Struct(f"<{len(REPORTED)}Q")
+# A report's totals, by the version of its client; then comes `busy`.
+_TOTALS = {2: 16, 3: len(REPORTED) - 1}
 
 
 class Type(IntEnum):
@@ -106,7 +108,7 @@ def said_what_it_is(begun: bytes) -> bool:
     if len(begun) < _HELLO.size:
         return False
     _, version, _ = _HELLO.unpack_from(begun)
-    return version != VERSION or len(begun) >= _HELLO.size + _PATIENCE.size
+    return version not in VERSIONS or len(begun) >= _HELLO.size + _PATIENCE.size
 
 
 async def receive(sock: trio.socket.SocketType, size: int) -> bytes:
@@ -233,6 +235,8 @@ class _Connection:
         self._sending = trio.Lock()
         self._writable = False
         self._timeout_s = 0.0
+        # The client's: as its hello says.
+        self.version = VERSIONS[-1]
         self._under_way = trio.Semaphore(_UNDER_WAY_MAX)
         self._holder: Holder
         self._nursery: trio.Nursery
@@ -297,10 +301,13 @@ class _Connection:
         magic, version, flags = _HELLO.unpack_from(self._data)
         del self._data[: _HELLO.size]
         assert magic == MAGIC
-        if version != VERSION:
+        if version not in VERSIONS:
             raise RefusedError(
-                errno.EPROTO, f"the daemon speaks version {VERSION} of the client protocol, the client {version}"
+                errno.EPROTO,
+                f"the daemon speaks version {VERSIONS[-1]} of the client protocol and serves version {VERSIONS[0]}, "
+                f"the client speaks {version}",
             )
+        self.version = version
         if not await self._have(_PATIENCE.size, idle=False):
             raise Violation("hung up before its hello was whole")
         timeout_ms, reserved = _PATIENCE.unpack_from(self._data)
@@ -329,9 +336,9 @@ class _Connection:
         payload = b"".join(
             (
                 _WELCOME.pack(
-                    VERSION, self._writable, config.uuid.bytes, store.epoch, config.secret, config.geometry.zone_size,
-                    config.geometry.stripe_unit, config.geometry.stripe_width, len(members), len(config.devices),
-                    RESERVATION_MS,
+                    self.version, self._writable, config.uuid.bytes, store.epoch, config.secret,
+                    config.geometry.zone_size, config.geometry.stripe_unit, config.geometry.stripe_width,
+                    len(members), len(config.devices), RESERVATION_MS,
                 ),
                 array.array("Q", [device.zones_offset for device in config.devices]).tobytes(),
                 array.array("I", [value for segment in members for place in segment for value in place]).tobytes(),
@@ -384,8 +391,10 @@ class _Connection:
         while await self._have(_FRAME.size, idle=True):
             size, kind, reserved, status, id_ = _FRAME.unpack_from(self._data)
             entry = _REQUESTS.get(kind)
-            if entry is None or reserved or status or size > entry.size_max:
-                raise Violation(f"a frame of type {kind} with {size} bytes and status {status}")
+            if entry is None or reserved or status or size > entry.size_max or self.version < entry.since:
+                raise Violation(
+                    f"a frame of type {kind} with {size} bytes and status {status}, in version {self.version}"
+                )
             if not await self._have(_FRAME.size + size, idle=False):
                 return
             payload = bytes(self._data[_FRAME.size : _FRAME.size + size])
@@ -583,9 +592,11 @@ class _Connection:
         self._store.plane.inode_touch(list(numbers))
 
     async def report(self, payload: bytes) -> None:
-        if len(payload) < _REPORT.size:
-            raise Violation(f"a report of {len(payload)} bytes, at least {_REPORT.size} are needed")
-        totals = _REPORT.unpack_from(payload)
+        count = _TOTALS[self.version]
+        if len(payload) < 8 * (count + 1):
+            raise Violation(f"a report of {len(payload)} bytes, at least {8 * (count + 1)} are needed")
+        words = struct.unpack_from(f"<{count + 1}Q", payload)
+        totals = (*words[:count], *[0] * (len(REPORTED) - 1 - count), words[count])
         if self._before is None:
             # Totals of a client that was connected before were reported on its earlier connection.
             self._before = (0,) * len(totals) if not totals[_RECONNECTS] else totals
@@ -602,6 +613,7 @@ class _Request:
     size_max: int
     answered: bool = True
     writes: bool = False
+    since: int = VERSIONS[0]  # the version that has it first
 
 
 _NAMES_MAX = _WHERE.size + _SPACE_MAX + 1 + ITEMS_MAX * (_RESERVE.size + 256)

@@ -98,7 +98,7 @@ def test_a_user_whom_the_pool_does_not_know_may_not_connect(directory):
 
 
 class FakeDaemon:
-    """A test double of a daemon: one answer to whoever connects to the pool's socket."""
+    """A test double of a daemon: one answer to whoever connects to the pool's socket, and as often."""
 
     def __init__(self, pool, answer):
         self.path = pool.path / "control.sock"
@@ -116,13 +116,14 @@ class FakeDaemon:
 
     def serve(self):
         with contextlib.suppress(OSError):
-            connection, _ = self.listener.accept()
-            with connection:
-                connection.recv(16)
-                if self.answer is None:
-                    self.stop.wait(30)
-                else:
-                    connection.sendall(self.answer)
+            while True:
+                connection, _ = self.listener.accept()
+                with connection:
+                    connection.recv(24)
+                    if self.answer is None:
+                        self.stop.wait(30)
+                    else:
+                        connection.sendall(self.answer)
 
     def __exit__(self, *_):
         self.stop.set()
@@ -141,7 +142,7 @@ def frame(kind, payload, status=0):
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        (frame(1, struct.pack("<II", 99, 1) + bytes(64)), VersionError, "the daemon speaks version 99, this library 2"),
+        (frame(1, struct.pack("<II", 99, 1) + bytes(64)), VersionError, "the daemon speaks version 99, this library 3"),
         (frame(1, b"version 1 of the protocol, you speak 9", -errno.EPROTO), VersionError, "version 1 of the protocol"),
         (frame(1, b"user 7 is not welcome", -errno.EACCES), ClientError, "user 7 is not welcome"),
         (frame(1, bytes(20)), VersionError, "welcome has 20 bytes"),

@@ -5,6 +5,7 @@ import email
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,25 @@ print(json.dumps({
     "file": kvfs.__file__, "python": sys.version_info[:2], "there": there, "sizes": sizes, "same": buffer == data,
     "absent": absent, "again": again, "modules": sorted(sys.modules),
 }))
+"""
+
+
+# Each connector's module, imported as an engine imports it: its ImportError, and which modules came.
+CONNECTORS = """
+import importlib, json, pkgutil, sys
+found = {}
+try:
+    import kvfs.connectors as package
+except ModuleNotFoundError:
+    package = None
+for one in pkgutil.iter_modules(package.__path__ if package else []):
+    error = None
+    try:
+        importlib.import_module(f"kvfs.connectors.{one.name}")
+    except ImportError as raised:
+        error = str(raised)
+    found[one.name] = error, sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps(found))
 """
 
 
@@ -100,7 +120,8 @@ def test_the_sdist_has_the_native_sources_and_nothing_that_was_built(sdist):
 
 def test_the_wheel_is_of_this_platform_and_holds_the_data_plane(wheel):
     project, version, python, abi, platform = wheel.stem.split("-")
-    assert (project, python, abi) == ("kvfs", "cp311", "abi3") and platform.startswith("linux_")
+    assert (project, python, abi) == ("kvfs", "cp311", "abi3")
+    assert re.fullmatch(r"(manylinux_2_\d+|linux)_[a-z0-9_]+", platform)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = email.message_from_bytes(archive.read(f"kvfs-{version}.dist-info/METADATA"))
@@ -119,6 +140,34 @@ def test_the_wheel_is_of_this_platform_and_holds_the_data_plane(wheel):
     required = metadata.get_all("Requires-Dist")
     assert [one for one in required if "extra" not in one] == ["cffi>=1.16"]
     assert {one.partition(">")[0] for one in required if 'extra == "daemon"' in one} == set(DAEMON)
+
+
+def test_the_wheel_needs_no_library_of_the_machine_but_glibc_of_the_version_in_its_tag(wheel, work):
+    unpacked = work / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    libraries = sorted(unpacked.rglob("*.so*"))
+    own = {path.name for path in libraries}
+    needed, versions = {}, set()
+    for path in libraries:
+        said = run("readelf", "--wide", "--dynamic", "--version-info", path).stdout
+        needed[path.name] = set(re.findall(r"\(NEEDED\).*\[(.*)\]", said)) - own
+        versions |= {(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", said)}
+    others = {name for names in needed.values() for name in names} - {"libc.so.6"}
+    others = {name for name in others if not name.startswith("ld-linux")}
+    archive = pathlib.Path(run("gcc", "-print-file-name=liburing.a").stdout.strip())
+    if not archive.is_absolute():
+        # The shared liburing of the machine it is: such a wheel says that it is of this machine's kind alone.
+        assert others == {"liburing.so.2"} and wheel.stem.split("-")[-1].startswith("linux_")
+        return
+    assert others == set(), needed
+    major, minor = max(versions)
+    assert wheel.stem.split("-")[-1].startswith(f"manylinux_{major}_{minor}_")
+    # No name of the copy is seen by others: an engine may have a liburing of its own.
+    for path in libraries:
+        assert "io_uring_" not in run("readelf", "--wide", "--dyn-syms", path).stdout, path
+    licence = next(unpacked.rglob("liburing.copyright"), None)
+    assert licence is None or "Jens Axboe" in licence.read_text()
 
 
 def pythons():
@@ -155,6 +204,11 @@ def test_a_client_is_installed_into_an_empty_environment_and_used(wheel, work, d
     assert result["there"] == [True, False] and result["sizes"] == [2 << 20, None] and result["same"]
     assert result["absent"] is None and result["again"] == [True, [True]]
     assert not {name.partition(".")[0] for name in result["modules"]} & set(DAEMON)
+    # A connector's engine is not here: its module says which version it wants, and asks for nothing of the daemon's.
+    connectors = json.loads(run(python, "-I", "-c", CONNECTORS).stdout)
+    for name, (error, modules) in connectors.items():
+        assert error is None or re.search(r"\d+\.\d+", error), (name, error)
+        assert not set(modules) & set(DAEMON), (name, modules)
     packages = environment.glob("lib/python3*/site-packages/*.dist-info")
     installed = {path.name.partition("-")[0].lower() for path in packages}
     assert installed == {"kvfs", "cffi", "pycparser"}

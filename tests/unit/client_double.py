@@ -86,12 +86,13 @@ class WireClient:
     """One connection. Everything has a deadline of 50 s."""
 
     def __init__(
-        self, pool: Path, flags: int = 0, version: int = 2, magic: bytes = b"KVFSCLI1", timeout_ms: int = 50_000
+        self, pool: Path, flags: int = 0, version: int = 3, magic: bytes = b"KVFSCLI1", timeout_ms: int = 50_000
     ) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(50)
         self.socket.connect(str(pool / "control.sock"))
         self.fds: list[int] = []
+        self.version = version
         self._id = 0
         self.socket.sendall(struct.pack("<8sIIII", magic, version, flags, timeout_ms, 0))
 
@@ -158,7 +159,7 @@ class WireClient:
             version, self.writable, self.uuid, self.epoch, self.secret, self.zone_size, self.stripe_unit, self.width,
             segments, devices, self.reservation_ms,
         ) = struct.unpack_from("<II16sQQQQIIII", payload)  # fmt: skip
-        assert version == 2
+        assert version == self.version
         self.zones_offset = struct.unpack_from(f"<{devices}Q", payload, 72)
         flat = struct.unpack_from(f"<{2 * segments * self.width}I", payload, 72 + 8 * devices)
         assert len(payload) == 72 + 8 * devices + 8 * segments * self.width

@@ -16,12 +16,32 @@ def lanes(*words: str) -> dict[str, list[str]]:
     return {name: rest.split() for name, _, rest in (line.partition(": ") for line in said.stdout.splitlines())}
 
 
+def paths_of(*words: str) -> list[Path]:
+    return [Path(path) for given in lanes(*words).values() for path in given if not path.startswith("-")]
+
+
 @pytest.mark.parametrize("words", [(), ("--all",)])
 def test_each_file_of_tests_is_in_one_lane_of_each_tier(words: tuple[str, ...]) -> None:
-    paths = [Path(path) for given in lanes(*words).values() for path in given if not path.startswith("-")]
+    paths = [*paths_of(*words), *paths_of("--engines")]
     for file in (REPOSITORY / "tests").rglob("test_*.py"):
         place = file.relative_to(REPOSITORY)
         assert sum(place.is_relative_to(path) for path in paths) == 1, place
+
+
+def test_the_tier_of_engines_has_a_lane_for_each_file_of_connectors_and_nothing_else() -> None:
+    files = sorted((REPOSITORY / "tests/connectors").glob("test_*.py"))
+    assert files and sorted(paths_of("--engines")) == [file.relative_to(REPOSITORY) for file in files]
+    assert all("--run-slow" in given for given in lanes("--engines").values())
+    # It begins by making the environments, and the other tiers say that they have not run it.
+    script = (REPOSITORY / "tools/test").read_text()
+    assert "tools/setup-engines ||" in script and "tools/test --engines runs them" in script
+
+
+def test_a_lane_of_another_tier_is_no_lane_of_the_engines() -> None:
+    said = subprocess.run(
+        [REPOSITORY / "tools/test", "--engines", "environments", "unit"], capture_output=True, text=True
+    )
+    assert said.returncode == 2 and "unit is no lane; there are: " in said.stderr and "environments" in said.stderr
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:
@@ -36,7 +56,7 @@ def test_the_slow_ones_run_with_all_in_every_lane() -> None:
 
 
 def test_ci_runs_everything() -> None:
-    assert (REPOSITORY / ".ci/run").read_text().splitlines()[-1] == "exec tools/test --all"
+    assert (REPOSITORY / ".ci/run").read_text().splitlines()[-2:] == ["tools/test --all", "exec tools/test --engines"]
 
 
 @pytest.mark.parametrize(("words", "passed", "left_out"), [

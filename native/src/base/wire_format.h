@@ -11,10 +11,12 @@
 
 #include "kvfs_format.h"
 
-#define KVFS_WIRE_VERSION 2
+#define KVFS_WIRE_VERSION 3            /* version 3 has every frame of version 2, as it is there, and more */
+#define KVFS_WIRE_OLDEST 2             /* spoken too, by both sides: an upgrade of either leaves the other at work */
 #define KVFS_WIRE_SIZE_MAX (16u << 20) /* of a payload */
 #define KVFS_WIRE_FDS_MAX 128          /* in one frame */
 #define KVFS_WIRE_ITEMS_MAX 4096       /* in one request */
+#define KVFS_WIRE_TOTALS_2 16          /* of a REPORT of version 2 */
 #define KVFS_WIRE_ERRNO_MAX 4095       /* of a status */
 
 enum wire_type {
@@ -39,10 +41,14 @@ struct wire_frame {
 };
 static_assert(sizeof(struct wire_frame) == 16, "wire");
 
-/* The first bytes of a connection, no frame before them. Answered by a HELLO frame, or one with a status and a message. */
+/* The version that has this type first. */
+static inline uint32_t wire_type_since(uint16_t type) { return type <= WIRE_CLOSE ? 2 : 3; }
+
+/* The first bytes of a connection, no frame before them. Answered by a HELLO frame, or one with a status and a message. -EPROTO: the daemon does
+ * not speak this version; the client connects once more and tries the one before. The version of a welcome is that of its hello. */
 struct wire_hello {
     uint8_t magic[8];    /* "KVFSCLI1" */
-    uint32_t version;    /* KVFS_WIRE_VERSION */
+    uint32_t version;    /* KVFS_WIRE_OLDEST to KVFS_WIRE_VERSION */
     uint32_t flags;      /* enum kvfs_client_flags: KVFS_READ_ONLY */
     uint32_t timeout_ms; /* how long the client waits for an answer: a RESERVE is answered within three quarters of it */
     uint32_t reserved;
@@ -116,6 +122,7 @@ struct wire_commit {
 /* LOOKUP: uint64_t parent, uint64_t name_size, name. Answer: the inode record, or status -ENOENT. */
 /* BAD_BLOCK: uint64_t inode, uint64_t segment: its checksums failed twice. */
 /* HITS: uint64_t inodes of blocks read. */
-/* REPORT: uint64_t, in the order of struct kvfs_client_statistics: totals of this client so far. */
+/* REPORT: uint64_t, in the order of struct kvfs_client_statistics: totals of this client so far, the last (`busy`) not among them. Version 2 has
+ * the first 16 and the last. */
 
 #endif

@@ -52,6 +52,7 @@ struct connection {
     atomic_bool silent;   /* ... or its process listens still, and says nothing */
     uint64_t listener[4]; /* device, inode, ctime (s, ns) of the socket's file: each daemon makes one */
     bool writable;
+    uint32_t version; /* of the protocol, as agreed on: KVFS_WIRE_OLDEST to KVFS_WIRE_VERSION */
     uint32_t reservation_ms;
     uint8_t uuid[16];
     pthread_mutex_t lock; /* lanes, orphans */
@@ -153,7 +154,9 @@ void wire_send(struct connection *connection, uint16_t type, const void *payload
 void wire_wait(struct connection *connection, struct wire_pending *pending);
 /* The outcome of a request that is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
 int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_t **reply, uint32_t *reply_size);
-/* All three. */
+/* -EOPNOTSUPP: the daemon is older than this version of the protocol; the message names `what` and both versions. */
+int connection_needs(struct kvfs_client *client, const struct connection *connection, uint32_t version, const char *what);
+/* All three; -EOPNOTSUPP for a type that the version agreed on has not. */
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);
 /* Notify the daemon, without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */

@@ -154,10 +154,10 @@ static int descriptors(struct kvfs_client *client, struct connection *connection
     return r;
 }
 
-/* Say hello, and take in all that the daemon hands out. */
-static int connection_welcome(struct kvfs_client *client, struct connection *connection, uint64_t deadline) {
+/* Say hello, and take in all that the daemon hands out. *refused: it does not speak this version. */
+static int connection_welcome(struct kvfs_client *client, struct connection *connection, uint32_t version, uint64_t deadline, bool *refused) {
     struct wire_hello hello = {
-        .magic = "KVFSCLI1", .version = KVFS_WIRE_VERSION, .flags = client->options.flags & KVFS_READ_ONLY, .timeout_ms = client->options.timeout_ms};
+        .magic = "KVFSCLI1", .version = version, .flags = client->options.flags & KVFS_READ_ONLY, .timeout_ms = client->options.timeout_ms};
     struct wire_frame frame;
     struct wire_welcome welcome;
     uint8_t *rest = NULL;
@@ -169,7 +169,7 @@ static int connection_welcome(struct kvfs_client *client, struct connection *con
     else if (r < 0)
         client_fail(r = -ENOTCONN, "%s: the daemon hung up: a daemon without native clients, or one that is ending", client->pool);
     else if (frame.type == WIRE_HELLO && frame.status < 0)
-        r = refusal(client, connection->socket, &frame, deadline);
+        *refused = (r = refusal(client, connection->socket, &frame, deadline)) == -EPROTO;
     else
         r = frame_check(client, &frame, WIRE_HELLO, WELCOME_MAX);
     if (r == 0 && frame.size < sizeof(welcome))
@@ -183,8 +183,9 @@ static int connection_welcome(struct kvfs_client *client, struct connection *con
     }
     if (r == 0) {
         memcpy(&welcome, rest, sizeof(welcome));
-        if (welcome.version != KVFS_WIRE_VERSION)
-            r = client_fail(-EPROTO, "%s: the daemon speaks version %u, this library %u", client->pool, welcome.version, KVFS_WIRE_VERSION);
+        connection->version = version;
+        if (welcome.version != version)
+            r = client_fail(-EPROTO, "%s: the daemon speaks version %u, this library %u", client->pool, welcome.version, version);
     }
     if (r == 0)
         r = connection_fill(client, connection, &welcome, rest + sizeof(welcome), frame.size - sizeof(welcome));
@@ -195,6 +196,25 @@ static int connection_welcome(struct kvfs_client *client, struct connection *con
     }
     free(rest);
     return r;
+}
+
+/* In the newest version that both speak. A daemon hangs up on a hello that it refuses, so each is said on a socket of its own. */
+static int connection_agree(struct kvfs_client *client, struct connection *connection, uint64_t deadline) {
+    char reason[512] = "";
+    for (uint32_t version = KVFS_WIRE_VERSION;; version--) {
+        bool refused = false;
+        int r = connection_welcome(client, connection, version, deadline, &refused);
+        if (!refused)
+            return r;
+        if (version == KVFS_WIRE_VERSION)
+            snprintf(reason, sizeof(reason), "%s", kvfs_error());
+        if (version == KVFS_WIRE_OLDEST)
+            return client_fail(-EPROTO, "%s; this library speaks versions %u to %u", reason, KVFS_WIRE_OLDEST, KVFS_WIRE_VERSION);
+        close(connection->socket);
+        connection->socket = socket_open(client, deadline);
+        if (connection->socket < 0)
+            return connection->socket;
+    }
 }
 
 static int devices_open(struct kvfs_client *client, struct connection *connection) {
@@ -233,7 +253,7 @@ int connection_open(struct kvfs_client *client, struct connection **out) {
     pthread_cond_init(&connection->answered, &attributes);
     connection->socket = fd;
     memcpy(connection->listener, listener, sizeof(listener));
-    int r = connection_welcome(client, connection, deadline);
+    int r = connection_agree(client, connection, deadline);
     if (r == 0)
         r = devices_open(client, connection);
     if (r < 0)

@@ -50,6 +50,7 @@ void client_hit(struct kvfs_client *client, struct connection *connection, uint6
     uint64_t hits[CLIENT_HITS_MAX], now = now_ns();
     uint32_t count = 0;
     struct kvfs_client_statistics report;
+    uint32_t totals = connection->version == 2 ? KVFS_WIRE_TOTALS_2 : CLIENT_COUNTERS - 1;
     bool tell = false;
     pthread_mutex_lock(&client->lock);
     if (inode)
@@ -64,6 +65,8 @@ void client_hit(struct kvfs_client *client, struct connection *connection, uint6
     pthread_mutex_unlock(&client->lock);
     if (count)
         wire_notify(connection, WIRE_HITS, hits, count * (uint32_t)sizeof(*hits));
-    if (tell && kvfs_client_statistics_get(client, &report) == 0)
-        wire_notify(connection, WIRE_REPORT, &report, sizeof(report));
+    if (tell && kvfs_client_statistics_get(client, &report) == 0) {
+        memmove((uint64_t *)&report + totals, &report.busy, sizeof(report.busy));
+        wire_notify(connection, WIRE_REPORT, &report, (totals + 1) * (uint32_t)sizeof(uint64_t));
+    }
 }

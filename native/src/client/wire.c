@@ -228,8 +228,19 @@ int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_
     return 0;
 }
 
+int connection_needs(struct kvfs_client *client, const struct connection *connection, uint32_t version, const char *what) {
+    if (connection->version >= version)
+        return 0;
+    return client_fail(-EOPNOTSUPP, "%s: %s needs version %u of the client protocol, and the daemon, an older kvfs, speaks version %u", client->pool,
+                       what, version, connection->version);
+}
+
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size) {
+    *reply = NULL;
+    int r = connection_needs(client, connection, wire_type_since(type), "this call");
+    if (r < 0)
+        return r;
     struct wire_pending pending;
     wire_send(connection, type, payload, size, timeout_ms, &pending);
     wire_wait(connection, &pending);

@@ -120,7 +120,8 @@ static struct {
     /* Set by tests. */
     uint32_t split; /* runs a block has */
     bool header_alone, read_only, incomplete, writes_lost;
-    uint32_t header_extra; /* pages more than a header needs */
+    uint32_t header_extra;   /* pages more than a header needs */
+    uint32_t oldest, newest; /* versions of the protocol that it speaks */
     enum trick trick;
     uint16_t trick_type; /* the request it is played on */
     uint32_t reservation_ms;
@@ -131,7 +132,7 @@ static struct {
     struct bytes held[8];
     uint32_t held_count;
     /* Looked at by tests. */
-    uint32_t accepted, reserved, committed, aborted, late, not_begun, lookups, reports, bad_blocks, reserves, commits, open, open_most;
+    uint32_t hellos, accepted, reserved, committed, aborted, late, not_begun, lookups, reports, bad_blocks, reserves, commits, open, open_most;
     uint64_t hits, bad_inode, bad_segment;
     struct kvfs_client_statistics report;
 } d;
@@ -444,10 +445,19 @@ static inline bool say_welcome(int fd) {
     struct wire_hello hello;
     struct bytes out = {0};
     enum trick trick = d.trick;
-    if (!read_exactly(fd, &hello, sizeof(hello)) || memcmp(hello.magic, "KVFSCLI1", 8) != 0 || hello.version != KVFS_WIRE_VERSION)
+    if (!read_exactly(fd, &hello, sizeof(hello)) || memcmp(hello.magic, "KVFSCLI1", 8) != 0)
         return false;
+    d.hellos++;
     if (trick == SILENT)
         return true;
+    if (hello.version < d.oldest || hello.version > d.newest) {
+        char message[128];
+        snprintf(message, sizeof(message), "the daemon speaks version %u of the client protocol, the client %u", d.newest, hello.version);
+        struct wire_frame no = {.size = (uint32_t)strlen(message), .type = WIRE_HELLO, .status = -EPROTO};
+        say(fd, &no, sizeof(no));
+        say(fd, message, no.size);
+        return false;
+    }
     if (trick == REFUSE || trick == REFUSE_WITHOUT_MESSAGE) {
         const char *message = trick == REFUSE ? "no, not you" : "";
         struct wire_frame no = {.size = (uint32_t)strlen(message), .type = WIRE_HELLO, .status = trick == REFUSE ? -EACCES : INT32_MIN};
@@ -455,7 +465,7 @@ static inline bool say_welcome(int fd) {
         say(fd, message, no.size);
         return false;
     }
-    struct wire_welcome w = {.version = KVFS_WIRE_VERSION,
+    struct wire_welcome w = {.version = hello.version,
                              .writable = !d.read_only && !(hello.flags & KVFS_READ_ONLY),
                              .mount_epoch = d.epoch,
                              .secret = SECRET,
@@ -899,11 +909,13 @@ static inline void pool_new(uint64_t stripe_unit) {
     d.trick_type = 0;
     d.reservation_ms = 30000;
     d.header_extra = 0;
+    d.oldest = KVFS_WIRE_OLDEST;
+    d.newest = KVFS_WIRE_VERSION;
     d.refuse_odd = d.fail_odd = 0;
     d.honest = d.held_until = 0;
     d.room = d.room_in_all = UINT32_MAX;
     d.reserves = d.commits = d.open = d.open_most = 0;
-    d.accepted = d.reserved = d.committed = d.aborted = d.late = d.not_begun = d.lookups = d.reports = d.bad_blocks = 0;
+    d.hellos = d.accepted = d.reserved = d.committed = d.aborted = d.late = d.not_begun = d.lookups = d.reports = d.bad_blocks = 0;
     d.hits = 0;
     memset(d.uuid, 7, sizeof(d.uuid));
     daemon_start();
