@@ -25,7 +25,7 @@ VARIABLE = "NIXL_PLUGIN_DIR"
 
 @dataclass(frozen=True)
 class Plugins:
-    """What was made: NIXL's library that it was made for, the value of NIXL_PLUGIN_DIR, names of plugins."""
+    """NIXL's library, the directory made for it (the value of NIXL_PLUGIN_DIR), and the names of plugins there."""
 
     nixl: Path
     directory: Path
@@ -34,7 +34,7 @@ class Plugins:
 
 def make(directory: Path, nixl: Path | None) -> Plugins:
     """Make the directory, or bring it up to date. nixl: where to look for libnixl.so; None: beside the packages of this
-    Python. UsageError if there is none, or more than one, or if something that is no link is in the way;
+    Python. UsageError if there is none, or more than one, or if something that is no link is in the way.
     MissingFeatureError if the plugin is not built.
     """
     if not PLUGIN.exists():

@@ -2,7 +2,7 @@
 
     python nixl_player.py AGENT LOG
 
-What the process and NIXL write to stderr goes to LOG. It knows nothing of kvfs but the name of its back end.
+All that the process and NIXL write elsewhere goes to LOG. It knows nothing of kvfs but the name of its back end.
 """
 
 import contextlib
@@ -121,7 +121,7 @@ class Player:
         return [None if one is None else int(one["size"]) for one in found]
 
     def refused(self, memory, device, meta):
-        """What a registration that makes no sense is answered with."""
+        """The error by which a registration is refused; None if it is not."""
         try:
             self.register([(0, 4096, device, meta)], "KVFS", memory)
         except Exception as error:

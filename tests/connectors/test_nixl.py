@@ -428,6 +428,6 @@ def test_a_nixl_that_is_not_there_is_said(tmp_path):
 def test_the_plugin_under_sanitizers(kind, directory):
     if shutil.which("g++") is None:
         pytest.skip("NOT RUN: no g++")
-    helpers.run("make", "-s", "-C", SHIM, kind, timeout_s=280)
+    helpers.run("make", "-s", "-j2", "-C", SHIM, kind, timeout_s=280)
     done = helpers.run(REPOSITORY / f"build/nixl/{kind}-drive", directory, timeout_s=200)
     assert done.stdout == "ok\n", done.stderr[-3000:]

@@ -155,6 +155,9 @@ def test_the_wheel_needs_no_library_of_the_machine_but_glibc_of_the_version_in_i
         versions |= {(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", said)}
     others = {name for names in needed.values() for name in names} - {"libc.so.6"}
     others = {name for name in others if not name.startswith("ld-linux")}
+    # Of the plugin alone, whose strings and maps are NIXL's too; a program without NIXL never loads it.
+    assert not [name for name, of in needed.items() if "libstdc++.so.6" in of and name != "libplugin_KVFS.so"]
+    others -= {"libstdc++.so.6", "libgcc_s.so.1"}
     archive = pathlib.Path(run("gcc", "-print-file-name=liburing.a").stdout.strip())
     if not archive.is_absolute():
         # The shared liburing of the machine it is: such a wheel says that it is of this machine's kind alone.

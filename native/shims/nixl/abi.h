@@ -75,7 +75,7 @@ template <class T> class List {
 };
 struct RemotePart;
 
-/* What was posted; the back end makes it, and frees it in releaseReqH(). */
+/* A prepared transfer; the back end makes it, and frees it in releaseReqH(). */
 class Request {
   public:
     virtual ~Request() = default;

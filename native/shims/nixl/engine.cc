@@ -163,7 +163,7 @@ Status Engine::prepXfer(const nixl::Operation &operation, const nixl::List<nixl:
     });
 }
 
-/* What was prepared is posted; the same lists come again. */
+/* The lists are those of prepXfer(), which has read them. */
 Status Engine::postXfer(const nixl::Operation &, const nixl::List<nixl::Part> &, const nixl::List<nixl::Part> &, const std::string &,
                         nixl::Request *&request, const nixl::Options *) const {
     return guarded([&] {

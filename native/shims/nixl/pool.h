@@ -93,7 +93,7 @@ class Pool {
     Client client_;
 };
 
-/* What a status of libkvfs is to NIXL. */
+/* NIXL's name of a status of libkvfs. */
 nixl::Status status_of(int64_t error);
 /* 1 to KVFS_KEY_MAX bytes. */
 bool key_fits(const std::string &key);

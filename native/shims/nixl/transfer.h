@@ -39,7 +39,7 @@ class Transfer : public Work {
     void run(uint32_t slice, uint32_t slices) noexcept override;
     /* Slices that will not run, as they were withdrawn: they count as ended. */
     void withdrawn(uint32_t slices);
-    /* What has not begun will not touch any memory. */
+    /* From here on no slice begins to touch memory. */
     void cancel() { canceled_ = true; }
     /* in_progress as long as anything may touch the caller's memory. */
     nixl::Status status();

@@ -1,4 +1,4 @@
-/* Threads that a back end makes once, and the work that waits for them: a post must not block, and libkvfs's calls take as long as devices do. */
+/* Threads that a back end makes once, and the work that waits for them. A post must not block, and calls of libkvfs take as long as devices do. */
 #ifndef KVFS_NIXL_WORKERS_H
 #define KVFS_NIXL_WORKERS_H
 
