@@ -152,7 +152,7 @@ def test_parts_of_an_object(player, directory):
     agent("create", {"mount": str(directory), "namespace": "parts"})
     written, read, same = agent("parts", "in parts", MIB, 8)
     if "no parts of them" in agent.said() or "from one piece of memory" in agent.said():
-        assert written != "DONE" and read != "DONE" and not same
+        assert "DONE" not in (written, read) or not same
         pytest.skip("this libkvfs has neither kvfs_get_ranges nor kvfs_put_vectors")
     assert (written, read, same) == ("DONE", "DONE", True)
 
@@ -430,4 +430,4 @@ def test_the_plugin_under_sanitizers(kind, directory):
         pytest.skip("NOT RUN: no g++")
     helpers.run("make", "-s", "-j2", "-C", SHIM, kind, timeout_s=280)
     done = helpers.run(REPOSITORY / f"build/nixl/{kind}-drive", directory, timeout_s=200)
-    assert done.stdout == "ok\n", done.stderr[-3000:]
+    assert done.stdout.endswith("\nok\n"), done.stderr[-3000:]
