@@ -22,8 +22,11 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
 MODULE = runpy.run_path("native/build_ffi.py", run_name="build_ffi")
-# Of a machine with glibc: all that a manylinux wheel of ours may need of it (PEP 600 lets it need more).
-OF_THE_MACHINE = re.compile(r"ld-linux[\w-]*\.so\.\d+|lib(?:c|m|dl|rt|pthread)\.so\.\d+")
+# Of a machine with glibc: all that a manylinux wheel of ours may need of it (PEP 600 lets it need more). The plugin of
+# NIXL needs the libstdc++ that NIXL has.
+OF_THE_MACHINE = re.compile(
+    r"ld-linux[\w-]*\.so\.\d+|lib(?:c|m|dl|rt|pthread)\.so\.\d+|libstdc\+\+\.so\.6|libgcc_s\.so\.1"
+)
 # PEP 600 begins there.
 OLDEST_GLIBC = (2, 17)
 # A wheel that holds a copy of liburing brings its licence.

@@ -32,7 +32,7 @@ _VERBS = (
     events.add_events,
     pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,
     pools.add_doctor, pools.add_import, replaying.add_replay, completion.add_completion, programs.add_run_verbs,
-    replaying.add_bench, completion.add_man,
+    programs.add_nixl_plugins, replaying.add_bench, completion.add_man,
 )  # fmt: skip
 
 

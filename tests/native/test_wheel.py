@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 LIBRARIES = {f"kvfs/lib/{name}" for name in (
-    "libkvfs.so.1", "libkvfs.so", "libkvfs_cufile.so", "libkvfs_preload.so", "cufile/libcufile.so",
+    "libkvfs.so.1", "libkvfs.so", "libkvfs_cufile.so", "libkvfs_preload.so", "libplugin_KVFS.so", "cufile/libcufile.so",
     "cufile/libcufile.so.0",
 )}  # fmt: skip
 DAEMON = ("pyfuse3", "trio", "lmdb", "xxhash")
@@ -109,7 +109,7 @@ def test_the_sdist_has_the_native_sources_and_nothing_that_was_built(sdist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     repository = helpers.REPOSITORY
     sources = [*repository.glob("native/**/*"), *repository.glob("kvfs/**/*.py")]
-    kinds = (".c", ".h", ".S", ".map", ".mk", ".py")
+    kinds = (".c", ".cc", ".h", ".S", ".map", ".mk", ".py")
     wanted = {str(path.relative_to(repository)) for path in sources if path.suffix in kinds}
     wanted |= {str(path.relative_to(repository)) for path in repository.glob("native/**/Makefile")}
     assert len(wanted) > 100
@@ -155,6 +155,9 @@ def test_the_wheel_needs_no_library_of_the_machine_but_glibc_of_the_version_in_i
         versions |= {(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", said)}
     others = {name for names in needed.values() for name in names} - {"libc.so.6"}
     others = {name for name in others if not name.startswith("ld-linux")}
+    # Of the plugin alone, whose strings and maps are NIXL's too; a program without NIXL never loads it.
+    assert not [name for name, of in needed.items() if "libstdc++.so.6" in of and name != "libplugin_KVFS.so"]
+    others -= {"libstdc++.so.6", "libgcc_s.so.1"}
     archive = pathlib.Path(run("gcc", "-print-file-name=liburing.a").stdout.strip())
     if not archive.is_absolute():
         # The shared liburing of the machine it is: such a wheel says that it is of this machine's kind alone.

@@ -17,7 +17,7 @@ WORDS_MOST, COLUMNS_MOST, README_LINES_MOST = 28, 160, 100
 CHANGELOG_WORDS_MOST = 40
 # Files of pools, of machines and of other projects.
 FOREIGN = {"pool.toml", "prometheus.yml", "configuration.toml", "config.yaml"}
-SOURCE = r"[\w@./-]+\.(?:py|c|h|md|svg|json|map|toml|yaml|yml|sh)"
+SOURCE = r"[\w@./-]+\.(?:py|cc|c|h|md|svg|json|map|toml|yaml|yml|sh)"
 _SENTENCE_END = re.compile(r"(?<=[.!?])[*)\"]*\s+(?=[*(\[\"`]*(?:[A-Z0-9`]|kvfs|lib))")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -115,7 +115,7 @@ def test_every_variable_is_in_the_page_on_debugging() -> None:
     texts = [
         (ROOT / file).read_text(errors="replace")
         for file in FILES
-        if file.endswith((".py", ".c", ".h", ".service")) or file.startswith("tools/")
+        if file.endswith((".py", ".c", ".cc", ".h", ".service")) or file.startswith("tools/")
     ]
     used = {quoted or expanded for text in texts for quoted, expanded in pattern.findall(text)}
     named = set(re.findall(r"`(KVFS_[A-Z0-9_]+)", (ROOT / "docs/debugging.md").read_text()))

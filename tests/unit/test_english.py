@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 
+SUFFIXES = {".py", ".c", ".cc", ".h", ".S"}
 WORDS_MOST = 26
 _BEGINNING = re.compile(r"(?:[-*] |\d+\. )?[*\"'(]*(?:What|Who|Whoever|That|None)\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?<=[.!?])[*)\"]*\s+")
@@ -33,7 +34,9 @@ def sources() -> list[Path]:
     found = [REPOSITORY / "setup.py"]
     for folder in ("kvfs", "native", "tests", "tools"):
         for path in sorted((REPOSITORY / folder).rglob("*")):
-            if path.is_file() and (path.suffix in (".py", ".c", ".h", ".S") or (not path.suffix and is_python(path))):
+            if path.is_file() and (
+                path.suffix in (".py", ".c", ".cc", ".h", ".S") or (not path.suffix and is_python(path))
+            ):
                 found.append(path)
     return found
 
@@ -87,7 +90,7 @@ def paragraphs(text: str) -> Iterator[str]:
 def sentences(path: Path) -> Iterator[tuple[str, str]]:
     """Each sentence of a file, with its place: `kvfs/units.py:7`."""
     text = path.read_text()
-    found = c_comments(text) if path.suffix in (".c", ".h", ".S") else python_comments(text)
+    found = c_comments(text) if path.suffix in SUFFIXES - {".py"} else python_comments(text)
     for line, comment in found:
         for paragraph in paragraphs(comment):
             for sentence in _SENTENCE_END.split(paragraph):
