@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from hashlib import sha256
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeVar, cast
 
 from kvfs._native import ffi, lib
 from kvfs.client import memory as memory_
-from kvfs.client.client import connect
+from kvfs.client.client import Client, connect
 from kvfs.client.keys import Key
-from kvfs.client.memory import Memory, Region
-from kvfs.connectors._interim import Client, Completion, Queue, complete
+from kvfs.client.memory import Memory, Pieces, Region
+from kvfs.client.queue import Completion, Queue
 from kvfs.errors import (
     DeadlineError,
     ForkError,
@@ -37,7 +37,6 @@ from kvfs.errors import (
 )
 
 T = TypeVar("T")
-Memories: TypeAlias = "Memory | Sequence[Memory]"
 
 # The first attempt to connect again comes after the first of these, each later one after twice the time before.
 RETRY_MIN_S, RETRY_MAX_S = 0.25, 2.0
@@ -238,7 +237,7 @@ class Connection:
 
     def exists_prefix(self, keys: Sequence[Key]) -> int:
         """How many keys from the first on are there."""
-        count = self._read(lambda client: cast(int, client.exists_prefix(keys)), 0)
+        count = self._read(lambda client: client.exists_prefix(keys), 0)
         self.counters.lookups += min(count + 1, len(keys))
         self.counters.hits += count
         return count
@@ -248,19 +247,19 @@ class Connection:
         return self._read(lambda client: client.sizes(keys), missing)
 
     def touch(self, keys: Sequence[Key]) -> int:
-        return self._read(lambda client: cast(int, client.touch(keys)), 0)
+        return self._read(lambda client: client.touch(keys), 0)
 
     def delete(self, keys: Sequence[Key]) -> list[bool]:
         return self._write(lambda client: client.delete(keys), [False] * len(keys))
 
     # ---- blocking: for engines that call from threads of their own ----
 
-    def get_into(self, items: Sequence[tuple[Key, Memories]]) -> list[int | None]:
+    def get_into(self, items: Sequence[tuple[Key, Pieces]]) -> list[int | None]:
         """Bytes read for each, None for a miss. Returns when no device writes into the memory any more."""
 
         def get(client: Client) -> list[int | None]:
             try:
-                results = cast("list[int | None]", client.get_into(items))
+                results = client.get_into(items)
             except SmallBufferError as error:
                 results = list(error.results)
             if None in results:
@@ -274,7 +273,7 @@ class Connection:
 
     def put(
         self,
-        items: Sequence[tuple[Key, Memories]],
+        items: Sequence[tuple[Key, Pieces]],
         *,
         if_absent: bool = True,
         parents: Sequence[Key | None] | None = None,
@@ -289,7 +288,7 @@ class Connection:
         def put(client: Client) -> list[bool] | None:
             nonlocal failed
             try:
-                return cast("list[bool]", client.put(items, if_absent=if_absent, parents=parents))
+                return client.put(items, if_absent=if_absent, parents=parents)
             except PutError as error:
                 failed = error.failed
                 self._say_once(next(iter(failed.values())))
@@ -310,14 +309,14 @@ class Connection:
         """Batches that drain() has not told of yet."""
         return len(self._batches) + len(self._busy) + len(self._ready)
 
-    def submit_get(self, items: Sequence[tuple[Key, Memories]]) -> int:
+    def submit_get(self, items: Sequence[tuple[Key, Pieces]]) -> int:
         """Start reading; never blocks. Returns a ticket, which drain() tells of exactly once, after all devices have
         let go of the memory."""
         return self._submit("get", [key for key, _ in items], items, lambda queue: queue.get(items))
 
     def submit_put(
         self,
-        items: Sequence[tuple[Key, Memories]],
+        items: Sequence[tuple[Key, Pieces]],
         *,
         if_absent: bool = True,
         parents: Sequence[Key | None] | None = None,
@@ -495,11 +494,9 @@ class Connection:
 
     def _open(self) -> _Link:
         options = self.options
-        client = complete(
-            connect(
-                options.mount, self.space, read_only=self._read_only, timeout_s=options.timeout_s, depth=options.depth,
-                gpu=None,
-            )
+        client = connect(
+            options.mount, self.space, read_only=self._read_only, timeout_s=options.timeout_s, depth=options.depth,
+            gpu=None,
         )  # fmt: skip
         try:
             link = _Link(client, client.queue(depth=options.depth))
@@ -515,7 +512,7 @@ class Connection:
     # ---- batches ----
 
     def _submit(
-        self, kind: str, keys: Sequence[Key], items: Sequence[tuple[Key, Memories]], start: Callable[[Queue], int]
+        self, kind: str, keys: Sequence[Key], items: Sequence[tuple[Key, Pieces]], start: Callable[[Queue], int]
     ) -> int:
         with self._lock:
             self._tickets += 1
@@ -640,15 +637,15 @@ def _bytes(key: Key) -> bytes:
     return key if isinstance(key, bytes) else key.encode()
 
 
-def _pieces(memory: Memories) -> Sequence[Memory]:
+def _pieces(memory: Pieces) -> Sequence[Memory]:
     return cast("Sequence[Memory]", memory) if isinstance(memory, (list, tuple)) else (cast("Memory", memory),)
 
 
-def _regions(items: Iterable[tuple[Key, Memories]]) -> list[Region]:
+def _regions(items: Iterable[tuple[Key, Pieces]]) -> list[Region]:
     return [memory_.source(_bytes(key), piece) for key, memory in items for piece in _pieces(memory)]
 
 
-def _size(memory: Memories) -> int:
+def _size(memory: Pieces) -> int:
     return sum(
         piece.nbytes if isinstance(piece, memoryview) else memory_.source(b"", piece).size for piece in _pieces(memory)
     )

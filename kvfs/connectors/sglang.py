@@ -18,8 +18,9 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from kvfs.client.keys import Key
+from kvfs.client.memory import Pieces
 from kvfs.connectors import versions
-from kvfs.connectors.common import Connection, Counters, Memories, State, namespace_of, options_of
+from kvfs.connectors.common import Connection, Counters, State, namespace_of, options_of
 from kvfs.connectors.leases import Leases
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
@@ -357,7 +358,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
 
     # ---- helpers ----
 
-    def _read(self, names: Sequence[bytes], memories: Sequence[Memories], sizes: Sequence[int]) -> list[bool]:
+    def _read(self, names: Sequence[bytes], memories: Sequence[Pieces], sizes: Sequence[int]) -> list[bool]:
         results = self._connection.get_into(list(zip(names, memories, strict=True))) if names else []
         loaded = [read == size for read, size in zip(results, sizes, strict=True)]
         self._leases.give_back(names)
@@ -369,7 +370,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
         return loaded
 
     def _write(
-        self, names: Sequence[bytes], memories: Sequence[Memories], parents: Sequence[Key | None] | None
+        self, names: Sequence[bytes], memories: Sequence[Pieces], parents: Sequence[Key | None] | None
     ) -> list[bool]:
         """Is each block there afterwards?"""
         items = list(zip(names, memories, strict=True))

@@ -13,8 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from kvfs._native import ffi
-from kvfs.client.memory import Memory
-from kvfs.connectors.common import Memories
+from kvfs.client.memory import Memory, Pieces
 
 # Of a host pool: numbers, strings or None.
 _SHAPE = ("storage_format_tag", "layer_num", "start_layer", "end_layer", "head_dim", "v_head_dim", "head_group_num")
@@ -31,11 +30,11 @@ class Pool(Protocol):
     blocks: int
     block_size: int
 
-    def sources(self, indices: torch.Tensor) -> list[Memories]: ...
+    def sources(self, indices: torch.Tensor) -> list[Pieces]: ...
 
-    def destinations(self, indices: torch.Tensor) -> list[Memories]: ...
+    def destinations(self, indices: torch.Tensor) -> list[Pieces]: ...
 
-    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
+    def arrived(self, indices: torch.Tensor, destinations: list[Pieces], loaded: Sequence[bool]) -> None:
         """Those pages are in their destinations."""
 
 
@@ -64,7 +63,7 @@ class PagedPool:
         self.block_size = sum(sizes[: self._pieces])
         self.geometry = _geometry(host, [int(size) for size in sizes[: self._pieces]])
 
-    def sources(self, indices: torch.Tensor) -> list[Memories]:
+    def sources(self, indices: torch.Tensor) -> list[Pieces]:
         meta = _meta(self._host, indices, self._factor)
         assert meta is not None
         pieces = [_memory(address, size) for address, size in zip(*meta, strict=True)]
@@ -74,7 +73,7 @@ class PagedPool:
 
     destinations = sources
 
-    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
+    def arrived(self, indices: torch.Tensor, destinations: list[Pieces], loaded: Sequence[bool]) -> None:
         pass
 
 
@@ -94,14 +93,14 @@ class CopiedPool:
         self.block_size = int(page.numel() * page.element_size())
         self.geometry = _geometry(host, ["copied", self.block_size])
 
-    def sources(self, indices: torch.Tensor) -> list[Memories]:
+    def sources(self, indices: torch.Tensor) -> list[Pieces]:
         pages = self._pages(indices)
         return [flat(self._host.get_data_page(page, flat=True)) for page in pages]
 
-    def destinations(self, indices: torch.Tensor) -> list[Memories]:
+    def destinations(self, indices: torch.Tensor) -> list[Pieces]:
         return [flat(self._host.get_dummy_flat_data_page()) for _ in self._pages(indices)]
 
-    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
+    def arrived(self, indices: torch.Tensor, destinations: list[Pieces], loaded: Sequence[bool]) -> None:
         dtype = self._host.get_dummy_flat_data_page().dtype
         for page, memory, is_loaded in zip(self._pages(indices), destinations, loaded, strict=True):
             if is_loaded:
@@ -120,12 +119,12 @@ class Anchor:
         self.page_size, self.blocks = int(host.page_size), 0
         self.geometry = _geometry(host, ["anchor"])
 
-    def sources(self, indices: torch.Tensor) -> list[Memories]:
+    def sources(self, indices: torch.Tensor) -> list[Pieces]:
         return []
 
     destinations = sources
 
-    def arrived(self, indices: torch.Tensor, destinations: list[Memories], loaded: Sequence[bool]) -> None:
+    def arrived(self, indices: torch.Tensor, destinations: list[Pieces], loaded: Sequence[bool]) -> None:
         pass
 
 
