@@ -25,6 +25,7 @@ import pytest
 from helpers import KIB, MIB, Pool, assert_same, content, raises_errno, read_file, wait_until, write_file
 
 import kvfs
+from kvfs.client.events import Reason, Removed, Reset, Stored
 
 SICK = 1
 COUNT = 120
@@ -401,6 +402,42 @@ def test_a_native_client_misses_what_is_lost_and_connects_again_when_it_is_back(
 
 
 @pytest.mark.slow
+def test_subscribers_are_told_what_a_device_takes_along_and_brings_back(faulty: Callable[..., Faulty]) -> None:
+    pool, sick = faulty(2)
+    heard: set[str] = set()
+    reasons: set[Reason] = set()
+    with kvfs.events(pool.mount, keys=False) as events:
+
+        def follow() -> set[str]:
+            while (event := events.next_event(0.1)) is not None:
+                if isinstance(event, Stored):
+                    heard.add(event.path.decode())
+                elif isinstance(event, Removed):
+                    heard.remove(event.path.decode())
+                else:  # devices have changed, so the daemon hung up
+                    assert event == Reset(b"", Reason.DAEMON)
+                    heard.clear()
+                    heard.update(os.listdir(pool.mount))
+                    continue
+                reasons.add(event.reason)
+            return heard
+
+        files = fill(pool)
+        wait_until(lambda: follow() == set(files), "events of all files")
+        assert reasons == {Reason.WRITTEN}
+        sick("fail now")
+        provoke(pool, files)
+        wait_state(pool, "failed")
+        wait_until(
+            lambda: len(follow()) < len(files) and heard == set(os.listdir(pool.mount)), "events of what is lost"
+        )
+        assert reasons == {Reason.WRITTEN, Reason.AWAY}
+        sick("go")
+        wait_state(pool, "online")
+        wait_until(lambda: follow() == set(files), "events of what is back")
+        assert Reason.FOUND in reasons
+
+
 def test_another_device_in_its_place_is_not_taken_in_until_it_is_told_to(
     faulty: Callable[..., Faulty], tmp_path: pathlib.Path
 ) -> None:
