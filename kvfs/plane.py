@@ -533,11 +533,10 @@ class Plane:
         """The time of uses from now on; 24 bits."""
         lib.kvfs_set_tick(self._plane, tick)
 
-    def inode_touch(self, inodes: array[int], *, found: bool) -> None:
+    def inode_touch(self, inodes: Sequence[int], *, found: bool = True) -> None:
         """The inodes that are there are used now; `found`: they were read, which is a hit for each."""
-        assert inodes.typecode == "Q", inodes.typecode
-        touched = lib.kvfs_inode_touch(self._plane, ffi.from_buffer("uint64_t[]", inodes), len(inodes), found)
-        _check(touched, "block table: touch")
+        asked = ffi.from_buffer("uint64_t[]", array("Q", inodes))
+        _check(lib.kvfs_inode_touch(self._plane, asked, len(inodes), found), "block table: touch")
 
     def inode_is_open(self, inode: int) -> int:
         """An OpenState. Eviction may take an inode that is open beyond its users' shares."""

@@ -16,7 +16,6 @@ import math
 import sys
 import tempfile
 import time
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -321,14 +320,14 @@ def _blocks_in(geometry: Geometry) -> int:
 async def _replay(store: Store, trace: Trace) -> tuple[int, int]:
     hits = stored = 0
     for request in trace:
-        found = array("Q")
+        found: list[int] = []
         for block in request:
             number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
             if number is None:
                 break
             found.append(number)
         hits += len(found)
-        store.plane.inode_touch(found, found=True)
+        store.plane.inode_touch(found)
         for block in request[len(found) :]:
             if store.plane.table_find_name(ROOT_INODE, b"%d" % block) is None:
                 await _store_block(store, b"%d" % block)

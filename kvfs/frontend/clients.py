@@ -727,7 +727,7 @@ class _Connection:
         self._nursery.start_soon(self._clients.check_block, InodeNumber(number), segment)
 
     async def hits(self, payload: bytes) -> None:
-        self._store.plane.inode_touch(_inodes(payload), found=True)
+        self._store.plane.inode_touch(_inodes(payload))
 
     async def touch(self, payload: bytes) -> None:
         self._store.plane.inode_touch(_inodes(payload), found=False)

@@ -22,10 +22,9 @@ LEASE_MAX_MS = 60_000
 # All clients together may lease this part of the pool, one client half of that.
 _POOL_SHARE = 8
 _CLIENT_SHARE = 2 * _POOL_SHARE
-# Of one client, and blocks of all clients: 8 bytes each. A block that is leased twice counts twice.
-_LEASES_MAX = 4096
-_BLOCKS_MAX = 65_536
-_ALL_BLOCKS_MAX = 1 << 20
+# Of one client, and of all: memory for them. A block that is leased twice counts twice.
+_LEASES_MAX, _ALL_LEASES_MAX = 4096, 65_536
+_BLOCKS_MAX, _ALL_BLOCKS_MAX = 65_536, 1 << 20
 # Deadlines of leases that were released are forgotten once there are this many more of them than of others.
 _STALE_MAX = 64
 
@@ -77,7 +76,8 @@ class Leases:
         lease's number, 0 if it keeps nothing, and a byte for each inode: 1: it is kept."""
         count = len(inodes) // 8
         lease = lessee.leases.get(number)
-        if lease is None and (number or len(lessee.leases) >= _LEASES_MAX):
+        full = len(lessee.leases) >= _LEASES_MAX or len(self._leases) >= _ALL_LEASES_MAX
+        if lease is None and (number or full):
             self._refused += count
             return 0, bytes(count)
         told = self._frames.lease() if lease is None else lease.told

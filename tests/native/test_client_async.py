@@ -82,6 +82,9 @@ def test_every_call_has_an_asynchronous_form(client, colour):
         assert [key async for key in view.list()] == [f"key {i:04}".encode() for i in range(5000)]
         assert [key async for key in view.list(after="key 4997")] == [b"key 4998", b"key 4999"]
         assert await view.prestage(["key 0001", "none"]) == 1
+        assert await view.touch(["key 0001", "none"]) == 1
+        async with await view.lease(["key 0001", "none"], 60) as lease:
+            assert lease.held == [True, False] and await lease.release() is True and await lease.release() is False
         assert await view.delete(["key 0000", "none"]) == [True, False]
         assert view.statistics().puts == 5000
         assert view.information().connected

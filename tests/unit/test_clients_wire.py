@@ -566,7 +566,7 @@ def test_leases_are_of_one_client_and_of_sealed_blocks(pool: Pool) -> None:
             file.flush()
             nothing = [base(pool), 0, 1 << 63, (1 << 64) - 1, os.fstat(file.fileno()).st_ino]
             assert client.lease(nothing) == (0, bytes(5))
-        lease, held = client.lease([*inodes[:1], *nothing, *inodes[:1]])
+            lease, held = client.lease([*inodes[:1], *nothing, *inodes[:1]])
         assert lease and held == b"\1" + bytes(5) + b"\1"
         assert client.lease(inodes[1:], 1, lease) == (lease, b"\1\1")  # its deadline is the lease's
         assert counters(pool)["leased_blocks"] == 3

@@ -90,6 +90,7 @@ def test_a_client_that_leaves_and_a_pool_that_is_closed_end_all_leases(pool: Pat
     ("bound", "value", "expected"),
     [
         ("_LEASES_MAX", 2, [[1, 1, 1], [1, 1, 1], [0, 0, 0]]),
+        ("_ALL_LEASES_MAX", 1, [[1, 1, 1], [0, 0, 0], [0, 0, 0]]),
         ("_BLOCKS_MAX", 4, [[1, 1, 1], [1, 0, 0], [0, 0, 0]]),
         ("_ALL_BLOCKS_MAX", 5, [[1, 1, 1], [1, 1, 0], [0, 0, 0]]),
         ("_CLIENT_SHARE", None, [[1, 1, 1], [1, 1, 0], [0, 0, 0]]),
