@@ -20,7 +20,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from kvfs.bench.common import GIB, MIB, REPOSITORY, STRIPE_UNIT, BenchError, Json, needs_root, number_at, say
+from kvfs.bench.common import (
+    GIB,
+    MIB,
+    REPOSITORY,
+    STRIPE_UNIT,
+    BenchError,
+    Json,
+    MissingError,
+    needs_root,
+    number_at,
+    say,
+)
 from kvfs.bench.rig import Kvfs, disk_files, filesystem, loops, mapped_stripe, zram
 from kvfs.bench.run import Parser, chosen
 from kvfs.errors import KvfsError, UsageError
@@ -79,6 +90,18 @@ def xfs_on(devices: Sequence[Path], base: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         device = devices[0] if len(devices) == 1 else stack.enter_context(mapped_stripe(devices, STRIPE_UNIT))
         yield stack.enter_context(filesystem("xfs", [device], base / "xfs"))
+
+
+def usable(devices: Sequence[Path]) -> Sequence[Path]:
+    """All of them, if this kernel can make an XFS stripe of them. Else one, for every back end alike."""
+    try:
+        with contextlib.ExitStack() as stack:
+            if len(devices) > 1:
+                stack.enter_context(mapped_stripe(devices, STRIPE_UNIT))
+        return devices
+    except MissingError as error:
+        say(f"one device for all: {error}")
+        return devices[:1]
 
 
 def adapters(mount: Path) -> dict[str, Json]:
@@ -230,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 devices = stack.enter_context(loops(stack.enter_context(files)))
             else:
                 devices = stack.enter_context(zram(settings.devices, settings.device_size))
-            text, document = measure(settings, chosen(arguments.engines, ENGINES, "engines"), devices, work)
+            text, document = measure(settings, chosen(arguments.engines, ENGINES, "engines"), usable(devices), work)
         print(text)
         if arguments.output:
             arguments.output.write_text(json.dumps(document, indent=1) + "\n")
