@@ -74,8 +74,9 @@ static void test_whole_pages_are_not_copied(void) {
                     d.split = split;
                     unlocked();
                     spread_make(&s, sizes[i], pieces[k], 2, PAGE, (i + k) % 2 ? alignment % PAGE : 0);
+                    uint64_t before = statistics(client).bounced_bytes; /* reads copy the last page */
                     CHECK_SAY(put_spread(client, "pages", &s, 0) == 0, "%s", kvfs_error());
-                    CHECK(statistics(client).bounced_bytes == 0);
+                    CHECK(statistics(client).bounced_bytes == before);
                     check_block(client, "pages", &s);
                     spread_end(&s);
                 }
@@ -130,8 +131,9 @@ static void test_many_pieces(void) {
         unlocked();
         spread_make(&s, 500 * (pieces[i % 4][0] + pieces[i % 4][1]) / 2 + i % 2, pieces[i % 4], 2, PAGE, 0);
         CHECK(s.count >= 500);
+        uint64_t before = statistics(client).bounced_bytes;
         CHECK_SAY(put_spread(client, "many", &s, 0) == 0, "%s", kvfs_error());
-        CHECK(statistics(client).bounced_bytes == 0);
+        CHECK(statistics(client).bounced_bytes == before);
         check_block(client, "many", &s);
         spread_end(&s);
     }
