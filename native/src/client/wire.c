@@ -284,8 +284,7 @@ int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t
     return wire_answer(client, &pending, reply, reply_size);
 }
 
-/* Notify the daemon, without an answer; dropped where it would have to wait, or does not know that type: small frames are sent whole or not at
- * all. */
+/* Notify the daemon, without an answer. Dropped where it would have to wait, or does not know that type. Small frames are sent whole or not at all. */
 void wire_notify(struct connection *connection, uint16_t type, const void *payload, uint32_t size) {
     uint8_t data[sizeof(struct wire_frame) + 8 * 512];
     struct wire_frame frame = {.size = size, .type = type};
