@@ -11,14 +11,6 @@ using nixl::Status;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
 
-/* Where libkvfs has not got them yet they are null, and what needs them is refused. */
-extern "C" {
-struct kvfs_put_options;
-__attribute__((weak)) int kvfs_get_ranges(struct kvfs_client *, const struct kvfs_keys *, const struct kvfs_vector *, int64_t *);
-__attribute__((weak)) int kvfs_put_vectors(struct kvfs_client *, const struct kvfs_keys *, const struct kvfs_vector *,
-                                           const struct kvfs_put_options *, int64_t *);
-}
-
 void say(const char *format, ...) {
     static constexpr unsigned BURST = 16;
     static std::mutex lock;
@@ -196,10 +188,6 @@ Status Pool::get(Batch &batch, Owed &owed) {
             return Status::mismatch;
         whole = whole && there == runs[i].size;
     }
-    if (r == 0 && !whole && !kvfs_get_ranges) {
-        say("%s: this libkvfs reads whole objects into one piece of memory each, and no parts of them", settings_.mount.c_str());
-        return Status::not_supported;
-    }
     if (r == 0)
         r = whole ? kvfs_get(client.get(), &keys, batch.buffers.data(), batch.results.data())
                   : kvfs_get_ranges(client.get(), &keys, batch.vectors.data(), batch.results.data());
@@ -227,10 +215,6 @@ Status Pool::put(Batch &batch) {
     const std::vector<Run> &runs = batch.runs;
     struct kvfs_keys keys = batch.keys();
     bool single = batch.buffers.size() == runs.size();
-    if (!single && !kvfs_put_vectors) {
-        say("%s: this libkvfs writes an object from one piece of memory alone", settings_.mount.c_str());
-        return Status::not_supported;
-    }
     int r = single ? kvfs_put(client.get(), &keys, batch.buffers.data(), batch.results.data())
                    : kvfs_put_vectors(client.get(), &keys, batch.vectors.data(), nullptr, batch.results.data());
     if (r < 0) {
