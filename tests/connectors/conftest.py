@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from helpers import REPOSITORY
 BUILD = REPOSITORY / "build"
 SITE = BUILD / "engines-site"
 BUILD_TIMEOUT_S = 900
+SOURCES = (".c", ".h", ".S", ".py", ".map", ".mk", ".toml", "")
 # Of this process, and wrong in another environment.
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_CURRENT_TEST")
 
@@ -42,10 +46,11 @@ class Engine:
         return kept | {"PYTHONPATH": str(self.site), "PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1"} | more
 
     def start(self, *arguments: str | os.PathLike[str], **environment: str) -> subprocess.Popen[str]:
-        """A process of the engine's Python (its first argument: a file, or -c), with pipes; the caller ends it."""
+        """A process of the engine's Python (its first argument: a file, or -c), with pipes; the caller ends it. Its
+        working directory is not the tree: Python would take the kvfs that lies there."""
         return subprocess.Popen(
             [self.python, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=self.environment(**environment), start_new_session=True,
+            env=self.environment(**environment), start_new_session=True, cwd=self.site.parent,
         )  # fmt: skip
 
     def run(
@@ -63,28 +68,58 @@ class Engine:
         return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
-def _digest() -> str:
-    """Of all that the wheel is made from."""
+def _digest(*parts: str) -> str:
+    """Of all sources in these files and directories of the tree."""
     digest = hashlib.sha256()
-    paths = [path for room in ("kvfs", "native") for path in (REPOSITORY / room).rglob("*") if path.is_file()]
-    for path in sorted([*paths, REPOSITORY / "setup.py", REPOSITORY / "pyproject.toml"]):
-        if path.suffix not in (".pyc", ".o", ".new") and ".so" not in path.name:
-            digest.update(f"{path.relative_to(REPOSITORY)} {path.stat().st_size} ".encode() + path.read_bytes())
+    for part in parts:
+        root = REPOSITORY / part
+        for path in [root] if root.is_file() else sorted(root.rglob("*")):
+            if path.is_file() and path.suffix in SOURCES:
+                digest.update(f"{path.relative_to(REPOSITORY)} {path.stat().st_size} ".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock against other runs in this tree."""
+    deadline = time.monotonic() + 2 * BUILD_TIMEOUT_S
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                assert time.monotonic() < deadline, f"{path}: another run has held it for {2 * BUILD_TIMEOUT_S} s"
+                time.sleep(0.2)
         yield
 
 
 def _run(*command: str | Path) -> None:
-    result = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
-    )
-    assert result.returncode == 0, (command, result.stdout[-1000:], result.stderr[-3000:])
+    """A program to its end, its children too."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            status = process.wait(BUILD_TIMEOUT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        assert status == 0, (command, output.read()[-4000:])
+
+
+def _copy_python() -> None:
+    """Python's modules as they are now: a wheel's are the tree's, and only a change of the others needs a compiler."""
+    there = SITE / "kvfs"
+    for path in there.rglob("*.py"):
+        if not (REPOSITORY / "kvfs" / path.relative_to(there)).exists():
+            path.unlink()
+    for path in (REPOSITORY / "kvfs").rglob("*.py"):
+        target = there / path.relative_to(REPOSITORY / "kvfs")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -95,24 +130,40 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         install_kvfs()
 
 
+@functools.cache
 def install_kvfs() -> Path:
     """A directory with the wheel of this tree installed in it: kvfs alone. It is made again when a source changed."""
     BUILD.mkdir(exist_ok=True)
     stamp = SITE / ".kvfs-sources"
     with _locked(BUILD / ".engines-site.lock"):
-        digest = _digest()
-        if stamp.exists() and stamp.read_text() == digest:
+        native, python = _digest("native", "setup.py", "pyproject.toml"), _digest("kvfs")
+        before = stamp.read_text().split() if stamp.exists() else []
+        if before == [native, python]:
             return SITE
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-        with tempfile.TemporaryDirectory(dir=BUILD) as work:
-            wheels, site = Path(work, "wheels"), Path(work, "site")
-            _run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, REPOSITORY)
-            (wheel,) = wheels.glob("kvfs-*.whl")
-            _run(*pip, "install", "--no-deps", "--no-compile", "--target", site, wheel)
-            (site / stamp.name).write_text(digest)
-            shutil.rmtree(SITE, ignore_errors=True)
-            site.rename(SITE)
+        stamp.unlink(missing_ok=True)
+        if before[:1] == [native]:
+            _copy_python()
+        else:
+            _build()
+        stamp.write_text(f"{native} {python}")
     return SITE
+
+
+def _build() -> None:
+    """The wheel, of a copy of the sources: a build leaves its traces beside them."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+    with tempfile.TemporaryDirectory(dir=BUILD) as work:
+        source, wheels, site = (Path(work, name) for name in ("source", "wheels", "site"))
+        ignored = shutil.ignore_patterns("__pycache__", "*.so*", "*.o", "*.egg-info", "lib")
+        for part in ("native", "kvfs"):
+            shutil.copytree(REPOSITORY / part, source / part, ignore=ignored)
+        for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy2(REPOSITORY / part, source)
+        _run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
+        (wheel,) = wheels.glob("kvfs-*.whl")
+        _run(*pip, "install", "--no-deps", "--no-compile", "--target", site, wheel)
+        shutil.rmtree(SITE, ignore_errors=True)
+        site.rename(SITE)
 
 
 @pytest.fixture(scope="session")
