@@ -1,7 +1,7 @@
 """A hybrid model for sglang_player.py: SGLang's HybridCacheController over a group of host pools, with their v2 calls.
 
-Beside the pool of KV lie two of the same kind: "swa", of which a prefix needs the last WINDOW pages, and "indexer", of
-which it needs every page. A request of `store` may keep pages of a pool back, so that a prefix cannot be restored.
+Beside the pool of KV lie two of the same kind. A prefix needs the last WINDOW pages of "swa", and every page of
+"indexer". A request of `store` may leave out a pool.
 """
 
 import threading
