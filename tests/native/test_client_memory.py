@@ -11,8 +11,9 @@ import sys
 import weakref
 
 import pytest
-from helpers import MIB, REPOSITORY, assert_same, content, run
+from helpers import MIB, REPOSITORY, Pool, assert_same, content, run, zram_devices
 
+import kvfs
 from kvfs.client import memory
 from kvfs.errors import ClientError, InvalidBufferError, SmallBufferError
 
@@ -53,6 +54,27 @@ def test_aligned_memory_is_read_and_written_without_a_copy(client):
     client.put([(b"key", block)])
     assert client.get_into([(b"key", client.buffer(2 * MIB))]) == [2 * MIB]
     assert client.statistics().bounced_bytes == 0
+
+
+def test_a_device_of_pages_writes_to_pages_alone():
+    """zram says that 512 bytes are aligned enough, and then writes beside such memory (Linux 6.18)."""
+    with (
+        zram_devices(1, "128M") as devices,
+        Pool(devices=devices) as pool,
+        kvfs.connect(pool.mount, "llama") as client,
+    ):
+        data = content(MIB + 5)
+        client.put([(b"key", data)])
+        whole = client.buffer(len(data) + 3 * 4096)
+        for offset in (0, 16, 512, 2048, 3584):
+            whole[:] = bytes([GUARD]) * len(whole)
+            end = 4096 + offset + len(data)
+            assert client.get_into([(b"key", whole[4096 + offset : end])]) == [len(data)], offset
+            assert_same(whole[4096 + offset : end], data, f"offset {offset}")
+            assert set(whole[: 4096 + offset]) | set(whole[end:]) == {GUARD}, offset
+            client.put([(b"again", whole[4096 + offset : end])])
+            assert_same(client.get(b"again"), data, f"put from {offset}")
+        assert client.information().memory_alignment == 4096
 
 
 def host_memory(size):

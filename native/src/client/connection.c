@@ -53,7 +53,11 @@ void connection_put(struct connection *connection) {
 
 /* ---- the welcome ---- */
 
-/* statx's direct I/O alignment (Linux 6.1), which the C library's headers may not know yet. */
+static bool is_alignment(uint32_t bytes) { return bytes && bytes <= PAGE && (bytes & (bytes - 1)) == 0; }
+
+/* statx's direct I/O alignment (Linux 6.1), which the C library's headers may not know yet. 512 is the block layer's default, for a driver that has not
+ * said what it takes. Then it is trusted with whole blocks of its own alone: zram, which has blocks of 4096, writes beside memory that is less aligned,
+ * and returns other bytes. */
 static uint32_t memory_alignment(int fd) {
     union {
         uint8_t bytes[256];
@@ -61,10 +65,12 @@ static uint32_t memory_alignment(int fd) {
     } st;
     memset(&st, 0, sizeof(st));
     const uint32_t mask_dioalign = 0x2000, at = 0x98 / 4;
-    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, mask_dioalign, &st) == 0 && st.words[0] & mask_dioalign && st.words[at] && st.words[at] <= PAGE &&
-        (st.words[at] & (st.words[at] - 1)) == 0)
-        return st.words[at];
-    return 512;
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, mask_dioalign, &st) < 0 || !(st.words[0] & mask_dioalign))
+        return 512;
+    uint32_t memory = st.words[at], block = st.words[at + 1];
+    if (!is_alignment(memory))
+        return 512;
+    return memory == 512 && is_alignment(block) && block > memory ? block : memory;
 }
 
 static int connection_fill(struct kvfs_client *client, struct connection *connection, const struct wire_welcome *w, const uint8_t *rest,
