@@ -5,7 +5,6 @@
 #include "preload.h"
 
 #include <limits.h>
-#include <liburing.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -416,16 +415,9 @@ ssize_t take_recvmsg(int fd, struct msghdr *message, int flags) {
     return n;
 }
 
-int take_uring(unsigned entries, struct io_uring *ring, struct io_uring_params *parameters) TAKES(io_uring_queue_init_params);
-int take_uring(unsigned entries, struct io_uring *ring, struct io_uring_params *parameters) {
-    int r = REAL(int (*)(unsigned, struct io_uring *, struct io_uring_params *), io_uring_queue_init_params)(entries, ring, parameters);
-    if (r >= 0 && preload_inside) {
-        bool same = ring->enter_ring_fd == ring->ring_fd;
-        ring->ring_fd = internal_fd_raise(ring->ring_fd);
-        ring->enter_ring_fd = same ? ring->ring_fd : ring->enter_ring_fd;
-    }
-    return r;
-}
+/* libkvfs asks this of its rings (native/src/io/ring.h). */
+__attribute__((visibility("default"))) int kvfs_own_descriptor(int fd);
+int kvfs_own_descriptor(int fd) { return preload_inside ? internal_fd_raise(fd) : fd; }
 
 /* ---- the process ---- */
 

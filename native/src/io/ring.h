@@ -19,6 +19,10 @@ struct io_group;
  * `reaped` is true. */
 typedef void (*io_callback)(struct io_group *group, bool reaped);
 
+/* Of a ring: the descriptor that it goes on with, instead of this one. Exported by libkvfs for libkvfs_preload, which has its own: a program that
+ * closes all descriptors leaves those alone. Else it is the same. */
+int kvfs_own_descriptor(int fd);
+
 struct io_part {
     struct io_group *group;
     uint64_t device_offset;
