@@ -26,7 +26,7 @@ from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
 from kvfs.errors import KvfsError
 
-TRIED = ("0.5.23",)
+TRIED = versions.SGLANG
 
 try:
     import torch

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Protocol, cast
 
-import torch
-
 from kvfs._native import ffi
 from kvfs.client.memory import Memory, Pieces
+from kvfs.connectors import versions
+
+try:
+    import torch
+except ImportError as error:
+    raise versions.missing("sglang", versions.SGLANG, error) from error
 
 # Of a host pool: numbers, strings or None.
 _SHAPE = ("storage_format_tag", "layer_num", "start_layer", "end_layer", "head_dim", "v_head_dim", "head_group_num")

@@ -6,6 +6,8 @@ import importlib.metadata
 import logging
 from collections.abc import Sequence
 
+SGLANG = ("0.5.23",)
+
 
 def check(engine: str, tried: Sequence[str], logger: logging.Logger) -> None:
     """Warn of a version that was not tried: engines change these interfaces monthly."""

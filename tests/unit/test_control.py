@@ -18,7 +18,7 @@ from helpers import lingering
 
 from kvfs.errors import DeadlineError, KvfsError
 from kvfs.frontend import control as control_room
-from kvfs.frontend.clients import MAGIC, VERSION, Peer
+from kvfs.frontend.clients import MAGIC, VERSIONS, Peer
 from kvfs.frontend.control import Arguments, ControlClient, ControlServer, Progress
 
 
@@ -201,7 +201,7 @@ async def test_half_a_hello_is_silence(tmp_path: Path, monkeypatch: pytest.Monke
     def client() -> None:
         with contextlib.ExitStack() as stack:
             silent = [stack.enter_context(_silent(tmp_path)) for _ in range(3)]
-            for connection, begun in zip(silent, (b"K", MAGIC, MAGIC + struct.pack("<II", VERSION, 0)), strict=True):
+            for connection, begun in zip(silent, (b"K", MAGIC, MAGIC + struct.pack("<II", VERSIONS[-1], 0)), strict=True):
                 connection.sendall(begun)
             for connection in silent:
                 stack.enter_context(_silent(tmp_path))

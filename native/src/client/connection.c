@@ -56,8 +56,8 @@ void connection_put(struct connection *connection) {
 static bool is_alignment(uint32_t bytes) { return bytes && bytes <= PAGE && (bytes & (bytes - 1)) == 0; }
 
 /* statx's direct I/O alignment (Linux 6.1), which the C library's headers may not know yet. 512 is the block layer's default, for a driver that has not
- * said what it takes. Then it is trusted with whole blocks of its own alone: zram, which has blocks of 4096, writes beside memory that is less aligned,
- * and returns other bytes. */
+ * said what it takes. Then memory has to be aligned to the driver's blocks. zram's have 4096 bytes: it writes beside memory that is less aligned, and
+ * returns other bytes. */
 static uint32_t memory_alignment(int fd) {
     union {
         uint8_t bytes[256];
