@@ -201,7 +201,8 @@ async def test_half_a_hello_is_silence(tmp_path: Path, monkeypatch: pytest.Monke
     def client() -> None:
         with contextlib.ExitStack() as stack:
             silent = [stack.enter_context(_silent(tmp_path)) for _ in range(3)]
-            for connection, begun in zip(silent, (b"K", MAGIC, MAGIC + struct.pack("<II", VERSIONS[-1], 0)), strict=True):
+            hello = MAGIC + struct.pack("<II", VERSIONS[-1], 0)
+            for connection, begun in zip(silent, (hello[:1], hello[:8], hello), strict=True):
                 connection.sendall(begun)
             for connection in silent:
                 stack.enter_context(_silent(tmp_path))
