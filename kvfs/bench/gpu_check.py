@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import kvfs
 from kvfs import doctor
@@ -46,6 +46,8 @@ READER_COUNTS = (1, 2, 4)
 # The share of the lower ceiling that staged is to reach, at slots of 1 MiB (GPU.md).
 AIM, AIM_SLOT_SIZE = 0.9, MIB
 CUFILE_TIMEOUT_S = 60.0
+# Of eight bytes each: what begins elsewhere is read staged.
+INDIRECT_SIZES = (MIB, 4 * KIB, 64 * KIB + 8, 3 * MIB + 80, 17 * MIB + 4088)
 # Per-GPU statistics of libcufile (1.14 and later) lie behind the GPU's UUID: bytes from its start.
 CUFILE_COUNTERS = {"n_p2p_reads": 56, "n_nvfs_reads": 64, "n_posix_reads": 72}
 
@@ -306,8 +308,8 @@ def matrix(
     sources: dict[int, float],
     unjudged: str,
 ) -> None:
-    """Blocks into the GPU by ring and readers, and the share of the lower ceiling; `unjudged`: the reason for no
-    verdict."""
+    """Blocks into the GPU by rings of a call, and the share of the lower ceiling: devices to host memory with as many
+    readers, or the copies. `unjudged`: the reason for no verdict."""
     best = 0.0
     for slot_size in SLOT_SIZES:
         for slot_count in SLOT_COUNTS:
@@ -315,14 +317,14 @@ def matrix(
                 reader = GpuReader(
                     client.library, "staged", "", slot_count=slot_count, slot_size=slot_size, readers=readers
                 )
-                rate = _reader_rate(reader, driver, keys, readers, seconds)
+                rate = _reader_rate(reader, driver, keys, 1, seconds)
                 reader.close()
                 ceiling = min(sources[readers], copies[max(size for size in COPY_SIZES if size <= slot_size)])
                 ratio = rate / ceiling
                 if slot_size == AIM_SLOT_SIZE:
                     best = max(best, ratio)
                 report.line(
-                    f"staged, {slot_count} slots of {slot_size // KIB} KiB, {readers} readers: "
+                    f"staged, one call, {readers} rings of {slot_count} slots of {slot_size // KIB} KiB: "
                     f"{ratio:.2f} of {ceiling:.2f} GB/s: {rate:.2f} GB/s"
                 )
     name = f"staged reaches {AIM} of its ceiling at slots of {AIM_SLOT_SIZE // KIB} KiB"
@@ -330,6 +332,26 @@ def matrix(
         report.skip(name, unjudged)
     else:
         report.check(name, best >= AIM, f"best {best:.2f}")
+
+
+def stores(report: Report, driver: Driver, client: kvfs.Client, seconds: float) -> None:
+    """GB/s of puts of 32 blocks, from host memory that needs no copy and from the GPU's."""
+    count = 32
+    memory, host = DeviceMemory(driver, count * BLOCK_SIZE), client.buffer(count * BLOCK_SIZE)
+    on_gpu = [memory.part(i * BLOCK_SIZE, BLOCK_SIZE) for i in range(count)]
+    on_host = [host[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE] for i in range(count)]
+    rates = {}
+    for name, blocks in (("host memory", on_host), ("the GPU", on_gpu)):
+        items = [(f"store {i}", block) for i, block in enumerate(blocks)]
+
+        def work(_: int, items: Sequence[tuple[str, Any]] = items) -> None:
+            client.put(items)
+
+        rates[name] = _rate(1, seconds, count * BLOCK_SIZE, work)
+        report.line(f"puts from {name}: {rates[name]:.2f} GB/s")
+    report.line(f"puts from the GPU: {rates['the GPU'] / rates['host memory']:.2f} of those from host memory")
+    client.delete(f"store {i}" for i in range(count))
+    memory.free()
 
 
 # ---- correctness ----
@@ -372,6 +394,9 @@ def correctness(report: Report, driver: Driver, pool: CheckedPool, client: kvfs.
     contents = list(blocks.values())
 
     batch = Batch(driver, tails)
+    put = client.put([(f"put {size}", part) for size, part in zip(tails, batch.parts, strict=True)])
+    same = all(bytes(client.get(f"put {size}") or b"") == bytes([POISON]) * size for size in tails)
+    report.check("blocks with unaligned tails stored from the GPU are what is read by the host", all(put) and same)
     results = client.get_into(list(zip(blocks, batch.parts, strict=True)))
     wrong = batch.wrong(results, contents)
     report.check("seeded blocks with unaligned tails, guard bytes between them", not wrong, wrong)
@@ -470,6 +495,45 @@ def _flip(path: Path, page: bytes) -> bool:
     return True
 
 
+def indirect(report: Report, driver: Driver, pool: CheckedPool, client: kvfs.Client) -> None:
+    """gds through cuFile's compatibility mode, which is no one's way to read: its order and its kernel on this GPU."""
+    files = gpu.examine_cufile()
+    if files.missing:
+        report.skip("gds: its checksums by the GPU", files.missing)
+        return
+    contents = {f"indirect {size}": content(size, f"indirect {size}") for size in INDIRECT_SIZES}
+    client.put(list(contents.items()))
+    reader = GpuReader(client.library, "gds", "", cufile=files.library, nvrtc=files.nvrtc, indirect=True)
+    batch = Batch(driver, INDIRECT_SIZES)
+
+    def read() -> list[int | None]:
+        places = [(batch.memory.pointer + part.offset, part.size, driver.device) for part in batch.parts]
+        return reader.get_into(kvfs.client.keys.pack(list(contents)), places, 0)
+
+    try:
+        wrong = batch.wrong(read(), list(contents.values()))
+        found = reader.direct_statistics()
+        report.line(f"gds by cuFile's compatibility mode, for diagnosis: {found}")
+        report.check("gds, indirect: blocks proven by a kernel of this GPU", not wrong, wrong)
+        staged = f"{found.fallbacks} of {len(contents)} staged, {found.mismatches} mismatches"
+        report.check("gds, indirect: no block needed the ring", not found.fallbacks, staged)
+        first = next(iter(contents))
+        if not any(_flip(path, contents[first][: 4 * KIB]) for path in pool.devices()):
+            report.skip("gds, indirect: a flipped byte", "only pools of files are flipped")
+            return
+        results = read()
+        wrong = batch.wrong(results, list(contents.values()))
+        seen = reader.direct_statistics().mismatches
+        missed = [index for index, result in enumerate(results) if result is None]
+        detail = f"{wrong} blocks {missed} are misses, the kernel saw {seen}"
+        report.check("gds, indirect: a byte flipped on a device", not wrong and missed == [0] and seen == 1, detail)
+    except KvfsError as error:
+        report.check("gds, indirect", False, str(error))
+    finally:
+        reader.close()
+        batch.memory.free()
+
+
 # ---- libcufile, on the mount and on a device ----
 
 
@@ -542,7 +606,8 @@ def cufile(report: Report, pool: CheckedPool, client: kvfs.Client, on_gpu: bool)
             report.skip(what, f"no answer in {CUFILE_TIMEOUT_S:g} s")
             continue
         if result.returncode:
-            report.check(what, False, (result.stderr.strip().splitlines() or ["no message"])[-1])
+            last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            report.check(what, False, f"its process ended with {result.returncode}: {last}")
             continue
         found = json.loads(result.stdout.strip().splitlines()[-1])
         if "error" in found:
@@ -600,13 +665,15 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
             report.step("staged, against the lower of the two ceilings")
             unjudged = "a double has no speed" if driver.double else "--quick is too short" if arguments.quick else ""
             matrix(report, driver, client, keys, seconds, copies, sources, unjudged)
+            stores(report, driver, client, seconds)
             report.step("correctness, staged")
             correctness(report, driver, pool, client, seconds)
             report.step("gds")
             found = gpu.examine_direct(str(pool.mount), 1)
             report.line(found.text)
             if found.error:
-                report.skip("gds: reads from the devices straight into the GPU, and its checksums", found.error)
+                report.skip("gds: reads from the devices straight into the GPU", found.error)
+                indirect(report, driver, pool, client)
             else:
                 direct(report, driver, client, keys, seconds, sources)
                 with kvfs.connect(pool.mount, "check", depth=16, gpu="gds", timeout_s=10.0) as straight:
@@ -651,8 +718,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.cufile_read:
         path, size = arguments.cufile_read
-        print(json.dumps(cufile_read(path, int(size), arguments.on_gpu)))
-        return 0
+        gpu_probe.answer(json.dumps(cufile_read(path, int(size), arguments.on_gpu)))
     arguments.size = (1 if arguments.quick else arguments.size) * GIB
     report = Report()
     if arguments.fake:

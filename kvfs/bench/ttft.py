@@ -176,7 +176,7 @@ def measure(client: kvfs.Client, model: Model, torch: Any, tokens: int, rounds: 
         computed.append(time.perf_counter() - began)
     began = time.perf_counter()
     for at in range(0, blocks, PUT_BLOCKS):
-        part = cache[at : min(at + PUT_BLOCKS, blocks)].cpu()
+        part = cache[at : min(at + PUT_BLOCKS, blocks)]
         client.put([(keys[at + i], block.view(torch.uint8)) for i, block in enumerate(part)])
     stored = time.perf_counter() - began
     for _ in range(rounds):

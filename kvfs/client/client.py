@@ -45,6 +45,8 @@ GpuMode = Literal["auto", "staged", "gds", "host"]
 # A call ends by its own deadlines; close() waits this long for calls that run.
 CLOSE_TIMEOUT_S = 60.0
 _NAMED_AT_MOST = 3
+# Of each block 0 or -errno; what ended the whole call before its end.
+Stored = tuple[list[int], Exception | None]
 # Results of a put that are no failures.
 _STORED = frozenset((0, -errno.EEXIST))
 # A block that grows each time it is looked at is being replaced all the time.
@@ -188,15 +190,19 @@ class Client:
         *,
         if_absent: bool = False,
         parents: Sequence[Key | None] | None = None,
+        stream: int | None = None,
     ) -> list[bool]:
-        """Store blocks: pairs of key and memory (host memory, C-contiguous, taken as bytes; read-only is fine). A list
-        or tuple of memories is one block in pieces. No copy is made where every piece is aligned to
-        information().memory_alignment, and every one but the last is whole pages of 4096 bytes.
+        """Store blocks: pairs of key and memory (C-contiguous, taken as bytes; read-only is fine). A list or tuple of
+        memories is one block in pieces. No copy is made of host memory where every piece is aligned to
+        information().memory_alignment, and every one but the last is whole pages of 4096 bytes. GPU memory is copied
+        into pinned memory first, while what was copied before is written.
 
         A block that is there is replaced; readers see the old one or the new one, whole. Two writers of one key
         both succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
         if_absent: a block that is there is not written, and counts as used; but one that this client could not read is
-        stored again. parents: for each block the key of the block before it in its chain, None for a first one.
+        stored again. parents: for each block the key of the block before it in its chain, None for a first one. stream:
+        a raw CUDA stream, for blocks in GPU memory: earlier work on it is done before they are read; None or 0: that of
+        the legacy default stream. All memory has been read when this returns.
 
         Returns for each whether this call stored it; False: it was there (if_absent). Raises PutError if any was not
         stored (its `failed`: key -> error; all others were, or were there). The PutError is also a NoSpaceError if only
@@ -212,15 +218,7 @@ class Client:
             twice = next(name for name, count in Counter(names).items() if count > 1)
             raise InvalidKeyError(f"key {shown(twice)}: twice in one put; which of the two is to be stored?")
         blocks = list(map(memory_.sources, names, memories))
-        for name, block in zip(names, blocks, strict=True):
-            if any(region.device is not None for region in block):
-                raise InvalidBufferError(f"key {shown(name)}: its bytes are in GPU memory; copy them to the host first")
-        results, error = self.library.put(
-            keys,
-            blocks,
-            if_absent=if_absent,
-            parents=None if above is None else self.library.keys(above, gaps=True),
-        )
+        results, error = self._put(keys, names, blocks, above, if_absent, stream)
         failed = {name: result for name, result in zip(names, results, strict=True) if result not in _STORED}
         if error is not None:
             if len(failed) < len(names):
@@ -267,15 +265,8 @@ class Client:
         if not names:
             return []
         keys = self.library.keys(names)
-        if stream is not None and type(stream) is not int:
-            raise TypeError(f"stream: a raw CUDA stream (an int) is expected, not {type(stream).__name__}")
         vectors = list(map(memory_.destinations, names, memories))
-        on_gpu = [i for i, pieces in enumerate(vectors) if any(piece.device is not None for piece in pieces)]
-        if len(on_gpu) < len(vectors) and stream:
-            name = next(name for i, name in enumerate(names) if i not in set(on_gpu))
-            raise InvalidBufferError(
-                f"key {shown(name)}: its destination is in host memory, so stream {stream:#x} must be None"
-            )
+        on_gpu = _on_gpu(names, vectors, stream)
         if not on_gpu:
             return self._get_host(keys, names, vectors)
         for i in on_gpu:
@@ -420,6 +411,41 @@ class Client:
                 self._gpu_reader = open_reader(self.library, self._gpu)
             return self._gpu_reader
 
+    def _put(
+        self,
+        keys: Keys,
+        names: Sequence[bytes],
+        blocks: Sequence[Sequence[Region]],
+        parents: Sequence[bytes] | None,
+        if_absent: bool,
+        stream: int | None,
+    ) -> Stored:
+        """Library.put()'s answer for blocks wherever they are; those on the host first."""
+        above = None if parents is None else self.library.keys(parents, gaps=True)
+        chosen = set(_on_gpu(names, blocks, stream))
+        if not chosen:
+            return self.library.put(keys, blocks, if_absent=if_absent, parents=above)
+        for i in chosen:
+            if any(region.device is None for region in blocks[i]):
+                raise InvalidBufferError(f"key {shown(names[i])}: some of its pieces are in GPU memory, some are not")
+        reader = self.gpu_reader()  # if there is none, nothing is stored
+        results = [-errno.ECANCELED] * len(names)
+        failure: Exception | None = None
+        for on_gpu in (False, True):
+            places = [i for i in range(len(names)) if (i in chosen) is on_gpu]
+            if not places or failure is not None:
+                continue
+            some, part = self.library.keys([names[i] for i in places]), [blocks[i] for i in places]
+            above = None if parents is None else self.library.keys([parents[i] for i in places], gaps=True)
+            if on_gpu:
+                with self.library:
+                    found, failure = reader.put(some, part, stream or 0, if_absent=if_absent, parents=above)
+            else:
+                found, failure = self.library.put(some, part, if_absent=if_absent, parents=above)
+            for i, result in zip(places, found, strict=True):
+                results[i] = result
+        return results, failure
+
     def _get_mixed(
         self, names: Sequence[bytes], vectors: Sequence[Sequence[Region]], on_gpu: Sequence[int], stream: int
     ) -> Results:
@@ -462,6 +488,17 @@ class Client:
         if -errno.ERANGE in values:
             raise small_buffer(self.library, names, vectors, values)
         return results
+
+
+def _on_gpu(names: Sequence[bytes], blocks: Sequence[Sequence[Region]], stream: int | None) -> list[int]:
+    """Which blocks have memory on a GPU; a stream is for those alone."""
+    if stream is not None and type(stream) is not int:
+        raise TypeError(f"stream: a raw CUDA stream (an int) is expected, not {type(stream).__name__}")
+    found = [i for i, pieces in enumerate(blocks) if any(piece.device is not None for piece in pieces)]
+    if stream and len(found) < len(blocks):
+        name = next(name for i, name in enumerate(names) if i not in set(found))
+        raise InvalidBufferError(f"key {shown(name)}: its memory is the host's, so stream {stream:#x} must be None")
+    return found
 
 
 def _put_error(failed: dict[bytes, int], sizes: dict[bytes, int], count: int) -> PutError:

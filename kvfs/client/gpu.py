@@ -1,4 +1,4 @@
-"""Blocks into GPU memory (native/include/kvfs_gpu.h), and what of it can be had on this machine.
+"""Blocks into GPU memory and from there (native/include/kvfs_gpu.h), and what of it can be had on this machine.
 
 CUDA is looked at in a subprocess with a timeout (gpu_probe.py): a driver that hangs or crashes takes nothing with it.
 
@@ -22,9 +22,10 @@ import sys
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvfs.errors import (
     ClientError,
@@ -37,10 +38,13 @@ from kvfs.errors import (
 if TYPE_CHECKING:
     from kvfs.client.keys import Keys
     from kvfs.client.library import Library
+    from kvfs.client.memory import Region
 
 PROBE_TIMEOUT_S = 20.0
-# More calls at a time than this wait for one another: each has a ring of pinned memory and a stream of its own.
+# Rings, each with pinned memory and a stream of its own. A call takes one for each PART_SIZE bytes, as far as there are
+# any: one thread proves some 6 GB/s, and PCIe takes ten times that. Calls without a ring wait for one.
 READERS_MAX = 4
+PART_SIZE = 8 << 20
 ANY_DEVICE = -1
 CUDA_LIBRARY_VARIABLE = "KVFS_CUDA_LIBRARY"
 CUFILE_LIBRARY_VARIABLE = "KVFS_CUFILE_LIBRARY"
@@ -260,6 +264,8 @@ class GpuReader:
         self._idle: dict[int, list[object]] = {}
         self._opened: dict[int, int] = {}
         self._closed = False
+        # For all parts of a call but the first; its threads are made when they are first needed, and then stay.
+        self._threads = ThreadPoolExecutor(max(1, readers - 1), "kvfs-gpu")
 
     def get_into(self, keys: Keys, destinations: Sequence[tuple[int, int, int]], stream: int) -> list[int | None]:
         """Read blocks into GPU memory: (address, size, device) for each key. Returns bytes read, None for a miss.
@@ -280,10 +286,22 @@ class GpuReader:
         pointers = [(ffi.cast("void *", address), size) for address, size, _ in destinations]
         buffers = ffi.new("struct kvfs_buffer[]", pointers)
         results = array("q", bytes(8 * keys.count))
-        with self._reader(device) as reader:
-            status = lib.kvfs_gpu_get(reader, keys.struct, buffers, stream, ffi.from_buffer("int64_t[]", results))
-            if status < 0:
-                raise self._error(status, keys)
+        out = ffi.from_buffer("int64_t[]", results)
+
+        def fill(first: int, end: int) -> None:
+            with self._reader(device) as reader:
+                status = lib.kvfs_gpu_get(reader, keys.part(first, end), buffers + first, stream, out + first)
+                if status < 0:
+                    raise self._error(status, keys, range(first, end))
+
+        parts = _parts([size for _, size, _ in destinations], self._readers)
+        waiting = [self._threads.submit(fill, *part) for part in parts[1:]]
+        try:
+            fill(*parts[0])
+        finally:
+            wait(waiting)  # they write into the caller's memory
+        for part_done in waiting:
+            part_done.result()
         read = [value if value >= 0 else None for value in results]
         small = [i for i, value in enumerate(results) if value == -errno.ERANGE]
         if small:
@@ -295,6 +313,33 @@ class GpuReader:
                 read,
             )
         return read
+
+    def put(
+        self, keys: Keys, blocks: Sequence[Sequence[Region]], stream: int, *, if_absent: bool, parents: Keys | None
+    ) -> tuple[list[int], Exception | None]:
+        """Store blocks from GPU memory, each the pieces of its memory; Library.put()'s answer. Earlier work on the
+        stream is done before a byte is read, and all are read when this returns."""
+        if self.mode == "host":
+            raise MissingFeatureError(
+                f"key {keys_shown(keys, 0)}: its bytes are in GPU memory, and the mode is host: {self.reason}"
+            )
+        from kvfs._native import ffi, lib
+        from kvfs.client.library import Vectors, put_options
+
+        assert len(blocks) == keys.count, (len(blocks), keys.count)
+        places = [(region.address, region.size, cast(int, region.device)) for block in blocks for region in block]
+        owners = [i for i, block in enumerate(blocks) for _ in block]
+        device = self._device(keys, places, owners)
+        options, memory = put_options(if_absent, parents), Vectors(blocks)
+        results = array("q", [-errno.ECANCELED]) * keys.count
+        with self._reader(device) as reader:
+            status = lib.kvfs_gpu_put(
+                reader, keys.struct, memory.struct, options, stream, ffi.from_buffer("int64_t[]", results)
+            )
+            error = self._error(status, keys, owners) if status < 0 else None
+        if isinstance(error, InvalidBufferError):
+            raise error
+        return results.tolist(), error
 
     def statistics(self) -> GpuStatistics:
         """Sums over the rings that no call is using at the moment."""
@@ -338,6 +383,7 @@ class GpuReader:
                 "gds: by cuFile's statistics %d reads were direct, %d went through host memory: not direct",
                 found.direct_reads, found.indirect_reads,
             )  # fmt: skip
+        self._threads.shutdown()
         with self._changed:
             self._closed = True
             readers = [reader for idle in self._idle.values() for reader in idle]
@@ -348,25 +394,29 @@ class GpuReader:
             for reader in readers:
                 lib.kvfs_gpu_close(reader)
 
-    def _device(self, keys: Keys, destinations: Sequence[tuple[int, int, int]]) -> int:
-        """The GPU of all of them; where nobody said which, that of the first."""
-        named = {device for _, _, device in destinations if device != ANY_DEVICE}
+    def _device(self, keys: Keys, places: Sequence[tuple[int, int, int]], owners: Sequence[int] | None = None) -> int:
+        """The GPU of all of them; where nobody said which, that of the first. owners: the key of each, if not one for
+        one."""
+        owners = owners if owners is not None else range(len(places))
+        named = {device for _, _, device in places if device != ANY_DEVICE}
         if len(named) > 1:
-            first = destinations[0][2]
-            i = next(i for i, (_, _, device) in enumerate(destinations) if device not in (ANY_DEVICE, min(named)))
+            first = places[0][2]
+            i = next(i for i, (_, _, device) in enumerate(places) if device not in (ANY_DEVICE, min(named)))
             raise InvalidBufferError(
-                f"key {keys_shown(keys, i)}: its destination is on GPU {destinations[i][2]}, that of key "
-                f"{keys_shown(keys, 0)} on GPU {first if first != ANY_DEVICE else min(named)}: one call fills one GPU"
+                f"key {keys_shown(keys, owners[i])}: its memory is on GPU {places[i][2]}, that of key "
+                f"{keys_shown(keys, 0)} on GPU {first if first != ANY_DEVICE else min(named)}: one call, one GPU"
             )
         if named:
             return named.pop()
         from kvfs._native import ffi, lib
 
-        for i, (address, size, _) in enumerate(destinations):
+        for i, (address, size, _) in enumerate(places):
             if size:
                 device = int(lib.kvfs_gpu_device_of(ffi.cast("void *", address)))
                 if device < 0:
-                    raise InvalidBufferError(f"key {keys_shown(keys, i)}: {ffi.string(lib.kvfs_error()).decode()}")
+                    raise InvalidBufferError(
+                        f"key {keys_shown(keys, owners[i])}: {ffi.string(lib.kvfs_error()).decode()}"
+                    )
                 return device
         return 0
 
@@ -429,14 +479,29 @@ class GpuReader:
         return out[0]
 
     @staticmethod
-    def _error(status: int, keys: Keys) -> Exception:
+    def _error(status: int, keys: Keys, owners: Sequence[int]) -> Exception:
+        """owners: the key of each buffer of the call."""
         from kvfs._native import ffi, lib
 
         text = ffi.string(lib.kvfs_error()).decode(errors="replace")
         named = re.match(r"buffers? (\d+)", text)
         if status == -errno.EINVAL and named:
-            return InvalidBufferError(f"key {keys_shown(keys, int(named[1]))}: {text}")
+            return InvalidBufferError(f"key {keys_shown(keys, owners[int(named[1])])}: {text}")
         return client_error(-status, text)
+
+
+def _parts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Blocks as (first, end), in at most that many parts of PART_SIZE or more, about alike."""
+    total = sum(sizes)
+    part = max(PART_SIZE, -(-total // most))
+    parts: list[tuple[int, int]] = []
+    first = so_far = 0
+    for i, size in enumerate(sizes):
+        so_far += size
+        if so_far >= part and len(parts) < most - 1:
+            parts.append((first, i + 1))
+            first, so_far = i + 1, 0
+    return [*parts, (first, len(sizes))] if first < len(sizes) or not parts else parts
 
 
 def keys_shown(keys: Keys, index: int) -> str:

@@ -26,7 +26,7 @@ class Keys:
 
     paths: they are paths below the namespace (KVFS_PATHS). gaps: a key may be b"", which stands for none."""
 
-    __slots__ = ("_memory", "count", "data", "sizes", "struct")
+    __slots__ = ("_kind", "_memory", "count", "data", "sizes", "struct")
 
     def __init__(self, keys: Sequence[bytes], *, paths: bool = False, gaps: bool = False) -> None:
         self.count = len(keys)
@@ -46,7 +46,14 @@ class Keys:
                         "expected"
                     )
         self._memory = (ffi.from_buffer(self.data), ffi.from_buffer("uint32_t[]", self.sizes))
-        self.struct: object = ffi.new("struct kvfs_keys *", [*self._memory, self.count, _PATHS if paths else _KEYS])
+        self._kind = _PATHS if paths else _KEYS
+        self.struct: object = ffi.new("struct kvfs_keys *", [*self._memory, self.count, self._kind])
+
+    def part(self, first: int, end: int) -> object:
+        """struct kvfs_keys * of some of them; it points into the same memory."""
+        data, sizes = self._memory
+        at = sum(self.sizes[:first])
+        return ffi.new("struct kvfs_keys *", [data + at, sizes + first, end - first, self._kind])
 
 
 def pack(keys: Iterable[Key], *, paths: bool = False) -> Keys:

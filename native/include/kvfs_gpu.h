@@ -75,6 +75,14 @@ int kvfs_gpu_device_of(const void *pointer);
  * kvfs_gpu_close(). Until then blocks of this kvfs_gpu are read the staged way. */
 int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_buffer *device_buffers, uint64_t stream, int64_t *results);
 
+/* Like kvfs_put_vectors(), from device memory, staged in every mode: blocks are copied into pinned memory, two shares of 32 MiB or of the largest
+ * block, kept until kvfs_gpu_close(). One is put while the other is copied. stream as above: earlier work on it is done before a byte is read.
+ * Every buffer has been read when this returns. Calls on one kvfs_gpu take turns, with kvfs_gpu_get() too. -EINVAL, nothing stored: a bad
+ * buffer (`buffer i` in the message counts all pieces), a stream that is being captured, a key twice. -EIO, -ETIMEDOUT: as above; blocks whose
+ * result is 0 are stored. */
+int kvfs_gpu_put(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_vector *device_vectors, const struct kvfs_put_options *options,
+                 uint64_t stream, int64_t *results);
+
 struct kvfs_gpu_statistics {
     uint64_t blocks, bytes;  /* of results that were blocks */
     uint64_t prestaged;      /* blocks of them that kvfs_prestage() had in memory */

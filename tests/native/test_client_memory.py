@@ -160,7 +160,7 @@ def test_one_source_may_be_put_under_many_keys(client):
 def test_a_stream_with_host_memory_is_an_error(client):
     client.put([(b"key", b"data")])
     destination = bytearray(4)
-    with pytest.raises(InvalidBufferError, match="key b'key': its destination is in host memory, so stream 0x7"):
+    with pytest.raises(InvalidBufferError, match="key b'key': its memory is the host's, so stream 0x7"):
         client.get_into([(b"key", destination)], stream=7)
     with pytest.raises(TypeError, match="a raw CUDA stream"):
         client.get_into([(b"key", destination)], stream="main")
@@ -386,7 +386,7 @@ def test_gpu_memory_goes_to_the_gpu_reader_and_host_memory_does_not(client):
     assert destinations == [(0x7F00_0000, 128, memory.ANY_DEVICE), (items[2][1].address, 9, 5)]
     assert client.get_into([items[0], items[2]], stream=12345) == [77, None]
     assert reader.asked.pop()[3] == 12345
-    with pytest.raises(InvalidBufferError, match="key b'host': its destination is in host memory"):
+    with pytest.raises(InvalidBufferError, match="key b'host': its memory is the host's"):
         client.get_into(items, stream=12345)
     with pytest.raises(SmallBufferError, match="key b'host': the block has 4 bytes, its destination 0") as caught:
         client.get_into([items[0], (b"host", bytearray()), items[2]])

@@ -3,6 +3,7 @@
 A pass here says nothing about a real GPU: that is tools/gpu_check's job, on a machine that has one.
 """
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -180,6 +181,139 @@ def test_one_batch_for_host_and_gpu(client, driver):
         assert client.get_into(items) == [5000, 6000, 7000]
         assert host == contents[keys[1]]
         batch.check([5000, 7000], [contents[keys[0]], contents[keys[2]]])
+
+
+PUT_SIZES = (0, 1, 4095, 4097, MIB + 1, *[3 * MIB + i for i in range(20)], 41 * MIB + 5)
+
+
+def sources(driver, contents):
+    """Blocks side by side in device memory."""
+    memory = cuda.DeviceMemory(driver, sum(map(len, contents)) + 1)
+    parts, at = [], 0
+    for content in contents:
+        parts.append(memory.part(at, len(content)))
+        at += len(content)
+    write(driver, memory, b"".join(contents))
+    return memory, parts
+
+
+@contextlib.contextmanager
+def pinned(driver, data):
+    """The address of a copy of the data that the driver may read from."""
+    held = kvfs.Client.buffer(-(-len(data) // 4096) * 4096)
+    held[: len(data)] = data
+    address = ctypes.addressof(ctypes.c_char.from_buffer(held))
+    driver.pin(address, len(held))
+    yield address
+    driver.unpin(address)
+
+
+def write(driver, memory, data):
+    with driver.current(), pinned(driver, data) as address:
+        driver.copy_on(0, memory.pointer, address, len(data))
+        driver.synchronize(0)
+
+
+def test_blocks_are_put_from_gpu_memory(client, driver):
+    """More than a share of them, and one that is larger than a share: what is read through the host is the same."""
+    contents = [helpers.content(size, f"put {size}") for size in PUT_SIZES]
+    memory, parts = sources(driver, contents)
+    keys = [f"from the GPU {i}" for i in range(len(parts))]
+    assert client.put(list(zip(keys, parts, strict=True))) == [True] * len(keys)
+    for key, content in zip(keys, contents, strict=True):
+        helpers.assert_same(client.get(key), content, key)
+    # Again: they are there.
+    assert client.put(list(zip(keys, parts, strict=True)), if_absent=True) == [False] * len(keys)
+    memory.free()
+
+
+def test_pieces_host_memory_and_parents_in_one_put(client, driver):
+    """A block in pieces is gathered; a batch may lie on both sides."""
+    first, second = helpers.content(2 * MIB + 100, "pieces"), helpers.content(MIB, "host")
+    memory = cuda.DeviceMemory(driver, len(first))
+    write(driver, memory, first)
+    pieces = [memory.part(0, 100), memory.part(100, MIB), memory.part(MIB + 100, MIB)]
+    assert client.put([("pieces", pieces), ("host", second)], parents=[None, "pieces"]) == [True, True]
+    helpers.assert_same(client.get("pieces"), first, "pieces")
+    helpers.assert_same(client.get("host"), second, "host")
+    with pytest.raises(InvalidBufferError, match="key b'both': some of its pieces are in GPU memory, some are not"):
+        client.put([("both", [pieces[0], second])])
+    with pytest.raises(InvalidBufferError, match="key b'host': its memory is the host's, so stream 0x2 must be None"):
+        client.put([("pieces", pieces), ("host", second)], stream=2)
+    memory.free()
+
+
+def test_a_put_waits_for_the_stream(client, driver):
+    """What a kernel still writes is what is stored."""
+    sizes = [MIB + 4096 * i for i in range(40)]
+    with driver.current():
+        own = driver.create_stream()
+    for stream in (own, cuda.LEGACY_STREAM, None):
+        contents = [helpers.content(size, f"{stream} {size}") for size in sizes]
+        memory, parts = sources(driver, [bytes(size) for size in sizes])
+        data = b"".join(contents)
+        with driver.current(), pinned(driver, data) as address:
+            driver.call("fake_cuda_work", ctypes.c_void_p(stream or 0), 50_000)
+            driver.copy_on(stream or 0, memory.pointer, address, len(data))
+            driver.library.fake_cuda_delay(2000)
+            client.put([(f"order {i}", part) for i, part in enumerate(parts)], stream=stream)
+            driver.library.fake_cuda_delay(0)
+        for i, content in enumerate(contents):
+            helpers.assert_same(client.get(f"order {i}"), content, f"{stream} {i}")
+        memory.free()
+    with driver.current():
+        driver.destroy_stream(own)
+
+
+def test_a_put_whose_copy_fails_says_so_and_the_next_is_well(client, driver):
+    contents = [helpers.content(MIB, f"failing {i}") for i in range(80)]
+    memory, parts = sources(driver, contents)
+    items = [(f"failing {i}", part) for i, part in enumerate(parts)]
+    for function, nth in ((b"cuMemHostRegister_v2", 1), (b"cuMemcpyDtoHAsync_v2", 3), (b"cuMemcpyDtoHAsync_v2", 50)):
+        with kvfs.connect(client.library.name, "gpu", gpu="staged") as other:
+            other.gpu_reader().try_out(0)
+            driver.library.fake_cuda_fail(function, nth, 719)
+            with pytest.raises(ClientError, match="CUDA_ERROR_LAUNCH_FAILED") as caught:
+                other.put(items)
+            assert caught.value.errno == errno.EIO and function.decode().partition("_")[0] in str(caught.value)
+            for i, content in enumerate(contents):
+                found = other.get(f"failing {i}")
+                assert found is None or found == content
+            assert other.put(items) == [True] * len(items)
+            other.delete(key for key, _ in items)
+    memory.free()
+
+
+def test_a_put_into_a_full_pool_and_past_an_allocation(driver, own_pool):
+    pool = own_pool(files=2, size="128M")
+    with kvfs.connect(pool.mount, gpu="staged") as client:
+        content = helpers.content(8 * MIB, "full")
+        memory, _ = sources(driver, [content])
+        # Four times what the pool holds: eviction makes room.
+        for turn in range(8):
+            assert client.put([(f"{turn} {i}", memory.part(0, 8 * MIB)) for i in range(8)]) == [True] * 8
+        helpers.assert_same(client.get("7 7"), content, "the last")
+        with pytest.raises(InvalidBufferError, match=r"key b'far': buffer 1 of 2: .* past the end of its allocation"):
+            client.put([("near", memory.part(0, MIB)), ("far", memory.part(4 * MIB, 8 * MIB))])
+        assert client.exists(["near"]) == [False]
+        memory.free()
+
+
+def test_a_large_batch_is_read_by_several_rings(client, driver):
+    contents = {f"large {i}": helpers.content(MIB + i, f"large {i}") for i in range(48)}
+    client.put(list(contents.items()))
+    flawed = [*contents, "missing"]
+    with Batch(driver, [*map(len, contents.values()), 100]) as batch:
+        results = client.get_into(list(zip(flawed, batch.parts, strict=True)))
+        assert results == [*map(len, contents.values()), None]
+        batch.check(results, [*contents.values(), b""])
+        assert len(client.gpu_reader()._idle[0]) == gpu.READERS_MAX
+        small = [*batch.parts[:40], batch.memory.part(0, 10), *batch.parts[41:48]]
+        with pytest.raises(SmallBufferError, match="key b'large 40': the block has 1048616 bytes, its destination 10"):
+            client.get_into(list(zip(contents, small, strict=True)))
+        far = [*batch.parts[:47], batch.memory.part(batch.memory.size - 5, 10)]
+        with pytest.raises(InvalidBufferError, match=r"key b'large 47': buffer .* past the end of its allocation"):
+            client.get_into(list(zip(contents, far, strict=True)))
 
 
 def test_prestaged_blocks_come_from_memory(client, driver):
@@ -363,7 +497,7 @@ def test_two_gpus(client, driver, directory):
         with pytest.raises(InvalidBufferError, match=words):
             client.get_into([(keys[0], here.parts[0]), (keys[1], there.parts[1])])
         pointers = [(batch.memory.pointer + GUARD, 70_000, device) for batch, device in ((here, 0), (there, 1))]
-        words = "key b'key1': its destination is on GPU 1, that of key b'key0' on GPU 0"
+        words = "key b'key1': its memory is on GPU 1, that of key b'key0' on GPU 0"
         with pytest.raises(InvalidBufferError, match=words):
             reader.get_into(keys_.pack(keys), pointers, 0)
         with pytest.raises(InvalidBufferError, match="this reader is GPU 1's"):  # said to be on GPU 1, and on GPU 0

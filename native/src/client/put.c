@@ -356,8 +356,7 @@ static int by_key(const void *a, const void *b) {
     return r ? r : x->size < y->size ? -1 : x->size > y->size;
 }
 
-/* The same key twice, or one that cannot be; blocks and their keys in the order of the call. */
-static int blocks_set(const struct kvfs_keys *keys, const struct kvfs_vector *vectors, struct put_block *blocks) {
+int put_keys_check(const struct kvfs_keys *keys) {
     struct key_place *order = malloc((keys->count + 1) * sizeof(*order));
     if (!order)
         return client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
@@ -367,7 +366,6 @@ static int blocks_set(const struct kvfs_keys *keys, const struct kvfs_vector *ve
         r = key_check(keys->kind, key, keys->sizes[i]);
         if (r < 0)
             break;
-        blocks[i] = (struct put_block){.vector = &vectors[i], .key = key, .key_size = keys->sizes[i], .index = i};
         order[i] = (struct key_place){key, keys->sizes[i], i};
     }
     if (r == 0)
@@ -376,6 +374,15 @@ static int blocks_set(const struct kvfs_keys *keys, const struct kvfs_vector *ve
         if (by_key(&order[i - 1], &order[i]) == 0)
             r = client_fail(-EINVAL, "keys %u and %u are the same: which of the two is to be stored?", order[i - 1].index, order[i].index);
     free(order);
+    return r;
+}
+
+/* Blocks and their keys in the order of the call. */
+static int blocks_set(const struct kvfs_keys *keys, const struct kvfs_vector *vectors, struct put_block *blocks) {
+    const uint8_t *key = keys->data;
+    int r = put_keys_check(keys);
+    for (uint32_t i = 0; i < keys->count && r == 0; key += keys->sizes[i++])
+        blocks[i] = (struct put_block){.vector = &vectors[i], .key = key, .key_size = keys->sizes[i], .index = i};
     return r;
 }
 
@@ -433,7 +440,7 @@ static int parents_make(struct put_call *call, const struct kvfs_keys *parents) 
     return 0;
 }
 
-static int options_take(const struct kvfs_put_options *given, const struct kvfs_keys *keys, struct kvfs_put_options *out) {
+int put_options_take(const struct kvfs_put_options *given, const struct kvfs_keys *keys, struct kvfs_put_options *out) {
     memset(out, 0, sizeof(*out));
     if (given)
         memcpy(out, given, min_u64(given->size, sizeof(*out)));
@@ -457,7 +464,7 @@ int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, c
     for (uint32_t i = 0; i < keys->count; i++)
         results[i] = -ECANCELED;
     call.blocks = blocks;
-    r = options_take(options, keys, &o);
+    r = put_options_take(options, keys, &o);
     if (r == 0)
         r = blocks_set(keys, vectors, blocks);
     for (uint32_t i = 0; i < keys->count && r == 0; i++)

@@ -74,6 +74,13 @@ struct put_call {
     int error;         /* ends the call: nothing more is asked for or written */
 };
 
+/* ---- client/put.c ---- */
+
+/* The same key twice, or one that cannot be: -EINVAL. */
+int put_keys_check(const struct kvfs_keys *keys);
+/* What the caller gave, in this version's struct; NULL: nothing. -EINVAL. */
+int put_options_take(const struct kvfs_put_options *given, const struct kvfs_keys *keys, struct kvfs_put_options *out);
+
 /* ---- client/put_block.c ---- */
 
 /* Check what the daemon says of a block, and make what goes to the devices. */

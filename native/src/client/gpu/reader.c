@@ -103,16 +103,8 @@ static int piece_start(struct gpu_call *call, struct gpu_block *block, struct gp
     return 0;
 }
 
-/* Let our stream wait for all that is on the caller's. */
 static int fence(struct gpu_call *call) {
-    struct kvfs_gpu *gpu = call->gpu;
-    if (call->fenced)
-        return 0;
-    int r = CUDA(gpu, cuEventRecord, gpu->before, call->stream);
-    if (r == 0)
-        r = CUDA(gpu, cuStreamWaitEvent, gpu->stream, gpu->before, 0);
-    if (r == 0)
-        r = copy_push(gpu, 0, 0);
+    int r = call->fenced ? 0 : stream_fence(call->gpu, call->stream);
     call->fenced = r == 0;
     return r;
 }

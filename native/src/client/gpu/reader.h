@@ -39,6 +39,8 @@ struct kvfs_gpu {
     uint32_t slot_count, ring_slots, ring_count, cursor;
     uint64_t slot_size, ring_size;
     uint8_t *rings[RINGS_MAX];
+    uint8_t *put_memory; /* two shares of a put; NULL until the first */
+    uint64_t put_size;
     struct gpu_copy *copies; /* a ring, oldest at copy_first; two a slot: a fence has a copy behind it */
     uint32_t copy_first, copy_count, copy_capacity;
     uint64_t progress_ns; /* since when the oldest copy is the oldest */
@@ -68,6 +70,12 @@ int copies_reap(struct kvfs_gpu *gpu);
 int copies_wait(struct kvfs_gpu *gpu);
 /* Stream and events in a context, which becomes current. */
 int context_enter(struct kvfs_gpu *gpu, cuda_context context);
+/* Memory of whole huge pages that the GPU's copies reach, in any context; huge: whether it lies in reserved ones. */
+int pinned_new(struct kvfs_gpu *gpu, uint64_t size, uint8_t **out, bool *huge);
+/* What a device may still use stays mapped. memory may be NULL. The primary context is current. */
+void pinned_free(struct kvfs_gpu *gpu, uint8_t *memory, uint64_t size);
+/* Let our stream wait for all that is on the caller's. */
+int stream_fence(struct kvfs_gpu *gpu, cuda_stream stream);
 /* Slots: a mapping, registered once. */
 int ring_add(struct kvfs_gpu *gpu);
 /* Take slots back that no device will write into any more; how many are still out of use. */

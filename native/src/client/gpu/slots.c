@@ -50,6 +50,13 @@ int copies_reap(struct kvfs_gpu *gpu) {
     return 0;
 }
 
+int stream_fence(struct kvfs_gpu *gpu, cuda_stream stream) {
+    int r = CUDA(gpu, cuEventRecord, gpu->before, stream);
+    if (r == 0)
+        r = CUDA(gpu, cuStreamWaitEvent, gpu->stream, gpu->before, 0);
+    return r == 0 ? copy_push(gpu, 0, 0) : r;
+}
+
 void pause_ns(uint64_t ns) {
     struct timespec ts = {.tv_nsec = (long)ns};
     nanosleep(&ts, NULL);
@@ -135,10 +142,10 @@ int context_enter(struct kvfs_gpu *gpu, cuda_context context) {
 
 /* ---- slots ---- */
 
-static uint8_t *ring_map(struct kvfs_gpu *gpu) {
-    uint64_t size = gpu->ring_size;
+/* size: whole huge pages. */
+static uint8_t *pinned_map(uint64_t size, bool *huge) {
     uint8_t *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0);
-    gpu->count.slots_huge = memory != MAP_FAILED;
+    *huge = memory != MAP_FAILED;
     if (memory == MAP_FAILED) {
         uint8_t *wide = mmap(NULL, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (wide == MAP_FAILED)
@@ -154,19 +161,34 @@ static uint8_t *ring_map(struct kvfs_gpu *gpu) {
     return memory;
 }
 
-int ring_add(struct kvfs_gpu *gpu) {
-    uint8_t *memory = ring_map(gpu);
+int pinned_new(struct kvfs_gpu *gpu, uint64_t size, uint8_t **out, bool *huge) {
+    uint8_t *memory = pinned_map(size, huge);
     if (!memory)
-        return client_fail(-ENOMEM, "no memory for %u slots of %llu bytes", gpu->ring_slots, (unsigned long long)gpu->slot_size);
+        return client_fail(-ENOMEM, "no memory for %llu bytes that GPU %d can reach", (unsigned long long)size, gpu->device);
     int r = CUDA(gpu, cuCtxPushCurrent, gpu->primary);
     if (r == 0) {
-        r = CUDA(gpu, cuMemHostRegister, memory, gpu->ring_size, CUDA_MEMHOSTREGISTER_PORTABLE);
+        r = CUDA(gpu, cuMemHostRegister, memory, size, CUDA_MEMHOSTREGISTER_PORTABLE);
         gpu->driver->cuCtxPopCurrent(&(cuda_context){NULL});
     }
-    if (r < 0) {
-        munmap(memory, gpu->ring_size);
+    if (r < 0)
+        munmap(memory, size);
+    else
+        *out = memory;
+    return r;
+}
+
+void pinned_free(struct kvfs_gpu *gpu, uint8_t *memory, uint64_t size) {
+    if (memory && gpu->driver->cuMemHostUnregister(memory) == CUDA_SUCCESS && !client_overlaps_orphan(gpu->client, memory, size))
+        munmap(memory, size);
+}
+
+int ring_add(struct kvfs_gpu *gpu) {
+    uint8_t *memory = NULL;
+    bool huge = false;
+    int r = pinned_new(gpu, gpu->ring_size, &memory, &huge);
+    gpu->count.slots_huge = huge;
+    if (r < 0)
         return r;
-    }
     gpu->rings[gpu->ring_count++] = memory;
     for (uint32_t i = 0; i < gpu->ring_slots; i++)
         gpu->slots[gpu->slot_count++].memory = memory + i * gpu->slot_size;
@@ -291,9 +313,9 @@ void kvfs_gpu_close(struct kvfs_gpu *gpu) {
     while (slots_recover(gpu) && now_ns() < until)
         pause_ns(1000000);
     if (!gpu->broken && driver->cuCtxPushCurrent(gpu->primary) == CUDA_SUCCESS) {
-        for (uint32_t i = 0; i < gpu->ring_count; i++) /* memory that a GPU or a device may still use stays */
-            if (driver->cuMemHostUnregister(gpu->rings[i]) == CUDA_SUCCESS && !client_overlaps_orphan(gpu->client, gpu->rings[i], gpu->ring_size))
-                munmap(gpu->rings[i], gpu->ring_size);
+        for (uint32_t i = 0; i < gpu->ring_count; i++)
+            pinned_free(gpu, gpu->rings[i], gpu->ring_size);
+        pinned_free(gpu, gpu->put_memory, gpu->put_size);
         if (gpu->direct)
             direct_close(gpu->direct, true);
         driver->cuCtxPopCurrent(&(cuda_context){NULL});
