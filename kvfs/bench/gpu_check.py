@@ -34,17 +34,17 @@ from kvfs import doctor
 from kvfs.client import gpu, gpu_probe
 from kvfs.client.cuda import LEGACY_STREAM, DeviceMemory, Driver
 from kvfs.client.gpu import CUDA_LIBRARY_VARIABLE, GpuReader
-from kvfs.errors import InvalidBufferError, KvfsError
+from kvfs.errors import InvalidBufferError, KvfsError, MissingFeatureError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BLOCK_SIZE = 2 * MIB
 GUARD, POISON = 256, 0xA5
 COPY_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-SLOT_SIZES = (256 * KIB, MIB, 2 * MIB, 4 * MIB)
+SLOT_SIZES = (256 * KIB, 512 * KIB, MIB, 4 * MIB)
 SLOT_COUNTS = (8, 16, 32)
-READER_COUNTS = (1, 2, 4)
-# The share of the lower ceiling that staged is to reach, at slots of 1 MiB (GPU.md).
-AIM, AIM_SLOT_SIZE = 0.9, MIB
+READER_COUNTS = (1, 2, 4, 8)
+# The share of the lower ceiling that staged is to reach, with slots of the default size.
+AIM, AIM_SLOT_SIZE = 0.9, 256 * KIB
 CUFILE_TIMEOUT_S = 60.0
 # Of eight bytes each: what begins elsewhere is read staged.
 INDIRECT_SIZES = (MIB, 4 * KIB, 64 * KIB + 8, 3 * MIB + 80, 17 * MIB + 4088)
@@ -308,9 +308,9 @@ def matrix(
     sources: dict[int, float],
     unjudged: str,
 ) -> None:
-    """Blocks into the GPU by rings of a call, and the share of the lower ceiling: devices to host memory with as many
-    readers, or the copies. `unjudged`: the reason for no verdict."""
-    best = 0.0
+    """Blocks into the GPU by one call, and the share of the lower ceiling. Ceilings: the most that came from devices
+    to host memory, and by copies to the GPU. `unjudged`: the reason for no verdict."""
+    best, ceiling = 0.0, min(max(sources.values()), max(copies.values()))
     for slot_size in SLOT_SIZES:
         for slot_count in SLOT_COUNTS:
             for readers in READER_COUNTS:
@@ -319,7 +319,6 @@ def matrix(
                 )
                 rate = _reader_rate(reader, driver, keys, 1, seconds)
                 reader.close()
-                ceiling = min(sources[readers], copies[max(size for size in COPY_SIZES if size <= slot_size)])
                 ratio = rate / ceiling
                 if slot_size == AIM_SLOT_SIZE:
                     best = max(best, ratio)
@@ -527,8 +526,8 @@ def indirect(report: Report, driver: Driver, pool: CheckedPool, client: kvfs.Cli
         missed = [index for index, result in enumerate(results) if result is None]
         detail = f"{wrong} blocks {missed} are misses, the kernel saw {seen}"
         report.check("gds, indirect: a byte flipped on a device", not wrong and missed == [0] and seen == 1, detail)
-    except KvfsError as error:
-        report.check("gds, indirect", False, str(error))
+    except MissingFeatureError as error:
+        report.skip("gds: its checksums by the GPU", str(error))
     finally:
         reader.close()
         batch.memory.free()

@@ -201,8 +201,8 @@ class Client:
         both succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
         if_absent: a block that is there is not written, and counts as used; but one that this client could not read is
         stored again. parents: for each block the key of the block before it in its chain, None for a first one. stream:
-        a raw CUDA stream, for blocks in GPU memory: earlier work on it is done before they are read; None or 0: that of
-        the legacy default stream. All memory has been read when this returns.
+        a raw CUDA stream, for blocks in GPU memory. Earlier work on it is done before they are read; on the legacy
+        default stream, if it is None or 0. All memory has been read when this returns.
 
         Returns for each whether this call stored it; False: it was there (if_absent). Raises PutError if any was not
         stored (its `failed`: key -> error; all others were, or were there). The PutError is also a NoSpaceError if only

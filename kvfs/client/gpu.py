@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 PROBE_TIMEOUT_S = 20.0
 # Rings, each with pinned memory and a stream of its own. A call takes one for each PART_SIZE bytes, as far as there are
 # any: one thread proves some 6 GB/s, and PCIe takes ten times that. Calls without a ring wait for one.
-READERS_MAX = 4
+READERS_MAX = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 PART_SIZE = 8 << 20
 ANY_DEVICE = -1
 CUDA_LIBRARY_VARIABLE = "KVFS_CUDA_LIBRARY"

@@ -156,8 +156,8 @@ def main() -> None:
 
 
 def answer(line: str) -> NoReturn:
-    """Print it and end here and now: libcufile 1.15 was seen to crash in a process's ordinary end, after a device that
-    it does not take (an H200, driver 580)."""
+    """Print it and end here and now. libcufile 1.15 was seen to crash in a process's ordinary end, after a device that
+    it did not take (an H200, driver 580)."""
     print(line, flush=True)
     os._exit(0)
 

@@ -39,8 +39,8 @@ struct kvfs_gpu_options {
     uint32_t size;       /* sizeof(struct kvfs_gpu_options): the fields that this caller knows */
     uint32_t mode;       /* enum kvfs_gpu_mode */
     uint32_t device;     /* as CUDA counts them */
-    uint32_t slot_count; /* of the ring: 1 to 1024; 0: 16 */
-    uint64_t slot_size;  /* multiple of 64 KiB, at most 64 MiB; 0: 1 MiB. A larger block takes several slots. */
+    uint32_t slot_count; /* of the ring: 1 to 1024; 0: 32 */
+    uint64_t slot_size;  /* multiple of 64 KiB, at most 64 MiB; 0: 256 KiB. A larger block takes several slots. */
     uint32_t flags;      /* enum kvfs_gpu_flags */
     uint32_t reserved;
     const char *cufile, *nvrtc; /* for gds: the libraries' files; NULL: those of the environment, or of the dynamic linker's search */
@@ -75,8 +75,8 @@ int kvfs_gpu_device_of(const void *pointer);
  * kvfs_gpu_close(). Until then blocks of this kvfs_gpu are read the staged way. */
 int kvfs_gpu_get(struct kvfs_gpu *gpu, const struct kvfs_keys *keys, const struct kvfs_buffer *device_buffers, uint64_t stream, int64_t *results);
 
-/* Like kvfs_put_vectors(), from device memory, staged in every mode: blocks are copied into pinned memory, two shares of 32 MiB or of the largest
- * block, kept until kvfs_gpu_close(). One is put while the other is copied. stream as above: earlier work on it is done before a byte is read.
+/* Like kvfs_put_vectors(), from device memory, staged in every mode. Blocks are copied into pinned memory: two shares of 32 MiB or of the
+ * largest block, kept until kvfs_gpu_close(). One is put while the other is copied. stream as above: earlier work on it is done before a byte is read.
  * Every buffer has been read when this returns. Calls on one kvfs_gpu take turns, with kvfs_gpu_get() too. -EINVAL, nothing stored: a bad
  * buffer (`buffer i` in the message counts all pieces), a stream that is being captured, a key twice. -EIO, -ETIMEDOUT: as above; blocks whose
  * result is 0 are stored. */

@@ -244,7 +244,7 @@ def test_pieces_host_memory_and_parents_in_one_put(client, driver):
 
 
 def test_a_put_waits_for_the_stream(client, driver):
-    """What a kernel still writes is what is stored."""
+    """Bytes that a kernel still writes are stored."""
     sizes = [MIB + 4096 * i for i in range(40)]
     with driver.current():
         own = driver.create_stream()
@@ -300,6 +300,7 @@ def test_a_put_into_a_full_pool_and_past_an_allocation(driver, own_pool):
 
 
 def test_a_large_batch_is_read_by_several_rings(client, driver):
+    client._gpu_reader = gpu.GpuReader(client.library, "staged", "", readers=4)
     contents = {f"large {i}": helpers.content(MIB + i, f"large {i}") for i in range(48)}
     client.put(list(contents.items()))
     flawed = [*contents, "missing"]
@@ -307,7 +308,7 @@ def test_a_large_batch_is_read_by_several_rings(client, driver):
         results = client.get_into(list(zip(flawed, batch.parts, strict=True)))
         assert results == [*map(len, contents.values()), None]
         batch.check(results, [*contents.values(), b""])
-        assert len(client.gpu_reader()._idle[0]) == gpu.READERS_MAX
+        assert 1 < len(client.gpu_reader()._idle[0]) <= 4
         small = [*batch.parts[:40], batch.memory.part(0, 10), *batch.parts[41:48]]
         with pytest.raises(SmallBufferError, match="key b'large 40': the block has 1048616 bytes, its destination 10"):
             client.get_into(list(zip(contents, small, strict=True)))

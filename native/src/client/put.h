@@ -78,7 +78,7 @@ struct put_call {
 
 /* The same key twice, or one that cannot be: -EINVAL. */
 int put_keys_check(const struct kvfs_keys *keys);
-/* What the caller gave, in this version's struct; NULL: nothing. -EINVAL. */
+/* The caller's options, in this version's struct; NULL: none. -EINVAL. */
 int put_options_take(const struct kvfs_put_options *given, const struct kvfs_keys *keys, struct kvfs_put_options *out);
 
 /* ---- client/put_block.c ---- */

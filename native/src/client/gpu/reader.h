@@ -72,7 +72,7 @@ int copies_wait(struct kvfs_gpu *gpu);
 int context_enter(struct kvfs_gpu *gpu, cuda_context context);
 /* Memory of whole huge pages that the GPU's copies reach, in any context; huge: whether it lies in reserved ones. */
 int pinned_new(struct kvfs_gpu *gpu, uint64_t size, uint8_t **out, bool *huge);
-/* What a device may still use stays mapped. memory may be NULL. The primary context is current. */
+/* Memory that a device may still use stays mapped. memory may be NULL. The primary context is current. */
 void pinned_free(struct kvfs_gpu *gpu, uint8_t *memory, uint64_t size);
 /* Let our stream wait for all that is on the caller's. */
 int stream_fence(struct kvfs_gpu *gpu, cuda_stream stream);

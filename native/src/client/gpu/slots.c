@@ -268,8 +268,8 @@ int kvfs_gpu_open(struct kvfs_client *client, const struct kvfs_gpu_options *opt
     *out = NULL;
     if (options)
         memcpy(&o, options, min_u64(options->size, sizeof(o)));
-    o.slot_count = o.slot_count ? o.slot_count : 16;
-    o.slot_size = o.slot_size ? o.slot_size : 1 << 20;
+    o.slot_count = o.slot_count ? o.slot_count : 32;
+    o.slot_size = o.slot_size ? o.slot_size : 256 << 10;
     if (o.mode > KVFS_GPU_GDS || o.slot_count > 1024 || o.slot_size % (64 << 10) || o.slot_size > 64 << 20)
         return client_fail(-EINVAL, "options: mode %u, %u slots (1 to 1024) of %llu bytes (a multiple of 64 KiB, at most 64 MiB)", o.mode,
                            o.slot_count, (unsigned long long)o.slot_size);
