@@ -491,6 +491,10 @@ class Plane:
     def inode_remove(self, inode: int) -> int:
         return _check(lib.kvfs_inode_remove(self._plane, inode), f"block table: remove of inode {inode}")
 
+    def inode_hide(self, inode: int) -> int:
+        """The same where its device is away."""
+        return _check(lib.kvfs_inode_hide(self._plane, inode), f"block table: inode {inode}, whose device is away")
+
     def inode_evict(self, inodes: Sequence[int]) -> bytes:
         """Take the inodes out of the table unless they are open, within their users' shares. Returns a byte for each:
         1 if it is open and stayed."""

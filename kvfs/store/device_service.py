@@ -384,7 +384,7 @@ class DeviceService:
             if is_open:
                 # Its open handles stay, and read what they can; its name goes.
                 with suppress(KvfsError):
-                    self._plane.inode_remove(inode)
+                    self._plane.inode_hide(inode)
         return len(hidden)
 
     async def _drop_hidden(self, segments: Iterable[SegmentIndex]) -> int:

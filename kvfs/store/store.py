@@ -399,7 +399,7 @@ class Store:
         elif event.type == EventType.IDLE and self.index.hidden(event.inode) is not None:
             # The file was open when its device went. Now nobody has it open any more.
             with suppress(PlaneError):
-                self.plane.inode_remove(event.inode)
+                self.plane.inode_hide(event.inode)
         elif self._options.on_event is not None:
             self._options.on_event(int(event.type), event.inode, event.value)
 

@@ -267,6 +267,8 @@ int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);
 int kvfs_inode_move(struct kvfs_plane *plane, const void *inode_record);
 /* Unlink: returns 1 if the inode is open and was kept nameless (KVFS_EVENT_IDLE follows), 0 if it is gone. */
 int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
+/* The same where its device is away, as subscribers are told. */
+int kvfs_inode_hide(struct kvfs_plane *plane, uint64_t inode);
 /* For each inode: if it is open, busy[i] = 1 and nothing changes. Else, or if it is open beyond its users' shares, its record is removed
  * and busy[i] = 0. Returns the busy count. */
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);

@@ -121,6 +121,10 @@ static void test_evictions_and_devices(void) {
     EXPECT(FEED_REMOVED, KVFS_REASON_AWAY, "sub/away");
     CHECK(kvfs_blocks_load(plane, &away, away.record.record_size) == 1);
     EXPECT(FEED_STORED, KVFS_REASON_FOUND, "sub/away");
+    CHECK(kvfs_inode_hide(plane, 511) == 0); /* as one that is open when its device goes */
+    EXPECT(FEED_REMOVED, KVFS_REASON_AWAY, "sub/away");
+    CHECK(kvfs_blocks_load(plane, &away, away.record.record_size) == 1);
+    EXPECT(FEED_STORED, KVFS_REASON_FOUND, "sub/away");
     CHECK(kvfs_blocks_load(plane, &away, away.record.record_size) == 1 && kvfs_blocks_load(plane, &away, 60) == -EBADMSG);
     NOTHING_MORE;
 }

@@ -425,12 +425,15 @@ def test_subscribers_are_told_what_a_device_takes_along_and_brings_back(faulty: 
         files = fill(pool)
         wait_until(lambda: follow() == set(files), "events of all files")
         assert reasons == {Reason.WRITTEN}
-        sick("fail now")
-        provoke(pool, files)
-        wait_state(pool, "failed")
-        wait_until(
-            lambda: len(follow()) < len(files) and heard == set(os.listdir(pool.mount)), "events of what is lost"
-        )
+        with contextlib.ExitStack() as stack:
+            for name in files:  # a file that is open then is away as any other
+                stack.enter_context((pool.mount / name).open("rb"))
+            sick("fail now")
+            provoke(pool, files)
+            wait_state(pool, "failed")
+            wait_until(
+                lambda: len(follow()) < len(files) and heard == set(os.listdir(pool.mount)), "events of what is lost"
+            )
         assert reasons == {Reason.WRITTEN, Reason.AWAY}
         sick("go")
         wait_state(pool, "online")

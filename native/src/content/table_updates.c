@@ -71,12 +71,12 @@ static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (
 }
 
 static int table_remove(struct kvfs_plane *plane, uint64_t inode, int keep, const void *argument) {
-    (void)argument;
+    const enum kvfs_event_reason *reason = argument;
     struct change change;
     change_look(plane, inode, 0, NULL, 0, &change);
     int r = kvfs_table_remove(plane->table, inode, keep);
     if (r == 0)
-        change_remove(plane, KVFS_REASON_DELETED, &change);
+        change_remove(plane, *reason, &change);
     return r;
 }
 
@@ -130,12 +130,16 @@ int kvfs_inode_move(struct kvfs_plane *plane, const void *record) {
     return error;
 }
 
-int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) {
+static int inode_remove(struct kvfs_plane *plane, uint64_t inode, enum kvfs_event_reason reason) {
     kvfs_names_begin(plane->names);
-    int r = nameless(plane, inode, false, table_remove, NULL);
+    int r = nameless(plane, inode, false, table_remove, &reason);
     kvfs_names_end(plane->names);
     return r;
 }
+
+int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) { return inode_remove(plane, inode, KVFS_REASON_DELETED); }
+
+int kvfs_inode_hide(struct kvfs_plane *plane, uint64_t inode) { return inode_remove(plane, inode, KVFS_REASON_AWAY); }
 
 /* Take the inode out of the table, unless it is open, or there is no memory for its removal from the names; then false. Without `named` its device is
  * away, and a lease keeps nothing. */
