@@ -81,15 +81,15 @@ def _python(rig: Rig, words: Sequence[object]) -> Callable[[int], Json]:
     return run
 
 
-def _raw(rig: Rig, pattern: str, passes: int, index: int) -> Json:
-    """fio in one process with one ring, DEPTH blocks in flight, each cut as kvfs cuts it: a piece a device."""
+def _raw(rig: Rig, pattern: str, passes: int, index: int, *, depth: int = DEPTH) -> Json:
+    """fio in one process with one ring, `depth` blocks in flight, each cut as kvfs cuts it: a piece a device."""
     scale = rig.scale
     size = scale.write_set if "write" in pattern else scale.working_set
     return fio_stripe(
         pattern,
         rig.raw,
         block_size=scale.block_size // DEVICE_COUNT,
-        depth=DEPTH * DEVICE_COUNT,
+        depth=depth * DEVICE_COUNT,
         size=size,
         passes=passes,
         seed=1 + index,
@@ -195,6 +195,49 @@ def case_native_latency(rig: Rig) -> None:
             what = f"get of a {size_text(size)} block, depth 1, {point}"
             wanted = 10.0 if (peer, point != "p99") == ("raw pread", True) else None
             rig.add("native-latency", what, "us", ours, peer, theirs, "extra", wanted)
+
+
+def case_native_ranges(rig: Rig) -> None:
+    """64 KiB out of each block, one at a time, against pread of as much of a raw device.
+
+    In many short runs, as native-latency.
+    """
+    scale, size = rig.scale, 64 * KIB
+    count = _block_count(rig)
+    rig.fresh()
+    rig.stored(BLOCKS, scale.block_size, count)
+    passes = max(1, scale.reads // 4 // count)
+    words = ["ranges", "--space", BLOCKS, "--size", scale.block_size, "--count", count, "--part", size]
+    raw = ["--list", rig.raw_list, "--base", RAW_BASE, "--count", count * passes, "--direct"]
+    place = ["--size", size, "--span", scale.working_set // DEVICE_COUNT]
+
+    def pread(index: int) -> Json:
+        return rig.bench.client("read", *raw, *place, "--seed", 1 + index)
+
+    runs = {
+        "ranges": _native(rig, [*words, "--batch", 1, "--depth", 1, "--passes", passes]),
+        "raw pread": pread,
+    }
+    results = rig.bench.interleave(runs, finer=1 if rig.bench.quick else 4)
+    for point in ("mean", "p50", "p99"):
+        ours, theirs = (column_at(results[name], "latency_us", point) for name in runs)
+        what = f"{size_text(size)} of a block of {size_text(scale.block_size)}, depth 1, {point}"
+        wanted = 15.0 if point != "p99" else None
+        rig.add("native-ranges", what, "us", ours, "raw pread", theirs, "extra", wanted)
+
+
+def case_native_queue(rig: Rig) -> None:
+    """One thread that keeps 64 blocks in flight by a queue, against raw fio with as many."""
+    depth = 64
+    rig.fresh()
+    words = _get_words(rig, depth=depth)
+    words[0], words[words.index("--batch") + 1] = "queue", 1
+    raw = functools.partial(_raw, rig, "randread", _passes(rig), depth=depth)
+    results = rig.bench.interleave({"queue": _native(rig, words), "raw fio": raw})
+    what = f"a queue in C, {size_text(rig.scale.block_size)}, {depth} in flight"
+    details = {"cpu": cpu_per_gib(results["queue"]), "peer_cpu": cpu_per_gib(results["raw fio"])}
+    ours, theirs = rates(results["queue"]), rates(results["raw fio"])
+    rig.add("native-queue", what, "GB/s", ours, "raw fio", theirs, "share", 0.95, details=details)
 
 
 def case_native_put(rig: Rig) -> None:

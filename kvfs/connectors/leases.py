@@ -10,8 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, cast
 
+from kvfs.client.leases import Lease
 from kvfs.connectors.common import Connection
 from kvfs.errors import KvfsError
 
@@ -19,22 +19,12 @@ from kvfs.errors import KvfsError
 PAUSE_S = 5.0
 
 
-class _Lease(Protocol):
-    held: list[bool]
-
-    def release(self) -> None: ...
-
-
-class _Client(Protocol):
-    def lease(self, keys: Sequence[bytes], seconds: float) -> _Lease: ...
-
-
 class _Grant:
     """One look-up's lease, and the keys that it waits for."""
 
     __slots__ = ("deadline", "keys", "lease")
 
-    def __init__(self, lease: _Lease, keys: set[bytes], deadline: float) -> None:
+    def __init__(self, lease: Lease, keys: set[bytes], deadline: float) -> None:
         self.lease, self.keys, self.deadline = lease, keys, deadline
 
 
@@ -53,10 +43,10 @@ class Leases:
     def take(self, keys: Sequence[bytes]) -> None:
         """Hold what a look-up found. Asks the daemon, once."""
         client, now = self._connection.client, time.monotonic()
-        if not keys or self.seconds <= 0 or client is None or now < self._paused_until or not hasattr(client, "lease"):
+        if not keys or self.seconds <= 0 or client is None or now < self._paused_until:
             return
         try:
-            lease = cast(_Client, client).lease(keys, self.seconds)
+            lease = client.lease(keys, self.seconds)
         except (KvfsError, OSError):
             self._paused_until = time.monotonic() + PAUSE_S
             self.refused += len(keys)

@@ -25,6 +25,9 @@ class Spoiled:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
     def add(self, keys: Iterable[bytes]) -> None:
         with self._lock:
             for key in keys:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import kvfs
 from kvfs.connectors.common import Connection, Counters, State, namespace_of, options_of
+from kvfs.connectors.spoiled import Spoiled
 from kvfs.errors import DeadlineError, KvfsError
 
 TRIED = ("0.32.0", "0.33.0")
@@ -48,8 +49,6 @@ _logger = init_logger("vllm.kvfs")
 _WINDOW = 128
 # An OffloadKey ends with the number of its group of layers.
 _GROUP_SIZE = 4
-# Loads that failed and were not stored again; the oldest are forgotten, and may fail once more.
-_FAILED_MAX = 1 << 16
 # For all that is under way: a device that hangs is given up by the kernel after 30 s by default.
 _DRAIN_TIMEOUT_S = 60.0
 _EVENTS_WAIT_S, _EVENTS_CLOSE_S = 0.5, 2.0
@@ -140,7 +139,7 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         self._finished: list[JobResult] = []
         self._chains: dict[str, _Chain] = {}
         self._found: dict[bytes, bool] = {}
-        self._failed: dict[bytes, None] = {}
+        self._spoiled = Spoiled()
         self._told = Counters()
         self._connection = Connection(options, space, engine="vLLM", logger=_logger)
         self._events: _Events | None = None
@@ -158,7 +157,7 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
             keys = chain.window(key) if chain is not None else (key,)
             self._found.update(zip(keys, self._connection.exists(keys), strict=True))
             found = self._found[key]
-        return LookupResult.HIT if found and key not in self._failed else LookupResult.MISS
+        return LookupResult.HIT if found and key not in self._spoiled else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
         self._found.clear()  # answers hold for one step
@@ -189,8 +188,8 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         """A block that is there is not written again, unless a load of it failed: that one is replaced."""
         chain = self._chain(job_metadata.req_context)
         items = list(zip(job_metadata.keys, self._chunks(job_metadata), strict=True))
-        whole = [item for item in items if item[0] not in self._failed]
-        again = [item for item in items if item[0] in self._failed] if len(whole) < len(items) else []
+        whole = [item for item in items if item[0] not in self._spoiled]
+        again = [item for item in items if item[0] in self._spoiled] if len(whole) < len(items) else []
         tickets = {}
         for chosen, if_absent in ((whole, True), (again, False)):
             if chosen:
@@ -247,12 +246,9 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
     def _finish(self, job: _Job) -> None:
         if job.is_load:
             # vLLM asks again at once: a key that cannot be loaded has to be a miss, or it asks for ever.
-            self._failed.update(dict.fromkeys(job.failed))
-            while len(self._failed) > _FAILED_MAX:
-                del self._failed[next(iter(self._failed))]
+            self._spoiled.add(job.failed)
         else:
-            for key in job.there:
-                self._failed.pop(key, None)
+            self._spoiled.discard(job.there)
             if self._events is not None:
                 self._events.stored(job.there)
         self._finished.append(
