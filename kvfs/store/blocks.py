@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from errno import EBUSY, EIO
 from itertools import compress
@@ -63,7 +64,8 @@ class Blocks:
         self._directory_moved = trio.Event()
         # Blocks were evicted since hosts were told.
         self._evicted = trio.Event()
-        self._lingering: dict[InodeNumber, float] = {}  # until when; the first is the next
+        # Until when; the first is the next. A dict takes ever longer to find its first, the more were removed there.
+        self._lingering: OrderedDict[InodeNumber, float] = OrderedDict()
         self._pinning = trio.Lock()
 
     # ---- numbers and commits ----
@@ -316,18 +318,18 @@ class Blocks:
     def linger(self, inode: InodeNumber) -> None:
         """The block's name was given to another. A client that has just looked it up can open it for another second."""
         self._lingering[inode] = trio.current_time() + _LINGER_S
+        self._lingering.move_to_end(inode)
 
     def lingers(self, inode: InodeNumber) -> bool:
         """Whether the inode stays after its last close. An IDLE event follows when its time is over."""
         return inode in self._lingering
 
-    def end_lingering(self) -> list[InodeNumber]:
-        """Inodes whose time is over. The caller sends an IDLE event for each."""
+    def end_lingering(self, most: int) -> list[InodeNumber]:
+        """At most that many inodes whose time is over. The caller sends an IDLE event for each."""
         ended: list[InodeNumber] = []
-        while self._lingering and next(iter(self._lingering.values())) <= trio.current_time():
-            number = next(iter(self._lingering))
-            del self._lingering[number]
-            ended.append(number)
+        now = trio.current_time()
+        while self._lingering and len(ended) < most and next(iter(self._lingering.values())) <= now:
+            ended.append(self._lingering.popitem(last=False)[0])
         return ended
 
     # ---- pins ----

@@ -58,6 +58,8 @@ _SEAL_AT_CLOSE_S = 60.0
 # Time to drain one segment of a device.
 _DRAIN_TIMEOUT_S = 120.0
 _CHUNK = 1 << 20
+# Blocks that go in one turn of the loop: about two milliseconds.
+_IDLE_BATCH = 256
 _RUN_POLL_S = 0.002
 
 
@@ -342,9 +344,11 @@ class Store:
         await self.segments.flush_summaries(all_dirty=all_dirty)
         self.sealing.forget_ancestors()
         self.sealing.check_held()
-        for number in self.blocks.end_lingering():
-            if self._options.on_event is not None:
-                self._options.on_event(int(EventType.IDLE), number, 0)
+        while ended := self.blocks.end_lingering(_IDLE_BATCH):
+            for number in ended:
+                if self._options.on_event is not None:
+                    self._options.on_event(int(EventType.IDLE), number, 0)
+            await trio.lowlevel.checkpoint()  # a second's stores may have replaced tens of thousands
         self.blocks.space.update()
 
     async def _retry_loop(self) -> None:

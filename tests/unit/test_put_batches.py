@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import trio
 from client_double import counted, places_in, wanted, where
 from store_pools import LAZY, make_pool, with_store
 from test_directories_of_keys import Connection
 
 from kvfs.store.shares import ROOT
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE
+from kvfs.types import ROOT_INODE, InodeNumber
 
 ITEMS = 64
 # Calls of Python's functions for a block. The two requests of a put make 320.
@@ -100,6 +102,33 @@ def test_a_pin_elsewhere_changes_nothing_and_below_a_pin_is_counted(
             namespace.idle(number)
         assert store.blocks.pins.pages == 2 * ITEMS
         puts.connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, LAZY)
+
+
+def test_blocks_that_were_replaced_go_in_turns(tmp_path: Path) -> None:
+    """A second's worth of them does not hold up the loop, and takes a time that grows with their number alone."""
+    count = 100_000
+
+    async def work(store: Store) -> None:
+        gone: list[int] = []
+        store._options = dataclasses.replace(store._options, on_event=lambda kind, inode, value: gone.append(inode))
+        for number in range(count):
+            store.blocks.linger(InodeNumber(number + 1000))
+        await trio.sleep(1.1)
+        longest, turn = 0, 0
+
+        async def watch() -> None:
+            nonlocal longest, turn
+            while turn < count:
+                await trio.lowlevel.checkpoint()
+                longest, turn = max(longest, len(gone) - turn), len(gone)
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                await store._commit_and_flush()
+        assert gone == list(range(1000, 1000 + count)) and longest <= 1000
 
     with_store(make_pool(tmp_path / "pool"), work, LAZY)
 
