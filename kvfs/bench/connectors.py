@@ -54,7 +54,8 @@ class Settings:
     page_kib: int
 
 
-FULL = Settings(5, 4, 2 * GIB, 32, 4, 2048, 8, 6, 1024)
+# LMCache stores 2 GiB: a kernel that cannot stripe has one device for all.
+FULL = Settings(5, 4, 4 * GIB, 32, 4, 2048, 8, 6, 1024)
 QUICK = Settings(1, 2, 512 * MIB, 4, 2, 256, 2, 1, 64)
 
 
