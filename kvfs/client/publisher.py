@@ -33,6 +33,8 @@ _BATCH_MAX = 512
 # Batches that the replay socket can send again, as vLLM's default.
 REPLAY_BATCHES = 10_000
 _HIGH_WATER = 100_000
+# A router that is there answers within that; without one, publishing begins all the same.
+_ROUTER_WAIT_MS = 5000
 # The end of a replay: a sequence number of -1, without a batch.
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 _GROUP_SIZE = 4
@@ -101,10 +103,12 @@ class Publisher:
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         try:
-            self._socket = self._context.socket(zmq.PUB)
+            self._socket = self._context.socket(zmq.XPUB)  # PUB, but that it says who subscribes
             self._socket.set_hwm(_HIGH_WATER)
             is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
             self._open(self._socket.bind if is_bound else self._socket.connect, endpoint)
+            if not is_bound:  # messages sent before the router has answered are lost
+                self._socket.poll(_ROUTER_WAIT_MS)
             if replay is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 # A router that asks and does not read loses the rest; it holds up nobody.
@@ -136,6 +140,8 @@ class Publisher:
 
     def send(self, events: Sequence[Message]) -> None:
         """Publish one batch."""
+        while self._socket.poll(0):  # subscriptions
+            self._socket.recv()
         payload = msgspec.msgpack.encode([time.time(), events, self._rank])
         self._socket.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload))
         self._sent.append((self._sequence, payload))
