@@ -494,6 +494,11 @@ def _flip(path: Path, page: bytes) -> bool:
     return True
 
 
+def _store(client: kvfs.Client, keys: Sequence[str]) -> None:
+    for key in keys:
+        client.put([(key, content(BLOCK_SIZE, key))], if_absent=True)
+
+
 def indirect(report: Report, driver: Driver, pool: CheckedPool, client: kvfs.Client) -> None:
     """gds through cuFile's compatibility mode, which is no one's way to read: its order and its kernel on this GPU."""
     files = gpu.examine_cufile()
@@ -651,9 +656,7 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
         blocks = 16 if arguments.quick else max(64, min(512, arguments.size // 4 // BLOCK_SIZE))
         blocks -= blocks % math.lcm(*READER_COUNTS)
         keys = [f"block {index}" for index in range(blocks)]
-        for key in keys:
-            client.put([(key, content(BLOCK_SIZE, key))])
-
+        _store(client, keys)
         report.step(f"ceilings ({blocks} blocks of {BLOCK_SIZE // MIB} MiB on {arguments.device or base})")
         sources = source_ceilings(report, client, keys, seconds)
         if driver is None:
@@ -674,6 +677,7 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
                 report.skip("gds: reads from the devices straight into the GPU", found.error)
                 indirect(report, driver, pool, client)
             else:
+                _store(client, keys)  # later stores may have evicted them
                 direct(report, driver, client, keys, seconds, sources)
                 with kvfs.connect(pool.mount, "check", depth=16, gpu="gds", timeout_s=10.0) as straight:
                     correctness(report, driver, pool, straight, seconds)

@@ -69,7 +69,7 @@ def _still_pinned(path: str) -> dict[str, object]:
     """The pins that still hold for a path: those of directories above it, and those below it, as far as this user may
     ask the daemon."""
     from kvfs.frontend import mount
-    from kvfs.frontend.control import ControlClient
+    from kvfs.frontend.asking import ControlClient
 
     present = mount.mount_of(path)
     assert present is not None
@@ -119,7 +119,7 @@ def add_evict(verbs: Verbs) -> None:
 
 
 def _evict(args: argparse.Namespace) -> int:
-    from kvfs.frontend.control import ControlClient
+    from kvfs.frontend.asking import ControlClient
 
     printer = ProgressPrinter()
 

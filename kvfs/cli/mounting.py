@@ -154,7 +154,7 @@ def _export_part(export: Export) -> dict[str, object]:
 
 def _running_exports(pool: Path) -> tuple[Export, ...]:
     """The exports of the pool's daemon."""
-    from kvfs.frontend.control import ControlClient, NotRunningError
+    from kvfs.frontend.asking import ControlClient, NotRunningError
     from kvfs.virtiofs.exports import Export
 
     try:
@@ -233,7 +233,7 @@ def add_umount(verbs: Verbs) -> None:
 
 def _umount(args: argparse.Namespace) -> int:
     from kvfs.frontend import mount
-    from kvfs.frontend.control import not_yours
+    from kvfs.frontend.asking import not_yours
 
     present = mount.find_mount(args.target)
     if present is None or not present.is_kvfs:
@@ -283,7 +283,7 @@ def _refuse_strangers(present: Mount) -> None:
 def _end_pool(args: argparse.Namespace, pool: Path) -> int:
     """Unmount a pool from wherever it is mounted, and end its exports."""
     from kvfs.frontend import mount
-    from kvfs.frontend.control import ControlClient, NotRunningError
+    from kvfs.frontend.asking import ControlClient, NotRunningError
 
     exports = _exports_of(pool)
     watch = _watch_daemon(pool)
@@ -304,7 +304,7 @@ def _end_pool(args: argparse.Namespace, pool: Path) -> int:
 
 def _exports_of(pool: Path) -> list[str]:
     """The sockets that the pool's daemon serves."""
-    from kvfs.frontend.control import ControlClient, NotRunningError
+    from kvfs.frontend.asking import ControlClient, NotRunningError
 
     try:
         with ControlClient(pool, timeout_s=UMOUNT_STATUS_TIMEOUT_S) as client:

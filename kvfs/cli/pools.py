@@ -167,7 +167,7 @@ def _device_list(args: argparse.Namespace, pool: Path) -> int:
 
 def _device_change(args: argparse.Namespace, pool: Path) -> int:
     """Remove or replace a device: by the pool's daemon, or here if there is none."""
-    from kvfs.frontend.control import ControlClient, NotRunningError
+    from kvfs.frontend.asking import ControlClient, NotRunningError
 
     asked: dict[str, object] = {"device": args.devices[0], "drain": args.drain}
     if args.action == "replace":

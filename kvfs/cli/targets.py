@@ -29,7 +29,7 @@ def pools_mounted() -> list[Path]:
 
 
 def status_of(pool: Path, timeout_s: float = 15.0) -> Mapping[str, object]:
-    from kvfs.frontend.control import ControlClient, NotRunningError
+    from kvfs.frontend.asking import ControlClient, NotRunningError
     from kvfs.frontend.mount import mounts_of
     from kvfs.status.document import offline_status
 

@@ -24,7 +24,7 @@ def add_status(verbs: Verbs) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from kvfs.frontend.control import NotAllowedError
+    from kvfs.frontend.asking import NotAllowedError
 
     if args.target is not None:
         document = status_of(pool_of(args.target))
@@ -59,7 +59,7 @@ def add_list(verbs: Verbs) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from kvfs.frontend.control import ControlClient
+    from kvfs.frontend.asking import ControlClient
 
     pool = pool_of(args.target)
     with ControlClient(pool) as client:
@@ -78,7 +78,7 @@ def add_stats(verbs: Verbs) -> None:
 
 
 def _stats(args: argparse.Namespace) -> int:
-    from kvfs.frontend.control import ControlClient
+    from kvfs.frontend.asking import ControlClient
     from kvfs.status import prometheus
 
     if args.prometheus and as_json(args):
@@ -116,7 +116,7 @@ def add_top(verbs: Verbs) -> None:
 def _top(args: argparse.Namespace) -> int:
     import signal
 
-    from kvfs.frontend.control import ControlClient
+    from kvfs.frontend.asking import ControlClient
     from kvfs.status import top
 
     if not as_json(args) and not sys.stdout.isatty():

@@ -123,7 +123,7 @@ class LeastLoss:
     def __init__(self) -> None:
         self._losses: dict[int, tuple[float, int]] = {}  # by segment: the loss by the page, and when it was weighed
         self._next = 0
-        self._lost = 0.0  # running mean, by the page gained
+        self._lost, self._gone = 0.0, 0  # running mean, by the page gained, of so many segments
         self._reached = list(_REACHED)
         self._factors = _factors(self._reached)
 
@@ -167,7 +167,10 @@ class LeastLoss:
     def gone(self, segment: int, lost: Contents, tick: int) -> None:
         self._losses.pop(segment, None)
         loss = sum(self._worths(lost.uses, tick)) * lost.live_share / max(1, len(lost.uses))
-        self._lost += (loss - self._lost) * _SMOOTHING
+        # The mean of the first few is theirs alone. A mean that begins at 0 makes copies cheap: the budget goes on
+        # blocks of no worth, and those in use are lost behind it.
+        self._gone += 1
+        self._lost += (loss - self._lost) * max(_SMOOTHING, 1 / self._gone)
         had = Counter(min(hits, _HITS_MAX + 1) for _, hits in lost.uses)
         for hits in range(_HITS_MAX, -1, -1):
             had[hits] += had[hits + 1]

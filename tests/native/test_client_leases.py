@@ -12,7 +12,7 @@ from helpers import KIB, MIB, REPOSITORY, assert_same, content, in_child, opened
 
 import kvfs
 from kvfs.errors import DeadlineError, NotMountedError
-from kvfs.frontend.control import ControlClient
+from kvfs.frontend.asking import ControlClient
 from kvfs.status.text import render_status
 
 BLOCK = 256 * KIB + 100

@@ -369,6 +369,11 @@ def test_gpu_memory_goes_to_the_gpu_reader_and_host_memory_does_not(client):
             self.asked.append((keys.data, list(keys.sizes), destinations, stream))
             return [77, None]
 
+        def put(self, keys, blocks, stream, if_absent, parents):
+            regions = [[(piece.address, piece.size, piece.device) for piece in block] for block in blocks]
+            self.asked.append((keys.data, regions, stream, if_absent, parents))
+            return [0] * len(blocks), None
+
         def close(self):
             self.asked.append("closed")
 
@@ -392,8 +397,12 @@ def test_gpu_memory_goes_to_the_gpu_reader_and_host_memory_does_not(client):
         client.get_into([items[0], (b"host", bytearray()), items[2]])
     assert caught.value.results == [77, None, None]
     reader.asked.clear()
-    with pytest.raises(InvalidBufferError, match="key b'g1': its bytes are in GPU memory"):
-        client.put(items)
+    assert client.put([items[0], (b"host", b"more"), items[2]]) == [True] * 3
+    assert client.get(b"host") == b"more"
+    places = [[(0x7F00_0000, 128, memory.ANY_DEVICE)], [(items[2][1].address, 9, 5)]]
+    assert reader.asked.pop() == (b"g1gpu2", places, 0, False, None) and not reader.asked
+    with pytest.raises(InvalidBufferError, match="key b'g1': some of its pieces are in GPU memory, some are not"):
+        client.put([(b"g1", [CudaArray(), b"on the host"])])
     assert client.mode == "staged"
     client.close()
     assert reader.asked == ["closed"]

@@ -13,6 +13,8 @@ import pytest
 from test_cufile import REFERENCE_DIRECTORY, needs_unpacked
 from test_gpu_client import fake  # noqa: F401
 
+from kvfs.bench.gpu_check import READER_COUNTS
+
 NVRTC_DIRECTORY = helpers.REPOSITORY / "build/clients/nvidia-cuda-nvrtc"
 PLAYER = pathlib.Path(__file__).with_name("gds_player.py")
 PATH = os.pathsep.join(map(str, (PLAYER.parent, PLAYER.parents[1], helpers.REPOSITORY)))
@@ -91,4 +93,4 @@ def test_gpu_check_has_rows_for_gds(fake, modules, tmp_path):  # noqa: F811
     )  # fmt: skip
     assert result.returncode == 3, result.stdout + result.stderr
     assert "WRONG" not in result.stdout
-    assert sum("right  gds, " in line for line in result.stdout.splitlines()) == 6
+    assert sum("right  gds, " in line for line in result.stdout.splitlines()) == 2 * len(READER_COUNTS)

@@ -17,7 +17,7 @@ from helpers import MIB, Pool, often, wait_until
 from load import Load, MountLoad, NativeLoad, content, files, running, urls
 from noise import Noise
 
-from kvfs.frontend.control import ControlClient
+from kvfs.frontend.asking import ControlClient
 
 FAULT_COUNT = int(os.environ.get("KVFS_NVME_FAULTS") or often(20, 120))
 SEED = int(os.environ.get("KVFS_NVME_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)

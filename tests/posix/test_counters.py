@@ -10,7 +10,7 @@ import pytest
 from helpers import Pool, content, read_file, write_file
 
 import kvfs
-from kvfs.frontend.control import ControlClient
+from kvfs.frontend.asking import ControlClient
 
 SIZE = 64 * 1024
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from helpers import REPOSITORY, Pool, assert_same, content, read_file, run, wait_until, write_file
 
-from kvfs.frontend.control import ControlClient
+from kvfs.frontend.asking import ControlClient
 
 MIB = 1 << 20
 ENTRIES = 32  # of a queue: DEPTH_MAX of native/src/fuse/fuse_uring.c

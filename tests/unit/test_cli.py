@@ -18,7 +18,7 @@ from kvfs.cli import output, programs, usage, watching
 from kvfs.cli.command import parser
 from kvfs.cli.targets import in_a_mount
 from kvfs.errors import DeadlineError
-from kvfs.frontend import control, mount
+from kvfs.frontend import asking, mount
 from kvfs.virtiofs import relay
 
 
@@ -191,7 +191,7 @@ def test_status_of_a_pool_that_does_not_answer_hides_no_other(
 def test_status_of_pools_of_others_alone_is_a_failure_and_beside_ones_own_is_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = control.NotAllowedError("not yours")
+    refused = asking.NotAllowedError("not yours")
     status_of({"/srv/a": refused}, monkeypatch)
     assert run("status", capsys=capsys)[0] == 0
     status_of({"/srv/a": refused, "/srv/b": refused}, monkeypatch)

@@ -114,6 +114,12 @@ def test_what_is_worth_a_copy_is_carried_the_best_first_and_heads_before_tails()
     assert policy.carry([(800, 0), (999, 3)], 0.05, 1000) == [1]
 
 
+def test_the_first_segment_that_goes_sets_the_price_of_a_copy() -> None:
+    policy = LeastLoss()
+    policy.gone(0, Contents([(500, 0)] * 10, 1.0), 1000)
+    assert policy.carry([(500, 0), (990, 0), (600, 0)], 10.0, 1000) == [1]
+
+
 def test_what_hits_say_is_learnt_within_bounds() -> None:
     """Where every block is opened once and never again, a hit must not keep one for long."""
     policy = LeastLoss()

@@ -1,0 +1,110 @@
+"""Asking a pool's daemon, by its control socket (control.py has the lines): for the command line.
+
+Imports nothing of the daemon: a command that only asks starts in a third of the time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from kvfs.errors import DeadlineError, KvfsError
+
+SOCKET_NAME = "control.sock"
+
+
+@contextmanager
+def socket_path(pool: Path) -> Iterator[str]:
+    """A name of the pool's socket that fits into sockaddr_un (108 bytes), however long the pool's path is."""
+    directory = os.open(pool, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{SOCKET_NAME}"
+    finally:
+        os.close(directory)
+
+
+class NotRunningError(KvfsError):
+    """No daemon serves this pool."""
+
+
+class NotAllowedError(KvfsError):
+    """The pool is another user's."""
+
+    errno = errno.EACCES
+
+
+def not_yours(pool: Path) -> NotAllowedError:
+    """The error for a user who may not look into a pool's directory."""
+    try:
+        owner = f"user {os.stat(pool).st_uid}"
+    except OSError:
+        owner = "its owner"
+    return NotAllowedError(f"{pool}: user {os.geteuid()} may not ask its daemon: only root and {owner} may")
+
+
+class ControlClient:
+    """The other end, for the command line: plain blocking calls, each with a deadline."""
+
+    def __init__(self, pool: Path, timeout_s: float = 15.0) -> None:
+        """Raises KvfsError if no daemon listens."""
+        self._pool = pool
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(timeout_s)
+        self._pending = b""
+        try:
+            with socket_path(pool) as path:
+                self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            if isinstance(error, (FileNotFoundError, ConnectionRefusedError, NotADirectoryError)):
+                raise NotRunningError(f"{pool}: not mounted") from error
+            if isinstance(error, PermissionError):
+                raise not_yours(pool) from error
+            failure = KvfsError(f"{pool}: {os.strerror(error.errno or 0)}")
+            failure.errno = error.errno or errno.EIO
+            raise failure from error
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def call(
+        self, command: str, progress: Callable[[Mapping[str, object]], None] | None = None, **arguments: object
+    ) -> object:
+        """The result of a command. Raises KvfsError with the daemon's words, or DeadlineError."""
+        try:
+            self._socket.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
+            while True:
+                document = json.loads(self._line())
+                if "progress" in document:
+                    if progress is not None:
+                        progress(document["progress"])
+                    continue
+                break
+        except TimeoutError as error:
+            raise DeadlineError(f"{self._pool}: the daemon gave no answer to {command!r} in time") from error
+        except (OSError, ValueError) as error:
+            raise KvfsError(f"{self._pool}: the daemon broke off: {error}") from error
+        if not document.get("ok"):
+            failure = KvfsError(f"{self._pool}: {document.get('error')}")
+            code = document.get("errno")
+            failure.errno = code if isinstance(code, int) else errno.EIO
+            raise failure
+        return cast(object, document.get("result"))
+
+    def _line(self) -> bytes:
+        while b"\n" not in self._pending:
+            data = self._socket.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError("connection closed")
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line
