@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from kvfs import __version__
 from kvfs.cli import completion, events, keeping, mounting, pools, programs, replaying, watching
 from kvfs.cli.arguments import Parser, Verbs, WrongCommandLine
 from kvfs.cli.output import ToldError, error_part, print_json
@@ -110,17 +111,8 @@ def _fail(error: object, debug: bool, status: int, as_json: bool, text: str | No
 def parser() -> argparse.ArgumentParser:
     """The whole command line; completion and manual pages are made from it as well (usage.py)."""
     top = Parser(prog="kvfs", description="A striped cache of KV blocks, mounted as a filesystem.", allow_abbrev=False)
-    top.add_argument("--version", action="version", version=_version())
+    top.add_argument("--version", action="version", version=f"kvfs {__version__}")
     verbs = Verbs(top)
     for add in _VERBS:
         add(verbs)
     return top
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"kvfs {version('kvfs')}"
-    except PackageNotFoundError:
-        return "kvfs (not installed)"

@@ -6,7 +6,6 @@ import argparse
 import functools
 from pathlib import Path
 
-from kvfs.cli import usage
 from kvfs.cli.arguments import Verbs
 
 
@@ -17,6 +16,8 @@ def add_completion(verbs: Verbs) -> None:
 
 
 def _completion(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    from kvfs.cli import usage
+
     print(usage.COMPLETIONS[args.shell](top))
     return 0
 
@@ -31,6 +32,7 @@ def add_man(verbs: Verbs) -> None:
 
 def _man(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     from kvfs import __version__
+    from kvfs.cli import usage
 
     pages = usage.pages(top, f"kvfs {__version__}")
     if args.directory is None:

@@ -31,12 +31,13 @@ def pools_mounted() -> list[Path]:
 def status_of(pool: Path, timeout_s: float = 15.0) -> Mapping[str, object]:
     from kvfs.frontend.asking import ControlClient, NotRunningError
     from kvfs.frontend.mount import mounts_of
-    from kvfs.status.document import offline_status
 
     try:
         with ControlClient(pool, timeout_s) as client:
             return cast(Mapping[str, object], client.call("status"))
     except NotRunningError:
+        from kvfs.status.document import offline_status
+
         document = offline_status(pool)
         dead = [present.mountpoint for present in mounts_of(pool)]
         notes = [f"{mountpoint}: its daemon is gone; kvfs mount or kvfs umount clears it" for mountpoint in dead]

@@ -79,13 +79,14 @@ def add_stats(verbs: Verbs) -> None:
 
 def _stats(args: argparse.Namespace) -> int:
     from kvfs.frontend.asking import ControlClient
-    from kvfs.status import prometheus
 
     if args.prometheus and as_json(args):
         raise UsageError("--prometheus: not together with -o json")
     with ControlClient(pool_of(args.target)) as client:
         now = cast(Json, client.call("status"))
         if args.prometheus:
+            from kvfs.status import prometheus
+
             print(prometheus.render([now]).decode(), end="")
             return 0
         if args.interval is None:

@@ -337,3 +337,13 @@ def test_a_device_that_is_back_is_not_called_away() -> None:
         wait_until(lambda: pool.status()["devices"][1]["state"] == "online", "the device that missed a mount")
         assert "no segment can be written" not in (pool.path / "kvfs.log").read_text()
         assert (pool.mount / "a").read_bytes() == content(SIZE)
+
+
+def test_a_verb_that_asks_the_daemon_loads_nothing_of_the_daemon(own_pool: Callable[..., Pool]) -> None:
+    """Imports were nine tenths of half a second."""
+    asked = own_pool(files=2, size="128M")
+    for verb in (["status"], ["stats"], ["list"], ["evict", "--all"], ["device", "list"], ["umount"]):
+        done = run(sys.executable, "-X", "importtime", "-m", "kvfs", *verb, str(asked.path))
+        loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import ")}
+        assert "kvfs.frontend.asking" in loaded, verb
+        assert not loaded & {"trio", "lmdb", "pyfuse3", "kvfs._native", "kvfs.plane", "kvfs.store.store"}, verb
