@@ -271,6 +271,21 @@ class Connection:
         self._count_loads(results)
         return results
 
+    def get_ranges(self, items: Sequence[tuple[Key, int, Memory]]) -> list[int | None]:
+        """Parts of blocks: key, offset in bytes, destination. As get_into()."""
+
+        def get(client: Client) -> list[int | None]:
+            results = client.get_ranges(items)
+            missed = [(key, memory) for (key, _, memory), result in zip(items, results, strict=True) if result is None]
+            if missed:
+                _wait_free(client, _regions(missed))
+            return results
+
+        missing: list[int | None] = [None] * len(items)
+        results = self._read(get, missing)
+        self._count_loads(results)
+        return results
+
     def put(
         self,
         items: Sequence[tuple[Key, Pieces]],

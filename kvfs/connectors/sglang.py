@@ -32,7 +32,7 @@ try:
     import torch
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
-    from kvfs.connectors.sglang_pools import Pool, flat, pool_of
+    from kvfs.connectors.sglang_pools import Pool, flat, lengths, pool_of
 except ImportError as error:
     raise versions.missing("sglang", TRIED, error) from error
 
@@ -167,13 +167,11 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
     def _possible(self, transfer: Any, keys: Sequence[str]) -> set[int]:
         """The lengths of prefixes, in pages, for which this pool has all that it must have."""
         there = self._pages_there(transfer.name, keys)
-        if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-            return set(range(1, [*there, False].index(False) + 1))
-        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-            window = max(1, len(transfer.keys or ()))
-            return {length for length in range(1, len(keys) + 1) if all(there[max(0, length - window) : length])}
-        self._warn(f"policy {transfer.hit_policy}", f"pool {transfer.name}: policy {transfer.hit_policy} is not known")
-        return set()
+        try:
+            return lengths(there, transfer.hit_policy, len(transfer.keys or ()))
+        except ValueError as reason:
+            self._warn(f"policy {transfer.hit_policy}", f"pool {transfer.name}: {reason}")
+            return set()
 
     def _reach_of_groups(self, transfer: Any) -> int:
         size = transfer.group_pages

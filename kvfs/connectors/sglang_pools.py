@@ -16,6 +16,7 @@ from kvfs.connectors import versions
 
 try:
     import torch
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy
 except ImportError as error:
     raise versions.missing("sglang", versions.SGLANG, error) from error
 
@@ -70,7 +71,7 @@ class PagedPool:
     def sources(self, indices: torch.Tensor) -> list[Pieces]:
         meta = _meta(self._host, indices, self._factor)
         assert meta is not None
-        pieces = [_memory(address, size) for address, size in zip(*meta, strict=True)]
+        pieces = [memory_at(address, size) for address, size in zip(*meta, strict=True)]
         if self._pieces == 1:
             return list(pieces)
         return [pieces[i : i + self._pieces] for i in range(0, len(pieces), self._pieces)]
@@ -132,6 +133,16 @@ class Anchor:
         pass
 
 
+def lengths(there: Sequence[bool], policy: Any, window: int) -> set[int]:
+    """The lengths of prefixes, in pages, for which a pool has what it must have: all of them, or the last `window`."""
+    if policy == PoolHitPolicy.ALL_PAGES:
+        return set(range(1, [*there, False].index(False) + 1))
+    if policy == PoolHitPolicy.TRAILING_PAGES:
+        window = max(1, window)
+        return {length for length in range(1, len(there) + 1) if all(there[max(0, length - window) : length])}
+    raise ValueError(f"policy {policy} is not known")
+
+
 def flat(tensor: torch.Tensor) -> Memory:
     """A tensor's bytes, of any dtype, and contiguous."""
     return cast(Memory, tensor.contiguous().view(-1).view(torch.uint8))
@@ -142,8 +153,8 @@ def _meta(host: Any, indices: torch.Tensor, factor: int) -> tuple[list[int], lis
     return cast("tuple[list[int], list[int]] | None", meta)
 
 
-def _memory(address: int, size: int) -> Memory:
-    # The pool, which outlives the connector, owns it.
+def memory_at(address: int, size: int) -> Memory:
+    """Host memory of a pool, which outlives the connector."""
     return cast(Memory, ffi.buffer(ffi.cast("char *", address), size))
 
 

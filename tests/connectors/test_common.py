@@ -125,6 +125,10 @@ def test_the_blocking_calls(own_pool, connect):
     assert connection.put(stored[:1], if_absent=False) == [True]
     assert connection.get_into(read) == [MIB // 4] * 8
     assert connection.get_into([(KEYS[0], bytearray(9))]) == [None], "too small is a miss"
+    parts = [bytearray(1000), bytearray(5000), bytearray(10)]
+    wanted = list(zip((KEYS[0], KEYS[1], b"none"), (0, 12_345, 0), parts, strict=True))
+    assert connection.get_ranges(wanted) == [1000, 5000, None]
+    assert parts[0] == stored[0][1][:1000] and parts[1] == stored[1][1][12_345:17_345]
     assert connection.sizes([KEYS[0], b"none"]) == [MIB // 4, None]
     assert connection.touch([KEYS[0], b"none"]) == 1
     assert connection.delete(KEYS[:2]) == [True, True]

@@ -203,3 +203,101 @@ def test_ranks_share_what_is_the_same_and_nothing_else(engine, own_pool, tmp_pat
 def test_an_environment_without_sglang_is_told_which_version_was_tried(engine):
     said = engine("lmcache").run("-c", "import kvfs.connectors.sglang", check=False)
     assert said.returncode == 1 and "kvfs for sglang: " in said.stderr and "tried with sglang 0.5.23" in said.stderr
+
+
+# ---- the external linker, without a tier on the host ----
+
+
+@pytest.fixture
+def linked(engine, tmp_path):
+    """linked(mount): a process with a unified radix cache of SGLang's and kvfs linked to its device's pools."""
+    there, players = engine("sglang"), []
+
+    def start(mount, group_size=256 << 10, **options):
+        linker = {
+            "linker": "KvfsLinker", "linker_module_path": "kvfs.connectors.sglang_linker",
+            "linker_extra_config": {"mount": str(mount), "timeout_s": 20, **options},
+        }  # fmt: skip
+        words = json.dumps({"linker": linker, "pages": 40, "group_size": group_size})
+        players.append(Player(there, "sglang_player.py", [words], tmp_path))
+        return players[-1]
+
+    yield start
+    for player in players:
+        player.stop()
+
+
+def linked_load(player, prompt, pages=PAGES):
+    """After the device has lost all."""
+    assert player.ask("evict")
+    return player.ask("load", [prompt * 100 + pages - 1])
+
+
+@pytest.mark.parametrize("group_size", [1, 200 << 10], ids=["a layer", "some layers"])
+def test_pages_of_a_device_come_back_by_layers_in_another_process(own_pool, linked, group_size):
+    pool = own_pool(files=2, size="128M")
+    player = linked(pool.mount, group_size)
+    assert player.ask("load", [PAGES - 1]) == [0, True, True]
+    store(player, 0)
+    assert len(blocks(pool)) == 2 * PAGES, "a page is one block in each of two pools"
+    assert linked_load(player, 0) == [PAGES, True, True]
+    assert linked_load(player, 0, PAGES + 3) == [PAGES, True, True]
+    assert linked_load(player, 1) == [0, True, True]
+    # The tree has the first pages: only those behind them are asked for and stored.
+    store(player, 1, 3)
+    store(player, 1)
+    assert linked_load(player, 1) == [PAGES, True, True]
+    player.end()
+    other = linked(pool.mount, group_size)
+    assert other.ask("load", [PAGES - 1]) == [PAGES, True, True]
+    counters = other.ask("counters")
+    assert counters["failed_loads"] == 0 and counters["loaded_bytes"] == 2_629_632, "each byte once"
+    other.end()
+
+
+def test_a_linked_page_that_is_lost_aborts_one_load_and_is_stored_again(own_pool, linked):
+    pool = own_pool(files=2, size="128M")
+    player = linked(pool.mount)
+    store(player, 0)
+    third = player.ask("keys", [PAGES - 1])[3].encode()
+    paths = {path.name: path for path in blocks(pool)}
+    damage(pool, paths[(third + b".indexer.c0.p0").hex()])
+    assert linked_load(player, 0)[:2] == [PAGES, False], "the load of a damaged page landed"
+    assert linked_load(player, 0) == [3, True, True], "SGLang is told of a page that cannot be loaded"
+    assert player.ask("evict")
+    store(player, 0)
+    assert linked_load(player, 0) == [PAGES, True, True]
+    # A page is of use only with those of all pools.
+    os.unlink(paths[(player.ask("keys", [PAGES - 1])[5].encode() + b".kv.c0.p0").hex()])
+    assert linked_load(player, 0) == [5, True, True]
+    player.end()
+
+
+def test_what_a_linked_look_up_found_is_leased_until_it_is_loaded(own_pool, linked):
+    pool = own_pool(files=2, size="256M")
+    player = linked(pool.mount)
+    store(player, 0)
+    store(player, 1)
+    assert player.ask("lookup", [PAGES - 1]) == list(range(1, PAGES + 1))
+    assert player.ask("evict")
+    pool.command("evict", str(pool.path), "--all")
+    assert linked_load(player, 0) == [PAGES, True, True] and linked_load(player, 1) == [0, True, True]
+    player.end()
+
+
+def test_a_daemon_that_is_killed_under_a_linker_costs_stores_and_comes_back(own_pool, linked):
+    pool = own_pool(files=2, size="128M")
+    player = linked(pool.mount)
+    store(player, 0)
+    pool.kill()
+    assert player.ask("store", [100 + PAGES - 1]) == 0
+    assert linked_load(player, 0) == [PAGES, True, True]
+    pool.remount()
+
+    def stored():
+        assert player.ask("evict")
+        return player.ask("store", [200 + PAGES - 1]) == PAGES
+
+    wait_until(stored, "stores after the restart", interval_s=0.2)
+    assert linked_load(player, 0) == [PAGES, True, True] and linked_load(player, 2) == [PAGES, True, True]
+    player.end()

@@ -2,6 +2,7 @@
 
     extra     the extra configuration of the dynamic backend
     layout    of the host pools; hybrid: a hybrid controller, with side pools; pages: how many the host pool has
+    linker    the configuration of an external linker: the unified radix cache instead, see sglang_linker.py
 
 Pools, controller, threads and factory are SGLang's own; only "device" is the CPU. The protocol is that of
 engine_players.py. Block b is page b % 100 of prompt b // 100, and SGLang's keys are hashes of all tokens up to a page.
@@ -182,7 +183,11 @@ class Player:
 
 def main():
     settings = json.loads(sys.argv[1])
-    if settings.get("hybrid"):
+    if settings.get("linker"):
+        import sglang_linker
+
+        player = sglang_linker.Linked(settings)
+    elif settings.get("hybrid"):
         import sglang_hybrid
 
         player = sglang_hybrid.Hybrid(settings)
