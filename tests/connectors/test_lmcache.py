@@ -288,3 +288,88 @@ def fetched(port, path):
         return error.reason
     except OSError:
         return None
+
+
+# ---- in the engine's process: LMCache's remote back end ----
+
+
+@pytest.fixture
+def remote(engine, tmp_path):
+    """remote(mount): a process with LMCache's remote back end there."""
+    there, players = engine("lmcache"), []
+
+    def start(mount, **options):
+        given = {
+            "module_path": "kvfs.connectors.lmcache_remote", "class_name": "KvfsAdapter", "mount": str(mount),
+            "timeout_s": 20, **options,
+        }  # fmt: skip
+        extra = {f"remote_storage_plugin.kvfs.{name}": value for name, value in given.items()}
+        players.append(Player(there, "lmcache_remote_player.py", [json.dumps(extra)], tmp_path))
+        return players[-1]
+
+    yield start
+    for player in players:
+        player.stop()
+
+
+def test_chunks_of_lmcache_in_process_come_back_as_they_were(own_pool, remote):
+    pool = own_pool(files=2, size="256M")
+    player, other = remote(pool.mount), remote(pool.mount)
+    assert player.ask("load", [1]) == ["miss"] and player.ask("prefix", [1]) == 0
+    store(player, range(8))
+    check(player, range(10), gone=[8, 9])
+    check(other, range(10), gone=[8, 9])
+    assert other.ask("prefix", [*range(6), 9, 7]) == 6
+    assert other.ask("load", [0, 9, 7], batch=False) == ["same", "miss", "same"]
+    # The last chunk of a prompt has fewer tokens, and says so.
+    assert player.ask("store", [20], tokens=100) == [True]
+    assert other.ask("load", [20], tokens=100) == ["same"]
+    # One that is there is not written again.
+    store(player, range(8))
+    counters = player.ask("counters")
+    assert (counters["stored"], counters["present"], counters["failed_stores"]) == (9, 8, 0)
+    assert {int(name.split("@")[3], 16) for name in other.ask("names")} == {*range(8), 20}
+    assert other.ask("remove", [7, 9]) == [True, False]
+    check(player, [7, 6], gone=[7])
+    assert player.ask("held") == other.ask("held") == 0, "LMCache's memory was not given back"
+    player.end()
+    other.end()
+
+
+def test_a_chunk_that_is_lost_is_a_miss_in_process_and_is_stored_again(own_pool, remote):
+    pool = own_pool(files=2, size="128M")
+    player = remote(pool.mount)
+    store(player, range(4))
+    damage(
+        pool,
+        next(path for path in files_below(pool.mount / "lmcache") if bytes.fromhex(path.name).endswith(b"@2@bfloat16")),
+    )
+    assert player.ask("load", range(4)) == ["same", "same", "miss", "same"]
+    store(player, range(4))
+    check(player, range(4))
+    pool.command("evict", str(pool.path), "--all")
+    check(player, range(4), gone=range(4))
+    assert player.ask("held") == 0
+    player.end()
+
+
+def test_a_daemon_that_is_killed_costs_lmcache_in_process_stores_and_comes_back(own_pool, remote):
+    pool = own_pool(files=2, size="128M")
+    player = remote(pool.mount)
+    store(player, range(4))
+    pool.kill()
+    player.ask("store", [7])
+    check(player, [0, 1, 2, 3, 7], gone=[7])
+    assert player.ask("ping") == 0, "blocks are read while the daemon is away"
+    pool.remount()
+
+    def stored():
+        player.ask("store", [8])
+        return player.ask("lookup", [8]) == [True]
+
+    wait_until(stored, "stores after the restart", interval_s=0.2)
+    check(player, [0, 1, 2, 3, 8])
+    pool.umount()
+    assert player.ask("load", range(4)) == ["miss"] * 4
+    assert player.ask("held") == 0
+    player.end()
