@@ -1,7 +1,8 @@
-"""`tools/bench_connectors`: kvfs under LMCache and SGLang beside their own file back ends, on the same devices.
+"""`tools/bench_connectors`: kvfs under LMCache and SGLang beside their file back ends, under vLLM beside raw devices.
 
 Each round gives the devices to every back end in turn, made anew: as a pool to kvfs, as an XFS stripe to the others.
-LMCache is measured by its own `lmcache bench l2`, SGLang by its controller's page functions in batches of 128 pages.
+LMCache is measured by its own `lmcache bench l2`, SGLang by its controller's page functions in batches of 128 pages,
+vLLM by its tiering manager in batches of 128 blocks; beside its loads fio reads as much from the same devices.
 Between stores and loads the page cache is dropped, so that loads come from the devices. Figures are medians of rounds.
 """
 
@@ -21,6 +22,7 @@ from typing import cast
 
 from kvfs.bench.common import (
     GIB,
+    KIB,
     MIB,
     REPOSITORY,
     STRIPE_UNIT,
@@ -31,14 +33,16 @@ from kvfs.bench.common import (
     number_at,
     say,
 )
-from kvfs.bench.rig import Kvfs, disk_files, filesystem, loops, mapped_stripe
+from kvfs.bench.rig import Kvfs, disk_files, filesystem, fio, loops, mapped_stripe
 from kvfs.bench.run import Parser, chosen
 from kvfs.errors import KvfsError, UsageError
 
 RUN_TIMEOUT_S = 900.0
-ENGINES = ("lmcache", "sglang")
+ENGINES = ("lmcache", "sglang", "vllm")
 OPERATIONS = ("Store", "Lookup", "Load")
-SCRIPT = REPOSITORY / "tests/connectors/scripts/sglang_bench.py"
+SCRIPTS = REPOSITORY / "tests/connectors/scripts"
+RAW = "raw devices (fio)"
+RAW_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,9 @@ class Figures:
 
     def median(self, operation: str, name: str) -> float:
         return statistics.median(self.samples[operation, name])
+
+    def time(self, operation: str, name: str) -> str:
+        return f"{self.median(operation, name):.2f}" if (operation, name) in self.samples else ""
 
 
 # ---- devices and back ends ----
@@ -144,7 +151,7 @@ def run(python: Path, *words: str | Path, environment: Mapping[str, str] | None 
     return said.stdout
 
 
-# ---- the two engines ----
+# ---- the engines ----
 
 
 def lmcache(python: Path, settings: Settings, name: str, mount: Path, figures: Figures, work: Path) -> None:
@@ -173,13 +180,38 @@ def sglang(python: Path, settings: Settings, name: str, mount: Path, figures: Fi
         drop_page_cache()
         words = (name, mount, operation.lower(), settings.batches, settings.page_kib)
         said = run(
-            python, SCRIPT, *map(str, words), environment={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(mount)}
+            python,
+            SCRIPTS / "sglang_bench.py",
+            *map(str, words),
+            environment={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(mount)},
         )
-        seconds = [float(value) for value in json.loads(said.splitlines()[-1])]
-        figures.add(operation, "p50_ms", 1000 * statistics.median(seconds))
-        figures.add(operation, "p99_ms", 1000 * max(seconds))
-        size = 128 * (1 if operation == "Lookup" else settings.page_kib / 1024)
-        figures.add(operation, "rate", size * len(seconds) / sum(seconds))
+        add_batches(figures, operation, settings, said)
+
+
+def vllm(python: Path, settings: Settings, mount: Path, figures: Figures) -> None:
+    for operation in OPERATIONS:
+        drop_page_cache()
+        words = (mount, operation.lower(), settings.batches, settings.page_kib)
+        said = run(python, SCRIPTS / "vllm_bench.py", *map(str, words), environment={"VLLM_TARGET_DEVICE": "cpu"})
+        add_batches(figures, operation, settings, said)
+
+
+def add_batches(figures: Figures, operation: str, settings: Settings, said: str) -> None:
+    """The seconds of batches of 128 that a script printed last."""
+    seconds = [float(value) for value in json.loads(said.splitlines()[-1])]
+    figures.add(operation, "p50_ms", 1000 * statistics.median(seconds))
+    figures.add(operation, "p99_ms", 1000 * max(seconds))
+    size = 128 * (1 if operation == "Lookup" else settings.page_kib / 1024)
+    figures.add(operation, "rate", size * len(seconds) / sum(seconds))
+
+
+def raw(settings: Settings, devices: Sequence[Path], figures: Figures) -> None:
+    """As many bytes as the loads', in requests of a block's size."""
+    drop_page_cache()
+    block = settings.page_kib * KIB
+    share = settings.batches * 128 * block // len(devices)
+    found = fio("read", devices, block_size=block, depth=max(1, RAW_DEPTH // len(devices)), size=share)
+    figures.add("Load", "rate", number_at(found, "bytes") / number_at(found, "seconds") / MIB)
 
 
 # ---- the table ----
@@ -190,11 +222,12 @@ def table(title: str, all_figures: Mapping[str, Figures]) -> str:
     lines = [f"{title}\n", "| operation | back end | p50 ms | p99 ms | MB/s, or keys/s | kvfs/best other |"]
     lines.append("|---|---|---|---|---|---|")
     for operation in OPERATIONS:
-        rates = {name: figures.median(operation, "rate") for name, figures in all_figures.items()}
+        measured = {name: each for name, each in all_figures.items() if (operation, "rate") in each.samples}
+        rates = {name: figures.median(operation, "rate") for name, figures in measured.items()}
         best = max((rate for name, rate in rates.items() if name != "kvfs"), default=0.0)
-        for name, figures in all_figures.items():
+        for name, figures in measured.items():
             share = f"{rates['kvfs'] / best:.2f}" if name == "kvfs" and best else ""
-            times = " | ".join(f"{figures.median(operation, each):.2f}" for each in ("p50_ms", "p99_ms"))
+            times = " | ".join(figures.time(operation, each) for each in ("p50_ms", "p99_ms"))
             lines.append(f"| {operation} | {name} | {times} | {rates[name]:,.0f} | {share} |")
     return "\n".join(lines) + "\n"
 
@@ -203,19 +236,26 @@ def measure(settings: Settings, wanted: Sequence[str], devices: Sequence[Path], 
     engines = {name: python for name in wanted if (python := python_of(name)) is not None}
     of_lmcache = {name: Figures() for name in adapters(work)}
     of_sglang = {name: Figures() for name in ("kvfs", "file")}
+    of_vllm = {name: Figures() for name in ("kvfs", RAW)}
+    of_engine = dict(zip(ENGINES, (of_lmcache, of_sglang, of_vllm), strict=True))
     for number in range(settings.rounds):
         for engine, python in engines.items():
-            names = list(of_lmcache if engine == "lmcache" else of_sglang)
+            names = list(of_engine[engine])
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 say(f"round {number + 1}: {engine}: {name}")
+                if name == RAW:
+                    raw(settings, devices, of_vllm[name])
+                    continue
                 base = Path(tempfile.mkdtemp(dir=work))
                 with (kvfs_on if name == "kvfs" else xfs_on)(devices, base) as mount:
                     if engine == "lmcache":
                         lmcache(python, settings, name, mount, of_lmcache[name], work)
-                    else:
+                    elif engine == "sglang":
                         sglang(python, settings, name, mount, of_sglang[name])
+                    else:
+                        vllm(python, settings, mount, of_vllm[name])
     texts, document = [], cast(Json, {})
-    for engine, all_figures in zip(ENGINES, (of_lmcache, of_sglang), strict=True):
+    for engine, all_figures in of_engine.items():
         if engine in engines:
             texts.append(table(engine, all_figures))
             document[engine] = {

@@ -228,4 +228,5 @@ def main():
         print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
