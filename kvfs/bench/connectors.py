@@ -1,8 +1,8 @@
 """`tools/bench_connectors`: kvfs under LMCache and SGLang beside their file back ends, under vLLM beside raw devices.
 
 Each round gives the devices to every back end in turn, made anew: as a pool to kvfs, as an XFS stripe to the others.
-LMCache is measured by its own `lmcache bench l2`, SGLang by its controller's page functions in batches of 128 pages,
-vLLM by its tiering manager in batches of 128 blocks; beside its loads fio reads as much from the same devices.
+LMCache is measured by its own `lmcache bench l2`, SGLang by its controller's page functions, vLLM by its tiering
+manager, both in batches of 128 blocks. Beside vLLM's loads fio reads as much from the same devices.
 Between stores and loads the page cache is dropped, so that loads come from the devices. Figures are medians of rounds.
 """
 
