@@ -24,8 +24,8 @@ from typing import Any
 
 _HEAD = struct.Struct("<8sIIQ32s")
 _MAGIC = b"kvfstest"
-# The errors that a client gets from a daemon that died.
-DEAD = {errno.ENOTCONN, errno.ECONNABORTED}
+# The errors that a client gets from a daemon that died; the last one only by FUSE over io_uring.
+DEAD = {errno.ENOTCONN, errno.ECONNABORTED, errno.ECANCELED}
 # A rename or unlink of the last second may be undone; the rest is for a machine and disk that are busy. A round is
 # shorter than this: what was there before it is settled, and must stay.
 GRACE_S = 30.0
