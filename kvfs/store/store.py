@@ -551,6 +551,8 @@ class Store:
         for number in self.index.volatile_inodes():
             inode = self.index.get(number)
             if inode is not None and inode.sealed:
+                with suppress(PlaneError):  # a rebuild has not got to it
+                    self.plane.inode_remove(number)
                 self.blocks.drop(inode)
         try:
             await self.blocks.commit()

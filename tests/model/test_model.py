@@ -737,6 +737,20 @@ def test_the_mount_behaves_like_the_model(pools: None) -> None:
     assert seen_enough(), tally
 
 
+def test_what_lost_its_name_a_moment_before_the_unmount_leaves_names_and_table_alike() -> None:
+    helpers.requires_root()
+    helpers.requires_fuse()
+    with Pool(files=2, size="256M", program=[COMPARING]) as pool:
+        for name in ("replaced", "new"):
+            helpers.write_file(pool.mount / name, name.encode())
+        with helpers.opened(pool.mount / "replaced", os.O_RDONLY):
+            os.rename(pool.mount / "new", pool.mount / "replaced")
+        pool.umount()
+        assert "names and index differ" not in pool.log_tail()
+        pool.start()
+        assert helpers.read_file(pool.mount / "replaced") == b"new" and os.listdir(pool.mount) == ["replaced"]
+
+
 def test_an_index_that_loses_a_record_is_noticed() -> None:
     """The comparison that the runs above depend on can fail."""
     helpers.requires_root()
