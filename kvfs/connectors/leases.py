@@ -19,6 +19,13 @@ from kvfs.errors import KvfsError
 PAUSE_S = 5.0
 
 
+def seconds_of(engine: str, given: object) -> float:
+    """The option lease_s, checked. Raises ValueError."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 3600:
+        raise ValueError(f"kvfs for {engine}: lease_s {given!r}: 0 to 3600 are possible")
+    return float(given)
+
+
 class _Grant:
     """One look-up's lease, and the keys that it waits for."""
 

@@ -16,7 +16,7 @@ from typing import cast
 from kvfs.client.keys import KEY_MAX
 from kvfs.connectors import versions
 from kvfs.connectors.common import Connection, Counters, Done, State, namespace_of, options_of
-from kvfs.connectors.leases import Leases
+from kvfs.connectors.leases import Leases, seconds_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
 
@@ -46,12 +46,11 @@ class KvfsClient:
     """
 
     def __init__(self, mount: str, namespace: str = "lmcache", *, lease_s: float = LEASE_S, **options: object) -> None:
-        if isinstance(lease_s, bool) or not isinstance(lease_s, (int, float)) or not 0 <= lease_s <= 3600:
-            raise ValueError(f"kvfs for lmcache: lease_s {lease_s!r}: 0 to 3600 are possible")
+        seconds = seconds_of("lmcache", lease_s)
         given = options_of("lmcache", {"mount": mount, "namespace": namespace, **options})
         versions.check("lmcache", TRIED, _logger)
         self._connection = Connection(given, namespace_of(given.namespace), engine="lmcache", logger=_logger)
-        self._leases = Leases(self._connection, float(lease_s))
+        self._leases = Leases(self._connection, seconds)
         self._spoiled = Spoiled()
         self._exporter = Exporter("lmcache", self._connection.space)
         # A completion may be drained before its submission has returned.

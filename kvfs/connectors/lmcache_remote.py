@@ -16,7 +16,7 @@ from typing import Any, cast
 from kvfs.client.memory import Memory
 from kvfs.connectors import versions
 from kvfs.connectors.common import Connection, Counters, Done, State, namespace_of, options_of
-from kvfs.connectors.leases import Leases
+from kvfs.connectors.leases import Leases, seconds_of
 from kvfs.connectors.lmcache import CLOSE_TIMEOUT_S, LEASE_S, TRIED, key_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
@@ -60,9 +60,7 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, metadata)
         given: dict[str, object] = {"namespace": "lmcache", **options}
-        lease_s = given.get("lease_s", LEASE_S)
-        if isinstance(lease_s, bool) or not isinstance(lease_s, (int, float)) or not 0 <= lease_s <= 3600:
-            raise ValueError(f"kvfs for lmcache: lease_s {lease_s!r}: 0 to 3600 are possible")
+        lease_s = seconds_of("lmcache", given.get("lease_s", LEASE_S))
         chosen = options_of("lmcache", given, known=_OWN)
         versions.check("lmcache", TRIED, _logger)
         # The key has model, ranks, tokens and dtype; this is all else that shapes a chunk.
@@ -71,7 +69,7 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
         space = namespace_of(chosen.namespace, metadata.model_name or "unnamed", f"{metadata.chunk_size}.{layout}")
         self._loop, self._memory = loop, local_cpu_backend
         self._connection = Connection(chosen, space, engine="lmcache", logger=_logger)
-        self._leases = Leases(self._connection, float(lease_s))
+        self._leases = Leases(self._connection, lease_s)
         self._spoiled = Spoiled()
         self._exporter = Exporter("lmcache", space)
         # Both are the loop's alone.

@@ -21,7 +21,7 @@ from kvfs.client.keys import Key
 from kvfs.client.memory import Pieces
 from kvfs.connectors import versions
 from kvfs.connectors.common import Connection, Counters, State, namespace_of, options_of
-from kvfs.connectors.leases import Leases
+from kvfs.connectors.leases import Leases, seconds_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
 from kvfs.errors import KvfsError
@@ -72,12 +72,9 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, config: Any, kwargs: Mapping[str, object] | None = None) -> None:
         extra: dict[str, object] = {"namespace": "sglang", **(config.extra_config or {})}
-        lease_s = extra.get("lease_s", LEASE_S)
-        if isinstance(lease_s, bool) or not isinstance(lease_s, (int, float)) or not 0 <= lease_s <= 3600:
-            raise ValueError(f"kvfs for sglang: lease_s {lease_s!r}: 0 to 3600 are possible")
+        self._lease_s = seconds_of("sglang", extra.get("lease_s", LEASE_S))
         self._options = options_of("sglang", extra, known=_OF_SGLANG)
         self._config = config
-        self._lease_s = float(lease_s)
         versions.check("sglang", TRIED, _logger)
         self._in_place = bool(extra.get("interface_v1"))
         if not self._in_place:

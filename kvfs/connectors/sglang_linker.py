@@ -22,7 +22,7 @@ from typing import Any, cast
 from kvfs.client.keys import Key
 from kvfs.connectors import versions
 from kvfs.connectors.common import Connection, Counters, namespace_of, options_of
-from kvfs.connectors.leases import Leases
+from kvfs.connectors.leases import Leases, seconds_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
 from kvfs.errors import KvfsError
@@ -169,9 +169,7 @@ class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: Any = None,
     ) -> None:
         extra: dict[str, object] = {"namespace": "sglang", **(extra_config or {})}
-        lease_s = extra.get("lease_s", LEASE_S)
-        if isinstance(lease_s, bool) or not isinstance(lease_s, (int, float)) or not 0 <= lease_s <= 3600:
-            raise ValueError(f"kvfs for sglang: lease_s {lease_s!r}: 0 to 3600 are possible")
+        lease_s = seconds_of("sglang", extra.get("lease_s", LEASE_S))
         options = options_of("sglang", extra, known={"lease_s"})
         versions.check("sglang", TRIED, _logger)
         self.forward_stream = forward_stream
@@ -194,7 +192,7 @@ class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
         model = get_model().model_path or "unnamed"
         space = namespace_of(options.namespace, model, f"linker.{params.page_size}.{layout}")
         self._connection = Connection(options, space, engine="sglang", logger=_logger)
-        self._leases = Leases(self._connection, float(lease_s))
+        self._leases = Leases(self._connection, lease_s)
         self._spoiled = Spoiled()
         self._exporter = Exporter("sglang", space)
         buffer = self._group.entries[0].kv_buffer[0]

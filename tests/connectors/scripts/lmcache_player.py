@@ -10,7 +10,6 @@ The protocol is that of engine_players.py. Answers have an item a block:
 
 import argparse
 import dataclasses
-import json
 import random
 import sys
 import time
@@ -20,6 +19,7 @@ from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+from player_lines import serve
 
 SIZE = 1 << 20
 DEADLINE_S = 60
@@ -94,19 +94,12 @@ class Player:
     def counters(self, blocks):
         return dataclasses.asdict(self.adapter._client.statistics())
 
+    def close(self):
+        self.adapter.close()
+
     def fd(self, blocks):
         return self.adapter._client.event_fd()
 
 
-def main():
-    player = Player(sys.argv[1])
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = getattr(player, request.pop("do"))(request.pop("blocks"), **request)
-        print(json.dumps(answer), flush=True)
-    player.adapter.close()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Player(sys.argv[1]))

@@ -23,6 +23,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+from player_lines import serve
 
 TOKENS, LAYERS, HEADS, WIDTH = 256, 4, 8, 64
 DEADLINE_S = 60
@@ -107,15 +108,5 @@ class Player:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-def main():
-    player = Player(json.loads(sys.argv[1]))
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = getattr(player, request.pop("do"))(request.pop("blocks"), **request)
-        print(json.dumps(answer), flush=True)
-    player.close()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Player(json.loads(sys.argv[1])))

@@ -32,6 +32,8 @@ LAYERS = 4
 
 
 class Linked(sglang_player.Player):
+    page = PAGE
+
     def __init__(self, settings):
         torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
         # No server was started: what its arguments would tell.
@@ -57,14 +59,6 @@ class Linked(sglang_player.Player):
         )
         self.cache.init_cache_linker(self.backend)
         self.requests = 0
-
-    def tokens(self, prompt, pages):
-        return random.Random(f"prompt {prompt}").choices(range(50_000), k=100 * PAGE)[: pages * PAGE]
-
-    def hashes(self, prompt, pages):
-        from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-        return get_storage_hash_str(self.tokens(prompt, pages), None, page_size=PAGE)
 
     def parts(self, slots, prompt):
         """Each buffer's bytes of each page, and what they should be."""

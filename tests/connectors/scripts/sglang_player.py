@@ -41,6 +41,7 @@ if importlib.util.find_spec("torchvision") is None:
         sys.modules[name] = module
 
 import torch  # noqa: E402
+from player_lines import serve  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 get_parallel().override_permanently(
@@ -79,6 +80,8 @@ class Allocator:
 
 
 class Player:
+    page = PAGE
+
     def __init__(self, settings):
         torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
         self.layout, self.pages = settings["layout"], settings.get("pages", 40)
@@ -107,7 +110,7 @@ class Player:
     # ---- prompts ----
 
     def tokens(self, prompt, pages):
-        return random.Random(f"prompt {prompt}").choices(range(50_000), k=100 * PAGE)[: pages * PAGE]
+        return random.Random(f"prompt {prompt}").choices(range(50_000), k=100 * self.page)[: pages * self.page]
 
     def page(self, pool, prompt, index, name="kv"):
         """The bytes of a page, as SGLang has a flat one."""
@@ -132,7 +135,7 @@ class Player:
     def hashes(self, prompt, pages):
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-        return get_storage_hash_str(self.tokens(prompt, pages), None, page_size=PAGE)
+        return get_storage_hash_str(self.tokens(prompt, pages), None, page_size=self.page)
 
     # ---- requests ----
 
@@ -193,12 +196,7 @@ def main():
         player = sglang_hybrid.Hybrid(settings)
     else:
         player = Player(settings)
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = getattr(player, request.pop("do"))(request.pop("blocks"), **request)
-        print(json.dumps(answer), flush=True)
-    player.close()
+    serve(player)
 
 
 if __name__ == "__main__":
