@@ -32,7 +32,7 @@ LAYERS = 4
 
 
 class Linked(sglang_player.Player):
-    page = PAGE
+    page_tokens = PAGE
 
     def __init__(self, settings):
         torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)

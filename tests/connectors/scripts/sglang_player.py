@@ -80,7 +80,7 @@ class Allocator:
 
 
 class Player:
-    page = PAGE
+    page_tokens = PAGE
 
     def __init__(self, settings):
         torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -110,7 +110,9 @@ class Player:
     # ---- prompts ----
 
     def tokens(self, prompt, pages):
-        return random.Random(f"prompt {prompt}").choices(range(50_000), k=100 * self.page)[: pages * self.page]
+        return random.Random(f"prompt {prompt}").choices(range(50_000), k=100 * self.page_tokens)[
+            : pages * self.page_tokens
+        ]
 
     def page(self, pool, prompt, index, name="kv"):
         """The bytes of a page, as SGLang has a flat one."""
@@ -135,7 +137,7 @@ class Player:
     def hashes(self, prompt, pages):
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-        return get_storage_hash_str(self.tokens(prompt, pages), None, page_size=self.page)
+        return get_storage_hash_str(self.tokens(prompt, pages), None, page_size=self.page_tokens)
 
     # ---- requests ----
 
