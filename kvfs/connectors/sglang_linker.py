@@ -301,7 +301,7 @@ class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loads.put(None)
         self._stores.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(CLOSE_TIMEOUT_S)
         self._threads = []
         self._leases.close()
         self._connection.close(timeout_s=CLOSE_TIMEOUT_S)

@@ -5,7 +5,7 @@ runs. The protocol is that of engine_players.py. Chunk b has the bytes that its 
 "tokens" says. Answers have an item a block, but those of prefix:
   store    whether LMCache's task ended
   lookup   whether it is found; prefix: how many are from the first on
-  load     "same", "miss", or "wrong"; batch: all in one call
+  load     "same", "miss", or "wrong"; batch: all in one call; cancel: begin one, and give up
 "counters" answers with those of the connector, "held" with how many chunks of LMCache's memory are in use.
 """
 
@@ -86,6 +86,18 @@ class Player:
         same = bytes(chunk.byte_array) == self.content(block, len(chunk.byte_array)) and chunk.get_shape()[2] == tokens
         chunk.ref_count_down()
         return "same" if same else "wrong"
+
+    def cancel(self, blocks):
+        """A load that LMCache gives up once it is under way: was it?"""
+
+        async def give_up():
+            task = self.loop.create_task(self.connector.batched_get(list(map(self.key, blocks))))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            return task.cancelled()
+
+        return asyncio.run_coroutine_threadsafe(give_up(), self.loop).result(DEADLINE_S)
 
     def held(self, blocks):
         return self.memory.memory_allocator.pin_allocator.num_active_allocations
