@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -422,23 +423,33 @@ def requires_loop() -> None:
 
 
 @contextlib.contextmanager
+def rings_decided() -> Iterator[None]:
+    """Nobody changes meanwhile whether this machine's kernel offers FUSE over io_uring: lanes and the bench run beside
+    one another."""
+    with URING_PARAMETER.open() as parameter:
+        fcntl.flock(parameter, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
 def rings_offered() -> Iterator[None]:
     """Let the kernel offer FUSE over io_uring to servers that mount meanwhile; skip the test where it cannot be had.
 
     Only a server that asks for it in INIT is affected, and it keeps its rings when the parameter goes back."""
     if not URING_PARAMETER.exists():
         pytest.skip(f"no {URING_PARAMETER}: Linux before 6.14, or without CONFIG_FUSE_IO_URING")
-    before = URING_PARAMETER.read_text().strip()
-    if before == "Y":
-        yield
-        return
-    if os.geteuid() != 0:
-        pytest.skip(f"{URING_PARAMETER} is {before}, and only root can change it")
-    URING_PARAMETER.write_text("Y")
-    try:
-        yield
-    finally:
-        URING_PARAMETER.write_text(before)
+    with rings_decided():
+        before = URING_PARAMETER.read_text().strip()
+        if before == "Y":
+            yield
+            return
+        if os.geteuid() != 0:
+            pytest.skip(f"{URING_PARAMETER} is {before}, and only root can change it")
+        URING_PARAMETER.write_text("Y")
+        try:
+            yield
+        finally:
+            URING_PARAMETER.write_text(before)
 
 
 def requires_program(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import resource
@@ -345,12 +346,14 @@ def rings_offered() -> Iterator[None]:
     """The kernel offers FUSE over io_uring to servers that mount meanwhile. Raises MissingError where it cannot."""
     if not FUSE_RINGS_PATH.exists() or not os.access(FUSE_RINGS_PATH, os.W_OK):
         raise MissingError(f"needs {FUSE_RINGS_PATH} (Linux 6.14), and permission to write to it")
-    before = FUSE_RINGS_PATH.read_text()
-    FUSE_RINGS_PATH.write_text("Y")
-    try:
-        yield
-    finally:
-        FUSE_RINGS_PATH.write_text(before.strip())
+    with FUSE_RINGS_PATH.open() as parameter:
+        fcntl.flock(parameter, fcntl.LOCK_EX)  # of all the machine: others that change it wait
+        before = parameter.read()
+        FUSE_RINGS_PATH.write_text("Y")
+        try:
+            yield
+        finally:
+            FUSE_RINGS_PATH.write_text(before.strip())
 
 
 class Rig:

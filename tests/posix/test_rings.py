@@ -13,7 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
-from helpers import REPOSITORY, Pool, assert_same, content, read_file, run, wait_until, write_file
+from helpers import (
+    REPOSITORY,
+    URING_PARAMETER,
+    Pool,
+    assert_same,
+    content,
+    read_file,
+    rings_decided,
+    run,
+    wait_until,
+    write_file,
+)
 
 from kvfs.frontend.asking import ControlClient
 
@@ -87,10 +98,10 @@ def test_requests_come_by_rings_where_the_kernel_offers_them(pool: Pool) -> None
 
 
 def test_a_mount_that_was_offered_no_rings_uses_the_device(own_pool: Callable[..., Pool]) -> None:
-    parameter = pathlib.Path("/sys/module/fuse/parameters/enable_uring")
-    if parameter.exists() and parameter.read_text().strip() == "Y":
-        pytest.skip(f"{parameter} is Y")
-    plain = own_pool(files=2, size="128M")
+    with rings_decided() if URING_PARAMETER.exists() else contextlib.nullcontext():
+        if URING_PARAMETER.exists() and URING_PARAMETER.read_text().strip() == "Y":
+            pytest.skip(f"{URING_PARAMETER} is Y")
+        plain = own_pool(files=2, size="128M")
     miss(plain, 10)
     assert by_ring(plain) == 0
 
