@@ -121,7 +121,10 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
         chunks: list[Any] = [None if shape is None else self._memory.allocate(*shape) for shape in shapes]
         tails = [bytearray(self.remote_metadata_bytes) for _ in names]
         wanted = [i for i, chunk in enumerate(chunks) if chunk is not None]
+        # Without room in LMCache's memory a chunk is a miss, and none the worse for it.
+        bad = [i for i, size in enumerate(sizes) if size is not None and shapes[i] is None]
         if not wanted:
+            self._loaded(names, bad)
             return chunks
         items = [(names[i], [cast("Memory", chunks[i].byte_array), cast("Memory", tails[i])]) for i in wanted]
         reading = self._over(self._connection.submit_get(items))
@@ -135,7 +138,9 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
             if read != sizes[i] or self._described(tails[i]) != shapes[i]:
                 _give_back([chunks[i]])
                 chunks[i] = None
-        self._loaded(names, sizes, chunks)
+                bad.append(i)
+        self._loaded(names, bad)
+        self._spoiled.discard(names[i] for i in wanted if chunks[i] is not None)
         return chunks
 
     def support_batched_get_non_blocking(self) -> bool:
@@ -171,12 +176,11 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
             return None
         return found.shapes, found.dtypes, found.fmt
 
-    def _loaded(self, names: Sequence[bytes], sizes: Sequence[int | None], chunks: Sequence[Any]) -> None:
+    def _loaded(self, names: Sequence[bytes], bad: Sequence[int]) -> None:
+        """A load is over; bad: those that are there, and could not be loaded."""
         self._leases.give_back(names)
         if self._connection.state is not State.AWAY:
-            there = [i for i, size in enumerate(sizes) if size is not None]
-            self._spoiled.add(names[i] for i in there if chunks[i] is None)
-            self._spoiled.discard(names[i] for i in there if chunks[i] is not None)
+            self._spoiled.add(names[i] for i in bad)
         self._exporter.update(self._connection.counters)
 
     # ---- stores ----

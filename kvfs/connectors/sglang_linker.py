@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from kvfs.client.keys import Key
 from kvfs.connectors import versions
-from kvfs.connectors.common import Connection, Counters, namespace_of, options_of
+from kvfs.connectors.common import Connection, Counters, State, namespace_of, options_of
 from kvfs.connectors.leases import Leases, seconds_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
@@ -353,7 +353,8 @@ class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
             results = self._connection.get_ranges(items)
             missed = [name for name, result in zip(names[part], results, strict=True) if result != size]
             if missed:
-                self._spoiled.add(missed)
+                if self._connection.state is not State.AWAY:
+                    self._spoiled.add(missed)
                 raise KvfsError(f"{len(missed)} of {len(rows)} pages of pool {pool.name} could not be read")
             pool.scatter(pages[part], rows, first, end)
             self._wait_for_copies()
