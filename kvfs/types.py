@@ -10,7 +10,12 @@ SegmentIndex = NewType("SegmentIndex", int)
 PAGE_SIZE = 4096
 NAME_MAX = 255
 ROOT_INODE = InodeNumber(1)
-# Mount epoch in the high bits, a counter in the low ones: numbers never go back (I14), whatever a crash forgot.
-COUNTER_BITS = 36
+# Mount epoch in the high bits, a counter and the node's slot in the low ones: numbers never go back (I14), whatever a
+# crash forgot.
+SLOT_BITS = 12
+SLOT_STEP = 1 << SLOT_BITS
+COUNTER_BITS = 40
 # The last epoch that such numbers have room for.
-EPOCH_MAX = (1 << 64 - COUNTER_BITS) - 1
+EPOCH_MAX = (1 << 21) - 1
+# The inode numbers of a pod's directories: made of parent and name.
+INODE_DERIVED = 1 << 62

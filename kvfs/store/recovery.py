@@ -25,7 +25,7 @@ from kvfs.record import RECORD_EXTENT, RECORD_HEAD, RECORD_SIZE, Inode, InodeFla
 from kvfs.store.pins import Pins
 from kvfs.store.segment import Segment, State, usage
 from kvfs.store.segments import Segments
-from kvfs.types import ROOT_INODE, InodeNumber
+from kvfs.types import ROOT_INODE, SLOT_BITS, InodeNumber
 
 log = logging.getLogger(__name__)
 
@@ -366,13 +366,14 @@ class Admission:
 
 
 class _Numbers:
-    """A set of numbers of the form epoch << 36 | counter: a bit each."""
+    """A set of numbers of one node: a bit each."""
 
     def __init__(self) -> None:
         self._maps: dict[int, bytearray] = {}
 
     def add(self, number: int) -> bool:
         """Returns whether it was there."""
+        number >>= SLOT_BITS
         high, low = number >> 20, number & 0xFFFFF
         bits = self._maps.get(high)
         if bits is None:

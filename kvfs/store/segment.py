@@ -14,7 +14,7 @@ from kvfs.errors import FormatError
 from kvfs.names import Names, Place, new_place
 from kvfs.pool.format import Stream
 from kvfs.record import Inode, Kind
-from kvfs.types import COUNTER_BITS, SegmentIndex
+from kvfs.types import COUNTER_BITS, SLOT_STEP, SegmentIndex
 
 _STATE = struct.Struct("<BBBBIQQQ")
 _STATE_VERSION = 1
@@ -146,13 +146,13 @@ def usage(inode: Inode) -> dict[int, int]:
 
 
 class Counter:
-    """Numbers that never go back: the mount epoch in the high bits."""
+    """Numbers that never go back: the mount epoch in the high bits, the node's slot in the low ones."""
 
-    def __init__(self, epoch: int) -> None:
-        self.last = epoch << COUNTER_BITS
+    def __init__(self, epoch: int, slot: int = 0) -> None:
+        self.last = epoch << COUNTER_BITS | slot
 
     def next(self) -> int:
-        self.last += 1
+        self.last += SLOT_STEP
         return self.last
 
 

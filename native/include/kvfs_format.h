@@ -12,8 +12,13 @@
 #define KVFS_FORMAT_VERSION 1
 #define KVFS_PAGE_SIZE 4096
 #define KVFS_NAME_MAX 255
-/* Inode numbers, versions, generations and sequences: the mount epoch above a counter of this many bits. */
-#define KVFS_COUNTER_BITS 36
+/* Inode numbers, versions, generations and sequences: the epoch of a mount, a counter, and the slot of the node that gave the number; 0 where a pool
+ * has one node. A version is above all that its node has seen, so its epoch may be another node's. */
+#define KVFS_SLOT_BITS 12
+#define KVFS_COUNTER_BITS 40 /* of counter and slot */
+#define KVFS_EPOCH_MAX ((UINT64_C(1) << 21) - 1)
+/* The inode number of a pod's directory is made of its parent and its name: every node that makes it makes the same one. */
+#define KVFS_INODE_DERIVED (UINT64_C(1) << 62)
 /* Every checksum below is xxh3-64 with the pool's 64-bit secret as the seed, unless it says otherwise. */
 #define KVFS_LABEL_SIZE 65536
 #define KVFS_DEVICES_MAX 256

@@ -105,11 +105,11 @@ def changed(data: bytes, offset: int, layout: str, *values: int) -> bytes:
 
 HEADERS: dict[str, tuple[int, str, *tuple[int, ...]]] = {
     "stream 4": (80, "<I", 4),
-    "a mount that has not been": (24, "<QQ", (9 << 36) + 1, 9),
+    "a mount that has not been": (24, "<QQ", (9 << 40) + 1, 9),
     "stream 300": (80, "<I", 300),
     "stream 0xffffffff": (80, "<I", U32),
     "generation 2**64 - 1": (24, "<Q", U64),
-    "generation of another mount": (24, "<Q", (9 << 36) + 1),
+    "generation of another mount": (24, "<Q", (9 << 40) + 1),
     "owner of a mount that has not been": (32, "<Q", 9),
 }
 
@@ -194,7 +194,7 @@ def test_a_summary_that_cannot_be_is_left_out(copy: Callable[[str], Path], what:
         slot = image.newest_summary(segment)
         summary = None if slot is None else image.summary(segment, slot)
         if slot is not None and summary is not None and summary.entry_count:
-            data = pack_summary(image.config, SUMMARIES[what](summary), summary.sequence >> 36)
+            data = pack_summary(image.config, SUMMARIES[what](summary), summary.sequence >> 40)
             image.write(segment, image.geometry.summary_page(slot), data)
             count += 1
     assert count
@@ -402,8 +402,8 @@ def _check(record: bytes) -> int:
 
 def _file() -> Inode:
     return Inode(
-        inode=InodeNumber((EPOCH << 36) + 3), parent=InodeNumber(1), name=b"block", kind=Kind.FILE, mode=0o100644,
-        flags=InodeFlags.SEALED, version=(EPOCH << 36) + 9, size=40 * 4096 - 5, generation=(EPOCH << 36) + 2,
+        inode=InodeNumber((EPOCH << 40) + 3), parent=InodeNumber(1), name=b"block", kind=Kind.FILE, mode=0o100644,
+        flags=InodeFlags.SEALED, version=(EPOCH << 40) + 9, size=40 * 4096 - 5, generation=(EPOCH << 40) + 2,
         segment=SegmentIndex(7), page=900, header_pages=1, xattrs={b"user.a": b"value"},
         extents=(Extent(5, SegmentIndex(0), 1, 30, 0), Extent(6, SegmentIndex(7), END_PAGE - 8, 8, 32)),
     )  # fmt: skip
@@ -418,8 +418,8 @@ def test_sound_records_are_counted() -> None:
 @pytest.mark.parametrize("spoil", [
     {"segment": 8}, {"page": 0}, {"page": 1000}, {"header_pages": 0}, {"header_pages": 101}, {"size": 39 * 4096},
     {"size": 1 << 60}, {"name": b""}, {"name": b"."}, {"name": b".."}, {"name": b"a/b"}, {"name": b"a\0b"},
-    {"mode": 0o120777}, {"mode": 1 << 20}, {"inode": 0}, {"parent": 0}, {"parent": (EPOCH << 36) + 3},
-    {"inode": (EPOCH + 1) << 36}, {"generation": (EPOCH + 1) << 36}, {"nlink": 1 << 31}, {"flags": InodeFlags.NONE},
+    {"mode": 0o120777}, {"mode": 1 << 20}, {"inode": 0}, {"parent": 0}, {"parent": (EPOCH << 40) + 3},
+    {"inode": (EPOCH + 1) << 40}, {"generation": (EPOCH + 1) << 40}, {"nlink": 1 << 31}, {"flags": InodeFlags.NONE},
     {"flags": InodeFlags.SEALED | InodeFlags.ASK}, {"kind": Kind.DIRECTORY, "mode": 0o040755},
     {"extents": (Extent(5, SegmentIndex(8), 1, 1, 0),)}, {"extents": (Extent(5, SegmentIndex(0), 0, 1, 0),)},
     {"extents": (Extent(5, SegmentIndex(0), 1, 0, 0),)}, {"extents": (Extent(5, SegmentIndex(0), 999, 2, 0),)},

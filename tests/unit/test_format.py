@@ -21,7 +21,7 @@ from kvfs.types import InodeNumber, SegmentIndex
 GEOMETRY, _ = choose_geometry([256 << 20] * 3)
 CONFIG = new_config(GEOMETRY, [(f"devices/{i}", 256 << 20) for i in range(3)])
 MEMBERS = ((0, 4), (2, 1), (1, 7))
-HEADER = SegmentHeader((5 << 36) + 9, 5, SegmentIndex(41), 1, MEMBERS)
+HEADER = SegmentHeader((5 << 40) + 9, 5, SegmentIndex(41), 1, MEMBERS)
 
 
 def flipped(data: bytes, bit: int) -> bytes:
@@ -91,7 +91,7 @@ def entries(count: int) -> bytes:
 
 
 def summary(count: int = 40) -> Summary:
-    return Summary(HEADER.generation, (5 << 36) + 3, SegmentIndex(41), count, 17, True, entries(count))
+    return Summary(HEADER.generation, (5 << 40) + 3, SegmentIndex(41), count, 17, True, entries(count))
 
 
 def test_a_summary_reads_back() -> None:

@@ -88,6 +88,11 @@ static const char *xattrs_fault(const uint8_t *xattrs, uint32_t size) {
     return NULL;
 }
 
+/* No node gives such a number in a mount up to epoch_max. A directory's may be made of its name. */
+static bool number_impossible(const struct kvfs_record_limits *limits, uint64_t number, bool directory) {
+    return directory && number & KVFS_INODE_DERIVED ? number >> 61 != 2 : number >> KVFS_COUNTER_BITS > limits->epoch_max;
+}
+
 /* The reason why kvfs cannot have written the record, or NULL. *size is the record's. */
 static const char *record_fault(const struct kvfs_record_limits *limits, const uint8_t *record, uint64_t left, uint64_t *size) {
     static const uint32_t types[] = {0, S_IFREG, S_IFDIR, S_IFLNK};
@@ -106,8 +111,8 @@ static const char *record_fault(const struct kvfs_record_limits *limits, const u
         return "flags that no device has";
     if (r.inode == 0 || r.parent == 0 || (r.inode == r.parent) != (r.inode == 1) || (r.inode == 1 && r.kind != KVFS_KIND_DIRECTORY))
         return "its number, or its directory's";
-    if (r.inode >> KVFS_COUNTER_BITS > limits->epoch_max || r.parent >> KVFS_COUNTER_BITS > limits->epoch_max ||
-        r.version >> KVFS_COUNTER_BITS > limits->epoch_max || r.generation >> KVFS_COUNTER_BITS > limits->epoch_max)
+    if (number_impossible(limits, r.inode, r.kind == KVFS_KIND_DIRECTORY) || number_impossible(limits, r.parent, true) ||
+        number_impossible(limits, r.version, false) || number_impossible(limits, r.generation, false))
         return "a number of a mount that has not been";
     if (r.size > (uint64_t)UINT32_MAX * PAGE || r.nlink >> 30)
         return "its size, or its count of links";
@@ -237,8 +242,8 @@ static int desc_fill(const struct geometry *geometry, struct desc *desc, const s
         desc->extents = (struct kvfs_extent *)(void *)(desc->header + extents_at);
         desc->extent_count = r->extent_count;
     }
-    /* Reads go by this record: no extent may lead out of its segment, and no page may be read twice. */
-    return records_sound(geometry, geometry->mount_epoch, desc->header + h->record_offset, r->record_size) ? 0 : -EBADMSG;
+    /* Reads go by this record: no extent may lead out of its segment, and no page may be read twice. Its numbers may be another node's. */
+    return records_sound(geometry, KVFS_EPOCH_MAX, desc->header + h->record_offset, r->record_size) ? 0 : -EBADMSG;
 }
 
 int desc_verify(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *want) {

@@ -730,22 +730,31 @@ void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on) {
 
 /* ---- numbers ---- */
 
+#define NUMBER_STEP (UINT64_C(1) << KVFS_SLOT_BITS)
+
 void kvfs_names_number(struct kvfs_names *names, uint64_t number) {
     pthread_mutex_lock(&names->lock);
     names->last_inode = names->last_version = number;
     pthread_mutex_unlock(&names->lock);
 }
 
+void kvfs_names_seen(struct kvfs_names *names, uint64_t version) {
+    pthread_mutex_lock(&names->lock);
+    if (version > names->last_version && version >> KVFS_COUNTER_BITS <= KVFS_EPOCH_MAX)
+        names->last_version = (version & ~(NUMBER_STEP - 1)) | (names->last_version & (NUMBER_STEP - 1));
+    pthread_mutex_unlock(&names->lock);
+}
+
 uint64_t kvfs_names_next_inode(struct kvfs_names *names) {
     pthread_mutex_lock(&names->lock);
-    uint64_t inode = ++names->last_inode;
+    uint64_t inode = names->last_inode += NUMBER_STEP;
     pthread_mutex_unlock(&names->lock);
     return inode;
 }
 
 uint64_t kvfs_names_next_version(struct kvfs_names *names) {
     pthread_mutex_lock(&names->lock);
-    uint64_t version = ++names->last_version;
+    uint64_t version = names->last_version += NUMBER_STEP;
     pthread_mutex_unlock(&names->lock);
     return version;
 }
@@ -759,7 +768,7 @@ uint64_t kvfs_names_last_version(struct kvfs_names *names) {
 
 uint64_t version_begin(struct kvfs_names *names, struct version *version) {
     link_add(&names->in_flight, &version->link);
-    return version->number = ++names->last_version;
+    return version->number = names->last_version += NUMBER_STEP;
 }
 
 void version_end(struct version *version) { link_drop(&version->link); }
