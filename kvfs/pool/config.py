@@ -10,6 +10,7 @@ import re
 import secrets
 import tomllib
 import uuid as uuids
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +79,10 @@ class PoolConfig:
     @property
     def segment_count(self) -> int:
         return len(self.members())
+
+    def segments_of(self, slot: int) -> Sequence[int]:
+        """The segments that the node of this slot writes."""
+        return range(self.segment_count)
 
     def members(self) -> list[tuple[tuple[int, int], ...]]:
         """The members, (device, zone), of every segment. Segments of devices that were added follow on the others and

@@ -141,6 +141,8 @@ class OpenPool:
     absent: dict[int, str] = field(default_factory=dict)
     # Mount epochs in the labels of the other devices.
     epochs: dict[int, int] = field(default_factory=dict)
+    # This node's, in a pod.
+    slot: int = 0
 
     def leave_stale(self, known: int) -> None:
         """Count devices that missed a mount as absent: their content has to be compared first.

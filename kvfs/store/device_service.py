@@ -122,9 +122,9 @@ class DeviceService:
         self._to_hide: set[SegmentIndex] = set()
         self._work = trio.Event()
         self._of: list[list[SegmentIndex]] = [[] for _ in opened.devices]
-        for segment, members in enumerate(self._segments.members):
-            for device, _ in members:
-                self._of[device].append(SegmentIndex(segment))
+        for segment in self._segments.own:
+            for device, _ in self._segments.members[segment.index]:
+                self._of[device].append(segment.index)
 
     @property
     def config(self) -> PoolConfig:
@@ -180,7 +180,7 @@ class DeviceService:
         for device, service in enumerate(self.all):
             if service.state == DeviceState.SLOW:
                 more = avoided.union(self._of[device])
-                if len(self._segments.all) - len(lost | more) >= (len(self._segments.all) - len(lost)) // _AVOID_LEAVES:
+                if len(self._segments.own) - len(lost | more) >= (len(self._segments.own) - len(lost)) // _AVOID_LEAVES:
                     avoided = more
         hidden = {
             segment for device in away if not self.all[device].forgotten for segment in self._of[device]
@@ -210,13 +210,13 @@ class DeviceService:
         ]  # fmt: skip
         draining = [device for device, service in enumerate(self.all) if service.draining]
         hit = {segment for device in away for segment in self._of[device]}
-        if len(hit) == len(self._segments.all):
+        if len(hit) == len(self._segments.own):
             return (
                 f"no segment can be written, writes get EIO: each lies on a device that is away ({_listed(away)}); "
                 "bring it back, or kvfs device replace"
             )
         hit.update(segment for device in draining for segment in self._of[device])
-        if draining and len(hit) == len(self._segments.all):
+        if draining and len(hit) == len(self._segments.own):
             return (
                 "no segment can be written, writes get EIO: each lies on a device that is being drained "
                 f"({_listed(draining)})" + (f" or away ({_listed(away)})" if away else "")
@@ -578,7 +578,7 @@ class DeviceService:
             raise UsageError(f"device {device}: removed already")
         lost = {segment for i, service in enumerate(self.all) if service.state == DeviceState.REMOVED or i == device
                 for segment in self._of[i]}  # fmt: skip
-        left = len(self._segments.all) - len(lost)
+        left = len(self._segments.own) - len(lost)
         if left < SEGMENTS_MIN:
             raise UsageError(
                 f"device {device}: without it {left} segments are left, at least {SEGMENTS_MIN} are needed "

@@ -99,7 +99,7 @@ class Evictor:
         self._ahead, self._ahead_at, self._waits = 1, 0.0, 0
         self._lock = trio.Lock()
         self._pages_at_start = self._segments.pages_written
-        self._budget = CopyBudget(len(self._segments.all) * self._segments.area, self._segments.area)
+        self._budget = CopyBudget(len(self._segments.own) * self._segments.area, self._segments.area)
         self._emptying = 0
 
     # Free segments, of which `reserve` are not for writers: below low the evictor works, up to high. As few as writers
@@ -173,7 +173,7 @@ class Evictor:
 
         try:
             async with self._lock, trio.open_nursery() as nursery:
-                newest = max((s.generation for s in self._segments.all), default=0)
+                newest = max((s.generation for s in self._segments.own), default=0)
                 chosen: list[Segment] = []
                 while True:
                     await turns.acquire()
@@ -195,7 +195,7 @@ class Evictor:
         """Evict blocks until enough(), hot ones too: all that are there now and neither pinned nor open. Blocks that
         stay are moved together."""
         async with self._lock:
-            used = [s for s in self._segments.all if s.state in (State.CLOSED, State.OPEN)]
+            used = [s for s in self._segments.own if s.state in (State.CLOSED, State.OPEN)]
             for segment in sorted(used, key=lambda s: s.generation):
                 if enough():
                     return
@@ -216,7 +216,7 @@ class Evictor:
         """The blocks that are left, by the reason that they stay: pinned, leased, open, in a group with such a file
         ("grouped"), or none ("others"). The last were stored meanwhile, or lie on a device that is away."""
         kept: dict[str, Kept] = {}
-        for segment in self._segments.all:
+        for segment in self._segments.own:
             inodes = self._index.segment_inodes(segment.index)
             groups = await self._groups.of(inodes)
             await self._look_at(groups)
@@ -280,7 +280,7 @@ class Evictor:
         They are sorted once a second: to do that for every victim took a fifth of the daemon's time.
         """
         if now - self._ordered_at >= _ORDER_S:
-            closed = [s for s in self._segments.all if s.state == State.CLOSED]
+            closed = [s for s in self._segments.own if s.state == State.CLOSED]
             closed.sort(key=lambda s: s.generation)
             self._order = [(s, s.generation) for s in closed]
             self._newest = {s.index for s in closed[len(closed) - len(closed) // _SPARED :]}

@@ -252,7 +252,8 @@ class _Check:
         self._index, self._plane, self._repair, self._verify = index, plane, repair, verify_data
         self._progress, self._report = progress, report
         self._config = opened.config
-        self._segments = Segments(opened.config, opened.config.members(), plane, index, opened.epoch, self._impossible)
+        self._segments = Segments(opened.config, opened.config.members(), plane, index, opened.epoch, self._impossible,
+                                  opened.slot)  # fmt: skip
         # After a crash the index is a second old: recovery judges what does not fit.
         self._stale = not report.clean
         self._on_impossible: Callable[[int, str], None]
@@ -262,8 +263,8 @@ class _Check:
 
     async def run(self) -> None:
         removed = {device.index for device in self._config.devices if device.removed}
-        for segment, members in zip(self._segments.all, self._segments.members, strict=True):
-            segment.lost = any(device in removed for device, _ in members)
+        for segment in self._segments.own:
+            segment.lost = any(device in removed for device, _ in self._segments.members[segment.index])
         try:
             self._segments.load(self._index.segment_items())
         except FormatError as error:
@@ -302,7 +303,7 @@ class _Check:
                     self._add("index", f"inode record: {error}")
 
     async def _check_headers(self) -> None:
-        checked = [s.index for s in self._segments.all if not s.lost]
+        checked = [s.index for s in self._segments.own if not s.lost]
         impossible: list[int] = []
 
         def report(index: int, message: str) -> None:
@@ -430,7 +431,7 @@ class _Check:
     async def _check_extents(self) -> None:
         """Check that extents lie inside the runs' area, and that no two blocks share a page."""
         end = self._segments.geometry.end_page
-        for segment in self._segments.all:
+        for segment in self._segments.own:
             if segment.state == State.FREE:
                 continue
             taken: list[tuple[int, int, InodeNumber]] = []
@@ -501,10 +502,10 @@ class _Check:
                 self._segments.mark_dirty(self._segments.all[index], gone=True)
 
         self._on_impossible = report
-        for done, segment in enumerate(self._segments.all):
+        for done, segment in enumerate(self._segments.own):
             if segment.state != State.CLOSED or segment.lost:
                 continue
-            self._progress("checking summaries", done, len(self._segments.all))
+            self._progress("checking summaries", done, len(self._segments.own))
             if segment.dirty or await self._segments.reader.summary(segment.index, segment.generation) is not None:
                 continue
             if self._repair:

@@ -81,10 +81,10 @@ async def recover(
 
     The index knows the fate of every block up to known_version, but those in flight.
     """
-    headers, _ = await segments.reader.headers([segment.index for segment in segments.all], segments.epoch - 1)
+    headers, _ = await segments.reader.headers([segment.index for segment in segments.own], segments.epoch - 1)
     to_scan: list[tuple[Segment, int]] = []
     lost: set[int] = set()
-    for segment in segments.all:
+    for segment in segments.own:
         header = headers[segment.index]
         if segment.lost:
             # Only the index knows anything of this segment. device_service.py takes care of its device's return.
@@ -194,7 +194,7 @@ async def recount(index: LmdbIndex, segments: Segments) -> None:
                 for holder, pages in usage(Inode.unpack(chunk, at)).items():
                     live[holder] += pages
         await trio.lowlevel.checkpoint()
-    for segment in segments.all:
+    for segment in segments.own:
         if segment.live_pages != live[segment.index]:
             segment.live_pages = live[segment.index]
             segments.changed(segment)
@@ -413,10 +413,10 @@ class Rebuild:
 
     async def prepare(self) -> None:
         """Learn which segments hold something: they are not free. Before the mount answers."""
-        everywhere = [segment.index for segment in self._segments.all]
+        everywhere = [segment.index for segment in self._segments.own]
         headers, blank = await self._segments.reader.headers(everywhere, self._segments.epoch - 1)
         damaged: list[Segment] = []
-        for segment in self._segments.all:
+        for segment in self._segments.own:
             header = headers[segment.index]
             if header is not None:
                 segment.state, segment.generation, segment.stream = State.CLOSED, header.generation, header.stream
@@ -427,7 +427,7 @@ class Rebuild:
         async with trio.open_nursery() as nursery:
             for _ in range(min(8, len(damaged))):
                 nursery.start_soon(self._by_summary, queue)
-        for segment in self._segments.all:
+        for segment in self._segments.own:
             if segment.state == State.CLOSED:
                 # The segment counts as not empty until its blocks have been looked for.
                 segment.live_pages = 1
@@ -446,7 +446,7 @@ class Rebuild:
         """Find every block. Returns how many. The block table has them too; the caller marks it complete."""
         self._index.removed_names = set()
         order = sorted(
-            (s for s in self._segments.all if s.state == State.CLOSED and s.held), key=lambda s: -s.generation
+            (s for s in self._segments.own if s.state == State.CLOSED and s.held), key=lambda s: -s.generation
         )
         send, receive = trio.open_memory_channel[list[bytes]](_READ_AHEAD)
         async with trio.open_nursery() as nursery:

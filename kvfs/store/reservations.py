@@ -161,7 +161,7 @@ class Reservations:
 
     async def _reserve(self, holder: Holder, frame: Reserve) -> None:
         head, told = self._segments.head(Stream.CLIENT), frame.told
-        told.share_pages = len(self._segments.all) * self._segments.area // _SHARE
+        told.share_pages = len(self._segments.own) * self._segments.area // _SHARE
         told.open_max = _OPEN_MAX
         while True:
             self._check(holder)

@@ -51,6 +51,7 @@ class Segment:
     avoid_until: float = 0.0  # eviction freed nothing here; trio time
     late: bool = False  # a client that is gone may have had writes under way here
     lost: bool = False  # a device that it lies on is away: nothing of it can be read or written
+    foreign: bool = False  # another node's: never opened, written or judged here
     avoided: bool = False  # not to be opened or evicted: lost, on a slow device, or on a device that is drained
 
     @property

@@ -71,22 +71,30 @@ def _log_impossible(segment: int, message: str) -> None:
 class Segments:
     """All segments of a pool. One trio thread."""
 
-    def __init__(self, config: PoolConfig, members: Sequence[tuple[tuple[int, int], ...]], plane: Plane, index: Index,
-                 epoch: int, on_impossible: Callable[[int, str], None] | None = None) -> None:  # fmt: skip
-        """on_impossible: told of what lies on the devices under a valid checksum, and cannot have been written by a
-        kvfs; by default a warning is logged."""
+    def __init__(
+        self, config: PoolConfig, members: Sequence[tuple[tuple[int, int], ...]], plane: Plane, index: Index,
+        epoch: int, on_impossible: Callable[[int, str], None] | None = None, slot: int = 0,
+    ) -> None:  # fmt: skip
+        """`slot`: this node's, in a pod. `on_impossible`: told of what lies on the devices under a valid checksum, and
+        cannot have been written by a kvfs; by default a warning is logged."""
         self.config = config
         self.geometry: Geometry = config.geometry
         self.members = members
         # Pages of a segment that runs may take.
         self.area = config.geometry.end_page - 1
         self.names = plane.names
-        self._tick_pages = max(1, len(members) * self.area // TICKS_PER_POOL)
+        self._tick_pages = max(1, len(config.segments_of(slot)) * self.area // TICKS_PER_POOL)
         places = self.names.places(len(members), config.geometry.end_page, self._tick_pages)
         self.all = [Segment(SegmentIndex(i), place=place) for i, place in enumerate(places)]
-        self.epoch = epoch
+        # Those of this node: in a pod no other is ever opened, written or judged here.
+        self.own = [self.all[i] for i in config.segments_of(slot)]
+        for segment in self.all:
+            segment.foreign = True
+        for segment in self.own:
+            segment.foreign = False
+        self.epoch, self.slot = epoch, slot
         # Segments that can be written.
-        self.usable = len(members)
+        self.usable = len(self.own)
         self.on_impossible = on_impossible or _log_impossible
         self.reader = SegmentReader(config, members, plane, epoch, self.on_impossible)
         # Set by the evictor: nothing can be freed now.
@@ -97,8 +105,8 @@ class Segments:
         self.ready_taken = trio.Event()
         self._plane = plane
         self._index = index
-        self._generations = Counter(epoch)
-        self._sequences = Counter(epoch)
+        self._generations = Counter(epoch, slot)
+        self._sequences = Counter(epoch, slot)
         self._free: deque[SegmentIndex] = deque()
         # Free, and avoided.
         self._aside: set[SegmentIndex] = set()
@@ -146,13 +154,15 @@ class Segments:
         for number, data in states:
             if number >= len(self.all):
                 raise FormatError(f"index: segment {number} of a pool with {len(self.all)}")
+            if self.all[number].foreign:
+                raise FormatError(f"index: segment {number} is another node's, not of slot {self.slot}")
             self.all[number].unpack_into(data)
 
     def start(self) -> None:
         """States are known: free segments may be handed out. Call once."""
         now = trio.current_time()
         # From the oldest on: the longest rest for late writes of whoever had the pool before.
-        for segment in sorted(self.all, key=lambda s: s.generation):
+        for segment in sorted(self.own, key=lambda s: s.generation):
             assert segment.state in (State.FREE, State.CLOSED), segment
             if segment.late:
                 self._late[segment.index] = now + _LENT_REST_S
@@ -193,10 +203,10 @@ class Segments:
         """Which segments lie on devices that are away, and which others are not to be written."""
         self.take_notes()
         self._lost = lost
-        for segment in self.all:
+        for segment in self.own:
             segment.lost = segment.index in lost
             segment.avoided = segment.lost or segment.index in avoided
-        self.usable = sum(not segment.avoided for segment in self.all)
+        self.usable = sum(not segment.avoided for segment in self.own)
         for number in list(self._free):
             if self.all[number].avoided:
                 self._free.remove(number)
@@ -630,6 +640,7 @@ class Segments:
         segment.stream, segment.next_page, segment.slot = stream, 1, 1
         segment.dirty = segment.copy_stale = segment.summarized = segment.closing = False
         self._dirty.discard(segment.index)
+        assert not segment.foreign, segment
         header = SegmentHeader(segment.generation, self.epoch, segment.index, stream, self.members[segment.index])
         try:
             await self._plane.store_write(segment.index, 0, pack_segment_header(self.config, header))
@@ -686,7 +697,7 @@ class Segments:
     def look_again(self) -> None:
         """Something that eviction had to leave may go now."""
         self.exhausted = False
-        for segment in self.all:
+        for segment in self.own:
             segment.avoid_until = 0.0
         self.need_space.set()
 
@@ -825,7 +836,7 @@ class Segments:
 
         They leave out what had gone by then, and the crash undid some of that: an eviction, a removal, a carry-over.
         """
-        used = [segment.index for segment in self.all if segment.state != State.FREE and not segment.lost]
+        used = [segment.index for segment in self.own if segment.state != State.FREE and not segment.lost]
         for slot in (0, 1):
             async for number, page in self.reader.pages(used, self.geometry.summary_page(slot)):
                 segment = self.all[number]
@@ -836,7 +847,7 @@ class Segments:
 
     def runs_in_flight(self) -> bool:
         """Whether a block is on its way to a segment that is appended to, or was."""
-        return any(segment.state == State.OPEN and segment.in_flight for segment in self.all)
+        return any(segment.state == State.OPEN and segment.in_flight for segment in self.own)
 
     def stop(self) -> None:
         """Close what is open and open nothing more."""
@@ -851,15 +862,15 @@ class Segments:
     def statistics(self) -> SegmentStatistics:
         counts = dict.fromkeys(State, 0)
         live = lost = 0
-        for segment in self.all:
+        for segment in self.own:
             if segment.lost:
                 lost += 1
             else:
                 counts[segment.state] += 1
                 live += segment.live_pages
         return SegmentStatistics(
-            count=len(self.all), size=self.geometry.segment_size, free=counts[State.FREE], open=counts[State.OPEN],
+            count=len(self.own), size=self.geometry.segment_size, free=counts[State.FREE], open=counts[State.OPEN],
             closed=counts[State.CLOSED], evicting=counts[State.EVICTING], live_bytes=live * PAGE_SIZE,
-            capacity=(len(self.all) - lost) * self.area * PAGE_SIZE, summaries_written=self._summaries_written,
+            capacity=(len(self.own) - lost) * self.area * PAGE_SIZE, summaries_written=self._summaries_written,
             summaries_too_large=self._summaries_too_large, write_errors=self._write_errors, lost=lost,
         )  # fmt: skip

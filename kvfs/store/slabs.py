@@ -60,7 +60,7 @@ class Slabs:
         # have others.
         self._ended: dict[int, _Slab] = {}
         self._lock = trio.Lock()
-        self.quota = int(len(segments.all) * quota)
+        self.quota = int(len(segments.own) * quota)
         # A slab has these pages of a segment: whole stripe units, so that its I/O is cut where a file's would be.
         unit = segments.geometry.stripe_unit // PAGE_SIZE
         end = segments.geometry.end_page

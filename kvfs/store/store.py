@@ -95,7 +95,8 @@ class Store:
         self._heart, self._lock = heart, lock
         self.notes = list(opened.notes)
         self.index, self.plane = index, plane
-        self.segments = Segments(opened.config, opened.config.members(), plane, index, self.epoch)
+        self.slot = opened.slot
+        self.segments = Segments(opened.config, opened.config.members(), plane, index, self.epoch, slot=self.slot)
         self.shares = Shares(plane, opened.config.user_share, os.geteuid())
         self._tasks = Tasks(nursery, plane)
         # The data plane appends all new blocks to one stream.
