@@ -110,6 +110,10 @@ class NotEmptyError(KvfsError):
     errno = errno.ENOTEMPTY
 
 
+class CrossDeviceError(KvfsError):
+    errno = errno.EXDEV
+
+
 class NotPermittedError(KvfsError):
     errno = errno.EPERM
 

@@ -33,6 +33,7 @@ class InodeFlags(IntFlag):
     NAMELESS = 8
     ASK = 16
     SLAB = 32
+    BORROWED = 64
 
 
 # Members are looked up here: to call Kind(number) takes a microsecond, and every request unpacks several records.

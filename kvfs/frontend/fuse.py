@@ -161,10 +161,17 @@ class Operations(pyfuse3.Operations):
 
     @_answers
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
+        if is_foreign(inode):
+            found = (await self._namespace.foreign_xattrs(InodeNumber(inode))).get(name)
+            if found is None:
+                raise NoAttributeError(f"inode {inode:#x}: no extended attribute {name!r}")
+            return found
         return self._namespace.getxattr(InodeNumber(inode), name)
 
     @_answers
     async def listxattr(self, inode: int, ctx: RequestContext) -> list[bytes]:
+        if is_foreign(inode):
+            return list(await self._namespace.foreign_xattrs(InodeNumber(inode)))
         return self._namespace.listxattr(InodeNumber(inode))
 
     @_answers

@@ -20,6 +20,7 @@ import trio
 
 from kvfs.errors import (
     AttributesFullError,
+    CrossDeviceError,
     DeadlineError,
     ExistsError,
     InvalidArgumentError,
@@ -35,6 +36,8 @@ from kvfs.errors import (
     StaleInodeError,
 )
 from kvfs.names import step
+from kvfs.namespace.foreign import ForeignNames
+from kvfs.podmap import is_foreign
 from kvfs.namespace.attributes import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.record import (
     GROUP_ATTRIBUTE,
@@ -98,7 +101,9 @@ class FilesystemSpace:
 class Namespace:
     """The tree of a pool. All methods raise KvfsError with the errno that POSIX has for the case."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, foreign: ForeignNames | None = None) -> None:
+        """`foreign`: the names of the other nodes, in a pod."""
+        self._foreign = foreign
         self._store, self._blocks, self._sealing, self._slabs = store, store.blocks, store.sealing, store.slabs
         self._index, self._plane, self.names = store.index, store.plane, store.plane.names
         # How often each directory is open: a removed one stays until its last holder has closed it.
@@ -123,9 +128,65 @@ class Namespace:
     def lookup(self, parent: InodeNumber, name: bytes) -> Inode:
         number = self._index.lookup(parent, name)
         inode = None if number is None else self._index.get(number)
+        if inode is None and self._foreign is not None:
+            inode = self._enter_foreign(parent, name)
         if inode is None:
             raise NotFoundError(f"{name!r} in directory {parent}: not found")
         return inode
+
+    # ---- other nodes ----
+
+    @step
+    def _enter_foreign(self, parent: InodeNumber, name: bytes) -> Inode | None:
+        """Make a directory that another node has. It is told to nobody before something is made in it."""
+        assert self._foreign is not None
+        found = self._foreign.directory(parent, name)
+        if found is None or self._index.get(parent) is None:
+            return None
+        now = time.time_ns()
+        inode = Inode(
+            inode=self._foreign.directory_number(parent, name), parent=parent, name=name, kind=Kind.DIRECTORY,
+            mode=found.mode, uid=found.uid, gid=found.gid, nlink=2, flags=InodeFlags.BORROWED,
+            version=self._blocks.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
+        )  # fmt: skip
+        self._enter(inode, links=1)
+        return inode
+
+    async def _take_over(self, number: InodeNumber, *, keep_content: bool = True) -> None:
+        """Copy up a block of another node that is about to be changed, and raise StaleInodeError: the kernel looks its
+        name up again, and finds the copy."""
+        if self._foreign is None or not is_foreign(number):
+            return
+        if keep_content:
+            await self._foreign.copy_up(number, self._enter_copy)
+        else:
+            theirs = await self._foreign.record(number)
+            await self.make_file(theirs.parent, theirs.name, theirs.mode, theirs.uid, theirs.gid)
+        raise StaleInodeError(f"inode {number:#x}: another node's block; its copy has another number")
+
+    @step
+    def _enter_copy(self, block: Inode) -> None:
+        self._directory(block.parent)
+        if self._index.lookup(block.parent, block.name) is not None:
+            raise StaleInodeError(f"{block.name!r} in directory {block.parent}: stored here meanwhile")
+        self._enter(block)
+        self._blocks.segments.account(None, block)
+        self._blocks.count_pinned(None, block)
+
+    @step
+    def _own(self, directory: Inode) -> Inode:
+        """Something is made in a directory: the other nodes are told that it is here, too."""
+        if InodeFlags.BORROWED not in directory.flags:
+            return directory
+        above = self._index.get(directory.parent)
+        if above is not None:
+            self._own(above)
+        own = directory.copy()
+        own.flags &= ~InodeFlags.BORROWED
+        own.version = self._blocks.next_version()
+        self._index.put(own, directory)
+        self._plane.name_put(own.pack(), 0)
+        return own
 
     def list_entries(self, parent: InodeNumber, after: bytes, limit: int) -> list[tuple[bytes, InodeNumber, Kind]]:
         """At most `limit` entries with names greater than `after`, in byte order of names. An empty list comes only at
@@ -234,8 +295,11 @@ class Namespace:
         here = self._directory(number)
         for name in path:
             found = self._index.lookup(here.inode, name)
-            here = self.mkdir(here.inode, name, mode, uid, gid) if found is None else self._directory(found)
-        return here
+            inode = None if found is None else self._directory(found)
+            if inode is None and self._foreign is not None:
+                inode = self._enter_foreign(here.inode, name)
+            here = inode or self.mkdir(here.inode, name, mode, uid, gid)
+        return self._own(here)
 
     @staticmethod
     def group_in(directory: Inode, gid: int) -> int:
@@ -256,18 +320,23 @@ class Namespace:
         return holder
 
     def _new(self, parent: InodeNumber, name: bytes, kind: Kind, mode: int, uid: int, gid: int) -> Inode:
-        directory = self._directory(parent)
+        directory = self._own(self._directory(parent))
         _check_name(name, parent)
         self._blocks.check_not_behind()
         if self._index.lookup(parent, name) is not None:
             raise ExistsError(f"{name!r} in directory {parent}: exists")
+        number = self._blocks.next_inode()
+        if self._foreign is not None and kind == Kind.DIRECTORY:
+            if self._foreign.directory(parent, name) is not None:
+                raise ExistsError(f"{name!r} in directory {parent}: exists at another node")
+            number = self._foreign.directory_number(parent, name)
         if directory.mode & stat.S_ISGID:
             gid = directory.gid
             if kind == Kind.DIRECTORY:
                 mode |= stat.S_ISGID
         now = time.time_ns()
         return Inode(
-            inode=self._blocks.next_inode(), parent=parent, name=name, kind=kind, mode=mode, uid=uid, gid=gid,
+            inode=number, parent=parent, name=name, kind=kind, mode=mode, uid=uid, gid=gid,
             version=self._blocks.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
         )  # fmt: skip
 
@@ -325,10 +394,21 @@ class Namespace:
     def rmdir(self, parent: InodeNumber, name: bytes) -> None:
         inode = self.lookup(parent, name)
         self._check_removable(inode)
+        if self._foreign is not None and self._foreign.directory(parent, name) is not None:
+            self._withdraw(inode)
+            raise NotEmptyError(f"{name!r} in directory {parent}: another node has it too")
         now = time.time_ns()
         self._remove(inode.inode)
         self._drop_name(inode, inode.inode in self._open_directories, now)
         self._touch(parent, now, -1)
+
+    def _withdraw(self, directory: Inode) -> None:
+        """Nothing is in it here any more: the last node that has something there may remove it."""
+        if InodeFlags.BORROWED in directory.flags:
+            return
+        self._remove(directory.inode)  # the others are told
+        self._index.delete(directory)
+        self._enter_foreign(directory.parent, directory.name)
 
     def _check_removable(self, directory: Inode) -> None:
         if directory.kind != Kind.DIRECTORY:
@@ -398,8 +478,9 @@ class Namespace:
             raise InvalidArgumentError(f"rename of {name!r}: flags 0x{flags:x} are not supported")
         _check_name(new_name, new_parent)
         inode = self.lookup(parent, name)
-        if new_parent != parent:
-            self._directory(new_parent)
+        if self._foreign is not None and inode.kind == Kind.DIRECTORY:
+            raise CrossDeviceError(f"{name!r} in directory {parent}: a directory of a pod cannot be renamed")
+        self._own(self._directory(new_parent))
         target_number = self._index.lookup(new_parent, new_name)
         target = None if target_number is None else self._index.get(target_number)
         if target is not None:
@@ -455,6 +536,7 @@ class Namespace:
 
     async def setattr(self, number: InodeNumber, changes: Changes) -> Inode:
         """Apply the changes and return the inode. A new size counts at once, also for those who have the file open."""
+        await self._take_over(number)
         if changes.size is not None:
             await self._truncate(number, changes.size, through_handle=changes.through_handle)
         inode = self._change(number, changes)
@@ -586,6 +668,7 @@ class Namespace:
         self, number: InodeNumber, *, truncate: bool = False, kill_suid: int | None = None
     ) -> Inode:
         """From now on the file is being written, under the same inode number. StaleInodeError if it is gone."""
+        await self._take_over(number, keep_content=not truncate)
         inode = self.get(number)
         if inode.kind != Kind.FILE:
             raise IsDirectoryError(f"inode {number}: not a file")
@@ -625,6 +708,9 @@ class Namespace:
 
     async def setxattr(self, number: InodeNumber, name: bytes, value: bytes, user: int = 0) -> None:
         """`user`: whom a pin is charged to."""
+        if name == PIN_ATTRIBUTE and is_foreign(number):
+            raise NotSupportedError(f"inode {number:#x}: another node's block; pins are set where it was stored")
+        await self._take_over(number)
         if name == PIN_ATTRIBUTE:
             await self.set_pinned(number, value not in (b"", b"0"), user)
             return
@@ -681,7 +767,14 @@ class Namespace:
             names.append(SLAB_ATTRIBUTE)
         return names
 
+    async def foreign_xattrs(self, number: InodeNumber) -> dict[bytes, bytes]:
+        """Those of another node's block. StaleInodeError."""
+        if self._foreign is None:
+            raise StaleInodeError(f"inode {number:#x}: gone")
+        return (await self._foreign.record(number)).xattrs
+
     async def removexattr(self, number: InodeNumber, name: bytes) -> None:
+        await self._take_over(number)
         if name == PIN_ATTRIBUTE and InodeFlags.PINNED in self.get(number).flags:
             await self.set_pinned(number, False)
         else:

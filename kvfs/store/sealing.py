@@ -454,6 +454,32 @@ class Sealing:
         finally:
             self._segments.release(runs)
 
+    # ---- copying up ----
+
+    async def copy_up(self, theirs: Inode, enter: Callable[[Inode], None]) -> None:
+        """Store a block of another node here, as a new inode; `enter` takes it in once it is on the devices. KvfsError:
+        it is gone, or there is no room."""
+        data_pages = sum(extent.page_count for extent in theirs.all_extents())
+        new = theirs.copy()
+        new.extents = ()
+        new.inode, new.version = self._blocks.next_inode(), self._blocks.next_version()
+        ancestors = self.ancestors(theirs.parent)
+        extents = len(theirs.all_extents()) + self._segments.runs_bound(data_pages)
+        new.header_pages = self._plane.header_pages(theirs.size, len(new.pack()), len(ancestors), extents)
+        runs = await self._segments.allocate(self._segments.head(Stream.NEW), new.header_pages, data_pages)
+        try:
+            new.segment, new.page, new.generation = runs[0].segment, runs[0].page, runs[0].generation
+            old = theirs.pack()
+            capacity = len(old) + 24 * extents + _RECORD_SLACK
+            copied = await self._plane.store_copy(old, runs, new.header_pages, new.pack(), ancestors, capacity)
+            await self._segments.settle(runs)
+            enter(Inode.unpack(copied))
+        except PlaneError:
+            await self._segments.tombstone(runs)
+            raise
+        finally:
+            self._segments.release(runs)
+
     # ---- ancestors ----
 
     def ancestors(self, parent: int) -> bytes:

@@ -39,7 +39,9 @@ enum kvfs_inode_flags {
     KVFS_INODE_REWRITTEN = 4, /* sealed more than once, or open elsewhere while it was written: never FOPEN_KEEP_CACHE */
     KVFS_INODE_NAMELESS = 8,  /* unlinked or replaced while open; only found by inode number */
     KVFS_INODE_ASK = 16,      /* the data plane must ask Python */
-    KVFS_INODE_SLAB = 32      /* overwritten in place, in segments of its own; never on a device */
+    KVFS_INODE_SLAB = 32,     /* overwritten in place, in segments of its own; never on a device */
+    KVFS_INODE_BORROWED = 64, /* a directory of another node of a pod, in which nothing was made here */
+    KVFS_INODE_FOREIGN = 128  /* a block or directory of another node of the pod, by its pod map; never on a device */
 };
 
 /* A run of pages in a segment that holds a run of a file's pages. Pages are 4 KiB. A file page covered by no extent reads as zeros. */

@@ -323,6 +323,23 @@ int kvfs_feed_begin(struct kvfs_plane *plane, uint64_t size, struct kvfs_feed_pl
 /* Nobody listens any more. */
 void kvfs_feed_stop(struct kvfs_plane *plane);
 
+/* ---- a pod: names and blocks of other nodes (kvfs_pod.h) ---- */
+
+/* The pool is a pod, and this node has that slot. Call it before anything is served. -EINVAL, -ENOMEM, or an error of memfd_create(2). */
+int kvfs_plane_join(struct kvfs_plane *plane, const struct kvfs_pod_config *config);
+struct kvfs_pod *kvfs_plane_pod(struct kvfs_plane *plane); /* the plane's; NULL: the pool is no pod */
+struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane);
+/* What the name leads to at other nodes. 0: a block; 1: a directory; -ENOENT; -EAGAIN: try again. */
+int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
+/* A block that was looked up, by its node id. name: KVFS_NAME_MAX + 1 bytes. 0, -ENOENT. */
+int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out, char *name);
+/* Take in what another node told (kvfs_pod_apply()): in a step, and the clock of versions goes on. */
+int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batch, uint64_t size, struct kvfs_pod_result *result);
+/* Tell the other nodes of everything that is here: after they may have missed something. Returns how many records there are, or -errno. */
+int64_t kvfs_foreign_tell_all(struct kvfs_plane *plane);
+/* The inode number of a directory of a pod. */
+uint64_t kvfs_directory_number(uint64_t parent, const char *name, uint32_t name_size, uint64_t secret);
+
 /* ---- files being written ---- */
 
 /* A new, empty, dirty file; its record is in the table already (not SEALED). Call before the reply to CREATE. */

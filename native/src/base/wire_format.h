@@ -35,7 +35,9 @@ enum wire_type {
     WIRE_LEASE = 12,
     WIRE_RELEASE = 13,
     WIRE_EVENTS = 14,
-    WIRE_TOUCH = 15
+    WIRE_TOUCH = 15,
+    WIRE_FOREIGN = 16,
+    WIRE_FOREIGN_LEASE = 17
 };
 struct wire_frame {
     uint32_t size;
@@ -153,6 +155,18 @@ struct wire_lease {
     uint32_t reserved;
 };
 static_assert(sizeof(struct wire_lease) == 16, "wire");
+/* FOREIGN: this and so many blocks of other nodes, whose names are known by their keys alone. It has no answer. */
+enum wire_foreign_what { WIRE_FOREIGN_HIT = 1, WIRE_FOREIGN_TOUCH = 2, WIRE_FOREIGN_BAD = 3 };
+struct wire_foreign {
+    uint32_t what;
+    uint32_t count; /* 1 to KVFS_WIRE_ITEMS_MAX */
+};
+struct wire_foreign_block {
+    uint64_t key_low, key_high;
+    uint32_t segment, page; /* where it was found */
+};
+static_assert(sizeof(struct wire_foreign_block) == 24, "wire");
+/* FOREIGN_LEASE: a struct wire_lease and struct wire_foreign_block. As LEASE, of blocks of other nodes: those are asked, for at most 50 ms. */
 /* RELEASE: uint64_t lease. Answer: uint64_t: 1: it was in force until now; 0: it had ended. */
 /* EVENTS: this. BEGIN is answered by a struct wire_feed, with the feed's descriptor on the first byte of the frame. The feed ends with the last
  * connection that asked for it. PATH is answered by a directory's path from the root, without a leading slash, or -ENOENT. */

@@ -95,6 +95,8 @@ static void unpack(const struct packed *packed, uint32_t slot, struct kvfs_recor
         .kind = packed->links_kind & 3,
         .flags = packed_flags(packed),
         .slot = slot - 1,
+        .key_low = words[KEY_LOW],
+        .key_high = words[KEY_HIGH],
     };
 }
 

@@ -107,7 +107,8 @@ static const char *record_fault(const struct kvfs_record_limits *limits, const u
     *size = r.record_size;
     if (r.kind < KVFS_KIND_FILE || r.kind > KVFS_KIND_SYMLINK || r.mode >> 16 || (r.mode & S_IFMT) != types[r.kind])
         return "its kind, or its mode";
-    if (r.flags & ~(KVFS_INODE_SEALED | KVFS_INODE_PINNED | KVFS_INODE_REWRITTEN | KVFS_INODE_NAMELESS))
+    if (r.flags & ~(KVFS_INODE_SEALED | KVFS_INODE_PINNED | KVFS_INODE_REWRITTEN | KVFS_INODE_NAMELESS | KVFS_INODE_BORROWED) ||
+        (r.flags & KVFS_INODE_BORROWED && r.kind != KVFS_KIND_DIRECTORY))
         return "flags that no device has";
     if (r.inode == 0 || r.parent == 0 || (r.inode == r.parent) != (r.inode == 1) || (r.inode == 1 && r.kind != KVFS_KIND_DIRECTORY))
         return "its number, or its directory's";
@@ -218,7 +219,10 @@ void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record 
 }
 
 /* The record is of the block and place that the table means. A rename raises the version in the table, never in the header. */
-static bool record_is(const struct kvfs_inode_record *r, const struct kvfs_record *want) {
+static bool record_is(const struct kvfs_block_header *h, const struct kvfs_inode_record *r, const struct kvfs_record *want) {
+    if (want->flags & KVFS_INODE_FOREIGN) /* another node's: its pod map knows no inode number */
+        return r->generation == want->generation && r->size == want->size && r->segment == want->segment && r->page == want->page &&
+               (!want->keyed || (h->key_low == want->key_low && h->key_high == want->key_high));
     return r->inode == want->inode && r->generation == want->generation && r->version <= want->version && r->size == want->size &&
            r->segment == want->segment && r->page == want->page;
 }
@@ -249,7 +253,7 @@ static int desc_fill(const struct geometry *geometry, struct desc *desc, const s
 int desc_verify(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *want) {
     struct kvfs_block_header h;
     struct kvfs_inode_record r;
-    if (header_check(geometry, desc->header, desc->header_pages, &h, &r) < 0 || !record_is(&r, want))
+    if (header_check(geometry, desc->header, desc->header_pages, &h, &r) < 0 || !record_is(&h, &r, want))
         return -EBADMSG;
     return desc_fill(geometry, desc, &h, &r);
 }
@@ -318,7 +322,7 @@ int desc_verify_part(const struct geometry *geometry, struct desc *desc, const s
     }
     if (error == 0)
         error = record_check(desc->header, &h, &r);
-    if (error == 0 && !record_is(&r, want))
+    if (error == 0 && !record_is(&h, &r, want))
         error = -EBADMSG;
     if (error < 0)
         return error;

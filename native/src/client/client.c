@@ -86,7 +86,7 @@ void kvfs_close(struct kvfs_client *client) {
         return;
     stage_stop(client);
     struct connection *connection = client->connection;
-    client_hit(client, connection, 0);
+    client_hit(client, connection, NULL);
     uint64_t until = now_ns() + client->options.timeout_ms * 1000000ull;
     while (client_owed(client) && now_ns() < until)
         usleep(1000);

@@ -17,11 +17,13 @@
 #include "base/wire_format.h"
 #include "io/ring.h"
 #include "kvfs.h"
+#include "pod/foreign.h"
 
 #define LANES_MAX 32
 #define CLIENT_RETRIES 4
 #define SIDE_PAGES 2u
 #define CLIENT_HITS_MAX 500
+#define CLIENT_FOREIGN_MAX 256
 #define CLIENT_FAILED_MAX 1024
 #define KVFS_KEY_SHORT 127 /* bytes of a key whose name has all of its digits */
 #define CLIENT_COUNTERS (sizeof(struct kvfs_client_statistics) / sizeof(uint64_t))
@@ -38,6 +40,8 @@ struct connection {
     struct kvfs_array array;
     bool verify; /* leaves are checked */
     struct kvfs_table *table;
+    struct kvfs_pod *pod;            /* names of the other nodes; NULL: the pool is no pod */
+    struct foreign_known *known;     /* their blocks, by node id */
     int *fds; /* devices */
     uint32_t memory_alignment;
     int socket;
@@ -130,11 +134,13 @@ struct kvfs_client {
     char pool[4096]; /* directory of the control socket */
     char space[1024];
     uint64_t base;        /* inode of path */
-    pthread_mutex_t lock; /* connection (the pointer), hits, failed */
+    pthread_mutex_t lock; /* connection (the pointer), hits of both kinds, failed */
     struct connection *connection;
     struct connection *retired; /* of daemons that are gone; kept while calls use them or devices owe them answers */
     uint64_t *hits;
     uint32_t hit_count;
+    struct wire_foreign_block foreign_hits[CLIENT_FOREIGN_MAX];
+    uint32_t foreign_hit_count;
     uint64_t hits_sent_ns;
     uint64_t failed[CLIENT_FAILED_MAX]; /* inodes of the last blocks that could not be read */
     uint32_t failed_count;              /* ever */
@@ -251,11 +257,12 @@ void client_prune(struct kvfs_client *client); /* client->lock held */
 
 /* ---- client/report.c ---- */
 
-void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode); /* tells the daemon, some time soon; 0: now */
+/* Tells the daemon, some time soon; NULL: now. */
+void client_hit(struct kvfs_client *client, struct connection *connection, const struct kvfs_record *record);
 /* A block is there and could not be read: its bytes do not prove, or its device erred or gave no answer. A put if absent stores it again. */
 void client_failed(struct kvfs_client *client, uint64_t inode);
 bool client_has_failed(struct kvfs_client *client, uint64_t inode);
-void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment);
+void client_bad_block(struct connection *connection, const struct kvfs_record *record);
 
 /* ---- client/orphans.c ---- */
 

@@ -199,7 +199,8 @@ static bool fetch_again(struct fetch *fetch) {
     struct connection *connection = lane->connection;
     struct kvfs_record now;
     const struct kvfs_record *then = &fetch->record;
-    int found = kvfs_table_find_inode(connection->table, then->inode, &now);
+    int found = then->flags & KVFS_INODE_FOREIGN ? foreign_again(connection->pod, &connection->array.geometry, then, &now)
+                                                 : kvfs_table_find_inode(connection->table, then->inode, &now);
     if (found < 0 || !(now.flags & KVFS_INODE_SEALED) || now.size != then->size || fetch->retries++ == CLIENT_RETRIES) {
         fetch->error = -ESTALE;
         return false;
@@ -207,8 +208,8 @@ static bool fetch_again(struct fetch *fetch) {
     if (now.segment == then->segment && now.page == then->page && now.generation == then->generation) {
         if (fetch->bad_once) {
             TALLY(lane->client, checksum_errors, 1);
-            client_bad_block(lane->client, connection, then->inode, then->segment);
-            fetch->error = -EIO;
+            client_bad_block(connection, then);
+            fetch->error = then->flags & KVFS_INODE_FOREIGN ? -ESTALE : -EIO; /* a place of another node's may be old news */
             return false;
         }
         fetch->bad_once = true;

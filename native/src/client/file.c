@@ -27,7 +27,7 @@ int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attribut
         bool sealed = record.kind == KVFS_KIND_FILE && record.flags & KVFS_INODE_SEALED;
         if (record.kind == KVFS_KIND_SYMLINK || record.flags & KVFS_INODE_ASK)
             r = -EAGAIN;
-        if (r == 0 && sealed) { /* looked up again once it is known that nobody writes it */
+        if (r == 0 && sealed && !(record.flags & KVFS_INODE_FOREIGN)) { /* looked up again once it is known that nobody writes it */
             sealed = !kvfs_table_is_written(connection->table, record.inode);
             r = sealed ? kvfs_table_find_inode(connection->table, record.inode, &record) : 0;
             if (r == -ENOENT || record.flags & (KVFS_INODE_ASK | KVFS_INODE_NAMELESS))
@@ -41,7 +41,13 @@ int kvfs_walk(struct kvfs_client *client, const char *path, struct kvfs_attribut
         if (!*path)
             break;
         uint32_t size = (uint32_t)strcspn(path, "/");
-        r = record.kind == KVFS_KIND_DIRECTORY ? kvfs_table_find_name(connection->table, record.inode, path, size, &record) : -ENOTDIR;
+        uint64_t parent = record.inode;
+        r = record.kind == KVFS_KIND_DIRECTORY ? kvfs_table_find_name(connection->table, parent, path, size, &record) : -ENOTDIR;
+        if (r == -ENOENT && connection->pod)
+            r = foreign_find(connection->pod, &connection->array.geometry, parent, path, size, &record);
+        if (r == 0 && record.flags & KVFS_INODE_FOREIGN)
+            r = foreign_known_add(connection->known, &record, NULL, 0);
+        r = r == 1 ? -EAGAIN : r; /* the daemon enters a directory of another node when somebody looks it up */
         path += size + (path[size] == '/');
     }
     TALLY(client, lookups, 1);
@@ -68,6 +74,8 @@ struct kvfs_file {
 };
 
 static int file_record(struct connection *connection, uint64_t inode, struct kvfs_record *record) {
+    if (is_foreign(inode))
+        return connection->pod && foreign_known_get(connection->known, inode, record, NULL) ? 0 : -EAGAIN;
     if (kvfs_table_is_written(connection->table, inode)) /* before the record is looked up: then it is up to date */
         return -EAGAIN;
     int r = kvfs_table_find_inode(connection->table, inode, record);
@@ -154,7 +162,7 @@ int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint
         }
         pthread_mutex_unlock(&file->lock);
         if (offset == 0)
-            client_hit(client, connection, record.inode);
+            client_hit(client, connection, &record);
         fetch_start(lane, fetch, &(struct kvfs_buffer){data, fetch->size}, 1);
         while (lane_run(lane, 1000000000))
             ;

@@ -13,8 +13,8 @@ static void block_over(struct get_batch *batch, uint32_t i, int64_t result) {
         batch->done(batch); /* it may be gone */
 }
 
-static void block_read(struct get_batch *batch, struct lane *lane, uint32_t i, uint64_t inode, uint64_t size) {
-    client_hit(batch->client, lane->connection, inode);
+static void block_read(struct get_batch *batch, struct lane *lane, uint32_t i, const struct kvfs_record *record, uint64_t size) {
+    client_hit(batch->client, lane->connection, record);
     TALLY(batch->client, hits, 1);
     TALLY(batch->client, gets, 1);
     TALLY(batch->client, get_bytes, size);
@@ -50,7 +50,7 @@ static void get_start(struct get_batch *batch, struct lane *lane, uint32_t i, ui
         return;
     }
     if ((batch->ranges && size == 0) || stage_take(batch->client, &record, offset, size, vector->pieces, until_ns)) {
-        block_read(batch, lane, i, record.inode, size);
+        block_read(batch, lane, i, &record, size);
         return;
     }
     struct fetch *fetch = fetch_get(lane);
@@ -78,7 +78,7 @@ static void get_done(struct lane *lane, struct fetch *fetch) {
         return;
     }
     if (fetch->result >= 0) {
-        block_read(batch, lane, i, fetch->record.inode, (uint64_t)fetch->result);
+        block_read(batch, lane, i, &fetch->record, (uint64_t)fetch->result);
         return;
     }
     TALLY(batch->client, misses, 1);

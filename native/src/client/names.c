@@ -38,6 +38,10 @@ static int directory_find(struct kvfs_client *client, struct connection *connect
         int r = table_or_daemon(client, connection, *inode, path + at, part, at_once, &record);
         if (r == 0 && record.kind != KVFS_KIND_DIRECTORY)
             r = -ENOENT;
+        else if (r == -ENOENT && connection->pod) { /* perhaps another node's, which has the same number everywhere */
+            record.inode = kvfs_directory_number(*inode, path + at, part, connection->array.geometry.secret);
+            r = 0;
+        }
         if (r < 0)
             return r;
         *inode = record.inode;
@@ -95,7 +99,13 @@ int key_find(struct kvfs_client *client, struct connection *connection, struct s
         return r;
     if (!directory)
         return -ENOENT;
-    r = table_or_daemon(client, connection, directory, file.path + file.name_at, file.path_size - file.name_at, shards->at_once, out);
+    const char *name = file.path + file.name_at;
+    uint32_t name_size = file.path_size - file.name_at;
+    r = table_or_daemon(client, connection, directory, name, name_size, shards->at_once, out);
+    if (r == -ENOENT && connection->pod)
+        r = foreign_find(connection->pod, &connection->array.geometry, directory, name, name_size, out);
+    if (r == 1)
+        r = -ENOENT;
     if (r == 0 && (out->kind != KVFS_KIND_FILE || !(out->flags & KVFS_INODE_SEALED)))
         r = -ENOENT;
     return r;

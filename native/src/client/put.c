@@ -414,7 +414,7 @@ static int blocks_filter(struct put_call *call, struct put_block *blocks) {
             continue;
         }
         call->results[blocks[i].index] = -EEXIST;
-        client_hit(call->client, call->connection, record.inode);
+        client_hit(call->client, call->connection, &record);
     }
     TALLY(call->client, lookups, call->count);
     call->count = kept;

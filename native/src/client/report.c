@@ -66,13 +66,51 @@ bool client_has_failed(struct kvfs_client *client, uint64_t inode) {
 
 /* ---- to the daemon ---- */
 
-void client_bad_block(struct kvfs_client *client, struct connection *connection, uint64_t inode, uint32_t segment) {
-    (void)client;
-    uint64_t words[2] = {inode, segment};
-    wire_notify(connection, WIRE_BAD_BLOCK, words, sizeof(words));
+static struct wire_foreign_block foreign_block(const struct kvfs_record *record) {
+    return (struct wire_foreign_block){record->key_low, record->key_high, record->segment, record->page};
 }
 
-void client_hit(struct kvfs_client *client, struct connection *connection, uint64_t inode) {
+static void foreign_notify(struct connection *connection, uint32_t what, const struct wire_foreign_block *blocks, uint32_t count) {
+    struct {
+        struct wire_foreign head;
+        struct wire_foreign_block blocks[CLIENT_FOREIGN_MAX];
+    } frame = {.head = {.what = what, .count = count}};
+    memcpy(frame.blocks, blocks, count * sizeof(*blocks));
+    wire_notify(connection, WIRE_FOREIGN, &frame, (uint32_t)(sizeof(frame.head) + count * sizeof(*blocks)));
+}
+
+void client_bad_block(struct connection *connection, const struct kvfs_record *record) {
+    uint64_t words[2] = {record->inode, record->segment};
+    if (record->flags & KVFS_INODE_FOREIGN)
+        foreign_notify(connection, WIRE_FOREIGN_BAD, &(struct wire_foreign_block){record->key_low, record->key_high, record->segment, record->page},
+                       1);
+    else
+        wire_notify(connection, WIRE_BAD_BLOCK, words, sizeof(words));
+}
+
+/* Of another node's block: kept until there are many, or a second has passed. */
+static void foreign_hit_add(struct kvfs_client *client, struct connection *connection, const struct kvfs_record *record) {
+    struct wire_foreign_block blocks[CLIENT_FOREIGN_MAX];
+    uint32_t count = 0;
+    pthread_mutex_lock(&client->lock);
+    client->foreign_hits[client->foreign_hit_count++] = foreign_block(record);
+    if (client->foreign_hit_count == CLIENT_FOREIGN_MAX || now_ns() - client->hits_sent_ns > 1000000000) {
+        count = client->foreign_hit_count;
+        memcpy(blocks, client->foreign_hits, count * sizeof(*blocks));
+        client->foreign_hit_count = 0;
+    }
+    pthread_mutex_unlock(&client->lock);
+    if (count)
+        foreign_notify(connection, WIRE_FOREIGN_HIT, blocks, count);
+}
+
+void client_hit(struct kvfs_client *client, struct connection *connection, const struct kvfs_record *record) {
+    uint64_t inode = record && !(record->flags & KVFS_INODE_FOREIGN) ? record->inode : 0;
+    if (record && !inode) {
+        foreign_hit_add(client, connection, record);
+        if (now_ns() - client->hits_sent_ns <= 1000000000)
+            return;
+    }
     uint64_t hits[CLIENT_HITS_MAX], now = now_ns();
     uint32_t count = 0;
     struct kvfs_client_statistics report;

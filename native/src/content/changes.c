@@ -1,5 +1,6 @@
-/* Changes of the block table, as the feed tells them: which files became blocks, and which blocks' names ended. Everything here runs within a step (I4),
- * after the table has changed and before the names in memory do. While nobody has subscribed there is no feed, and nothing is looked up. */
+/* Changes of the block table, as the feed tells them: which files became blocks, and which blocks' names ended. In a pod the other nodes are told too.
+ * Everything here runs within a step (I4), after the table has changed and before the names in memory do. While nobody is to be told, nothing is looked
+ * up. */
 #include "block/feed.h"
 #include "content/content.h"
 
@@ -37,6 +38,53 @@ static void tell(struct kvfs_plane *plane, enum feed_kind kind, enum kvfs_event_
     feed_add(plane->feed, &record, text + at);
 }
 
+/* ---- to other nodes ---- */
+
+/* A name that engines give for a moment, before they rename the file. */
+static bool name_is_passing(const char *name, uint32_t size) {
+    if (name[0] == '.')
+        return true;
+    for (uint32_t i = 1; i + 4 <= size; i++)
+        if (memcmp(name + i, ".tmp", 4) == 0)
+            return true;
+    return false;
+}
+
+static void news_here(struct kvfs_plane *plane, const struct kvfs_inode_record *r, const char *name, bool keyed) {
+    const bool directory = r->kind == KVFS_KIND_DIRECTORY;
+    uint64_t low, high;
+    if (!plane->news || !r->name_size || r->flags & KVFS_INODE_BORROWED || (!directory && !(r->flags & KVFS_INODE_SEALED)))
+        return;
+    kvfs_name_key(r->parent, name, r->name_size, plane->config.secret, &low, &high);
+    const struct kvfs_news_item item = {.kind = directory ? KVFS_NEWS_DIRECTORY : KVFS_NEWS_HERE,
+                                        .keyed = keyed,
+                                        .held = name_is_passing(name, r->name_size),
+                                        .key_low = low,
+                                        .key_high = high,
+                                        .version = r->version,
+                                        .segment = r->segment,
+                                        .page = r->page,
+                                        .generation = r->generation,
+                                        .size = r->size,
+                                        .header_pages = r->header_pages,
+                                        .mode = r->mode | (r->extent_count ? KVFS_POD_EXTENTS : 0),
+                                        .uid = r->uid,
+                                        .gid = r->gid};
+    kvfs_news_add(plane->news, &item);
+}
+
+static void news_gone(struct kvfs_plane *plane, const struct kvfs_record *was) {
+    if (!plane->news || was->flags & (KVFS_INODE_NAMELESS | KVFS_INODE_BORROWED) || (was->kind != KVFS_KIND_DIRECTORY && !(was->flags & KVFS_INODE_SEALED)))
+        return;
+    const struct kvfs_news_item item = {.kind = was->kind == KVFS_KIND_DIRECTORY ? KVFS_NEWS_DIRECTORY_GONE : KVFS_NEWS_GONE,
+                                        .key_low = was->key_low,
+                                        .key_high = was->key_high,
+                                        .version = was->version};
+    kvfs_news_add(plane->news, &item);
+}
+
+/* ---- to subscribers ---- */
+
 /* By the inode's name in memory. */
 static void tell_old_name(struct kvfs_plane *plane, enum feed_kind kind, enum kvfs_event_reason reason, const struct kvfs_record *was) {
     const struct kvfs_inode_record *record = names_record(plane->names, was->inode);
@@ -48,14 +96,31 @@ static void tell_old_name(struct kvfs_plane *plane, enum feed_kind kind, enum kv
 
 void change_look(struct kvfs_plane *plane, uint64_t inode, uint64_t parent, const char *name, uint32_t name_size, struct change *out) {
     out->known = out->held = false;
-    if (!plane->feed)
+    if (!plane->feed && !plane->news)
         return;
     out->known = kvfs_table_find_inode(plane->table, inode, &out->before) == 0;
     out->held = name_size && kvfs_table_find_name(plane->table, parent, name, name_size, &out->holder) == 0 && out->holder.inode != inode;
 }
 
+/* Names are told to other nodes by their keys; the table has the old one. */
+static void news_put(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name, bool stored, const struct change *change) {
+    struct kvfs_record now;
+    if (kvfs_table_find_inode(plane->table, record->inode, &now) < 0)
+        return;
+    bool renamed = change->known && !(change->before.flags & KVFS_INODE_NAMELESS) &&
+                   (change->before.key_low != now.key_low || change->before.key_high != now.key_high);
+    if (renamed)
+        news_gone(plane, &change->before);
+    if (record->kind == KVFS_KIND_DIRECTORY || is_block(&now))
+        news_here(plane, record, name, stored && !renamed && !change->known);
+    else if (change->held && is_block(&change->holder))
+        news_gone(plane, &change->holder);
+}
+
 void change_put(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name, enum kvfs_event_reason reason,
                 const struct change *change) {
+    if (plane->news)
+        news_put(plane, record, name, reason == KVFS_REASON_WRITTEN, change);
     if (!plane->feed)
         return;
     struct kvfs_record now;
@@ -82,18 +147,31 @@ void change_put(struct kvfs_plane *plane, const struct kvfs_inode_record *record
 }
 
 void change_update(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name, const struct change *change) {
-    if (!plane->feed || !change->known || change->before.flags & KVFS_INODE_NAMELESS)
+    if ((!plane->feed && !plane->news) || !change->known || change->before.flags & KVFS_INODE_NAMELESS)
         return;
     struct kvfs_record now;
     record_from_inode(record, &now);
     bool was = is_block(&change->before), is = is_block(&now);
+    if (is && !(was && same_place(&change->before, &now)))
+        news_here(plane, record, name, false);
+    else if (was && !is)
+        news_gone(plane, &change->before);
+    if (!plane->feed)
+        return;
     if (is && !(was && same_place(&change->before, &now)))
         tell(plane, FEED_STORED, was ? KVFS_REASON_REPLACED : KVFS_REASON_WRITTEN, now.size, record->parent, name, record->name_size);
     else if (was && !is)
         tell(plane, FEED_REMOVED, KVFS_REASON_REPLACED, change->before.size, record->parent, name, record->name_size);
 }
 
+void change_moved(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name) {
+    if (!(record->flags & KVFS_INODE_NAMELESS))
+        news_here(plane, record, name, false);
+}
+
 void change_remove(struct kvfs_plane *plane, enum kvfs_event_reason reason, const struct change *change) {
+    if (change->known && reason != KVFS_REASON_EVICTED) /* of an evicted block its segment's end tells; until then its bytes are there */
+        news_gone(plane, &change->before);
     if (plane->feed && change->known && is_block(&change->before))
         tell_old_name(plane, FEED_REMOVED, reason, &change->before);
 }
@@ -101,7 +179,7 @@ void change_remove(struct kvfs_plane *plane, enum kvfs_event_reason reason, cons
 int64_t kvfs_blocks_load(struct kvfs_plane *plane, const void *records, uint64_t size) {
     int64_t loaded = 0, r = 0;
     kvfs_names_begin(plane->names);
-    if (!plane->feed) {
+    if (!plane->feed && !plane->news) {
         loaded = kvfs_table_load(plane->table, records, size);
         kvfs_names_end(plane->names);
         return loaded;

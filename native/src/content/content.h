@@ -59,7 +59,8 @@ struct node {
     /* Until this time guests may cache the attributes of an open block. A rewrite waits for it. Under the lock. */
     uint64_t promised_until_ns;
     bool rewriting;
-    pthread_mutex_t lock; /* desc, file */
+    struct kvfs_record *foreign; /* a block of another node: where it was found. Set when the node is made */
+    pthread_mutex_t lock;        /* desc, file, *foreign */
     struct desc *desc;
     struct file *file;
     uint64_t placements;                 /* the last chunk's placement. Under the lock; it outlives the file */
@@ -340,6 +341,25 @@ enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWAR
 uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns);
 void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_t took_ns);
 
+/* ---- foreign.c: blocks of other nodes of the pod ---- */
+
+/* Look a name up that the table has not. 0: a block; 1: a directory; -ENOENT, -EAGAIN. */
+int foreign_look(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
+/* The record of an inode of this node, or of a foreign block that was looked up. 0, -ENOENT, -EAGAIN. */
+int record_find(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out);
+/* A read of the node's block failed by its proofs: true: it lies elsewhere by now, and the node says where. */
+bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed);
+/* The node's record: as the table has it, or where a foreign block was found last. */
+int node_record(struct kvfs_plane *plane, struct node *node, struct kvfs_record *out);
+/* A handle has one content: a foreign block that its owner moved has the inode number and version that its header had before. */
+bool foreign_is_same(struct node *node, const struct desc *desc);
+/* Its owner is told, some time, that it was used. */
+void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record);
+/* The name leads to a block of another node, and to nothing here. */
+bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name);
+/* Remove a name of another node: every node is told. 0, -ENOENT, -EAGAIN: it is a directory, or nobody can say. */
+int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name);
+
 /* ---- changes.c: what subscribers are told; within a step ---- */
 
 /* Records of the table before it changes: the inode's, and another inode's that has the name. Neither, if nobody has subscribed. */
@@ -352,6 +372,8 @@ void change_look(struct kvfs_plane *plane, uint64_t inode, uint64_t parent, cons
 void change_put(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name, enum kvfs_event_reason reason,
                 const struct change *change);
 void change_update(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name, const struct change *change);
+/* A block was copied to another place: subscribers do not care, other nodes do. */
+void change_moved(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name);
 void change_remove(struct kvfs_plane *plane, enum kvfs_event_reason reason, const struct change *change);
 
 /* ---- workers (worker.c) and store jobs (segment_jobs.c) ---- */
@@ -389,6 +411,9 @@ struct kvfs_plane {
     struct kvfs_table *table;
     struct kvfs_names *names;
     struct feed *feed;                    /* NULL: nobody has subscribed; within a step */
+    struct kvfs_pod *pod;                 /* the names of other nodes, and what this one tells them. All NULL: the pool is no pod */
+    struct kvfs_news *news;
+    struct foreign_known *known;
     struct flush *flushes, *flushes_last; /* waiting for room; within a step */
     struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;

@@ -85,7 +85,7 @@ void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now) {
 
 static int create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out) {
     const struct kvfs_inode_record *directory = directory_here(plane, parent);
-    if (!directory || !is_free(plane, parent, name))
+    if (!directory || directory->flags & KVFS_INODE_BORROWED || !is_free(plane, parent, name))
         return -EAGAIN;
     int64_t now = time_now();
     struct kvfs_inode_record *record, head = {.kind = KVFS_KIND_FILE,
@@ -183,7 +183,8 @@ int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) {
 static int rename_file(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name) {
     const struct kvfs_inode_record *record, *target;
     uint32_t size = (uint32_t)strlen(name), new_size = (uint32_t)strlen(new_name);
-    if (!directory_here(plane, parent) || !directory_here(plane, new_parent) || name_holder(plane, parent, name, size, &record) != 1 ||
+    const struct kvfs_inode_record *directory = directory_here(plane, new_parent);
+    if (!directory_here(plane, parent) || !directory || directory->flags & KVFS_INODE_BORROWED || name_holder(plane, parent, name, size, &record) != 1 ||
         record->kind != KVFS_KIND_FILE || record->flags & KVFS_INODE_SLAB)
         return -EAGAIN;
     if (name_holder(plane, new_parent, new_name, new_size, &target) != 0 || names_is_untold(plane->names, new_parent, new_name, new_size))

@@ -39,12 +39,24 @@ void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user,
     hold_drop(plane, node, user);
 }
 
+static struct kvfs_record *record_copy(const struct kvfs_record *record) {
+    struct kvfs_record *copy = malloc(sizeof(*copy));
+    if (copy)
+        *copy = *record;
+    return copy;
+}
+
 int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool writer, struct kvfs_record *record, struct node **out) {
     struct shard *shard = shard_of(plane, inode);
     pthread_mutex_lock(&shard->lock);
-    int r = kvfs_table_find_inode(plane->table, inode, record);
+    int r = record_find(plane, inode, record);
     struct node *node = r == 0 ? node_get_locked(shard, inode, true) : NULL;
     struct node *failed = NULL;
+    const bool foreign = r == 0 && record->flags & KVFS_INODE_FOREIGN;
+    if (node && foreign && !node->foreign && !(node->foreign = record_copy(record))) {
+        failed = node;
+        node = NULL;
+    }
     if (node && !hold_add(node, user)) {
         failed = node;
         node = NULL;
@@ -56,7 +68,7 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool 
         }
         if (node->handles++ == 0) {
             node->payer = user;
-            hold_charge(plane, node, record->size);
+            hold_charge(plane, node, foreign ? 0 : record->size); /* its owner evicts it as it likes */
         } else {
             hold_offer(plane, node, user);
         }
@@ -106,6 +118,7 @@ void node_put(struct kvfs_plane *plane, struct node *node) {
         assert(!node->file);
         assert(!node->handles);
         assert(!node->leases);
+        free(node->foreign);
         pthread_mutex_destroy(&node->lock);
         free(node);
     }

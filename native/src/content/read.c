@@ -196,7 +196,7 @@ void read_submit(struct request *request) {
         return;
     }
     if (!request->desc) {
-        int r = kvfs_table_find_inode(plane->table, request->node->inode, &request->record);
+        int r = node_record(plane, request->node, &request->record);
         if (r < 0 || !(request->record.flags & KVFS_INODE_SEALED) || request->record.header_pages == 0) {
             read_finish(request, -EIO);
             return;
@@ -256,6 +256,36 @@ static void padding_clear(const struct request *request, uint64_t end) {
     memset((uint8_t *)last.iov_base + end % PAGE, 0, PAGE - end % PAGE);
 }
 
+static void read_succeed(struct request *request, uint64_t end) {
+    struct node *node = request->node;
+    struct desc *desc = request->desc;
+    pthread_mutex_lock(&node->lock);
+    if (node->desc != desc && !node->file) {
+        desc_put(node->desc);
+        atomic_fetch_add(&desc->refs, 1);
+        node->desc = desc;
+    }
+    pthread_mutex_unlock(&node->lock);
+    request->done(request, (int64_t)(end - request->offset));
+    request_put(request->io->plane, request);
+}
+
+/* A foreign block proves itself, wherever its name leads by now. If it does not, its owner may have moved it. */
+static void read_foreign_complete(struct request *request, int error, uint64_t end) {
+    struct kvfs_plane *plane = request->io->plane;
+    if (error == 0) {
+        read_succeed(request, end);
+        return;
+    }
+    if (error == -EBADMSG && request->groups_held == 0 && request->retries++ < 4 && foreign_moved(plane, request->node, &request->record)) {
+        desc_put(request->desc);
+        request->desc = NULL;
+        read_submit(request);
+        return;
+    }
+    read_finish(request, -EIO);
+}
+
 /* Everything is in memory: prove it, then reply. */
 static void read_complete(struct request *request) {
     struct kvfs_plane *plane = request->io->plane;
@@ -264,6 +294,8 @@ static void read_complete(struct request *request) {
     bool header_only = false;
     if (error == 0 && request->load_header) {
         error = desc_verify(&plane->array.geometry, desc, &request->record);
+        if (error == 0 && !foreign_is_same(request->node, desc))
+            error = -EBADMSG;
         if (error == 0) {
             request->load_header = false;
             header_only = request->record.extent_count > 0;
@@ -280,6 +312,10 @@ static void read_complete(struct request *request) {
             error = -EBADMSG;
         else if (request->direct && end % PAGE && end == desc->size)
             padding_clear(request, end);
+    }
+    if (request->node->foreign) {
+        read_foreign_complete(request, error, end);
+        return;
     }
     /* The bytes are proven for this location. The location may no longer be the inode's (I10): a segment is reused after its blocks have left the
      * table. */
@@ -306,16 +342,7 @@ static void read_complete(struct request *request) {
         read_finish(request, -EIO);
         return;
     }
-    struct node *node = request->node;
-    pthread_mutex_lock(&node->lock);
-    if (node->desc != desc && !node->file) {
-        desc_put(node->desc);
-        atomic_fetch_add(&desc->refs, 1);
-        node->desc = desc;
-    }
-    pthread_mutex_unlock(&node->lock);
-    request->done(request, (int64_t)(end - request->offset));
-    request_put(plane, request);
+    read_succeed(request, end);
 }
 
 static void read_part_done(struct io_group *group, bool reaped) {

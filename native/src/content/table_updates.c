@@ -119,13 +119,15 @@ int kvfs_inode_update(struct kvfs_plane *plane, const void *record) {
 
 int kvfs_inode_move(struct kvfs_plane *plane, const void *record) {
     struct kvfs_record to;
-    record_take(record, &to);
+    struct kvfs_inode_record taken = record_take(record, &to);
     struct shard *shard = shard_of(plane, to.inode);
     kvfs_names_begin(plane->names);
     pthread_mutex_lock(&shard->lock);
     struct node *node;
     int error = open_state(plane, shard, to.inode, &node) == KVFS_BEING_WRITTEN ? -EBUSY : kvfs_table_update(plane->table, &to);
     pthread_mutex_unlock(&shard->lock);
+    if (error == 0)
+        change_moved(plane, &taken, record_name(record));
     kvfs_names_end(plane->names);
     return error;
 }

@@ -17,6 +17,10 @@ static void use_renew(struct kvfs_plane *plane, uint32_t slot) {
 }
 
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record) {
+    if (record->flags & KVFS_INODE_FOREIGN) {
+        foreign_hit(plane, record);
+        return;
+    }
     struct timespec now;
     clock_gettime(CLOCK_REALTIME_COARSE, &now);
     int64_t age = now.tv_sec - record->mtime_ns / 1000000000;

@@ -91,7 +91,9 @@ static void do_lookup(struct server *server, struct fuse_in_header *in) {
     }
     struct kvfs_record record;
     int r = kvfs_table_find_name(plane->table, in->nodeid, name, (uint32_t)name_size, &record);
-    if (r == -EAGAIN || (r == 0 && record.flags & KVFS_INODE_ASK)) {
+    if (r == -ENOENT)
+        r = foreign_look(plane, in->nodeid, name, (uint32_t)name_size, &record);
+    if (r == -EAGAIN || r == 1 || (r == 0 && record.flags & KVFS_INODE_ASK)) { /* 1: Python enters a directory of another node here */
         mux_forward(server, 0, name_hash(plane, in->nodeid, name, name_size));
         return;
     }
@@ -103,8 +105,10 @@ static void do_lookup(struct server *server, struct fuse_in_header *in) {
         memset(&entry, 0, sizeof(entry));
         entry.nodeid = record.inode;
         fill_attr(plane, &record, &entry.attr);
-        bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &entry.attr);
-        entry_timeouts(server->transport, &entry.attr, staged || !(record.flags & KVFS_INODE_SEALED), &entry);
+        bool foreign = record.flags & KVFS_INODE_FOREIGN;
+        bool staged = !foreign && S_ISREG(record.mode) && overlay_attr(plane, record.inode, &entry.attr);
+        if (!foreign) /* a kernel cannot be told in time of what another node does: it keeps neither name nor attributes */
+            entry_timeouts(server->transport, &entry.attr, staged || !(record.flags & KVFS_INODE_SEALED), &entry);
         reply_data(server, in->unique, &entry, sizeof(entry));
     }
     slow_look(plane, FUSE_LOOKUP, in->nodeid, latency_add(plane, LATENCY_LOOKUP, server->arrived_ns));
@@ -114,7 +118,7 @@ static void do_getattr(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
     struct kvfs_record record;
     bool promised = server->transport->guest && node_promise(plane, in->nodeid);
-    int r = kvfs_table_find_inode(plane->table, in->nodeid, &record);
+    int r = record_find(plane, in->nodeid, &record);
     if (r < 0 || record.flags & KVFS_INODE_ASK) { /* -ENOENT: perhaps a removed directory that is held open, which Python knows */
         struct fuse_getattr_in *get = (struct fuse_getattr_in *)(void *)(in + 1);
         get->getattr_flags = 0;
@@ -127,6 +131,8 @@ static void do_getattr(struct server *server, struct fuse_in_header *in) {
     bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &out.attr);
     if (S_ISDIR(record.mode))
         out.attr_valid = 1;
+    else if (record.flags & KVFS_INODE_FOREIGN)
+        out.attr_valid = 0;
     else if (!staged && record.flags & KVFS_INODE_SEALED)
         out.attr_valid = server->transport->inc_epoch ? LONG_SECONDS : promised ? PROMISE_S : 0;
     reply_data(server, in->unique, &out, sizeof(out));
@@ -229,7 +235,7 @@ static void read_staged(struct server *server, struct request *request) {
 /* A guest that has outlived a daemon reads on with handles that the new daemon never gave out. A sealed block needs only the node id. */
 static int find_lost(struct kvfs_plane *plane, uint64_t inode, struct handle *out) {
     struct kvfs_record record;
-    if (kvfs_table_find_inode(plane->table, inode, &record) < 0 || !(record.flags & KVFS_INODE_SEALED) || !S_ISREG(record.mode))
+    if (is_foreign(inode) || kvfs_table_find_inode(plane->table, inode, &record) < 0 || !(record.flags & KVFS_INODE_SEALED) || !S_ISREG(record.mode))
         return -EBADF;
     out->node = node_get(plane, inode, true);
     return out->node ? 0 : -ENOMEM;
@@ -432,7 +438,9 @@ static void do_create(struct server *server, struct fuse_in_header *in) {
 }
 
 static void do_unlink(struct server *server, struct fuse_in_header *in) {
-    if (mux_is_open(server->plane) && name_unlink(server->plane, in->nodeid, (const char *)(in + 1)) == 0)
+    const char *name = (const char *)(in + 1);
+    if (mux_is_open(server->plane) &&
+        (name_unlink(server->plane, in->nodeid, name) == 0 || foreign_unlink(server->plane, in->nodeid, name) == 0))
         mux_answer_done(server);
     else
         mux_forward(server, 0, 0);
@@ -444,6 +452,10 @@ static void do_rename(struct server *server, struct fuse_in_header *in) {
     memcpy(&rename, in + 1, size); /* newdir comes first in both */
     const char *name = (const char *)(in + 1) + size, *new_name = name + strlen(name) + 1;
     made_note(server->plane, in);
+    if (server->plane->pod && foreign_holds(server->plane, in->nodeid, name)) { /* mv(1) copies then */
+        reply_error(server, in->unique, -EXDEV);
+        return;
+    }
     if (mux_is_open(server->plane) && name_rename(server->plane, in->nodeid, name, rename.newdir, new_name, rename.flags) == 0)
         mux_answer_done(server);
     else

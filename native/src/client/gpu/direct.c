@@ -509,7 +509,10 @@ int direct_look_poll(struct direct_look *look, const struct kvfs_record *record)
         r = look_right(connection, &look->pages[i]) ? 0 : -ESTALE;
     if (r == 0) { /* without a daemon the table may not know */
         connection_poll(connection);
-        bool there = !connection->gone && kvfs_table_find_inode(connection->table, record->inode, &now) == 0 && now.flags & KVFS_INODE_SEALED;
+        bool foreign = record->flags & KVFS_INODE_FOREIGN;
+        bool there = (foreign ? foreign_again(connection->pod, &connection->array.geometry, record, &now) == 0
+                              : !connection->gone && kvfs_table_find_inode(connection->table, record->inode, &now) == 0) &&
+                     now.flags & KVFS_INODE_SEALED;
         r = there && now.size == record->size && now.segment == record->segment && now.page == record->page && now.generation == record->generation
                 ? 0
                 : -ESTALE;

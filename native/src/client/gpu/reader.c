@@ -143,7 +143,7 @@ static void block_over(struct gpu_call *call, struct gpu_block *block, int64_t r
     call->results[block->key] = result == -ESTALE ? -ENOENT : result;
     if (result >= 0) {
         call->read++;
-        client_hit(client, call->connection, block->record.inode);
+        client_hit(client, call->connection, &block->record);
         TALLY(client, hits, 1);
         TALLY(client, gets, 1);
         TALLY(client, get_bytes, (uint64_t)result);

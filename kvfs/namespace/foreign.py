@@ -1,0 +1,58 @@
+"""Names of other nodes of a pod, for the namespace: directories that are entered here too, and blocks that are copied to
+be changed.
+
+A node is an upper layer over all others, as in overlayfs: to change a block of another node is to copy it up, to remove
+it is to tell everybody. A directory has the same inode number on every node, so whoever looks one up makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvfs.errors import KvfsError, StaleInodeError
+from kvfs.plane import Plane
+from kvfs.podmap import Foreign, PodMap
+from kvfs.record import Inode, InodeFlags, split_records
+from kvfs.store.sealing import Sealing
+from kvfs.types import EPOCH_MAX, InodeNumber
+
+
+class ForeignNames:
+    """The other nodes' names, beside those of a Namespace."""
+
+    def __init__(self, plane: Plane, podmap: PodMap, sealing: Sealing) -> None:
+        self._plane, self._map, self._sealing = plane, podmap, sealing
+
+    def directory(self, parent: InodeNumber, name: bytes) -> Foreign | None:
+        """The directory of this name at another node."""
+        found = self._map.find(parent, name)
+        return found if found is not None and found.directory else None
+
+    def directory_number(self, parent: InodeNumber, name: bytes) -> InodeNumber:
+        return self._map.directory_number(parent, name)
+
+    def block(self, parent: InodeNumber, name: bytes) -> Foreign | None:
+        """The block of this name at another node."""
+        found = self._map.find(parent, name)
+        return None if found is None or found.directory else found
+
+    async def record(self, number: InodeNumber) -> Inode:
+        """The record in the header of another node's block, under its present name. StaleInodeError if it is gone."""
+        known = self._map.known(number)
+        gone = StaleInodeError(f"inode {number:#x}: a block of another node, gone")
+        if known is None or not known.name:
+            raise gone
+        try:
+            found = await self._plane.store_scan(known.segment, known.generation, EPOCH_MAX, known.page, known.page + 1)
+        except KvfsError as error:
+            raise gone from error
+        for at, size in split_records(found.records):
+            inode = Inode.unpack(found.records[at : at + size])
+            inode.parent, inode.name = known.parent, known.name
+            inode.flags = InodeFlags.SEALED
+            return inode
+        raise gone
+
+    async def copy_up(self, number: InodeNumber, enter: Callable[[Inode], None]) -> None:
+        """Store the block here too, under its name, with a higher version. `enter` takes it into the namespace."""
+        await self._sealing.copy_up(await self.record(number), enter)

@@ -1,0 +1,170 @@
+"""A pod under test on one machine: devices, a redis-server, and nodes, each a pool directory with a mount of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+import pytest
+from helpers import Pool, run, sanitizer_environment, wait_until
+
+# What a pod promises: news of a store or a removal, on an idle machine and with room for a busy one.
+NEWS_S = 10.0
+
+
+class Redis:
+    """A redis-server of its own on a free port, without persistence."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        if shutil.which("redis-server") is None:
+            pytest.skip("needs redis-server (apt install redis-server)")
+        self.directory = directory
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *options: str) -> None:
+        words = ["redis-server", "--port", str(self.port), "--save", "", "--appendonly", "no", "--dir",
+                 str(self.directory), "--bind", "127.0.0.1", *options]  # fmt: skip
+        log = (self.directory / f"redis-{self.port}.log").open("ab")
+        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        log.close()
+        wait_until(self._answers, f"redis-server at port {self.port}", timeout_s=20)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith(b"+PONG")
+        return False
+
+    def command(self, *words: str) -> str:
+        return run("redis-cli", "-p", str(self.port), *words, timeout_s=20).stdout.strip()
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(20)
+            self._process = None
+
+
+class Node(Pool):
+    """One node: what helpers.Pool is, in a pod."""
+
+    def __init__(self, pod: Pod, number: int) -> None:
+        super().__init__()
+        self.pod, self.number = pod, number
+        self.base = pod.base / f"node{number}"
+        self.path, self.mount = self.base / "pool", self.base / "mount"
+        self.mount.mkdir(parents=True)
+
+    def stop(self) -> None:
+        self._stop()
+
+
+class Pod:
+    """`with Pod(nodes=2) as pod: pod.nodes[0].mount / "a"`. All nodes are mounted unless started=False."""
+
+    def __init__(
+        self, *, nodes: int = 2, devices: int = 2, size: str = "256M", create_args: Sequence[str] = (),
+        started: bool = True, addresses: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._count, self._devices, self._size = nodes, devices, size
+        self._create_args, self._started, self._addresses = tuple(create_args), started, tuple(addresses)
+        self.nodes: list[Node] = []
+
+    def __enter__(self) -> Self:
+        self.base = pathlib.Path(tempfile.mkdtemp(prefix="kvfs-pod-"))
+        self.base.chmod(0o755)
+        self.redis = Redis(self.base)
+        try:
+            self.redis.start()
+            self.devices = list(self._addresses) or [str(self.base / f"device{i}") for i in range(self._devices)]
+            if not self._addresses:
+                for device in self.devices:
+                    run("truncate", "--size", self._size, device)
+            where = [word for device in self.devices for word in ("--device", device)]
+            self.nodes = [Node(self, i) for i in range(self._count)]
+            self.kvfs("pod", "create", self.nodes[0].path, *where, "--engine", self.redis.url, "--nodes",
+                      str(self._count), *self._create_args)  # fmt: skip
+            for node in self.nodes[1:]:
+                self.kvfs("pod", "join", node.path, *where)
+            if self._started:
+                for node in self.nodes:
+                    node.start()
+        except BaseException as error:
+            self._annotate(error)
+            self._destroy()
+            raise
+        return self
+
+    def kvfs(self, *words: str | os.PathLike[str], check: bool = True) -> subprocess.CompletedProcess[str]:
+        return run(sys.executable, "-m", "kvfs", *words, check=check, environment=sanitizer_environment())
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._annotate(error)
+        self._destroy()
+
+    def _annotate(self, error: BaseException) -> None:
+        for node in self.nodes:
+            error.add_note(f"--- node {node.number}: {node.path}/kvfs.log ---\n{node.log_tail()}")
+
+    def _destroy(self) -> None:
+        for node in self.nodes:
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(node.pid(), signal.SIGCONT)
+            node.stop()
+        self.redis.stop()
+        if os.environ.get("KVFS_KEEP_POOL"):
+            print(f"kept {self.base}", file=sys.stderr)
+        else:
+            shutil.rmtree(self.base, ignore_errors=True)
+
+
+def found(path: pathlib.Path, data: bytes, timeout_s: float = NEWS_S) -> None:
+    """Wait until the file has this content. Any other content is an error at once."""
+
+    def there() -> bool:
+        try:
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        assert content == data, f"{path}: {len(content)} bytes that were never stored under this name"
+        return True
+
+    wait_until(there, f"{path} as stored", timeout_s=timeout_s, interval_s=0.002)
+
+
+def missing(path: pathlib.Path, timeout_s: float = NEWS_S) -> None:
+    """Wait until nothing has this name."""
+    wait_until(lambda: not path.exists(), f"the end of {path}", timeout_s=timeout_s, interval_s=0.002)
+
+
+def block(number: int, size: int = 1 << 20) -> bytes:
+    """A block's content, by number."""
+    word = number.to_bytes(8, "little")
+    return word * (size // 8) + word[: size % 8]
+
+
+@contextlib.contextmanager
+def timed(limit_s: float, what: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    assert took < limit_s, f"{what}: {took:.2f} s, at most {limit_s} s"
