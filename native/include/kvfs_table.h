@@ -74,6 +74,8 @@ void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int chan
 int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out); /* maps read-only; checks magic, version, sizes: -EBADMSG */
 void kvfs_table_detach(struct kvfs_table *table);                        /* an attached one, or NULL */
 int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
+/* By kvfs_name_key() of parent and name; low is 1 where both halves are zero. */
+int kvfs_table_find_key(const struct kvfs_table *table, uint64_t key_low, uint64_t key_high, struct kvfs_record *out);
 int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out);
 /* 0: no file of this inode number is being written; a record looked up after that is up to date. 1: perhaps. */
 int kvfs_table_is_written(const struct kvfs_table *table, uint64_t inode);

@@ -194,6 +194,12 @@ int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const 
     return find(table, &table->names, &key, out);
 }
 
+int kvfs_table_find_key(const struct kvfs_table *table, uint64_t key_low, uint64_t key_high, struct kvfs_record *out) {
+    struct key key = {.hash = key_low, .words = {key_low, key_high}, .by_name = true};
+
+    return key_low | key_high ? find(table, &table->names, &key, out) : -ENOENT;
+}
+
 int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out) {
     struct key key = inode_key(table, inode);
 
