@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, cast
 import trio
 
 from kvfs._native import ffi, lib
-from kvfs.errors import FormatError, KvfsError
+from kvfs.errors import KvfsError
 from kvfs.frames import Frames
 from kvfs.names import LOOK, Evicted, Leave, Look, Names
+from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
@@ -75,6 +76,7 @@ class EventType(IntEnum):
     SLOW = 13
     PLACES = 14
     ROOM = 15
+    OVERTAKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +303,8 @@ class Plane:
         self._table = lib.kvfs_plane_table(self._plane)
         self.names = Names(lib.kvfs_plane_names(self._plane))
         self.frames = Frames(self._plane)
+        # The names of other nodes, once join() was called.
+        self.pod: PodMap | None = None
 
     def destroy(self) -> None:
         """Blocks until the devices' I/O is reaped. No call afterwards."""
@@ -784,6 +788,11 @@ class Plane:
 
     # ---- the block table ----
 
+    def join(self, options: PodOptions) -> PodMap:
+        """This node is one of a pod. Call it before anything is served. PodMapError."""
+        self.pod = PodMap(self._plane, options)
+        return self.pod
+
     def table_load(self, records: bytes) -> int:
         with self.names:
             return _check(lib.kvfs_blocks_load(self._plane, records, len(records)), "block table: load")
@@ -881,20 +890,3 @@ def _runs(runs: Sequence[Run]) -> object:
 
 # Megabytes that a job fills only in part need not be cleared first.
 _scan_memory = ffi.new_allocator(should_clear_after_alloc=False)
-
-
-def check_records(records: bytes, *, epoch_max: int, segment_count: int, end_page: int, origin: str) -> int:
-    """The number of inode records. FormatError names `origin`, and the first record that no kvfs can have written."""
-    limits = ffi.new("struct kvfs_record_limits *", (epoch_max, segment_count, end_page))
-    at, why = ffi.new("uint64_t *"), ffi.new("const char **")
-    count = lib.kvfs_records_check(limits, records, len(records), at, why)
-    if count < 0:
-        inode = int.from_bytes(records[at[0] + 8 : at[0] + 16], "little")
-        reason = ffi.string(why[0]).decode()
-        raise FormatError(f"{origin}: record at {at[0]} of {len(records)}, inode {inode}: {reason}")
-    return cast(int, count)
-
-
-def checksum(data: bytes | bytearray | memoryview, secret: int) -> int:
-    """xxh3-64 seeded with the pool's secret: the checksum of all structures on devices."""
-    return cast(int, lib.kvfs_checksum(ffi.from_buffer(data), len(data), secret))

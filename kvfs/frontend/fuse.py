@@ -20,8 +20,9 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
-from kvfs.errors import AttributesFullError, KvfsError, NotPermittedError, StaleInodeError
+from kvfs.errors import AttributesFullError, KvfsError, NoAttributeError, NotPermittedError, StaleInodeError
 from kvfs.namespace.files import Changes, Namespace
+from kvfs.podmap import is_foreign
 from kvfs.record import Inode, Kind
 from kvfs.types import NAME_MAX, PAGE_SIZE, InodeNumber
 

@@ -36,9 +36,9 @@ from kvfs.errors import (
     StaleInodeError,
 )
 from kvfs.names import step
+from kvfs.namespace.attributes import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.namespace.foreign import ForeignNames
 from kvfs.podmap import is_foreign
-from kvfs.namespace.attributes import ALLOCATE_REQUEST, PIN_ATTRIBUTE, SLAB_ATTRIBUTE, SLAB_REQUEST, SYMLINK_KEY
 from kvfs.record import (
     GROUP_ATTRIBUTE,
     GROUP_NAME_MAX,

@@ -1,5 +1,5 @@
-"""Names of other nodes of a pod, for the namespace: directories that are entered here too, and blocks that are copied to
-be changed.
+"""Names of other nodes of a pod, for the namespace: directories that are entered here, and blocks that are copied to be
+changed.
 
 A node is an upper layer over all others, as in overlayfs: to change a block of another node is to copy it up, to remove
 it is to tell everybody. A directory has the same inode number on every node, so whoever looks one up makes it.
@@ -20,8 +20,8 @@ from kvfs.types import EPOCH_MAX, InodeNumber
 class ForeignNames:
     """The other nodes' names, beside those of a Namespace."""
 
-    def __init__(self, plane: Plane, podmap: PodMap, sealing: Sealing) -> None:
-        self._plane, self._map, self._sealing = plane, podmap, sealing
+    def __init__(self, plane: Plane, podmap: PodMap, sealing: Sealing, secret: int) -> None:
+        self._plane, self._map, self._sealing, self._secret = plane, podmap, sealing, secret
 
     def directory(self, parent: InodeNumber, name: bytes) -> Foreign | None:
         """The directory of this name at another node."""
@@ -29,7 +29,7 @@ class ForeignNames:
         return found if found is not None and found.directory else None
 
     def directory_number(self, parent: InodeNumber, name: bytes) -> InodeNumber:
-        return self._map.directory_number(parent, name)
+        return self._map.directory_number(parent, name, self._secret)
 
     def block(self, parent: InodeNumber, name: bytes) -> Foreign | None:
         """The block of this name at another node."""

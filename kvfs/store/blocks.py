@@ -185,9 +185,25 @@ class Blocks:
         log.error("inode %d in segment %d: failed its checksums; dropped", number, inode.segment)
         if inode.nameless:
             return
-        self.index.keep(number)  # subscribers are told of its name
+        self._take_name(inode)
+        self.tell_hosts()
+
+    @step
+    def drop_overtaken(self, number: InodeNumber, version: int) -> None:
+        """In a pod: another node has stored or removed its name later. `version`: of this node's block, which lost."""
+        inode = self.index.get(number)
+        if inode is None or inode.nameless or not inode.sealed or inode.version > version:
+            return
+        if self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
+            return  # it is stored again, under a higher version
+        self._take_name(inode)
+        self.tell_hosts()
+
+    def _take_name(self, inode: Inode) -> None:
+        """It is a miss from now on; who has it open reads on."""
+        self.index.keep(inode.inode)  # subscribers are told of its name
         try:
-            kept = self.plane.inode_remove(number)
+            kept = self.plane.inode_remove(inode.inode)
         except PlaneError:
             kept = 0
         if kept:
@@ -198,7 +214,6 @@ class Blocks:
             self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
         else:
             self.drop(inode)
-        self.tell_hosts()
 
     @step
     def forget(self, inode: Inode) -> None:

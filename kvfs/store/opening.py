@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from kvfs.checks import check_records
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.names import Names
-from kvfs.plane import Plane, PlaneOptions, PlaneTuning, check_records
+from kvfs.plane import Plane, PlaneOptions, PlaneTuning
 from kvfs.pool.format import META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.lock import INDEX_NAME
 from kvfs.pool.opening import OpenPool

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from kvfs.checks import check_records
 from kvfs.errors import FormatError, KvfsError
-from kvfs.plane import Plane, check_records
+from kvfs.plane import Plane
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import SegmentHeader, Summary, summary_size, unpack_segment_header, unpack_summary
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, SegmentIndex

@@ -387,6 +387,8 @@ class Store:
             if self.sealing.is_busy(event.inode):
                 return
             self.blocks.drop_bad(InodeNumber(event.inode), event.value)
+        elif event.type == EventType.OVERTAKEN:
+            self.blocks.drop_overtaken(InodeNumber(event.inode), event.value)
         elif event.type == EventType.SLAB_WANTED:
             self._tasks.start(self.slabs.wanted, InodeNumber(event.inode), event.value)
         elif event.type == EventType.SLAB_CLOSED:

@@ -9,6 +9,7 @@
 
 #include <stdint.h>
 #include "kvfs_format.h"
+#include "kvfs_pod.h"
 #include "kvfs_names.h"
 #include "kvfs_table.h"
 
@@ -167,6 +168,7 @@ enum kvfs_event_type {
     KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: make it a slab, then call
                                   * kvfs_slab_answer */
     KVFS_EVENT_ROOM = 15,        /* a FLUSH waits for room in a segment: kvfs_flush_wanted() */
+    KVFS_EVENT_OVERTAKEN = 16,   /* another node has stored this inode's name, or removed it, later than this one. value = the version that lost */
     KVFS_EVENT_PLACES = 14,      /* kvfs_places_noted() has news that are waited for */
     KVFS_EVENT_SLOW = 13         /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
                                  * at most, and no more than ten not yet taken; the others count in slow_requests only */
@@ -326,17 +328,19 @@ void kvfs_feed_stop(struct kvfs_plane *plane);
 /* ---- a pod: names and blocks of other nodes (kvfs_pod.h) ---- */
 
 /* The pool is a pod, and this node has that slot. Call it before anything is served. -EINVAL, -ENOMEM, or an error of memfd_create(2). */
-int kvfs_plane_join(struct kvfs_plane *plane, const struct kvfs_pod_config *config);
+int kvfs_plane_join(struct kvfs_plane *plane, uint32_t slot, uint32_t nodes, uint32_t lot, uint64_t entries_max, uint64_t news_bytes, uint64_t start);
 struct kvfs_pod *kvfs_plane_pod(struct kvfs_plane *plane); /* the plane's; NULL: the pool is no pod */
 struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane);
 /* What the name leads to at other nodes. 0: a block; 1: a directory; -ENOENT; -EAGAIN: try again. */
 int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* A block that was looked up, by its node id. name: KVFS_NAME_MAX + 1 bytes. 0, -ENOENT. */
 int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out, char *name);
-/* Take in what another node told (kvfs_pod_apply()): in a step, and the clock of versions goes on. */
-int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batch, uint64_t size, struct kvfs_pod_result *result);
-/* Tell the other nodes of everything that is here: after they may have missed something. Returns how many records there are, or -errno. */
-int64_t kvfs_foreign_tell_all(struct kvfs_plane *plane);
+/* Take in what another node told, as kvfs_pod_apply() does; blocks that others read are used, and the clock of versions goes on. */
+int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batch, uint64_t size, struct kvfs_pod_conflict *conflicts,
+                       struct kvfs_pod_applied *out);
+/* Take in inode records that were found on the devices: those of blocks whose header is in this segment, in this life of it, and of directories.
+ * Returns how many were taken, or -EBADMSG: one makes no sense. */
+int64_t kvfs_foreign_load(struct kvfs_plane *plane, uint32_t segment, uint64_t generation, const void *records, uint64_t size);
 /* The inode number of a directory of a pod. */
 uint64_t kvfs_directory_number(uint64_t parent, const char *name, uint32_t name_size, uint64_t secret);
 

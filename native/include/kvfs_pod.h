@@ -23,6 +23,8 @@ struct kvfs_pod;
 #define KVFS_POD_NODES_MAX 4096
 #define KVFS_POD_LOT_MAX 64
 #define KVFS_POD_SHAPES_MAX 4095
+/* In `mode`: the block has several runs, so its data need not lie behind its header. */
+#define KVFS_POD_EXTENTS (1u << 31)
 
 struct kvfs_pod_config {
     uint64_t entries_max;   /* beyond it entries of the lowest versions make room; 1 to 2^34 */
@@ -114,6 +116,8 @@ int kvfs_pod_find_name(const struct kvfs_pod *pod, uint64_t parent, const char *
 /* Until then (CLOCK_MONOTONIC, ns) entries of this segment are not found: its device fails for a reason that stays. 0 ends it. Any thread. In a
  * process that attached, for itself alone and for at most 64 segments at once. */
 void kvfs_pod_avoid(struct kvfs_pod *pod, uint32_t segment, uint64_t until_ns);
+/* The slot of the node that owns the segment. */
+uint32_t kvfs_pod_owner(const struct kvfs_pod *pod, uint32_t segment);
 
 /* ---- single records: any thread of the daemon; each takes the mutex for under a microsecond ---- */
 

@@ -228,6 +228,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         plane->requests_free = next;
     }
     feed_destroy(plane->feed);
+    foreign_leave(plane);
     if (plane->table)
         kvfs_table_destroy(plane->table);
     reservations_free(plane);

@@ -1,4 +1,4 @@
-"""A pod under test on one machine: devices, a redis-server, and nodes, each a pool directory with a mount of its own."""
+"""A pod under test on one machine: devices, a redis-server, and nodes, each a pool directory with a mount."""
 
 from __future__ import annotations
 

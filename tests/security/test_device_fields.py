@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from image import Image, with_checksum
 from store_pools import crashed_store, make, make_pool, names, settle, verify_all, with_store, write
 
+from kvfs.checks import check_records
 from kvfs.errors import DeviceError, FormatError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.plane import check_records
 from kvfs.pool.format import Summary, pack_summary
 from kvfs.record import Extent, Inode, InodeFlags, Kind
 from kvfs.store.fsck import fsck

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from kvfs._native import ffi, lib
 
-from kvfs.plane import Run, checksum
+from kvfs.checks import checksum
+from kvfs.plane import Run
 from kvfs.record import Inode
 from kvfs.types import SegmentIndex
 

@@ -2,9 +2,13 @@
  * Everything here runs within a step (I4), after the table has changed and before the names in memory do. While nobody is to be told, nothing is looked
  * up. */
 #include "block/feed.h"
+#include "pod/foreign.h"
 #include "content/content.h"
 
 #define ROOT_INODE 1u
+/* News wait for what comes next of the same name: engines write, close and rename. */
+#define HOLD_NS 20000000u
+#define PASSING_HOLD_NS 1000000000u
 
 static bool is_block(const struct kvfs_record *record) {
     return record->kind == KVFS_KIND_FILE && (record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS)) == KVFS_INODE_SEALED;
@@ -50,15 +54,18 @@ static bool name_is_passing(const char *name, uint32_t size) {
     return false;
 }
 
-static void news_here(struct kvfs_plane *plane, const struct kvfs_inode_record *r, const char *name, bool keyed) {
+/* `keyed`: its header has this very name. `first`: nothing had the name before. */
+static void news_here(struct kvfs_plane *plane, const struct kvfs_inode_record *r, const char *name, bool keyed, bool first) {
     const bool directory = r->kind == KVFS_KIND_DIRECTORY;
     uint64_t low, high;
     if (!plane->news || !r->name_size || r->flags & KVFS_INODE_BORROWED || (!directory && !(r->flags & KVFS_INODE_SEALED)))
         return;
-    kvfs_name_key(r->parent, name, r->name_size, plane->config.secret, &low, &high);
-    const struct kvfs_news_item item = {.kind = directory ? KVFS_NEWS_DIRECTORY : KVFS_NEWS_HERE,
-                                        .keyed = keyed,
-                                        .held = name_is_passing(name, r->name_size),
+    const bool passing = name_is_passing(name, r->name_size);
+    foreign_key(&plane->array.geometry, r->parent, name, r->name_size, &low, &high);
+    const struct kvfs_news_item item = {.kind = directory ? KVFS_POD_DIRECTORY_HERE : KVFS_POD_HERE,
+                                        .flags = (uint8_t)((keyed ? KVFS_NEWS_KEYED : 0) | (first ? KVFS_NEWS_FIRST : 0) |
+                                                           (passing ? KVFS_NEWS_HIDDEN : 0)),
+                                        .hold_ns = passing ? PASSING_HOLD_NS : HOLD_NS,
                                         .key_low = low,
                                         .key_high = high,
                                         .version = r->version,
@@ -71,12 +78,14 @@ static void news_here(struct kvfs_plane *plane, const struct kvfs_inode_record *
                                         .uid = r->uid,
                                         .gid = r->gid};
     kvfs_news_add(plane->news, &item);
+    if (kvfs_pod_remove(plane->pod, low, high, r->version) == -ESTALE) /* another node has stored it later */
+        event_add(plane, KVFS_EVENT_OVERTAKEN, r->inode, r->version);
 }
 
 static void news_gone(struct kvfs_plane *plane, const struct kvfs_record *was) {
     if (!plane->news || was->flags & (KVFS_INODE_NAMELESS | KVFS_INODE_BORROWED) || (was->kind != KVFS_KIND_DIRECTORY && !(was->flags & KVFS_INODE_SEALED)))
         return;
-    const struct kvfs_news_item item = {.kind = was->kind == KVFS_KIND_DIRECTORY ? KVFS_NEWS_DIRECTORY_GONE : KVFS_NEWS_GONE,
+    const struct kvfs_news_item item = {.kind = was->kind == KVFS_KIND_DIRECTORY ? KVFS_POD_DIRECTORY_GONE : KVFS_POD_GONE,
                                         .key_low = was->key_low,
                                         .key_high = was->key_high,
                                         .version = was->version};
@@ -112,7 +121,7 @@ static void news_put(struct kvfs_plane *plane, const struct kvfs_inode_record *r
     if (renamed)
         news_gone(plane, &change->before);
     if (record->kind == KVFS_KIND_DIRECTORY || is_block(&now))
-        news_here(plane, record, name, stored && !renamed && !change->known);
+        news_here(plane, record, name, stored && !renamed && !change->known, !change->held);
     else if (change->held && is_block(&change->holder))
         news_gone(plane, &change->holder);
 }
@@ -153,7 +162,7 @@ void change_update(struct kvfs_plane *plane, const struct kvfs_inode_record *rec
     record_from_inode(record, &now);
     bool was = is_block(&change->before), is = is_block(&now);
     if (is && !(was && same_place(&change->before, &now)))
-        news_here(plane, record, name, false);
+        news_here(plane, record, name, false, !was);
     else if (was && !is)
         news_gone(plane, &change->before);
     if (!plane->feed)
@@ -166,7 +175,7 @@ void change_update(struct kvfs_plane *plane, const struct kvfs_inode_record *rec
 
 void change_moved(struct kvfs_plane *plane, const struct kvfs_inode_record *record, const char *name) {
     if (!(record->flags & KVFS_INODE_NAMELESS))
-        news_here(plane, record, name, false);
+        news_here(plane, record, name, false, false);
 }
 
 void change_remove(struct kvfs_plane *plane, enum kvfs_event_reason reason, const struct change *change) {

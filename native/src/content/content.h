@@ -355,6 +355,8 @@ int node_record(struct kvfs_plane *plane, struct node *node, struct kvfs_record 
 bool foreign_is_same(struct node *node, const struct desc *desc);
 /* Its owner is told, some time, that it was used. */
 void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record);
+/* The plane comes down. */
+void foreign_leave(struct kvfs_plane *plane);
 /* The name leads to a block of another node, and to nothing here. */
 bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name);
 /* Remove a name of another node: every node is told. 0, -ENOENT, -EAGAIN: it is a directory, or nobody can say. */

@@ -1,6 +1,9 @@
-/* Blocks of other nodes of the pod, for requests: looked up in the pod map, opened, read, and removed by name. */
+/* Blocks of other nodes of the pod, for requests: looked up in the pod map, opened, read, and removed by name. And what other nodes tell. */
 #include "pod/foreign.h"
 #include "content/content.h"
+
+/* Hits order eviction, and that is slow. */
+#define HIT_HOLD_NS 1000000000u
 
 int foreign_look(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out) {
     if (!plane->pod)
@@ -35,7 +38,7 @@ bool foreign_is_same(struct node *node, const struct desc *desc) {
 
 bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed) {
     struct kvfs_record now;
-    foreign_forget(plane->pod, failed);
+    kvfs_pod_forget(plane->pod, failed->key_low, failed->key_high, failed->segment, failed->page);
     if (foreign_again(plane->pod, &plane->array.geometry, failed, &now) < 0 || now.size != failed->size)
         return false;
     pthread_mutex_lock(&node->lock);
@@ -46,8 +49,10 @@ bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvf
 }
 
 void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record) {
+    const struct kvfs_news_item item = {
+        .kind = KVFS_POD_HIT, .key_low = record->key_low, .key_high = record->key_high, .version = 1, .hold_ns = HIT_HOLD_NS};
     if (plane->news)
-        kvfs_news_hit(plane->news, record->key_low, record->key_high, record->segment);
+        kvfs_news_add(plane->news, &item);
 }
 
 bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name) {
@@ -68,9 +73,115 @@ int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) 
     if (r == 0) {
         kvfs_names_seen(plane->names, kvfs_pod_version(plane->pod, record.key_low, record.key_high));
         uint64_t version = kvfs_names_next_version(plane->names);
+        const struct kvfs_news_item item = {.kind = KVFS_POD_GONE, .key_low = record.key_low, .key_high = record.key_high, .version = version};
         kvfs_pod_remove(plane->pod, record.key_low, record.key_high, version);
-        kvfs_news_gone(plane->news, record.key_low, record.key_high, version);
+        kvfs_news_add(plane->news, &item);
     }
     kvfs_names_end(plane->names);
     return r == 1 ? -EAGAIN : r;
+}
+
+/* ---- for the control plane ---- */
+
+int kvfs_plane_join(struct kvfs_plane *plane, uint32_t slot, uint32_t nodes, uint32_t lot, uint64_t entries_max, uint64_t news_bytes,
+                    uint64_t start) {
+    const struct kvfs_pod_config config = {.entries_max = entries_max,
+                                           .secret = plane->config.secret,
+                                           .segment_count = plane->config.segment_count,
+                                           .segment_pages = plane->array.geometry.segment_pages,
+                                           .lot = lot,
+                                           .nodes = nodes,
+                                           .own_slot = slot};
+    const struct kvfs_news_config news = {.bytes_max = news_bytes, .secret = plane->config.secret, .start = start, .slot = slot};
+    assert(!plane->pod);
+    int r = kvfs_pod_create(&config, &plane->pod);
+    if (r == 0)
+        r = kvfs_news_create(&news, &plane->news);
+    if (r == 0 && !(plane->known = foreign_known_new()))
+        r = -ENOMEM;
+    if (r < 0)
+        foreign_leave(plane);
+    return r;
+}
+
+void foreign_leave(struct kvfs_plane *plane) {
+    kvfs_news_destroy(plane->news);
+    kvfs_pod_destroy(plane->pod);
+    foreign_known_free(plane->known);
+    plane->news = NULL;
+    plane->pod = NULL;
+    plane->known = NULL;
+}
+
+struct kvfs_pod *kvfs_plane_pod(struct kvfs_plane *plane) { return plane->pod; }
+
+struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane) { return plane->news; }
+
+int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out) {
+    return foreign_look(plane, parent, name, name_size, out);
+}
+
+int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out, char *name) {
+    return plane->known && is_foreign(inode) && foreign_known_get(plane->known, inode, out, name) ? 0 : -ENOENT;
+}
+
+int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batch, uint64_t size, struct kvfs_pod_conflict *conflicts,
+                       struct kvfs_pod_applied *out) {
+    struct kvfs_pod_hit *hits = plane->pod ? malloc(KVFS_POD_BATCH_RECORDS_MAX * sizeof(*hits)) : NULL;
+    if (!hits)
+        return plane->pod ? -ENOMEM : -EINVAL;
+    int r = kvfs_pod_apply(plane->pod, slot, batch, size, plane->table, conflicts, hits, out);
+    if (r == 0) {
+        kvfs_names_seen(plane->names, out->version_max);
+        for (uint32_t i = 0; i < out->hit_count; i++)
+            kvfs_inode_touch(plane, &hits[i].inode, 1, 1);
+    }
+    free(hits);
+    return r;
+}
+
+static int load_one(struct kvfs_plane *plane, uint32_t segment, uint64_t generation, const struct kvfs_inode_record *r, const char *name) {
+    const bool directory = r->kind == KVFS_KIND_DIRECTORY;
+    struct kvfs_pod_entry entry = {.version = r->version,
+                                   .mode = r->mode | (r->extent_count ? KVFS_POD_EXTENTS : 0),
+                                   .uid = r->uid,
+                                   .gid = r->gid,
+                                   .slot = (uint16_t)kvfs_pod_owner(plane->pod, segment),
+                                   .directory = directory};
+    if (!r->name_size || (!directory && (r->kind != KVFS_KIND_FILE || !(r->flags & KVFS_INODE_SEALED) || r->flags & KVFS_INODE_NAMELESS)))
+        return 0;
+    if (!directory && (r->segment != segment || r->generation != generation))
+        return 0;
+    if (!directory) {
+        entry.generation = r->generation;
+        entry.size = r->size;
+        entry.segment = r->segment;
+        entry.page = r->page;
+        entry.header_pages = r->header_pages;
+    }
+    struct kvfs_record own;
+    foreign_key(&plane->array.geometry, r->parent, name, r->name_size, &entry.key_low, &entry.key_high);
+    kvfs_names_seen(plane->names, r->version);
+    int r_own = kvfs_table_find_key(plane->table, entry.key_low, entry.key_high, &own);
+    if (r_own == 0 && (directory || own.version >= entry.version))
+        return 0;
+    int result = kvfs_pod_put(plane->pod, &entry);
+    if (r_own == 0 && result == 0 && own.kind == KVFS_KIND_FILE)
+        event_add(plane, KVFS_EVENT_OVERTAKEN, own.inode, own.version);
+    return result == 0;
+}
+
+int64_t kvfs_foreign_load(struct kvfs_plane *plane, uint32_t segment, uint64_t generation, const void *records, uint64_t size) {
+    int64_t taken = 0;
+    if (!plane->pod || segment >= plane->config.segment_count)
+        return -EINVAL;
+    if (!records_sound(&plane->array.geometry, KVFS_EPOCH_MAX, records, size))
+        return -EBADMSG;
+    for (const uint8_t *at = records, *end = at + size; at < end;) {
+        struct kvfs_inode_record head;
+        memcpy(&head, at, sizeof(head)); /* the buffer need not be aligned */
+        taken += load_one(plane, segment, generation, &head, (const char *)at + sizeof(head));
+        at += head.record_size;
+    }
+    return taken;
 }

@@ -1,4 +1,5 @@
 /* Requests of a kernel: which of them C answers, and which go on to Python. A table has a function by opcode. */
+#include "pod/foreign.h"
 #include "fuse/fuse.h"
 
 #include <fcntl.h>

@@ -1,9 +1,10 @@
 /* Blocks of other nodes as records: found by name in the pod map, and again by the node ids that they have here. */
 #include "pod/foreign.h"
 
-#include <sys/stat.h>
+#include <stdio.h>
 
 #include "kvfs_checksum.h"
+#include "kvfs_plane.h"
 
 /* One content is one inode for a kernel, so its page cache is always right: the id is made of the place and of the life of its segment. */
 static uint64_t place_id(uint64_t secret, uint64_t generation, uint32_t segment, uint32_t page) {
@@ -38,14 +39,18 @@ static int record_make(const struct kvfs_pod_found *found, const struct geometry
     return found->directory;
 }
 
+void foreign_key(const struct geometry *geometry, uint64_t parent, const char *name, uint32_t name_size, uint64_t *low, uint64_t *high) {
+    kvfs_name_key(parent, name, name_size, geometry->secret, low, high);
+    *low += !(*low | *high); /* no name has the key zero, as in the block table */
+}
+
 int foreign_find(const struct kvfs_pod *pod, const struct geometry *geometry, uint64_t parent, const char *name, uint32_t name_size,
                  struct kvfs_record *out) {
     struct kvfs_pod_found found;
     uint64_t low, high;
     if (!name_size || name_size > KVFS_NAME_MAX)
         return -ENOENT;
-    kvfs_name_key(parent, name, name_size, geometry->secret, &low, &high);
-    low += !(low | high); /* as the block table has it */
+    foreign_key(geometry, parent, name, name_size, &low, &high);
     int r = kvfs_pod_find(pod, low, high, &found);
     if (r < 0)
         return r;
@@ -64,10 +69,6 @@ int foreign_again(const struct kvfs_pod *pod, const struct geometry *geometry, c
     record_make(&found, geometry, then->key_low, then->key_high, now);
     now->parent = then->parent;
     return 0;
-}
-
-void foreign_forget(struct kvfs_pod *pod, const struct kvfs_record *record) {
-    kvfs_pod_forget(pod, record->key_low, record->key_high, record->segment, record->page);
 }
 
 /* ---- by node id ---- */

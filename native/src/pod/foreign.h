@@ -10,14 +10,13 @@
 
 static inline bool is_foreign(uint64_t inode) { return (inode & (UINT64_C(7) << 61)) == FOREIGN_BITS; }
 
+/* The key of a name, in block table and pod map. */
+void foreign_key(const struct geometry *geometry, uint64_t parent, const char *name, uint32_t name_size, uint64_t *low, uint64_t *high);
 /* The record of a block of another node, by its name. 0; 1: a directory, of which only inode, mode, uid and gid are set; -ENOENT; -EAGAIN. */
 int foreign_find(const struct kvfs_pod *pod, const struct geometry *geometry, uint64_t parent, const char *name, uint32_t name_size,
                  struct kvfs_record *out);
 /* The block that the key of `then` leads to now. 0, -ENOENT, -EAGAIN. */
 int foreign_again(const struct kvfs_pod *pod, const struct geometry *geometry, const struct kvfs_record *then, struct kvfs_record *now);
-/* Its bytes did not prove: the entry goes, if it still leads to this place. */
-void foreign_forget(struct kvfs_pod *pod, const struct kvfs_record *record);
-
 /* Records that were found, by their node ids: those of the last 65,536 or so. Any thread. A kernel asks by the id, a moment after the look-up. */
 struct foreign_known;
 struct foreign_known *foreign_known_new(void); /* NULL: no memory */

@@ -1,0 +1,25 @@
+"""What C says of bytes by themselves: whether records that come from a device can have been written, and checksums."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from kvfs._native import ffi, lib
+from kvfs.errors import FormatError
+
+
+def check_records(records: bytes, *, epoch_max: int, segment_count: int, end_page: int, origin: str) -> int:
+    """The number of inode records. FormatError names `origin`, and the first record that no kvfs can have written."""
+    limits = ffi.new("struct kvfs_record_limits *", (epoch_max, segment_count, end_page))
+    at, why = ffi.new("uint64_t *"), ffi.new("const char **")
+    count = lib.kvfs_records_check(limits, records, len(records), at, why)
+    if count < 0:
+        inode = int.from_bytes(records[at[0] + 8 : at[0] + 16], "little")
+        reason = ffi.string(why[0]).decode()
+        raise FormatError(f"{origin}: record at {at[0]} of {len(records)}, inode {inode}: {reason}")
+    return cast(int, count)
+
+
+def checksum(data: bytes | bytearray | memoryview, secret: int) -> int:
+    """xxh3-64 seeded with the pool's secret: the checksum of all structures on devices."""
+    return cast(int, lib.kvfs_checksum(ffi.from_buffer(data), len(data), secret))

@@ -1,0 +1,217 @@
+"""A handle to the pod map and the news (native/include/kvfs_pod.h): typed calls.
+
+The pod map has the names of other nodes' blocks, the news are what this node tells them. A batch is bytes that C packs
+and checks; only its head is read here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from kvfs._native import ffi, lib
+from kvfs.errors import KvfsError
+from kvfs.types import NAME_MAX, InodeNumber
+
+BATCH_SIZE_MAX = 65536
+BATCH_RECORDS_MAX = 1637
+# The high bits of a node id that is made of another node's place.
+_FOREIGN = 0b011
+_BITS = 61
+
+
+def is_foreign(number: int) -> bool:
+    """Whether this is the node id of another node's block, which no inode of this node has."""
+    return number >> _BITS == _FOREIGN
+
+
+class PodMapError(KvfsError):
+    """The pod map cannot be made, or a batch is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodOptions:
+    """This node's part in a pod, and the bounds of its memory."""
+
+    slot: int
+    nodes: int
+    lot: int
+    entries_max: int
+    news_bytes: int
+    start: int  # random, of this mount
+
+
+class Foreign(NamedTuple):
+    """struct kvfs_record of another node's block or directory."""
+
+    inode: InodeNumber
+    parent: InodeNumber
+    name: bytes
+    directory: bool
+    size: int
+    segment: int
+    page: int
+    generation: int
+    mode: int
+    uid: int
+    gid: int
+
+
+class Conflict(NamedTuple):
+    """struct kvfs_pod_conflict: this node's own block, which lost against another node's news."""
+
+    inode: InodeNumber
+    own_version: int
+    version: int
+    kind: int
+    slot: int
+
+
+class Applied(NamedTuple):
+    """struct kvfs_pod_applied, but for the arrays."""
+
+    start: int
+    number: int
+    records: int
+    applied: int
+    skipped: int
+    conflicts: Sequence[Conflict]
+
+
+class Batch(NamedTuple):
+    """A batch of news that is due, and what is left."""
+
+    data: bytes
+    number: int
+    record_count: int
+    lost: int
+    next_due_s: float | None  # on CLOCK_MONOTONIC; None: nothing is held
+
+
+class PodMap:
+    """The pod map and the news of a plane, which owns them."""
+
+    def __init__(self, plane: object, options: PodOptions) -> None:
+        result = lib.kvfs_plane_join(
+            plane, options.slot, options.nodes, options.lot, options.entries_max, options.news_bytes, options.start
+        )
+        if result < 0:
+            raise PodMapError(
+                f"pod map of {options.entries_max} entries, slot {options.slot} of {options.nodes}, lots of "
+                f"{options.lot}: {os.strerror(-result)}"
+            )
+        self.options = options
+        self._plane = plane
+        self._pod, self._news = lib.kvfs_plane_pod(plane), lib.kvfs_plane_news(plane)
+        self._record = ffi.new("struct kvfs_record *")
+        self._out = ffi.new("uint8_t[]", BATCH_SIZE_MAX)
+        self._taken = ffi.new("struct kvfs_news_taken *")
+        self._conflicts = ffi.new("struct kvfs_pod_conflict[]", BATCH_RECORDS_MAX)
+        self._applied = ffi.new("struct kvfs_pod_applied *")
+
+    @property
+    def fd(self) -> int:
+        """The map's memory, for readers in other processes. The map keeps it."""
+        return cast(int, lib.kvfs_pod_fd(self._pod))
+
+    # ---- look-ups ----
+
+    def find(self, parent: InodeNumber, name: bytes) -> Foreign | None:
+        """What the name leads to at other nodes."""
+        result = lib.kvfs_foreign_find(self._plane, parent, name, len(name), self._record)
+        return None if result < 0 else self._foreign(parent, name)
+
+    def known(self, number: InodeNumber) -> Foreign | None:
+        """A block that was looked up, by its node id."""
+        name = ffi.new("char[]", NAME_MAX + 1)
+        if lib.kvfs_foreign_known(self._plane, number, self._record, name) < 0:
+            return None
+        return self._foreign(InodeNumber(self._record.parent), ffi.string(name))
+
+    def _foreign(self, parent: InodeNumber, name: bytes) -> Foreign:
+        r = self._record
+        return Foreign(
+            InodeNumber(r.inode), parent, name, r.kind == 2, r.size, r.segment, r.page, r.generation, r.mode, r.uid,
+            r.gid,
+        )  # fmt: skip
+
+    def directory_number(self, parent: InodeNumber, name: bytes, secret: int) -> InodeNumber:
+        """The inode number of a pod's directory, on every node."""
+        return InodeNumber(lib.kvfs_directory_number(parent, name, len(name), secret))
+
+    # ---- what others tell ----
+
+    def apply(self, slot: int, batch: bytes) -> Applied:
+        """Take in a batch of the node of that slot. PodMapError: it is damaged, or another's. Any thread, one at a
+        time."""
+        out = self._applied
+        result = lib.kvfs_foreign_apply(self._plane, slot, batch, len(batch), self._conflicts, out)
+        if result < 0:
+            error = PodMapError(f"news of slot {slot}, {len(batch)} bytes: {os.strerror(-result)}")
+            error.errno = -result
+            raise error
+        conflicts = [
+            Conflict(InodeNumber(c.inode), c.own_version, c.version, c.kind, c.slot)
+            for c in self._conflicts[0 : out.conflict_count]
+        ]
+        skipped = out.old + out.ended + out.foreign + out.malformed + out.no_room + out.waiting + out.unknown + out.own
+        return Applied(out.start, out.number, out.records, out.applied, skipped, conflicts)
+
+    def load(self, segment: int, generation: int, records: bytes) -> int:
+        """Take in inode records that were found on the devices in this life of a segment. PodMapError."""
+        result = lib.kvfs_foreign_load(self._plane, segment, generation, records, len(records))
+        if result < 0:
+            raise PodMapError(f"segment {segment}: {len(records)} bytes of records: {os.strerror(-result)}")
+        return cast(int, result)
+
+    def life(self, segment: int, generation: int, *, ended: bool) -> bool:
+        """A segment of another node has this life, or it has ended. False: later news are known, or the sweep lags."""
+        return cast(int, lib.kvfs_pod_life(self._pod, segment, generation, int(ended))) == 0
+
+    def sweep(self, buckets: int) -> int:
+        return cast(int, lib.kvfs_pod_sweep(self._pod, buckets))
+
+    def repeat_begin(self, slot: int) -> None:
+        """What this node says from now on is all that it has."""
+        lib.kvfs_pod_repeat_begin(self._pod, slot)
+
+    def repeat_end(self, slot: int) -> int:
+        """Returns how many names went, as the node did not repeat them."""
+        return cast(int, lib.kvfs_pod_repeat_end(self._pod, slot))
+
+    # ---- what this node tells ----
+
+    @property
+    def news_fd(self) -> int:
+        """An eventfd: readable when something is due earlier than was said."""
+        return cast(int, lib.kvfs_news_fd(self._news))
+
+    def take(self, now_ns: int) -> Batch:
+        """A batch that is due, empty if none is. One thread."""
+        taken = self._taken
+        size = lib.kvfs_news_take(self._news, now_ns, self._out, BATCH_SIZE_MAX, taken)
+        if size < 0:
+            raise PodMapError(f"news: {os.strerror(-size)}")
+        due = None if taken.next_due_ns == (1 << 64) - 1 else taken.next_due_ns / 1e9
+        return Batch(bytes(ffi.buffer(self._out, size)), taken.number, taken.record_count, taken.lost, due)
+
+    def flush(self) -> None:
+        """All that is held back is due now, names that engines rename aside."""
+        lib.kvfs_news_flush(self._news)
+
+    def life_ended(self, segment: int, generation: int) -> None:
+        """A segment of this node is free."""
+        lib.kvfs_news_life(self._news, segment, generation, 1)
+
+    # ---- statistics ----
+
+    def statistics(self) -> dict[str, int]:
+        """struct kvfs_pod_statistics and, as news_*, struct kvfs_news_statistics."""
+        pod, news = ffi.new("struct kvfs_pod_statistics *"), ffi.new("struct kvfs_news_statistics *")
+        lib.kvfs_pod_statistics(self._pod, pod)
+        lib.kvfs_news_statistics(self._news, news)
+        found = {name: getattr(pod, name) for name, _ in ffi.typeof("struct kvfs_pod_statistics").fields}
+        found |= {f"news_{name}": getattr(news, name) for name, _ in ffi.typeof("struct kvfs_news_statistics").fields}
+        return found
