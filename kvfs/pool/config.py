@@ -26,6 +26,18 @@ from kvfs.pool.geometry import (
     layout,
     zones_on,
 )
+from kvfs.pool.pod import (
+    ENGINES_MAX,
+    LOOKUP_WAIT_MAX_MS,
+    LOT_MAX,
+    MAP_SIZE_MAX,
+    MAP_SIZE_MIN,
+    NODES_MAX,
+    PodConfig,
+    check_pod,
+    same_but,
+    zones_offset,
+)
 from kvfs.types import NAME_MAX, PAGE_SIZE
 
 CONFIG_NAME = "pool.toml"
@@ -75,6 +87,8 @@ class PoolConfig:
     slab_quota: float = SLAB_QUOTA
     # The part of the pool that one user may hold: open, pinned, reserved and in slabs.
     user_share: float = USER_SHARE
+    # The nodes that share the pool. None: one node has it alone.
+    pod: PodConfig | None = None
 
     @property
     def segment_count(self) -> int:
@@ -82,7 +96,12 @@ class PoolConfig:
 
     def segments_of(self, slot: int) -> Sequence[int]:
         """The segments that the node of this slot writes."""
-        return range(self.segment_count)
+        count = self.segment_count
+        return range(count) if self.pod is None else self.pod.segments_of(slot, count)
+
+    def owner(self, segment: int) -> int:
+        """The slot of the node that writes a segment."""
+        return 0 if self.pod is None else self.pod.owner(segment)
 
     def members(self) -> list[tuple[tuple[int, int], ...]]:
         """The members, (device, zone), of every segment. Segments of devices that were added follow on the others and
@@ -110,6 +129,7 @@ class PoolConfig:
             f"stripe_width = {self.geometry.stripe_width}",
             f"stripe_unit = {self.geometry.stripe_unit}",
             f"zone_size = {self.geometry.zone_size}",
+            *([] if self.pod is None else _pod_lines(self.pod)),
         ]
         for device in self.devices:
             lines += [
@@ -132,6 +152,20 @@ class PoolConfig:
                 f"directory = {_quoted(rule.directory)}" if rule.directory else f"suffixes = [{endings}]",
             ]
         return "\n".join(lines) + "\n"
+
+
+def _pod_lines(pod: PodConfig) -> list[str]:
+    return [
+        "",
+        "[pod]",
+        f"engine = [{', '.join(map(_quoted, pod.engine))}]",
+        f"nodes = {pod.nodes}",
+        f"lot = {pod.lot}",
+        *([f"map_size = {pod.map_size}"] if pod.map_size else []),
+        *([f"lookup_wait_ms = {pod.lookup_wait_ms}"] if pod.lookup_wait_ms else []),
+        *([f"password_file = {_quoted(pod.password_file)}"] if pod.password_file else []),
+        *([f"retired = {list(pod.retired)}"] if pod.retired else []),
+    ]
 
 
 def _quoted(text: str) -> str:
@@ -180,10 +214,25 @@ def parse(text: str, origin: str) -> PoolConfig:
         tuple(_group_rule(group) for group in reader.tables("group", GROUPS_MAX)) if reader.has("group") else (),
         reader.fraction("slab_quota") if reader.has("slab_quota") else SLAB_QUOTA,
         reader.fraction("user_share") if reader.has("user_share") else USER_SHARE,
+        _pod(reader.table("pod")) if reader.has("pod") else None,
     )  # fmt: skip
     reader.finish()
     _check(config, origin)
     return config
+
+
+def _pod(reader: _Reader) -> PodConfig:
+    pod = PodConfig(
+        engine=reader.texts("engine", ENGINES_MAX),
+        nodes=reader.integer("nodes", 1, NODES_MAX),
+        lot=reader.integer("lot", 1, LOT_MAX),
+        map_size=reader.integer("map_size", MAP_SIZE_MIN, MAP_SIZE_MAX) if reader.has("map_size") else 0,
+        lookup_wait_ms=reader.integer("lookup_wait_ms", 0, LOOKUP_WAIT_MAX_MS) if reader.has("lookup_wait_ms") else 0,
+        password_file=reader.text("password_file") if reader.has("password_file") else "",
+        retired=reader.integers("retired", NODES_MAX) if reader.has("retired") else (),
+    )
+    reader.finish()
+    return pod
 
 
 def _group_rule(reader: _Reader) -> GroupRule:
@@ -223,6 +272,15 @@ def _check(config: PoolConfig, origin: str) -> None:
             )
     if len({device.uuid for device in config.devices}) != len(config.devices):
         raise PoolError(f"{origin}: device.uuid: two devices have the same")
+    if config.pod is not None:
+        check_pod(config.pod, origin)
+        room = zones_offset(config.pod.nodes)
+        for device in config.devices:
+            if device.zones_offset < room:
+                raise PoolError(
+                    f"{origin}: device[{device.index}].zones_offset is {device.zones_offset}; the pages of "
+                    f"{config.pod.nodes} nodes end at {room}"
+                )
 
 
 class _Reader:
@@ -279,6 +337,13 @@ class _Reader:
             raise self.error(key, f"an array of at most {most} strings is needed")
         return tuple(value)
 
+    def integers(self, key: str, most: int) -> tuple[int, ...]:
+        value = self._take(key, list, "an array of whole numbers")
+        assert isinstance(value, list)
+        if len(value) > most or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+            raise self.error(key, f"an array of at most {most} whole numbers is needed")
+        return tuple(value)
+
     def uuid(self, key: str) -> uuids.UUID:
         value = self.text(key)
         try:
@@ -323,8 +388,8 @@ def load(pool: Path) -> PoolConfig | None:
     return parse(text, str(path))
 
 
-def new_config(geometry: Geometry, devices: list[tuple[str, int]]) -> PoolConfig:
-    """A configuration with fresh identities for devices of (path, size)."""
+def new_config(geometry: Geometry, devices: list[tuple[str, int]], offset: int = ZONES_OFFSET) -> PoolConfig:
+    """A configuration with fresh identities for devices of (path, size), whose zones begin at `offset`."""
     return PoolConfig(
         uuid=uuids.uuid4(),
         secret=secrets.randbits(64),
@@ -333,7 +398,7 @@ def new_config(geometry: Geometry, devices: list[tuple[str, int]]) -> PoolConfig
         devices=tuple(
             DeviceConfig(
                 index=index, uuid=uuids.uuid4(), path=path, size=size // PAGE_SIZE * PAGE_SIZE,
-                zone_count=zones_on(size, geometry.zone_size), zones_offset=ZONES_OFFSET,
+                zone_count=zones_on(size, geometry.zone_size, offset), zones_offset=offset,
             )
             for index, (path, size) in enumerate(devices)
         ),
@@ -353,8 +418,11 @@ def compare(found: PoolConfig, origin: str, expected: PoolConfig, source: str, o
         raise PoolError(f"{origin}: secret differs from that of {source}")
     for key in ("stripe_width", "stripe_unit", "zone_size"):
         check(f"geometry.{key}", getattr(found.geometry, key), getattr(expected.geometry, key))
+    check("pod", *("not there" if config.pod is None else "there" for config in (found, expected)))
     if own is None:
         check("revision", found.revision, expected.revision)
+        for what, a, b in same_but(found.pod, expected.pod):
+            check(what, a, b)
         check("number of devices", len(found.devices), len(expected.devices))
         pairs = list(zip(found.devices, expected.devices, strict=True))
     else:

@@ -75,6 +75,26 @@ def open_own(path: Path, flags: int, mode: int) -> int:
     return fd
 
 
+def replace_own(path: Path, content: bytes) -> None:
+    """Replace a file of the pool's directory, durably. PoolError."""
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        fd = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(fd, content)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise PoolError(f"{path}: {os.strerror(error.errno or 0)}") from error
+
+
 def _reason(error: OSError) -> str:
     if error.errno == errno.ELOOP:
         return "is a symbolic link, which kvfs does not follow here; remove it"

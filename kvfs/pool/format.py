@@ -22,6 +22,7 @@ from kvfs.errors import ChecksumError, FormatError, NewerVersionError, PoolError
 from kvfs.plane import Run
 from kvfs.pool.config import LABEL_TEXT_OFFSET, PoolConfig, parse
 from kvfs.pool.geometry import LABEL_SIZE
+from kvfs.pool.pod import NODE_PAGES_OFFSET
 from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, SegmentIndex
 
 FORMAT_VERSION = 1
@@ -30,9 +31,12 @@ MAGIC_SEGMENT = 0x4D4745535346564B
 MAGIC_EXTENT = 0x4E5458455346564B
 MAGIC_SUMMARY = 0x4D4D55535346564B
 MAGIC_BEAT = 0x544145425346564B
-# A device's beat is the page behind the first label. The pages from there to the zones are kept for the nodes of a pod.
-BEAT_OFFSET = LABEL_SIZE
+# A device's beat is the page behind the first label. In a pod each slot has such a page, one behind the other.
+BEAT_OFFSET = NODE_PAGES_OFFSET
 BEAT_ENDING = 1
+# Of a pod's nodes. The node has gone, and its page stays for its epoch; the node is gone for good.
+BEAT_LEFT = 2
+BEAT_RETIRED = 4
 SUMMARY_CLOSED = 1
 SUMMARY_COMPRESSED = 2
 
@@ -41,11 +45,11 @@ _SEGMENT = struct.Struct("<QIIQQQ16sIIQQII")
 _MEMBER = struct.Struct("<II")
 _SUMMARY = struct.Struct("<QIIQQQQ16sIIQII")
 _EXTENT_HEADER = struct.Struct("<QIIQQQQIIII")
-_BEAT = struct.Struct("<QIIQQqQ16s16s16s16s16sQQIIII")
+_BEAT = struct.Struct("<QIIQQqQ16s16s16s16s16sQQIIII16sQ")
 _BEAT_HOST, _BEAT_POOL, _BEAT_USE = (256, 64), (512, 1024), (1536, 512)
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 16
-assert _LABEL.size == 120 and _SEGMENT.size == 88 and _SUMMARY.size == 88 and _BEAT.size == 160
+assert _LABEL.size == 120 and _SEGMENT.size == 88 and _SUMMARY.size == 88 and _BEAT.size == 184
 
 
 class Stream(IntEnum):
@@ -174,10 +178,16 @@ def unpack_label(data: bytes, where: str) -> Label:
 
 # ---- beats ----
 
+NO_NODE = uuids.UUID(int=0)
+
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The user of a device at the time of writing. `owner` names one start of one process."""
+    """The user of a device at the time of writing. `owner` names one start of one process.
+
+    In a pod it is a node's page: `slot` and `node` name the node, `mounted` is the last of its mounts that the device
+    took part in.
+    """
 
     owner: uuids.UUID
     epoch: int
@@ -193,14 +203,26 @@ class Beat:
     host: str = ""
     pool: str = ""
     use: str = ""
+    slot: int = 0
+    node: uuids.UUID = NO_NODE
+    mounted: int = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its writer meant to go on."""
+        return not self.flags & (BEAT_LEFT | BEAT_RETIRED)
+
+
+def beat_offset(slot: int) -> int:
+    return BEAT_OFFSET + slot * PAGE_SIZE
 
 
 def pack_beat(secret: int, pool: uuids.UUID, device: uuids.UUID, beat: Beat) -> bytes:
     data = bytearray(PAGE_SIZE)
     _BEAT.pack_into(
         data, 0, MAGIC_BEAT, FORMAT_VERSION, beat.flags, 0, beat.number, beat.written_ns, beat.epoch, pool.bytes,
-        device.bytes, beat.owner.bytes, beat.machine, beat.boot, beat.started, beat.namespace, beat.pid, 0,
-        beat.interval_ms, 0,
+        device.bytes, beat.owner.bytes, beat.machine, beat.boot, beat.started, beat.namespace, beat.pid, beat.slot,
+        beat.interval_ms, 0, beat.node.bytes, beat.mounted,
     )  # fmt: skip
     for (offset, size), text in ((_BEAT_HOST, beat.host), (_BEAT_POOL, beat.pool), (_BEAT_USE, beat.use)):
         encoded = text.encode(errors="surrogateescape")[: size - 1]
@@ -213,15 +235,18 @@ def holds_beat(page: bytes) -> bool:
     return int.from_bytes(page[:8], "little") == MAGIC_BEAT
 
 
-def unpack_beat(secret: int, pool: uuids.UUID, device: uuids.UUID, page: bytes) -> Beat | None:
-    """The beat, or None if the page holds none of this device: never written, cleared, damaged, of another pool."""
+def unpack_beat(secret: int, pool: uuids.UUID, device: uuids.UUID, page: bytes, slot: int = 0) -> Beat | None:
+    """The beat, or None if the page holds none of this device and slot: never written, cleared, damaged, of another
+    pool. Nor is one whose epoch no kvfs gives."""
     (
         magic, version, flags, checksum, number, written_ns, epoch, pool_uuid, device_uuid, owner, machine, boot,
-        started, namespace, pid, _, interval_ms, _,
+        started, namespace, pid, its_slot, interval_ms, _, node, mounted,
     ) = _BEAT.unpack_from(page)  # fmt: skip
     if magic != MAGIC_BEAT or version < 1 or pool_uuid != pool.bytes or device_uuid != device.bytes:
         return None
     if checksum != _sum_without_field(page[:PAGE_SIZE], secret):
+        return None
+    if its_slot != slot or epoch > EPOCH_MAX or mounted > epoch:
         return None
     host, path, use = (
         page[offset : offset + size].split(b"\0", 1)[0].decode(errors="replace")
@@ -229,7 +254,7 @@ def unpack_beat(secret: int, pool: uuids.UUID, device: uuids.UUID, page: bytes) 
     )
     return Beat(
         uuids.UUID(bytes=owner), epoch, number, written_ns, flags, machine, boot, started, namespace, pid, interval_ms,
-        host, path, use,
+        host, path, use, its_slot, uuids.UUID(bytes=node), mounted,
     )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ SEGMENT_CAP = 512 << 20
 SEGMENTS_WANTED = 256
 SEGMENTS_BEFORE_GROWTH = 16384
 SEGMENTS_MAX = 32768
+# Of a pod; each node may have as many as a pool of its own.
+POD_SEGMENTS_MAX = 1 << 22
 SEGMENTS_MIN = 8
 SUMMARY_SHARE = 64
 SUMMARY_PAGES_MIN = 2
@@ -73,8 +75,13 @@ def choose_geometry(
     stripe_width: int | None = None,
     stripe_unit: int | None = None,
     segment_size: int | None = None,
+    zones_offset: int = ZONES_OFFSET,
+    nodes: int = 1,
 ) -> tuple[Geometry, list[str]]:
-    """The geometry of a new pool over devices of these sizes, and notes about what was adjusted. UsageError."""
+    """The geometry of a new pool over devices of these sizes, and notes about what was adjusted. UsageError.
+
+    `zones_offset`: the first byte of zones. `nodes`: so many share the segments.
+    """
     notes: list[str] = []
     count = len(device_sizes)
     if not 1 <= count <= DEVICES_MAX:
@@ -83,7 +90,7 @@ def choose_geometry(
     if not 1 <= width <= min(count, STRIPE_WIDTH_MAX):
         raise UsageError(f"stripe width {width}: 1 to {min(count, STRIPE_WIDTH_MAX)} is possible with {count} devices")
     usable = sum(device_sizes)
-    zone = _power_below(segment_size // width) if segment_size is not None else _choose_zone(usable, width)
+    zone = _power_below(segment_size // width) if segment_size is not None else _choose_zone(usable, width, nodes)
     if segment_size is not None and segment_size != zone * width:
         raise UsageError(
             f"segment size {format_size(segment_size)}: it must be the stripe width ({width}) times a power of two"
@@ -102,7 +109,7 @@ def choose_geometry(
         check_geometry(geometry, "geometry")
     except PoolError as error:
         raise UsageError(str(error)) from error
-    zone_counts = [zones_on(size, zone) for size in device_sizes]
+    zone_counts = [zones_on(size, zone, zones_offset) for size in device_sizes]
     for index, zones in enumerate(zone_counts):
         if zones == 0:
             raise UsageError(
@@ -117,12 +124,13 @@ def choose_geometry(
     return geometry, notes
 
 
-def _choose_zone(usable: int, width: int) -> int:
-    """Small pools: some hundreds of segments; then segments of 512 MiB, then at most 32,768 segments."""
-    segment = max(SEGMENT_MIN, _power_below(max(1, usable // SEGMENTS_WANTED)))
+def _choose_zone(usable: int, width: int, nodes: int) -> int:
+    """Small pools: some hundreds of segments; then segments of 512 MiB, then at most 32,768 segments. So has each node
+    of a pod."""
+    segment = max(SEGMENT_MIN, _power_below(max(1, usable // (SEGMENTS_WANTED * nodes))))
     segment = min(segment, SEGMENT_CAP)
-    if usable // segment > SEGMENTS_BEFORE_GROWTH:
-        while usable // segment > SEGMENTS_MAX:
+    if usable // segment > SEGMENTS_BEFORE_GROWTH * nodes:
+        while usable // segment > min(SEGMENTS_MAX * nodes, POD_SEGMENTS_MAX):
             segment *= 2
     return max(_power_below(max(1, segment // width)), STRIPE_UNIT_MIN)
 
@@ -132,8 +140,8 @@ def _power_below(value: int) -> int:
     return 1 << (max(1, value).bit_length() - 1)
 
 
-def zones_on(device_size: int, zone_size: int) -> int:
-    return max(0, device_size // PAGE_SIZE * PAGE_SIZE - LABEL_SIZE - ZONES_OFFSET) // zone_size
+def zones_on(device_size: int, zone_size: int, zones_offset: int = ZONES_OFFSET) -> int:
+    return max(0, device_size // PAGE_SIZE * PAGE_SIZE - LABEL_SIZE - zones_offset) // zone_size
 
 
 def layout(zone_counts: list[int], stripe_width: int) -> list[tuple[tuple[int, int], ...]]:

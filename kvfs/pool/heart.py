@@ -4,6 +4,9 @@ first whether another process says so.
 The page that is found decides: our own is as it should be, a newer owner's ends the use of the pool at once. A device
 that hangs stops its own thread alone. All calls block. docs/format.md describes the page; owner.py knows which owners
 are alive.
+
+In a pod each node has the page of its slot, and owns its part of the pool by it. The page also says what a label says
+elsewhere: the last mount in which the device took part. So it is durable when a mount begins, and stays at its end.
 """
 
 from __future__ import annotations
@@ -17,14 +20,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from kvfs.errors import DeviceError, InUseError, printable
+from kvfs.errors import DeviceError, FormatError, InUseError, PoolError, printable
 from kvfs.pool import fence, owner
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.devices import Device, Tell
-from kvfs.pool.format import BEAT_ENDING, BEAT_OFFSET, Beat, holds_beat, pack_beat, unpack_beat
-from kvfs.pool.labels import has_beat, read_beat
+from kvfs.pool.format import (
+    BEAT_ENDING,
+    BEAT_LEFT,
+    BEAT_RETIRED,
+    Beat,
+    beat_offset,
+    holds_beat,
+    pack_beat,
+    unpack_beat,
+)
+from kvfs.pool.labels import has_beat, read_beat, read_beats
 from kvfs.pool.opening import OpenPool
-from kvfs.types import PAGE_SIZE
+from kvfs.types import EPOCH_MAX, PAGE_SIZE
 
 log = logging.getLogger("kvfs.store.heart")
 
@@ -56,6 +68,10 @@ class Heart:
     def __init__(self, opened: OpenPool, me: Beat, clock: owner.Clock = owner.REAL) -> None:
         """For Heart.take only."""
         self._opened, self.me, self._clock = opened, me, clock
+        self._pod = opened.config.pod
+        self._offset = beat_offset(opened.slot)
+        # In a pod: the last mount of this node in which each device took part.
+        self._mounted: dict[int, int] = {}
         self._beat = 0
         self._flags = 0
         self._lock = threading.Lock()
@@ -78,9 +94,12 @@ class Heart:
         `known`: the last epoch that the index knows. `next_epoch`: raise the epoch, for a mount; else the last one
         stays. `force`: push an owner aside that still beats. InUseError.
         """
-        here = owner.this_process(pool=str(opened.path), use=use)
+        here = replace(
+            owner.this_process(pool=str(opened.path), use=use), slot=opened.slot, node=opened.node
+        )  # fmt: skip
         heart = cls(opened, here, clock)
         beats = heart._read()
+        heart._check_slot(beats)
         try:
             for beat in owner.wait_free(heart._read, here, heart._claims(), tell, clock):
                 who = f"pid {beat.pid} on {printable(beat.host)}"
@@ -90,35 +109,66 @@ class Heart:
                 raise InUseError(f"{opened.path}: {error}") from error
             opened.notes.append(f"taken over by --force: {error}")
         last = max([opened.epoch, known, *(beat.epoch for beat in beats.values() if beat is not None)])
+        heart._mounted = {index: 0 if beat is None else beat.mounted for index, beat in beats.items()}
+        if next_epoch:
+            last = max(last, heart._highest())
         heart.me = replace(here, epoch=last + next_epoch)
         heart._reserve(beats)
-        heart._write_first(pushing=force and any(beat is not None for beat in beats.values()))
+        heart._write_first(pushing=force and any(beat is not None and beat.in_use for beat in beats.values()))
         return heart
+
+    def _check_slot(self, beats: Mapping[int, Beat | None]) -> None:
+        """In a pod: check that the slot is this node's. PoolError."""
+        if self._pod is None:
+            return
+        for beat in beats.values():
+            retired = self.me.slot in self._pod.retired or (beat is not None and beat.flags & BEAT_RETIRED)
+            if retired:
+                raise PoolError(f"{self._opened.path}: {_retired(self.me.slot)}")
+            if beat is not None and beat.node != self.me.node:
+                raise PoolError(f"{self._opened.path}: {_another_node(beat)}")
+
+    def _highest(self) -> int:
+        """The highest epoch of any node of the pod."""
+        found = [self._opened.highest]
+        for index in self._present() if self._pod is not None else ():
+            try:
+                beats = read_beats(self._opened.devices[index], self._opened.config, index)
+                found += [beat.epoch for beat in beats.values()]
+            except DeviceError as error:
+                log.warning("%s", error)
+        if max(found) >= EPOCH_MAX:
+            raise FormatError(f"{self._opened.path}: mount {max(found)}; the last possible is {EPOCH_MAX - 1}")
+        return max(found)
 
     # ---- taking ----
 
     def _present(self) -> list[int]:
         return [
             described.index for device, described in zip(self._opened.devices, self._opened.config.devices, strict=True)
-            if device.size and has_beat(described)
+            if device.size and has_beat(described, self._opened.slot)
         ]  # fmt: skip
 
     def _claims(self) -> Mapping[int, bool]:
-        return {index: self._opened.devices[index].claim >= 0 for index in self._present()}
+        # The nodes of a pod share their claims: two of one machine may both have one.
+        return {index: self._pod is None and self._opened.devices[index].claim >= 0 for index in self._present()}
 
     def _read(self) -> Mapping[int, Beat | None]:
         """All beats. A device that cannot be read is left out."""
         found: dict[int, Beat | None] = {}
         for index in self._present():
             try:
-                found[index] = read_beat(self._opened.devices[index], self._opened.config, index)
+                found[index] = read_beat(
+                    self._opened.devices[index], self._opened.config, index, self._opened.slot
+                )  # fmt: skip
             except DeviceError as error:
                 log.warning("%s", error)
         return found
 
     def _reserve(self, beats: Mapping[int, Beat | None]) -> None:
-        """Keep the writes of other machines away where devices can, also those of the last owner."""
-        for index in self._present():
+        """Keep the writes of other machines away where devices can, also those of the last owner. In a pod others
+        write as well."""
+        for index in self._present() if self._pod is None else ():
             before = beats.get(index)
             old = 0 if before is None else fence.key_of(before.owner)
             self._fenced.add(index)
@@ -134,12 +184,15 @@ class Heart:
         """Write the first beats, and see that they stay where others can write as well."""
         began = self._clock.now()
         for index in self._present():
-            self._write(index, self._opened.devices[index])
-        if not pushing and all(not device.is_block for device in self._opened.devices):
+            self._write(index, self._opened.devices[index], durable=self._pod is not None)
+        if not pushing and self._pod is None and all(not device.is_block for device in self._opened.devices):
             return
         while True:
             self._clock.sleep(_FIRST_S)
-            others = {n: beat for n, beat in self._read().items() if beat is not None and beat.owner != self.me.owner}
+            others = {
+                n: beat for n, beat in self._read().items()
+                if beat is not None and beat.owner != self.me.owner and not beat.flags & BEAT_LEFT
+            }  # fmt: skip
             if not pushing:
                 for beat in others.values():
                     self._clear()
@@ -159,23 +212,76 @@ class Heart:
                 log.warning("%s", error)
 
     def _clear_one(self, index: int, door: Device) -> None:
-        if door.read(BEAT_OFFSET, PAGE_SIZE) in self._written.get(index, ()):
-            door.write(BEAT_OFFSET, bytes(PAGE_SIZE), durable=False)
+        if door.read(self._offset, PAGE_SIZE) in self._written.get(index, ()):
+            if self._pod is None:
+                door.write(self._offset, bytes(PAGE_SIZE), durable=False)
+            else:
+                self._put(index, door, durable=False, flags=BEAT_LEFT)
         if index in self._fenced:
             fence.give_back(door.reservation, fence.key_of(self.me.owner))
 
-    def _write(self, index: int, door: Device) -> None:
+    def _write(self, index: int, door: Device, *, durable: bool = False) -> None:
+        try:
+            self._put(index, door, durable=durable)
+        except (DeviceError, OSError) as error:
+            log.debug("%s", error)
+
+    def _put(self, index: int, door: Device, *, durable: bool, flags: int | None = None) -> None:
         with self._lock:
             self._beat += 1
-            beat = replace(self.me, number=self._beat, written_ns=time.time_ns(), flags=self._flags)
+            beat = replace(
+                self.me, number=self._beat, written_ns=time.time_ns(), flags=self._flags if flags is None else flags,
+                mounted=self._mounted.get(index, 0),
+            )  # fmt: skip
             config = self._opened.config
             page = pack_beat(config.secret, config.uuid, config.devices[index].uuid, beat)
             # Remembered before the write: a write that fails may land all the same.
             self._written.setdefault(index, deque(maxlen=_HISTORY)).append(page)
-        try:
-            door.write(BEAT_OFFSET, page, durable=False)
-        except (DeviceError, OSError) as error:
-            log.debug("%s", error)
+        door.write(self._offset, page, durable=durable)
+
+    # ---- mounts of a pod's node ----
+
+    def mount(self) -> dict[int, str]:
+        """Say durably, in a pod, that the devices take part in this mount, but those absent. The index must know of the
+        mount before. Returns the failure of each device."""
+        assert self._pod is not None
+        present = [index for index in self._present() if index not in self._opened.absent]
+        return self._mark(present)
+
+    def mark(self, device: Device, index: int) -> None:
+        """Say the same on a device that is back. DeviceError."""
+        self._mounted[index] = self.me.epoch
+        self._put(index, device, durable=True)
+
+    def next_epoch(self) -> int:
+        """The epoch that raise_epoch() may be given: above all that any node has. Blocks."""
+        return max(self.me.epoch, self._highest()) + 1
+
+    def raise_epoch(self, epoch: int) -> dict[int, str]:
+        """Take a higher epoch while the pod's pool is in use, durably: the numbers of the last one run out. Blocks.
+
+        Call from a thread, in this order: the index takes `epoch` as one that is being opened, durably; this; the index
+        takes it as its mount. Numbers of the new epoch may be given out afterwards. Returns the failure of each device;
+        DeviceError if all failed.
+        """
+        assert self._pod is not None and epoch > self.me.epoch
+        with self._lock:
+            was, self.me = self.me.epoch, replace(self.me, epoch=epoch)
+        # A device without a thread is away. It takes part again when it is back.
+        present = [index for index in list(self._slots) if self._mounted.get(index) == was]
+        failed = self._mark(present)
+        if len(failed) == len(present):
+            raise DeviceError(next(iter(failed.values()), f"{self._opened.path}: no device is there"))
+        return failed
+
+    def _mark(self, present: list[int]) -> dict[int, str]:
+        failed: dict[int, str] = {}
+        for index in present:
+            try:
+                self.mark(self._opened.devices[index], index)
+            except (DeviceError, OSError) as error:
+                failed[index] = str(error)
+        return failed
 
     # ---- beating ----
 
@@ -209,7 +315,8 @@ class Heart:
             slot.wake.set()
 
     def stop(self) -> None:
-        """Clear the pages where devices answer. Called last, when nothing is written any more."""
+        """Clear the pages where devices answer; those of a pod's node stay, and say that it has left. Called last, when
+        nothing is written any more."""
         if self._on_lost is None:
             self._clear()
         slots = list(self._slots.values())
@@ -226,8 +333,16 @@ class Heart:
 
     def check(self, device: Device, index: int) -> None:
         """Check that a device that was away has no other owner. Blocks. InUseError, DeviceError."""
-        config, claims = self._opened.config, {index: device.claim >= 0}
-        owner.wait_free(lambda: {index: read_beat(device, config, index)}, self.me, claims, None, self._clock)
+        config, slot = self._opened.config, self._opened.slot
+        claims = {index: self._pod is None and device.claim >= 0}
+        owner.wait_free(lambda: {index: read_beat(device, config, index, slot)}, self.me, claims, None, self._clock)
+        beat = read_beat(device, config, index, slot) if self._pod is not None else None
+        self._check_slot({index: beat})
+        if beat is not None and beat.epoch > self.me.epoch:
+            raise PoolError(
+                f"{device.path}: the page of slot {slot} has mount epoch {beat.epoch}, this mount is {self.me.epoch}: "
+                "it was used elsewhere meanwhile"
+            )
 
     def _run(self, slot: _Slot) -> None:
         try:
@@ -252,7 +367,7 @@ class Heart:
                 slot.door.close()
 
     def _turn(self, slot: _Slot) -> None:
-        page = slot.door.read(BEAT_OFFSET, PAGE_SIZE)
+        page = slot.door.read(self._offset, PAGE_SIZE)
         # A write is allowed only by the page that was read just now.
         if slot.stopping or self.lost is not None:
             return
@@ -273,7 +388,11 @@ class Heart:
         with self._lock:
             if page in self._written.get(index, ()):
                 return None
-            beat = unpack_beat(config.secret, config.uuid, config.devices[index].uuid, page)
+            beat = unpack_beat(config.secret, config.uuid, config.devices[index].uuid, page, self.me.slot)
+            if beat is not None and beat.flags & BEAT_RETIRED:
+                return _retired(beat.slot)
+            if beat is not None and beat.node != self.me.node:
+                return _another_node(beat)
             # A copy of this very process has the same owner. Its pages give it away.
             ours = beat is not None and beat.owner == self.me.owner
             if beat is not None and (beat.number > self._beat if ours else beat.epoch >= self.me.epoch):
@@ -286,6 +405,21 @@ class Heart:
             if before == page:
                 return None
             return "in use by another kvfs, of another pool" if beat is None else owner.describe(beat, self.me)
+
+
+def _retired(slot: int) -> str:
+    return (
+        f"slot {slot} was retired (kvfs pod retire): its node is taken for gone for good; remove the pool's directory "
+        "here, and join again"
+    )
+
+
+def _another_node(beat: Beat) -> str:
+    where = printable(beat.host) or "another machine"
+    return (
+        f"slot {beat.slot} belongs to node {beat.node} on {where} now: of two machines with one node.toml one must "
+        "go; remove the pool's directory on it, and join again"
+    )
 
 
 @contextmanager

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from kvfs.errors import DeviceError, FormatError, KvfsError, PoolError
 from kvfs.pool.config import DeviceConfig, PoolConfig
 from kvfs.pool.devices import DEVICE_SIZE_MIN, Device
-from kvfs.pool.format import BEAT_OFFSET, Beat, Label, pack_label, unpack_beat, unpack_label
+from kvfs.pool.format import (
+    BEAT_OFFSET,
+    Beat,
+    Label,
+    beat_offset,
+    pack_label,
+    unpack_beat,
+    unpack_label,
+)
 from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.types import PAGE_SIZE
 
@@ -61,7 +69,7 @@ def write_labels(
                 continue
             offset = described.size - LABEL_SIZE if second else 0
             try:
-                device.write(offset, pack_label(config, described.index, epoch))
+                device.write(offset, pack_label(config, described.index, 0 if config.pod else epoch))
             except DeviceError as error:
                 failed[described.index] = str(error)
     return failed
@@ -70,29 +78,52 @@ def write_labels(
 def write_label(config: PoolConfig, device: Device, index: int, epoch: int) -> None:
     """Write both copies on one device. DeviceError."""
     for offset in (0, config.devices[index].size - LABEL_SIZE):
-        device.write(offset, pack_label(config, index, epoch))
+        device.write(offset, pack_label(config, index, 0 if config.pod else epoch))
 
 
-def has_beat(described: DeviceConfig) -> bool:
+def has_beat(described: DeviceConfig, slot: int = 0) -> bool:
     """Whether there is room for a beat before the zones of a device."""
-    return described.zones_offset >= BEAT_OFFSET + PAGE_SIZE and not described.removed
+    return described.zones_offset >= beat_offset(slot) + PAGE_SIZE and not described.removed
 
 
-def read_beat(device: Device, config: PoolConfig, index: int) -> Beat | None:
-    """The beat on a device: its user now, or the one that was killed last. DeviceError."""
-    if not has_beat(config.devices[index]):
+def read_beat(device: Device, config: PoolConfig, index: int, slot: int = 0) -> Beat | None:
+    """The beat on a device: its user now, or the one that was killed last. In a pod, of a slot. DeviceError."""
+    if not has_beat(config.devices[index], slot):
         return None
-    page = device.read(BEAT_OFFSET, PAGE_SIZE)
-    return unpack_beat(config.secret, config.uuid, config.devices[index].uuid, page)
+    page = device.read(beat_offset(slot), PAGE_SIZE)
+    return unpack_beat(config.secret, config.uuid, config.devices[index].uuid, page, slot)
 
 
-def beat_by_label(device: Device) -> tuple[bool, Beat | None]:
-    """As label_beat(), of an open device whose label alone says which pool it is of."""
+def read_beats(device: Device, config: PoolConfig, index: int) -> dict[int, Beat]:
+    """The beats on a device, by slot: of all nodes of a pod. DeviceError."""
+    count = 1 if config.pod is None else config.pod.nodes
+    if not has_beat(config.devices[index], count - 1):
+        return {}
+    pages, uuid = device.read(BEAT_OFFSET, count * PAGE_SIZE), config.devices[index].uuid
+    found: dict[int, Beat] = {}
+    for slot in range(count):
+        page = pages[slot * PAGE_SIZE : (slot + 1) * PAGE_SIZE]
+        beat = unpack_beat(config.secret, config.uuid, uuid, page, slot)
+        if beat is not None:
+            found[slot] = beat
+    return found
+
+
+def beats_by_label(device: Device) -> tuple[bool, dict[int, Beat]]:
+    """Whether there is a kvfs label, and the beats of its pool, by slot. Of an open device whose label alone says which
+    pool it is of."""
     try:
         label = read_labels(device).best() if device.size >= DEVICE_SIZE_MIN else None
         if label is None:
-            return False, None
+            return False, {}
         config = label.config(f"{device.path}: label")
-        return True, read_beat(device, config, label.device_index)
+        return True, read_beats(device, config, label.device_index)
     except (KvfsError, OSError, IndexError):
-        return False, None
+        return False, {}
+
+
+def beat_by_label(device: Device) -> tuple[bool, Beat | None]:
+    """As beats_by_label(). Of the users of a pod, the one whose beat is the newest."""
+    labelled, beats = beats_by_label(device)
+    users = [beat for beat in beats.values() if beat.in_use]
+    return labelled, max(users, key=lambda beat: beat.written_ns, default=None)

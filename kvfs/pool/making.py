@@ -20,9 +20,11 @@ from kvfs.pool.devices import DEVICE_SIZE_MIN, Device, DeviceAddress
 from kvfs.pool.directory import check_owner
 from kvfs.pool.format import META_CLEAN, META_UUID, Beat
 from kvfs.pool.geometry import DEVICES_MAX, Geometry, choose_geometry
-from kvfs.pool.labels import beat_by_label, write_labels
+from kvfs.pool.labels import beats_by_label, write_labels
 from kvfs.pool.lock import DEVICES_NAME, INDEX_NAME, LOCK_NAME, locked, pool_lock
+from kvfs.pool.node import NODE_NAME
 from kvfs.pool.opening import config_from_labels, open_device, open_pool, stored_path, write_config
+from kvfs.pool.pod import PodConfig, check_pod, check_room, choose_lot, refuse_change, zones_offset
 from kvfs.pool.signatures import signature
 from kvfs.types import PAGE_SIZE
 from kvfs.units import format_size
@@ -40,6 +42,16 @@ class FormatRequest:
     stripe_unit: int | None = None
     segment_size: int | None = None
     force: bool = False
+    # Of a pool that is a pod. A lot of 0 segments is chosen by the pool's size.
+    pod: PodConfig | None = None
+
+    @property
+    def zones_offset(self) -> int:
+        return zones_offset(1 if self.pod is None else self.pod.nodes)
+
+    @property
+    def nodes(self) -> int:
+        return 1 if self.pod is None else self.pod.nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,11 @@ class FormatResult:
 def format_devices(request: FormatRequest) -> FormatResult:
     """Make the pool's directory, devices, labels and pool.toml. All refusals come before the first change."""
     pool = request.pool
+    if request.pod is not None:
+        try:
+            check_pod(replace(request.pod, lot=request.pod.lot or 1), "pod create")
+        except PoolError as error:
+            raise UsageError(str(error)) from error
     _check_directory(pool, request.force)
     if request.files:
         sizes = [request.file_size] * request.files
@@ -84,7 +101,7 @@ def format_devices(request: FormatRequest) -> FormatResult:
             _check_content(device, request.force)
         geometry, notes = choose_geometry(
             [device.size for device in opened], stripe_width=request.stripe_width, stripe_unit=request.stripe_unit,
-            segment_size=request.segment_size,
+            segment_size=request.segment_size, zones_offset=request.zones_offset, nodes=request.nodes,
         )  # fmt: skip
         if 1 < geometry.stripe_width == len(opened):
             notes.append(
@@ -109,11 +126,18 @@ def _check_content(device: Device, force: bool, me: Beat | None = None) -> None:
     check_unused(device, me)
 
 
-def check_unused(device: Device, me: Beat | None = None) -> None:
-    """Check that nobody but `me` uses the pool whose label a device has. InUseError."""
+def check_unused(device: Device, me: Beat | None = None, slot: int | None = None) -> None:
+    """Check that nobody but `me` uses the pool whose label a device has. In a pod, no node, or not that of `slot`.
+    InUseError."""
     here = me or owner.this_process()
+
+    def read() -> dict[int, Beat]:
+        _, beats = beats_by_label(device)
+        return beats if slot is None else {slot: beats[slot]} if slot in beats else {}
+
     try:
-        owner.wait_free(lambda: {0: beat_by_label(device)[1]}, here, {0: device.claim >= 0})
+        # A claim on a device that more than one may have says nothing of other nodes.
+        owner.wait_free(read, here, {0: device.claim >= 0 and slot is None})
     except InUseError as error:
         raise InUseError(f"{device.path}: {error}") from error
 
@@ -127,11 +151,24 @@ def _check_old_file(path: Path) -> None:
         device.close()
 
 
+def _new_config(request: FormatRequest, geometry: Geometry, opened: list[Device]) -> PoolConfig:
+    """UsageError if a pod has no room for its nodes."""
+    devices = [(stored_path(device.path, request.pool), device.size) for device in opened]
+    config, pod = new_config(geometry, devices, request.zones_offset), request.pod
+    if pod is None:
+        return config
+    count = config.segment_count
+    pod = replace(pod, lot=pod.lot or choose_lot(count, pod.nodes))
+    check_room(pod, count, "pod create")
+    return replace(config, pod=pod)
+
+
 def _write_pool(request: FormatRequest, geometry: Geometry, notes: list[str], opened: list[Device]) -> FormatResult:
-    config = new_config(geometry, [(stored_path(device.path, request.pool), device.size) for device in opened])
+    config = _new_config(request, geometry, opened)
     try:
         # The index of a pool that was here before describes other blocks.
         shutil.rmtree(request.pool / INDEX_NAME, ignore_errors=True)
+        (request.pool / NODE_NAME).unlink(missing_ok=True)
         for failed in write_labels(config, opened, 0).values():
             raise DeviceError(failed)
         _make_index(request.pool / INDEX_NAME, config)
@@ -220,6 +257,7 @@ def add_devices(pool: Path, paths: Sequence[DeviceAddress], *, force: bool) -> t
         fresh: list[Device] = []
         try:
             config, geometry = opened.config, opened.config.geometry
+            refuse_change(config.pod, "add")
             for index, device in enumerate(opened.devices):
                 if index not in opened.absent:
                     check_unused(device)

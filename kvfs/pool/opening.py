@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import stat
+import uuid as uuids
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,22 +19,23 @@ from kvfs.errors import DeviceError, ForeignLabelError, InUseError, KvfsError, P
 from kvfs.pool import nvme_generic, nvme_tcp, owner
 from kvfs.pool.config import CONFIG_NAME, DeviceConfig, PoolConfig, compare, load
 from kvfs.pool.devices import Device, DeviceAddress, GenericDevice, RemoteDevice, Tell, device_address, open_absent
-from kvfs.pool.directory import open_own
-from kvfs.pool.format import Beat, Label
-from kvfs.pool.labels import beat_by_label, read_labels
+from kvfs.pool.directory import replace_own
+from kvfs.pool.format import NO_NODE, Beat, Label
+from kvfs.pool.labels import beat_by_label, read_beats, read_labels
 from kvfs.pool.lock import DEVICES_NAME
+from kvfs.pool.node import NODE_NAME, Member, load_node
 
 
 def open_device(
-    path: DeviceAddress, *, exclusive: bool = True, writable: bool = True, holder: Device | None = None,
-    tell: Tell | None = None,
+    path: DeviceAddress, *, exclusive: bool = True, shared: bool = False, writable: bool = True,
+    holder: Device | None = None, tell: Tell | None = None,
 ) -> Device:  # fmt: skip
     """Open for direct I/O. A device that is mounted or otherwise claimed is an error when exclusive, unless `holder`,
-    which is open, has the claim. DeviceError, InUseError."""
+    which is open, has the claim. `shared`, as by the nodes of a pod: others may have it shared too, and none
+    exclusively, where it is a file. DeviceError, InUseError."""
     if isinstance(path, str):
-        return (
-            _open_remote(path) if nvme_tcp.is_url(path) else _open_generic(path, exclusive=exclusive, writable=writable)
-        )
+        alone = exclusive and not shared
+        return _open_remote(path) if nvme_tcp.is_url(path) else _open_generic(path, exclusive=alone, writable=writable)
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -44,8 +46,8 @@ def open_device(
     claim = -1
     if holder is not None and holder.claim >= 0 and holder.same(path):
         claim = os.dup(holder.claim)
-    elif exclusive:
-        claim = _claim(path, is_block, tell)
+    elif exclusive and not (shared and is_block):
+        claim = _claim(path, is_block, shared, tell)
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
     direct = True
     try:
@@ -80,8 +82,9 @@ def _open_remote(url: str) -> Device:
         raise
 
 
-def _claim(path: Path, is_block: bool, tell: Tell | None) -> int:
-    """A descriptor that keeps others away: by O_EXCL from a block device (open(2)), by flock(2) from a file."""
+def _claim(path: Path, is_block: bool, shared: bool, tell: Tell | None) -> int:
+    """A descriptor that keeps others away: by O_EXCL from a block device (open(2)), by flock(2) from a file. A file's
+    may be shared."""
     claimed = -1
 
     def claim() -> bool:
@@ -90,7 +93,7 @@ def _claim(path: Path, is_block: bool, tell: Tell | None) -> int:
             # Readable and writable: flock on NFS asks for that.
             claimed = os.open(path, (os.O_RDONLY | os.O_EXCL if is_block else os.O_RDWR) | os.O_CLOEXEC)
             if not is_block:
-                fcntl.flock(claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(claimed, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             if claimed >= 0:
                 os.close(claimed)
@@ -130,7 +133,10 @@ def label_beat(path: DeviceAddress) -> tuple[bool, Beat | None]:
 
 @dataclass(slots=True)
 class OpenPool:
-    """A pool's devices, checked against its configuration and each other."""
+    """A pool's devices, checked against its configuration and each other.
+
+    `epoch`: of the last mount by this node; `seen`: of the last by any node of its pod.
+    """
 
     path: Path
     config: PoolConfig
@@ -139,10 +145,17 @@ class OpenPool:
     notes: list[str]
     # Devices that could not be opened, or were removed, each with its reason. Their descriptors give nothing.
     absent: dict[int, str] = field(default_factory=dict)
-    # Mount epochs in the labels of the other devices.
+    # Mount epochs in the labels of the other devices; of a pod, in this node's pages.
     epochs: dict[int, int] = field(default_factory=dict)
     # This node's, in a pod.
     slot: int = 0
+    node: uuids.UUID = NO_NODE
+    seen: int = 0
+
+    @property
+    def highest(self) -> int:
+        """No number on the devices is of a later mount."""
+        return max(self.epoch, self.seen)
 
     def leave_stale(self, known: int) -> None:
         """Count devices that missed a mount as absent: their content has to be compared first.
@@ -153,7 +166,8 @@ class OpenPool:
         last = known or self.epoch
         for index, epoch in self.epochs.items():
             if epoch < last:
-                self.absent[index] = f"its label has mount epoch {epoch}, the pool {last}"
+                what = "label" if self.config.pod is None else "node page"
+                self.absent[index] = f"its {what} has mount epoch {epoch}, the pool {last}"
         self.epoch = max(self.epoch, known)
 
     def close(self) -> None:
@@ -176,10 +190,12 @@ def open_pool(
         if writable:
             write_config(pool, config)
         notes.append(f"{pool / CONFIG_NAME} was missing; {'written' if writable else 'read'} again from the labels")
+    node = own_node(pool, config)
     devices: list[Device] = []
     absent: dict[int, str] = {}
     epochs: dict[int, int] = {}
-    failure = None
+    labels: list[Label] = []
+    seen, failure = 0, None
     try:
         for described in config.devices:
             path = device_path(pool, described)
@@ -189,9 +205,15 @@ def open_pool(
                 continue
             device = None
             try:
-                device = open_device(path, exclusive=writable, writable=writable, tell=tell)
+                device = open_device(
+                    path, exclusive=writable, shared=config.pod is not None, writable=writable, tell=tell
+                )
                 label, note = check_device(config, device, described, str(pool / CONFIG_NAME))
                 epochs[described.index] = label.mount_epoch
+                if node is not None:
+                    epochs[described.index], highest = read_epochs(device, config, described.index, node.slot)
+                    seen = max(seen, highest)
+                    labels.append(label)
                 notes += note
                 devices.append(device)
             except BaseException as error:
@@ -206,11 +228,54 @@ def open_pool(
                 devices.append(open_absent(path))
         if failure is not None and len(absent) == len(devices):
             raise failure
+        latest = latest_config(config, [label.config(f"{pool}: label") for label in labels])
+        if latest != config and writable:
+            write_config(pool, latest)
     except BaseException:
         for device in devices:
             device.close()
         raise
-    return OpenPool(pool, config, devices, max(epochs.values(), default=0), notes, absent, epochs)
+    epoch = max(epochs.values(), default=0)
+    if node is None:
+        return OpenPool(pool, latest, devices, epoch, notes, absent, epochs)
+    return OpenPool(pool, latest, devices, epoch, notes, absent, epochs, node.slot, node.uuid, seen)
+
+
+def read_epochs(device: Device, config: PoolConfig, index: int, slot: int) -> tuple[int, int]:
+    """Of a pod's device: the last mount of a slot that it took part in, and the last of any. DeviceError."""
+    beats = read_beats(device, config, index)
+    mounted = beats[slot].mounted if slot in beats else 0
+    return mounted, max((beat.epoch for beat in beats.values()), default=0)
+
+
+def own_node(pool: Path, config: PoolConfig) -> Member | None:
+    """The node of a pod that this directory belongs to; None if the pool is no pod. PoolError."""
+    if config.pod is None:
+        return None
+    node = load_node(pool)
+    if node is None or node.slot is None:
+        raise PoolError(f"{pool}: this node has no slot in the pod yet: kvfs mount, or kvfs pod join {pool}")
+    if node.slot >= config.pod.nodes:
+        raise PoolError(f"{pool / NODE_NAME}: slot is {node.slot}; the pod has {config.pod.nodes} nodes")
+    return Member(node.slot, node.uuid)
+
+
+def latest_config(config: PoolConfig, labels: Sequence[PoolConfig]) -> PoolConfig:
+    """A pod's description with what other nodes have changed meanwhile: the paths are kept. Retired is who is so in any
+    label."""
+    if config.pod is None:
+        return config
+    newest = max([config, *labels], key=lambda found: found.revision)
+    pods = [found.pod for found in (config, *labels) if found.pod is not None]
+    assert newest.pod is not None
+    pod = replace(
+        newest.pod, password_file=config.pod.password_file,
+        retired=tuple(sorted({slot for found in pods for slot in found.retired})),
+    )  # fmt: skip
+    devices = tuple(
+        replace(device, path=own.path) for device, own in zip(newest.devices, config.devices, strict=True)
+    )  # fmt: skip
+    return replace(newest, pod=pod, devices=devices)
 
 
 def check_device(config: PoolConfig, device: Device, described: DeviceConfig, origin: str) -> tuple[Label, list[str]]:
@@ -244,13 +309,14 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
             + (": put the paths right" if known else f": {_replace_advice(described.index)}")
         )
     described_there = label.config(f"{device.path}: label")
-    if described_there.revision > config.revision:
+    same_devices = len(described_there.devices) == len(config.devices)
+    if described_there.revision > config.revision and not (config.pod is not None and same_devices):
         raise PoolError(
             f"{origin}: revision is {config.revision}, but the label of {device.path} has {described_there.revision}: "
             "remove the file, and mount or import the pool by its labels"
         )
     # Devices were added, removed or replaced while this one was away.
-    own = described.index if described_there.revision < config.revision else None
+    own = described.index if described_there.revision != config.revision else None
     compare(config, origin, described_there, f"the label of {device.path}", own)
     return label, [f"{copy}; the other copy is used" for copy in found.copies if not isinstance(copy, Label)]
 
@@ -306,7 +372,9 @@ def config_from_labels(paths: Sequence[DeviceAddress], pool: Path) -> PoolConfig
         device if device.index not in found else replace(device, path=stored_path(found[device.index][0], pool))
         for device in config.devices
     )
-    return replace(config, devices=devices)
+    return latest_config(
+        replace(config, devices=devices), [label.config(f"{path}: label") for path, label in found.values()]
+    )
 
 
 def device_path(pool: Path, device: DeviceConfig) -> DeviceAddress:
@@ -325,23 +393,4 @@ def stored_path(path: DeviceAddress, pool: Path) -> str:
 
 def write_config(pool: Path, config: PoolConfig) -> None:
     """Replace pool.toml, durably."""
-    temporary = pool / f"{CONFIG_NAME}.new"
-    try:
-        fd = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.write(fd, config.dump().encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, pool / CONFIG_NAME)
-        _sync_directory(pool)
-    except OSError as error:
-        raise PoolError(f"{pool / CONFIG_NAME}: {os.strerror(error.errno or 0)}") from error
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    replace_own(pool / CONFIG_NAME, config.dump().encode())

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from kvfs.errors import InUseError, printable
-from kvfs.pool.format import BEAT_ENDING, Beat
+from kvfs.pool.format import BEAT_ENDING, NO_NODE, Beat
 
 # Interval of beats.
 INTERVAL_S = 1.0
@@ -151,7 +151,8 @@ def describe(beat: Beat, here: Beat) -> str:
     command = f"kvfs umount {pool} ends it" if served else "it ends by itself"
     if not local:
         command = f"on {host}, {command}; kvfs mount --force takes the pool from it"
-    return f"in use by another kvfs: pid {beat.pid}{where}, pool {pool}, {use or 'in use'}; {command}"
+    node = f"slot {beat.slot}, " if beat.node != NO_NODE else ""
+    return f"in use by another kvfs: {node}pid {beat.pid}{where}, pool {pool}, {use or 'in use'}; {command}"
 
 
 class Watch:
@@ -168,7 +169,7 @@ class Watch:
         """A beat to wait for, or None: all devices are free. InUseError if one is not."""
         waits_for = None
         for index, beat in beats.items():
-            if beat is None or beat.owner == self._here.owner:
+            if beat is None or not beat.in_use or beat.owner == self._here.owner:
                 self._seen.pop(index, None)
                 continue
             state = life(beat, self._here)

@@ -33,6 +33,7 @@ from kvfs.pool.heart import Heart
 from kvfs.pool.labels import write_label
 from kvfs.pool.making import open_new
 from kvfs.pool.opening import OpenPool, check_device, device_path, open_device, stored_path, write_config
+from kvfs.pool.pod import refuse_change
 from kvfs.record import Inode
 from kvfs.store.blocks import Blocks
 from kvfs.store.health import HARMLESS, DeviceState, Failures, Pace, judge
@@ -461,7 +462,8 @@ class DeviceService:
     def _find(self, device: int) -> Device | None:
         """The device, checked and labelled anew, or None if it is the descriptor that is open. Blocks."""
         described, path, old = self.config.devices[device], self._path(device), self._opened.devices[device]
-        fresh = None if old.leads_to(path) else open_device(path, holder=old)
+        shared = self.config.pod is not None
+        fresh = None if old.leads_to(path) else open_device(path, holder=old, shared=shared)
         try:
             here = fresh or old
             label, _ = check_device(self.config, here, described, CONFIG_NAME)
@@ -471,7 +473,10 @@ class DeviceService:
                     "it was used elsewhere meanwhile; replace it"
                 )
             self._heart.check(here, device)
-            write_label(self.config, here, device, self._epoch)
+            if self.config.pod is None:
+                write_label(self.config, here, device, self._epoch)
+            else:
+                self._heart.mark(here, device)
         except BaseException:
             if fresh is not None:
                 fresh.close()
@@ -574,6 +579,7 @@ class DeviceService:
 
     def check_removable(self, device: int) -> None:
         """UsageError unless enough is left without it."""
+        refuse_change(self.config.pod, "remove")
         if self.all[device].state == DeviceState.REMOVED:
             raise UsageError(f"device {device}: removed already")
         lost = {segment for i, service in enumerate(self.all) if service.state == DeviceState.REMOVED or i == device
@@ -628,6 +634,7 @@ class DeviceService:
 
     async def replace(self, device: int, path: DeviceAddress, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
+        refuse_change(self.config.pod, "replace")
         described = self.config.devices[device]
         limit = trio.CapacityLimiter(1)
         # A new device may have the old one's place.

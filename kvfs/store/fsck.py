@@ -26,7 +26,16 @@ from kvfs.pool.heart import kept
 from kvfs.pool.labels import read_labels, write_labels
 from kvfs.pool.lock import INDEX_NAME, locked
 from kvfs.pool.making import check_unused
-from kvfs.pool.opening import OpenPool, check_device, device_path, discover, open_device, write_config
+from kvfs.pool.opening import (
+    OpenPool,
+    check_device,
+    device_path,
+    discover,
+    open_device,
+    own_node,
+    read_epochs,
+    write_config,
+)
 from kvfs.record import Inode, Kind, split_records
 from kvfs.store.opening import StoreOptions, check_index, make_plane
 from kvfs.store.segment import Segment, State, usage
@@ -123,7 +132,7 @@ async def _fsck(pool: Path, repair: bool, verify_data: bool, progress: Progress)
             await lost.wait()
             raise InUseError(f"{pool}: {heart.lost}")
 
-        plane = make_plane(opened, _OPTIONS, opened.epoch, _OPTIONS.records_max)
+        plane = make_plane(opened, _OPTIONS, opened.highest, _OPTIONS.records_max)
         stack.callback(plane.destroy)
         index = LmdbIndex(pool / INDEX_NAME)
         stack.callback(index.close)
@@ -147,24 +156,32 @@ def _ignore(event: Event) -> None:
 
 def _open_devices(pool: Path) -> OpenPool:
     config = configuration.load(pool) or discover(pool)
+    node = own_node(pool, config)
     devices: list[Device] = []
     absent: dict[int, str] = {}
-    epoch = 0
+    epoch = seen = 0
     try:
         for described in config.devices:
             if described.removed:
                 absent[described.index] = "removed"
                 devices.append(open_absent(device_path(pool, described)))
                 continue
-            device = open_device(device_path(pool, described))
+            device = open_device(device_path(pool, described), shared=node is not None)
             devices.append(device)
+            if node is not None:
+                mounted, highest = read_epochs(device, config, described.index, node.slot)
+                epoch, seen = max(epoch, mounted), max(seen, highest)
+                continue
             best = read_labels(device, described.size).best()
             epoch = max(epoch, 0 if best is None else best.mount_epoch)
     except BaseException:
         for device in devices:
             device.close()
         raise
-    return OpenPool(pool, config, devices, epoch, [], absent)
+    opened = OpenPool(pool, config, devices, epoch, [], absent)
+    if node is not None:
+        opened.slot, opened.node, opened.seen = node.slot, node.uuid, seen
+    return opened
 
 
 def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
@@ -178,7 +195,7 @@ def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
     try:
         for device, described in zip(opened.devices, config.devices, strict=True):
             if not described.removed:
-                check_unused(device)
+                check_unused(device, slot=opened.slot if config.pod is not None else None)
         bad: list[str] = []
         for device, described in zip(opened.devices, config.devices, strict=True):
             if described.removed:
@@ -252,8 +269,8 @@ class _Check:
         self._index, self._plane, self._repair, self._verify = index, plane, repair, verify_data
         self._progress, self._report = progress, report
         self._config = opened.config
-        self._segments = Segments(opened.config, opened.config.members(), plane, index, opened.epoch, self._impossible,
-                                  opened.slot)  # fmt: skip
+        self._segments = Segments(opened.config, opened.config.members(), plane, index, opened.highest,
+                                  self._impossible, opened.slot)  # fmt: skip
         # After a crash the index is a second old: recovery judges what does not fit.
         self._stale = not report.clean
         self._on_impossible: Callable[[int, str], None]

@@ -90,15 +90,15 @@ def check_index(index: LmdbIndex, opened: OpenPool) -> None:
             raise FormatError(f"segment {segment} of a pool with {len(members)}")
         state = Segment(SegmentIndex(segment))
         state.unpack_into(data)
-        if state.next_page > end_page or state.generation >> COUNTER_BITS > opened.epoch:
+        if state.next_page > end_page or state.generation >> COUNTER_BITS > opened.highest:
             raise FormatError(f"segment {segment}: page {state.next_page} of {end_page}, generation "
-                              f"{state.generation:#x} at mount {opened.epoch}")  # fmt: skip
+                              f"{state.generation:#x} at mount {opened.highest}")  # fmt: skip
     meta_number(index, META_VERSION)
     in_flight = index.meta_get(META_IN_FLIGHT) or b""
     if len(in_flight) % 8:
         raise FormatError(f"the versions in flight have {len(in_flight)} bytes")
     for chunk in index.records(_CHUNK):
-        check_records(chunk, epoch_max=opened.epoch, segment_count=len(members), end_page=end_page, origin="inodes")
+        check_records(chunk, epoch_max=opened.highest, segment_count=len(members), end_page=end_page, origin="inodes")
 
 
 def known_epoch(index: LmdbIndex, opened: OpenPool) -> int:

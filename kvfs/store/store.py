@@ -146,7 +146,10 @@ class Store:
             # This ties labels of this mount to this index, also if the mount ends while it writes them.
             index.meta_put(META_OPENING, META_NUMBER.pack(epoch))
             index.commit_now()
-            failed = write_labels(opened.config, opened.devices, epoch, opened.absent)
+            if opened.config.pod is None:
+                failed = write_labels(opened.config, opened.devices, epoch, opened.absent)
+            else:
+                failed = heart.mount()
             opened.absent.update(failed)
             if failed and len(opened.absent) == len(opened.devices):
                 raise DeviceError(next(iter(failed.values())))
