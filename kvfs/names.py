@@ -149,9 +149,9 @@ class Names:
 
     # ---- numbers ----
 
-    def number(self, number: int) -> None:
-        """Inode numbers and versions begin behind this."""
-        lib.kvfs_names_number(self._names, number)
+    def number(self, number: int, *, in_pod: bool = False) -> None:
+        """Inode numbers and versions begin behind this. `in_pod`: they have its slot."""
+        lib.kvfs_names_number(self._names, number, int(in_pod))
 
     def next_inode(self) -> int:
         return cast(int, lib.kvfs_names_next_inode(self._names))

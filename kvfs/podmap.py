@@ -17,6 +17,8 @@ from kvfs.types import NAME_MAX, InodeNumber
 
 BATCH_SIZE_MAX = 65536
 BATCH_RECORDS_MAX = 1637
+# Of struct wire_foreign_block.
+FOREIGN_BLOCK_SIZE = 24
 # The high bits of a node id that is made of another node's place.
 _FOREIGN = 0b011
 _BITS = 61
@@ -165,6 +167,10 @@ class PodMap:
         if result < 0:
             raise PodMapError(f"segment {segment}: {len(records)} bytes of records: {os.strerror(-result)}")
         return cast(int, result)
+
+    def note(self, what: int, blocks: memoryview) -> None:
+        """What a native client says of blocks of other nodes: struct wire_foreign_block each."""
+        lib.kvfs_foreign_note(self._plane, what, ffi.from_buffer(blocks), len(blocks) // FOREIGN_BLOCK_SIZE)
 
     def life(self, segment: int, generation: int, *, ended: bool) -> bool:
         """A segment of another node has this life, or it has ended. False: later news are known, or the sweep lags."""

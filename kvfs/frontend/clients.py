@@ -28,6 +28,7 @@ from kvfs.errors import KvfsError
 from kvfs.frames import FrameError, Next, Shards
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FEED_SIZE
+from kvfs.podmap import FOREIGN_BLOCK_SIZE
 from kvfs.record import FLAGS_OFFSET, InodeFlags, Kind
 from kvfs.store.leases import Lessee
 from kvfs.store.reservations import RESERVATION_MS, Holder
@@ -71,12 +72,13 @@ _SEALED = int(InodeFlags.SEALED)
 _HELLO = struct.Struct("<8sII")
 _PATIENCE = struct.Struct("<II")
 _FRAME = struct.Struct("<IHHiI")
-_WELCOME = struct.Struct("<II16sQQQQIIII")
+_WELCOME = struct.Struct("<II16sQQQQIIIIII")
 _WHERE = struct.Struct("<QHHI")
 _RESERVE = struct.Struct("<QII")
 _COMMIT = struct.Struct("<Qq")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<QQ")
+_FOREIGN = struct.Struct("<II")
 _LEASE = struct.Struct("<QII")
 _EVENTS = struct.Struct("<IIQ")
 _FEED = struct.Struct("<QQQ")
@@ -89,7 +91,7 @@ _REST = re.compile(rb"[0-9a-f](?:[0-9a-f][0-9a-f]){0,127}")
 _LONG_KEY = re.compile(rb"(?:[0-9a-f][0-9a-f]){1,255}")
 _SHORT_DIGITS = 254
 _DIGITS, _LETTERS = b"0123456789abcdef", b"ghijklmnopqrstuv"
-assert (_HELLO.size, _FRAME.size, _WELCOME.size) == (16, 16, 72)
+assert (_HELLO.size, _FRAME.size, _WELCOME.size) == (16, 16, 80)
 
 # struct kvfs_client_statistics. All but the last, `busy`, are totals.
 REPORTED = tuple(name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields)
@@ -114,6 +116,7 @@ class Type(IntEnum):
     RELEASE = 13
     EVENTS = 14
     TOUCH = 15
+    FOREIGN = 16
 
 
 class Flags(IntFlag):
@@ -393,7 +396,7 @@ class _Connection:
                 _WELCOME.pack(
                     self.version, self._writable, config.uuid.bytes, store.epoch, config.secret,
                     config.geometry.zone_size, config.geometry.stripe_unit, config.geometry.stripe_width,
-                    len(members), len(config.devices), RESERVATION_MS,
+                    len(members), len(config.devices), RESERVATION_MS, store.plane.pod is not None, 0,
                 ),
                 array.array("Q", [device.zones_offset for device in config.devices]).tobytes(),
                 array.array("I", [value for segment in members for place in segment for value in place]).tobytes(),
@@ -406,7 +409,7 @@ class _Connection:
         fds: list[int] = []
         try:
             await trio.to_thread.run_sync(self._open_descriptors, fds)
-            assert len(fds) == 1 + len(config.devices), (len(fds), len(config.devices))
+            assert len(fds) == 1 + len(config.devices) + (store.plane.pod is not None), (len(fds), len(config.devices))
             await self.answer(Type.HELLO, 0, payload)
             for at in range(0, len(fds), FDS_MAX):
                 frame = _FRAME.pack(0, Type.DESCRIPTORS, 0, 0, 0)
@@ -425,6 +428,8 @@ class _Connection:
             fds.append(_reopen(self._store.plane.table_fd(), os.O_RDONLY))
             for device in self._store.devices:
                 fds.append(_reopen(device.shared_fd, mode | (os.O_DIRECT if device.direct else 0)))
+            if self._store.plane.pod is not None:
+                fds.append(_reopen(self._store.plane.pod.fd, os.O_RDONLY))
         except OSError as error:
             raise RefusedError(error.errno or errno.EIO, f"devices cannot be opened: {error.strerror}") from error
 
@@ -732,6 +737,14 @@ class _Connection:
     async def touch(self, payload: bytes) -> None:
         self._store.plane.inode_touch(_inodes(payload), found=False)
 
+    async def foreign(self, payload: bytes) -> None:
+        what, count = _FOREIGN.unpack_from(payload)
+        blocks = memoryview(payload)[_FOREIGN.size :]
+        if not 1 <= what <= 3 or len(blocks) != count * FOREIGN_BLOCK_SIZE:
+            raise Violation(f"news {what} of {count} blocks of other nodes in {len(blocks)} bytes")
+        if self._store.plane.pod is not None:
+            self._store.plane.pod.note(what, blocks)
+
     async def lease(self, payload: bytes) -> bytes:
         number, milliseconds, reserved = _LEASE.unpack_from(payload)
         inodes = memoryview(payload)[_LEASE.size :]
@@ -781,6 +794,9 @@ _REQUESTS = {
     int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
     int(Type.TOUCH): _Request(_Connection.touch, 8 * ITEMS_MAX, answered=False, since=3),
+    int(Type.FOREIGN): _Request(
+        _Connection.foreign, _FOREIGN.size + ITEMS_MAX * FOREIGN_BLOCK_SIZE, answered=False, since=4
+    ),
     int(Type.LEASE): _Request(_Connection.lease, _LEASE.size + 8 * ITEMS_MAX, since=3),
     int(Type.RELEASE): _Request(_Connection.release, _WORD.size, since=3),
     int(Type.REPORT): _Request(_Connection.report, 8 * 64, answered=False),

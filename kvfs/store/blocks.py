@@ -49,7 +49,7 @@ class Blocks:
     def __init__(self, index: LmdbIndex, plane: Plane, segments: Segments, shares: Shares, epoch: int) -> None:
         self.index, self.plane, self.segments, self.shares = index, plane, segments, shares
         self.names = plane.names
-        self.names.number(epoch << COUNTER_BITS | segments.slot)
+        self.names.number(epoch << COUNTER_BITS | segments.slot, in_pod=segments.config.pod is not None)
         self.versions = Versions(self.names)
         self.pins = Pins(index, shares, plane.names)
         self.space = SpaceLimit(segments, plane, shares)

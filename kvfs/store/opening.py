@@ -4,6 +4,8 @@ mount."""
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,6 +15,7 @@ from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.names import Names
 from kvfs.plane import Plane, PlaneOptions, PlaneTuning
+from kvfs.podmap import PodOptions
 from kvfs.pool.format import META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.lock import INDEX_NAME
 from kvfs.pool.opening import OpenPool
@@ -22,6 +25,14 @@ from kvfs.types import COUNTER_BITS, EPOCH_MAX, SegmentIndex
 log = logging.getLogger("kvfs.store.pool")
 
 _CHUNK = 1 << 20
+# Bytes of the pod map for each entry, at the fill that it allows itself.
+_MAP_ENTRY = 33
+# The map has room for blocks of this size in the whole pool, if that is not more than this share of the memory.
+_MAP_BLOCK = 1 << 16
+_MAP_MEMORY_SHARE = 4
+_MAP_ENTRIES_MIN = 1 << 16
+# Of changes that wait for the engine's thread.
+_NEWS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,20 @@ def make_plane(opened: OpenPool, options: StoreOptions, epoch: int, records_max:
         [device.fd for device in opened.devices],
         [device.zones_offset for device in config.devices],
         members,
+    )  # fmt: skip
+
+
+def pod_options(opened: OpenPool) -> PodOptions | None:
+    """This node's part in the pod, if the pool is one."""
+    pod = opened.config.pod
+    if pod is None:
+        return None
+    size = sum(device.size for device in opened.config.devices)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    usual = max(_MAP_ENTRIES_MIN, min(size // _MAP_BLOCK, memory // _MAP_MEMORY_SHARE // _MAP_ENTRY))
+    return PodOptions(
+        slot=opened.slot, nodes=pod.nodes, lot=pod.lot, entries_max=pod.map_size // _MAP_ENTRY or usual,
+        news_bytes=_NEWS_BYTES, start=secrets.randbits(63) | 1,
     )  # fmt: skip
 
 

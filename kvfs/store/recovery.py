@@ -368,12 +368,14 @@ class Admission:
 class _Numbers:
     """A set of numbers of one node: a bit each."""
 
-    def __init__(self) -> None:
+    def __init__(self, low_bits: int) -> None:
+        """low_bits: those that all of them have the same, at the end."""
+        self._low_bits = low_bits
         self._maps: dict[int, bytearray] = {}
 
     def add(self, number: int) -> bool:
         """Returns whether it was there."""
-        number >>= SLOT_BITS
+        number >>= self._low_bits
         high, low = number >> 20, number & 0xFFFFF
         bits = self._maps.get(high)
         if bits is None:
@@ -402,7 +404,7 @@ class Rebuild:
 
     def __init__(self, index: LmdbIndex, segments: Segments, plane: Plane, pins: Pins) -> None:
         self._index, self._segments, self._plane, self._pins = index, segments, plane, pins
-        self._seen = _Numbers()
+        self._seen = _Numbers(0 if segments.config.pod is None else SLOT_BITS)
         # One bit for each hash of a name. Clear: the name was not met. Set: it must be looked up.
         self._names = bytearray(1 << (_NAME_BITS - 3))
         self._directories: dict[int, int] = {ROOT_INODE: 1 << 63}

@@ -14,7 +14,7 @@ from kvfs.errors import FormatError
 from kvfs.names import Names, Place, new_place
 from kvfs.pool.format import Stream
 from kvfs.record import Inode, Kind
-from kvfs.types import COUNTER_BITS, SLOT_STEP, SegmentIndex
+from kvfs.types import COUNTER_BITS, SegmentIndex
 
 _STATE = struct.Struct("<BBBBIQQQ")
 _STATE_VERSION = 1
@@ -147,13 +147,14 @@ def usage(inode: Inode) -> dict[int, int]:
 
 
 class Counter:
-    """Numbers that never go back: the mount epoch in the high bits, the node's slot in the low ones."""
+    """Numbers that never go back: the mount epoch in the high bits; in a pod the node's slot in the low ones, and
+    SLOT_STEP from one to the next."""
 
-    def __init__(self, epoch: int, slot: int = 0) -> None:
-        self.last = epoch << COUNTER_BITS | slot
+    def __init__(self, epoch: int, slot: int = 0, step: int = 1) -> None:
+        self.last, self._step = epoch << COUNTER_BITS | slot, step
 
     def next(self) -> int:
-        self.last += SLOT_STEP
+        self.last += self._step
         return self.last
 
 

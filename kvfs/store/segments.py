@@ -34,7 +34,7 @@ from kvfs.record import Inode
 from kvfs.store.eviction import TICKS_PER_POOL
 from kvfs.store.segment import Counter, Head, Segment, SegmentStatistics, State, usage
 from kvfs.store.segment_reader import SegmentReader
-from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber, SegmentIndex
+from kvfs.types import PAGE_SIZE, ROOT_INODE, SLOT_STEP, InodeNumber, SegmentIndex
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +105,9 @@ class Segments:
         self.ready_taken = trio.Event()
         self._plane = plane
         self._index = index
-        self._generations = Counter(epoch, slot)
-        self._sequences = Counter(epoch, slot)
+        step = 1 if config.pod is None else SLOT_STEP
+        self._generations = Counter(epoch, slot, step)
+        self._sequences = Counter(epoch, slot, step)
         self._free: deque[SegmentIndex] = deque()
         # Free, and avoided.
         self._aside: set[SegmentIndex] = set()
@@ -357,6 +358,8 @@ class Segments:
         assert segment.state in (State.CLOSED, State.EVICTING), segment
         segment.state = State.FREE
         segment.live_pages = 0
+        if self._plane.pod is not None:
+            self._plane.pod.life_ended(segment.index, segment.generation)
         self._resting.add(segment.index)
         self._changed.add(segment.index)
         self.mark_dirty(segment, gone=True)

@@ -37,7 +37,7 @@ from kvfs.store.eviction import EvictionPolicy, LeastLoss
 from kvfs.store.evictor import EvictionCounters, Evictor
 from kvfs.store.groups import Groups
 from kvfs.store.leases import Leases, LeaseStatistics
-from kvfs.store.opening import StoreOptions, index_epoch, make_plane, meta_number, open_index
+from kvfs.store.opening import StoreOptions, index_epoch, make_plane, meta_number, open_index, pod_options
 from kvfs.store.pins import Pins
 from kvfs.store.reservations import Reservations, ReservationStatistics
 from kvfs.store.sealing import Sealing
@@ -141,6 +141,9 @@ class Store:
             records_max = options.records_max or min(64 << 20, max(2 << 20, (size >> 13) + (1 << 20)))
             plane = make_plane(opened, options, epoch, records_max)
             stack.callback(plane.destroy)
+            options_of_pod = pod_options(opened)
+            if options_of_pod is not None:
+                plane.join(options_of_pod)
             index, rebuild = open_index(opened, plane.names)
             stack.callback(index.close)
             # This ties labels of this mount to this index, also if the mount ends while it writes them.

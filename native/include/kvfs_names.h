@@ -85,8 +85,9 @@ uint64_t kvfs_names_pending(struct kvfs_names *names);
 
 /* ---- numbers ---- */
 
-/* Inode numbers and versions begin behind `number`, and have its slot: the mount epoch above a counter (I14). */
-void kvfs_names_number(struct kvfs_names *names, uint64_t number);
+/* Inode numbers and versions begin behind `number`: the mount epoch above a counter (I14). in_pod: its slot is theirs; else they count in those bits
+ * too. */
+void kvfs_names_number(struct kvfs_names *names, uint64_t number, int in_pod);
 /* Another node has given this version: those of this node are above it from now on. Of an epoch that cannot be, it is ignored. */
 void kvfs_names_seen(struct kvfs_names *names, uint64_t version);
 uint64_t kvfs_names_next_inode(struct kvfs_names *names);

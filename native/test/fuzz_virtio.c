@@ -228,7 +228,7 @@ static void start(void) {
     kvfs_set_space(plane, (uint64_t)64 << 20, ENOSPC);
     names = kvfs_plane_names(plane);
     struct kvfs_inode_record top = {.record_size = sizeof(top), .inode = 1, .parent = 1, .kind = KVFS_KIND_DIRECTORY, .mode = 040755, .nlink = 2};
-    kvfs_names_number(names, UINT64_C(1) << KVFS_COUNTER_BITS);
+    kvfs_names_number(names, UINT64_C(1) << KVFS_COUNTER_BITS, 0);
     places = kvfs_places_make(names, 2, 4096, 1 << 20);
     CHECK(places && kvfs_names_put(names, &top, 0) == 0);
     kvfs_place_head(names, 1, 1);

@@ -166,7 +166,7 @@ static void test_the_last_subscriber_leaves(void) {
 int main(void) {
     plane_begin();
     free(pattern(1, 1));
-    kvfs_names_number(plane->names, UINT64_C(3) << KVFS_COUNTER_BITS);
+    kvfs_names_number(plane->names, UINT64_C(3) << KVFS_COUNTER_BITS, 0);
     directory_put(1, 1, "");
     RUN(test_nobody_listens);
     RUN(test_blocks_come_and_go);

@@ -52,7 +52,7 @@ static void key_name(uint32_t key, char out[9]) { snprintf(out, 9, "%02x%06x", k
 
 static void names_open(void) {
     names = kvfs_plane_names(plane);
-    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS);
+    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS, 0);
     places = kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20);
     CHECK(places);
     directory_put(1, 1, "");

@@ -294,7 +294,7 @@ static void test_beside_threads(void) {
 int main(void) {
     plane_begin();
     names = kvfs_plane_names(plane);
-    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS);
+    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS, 0);
     CHECK(kvfs_places_make(names, SEGMENTS, 4096, 1u << 20));
     directory_put(1, 1, "");
     kvfs_names_leave(names, KVFS_LEAVE_CLOSED, 0);

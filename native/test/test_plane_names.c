@@ -20,7 +20,7 @@ static uint32_t segment_notes(uint32_t segment) {
 
 static void names_open(void) {
     names = kvfs_plane_names(plane);
-    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS);
+    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS, 0);
     places = kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20);
     CHECK(places);
     directory_put(1, 1, "");

@@ -64,7 +64,7 @@ static_assert(sizeof(struct wire_hello) == 24, "wire");
 
 /* Answer to hello, then device_count uint64_t (zones_offset), then segment_count * stripe_width { uint32_t device, zone }. Then come DESCRIPTORS
  * frames without payload, each with up to KVFS_WIRE_FDS_MAX descriptors (SCM_RIGHTS) on its first byte. They are the block table's memfd, then the
- * devices in order, O_DIRECT. Devices are opened for reading only if the client asked for that. */
+ * devices in order, O_DIRECT, then in a pod the pod map's memfd. Devices are opened for reading only if the client asked for that. */
 struct wire_welcome {
     uint32_t version;
     uint32_t writable;
@@ -77,8 +77,10 @@ struct wire_welcome {
     uint32_t segment_count;
     uint32_t device_count;
     uint32_t reservation_ms; /* after this long an uncommitted reservation is taken back */
+    uint32_t pod;            /* 1: the last descriptor is the pod map's memfd; 0: the pool is no pod */
+    uint32_t reserved;
 };
-static_assert(sizeof(struct wire_welcome) == 72, "wire");
+static_assert(sizeof(struct wire_welcome) == 80, "wire");
 
 enum wire_flag {                   /* of version 3 */
                  WIRE_TABLE = 1,   /* RESERVE, DELETE: directories come before the items, and each item is in one of them */

@@ -40,6 +40,7 @@ struct connection {
     struct kvfs_array array;
     bool verify; /* leaves are checked */
     struct kvfs_table *table;
+    bool in_pod;
     struct kvfs_pod *pod;            /* names of the other nodes; NULL: the pool is no pod */
     struct foreign_known *known;     /* their blocks, by node id */
     int *fds; /* devices */

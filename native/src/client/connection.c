@@ -26,6 +26,8 @@ static void connection_free(struct connection *connection) {
         close(connection->descriptor);
     free(connection->payload);
     kvfs_table_detach(connection->table);
+    kvfs_pod_detach(connection->pod);
+    foreign_known_free(connection->known);
     connection->table = NULL;
     if (owed)
         return;
@@ -109,6 +111,7 @@ static int connection_fill(struct kvfs_client *client, struct connection *connec
     memcpy(connection->uuid, w->pool_uuid, sizeof(connection->uuid));
     connection->writable = w->writable && !(client->options.flags & KVFS_READ_ONLY);
     connection->reservation_ms = w->reservation_ms;
+    connection->in_pod = w->pod == 1;
     return 0;
 }
 
@@ -131,8 +134,8 @@ static int refusal(struct kvfs_client *client, int fd, const struct wire_frame *
 }
 
 static int descriptors(struct kvfs_client *client, struct connection *connection, uint64_t deadline_ns) {
-    uint32_t wanted = 1 + connection->array.device_count, have = 0;
-    int table_fd = -1, r = 0;
+    uint32_t devices = connection->array.device_count, wanted = 1 + devices + connection->in_pod, have = 0;
+    int table_fd = -1, pod_fd = -1, r = 0;
     while (have < wanted && r == 0) {
         struct wire_frame frame;
         int fds[KVFS_WIRE_FDS_MAX];
@@ -147,6 +150,8 @@ static int descriptors(struct kvfs_client *client, struct connection *connection
                 close(fds[i]);
             else if (have++ == 0)
                 table_fd = fds[i];
+            else if (have == devices + 2)
+                pod_fd = fds[i];
             else
                 connection->fds[have - 2] = fds[i];
         }
@@ -158,8 +163,17 @@ static int descriptors(struct kvfs_client *client, struct connection *connection
         if (r < 0)
             client_fail(r = -EPROTO, "%s: the daemon's block table is not of this version, or of another mount", client->pool);
     }
+    if (r == 0 && connection->in_pod) {
+        r = kvfs_pod_attach(pod_fd, connection->array.geometry.secret, &connection->pod);
+        if (r < 0)
+            r = client_fail(-EPROTO, "%s: the daemon's pod map is not of this version: %s", client->pool, strerror(-r));
+        else if (!(connection->known = foreign_known_new()))
+            r = client_fail(-ENOMEM, "%s: no memory for blocks of other nodes", client->pool);
+    }
     if (table_fd >= 0)
         close(table_fd);
+    if (pod_fd >= 0)
+        close(pod_fd);
     return r;
 }
 

@@ -1,5 +1,6 @@
 /* Blocks of other nodes of the pod, for requests: looked up in the pod map, opened, read, and removed by name. And what other nodes tell. */
 #include "pod/foreign.h"
+#include "base/wire_format.h"
 #include "content/content.h"
 
 /* Hits order eviction, and that is slow. */
@@ -138,6 +139,20 @@ int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batc
     }
     free(hits);
     return r;
+}
+
+int kvfs_foreign_note(struct kvfs_plane *plane, uint32_t what, const void *blocks, uint32_t count) {
+    int gone = 0;
+    for (uint32_t i = 0; plane->pod && i < count; i++) {
+        struct wire_foreign_block block;
+        memcpy(&block, (const uint8_t *)blocks + i * sizeof(block), sizeof(block));
+        const struct kvfs_record record = {.key_low = block.key_low, .key_high = block.key_high};
+        if (what == WIRE_FOREIGN_BAD)
+            gone += kvfs_pod_forget(plane->pod, block.key_low, block.key_high, block.segment, block.page) == 0;
+        else
+            foreign_hit(plane, &record);
+    }
+    return gone;
 }
 
 static int load_one(struct kvfs_plane *plane, uint32_t segment, uint64_t generation, const struct kvfs_inode_record *r, const char *name) {

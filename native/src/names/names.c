@@ -358,6 +358,7 @@ int kvfs_names_create(struct kvfs_names **out) {
     struct kvfs_names *names = calloc(1, sizeof(*names));
     if (!names)
         return -ENOMEM;
+    names->step = 1;
     pthread_mutexattr_t attributes;
     pthread_mutexattr_init(&attributes);
     pthread_mutexattr_settype(&attributes, PTHREAD_MUTEX_RECURSIVE);
@@ -376,7 +377,7 @@ int kvfs_names_create(struct kvfs_names **out) {
         return -ENOMEM;
     }
     if (getrandom(&names->seed, sizeof(names->seed), GRND_NONBLOCK) != sizeof(names->seed))
-        names->seed = now_ns();
+    names->seed = now_ns();
     *out = names;
     return 0;
 }
@@ -730,10 +731,10 @@ void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on) {
 
 /* ---- numbers ---- */
 
-#define NUMBER_STEP (UINT64_C(1) << KVFS_SLOT_BITS)
 
-void kvfs_names_number(struct kvfs_names *names, uint64_t number) {
+void kvfs_names_number(struct kvfs_names *names, uint64_t number, int in_pod) {
     pthread_mutex_lock(&names->lock);
+    names->step = in_pod ? UINT64_C(1) << KVFS_SLOT_BITS : 1;
     names->last_inode = names->last_version = number;
     pthread_mutex_unlock(&names->lock);
 }
@@ -741,20 +742,20 @@ void kvfs_names_number(struct kvfs_names *names, uint64_t number) {
 void kvfs_names_seen(struct kvfs_names *names, uint64_t version) {
     pthread_mutex_lock(&names->lock);
     if (version > names->last_version && version >> KVFS_COUNTER_BITS <= KVFS_EPOCH_MAX)
-        names->last_version = (version & ~(NUMBER_STEP - 1)) | (names->last_version & (NUMBER_STEP - 1));
+        names->last_version = (version & ~(names->step - 1)) | (names->last_version & (names->step - 1));
     pthread_mutex_unlock(&names->lock);
 }
 
 uint64_t kvfs_names_next_inode(struct kvfs_names *names) {
     pthread_mutex_lock(&names->lock);
-    uint64_t inode = names->last_inode += NUMBER_STEP;
+    uint64_t inode = names->last_inode += names->step;
     pthread_mutex_unlock(&names->lock);
     return inode;
 }
 
 uint64_t kvfs_names_next_version(struct kvfs_names *names) {
     pthread_mutex_lock(&names->lock);
-    uint64_t version = names->last_version += NUMBER_STEP;
+    uint64_t version = names->last_version += names->step;
     pthread_mutex_unlock(&names->lock);
     return version;
 }
@@ -768,7 +769,7 @@ uint64_t kvfs_names_last_version(struct kvfs_names *names) {
 
 uint64_t version_begin(struct kvfs_names *names, struct version *version) {
     link_add(&names->in_flight, &version->link);
-    return version->number = names->last_version += NUMBER_STEP;
+    return version->number = names->last_version += names->step;
 }
 
 void version_end(struct version *version) { link_drop(&version->link); }
