@@ -125,6 +125,10 @@ class PodMap:
         result = lib.kvfs_foreign_find(self._plane, parent, name, len(name), self._record)
         return None if result < 0 else self._foreign(parent, name)
 
+    def unlink(self, parent: InodeNumber, name: bytes) -> bool:
+        """Remove a block's name of another node. False: there is none."""
+        return cast(int, lib.kvfs_foreign_unlink(self._plane, parent, name, len(name))) == 0
+
     def known(self, number: InodeNumber) -> Foreign | None:
         """A block that was looked up, by its node id."""
         name = ffi.new("char[]", NAME_MAX + 1)

@@ -628,6 +628,8 @@ class _Connection:
 
     def _delete(self, parent: InodeNumber, name: bytes) -> bool:
         with suppress(KvfsError):
+            if self._namespace.unlink_foreign(parent, name):
+                return True
             if self._namespace.lookup(parent, name).kind == Kind.FILE:
                 self._namespace.unlink(parent, name)
                 return True

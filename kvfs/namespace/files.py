@@ -282,9 +282,7 @@ class Namespace:
         """The directory that a path leads to from another. NotFoundError, NotDirectoryError."""
         self._directory(number)
         for name in path:
-            found = self._index.lookup(number, name)
-            if found is None:
-                raise NotFoundError(f"{name!r} in directory {number}: not found")
+            found = self.lookup(number, name).inode
             self._directory(found)
             number = found
         return number
@@ -382,7 +380,18 @@ class Namespace:
     # ---- removing ----
 
     @step
+    def unlink_foreign(self, parent: InodeNumber, name: bytes) -> bool:
+        """Remove a block's name of another node. False: this node has the name, or none has."""
+        return (
+            self._foreign is not None
+            and self._index.lookup(parent, name) is None
+            and self._foreign.unlink(parent, name)
+        )
+
+    @step
     def unlink(self, parent: InodeNumber, name: bytes) -> None:
+        if self.unlink_foreign(parent, name):
+            return
         inode = self.lookup(parent, name)
         if inode.kind == Kind.DIRECTORY:
             raise IsDirectoryError(f"{name!r} in directory {parent}: is a directory")

@@ -36,6 +36,10 @@ class ForeignNames:
         found = self._map.find(parent, name)
         return None if found is None or found.directory else found
 
+    def unlink(self, parent: InodeNumber, name: bytes) -> bool:
+        """Remove a block's name; every node is told. False: no other node has one."""
+        return self._map.unlink(parent, name)
+
     async def record(self, number: InodeNumber) -> Inode:
         """The record in the header of another node's block, under its present name. StaleInodeError if it is gone."""
         known = self._map.known(number)

@@ -333,6 +333,8 @@ struct kvfs_pod *kvfs_plane_pod(struct kvfs_plane *plane); /* the plane's; NULL:
 struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane);
 /* What the name leads to at other nodes. 0: a block; 1: a directory; -ENOENT; -EAGAIN: try again. */
 int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
+/* Remove a block's name of another node; every node is told. 0, -ENOENT; -EAGAIN: it is this node's, or a directory. */
+int kvfs_foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size);
 /* A block that was looked up, by its node id. name: KVFS_NAME_MAX + 1 bytes. 0, -ENOENT. */
 int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out, char *name);
 /* Take in what another node told, as kvfs_pod_apply() does; blocks that others read are used, and the clock of versions goes on. */

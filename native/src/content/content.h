@@ -358,9 +358,9 @@ void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record);
 /* The plane comes down. */
 void foreign_leave(struct kvfs_plane *plane);
 /* The name leads to a block of another node, and to nothing here. */
-bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name);
-/* Remove a name of another node: every node is told. 0, -ENOENT, -EAGAIN: it is a directory, or nobody can say. */
-int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name);
+bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
+/* Remove a name of another node: every node is told. 0; -ENOENT: no node has it; -EAGAIN: it is this node's, or a directory, or nobody can say. */
+int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
 
 /* ---- changes.c: what subscribers are told; within a step ---- */
 

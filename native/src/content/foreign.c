@@ -56,21 +56,20 @@ void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record) {
         kvfs_news_add(plane->news, &item);
 }
 
-bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name) {
+bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
     struct kvfs_record record;
-    uint32_t size = (uint32_t)strlen(name);
     return kvfs_table_find_name(plane->table, parent, name, size, &record) == -ENOENT &&
            foreign_find(plane->pod, &plane->array.geometry, parent, name, size, &record) == 0;
 }
 
-int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) {
+int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
     struct kvfs_record record;
     if (!plane->pod)
-        return -EAGAIN;
+        return -ENOENT;
     kvfs_names_begin(plane->names);
     int r = -EAGAIN; /* this node's own: Python's, or its name is gone by now */
-    if (kvfs_table_find_name(plane->table, parent, name, (uint32_t)strlen(name), &record) == -ENOENT)
-        r = foreign_find(plane->pod, &plane->array.geometry, parent, name, (uint32_t)strlen(name), &record);
+    if (kvfs_table_find_name(plane->table, parent, name, size, &record) == -ENOENT)
+        r = foreign_find(plane->pod, &plane->array.geometry, parent, name, size, &record);
     if (r == 0) {
         kvfs_names_seen(plane->names, kvfs_pod_version(plane->pod, record.key_low, record.key_high));
         uint64_t version = kvfs_names_next_version(plane->names);
@@ -120,6 +119,10 @@ struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane) { return plane->news
 
 int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out) {
     return foreign_look(plane, parent, name, name_size, out);
+}
+
+int kvfs_foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size) {
+    return foreign_unlink(plane, parent, name, name_size);
 }
 
 int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out, char *name) {

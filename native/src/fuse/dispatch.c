@@ -441,7 +441,7 @@ static void do_create(struct server *server, struct fuse_in_header *in) {
 static void do_unlink(struct server *server, struct fuse_in_header *in) {
     const char *name = (const char *)(in + 1);
     if (mux_is_open(server->plane) &&
-        (name_unlink(server->plane, in->nodeid, name) == 0 || foreign_unlink(server->plane, in->nodeid, name) == 0))
+        (name_unlink(server->plane, in->nodeid, name) == 0 || foreign_unlink(server->plane, in->nodeid, name, (uint32_t)strlen(name)) == 0))
         mux_answer_done(server);
     else
         mux_forward(server, 0, 0);
@@ -453,7 +453,7 @@ static void do_rename(struct server *server, struct fuse_in_header *in) {
     memcpy(&rename, in + 1, size); /* newdir comes first in both */
     const char *name = (const char *)(in + 1) + size, *new_name = name + strlen(name) + 1;
     made_note(server->plane, in);
-    if (server->plane->pod && foreign_holds(server->plane, in->nodeid, name)) { /* mv(1) copies then */
+    if (server->plane->pod && foreign_holds(server->plane, in->nodeid, name, (uint32_t)strlen(name))) { /* mv(1) copies then */
         reply_error(server, in->unique, -EXDEV);
         return;
     }
