@@ -172,6 +172,14 @@ class PodMap:
             raise PodMapError(f"segment {segment}: {len(records)} bytes of records: {os.strerror(-result)}")
         return cast(int, result)
 
+    def own_inodes(self, keys: Sequence[bytes]) -> list[InodeNumber]:
+        """The inodes of this node's blocks with these keys of 16 bytes; 0: there is none. Any thread."""
+        inodes = ffi.new("uint64_t[]", len(keys))
+        words = ffi.new("uint64_t[]", 2 * len(keys))
+        ffi.memmove(words, b"".join(keys), 16 * len(keys))
+        lib.kvfs_foreign_asked(self._plane, words, len(keys), inodes)
+        return [InodeNumber(number) for number in inodes]
+
     def note(self, what: int, blocks: memoryview) -> None:
         """What a native client says of blocks of other nodes: struct wire_foreign_block each."""
         lib.kvfs_foreign_note(self._plane, what, ffi.from_buffer(blocks), len(blocks) // FOREIGN_BLOCK_SIZE)

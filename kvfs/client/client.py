@@ -229,19 +229,34 @@ class Client:
             raise _put_error(failed, sizes, len(names))
         return [result == 0 for result in results]
 
-    def exists(self, keys: Iterable[Key]) -> list[bool]:
-        """Is there a block, for each key? Reads nothing from a device and asks nobody."""
+    def fresh(self) -> None:
+        """In a pod: return once everything is found here that the other nodes had stored or removed before this call.
+
+        They are asked for what they hold back; names that engines are about to rename aside. Calls with `fresh=True` do
+        this first. DeadlineError names a node that lives and gave no answer in 100 ms; ClientError: no engine can be
+        reached. Where the pool is no pod there is nothing to wait for.
+        """
+        self.library.fresh()
+
+    def exists(self, keys: Iterable[Key], *, fresh: bool = False) -> list[bool]:
+        """Is there a block, for each key? Reads nothing from a device and asks nobody, unless it is to be fresh()."""
+        if fresh:
+            self.fresh()
         packed = self.library.pack(keys)
         return list(map(bool, self.library.exists(packed))) if packed.count else []
 
-    def exists_prefix(self, keys: Iterable[Key]) -> int:
+    def exists_prefix(self, keys: Iterable[Key], *, fresh: bool = False) -> int:
         """How many keys, from the first on, have a block: the length of the prefix that is there. As cheap as exists();
-        keys behind the first gap are not looked up."""
+        keys behind the first gap are not looked up. `fresh`: fresh() first."""
+        if fresh:
+            self.fresh()
         packed = self.library.pack(keys)
         return self.library.exists_prefix(packed) if packed.count else 0
 
-    def sizes(self, keys: Iterable[Key]) -> list[int | None]:
-        """Bytes of each block; None: there is none."""
+    def sizes(self, keys: Iterable[Key], *, fresh: bool = False) -> list[int | None]:
+        """Bytes of each block; None: there is none. `fresh`: fresh() first."""
+        if fresh:
+            self.fresh()
         packed = self.library.pack(keys)
         return [or_none(size) for size in self.library.sizes(packed)] if packed.count else []
 
@@ -290,8 +305,10 @@ class Client:
         vectors = host_destinations(names, memories)
         return [or_none(value) for value in self.library.get(self.library.keys(names), vectors, offsets)]
 
-    def get(self, key: Key) -> memoryview | None:
-        """A block in page-aligned memory of its own; None for a miss."""
+    def get(self, key: Key, *, fresh: bool = False) -> memoryview | None:
+        """A block in page-aligned memory of its own; None for a miss. `fresh`: fresh() first."""
+        if fresh:
+            self.fresh()
         packed = self.library.pack([key])
         for _ in range(_GET_TRIES):
             size = self.library.sizes(packed)[0]

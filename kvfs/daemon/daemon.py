@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -29,6 +30,7 @@ from kvfs.frontend.clients import HOSTS_TIMEOUT_S, Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.fuse import Session
 from kvfs.namespace.files import Namespace
+from kvfs.namespace.foreign import ForeignNames
 from kvfs.namespace.survey import DEPTH_MAX, Survey
 from kvfs.plane import FEED_SIZE, EventType
 from kvfs.status.document import live_counters, live_status
@@ -37,6 +39,9 @@ from kvfs.store.opening import StoreOptions
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, InodeNumber
 from kvfs.virtiofs.exports import Exports
+
+if TYPE_CHECKING:
+    from kvfs.daemon.pod import PodNode
 
 # One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)
@@ -67,8 +72,12 @@ async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporte
             reporter.info(note)
         for reason in store.service.missing():
             reporter.info(f"degraded: {reason}; what lies there is not there until it is back")
-        namespace = Namespace(store)
+        podmap = store.plane.pod
+        foreign = None if podmap is None else ForeignNames(store.plane, podmap, store.sealing, store.config.secret)
+        namespace = Namespace(store, foreign)
+        daemon.join(store)
         clients = Clients(store, namespace, feed_size())
+        clients.fresh = daemon.fresh
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
         with pid_file(options.pool), closing(control), closing(Exports(options.exports, store.plane)) as exports:
             # From here on pyfuse3 closes the session's end of the socket.
@@ -93,6 +102,7 @@ class Daemon:
     _clients: Clients
     _exports: Exports
     _survey: Survey
+    _pod: PodNode | None = None
 
     def __init__(self, options: MountOptions, mountpoint: str | None) -> None:
         self._options = options
@@ -127,6 +137,18 @@ class Daemon:
             on_wait=reporter.info,
         )
 
+    def join(self, store: Store) -> None:
+        """Make this node's part of a pod, if the pool is one. MissingFeatureError, UsageError."""
+        if store.config.pod is not None:
+            from kvfs.daemon.pod import PodNode  # and with it the engine's client: a pool of one node needs neither
+
+            self._pod = PodNode(store)
+
+    @property
+    def fresh(self) -> Callable[[], None] | None:
+        """Waits for the news of other nodes; None if there are none."""
+        return None if self._pod is None else self._pod.fresh
+
     async def run(
         self, store: Store, namespace: Namespace, session: Session, control: ControlServer, clients: Clients,
         exports: Exports, reporter: Reporter,
@@ -138,6 +160,8 @@ class Daemon:
             os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._store.run)
+            if self._pod is not None:
+                nursery.start_soon(self._pod.run)
             await nursery.start(Calls(namespace, store.plane).run)
             nursery.start_soon(session.run)
             nursery.start_soon(self._start, nursery, control, reporter)
@@ -291,7 +315,10 @@ class Daemon:
     def _status(self) -> dict[str, object]:
         counters = live_counters(self._store, self._clients)
         exports = self._exports.statistics()
-        return live_status(self._store, counters, self._options.pool, self._mounts(), exports, self._started_s)
+        found = live_status(self._store, counters, self._options.pool, self._mounts(), exports, self._started_s)
+        if self._pod is not None:
+            found["pod"] = dict(self._pod.status())
+        return found
 
     async def _command_list(self, arguments: Arguments, progress: Progress) -> object:
         depth = arguments.get("depth", 1)

@@ -117,6 +117,7 @@ class Type(IntEnum):
     EVENTS = 14
     TOUCH = 15
     FOREIGN = 16
+    FRESH = 18
 
 
 class Flags(IntFlag):
@@ -202,6 +203,8 @@ class Clients:
         self._subscribed: set[_Connection] = set()
         self._base = [0] * len(REPORTED)
         self._ending = False
+        # Blocks until other nodes of a pod have told all that they have; None: the pool is none.
+        self.fresh: Callable[[], None] | None = None
         self._checks = 0
         self._checking = trio.CapacityLimiter(_CHECKING_MAX)
 
@@ -747,6 +750,12 @@ class _Connection:
         if self._store.plane.pod is not None:
             self._store.plane.pod.note(what, blocks)
 
+    async def fresh(self, payload: bytes) -> bytes:
+        _end(payload, 0)
+        if self._clients.fresh is not None:
+            await trio.to_thread.run_sync(self._clients.fresh, abandon_on_cancel=True)
+        return b""
+
     async def lease(self, payload: bytes) -> bytes:
         number, milliseconds, reserved = _LEASE.unpack_from(payload)
         inodes = memoryview(payload)[_LEASE.size :]
@@ -799,6 +808,7 @@ _REQUESTS = {
     int(Type.FOREIGN): _Request(
         _Connection.foreign, _FOREIGN.size + ITEMS_MAX * FOREIGN_BLOCK_SIZE, answered=False, since=4
     ),
+    int(Type.FRESH): _Request(_Connection.fresh, 0, since=4),
     int(Type.LEASE): _Request(_Connection.lease, _LEASE.size + 8 * ITEMS_MAX, since=3),
     int(Type.RELEASE): _Request(_Connection.release, _WORD.size, since=3),
     int(Type.REPORT): _Request(_Connection.report, 8 * 64, answered=False),

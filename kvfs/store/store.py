@@ -47,7 +47,7 @@ from kvfs.store.shares import Shares
 from kvfs.store.slabs import Slabs
 from kvfs.store.space import Space
 from kvfs.store.tasks import Tasks
-from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
+from kvfs.types import COUNTER_BITS, ROOT_INODE, InodeNumber, SegmentIndex
 
 log = logging.getLogger("kvfs.store.pool")
 
@@ -292,6 +292,17 @@ class Store:
                 self.plane.device_stop(device)
             self.plane.abandon(reason)
             self._lost.set()
+
+    async def raise_epoch(self) -> None:
+        """In a pod: take another epoch, as the numbers of the last one run out."""
+        epoch = await trio.to_thread.run_sync(self._heart.next_epoch)
+        self.index.meta_put(META_OPENING, META_NUMBER.pack(epoch))
+        await self.blocks.commit()
+        await trio.to_thread.run_sync(self._heart.raise_epoch, epoch)
+        self.index.meta_put(META_EPOCH, META_NUMBER.pack(epoch))
+        await self.blocks.commit()
+        self.blocks.names.number(epoch << COUNTER_BITS | self.slot, in_pod=True)
+        log.info("mount epoch %d: the numbers of the last one were running out", epoch)
 
     def ending(self) -> None:
         """Tell others that want the pool that it will soon be free."""

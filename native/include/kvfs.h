@@ -130,6 +130,10 @@ int kvfs_release(struct kvfs_client *client, uint64_t lease);
 /* For eviction each block counts as read now; it is no hit of statistics. A hint: a daemon that is busy or gone does not hear of it. Returns how many
  * exist. */
 int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys);
+/* In a pod: return once everything is found here that the other nodes had stored or removed before this call. They are asked for what they hold back;
+ * names that engines are about to rename aside. 0, also where the pool is no pod. -ETIMEDOUT: a node that lives gave no answer in 100 ms; the message
+ * names it. -EHOSTUNREACH: no engine can be reached. */
+int kvfs_fresh(struct kvfs_client *client);
 /* Keys in byte order, from the first after `after` (NULL: from the first). Their sizes go into sizes[0 .. capacity), their bytes back to
  * back into data (data_size; KVFS_KEY_MAX bytes a key are always enough). Returns their number, 0 at the end. */
 int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size, void *data, uint64_t data_size, uint32_t *sizes, uint32_t capacity);

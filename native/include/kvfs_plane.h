@@ -340,6 +340,8 @@ int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_rec
 /* Take in what another node told, as kvfs_pod_apply() does; blocks that others read are used, and the clock of versions goes on. */
 int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batch, uint64_t size, struct kvfs_pod_conflict *conflicts,
                        struct kvfs_pod_applied *out);
+/* The inode numbers of this node's blocks with these keys, two words each; 0: there is none. Returns how many there are. */
+int kvfs_foreign_asked(struct kvfs_plane *plane, const uint64_t *keys, uint32_t count, uint64_t *inodes);
 /* What a native client says of blocks of other nodes (struct wire_foreign_block): enum wire_foreign_what. Returns how many entries went. */
 int kvfs_foreign_note(struct kvfs_plane *plane, uint32_t what, const void *blocks, uint32_t count);
 /* Take in inode records that were found on the devices: those of blocks whose header is in this segment, in this life of it, and of directories.

@@ -37,7 +37,8 @@ enum wire_type {
     WIRE_EVENTS = 14,
     WIRE_TOUCH = 15,
     WIRE_FOREIGN = 16,
-    WIRE_FOREIGN_LEASE = 17
+    WIRE_FOREIGN_LEASE = 17,
+    WIRE_FRESH = 18
 };
 struct wire_frame {
     uint32_t size;
@@ -169,6 +170,7 @@ struct wire_foreign_block {
 };
 static_assert(sizeof(struct wire_foreign_block) == 24, "wire");
 /* FOREIGN_LEASE: a struct wire_lease and struct wire_foreign_block. As LEASE, of blocks of other nodes: those are asked, for at most 50 ms. */
+/* FRESH: nothing. Answered, with nothing, when all is here that the other nodes had. */
 /* RELEASE: uint64_t lease. Answer: uint64_t: 1: it was in force until now; 0: it had ended. */
 /* EVENTS: this. BEGIN is answered by a struct wire_feed, with the feed's descriptor on the first byte of the frame. The feed ends with the last
  * connection that asked for it. PATH is answered by a directory's path from the root, without a leading slash, or -ENOENT. */

@@ -157,6 +157,20 @@ int keys_exist_at_once(struct kvfs_client *client, const struct kvfs_keys *keys,
     return look_up(client, keys, true, false, NULL, found);
 }
 
+int kvfs_fresh(struct kvfs_client *client) {
+    struct connection *connection;
+    uint8_t *reply = NULL;
+    uint32_t reply_size = 0;
+    int r = daemon_get(client, &connection);
+    if (r < 0)
+        return r;
+    if (connection->pod)
+        r = wire_ask(client, connection, WIRE_FRESH, NULL, 0, client->options.timeout_ms, &reply, &reply_size);
+    free(reply);
+    connection_put(connection);
+    return r;
+}
+
 /* ---- delete, list ---- */
 
 /* As many keys from `first` on as one request takes; *key is the first one's, and then the next one's. Returns how many, or -errno. */

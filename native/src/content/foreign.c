@@ -144,6 +144,18 @@ int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batc
     return r;
 }
 
+int kvfs_foreign_asked(struct kvfs_plane *plane, const uint64_t *keys, uint32_t count, uint64_t *inodes) {
+    int found = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        struct kvfs_record record;
+        bool there = kvfs_table_find_key(plane->table, keys[2 * i], keys[2 * i + 1], &record) == 0 && record.kind == KVFS_KIND_FILE &&
+                     record.flags & KVFS_INODE_SEALED;
+        inodes[i] = there ? record.inode : 0;
+        found += there;
+    }
+    return found;
+}
+
 int kvfs_foreign_note(struct kvfs_plane *plane, uint32_t what, const void *blocks, uint32_t count) {
     int gone = 0;
     for (uint32_t i = 0; plane->pod && i < count; i++) {
