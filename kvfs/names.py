@@ -153,6 +153,10 @@ class Names:
         """Inode numbers and versions begin behind this. `in_pod`: they have its slot."""
         lib.kvfs_names_number(self._names, number, int(in_pod))
 
+    def seen(self, version: int) -> None:
+        """Another node has given this version: those of this one are above it from now on."""
+        lib.kvfs_names_seen(self._names, version)
+
     def next_inode(self) -> int:
         return cast(int, lib.kvfs_names_next_inode(self._names))
 

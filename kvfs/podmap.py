@@ -19,6 +19,7 @@ BATCH_SIZE_MAX = 65536
 BATCH_RECORDS_MAX = 1637
 # Of struct wire_foreign_block.
 FOREIGN_BLOCK_SIZE = 24
+_TOMBSTONES = 1024
 # The high bits of a node id that is made of another node's place.
 _FOREIGN = 0b011
 _BITS = 61
@@ -71,6 +72,15 @@ class Conflict(NamedTuple):
     slot: int
 
 
+class Tombstone(NamedTuple):
+    """struct kvfs_tombstone: a name of another node that was removed here."""
+
+    key_low: int
+    key_high: int
+    version: int
+    slot: int
+
+
 class Applied(NamedTuple):
     """struct kvfs_pod_applied, but for the arrays."""
 
@@ -111,6 +121,7 @@ class PodMap:
         self._out = ffi.new("uint8_t[]", BATCH_SIZE_MAX)
         self._taken = ffi.new("struct kvfs_news_taken *")
         self._conflicts = ffi.new("struct kvfs_pod_conflict[]", BATCH_RECORDS_MAX)
+        self._tombstones = ffi.new("struct kvfs_tombstone[]", _TOMBSTONES)
         self._applied = ffi.new("struct kvfs_pod_applied *")
 
     @property
@@ -128,6 +139,20 @@ class PodMap:
     def unlink(self, parent: InodeNumber, name: bytes) -> bool:
         """Remove a block's name of another node. False: there is none."""
         return cast(int, lib.kvfs_foreign_unlink(self._plane, parent, name, len(name))) == 0
+
+    def tombstones(self) -> list[Tombstone]:
+        """Names of other nodes that were removed here since the last call."""
+        found: list[Tombstone] = []
+        while count := lib.kvfs_foreign_tombstones(self._plane, self._tombstones, _TOMBSTONES):
+            found += [Tombstone(t.key_low, t.key_high, t.version, t.slot) for t in self._tombstones[0:count]]
+        return found
+
+    def tell_gone(self, tombstones: Sequence[Tombstone]) -> None:
+        """Tell of removals once more."""
+        for at in range(0, len(tombstones), _TOMBSTONES):
+            some = tombstones[at : at + _TOMBSTONES]
+            words = ffi.new("struct kvfs_tombstone[]", [(*one, 0) for one in some])
+            lib.kvfs_foreign_tell_gone(self._plane, words, len(some))
 
     def known(self, number: InodeNumber) -> Foreign | None:
         """A block that was looked up, by its node id."""

@@ -192,12 +192,34 @@ class Blocks:
     def drop_overtaken(self, number: InodeNumber, version: int) -> None:
         """In a pod: another node has stored or removed its name later. `version`: of this node's block, which lost."""
         inode = self.index.get(number)
+        if inode is not None and inode.kind == Kind.DIRECTORY:
+            self._look_at_directory(inode, version)
+            return
         if inode is None or inode.nameless or not inode.sealed or inode.version > version:
             return
         if self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
             return  # it is stored again, under a higher version
         self._take_name(inode)
         self.tell_hosts()
+
+    def _look_at_directory(self, inode: Inode, version: int) -> None:
+        """Another node has nothing in it any more. If this one has not either, it goes; else all are told that it is
+        here."""
+        if InodeFlags.BORROWED in inode.flags and self.index.is_empty(inode.inode):
+            self.index.keep(inode.inode)
+            try:
+                self.plane.inode_remove(inode.inode)
+            except PlaneError:
+                return
+            self.index.delete(inode)
+            self.directory_removals += 1
+            self.tell_hosts()
+        elif InodeFlags.BORROWED not in inode.flags and inode.version <= version:
+            self.names.seen(version)
+            again = inode.copy()
+            again.version = self.next_version()
+            self.index.put(again, inode)
+            self.plane.name_put(again.pack(), 0)
 
     def _take_name(self, inode: Inode) -> None:
         """It is a miss from now on; who has it open reads on."""

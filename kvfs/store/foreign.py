@@ -7,13 +7,15 @@ that is away, is a miss. Nothing of it is written, and nothing here decides what
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Sequence
 
 import trio
 
 from kvfs.errors import KvfsError
+from kvfs.index.interface import Index
 from kvfs.plane import Plane
-from kvfs.podmap import PodMap, PodMapError
+from kvfs.podmap import PodMap, PodMapError, Tombstone
 from kvfs.store.segments import Segments
 from kvfs.types import EPOCH_MAX, SegmentIndex
 
@@ -25,6 +27,11 @@ _READERS = 4
 # A life that waits for the sweep of the map is tried so often.
 _LIFE_TRIES = 8
 _SWEEP_BUCKETS = 1 << 20
+_TOMBSTONE_PREFIX = b"tomb:"
+_TOMBSTONE_KEY = struct.Struct(">QQ")
+_TOMBSTONE_VALUE = struct.Struct("<QI")
+# Of one owner; beyond it the oldest are forgotten, and their names may come back with it.
+_TOMBSTONES_MAX = 1 << 20
 
 
 class ForeignLoader:
@@ -108,3 +115,43 @@ def foreign_slots(segments: Segments) -> Sequence[int]:
     """The slots of the other nodes."""
     pod = segments.config.pod
     return [] if pod is None else [slot for slot in range(pod.nodes) if slot != segments.slot]
+
+
+class Tombstones:
+    """Names of other nodes that were removed here. Their owners may be away, and would bring them back when they
+    return: whoever removed them says so again. One trio thread."""
+
+    def __init__(self, index: Index, podmap: PodMap) -> None:
+        self._index, self._map = index, podmap
+        self._by_slot: dict[int, dict[bytes, Tombstone]] = {}
+        for key, value in index.meta_items(_TOMBSTONE_PREFIX):
+            low, high = _TOMBSTONE_KEY.unpack(key[len(_TOMBSTONE_PREFIX) :])
+            version, slot = _TOMBSTONE_VALUE.unpack(value)
+            self._by_slot.setdefault(slot, {})[key] = Tombstone(low, high, version, slot)
+
+    def __len__(self) -> int:
+        return sum(len(some) for some in self._by_slot.values())
+
+    def take(self) -> None:
+        """Remember those of the last moment."""
+        for found in self._map.tombstones():
+            key = _TOMBSTONE_PREFIX + _TOMBSTONE_KEY.pack(found.key_low, found.key_high)
+            some = self._by_slot.setdefault(found.slot, {})
+            if key not in some and len(some) >= _TOMBSTONES_MAX:
+                self._forget(some, next(iter(some)))
+            some[key] = found
+            self._index.meta_put(key, _TOMBSTONE_VALUE.pack(found.version, found.slot))
+
+    def tell(self, slot: int) -> None:
+        """Tell of those of one owner again."""
+        self._map.tell_gone(list(self._by_slot.get(slot, {}).values()))
+
+    def forget(self, slot: int) -> None:
+        """Their owner has heard of all."""
+        some = self._by_slot.pop(slot, {})
+        for key in list(some):
+            self._forget(some, key)
+
+    def _forget(self, some: dict[bytes, Tombstone], key: bytes) -> None:
+        del some[key]
+        self._index.meta_put(key, None)

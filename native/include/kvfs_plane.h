@@ -335,6 +335,17 @@ struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane);
 int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* Remove a block's name of another node; every node is told. 0, -ENOENT; -EAGAIN: it is this node's, or a directory. */
 int kvfs_foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size);
+/* Names of other nodes that were removed here, since the last call. Their owners may be away: whoever removed them says it again when they are back.
+ * Returns how many of `capacity` were written; call again until it is 0. */
+struct kvfs_tombstone {
+    uint64_t key_low, key_high;
+    uint64_t version; /* of the removal */
+    uint32_t slot;    /* of the owner */
+    uint32_t reserved;
+};
+uint32_t kvfs_foreign_tombstones(struct kvfs_plane *plane, struct kvfs_tombstone *out, uint32_t capacity);
+/* Tell of removals once more. */
+void kvfs_foreign_tell_gone(struct kvfs_plane *plane, const struct kvfs_tombstone *tombstones, uint32_t count);
 /* A block that was looked up, by its node id. name: KVFS_NAME_MAX + 1 bytes. 0, -ENOENT. */
 int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out, char *name);
 /* Take in what another node told, as kvfs_pod_apply() does; blocks that others read are used, and the clock of versions goes on. */

@@ -416,6 +416,7 @@ struct kvfs_plane {
     struct kvfs_pod *pod;                 /* the names of other nodes, and what this one tells them. All NULL: the pool is no pod */
     struct kvfs_news *news;
     struct foreign_known *known;
+    struct tombstones *tombstones;
     struct flush *flushes, *flushes_last; /* waiting for room; within a step */
     struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;

@@ -56,6 +56,39 @@ void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record) {
         kvfs_news_add(plane->news, &item);
 }
 
+/* ---- removed ---- */
+
+#define TOMBSTONES_MAX 65536u
+/* Those that Python has not taken yet; within a step. Beyond the bound the oldest are overwritten. */
+struct tombstones {
+    uint64_t added, taken;
+    struct kvfs_tombstone all[TOMBSTONES_MAX];
+};
+
+static void gone_tell(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t version) {
+    const struct kvfs_news_item item = {.kind = KVFS_POD_GONE, .key_low = key_low, .key_high = key_high, .version = version};
+    kvfs_news_add(plane->news, &item);
+}
+
+uint32_t kvfs_foreign_tombstones(struct kvfs_plane *plane, struct kvfs_tombstone *out, uint32_t capacity) {
+    struct tombstones *tombstones = plane->tombstones;
+    uint32_t count = 0;
+    kvfs_names_begin(plane->names);
+    if (tombstones && tombstones->added - tombstones->taken > TOMBSTONES_MAX)
+        tombstones->taken = tombstones->added - TOMBSTONES_MAX;
+    while (tombstones && count < capacity && tombstones->taken < tombstones->added)
+        out[count++] = tombstones->all[tombstones->taken++ % TOMBSTONES_MAX];
+    kvfs_names_end(plane->names);
+    return count;
+}
+
+void kvfs_foreign_tell_gone(struct kvfs_plane *plane, const struct kvfs_tombstone *tombstones, uint32_t count) {
+    for (uint32_t i = 0; plane->pod && i < count; i++) {
+        kvfs_pod_remove(plane->pod, tombstones[i].key_low, tombstones[i].key_high, tombstones[i].version);
+        gone_tell(plane, tombstones[i].key_low, tombstones[i].key_high, tombstones[i].version);
+    }
+}
+
 bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
     struct kvfs_record record;
     return kvfs_table_find_name(plane->table, parent, name, size, &record) == -ENOENT &&
@@ -73,9 +106,10 @@ int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, 
     if (r == 0) {
         kvfs_names_seen(plane->names, kvfs_pod_version(plane->pod, record.key_low, record.key_high));
         uint64_t version = kvfs_names_next_version(plane->names);
-        const struct kvfs_news_item item = {.kind = KVFS_POD_GONE, .key_low = record.key_low, .key_high = record.key_high, .version = version};
         kvfs_pod_remove(plane->pod, record.key_low, record.key_high, version);
-        kvfs_news_add(plane->news, &item);
+        gone_tell(plane, record.key_low, record.key_high, version);
+        plane->tombstones->all[plane->tombstones->added++ % TOMBSTONES_MAX] = (struct kvfs_tombstone){
+            .key_low = record.key_low, .key_high = record.key_high, .version = version, .slot = kvfs_pod_owner(plane->pod, record.segment)};
     }
     kvfs_names_end(plane->names);
     return r == 1 ? -EAGAIN : r;
@@ -97,7 +131,7 @@ int kvfs_plane_join(struct kvfs_plane *plane, uint32_t slot, uint32_t nodes, uin
     int r = kvfs_pod_create(&config, &plane->pod);
     if (r == 0)
         r = kvfs_news_create(&news, &plane->news);
-    if (r == 0 && !(plane->known = foreign_known_new()))
+    if (r == 0 && (!(plane->known = foreign_known_new()) || !(plane->tombstones = calloc(1, sizeof(*plane->tombstones)))))
         r = -ENOMEM;
     if (r < 0)
         foreign_leave(plane);
@@ -108,6 +142,8 @@ void foreign_leave(struct kvfs_plane *plane) {
     kvfs_news_destroy(plane->news);
     kvfs_pod_destroy(plane->pod);
     foreign_known_free(plane->known);
+    free(plane->tombstones);
+    plane->tombstones = NULL;
     plane->news = NULL;
     plane->pod = NULL;
     plane->known = NULL;
@@ -129,6 +165,22 @@ int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_rec
     return plane->known && is_foreign(inode) && foreign_known_get(plane->known, inode, out, name) ? 0 : -ENOENT;
 }
 
+/* A directory that another node removed: this node looks whether it has something in it. The batch has been checked. */
+static void directories_look(struct kvfs_plane *plane, const uint8_t *batch) {
+    struct kvfs_pod_batch head;
+    memcpy(&head, batch, sizeof(head));
+    const uint8_t *at = batch + sizeof(head) + head.segment_count * sizeof(struct kvfs_pod_batch_segment) +
+                        head.shape_count * sizeof(struct kvfs_pod_batch_shape);
+    for (uint32_t i = 0; i < head.record_count; i++, at += sizeof(struct kvfs_pod_batch_record)) {
+        struct kvfs_pod_batch_record r;
+        struct kvfs_record own;
+        memcpy(&r, at, sizeof(r));
+        if (r.page_kind >> 24 == KVFS_POD_DIRECTORY_GONE && kvfs_table_find_key(plane->table, r.key_low, r.key_high, &own) == 0 &&
+            own.kind == KVFS_KIND_DIRECTORY)
+            event_add(plane, KVFS_EVENT_OVERTAKEN, own.inode, r.version);
+    }
+}
+
 int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batch, uint64_t size, struct kvfs_pod_conflict *conflicts,
                        struct kvfs_pod_applied *out) {
     struct kvfs_pod_hit *hits = plane->pod ? malloc(KVFS_POD_BATCH_RECORDS_MAX * sizeof(*hits)) : NULL;
@@ -141,6 +193,8 @@ int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batc
             kvfs_inode_touch(plane, &hits[i].inode, 1, 1);
     }
     free(hits);
+    if (r == 0)
+        directories_look(plane, batch);
     return r;
 }
 
